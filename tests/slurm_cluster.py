@@ -171,6 +171,25 @@ class Cluster:
         nodes = self.exec("login", "scontrol", "show", "hostnames", _field("NodeList", shown), check=False)
         return Job(job, state, 128 + int(signal) if int(signal) else int(code), tuple(nodes.stdout.split()))
 
+    def install(self, user: str = "alice") -> None:
+        """Put the project's files, as they are now, into ~/hpctrain of a user, and beside them links to images in /project."""
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        files = [
+            name for name in subprocess.run(listed, cwd=REPOSITORY, capture_output=True, check=True).stdout.split(b"\0") if name
+        ]
+        archive = subprocess.run(
+            ["tar", "-c", "--null", "-T", "-"],
+            cwd=REPOSITORY,
+            input=b"\0".join(name for name in files if (REPOSITORY / os.fsdecode(name)).exists()),
+            capture_output=True,
+            check=True,
+        ).stdout
+        home = self.state / "home" / user
+        (home / "hpctrain.tar").write_bytes(archive)
+        unpack = "mkdir -p hpctrain && tar -xf hpctrain.tar -C hpctrain && rm -f hpctrain.tar"
+        link = "for image in /project/*.sif; do ln -sfn $image hpctrain/; done"
+        self.exec("login", "sh", "-c", f"{unpack} && {link}", user=user)
+
     def host_path(self, path: str | Path) -> Path:
         """Where this host has what the machines see as `path`, in /home, /project or a folder of `binds`."""
         shared = {str(self.state / name): f"/{name}" for name in ("home", "project")}

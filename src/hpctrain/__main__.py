@@ -1,0 +1,62 @@
+"""The command line: `hpctrain COMMAND ...`, or `python -m hpctrain COMMAND ...`."""
+
+import sys
+from importlib import import_module
+
+from hpctrain import __version__
+
+# Each module has main(world, arguments). A module is imported only when its command is called:
+# importing torch takes a second, and --help should not wait for it.
+COMMANDS = {
+    "train_ddp": ("hpctrain.vision.train_ddp", "train MNIST or digits by PyTorch DDP, on any number of ranks"),
+    "train_single": ("hpctrain.vision.train_ddp", "the same in one process, with no launcher"),
+    "check": ("hpctrain.check", "every rank says who it is, and one all-reduce is verified"),
+    "plot": ("hpctrain.run", "draw the loss and accuracy of a run folder as curves.png"),
+}
+
+
+def usage() -> str:
+    """The text of --help."""
+    lines = [f"  {name:14}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"hpctrain {__version__}: distributed PyTorch training on supercomputers",
+            "",
+            "usage: hpctrain COMMAND [OPTION]...    (hpctrain COMMAND --help lists its options)",
+            "",
+            *lines,
+        ]
+    )
+
+
+def main() -> None:
+    """Run the command that the command line names; what the user can mend ends it with one line and exit status 1 or 2."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        print(__version__)
+        return
+
+    from hpctrain.world import HpctrainError, UsageError, detect
+
+    rank = 0
+    try:
+        rank = detect().rank
+        name = arguments.pop(0)
+        if name not in COMMANDS:
+            raise UsageError(f"there is no command {name!r}: choose from {', '.join(COMMANDS)}, or name a .py file")
+        import_module(COMMANDS[name][0]).main(detect(), arguments)
+    except UsageError as error:
+        # Every rank has the same command line: one of them says it.
+        if rank == 0:
+            print(f"hpctrain: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except HpctrainError as error:
+        print(f"hpctrain: error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Every file is clean, and every script answers --help and refuses nonsense."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_cluster import REPOSITORY
+
+FILES = subprocess.run(
+    ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+    cwd=REPOSITORY,
+    capture_output=True,
+    text=True,
+    check=True,
+).stdout.split("\0")
+TEXTS = {name: (REPOSITORY / name).read_text(errors="replace") for name in FILES if name and (REPOSITORY / name).is_file()}
+SHELL = sorted(name for name, text in TEXTS.items() if text.startswith("#!/bin/bash") or re.search("^# shellcheck shell=bash$", text, re.M))
+SCRIPTS = [name for name in SHELL if TEXTS[name].startswith("#!") and name != ".ci/run"]
+TOOLS = Path(sys.executable).parent
+
+
+def run(*command):
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+
+
+def test_ruff():
+    for arguments in (["check"], ["format", "--check"]):
+        done = run(TOOLS / "ruff", *arguments, ".")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_shellcheck():
+    assert "launch/apptainer_ddp.sh" in SHELL and "launch/lib.sh" in SHELL
+    done = run(TOOLS / "shellcheck", "--external-sources", *SHELL)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_and_nonsense(script):
+    done = run(f"./{script}", "--help")
+    assert done.returncode == 0 and Path(script).name in done.stdout and not done.stderr
+    done = run(f"./{script}", "--nonsense")
+    assert done.returncode != 0 and done.stderr.strip()
+
+
+def test_nothing_of_one_machine():
+    for name, text in TEXTS.items():
+        for word in ("/work/", "/farm/", "/opt/wheels", "/opt/pypi"):
+            assert word not in text or name == "tests/test_lint.py", f"{name} holds {word}"
+
+
+def test_versions_agree():
+    version = re.search(r'^version = "(.*)"', TEXTS["pyproject.toml"], re.M)[1]
+    assert f"## {version}" in TEXTS["CHANGELOG.md"]

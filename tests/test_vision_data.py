@@ -1,0 +1,125 @@
+"""MNIST files, good and broken; the order of the data and who gets which example."""
+
+import gzip
+import struct
+
+import numpy
+import pytest
+import torch
+
+from hpctrain.vision import data
+from hpctrain.world import HpctrainError, UsageError, World
+
+
+def world(rank, size):
+    return World(rank, size, rank, size, 0, 1, "torchrun")
+
+
+def idx(*sizes, magic=None, values=None):
+    dimensions = len(sizes)
+    content = numpy.arange(numpy.prod(sizes)) % 10 if values is None else numpy.array(values)
+    header = struct.pack(f">{dimensions + 1}I", magic or 0x0800 + dimensions, *sizes)
+    return header + content.astype(numpy.uint8).tobytes()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A small MNIST: 30 and 20 images."""
+    for part, n in (("train", 30), ("t10k", 20)):
+        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(idx(n, 28, 28))
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx(n))
+    return tmp_path
+
+
+def test_plain_and_gz_are_the_same(folder):
+    plain = data.load(folder)
+    for path in list(folder.iterdir()):
+        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    packed = data.load(folder)
+    for one, other in zip(plain, packed, strict=True):
+        assert torch.equal(one.pixels, other.pixels) and torch.equal(one.labels, other.labels)
+    assert [len(part) for part in plain] == [30, 20]
+    assert plain[0].pixels.dtype == torch.uint8 and plain[0].labels[:3].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train-images-idx3-ubyte", None, "no such file, nor train-images-idx3-ubyte.gz"),
+        ("train-images-idx3-ubyte", b"", "begins with nothing"),
+        ("train-images-idx3-ubyte", idx(30, 28, 28)[:-1], "23519 bytes of data where its header says 23520"),
+        ("train-images-idx3-ubyte", idx(30, 28, 28) + b"x", "23521 bytes of data"),
+        ("train-images-idx3-ubyte", idx(30), "not an idx file of bytes with 3 dimensions"),
+        ("train-images-idx3-ubyte", b"<html>404</html>", "begins with 3c68746d"),
+        ("train-images-idx3-ubyte", idx(30, 28, 27), "not 28 x 28 pixels"),
+        ("train-images-idx3-ubyte", idx(29, 28, 28), "29 images but 30 labels"),
+        ("t10k-labels-idx1-ubyte", idx(20, values=[10] * 20), "not digits from 0 to 9"),
+    ],
+)
+def test_a_broken_file_is_named(folder, name, content, message):
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    with pytest.raises(HpctrainError, match=message) as error:
+        data.load(folder)
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_truncated_gz_is_named(folder):
+    path = folder / "t10k-images-idx3-ubyte"
+    path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes())[:-20])
+    path.unlink()
+    with pytest.raises(HpctrainError, match=r"t10k-images-idx3-ubyte\.gz: cannot be read"):
+        data.load(folder)
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(HpctrainError, match="no such folder"):
+        data.load(tmp_path / "nothing")
+
+
+def test_real_mnist(mnist):
+    train, test = data.load(mnist)
+    assert (len(train), len(test)) == (60_000, 10_000)
+    assert train.labels[:5].tolist() == [5, 0, 4, 1, 9]
+    assert torch.bincount(test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+
+
+def test_digits():
+    train, test = data.load(None)
+    assert (len(train), len(test)) == (1437, 360)
+    assert train.pixels.shape == (1437, 28, 28) and int(train.pixels.max()) == 255
+    images, labels = train.batch(torch.arange(4), torch.device("cpu"))
+    assert images.shape == (4, 1, 28, 28) and float(images.min()) == -1 and labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_step_takes_the_same_examples_whatever_the_number_of_ranks(size):
+    alone = list(data.batches(100, 24, seed=3, epoch=2, world=world(0, 1)))
+    ranks = [list(data.batches(100, 24, seed=3, epoch=2, world=world(r, size))) for r in range(size)]
+    assert len(alone) == 4
+    for step, batch in enumerate(alone):
+        assert torch.equal(torch.cat([ranks[r][step] for r in range(size)]), batch)
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    def order(seed, epoch):
+        return torch.cat(list(data.batches(96, 24, seed, epoch, world(0, 1)))).tolist()
+
+    assert order(1, 1) == order(1, 1)
+    assert order(1, 1) != order(1, 2) and order(1, 1) != order(2, 1)
+    assert sorted(order(1, 1)) == list(range(96))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_evaluation_has_every_example_once(size):
+    seen = torch.cat([index for r in range(size) for index in data.share(100, 8, world(r, size))])
+    assert seen.tolist() == list(range(100))
+
+
+def test_batches_that_cannot_be_shared():
+    with pytest.raises(UsageError, match=r"--batch-size 10 .* 4 ranks .* multiple of 4, such as 8"):
+        data.steps_per_epoch(100, 10, world(0, 4))
+    with pytest.raises(UsageError, match="--batch-size 128 is more than the 100"):
+        data.steps_per_epoch(100, 128, world(0, 4))
