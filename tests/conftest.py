@@ -1,7 +1,6 @@
 """What the tests share: the real data, the image, and a small supercomputer with the project in a user's home."""
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,14 @@ from slurm_cluster import REPOSITORY, Cluster
 
 SIF = REPOSITORY / "hpctrain-cpu.sif"
 DATA = Path(os.environ.get("HPCTRAIN_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
+# This Python environment as the nodes borrow it, to run without a container; for lack of a Python 3.11 of their own.
 BARE_PYTHON = "env PYTHONPATH=/opt/src /opt/venv/bin/python"
+BARE_BINDS = {
+    "/usr/bin/python3.11": "/usr/bin/python3.11",
+    "/usr/lib/python3.11": "/usr/lib/python3.11",
+    REPOSITORY / ".venv": "/opt/venv",
+    REPOSITORY / "src": "/opt/src",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,16 +53,15 @@ def sif() -> Path:
 def cluster(sif: Path) -> Iterator[Cluster]:
     """Two nodes; alice has the project in ~/hpctrain with the image in it, and MNIST (if it is there) lies in /project.
 
-    The nodes also have this Python environment in /opt, as a site's module would bring it: BARE_PYTHON runs it.
+    The nodes also have BARE_PYTHON, as a site's module would bring it.
     """
     if reason := slurm_cluster.missing():
         pytest.skip(reason)
     binds = {sif: f"/project/{sif.name}"}
     if (DATA / "mnist").is_dir():
         binds[DATA / "mnist"] = "/project/mnist"
-    if Path(sys.prefix, "bin/python").resolve() == Path("/usr/bin/python3.11"):
-        same = (Path("/usr/bin/python3.11"), Path("/usr/lib/python3.11"))
-        binds |= {path: path for path in same} | {Path(sys.prefix): "/opt/venv", REPOSITORY / "src": "/opt/src"}
+    if all(Path(source).exists() for source in BARE_BINDS):
+        binds |= BARE_BINDS
     with Cluster(nodes=2, binds=binds) as cluster:
         cluster.install("alice")
         yield cluster

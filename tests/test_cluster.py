@@ -9,6 +9,7 @@ import pytest
 from slurm_cluster import CLUSTER_SH, Cluster, missing
 
 HERE = Path(__file__).resolve().parent
+pytestmark = pytest.mark.slow
 needs_cluster = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 

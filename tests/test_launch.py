@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import time
 
 import pytest
 from conftest import BARE_PYTHON
@@ -25,14 +26,18 @@ def folder(cluster, path):
     return cluster.host_path(f"{HOME}/{path}")
 
 
-def result(cluster, path):
-    return json.loads((folder(cluster, path) / "result.json").read_text())
+def result(run):
+    return json.loads((run / "result.json").read_text())
 
 
 def wait_until_idle(cluster):
-    """No step, no trainer and no container is left on any node."""
+    """No step, no trainer and no container is left on any node, after the moment that an unmount takes."""
     for node in ("n1", "n2"):
-        left = cluster.exec(node, "sh", "-c", "ps -eo args | grep -E '[h]pctrain|[s]run|[s]quashfuse' || true").stdout
+        for _ in range(50):
+            left = cluster.exec(node, "sh", "-c", "ps -eo args | grep -E '[h]pctrain|[s]run|[s]quashfuse' || true").stdout
+            if not left:
+                break
+            time.sleep(0.2)
         assert left == "", f"left on {node}: {left}"
 
 
@@ -40,7 +45,7 @@ def test_the_script_with_no_argument_trains_on_digits(cluster):
     ended, output = job(cluster)
     assert (ended.state, ended.exit_code, ended.nodes) == ("COMPLETED", 0, ("n1", "n2")), output
     run = folder(cluster, f"runs/train_ddp/{ended.id}")
-    assert result(cluster, run)["test_accuracy"] >= 0.97
+    assert result(run)["test_accuracy"] >= 0.97
     hosts = [log.read_text().split(" on ")[1].split(",")[0] for log in sorted((run / "logs").iterdir())]
     assert hosts == ["n1", "n1", "n2", "n2"]
     config = json.loads((run / "config.json").read_text())
@@ -48,6 +53,7 @@ def test_the_script_with_no_argument_trains_on_digits(cluster):
         "rank": 0, "size": 4, "local_rank": 0, "local_size": 2, "node_rank": 0, "nodes": 2, "launcher": "slurm",
     }  # fmt: skip
     assert re.fullmatch("sha256:[0-9a-f]{64}", config["image_digest"])
+    assert re.fullmatch("[0-9a-f]{40}", config["revision"])
     assert (run / "curves.png").stat().st_size > 10_000
     wait_until_idle(cluster)
 
@@ -56,7 +62,7 @@ def test_real_mnist(cluster, mnist):
     options = ["--epochs", "2", "--batch-size", "128", "--lr", "0.05", "--data", "/project/mnist", "--out", "runs/mnist"]
     ended, output = job(cluster, "train_ddp", *options, timeout=600)
     assert ended.state == "COMPLETED", output
-    assert result(cluster, "runs/mnist")["test_accuracy"] >= 0.985
+    assert result(folder(cluster, "runs/mnist"))["test_accuracy"] >= 0.985
 
 
 def test_the_arguments_of_a_script_arrive_as_they_are(cluster):
@@ -96,9 +102,7 @@ def test_inside_salloc(cluster):
 def test_container_and_bare_metal_give_the_same_weights(cluster):
     """The same job with the container and without: this Python 3.11 with the same locked wheels, run by the nodes' libc."""
     if cluster.exec("n1", *BARE_PYTHON.split(), "--version", check=False).returncode:
-        pytest.skip(
-            "the tests do not run on Debian's own Python 3.11, which the nodes can borrow: make venv PYTHON=/usr/bin/python3.11"
-        )
+        pytest.skip("no /usr/bin/python3.11 and .venv for the nodes to borrow: make venv on Debian 12")
     for name, python in (("container", "apptainer exec hpctrain-cpu.sif python"), ("bare", BARE_PYTHON)):
         script = (
             "#!/bin/bash\nexport MASTER_ADDR=$(hostname) MASTER_PORT=25000 OMP_NUM_THREADS=1\n"
@@ -107,7 +111,7 @@ def test_container_and_bare_metal_give_the_same_weights(cluster):
         number = cluster.submit("--nodes=2", "--ntasks-per-node=2", cwd=HOME, script=script)
         ended = cluster.wait(number, timeout=300)
         assert ended.state == "COMPLETED", folder(cluster, f"slurm-{number}.out").read_text()
-    container, bare = (result(cluster, f"runs/{name}") for name in ("container", "bare"))
+    container, bare = (result(folder(cluster, f"runs/{name}")) for name in ("container", "bare"))
     assert container["weights_sha256"] == bare["weights_sha256"]
     assert container["test_loss"] == bare["test_loss"]
 
@@ -184,7 +188,7 @@ def test_a_killed_rank_ends_the_whole_job(cluster):
         nonlocal killed
         if "epoch 2 step" in line and not killed:
             killed = True
-            cluster.exec("n2", "sh", "-c", "kill -KILL $(pgrep -f 'hpctrain train_ddp' | tail -n 1)")
+            cluster.exec("n2", "sh", "-c", "kill -KILL $(pgrep -f '[h]pctrain train_ddp' | tail -n 1)")
 
     ended = cluster.wait(number, timeout=120, on_line=kill)
     assert killed and ended.state == "FAILED" and ended.exit_code != 0
@@ -212,7 +216,7 @@ def test_a_job_whose_node_dies_goes_on_from_its_last_checkpoint(sif):
         assert re.search(r"resuming after epoch \d+ of runs/train_ddp/1/checkpoints", output), output
         assert output.count("restart 1") == 1
         run = folder(cluster, f"runs/train_ddp/{number}")
-        assert len(list((run / "checkpoints").iterdir())) == 12 and result(cluster, run)["test_accuracy"] > 0.95
+        assert len(list((run / "checkpoints").iterdir())) == 12 and result(run)["test_accuracy"] > 0.95
 
 
 @pytest.mark.parametrize("script", sorted((REPOSITORY / "launch").glob("*_*.sh")), ids=lambda path: path.name)

@@ -16,7 +16,9 @@ FILES = subprocess.run(
     check=True,
 ).stdout.split("\0")
 TEXTS = {name: (REPOSITORY / name).read_text(errors="replace") for name in FILES if name and (REPOSITORY / name).is_file()}
-SHELL = sorted(name for name, text in TEXTS.items() if text.startswith("#!/bin/bash") or re.search("^# shellcheck shell=bash$", text, re.M))
+SHELL = sorted(
+    name for name, text in TEXTS.items() if text.startswith("#!/bin/bash") or re.search("^# shellcheck shell=bash$", text, re.M)
+)
 SCRIPTS = [name for name in SHELL if TEXTS[name].startswith("#!") and name != ".ci/run"]
 TOOLS = Path(sys.executable).parent
 

@@ -70,7 +70,7 @@ def test_the_same_command_gives_the_same_weights_bit_for_bit(runs):
     assert result(runs / "two")["weights_sha256"] == result(runs / "again")["weights_sha256"]
 
 
-@pytest.mark.parametrize(("name", "launcher"), [("one", ALONE), ("two", torchrun(2))])
+@pytest.mark.parametrize(("name", "launcher"), [("one", ALONE), pytest.param("two", torchrun(2), marks=pytest.mark.slow)])
 def test_an_epoch_resumed_is_bit_for_bit_one_that_was_not_interrupted(runs, tmp_path, name, launcher):
     train(launcher, "--epochs", 1, "--out", tmp_path / "half", cwd=tmp_path)
     out = train(launcher, "--epochs", 2, "--resume", tmp_path / "half", cwd=tmp_path)
@@ -82,6 +82,7 @@ def test_an_epoch_resumed_is_bit_for_bit_one_that_was_not_interrupted(runs, tmp_
     assert json.loads((tmp_path / "half" / "config.2.json").read_text())["options"]["epochs"] == 2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(runs, tmp_path):
     out = train(ALONE, "--epochs", 3, "--resume", runs / "two", "--out", tmp_path / "more", cwd=tmp_path)
     assert "resuming after epoch 2" in out
@@ -156,6 +157,7 @@ def test_bad_input_is_one_line(tmp_path, args, status, message):
     assert done.stderr.startswith("hpctrain: error:") and done.stderr.count("\n") == 1 and message in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -180,6 +182,7 @@ def test_nothing_of_an_earlier_run_is_overwritten(runs, tmp_path):
     assert before == {path: path.read_bytes() for path in (runs / "one").rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_job_that_slurm_runs_again_goes_on(tmp_path):
     slurm = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "1"}
     train(ALONE, "--epochs", 1, cwd=tmp_path, **slurm)

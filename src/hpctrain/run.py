@@ -240,10 +240,11 @@ def versions() -> dict[str, str]:
 
 
 def revision() -> str | None:
-    """The git revision of hpctrain: baked into the image, or of the checkout that this file lies in."""
-    baked = os.environ.get("HPCTRAIN_REVISION")
-    if baked:
-        return baked
+    """The git revision of hpctrain: as the image's build noted it, or of the checkout that this file lies in."""
+    try:
+        return json.loads(Path(sys.prefix, "versions.json").read_text(encoding="utf-8"))["revision"]
+    except OSError:
+        pass  # not in the image
     try:
         here = Path(__file__).parent
         return subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()

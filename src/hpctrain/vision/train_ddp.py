@@ -40,7 +40,8 @@ def main(world: World, arguments: list[str]) -> None:
         run = Run(world, "train_ddp", args, device)
 
         torch.manual_seed(args.seed)
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        if device.type == "cuda":  # on a CPU they are; and the call imports the compiler, which takes two seconds
+            torch.use_deterministic_algorithms(True, warn_only=True)
         model = MnistNet().to(device)
         ddp = DistributedDataParallel(model) if world.size > 1 else model
         optimizer = torch.optim.SGD(ddp.parameters(), lr=args.lr, momentum=0.9, nesterov=True)

@@ -1,0 +1,78 @@
+# hpctrain: `make help` lists what there is. Each target does its own set-up: it installs the Debian packages that it
+# needs where you are root, saying which, and says what to install where you are not.
+
+PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
+FLAVOR ?= cpu
+ROOTFS := build/cluster/rootfs
+TAR := build/hpctrain-$(FLAVOR).tar
+SIF := hpctrain-$(FLAVOR).sif
+RECIPE := containers/Dockerfile $(wildcard containers/install/* containers/locks/* containers/patches/*) pyproject.toml LICENSE
+PACKAGE := $(shell find src -name '*.py')
+# Apptainer of this machine, or the one in the file system of the test cluster.
+APPTAINER := $(if $(shell command -v apptainer || command -v singularity),,$(ROOTFS)/etc/hpctrain-rootfs)
+
+.PHONY: help demo test test-fast lint benchmark image base sif sif-from-def venv cluster lock clean
+.DELETE_ON_ERROR:
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+
+demo: sif cluster  ## train from the container on a two-node Slurm cluster on this machine
+	@containers/need.sh python3
+	PYTHONPATH=tests python3 tests/demo.py
+
+test: venv sif cluster  ## every test there is, on real parts
+	.venv/bin/python -m pytest $(PYTEST)
+
+test-fast: venv  ## the tests that need no image and no cluster
+	.venv/bin/python -m pytest -m 'not slow' $(PYTEST)
+
+lint: venv  ## ruff and shellcheck
+	.venv/bin/python -m pytest -q tests/test_lint.py
+
+benchmark: venv sif cluster  ## a training step and the start-up, in the container and outside
+	.venv/bin/python benchmarks/container.py
+
+image: $(TAR)  ## the image, by docker, podman or buildah
+
+base: build/base-bookworm.tar  ## a Debian base image from a Debian mirror, where no registry can be reached
+
+sif: $(SIF)  ## hpctrain-cpu.sif from the image
+
+sif-from-def: $(APPTAINER)  ## hpctrain-cpu.sif from apptainer/hpctrain.def, with no Docker anywhere
+	@[ -e build/base-bookworm.tar ] || containers/need.sh mmdebstrap
+	apptainer/build.sh --from def --flavor $(FLAVOR)
+
+venv: .venv/ready  ## .venv with the same locked packages as the image, and the tools of the tests
+
+cluster: $(ROOTFS)/etc/hpctrain-rootfs  ## the root file system of the test cluster
+
+lock: venv  ## containers/locks anew from pyproject.toml
+	containers/lock.sh
+
+clean:  ## remove what make has made (not runs/)
+	rm -rf --one-file-system build .venv $(SIF)
+
+$(TAR): $(RECIPE) $(PACKAGE) containers/build.sh containers/base.sh containers/lib.sh
+	@command -v docker >/dev/null && docker info >/dev/null 2>&1 || command -v podman >/dev/null || containers/need.sh buildah mmdebstrap
+	containers/build.sh --flavor $(FLAVOR)
+
+build/base-bookworm.tar: containers/base.sh
+	@containers/need.sh mmdebstrap
+	containers/base.sh --force
+
+$(SIF): $(TAR) apptainer/build.sh apptainer/hpctrain.def | $(APPTAINER)
+	apptainer/build.sh --from image --flavor $(FLAVOR)
+
+$(ROOTFS)/etc/hpctrain-rootfs: tests/cluster/rootfs.sh
+	@containers/need.sh mmdebstrap
+	tests/cluster/rootfs.sh $(ROOTFS)
+	@touch $@
+
+.venv/ready: containers/locks/$(FLAVOR).lock containers/install/python.sh pyproject.toml
+	@containers/need.sh python3.11-venv
+	rm -rf .venv
+	PYTHON=$(PYTHON) containers/install/python.sh .venv cpu
+	.venv/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	.venv/bin/pip install --quiet --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,90 @@
+#!/bin/bash
+# build.sh [--from image|def] [--flavor FLAVOR] [--output FILE]: make the SIF (make sif).
+#   --from image  from build/hpctrain-FLAVOR.tar, which containers/build.sh makes: the default, under a minute
+#   --from def    from a plain Debian by apptainer/hpctrain.def, with no Docker, podman or buildah anywhere
+#   --output      hpctrain-FLAVOR.sif by default; it appears when it is complete
+# It uses this machine's apptainer or singularity, else (root only) the one in the test cluster's file system.
+#   BASE_IMAGE=NAME  for --from def, and
+#   WHEELS=FOLDER    likewise: as for containers/build.sh
+#   APPTAINER_TMPDIR=FOLDER  where to unpack, about 3 GB; /tmp by default
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=containers/lib.sh
+source containers/lib.sh
+
+flavor=cpu from=image output=
+while (($#)); do
+    case $1 in
+        -h | --help) usage && exit ;;
+        --flavor | --from | --output)
+            [[ -n ${2:-} ]] || die "$1 needs a value (see --help)"
+            declare "${1#--}=$2"
+            shift 2
+            ;;
+        *) die "unknown argument $1 (see --help)" ;;
+    esac
+done
+[[ $from == image || $from == def ]] || die "--from is image or def, not $from"
+[[ -f containers/locks/$flavor.lock ]] || die "there is no flavour $flavor; it would be containers/locks/$flavor.lock"
+output=$(realpath -m "${output:-hpctrain-$flavor.sif}")
+[[ -w $(dirname "$output") ]] || die "cannot write to $(dirname "$output"); give another --output"
+
+# Beside the final file, so that the last step is a rename.
+work=$(mktemp -d "$(dirname "$output")/.sif.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+wheels=$(wheels_folder)
+
+# The runtime. In the test cluster's file system, it sees only the folders that are named here.
+if runtime=$(command -v apptainer || command -v singularity); then
+    apptainer=("$runtime")
+elif [[ $(id -u) == 0 && -d build/cluster/rootfs ]]; then
+    apptainer=(tests/cluster/cluster.sh run -b "$work" ${wheels:+-b "$wheels"}
+        -e "SOURCE_DATE_EPOCH=$(source_date_epoch)" -- apptainer)
+else
+    die "there is no apptainer or singularity; install one, or as root make tests/cluster's with tests/cluster/rootfs.sh"
+fi
+SOURCE_DATE_EPOCH=$(source_date_epoch)
+export SOURCE_DATE_EPOCH
+
+# zstd unpacks several times as fast as gzip, which every node does at every start. Its level 9 takes 14 s more than
+# level 3, for 8 % less.
+arguments=(--disable-cache --mksquashfs-args "-comp zstd -Xcompression-level 3")
+
+if [[ $from == image ]]; then
+    image=build/hpctrain-$flavor.tar
+    [[ -s $image ]] || die "there is no $image; make it with containers/build.sh (make image), or use --from def"
+    # The image has its labels already.
+    {
+        printf 'Bootstrap: docker-archive\nFrom: %s\n\n' "$image"
+        sed -n '/^%runscript/,$p' apptainer/hpctrain.def | sed '/^%labels/,/^$/d'
+    } >"$work/image.def"
+    # The image ended its own build with this test.
+    arguments+=(--notest)
+    def=$work/image.def
+else
+    def=apptainer/hpctrain.def
+    arguments+=(--build-arg "flavor=$flavor" --build-arg "version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
+        --build-arg "revision=$(git rev-parse --verify --quiet HEAD 2>/dev/null || true)")
+    if [[ -n ${BASE_IMAGE:-} ]]; then
+        arguments+=(--build-arg bootstrap=docker --build-arg "from=$BASE_IMAGE")
+    elif ! registry_answers; then
+        containers/base.sh
+        arguments+=(--build-arg bootstrap=docker-archive --build-arg from=build/base-bookworm.tar)
+    fi
+    # For %post: wheels in /mnt, certificates in /media.
+    mkdir "$work/ca" "$work/no-wheels"
+    ca=$(ca_bundle)
+    [[ -z $ca ]] || cp "$ca" "$work/ca/ca.crt"
+    arguments+=(--bind "${wheels:-$work/no-wheels}:/mnt:ro" --bind "$work/ca:/media:ro")
+    # A root without all capabilities (in a container, in some virtual machines) builds as an ordinary user does.
+    capabilities=$(sed -n 's/^CapEff:\t/0x/p' /proc/self/status)
+    if [[ $(id -u) == 0 ]] && ! ((capabilities >> 24 & 1)); then # CAP_SYS_RESOURCE
+        arguments+=(--fakeroot)
+    fi
+fi
+
+echo "build: $output from $from, by ${apptainer[*]}, wheels from ${wheels:-the index}"
+"${apptainer[@]}" build "${arguments[@]}" "$work/image.sif" "$def" || die "apptainer failed; see its messages above"
+mv "$work/image.sif" "$output"
+echo "build: $output ($(du -h --apparent-size "$output" | cut -f1))"

@@ -1,0 +1,50 @@
+#!/bin/bash
+# base.sh [--force]: make build/base-bookworm.tar, a Debian 12 base image from a Debian mirror, for machines that reach
+# no container registry (make base). The tar is a docker-archive: docker, podman, buildah and Apptainer all take it,
+# as localhost/hpctrain-base:bookworm. A tar that is there is kept unless --force is given.
+# It needs mmdebstrap, and root or a range in /etc/subuid.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=containers/lib.sh
+source containers/lib.sh
+
+case "$#:${1:-}" in
+    0: | 1:--force) ;;
+    1:-h | 1:--help) usage && exit ;;
+    *) die "unknown arguments $* (see --help)" ;;
+esac
+tar=build/base-bookworm.tar
+if [[ -s $tar && ${1:-} != --force ]]; then
+    echo "base: $tar is there"
+    exit
+fi
+command -v mmdebstrap >/dev/null || die "mmdebstrap is not there; apt-get install mmdebstrap, or give a BASE_IMAGE"
+mkdir -p build
+work=$(mktemp -d -p build base.XXXXXX)
+trap 'rm -rf "$work"' EXIT
+
+SOURCE_DATE_EPOCH=$(source_date_epoch)
+export SOURCE_DATE_EPOCH
+# Without device nodes, an ordinary user can unpack it too. dpkg remembers its options: later packages leave out their
+# manuals as well.
+mmdebstrap --variant=minbase --skip=output/dev --format=tar --aptopt='Acquire::Languages "none"' \
+    --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
+    --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
+    bookworm "$work/layer.tar" || die "mmdebstrap failed; see its message above"
+
+layer=$(sha256sum "$work/layer.tar")
+created=$(date -u -d "@$SOURCE_DATE_EPOCH" +%FT%TZ)
+printf '{"architecture":"amd64","os":"linux","created":"%s","config":{"Env":["PATH=%s"],"Cmd":["bash"]},%s,%s}' \
+    "$created" /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    "\"rootfs\":{\"type\":\"layers\",\"diff_ids\":[\"sha256:${layer%% *}\"]}" \
+    "\"history\":[{\"created\":\"$created\",\"created_by\":\"mmdebstrap\"}]" >"$work/config.json"
+id=$(sha256sum "$work/config.json")
+id=${id%% *}
+mv "$work/config.json" "$work/$id.json"
+printf '[{"Config":"%s.json","RepoTags":["localhost/hpctrain-base:bookworm"],"Layers":["layer.tar"]}]' "$id" \
+    >"$work/manifest.json"
+tar --create --file "$work/base.tar" --sort=name --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 --numeric-owner \
+    --directory "$work" manifest.json "$id.json" layer.tar
+mv "$work/base.tar" "$tar"
+echo "base: made $tar ($(du -h "$tar" | cut -f1))"

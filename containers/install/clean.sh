@@ -1,0 +1,18 @@
+#!/bin/bash
+# clean.sh PREFIX: remove from PREFIX what only a compiler uses: headers, static libraries, cmake files. The image has
+# no compiler; on a host, leave them.
+
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=containers/install/lib.sh
+source "$here/lib.sh"
+
+case "$#:${1:-}" in
+    1:-h | 1:--help) usage && exit ;;
+    1:[!-]*) site=$1/lib/python3.11/site-packages ;;
+    *) die "give PREFIX (see --help)" ;;
+esac
+[[ -d $site/torch ]] || die "there is no torch in $1; clean.sh is for an environment that python.sh made"
+
+rm -rf "$site"/torch/{include,share} "$site"/numpy/_core/{include,lib} "$site"/mpi4py/include
+find "$site" \( -name '*.a' -o -name '*.pyx' -o -name '*.pxd' \) -type f -delete

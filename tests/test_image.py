@@ -1,0 +1,88 @@
+"""What make image and make sif have made: what is in it, and that an ordinary user can run it, read-only."""
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+from slurm_cluster import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+
+def inside(cluster, *command, check=True, **options):
+    """Run a command in the image, as alice on a node."""
+    return cluster.exec("n1", "apptainer", "exec", "/project/hpctrain-cpu.sif", *command, user="alice", check=check, **options)
+
+
+def test_size(sif):
+    assert sif.stat().st_size <= 550e6
+
+
+def test_everything_imports_with_the_locked_versions(cluster):
+    names = ["torch", "lightning", "transformers", "mpi4py", "horovod", "scikit-learn", "matplotlib", "tensorboard", "hpctrain"]
+    code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {names}}}))"
+    found = json.loads(inside(cluster, "python", "-c", code).stdout)
+    lock = (REPOSITORY / "containers/locks/cpu.lock").read_text()
+    for name in set(names) - {"hpctrain", "horovod"}:
+        assert f"{name}=={found[name]} " in lock
+    assert found["torch"] == "2.13.0+cpu" and found["horovod"] == "0.28.1"
+    inside(cluster, "python", "-c", "import torch, lightning, transformers, mpi4py.MPI, horovod.torch, sklearn, hpctrain")
+
+
+def test_horovod_was_built_with_mpi_and_gloo(cluster):
+    shown = inside(cluster, "horovodrun", "--check-build").stdout
+    for part in ("PyTorch", "MPI", "Gloo"):
+        assert f"[X] {part}" in shown
+
+
+def test_it_ends_its_build_with_a_check_that_still_passes(cluster):
+    """Two processes each by torchrun, by mpirun and by Horovod, as an ordinary user."""
+    done = inside(cluster, "/opt/hpctrain/libexec/check.sh", timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_compiler_no_setuid_nothing_writable(cluster):
+    assert inside(cluster, "sh", "-c", "command -v gcc g++ cc make cmake", check=False).stdout == ""
+    assert inside(cluster, "find", "/opt", "/usr", "-xdev", "-perm", "/6000", "-type", "f").stdout == ""
+    assert inside(cluster, "find", "/opt", "-xdev", "-perm", "-0002", "!", "-type", "l").stdout == ""
+
+
+def test_what_the_user_installed_at_home_does_not_leak_in(cluster):
+    leak = cluster.state / "home/alice/.local/lib/python3.11/site-packages"
+    leak.mkdir(parents=True, exist_ok=True)
+    (leak / "torch.py").write_text("raise SystemExit('the wrong torch')\n")
+    try:
+        assert inside(cluster, "python", "-c", "import torch; print(torch.__file__)").stdout.startswith("/opt/hpctrain/")
+    finally:
+        (leak / "torch.py").unlink()
+
+
+def test_a_home_that_cannot_be_written(cluster):
+    done = cluster.exec(
+        "n1", "apptainer", "exec", "--no-home", "--home", "/nonexistent", "/project/hpctrain-cpu.sif",
+        "hpctrain", "train_ddp", "--epochs", "1", "--out", "/tmp/no-home", user="alice", cwd="/tmp",
+    )  # fmt: skip
+    assert "curves.png are in /tmp/no-home" in done.stdout
+
+
+def test_it_says_what_it_is(cluster):
+    done = cluster.exec("n1", "apptainer", "run", "/project/hpctrain-cpu.sif", user="alice", check=False)
+    assert "usage: hpctrain COMMAND" in done.stdout
+    labels = json.loads(cluster.exec("n1", "apptainer", "inspect", "--json", "/project/hpctrain-cpu.sif", user="alice").stdout)
+    labels = labels["data"]["attributes"]["labels"]
+    assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
+    assert re.fullmatch("[0-9a-f]{40}", labels["org.opencontainers.image.revision"])
+
+
+def test_make_has_nothing_left_to_do(sif):
+    done = subprocess.run(["make", "--question", "sif", "cluster", "venv"], cwd=REPOSITORY, capture_output=True)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("script", ["containers/build.sh", "apptainer/build.sh"])
+def test_a_build_that_cannot_be_is_one_line(script):
+    for arguments in (["--flavor", "nothing"], ["--nonsense"], ["--flavor"]):
+        done = subprocess.run([REPOSITORY / script, *arguments], capture_output=True, text=True, env={**os.environ})
+        assert done.returncode != 0 and done.stderr.count("\n") == 1
