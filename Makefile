@@ -40,7 +40,7 @@ base: build/base-bookworm.tar  ## a Debian base image from a Debian mirror, wher
 sif: $(SIF)  ## hpctrain-cpu.sif from the image
 
 sif-from-def: $(APPTAINER)  ## hpctrain-cpu.sif from apptainer/hpctrain.def, with no Docker anywhere
-	@[ -e build/base-bookworm.tar ] || containers/need.sh mmdebstrap
+	@containers/need.sh mmdebstrap curl
 	apptainer/build.sh --from def --flavor $(FLAVOR)
 
 venv: .venv/ready  ## .venv with the same locked packages as the image, and the tools of the tests
@@ -54,7 +54,7 @@ clean:  ## remove what make has made (not runs/)
 	rm -rf --one-file-system build .venv $(SIF)
 
 $(TAR): $(RECIPE) $(PACKAGE) containers/build.sh containers/base.sh containers/lib.sh
-	@command -v docker >/dev/null && docker info >/dev/null 2>&1 || command -v podman >/dev/null || containers/need.sh buildah mmdebstrap
+	@command -v docker >/dev/null && docker info >/dev/null 2>&1 || command -v podman >/dev/null || containers/need.sh buildah mmdebstrap curl
 	containers/build.sh --flavor $(FLAVOR)
 
 build/base-bookworm.tar: containers/base.sh

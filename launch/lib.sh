@@ -86,14 +86,14 @@ resolved() {
 # run_tasks COMMAND...: one copy of the command for each task, on all nodes; ends as the job ends.
 # When one task fails the others are killed at once (--kill-on-bad-exit), when one ends early they have 60 s.
 run_tasks() {
-    # Plain PyTorch scripts look for torchrun's names. The constant text is expanded by each task's own shell; the
-    # command comes after it as words of its own.
+    # Plain PyTorch scripts look for torchrun's names. The text between the quotes is constant, for each task's own shell
+    # to expand; the command comes after it as words of its own.
+    export WORLD_SIZE=$HPCTRAIN_WORLD_SIZE LOCAL_WORLD_SIZE=$TASKS_PER_NODE
     # shellcheck disable=SC2016
     exec srun --nodes="$NODES" --ntasks-per-node="$TASKS_PER_NODE" --cpus-per-task="$THREADS" \
         --kill-on-bad-exit=1 --wait=60 --label \
         bash -c '
-            export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS LOCAL_RANK=$SLURM_LOCALID
-            export LOCAL_WORLD_SIZE='"$TASKS_PER_NODE"' NODE_RANK=$SLURM_NODEID
+            export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID NODE_RANK=$SLURM_NODEID
             command -v "$1" >/dev/null || {
                 echo "hpctrain: error: rank $RANK: there is no $1 on the PATH of $(hostname): load its module before sbatch" >&2
                 exit 127

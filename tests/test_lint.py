@@ -56,3 +56,8 @@ def test_nothing_of_one_machine():
 def test_versions_agree():
     version = re.search(r'^version = "(.*)"', TEXTS["pyproject.toml"], re.M)[1]
     assert f"## {version}" in TEXTS["CHANGELOG.md"]
+
+
+def test_both_recipes_start_from_the_same_debian():
+    base = re.search("ARG BASE_IMAGE=(.*@sha256:[0-9a-f]{64})", TEXTS["containers/Dockerfile"])[1]
+    assert TEXTS["apptainer/hpctrain.def"].count(f"from={base}\n") == 2  # Apptainer reads the arguments of each stage
