@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from slurm_cluster import REPOSITORY
+from slurm_cluster import CLUSTER_SH, REPOSITORY
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +74,39 @@ def test_it_says_what_it_is(cluster):
     labels = labels["data"]["attributes"]["labels"]
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert re.fullmatch("[0-9a-f]{40}", labels["org.opencontainers.image.revision"])
+
+
+def test_from_the_definition_by_an_ordinary_user(cluster, tmp_path):
+    """The same image with no Docker anywhere: alice builds it from a plain Debian, and it holds the same versions."""
+    subprocess.run(["make", "base"], cwd=REPOSITORY, check=True)
+    wheels = subprocess.run(
+        ["bash", "-c", "source containers/lib.sh; wheels_folder"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout
+    clone = cluster.state / "home/alice/from-def"
+    subprocess.run(["cp", "-a", cluster.state / "home/alice/hpctrain", clone], check=True)
+    (clone / "build").mkdir()
+    os.link(REPOSITORY / "build/base-bookworm.tar", clone / "build/base-bookworm.tar")
+    subprocess.run(["chown", "-R", "1000:1000", clone], check=True)
+    options = ["-b", wheels, "-e", f"WHEELS={wheels}"] if wheels else []
+    done = subprocess.run(
+        [CLUSTER_SH, "run", "-u", "alice", *options, "--", "apptainer/build.sh", "--from", "def", "--output", "def.sif"],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    versions = [
+        json.loads(cluster.exec("n1", "apptainer", "exec", image, "cat", "/opt/hpctrain/versions.json", user="alice").stdout)
+        for image in ("/home/alice/from-def/def.sif", "/project/hpctrain-cpu.sif")
+    ]
+    assert len(versions[0]) > 70
+    assert versions[0] | {"revision": ""} == versions[1] | {"revision": ""}
+    environment = [
+        cluster.exec("n1", "apptainer", "exec", "--cleanenv", image, "env", user="alice").stdout.splitlines()
+        for image in ("/home/alice/from-def/def.sif", "/project/hpctrain-cpu.sif")
+    ]
+    ours = [sorted(line for line in lines if re.match("PATH=|LANG=|PYTHON|MPLBACKEND|OMPI_", line)) for lines in environment]
+    assert ours[0] == ours[1] and len(ours[0]) >= 5
 
 
 def test_make_has_nothing_left_to_do(sif):

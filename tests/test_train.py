@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -188,8 +189,16 @@ def test_a_job_that_slurm_runs_again_goes_on(tmp_path):
     train(ALONE, "--epochs", 1, cwd=tmp_path, **slurm)
     out = train(ALONE, "--epochs", 2, cwd=tmp_path, SLURM_RESTART_COUNT="1", **slurm)
     assert "resuming after epoch 1 of runs/train_ddp/17/checkpoints/epoch-0001.pt" in out
-    done = run(ALONE, "train_ddp", cwd=tmp_path, **slurm)
-    assert done.returncode == 1 and "holds a run already" in done.stderr
+    another_job = slurm | {"SLURM_JOB_ID": "18", "SLURM_RESTART_COUNT": "1"}
+    for env in (slurm, another_job):
+        done = run(ALONE, "train_ddp", "--out", "runs/train_ddp/17", cwd=tmp_path, **env)
+        assert done.returncode == 1 and "holds a run already" in done.stderr
+
+
+def test_a_bar_on_a_terminal(tmp_path):
+    command = f"stty cols 120 rows 30; {sys.executable} -m hpctrain train_ddp --epochs 1 --batch-size 8 --out run"
+    done = subprocess.run(["script", "-qec", command, "/dev/null"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and re.search(r"epoch 1: +\d+%\|.*step/s.*train_loss", done.stdout)
 
 
 def test_help():

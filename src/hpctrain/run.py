@@ -175,7 +175,7 @@ def _prepare(trainer: str, args: argparse.Namespace) -> tuple[Path, Path | None]
     earlier_run = (folder / "config.json").exists()
     resume = checkpoint.newest(args.resume) if args.resume else None
     if earlier_run and (not args.resume or args.resume.resolve() != folder.resolve()):
-        if not restarted():
+        if not (restarted() and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()):
             raise HpctrainError(f"{folder} holds a run already: give another --out, or go on with it by --resume {folder}")
         # Slurm runs the job again, with the same command line, after a node died: lose nothing.
         if any((folder / "checkpoints").glob("epoch-*.pt")):
