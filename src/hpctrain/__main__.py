@@ -52,10 +52,12 @@ def main() -> None:
         import_module(COMMANDS[name][0]).main(world, arguments)
         status = 0
     except UsageError as error:
-        # Every rank has the same command line: one of them says it.
+        # Every rank has the same command line: rank 0 says it and fails. The others leave as if all were well, because
+        # at the first failure srun kills the rest, and that might be rank 0 in the middle of its sentence.
+        status = 0
         if rank == 0:
             print(f"hpctrain: error: {error}", file=sys.stderr)
-        status = 2
+            status = 2
     except HpctrainError as error:
         print(f"hpctrain: error: {error}", file=sys.stderr)
         status = 1

@@ -256,7 +256,8 @@ def all_or_none(world: World) -> Iterator[None]:
     if not ranks:
         return
     if world.rank != 0:
-        raise SystemExit(1)
+        # Not a failure: at the first one srun kills the other ranks, and rank 0 is to finish its sentence.
+        raise SystemExit(0)
     everywhere = len(ranks) == 1 and len(next(iter(ranks.values()))) == world.size
     raise HpctrainError(
         next(iter(ranks)) if everywhere else "; ".join(f"on rank {','.join(map(str, r))}: {m}" for m, r in ranks.items())
