@@ -18,7 +18,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 demo: sif cluster  ## train from the container on a two-node Slurm cluster on this machine
-	@containers/need.sh python3
+	@command -v python3 >/dev/null || containers/need.sh python3
 	PYTHONPATH=tests python3 tests/demo.py
 
 test: venv sif cluster  ## every test there is, on real parts
@@ -40,7 +40,7 @@ base: build/base-bookworm.tar  ## a Debian base image from a Debian mirror, wher
 sif: $(SIF)  ## hpctrain-cpu.sif from the image
 
 sif-from-def: $(APPTAINER)  ## hpctrain-cpu.sif from apptainer/hpctrain.def, with no Docker anywhere
-	@containers/need.sh mmdebstrap curl
+	@command -v curl >/dev/null || containers/need.sh curl
 	apptainer/build.sh --from def --flavor $(FLAVOR)
 
 venv: .venv/ready  ## .venv with the same locked packages as the image, and the tools of the tests
@@ -54,23 +54,23 @@ clean:  ## remove what make has made (not runs/)
 	rm -rf --one-file-system build .venv $(SIF)
 
 $(TAR): $(RECIPE) $(PACKAGE) containers/build.sh containers/base.sh containers/lib.sh
-	@command -v docker >/dev/null && docker info >/dev/null 2>&1 || command -v podman >/dev/null || containers/need.sh buildah mmdebstrap curl
+	@command -v curl >/dev/null || containers/need.sh curl
+	@docker info >/dev/null 2>&1 || command -v podman >/dev/null || containers/need.sh buildah
 	containers/build.sh --flavor $(FLAVOR)
 
 build/base-bookworm.tar: containers/base.sh
-	@containers/need.sh mmdebstrap
 	containers/base.sh --force
 
 $(SIF): $(TAR) apptainer/build.sh apptainer/hpctrain.def | $(APPTAINER)
 	apptainer/build.sh --from image --flavor $(FLAVOR)
 
 $(ROOTFS)/etc/hpctrain-rootfs: tests/cluster/rootfs.sh
-	@containers/need.sh mmdebstrap
+	@command -v mmdebstrap >/dev/null || containers/need.sh mmdebstrap
 	tests/cluster/rootfs.sh $(ROOTFS)
 	@touch $@
 
 .venv/ready: containers/locks/$(FLAVOR).lock containers/install/python.sh pyproject.toml
-	@containers/need.sh python3.11-venv
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || containers/need.sh python3.11-venv
 	rm -rf .venv
 	PYTHON=$(PYTHON) containers/install/python.sh .venv cpu
 	.venv/bin/pip install --quiet --no-deps --no-build-isolation --editable .

@@ -19,7 +19,7 @@ if [[ -s $tar && ${1:-} != --force ]]; then
     echo "base: $tar is there"
     exit
 fi
-command -v mmdebstrap >/dev/null || die "mmdebstrap is not there; apt-get install mmdebstrap, or give a BASE_IMAGE"
+command -v mmdebstrap >/dev/null || containers/need.sh mmdebstrap
 mkdir -p build
 work=$(mktemp -d -p build base.XXXXXX)
 trap 'rm -rf "$work"' EXIT

@@ -47,10 +47,12 @@ def test_help_and_nonsense(script):
     assert done.returncode != 0 and done.stderr.strip()
 
 
-def test_nothing_of_one_machine():
+def test_no_path_of_this_machine():
+    here = str(REPOSITORY.parent) + "/"
+    if len(REPOSITORY.parts) < 3:
+        here = str(REPOSITORY) + "/build/"
     for name, text in TEXTS.items():
-        for word in ("/work/", "/farm/", "/opt/wheels", "/opt/pypi"):
-            assert word not in text or name == "tests/test_lint.py", f"{name} holds {word}"
+        assert here not in text, f"{name} holds {here}"
 
 
 def test_versions_agree():
