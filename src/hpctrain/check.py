@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.run import Parser, versions
-from hpctrain.world import HpctrainError, World, all_or_none, choose_device, process_group
+from hpctrain.world import HpctrainError, World, all_or_none, choose_device, gather, process_group
 
 
 def main(world: World, arguments: list[str]) -> None:
@@ -47,14 +47,6 @@ def report(world: World, device: torch.device) -> dict[str, Any]:
         else f"cpu x{torch.get_num_threads()}"
     )
     return {**asdict(world), "host": platform.node(), "device": name, "pid": os.getpid(), "versions": versions()}
-
-
-def gather(world: World, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """The reports of all ranks, in the order of ranks, on every rank."""
-    reports: list[Any] = [mine] * world.size
-    if world.size > 1:
-        dist.all_gather_object(reports, mine)
-    return reports
 
 
 def compare(reports: list[dict[str, Any]]) -> None:

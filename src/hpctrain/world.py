@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -236,6 +237,14 @@ def _meet(world: World) -> dist.Store:
         ) from error
 
 
+def gather(world: World, mine: Any) -> list[Any]:  # noqa: ANN401 - whatever can be pickled
+    """What every rank has, in the order of ranks, on every rank; a collective call."""
+    everybody = [mine] * world.size
+    if world.size > 1:
+        dist.all_gather_object(everybody, mine)
+    return everybody
+
+
 @contextmanager
 def all_or_none(world: World) -> Iterator[None]:
     """Run the block on every rank; where it raises HpctrainError on any, every rank ends and rank 0 says why.
@@ -248,10 +257,7 @@ def all_or_none(world: World) -> Iterator[None]:
         yield
     except HpctrainError as error:
         message = str(error)
-    messages: list[str | None] = [message]
-    if world.size > 1:
-        messages = [None] * world.size
-        dist.all_gather_object(messages, message)
+    messages = gather(world, message)
     ranks = {text: [r for r, m in enumerate(messages) if m == text] for text in messages if text}
     if not ranks:
         return
