@@ -7,11 +7,11 @@ ROOTFS := build/cluster/rootfs
 TAR := build/hpctrain-$(FLAVOR).tar
 SIF := hpctrain-$(FLAVOR).sif
 RECIPE := containers/Dockerfile $(wildcard containers/install/* containers/locks/* containers/patches/*) pyproject.toml LICENSE
-PACKAGE := $(shell find src -name '*.py')
+PACKAGE := $(shell find src -type f ! -name '*.pyc' ! -path '*.egg-info/*')
 # Apptainer of this machine, or the one in the file system of the test cluster.
 APPTAINER := $(if $(shell command -v apptainer || command -v singularity),,$(ROOTFS)/etc/hpctrain-rootfs)
 
-.PHONY: help demo test test-fast lint benchmark image base sif sif-from-def venv cluster lock clean
+.PHONY: help demo test test-fast .test-tools lint benchmark image base sif sif-from-def reproduce venv cluster lock lock-check clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -21,23 +21,33 @@ demo: sif cluster  ## train from the container on a two-node Slurm cluster on th
 	@command -v python3 >/dev/null || containers/need.sh python3
 	PYTHONPATH=tests python3 tests/demo.py
 
-test: venv sif cluster  ## every test there is, on real parts
+test: venv sif cluster .test-tools  ## every test there is, on real parts
 	.venv/bin/python -m pytest $(PYTEST)
 
-test-fast: venv  ## the tests that need no image and no cluster
+test-fast: venv .test-tools  ## the tests that need no image and no cluster
 	.venv/bin/python -m pytest -m 'not slow' $(PYTEST)
+
+# networks and file systems for the tests of hpctrain check
+.test-tools:
+	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null || containers/need.sh iproute2 btrfs-progs
 
 lint: venv  ## ruff and shellcheck
 	.venv/bin/python -m pytest -q tests/test_lint.py
 
-benchmark: venv sif cluster  ## a training step and the start-up, in the container and outside
+benchmark: venv sif cluster  ## a training step and the way to it in the container and outside; texts (NSMC=FOLDER) in four ways
 	.venv/bin/python benchmarks/container.py
+	.venv/bin/python benchmarks/launch.py
+	.venv/bin/python benchmarks/nlp.py $(if $(NSMC),--data $(NSMC))
 
 image: $(TAR)  ## the image, by docker, podman or buildah
 
 base: build/base-bookworm.tar  ## a Debian base image from a Debian mirror, where no registry can be reached
 
 sif: $(SIF)  ## hpctrain-cpu.sif from the image
+
+reproduce: $(APPTAINER)  ## build image and SIF twice from nothing, and compare them
+	@command -v buildah >/dev/null || containers/need.sh buildah
+	containers/reproduce.sh --flavor $(FLAVOR)
 
 sif-from-def: $(APPTAINER)  ## hpctrain-cpu.sif from apptainer/hpctrain.def, with no Docker anywhere
 	@command -v curl >/dev/null || containers/need.sh curl
@@ -49,6 +59,9 @@ cluster: $(ROOTFS)/etc/hpctrain-rootfs  ## the root file system of the test clus
 
 lock: venv  ## containers/locks anew from pyproject.toml
 	containers/lock.sh
+
+lock-check: venv  ## whether containers/locks are what pyproject.toml asks for
+	containers/lock.sh --check
 
 clean:  ## remove what make has made (not runs/)
 	rm -rf --one-file-system build .venv $(SIF)

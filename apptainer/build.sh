@@ -30,6 +30,8 @@ done
 output=$(realpath -m "${output:-hpctrain-$flavor.sif}")
 [[ -w $(dirname "$output") ]] || die "cannot write to $(dirname "$output"); give another --output"
 
+command -v python3 >/dev/null || die "there is no python3, for normalize.py; install one"
+
 # Beside the final file, so that the last step is a rename.
 work=$(mktemp -d "$(dirname "$output")/.sif.XXXXXX")
 trap 'rm -rf "$work"' EXIT
@@ -49,7 +51,10 @@ export SOURCE_DATE_EPOCH
 
 # zstd unpacks several times as fast as gzip, which every node does at every start. Its level 9 takes 14 s more than
 # level 3, for 8 % less.
-arguments=(--disable-cache --mksquashfs-args "-comp zstd -Xcompression-level 3")
+# The owner is root, whoever builds.
+arguments=(--force --disable-cache --mksquashfs-args "-comp zstd -Xcompression-level 3 -all-root -no-xattrs")
+# Apptainer would write the time of the build there.
+date=$(date -u -d "@$SOURCE_DATE_EPOCH" +%FT%TZ)
 
 if [[ $from == image ]]; then
     image=build/hpctrain-$flavor.tar
@@ -58,13 +63,14 @@ if [[ $from == image ]]; then
     {
         printf 'Bootstrap: docker-archive\nFrom: %s\n\n' "$image"
         sed -n '/^%runscript/,$p' apptainer/hpctrain.def | sed '/^%labels/,/^$/d'
+        printf '\n%%labels\n    org.label-schema.build-date %s\n' "$date"
     } >"$work/image.def"
     # The image ended its own build with this test.
     arguments+=(--notest)
     def=$work/image.def
 else
     def=apptainer/hpctrain.def
-    arguments+=(--build-arg "flavor=$flavor" --build-arg "version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
+    arguments+=(--build-arg "flavor=$flavor" --build-arg "date=$date" --build-arg "version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
         --build-arg "revision=$(git rev-parse --verify --quiet HEAD 2>/dev/null || true)")
     if [[ -n ${BASE_IMAGE:-} ]]; then
         arguments+=(--build-arg bootstrap=docker --build-arg "from=$BASE_IMAGE")
@@ -86,5 +92,6 @@ fi
 
 echo "build: $output from $from, by ${apptainer[*]}, wheels from ${wheels:-the index}"
 "${apptainer[@]}" build "${arguments[@]}" "$work/image.sif" "$def" || die "apptainer failed; see its messages above"
+python3 apptainer/normalize.py "$work/image.sif" || die "the header of the SIF could not be normalised; see above"
 mv "$work/image.sif" "$output"
 echo "build: $output ($(du -h --apparent-size "$output" | cut -f1))"

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from conftest import BARE_BINDS, BARE_PYTHON, SIF
-from slurm_cluster import Cluster
+from conftest import BARE_PYTHON, SIF
+from slurm_cluster import Cluster, bare_binds
 
 BATCH = 32
 
@@ -40,10 +40,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A training step and the start-up, in the container and outside.")
     parser.add_argument("--turns", type=int, default=7, help="runs of each (default: %(default)s)")
     turns = parser.parse_args().turns
-    ways = {"container": ["apptainer", "exec", f"/project/{SIF.name}", "python"], "bare": BARE_PYTHON.split()}
+    ways = {"container": ["apptainer", "exec", f"/project/{SIF.name}", "python"], "bare": [BARE_PYTHON]}
     steps: dict[str, list[float]] = {way: [] for way in ways}
     starts: dict[str, list[float]] = {way: [] for way in ways}
-    with Cluster(nodes=1, binds={SIF: f"/project/{SIF.name}", **BARE_BINDS}) as cluster:
+    with Cluster(nodes=1, binds={SIF: f"/project/{SIF.name}", **bare_binds(SIF)}) as cluster:
         for turn in range(turns + 1):
             # Who goes first changes from turn to turn; turn 0 warms the page cache and does not count.
             for way in sorted(ways, reverse=turn % 2 == 1):

@@ -6,22 +6,20 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from slurm_cluster import REPOSITORY, Cluster
+import torch
+from slurm_cluster import REPOSITORY, Cluster, bare_binds
 
 SIF = REPOSITORY / "hpctrain-cpu.sif"
 DATA = Path(os.environ.get("HPCTRAIN_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
-# This Python environment as the nodes borrow it, to run without a container; for lack of a Python 3.11 of their own.
-BARE_PYTHON = "env PYTHONPATH=/opt/src /opt/venv/bin/python"
-BARE_BINDS = {
-    "/usr/bin/python3.11": "/usr/bin/python3.11",
-    "/usr/lib/python3.11": "/usr/lib/python3.11",
-    REPOSITORY / ".venv": "/opt/venv",
-    REPOSITORY / "src": "/opt/src",
-}
+STANDINS = REPOSITORY / "tests/standins"
+IMAGE_TAR = REPOSITORY / "build/hpctrain-cpu.tar"
+# the Python environment of the image, outside of it: see the fixture `site`
+BARE_PYTHON = "/opt/hpctrain/bin/python"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skip", action="store_true", help="a skipped test is a failure, as in .ci/run")
+    parser.addoption("--write-table", action="store_true", help="test_matrix.py writes what it saw pass into README.md")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,18 +53,48 @@ def sif() -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster(sif: Path) -> Iterator[Cluster]:
-    """Two nodes; alice has the project in ~/hpctrain with the image in it, and MNIST (if it is there) lies in /project.
+def site(sif: Path) -> Iterator[Cluster]:
+    """Four nodes; alice has the project in ~/hpctrain with the image in it. The real data, if there are any, are /project/data.
 
-    The nodes also have BARE_PYTHON, as a site's module would bring it.
+    The nodes also have BARE_PYTHON, which `module load pytorch` puts on PATH, the docker archive of the image in /project
+    for podman-hpc, and stand-ins of what cannot be had, in /opt/standins. /project/alice is a folder of alice.
     """
     if reason := slurm_cluster.missing():
         pytest.skip(reason)
-    binds = {sif: f"/project/{sif.name}"}
-    if (DATA / "mnist").is_dir():
-        binds[DATA / "mnist"] = "/project/mnist"
-    if all(Path(source).exists() for source in BARE_BINDS):
-        binds |= BARE_BINDS
-    with Cluster(nodes=2, binds=binds) as cluster:
+    binds = {sif: f"/project/{sif.name}", STANDINS: "/opt/standins", **bare_binds(sif)}
+    if IMAGE_TAR.exists():
+        binds[IMAGE_TAR] = f"/project/{IMAGE_TAR.name}"
+    if DATA.is_dir():
+        binds[DATA] = "/project/data"
+    with Cluster(nodes=4, binds=binds) as cluster:
         cluster.install("alice")
+        cluster.exec("login", "mkdir", "/project/alice", user="alice")
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def cluster(site: Cluster) -> Cluster:
+    """The same under the name that most tests use."""
+    return site
+
+
+@pytest.fixture(scope="session")
+def podman_image(site: Cluster) -> dict[str, str]:
+    """Loads the image into podman-hpc, for alice, as hpctrain:cpu; the variables that jobs need to find it there."""
+    if not IMAGE_TAR.exists():
+        pytest.skip(f"no {IMAGE_TAR.name} for podman-hpc: make image")
+    env = {"SCRATCH": "/project/alice"}
+    site.exec("login", "podman-hpc", "load", "--quiet", f"--input=/project/{IMAGE_TAR.name}", user="alice", env=env)
+    site.exec("login", "podman-hpc", "migrate", "hpctrain:cpu", user="alice", env=env)
+    # migrate returns 0 even when it fails
+    assert list(site.host_path("/project/alice/storage/overlay/l").glob("*.squash"))
+    return env
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A tiny model gains nothing from more threads, and loses much where others want the cores, too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CLUSTER_SH = REPOSITORY / "tests/cluster/cluster.sh"
+BARE_SH = REPOSITORY / "tests/cluster/bare.sh"
 BUILD = REPOSITORY / "build/cluster"
 
 # the states of a job that will not change any more
@@ -45,6 +46,15 @@ def missing() -> str | None:
     if not (rootfs / "etc/hpctrain-rootfs").exists():
         return f"no root file system for a cluster: tests/cluster/rootfs.sh {rootfs}"
     return None
+
+
+def bare_binds(sif: Path) -> dict[str | Path, str | Path]:
+    """The Python environment of an image, taken out of it, as `binds` that show it on nodes, where no container is needed for it.
+
+    Then `/opt/hpctrain/bin/python` runs there, and `module load pytorch` puts its folder on PATH.
+    """
+    subprocess.run([BARE_SH, sif, BUILD / "bare"], check=True)
+    return {BUILD / "bare" / path: f"/{path}" for path in ("opt/hpctrain", "usr/bin/python3.11", "usr/lib/python3.11")}
 
 
 class Cluster:

@@ -16,7 +16,9 @@ def run(tmp_path):
 
 
 def save(run, epoch):
-    return checkpoint.save(run / "checkpoints", epoch, {"epoch": epoch, "weights": torch.arange(1000.0) * epoch})
+    path = checkpoint.path_of(run, epoch)
+    checkpoint.save(path, {"epoch": epoch, "weights": torch.arange(1000.0) * epoch})
+    return path
 
 
 def test_what_is_saved_is_loaded(run):

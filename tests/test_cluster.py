@@ -1,12 +1,14 @@
 """The test cluster itself: what tests and the demo take for granted about it."""
 
+import functools
 import os
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from slurm_cluster import CLUSTER_SH, Cluster, missing
+from conftest import BARE_PYTHON
+from slurm_cluster import CLUSTER_SH, Cluster, bare_binds, missing
 
 HERE = Path(__file__).resolve().parent
 pytestmark = pytest.mark.slow
@@ -74,7 +76,7 @@ def test_srun_places_ranks_on_two_hosts(cluster):
 def test_mpi_makes_one_world(cluster, launcher):
     if "mpirun" not in launcher[:1]:
         launcher = [launcher[0], "-N2", "--ntasks-per-node=2", *launcher[1:]]
-    program = "from mpi4py.MPI import COMM_WORLD as w; print('sum', w.allreduce(w.rank))"
+    program = "from mpi4py.MPI import COMM_WORLD as w; print(f'sum {w.allreduce(w.rank)}\\n', end='')"  # one write
     done = cluster.exec("login", *launcher, "python3", "-c", program, user="alice", timeout=60)
     assert done.stdout.splitlines() == ["sum 6"] * 4
 
@@ -138,11 +140,141 @@ def test_submit_and_wait(cluster):
     assert sorted(lines[1:]) == ["n1", "n2"]
 
 
+RANK_SUM = "from mpi4py.MPI import COMM_WORLD as w; print(f'sum {w.allreduce(w.rank)}\\n', end='')"  # one write
+# one container a node, and the ranks as processes in it that see each other, the node's network and /tmp, and PMIx
+SHARED_RUN = [
+    "podman-hpc", "shared-run", "--label=hpctrain.test", "--userns=keep-id", "--network=host", "--ipc=host", "--volume=/tmp:/tmp",
+    "--volume=/home/alice:/home/alice", "--workdir=/home/alice", "-e", "SLURM_*", "-e", "PMIX_*", "hpctrain:cpu",
+]  # fmt: skip
+SRUN = ["srun", "--nodes=2", "--ntasks-per-node=2", "--mpi=pmix", "--kill-on-bad-exit=1"]
+
+
+@pytest.fixture
+def podman_hpc(site, podman_image):
+    """Runs a command as alice on the login node, where podman-hpc has the image."""
+    return functools.partial(site.exec, "login", user="alice", env=podman_image, timeout=120)
+
+
+def containers_left(cluster):
+    """How many processes of containers, and containers that podman knows of, there are on both nodes."""
+    ps = "pgrep --count --exact conmon; podman-hpc ps --all --quiet | wc --lines"
+    shown = [cluster.exec(n, "sh", "-c", ps, user="alice", env={"SCRATCH": "/project/alice"}).stdout for n in ("n1", "n2")]
+    return sum(int(word) for words in shown for word in words.split())
+
+
+@needs_cluster
+def test_podman_hpc_makes_one_world_of_two_nodes(site, podman_hpc):
+    write = "import os; open(f'rank{w.rank}', 'w'); assert os.getuid() == 1000"
+    done = podman_hpc(*SRUN, *SHARED_RUN, "python", "-c", f"{RANK_SUM}; {write}")
+    assert done.stdout.splitlines() == ["sum 6"] * 4
+    assert [site.host_path(f"/home/alice/rank{rank}").stat().st_uid for rank in range(4)] == [1000] * 4
+    wait_until(lambda: containers_left(site) == 0, timeout=20)
+
+
+@needs_cluster
+def test_containers_outlive_a_failed_step_until_they_are_removed(site, podman_hpc):
+    """What launch/podman_hpc_ddp.sh has to know: Slurm kills the clients of podman, and not what they have started."""
+    fail = 'if [ "$SLURM_PROCID" = 3 ]; then sleep 1; exit 7; fi; sleep 1000'
+    assert podman_hpc(*SRUN, *SHARED_RUN, "sh", "-c", fail, check=False).returncode != 0
+    assert containers_left(site) > 0
+    podman_hpc("srun", "--nodes=2", "podman-hpc", "rm", "--force", "--time=0", "--filter=label=hpctrain.test")
+    wait_until(lambda: containers_left(site) == 0, timeout=20)
+
+
+@needs_cluster
+def test_qsub_gives_a_job_what_pbs_would_and_nothing_of_slurm(site):
+    script = """#!/bin/bash
+#PBS -N hello
+#PBS -j oe
+pwd; env | grep -c ^SLURM; echo "$A $B $PBS_ENVIRONMENT"; uniq -c "$PBS_NODEFILE"; module load pytorch && type -p hpctrain
+cd "$PBS_O_WORKDIR" && pwd
+mpirun --hostfile "$PBS_NODEFILE" sh -c 'hostname; env | grep ^SLURM || true'
+"""
+    site.exec("login", "sh", "-c", "cat >/project/alice/job.sh", user="alice", input=script)
+    words = ["qsub", "-l", "select=2:ncpus=2:mpiprocs=2", "-l", "walltime=00:10:00", "-v", "A=1,B", "job.sh"]
+    done = site.exec("login", *words, user="alice", cwd="/project/alice", env={"B": "2", "C": "3"})
+    job = site.wait(int(done.stdout))
+    output = site.host_path(f"/project/alice/hello.o{job.id}").read_text()
+    first, ranks = output.splitlines()[:-4], output.splitlines()[-4:]
+    assert [line.strip() for line in first] == [
+        "/home/alice", "0", "1 2 PBS_BATCH", "2 n1", "2 n2", "/opt/hpctrain/bin/hpctrain", "/project/alice",
+    ], output  # fmt: skip
+    assert sorted(ranks) == ["n1", "n1", "n2", "n2"], output
+
+
+@needs_cluster
+def test_module_works_in_jobs_of_a_login_shell(site):
+    script = "#!/bin/bash\nmodule load pytorch && type -p hpctrain\n"
+    submit = 'echo "$0" | sbatch --parsable --output=/project/alice/module.out'
+    done = site.exec("login", "bash", "-lc", submit, script, user="alice")
+    assert site.wait(int(done.stdout)).state == "COMPLETED"
+    assert site.host_path("/project/alice/module.out").read_text() == "/opt/hpctrain/bin/hpctrain\n"
+
+
+@needs_cluster
+def test_the_environment_of_the_image_runs_on_the_nodes_own_mpi(site):
+    done = site.exec("n1", "mpirun", "--host", "n1:2,n2:2", BARE_PYTHON, "-c", RANK_SUM, user="alice", timeout=60)
+    assert done.stdout.splitlines() == ["sum 6"] * 4
+
+
+@needs_cluster
+def test_horovod_of_the_image_loads_the_nodes_own_mpi(site):
+    """One process only: between nodes, over Open MPI 5, hvd.init() now and then did not return; the trainers meet by Gloo."""
+    program = "import horovod.torch as hvd; hvd.init(); print(hvd.mpi_built(), hvd.mpi_enabled(), hvd.size())"
+    done = site.exec("n1", "mpirun", "-np", "1", BARE_PYTHON, "-c", program, user="alice", timeout=60)
+    assert done.stdout == "True True 1\n"
+
+
+@needs_cluster
+def test_the_bare_environment_is_made_once(sif):
+    python = next(source for source, target in bare_binds(sif).items() if target == "/usr/bin/python3.11")
+    made = python.stat().st_ctime_ns
+    bare_binds(sif)
+    assert python.stat().st_ctime_ns == made
+
+
+def shifter(cluster, *words, program="shifter"):
+    env = {
+        "PATH": "/opt/standins:/usr/bin:/bin",
+        "SHIFTER_SIF": "/project/hpctrain-cpu.sif",
+        "SHIFTER_RECORD": "/project/alice/record",
+    }
+    return cluster.exec("n1", program, *words, user="alice", cwd="/project/alice", env=env, check=False)
+
+
+@needs_cluster
+def test_the_stand_in_of_shifter_runs_the_image_and_notes_the_command(site):
+    words = ["--image=hpctrain:cpu", "-m", "gpu,nccl-plugin", "-V", "/tmp:/mnt", "--env=A=1  2", "sh", "-c"]
+    done = shifter(site, *words, 'echo "$A"; type hpctrain; exit 3')
+    assert (done.stdout, done.returncode) == ("1  2\nhpctrain is /opt/hpctrain/bin/hpctrain\n", 3), done.stderr
+    assert "'--image=hpctrain:cpu' '-m' 'gpu,nccl-plugin'" in site.host_path("/project/alice/record").read_text()
+    assert shifter(site, "lookup", "hpctrain:cpu", program="shifterimg").returncode == 0
+    assert shifter(site, "lookup", "nothing:cpu", program="shifterimg").returncode == 1
+    for refused in (["--nv", "--image=a", "true"], ["true"], ["--image=a"]):
+        assert shifter(site, *refused).returncode == 2
+
+
+@needs_cluster
+def test_root_may_change_what_a_node_has_under_etc_and_home(site):
+    """What tests of `hpctrain check` do to a node: another /etc/hosts, a home on a full disk."""
+    site.exec(
+        "n2", "sh", "-c", "cp /etc/hosts /tmp/hosts && echo 127.0.1.1 n1 >>/tmp/hosts && mount --bind /tmp/hosts /etc/hosts"
+    )
+    assert "127.0.1.1 n1" in site.exec("n2", "cat", "/etc/hosts").stdout
+    assert "127.0.1.1 n1" not in site.exec("n1", "cat", "/etc/hosts").stdout
+    site.exec("n2", "umount", "/etc/hosts")
+    site.exec("n2", "mount", "-t", "tmpfs", "-o", "size=64k,uid=1000,mode=700", "tmpfs", "/home/bob")
+    done = site.exec("n2", "dd", "if=/dev/zero", "of=/home/bob/file", "bs=100k", "count=1", check=False)
+    assert "No space left on device" in done.stderr
+    site.exec("n2", "umount", "/home/bob")
+
+
 @needs_cluster
 def test_a_crashed_node_is_down_and_comes_back():
     with Cluster(nodes=3) as cluster:
-        # the batch script runs on the first node of the job, and that one survives
-        job = cluster.submit("-N2", "--requeue", script='#!/bin/sh\n[ -n "$SLURM_RESTART_COUNT" ] || srun sleep 1000\n')
+        # The batch script runs on the first node of the job, and that one survives. It starts no step: srun would give up at
+        # once if it had not reached n2 yet, and the job end before Slurm knows that the node is gone.
+        job = cluster.submit("-N2", "--requeue", script='#!/bin/sh\n[ -n "$SLURM_RESTART_COUNT" ] || exec sleep 1000\n')
         wait_until(
             lambda: (
                 node_states(cluster) == {"n1": "allocated", "n2": "allocated", "n3": "idle"}
@@ -255,7 +387,7 @@ def test_run_dies_with_its_caller(tmp_path):
     assert not tmp_path.exists()
 
 
-@pytest.mark.parametrize("script", ["cluster.sh", "machine.sh", "rootfs.sh"])
+@pytest.mark.parametrize("script", ["cluster.sh", "machine.sh", "rootfs.sh", "bare.sh"])
 def test_help(script):
     done = subprocess.run([HERE / "cluster" / script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
@@ -289,6 +421,9 @@ def test_help(script):
         "rootfs.sh",
         "rootfs.sh a b",
         "rootfs.sh --now",
+        "bare.sh",
+        "bare.sh --now",
+        "bare.sh nothing.sif bare",
     ],
 )
 def test_bad_usage_is_refused_in_words(words, tmp_path):

@@ -47,5 +47,5 @@ def test_on_the_cluster(cluster):
     for line in ON_CLUSTER:
         done = cluster.exec("login", "bash", "-c", line, user="alice", cwd=home, timeout=300, check=False)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-        if submitted := re.search(r"Submitted batch job (\d+)", done.stdout):
+        if submitted := re.search(r"^(?:Submitted batch job )?(\d+)$", done.stdout, re.M):  # sbatch, qsub
             assert cluster.wait(int(submitted[1]), timeout=300).state == "COMPLETED", line

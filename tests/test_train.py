@@ -1,15 +1,27 @@
-"""The trainer as users start it: alone, and on the ranks of a real torchrun."""
+"""The trainers as users start them: alone, on the ranks of a real torchrun, and Horovod's in the image."""
 
+import argparse
+import gzip
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import slurm_cluster
 import torch
+from conftest import SIF
 
+from hpctrain.vision import recipe
+from hpctrain.vision.model import ResNet50
+from hpctrain.vision.train_horovod import learning_rate
+from hpctrain.world import World
+
+SRC = slurm_cluster.REPOSITORY / "src"
 ALONE = [sys.executable, "-m", "hpctrain"]
 
 
@@ -29,10 +41,26 @@ def run(launcher, *args, cwd, **env):
     )
 
 
-def train(launcher, *args, cwd, **env):
-    done = run(launcher, "train_ddp", *args, cwd=cwd, **env)
+def train(launcher, *args, cwd, trainer="train_ddp", **env):
+    done = run(launcher, trainer, *args, cwd=cwd, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def in_image(*command, **env):
+    """A launcher inside the image, where Horovod is, with the sources as they are now."""
+    env = {
+        "PYTHONPATH": SRC, "OMP_NUM_THREADS": 1, "HOROVOD_FUSION_THRESHOLD": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29517,
+        "OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1, **env,
+    }  # fmt: skip
+    return [
+        str(slurm_cluster.CLUSTER_SH), "run", "-b", str(SRC), "-b", str(SIF), "--", "apptainer", "exec", "--bind", str(SRC),
+        *(word for name, value in env.items() for word in ("--env", f"{name}={value}")), str(SIF), *command,
+    ]  # fmt: skip
+
+
+HOROVOD_ALONE = in_image("python", "-m", "hpctrain")
+HOROVOD_TWO = in_image("torchrun", "--nproc-per-node=2", "-m", "hpctrain")
 
 
 def result(folder):
@@ -56,6 +84,21 @@ def runs(tmp_path_factory):
     return cwd
 
 
+@pytest.fixture
+def few(tmp_path):
+    """An MNIST of 16 and 6 images, for a ResNet-50 on a CPU."""
+    folder = tmp_path / "few"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for part, n in (("train", 16), ("t10k", 6)):
+        for name, sizes, limit in (("images-idx3", (n, 28, 28), 256), ("labels-idx1", (n,), 10)):
+            header = bytes([0, 0, 8, len(sizes)]) + b"".join(size.to_bytes(4, "big") for size in sizes)
+            content = torch.randint(limit, sizes, dtype=torch.uint8, generator=generator).numpy().tobytes()
+            (folder / f"{part}-{name}-ubyte.gz").write_bytes(gzip.compress(header + content))
+    return folder
+
+
+@pytest.mark.slow
 def test_two_ranks_give_the_weights_of_one_process(tmp_path):
     """To float tolerance, while few steps have been taken: rounding errors grow with each (a ReLU flips here and there)."""
     for name, launcher in (("one", ALONE), ("two", torchrun(2))):
@@ -116,6 +159,156 @@ def test_the_mean_over_ranks_is_that_of_the_whole_batch(runs):
     assert losses[0][:5] == pytest.approx(losses[1][:5], rel=1e-4)
 
 
+def same_metrics(one, other):
+    not_compared = ("seconds", "examples_per_s", "learning_rate")
+    return [{name: value for name, value in line.items() if name not in not_compared} for line in metrics(one)] == [
+        {name: value for name, value in line.items() if name not in not_compared} for line in metrics(other)
+    ]
+
+
+@pytest.mark.slow
+def test_lightning_on_two_ranks_gives_the_weights_and_metrics_of_ddp_bit_for_bit(runs, tmp_path):
+    out = train(torchrun(2), "--epochs", 2, "--out", "run", cwd=tmp_path, trainer="train_lightning")
+    assert result(tmp_path / "run")["weights_sha256"] == result(runs / "two")["weights_sha256"]
+    assert same_metrics(tmp_path / "run", runs / "two")
+    assert "epoch 2 step 88  test_loss" in out and (tmp_path / "run" / "curves.png").exists()
+    assert list(weights(tmp_path / "run", 2)) == list(weights(runs / "two", 2))
+
+
+@pytest.mark.slow
+def test_lightning_says_nothing_of_its_own(runs, tmp_path):
+    done = run(ALONE, "train_lightning", "--epochs", 2, "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "" and "Tip" not in done.stdout
+    assert result(tmp_path / "run")["weights_sha256"] == result(runs / "one")["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_sigterm_ends_lightning_at_once(tmp_path):
+    command = [*ALONE, "train_lightning", "--epochs", "500", "--out", "run"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert any(line.startswith("epoch 1 ") for line in process.stdout)
+        process.terminate()
+        assert process.wait(timeout=10) == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_bf16_is_another_computation_and_the_same_in_lightning(runs, tmp_path):
+    for trainer in ("train_ddp", "train_lightning"):
+        train(ALONE, "--epochs", 2, "--precision", "bf16", "--out", trainer, cwd=tmp_path, trainer=trainer)
+    ddp, lightning = (result(tmp_path / trainer) for trainer in ("train_ddp", "train_lightning"))
+    assert ddp["weights_sha256"] == lightning["weights_sha256"] != result(runs / "one")["weights_sha256"]
+    assert ddp["test_loss"] == pytest.approx(result(runs / "one")["test_loss"], rel=0.2)
+    assert weights(tmp_path / "train_ddp", 2)["conv1.weight"].dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_data_parallel_in_one_process(runs, tmp_path):
+    """On a CPU it hands the batch through; the checkpoint has no "module."."""
+    train(ALONE, "--epochs", 2, "--strategy", "dp", "--out", "run", cwd=tmp_path)
+    assert result(tmp_path / "run")["weights_sha256"] == result(runs / "one")["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trainer", "alone", "two"),
+    [("train_ddp", ALONE, torchrun(2)), ("train_lightning", ALONE, torchrun(2)), ("train_horovod", HOROVOD_ALONE, HOROVOD_TWO)],
+)
+def test_a_checkpoint_goes_from_two_ranks_to_one_and_back(runs, sif, tmp_path, trainer, alone, two):
+    """In one and the other order; both end near the run that was not interrupted, and the same number of ranks exactly at it."""
+    for first, second in ((alone, two), (two, alone), (two, two)):
+        name = f"{'two' if first is two else 'one'}-{'two' if second is two else 'one'}"
+        train(first, "--epochs", 1, "--out", name, cwd=tmp_path, trainer=trainer)
+        out = train(second, "--epochs", 2, "--resume", name, cwd=tmp_path, trainer=trainer)
+        assert "resuming after epoch 1" in out
+        assert result(tmp_path / name)["test_loss"] == pytest.approx(result(runs / "two")["test_loss"], rel=0.05)
+        assert not any(key.startswith("module.") for key in weights(tmp_path / name, 2))
+    assert result(tmp_path / "two-two")["weights_sha256"] == result(runs / "two")["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_resnet50_is_resnet50():
+    """torchvision's has 25,557,032 parameters with 3 channels and 1000 classes; here 1 and 10."""
+    parameters = sum(p.numel() for p in ResNet50().parameters())
+    assert parameters == 25_557_032 - 2 * 64 * 7 * 7 - (2048 + 1) * 1000 + (2048 + 1) * 10
+    assert recipe.RECIPES["resnet50"].side == 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trainer", "launcher"), [("train_ddp", torchrun(2)), ("train_lightning", torchrun(2)), ("train_horovod", HOROVOD_TWO)]
+)
+def test_resnet50_is_saved_as_it_was_measured(few, sif, tmp_path, trainer, launcher):
+    """The metrics of two ranks, whose statistics differ, are those of the one model in the checkpoint."""
+    args = ("--model", "resnet50", "--data", few, "--batch-size", 8, "--epochs", 1, "--out", "run")
+    train(launcher, *args, cwd=tmp_path, trainer=trainer)
+    model = ResNet50().eval()
+    model.load_state_dict(weights(tmp_path / "run", 1))
+    assert model.net.resnet.embedder.embedder.normalization.num_batches_tracked == 2
+    from hpctrain.vision import data
+
+    images, labels = data.load(few)[1].batch(torch.arange(6), torch.device("cpu"), side=128)
+    assert images.shape == (6, 1, 128, 128)
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(images), labels).item()
+    assert result(tmp_path / "run")["test_loss"] == pytest.approx(loss, rel=1e-4)
+    optimizer = torch.load(tmp_path / "run/checkpoints/epoch-0001.pt", weights_only=True)
+    state = optimizer["optimizer"] if "optimizer" in optimizer else optimizer["optimizer_states"][0]
+    assert all(s["step"] == 2 for s in state["state"].values())  # Adam has counted the steps that were taken, and no more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        HOROVOD_TWO,
+        in_image("horovodrun", "-np", "2", "python", "-m", "hpctrain"),
+        in_image("mpirun", "-np", "2", "python", "-m", "hpctrain"),
+        in_image("mpirun", "-np", "2", "python", "-m", "hpctrain", HOROVOD_CONTROLLER="mpi"),
+    ],
+    ids=["torchrun", "horovodrun", "mpirun", "mpirun and MPI"],
+)
+def test_horovod_gives_the_weights_and_metrics_of_ddp_under_every_launcher(runs, sif, tmp_path, launcher):
+    """Bit for bit: tensor fusion is off, and with two ranks every sum has two terms."""
+    train(launcher, "--epochs", 2, "--out", "run", cwd=tmp_path, trainer="train_horovod")
+    assert result(tmp_path / "run")["weights_sha256"] == result(runs / "two")["weights_sha256"]
+    assert same_metrics(tmp_path / "run", runs / "two")
+
+
+@pytest.mark.slow
+def test_the_options_of_horovod(runs, sif, tmp_path):
+    """A step of two batches of 16 is one of a batch of 32; 16-bit gradients are near; Adasum trains."""
+
+    def loss(name, *args, launcher=HOROVOD_TWO):
+        train(launcher, "--epochs", 2, *args, "--out", name, cwd=tmp_path, trainer="train_horovod")
+        return result(tmp_path / name)["test_loss"]
+
+    exact = result(runs / "two")["test_loss"]
+    assert loss("parts", "--batch-size", 16, "--batches-per-allreduce", 2) == pytest.approx(exact, rel=0.05)
+    assert loss("predivide", "--gradient-predivide-factor", 2) == pytest.approx(exact, rel=0.05)
+    halves = loss("fp16", "--fp16-allreduce")
+    assert halves != exact and halves == pytest.approx(exact, rel=0.1)
+    mpi = in_image("mpirun", "-np", "2", "python", "-m", "hpctrain", HOROVOD_CONTROLLER="mpi")
+    assert loss("adasum", "--use-adasum", launcher=mpi) < 0.5
+
+
+def test_the_learning_rate_warms_up_step_by_step_and_then_decays():
+    args = argparse.Namespace(lr=0.8, lr_decay=0.5, warmup_epochs=2)
+    rates = [learning_rate(step, 10, World(0, 4, 0, 4, 0, 1, "torchrun"), args) for step in range(40)]
+    assert rates[0] == pytest.approx(0.2) and rates[10] == pytest.approx(0.5) and rates[20] == pytest.approx(0.8)
+    assert all(b - a == pytest.approx(0.03) for a, b in pairwise(rates[:21]))
+    assert rates[29] == pytest.approx(0.8) and rates[30] == rates[39] == pytest.approx(0.4)
+    args.warmup_epochs = 0
+    assert learning_rate(0, 10, World(0, 4, 0, 4, 0, 1, "torchrun"), args) == 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["plain_ddp.py", "plain_lightning.py"])
+def test_scripts_of_users(script):
+    done = run(torchrun(2)[:-2], Path(__file__).parent / "scripts" / script, cwd=Path("/tmp"))
+    said = re.findall(r"rank (\d) of 2 loss ([\d.]+)", done.stdout)
+    assert sorted(rank for rank, _ in said) == ["0", "1"] and len({loss for _, loss in said}) == 1, done.stderr
+
+
 def test_check():
     for launcher, ranks in ((ALONE, 1), (torchrun(2), 2)):
         done = run(launcher, "check", cwd=Path("/tmp"))
@@ -124,18 +317,13 @@ def test_check():
         assert f"rank {ranks - 1} of {ranks}" in done.stdout
 
 
-def test_a_rank_that_never_comes_is_an_error_and_not_a_hang(tmp_path):
-    """Rank 1 of a Slurm step whose rank 0 is not there."""
+def test_a_meeting_point_that_is_not_set_is_said(tmp_path):
     step = {
         "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0",
         "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
     }  # fmt: skip
-    done = run(ALONE, "check", cwd=tmp_path, **step)
+    done = run(ALONE, "train_ddp", cwd=tmp_path, **step)
     assert done.returncode == 1 and "MASTER_ADDR and MASTER_PORT are not set" in done.stderr
-    code = "from datetime import timedelta; import hpctrain.world as w, hpctrain.__main__ as m; "
-    code += "w.JOIN_TIMEOUT = timedelta(seconds=3); m.main()"
-    done = run([sys.executable, "-c", code], "check", cwd=tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT="9", **step)
-    assert done.returncode == 1 and "rank 1 of 2" in done.stderr and "did not meet the others at 127.0.0.1:9" in done.stderr
 
 
 BAD_INPUT = [
@@ -144,6 +332,9 @@ BAD_INPUT = [
     (["train_ddp", "--epochs", "0"], 2, "0 is not above zero"),
     (["train_ddp", "--lr", "nan"], 2, "nan is not above zero"),
     (["train_ddp", "--bogus"], 2, "unrecognized arguments: --bogus"),
+    (["train_lightning", "--devices", "4"], 2, "--devices 4, but without a launcher there is 1 rank on this node"),
+    (["train_horovod", "--use-adasum", "--gradient-predivide-factor", "2"], 2, "take one of the two"),
+    (["train_horovod"], 1, "Horovod cannot be imported (No module named 'horovod'): it is in the image"),
     (["train_ddp", "--batch-size", "1438"], 2, "--batch-size 1438 is more than the 1437 training examples"),
     (["train_ddp", "--data", "nowhere"], 1, "nowhere: no such folder"),
     (["train_ddp", "--resume", "nowhere"], 1, "nowhere: no checkpoint to resume from"),
@@ -166,6 +357,10 @@ def test_bad_input_is_one_line(tmp_path, args, status, message):
         (["train_ddp", "--batch-size", "33"], "2 ranks cannot share it evenly: take a multiple of 2, such as 32"),
         (["train_ddp", "--data", "nowhere"], "nowhere: no such folder"),
         (["train_ddp", "--out", "/proc/run"], "/proc/run: cannot be written"),
+        (["train_ddp", "--strategy", "dp"], "--strategy dp is for one process, but torchrun started 2"),
+        (["train_lightning", "--devices", "4"], "--devices 4, but torchrun started 2 ranks on this node"),
+        (["train_lightning", "--batch-size", "33"], "2 ranks cannot share it evenly"),
+        (["train_horovod", "--use-adasum"], "--use-adasum needs MPI"),
     ],
 )
 def test_one_of_two_ranks_says_what_is_wrong(tmp_path, args, message):
@@ -207,6 +402,12 @@ def test_help():
         assert done.returncode == 0 and "usage: hpctrain" in done.stdout
     done = run(ALONE, cwd=Path("/tmp"))
     assert done.returncode == 2
+
+
+def test_a_loss_that_is_no_number_ends_all_ranks_with_one_line(tmp_path):
+    done = run(torchrun(2), "train_ddp", "--epochs", "2", "--lr", "1e30", "--out", "run", cwd=tmp_path)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hpctrain: error")]
+    assert done.returncode != 0 and len(lines) == 1 and "train_loss is nan" in lines[0], done.stderr
 
 
 def test_plot_of_something_else(tmp_path):

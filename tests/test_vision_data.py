@@ -123,3 +123,21 @@ def test_batches_that_cannot_be_shared():
         data.steps_per_epoch(100, 10, world(0, 4))
     with pytest.raises(UsageError, match="--batch-size 128 is more than the 100"):
         data.steps_per_epoch(100, 128, world(0, 4))
+
+
+def test_images_are_resized_in_the_batch():
+    pixels = torch.zeros(2, 28, 28, dtype=torch.uint8)
+    pixels[1, :, 14:] = 255
+    images, labels = data.Images(pixels, torch.tensor([3, 7])).batch(torch.tensor([1, 0]), torch.device("cpu"), side=128)
+    assert images.shape == (2, 1, 128, 128) and images.dtype == torch.float32 and labels.tolist() == [7, 3]
+    assert images[0, 0, :, :60].eq(-1).all() and images[0, 0, :, 68:].eq(1).all() and images[1].eq(-1).all()
+
+
+def test_the_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    train, test = data.load_digits()
+    labels = torch.cat([train.labels, test.labels])
+    assert sorted(labels.tolist()) == sorted(load_digits().target.tolist())
+    ink = torch.cat([train.pixels, test.pixels]).double().mean().item()
+    assert ink == pytest.approx(load_digits().images.mean() * 255 / 16, rel=1e-3)

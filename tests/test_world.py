@@ -1,7 +1,10 @@
 """World from the environments of launchers; the variables are those that each launcher really set, read off real runs."""
 
+import os
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -46,7 +49,17 @@ OPENMPI_IN_SLURM = SLURM_BATCH | {
     "SLURM_STEP_NUM_TASKS": "1",
     "SLURM_STEP_TASKS_PER_NODE": "1",
 }
+# Hydra of MPICH 5.0 sets these, and Intel MPI 2021's the same
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+HOROVODRUN = {
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +68,10 @@ MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
         (TORCHRUN, "torchrun"),
         (TORCHRUN | OPENMPI_IN_SLURM, "torchrun"),
         (TORCHRUN | SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2"}, "torchrun"),
+        (HOROVODRUN, "horovodrun"),
+        (SLURM_BATCH | HOROVODRUN, "horovodrun"),
+        # the ranks alone, without the address of a server, are no horovodrun
+        (SLURM_STEP | {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}, "slurm"),
         (OPENMPI_IN_SLURM, "openmpi"),
         (OPENMPI_IN_SLURM | {"PBS_JOBID": "17.server", "PBS_NODEFILE": "/nowhere"}, "openmpi"),
         (MPICH, "mpich"),
@@ -142,7 +159,8 @@ def test_a_gpu_that_is_not_there():
 
 def test_real_torchrun():
     """Two processes of a real torchrun, so that the table above does not only test itself."""
-    code = "from hpctrain.world import detect; w = detect(); print(w.rank, w.size, w.local_rank, w.local_size, w.launcher)"
+    code = "from hpctrain.world import detect; w = detect(); "
+    code += r"print(f'{w.rank} {w.size} {w.local_rank} {w.local_size} {w.launcher}\n', end='')"  # one write
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", sys.executable, "-c", code],
         capture_output=True,
@@ -150,3 +168,116 @@ def test_real_torchrun():
         check=True,
     )
     assert sorted(done.stdout.splitlines()) == ["0 2 0 2 torchrun", "1 2 1 2 torchrun"]
+
+
+def meet(ranks, *, size=2, seconds=3, late=None, **env):
+    """Start these ranks of a Slurm step, as real processes that meet within `seconds`; rank `late` sleeps first."""
+    code = """
+import sys, time
+from datetime import timedelta
+import torch, hpctrain.world as w, hpctrain.__main__ as main
+w.JOIN_TIMEOUT = timedelta(seconds=int(sys.argv[1]))
+def command(world, _):
+    with w.process_group(world, torch.device("cpu")):
+        print(sum(w.gather(world, world.rank)))
+sys.modules["meeting"] = type(sys)("meeting")
+sys.modules["meeting"].main = command
+main.COMMANDS["meeting"] = ("meeting", "")
+if sys.argv.pop(2) == w.os.environ["SLURM_PROCID"]:
+    time.sleep(60)
+del sys.argv[1]
+main.main()
+"""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(seconds), str(late), "meeting"],
+            env={
+                **os.environ, "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
+                "SLURM_STEP_NUM_TASKS": str(size), "SLURM_STEP_TASKS_PER_NODE": str(size), "TORCH_CPP_LOG_LEVEL": "ERROR",
+                "MASTER_ADDR": "localhost", **env,
+            },
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in ranks
+    ]  # fmt: skip
+    done = []
+    for rank, process in zip(ranks, started, strict=True):
+        if rank == late:
+            continue
+        out, err = process.communicate(timeout=60)
+        done.append((process.returncode, out, err))
+    for process in started:
+        process.kill()
+        process.wait()
+    return done
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return str(listener.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_at_the_start_is_named_once():
+    """Rank 2 sleeps; rank 0 says so, and rank 1 leaves quietly, so that srun does not kill rank 0 in its sentence."""
+    first, second = meet([0, 1, 2], size=3, late=2, MASTER_PORT=free_port())
+    assert first[0] == 1 and "rank 2 of 3 did not come to localhost:" in first[2] and "(ranks 0-1 did)" in first[2]
+    assert first[2].count("\n") == 1
+    assert second == (0, "", "")
+
+
+@pytest.mark.slow
+def test_ranks_that_all_come_meet():
+    assert meet([0, 1, 2], size=3, seconds=20, MASTER_PORT=free_port()) == [(0, "3\n", "")] * 3
+
+
+def test_a_name_that_does_not_resolve_is_said_at_once():
+    since = time.monotonic()
+    [(status, _, error)] = meet([1], seconds=60, MASTER_ADDR="no-such-host.invalid", MASTER_PORT="29500")
+    assert status == 1 and "MASTER_ADDR is no-such-host.invalid" in error and "cannot resolve" in error
+    assert time.monotonic() - since < 30
+
+
+def test_a_port_that_another_process_has_is_said():
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+        [(status, _, error)] = meet([0], MASTER_PORT=str(port))
+    assert status == 1 and f"port {port} of {os.uname().nodename}" in error and "is taken by another process" in error
+
+
+@pytest.mark.slow
+def test_a_rank_whose_rank_0_never_comes_says_it():
+    [(status, _, error)] = meet([1], MASTER_PORT="9")
+    assert status == 1 and "rank 1 of 2" in error and "did not reach rank 0 at localhost:9 within 3 s" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agents", [1, 2])
+def test_ranks_that_torchrun_starts_again_do_not_mistake_the_dead_for_the_living(tmp_path, agents):
+    """torchrun keeps its store; PyTorch's own init_process_group() does not get over this with two agents."""
+    (tmp_path / "rank.py").write_text("""
+import os, torch
+from pathlib import Path
+from hpctrain.world import detect, gather, process_group
+world = detect()
+with process_group(world, torch.device("cpu")):
+    if world.rank == 1 and not Path("died").exists():
+        Path("died").touch()
+        os._exit(3)
+    gather(world, None)
+    print(f"met {world.rank}\\n", end="", flush=True)
+os._exit(0)
+""")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", f"--nnodes={agents}", f"--nproc-per-node={2 // agents}",
+        "--max-restarts=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1", "rank.py",
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(agents)
+    ]
+    done = [process.communicate(timeout=200) for process in started]
+    assert [process.returncode for process in started] == [0] * agents, done
+    assert sorted(line for out, _ in done for line in out.splitlines()) == ["met 0", "met 1"]

@@ -35,11 +35,22 @@ for tool in cc c++ gcc g++ make cmake; do
     if command -v "$tool"; then die "$tool is in the image"; fi
 done
 
+parts=(PyTorch MPI Gloo)
+cuda=$(python -c 'import torch; print(torch.version.cuda or "")')
+if [[ -n $cuda ]]; then
+    parts+=(NCCL)
+    # A second copy could be the one that is loaded.
+    for library in nccl cudart cudnn cublas; do
+        copies=$(find / -xdev -name "lib$library.so*" -type f 2>/dev/null)
+        [[ $(wc -l <<<"$copies") == 1 && -n $copies ]] || die "one lib$library expected, and there is: $copies"
+    done
+    echo "check: CUDA $cuda, one libnccl, libcudart, libcudnn and libcublas"
+fi
 built=$(horovodrun --check-build)
-for part in PyTorch MPI Gloo; do
+for part in "${parts[@]}"; do
     grep -qE "^ *\[X\] $part *$" <<<"$built" || die "Horovod is built without $part; it says: $built"
 done
-echo "check: Horovod has PyTorch, MPI and Gloo"
+echo "check: Horovod has ${parts[*]}"
 
 cat >import_all.py <<'PY'
 import importlib

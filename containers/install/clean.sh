@@ -14,5 +14,5 @@ case "$#:${1:-}" in
 esac
 [[ -d $site/torch ]] || die "there is no torch in $1; clean.sh is for an environment that python.sh made"
 
-rm -rf "$site"/torch/{include,share} "$site"/numpy/_core/{include,lib} "$site"/mpi4py/include
+rm -rf "$site"/torch/{include,share} "$site"/numpy/_core/{include,lib} "$site"/mpi4py/include "$site"/nvidia/*/include
 find "$site" \( -name '*.a' -o -name '*.pyx' -o -name '*.pxd' \) -type f -delete

@@ -32,17 +32,35 @@ for file in "$here"/../patches/horovod-*.patch; do
     patch -d "$work/horovod" -p1 <"$file"
 done
 
+# For CUDA, a home as its installer would make it: the compiler of the flavour's own lock, which stays here, over the
+# headers and libraries that torch brought.
+if [[ -f $here/../locks/$flavor-build.lock ]]; then
+    "${pip[@]}" install --no-cache-dir --progress-bar off --no-deps --no-compile --require-hashes \
+        --target "$work/compiler" -r "$here/../locks/$flavor-build.lock"
+    nvidia=$prefix/lib/python3.11/site-packages/nvidia
+    cp -rs "$nvidia/cu13" "$work/cuda"
+    cp -r --remove-destination "$work/compiler/nvidia/cu13/." "$work/cuda"
+    ln -s lib "$work/cuda/lib64"
+    ln -s libcudart.so.13 "$work/cuda/lib/libcudart.so"
+    mkdir -p "$work/nccl/lib"
+    ln -s "$nvidia/nccl/include" "$work/nccl/include"
+    ln -s "$nvidia/nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so"
+    export HOROVOD_GPU=CUDA HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=$work/cuda HOROVOD_NCCL_HOME=$work/nccl
+    export HOROVOD_NCCL_LINK=SHARED HOROVOD_BUILD_CUDA_CC_LIST=80,90,100 PATH=$work/cuda/bin:$PATH
+fi
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1
 export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
 # cmake 4 refuses the cmake_minimum_required of Horovod's own copy of Gloo without this.
 export CMAKE_POLICY_VERSION_MINIMUM=3.5
 MAKEFLAGS=-j$(nproc)
 export MAKEFLAGS
-# Without these, 75 MB of debug information, the path of this folder, and thousands of warnings about third parties.
-export LDFLAGS=-s CXXFLAGS="-w -ffile-prefix-map=$work=."
+# Without these, 75 MB of debug information, the path of this folder, and thousands of warnings about third parties; and Open
+# MPI's C++ interface, which Horovod does not use and Open MPI 5 does not have: it is to run with the MPI of the host, too.
+export LDFLAGS="-s -Wl,--as-needed" CXXFLAGS="-w -DOMPI_SKIP_MPICXX -ffile-prefix-map=$work=."
 PATH=$prefix/bin:$PATH "${pip[@]}" wheel --no-cache-dir --no-deps --no-build-isolation --no-index --verbose \
     --wheel-dir "$work" "$work/horovod"
 root=${DESTDIR:-}
+# by name: of a file, pip would write down the path
 "${pip[@]}" install --no-cache-dir --no-deps --no-index --no-compile --no-warn-script-location \
-    ${root:+--root "$root"} "$work"/horovod-*.whl
+    ${root:+--root "$root"} --find-links "$work" horovod
 compile_bytecode "$prefix/bin/python" "$root$prefix/lib/python3.11/site-packages/horovod" unchecked-hash

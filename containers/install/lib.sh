@@ -38,8 +38,9 @@ use_ca() {
 }
 
 # compile_bytecode PYTHON FOLDER MODE: write the .pyc files now, because an image is read-only when it runs. They name
-# the hash of their source, not its date, so they come out the same in every build. Some packages carry a file in the
-# syntax of a newer Python (torch does): that one is left out.
+# the hash of their source, not its date, so they come out the same in every build; those of pip and what it uses, which
+# it has written as it ran, are written anew. Some packages carry a file in the syntax of a newer Python (torch does): that
+# one is left out.
 compile_bytecode() {
-    "$1" -m compileall -qq -j 0 --invalidation-mode "$3" "$2" || true
+    "$1" -m compileall -f -qq -j 0 --invalidation-mode "$3" "$2" || true
 }

@@ -32,11 +32,13 @@ trap '[[ $? == 0 ]] || { rm -rf "$prefix"; echo "${0##*/}: failed; removed $pref
 pip=("$prefix/bin/python" -m pip install --no-cache-dir --no-compile --progress-bar off --require-hashes)
 work=$(mktemp -d)
 
-# torch first and alone: its CPU and CUDA builds are on an index of their own. Named for all packages, that index would
-# be asked about each of them, and retried for each of them where it cannot be reached.
+# A build of torch that is not on PyPI (2.13.0+cpu) first and alone: its index, named for all packages, would be asked about
+# each of them, and retried for each of them where it cannot be reached.
 sed -n '/^torch==/,/[^\\]$/p' "$lock" >"$work/torch.lock"
 read -r torch _ <"$work/torch.lock"
-if [[ -n $wheels ]] && compgen -G "$wheels/torch-${torch#torch==}-*.whl" >/dev/null; then
+if [[ $torch != *+* ]]; then
+    wheels= # a build for the CPU in it would be taken for torch itself
+elif [[ -n $wheels ]] && compgen -G "$wheels/torch-${torch#torch==}-*.whl" >/dev/null; then
     "${pip[@]}" --no-deps --no-index --find-links "$wheels" -r "$work/torch.lock"
 else
     index=https://download.pytorch.org/whl/$flavor

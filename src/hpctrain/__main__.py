@@ -9,16 +9,25 @@ from hpctrain import __version__
 # Each module has main(world, arguments). A module is imported only when its command is called:
 # importing torch takes a second, and --help should not wait for it.
 COMMANDS = {
-    "train_ddp": ("hpctrain.vision.train_ddp", "train MNIST or digits by PyTorch DDP, on any number of ranks"),
+    "train_ddp": ("hpctrain.vision.train_ddp", "train on MNIST or digits by PyTorch DDP, on any number of ranks"),
+    "train_lightning": ("hpctrain.vision.train_lightning", "the same by PyTorch Lightning"),
+    "train_horovod": ("hpctrain.vision.train_horovod", "the same by Horovod"),
     "train_single": ("hpctrain.vision.train_ddp", "the same in one process, with no launcher"),
-    "check": ("hpctrain.check", "every rank says who it is, and one all-reduce is verified"),
+    "nlp.classify": ("hpctrain.nlp.classify", "fine-tune a model of transformers to classify texts (NSMC)"),
+    "nlp.pair": ("hpctrain.nlp.pair", "to say how two sentences are related (KLUE-NLI, KorNLI)"),
+    "nlp.ner": ("hpctrain.nlp.ner", "to find names in texts (KLUE-NER, CoNLL)"),
+    "nlp.qa": ("hpctrain.nlp.qa", "to answer questions out of a text (KorQuAD, SQuAD 1.1)"),
+    "nlp.generate": ("hpctrain.nlp.generate", "to go on with a text"),
+    "predict": ("hpctrain.nlp.predict", "ask a fine-tuned model"),
+    "fetch": ("hpctrain.nlp.models", "download a model beforehand, for nodes without internet"),
+    "check": ("hpctrain.check", "every rank looks at its node, software and folders, and they talk to each other"),
     "plot": ("hpctrain.run", "draw the loss and accuracy of a run folder as curves.png"),
 }
 
 
 def usage() -> str:
     """The text of --help."""
-    lines = [f"  {name:14}{text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:17}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             f"hpctrain {__version__}: distributed PyTorch training on supercomputers",
@@ -28,6 +37,14 @@ def usage() -> str:
             *lines,
         ]
     )
+
+
+def say_what_is_hidden() -> None:
+    """An import that failed, or gave a module that lacks what it should have, may be of a package in the wrong folder."""
+    from hpctrain.surroundings import shadowed_packages
+
+    for text in shadowed_packages():
+        print(f"hpctrain: error: {text}", file=sys.stderr)
 
 
 def main() -> None:
@@ -40,8 +57,11 @@ def main() -> None:
         print(__version__)
         return
 
-    from hpctrain.world import HpctrainError, UsageError, detect
-
+    try:
+        from hpctrain.world import HpctrainError, UsageError, detect
+    except (ImportError, AttributeError):
+        say_what_is_hidden()
+        raise
     rank = 0
     try:
         world = detect()
@@ -61,6 +81,9 @@ def main() -> None:
     except HpctrainError as error:
         print(f"hpctrain: error: {error}", file=sys.stderr)
         status = 1
+    except (ImportError, AttributeError):
+        say_what_is_hidden()
+        raise
     except SystemExit as end:
         status = int(end.code or 0)
     # Python's own way out would wind up the interpreter first. DDP keeps threads of Gloo beyond

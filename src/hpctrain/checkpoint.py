@@ -15,13 +15,17 @@ import torch
 from hpctrain.world import HpctrainError
 
 
-def save(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
-    """Write `state` as FOLDER/epoch-NNNN.pt, on one rank; the file appears complete and verified, or not at all.
+def path_of(folder: Path, epoch: int) -> Path:
+    """Where a run folder has the checkpoint of an epoch, counted from 1."""
+    return folder / "checkpoints" / f"epoch-{epoch:04d}.pt"
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write `state`, on one rank; the file appears complete and verified, or not at all.
 
     Raises HpctrainError where it cannot be written, naming the file; earlier checkpoints stay as they are.
     """
-    path = folder / f"epoch-{epoch:04d}.pt"
-    unfinished = folder / f".{path.name}.{os.getpid()}.tmp"
+    unfinished = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         with unfinished.open("wb") as file:
             torch.save(state, file)
@@ -30,14 +34,13 @@ def save(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
         if not whole(unfinished):
             raise OSError("what was read back is not what was written")
         unfinished.replace(path)
-        _sync_folder(folder)
+        sync(path.parent)
     except (OSError, RuntimeError) as error:  # torch.save() reports a full disk as RuntimeError
         unfinished.unlink(missing_ok=True)
         reason = str(error).splitlines()[0]
         raise HpctrainError(
             f"{path}: the checkpoint could not be written ({reason}): free some space there, or use --out"
         ) from error
-    return path
 
 
 def newest(folder: Path) -> Path:
@@ -74,9 +77,9 @@ def whole(path: Path) -> bool:
         return False
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file, or the renames in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -4,7 +4,7 @@
         config.json      every option, the versions, the image, the world (config.2.json when it is resumed)
         metrics.jsonl    one line a log step
         result.json      the last metrics and the SHA-256 of the final weights
-        curves.png       loss and accuracy over the epochs
+        curves.png       losses and scores over the steps
         checkpoints/     epoch-NNNN.pt
         logs/            rank-NNNN.log, one for each rank
         tensorboard/
@@ -16,6 +16,7 @@ import argparse
 import faulthandler
 import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -35,6 +36,9 @@ from tqdm import tqdm
 from hpctrain import __version__, checkpoint
 from hpctrain.world import HpctrainError, UsageError, World, all_or_none, job_id, restarted
 
+# what a line of metrics holds beside losses and scores
+NOT_DRAWN = {"epoch", "step", "seconds", "learning_rate", "examples_per_s"}
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose error is a UsageError: one rank says it, and not all of them."""
@@ -48,11 +52,7 @@ def trainer_parser(trainer: str, description: str) -> Parser:
     """A parser with the flags that every trainer has."""
     parser = Parser(prog=f"hpctrain {trainer}", description=description)
     add = parser.add_argument
-    add("--epochs", type=positive(int), default=10, help="passes over the training data (default: %(default)s)")
-    add("--batch-size", type=positive(int), default=32, help="global batch, shared by all ranks (default: %(default)s)")
-    add("--lr", type=positive(float), default=0.03, help="learning rate (default: %(default)s)")
     add("--seed", type=int, default=1, help="of the weights and of the order of the data (default: %(default)s)")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: a GPU where there is one)")
     add("--out", type=Path, help=f"run folder (default: runs/{trainer}/<job id>, or the one that is resumed)")
     add("--resume", type=Path, metavar="RUN", help="go on from the last whole checkpoint of this run folder")
     return parser
@@ -71,6 +71,24 @@ def positive(kind: type) -> Any:  # noqa: ANN401 - an argparse type
     return parse
 
 
+def steps_per_epoch(examples: int, batch_size: int, world: World, accumulate: int = 1) -> int:
+    """How many global batches an epoch has; the rest, less than a batch, is left out (another rest each epoch).
+
+    Raises UsageError where the ranks cannot share a batch evenly, in `accumulate` parts each, or the data are less than one.
+    """
+    parts = world.size * accumulate
+    if batch_size % parts:
+        near = max(parts, batch_size // parts * parts)
+        ranks = f"{world.size} ranks" + (f" with --accumulate {accumulate}" if accumulate > 1 else "")
+        raise UsageError(
+            f"--batch-size {batch_size} is the global batch, and {ranks} cannot share it evenly: "
+            f"take a multiple of {parts}, such as {near}"
+        )
+    if batch_size > examples:
+        raise UsageError(f"--batch-size {batch_size} is more than the {examples} training examples: take a smaller one")
+    return examples // batch_size
+
+
 class Run:
     """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank has its log."""
 
@@ -83,7 +101,7 @@ class Run:
                 places = list(_prepare(trainer, args))
         if world.size > 1:
             dist.broadcast_object_list(places)
-        self.folder, self._resume_from = places
+        self.folder, self.resume_from = places
         assert self.folder is not None
         with all_or_none(world):
             self._log = _open_log(self.folder / "logs" / f"rank-{world.rank:04d}.log")
@@ -100,20 +118,25 @@ class Run:
         self._bar: tqdm | None = None
         self._started = time.monotonic()
 
-    def resume(self, device: torch.device) -> dict[str, Any] | None:
-        """The state to go on from, on every rank, or None at a fresh start; a collective call."""
-        if self._resume_from is None:
+    def resume(self, device: torch.device, epochs: int) -> dict[str, Any] | None:
+        """The state to go on from, on every rank, or None at a fresh start; a collective call.
+
+        Raises UsageError where the run has as many epochs as are asked for.
+        """
+        if self.resume_from is None:
             return None
         with all_or_none(self.world):
-            state = checkpoint.load(self._resume_from, device)
-        self.print(f"resuming after epoch {state['epoch']} of {self._resume_from}")
+            state = checkpoint.load(self.resume_from, device)
+        if state["epoch"] >= epochs:
+            raise UsageError(f"{self.folder} has {state['epoch']} epochs already: give a larger --epochs to go on")
+        self.print(f"resuming after epoch {state['epoch']} of {self.resume_from}")
         return state
 
     def save(self, epoch: int, state: dict[str, Any]) -> None:
         """Write the checkpoint of this epoch; a collective call."""
         with all_or_none(self.world):
             if self.world.rank == 0:
-                checkpoint.save(self.folder / "checkpoints", epoch, {"epoch": epoch, **state})
+                checkpoint.save(checkpoint.path_of(self.folder, epoch), {"epoch": epoch, **state})
 
     def start_epoch(self, epoch: int, steps: int) -> None:
         """Begin to show the progress of an epoch: a bar on a terminal, lines in a log."""
@@ -126,9 +149,20 @@ class Run:
             self._bar.update()
 
     def metrics(self, *, epoch: int, step: int, **values: float) -> None:
-        """Keep a line of metrics, and show it. `step` counts from the start of training; values are over all ranks."""
+        """Keep a line of metrics, and show it. `step` counts from the start of training; values are over all ranks.
+
+        Raises HpctrainError where one is not a number any more: nothing after it is worth computing.
+        """
+        lost = next((name for name, value in values.items() if not math.isfinite(value)), None)
         if self.world.rank != 0:
+            if lost:
+                raise SystemExit(0)  # every rank has the same values; rank 0 says it, see all_or_none()
             return
+        if lost:
+            raise HpctrainError(
+                f"{lost} is {values[lost]} at epoch {epoch}, step {step}: training has gone astray, take a smaller --lr (the "
+                f"checkpoints before it are in {self.folder})"
+            )
         line = {"epoch": epoch, "step": step, "seconds": round(time.monotonic() - self._started, 3), **values}
         self._metrics.write(json.dumps(line) + "\n")
         self._metrics.flush()
@@ -257,12 +291,12 @@ def weights_sha256(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def plot(folder: Path) -> Path:
-    """Draw loss and accuracy of a run folder as curves.png. Raises HpctrainError where there are no metrics."""
+    """Draw the losses and scores of a run folder as curves.png. Raises HpctrainError where there are no metrics."""
     os.environ.setdefault("MPLCONFIGDIR", str(Path(os.environ.get("TMPDIR", "/tmp")) / f"matplotlib-{os.getuid()}"))
     import matplotlib
 
@@ -273,17 +307,21 @@ def plot(folder: Path) -> Path:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     except (OSError, json.JSONDecodeError) as error:
         raise HpctrainError(f"{folder}/metrics.jsonl cannot be read ({error}): name a run folder") from error
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for axis, names, title in ((left, ("train_loss", "test_loss"), "loss"), (right, ("test_accuracy",), "accuracy")):
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    names = dict.fromkeys(name for line in lines for name in line if name not in NOT_DRAWN and "/" not in name)
+    for axis, of_loss, title in zip(axes, (True, False), ("loss", "score"), strict=True):
         for name in names:
+            if name.endswith("_loss") != of_loss:
+                continue
             # By step, the last one counts: a resumed run goes over some steps again.
             points = sorted({line["step"]: line[name] for line in lines if name in line}.items())
-            axis.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker="o" if name.startswith("test") else None)
+            axis.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker=None if name == "train_loss" else "o")
         axis.set(xlabel="step", title=title)
         axis.grid(alpha=0.3)
-        axis.legend(loc="lower right" if title == "accuracy" else "upper right")
-    best = max((line.get("test_accuracy", 0.0), line["epoch"]) for line in lines)
-    right.set_title(f"accuracy: best {best[0]:.4f} after epoch {best[1]}")
+        axis.legend(loc="upper right" if of_loss else "lower right")
+    if "test_accuracy" in names:
+        best = max((line.get("test_accuracy", 0.0), line["epoch"]) for line in lines)
+        axes[1].set_title(f"accuracy: best {best[0]:.4f} after epoch {best[1]}")
     figure.suptitle(str(folder))
     path = folder / "curves.png"
     figure.savefig(path, dpi=110)

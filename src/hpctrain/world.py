@@ -7,8 +7,10 @@ of them is rank 0. (`mpirun` inside a Slurm job, say, leaves SLURM_PROCID=0 in e
 
 import os
 import re
+import socket
 import time
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,7 +42,7 @@ class World:
     """The place of this process among all processes of the job.
 
     Ranks run from 0 to size - 1 over the whole job, local ranks from 0 to local_size - 1 on one node,
-    node ranks from 0 to nodes - 1. `launcher` is torchrun, openmpi, mpich, slurm or single.
+    node ranks from 0 to nodes - 1. `launcher` is torchrun, horovodrun, openmpi, mpich, slurm or single.
     """
 
     rank: int
@@ -55,14 +57,14 @@ class World:
 def detect(env: Mapping[str, str] = os.environ) -> World:
     """Read this process's place in the world from the environment that its launcher made.
 
-    The order is torchrun, MPI, a Slurm step, single: the innermost launcher wins. The launch scripts
+    The order is torchrun, horovodrun, MPI, a Slurm step, single: the innermost launcher wins. The launch scripts
     export HPCTRAIN_WORLD_SIZE, the number of ranks that they start; another number is refused.
 
     Raises HpctrainError where a variable is missing or broken, where one process runs in a job
     that was given several tasks, and where the size is not the one that the launch script stated.
     """
     world = None
-    for read in (_torchrun, _openmpi, _mpich, _slurm_step):
+    for read in (_torchrun, _horovodrun, _openmpi, _mpich, _slurm_step):
         world = read(env)
         if world:
             break
@@ -92,6 +94,14 @@ def _torchrun(env: Mapping[str, str]) -> World | None:
         return None
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
     return World(*(_number(env, name) for name in names), "torchrun")
+
+
+def _horovodrun(env: Mapping[str, str]) -> World | None:
+    # The address of its server is asked for as well: train_horovod sets the ranks itself under the other launchers.
+    if "HOROVOD_RANK" not in env or "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in env:
+        return None
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    return World(*(_number(env, f"HOROVOD_{name}") for name in names), "horovodrun")
 
 
 def _openmpi(env: Mapping[str, str]) -> World | None:
@@ -198,43 +208,125 @@ def choose_device(world: World, wanted: str = "auto") -> torch.device:
 def process_group(world: World, device: torch.device) -> Iterator[None]:
     """Join the other ranks for the length of the block; nothing at all in a world of one.
 
-    The backend follows the device: nccl on CUDA, gloo on CPU. Raises HpctrainError where the other
-    ranks cannot be reached within JOIN_TIMEOUT.
+    The backend follows the device: nccl on CUDA, gloo on CPU. Raises HpctrainError, naming the ranks that are
+    missing, where not all are there within JOIN_TIMEOUT.
     """
     if world.size == 1:
         yield
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     options = {"device_id": device} if device.type == "cuda" else {}
-    if world.launcher == "torchrun":  # its agent keeps the store, also over restarts
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **options)
-    else:
-        store = _meet(world)
-        dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT, **options
-        )
+    store = _meet(world)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT, **options)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def _meet(world: World) -> dist.Store:
-    """Meet the other ranks at MASTER_ADDR:MASTER_PORT, where rank 0 opens a store."""
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+def main_address(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT, where rank 0 is to be found.
+
+    Raises HpctrainError where they are not set, and at once where the name does not resolve.
+    """
+    address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise HpctrainError(
             "MASTER_ADDR and MASTER_PORT are not set: use a script of launch/, or in the batch script "
-            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500'
+            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500; '
+            "on one machine, MASTER_ADDR=localhost"
         )
     try:
-        return dist.TCPStore(address, int(port), world.size, is_master=world.rank == 0, timeout=JOIN_TIMEOUT)
+        socket.getaddrinfo(address, int(port))
+    except (OSError, OverflowError) as error:
+        raise HpctrainError(
+            f"MASTER_ADDR is {address} and MASTER_PORT {port}, which {os.uname().nodename} cannot resolve ({error}): "
+            "give a name or an address of rank 0's node that every node knows"
+        ) from error
+    return address, int(port)
+
+
+def _meet(world: World) -> dist.Store:
+    """Meet the other ranks at MASTER_ADDR:MASTER_PORT, in a store that rank 0 keeps, or torchrun's agent where it has one."""
+    address, port = main_address()
+    agent_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            address, port, is_master=world.rank == 0 and not agent_keeps_it, wait_for_workers=False, timeout=JOIN_TIMEOUT
+        )
     except (dist.DistError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
+        if "EADDRINUSE" in reason:
+            raise HpctrainError(
+                f"port {port} of {os.uname().nodename}, where the ranks are to meet, is taken by another process: "
+                "set MASTER_PORT to another number"
+            ) from error
         raise HpctrainError(
-            f"rank {world.rank} of {world.size} on {os.uname().nodename} did not meet the others at {address}:{port} within "
-            f"{JOIN_TIMEOUT.seconds} s ({reason}): look whether every rank started, and whether {address} can be reached"
+            f"rank {world.rank} of {world.size} on {os.uname().nodename} did not reach rank 0 at {address}:{port} within "
+            f"{JOIN_TIMEOUT.seconds} s ({reason}): "
+            f"look whether rank 0 started, and whether {address} is its node and can be reached"
         ) from error
+    try:
+        return _call_the_roll(world, store, f"{address}:{port}")
+    except (dist.DistError, RuntimeError) as error:  # the store has gone, or says nothing
+        raise HpctrainError(
+            f"rank {world.rank} of {world.size} on {os.uname().nodename} lost rank 0 at {address}:{port} "
+            f"({str(error).splitlines()[0]}): look at the log of rank 0"
+        ) from error
+
+
+def _call_the_roll(world: World, store: dist.Store, place: str) -> dist.Store:
+    """Wait until every rank is here; returns a part of the store that is new to this start of the job.
+
+    torchrun keeps its store when it starts the ranks again, so that "rank 3 is here" may be the word of a rank 3 that has
+    died since. Each start of a rank therefore has a name that nobody had before: it gives it, rank 0 answers to that name
+    with its own, and who hears that answer belongs to this start.
+    """
+    name = uuid.uuid4().hex
+    if world.rank == 0:
+        missing = set(range(1, world.size))
+        deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
+        while missing and time.monotonic() < deadline:
+            for rank in sorted(missing):
+                if store.check([f"name of {rank}"]):
+                    store.set(f"answer to {store.get(f'name of {rank}').decode()}", name)
+                if store.check([f"{name} has {rank}"]):
+                    missing.remove(rank)
+            time.sleep(0.02)
+        verdict = ""
+        if missing:
+            verdict = (
+                f"{in_words(missing)} of {world.size} did not come to {place} within {JOIN_TIMEOUT.seconds} s "
+                f"({in_words(set(range(world.size)) - missing)} did): look whether every rank started, and at its node"
+            )
+        store.set(f"{name} verdict", verdict)
+        if verdict:
+            time.sleep(1)  # the others hear it before the store ends with this process
+            raise HpctrainError(verdict)
+    else:
+        store.set(f"name of {world.rank}", name)
+        patience = JOIN_TIMEOUT + timedelta(seconds=10)  # rank 0 may have begun to wait a little later
+        store.wait([f"answer to {name}"], patience)
+        name = store.get(f"answer to {name}").decode()
+        store.set(f"{name} has {world.rank}", "")
+        store.wait([f"{name} verdict"], patience)
+        if store.get(f"{name} verdict"):
+            raise SystemExit(0)  # rank 0 says it; see all_or_none()
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    return dist.PrefixStore(name, store)
+
+
+def in_words(ranks: Iterable[int]) -> str:
+    """Such as "rank 3" or "ranks 0-2,5"; of many pieces the first six."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    pieces = [str(first) if first == last else f"{first}-{last}" for first, last in parts]
+    text = ",".join(pieces if len(pieces) <= 8 else [*pieces[:6], f"... and {len(pieces) - 6} more"])
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 
 
 def gather(world: World, mine: Any) -> list[Any]:  # noqa: ANN401 - whatever can be pickled
@@ -265,6 +357,4 @@ def all_or_none(world: World) -> Iterator[None]:
         # Not a failure: at the first one srun kills the other ranks, and rank 0 is to finish its sentence.
         raise SystemExit(0)
     everywhere = len(ranks) == 1 and len(next(iter(ranks.values()))) == world.size
-    raise HpctrainError(
-        next(iter(ranks)) if everywhere else "; ".join(f"on rank {','.join(map(str, r))}: {m}" for m, r in ranks.items())
-    )
+    raise HpctrainError(next(iter(ranks)) if everywhere else "; ".join(f"on {in_words(r)}: {m}" for m, r in ranks.items()))

@@ -32,6 +32,8 @@ make_root() {
         die "cannot mount an overlay in $MACHINE_DIR: set CLUSTER to a folder on a disk, not in a container's layers"
     mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
     mount -t sysfs -o nosuid,nodev,noexec sysfs "$root/sys"
+    # crun, which podman calls, looks for it before it starts a container
+    mount -t cgroup2 -o nosuid,nodev,noexec cgroup2 "$root/sys/fs/cgroup"
     mount -t tmpfs -o nosuid,nodev,mode=755 tmpfs "$root/run"
     install -d -m 1777 "$MACHINE_DIR/tmp"
     mount --bind "$MACHINE_DIR/tmp" "$root/tmp"

@@ -1,9 +1,9 @@
 #!/bin/bash
 # rootfs.sh DIR - make the root file system that every machine of the test cluster runs from.
 #
-# Debian trixie (Slurm 24.11, munge, OpenMPI 5) with one package of sid, apptainer, and the users alice and bob.
-# It takes about a minute and 600 MB. DIR appears only when it is complete; where it is there already, made by
-# this same script, nothing happens.
+# Debian trixie (Slurm 24.11 with the commands of PBS, munge, OpenMPI 5, podman, environment modules) with one package of
+# sid, apptainer, one of PyPI, podman-hpc, and the users alice and bob. It takes about a minute and 800 MB.
+# DIR appears only when it is complete; where it is there already, made by this same script, nothing happens.
 set -euo pipefail
 
 usage='usage: rootfs.sh DIR    make the root file system of the test cluster in DIR (needs root and mmdebstrap)'
@@ -15,6 +15,10 @@ packages=(
     openmpi-bin openssh-server openssh-client python3 python3-mpi4py
     # apptainer and what it calls: user namespaces, and SIF files mounted by FUSE
     apptainer uidmap fakeroot squashfs-tools squashfuse fuse3 fuse2fs fuse-overlayfs gocryptfs e2fsprogs
+    # podman-hpc's surroundings: rootless podman with a network of its own, and the tools that its scripts call
+    podman crun passt netavark inotify-tools python3-venv python3-click python3-toml python3-yaml
+    # qsub, qstat, qdel over Slurm; and the command module
+    slurm-wlm-torque environment-modules
     # to look around with
     iproute2 iputils-ping procps ca-certificates
 )
@@ -54,6 +58,46 @@ install_packages() {
         "deb [signed-by=$keyring check-valid-until=no] $debian sid main"
 }
 
+# install_podman_hpc ROOT: NERSC's wrapper of podman
+install_podman_hpc() {
+    local root=$1 home=/opt/podman-hpc file
+    chroot "$root" python3 -m venv --system-site-packages "$home"
+    # pip runs in there with the names and the certificates of this host, mounted for as long as it runs
+    touch "$root/etc/hosts" "$root/etc/resolv.conf"
+    # shellcheck disable=SC2016  # the inner shell expands them
+    PIP_CERT=/etc/ssl/certs/ca-certificates.crt unshare --mount --propagation private bash -euc '
+        for file in /etc/{hosts,resolv.conf,ssl/certs}; do
+            mount --bind "$file" "$1$file"
+        done
+        chroot "$1" "$2/bin/pip" install --quiet --no-deps --no-cache-dir podman-hpc==1.2.2
+    ' - "$root" "$home"
+    chroot "$root" "$home/bin/pip" --quiet uninstall --yes pip
+    cp -r "$root$home/etc/podman_hpc" "$root/etc/podman_hpc"
+    for file in podman-hpc hook_tool fuse-overlayfs-wrap; do
+        ln -s "$home/bin/$file" "$root/usr/bin/$file"
+    done
+    chroot "$root" "$home/bin/python" -m podman_hpc.configure_hooks --hooksd /usr/share/containers/oci/hooks.d
+    make_static_mksquashfs "$root"
+}
+
+# make_static_mksquashfs ROOT: podman-hpc runs mksquashfs inside the image that it squashes, so it may need no library
+# of that image. Debian has no static one: this is a script that carries the dynamic one and its libraries with it.
+make_static_mksquashfs() {
+    local root=$1
+    cat >"$root/usr/bin/mksquashfs.static" <<'END'
+#!/bin/sh
+# mksquashfs and its libraries, as a tar after the last line of this script
+mkdir /.mksquashfs
+sed '1,/^exit/d' "$0" | tar -x -C /.mksquashfs
+/.mksquashfs/ld-linux-x86-64.so.2 --library-path /.mksquashfs /.mksquashfs/mksquashfs "$@" -e /.mksquashfs
+exit
+END
+    # shellcheck disable=SC2016  # the inner shell expands them
+    chroot "$root" sh -c 'tar -c --dereference --transform "s|.*/||" \
+        /usr/bin/mksquashfs $(ldd /usr/bin/mksquashfs | grep -o "/[^ ]*") 2>/dev/null' >>"$root/usr/bin/mksquashfs.static"
+    chmod 755 "$root/usr/bin/mksquashfs.static"
+}
+
 # add_users ROOT: ordinary users who can start containers (useradd gives each a range of subordinate ids) and reach
 # every machine by ssh. A cluster starts with a copy of this /home.
 add_users() {
@@ -79,6 +123,13 @@ configure() {
     printf '%s\n' 'UsePAM no' 'PasswordAuthentication no' >"$root/etc/ssh/sshd_config.d/cluster.conf"
     # a root that lacks some capabilities (as in a container) cannot hand all of them on, which is the default
     sed -i 's/^root default capabilities.*/root default capabilities = file/' "$root/etc/apptainer/apptainer.conf"
+    # Machines of one host have no fabric: with Open MPI 5's own choice (ofi and uct too) some starts of Horovod hung.
+    echo 'btl = tcp,self,sm' >>"$root/etc/openmpi/openmpi-mca-params.conf"
+    # the qsub that users find first is a file of tests/cluster/slurm
+    ln -s /etc/slurm/qsub "$root/usr/local/bin/qsub"
+    # the module that a centre would offer: the environment of the image, where bare.sh has put it
+    printf '%s\n' '#%Module' 'module-whatis {PyTorch, Horovod and hpctrain}' 'prepend-path PATH /opt/hpctrain/bin' \
+        >"$root/usr/share/modules/modulefiles/pytorch"
     # each machine writes its own name; the machines of a cluster have no DNS
     rm -f "$root/etc/hostname" "$root/etc/resolv.conf"
     touch "$root/etc/resolv.conf"
@@ -111,6 +162,7 @@ trap 'rm -rf --one-file-system "$part"' EXIT
 umask 022
 rm -rf --one-file-system "$part"
 install_packages "$part" >&2
+install_podman_hpc "$part" >&2
 add_users "$part"
 configure "$part"
 echo "$version" >"$part/$stamp"

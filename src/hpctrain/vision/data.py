@@ -5,6 +5,7 @@ the number of ranks: see batches().
 """
 
 import gzip
+import importlib.util
 import math
 import zlib
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from hpctrain.world import HpctrainError, UsageError, World
+from hpctrain.run import steps_per_epoch
+from hpctrain.world import HpctrainError, World
 
 SIDE = 28  # pixels
 CLASSES = 10
@@ -30,10 +32,18 @@ class Images(NamedTuple):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The examples of `index` on `device`: images [b, 1, 28, 28] float32 from -1 to 1, labels [b] int64."""
-        pixels, labels = self.pixels[index], self.labels[index]
-        return pixels.to(device, non_blocking=True)[:, None].float().div(127.5).sub(1), labels.to(device, non_blocking=True)
+    def batch(self, index: Tensor, device: torch.device, side: int = SIDE) -> tuple[Tensor, Tensor]:
+        """The examples of `index` on `device`: images [b, 1, side, side] float32 from -1 to 1, labels [b] int64."""
+        pixels, labels = self.pixels[index].to(device, non_blocking=True), self.labels[index].to(device, non_blocking=True)
+        return to_images(pixels, side), labels
+
+
+def to_images(pixels: Tensor, side: int) -> Tensor:
+    """Pixels [b, h, w] uint8 as images [b, 1, side, side] float32 from -1 to 1, resized where they have another size."""
+    images = pixels[:, None].float().div(127.5).sub(1)
+    if images.shape[2:] != (side, side):
+        images = torch.nn.functional.interpolate(images, (side, side), mode="bilinear")
+    return images
 
 
 def load(folder: Path | None) -> tuple[Images, Images]:
@@ -92,32 +102,18 @@ def _idx(folder: Path, name: str, dimensions: int) -> Tensor:
 
 def load_digits() -> tuple[Images, Images]:
     """The 1,797 handwritten digits inside scikit-learn (UCI, 8 x 8 pixels), enlarged to 28 x 28; 1,437 to train, 360 to test."""
-    from sklearn.datasets import load_digits  # takes a second to import: only where it is used
-
-    digits = load_digits()
-    small = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
+    # The file itself: importing scikit-learn takes a second, on every rank.
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise HpctrainError("there is no scikit-learn, which holds the digits: pip install scikit-learn, or give --data")
+    table = torch.from_numpy(numpy.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=","))
+    small = table[:, :64].float().reshape(-1, 1, 8, 8) * (255 / 16)
     pixels = torch.nn.functional.interpolate(small, (SIDE, SIDE), mode="bilinear")[:, 0].round().to(torch.uint8)
-    labels = torch.from_numpy(digits.target).long()
+    labels = table[:, 64].long()
     # A fixed order, because writers follow each other in the file; the split must not move with --seed.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     cut = len(labels) * 4 // 5
     return Images(pixels[order[:cut]], labels[order[:cut]]), Images(pixels[order[cut:]], labels[order[cut:]])
-
-
-def steps_per_epoch(examples: int, batch_size: int, world: World) -> int:
-    """How many global batches an epoch has; the rest, less than a batch, is left out (another rest each epoch).
-
-    Raises UsageError where the ranks cannot share a batch, or the data are less than one.
-    """
-    if batch_size % world.size:
-        near = max(world.size, batch_size // world.size * world.size)
-        raise UsageError(
-            f"--batch-size {batch_size} is the global batch, and {world.size} ranks cannot share it evenly: "
-            f"take a multiple of {world.size}, such as {near}"
-        )
-    if batch_size > examples:
-        raise UsageError(f"--batch-size {batch_size} is more than the {examples} training examples: take a smaller one")
-    return examples // batch_size
 
 
 def batches(examples: int, batch_size: int, seed: int, epoch: int, world: World) -> Iterator[Tensor]:

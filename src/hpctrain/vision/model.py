@@ -26,3 +26,22 @@ class MnistNet(nn.Module):
         x = torch.relu(self.conv2(x))
         x = torch.max_pool2d(x, 2).flatten(1)
         return self.fc2(torch.relu(self.fc1(x)))
+
+
+class ResNet50(nn.Module):
+    """ResNet-50 of the library transformers (v1.5: the stride is in the 3 x 3 convolution) for grey images.
+
+    Images [b, 1, h, w] float32 in, logits [b, 10] out. Its batch normalisation takes the mean and the variance of the
+    images that one rank has of a batch, so the weights depend on the number of ranks; and each rank has running
+    statistics of its own, of which rank 0's count: every trainer takes them before it evaluates and saves.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import ResNetConfig, ResNetForImageClassification  # takes seconds: only where it is used
+
+        self.net = ResNetForImageClassification(ResNetConfig(num_channels=1, num_labels=CLASSES))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the ten digits."""
+        return self.net(images).logits

@@ -1,0 +1,72 @@
+"""From sbatch to the first training step, split into its parts, for apptainer and bare, in turns in one run.
+
+    make benchmark
+
+On the test cluster, an ordinary user submits the shipped scripts for 2 nodes with 2 ranks each. The parts follow each other:
+where the ranks differ the last one counts, because all wait for it.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from conftest import SIF
+from slurm_cluster import Cluster, bare_binds
+
+HOME = "/home/alice/hpctrain"
+SCRIPT = "benchmarks/first_step.py"
+WAYS = {
+    "apptainer": (["launch/apptainer_ddp.sh", SCRIPT], {}),
+    "apptainer, SIF broadcast": (["launch/apptainer_ddp.sh", "--broadcast", SCRIPT], {}),
+    "bare": (["launch/modules_ddp.sh", SCRIPT], {"HPCTRAIN_ENV": "/opt/hpctrain"}),
+}
+
+
+def launch(cluster: Cluster, way: str, name: str) -> dict[str, float]:
+    """One job; the seconds that each part took, in order."""
+    command, env = WAYS[way]
+    submitted = time.time()
+    job = cluster.submit(*command, "--out", f"runs/{name}", cwd=HOME, env=env)
+    ended = cluster.wait(job)
+    output = cluster.host_path(f"{HOME}/slurm-{job}.out").read_text()
+    if ended.state != "COMPLETED":
+        sys.exit(f"benchmark: {way}: job {job} is {ended.state}:\n{output}")
+    began, took = re.search(r"began (\S+), ready (\d+) ms later", output).groups()
+    script = datetime.fromisoformat(began).timestamp()
+    ranks = [json.loads(text) for text in re.findall(r"marks (\{.*\})", output)]
+    ends = {"Slurm: submit, schedule, start": script, "launch script": script + int(took) / 1000}
+    ends |= {part: max(rank[part] for rank in ranks) for part in ranks[0]}
+    parts, last = {}, submitted
+    for part, end in ends.items():
+        parts[part] = end - last
+        last = end
+    return parts | {"all": last - submitted}
+
+
+def main() -> None:
+    """Take turns, so that whatever else the machine does falls on all alike; print the medians."""
+    parser = argparse.ArgumentParser(description="From sbatch to the first step, split into its parts.")
+    parser.add_argument("--turns", type=int, default=7, help="jobs of each (default: %(default)s)")
+    turns = parser.parse_args().turns
+    seen: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    with Cluster(nodes=2, binds={SIF: f"/project/{SIF.name}", **bare_binds(SIF)}) as cluster:
+        cluster.install("alice")
+        for turn in range(turns + 1):  # turn 0 warms the page cache and does not count
+            for number, way in enumerate(sorted(WAYS, reverse=turn % 2 == 1)):
+                parts = launch(cluster, way, f"{turn}-{number}")
+                print(f"turn {turn}  {way:26}{parts['all']:6.2f} s", flush=True)
+                if turn:
+                    seen[way].append(parts)
+    print(f"\n{'seconds, medians of ' + str(turns):32}" + "".join(f"{way:>28}" for way in WAYS))
+    for part in seen["bare"][0]:
+        print(f"{part:32}" + "".join(f"{statistics.median(parts[part] for parts in seen[way]):28.2f}" for way in WAYS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""Training on reviews in four ways, in turns in one run: as tutorials do it, by Hugging Face's Trainer (twice), and ours.
+
+    python benchmarks/nlp.py --data nsmc
+    torchrun --nproc-per-node 2 benchmarks/nlp.py --data nsmc
+    python benchmarks/nlp.py --data nsmc --size base --precision bf16      on a GPU
+
+All ways get the same tokens, first weights, AdamW, learning rates, gradient clipping and batch size, and as many examples; what
+differs is which examples meet in a batch, how they are padded, and the loop around the model. Only that loop is timed: from the
+first forward pass to the end of the last step. Each turn has a seed of its own, so that the losses show what is chance.
+
+On a machine that others use, too, set OMP_NUM_THREADS=1: threads that wait for each other waste most of their time there.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from hpctrain.lightning_plugins import make_trainer, quiet
+from hpctrain.nlp import batches, data, finetune, models
+from hpctrain.nlp.classify import TASK
+from hpctrain.nlp.features import Features, cached, fingerprint
+from hpctrain.run import Run, positive
+from hpctrain.world import World, all_or_none, choose_device, detect, process_group
+
+# Layers, width and vocabulary of KcBERT; the other sizes are those of --from-scratch.
+KCBERT = {"base": (12, 768, 30_000), "large": (24, 1024, 30_000)}
+WARM_UP = 4  # steps of each way before the first turn, in which torch chooses its kernels
+
+
+class Setting(NamedTuple):
+    """What all ways have in common; `args` are the options of `hpctrain nlp.classify`."""
+
+    world: World
+    device: torch.device
+    args: argparse.Namespace
+    tokenizer: PreTrainedTokenizerFast
+    labels: list[str]
+    train: Features
+    held_out: Features
+
+    @property
+    def share(self) -> int:
+        """Examples of a batch that a rank gets."""
+        return self.args.batch_size // self.world.size
+
+    @property
+    def steps(self) -> int:
+        """Steps of training, an epoch."""
+        return len(self.train.lengths) // self.args.batch_size
+
+    @property
+    def warm_up(self) -> int:
+        """Steps in which the learning rate goes up."""
+        return round(self.args.warmup * self.steps)
+
+
+def rows(features: Features) -> list[dict[str, Any]]:
+    """The features as tokenizers of transformers give them: lists, one example each."""
+    found = []
+    for i, (start, end) in enumerate(zip(features.starts[:-1], features.starts[1:], strict=True)):
+        tokens = {name: flat[start:end].tolist() for name, flat in features.tokens.items()}
+        found.append(tokens | {"attention_mask": [1] * int(end - start), "labels": int(features.values["labels"][i])})
+    return found
+
+
+# --- the ways; each trains the model for an epoch ---
+
+
+class Padded(Dataset):
+    """All examples padded to --max-length beforehand, given one at a time."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._rows = rows(setting.train)
+        for row in self._rows:
+            missing = setting.args.max_length - len(row["input_ids"])
+            for name in row.keys() - {"labels"}:
+                row[name] += [setting.tokenizer.pad_token_id if name == "input_ids" else 0] * missing
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {name: torch.tensor(value) for name, value in self._rows[i].items()}
+
+
+def tutorials(setting: Setting, model: PreTrainedModel) -> None:
+    """As in the notebooks for NSMC: fp32, every review as long as the longest may be."""
+    args, world = setting.args, setting.world
+    torch.manual_seed(args.seed)
+    model = model.to(setting.device)
+    reviews = Padded(setting)
+    sampler = DistributedSampler(reviews, seed=args.seed, drop_last=True) if world.size > 1 else None
+    loader = DataLoader(reviews, batch_size=setting.share, shuffle=sampler is None, sampler=sampler, drop_last=True)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, lr=args.lr)
+    scheduler = transformers.get_linear_schedule_with_warmup(optimizer, setting.warm_up, setting.steps)
+    parallel = torch.nn.parallel.DistributedDataParallel(model) if world.size > 1 else model
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = parallel(**{name: column.to(setting.device) for name, column in batch.items()}).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+
+
+def hugging_face(setting: Setting, model: PreTrainedModel, order: str) -> None:
+    """The Trainer of transformers with its defaults: padded to the longest of a batch, the batches drawn in this order."""
+    args = setting.args
+    trainer = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(
+            output_dir=str(args.out),
+            use_cpu=setting.device.type == "cpu",
+            bf16=args.precision == "bf16",
+            num_train_epochs=1,
+            per_device_train_batch_size=setting.share,
+            dataloader_drop_last=True,
+            learning_rate=args.lr,
+            warmup_steps=setting.warm_up,
+            weight_decay=0.01,
+            seed=args.seed,
+            train_sampling_strategy=order,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            log_level="error",
+        ),
+        train_dataset=rows(setting.train),
+        processing_class=setting.tokenizer,
+    )
+    trainer.train()
+
+
+def ours(setting: Setting, model: PreTrainedModel) -> None:
+    """What `hpctrain nlp.classify` does."""
+    args, world, train = setting.args, setting.world, setting.train
+    run = Run(world, "nlp.classify", args, setting.device)
+    module = finetune.FineTune(TASK, model, setting.labels, args, run, setting.steps)
+    reviews = finetune.Batches(train, {**TASK.padding, "input_ids": setting.tokenizer.pad_token_id})
+    loader = DataLoader(reviews, sampler=finetune.Shuffled(train, args, world), batch_size=None)
+    make_trainer(run, args, setting.device, bare=lambda module: module.model).fit(module, loader)
+
+
+WAYS: dict[str, Callable[[Setting, PreTrainedModel], None]] = {
+    "(a) tutorials": tutorials,
+    "(b1) Trainer": partial(hugging_face, order="random"),
+    "(b2) Trainer, group_by_length": partial(hugging_face, order="group_by_length"),
+    "(c) ours": ours,
+}
+
+
+# --- what is measured ---
+
+
+class Meter:
+    """By hooks of torch, and so alike for all ways: the tokens that the model is given, and the time of all steps."""
+
+    def __init__(self, setting: Setting, model: PreTrainedModel) -> None:
+        self._setting, self._left = setting, setting.steps
+        self._seen: list[Tensor] = []  # examples, real tokens and all tokens of each forward pass
+        self.began, self.ended = 0.0, float("nan")
+        self._hooks = [
+            model.register_forward_pre_hook(self._forward, with_kwargs=True),
+            register_optimizer_step_post_hook(self._step),
+        ]
+
+    def _now(self) -> float:
+        if self._setting.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _forward(self, model: PreTrainedModel, _: tuple, inputs: dict[str, Any]) -> None:
+        self.began = self.began or self._now()
+        mask = inputs["attention_mask"]
+        self._seen.append(torch.stack([mask.new_tensor(len(mask)), mask.sum(), mask.new_tensor(mask.numel())]))
+
+    def _step(self, *_: Any) -> None:  # noqa: ANN401
+        self._left -= 1
+        if self._left == 0:  # the work after the last step is no training
+            self.ended = self._now()
+
+    def read(self) -> dict[str, float]:
+        """Take the hooks away; the numbers of all ranks together."""
+        for hook in self._hooks:
+            hook.remove()
+        assert self._left == 0, f"{self._left} of {self._setting.steps} steps are missing"
+        total = torch.stack(self._seen).sum(0)
+        if self._setting.world.size > 1:
+            dist.all_reduce(total)
+        examples, real, tokens = total.tolist()
+        assert examples == self._setting.steps * self._setting.args.batch_size, f"{examples} examples"
+        seconds = self.ended - self.began
+        return {"examples/s": examples / seconds, "real tokens/s": real / seconds, "share": real / tokens}
+
+
+@torch.inference_mode()
+def evaluate(setting: Setting, model: PreTrainedModel) -> dict[str, float]:
+    """Loss and accuracy over the held-out reviews in fp32, for all ways by the same lines."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=setting.device)
+    for index in batches.for_evaluation(setting.held_out.lengths, 64, setting.world):
+        batch = setting.held_out.batch(index, {"input_ids": setting.tokenizer.pad_token_id})
+        batch = {name: column.to(setting.device) for name, column in batch.items() if name != "units"}
+        output = model(**batch)
+        right = (output.logits.argmax(1) == batch["labels"]).sum()
+        sums += torch.stack([output.loss.double() * len(index), right.double(), right.new_tensor(len(index)).double()])
+    if setting.world.size > 1:
+        dist.all_reduce(sums)
+    loss, right, examples = sums.tolist()
+    return {"loss": loss / examples, "accuracy": right / examples}
+
+
+def measure(setting: Setting, way: str, seed: int, out: Path) -> dict[str, float]:
+    """Train a new model this way, and evaluate it."""
+    args = argparse.Namespace(**vars(setting.args) | {"seed": seed, "out": out})
+    setting = setting._replace(args=args)
+    model = finetune.load_model(TASK, Path(args.model), setting.tokenizer, setting.labels, args)
+    meter = Meter(setting, model)
+    with redirect_stdout(sys.stderr):  # what the trainers say of their progress
+        WAYS[way](setting, model)
+    found = meter.read() | evaluate(setting, model.to(setting.device))
+    if setting.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+# --- the run ---
+
+
+def prepare(args: argparse.Namespace, world: World, device: torch.device, folder: Path) -> Setting:
+    """Tokenizer and first weights in `folder`, where all ranks find them, and the reviews as tokens."""
+    reviews = data.load("classify", args.data, [])  # a line that cannot be read is left out
+    texts = reviews["train"]
+    with all_or_none(world):  # until the folder is there
+        if world.rank == 0:
+            shape = args.size
+            if args.size in KCBERT:
+                layers, width, vocabulary = KCBERT[args.size]
+                config = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": width // 64}
+                config |= {"model_type": "bert", "intermediate_size": 4 * width, "vocab_size": vocabulary}
+                shape = str(folder / "shape.json")
+                Path(shape).write_text(json.dumps(config), encoding="utf-8")
+            models.from_scratch(folder / "model", shape, TASK.kind, [review.text for review in texts], args.seed, args.max_length)
+    with all_or_none(world):
+        tokenizer = models.tokenizer_of(folder / "model")
+    options = {"--model": folder / "model", "--batch-size": args.batch_size, "--max-length": args.max_length}
+    options |= {"--precision": args.precision, "--lr": args.lr, "--epochs": 1}
+    options = finetune.parse(TASK, [str(x) for pair in options.items() for x in pair])
+
+    labels = TASK.labels(texts)
+    began = time.perf_counter()
+    if world.rank == 0:
+        everything = TASK.tokenise(tokenizer, texts, labels, args.max_length, 0)
+        print(
+            f"tokenising: {len(texts):,} reviews in {time.perf_counter() - began:.1f} s, {everything.lengths.sum():,} tokens, "
+            f"{everything.lengths.mean():.1f} each",
+            flush=True,
+        )
+    os.environ["HPCTRAIN_CACHE"] = str(folder / "cache")
+    wanted = args.examples // args.batch_size * args.batch_size
+    parts = {"train": (texts * -(-wanted // len(texts)))[:wanted], "test": reviews["test"][: args.held_out]}
+    train, held_out = (
+        cached(fingerprint(part), partial(TASK.tokenise, tokenizer, part, labels, args.max_length, 0), world)
+        for part in parts.values()
+    )
+    return Setting(world, device, options, tokenizer, labels, train, held_out)
+
+
+def head(features: Features, n: int) -> Features:
+    """The first n features."""
+    tokens = {name: flat[: features.starts[n]] for name, flat in features.tokens.items()}
+    values = {name: column[:n] for name, column in features.values.items()}
+    return Features(features.starts[: n + 1], tokens, values, features.example[:n], features.cut)
+
+
+def table(seen: dict[str, list[dict[str, float]]]) -> str:
+    """Medians over the turns. Ratios are those within a turn, because the machine may have changed its pace between them."""
+    lines = [
+        "| way | examples/s | of (a) | (c) of it | real tokens/s | share of real tokens | evaluation loss (range) | accuracy |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    (first, *_, last) = seen.values()
+    for way, turns in seen.items():
+        median = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+        speeds = [[turn["examples/s"] for turn in some] for some in (turns, first, last)]
+        of_a = statistics.median(this / a for this, a, _ in zip(*speeds, strict=True))
+        of_it = statistics.median(c / this for this, _, c in zip(*speeds, strict=True))
+        losses = [turn["loss"] for turn in turns]
+        lines.append(
+            f"| {way} | {median['examples/s']:.1f} | {of_a:.2f} | {of_it:.2f} | {median['real tokens/s']:,.0f} | "
+            f"{median['share']:.3f} | {median['loss']:.4f} ({min(losses):.4f} to {max(losses):.4f}) | {median['accuracy']:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Take turns, so that whatever else the machine does falls on all alike; print a table of medians."""
+    parser = argparse.ArgumentParser(description="Training on reviews: tutorials, Hugging Face's Trainer, and ours.")
+    add = parser.add_argument
+    add("--data", type=Path, help="folder of NSMC (default: our sample, again and again, which shows only that all runs)")
+    add("--size", choices=[*models.SIZES, "large"], default="tiny", help="of the model, which is new (default: %(default)s)")
+    add("--examples", type=positive(int), default=9600, help="to train on in each turn (default: %(default)s)")
+    add("--held-out", type=positive(int), default=2000, help="to evaluate on (default: %(default)s)")
+    add("--batch-size", type=positive(int), default=32, help="of all ranks together (default: %(default)s)")
+    add("--max-length", type=positive(int), default=128, help="tokens (default: %(default)s)")
+    add("--lr", type=positive(float), default=5e-4, help="highest learning rate (default: %(default)s)")
+    add("--precision", choices=["fp32", "bf16"], default="fp32", help="of (b) and (c); (a) is fp32 (default: %(default)s)")
+    add("--turns", type=positive(int), default=3, help="runs of each way (default: %(default)s)")
+    add("--seed", type=int, default=1, help="of the first turn (default: %(default)s)")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: a GPU where there is one)")
+    args = parser.parse_args()
+    quiet()
+    transformers.logging.set_verbosity_error()
+    world = detect()
+    device = choose_device(world, args.device)
+    ways = list(WAYS)
+    if find_spec("accelerate") is None:
+        ways = [way for way in ways if not way.startswith("(b")]
+    seen: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    with process_group(world, device), tempfile.TemporaryDirectory(prefix="hpctrain-") as made:
+        folders = [made]
+        if world.size > 1:
+            dist.broadcast_object_list(folders)
+        folder = Path(folders[0])
+        setting = prepare(args, world, device, folder)
+        short = setting._replace(train=head(setting.train, min(setting.steps, WARM_UP) * args.batch_size))
+        for way in ways:
+            measure(short, way, args.seed, folder / f"warm-up-{way[:4]}")
+        for turn in range(args.turns):
+            # Who goes first changes from turn to turn.
+            for way in sorted(ways, reverse=turn % 2 == 1):
+                found = measure(setting, way, args.seed + turn, folder / f"{turn}-{way[:4]}")
+                seen[way].append(found)
+                if world.rank == 0:
+                    numbers = "  ".join(f"{name} {value:.4g}" for name, value in found.items())
+                    print(f"turn {turn + 1}  {way:30} {numbers}", flush=True)
+    if world.rank == 0:
+        print(
+            f"\n{args.size}, {setting.steps * args.batch_size:,} reviews in batches of {args.batch_size}, {args.precision} on "
+            f"{world.size} x {device.type} with {torch.get_num_threads()} threads, medians of {args.turns}:\n\n{table(seen)}"
+        )
+        if len(ways) < len(WAYS):
+            print("\n(b) is left out, because Hugging Face's Trainer needs accelerate, which is not here: pip install accelerate")
+
+
+if __name__ == "__main__":
+    main()

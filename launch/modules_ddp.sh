@@ -1,0 +1,29 @@
+#!/bin/bash
+# Run a trainer on every task of a Slurm job without a container: with what modules, a venv or conda put on the PATH.
+#
+# usage: sbatch [SBATCH OPTION]... launch/modules_ddp.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
+#
+#   HPCTRAIN_MODULES="cuda pytorch" sbatch launch/modules_ddp.sh train_ddp --epochs 3
+#   HPCTRAIN_ENV=~/my-venv sbatch launch/modules_ddp.sh ./mine.py --anything "a b"
+#   HPCTRAIN_MODULES=conda HPCTRAIN_ENV=my-conda-env sbatch launch/modules_ddp.sh
+#
+#SBATCH --job-name=hpctrain
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --time=00:30:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -euo pipefail
+
+# Slurm runs a copy of this file, so its own place does not tell where the others are.
+lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
+[[ -r $lib ]] || { echo "hpctrain: error: no $lib: submit from the hpctrain folder, or export HPCTRAIN_ROOT" >&2 && exit 2; }
+# shellcheck source=launch/lib.sh
+source "$lib"
+
+options "$@"
+slurm_job
+runtime none
+trainer
+by_srun
+go

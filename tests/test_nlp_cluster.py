@@ -1,0 +1,65 @@
+"""The five fine-tunings as users run them: by sbatch, in the container, on two nodes with two ranks each."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import DATA
+from test_launch import HOME, folder, job, wait_until_idle
+
+pytestmark = pytest.mark.slow
+
+TASKS = ("classify", "pair", "ner", "qa", "generate")
+# small, so that scoring takes seconds, and large enough that batches differ between four ranks and one
+FIVE = {
+    "classify": ("nsmc", ["--limit", "400"]),
+    "pair": ("klue/klue-nli-v1.1/klue-nli-v1.1_dev.json", ["--limit", "200"]),
+    "ner": ("klue/klue-ner-v1.1/klue-ner-v1.1_dev.tsv", ["--limit", "300"]),
+    "qa": ("korquad_v1/KorQuAD_v1.0_dev.json", ["--limit", "100"]),
+    "generate": ("nsmc", ["--limit", "200"]),
+}
+
+
+def scores(run):
+    return {name: value for name, value in json.loads((run / "result.json").read_text()).items() if name.startswith("test_")}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_four_ranks_on_two_nodes_score_as_one_process_does(cluster, task, tmp_path):
+    name, options = FIVE[task]
+    if not (DATA / name).exists():
+        pytest.skip(f"no {name} in {DATA}")
+    options = [*options, "--from-scratch", "tiny", "--batch-size", "16"]
+    ended, output = job(
+        cluster, f"nlp.{task}", *options, "--data", f"/project/data/{name}", "--epochs", "1", "--out", f"runs/{task}"
+    )
+    assert ended.state == "COMPLETED" and "4 ranks on 2 nodes (slurm)" in output, output
+    of_four = scores(folder(cluster, f"runs/{task}"))
+
+    alone = [sys.executable, "-m", "hpctrain", f"nlp.{task}", "--data", DATA / name, "--epochs", "0", "--out", tmp_path / "run"]
+    model = ["--model", folder(cluster, f"runs/{task}/model"), *options[:2]]
+    env = os.environ | {"HPCTRAIN_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*alone, *model], check=True, env=env, capture_output=True)
+    of_one = scores(tmp_path / "run")
+    assert of_four.keys() == of_one.keys() and len(of_one) > 1
+    for name, value in of_one.items():
+        assert of_four[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
+
+
+def test_the_samples_need_nothing_but_the_image(cluster):
+    """And what comes out can be asked in the container."""
+    ended, output = job(cluster, "nlp.ner", "--out", "runs/sample")
+    assert ended.state == "COMPLETED", output
+    command = ["apptainer", "exec", "hpctrain-cpu.sif", "hpctrain", "predict", "runs/sample", "김민수는 서울에 산다."]
+    said = cluster.exec("login", *command, user="alice", cwd=HOME)
+    assert json.loads(said.stdout)["text"] == "김민수는 서울에 산다."
+
+
+def test_a_model_that_a_node_without_internet_does_not_have_is_one_line_that_says_how_to_fetch_it(cluster):
+    ended, output = job(cluster, "nlp.classify", "--model", "beomi/kcbert-base", timeout=120)
+    errors = [line for line in output.splitlines() if "hpctrain: error" in line]
+    assert ended.state == "FAILED" and len(errors) == 1 and "Traceback" not in output, output
+    assert "hpctrain fetch beomi/kcbert-base DIR" in errors[0]
+    wait_until_idle(cluster)
