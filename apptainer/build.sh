@@ -42,12 +42,10 @@ if runtime=$(command -v apptainer || command -v singularity); then
     apptainer=("$runtime")
 elif [[ $(id -u) == 0 && -d build/cluster/rootfs ]]; then
     apptainer=(tests/cluster/cluster.sh run -b "$work" ${wheels:+-b "$wheels"}
-        -e "SOURCE_DATE_EPOCH=$(source_date_epoch)" -- apptainer)
+        -e "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH" -- apptainer)
 else
     die "there is no apptainer or singularity; install one, or as root make tests/cluster's with tests/cluster/rootfs.sh"
 fi
-SOURCE_DATE_EPOCH=$(source_date_epoch)
-export SOURCE_DATE_EPOCH
 
 # zstd unpacks several times as fast as gzip, which every node does at every start. Its level 9 takes 14 s more than
 # level 3, for 8 % less.
@@ -61,7 +59,7 @@ if [[ $from == image ]]; then
     [[ -s $image ]] || die "there is no $image; make it with containers/build.sh (make image), or use --from def"
     # The image has its labels already.
     {
-        printf 'Bootstrap: docker-archive\nFrom: %s\n\n' "$image"
+        printf 'Bootstrap: oci-archive\nFrom: %s\n\n' "$image"
         sed -n '/^%runscript/,$p' apptainer/hpctrain.def | sed '/^%labels/,/^$/d'
         printf '\n%%labels\n    org.label-schema.build-date %s\n' "$date"
     } >"$work/image.def"

@@ -24,8 +24,6 @@ mkdir -p build
 work=$(mktemp -d -p build base.XXXXXX)
 trap 'rm -rf "$work"' EXIT
 
-SOURCE_DATE_EPOCH=$(source_date_epoch)
-export SOURCE_DATE_EPOCH
 # Without device nodes, an ordinary user can unpack it too. dpkg remembers its options: later packages leave out their
 # manuals as well.
 mmdebstrap --variant=minbase --skip=output/dev --format=tar --aptopt='Acquire::Languages "none"' \

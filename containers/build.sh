@@ -1,7 +1,8 @@
 #!/bin/bash
 # build.sh [--flavor FLAVOR] [--tool docker|podman|buildah]: build the image (make image).
-# It gives localhost/hpctrain:FLAVOR in the tool's own store, and build/hpctrain-FLAVOR.tar (a docker-archive), which
-# apptainer/build.sh, `podman load` and `docker load` take.
+# It gives localhost/hpctrain:FLAVOR in the tool's own store, and build/hpctrain-FLAVOR.tar, an OCI archive that apptainer,
+# `podman load`, `docker load` and registries take. Beside it, in .digest, is the digest of its manifest: the name by which a
+# registry knows it, and the same in every build of a commit by buildah or podman (docs/verify.md).
 #   BASE_IMAGE=NAME  the Debian 12 image to start from. By default the one that containers/Dockerfile pins; where no
 #                    registry answers, the one that containers/base.sh makes from a Debian mirror
 #   WHEELS=FOLDER    wheels to use before the index; by default the local folder that pip is configured with
@@ -65,30 +66,42 @@ work=$(mktemp -d -p build image.XXXXXX)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/no-wheels"
 
-source=$(git config --get remote.origin.url 2>/dev/null || true)
-[[ $source =~ ^https://[^@]+$ ]] || source= # a label is public: no local paths, no credentials
+# A label is public: no local paths, no credentials. The same repository has the same name, however it was cloned.
+source=$(git config --get remote.origin.url 2>/dev/null | sed -E 's#^(ssh://)?git@([^:/]+)[:/]#https://\2/#; s#\.git$##' || true)
+[[ $source =~ ^https://[^@]+$ ]] || source=
 image=localhost/hpctrain:$flavor
 arguments=(--file containers/Dockerfile --tag "$image"
     --build-arg "FLAVOR=$flavor" ${BASE_IMAGE:+--build-arg "BASE_IMAGE=$BASE_IMAGE"}
-    --build-arg "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
+    --build-arg "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" --build-arg "CREATED=$(commit_date)"
     --build-arg "REVISION=$(git rev-parse --verify --quiet HEAD 2>/dev/null || true)" --build-arg "SOURCE=$source"
     --build-context "wheels=${wheels:-$work/no-wheels}" ${ca:+--secret "id=ca,src=$ca"})
-SOURCE_DATE_EPOCH=$(source_date_epoch)
-export SOURCE_DATE_EPOCH
 
+# A copy of what the image is made from, whose modes do not depend on the umask of who made this checkout.
+mkdir "$work/context"
+mapfile -t parts < <(sed -n 's/^!//p' .dockerignore)
+tar --create --mode=u=rwX,go=rX --mtime="@$SOURCE_DATE_EPOCH" .dockerignore "${parts[@]}" |
+    tar --extract --preserve-permissions --directory "$work/context"
+
+mkdir "$work/oci"
 if [[ $tool == docker ]]; then
-    docker buildx build --load "${arguments[@]}" . || die "the build failed; its error is above"
-    docker save --output "$work/image.tar" "$image"
+    # Without attestations, which hold the time; with the date in the layers where BuildKit can do that.
+    docker buildx build --provenance=false --output type=docker,rewrite-timestamp=true "${arguments[@]}" "$work/context" ||
+        die "the build failed; its error is above"
+    docker save "$image" | tar --extract --directory "$work/oci"
+    [[ -f $work/oci/index.json ]] || die "docker save wrote no OCI image; it does from docker 25 on, or use --tool buildah"
 else
     # chroot needs no privileges that a container, a batch node or an ordinary user lacks; the image is the same.
     export BUILDAH_ISOLATION=${BUILDAH_ISOLATION:-chroot}
-    "$tool" build --layers --format docker --timestamp "$SOURCE_DATE_EPOCH" "${arguments[@]}" . ||
+    "$tool" build --layers --format oci --identity-label=false --timestamp "$SOURCE_DATE_EPOCH" "${arguments[@]}" "$work/context" ||
         die "the build failed; its error is above"
-    if [[ $tool == buildah ]]; then
-        buildah push --quiet "$image" "docker-archive:$work/image.tar:$image"
-    else
-        podman save --quiet --format docker-archive --output "$work/image.tar" "$image"
-    fi
+    "$tool" push --quiet "$image" "oci:$work/oci:$image"
 fi
+# What docker reads, whose load knows nothing else before the containerd store.
+python3 containers/record.py docker-manifest "$work/oci" "$image"
+tar --create --file "$work/image.tar" --sort=name --mode=u=rwX,go=rX --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 \
+    --numeric-owner --directory "$work/oci" oci-layout index.json manifest.json blobs
+digest=$(grep -o -m 1 'sha256:[0-9a-f]\{64\}' "$work/oci/index.json" | head -n 1)
+echo "$digest" >"$work/digest"
 mv "$work/image.tar" "build/hpctrain-$flavor.tar"
-echo "build: $image, and build/hpctrain-$flavor.tar ($(du -h "build/hpctrain-$flavor.tar" | cut -f1))"
+mv "$work/digest" "build/hpctrain-$flavor.digest"
+echo "build: $image, and build/hpctrain-$flavor.tar ($(du -h "build/hpctrain-$flavor.tar" | cut -f1)), $digest"
