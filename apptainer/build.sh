@@ -30,7 +30,7 @@ done
 output=$(realpath -m "${output:-hpctrain-$flavor.sif}")
 [[ -w $(dirname "$output") ]] || die "cannot write to $(dirname "$output"); give another --output"
 
-command -v python3 >/dev/null || die "there is no python3, for normalize.py; install one"
+command -v python3 >/dev/null || die "there is no python3, for sif.py; install one"
 
 # Beside the final file, so that the last step is a rename.
 work=$(mktemp -d "$(dirname "$output")/.sif.XXXXXX")
@@ -90,6 +90,6 @@ fi
 
 echo "build: $output from $from, by ${apptainer[*]}, wheels from ${wheels:-the index}"
 "${apptainer[@]}" build "${arguments[@]}" "$work/image.sif" "$def" || die "apptainer failed; see its messages above"
-python3 apptainer/normalize.py "$work/image.sif" || die "the header of the SIF could not be normalised; see above"
+python3 containers/sif.py "$work/image.sif" || die "the header of the SIF could not be normalised; see above"
 mv "$work/image.sif" "$output"
 echo "build: $output ($(du -h --apparent-size "$output" | cut -f1))"

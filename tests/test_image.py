@@ -142,7 +142,7 @@ def test_two_builds_of_a_sif_are_the_same_file_whoever_makes_them(cluster):
         env = {"SOURCE_DATE_EPOCH": "1760000000"} | env
         cluster.exec("login", "apptainer", "build", *options, "small.sif", "small.def", user=user, env=env, cwd=f"/home/{user}")
         before = (home / "small.sif").read_bytes()
-        subprocess.run([REPOSITORY / "apptainer/normalize.py", home / "small.sif"], env={**os.environ, **env}, check=True)
+        subprocess.run([REPOSITORY / "containers/sif.py", home / "small.sif"], env={**os.environ, **env}, check=True)
         made[user, env["SOURCE_DATE_EPOCH"]] = (home / "small.sif").read_bytes()
         assert before != made[user, env["SOURCE_DATE_EPOCH"]]
         assert cluster.exec("login", "apptainer", "inspect", "small.sif", user=user, cwd=f"/home/{user}").returncode == 0
@@ -152,7 +152,7 @@ def test_two_builds_of_a_sif_are_the_same_file_whoever_makes_them(cluster):
 def test_what_is_no_sif_is_left_alone(tmp_path):
     (tmp_path / "file").write_bytes(b"no SIF" * 100)
     done = subprocess.run(
-        [REPOSITORY / "apptainer/normalize.py", tmp_path / "file"],
+        [REPOSITORY / "containers/sif.py", tmp_path / "file"],
         env={**os.environ, "SOURCE_DATE_EPOCH": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1 and "is not a SIF" in done.stderr and done.stderr.count("\n") == 1

@@ -39,14 +39,25 @@ read -r torch _ <"$work/torch.lock"
 if [[ $torch != *+* ]]; then
     wheels= # a build for the CPU in it would be taken for torch itself
 elif [[ -n $wheels ]] && compgen -G "$wheels/torch-${torch#torch==}-*.whl" >/dev/null; then
-    "${pip[@]}" --no-deps --no-index --find-links "$wheels" -r "$work/torch.lock"
+    "${pip[@]}" --report "$work/torch.json" --no-deps --no-index --find-links "$wheels" -r "$work/torch.lock"
 else
     index=https://download.pytorch.org/whl/$flavor
-    "${pip[@]}" --no-deps --index-url "$index" -r "$work/torch.lock" ||
+    "${pip[@]}" --report "$work/torch.json" --no-deps --index-url "$index" -r "$work/torch.lock" ||
         die "no $torch from $index; where that cannot be reached, name a folder that holds its wheel with WHEELS="
 fi
-"${pip[@]}" ${wheels:+--find-links "$wheels"} -r "$lock" ||
+"${pip[@]}" --report "$work/others.json" ${wheels:+--find-links "$wheels"} -r "$lock" ||
     die "a package of $flavor.lock could not be installed; is PyPI, or the index that pip is configured with, reachable?"
+# Which of the files that the lock allows it was: package, version, SHA-256, file. For the list of what the image consists of.
+"$prefix/bin/python" - "$work"/*.json >"$prefix/wheels.tsv" <<'PY'
+import json
+import sys
+
+installed = [package for report in sys.argv[1:] for package in json.load(open(report))["install"]]
+for package in sorted(installed, key=lambda package: package["metadata"]["name"].lower()):
+    what, source = package["metadata"], package["download_info"]
+    file = source["url"].rpartition("/")[2].replace("%2B", "+")
+    print(what["name"], what["version"], source["archive_info"]["hashes"]["sha256"], file, sep="\t")
+PY
 rm -r "$work"
 
 "$prefix/bin/python" -m pip check
