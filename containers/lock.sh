@@ -1,6 +1,6 @@
 #!/bin/bash
 # lock.sh [--flavor FLAVOR] [--upgrade|--check] | --debian: write containers/locks/FLAVOR.lock of all flavours, or of one, and
-# horovod.lock (make lock). Every package is pinned with the hashes of its files, for Python 3.11 on x86_64 Linux. A pin
+# mpich.lock and horovod.lock (make lock). Every package is pinned with the hashes of its files, for Python 3.11 on x86_64 Linux. A pin
 # that is there stays unless --upgrade is given or pyproject.toml and FLAVOR.in exclude it.
 #   --check        write nothing, and fail where a lock is not what would be written (make lock-check)
 #   --debian       write the records of Debian's versions instead, MPI-ARCHITECTURE.debian: what Debian would install in the
@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/lib.sh
 source containers/lib.sh
 
-flavors=() upgrade=() check= debian=
+flavors=() upgrade=() check="" debian=""
 while (($#)); do
     case $1 in
         -h | --help) usage && exit ;;
@@ -39,7 +39,8 @@ if [[ -n $debian ]]; then
     for mpi in openmpi mpich; do
         packages=$(MPI=$mpi containers/install/debian.sh list | paste -sd,)
         for architecture in amd64 arm64; do
-            mmdebstrap --variant=minbase --simulate --verbose --architectures="$architecture" --include="$packages" \
+            # what is only simulated need not run here
+            mmdebstrap --variant=minbase --simulate --verbose --skip=check/qemu --architectures="$architecture" --include="$packages" \
                 bookworm /dev/null >"$work/log" 2>&1 || die "mmdebstrap failed: $(tail -n 5 "$work/log")"
             record=$locks/$mpi-$architecture.debian
             {
@@ -89,7 +90,7 @@ for flavor in "${flavors[@]}"; do
     [[ -f $locks/$flavor.in ]] || die "there is no $locks/$flavor.in"
     case $flavor in
         cpu) from=(pyproject.toml --extra image --no-emit-package horovod --find-links "$torch") ;;
-        *-build) from=(--no-deps) ;;
+        *-build | mpich) from=(--no-deps) ;;
         *) from=(pyproject.toml --extra image --no-emit-package horovod) ;;
     esac
     write "$flavor.lock" "$locks/$flavor.in" "${from[@]}"
