@@ -1,10 +1,11 @@
 #!/bin/bash
-# build.sh [--flavor FLAVOR] [--tool docker|podman|buildah]: build the image (make image).
+# build.sh [--flavor FLAVOR] [--mpi openmpi|mpich] [--tool docker|podman|buildah]: build the image (make image).
 # It gives localhost/hpctrain:FLAVOR in the tool's own store, and build/hpctrain-FLAVOR.tar, an OCI archive that apptainer,
-# `podman load`, `docker load` and registries take. Beside it, in .digest, is the digest of its manifest: the name by which a
-# registry knows it, and the same in every build of a commit by buildah or podman (docs/verify.md).
+# `podman load`, `docker load` and registries take; with --mpi mpich both are called FLAVOR-mpich. Beside the archive is its
+# record, with the digest of its manifest, by which a registry knows it, and which every build of a commit gives: docs/verify.md.
 #   BASE_IMAGE=NAME  the Debian 12 image to start from. By default the one that containers/Dockerfile pins; where no
 #                    registry answers, the one that containers/base.sh makes from a Debian mirror
+#   DEBIAN_SNAPSHOT=TIMESTAMP  see containers/install/debian.sh
 #   WHEELS=FOLDER    wheels to use before the index; by default the local folder that pip is configured with
 
 set -euo pipefail
@@ -12,19 +13,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/lib.sh
 source containers/lib.sh
 
-flavor=cpu tool=
+flavor=cpu mpi=openmpi tool=
 while (($#)); do
     case $1 in
         -h | --help) usage && exit ;;
-        --flavor | --tool)
+        --flavor | --mpi | --tool)
             [[ -n ${2:-} ]] || die "$1 needs a value (see --help)"
-            if [[ $1 == --flavor ]]; then flavor=$2; else tool=$2; fi
+            declare "${1#--}=$2"
             shift 2
             ;;
         *) die "unknown argument $1 (see --help)" ;;
     esac
 done
-[[ -f containers/locks/$flavor.lock ]] || die "there is no flavour $flavor; it would be containers/locks/$flavor.lock"
+name=$(image_name "$flavor" "$mpi")
 
 # A docker client alone is no docker: its daemon must answer, and buildx must be there for --build-context.
 works() {
@@ -69,17 +70,21 @@ mkdir "$work/no-wheels"
 # A label is public: no local paths, no credentials. The same repository has the same name, however it was cloned.
 source=$(git config --get remote.origin.url 2>/dev/null | sed -E 's#^(ssh://)?git@([^:/]+)[:/]#https://\2/#; s#\.git$##' || true)
 [[ $source =~ ^https://[^@]+$ ]] || source=
-image=localhost/hpctrain:$flavor
-arguments=(--file containers/Dockerfile --tag "$image"
-    --build-arg "FLAVOR=$flavor" ${BASE_IMAGE:+--build-arg "BASE_IMAGE=$BASE_IMAGE"}
+revision=$(git rev-parse --verify --quiet HEAD 2>/dev/null || true)
+image=localhost/hpctrain:$name
+arguments=(--file "$work/context/containers/Dockerfile" --tag "$image"
+    --build-arg "FLAVOR=$flavor" --build-arg "MPI=$mpi" --build-arg "DEBIAN_SNAPSHOT=${DEBIAN_SNAPSHOT:-}"
+    ${BASE_IMAGE:+--build-arg "BASE_IMAGE=$BASE_IMAGE"}
     --build-arg "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" --build-arg "CREATED=$(commit_date)"
-    --build-arg "REVISION=$(git rev-parse --verify --quiet HEAD 2>/dev/null || true)" --build-arg "SOURCE=$source"
+    --build-arg "REVISION=$revision" --build-arg "SOURCE=$source"
     --build-context "wheels=${wheels:-$work/no-wheels}" ${ca:+--secret "id=ca,src=$ca"})
 
 # A copy of what the image is made from, whose modes do not depend on the umask of who made this checkout.
 mkdir "$work/context"
 mapfile -t parts < <(sed -n 's/^!//p' .dockerignore)
-tar --create --mode=u=rwX,go=rX --mtime="@$SOURCE_DATE_EPOCH" .dockerignore "${parts[@]}" |
+parts+=(.dockerignore containers/Dockerfile)
+changed=$(git status --porcelain -- "${parts[@]}" 2>/dev/null || true)
+tar --create --mode=u=rwX,go=rX --mtime="@$SOURCE_DATE_EPOCH" "${parts[@]}" |
     tar --extract --preserve-permissions --directory "$work/context"
 
 mkdir "$work/oci"
@@ -98,10 +103,10 @@ else
 fi
 # What docker reads, whose load knows nothing else before the containerd store.
 python3 containers/record.py docker-manifest "$work/oci" "$image"
-tar --create --file "$work/image.tar" --sort=name --mode=u=rwX,go=rX --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 \
-    --numeric-owner --directory "$work/oci" oci-layout index.json manifest.json blobs
-digest=$(grep -o -m 1 'sha256:[0-9a-f]\{64\}' "$work/oci/index.json" | head -n 1)
-echo "$digest" >"$work/digest"
-mv "$work/image.tar" "build/hpctrain-$flavor.tar"
-mv "$work/digest" "build/hpctrain-$flavor.digest"
-echo "build: $image, and build/hpctrain-$flavor.tar ($(du -h "build/hpctrain-$flavor.tar" | cut -f1)), $digest"
+tar --create --file "$work/hpctrain-$name.tar" --sort=name --mode=u=rwX,go=rX --mtime="@$SOURCE_DATE_EPOCH" \
+    --owner=0 --group=0 --numeric-owner --directory "$work/oci" oci-layout index.json manifest.json blobs
+python3 containers/record.py image "$work/hpctrain-$name.tar" --context "$work/context" --builder "$("$tool" --version)" \
+    ${changed:+--dirty} || die "the image has no record; see the message above"
+mv "$work/hpctrain-$name".* build/
+digest=$(<"build/hpctrain-$name.digest")
+echo "build: $image, and build/hpctrain-$name.tar ($(du -h "build/hpctrain-$name.tar" | cut -f1)), $digest"

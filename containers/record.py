@@ -163,14 +163,9 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def flavor_of(labels: dict[str, str]) -> str:
-    """The flavour that an image says it is; empty where it says nothing."""
-    return labels.get(LABEL + "title", "").rpartition(" ")[2]
-
-
 def sbom(archive: Archive) -> str:
     """The packages of an image as an SPDX 2.3 document (spdx.github.io/spdx-spec/v2.3), a function of the image alone."""
-    name = f"hpctrain-{flavor_of(archive.labels)}"
+    name = archive.path.stem
     version = archive.labels.get(LABEL + "version", "")
     elements = [element("image", "hpctrain", version, f"pkg:oci/hpctrain@{quote(archive.digest, safe='')}", archive.digest[7:])]
     elements[0]["primaryPackagePurpose"] = "CONTAINER"
@@ -224,24 +219,29 @@ def provenance(archive: Archive, packages_sha256: str, context: Path, dirty: boo
     files = {str(path.relative_to(context)): sif.digest_of(path.read_bytes()) for path in context.rglob("*") if path.is_file()}
     source = "".join(f"{files[path]}  {path}\n" for path in sorted(files) if path.startswith("src/"))
     recipe = {path: digest for path, digest in files.items() if not path.startswith((".", "src/"))}
-    flavor, base = flavor_of(archive.labels), archive.labels.get(LABEL + "base.name", "")
+    name, base = archive.path.stem, archive.labels.get(LABEL + "base.name", "")
     base_digest = base.partition("@sha256:")[2] or archive.manifest.get("annotations", {}).get(LABEL + "base.digest", "")[7:]
     revision = archive.labels.get(LABEL + "revision", "")
     return {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [
             {
-                "name": f"hpctrain:{flavor}",
+                "name": name,
                 "digest": {"sha256": archive.digest[7:]},
                 "annotations": {"config": archive.manifest["config"]["digest"]},
             },
-            {"name": f"hpctrain-{flavor}.spdx.json", "digest": {"sha256": packages_sha256}},
+            {"name": f"{name}.spdx.json", "digest": {"sha256": packages_sha256}},
         ],
         "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": {
             "buildDefinition": {
                 "buildType": "urn:hpctrain:image:1",
-                "externalParameters": {"flavor": flavor, "revision": revision, "dirty": dirty},
+                "externalParameters": {
+                    "name": name,
+                    "title": archive.labels.get(LABEL + "title", ""),
+                    "revision": revision,
+                    "dirty": dirty,
+                },
                 "internalParameters": {"SOURCE_DATE_EPOCH": int(os.environ["SOURCE_DATE_EPOCH"])},
                 "resolvedDependencies": [
                     {"name": "source", "digest": {"gitCommit": revision}},
@@ -292,10 +292,10 @@ def image(options: argparse.Namespace) -> None:
 def add_sif(options: argparse.Namespace) -> None:
     """Add the SHA-256 of a SIF to the record of the image that it was made from."""
     archive, statement = Archive(options.archive), read_record(options.record)
-    if recorded(statement, ":{}") != archive.digest[7:]:
+    if recorded(statement, "") != archive.digest[7:]:
         raise RecordError(f"{options.record} is the record of another image than {archive.path}; remove one of them")
     with options.sif.open("rb") as file:
-        subject = {"name": f"hpctrain-{flavor_of(archive.labels)}.sif", "digest": {"sha256": sif.sha256(file).hexdigest()}}
+        subject = {"name": f"{parameters(statement)['name']}.sif", "digest": {"sha256": sif.sha256(file).hexdigest()}}
     statement["subject"] = [old for old in statement["subject"] if old["name"] != subject["name"]] + [subject]
     statement["predicate"]["runDetails"]["builder"]["version"]["sif"] = options.builder
     write(options.record, json.dumps(statement, indent=1) + "\n")
@@ -306,22 +306,22 @@ def read_record(path: Path) -> dict:
     try:
         statement = json.loads(path.read_text())
         known = statement["predicate"]["buildDefinition"]["buildType"] == "urn:hpctrain:image:1"
-        if known and recorded(statement, ":{}") and statement["subject"][0]["annotations"]["config"]:
+        if known and recorded(statement, "") and statement["subject"][0]["annotations"]["config"]:
             return statement
         raise ValueError("it is the provenance of something else")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{path} is no record of an hpctrain image ({error})") from None
 
 
-def recorded(statement: dict, name: str) -> str:
-    """The SHA-256 that the record has for hpctrain{name}; {} in it is the flavour. Empty where it has none."""
-    name = "hpctrain" + name.format(flavor_in(statement))
+def parameters(statement: dict) -> dict:
+    """The name and the title of the image that a record is of, its revision, and whether the source had changes."""
+    return statement["predicate"]["buildDefinition"]["externalParameters"]
+
+
+def recorded(statement: dict, ending: str) -> str:
+    """The SHA-256 that a record has for the image (ending: nothing) or what goes with it (.sif, .spdx.json); empty if none."""
+    name = parameters(statement)["name"] + ending
     return next((subject["digest"]["sha256"] for subject in statement["subject"] if subject["name"] == name), "")
-
-
-def flavor_in(statement: dict) -> str:
-    """The flavour that a record is of."""
-    return statement["predicate"]["buildDefinition"]["externalParameters"]["flavor"]
 
 
 def verify(options: argparse.Namespace) -> None:
@@ -333,31 +333,31 @@ def verify(options: argparse.Namespace) -> None:
     note, labels, read = "", {}, None
     if identity:
         # A store names an image by its configuration, or (docker with the store of containerd) by its manifest.
-        sha256, expected = identity, recorded(statement, ":{}")
+        sha256, expected = identity, recorded(statement, "")
         if sha256 == statement["subject"][0]["annotations"]["config"][7:]:
             sha256 = expected
     elif sif.is_sif(path):
         sha256, number = sif.unsigned_sha256(path)
-        expected, labels, read = recorded(statement, "-{}.sif"), sif.labels(path), lambda: files_of_sif(path)
+        expected, labels, read = recorded(statement, ".sif"), sif.labels(path), lambda: files_of_sif(path)
         if number:
             note = f", and {number} signature{'s' * (number > 1)} that apptainer verify can check"
     else:
         archive = Archive(path)
         archive.check()
-        sha256, expected = archive.digest[7:], recorded(statement, ":{}")
+        sha256, expected = archive.digest[7:], recorded(statement, "")
         labels, read = archive.labels, lambda: archive.files(tells_packages)
 
-    flavor = flavor_in(statement)
-    if flavor_of(labels) not in ("", flavor):
-        raise RecordError(f"{name} is of the flavour {flavor_of(labels)}, and {record} is the record of {flavor}")
+    about = parameters(statement)
+    title = labels.get(LABEL + "title", about["title"])
+    if title != about["title"]:
+        raise RecordError(f"{name} is {title}, and {record} is the record of {about['title']}")
     if not expected:
-        raise RecordError(f"{record} names no SIF: none was made yet from its image; make sif enters it")
+        raise RecordError(f"{record} names no SIF: none was made from its image; make sif enters it")
     if sha256 != expected:
-        why = differences(read, record.with_name(f"hpctrain-{flavor}.spdx.json"), name) if read else []
+        why = differences(read, record.with_name(about["name"] + ".spdx.json"), name) if read else []
         raise RecordError("\n  ".join([f"{name} is not what {record} names: it is sha256:{sha256}, not sha256:{expected}", *why]))
-    about = statement["predicate"]["buildDefinition"]["externalParameters"]
     revision = f"revision {about['revision'] or 'unknown'}{' with changes' * about['dirty']}"
-    print(f"verify: {name} is hpctrain {flavor} of {record}, {revision}: sha256:{sha256}{note}")
+    print(f"verify: {name} is {about['title']} of {record}, {revision}: sha256:{sha256}{note}")
 
 
 def find_record(image: Path) -> Path:

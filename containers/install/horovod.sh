@@ -1,6 +1,6 @@
 #!/bin/bash
 # horovod.sh PREFIX FLAVOR: build Horovod with MPI and Gloo for the torch in PREFIX, and install it there.
-# It needs PREFIX from python.sh, a C++17 compiler, cmake, make, patch and an MPI library with its headers.
+# It needs PREFIX from python.sh, a C++17 compiler, cmake, make, patch and an MPI library with its headers: Debian's Open MPI, or MPICH in PREFIX.
 #   DESTDIR=FOLDER  write below FOLDER instead of /, for a layer that holds Horovod and nothing else
 
 set -euo pipefail
@@ -15,6 +15,7 @@ case "$#:${1:-}" in
     *) die "give PREFIX and FLAVOR (see --help)" ;;
 esac
 [[ -x $prefix/bin/python ]] || die "there is no Python in $prefix; run python.sh $prefix $flavor first"
+PATH=$prefix/bin:$PATH # MPICH's compiler is there, too
 for tool in c++ cmake make mpicxx patch; do
     command -v "$tool" >/dev/null || die "$tool is not there; install it (in Debian: see debian.sh build)"
 done
@@ -54,10 +55,11 @@ export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
 export CMAKE_POLICY_VERSION_MINIMUM=3.5
 MAKEFLAGS=-j$(nproc)
 export MAKEFLAGS
-# Without these, 75 MB of debug information, the path of this folder, and thousands of warnings about third parties; and Open
-# MPI's C++ interface, which Horovod does not use and Open MPI 5 does not have: it is to run with the MPI of the host, too.
-export LDFLAGS="-s -Wl,--as-needed" CXXFLAGS="-w -DOMPI_SKIP_MPICXX -ffile-prefix-map=$work=."
-PATH=$prefix/bin:$PATH "${pip[@]}" wheel --no-cache-dir --no-deps --no-build-isolation --no-index --verbose \
+# Without these, 75 MB of debug information, the path of this folder, and thousands of warnings about third parties; and MPI's
+# C++ interface, which Horovod does not use and neither Open MPI 5 nor a site's MPICH has: it is to run with the MPI of the host.
+# MPICH's compiler links with a RUNPATH of PREFIX/lib, which the loader looks at after LD_LIBRARY_PATH.
+export LDFLAGS="-s -Wl,--as-needed" CXXFLAGS="-w -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX -ffile-prefix-map=$work=."
+"${pip[@]}" wheel --no-cache-dir --no-deps --no-build-isolation --no-index --verbose \
     --wheel-dir "$work" "$work/horovod"
 root=${DESTDIR:-}
 # by name: of a file, pip would write down the path
