@@ -27,7 +27,20 @@ done
 name=hpctrain-$(image_name "$flavor" "$mpi")
 command -v buildah >/dev/null || die "buildah is not there, which can have a store of its own; apt-get install buildah"
 work=$(mktemp -d)
-trap 'chmod -R u+w "$work" && rm -rf "$work"' EXIT
+trap clean EXIT
+
+# store TURN COMMAND...: run a command with the store of this turn
+store() {
+    CONTAINERS_STORAGE_CONF=$work/$1/storage.conf "${@:2}"
+}
+
+# A build that failed leaves a container with its files mounted.
+clean() {
+    for turn in "$work"/[12]; do
+        [[ ! -f $turn/storage.conf ]] || store "$(basename "$turn")" buildah rm --all >/dev/null 2>&1 || true
+    done
+    chmod -R u+w "$work" && rm -rf "$work"
+}
 
 # listing ARCHIVE: its configuration, and the files of each layer with what tar knows of them and a hash of their content
 listing() {
@@ -50,11 +63,11 @@ for turn in 1 2; do
     printf '[storage]\ndriver = "overlay"\ngraphroot = "%s/graph"\nrunroot = "%s/run"\n' "$work/$turn" "$work/$turn" \
         >"$work/$turn/storage.conf"
     echo "reproduce: build $turn of $name, in an empty store"
-    CONTAINERS_STORAGE_CONF=$work/$turn/storage.conf containers/build.sh --flavor "$flavor" --mpi "$mpi" --tool buildah \
-        >"$work/$turn.log" 2>&1 || die "build $turn failed: $(tail -n 20 "$work/$turn.log")"
+    store "$turn" containers/build.sh --flavor "$flavor" --mpi "$mpi" --tool buildah >"$work/$turn.log" 2>&1 ||
+        die "build $turn failed: $(tail -n 20 "$work/$turn.log")"
     cp "build/$name.tar" "$work/$turn.tar"
     cp "build/$name.provenance.json" "$work/$turn.json"
-    CONTAINERS_STORAGE_CONF=$work/$turn/storage.conf buildah rmi --all --force >/dev/null 2>&1 || true
+    store "$turn" buildah rmi --all --force >/dev/null 2>&1 || true
     echo "reproduce: image $turn is $(<"build/$name.digest")"
 done
 if ! cmp -s "$work/1.tar" "$work/2.tar"; then

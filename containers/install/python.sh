@@ -61,8 +61,8 @@ import sys
 installed = [package for report in sys.argv[1:] for package in json.load(open(report))["install"]]
 for package in sorted(installed, key=lambda package: package["metadata"]["name"].lower()):
     what, source = package["metadata"], package["download_info"]
-    file = source["url"].rpartition("/")[2].replace("%2B", "+")
-    print(what["name"], what["version"], source["archive_info"]["hashes"]["sha256"], file, sep="\t")
+    digest = source["archive_info"]["hash"].partition("sha256=")[2]
+    print(what["name"], what["version"], digest, source["url"].rpartition("/")[2].replace("%2B", "+"), sep="\t")
 PY
 rm -r "$work"
 
