@@ -48,10 +48,10 @@ def run(*command, cwd=REPOSITORY, check=True, **options):
     return done
 
 
-def git(folder, *arguments):
-    env = {f"GIT_{who}_{what}": "2026-02-03T04:05:06Z" if what == "DATE" else "somebody@example.org"
+def git(folder, *arguments, date="2026-02-03T04:05:06Z"):
+    env = {f"GIT_{who}_{what}": date if what == "DATE" else "somebody@example.org"
            for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL", "DATE")}  # fmt: skip
-    run("git", "-c", "safe.directory=*", *arguments, cwd=folder, env=os.environ | env)
+    run("git", *arguments, cwd=folder, env=os.environ | env)
 
 
 def build(folder, store, *arguments, **options):
@@ -92,7 +92,7 @@ def tiny(tmp_path_factory):
         path.write_text(text)
     git(folder, "init", "--quiet")
     git(folder, "add", "--all", "--force", ".")
-    git(folder, "commit", "--quiet", "--message=older")
+    git(folder, "commit", "--quiet", "--message=older", date="2025-01-01T00:00:00Z")
     (folder / "build").mkdir()
     (folder / "build/cluster").symlink_to(REPOSITORY / "build/cluster")
     build(folder, base / "store")
