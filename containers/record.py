@@ -6,7 +6,7 @@ The record of build/hpctrain-FLAVOR.tar, an OCI archive, lies beside it; docs/ve
   hpctrain-FLAVOR.spdx.json        its packages, in SPDX 2.3
   hpctrain-FLAVOR.provenance.json  an in-toto statement in the form of SLSA 1.0: what it was made from, and the digests of
                                    the image, of that list, and of the SIF
-Nothing of an image is ever run for this. It needs a Python of 3.8 or newer, and no packages.
+Nothing of an image is ever run for this, and it needs no more than Python.
 """
 
 from __future__ import annotations
