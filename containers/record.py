@@ -105,7 +105,7 @@ class Archive:
 def files_of_sif(path: Path) -> dict[str, bytes]:
     """As Archive.files() with what tells the packages, by unsquashfs of squashfs-tools. Raises RecordError where it fails."""
     if not shutil.which("unsquashfs"):
-        raise RecordError("unsquashfs (Debian: squashfs-tools) would say which packages")
+        raise RecordError("there is no unsquashfs (Debian: squashfs-tools)")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "root"
         command = ["unsquashfs", "-no-xattrs", "-no-progress", "-offset", str(sif.squashfs(path)), "-dest", str(root), str(path)]
@@ -230,6 +230,7 @@ def provenance(archive: Archive, packages_sha256: str, context: Path, dirty: boo
                 "digest": {"sha256": archive.digest[7:]},
                 "annotations": {"config": archive.manifest["config"]["digest"]},
             },
+            {"name": f"{name}.tar", "digest": {"sha256": sha256_of(archive.path)}},
             {"name": f"{name}.spdx.json", "digest": {"sha256": packages_sha256}},
         ],
         "predicateType": "https://slsa.dev/provenance/v1",
@@ -253,6 +254,12 @@ def provenance(archive: Archive, packages_sha256: str, context: Path, dirty: boo
             "runDetails": {"builder": {"id": "urn:hpctrain:containers/build.sh", "version": {"image": builder}}},
         },
     }
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file. Raises OSError."""
+    with path.open("rb") as file:
+        return sif.sha256(file).hexdigest()
 
 
 def write(path: Path, text: str) -> None:
@@ -294,8 +301,7 @@ def add_sif(options: argparse.Namespace) -> None:
     archive, statement = Archive(options.archive), read_record(options.record)
     if recorded(statement, "") != archive.digest[7:]:
         raise RecordError(f"{options.record} is the record of another image than {archive.path}; remove one of them")
-    with options.sif.open("rb") as file:
-        subject = {"name": f"{parameters(statement)['name']}.sif", "digest": {"sha256": sif.sha256(file).hexdigest()}}
+    subject = {"name": f"{parameters(statement)['name']}.sif", "digest": {"sha256": sha256_of(options.sif)}}
     statement["subject"] = [old for old in statement["subject"] if old["name"] != subject["name"]] + [subject]
     statement["predicate"]["runDetails"]["builder"]["version"]["sif"] = options.builder
     write(options.record, json.dumps(statement, indent=1) + "\n")
@@ -319,7 +325,7 @@ def parameters(statement: dict) -> dict:
 
 
 def recorded(statement: dict, ending: str) -> str:
-    """The SHA-256 that a record has for the image (ending: nothing) or what goes with it (.sif, .spdx.json); empty if none."""
+    """The SHA-256 that a record has for the image's manifest (ending: nothing) or a file (.tar, .sif); empty if it has none."""
     name = parameters(statement)["name"] + ending
     return next((subject["digest"]["sha256"] for subject in statement["subject"] if subject["name"] == name), "")
 
@@ -337,15 +343,19 @@ def verify(options: argparse.Namespace) -> None:
         if sha256 == statement["subject"][0]["annotations"]["config"][7:]:
             sha256 = expected
     elif sif.is_sif(path):
-        sha256, number = sif.unsigned_sha256(path)
+        try:
+            sha256, number = sif.unsigned_sha256(path)
+        except (OSError, ValueError, struct.error) as error:
+            raise RecordError(f"{name} is damaged or cannot be read: {error}") from None
         expected, labels, read = recorded(statement, ".sif"), sif.labels(path), lambda: files_of_sif(path)
         if number:
             note = f", and {number} signature{'s' * (number > 1)} that apptainer verify can check"
     else:
-        archive = Archive(path)
-        archive.check()
-        sha256, expected = archive.digest[7:], recorded(statement, "")
-        labels, read = archive.labels, lambda: archive.files(tells_packages)
+        sha256, expected = sha256_of(path), recorded(statement, ".tar")
+        if sha256 != expected:
+            archive = Archive(path)
+            archive.check()
+            labels, read = archive.labels, lambda: archive.files(tells_packages)
 
     about = parameters(statement)
     title = labels.get(LABEL + "title", about["title"])

@@ -52,28 +52,31 @@ def parts(file: BinaryIO) -> Iterator[Part]:
     header = file.read(128)
     if header[MAGIC_AT : MAGIC_AT + len(MAGIC)] != MAGIC:
         raise ValueError(f"{file.name} is not a SIF")
-    total, begin = struct.unpack_from("<qq", header, FREE_AT + 8)
-    if not (0 <= total <= 1000 and 128 <= begin <= 1 << 20):
-        raise ValueError(f"{file.name}: the header is damaged")
-    for at in range(begin, begin + total * DESCRIPTOR, DESCRIPTOR):
+    total, begin = struct.unpack_from("<qq", header.ljust(128, b"\0"), FREE_AT + 8)
+    data = begin + total * DESCRIPTOR
+    if not (0 < total <= 1000 and 128 <= begin <= 1 << 20):
+        raise ValueError(f"the header of {file.name} is damaged")
+    for at in range(begin, data, DESCRIPTOR):
         file.seek(at)
-        descriptor = file.read(DESCRIPTOR)
+        descriptor = file.read(DESCRIPTOR).ljust(DESCRIPTOR, b"\0")
         kind, used, *_, offset, size, padded = struct.unpack_from("<i?IIIqqq", descriptor)
         if used:
+            if not (data <= offset and 0 <= size <= padded):
+                raise ValueError(f"the header of {file.name} is damaged")
             name = descriptor[NAME_AT : NAME_AT + 128].rstrip(b"\0").decode(errors="replace")
             yield Part(at, kind, offset, size, padded, name)
 
 
 def labels(path: Path) -> dict[str, str]:
-    """The labels that Apptainer wrote into a SIF; none where it has none that can be read. Raises OSError."""
-    with path.open("rb") as file:
-        try:
+    """The labels that Apptainer wrote into a SIF; none where it has none that can be read."""
+    try:
+        with path.open("rb") as file:
             for part in parts(file):
                 if part.name == "inspect-metadata.json":
                     file.seek(part.offset)
                     return json.loads(file.read(part.size))["data"]["attributes"]["labels"]
-        except (ValueError, KeyError, TypeError, struct.error):
-            pass
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        pass
     return {}
 
 
@@ -100,7 +103,7 @@ def digest_of(content: bytes) -> str:
 
 
 def unsigned_sha256(path: Path) -> tuple[str, int]:
-    """The SHA-256 that a normalised SIF had before it was signed, and the number of its signatures.
+    """The SHA-256 that a normalised SIF had before it was signed, and how many signatures it has; without one, that of the file.
 
     Signing appends signatures, takes a free descriptor for each, and changes two sizes and the time of change in the header.
     All else is hashed as it is. Raises ValueError where `path` is not a SIF.
@@ -108,19 +111,20 @@ def unsigned_sha256(path: Path) -> tuple[str, int]:
     with path.open("rb") as file:
         everything = list(parts(file))
         signatures = [part for part in everything if part.kind == SIGNATURE]
+        if not signatures:
+            file.seek(0)
+            return sha256(file).hexdigest(), 0
         end = max((part.offset + part.size for part in everything if part.kind != SIGNATURE), default=0)
-        begin = min((part.offset for part in everything), default=0)
         file.seek(0)
-        head = bytearray(file.read(begin))
+        head = bytearray(file.read(min(part.offset for part in everything)))
         head[CREATED_AT + 8 : CREATED_AT + 16] = head[CREATED_AT : CREATED_AT + 8]
-        (free,) = struct.unpack_from("<q", head, FREE_AT)
+        (free,), (data,) = struct.unpack_from("<q", head, FREE_AT), struct.unpack_from("<q", head, DATA_SIZE_AT)
         struct.pack_into("<q", head, FREE_AT, free + len(signatures))
-        (data,) = struct.unpack_from("<q", head, DATA_SIZE_AT)
         struct.pack_into("<q", head, DATA_SIZE_AT, data - sum(part.padded for part in signatures))
         for part in signatures:
             head[part.at : part.at + DESCRIPTOR] = bytes(DESCRIPTOR)
         digest = hashlib.sha256(head)
-        for at in range(begin, end, 1 << 20):
+        for at in range(len(head), end, 1 << 20):
             digest.update(file.read(min(1 << 20, end - at)))
         return digest.hexdigest(), len(signatures)
 

@@ -123,7 +123,7 @@ def test_another_clone_another_umask_another_store_and_the_same_bits(tiny, tmp_p
     assert all(first[name] == second[name] for name in second if name != "hpctrain-cpu.provenance.json")
     statements = [json.loads(files["hpctrain-cpu.provenance.json"]) for files in (first, second)]
     for statement in statements:  # the first one may have a SIF by now
-        statement["subject"] = statement["subject"][:2]
+        statement["subject"] = statement["subject"][:3]
         statement["predicate"]["runDetails"]["builder"]["version"].pop("sif", None)
     assert statements[0] == statements[1]
 
@@ -167,8 +167,10 @@ def test_the_provenance_names_source_recipe_base_and_tools(tiny, tiny_sif):
     subjects = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
     assert subjects == {
         "hpctrain-cpu": (tiny / "build/hpctrain-cpu.digest").read_text().strip()[7:],
-        "hpctrain-cpu.spdx.json": hashlib.sha256((tiny / "build/hpctrain-cpu.spdx.json").read_bytes()).hexdigest(),
-        "hpctrain-cpu.sif": hashlib.sha256(tiny_sif.read_bytes()).hexdigest(),
+        **{
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in (tiny / "build/hpctrain-cpu.tar", tiny / "build/hpctrain-cpu.spdx.json", tiny_sif)
+        },
     }
     definition = statement["predicate"]["buildDefinition"]
     revision = run("git", "rev-parse", "HEAD", cwd=tiny).stdout.strip()
@@ -202,19 +204,25 @@ def test_what_is_not_as_recorded_is_named(tiny, tiny_sif, tmp_path):
     tar, record = tiny / "build/hpctrain-cpu.tar", tiny / "build/hpctrain-cpu.provenance.json"
     (tmp_path / "cut.tar").write_bytes(tar.read_bytes()[: tar.stat().st_size // 2])
     (tmp_path / "cut.sif").write_bytes(tiny_sif.read_bytes()[: tiny_sif.stat().st_size // 2])
+    (tmp_path / "stub.sif").write_bytes(tiny_sif.read_bytes()[:100])
     (tmp_path / "empty.sif").touch()
     layer = tar.read_bytes().index(b"\x1f\x8b\x08")
     other = json.loads(record.read_text())
     other["predicate"]["buildDefinition"]["externalParameters"]["title"] = "hpctrain cu130 with openmpi"
+    for subject in other["subject"]:
+        subject["digest"]["sha256"] = "d" * 64
     (tmp_path / "other.json").write_text(json.dumps(other))
     (tmp_path / "list.json").write_text((tiny / "build/hpctrain-cpu.spdx.json").read_text())
     for image, its_record, said in [
         (tmp_path / "cut.tar", record, "is cut short or damaged"),
         (tmp_path / "cut.sif", record, "is not what"),
+        (tmp_path / "stub.sif", record, "stub.sif is not what"),
         (tmp_path / "empty.sif", record, "is no OCI archive"),
+        (flipped(tar, tmp_path / "load.tar", tar.read_bytes().index(b"RepoTags")), record, "all packages are those"),
         (flipped(tar, tmp_path / "flipped.tar", layer + 20), record, "is damaged or was changed"),
         (flipped(tiny_sif, tmp_path / "flipped.sif", -1000), record, "flipped.sif is not what"),
-        (flipped(tiny_sif, tmp_path / "header.sif", 50), record, "header.sif is not what"),
+        (flipped(tiny_sif, tmp_path / "time.sif", 72), record, "time.sif is not what"),
+        (flipped(tiny_sif, tmp_path / "offset.sif", 4096 + 17 + 7), record, "offset.sif is not what"),
         (tar, tmp_path / "other.json", "is the record of hpctrain cu130 with openmpi"),
         (tiny_sif, tmp_path / "other.json", "is the record of hpctrain cu130 with openmpi"),
         (tar, tmp_path / "list.json", "is no record of an hpctrain image"),
