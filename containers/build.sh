@@ -70,7 +70,8 @@ source=$(git config --get remote.origin.url 2>/dev/null || true)
 [[ $source =~ ^https://[^@]+$ ]] || source= # a label is public: no local paths, no credentials
 image=localhost/hpctrain:$name
 arguments=(--file containers/Dockerfile --tag "$image"
-    --build-arg "FLAVOR=$flavor" --build-arg "MPI=$mpi" --build-arg "DEBIAN_SNAPSHOT=${DEBIAN_SNAPSHOT:-}" ${BASE_IMAGE:+--build-arg "BASE_IMAGE=$BASE_IMAGE"}
+    --build-arg "FLAVOR=$flavor" --build-arg "MPI=$mpi" --build-arg "DEBIAN_SNAPSHOT=${DEBIAN_SNAPSHOT:-}"
+    ${BASE_IMAGE:+--build-arg "BASE_IMAGE=$BASE_IMAGE"}
     --build-arg "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
     --build-arg "REVISION=$(git rev-parse --verify --quiet HEAD 2>/dev/null || true)" --build-arg "SOURCE=$source"
     --build-context "wheels=${wheels:-$work/no-wheels}" ${ca:+--secret "id=ca,src=$ca"})
