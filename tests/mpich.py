@@ -21,7 +21,7 @@ HOME = "/home/alice/hpctrain"
 OTHERS = {
     "mpich==3.4.3.post1": ("MPICH Version: 3.4.3", "lib"),
     "mpich==5.0.2": ("MPICH Version: 5.0.2", "lib"),
-    "impi-rt==2021.19.0": ("Intel(R) MPI Library 2021.19", "lib"),
+    "impi-rt==2021.16.2": ("Intel(R) MPI Library 2021.16", "lib"),
 }
 # which library answers mpi4py and which Horovod, and their sums
 SUMS = """
@@ -43,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("site")
     for wheel, (_, libraries) in OTHERS.items():
         to = folder / wheel
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-cache-dir", "--prefix", to, wheel]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--prefix", to, wheel]
         subprocess.run(pip, check=True)
         assert list((to / libraries).glob("libmpi.so.12"))
     with Cluster(nodes=2, binds={SIF: IMAGE, folder: "/project/site"}) as cluster:
