@@ -52,6 +52,8 @@ if [[ -f $here/../locks/$flavor-build.lock ]]; then
 fi
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1
 export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
+# Horovod asks the CPU that it is built on; all that run it are to get the same. (The others have no such flags.)
+[[ $(uname -m) != x86_64 ]] || export HOROVOD_BUILD_ARCH_FLAGS="-mf16c -mavx -mfma"
 # cmake 4 refuses the cmake_minimum_required of Horovod's own copy of Gloo without this.
 export CMAKE_POLICY_VERSION_MINIMUM=3.5
 MAKEFLAGS=-j$(nproc)
