@@ -17,11 +17,11 @@ from slurm_cluster import REPOSITORY, Cluster
 SIF = REPOSITORY / "hpctrain-cpu-mpich.sif"
 IMAGE = f"/project/{SIF.name}"
 HOME = "/home/alice/hpctrain"
-# what stands for a site's MPI: its first words about itself, and the folder of its libraries in the wheel
+# what stands for a site's MPI, and its first words about itself
 OTHERS = {
-    "mpich==3.4.3.post1": ("MPICH Version: 3.4.3", "lib"),
-    "mpich==5.0.2": ("MPICH Version: 5.0.2", "lib"),
-    "impi-rt==2021.16.2": ("Intel(R) MPI Library 2021.16", "lib"),
+    "mpich==3.4.3.post1": r"MPICH Version:\s+3\.4\.3",
+    "mpich==5.0.2": r"MPICH Version:\s+5\.0\.2",
+    "impi-rt==2021.16.2": r"Intel\(R\) MPI Library 2021\.16",
 }
 # which library answers mpi4py and which Horovod, and their sums
 SUMS = """
@@ -31,7 +31,7 @@ hvd.init()
 hvd.mpi_threads_supported()  # fails unless MPI is what the ranks met by
 total = hvd.allreduce(torch.tensor([hvd.rank() + 1]), op=hvd.Sum).item()
 world = MPI.COMM_WORLD
-library = " ".join(MPI.Get_library_version().split(",")[0].splitlines()[0].split())
+library = MPI.Get_library_version().splitlines()[0]
 files = sorted({line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line})
 print(f"[{library}] [{' '.join(files)}] size {world.size} {hvd.size()} sum {world.allreduce(world.rank + 1)} {total}", flush=True)
 """
@@ -41,11 +41,11 @@ print(f"[{library}] [{' '.join(files)}] size {world.size} {hvd.size()} sum {worl
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two nodes with the image with MPICH, and the other MPIs in /project/site/NAME."""
     folder = tmp_path_factory.mktemp("site")
-    for wheel, (_, libraries) in OTHERS.items():
+    for wheel in OTHERS:
         to = folder / wheel
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--prefix", to, wheel]
         subprocess.run(pip, check=True)
-        assert list((to / libraries).glob("libmpi.so.12"))
+        assert (to / "lib/libmpi.so.12").exists()
     with Cluster(nodes=2, binds={SIF: IMAGE, folder: "/project/site"}) as cluster:
         cluster.install("alice")
         (cluster.host_path(HOME) / "sums.py").write_text(SUMS)
@@ -56,7 +56,7 @@ def site_mpi(wheel: str) -> dict[str, str]:
     """The variables that put another MPI into the container, as shifter and podman-hpc do."""
     return {
         "APPTAINER_BIND": f"/project/site/{wheel}:/opt/udiImage/modules/mpich",
-        "APPTAINERENV_LD_LIBRARY_PATH": f"/opt/udiImage/modules/mpich/{OTHERS[wheel][1]}",
+        "APPTAINERENV_LD_LIBRARY_PATH": "/opt/udiImage/modules/mpich/lib",
     }
 
 
@@ -84,13 +84,13 @@ def test_it_is_mpich_that_passes_its_check(cluster):
 def test_mpi4py_and_horovod_take_the_mpi_that_comes_first(cluster, wheel):
     """Four ranks on two nodes, by srun and the PMI of Slurm that MPICH speaks, chosen by the script itself."""
     env = site_mpi(wheel) if wheel else {}
-    library = OTHERS[wheel][0] if wheel else "MPICH Version: "
+    library = OTHERS[wheel] if wheel else r"MPICH Version:\s+4\.3\.2"
     folder = "/opt/udiImage/modules/mpich" if wheel else "/opt/hpctrain/lib"
     output = job(cluster, "launch/apptainer_mpi.sh", "./sums.py", env=env)
     said = re.findall(r"\[([^]]*)\] \[([^]]*)\] size (\d) (\d) sum (\d+) (\d+)", output)
     assert len(said) == 4, output
     for name, files, *numbers in said:
-        assert name.startswith(library) and files.startswith(folder) and len(files.split()) == 1
+        assert re.match(library, name) and files.startswith(folder) and len(files.split()) == 1
         assert numbers == ["4", "4", "10", "10"]
     assert "srun --mpi=pmi2 for " in output
 
