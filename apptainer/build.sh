@@ -68,8 +68,8 @@ if [[ $from == image ]]; then
     def=$work/image.def
 else
     def=apptainer/hpctrain.def
-    arguments+=(--build-arg "flavor=$flavor" --build-arg "mpi=$mpi" --build-arg "snapshot=${DEBIAN_SNAPSHOT:-}" --build-arg "date=$date"
-        --build-arg "version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
+    arguments+=(--build-arg "flavor=$flavor" --build-arg "mpi=$mpi" --build-arg "snapshot=${DEBIAN_SNAPSHOT:-}"
+        --build-arg "date=$date" --build-arg "version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
         --build-arg "revision=$(git rev-parse --verify --quiet HEAD 2>/dev/null || true)")
     if [[ -n ${BASE_IMAGE:-} ]]; then
         arguments+=(--build-arg bootstrap=docker --build-arg "from=$BASE_IMAGE")

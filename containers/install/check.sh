@@ -105,7 +105,7 @@ getent hosts "$(hostname)" >/dev/null || die "this machine's name, $(hostname), 
 export GLOO_SOCKET_IFNAME=lo
 torchrun=(torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2)
 two "torch over Gloo, torchrun" "${torchrun[@]}" torch_sum.py
-library=$(python -c 'from mpi4py import MPI; print(" ".join(MPI.Get_library_version().partition(",")[0].split()[:4]))')
+library=$(python -c 'from mpi4py import MPI; print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())')
 mpirun=(mpirun -np 2)
 if [[ $(mpirun --version) == *"Open MPI"* ]]; then
     mpirun+=(--oversubscribe)
