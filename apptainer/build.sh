@@ -33,7 +33,8 @@ output=$(realpath -m "${output:-hpctrain-$flavor.sif}")
 command -v python3 >/dev/null || die "there is no python3, for normalize.py; install one"
 
 # Beside the final file, so that the last step is a rename.
-work=$(mktemp -d "$(dirname "$output")/.sif.XXXXXX")
+work=$(mktemp -d "$(dirname "$output")/.sif.XXXXXX") ||
+    die "cannot write to $(dirname "$output"); make room, or give another --output"
 trap 'rm -rf "$work"' EXIT
 wheels=$(wheels_folder)
 
@@ -91,7 +92,7 @@ else
 fi
 
 echo "build: $output from $from, by ${apptainer[*]}, wheels from ${wheels:-the index}"
-"${apptainer[@]}" build "${arguments[@]}" "$work/image.sif" "$def" || die "apptainer failed; see its messages above"
+image_tool "${apptainer[@]}" build "${arguments[@]}" "$work/image.sif" "$def"
 python3 apptainer/normalize.py "$work/image.sif" || die "the header of the SIF could not be normalised; see above"
 mv "$work/image.sif" "$output"
 echo "build: $output ($(du -h --apparent-size "$output" | cut -f1))"

@@ -50,9 +50,9 @@ if [[ -z ${BASE_IMAGE:-} ]] && ! registry_answers; then
     id=$(tar -xOf build/base-bookworm.tar manifest.json | sed -E 's/.*"Config":"([0-9a-f]+).*/\1/')
     if [[ $("$tool" images --quiet --no-trunc "$BASE_IMAGE" 2>/dev/null) != *"$id"* ]]; then
         if [[ $tool == buildah ]]; then
-            buildah pull --quiet docker-archive:build/base-bookworm.tar
+            image_tool buildah pull --quiet docker-archive:build/base-bookworm.tar
         else
-            "$tool" load --quiet --input build/base-bookworm.tar
+            image_tool "$tool" load --quiet --input build/base-bookworm.tar
         fi
     fi
 fi
@@ -61,7 +61,7 @@ wheels=$(wheels_folder)
 ca=$(ca_bundle)
 echo "build: tool $tool, base ${BASE_IMAGE:-as pinned}, wheels from ${wheels:-the index}"
 mkdir -p build
-work=$(mktemp -d -p build image.XXXXXX)
+work=$(mktemp -d -p build image.XXXXXX) || die "cannot write to build/; make room there"
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/no-wheels"
 
@@ -77,17 +77,16 @@ SOURCE_DATE_EPOCH=$(source_date_epoch)
 export SOURCE_DATE_EPOCH
 
 if [[ $tool == docker ]]; then
-    docker buildx build --load "${arguments[@]}" . || die "the build failed; its error is above"
-    docker save --output "$work/image.tar" "$image"
+    image_tool docker buildx build --load "${arguments[@]}" .
+    image_tool docker save --output "$work/image.tar" "$image"
 else
     # chroot needs no privileges that a container, a batch node or an ordinary user lacks; the image is the same.
     export BUILDAH_ISOLATION=${BUILDAH_ISOLATION:-chroot}
-    "$tool" build --layers --format docker --timestamp "$SOURCE_DATE_EPOCH" "${arguments[@]}" . ||
-        die "the build failed; its error is above"
+    image_tool "$tool" build --layers --format docker --timestamp "$SOURCE_DATE_EPOCH" "${arguments[@]}" .
     if [[ $tool == buildah ]]; then
-        buildah push --quiet "$image" "docker-archive:$work/image.tar:$image"
+        image_tool buildah push --quiet "$image" "docker-archive:$work/image.tar:$image"
     else
-        podman save --quiet --format docker-archive --output "$work/image.tar" "$image"
+        image_tool podman save --quiet --format docker-archive --output "$work/image.tar" "$image"
     fi
 fi
 mv "$work/image.tar" "build/hpctrain-$flavor.tar"
