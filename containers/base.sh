@@ -27,10 +27,12 @@ trap 'rm -rf "$work"' EXIT
 SOURCE_DATE_EPOCH=$(source_date_epoch)
 export SOURCE_DATE_EPOCH
 # Without device nodes, an ordinary user can unpack it too. dpkg remembers its options: later packages leave out their
-# manuals as well.
+# manuals as well. This machine's name and name server, which mmdebstrap copies, stay here.
+# shellcheck disable=SC2016  # the shell of the hook knows its $1
 mmdebstrap --variant=minbase --skip=output/dev --format=tar --aptopt='Acquire::Languages "none"' \
     --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
     --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
+    --customize-hook='rm -f "$1/etc/hostname" "$1/etc/resolv.conf"' \
     bookworm "$work/layer.tar" ||
     die "mmdebstrap failed; see above, and whether a Debian mirror can be reached, and build/ and TMPDIR have room"
 
