@@ -33,7 +33,8 @@ output=$(realpath -m "${output:-hpctrain-$name.sif}")
 command -v python3 >/dev/null || die "there is no python3, for containers/sif.py; install one"
 
 # Beside the final file, so that the last step is a rename.
-work=$(mktemp -d "$(dirname "$output")/.sif.XXXXXX")
+work=$(mktemp -d "$(dirname "$output")/.sif.XXXXXX") ||
+    die "cannot write to $(dirname "$output"); make room, or give another --output"
 trap 'rm -rf "$work"' EXIT
 wheels=$(wheels_folder)
 
@@ -94,7 +95,7 @@ echo "build: $output from $from, by ${apptainer[*]}, wheels from ${wheels:-the i
 if [[ $("${apptainer[@]}" build --help) == *--reproducible* ]]; then
     arguments+=(--reproducible)
 fi
-"${apptainer[@]}" build "${arguments[@]}" "$work/image.sif" "$def" || die "apptainer failed; see its messages above"
+image_tool "${apptainer[@]}" build "${arguments[@]}" "$work/image.sif" "$def"
 python3 containers/sif.py "$work/image.sif" || die "the header of the SIF could not be normalised; see above"
 record=build/hpctrain-$name.provenance.json
 if [[ $from == image && -f $record && -w build ]]; then

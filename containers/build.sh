@@ -52,9 +52,9 @@ if [[ -z ${BASE_IMAGE:-} ]] && ! registry_answers; then
     id=$(tar -xOf build/base-bookworm.tar manifest.json | sed -E 's/.*"Config":"([0-9a-f]+).*/\1/')
     if [[ $("$tool" images --quiet --no-trunc "$BASE_IMAGE" 2>/dev/null) != *"$id"* ]]; then
         if [[ $tool == buildah ]]; then
-            buildah pull --quiet docker-archive:build/base-bookworm.tar
+            image_tool buildah pull --quiet docker-archive:build/base-bookworm.tar
         else
-            "$tool" load --quiet --input build/base-bookworm.tar
+            image_tool "$tool" load --quiet --input build/base-bookworm.tar
         fi
     fi
 fi
@@ -63,7 +63,7 @@ wheels=$(wheels_folder)
 ca=$(ca_bundle)
 echo "build: tool $tool, base ${BASE_IMAGE:-as pinned}, wheels from ${wheels:-the index}"
 mkdir -p build
-work=$(mktemp -d -p build image.XXXXXX)
+work=$(mktemp -d -p build image.XXXXXX) || die "cannot write to build/; make room there"
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/no-wheels"
 
@@ -85,26 +85,28 @@ mapfile -t parts < <(sed -n 's/^!//p' .dockerignore)
 parts+=(.dockerignore containers/Dockerfile)
 changed=$(git status --porcelain -- "${parts[@]}" 2>/dev/null || true)
 tar --create --mode=u=rwX,go=rX --mtime="@$SOURCE_DATE_EPOCH" "${parts[@]}" |
-    tar --extract --preserve-permissions --directory "$work/context"
+    tar --extract --preserve-permissions --directory "$work/context" || die "cannot write to build/; make room there"
 
 mkdir "$work/oci"
 if [[ $tool == docker ]]; then
     # Without attestations, which hold the time; with the date in the layers where BuildKit can do that.
-    docker buildx build --provenance=false --output type=docker,rewrite-timestamp=true "${arguments[@]}" "$work/context" ||
-        die "the build failed; its error is above"
-    docker save "$image" | tar --extract --directory "$work/oci"
+    image_tool docker buildx build --provenance=false --output type=docker,rewrite-timestamp=true "${arguments[@]}" "$work/context"
+    image_tool docker save --output "$work/docker.tar" "$image"
+    tar --extract --file "$work/docker.tar" --directory "$work/oci"
+    rm "$work/docker.tar"
     [[ -f $work/oci/index.json ]] || die "docker save wrote no OCI image; it does from docker 25 on, or use --tool buildah"
 else
     # chroot needs no privileges that a container, a batch node or an ordinary user lacks; the image is the same.
     export BUILDAH_ISOLATION=${BUILDAH_ISOLATION:-chroot}
-    "$tool" build --layers --format oci --identity-label=false --timestamp "$SOURCE_DATE_EPOCH" "${arguments[@]}" "$work/context" ||
-        die "the build failed; its error is above"
-    "$tool" push --quiet "$image" "oci:$work/oci:$image"
+    image_tool "$tool" build --layers --format oci --identity-label=false --timestamp "$SOURCE_DATE_EPOCH" "${arguments[@]}" \
+        "$work/context"
+    image_tool "$tool" push --quiet "$image" "oci:$work/oci:$image"
 fi
 # What docker reads, whose load knows nothing else before the containerd store.
-python3 containers/record.py docker-manifest "$work/oci" "$image"
+python3 containers/record.py docker-manifest "$work/oci" "$image" || die "cannot write to build/; make room there"
 tar --create --file "$work/hpctrain-$name.tar" --sort=name --mode=u=rwX,go=rX --mtime="@$SOURCE_DATE_EPOCH" \
-    --owner=0 --group=0 --numeric-owner --directory "$work/oci" oci-layout index.json manifest.json blobs
+    --owner=0 --group=0 --numeric-owner --directory "$work/oci" oci-layout index.json manifest.json blobs ||
+    die "the archive could not be written; see above, and make room in build/"
 python3 containers/record.py image "$work/hpctrain-$name.tar" --context "$work/context" --builder "$("$tool" --version)" \
     ${changed:+--dirty} || die "the image has no record; see the message above"
 mv "$work/hpctrain-$name".* build/
