@@ -84,7 +84,7 @@ lock-check: venv  ## whether containers/locks are what pyproject.toml asks for
 clean:  ## remove what make has made (not runs/)
 	rm -rf --one-file-system build .venv $(SIF)
 
-$(TAR): $(RECIPE) $(PACKAGE) containers/build.sh containers/base.sh containers/lib.sh
+$(TAR): $(RECIPE) $(PACKAGE) containers/build.sh containers/base.sh containers/lib.sh containers/record.py
 	@command -v curl >/dev/null || containers/need.sh curl
 	@docker info >/dev/null 2>&1 || command -v podman >/dev/null || containers/need.sh buildah
 	containers/build.sh --flavor $(FLAVOR) --mpi $(MPI)
@@ -92,7 +92,7 @@ $(TAR): $(RECIPE) $(PACKAGE) containers/build.sh containers/base.sh containers/l
 build/base-bookworm.tar: containers/base.sh
 	containers/base.sh --force
 
-$(SIF): $(TAR) apptainer/build.sh apptainer/hpctrain.def | $(APPTAINER)
+$(SIF): $(TAR) apptainer/build.sh apptainer/hpctrain.def containers/sif.py | $(APPTAINER)
 	apptainer/build.sh --from image --flavor $(FLAVOR) --mpi $(MPI)
 
 $(ROOTFS)/etc/hpctrain-rootfs: tests/cluster/rootfs.sh

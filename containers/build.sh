@@ -85,7 +85,7 @@ mapfile -t parts < <(sed -n 's/^!//p' .dockerignore)
 parts+=(.dockerignore containers/Dockerfile)
 changed=$(git status --porcelain -- "${parts[@]}" 2>/dev/null || true)
 tar --create --mode=u=rwX,go=rX --mtime="@$SOURCE_DATE_EPOCH" "${parts[@]}" |
-    tar --extract --preserve-permissions --directory "$work/context" || die "cannot write to build/; make room there"
+    tar --extract --preserve-permissions --directory "$work/context" || die "the build failed: no room in build/; see above"
 
 mkdir "$work/oci"
 if [[ $tool == docker ]]; then
@@ -103,12 +103,12 @@ else
     image_tool "$tool" push --quiet "$image" "oci:$work/oci:$image"
 fi
 # What docker reads, whose load knows nothing else before the containerd store.
-python3 containers/record.py docker-manifest "$work/oci" "$image" || die "cannot write to build/; make room there"
+python3 containers/record.py docker-manifest "$work/oci" "$image" || die "the build failed: no room in build/; see above"
 tar --create --file "$work/hpctrain-$name.tar" --sort=name --mode=u=rwX,go=rX --mtime="@$SOURCE_DATE_EPOCH" \
     --owner=0 --group=0 --numeric-owner --directory "$work/oci" oci-layout index.json manifest.json blobs ||
-    die "the archive could not be written; see above, and make room in build/"
+    die "the build failed: no room in build/ for the archive; see above"
 python3 containers/record.py image "$work/hpctrain-$name.tar" --context "$work/context" --builder "$("$tool" --version)" \
-    ${changed:+--dirty} || die "the image has no record; see the message above"
+    ${changed:+--dirty} || die "the build failed: the image got no record; see above"
 mv "$work/hpctrain-$name".* build/
 digest=$(<"build/hpctrain-$name.digest")
 echo "build: $image, and build/hpctrain-$name.tar ($(du -h "build/hpctrain-$name.tar" | cut -f1)), $digest"
