@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slurm_cluster import REPOSITORY
 from test_check import errors, in_the_image, rank, run
 
 from hpctrain import check, fabric
@@ -261,6 +262,16 @@ def test_nccl_that_goes_over_tcp():
     for said in ("IB", "Libfabric", ""):
         assert not list(fabric.contradicted(Network("IB", "IB (mlx5_0:1 InfiniBand)"), said))
     assert not list(fabric.contradicted(Network("Socket", "Socket (TCP over eth0)"), "Socket"))
+
+
+def test_what_slurm_says_of_slingshot_reaches_containers_and_not_other_nodes():
+    """The numbers of the card's services are those of one node."""
+    env = {**os.environ, "SLINGSHOT_SVC_IDS": "5,5", "FI_PROVIDER": "cxi"}
+    script = 'source launch/lib.sh; echo "${INSIDE[@]}"; forwarded'
+    done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True)
+    inside, *forwarded = done.stdout.splitlines()
+    assert "SLINGSHOT_*" in inside.split()
+    assert "FI_PROVIDER" in forwarded and "SLINGSHOT_SVC_IDS" not in forwarded
 
 
 # What check makes of it
