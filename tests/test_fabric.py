@@ -153,7 +153,7 @@ SAID = {
         lambda n: n.plugin(file="libnccl-net-ofi.so"), {"NCCL_NET_PLUGIN": "ofi"}, AWS, False, [f"{AWS} (libnccl-net-ofi.so"]
     ),
     "the second of two plugins": (
-        lambda n: n.plugin(file="libnccl-net-ofi.so"), {"NCCL_NET_PLUGIN": "mine,ofi", "NCCL_NET": AWS}, AWS, False, [AWS]
+        lambda n: n.plugin(file="libnccl-net-ofi.so"), {"NCCL_NET_PLUGIN": "mine,ofi"}, AWS, False, [AWS]
     ),
     "a plugin that is not the one of NCCL_NET": (
         lambda n: n.plugin("Libfabric"), {"NCCL_NET": AWS}, "", True,

@@ -60,7 +60,8 @@ def network(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Netw
     if named is not None:
         return Network(taken.name, f"{taken.name} ({taken.words}), by NCCL_NET")
     passed = networks[: networks.index(taken)]
-    amiss = any(one.amiss for one in passed)
+    # of several plugins that NCCL_NET_PLUGIN lists any one will do
+    amiss = taken.name in ("IB", "Socket") and any(one.amiss for one in passed)
     words = f"{taken.name} ({taken.words})"
     if taken.name == "Socket":
         words += ", some 20 times slower than a fabric"  # docs.cscs.ch/software/communication/nccl: 5.4 against 122.6 GB/s
@@ -107,7 +108,8 @@ def plugins(env: Mapping[str, str], root: Path) -> Iterator[Network]:
     """The plugins that NCCL would load, found as its loader finds them: in LD_LIBRARY_PATH, then by what ldconfig knows."""
     cards = listed(root / "sys/class/cxi")
     wanted = env.get("NCCL_NET_PLUGIN")
-    for name in (wanted or "libnccl-net.so").split(",") if (wanted or "").lower() != "none" else []:
+    names = "libnccl-net.so" if wanted is None else "" if wanted.lower() == "none" else wanted
+    for name in filter(None, names.split(",")):
         whole = "/" in name or (name.startswith("lib") and name.endswith(".so"))
         files = [name] if whole else [name, f"libnccl-net-{name}.so"]
         errors = []
