@@ -27,9 +27,10 @@ test: venv sif cluster .test-tools  ## every test there is, on real parts
 test-fast: venv .test-tools  ## the tests that need no image and no cluster
 	.venv/bin/python -m pytest -m 'not slow' $(PYTEST)
 
-# networks and file systems for the tests of hpctrain check
+# networks, file systems and small libraries for the tests of hpctrain check
 .test-tools:
-	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null || containers/need.sh iproute2 btrfs-progs
+	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null && command -v tcc >/dev/null || \
+		containers/need.sh iproute2 btrfs-progs tcc
 
 lint: venv  ## ruff and shellcheck
 	.venv/bin/python -m pytest -q tests/test_lint.py

@@ -151,6 +151,8 @@ a_job() {
     # torch warns about every address that has no name; what matters comes as an error.
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     export PYTHONNOUSERSITE=1
+    # Set to nothing, so that a site's file does not set it: NCCL would look for a network of no name, and give up.
+    [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
 }
 
 # ---- the runtime: how a task gets into the image ----
@@ -380,7 +382,8 @@ by_mpirun() {
 
 # Variables that matter inside the image; apptainer and shifter show all of them there, podman-hpc these.
 INSIDE=('CUDA_*' 'FI_*' 'GLOO_*' 'GROUP_*' 'HF_*' 'HOROVOD_*' 'HPCTRAIN_*' 'MASTER_*' MPLCONFIGDIR 'NCCL_*' 'OMP_*' 'OMPI_*' 'PBS_*'
-    'PMI_*' 'PMIX_*' 'PYTHON*' RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SCRATCH 'SLURM_*' SQUASH_DIR 'TORCH*' 'UCX_*')
+    'PMI_*' 'PMIX_*' 'PYTHON*' RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SCRATCH 'SLINGSHOT_*' 'SLURM_*' SQUASH_DIR
+    'TORCH*' 'UCX_*')
 
 # forwarded: the names of the variables that a task needs and mpirun does not take to the other nodes
 forwarded() {
@@ -392,7 +395,7 @@ forwarded() {
             # What a launcher says to one task is not for the others.
             case $name in
             SLURM_JOB_ID | SLURM_ARRAY_* | SLURM_RESTART_COUNT) echo "$name" ;;
-            SLURM_* | OMPI_* | PMI_* | PMIX_* | *RANK) ;;
+            SLINGSHOT_* | SLURM_* | OMPI_* | PMI_* | PMIX_* | *RANK) ;;
             *) echo "$name" ;;
             esac
             break
