@@ -35,8 +35,8 @@ mmdebstrap --variant=minbase --skip=output/dev --format=tar --aptopt='Acquire::L
 
 layer=$(sha256sum "$work/layer.tar")
 created=$(date -u -d "@$SOURCE_DATE_EPOCH" +%FT%TZ)
-printf '{"architecture":"amd64","os":"linux","created":"%s","config":{"Env":["PATH=%s"],"Cmd":["bash"]},%s,%s}' \
-    "$created" /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+printf '{"architecture":"%s","os":"linux","created":"%s","config":{"Env":["PATH=%s"],"Cmd":["bash"]},%s,%s}' \
+    "$(dpkg --print-architecture)" "$created" /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     "\"rootfs\":{\"type\":\"layers\",\"diff_ids\":[\"sha256:${layer%% *}\"]}" \
     "\"history\":[{\"created\":\"$created\",\"created_by\":\"mmdebstrap\"}]" >"$work/config.json"
 id=$(sha256sum "$work/config.json")

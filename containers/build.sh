@@ -1,9 +1,10 @@
 #!/bin/bash
-# build.sh [--flavor FLAVOR] [--tool docker|podman|buildah]: build the image (make image).
+# build.sh [--flavor FLAVOR] [--mpi openmpi|mpich] [--tool docker|podman|buildah]: build the image (make image).
 # It gives localhost/hpctrain:FLAVOR in the tool's own store, and build/hpctrain-FLAVOR.tar (a docker-archive), which
-# apptainer/build.sh, `podman load` and `docker load` take.
+# apptainer/build.sh, `podman load` and `docker load` take; with --mpi mpich both are called FLAVOR-mpich.
 #   BASE_IMAGE=NAME  the Debian 12 image to start from. By default the one that containers/Dockerfile pins; where no
 #                    registry answers, the one that containers/base.sh makes from a Debian mirror
+#   DEBIAN_SNAPSHOT=TIMESTAMP  see containers/install/debian.sh
 #   WHEELS=FOLDER    wheels to use before the index; by default the local folder that pip is configured with
 
 set -euo pipefail
@@ -11,19 +12,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/lib.sh
 source containers/lib.sh
 
-flavor=cpu tool=
+flavor=cpu mpi=openmpi tool=
 while (($#)); do
     case $1 in
         -h | --help) usage && exit ;;
-        --flavor | --tool)
+        --flavor | --mpi | --tool)
             [[ -n ${2:-} ]] || die "$1 needs a value (see --help)"
-            if [[ $1 == --flavor ]]; then flavor=$2; else tool=$2; fi
+            declare "${1#--}=$2"
             shift 2
             ;;
         *) die "unknown argument $1 (see --help)" ;;
     esac
 done
-[[ -f containers/locks/$flavor.lock ]] || die "there is no flavour $flavor; it would be containers/locks/$flavor.lock"
+name=$(image_name "$flavor" "$mpi")
 
 # A docker client alone is no docker: its daemon must answer, and buildx must be there for --build-context.
 works() {
@@ -67,9 +68,10 @@ mkdir "$work/no-wheels"
 
 source=$(git config --get remote.origin.url 2>/dev/null || true)
 [[ $source =~ ^https://[^@]+$ ]] || source= # a label is public: no local paths, no credentials
-image=localhost/hpctrain:$flavor
+image=localhost/hpctrain:$name
 arguments=(--file containers/Dockerfile --tag "$image"
-    --build-arg "FLAVOR=$flavor" ${BASE_IMAGE:+--build-arg "BASE_IMAGE=$BASE_IMAGE"}
+    --build-arg "FLAVOR=$flavor" --build-arg "MPI=$mpi" --build-arg "DEBIAN_SNAPSHOT=${DEBIAN_SNAPSHOT:-}"
+    ${BASE_IMAGE:+--build-arg "BASE_IMAGE=$BASE_IMAGE"}
     --build-arg "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
     --build-arg "REVISION=$(git rev-parse --verify --quiet HEAD 2>/dev/null || true)" --build-arg "SOURCE=$source"
     --build-context "wheels=${wheels:-$work/no-wheels}" ${ca:+--secret "id=ca,src=$ca"})
@@ -90,5 +92,5 @@ else
         podman save --quiet --format docker-archive --output "$work/image.tar" "$image"
     fi
 fi
-mv "$work/image.tar" "build/hpctrain-$flavor.tar"
-echo "build: $image, and build/hpctrain-$flavor.tar ($(du -h "build/hpctrain-$flavor.tar" | cut -f1))"
+mv "$work/image.tar" "build/hpctrain-$name.tar"
+echo "build: $image, and build/hpctrain-$name.tar ($(du -h "build/hpctrain-$name.tar" | cut -f1))"

@@ -15,6 +15,16 @@ ca_bundle() {
     done
 }
 
+# image_name FLAVOR MPI: the tag of the image, and what its files are called by: cpu, or cpu-mpich.
+image_name() {
+    [[ -f containers/locks/$1.lock ]] || die "there is no flavour $1; it would be containers/locks/$1.lock"
+    case $2 in
+        openmpi) printf '%s' "$1" ;;
+        mpich) printf '%s' "$1-mpich" ;;
+        *) die "--mpi is openmpi or mpich, not $2" ;;
+    esac
+}
+
 # Whether the registry of the pinned base can be reached. Its answer to a stranger is 401; any answer will do.
 registry_answers() {
     curl -s -m 5 -o /dev/null https://registry-1.docker.io/v2/

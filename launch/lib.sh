@@ -341,7 +341,7 @@ by_mpi() {
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-print(MPI.Get_library_version().split(",")[0])' 2>&1 | tail -n 1) || true
+print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | tail -n 1) || true
     offered=$(srun --mpi=list 2>&1 | tr -s '\n\t ' ' ' || true)
     if [[ $how == auto ]]; then
         case "$library:$offered" in

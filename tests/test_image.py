@@ -50,6 +50,19 @@ def test_no_compiler_no_setuid_nothing_writable(cluster):
     assert inside(cluster, "find", "/opt", "-xdev", "-perm", "-0002", "!", "-type", "l").stdout == ""
 
 
+def test_it_lists_its_debian_packages(cluster):
+    listed = [line.split("\t") for line in inside(cluster, "cat", "/usr/share/hpctrain/debian.tsv").stdout.splitlines()]
+    assert [name for name, *_ in listed] == sorted(name for name, *_ in listed) and len(listed) > 100
+    assert all(version and architecture in ("all", "amd64") for _, version, architecture, _ in listed)
+    # none for a package of the base that Debian has replaced since
+    hashes = [sha256 for *_, sha256 in listed if sha256]
+    assert all(re.fullmatch("[0-9a-f]{64}", sha256) for sha256 in hashes) and len(hashes) > 0.9 * len(listed)
+    installed = inside(cluster, "dpkg-query", "--show", "--showformat", "${Package}\t${Version}\n").stdout.splitlines()
+    assert sorted("\t".join(fields[:2]) for fields in listed) == sorted(installed)
+    recorded = [line.split()[0] for line in (REPOSITORY / "containers/locks/openmpi-amd64.debian").read_text().splitlines()]
+    assert {name for name, *_ in listed} <= set(recorded)
+
+
 def test_what_the_user_installed_at_home_does_not_leak_in(cluster):
     leak = cluster.state / "home/alice/.local/lib/python3.11/site-packages"
     leak.mkdir(parents=True, exist_ok=True)
@@ -117,7 +130,7 @@ def test_make_has_nothing_left_to_do(sif):
 
 @pytest.mark.parametrize("script", ["containers/build.sh", "apptainer/build.sh"])
 def test_a_build_that_cannot_be_is_one_line(script):
-    for arguments in (["--flavor", "nothing"], ["--nonsense"], ["--flavor"]):
+    for arguments in (["--flavor", "nothing"], ["--mpi", "lam"], ["--nonsense"], ["--flavor"]):
         done = subprocess.run([REPOSITORY / script, *arguments], capture_output=True, text=True, env={**os.environ})
         assert done.returncode != 0 and done.stderr.count("\n") == 1
 
@@ -157,6 +170,17 @@ def test_what_is_no_sif_is_left_alone(tmp_path):
     )  # fmt: skip
     assert done.returncode == 1 and "is not a SIF" in done.stderr and done.stderr.count("\n") == 1
     assert (tmp_path / "file").read_bytes() == b"no SIF" * 100
+
+
+def test_the_lock_of_cu130_is_that_of_arm64_too():
+    """Its hashes are those of all files of a version; a package that only one of the two needs would make it differ."""
+    check = ["containers/lock.sh", "--check", "--platform", "aarch64", "--flavor"]
+    env = {**os.environ, "PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}"}
+    done = subprocess.run([*check, "cu130-build"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # there is no torch with CUDA 12.6 for arm64, so that lock must not pass
+    done = subprocess.run([*check, "cu126"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "cu126.lock is stale" in done.stderr
 
 
 def test_a_lock_that_is_not_what_is_asked_for_is_named(tmp_path):

@@ -15,4 +15,5 @@ esac
 [[ -d $site/torch ]] || die "there is no torch in $1; clean.sh is for an environment that python.sh made"
 
 rm -rf "$site"/torch/{include,share} "$site"/numpy/_core/{include,lib} "$site"/mpi4py/include "$site"/nvidia/*/include
+rm -f "$1"/include/mpi*.h "$1"/bin/mpi{cc,cxx,c++} "$1"/lib/libmpi.so # MPICH's
 find "$site" \( -name '*.a' -o -name '*.pyx' -o -name '*.pxd' \) -type f -delete

@@ -1,6 +1,7 @@
 #!/bin/bash
 # horovod.sh PREFIX FLAVOR: build Horovod with MPI and Gloo for the torch in PREFIX, and install it there.
-# It needs PREFIX from python.sh, a C++17 compiler, cmake, make, patch and an MPI library with its headers.
+# It needs PREFIX from python.sh, a C++17 compiler, cmake, make, patch and an MPI library with its headers: MPICH in PREFIX,
+# or Debian's Open MPI.
 #   DESTDIR=FOLDER  write below FOLDER instead of /, for a layer that holds Horovod and nothing else
 
 set -euo pipefail
@@ -15,6 +16,7 @@ case "$#:${1:-}" in
     *) die "give PREFIX and FLAVOR (see --help)" ;;
 esac
 [[ -x $prefix/bin/python ]] || die "there is no Python in $prefix; run python.sh $prefix $flavor first"
+PATH=$prefix/bin:$PATH # MPICH's compiler is there, too
 for tool in c++ cmake make mpicxx patch; do
     command -v "$tool" >/dev/null || die "$tool is not there; install it (in Debian: see debian.sh build)"
 done
@@ -50,14 +52,17 @@ if [[ -f $here/../locks/$flavor-build.lock ]]; then
 fi
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1
 export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
+# Horovod asks the CPU that it is built on; all that run it are to get the same. (The others have no such flags.)
+[[ $(uname -m) != x86_64 ]] || export HOROVOD_BUILD_ARCH_FLAGS="-mf16c -mavx -mfma"
 # cmake 4 refuses the cmake_minimum_required of Horovod's own copy of Gloo without this.
 export CMAKE_POLICY_VERSION_MINIMUM=3.5
 MAKEFLAGS=-j$(nproc)
 export MAKEFLAGS
-# Without these, 75 MB of debug information, the path of this folder, and thousands of warnings about third parties; and Open
-# MPI's C++ interface, which Horovod does not use and Open MPI 5 does not have: it is to run with the MPI of the host, too.
-export LDFLAGS="-s -Wl,--as-needed" CXXFLAGS="-w -DOMPI_SKIP_MPICXX -ffile-prefix-map=$work=."
-PATH=$prefix/bin:$PATH "${pip[@]}" wheel --no-cache-dir --no-deps --no-build-isolation --no-index --verbose \
+# Without these, 75 MB of debug information, the path of this folder, and thousands of warnings about third parties; and MPI's
+# C++ interface, which Horovod does not use, and which the host's MPI may not have: Open MPI 5, for one.
+# MPICH's compiler adds PREFIX/lib to the RUNPATH, where the loader looks after LD_LIBRARY_PATH.
+export LDFLAGS="-s -Wl,--as-needed" CXXFLAGS="-w -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX -ffile-prefix-map=$work=."
+"${pip[@]}" wheel --no-cache-dir --no-deps --no-build-isolation --no-index --verbose \
     --wheel-dir "$work" "$work/horovod"
 root=${DESTDIR:-}
 # by name: of a file, pip would write down the path

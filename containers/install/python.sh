@@ -1,7 +1,8 @@
 #!/bin/bash
-# python.sh PREFIX FLAVOR: make the Python environment at PREFIX from containers/locks/FLAVOR.lock.
+# python.sh PREFIX FLAVOR: make the Python environment at PREFIX from containers/locks/FLAVOR.lock, and mpich.lock.
 # It is the same in the image (PREFIX=/opt/hpctrain) and on a host without containers (any folder).
 # Every wheel must have the hash that the lock states.
+#   MPI=openmpi|mpich  openmpi, which is Debian's, by default; MPICH is a wheel
 #   PYTHON=python3.11  the interpreter; the lock is for 3.11
 #   WHEELS=FOLDER      wheels used before the index; by default the local folder that pip is configured with
 
@@ -16,8 +17,13 @@ case "$#:${1:-}" in
     2:[!-]*) prefix=$1 flavor=$2 ;;
     *) die "give PREFIX and FLAVOR (see --help)" ;;
 esac
-lock=$here/../locks/$flavor.lock
+lock=$here/../locks/$flavor.lock locks=(-r "$here/../locks/$flavor.lock")
 [[ -f $lock ]] || die "there is no flavour $flavor; it would be $lock"
+case ${MPI:-openmpi} in
+    openmpi) ;;
+    mpich) locks+=(-r "$here/../locks/mpich.lock") ;;
+    *) die "MPI is openmpi or mpich, not $MPI" ;;
+esac
 [[ ! -e $prefix ]] || die "$prefix exists; remove it or give another PREFIX"
 python=${PYTHON:-python3.11}
 "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null ||
@@ -45,7 +51,7 @@ else
     "${pip[@]}" --no-deps --index-url "$index" -r "$work/torch.lock" ||
         die "no $torch from $index; where that cannot be reached, name a folder that holds its wheel with WHEELS="
 fi
-"${pip[@]}" ${wheels:+--find-links "$wheels"} -r "$lock" ||
+"${pip[@]}" ${wheels:+--find-links "$wheels"} "${locks[@]}" ||
     die "a package of $flavor.lock could not be installed; is PyPI, or the index that pip is configured with, reachable?"
 rm -r "$work"
 
