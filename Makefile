@@ -13,7 +13,8 @@ PACKAGE := $(shell find src -type f ! -name '*.pyc' ! -path '*.egg-info/*')
 # Apptainer of this machine, or the one in the file system of the test cluster.
 APPTAINER := $(if $(shell command -v apptainer || command -v singularity),,$(ROOTFS)/etc/hpctrain-rootfs)
 
-.PHONY: help demo test test-fast test-mpich .test-tools lint benchmark image base sif sif-from-def reproduce venv cluster lock lock-check clean
+.PHONY: help demo test test-fast test-mpich .test-tools lint benchmark image base sif sif-from-def sbom verify reproduce venv cluster lock \
+    lock-check clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -52,9 +53,16 @@ base: build/base-bookworm.tar  ## a Debian base image from a Debian mirror, wher
 
 sif: $(SIF)  ## hpctrain-cpu.sif from the image
 
+sbom: $(TAR)  ## what the image consists of, anew from it: build/hpctrain-cpu.spdx.json
+	containers/record.py sbom $(TAR) >$(TAR:.tar=.spdx.json.new)
+	mv $(TAR:.tar=.spdx.json.new) $(TAR:.tar=.spdx.json)
+
+verify:  ## whether IMAGE= (a SIF, an archive, a name) is what its record says, or RECORD=FILE
+	@containers/record.py verify "$(or $(IMAGE),$(SIF))" $(RECORD)
+
 reproduce: $(APPTAINER)  ## build image and SIF twice from nothing, and compare them
 	@command -v buildah >/dev/null || containers/need.sh buildah
-	containers/reproduce.sh --flavor $(FLAVOR)
+	containers/reproduce.sh --flavor $(FLAVOR) --mpi $(MPI)
 
 sif-from-def: $(APPTAINER)  ## hpctrain-cpu.sif from apptainer/hpctrain.def, with no Docker anywhere
 	@command -v curl >/dev/null || containers/need.sh curl
@@ -77,7 +85,7 @@ lock-check: venv  ## whether containers/locks are what pyproject.toml asks for
 clean:  ## remove what make has made (not runs/)
 	rm -rf --one-file-system build .venv $(SIF)
 
-$(TAR): $(RECIPE) $(PACKAGE) containers/build.sh containers/base.sh containers/lib.sh
+$(TAR): $(RECIPE) $(PACKAGE) containers/build.sh containers/base.sh containers/lib.sh containers/record.py
 	@command -v curl >/dev/null || containers/need.sh curl
 	@docker info >/dev/null 2>&1 || command -v podman >/dev/null || containers/need.sh buildah
 	containers/build.sh --flavor $(FLAVOR) --mpi $(MPI)
@@ -85,7 +93,7 @@ $(TAR): $(RECIPE) $(PACKAGE) containers/build.sh containers/base.sh containers/l
 build/base-bookworm.tar: containers/base.sh
 	containers/base.sh --force
 
-$(SIF): $(TAR) apptainer/build.sh apptainer/hpctrain.def | $(APPTAINER)
+$(SIF): $(TAR) apptainer/build.sh apptainer/hpctrain.def containers/sif.py | $(APPTAINER)
 	apptainer/build.sh --from image --flavor $(FLAVOR) --mpi $(MPI)
 
 $(ROOTFS)/etc/hpctrain-rootfs: tests/cluster/rootfs.sh

@@ -135,37 +135,10 @@ def test_a_build_that_cannot_be_is_one_line(script):
         assert done.returncode != 0 and done.stderr.count("\n") == 1
 
 
-SMALL = """Bootstrap: scratch
-
-%files
-    /etc/hostname /hostname
-
-%labels
-    org.label-schema.build-date 2026-01-01T00:00:00Z
-"""
-
-
-def test_two_builds_of_a_sif_are_the_same_file_whoever_makes_them(cluster):
-    """apptainer/build.sh builds so; a small SIF says it as well as a large one, and sooner."""
-    options = ["--force", "--disable-cache", "--mksquashfs-args", "-comp zstd -all-root -no-xattrs"]
-    made = {}
-    for user, env in (("alice", {}), ("bob", {}), ("alice", {"SOURCE_DATE_EPOCH": "1"})):
-        home = cluster.host_path(f"/home/{user}")
-        (home / "small.def").write_text(SMALL)
-        env = {"SOURCE_DATE_EPOCH": "1760000000"} | env
-        cluster.exec("login", "apptainer", "build", *options, "small.sif", "small.def", user=user, env=env, cwd=f"/home/{user}")
-        before = (home / "small.sif").read_bytes()
-        subprocess.run([REPOSITORY / "apptainer/normalize.py", home / "small.sif"], env={**os.environ, **env}, check=True)
-        made[user, env["SOURCE_DATE_EPOCH"]] = (home / "small.sif").read_bytes()
-        assert before != made[user, env["SOURCE_DATE_EPOCH"]]
-        assert cluster.exec("login", "apptainer", "inspect", "small.sif", user=user, cwd=f"/home/{user}").returncode == 0
-    assert made["alice", "1760000000"] == made["bob", "1760000000"] != made["alice", "1"]
-
-
 def test_what_is_no_sif_is_left_alone(tmp_path):
     (tmp_path / "file").write_bytes(b"no SIF" * 100)
     done = subprocess.run(
-        [REPOSITORY / "apptainer/normalize.py", tmp_path / "file"],
+        [REPOSITORY / "containers/sif.py", tmp_path / "file"],
         env={**os.environ, "SOURCE_DATE_EPOCH": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1 and "is not a SIF" in done.stderr and done.stderr.count("\n") == 1

@@ -19,7 +19,8 @@ esac
 root=${DESTDIR:-}
 
 "$prefix/bin/python" -m pip install --no-cache-dir --no-deps --no-build-isolation --no-index --no-compile \
-    --no-warn-script-location ${root:+--root "$root"} "$source"
+    --no-warn-script-location ${root:+--root "$root"} "$source" ||
+    die "pip could not install $source in $root$prefix; see above, and whether there and ${TMPDIR:-/tmp} is room"
 site=$root$prefix/lib/python3.11/site-packages
 # Unlike the other packages, this one notices an edited source file: people bind their own over it.
 compile_bytecode "$prefix/bin/python" "$site/hpctrain" checked-hash
