@@ -11,7 +11,7 @@ PACKAGE := $(shell find src -type f ! -name '*.pyc' ! -path '*.egg-info/*')
 # Apptainer of this machine, or the one in the file system of the test cluster.
 APPTAINER := $(if $(shell command -v apptainer || command -v singularity),,$(ROOTFS)/etc/hpctrain-rootfs)
 
-.PHONY: help demo test test-fast .test-tools lint benchmark image base sif sif-from-def reproduce venv cluster lock lock-check clean
+.PHONY: help demo test test-fast .test-tools lint benchmark image base sif push sif-from-def reproduce venv cluster lock lock-check clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -44,6 +44,10 @@ image: $(TAR)  ## the image, by docker, podman or buildah
 base: build/base-bookworm.tar  ## a Debian base image from a Debian mirror, where no registry can be reached
 
 sif: $(SIF)  ## hpctrain-cpu.sif from the image
+
+push: $(TAR)  ## the image to a registry: REGISTRY=localhost:5000/hpctrain
+	@command -v skopeo >/dev/null || containers/need.sh skopeo
+	containers/push.sh --registry '$(REGISTRY)' --flavor $(FLAVOR)
 
 reproduce: $(APPTAINER)  ## build image and SIF twice from nothing, and compare them
 	@command -v buildah >/dev/null || containers/need.sh buildah
