@@ -45,9 +45,9 @@ base: build/base-bookworm.tar  ## a Debian base image from a Debian mirror, wher
 
 sif: $(SIF)  ## hpctrain-cpu.sif from the image
 
-push: $(TAR)  ## the image to a registry: REGISTRY=localhost:5000/hpctrain
+push: $(if $(REGISTRY),$(TAR))  ## the image to a registry: REGISTRY=localhost:5000/hpctrain
 	@command -v skopeo >/dev/null || containers/need.sh skopeo
-	containers/push.sh --registry '$(REGISTRY)' --flavor $(FLAVOR)
+	containers/push.sh $(if $(REGISTRY),--registry '$(REGISTRY)') --flavor $(FLAVOR)
 
 reproduce: $(APPTAINER)  ## build image and SIF twice from nothing, and compare them
 	@command -v buildah >/dev/null || containers/need.sh buildah

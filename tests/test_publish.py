@@ -160,9 +160,9 @@ print("added", sorted(found.keys() - recorded), "changed", changed, einops.__ver
 
 
 @pytest.fixture(scope="module")
-def offline(tmp_path_factory):
-    """A pip.conf that takes the packages of the example, fetched here, from /mnt/wheels and nowhere else."""
-    folder = tmp_path_factory.mktemp("offline")
+def offline(site):
+    """/home/alice/offline: a pip.conf that takes the packages of the example, fetched here, from /mnt/wheels and nowhere else."""
+    folder = site.host_path("/home/alice/offline")
     requirements = REPOSITORY / "examples/on-top/requirements.txt"
     pip = ["-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "-r", requirements, "-d", folder / "wheels"]
     subprocess.run([REPOSITORY / ".venv/bin/python", *pip], check=True)
@@ -192,10 +192,10 @@ def test_a_dockerfile_on_top(offline):
 
 def test_a_definition_on_top_by_an_ordinary_user(site, sif, offline):
     """As a sandbox, which spares the compression; what is in it is the same."""
-    binds = f"{offline}/pip.conf:/etc/pip.conf,{offline}/wheels:/mnt/wheels"
+    binds = "/home/alice/offline/pip.conf:/etc/pip.conf,/home/alice/offline/wheels:/mnt/wheels"
     build = ["apptainer", "build", "--sandbox", "--bind", binds, "/home/alice/on-top", "examples/on-top/on-top.def"]
     home = site.host_path(HOME)
-    shown = {"/home": site.state / "home", "/project/hpctrain-cpu.sif": sif, offline: offline}
+    shown = {"/home": site.state / "home", "/project/hpctrain-cpu.sif": sif}
     machine = [CLUSTER_SH, "run", "-u", "alice", *(word for to, path in shown.items() for word in ("-b", f"{path}:{to}"))]
     env = {**os.environ, "CLUSTER_CWD": HOME}
     done = subprocess.run([*machine, "--", *build], cwd=home, env=env, capture_output=True, text=True)
@@ -249,6 +249,7 @@ def test_packages_on_top_are_found_on_every_rank_and_hide_nothing(site, added, p
         env |= podman_image
     if runtime == "shifter":
         env |= {"PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin", "SHIFTER_SIF": "/project/hpctrain-cpu.sif"}
+        env["APPTAINER_BIND"] = "/project"  # the real one shows all file systems of the site
     job = site.submit("launch/apptainer_ddp.sh", "uses.py", cwd=HOME, env=env)
     ended = site.wait(job, timeout=120)
     output = site.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
