@@ -35,6 +35,7 @@ Settings, from the environment (source a file of launch/sites for your site's):
   HPCTRAIN_IMAGE    the image: a SIF or a sandbox folder; for podman-hpc and shifter a name
   HPCTRAIN_RUNTIME  apptainer, podman-hpc, shifter or none, instead of the apptainer of the apptainer_* scripts
   HPCTRAIN_BIND     folders to show in the image beside the home and the one you submit from, those that exist
+  HPCTRAIN_PACKAGES folder of packages of your own on top of the image; hpctrain add --help
   HPCTRAIN_MODULES  modules to load first, such as apptainer, or without a container cuda and pytorch
   HPCTRAIN_ENV      without a container: folder of a venv, or name or folder of a conda environment
   SBATCH_...        any default for sbatch, such as SBATCH_ACCOUNT or SBATCH_PARTITION
@@ -163,6 +164,12 @@ runtime() {
     CONTAINER=()
     DIGEST=''
     load_modules
+    if [[ -n ${HPCTRAIN_PACKAGES:-} ]]; then
+        [[ $RUNTIME != none ]] || die "HPCTRAIN_PACKAGES is for images: unset it, and pip install into the environment itself"
+        [[ -d $HPCTRAIN_PACKAGES ]] ||
+            die "HPCTRAIN_PACKAGES=$HPCTRAIN_PACKAGES is no folder on $(hostname): hpctrain add, in the image, makes it"
+        HPCTRAIN_PACKAGES=$(cd "$HPCTRAIN_PACKAGES" && pwd -P) # the name that `binds` gives it
+    fi
     case $RUNTIME in
     apptainer) apptainer_command ;;
     podman-hpc) podman_hpc_command ;;
@@ -192,7 +199,7 @@ load_modules() {
 # binds: the folders of the host that the image is to show, those that exist, each once
 binds() {
     local path
-    for path in "$PWD" "$ROOT" ${HPCTRAIN_BIND:-}; do
+    for path in "$PWD" "$ROOT" "${HPCTRAIN_PACKAGES:-}" ${HPCTRAIN_BIND:-}; do
         [[ ! -d $path ]] || (cd "$path" && pwd -P)
     done | sort -u
 }

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from hpctrain import packages
 from hpctrain.fabric import Network, contradicted, network, overheard
 from hpctrain.run import Parser, versions
 from hpctrain.surroundings import file_system_problems, rendezvous_problems, shadowed_packages, some
@@ -38,7 +39,7 @@ def main(world: World, arguments: list[str]) -> None:
     """Print a line for each rank and the result of the tests; raises HpctrainError if anything is off."""
     args = parse(arguments)
     here = f"rank {world.rank} on {os.uname().nodename}"
-    problems = [*gpu_problems(world, args.device), *shadowed_packages()]
+    problems = [*gpu_problems(world, args.device), *shadowed_packages(), *packages.problems()]
     if world.local_rank == 0:  # the same for all ranks of a node, and a shared file system should not serve them all
         problems += file_system_problems()
         # Without a meeting point nobody can gather what the ranks have found: each says it for itself.
