@@ -47,6 +47,8 @@ if [[ -f $locks.lock ]]; then
     done
     if [[ -f $locks-debian.lock ]]; then
         "$here/nvcc.sh" "$locks-debian.lock" "$work/cuda"
+        # No wheel for CUDA 12 has this, which cmake always links; an empty one will do, as no kernel of Horovod starts another.
+        ar cr "$work/cuda/lib/libcudadevrt.a"
     fi
     ln -s lib "$work/cuda/lib64"
     for library in libcudart libnccl; do
@@ -57,8 +59,11 @@ if [[ -f $locks.lock ]]; then
         'import re, torch; print(",".join(re.findall(r"sm_(\d+)", torch._C._cuda_getArchFlags())))')
     export HOROVOD_BUILD_CUDA_CC_LIST HOROVOD_GPU=CUDA HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED
     export HOROVOD_CUDA_HOME=$work/cuda HOROVOD_NCCL_HOME=$work/cuda PATH=$work/cuda/bin:$PATH
-    # cmake tries the compiler with its own defaults, which are libraries that no wheel has.
-    export CUDAFLAGS="--cudart=shared --cudadevrt=none"
+    # Or cmake would have Horovod look for NCCL and the runtime in this folder, in /tmp, where anyone could put them later. They
+    # are found because torch has loaded its own.
+    export LIBRARY_PATH=$work/cuda/lib
+    # cmake tries the compiler with nvcc's default, which is a static library that not all wheels have.
+    export CUDAFLAGS=--cudart=shared
 fi
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1
 export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
@@ -75,4 +80,7 @@ root=${DESTDIR:-}
 # by name: of a file, pip would write down the path
 "${pip[@]}" install --no-cache-dir --no-deps --no-index --no-compile --no-warn-script-location \
     ${root:+--root "$root"} --find-links "$work" horovod
+if grep -rqF "$work" "$root$prefix/lib/python3.11/site-packages/horovod"; then
+    die "Horovod has the folder of its build, $work, written into it; see the RUNPATH that readelf -d shows"
+fi
 compile_bytecode "$prefix/bin/python" "$root$prefix/lib/python3.11/site-packages/horovod" unchecked-hash

@@ -1,7 +1,7 @@
 #!/bin/bash
 # nvcc.sh LOCK HOME: put nvcc, of the Debian package that LOCK names, into HOME/bin; nothing is installed. horovod.sh calls
 # it for flavours whose nvcc is not on PyPI. LOCK is containers/locks/FLAVOR-build-debian.lock, and HOME has the rest of CUDA.
-# The package comes from the mirror that apt is configured with; where that has moved on, from snapshot.debian.org.
+# The package comes from a mirror that apt is configured with; where they have moved on, from snapshot.debian.org.
 
 set -euo pipefail
 umask 022
@@ -23,15 +23,15 @@ read -r _ path sha256 date < <(grep "^$machine " "$lock") || die "$lock names no
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-mirror=$(apt-get --print-uris update | sed -n "s,^'\(.*\)/dists/.*,\1,p;T;q")
-for from in "$mirror" "http://snapshot.debian.org/archive/debian/$date"; do
+mapfile -t mirrors < <(apt-get --print-uris update | sed -n "s,^'\(.*\)/dists/.*,\1,p" | uniq)
+for from in "${mirrors[@]}" "http://snapshot.debian.org/archive/debian/$date"; do
     # apt would give root's rights away, and could not write here
     if "$fetch" -o APT::Sandbox::User=root download-file "$from/$path" "$work/nvcc.deb"; then
         break
     fi
 done
 [[ -s $work/nvcc.deb ]] ||
-    die "neither $mirror nor snapshot.debian.org gave ${path##*/}; put a version that is there into $lock"
+    die "no mirror (${mirrors[*]}) and not snapshot.debian.org gave ${path##*/}; put a version that is there into $lock"
 sha256sum --status --check - <<<"$sha256  $work/nvcc.deb" ||
     die "what $from gave as ${path##*/} has not the SHA-256 that $lock states; set another mirror for apt"
 
