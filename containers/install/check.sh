@@ -116,7 +116,7 @@ library=$(python -c 'from mpi4py import MPI; print(*MPI.Get_library_version().sp
 mpirun=(mpirun -np 2)
 if [[ $(mpirun --version) == *"Open MPI"* ]]; then
     mpirun+=(--oversubscribe)
-    fabric=$(ompi_info --parsable | grep -oE '^mca:(pml:ucx|mtl:ofi|pmix:ext3x):version:component' || true)
+    fabric=$(ompi_info --parsable | grep -oE '^mca:(pml:ucx|mtl:ofi|pmix:ext3x):version:"component' || true)
     [[ $(wc -l <<<"$fabric") == 3 ]] || die "Open MPI is built without UCX, libfabric or PMIx: it has $fabric"
 else
     fabric=$(mpichversion --device)
