@@ -62,7 +62,7 @@ verify:  ## whether IMAGE= (a SIF, an archive, a name) is what its record says, 
 
 push: $(if $(REGISTRY),$(TAR))  ## the image to a registry: REGISTRY=localhost:5000/hpctrain
 	@command -v skopeo >/dev/null || containers/need.sh skopeo
-	containers/push.sh $(if $(REGISTRY),--registry '$(REGISTRY)') --flavor $(FLAVOR)
+	containers/push.sh $(if $(REGISTRY),--registry '$(REGISTRY)') --flavor $(TAR:build/hpctrain-%.tar=%)
 
 reproduce: $(APPTAINER)  ## build image and SIF twice from nothing, and compare them
 	@command -v buildah >/dev/null || containers/need.sh buildah

@@ -253,6 +253,8 @@ podman_hpc_command() {
     [[ $DIGEST == sha256:* ]] ||
         die "$HPCTRAIN_IMAGE: podman-hpc has no such image on $(hostname): podman-hpc pull it" \
             "(after podman-hpc build or load: podman-hpc migrate), or set HPCTRAIN_IMAGE"
+    # an image that was loaded as well as pulled has two: this is the one by which it was asked for, and found
+    [[ $HPCTRAIN_IMAGE != *@* ]] || DIGEST=${HPCTRAIN_IMAGE#*@}
     RUNTIME_VERSION=$(podman --version)
     # keep-id: files in shared folders stay the user's own, and PMIx knows its caller. /tmp: where PMIx meets.
     CONTAINER=(podman-hpc shared-run --label "hpctrain.job=$JOB" --userns=keep-id --network=host --ipc=host

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import IMAGE_TAR
-from slurm_cluster import CLUSTER_SH, REPOSITORY
+from slurm_cluster import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
@@ -114,6 +113,10 @@ def test_podman_hpc_pulls_what_was_pushed_and_trains(site, digest, podman_image,
     site.exec("login", "podman-hpc", "pull", "--quiet", "--tls-verify=false", image, user="alice", env=podman_image)
     config = train(site, "launch/podman_hpc_ddp.sh", image, podman_image, weights)
     assert config["image_digest"] == digest
+    other = f"{NAME}@sha256:{64 * '0'}"
+    job = site.submit("launch/podman_hpc_ddp.sh", "check", cwd=HOME, env={"HPCTRAIN_IMAGE": other} | podman_image)
+    assert site.wait(job).state == "FAILED"
+    assert "podman-hpc has no such image" in site.host_path(f"{HOME}/slurm-{job}.out").read_text()
 
 
 def test_the_sif_itself_in_the_registry(site, registries):
@@ -161,46 +164,48 @@ print("added", sorted(found.keys() - recorded), "changed", changed, einops.__ver
 
 
 @pytest.fixture(scope="module")
-def offline(site):
-    """/home/alice/offline: a pip.conf that takes the packages of the example, fetched here, from /mnt/wheels and nowhere else."""
-    folder = site.host_path("/home/alice/offline")
-    requirements = REPOSITORY / "examples/on-top/requirements.txt"
-    pip = ["-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "-r", requirements, "-d", folder / "wheels"]
+def on_top(site):
+    """Alice's examples/on-top, where pip is to take what is in /mnt; gives the folder with the packages to show there."""
+    wheels = site.host_path("/home/alice/wheels")
+    requirements = site.host_path(f"{HOME}/examples/on-top/requirements.txt")
+    pip = ["-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "-r", requirements, "-d", wheels]
     subprocess.run([REPOSITORY / ".venv/bin/python", *pip], check=True)
-    (folder / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /mnt/wheels\n")
-    return folder
+    with requirements.open("a") as file:
+        file.write("--no-index\n--find-links /mnt\n")
+    return wheels
 
 
-def test_a_dockerfile_on_top(offline):
-    volumes = [f"--volume={offline}/pip.conf:/etc/pip.conf:ro", f"--volume={offline}/wheels:/mnt/wheels:ro"]
-    if not (tool := shutil.which("buildah")):
-        pytest.skip("buildah is not there: make image")
-    image = subprocess.run(
-        [tool, "build", "--quiet", "--isolation=chroot", *volumes, REPOSITORY / "examples/on-top"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    container = subprocess.run([tool, "from", image], capture_output=True, text=True, check=True).stdout.strip()
+def buildah(*arguments):
+    return subprocess.run(["buildah", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_dockerfile_on_top(site, on_top):
+    if not shutil.which("buildah"):
+        pytest.skip("buildah is not there: apt-get install buildah")
+    if subprocess.run(["buildah", "images", "localhost/hpctrain:cpu"], capture_output=True).returncode != 0:
+        buildah("pull", "--quiet", f"docker-archive:{IMAGE_TAR}")
+    build = ["build", "--quiet", "--isolation=chroot", f"--volume={on_top}:/mnt:ro"]
+    image = buildah(*build, site.host_path(f"{HOME}/examples/on-top"))
     try:
-        command = [tool, "run", "--isolation", "chroot", container, "python", "-c", UNCHANGED]
-        done = subprocess.run(command, capture_output=True, text=True)
+        container = buildah("from", image)
+        said = buildah("run", "--isolation=chroot", container, "python", "-c", UNCHANGED)
     finally:
-        subprocess.run([tool, "rm", container], capture_output=True, check=True)
-        subprocess.run([tool, "rmi", image], capture_output=True, check=True)
-    assert done.stdout == "added ['einops'] changed {} 0.8.1\n", done.stderr
+        buildah("rmi", "--force", image)
+    assert said == "added ['einops'] changed {} 0.8.1"
 
 
-def test_a_definition_on_top_by_an_ordinary_user(site, sif, offline):
+def test_a_definition_on_top_by_an_ordinary_user(site, on_top):
     """As a sandbox, which spares the compression; what is in it is the same."""
-    binds = "/home/alice/offline/pip.conf:/etc/pip.conf,/home/alice/offline/wheels:/mnt/wheels"
-    build = ["apptainer", "build", "--sandbox", "--bind", binds, "/home/alice/on-top", "examples/on-top/on-top.def"]
-    home = site.host_path(HOME)
-    shown = {"/home": site.state / "home", "/project/hpctrain-cpu.sif": sif}
-    machine = [CLUSTER_SH, "run", "-u", "alice", *(word for to, path in shown.items() for word in ("-b", f"{path}:{to}"))]
-    env = {**os.environ, "CLUSTER_CWD": HOME}
-    done = subprocess.run([*machine, "--", *build], cwd=home, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    build = [
+        "apptainer",
+        "build",
+        "--sandbox",
+        "--bind",
+        "/home/alice/wheels:/mnt",
+        "/home/alice/on-top",
+        "examples/on-top/on-top.def",
+    ]
+    site.exec("login", *build, user="alice", cwd=HOME)
     done = site.exec("n1", "apptainer", "exec", "/home/alice/on-top", "python", "-c", UNCHANGED, user="alice")
     assert done.stdout == "added ['einops'] changed {} 0.8.1\n"
 
