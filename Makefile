@@ -13,7 +13,7 @@ PACKAGE := $(shell find src -type f ! -name '*.pyc' ! -path '*.egg-info/*')
 # Apptainer of this machine, or the one in the file system of the test cluster.
 APPTAINER := $(if $(shell command -v apptainer || command -v singularity),,$(ROOTFS)/etc/hpctrain-rootfs)
 
-.PHONY: help demo test test-fast test-mpich .test-tools lint benchmark image base sif sif-from-def sbom verify reproduce venv cluster lock \
+.PHONY: help demo test test-fast test-mpich .test-tools lint benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock \
     lock-check clean
 .DELETE_ON_ERROR:
 
@@ -30,9 +30,10 @@ test: venv sif cluster .test-tools  ## every test there is, on real parts
 test-fast: venv .test-tools  ## the tests that need no image and no cluster
 	.venv/bin/python -m pytest -m 'not slow' $(PYTEST)
 
-# networks and file systems for the tests of hpctrain check
+# networks, file systems and small libraries for the tests of hpctrain check
 .test-tools:
-	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null || containers/need.sh iproute2 btrfs-progs
+	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null && command -v tcc >/dev/null || \
+		containers/need.sh iproute2 btrfs-progs tcc
 
 test-mpich: venv cluster  ## the image with MPICH, and other MPIs of its ABI in its place, on the cluster
 	$(MAKE) sif MPI=mpich
@@ -58,6 +59,10 @@ sbom: $(TAR)  ## what the image consists of, anew from it: build/hpctrain-cpu.sp
 
 verify:  ## whether IMAGE= (a SIF, an archive, a name) is what its record says, or RECORD=FILE
 	@containers/record.py verify "$(or $(IMAGE),$(SIF))" $(RECORD)
+
+push: $(if $(REGISTRY),$(TAR))  ## the image to a registry: REGISTRY=localhost:5000/hpctrain
+	@command -v skopeo >/dev/null || containers/need.sh skopeo
+	containers/push.sh $(if $(REGISTRY),--registry '$(REGISTRY)') --flavor $(TAR:build/hpctrain-%.tar=%)
 
 reproduce: $(APPTAINER)  ## build image and SIF twice from nothing, and compare them
 	@command -v buildah >/dev/null || containers/need.sh buildah

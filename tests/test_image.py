@@ -173,3 +173,27 @@ def test_a_lock_that_is_not_what_is_asked_for_is_named(tmp_path):
     done = subprocess.run(check, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "containers/locks/cu130-build.lock is stale: make lock" in done.stderr
     assert lock.read_bytes() == before
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_compiler_that_is_gone_or_another_is_one_line(tmp_path, there):
+    """nvcc.sh with a mirror of our own, which has no such package, or one with another content."""
+    package = "pool/nvcc_12.4_amd64.deb"
+    if there:
+        (tmp_path / "mirror/pool").mkdir(parents=True)
+        (tmp_path / "mirror" / package).write_text("another compiler")
+    apt_get = tmp_path / "bin/apt-get"
+    apt_get.parent.mkdir()
+    apt_get.write_text(f"#!/bin/sh\necho \"'copy:{tmp_path}/mirror/dists/bookworm/InRelease' InRelease 0\"\n")
+    apt_get.chmod(0o755)
+    machine = subprocess.run(["dpkg", "--print-architecture"], capture_output=True, text=True, check=True).stdout.strip()
+    (tmp_path / "lock").write_text(f"{machine} {package} {'0' * 64} 20260901T000000Z\n")
+    done = subprocess.run(
+        [REPOSITORY / "containers/install/nvcc.sh", tmp_path / "lock", tmp_path / "home"],
+        env={**os.environ, "PATH": f"{apt_get.parent}:{os.environ['PATH']}"}, capture_output=True, text=True,
+    )  # fmt: skip
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and said.startswith("nvcc.sh: ")
+    assert str(tmp_path / "lock") in said and "nvcc_12.4_amd64.deb" in said
+    assert ("has not the SHA-256" if there else "put a version that is there into") in said
+    assert not (tmp_path / "home").exists()
