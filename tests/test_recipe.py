@@ -72,10 +72,9 @@ def test_a_snapshot_is_asked_for_its_time_and_one_that_does_not_answer_ends_the_
     assert not list((debian / "tmp").iterdir()) and not (debian / "usr/share/hpctrain").exists()
 
 
-def test_without_a_snapshot_an_archive_that_does_not_answer_ends_the_build_too(debian, empty_archive):
-    proxy, asked = empty_archive
-    done = enter(debian, INSTALL, "runtime", http_proxy=proxy)
-    assert asked and "snapshot" not in "".join(asked)
+def test_an_archive_that_nobody_can_reach_ends_the_build(debian):
+    """apt itself takes that for a passing trouble, and goes on with the lists that it has: none."""
+    done = enter(debian, INSTALL, "runtime", http_proxy="http://127.0.0.1:9")
     assert done.returncode == 1 and done.stderr.endswith("\ndebian.sh: no package lists from the sources of the base image\n")
 
 
