@@ -30,10 +30,11 @@ name=$(image_name "$flavor" "$mpi")
 output=$(realpath -m "${output:-hpctrain-$name.sif}")
 [[ -w $(dirname "$output") ]] || die "cannot write to $(dirname "$output"); give another --output"
 
-command -v python3 >/dev/null || die "there is no python3, for normalize.py; install one"
+command -v python3 >/dev/null || die "there is no python3, for containers/sif.py; install one"
 
 # Beside the final file, so that the last step is a rename.
-work=$(mktemp -d "$(dirname "$output")/.sif.XXXXXX")
+work=$(mktemp -d "$(dirname "$output")/.sif.XXXXXX") ||
+    die "cannot write to $(dirname "$output"); make room, or give another --output"
 trap 'rm -rf "$work"' EXIT
 wheels=$(wheels_folder)
 
@@ -42,12 +43,10 @@ if runtime=$(command -v apptainer || command -v singularity); then
     apptainer=("$runtime")
 elif [[ $(id -u) == 0 && -d build/cluster/rootfs ]]; then
     apptainer=(tests/cluster/cluster.sh run -b "$work" ${wheels:+-b "$wheels"}
-        -e "SOURCE_DATE_EPOCH=$(source_date_epoch)" -- apptainer)
+        -e "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH" -- apptainer)
 else
     die "there is no apptainer or singularity; install one, or as root make tests/cluster's with tests/cluster/rootfs.sh"
 fi
-SOURCE_DATE_EPOCH=$(source_date_epoch)
-export SOURCE_DATE_EPOCH
 
 # zstd unpacks several times as fast as gzip, which every node does at every start. Its level 9 takes 14 s more than
 # level 3, for 8 % less.
@@ -61,7 +60,7 @@ if [[ $from == image ]]; then
     [[ -s $image ]] || die "there is no $image; make it with containers/build.sh (make image), or use --from def"
     # The image has its labels already.
     {
-        printf 'Bootstrap: docker-archive\nFrom: %s\n\n' "$image"
+        printf 'Bootstrap: oci-archive\nFrom: %s\n\n' "$image"
         sed -n '/^%runscript/,$p' apptainer/hpctrain.def | sed '/^%labels/,/^$/d'
         printf '\n%%labels\n    org.label-schema.build-date %s\n' "$date"
     } >"$work/image.def"
@@ -92,7 +91,16 @@ else
 fi
 
 echo "build: $output from $from, by ${apptainer[*]}, wheels from ${wheels:-the index}"
-"${apptainer[@]}" build "${arguments[@]}" "$work/image.sif" "$def" || die "apptainer failed; see its messages above"
-python3 apptainer/normalize.py "$work/image.sif" || die "the header of the SIF could not be normalised; see above"
+# Apptainer after 1.4 can leave out the time and the random number by itself; sif.py then finds nothing to change.
+if [[ $("${apptainer[@]}" build --help) == *--reproducible* ]]; then
+    arguments+=(--reproducible)
+fi
+image_tool "${apptainer[@]}" build "${arguments[@]}" "$work/image.sif" "$def"
+python3 containers/sif.py "$work/image.sif" || die "the header of the SIF could not be normalised; see above"
+record=build/hpctrain-$name.provenance.json
+if [[ $from == image && -f $record && -w build ]]; then
+    python3 containers/record.py sif "$work/image.sif" "$image" "$record" --builder "$("${apptainer[@]}" --version)" ||
+        die "the record of the image does not fit; see above, or make the image anew with containers/build.sh"
+fi
 mv "$work/image.sif" "$output"
 echo "build: $output ($(du -h --apparent-size "$output" | cut -f1))"

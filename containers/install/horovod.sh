@@ -34,21 +34,38 @@ for file in "$here"/../patches/horovod-*.patch; do
     patch -d "$work/horovod" -p1 <"$file"
 done
 
-# For CUDA, a home as its installer would make it: the compiler of the flavour's own lock, which stays here, over the
-# headers and libraries that torch brought.
-if [[ -f $here/../locks/$flavor-build.lock ]]; then
+# For CUDA, a home as its installer would make it: the compiler of the flavour's own locks, which stays here, over the
+# headers and libraries that torch brought. Wheels for CUDA 13 lie in one folder, those for CUDA 12 in a folder each.
+locks=$here/../locks/$flavor-build
+if [[ -f $locks.lock ]]; then
     "${pip[@]}" install --no-cache-dir --progress-bar off --no-deps --no-compile --require-hashes \
-        --target "$work/compiler" -r "$here/../locks/$flavor-build.lock"
-    nvidia=$prefix/lib/python3.11/site-packages/nvidia
-    cp -rs "$nvidia/cu13" "$work/cuda"
-    cp -r --remove-destination "$work/compiler/nvidia/cu13/." "$work/cuda"
+        --target "$work/compiler" -r "$locks.lock"
+    mkdir "$work/cuda"
+    for folder in "$prefix"/lib/python3.11/site-packages/nvidia/*/; do
+        cp -rsf "$folder." "$work/cuda"
+    done
+    for folder in "$work"/compiler/nvidia/*/; do
+        cp -r --remove-destination "$folder." "$work/cuda"
+    done
+    if [[ -f $locks-debian.lock ]]; then
+        "$here/nvcc.sh" "$locks-debian.lock" "$work/cuda"
+        # No wheel for CUDA 12 has this, which cmake always links; an empty one will do, as no kernel of Horovod starts another.
+        ar cr "$work/cuda/lib/libcudadevrt.a"
+    fi
     ln -s lib "$work/cuda/lib64"
-    ln -s libcudart.so.13 "$work/cuda/lib/libcudart.so"
-    mkdir -p "$work/nccl/lib"
-    ln -s "$nvidia/nccl/include" "$work/nccl/include"
-    ln -s "$nvidia/nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so"
-    export HOROVOD_GPU=CUDA HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=$work/cuda HOROVOD_NCCL_HOME=$work/nccl
-    export HOROVOD_NCCL_LINK=SHARED HOROVOD_BUILD_CUDA_CC_LIST=80,90,100 PATH=$work/cuda/bin:$PATH
+    for library in libcudart libnccl; do
+        (cd "$work/cuda/lib" && ln -s "$library".so.* "$library.so")
+    done
+    # For the GPUs that torch itself is for. torch.cuda.get_arch_list() says nothing on a machine without a GPU.
+    HOROVOD_BUILD_CUDA_CC_LIST=$("$prefix/bin/python" -c \
+        'import re, torch; print(",".join(re.findall(r"sm_(\d+)", torch._C._cuda_getArchFlags())))')
+    export HOROVOD_BUILD_CUDA_CC_LIST HOROVOD_GPU=CUDA HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED
+    export HOROVOD_CUDA_HOME=$work/cuda HOROVOD_NCCL_HOME=$work/cuda PATH=$work/cuda/bin:$PATH
+    # Or cmake would have Horovod look for NCCL and the runtime in this folder, in /tmp, where anyone could put them later. They
+    # are found because torch has loaded its own.
+    export LIBRARY_PATH=$work/cuda/lib
+    # cmake tries the compiler with nvcc's default, which is a static library that not all wheels have.
+    export CUDAFLAGS=--cudart=shared
 fi
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1
 export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
@@ -68,4 +85,7 @@ root=${DESTDIR:-}
 # by name: of a file, pip would write down the path
 "${pip[@]}" install --no-cache-dir --no-deps --no-index --no-compile --no-warn-script-location \
     ${root:+--root "$root"} --find-links "$work" horovod
+if grep -rqF "$work" "$root$prefix/lib/python3.11/site-packages/horovod"; then
+    die "Horovod has the folder of its build, $work, written into it; see the RUNPATH that readelf -d shows"
+fi
 compile_bytecode "$prefix/bin/python" "$root$prefix/lib/python3.11/site-packages/horovod" unchecked-hash

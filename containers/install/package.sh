@@ -19,10 +19,14 @@ esac
 root=${DESTDIR:-}
 
 "$prefix/bin/python" -m pip install --no-cache-dir --no-deps --no-build-isolation --no-index --no-compile \
-    --no-warn-script-location ${root:+--root "$root"} "$source"
+    --no-warn-script-location ${root:+--root "$root"} "$source" ||
+    die "pip could not install $source in $root$prefix; see above, and whether there and ${TMPDIR:-/tmp} is room"
 site=$root$prefix/lib/python3.11/site-packages
 # Unlike the other packages, this one notices an edited source file: people bind their own over it.
 compile_bytecode "$prefix/bin/python" "$site/hpctrain" checked-hash
+# Python runs this line when it starts: what the user has added (hpctrain add) is found, after all that is here.
+echo 'import os; os.environ.get("HPCTRAIN_PACKAGES") and __import__("hpctrain.packages").packages.show()' \
+    >"$site/hpctrain-packages.pth"
 
 PYTHONPATH=$site "$prefix/bin/python" - >"$root$prefix/versions.json" <<'PY'
 import importlib.metadata
