@@ -19,7 +19,7 @@ ENTER = 'mount --rbind /dev "$0/dev" && mount --rbind /proc "$0/proc" && exec ch
 
 
 @pytest.fixture
-def debian(tmp_path: Path) -> Path:
+def debian(tmp_path: Path) -> Iterator[Path]:
     """The plain Debian that an image begins with, and the recipe in it."""
     subprocess.run(["make", "base"], cwd=REPOSITORY, check=True)
     unpack = "tar -xOf build/base-bookworm.tar layer.tar | tar -xC $0"
@@ -27,7 +27,8 @@ def debian(tmp_path: Path) -> Path:
     (tmp_path / "dev").mkdir()
     for folder in ("install", "locks"):
         shutil.copytree(REPOSITORY / "containers" / folder, tmp_path / "src/containers" / folder)
-    return tmp_path
+    yield tmp_path
+    shutil.rmtree(tmp_path)  # pytest would keep three times 120 MB
 
 
 def enter(root: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
