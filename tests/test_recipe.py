@@ -89,11 +89,12 @@ def test_a_setting_that_means_nothing_is_one_line(name, value):
 
 
 def test_versions_that_are_not_as_recorded_are_named(debian):
-    """Nothing is installed: apt-get is replaced by a program that does nothing, so what the base has is compared."""
+    """Nothing is installed: apt-get, and the Python it would bring, do nothing here, so what the base has is compared."""
     record = next((debian / "src/containers/locks").glob("openmpi-amd64.debian"))
     bash = next(line for line in record.read_text().splitlines() if line.startswith("bash "))
     record.write_text(record.read_text().replace(f"{bash}\n", "bash 1.0\n").replace("\ndash ", "\nno-dash "))
-    (debian / "usr/local/bin/apt-get").symlink_to("/bin/true")
+    for program in ("apt-get", "python3.11"):
+        (debian / "usr/local/bin" / program).symlink_to("/bin/true")
     done = enter(debian, INSTALL, "runtime", PATH="/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
     assert done.returncode == 0, done.stderr
     installed = dict(line.split("\t")[:2] for line in (debian / "usr/share/hpctrain/debian.tsv").read_text().splitlines())
