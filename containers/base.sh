@@ -21,22 +21,23 @@ if [[ -s $tar && ${1:-} != --force ]]; then
 fi
 command -v mmdebstrap >/dev/null || containers/need.sh mmdebstrap
 mkdir -p build
-work=$(mktemp -d -p build base.XXXXXX)
+work=$(mktemp -d -p build base.XXXXXX) || die "cannot write to build/; make room there"
 trap 'rm -rf "$work"' EXIT
 
-SOURCE_DATE_EPOCH=$(source_date_epoch)
-export SOURCE_DATE_EPOCH
 # Without device nodes, an ordinary user can unpack it too. dpkg remembers its options: later packages leave out their
-# manuals as well.
+# manuals as well. This machine's name and name server, which mmdebstrap copies, stay here.
+# shellcheck disable=SC2016  # the shell of the hook knows its $1
 mmdebstrap --variant=minbase --skip=output/dev --format=tar --aptopt='Acquire::Languages "none"' \
     --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
     --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
-    bookworm "$work/layer.tar" || die "mmdebstrap failed; see its message above"
+    --customize-hook='rm -f "$1/etc/hostname" "$1/etc/resolv.conf"' \
+    bookworm "$work/layer.tar" ||
+    die "mmdebstrap failed; see above, and whether a Debian mirror can be reached, and build/ and TMPDIR have room"
 
 layer=$(sha256sum "$work/layer.tar")
 created=$(date -u -d "@$SOURCE_DATE_EPOCH" +%FT%TZ)
-printf '{"architecture":"amd64","os":"linux","created":"%s","config":{"Env":["PATH=%s"],"Cmd":["bash"]},%s,%s}' \
-    "$created" /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+printf '{"architecture":"%s","os":"linux","created":"%s","config":{"Env":["PATH=%s"],"Cmd":["bash"]},%s,%s}' \
+    "$(dpkg --print-architecture)" "$created" /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     "\"rootfs\":{\"type\":\"layers\",\"diff_ids\":[\"sha256:${layer%% *}\"]}" \
     "\"history\":[{\"created\":\"$created\",\"created_by\":\"mmdebstrap\"}]" >"$work/config.json"
 id=$(sha256sum "$work/config.json")
@@ -45,6 +46,7 @@ mv "$work/config.json" "$work/$id.json"
 printf '[{"Config":"%s.json","RepoTags":["localhost/hpctrain-base:bookworm"],"Layers":["layer.tar"]}]' "$id" \
     >"$work/manifest.json"
 tar --create --file "$work/base.tar" --sort=name --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 --numeric-owner \
-    --directory "$work" manifest.json "$id.json" layer.tar
+    --directory "$work" manifest.json "$id.json" layer.tar ||
+    die "$tar could not be written; see above, and make room in build/"
 mv "$work/base.tar" "$tar"
 echo "base: made $tar ($(du -h "$tar" | cut -f1))"

@@ -22,5 +22,6 @@ command -v apt-get >/dev/null || die "this needs what Debian calls ${missing[*]}
 [[ $(id -u) == 0 ]] || die "this needs packages that are not there: sudo apt-get install --no-install-recommends ${missing[*]}"
 echo "installing with apt-get: ${missing[*]}"
 export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq
-apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+apt-get update -qq || die "apt-get could not read its mirror; see above, and try again where that can be reached"
+apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null ||
+    die "apt-get could not install ${missing[*]}; see above"

@@ -152,6 +152,8 @@ a_job() {
     # torch warns about every address that has no name; what matters comes as an error.
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     export PYTHONNOUSERSITE=1
+    # Set to nothing, so that a site's file does not set it: NCCL would look for a network of no name, and give up.
+    [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
 }
 
 # ---- the runtime: how a task gets into the image ----
@@ -348,7 +350,7 @@ by_mpi() {
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-print(MPI.Get_library_version().split(",")[0])' 2>&1 | tail -n 1) || true
+print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | tail -n 1) || true
     offered=$(srun --mpi=list 2>&1 | tr -s '\n\t ' ' ' || true)
     if [[ $how == auto ]]; then
         case "$library:$offered" in
@@ -389,7 +391,8 @@ by_mpirun() {
 
 # Variables that matter inside the image; apptainer and shifter show all of them there, podman-hpc these.
 INSIDE=('CUDA_*' 'FI_*' 'GLOO_*' 'GROUP_*' 'HF_*' 'HOROVOD_*' 'HPCTRAIN_*' 'MASTER_*' MPLCONFIGDIR 'NCCL_*' 'OMP_*' 'OMPI_*' 'PBS_*'
-    'PMI_*' 'PMIX_*' 'PYTHON*' RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SCRATCH 'SLURM_*' SQUASH_DIR 'TORCH*' 'UCX_*')
+    'PMI_*' 'PMIX_*' 'PYTHON*' RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SCRATCH 'SLINGSHOT_*' 'SLURM_*' SQUASH_DIR
+    'TORCH*' 'UCX_*')
 
 # forwarded: the names of the variables that a task needs and mpirun does not take to the other nodes
 forwarded() {
@@ -401,7 +404,7 @@ forwarded() {
             # What a launcher says to one task is not for the others.
             case $name in
             SLURM_JOB_ID | SLURM_ARRAY_* | SLURM_RESTART_COUNT) echo "$name" ;;
-            SLURM_* | OMPI_* | PMI_* | PMIX_* | *RANK) ;;
+            SLINGSHOT_* | SLURM_* | OMPI_* | PMI_* | PMIX_* | *RANK) ;;
             *) echo "$name" ;;
             esac
             break

@@ -27,8 +27,15 @@ if [[ $(id -u) == 0 ]]; then
 fi
 
 [[ $(command -v python) == "$prefix/bin/python" ]] || die "python is $(command -v python), not the image's; set PATH"
-privileged=$(find /etc /opt /usr /var -xdev -type f -perm /6000 -print -quit 2>/dev/null || true)
+# All of the image, without what is mounted over it (-xdev would take a folder of the same disk for a part of it).
+mounted=()
+while read -r _ _ _ _ at _; do
+    [[ $at == / ]] || mounted+=(-path "$at" -prune -o)
+done </proc/self/mountinfo
+privileged=$(find / -xdev "${mounted[@]}" -type f -perm /6000 -print -quit 2>/dev/null || true)
 [[ -z $privileged ]] || die "$privileged is setuid or setgid"
+open=$(find / -xdev "${mounted[@]}" -perm -0002 ! -type l ! \( -type d -perm -1000 \) -print -quit 2>/dev/null || true)
+[[ -z $open ]] || die "everybody can write to $open"
 closed=$(find "$prefix" ! -type l ! -perm -o=r -print -quit)
 [[ -z $closed ]] || die "an ordinary user cannot read $closed"
 for tool in cc c++ gcc g++ make cmake; do
@@ -105,8 +112,19 @@ getent hosts "$(hostname)" >/dev/null || die "this machine's name, $(hostname), 
 export GLOO_SOCKET_IFNAME=lo
 torchrun=(torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2)
 two "torch over Gloo, torchrun" "${torchrun[@]}" torch_sum.py
-two "mpi4py, mpirun" mpirun --oversubscribe -np 2 python mpi4py_sum.py
-two "Horovod over MPI, mpirun" mpirun --oversubscribe -np 2 python horovod_sum.py
+library=$(python -c 'from mpi4py import MPI; print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())')
+mpirun=(mpirun -np 2)
+if [[ $(mpirun --version) == *"Open MPI"* ]]; then
+    mpirun+=(--oversubscribe)
+    fabric=$(ompi_info --parsable | grep -oE '^mca:(pml:ucx|mtl:ofi|pmix:ext3x):version:"component' || true)
+    [[ $(wc -l <<<"$fabric") == 3 ]] || die "Open MPI is built without UCX, libfabric or PMIx: it has $fabric"
+else
+    fabric=$(mpichversion --device)
+    [[ $fabric == *ucx* && $fabric == *ofi* ]] || die "MPICH is built without UCX or libfabric: $fabric"
+fi
+echo "check: MPI is $library, with UCX and libfabric"
+two "mpi4py, mpirun" "${mpirun[@]}" python mpi4py_sum.py
+two "Horovod over MPI, mpirun" "${mpirun[@]}" python horovod_sum.py
 two "Horovod over Gloo, horovodrun" horovodrun --gloo --network-interfaces lo -np 2 python horovod_sum.py
 timeout 120 "${torchrun[@]}" -m hpctrain check >said 2>errors ||
     die "hpctrain check, torchrun: failed: $(tail -n 20 errors)"

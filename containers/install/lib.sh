@@ -37,10 +37,39 @@ use_ca() {
     fi
 }
 
+# run_pip LOCK COMMAND...: run pip for the packages of LOCK. Where it fails, all that it said stays above, and our last line
+# says what that means. The order matters: pip ends with "No matching distribution" after most other faults, too.
+run_pip() {
+    local lock=$1 said package
+    shift
+    if said=$("$@" 2>&1 | sed 'w /dev/stderr'); then return; fi # of GNU sed; tee would open it anew, which not all may
+    package=$(sed -n 's/^ERROR: No matching distribution found for //p' <<<"$said" | head -n 1)
+    case ${said,,} in
+        *"do not match the hashes"*)
+            die "$lock: a file has not the hash that was locked, see above; take another index, or if it is right, make lock" ;;
+        *"no space left"* | *"quota exceeded"*)
+            die "$lock: no room for its packages, in the folder they go to or in TMPDIR (${TMPDIR:-/tmp}); make some" ;;
+        *"ca certificate bundle"*)
+            die "$lock: the file of certificates, ${PIP_CERT:-which pip is configured with}, is not there; name one by PIP_CERT" ;;
+        *certificate_verify_failed* | *x509*)
+            die "$lock: the index's certificate is not signed by any in ${PIP_CERT:-the list of pip}; name the file of those that" \
+                "your network uses by PIP_CERT, for an image by SSL_CERT_FILE" ;;
+        *"connection broken"* | *"connection error"* | *"timed out"* | *"incomplete-download"*)
+            die "$lock: the index above cannot be reached; try again where it can, or name a folder of wheels by WHEELS" ;;
+        *"invalid requirement"* | *"hashes are required"* | *"have their versions pinned"*)
+            die "$lock: is broken where it says above; get it back from git, or make lock" ;;
+    esac
+    [[ -z $package ]] || die "$lock: there is no $package in the index above or in WHEELS; take another index, or make lock"
+    die "$lock: pip failed; see above"
+}
+
 # compile_bytecode PYTHON FOLDER MODE: write the .pyc files now, because an image is read-only when it runs. They name
 # the hash of their source, not its date, so they come out the same in every build; those of pip and what it uses, which
 # it has written as it ran, are written anew. Some packages carry a file in the syntax of a newer Python (torch does): that
 # one is left out.
 compile_bytecode() {
-    "$1" -m compileall -f -qq -j 0 --invalidation-mode "$3" "$2" || true
+    local said
+    if said=$("$1" -m compileall -f -q -j 0 --invalidation-mode "$3" "$2" 2>&1); then return; fi
+    said=$(grep -E -m 1 '\[Errno|BrokenProcessPool|Traceback' <<<"$said" || true)
+    [[ -z $said ]] || die "the bytecode of $2 could not be written: $said"
 }

@@ -19,7 +19,8 @@ esac
 root=${DESTDIR:-}
 
 "$prefix/bin/python" -m pip install --no-cache-dir --no-deps --no-build-isolation --no-index --no-compile \
-    --no-warn-script-location ${root:+--root "$root"} "$source"
+    --no-warn-script-location ${root:+--root "$root"} "$source" ||
+    die "pip could not install $source in $root$prefix; see above, and whether there and ${TMPDIR:-/tmp} is room"
 site=$root$prefix/lib/python3.11/site-packages
 # Unlike the other packages, this one notices an edited source file: people bind their own over it.
 compile_bytecode "$prefix/bin/python" "$site/hpctrain" checked-hash
@@ -37,7 +38,8 @@ import subprocess
 
 mpirun = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
 versions = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions()}
-versions["openmpi"] = re.search(r"\d+\.\d+\S*", mpirun).group()
+if "Open MPI" in mpirun:  # MPICH is one of the wheels
+    versions["openmpi"] = re.search(r"\d+\.\d+\S*", mpirun).group()
 versions["python"] = platform.python_version()
 versions["revision"] = os.environ.get("REVISION") or None
 print(json.dumps(versions, indent=1, sort_keys=True))

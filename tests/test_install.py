@@ -1,0 +1,325 @@
+"""What goes wrong while an environment, an image or a SIF is made ends with one sentence, and leaves nothing half made.
+
+The faults are real ones: an index over HTTPS on this machine, certificates that do not fit, disks that are too small, no network,
+files that were changed, signals. The packages are tiny, and one of them is named torch, which each lock must have.
+"""
+
+import functools
+import hashlib
+import http.server
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from slurm_cluster import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+PACKAGES: dict[str, dict[str, str]] = {
+    "torch": {"torch/__init__.py": "", "torch/bin/torch_shm_manager": ""},
+    "probe": {"probe.py": "x = 1\n"},
+    "big": {"big.bin": "0" * 30_000_000},
+}
+# not what the machine has of its own
+ENV = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith("PIP_") and name not in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "WHEELS")
+} | {"PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1"}
+PYTHON = "/usr/bin/python3.11" if Path("/usr/bin/python3.11").exists() else "python3.11"  # as in the Makefile
+
+
+def wheel(folder: Path, name: str) -> str:
+    """Make version 1.0 of a package of PACKAGES in `folder`; return its line for a lock."""
+    info = f"{name}-1.0.dist-info"
+    files = PACKAGES[name] | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
+    folder.mkdir(parents=True)
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+    return f"{name}==1.0 --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+
+
+@dataclass(frozen=True)
+class Index:
+    """A package index: the environment that leads pip there, the locks' lines, and where a request that hangs is noticed."""
+
+    env: dict[str, str]
+    lines: dict[str, str]
+    stranger: Path  # certificates that the index's is not signed by
+    hangs: threading.Event
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+    """It serves PACKAGES under /simple; under /hang nothing ever comes."""
+    folder = tmp_path_factory.mktemp("index")
+    for name in ("own", "stranger"):
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+             "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
+             "-keyout", f"{name}.key", "-out", f"{name}.crt"],
+            cwd=folder, check=True, capture_output=True,
+        )  # fmt: skip
+    lines = {name: wheel(folder / "root/simple" / name, name) for name in PACKAGES}
+    hangs, end = threading.Event(), threading.Event()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.startswith("/hang"):
+                hangs.set()
+                end.wait()
+            else:
+                super().do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("localhost", 0), functools.partial(Handler, directory=folder / "root"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "own.crt", folder / "own.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"https://localhost:{server.server_address[1]}/simple"
+    yield Index({**ENV, "PIP_INDEX_URL": url, "PIP_CERT": str(folder / "own.crt")}, lines, folder / "stranger.crt", hangs)
+    end.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what images are made from, to break."""
+    folder = tmp_path_factory.mktemp("recipe")
+    for name in ("containers", "apptainer", "src", "tests/cluster"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "LICENSE", ".dockerignore"):
+        shutil.copy(REPOSITORY / name, folder)
+    (folder / "build").mkdir()
+    (folder / "build/cluster").symlink_to(REPOSITORY / "build/cluster")
+    if (base := REPOSITORY / "build/base-bookworm.tar").exists():
+        (folder / "build/base-bookworm.tar").symlink_to(base)
+    return folder
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Makes a disk of a size, such as 4m."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    mounted = []
+
+    def mount(size: str) -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", folder], check=True)
+
+
+def run(*command: str | Path, env: dict[str, str] = ENV, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+    """The output is one stream, as on a screen."""
+    return subprocess.run(
+        command, env=env, cwd=cwd, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Of something that failed."""
+    assert done.returncode != 0, done.stdout
+    return done.stdout.rstrip().splitlines()[-1]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def install(recipe: Path, prefix: Path, lock: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    (recipe / "containers/locks/tiny.lock").write_text(lock)
+    return run(recipe / "containers/install/python.sh", prefix, "tiny", env={**env, "PYTHON": PYTHON})
+
+
+@pytest.fixture(scope="module")
+def environment(recipe: Path, index: Index, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What python.sh makes where nothing is wrong, with the pip that it begins with."""
+    prefix = tmp_path_factory.mktemp("whole") / "environment"
+    done = install(recipe, prefix, index.lines["torch"] + index.lines["probe"], index.env)
+    assert done.returncode == 0, done.stdout
+    return prefix
+
+
+def test_an_environment_is_made_once(recipe, index, environment):
+    assert names(environment.parent) == ["environment"]
+    assert run(environment / "bin/python", "-c", "import torch, probe").returncode == 0
+    assert list(environment.glob("lib/python3.11/site-packages/__pycache__/probe.*.pyc"))
+    done = install(recipe, environment, index.lines["torch"], index.env)
+    assert last_line(done) == f"python.sh: {environment} exists; remove it or give another PREFIX"
+    assert (environment / "bin/python").exists()
+
+
+ZEROS = "--hash=sha256:" + "0" * 64
+OTHER_HASH = "a file has not the hash that was locked"
+BROKEN = "is broken where it says above; get it back from git, or make lock"
+UNREACHABLE = "the index above cannot be reached"
+
+
+@pytest.mark.parametrize(
+    ("lock", "variables", "words"),
+    [
+        ("probe==1.0 " + ZEROS, {}, OTHER_HASH),
+        ("probe==9.9 " + ZEROS, {}, "there is no probe==9.9 in the index above"),
+        ("probe==1.0", {}, BROKEN),
+        ("probe>=1.0 " + ZEROS, {}, BROKEN),
+        ("probe=1.0 " + ZEROS, {}, BROKEN),
+        ("<<<<<<< HEAD", {}, BROKEN),
+        ("probe==1.0 --hash=nothing", {}, BROKEN),
+        ("", {"PIP_CERT": "/no/such"}, "the file of certificates, /no/such, is not there; name one by PIP_CERT"),
+        ("", {"PIP_CERT": "{stranger}"}, "the index's certificate is not signed by any in {stranger};"),
+        ("", {"PIP_CERT": ""}, "the index's certificate is not signed by any in the list of pip;"),
+        ("", {"UNSHARE": "--net"}, UNREACHABLE),
+        ("", {"UNSHARE": "--net", "PIP_INDEX_URL": "https://pypi.org/simple"}, UNREACHABLE),
+    ],
+)
+def test_pip_fails_for_a_reason(environment, index, tmp_path, lock, variables, words):
+    """The one place that knows pip's messages, run_pip, as the steps call it, with the pip that they call."""
+    (tmp_path / "tiny.lock").write_text(lock or index.lines["probe"])
+    variables = {name: value.format(stranger=index.stranger) for name, value in variables.items()}
+    command = f"source {REPOSITORY}/containers/install/lib.sh; run_pip tiny.lock {environment}/bin/python -m pip install" \
+        f" --require-hashes --no-cache-dir --target new -r tiny.lock"  # fmt: skip
+    apart = ["unshare", variables.pop("UNSHARE")] if "UNSHARE" in variables else []
+    done = run(*apart, "bash", "-euo", "pipefail", "-c", command, "python.sh", env=index.env | variables, cwd=tmp_path)
+    assert last_line(done).startswith("python.sh: tiny.lock: " + words.format(stranger=index.stranger))
+    assert "ERROR: " in done.stdout
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_failed_environment_does_not_stay(recipe, index, disk, tmp_path):
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    env = index.env | {"TMPDIR": str(tmp)}
+    for prefix, lock, words in (
+        (tmp_path / "environment", index.lines["torch"] + "probe==1.0 " + ZEROS, OTHER_HASH),
+        (disk("25m") / "environment", index.lines["torch"] + index.lines["big"], "no room for its packages"),
+        (disk("4m") / "environment", index.lines["torch"], f"{PYTHON} made no environment in {tmp_path}/disk1/environment"),
+        (tmp_path / "environment", index.lines["probe"], "has no line torch=="),
+    ):
+        assert words in last_line(install(recipe, prefix, lock, env))
+        assert prefix.parent == tmp_path or names(prefix.parent) == []
+        assert set(names(tmp_path)) <= {"disk0", "disk1", "tmp"}
+        assert names(tmp) == []
+
+
+def test_an_environment_that_was_interrupted(recipe, index, tmp_path):
+    """Ctrl-C removes it. After kill -9 it is marked, so that python.sh makes it again."""
+    prefix = tmp_path / "environment"
+    (recipe / "containers/locks/tiny.lock").write_text(index.lines["torch"])
+    env = {**index.env, "PYTHON": PYTHON, "PIP_INDEX_URL": index.env["PIP_INDEX_URL"].replace("/simple", "/hang")}
+    for number in (signal.SIGINT, signal.SIGKILL):
+        index.hangs.clear()
+        with subprocess.Popen(
+            [recipe / "containers/install/python.sh", prefix, "tiny"], env=env, start_new_session=True, stderr=subprocess.DEVNULL
+        ) as process:
+            assert index.hangs.wait(120)
+            assert (prefix / "bin/python").exists()
+            os.killpg(process.pid, number)
+        assert process.returncode != 0
+        assert names(tmp_path) == ([] if number == signal.SIGINT else ["environment", "environment.unfinished"])
+    done = install(recipe, prefix, index.lines["torch"], index.env)
+    assert done.returncode == 0, done.stdout
+    assert names(tmp_path) == ["environment"]
+
+
+def test_bytecode_that_finds_no_room(environment, disk):
+    """A file that is not Python is passed over; a full disk is not."""
+    folder = disk("200k")
+    compile_it = f"source containers/install/lib.sh; compile_bytecode {environment}/bin/python {folder} unchecked-hash"
+    (folder / "newer.py").write_text("match = = 3\n")
+    (folder / "code.py").write_text("x = 1\n")
+    assert run("bash", "-euc", compile_it, "python.sh").returncode == 0
+    for number in range(8):
+        (folder / f"code{number}.py").write_text("".join(f"def f{line}(a, b): return a + b * {number}\n" for line in range(400)))
+    said = last_line(run("bash", "-euc", compile_it, "python.sh"))
+    assert said == f"python.sh: the bytecode of {folder} could not be written: OSError: [Errno 28] No space left on device"
+
+
+def test_an_image_with_a_broken_lock(recipe):
+    """It fails in python.sh, inside the build, whose sentence is the last line. The image that was there stays."""
+    tar, lock = recipe / "build/hpctrain-cpu.tar", recipe / "containers/locks/cpu.lock"
+    tar.write_text("the one before")
+    whole = lock.read_text()
+    lock.write_text(whole.replace("torch==", "torch=", 1))
+    before = names(recipe / "build")
+    done = run("containers/build.sh", cwd=recipe, env={**os.environ})
+    lock.write_text(whole)
+    said = "build.sh: the build failed: python.sh: /src/containers/locks/cpu.lock: has no line torch=="
+    assert last_line(done).startswith(said)
+    assert tar.read_text() == "the one before" and names(recipe / "build") == before
+
+
+def test_certificates_that_are_not_there(recipe):
+    done = run("containers/build.sh", cwd=recipe, env={**ENV, "SSL_CERT_FILE": "/no/such", "BASE_IMAGE": "scratch"})
+    assert last_line(done).startswith("build.sh: SSL_CERT_FILE=/no/such is not there")
+    assert done.stdout.count("\n") == 1
+
+
+def test_images_that_find_no_room(recipe, disk, tmp_path):
+    """A small image by containers/build.sh and apptainer/build.sh, whole where there is room, and on disks with too little."""
+    (recipe / "containers/locks/small.lock").write_text("")
+    (recipe / "containers/Dockerfile").write_text("FROM scratch\nCOPY tree /\n")
+    (recipe / ".dockerignore").write_text("*\n!tree\n")
+    for name, content in (
+        ("noise", os.urandom(6_000_000)),
+        ("usr/share/hpctrain/debian.tsv", b""),
+        ("opt/hpctrain/wheels.tsv", b""),
+    ):
+        (recipe / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (recipe / "tree" / name).write_bytes(content)
+    (tmp_path / "storage.conf").write_text(
+        f'[storage]\ndriver = "overlay"\ngraphroot = "{tmp_path}/graph"\nrunroot = "{tmp_path}/run"\n'
+    )
+    env = {**os.environ, "BASE_IMAGE": "scratch", "CONTAINERS_STORAGE_CONF": str(tmp_path / "storage.conf")}
+    build = ["containers/build.sh", "--flavor", "small"]
+    pack = ["apptainer/build.sh", "--flavor", "small", "--output"]
+    done = run(*build, cwd=recipe, env=env)
+    assert done.returncode == 0, done.stdout
+    tar = (recipe / "build/hpctrain-small.tar").read_bytes()
+    done = run(*pack, tmp_path / "whole.sif", cwd=recipe, env=env)
+    assert done.returncode == 0, done.stdout
+
+    small = disk("4m")
+    (small / "old.sif").write_text("the one before")
+    assert "build.sh: the build failed: no room" in last_line(run(*pack, small / "old.sif", cwd=recipe, env=env))
+    assert names(small) == ["old.sif"] and (small / "old.sif").read_text() == "the one before"
+
+    (recipe / "build/hpctrain-small.tar").write_bytes(tar[: len(tar) // 2])
+    assert last_line(run(*pack, tmp_path / "half.sif", cwd=recipe, env=env)) == "build.sh: the build failed; see above"
+    assert not (tmp_path / "half.sif").exists() and not list(tmp_path.glob(".sif.*"))
+
+    (recipe / "build").rename(recipe / "build.whole")
+    (recipe / "build").symlink_to(small)
+    (small / "hpctrain-small.tar").write_text("the one before")
+    assert "build.sh: the build failed: no room" in last_line(run(*build, cwd=recipe, env=env))
+    assert names(small) == ["hpctrain-small.tar", "old.sif"]
+    assert (small / "hpctrain-small.tar").read_text() == "the one before"
+
+
+def test_packages_of_debian_without_a_network():
+    done = run("unshare", "--net", "containers/need.sh", "hello")
+    assert last_line(done).startswith("need.sh: apt-get could not ")
