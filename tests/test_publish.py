@@ -19,6 +19,7 @@ HOME = "/home/alice/hpctrain"
 NAME = "localhost:5000/hpctrain"
 VERSION = re.search(r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text(), re.M)[1]
 REGISTRY = """version: 0.1
+log: {{level: error, accesslog: {{disabled: true}}}}
 storage: {{filesystem: {{rootdirectory: {folder}}}}}
 http: {{addr: ":{port}"}}
 {auth}"""
