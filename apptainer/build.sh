@@ -1,11 +1,11 @@
 #!/bin/bash
-# build.sh [--from image|def] [--flavor FLAVOR] [--output FILE]: make the SIF (make sif).
+# build.sh [--from image|def] [--flavor FLAVOR] [--mpi openmpi|mpich] [--output FILE]: make the SIF (make sif).
 #   --from image  from build/hpctrain-FLAVOR.tar, which containers/build.sh makes: the default, under a minute
 #   --from def    from a plain Debian by apptainer/hpctrain.def, with no Docker, podman or buildah anywhere
-#   --output      hpctrain-FLAVOR.sif by default; it appears when it is complete
+#   --output      hpctrain-FLAVOR.sif by default, or hpctrain-FLAVOR-mpich.sif; it appears when it is complete
 # It uses this machine's apptainer or singularity, else (root only) the one in the test cluster's file system.
 #   BASE_IMAGE=NAME  for --from def, and
-#   WHEELS=FOLDER    likewise: as for containers/build.sh
+#   DEBIAN_SNAPSHOT=TIMESTAMP, WHEELS=FOLDER  likewise: as for containers/build.sh
 #   APPTAINER_TMPDIR=FOLDER  where to unpack, about 3 GB; /tmp by default
 
 set -euo pipefail
@@ -13,11 +13,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/lib.sh
 source containers/lib.sh
 
-flavor=cpu from=image output=
+flavor=cpu mpi=openmpi from=image output=
 while (($#)); do
     case $1 in
         -h | --help) usage && exit ;;
-        --flavor | --from | --output)
+        --flavor | --mpi | --from | --output)
             [[ -n ${2:-} ]] || die "$1 needs a value (see --help)"
             declare "${1#--}=$2"
             shift 2
@@ -26,11 +26,11 @@ while (($#)); do
     esac
 done
 [[ $from == image || $from == def ]] || die "--from is image or def, not $from"
-[[ -f containers/locks/$flavor.lock ]] || die "there is no flavour $flavor; it would be containers/locks/$flavor.lock"
-output=$(realpath -m "${output:-hpctrain-$flavor.sif}")
+name=$(image_name "$flavor" "$mpi")
+output=$(realpath -m "${output:-hpctrain-$name.sif}")
 [[ -w $(dirname "$output") ]] || die "cannot write to $(dirname "$output"); give another --output"
 
-command -v python3 >/dev/null || die "there is no python3, for normalize.py; install one"
+command -v python3 >/dev/null || die "there is no python3, for containers/sif.py; install one"
 
 # Beside the final file, so that the last step is a rename.
 work=$(mktemp -d "$(dirname "$output")/.sif.XXXXXX") ||
@@ -43,12 +43,10 @@ if runtime=$(command -v apptainer || command -v singularity); then
     apptainer=("$runtime")
 elif [[ $(id -u) == 0 && -d build/cluster/rootfs ]]; then
     apptainer=(tests/cluster/cluster.sh run -b "$work" ${wheels:+-b "$wheels"}
-        -e "SOURCE_DATE_EPOCH=$(source_date_epoch)" -- apptainer)
+        -e "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH" -- apptainer)
 else
     die "there is no apptainer or singularity; install one, or as root make tests/cluster's with tests/cluster/rootfs.sh"
 fi
-SOURCE_DATE_EPOCH=$(source_date_epoch)
-export SOURCE_DATE_EPOCH
 
 # zstd unpacks several times as fast as gzip, which every node does at every start. Its level 9 takes 14 s more than
 # level 3, for 8 % less.
@@ -58,11 +56,11 @@ arguments=(--force --disable-cache --mksquashfs-args "-comp zstd -Xcompression-l
 date=$(date -u -d "@$SOURCE_DATE_EPOCH" +%FT%TZ)
 
 if [[ $from == image ]]; then
-    image=build/hpctrain-$flavor.tar
+    image=build/hpctrain-$name.tar
     [[ -s $image ]] || die "there is no $image; make it with containers/build.sh (make image), or use --from def"
     # The image has its labels already.
     {
-        printf 'Bootstrap: docker-archive\nFrom: %s\n\n' "$image"
+        printf 'Bootstrap: oci-archive\nFrom: %s\n\n' "$image"
         sed -n '/^%runscript/,$p' apptainer/hpctrain.def | sed '/^%labels/,/^$/d'
         printf '\n%%labels\n    org.label-schema.build-date %s\n' "$date"
     } >"$work/image.def"
@@ -71,7 +69,8 @@ if [[ $from == image ]]; then
     def=$work/image.def
 else
     def=apptainer/hpctrain.def
-    arguments+=(--build-arg "flavor=$flavor" --build-arg "date=$date" --build-arg "version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
+    arguments+=(--build-arg "flavor=$flavor" --build-arg "mpi=$mpi" --build-arg "snapshot=${DEBIAN_SNAPSHOT:-}"
+        --build-arg "date=$date" --build-arg "version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
         --build-arg "revision=$(git rev-parse --verify --quiet HEAD 2>/dev/null || true)")
     if [[ -n ${BASE_IMAGE:-} ]]; then
         arguments+=(--build-arg bootstrap=docker --build-arg "from=$BASE_IMAGE")
@@ -92,7 +91,16 @@ else
 fi
 
 echo "build: $output from $from, by ${apptainer[*]}, wheels from ${wheels:-the index}"
+# Apptainer after 1.4 can leave out the time and the random number by itself; sif.py then finds nothing to change.
+if [[ $("${apptainer[@]}" build --help) == *--reproducible* ]]; then
+    arguments+=(--reproducible)
+fi
 image_tool "${apptainer[@]}" build "${arguments[@]}" "$work/image.sif" "$def"
-python3 apptainer/normalize.py "$work/image.sif" || die "the header of the SIF could not be normalised; see above"
+python3 containers/sif.py "$work/image.sif" || die "the header of the SIF could not be normalised; see above"
+record=build/hpctrain-$name.provenance.json
+if [[ $from == image && -f $record && -w build ]]; then
+    python3 containers/record.py sif "$work/image.sif" "$image" "$record" --builder "$("${apptainer[@]}" --version)" ||
+        die "the record of the image does not fit; see above, or make the image anew with containers/build.sh"
+fi
 mv "$work/image.sif" "$output"
 echo "build: $output ($(du -h --apparent-size "$output" | cut -f1))"

@@ -24,8 +24,6 @@ mkdir -p build
 work=$(mktemp -d -p build base.XXXXXX) || die "cannot write to build/; make room there"
 trap 'rm -rf "$work"' EXIT
 
-SOURCE_DATE_EPOCH=$(source_date_epoch)
-export SOURCE_DATE_EPOCH
 # Without device nodes, an ordinary user can unpack it too. dpkg remembers its options: later packages leave out their
 # manuals as well. This machine's name and name server, which mmdebstrap copies, stay here.
 # shellcheck disable=SC2016  # the shell of the hook knows its $1
@@ -38,8 +36,8 @@ mmdebstrap --variant=minbase --skip=output/dev --format=tar --aptopt='Acquire::L
 
 layer=$(sha256sum "$work/layer.tar")
 created=$(date -u -d "@$SOURCE_DATE_EPOCH" +%FT%TZ)
-printf '{"architecture":"amd64","os":"linux","created":"%s","config":{"Env":["PATH=%s"],"Cmd":["bash"]},%s,%s}' \
-    "$created" /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+printf '{"architecture":"%s","os":"linux","created":"%s","config":{"Env":["PATH=%s"],"Cmd":["bash"]},%s,%s}' \
+    "$(dpkg --print-architecture)" "$created" /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     "\"rootfs\":{\"type\":\"layers\",\"diff_ids\":[\"sha256:${layer%% *}\"]}" \
     "\"history\":[{\"created\":\"$created\",\"created_by\":\"mmdebstrap\"}]" >"$work/config.json"
 id=$(sha256sum "$work/config.json")

@@ -17,14 +17,28 @@ ca_bundle() {
     done
 }
 
+# image_name FLAVOR MPI: the tag of the image, and what its files are called by: cpu, or cpu-mpich.
+image_name() {
+    [[ -f containers/locks/$1.lock ]] || die "there is no flavour $1; it would be containers/locks/$1.lock"
+    case $2 in
+        openmpi) printf '%s' "$1" ;;
+        mpich) printf '%s' "$1-mpich" ;;
+        *) die "--mpi is openmpi or mpich, not $2" ;;
+    esac
+}
+
 # Whether the registry of the pinned base can be reached. Its answer to a stranger is 401; any answer will do.
 registry_answers() {
     curl -s -m 5 -o /dev/null https://registry-1.docker.io/v2/
 }
 
-# One date for every file that a build makes, so that the same commit gives the same image.
-source_date_epoch() {
-    printf '%s' "${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || echo 1767225600)}"
+# The date of every file that goes into an image, whatever the commit: so a layer that a commit did not change is the same
+# layer, whether a store still has it or it is built anew. (buildah takes a layer with another date from its store.)
+export SOURCE_DATE_EPOCH=1767225600 # 2026-01-01
+
+# When the source is from, which an image says in a label.
+commit_date() {
+    date -u -d "@$(git log -1 --format=%ct 2>/dev/null || printf %s "$SOURCE_DATE_EPOCH")" +%FT%TZ
 }
 
 # image_tool COMMAND...: run the tool that builds an image, writes or reads one. Where it fails, all that it said stays above,

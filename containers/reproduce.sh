@@ -1,9 +1,10 @@
 #!/bin/bash
-# reproduce.sh [--flavor FLAVOR]: build the image twice, each time in a store of its own that begins empty, and a SIF of
-# each, and say whether all layers and both SIFs are the same, byte for byte (make reproduce). The image's configuration is
-# not compared: buildah writes the random number of a container into it.
-# Where they are not, the files that differ are named, and the exit status is 1.
-# It takes as long as two builds with nothing cached, and room for both: for the cpu flavour 10 minutes on 2 cores, 15 GB.
+# reproduce.sh [--flavor FLAVOR] [--mpi openmpi|mpich]: build the image twice, each time in a store of its own that begins
+# empty, and a SIF of it twice, and say whether they are the same, byte for byte (make reproduce). As root with the test
+# cluster's file system, the second SIF is made by an ordinary user. Where two differ, what differs is named: the files with
+# their mode, owner, time and hash, or the configuration; and the exit status is 1.
+# The result is build/hpctrain-FLAVOR.tar with its record, as containers/build.sh leaves them. It takes as long as two builds
+# with nothing cached, and room for both: for the cpu flavour 12 minutes on 2 idle cores, 15 GB.
 #   TMPDIR=FOLDER  where the stores are (/tmp by default)
 
 set -euo pipefail
@@ -11,59 +12,85 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/lib.sh
 source containers/lib.sh
 
-flavor=cpu
+flavor=cpu mpi=openmpi
 while (($#)); do
     case $1 in
         -h | --help) usage && exit ;;
-        --flavor)
-            [[ -n ${2:-} ]] || die "--flavor needs a value (see --help)"
-            flavor=$2
+        --flavor | --mpi)
+            [[ -n ${2:-} ]] || die "$1 needs a value (see --help)"
+            declare "${1#--}=$2"
             shift 2
             ;;
         *) die "unknown argument $1 (see --help)" ;;
     esac
 done
+name=hpctrain-$(image_name "$flavor" "$mpi")
 command -v buildah >/dev/null || die "buildah is not there, which can have a store of its own; apt-get install buildah"
 work=$(mktemp -d)
-trap 'chmod -R u+w "$work" && rm -rf "$work"' EXIT
+trap clean EXIT
 
-# The list of files of each layer of an image, with what tar knows of them and a hash of their content.
+# store TURN COMMAND...: run a command with the store of this turn
+store() {
+    CONTAINERS_STORAGE_CONF=$work/$1/storage.conf "${@:2}"
+}
+
+# A build that failed leaves a container with its files mounted.
+clean() {
+    for turn in "$work"/[12]; do
+        [[ ! -f $turn/storage.conf ]] || store "$(basename "$turn")" buildah rm --all >/dev/null 2>&1 || true
+    done
+    chmod -R u+w "$work" && rm -rf "$work"
+}
+
+# listing ARCHIVE: its configuration, and the files of each layer with what tar knows of them and a hash of their content
 listing() {
-    mkdir "$1.files"
-    tar -xf "$1" -C "$1.files"
-    local layer
-    while read -r layer; do
-        tar --utc --full-time -tvf "$1.files/$layer"
-        mkdir "$1.files/content"
-        tar -xf "$1.files/$layer" -C "$1.files/content" --no-same-owner --no-same-permissions
-        (cd "$1.files/content" && find . -type f -print0 | sort -z | xargs -0 -r sha256sum)
-        chmod -R u+w "$1.files/content" && rm -rf "$1.files/content"
-    done < <(grep -o '[^"]*\.tar' "${1%.tar}.layers")
+    local part paths folder=$1.files
+    mkdir "$folder"
+    tar -xf "$1" -C "$folder"
+    mapfile -t paths < <(grep -o 'blobs/sha256/[0-9a-f]*' "$folder/manifest.json")
+    python3 -m json.tool "$folder/${paths[0]}"
+    for part in "${paths[@]:1}"; do
+        tar --utc --full-time -tvf "$folder/$part"
+        mkdir "$folder/content"
+        tar -xf "$folder/$part" -C "$folder/content" --no-same-owner --no-same-permissions
+        (cd "$folder/content" && find . -type f -print0 | sort -z | xargs -0 -r sha256sum)
+        chmod -R u+w "$folder/content" && rm -rf "$folder/content"
+    done
 }
 
 for turn in 1 2; do
     mkdir "$work/$turn"
     printf '[storage]\ndriver = "overlay"\ngraphroot = "%s/graph"\nrunroot = "%s/run"\n' "$work/$turn" "$work/$turn" \
         >"$work/$turn/storage.conf"
-    echo "reproduce: build $turn of hpctrain:$flavor, in an empty store"
-    CONTAINERS_STORAGE_CONF=$work/$turn/storage.conf containers/build.sh --flavor "$flavor" --tool buildah >"$work/$turn.log" 2>&1 ||
+    echo "reproduce: build $turn of $name, in an empty store"
+    store "$turn" containers/build.sh --flavor "$flavor" --mpi "$mpi" --tool buildah >"$work/$turn.log" 2>&1 ||
         die "build $turn failed: $(tail -n 20 "$work/$turn.log")"
-    cp "build/hpctrain-$flavor.tar" "$work/$turn.tar"
-    CONTAINERS_STORAGE_CONF=$work/$turn/storage.conf buildah rmi --all --force >/dev/null 2>&1 || true
-    # the layers are named by their hash
-    tar -xOf "$work/$turn.tar" manifest.json | grep -o '"Layers":\[[^]]*\]' >"$work/$turn.layers"
-    echo "reproduce: the layers of image $turn are sha256:$(sha256sum "$work/$turn.layers" | cut -d' ' -f1) together"
+    cp "build/$name.tar" "$work/$turn.tar"
+    cp "build/$name.provenance.json" "$work/$turn.json"
+    store "$turn" buildah rmi --all --force >/dev/null 2>&1 || true
+    echo "reproduce: image $turn is $(<"build/$name.digest")"
 done
-if ! cmp -s "$work/1.layers" "$work/2.layers"; then
+if ! cmp -s "$work/1.tar" "$work/2.tar"; then
     diff <(listing "$work/1.tar") <(listing "$work/2.tar") | head -n 100
-    die "the two images differ, in the files above"
+    die "the two images differ, in what is above, or if that is nothing, in their compression"
 fi
+diff "$work/1.json" "$work/2.json" || die "the two provenances differ"
 
+# Whoever makes it: the second one another user, where there can be one.
+mkdir "$work/sif"
+makers=(apptainer/build.sh)
+if [[ $(id -u) == 0 && -d build/cluster/rootfs ]]; then
+    chmod 755 "$work"
+    chown 1000:1000 "$work/sif"
+    makers=("${makers[@]}" "tests/cluster/cluster.sh run -u alice -b $work/sif -- apptainer/build.sh")
+else
+    makers=("${makers[@]}" "${makers[@]}")
+fi
 for turn in 1 2; do
-    cp "$work/$turn.tar" "build/hpctrain-$flavor.tar"
-    apptainer/build.sh --flavor "$flavor" --output "$work/$turn.sif" >"$work/$turn.log" 2>&1 ||
+    read -ra maker <<<"${makers[turn - 1]}"
+    "${maker[@]}" --flavor "$flavor" --mpi "$mpi" --output "$work/sif/$turn.sif" >"$work/$turn.log" 2>&1 ||
         die "SIF $turn failed: $(tail -n 20 "$work/$turn.log")"
-    echo "reproduce: SIF $turn is sha256:$(sha256sum "$work/$turn.sif" | cut -d' ' -f1)"
+    echo "reproduce: SIF $turn, by $(stat -c %U "$work/sif/$turn.sif"), is sha256:$(sha256sum "$work/sif/$turn.sif" | cut -d' ' -f1)"
 done
-cmp "$work/1.sif" "$work/2.sif" || die "the two SIFs differ"
+cmp "$work/sif/1.sif" "$work/sif/2.sif" || die "the two SIFs differ"
 echo "reproduce: the same bits, twice"

@@ -35,6 +35,7 @@ Settings, from the environment (source a file of launch/sites for your site's):
   HPCTRAIN_IMAGE    the image: a SIF or a sandbox folder; for podman-hpc and shifter a name
   HPCTRAIN_RUNTIME  apptainer, podman-hpc, shifter or none, instead of the apptainer of the apptainer_* scripts
   HPCTRAIN_BIND     folders to show in the image beside the home and the one you submit from, those that exist
+  HPCTRAIN_PACKAGES folder of packages of your own on top of the image; hpctrain add --help
   HPCTRAIN_MODULES  modules to load first, such as apptainer, or without a container cuda and pytorch
   HPCTRAIN_ENV      without a container: folder of a venv, or name or folder of a conda environment
   SBATCH_...        any default for sbatch, such as SBATCH_ACCOUNT or SBATCH_PARTITION
@@ -151,6 +152,8 @@ a_job() {
     # torch warns about every address that has no name; what matters comes as an error.
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     export PYTHONNOUSERSITE=1
+    # Set to nothing, so that a site's file does not set it: NCCL would look for a network of no name, and give up.
+    [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
 }
 
 # ---- the runtime: how a task gets into the image ----
@@ -161,6 +164,12 @@ runtime() {
     CONTAINER=()
     DIGEST=''
     load_modules
+    if [[ -n ${HPCTRAIN_PACKAGES:-} ]]; then
+        [[ $RUNTIME != none ]] || die "HPCTRAIN_PACKAGES is for images: unset it, and pip install into the environment itself"
+        [[ -d $HPCTRAIN_PACKAGES ]] ||
+            die "HPCTRAIN_PACKAGES=$HPCTRAIN_PACKAGES is no folder on $(hostname): hpctrain add, in the image, makes it"
+        HPCTRAIN_PACKAGES=$(cd "$HPCTRAIN_PACKAGES" && pwd -P) # the name that `binds` gives it
+    fi
     case $RUNTIME in
     apptainer) apptainer_command ;;
     podman-hpc) podman_hpc_command ;;
@@ -190,7 +199,7 @@ load_modules() {
 # binds: the folders of the host that the image is to show, those that exist, each once
 binds() {
     local path
-    for path in "$PWD" "$ROOT" ${HPCTRAIN_BIND:-}; do
+    for path in "$PWD" "$ROOT" "${HPCTRAIN_PACKAGES:-}" ${HPCTRAIN_BIND:-}; do
         [[ ! -d $path ]] || (cd "$path" && pwd -P)
     done | sort -u
 }
@@ -244,6 +253,8 @@ podman_hpc_command() {
     [[ $DIGEST == sha256:* ]] ||
         die "$HPCTRAIN_IMAGE: podman-hpc has no such image on $(hostname): podman-hpc pull it" \
             "(after podman-hpc build or load: podman-hpc migrate), or set HPCTRAIN_IMAGE"
+    # an image that was loaded as well as pulled has two: this is the one by which it was asked for, and found
+    [[ $HPCTRAIN_IMAGE != *@* ]] || DIGEST=${HPCTRAIN_IMAGE#*@}
     RUNTIME_VERSION=$(podman --version)
     # keep-id: files in shared folders stay the user's own, and PMIx knows its caller. /tmp: where PMIx meets.
     CONTAINER=(podman-hpc shared-run --label "hpctrain.job=$JOB" --userns=keep-id --network=host --ipc=host
@@ -339,7 +350,7 @@ by_mpi() {
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-print(MPI.Get_library_version().split(",")[0])' 2>&1 | tail -n 1) || true
+print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | tail -n 1) || true
     offered=$(srun --mpi=list 2>&1 | tr -s '\n\t ' ' ' || true)
     if [[ $how == auto ]]; then
         case "$library:$offered" in
@@ -380,7 +391,8 @@ by_mpirun() {
 
 # Variables that matter inside the image; apptainer and shifter show all of them there, podman-hpc these.
 INSIDE=('CUDA_*' 'FI_*' 'GLOO_*' 'GROUP_*' 'HF_*' 'HOROVOD_*' 'HPCTRAIN_*' 'MASTER_*' MPLCONFIGDIR 'NCCL_*' 'OMP_*' 'OMPI_*' 'PBS_*'
-    'PMI_*' 'PMIX_*' 'PYTHON*' RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SCRATCH 'SLURM_*' SQUASH_DIR 'TORCH*' 'UCX_*')
+    'PMI_*' 'PMIX_*' 'PYTHON*' RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SCRATCH 'SLINGSHOT_*' 'SLURM_*' SQUASH_DIR
+    'TORCH*' 'UCX_*')
 
 # forwarded: the names of the variables that a task needs and mpirun does not take to the other nodes
 forwarded() {
@@ -392,7 +404,7 @@ forwarded() {
             # What a launcher says to one task is not for the others.
             case $name in
             SLURM_JOB_ID | SLURM_ARRAY_* | SLURM_RESTART_COUNT) echo "$name" ;;
-            SLURM_* | OMPI_* | PMI_* | PMIX_* | *RANK) ;;
+            SLINGSHOT_* | SLURM_* | OMPI_* | PMI_* | PMIX_* | *RANK) ;;
             *) echo "$name" ;;
             esac
             break

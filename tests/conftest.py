@@ -56,7 +56,7 @@ def sif() -> Path:
 def site(sif: Path) -> Iterator[Cluster]:
     """Four nodes; alice has the project in ~/hpctrain with the image in it. The real data, if there are any, are /project/data.
 
-    The nodes also have BARE_PYTHON, which `module load pytorch` puts on PATH, the docker archive of the image in /project
+    The nodes also have BARE_PYTHON, which `module load pytorch` puts on PATH, the archive of the image in /project
     for podman-hpc, and stand-ins of what cannot be had, in /opt/standins. /project/alice is a folder of alice.
     """
     if reason := slurm_cluster.missing():

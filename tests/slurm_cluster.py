@@ -150,6 +150,10 @@ class Cluster:
         options = [word for name, value in (env or {}).items() for word in ("-e", f"{name}={value}")]
         return self.command("exec", *options, f"{host}:{user}", *cmd, check=check, input=input, timeout=timeout, cwd=cwd)
 
+    def start(self, host: str, *cmd: str | Path, user: str = "root") -> subprocess.Popen[bytes]:
+        """Start a command on a machine that goes on until it is ended, by terminate() or with the machine."""
+        return subprocess.Popen([CLUSTER_SH, "exec", f"{host}:{user}", *cmd], env=self._env, stdin=subprocess.DEVNULL)
+
     def submit(
         self,
         *args: str | Path,

@@ -282,9 +282,15 @@ def test_certificates_that_are_not_there(recipe):
 def test_images_that_find_no_room(recipe, disk, tmp_path):
     """A small image by containers/build.sh and apptainer/build.sh, whole where there is room, and on disks with too little."""
     (recipe / "containers/locks/small.lock").write_text("")
-    (recipe / "containers/Dockerfile").write_text("FROM scratch\nCOPY noise /noise\n")
-    (recipe / ".dockerignore").unlink()
-    (recipe / "noise").write_bytes(os.urandom(6_000_000))
+    (recipe / "containers/Dockerfile").write_text("FROM scratch\nCOPY tree /\n")
+    (recipe / ".dockerignore").write_text("*\n!tree\n")
+    for name, content in (
+        ("noise", os.urandom(6_000_000)),
+        ("usr/share/hpctrain/debian.tsv", b""),
+        ("opt/hpctrain/wheels.tsv", b""),
+    ):
+        (recipe / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (recipe / "tree" / name).write_bytes(content)
     (tmp_path / "storage.conf").write_text(
         f'[storage]\ndriver = "overlay"\ngraphroot = "{tmp_path}/graph"\nrunroot = "{tmp_path}/run"\n'
     )

@@ -439,9 +439,10 @@ def test_check_and_then_the_run_in_one_job(cluster):
 
 
 def test_local_in_the_container(cluster):
-    env = {"HPCTRAIN_TASKS": "2"}
+    env = {"HPCTRAIN_TASKS": "2", "NCCL_NET": ""}  # which for a site's file is a choice, and for NCCL the name of no network
     done = cluster.exec("n1", "launch/local.sh", "check", user="alice", cwd=HOME, env=env)
     assert "check passed: 2 ranks on 1 host" in done.stdout and "runtime apptainer" in done.stdout
+    assert "NCCL between nodes: Socket" in done.stdout
 
 
 # ---- when a rank fails: the whole job is FAILED within 90 s, says which rank and why, and nothing is left ----

@@ -39,6 +39,17 @@ def test_shellcheck():
     assert done.returncode == 0, done.stdout
 
 
+def test_actionlint():
+    """With shellcheck over the commands in them; without pyflakes, as there is no Python."""
+    workflows = [name for name in TEXTS if name.startswith(".github/workflows/")]
+    assert len(workflows) >= 2
+    done = run(TOOLS / "actionlint", f"-shellcheck={TOOLS / 'shellcheck'}", "-pyflakes=", *workflows)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in workflows:
+        for action in re.findall(r"uses: (\S+)", TEXTS[name]):
+            assert action.startswith("./") or re.search("@[0-9a-f]{40}$", action), f"{name}: {action} is not pinned"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_and_nonsense(script):
     done = run(f"./{script}", "--help")

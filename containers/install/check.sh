@@ -112,8 +112,19 @@ getent hosts "$(hostname)" >/dev/null || die "this machine's name, $(hostname), 
 export GLOO_SOCKET_IFNAME=lo
 torchrun=(torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2)
 two "torch over Gloo, torchrun" "${torchrun[@]}" torch_sum.py
-two "mpi4py, mpirun" mpirun --oversubscribe -np 2 python mpi4py_sum.py
-two "Horovod over MPI, mpirun" mpirun --oversubscribe -np 2 python horovod_sum.py
+library=$(python -c 'from mpi4py import MPI; print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())')
+mpirun=(mpirun -np 2)
+if [[ $(mpirun --version) == *"Open MPI"* ]]; then
+    mpirun+=(--oversubscribe)
+    fabric=$(ompi_info --parsable | grep -oE '^mca:(pml:ucx|mtl:ofi|pmix:ext3x):version:"component' || true)
+    [[ $(wc -l <<<"$fabric") == 3 ]] || die "Open MPI is built without UCX, libfabric or PMIx: it has $fabric"
+else
+    fabric=$(mpichversion --device)
+    [[ $fabric == *ucx* && $fabric == *ofi* ]] || die "MPICH is built without UCX or libfabric: $fabric"
+fi
+echo "check: MPI is $library, with UCX and libfabric"
+two "mpi4py, mpirun" "${mpirun[@]}" python mpi4py_sum.py
+two "Horovod over MPI, mpirun" "${mpirun[@]}" python horovod_sum.py
 two "Horovod over Gloo, horovodrun" horovodrun --gloo --network-interfaces lo -np 2 python horovod_sum.py
 timeout 120 "${torchrun[@]}" -m hpctrain check >said 2>errors ||
     die "hpctrain check, torchrun: failed: $(tail -n 20 errors)"

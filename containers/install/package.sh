@@ -24,6 +24,9 @@ root=${DESTDIR:-}
 site=$root$prefix/lib/python3.11/site-packages
 # Unlike the other packages, this one notices an edited source file: people bind their own over it.
 compile_bytecode "$prefix/bin/python" "$site/hpctrain" checked-hash
+# Python runs this line when it starts: what the user has added (hpctrain add) is found, after all that is here.
+echo 'import os; os.environ.get("HPCTRAIN_PACKAGES") and __import__("hpctrain.packages").packages.show()' \
+    >"$site/hpctrain-packages.pth"
 
 PYTHONPATH=$site "$prefix/bin/python" - >"$root$prefix/versions.json" <<'PY'
 import importlib.metadata
@@ -35,7 +38,8 @@ import subprocess
 
 mpirun = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
 versions = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions()}
-versions["openmpi"] = re.search(r"\d+\.\d+\S*", mpirun).group()
+if "Open MPI" in mpirun:  # MPICH is one of the wheels
+    versions["openmpi"] = re.search(r"\d+\.\d+\S*", mpirun).group()
 versions["python"] = platform.python_version()
 versions["revision"] = os.environ.get("REVISION") or None
 print(json.dumps(versions, indent=1, sort_keys=True))

@@ -1,7 +1,8 @@
 #!/bin/bash
-# python.sh PREFIX FLAVOR: make the Python environment at PREFIX from containers/locks/FLAVOR.lock.
+# python.sh PREFIX FLAVOR: make the Python environment at PREFIX from containers/locks/FLAVOR.lock, and mpich.lock.
 # It is the same in the image (PREFIX=/opt/hpctrain) and on a host without containers (any folder).
 # Every wheel must have the hash that the lock states.
+#   MPI=openmpi|mpich  openmpi, which is Debian's, by default; MPICH is a wheel
 #   PYTHON=python3.11  the interpreter; the lock is for 3.11
 #   WHEELS=FOLDER      wheels used before the index; by default the local folder that pip is configured with
 
@@ -16,8 +17,13 @@ case "$#:${1:-}" in
     2:[!-]*) prefix=${1%/} flavor=$2 ;;
     *) die "give PREFIX and FLAVOR (see --help)" ;;
 esac
-lock=${here%/*}/locks/$flavor.lock
+lock=${here%/*}/locks/$flavor.lock locks=(-r "${here%/*}/locks/$flavor.lock")
 [[ -f $lock ]] || die "there is no flavour $flavor; it would be $lock"
+case ${MPI:-openmpi} in
+    openmpi) ;;
+    mpich) locks+=(-r "${here%/*}/locks/mpich.lock") ;;
+    *) die "MPI is openmpi or mpich, not $MPI" ;;
+esac
 unfinished=$prefix.unfinished
 [[ ! -e $prefix || -e $unfinished ]] || die "$prefix exists; remove it or give another PREFIX"
 python=${PYTHON:-python3.11}
@@ -45,11 +51,23 @@ pip=("$prefix/bin/python" -m pip install --no-cache-dir --no-compile --progress-
 if [[ $torch != *+* ]]; then
     wheels= # a build for the CPU in it would be taken for torch itself
 elif [[ -n $wheels ]] && compgen -G "$wheels/torch-${torch#torch==}-*.whl" >/dev/null; then
-    run_pip "$lock" "${pip[@]}" --no-deps --no-index --find-links "$wheels" -r "$work/torch.lock"
+    run_pip "$lock" "${pip[@]}" --report "$work/torch.json" --no-deps --no-index --find-links "$wheels" -r "$work/torch.lock"
 else
-    run_pip "$lock" "${pip[@]}" --no-deps --index-url "https://download.pytorch.org/whl/$flavor" -r "$work/torch.lock"
+    run_pip "$lock" "${pip[@]}" --report "$work/torch.json" --no-deps --index-url "https://download.pytorch.org/whl/$flavor" \
+        -r "$work/torch.lock"
 fi
-run_pip "$lock" "${pip[@]}" ${wheels:+--find-links "$wheels"} -r "$lock"
+run_pip "$lock" "${pip[@]}" --report "$work/others.json" ${wheels:+--find-links "$wheels"} "${locks[@]}"
+# Which of the files that the lock allows it was: package, version, SHA-256, file. For the list of what the image consists of.
+"$prefix/bin/python" - "$work"/*.json >"$prefix/wheels.tsv" <<'PY' || die "$prefix/wheels.tsv could not be written; see above"
+import json
+import sys
+
+installed = [package for report in sys.argv[1:] for package in json.load(open(report))["install"]]
+for package in sorted(installed, key=lambda package: package["metadata"]["name"].lower()):
+    what, source = package["metadata"], package["download_info"]
+    digest = source["archive_info"]["hash"].partition("sha256=")[2]
+    print(what["name"], what["version"], digest, source["url"].rpartition("/")[2].replace("%2B", "+"), sep="\t")
+PY
 
 "$prefix/bin/python" -m pip check || die "$lock: its packages do not fit together, see above; make lock"
 site=$prefix/lib/python3.11/site-packages

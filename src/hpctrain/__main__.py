@@ -21,6 +21,7 @@ COMMANDS = {
     "predict": ("hpctrain.nlp.predict", "ask a fine-tuned model"),
     "fetch": ("hpctrain.nlp.models", "download a model beforehand, for nodes without internet"),
     "check": ("hpctrain.check", "every rank looks at its node, software and folders, and they talk to each other"),
+    "add": ("hpctrain.packages", "install packages of your own on top of the image, into a folder"),
     "plot": ("hpctrain.run", "draw the loss and accuracy of a run folder as curves.png"),
 }
 

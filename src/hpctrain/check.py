@@ -28,6 +28,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from hpctrain import packages
+from hpctrain.fabric import Network, contradicted, network, overheard
 from hpctrain.run import Parser, versions
 from hpctrain.surroundings import file_system_problems, rendezvous_problems, shadowed_packages, some
 from hpctrain.world import JOIN_TIMEOUT, HpctrainError, World, choose_device, gather, in_words, process_group
@@ -37,7 +39,7 @@ def main(world: World, arguments: list[str]) -> None:
     """Print a line for each rank and the result of the tests; raises HpctrainError if anything is off."""
     args = parse(arguments)
     here = f"rank {world.rank} on {os.uname().nodename}"
-    problems = [*gpu_problems(world, args.device), *shadowed_packages()]
+    problems = [*gpu_problems(world, args.device), *shadowed_packages(), *packages.problems()]
     if world.local_rank == 0:  # the same for all ranks of a node, and a shared file system should not serve them all
         problems += file_system_problems()
         # Without a meeting point nobody can gather what the ranks have found: each says it for itself.
@@ -67,7 +69,11 @@ def main(world: World, arguments: list[str]) -> None:
 
 def together(world: World, device: torch.device, problems: list[str]) -> None:
     """All that needs the process group: compare the ranks, then let them talk. Raises HpctrainError on rank 0."""
-    reports = gather(world, report(world, device))
+    nccl = network()
+    # Gloo goes over TCP anyway, and NCCL within a node over none of them, but it has to find one.
+    if device.type == "cuda" and nccl.amiss and (world.nodes > 1 or not nccl.name):
+        problems.append(f"NCCL between nodes: {nccl.words}")
+    reports = gather(world, report(world, device, nccl))
     hosts = [line["host"] for line in reports]
     if world.rank == 0:
         for line in reports:
@@ -76,13 +82,20 @@ def together(world: World, device: torch.device, problems: list[str]) -> None:
                 f"local {line['local_rank']} of {line['local_size']}  {line['host']}  {line['device']}  "
                 + "  ".join(f"{name} {version}" for name, version in line["software"].items() if name != "image")
             )
+        for line in between_nodes(reports):
+            print(line)
     end_on_problems(world, hosts, problems, [*differences(reports), *misplaced(reports)])
     passed = [f"check passed: {world.size} ranks on {len(set(hosts))} hosts ({world.launcher})"]
     if world.size > 1:
-        group = dist.new_group(backend="nccl") if device.type == "cuda" else None
-        end_on_problems(world, hosts, [*ring(world, device, group, hosts), *all_reduce(world, device, group)])
-        seconds = time_all_reduce(device, group)
-        passed.append(f"ring and all-reduce right on {device.type}")
+        with overheard() as spoken:
+            group = dist.new_group(backend="nccl") if device.type == "cuda" else None
+            mine = [*ring(world, device, group, hosts), *all_reduce(world, device, group)]
+            said = spoken()  # "" where NCCL is not used
+            if world.nodes > 1:
+                mine += contradicted(nccl, said)
+            end_on_problems(world, hosts, mine)
+            seconds = time_all_reduce(device, group)
+        passed.append(f"ring and all-reduce right on {device.type}" + (f" (NCCL: {said})" if said else ""))
         passed.append(f"64 MB in {seconds * 1e3:.0f} ms ({0.064 / seconds:.2f} GB/s)")
     if mpi := mpi_library(world):
         end_on_problems(world, hosts, list(mpi_problems(world, mpi)))
@@ -194,7 +207,7 @@ def has_driver() -> bool:
 # What the ranks find by comparing
 
 
-def report(world: World, device: torch.device) -> dict[str, Any]:
+def report(world: World, device: torch.device, nccl: Network) -> dict[str, Any]:
     """What this rank has to say of itself."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     software = versions()
@@ -210,6 +223,8 @@ def report(world: World, device: torch.device) -> dict[str, Any]:
         "device": f"cuda:{device.index} {gpu.name}" if gpu else f"cpu x{torch.get_num_threads()}",
         "gpu": str(gpu.uuid) if gpu else "",
         "software": software,
+        "network": nccl.name,
+        "nccl": nccl.words,
         "fabric": {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "FI_", "UCX_"))},
     }
 
@@ -231,9 +246,26 @@ def differences(reports: list[dict[str, Any]]) -> Iterator[str]:
             if len(ranks) > 1:
                 found = ", ".join(f"{value or 'missing'} for {where(having, hosts)}" for value, having in ranks.items())
                 yield f"{name} differs: {found}: {mend}"
+    networks: dict[str, list[int]] = {}
+    for line in reports:
+        if line["device"].startswith("cuda"):
+            networks.setdefault(line["network"] or "none", []).append(line["rank"])
+    if len(networks) > 1:
+        found = ", ".join(f"{name} for {where(having, hosts)}" for name, having in networks.items())
+        yield f"NCCL takes different networks: {found}: see above what they lack, or leave those nodes out"
     kinds = {kind: [line["rank"] for line in reports if line["device"].startswith(kind)] for kind in ("cuda", "cpu")}
     if all(kinds.values()):
         yield f"{where(kinds['cuda'], hosts)} has a GPU, {where(kinds['cpu'], hosts)} has none: ask for the same on every node"
+
+
+def between_nodes(reports: list[dict[str, Any]]) -> Iterator[str]:
+    """Which network NCCL takes between nodes; a line for all ranks, or for each that some of them take."""
+    hosts = [line["host"] for line in reports]
+    ranks: dict[str, list[int]] = {}
+    for line in reports:
+        ranks.setdefault(line["nccl"], []).append(line["rank"])
+    for words, having in ranks.items():
+        yield f"NCCL between nodes{f', {where(having, hosts)}' if len(ranks) > 1 else ''}: {words}"
 
 
 def misplaced(reports: list[dict[str, Any]], env: Mapping[str, str] = os.environ) -> Iterator[str]:

@@ -19,6 +19,8 @@ packages=(
     podman crun passt netavark inotify-tools python3-venv python3-click python3-toml python3-yaml
     # qsub, qstat, qdel over Slurm; and the command module
     slurm-wlm-torque environment-modules
+    # a registry of images, and what pushes to it
+    docker-registry skopeo
     # to look around with
     iproute2 iputils-ping procps ca-certificates
 )

@@ -1,0 +1,306 @@
+"""Images that go to a registry and come back, an image on top of ours, and packages on top of it without one."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import IMAGE_TAR
+from slurm_cluster import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+HOME = "/home/alice/hpctrain"
+NAME = "localhost:5000/hpctrain"
+VERSION = re.search(r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text(), re.M)[1]
+REGISTRY = """version: 0.1
+storage: {{filesystem: {{rootdirectory: {folder}}}}}
+http: {{addr: ":{port}"}}
+{auth}"""
+
+
+@pytest.fixture(scope="module")
+def registries(site):
+    """Debian's docker-registry on the login node: at port 5000 for all, at 5001 for those with a password, whom nobody knows."""
+    auth = "auth: {htpasswd: {realm: us, path: /project/registry.passwords}}\n"
+    site.host_path("/project/registry.passwords").write_text("")
+    started = []
+    try:
+        for port, who in ((5000, ""), (5001, auth)):
+            file = f"/project/registry-{port}.yml"
+            site.host_path(file).write_text(REGISTRY.format(folder=f"/project/registry-{port}", port=port, auth=who))
+            started.append(site.start("login", "docker-registry", "serve", file))
+        both = "until : <>/dev/tcp/localhost/5000 && : <>/dev/tcp/localhost/5001; do sleep 0.1; done"
+        site.exec("login", "bash", "-c", both, timeout=60)
+        yield
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait()
+
+
+def push(site, *arguments, **options):
+    """containers/push.sh as alice, in her hpctrain folder."""
+    return site.exec("login", "containers/push.sh", *arguments, user="alice", cwd=HOME, **options)
+
+
+@pytest.fixture(scope="module")
+def digest(site, registries):
+    """Push the image; gives its digest."""
+    if not IMAGE_TAR.exists():
+        pytest.skip(f"no {IMAGE_TAR.name} to push: make image")
+    site.exec("login", "sh", "-c", f"mkdir -p build && ln -sf /project/{IMAGE_TAR.name} build/", user="alice", cwd=HOME)
+    pushed = push(site, "--registry", NAME).stdout.splitlines()[-1]
+    name, digest = pushed.split("@")
+    assert name == NAME and re.fullmatch("sha256:[0-9a-f]{64}", digest)
+    return digest
+
+
+def skopeo(site, tag):
+    done = site.exec("login", "skopeo", "inspect", "--tls-verify=false", f"docker://{NAME}:{tag}", user="alice")
+    return json.loads(done.stdout)
+
+
+def test_both_names_are_what_was_built(site, digest):
+    built = subprocess.run(["tar", "-xOf", IMAGE_TAR, "index.json"], capture_output=True, text=True).stdout
+    for tag in ("cpu", f"cpu-{VERSION}"):
+        found = skopeo(site, tag)
+        assert found["Digest"] == digest
+        assert found["Labels"]["org.opencontainers.image.version"] == VERSION
+        if built:  # an OCI archive has the manifest, as the build made it
+            assert digest == json.loads(built)["manifests"][0]["digest"]
+
+
+def test_pushed_again_it_is_the_same(site, digest):
+    assert push(site, "--registry", NAME).stdout.splitlines()[-1] == f"{NAME}@{digest}"
+
+
+@pytest.fixture(scope="module")
+def weights():
+    """What the pulled images made of the same training, all to be equal."""
+    return {}
+
+
+def train(site, script, image, env, weights):
+    job = site.submit(script, "train_ddp", "--epochs", "1", cwd=HOME, env={"HPCTRAIN_IMAGE": image} | env)
+    ended = site.wait(job, timeout=240)
+    output = site.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
+    assert ended.state == "COMPLETED", output
+    run = site.host_path(f"{HOME}/runs/train_ddp/{job}")
+    weights[script] = json.loads((run / "result.json").read_text())["weights_sha256"]
+    assert len(set(weights.values())) == 1
+    return json.loads((run / "config.json").read_text())
+
+
+def test_apptainer_pulls_what_was_pushed_and_trains(site, digest, weights):
+    """`apptainer pull docker://` is this without zstd, and takes a minute longer."""
+    pull = ["apptainer", "build", "--disable-cache", "--no-https", "--mksquashfs-args", "-comp zstd -Xcompression-level 1"]
+    site.exec("login", *pull, "/project/alice/pulled.sif", f"docker://{NAME}@{digest}", user="alice")
+    labels = site.exec("login", "apptainer", "inspect", "--json", "/project/alice/pulled.sif", user="alice").stdout
+    assert f"{NAME}@{digest}" in labels
+    config = train(site, "launch/apptainer_ddp.sh", "/project/alice/pulled.sif", {}, weights)
+    assert config["world"]["size"] == 4
+
+
+def test_podman_hpc_pulls_what_was_pushed_and_trains(site, digest, podman_image, weights):
+    """`podman-hpc pull` is `podman pull` and `podman-hpc migrate`."""
+    image = f"{NAME}@{digest}"
+    site.exec("login", "podman-hpc", "pull", "--quiet", "--tls-verify=false", image, user="alice", env=podman_image)
+    config = train(site, "launch/podman_hpc_ddp.sh", image, podman_image, weights)
+    assert config["image_digest"] == digest
+    other = f"{NAME}@sha256:{64 * '0'}"
+    job = site.submit("launch/podman_hpc_ddp.sh", "check", cwd=HOME, env={"HPCTRAIN_IMAGE": other} | podman_image)
+    assert site.wait(job).state == "FAILED"
+    assert "podman-hpc has no such image" in site.host_path(f"{HOME}/slurm-{job}.out").read_text()
+
+
+def test_the_sif_itself_in_the_registry(site, registries):
+    """As the release does it: what comes back is the same file."""
+    there = f"oras://{NAME}:cpu-{VERSION}-sif"
+    site.exec("login", "apptainer", "push", "--allow-unsigned", "--no-https", "/project/hpctrain-cpu.sif", there, user="alice")
+    site.exec("login", "apptainer", "pull", "--disable-cache", "--no-https", "/project/alice/oras.sif", there, user="alice")
+    sums = site.exec("login", "sha256sum", "/project/hpctrain-cpu.sif", "/project/alice/oras.sif", user="alice").stdout
+    assert len({line.split()[0] for line in sums.splitlines()}) == 1
+
+
+REFUSED = {
+    "no registry": ([], "give --registry NAME"),
+    "a tag": (["--registry", f"{NAME}:cpu"], "is not HOST[:PORT]/PATH"),
+    "no path": (["--registry", "localhost:5000"], "is not HOST[:PORT]/PATH"),
+    "no image": (["--registry", NAME, "--flavor", "cu999"], "there is no build/hpctrain-cu999.tar; make it with"),
+    "nobody answers": (["--registry", "localhost:5999/hpctrain"], "localhost:5999 does not answer: connection refused"),
+    "no such host": (["--registry", "nowhere.example/hpctrain"], "the registry nowhere.example does not answer"),
+    "plain http from afar": (["--registry", "login:5000/hpctrain"], "login:5000 speaks plain http, which only localhost may"),
+    "not logged in": (["--registry", "localhost:5001/hpctrain"], "localhost:5001 does not let you push to"),
+    "half an archive": (["--registry", NAME, "--flavor", "half"], "build/hpctrain-half.tar was not pushed to"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_push_that_cannot_be_is_one_line(site, digest, name):
+    arguments, message = REFUSED[name]
+    if name == "half an archive":
+        site.exec("login", "sh", "-c", "head -c 9999999 build/hpctrain-cpu.tar >build/hpctrain-half.tar", user="alice", cwd=HOME)
+    done = push(site, *arguments, check=False, timeout=60)
+    assert done.returncode != 0 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert "@sha256:" not in done.stdout
+
+
+# ---- on top of the image ----
+
+UNCHANGED = """
+import importlib.metadata, json
+recorded = json.load(open("/opt/hpctrain/versions.json"))
+found = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions()}
+changed = {name: (version, recorded[name]) for name, version in found.items() if recorded.get(name, version) != version}
+import einops, torch
+print("added", sorted(found.keys() - recorded), "changed", changed, einops.__version__)
+"""
+
+
+@pytest.fixture(scope="module")
+def on_top(site):
+    """Alice's examples/on-top, where pip is to take what is in /mnt; gives the folder with the packages to show there."""
+    wheels = site.host_path("/home/alice/wheels")
+    requirements = site.host_path(f"{HOME}/examples/on-top/requirements.txt")
+    pip = ["-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "-r", requirements, "-d", wheels]
+    subprocess.run([REPOSITORY / ".venv/bin/python", *pip], check=True)
+    with requirements.open("a") as file:
+        file.write("--no-index\n--find-links /mnt\n")
+    return wheels
+
+
+def buildah(*arguments):
+    return subprocess.run(["buildah", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_dockerfile_on_top(site, on_top):
+    if not shutil.which("buildah"):
+        pytest.skip("buildah is not there: apt-get install buildah")
+    if subprocess.run(["buildah", "images", "localhost/hpctrain:cpu"], capture_output=True).returncode != 0:
+        buildah("pull", "--quiet", f"docker-archive:{IMAGE_TAR}")
+    build = ["build", "--quiet", "--isolation=chroot", f"--volume={on_top}:/mnt:ro"]
+    image = buildah(*build, site.host_path(f"{HOME}/examples/on-top"))
+    try:
+        container = buildah("from", image)
+        said = buildah("run", "--isolation=chroot", container, "python", "-c", UNCHANGED)
+    finally:
+        buildah("rmi", "--force", image)
+    assert said == "added ['einops'] changed {} 0.8.1"
+
+
+def test_a_definition_on_top_by_an_ordinary_user(site, on_top):
+    """As a sandbox, which spares the compression; what is in it is the same."""
+    build = [
+        "apptainer",
+        "build",
+        "--sandbox",
+        "--bind",
+        "/home/alice/wheels:/mnt",
+        "/home/alice/on-top",
+        "examples/on-top/on-top.def",
+    ]
+    site.exec("login", *build, user="alice", cwd=HOME)
+    done = site.exec("n1", "apptainer", "exec", "/home/alice/on-top", "python", "-c", UNCHANGED, user="alice")
+    assert done.stdout == "added ['einops'] changed {} 0.8.1\n"
+
+
+def wheel(folder: Path, name: str, version: str, modules: dict[str, str], requires: str = "") -> str:
+    """Write a wheel with these modules; gives its name."""
+    info = f"{name}-{version}.dist-info"
+    needs = f"Requires-Dist: {requires}\n" if requires else ""
+    files = modules | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = ""
+    for path, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        record += f"{path},sha256={digest},{len(text)}\n"
+    files[f"{info}/RECORD"] = record
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for inside, text in files.items():
+            archive.writestr(inside, text)
+    return path.name
+
+
+@pytest.fixture(scope="module")
+def added(site):
+    """Alice adds a package to her folder, which also brings a numpy of its own; gives a function that adds others."""
+    folder = site.host_path("/project/alice")
+    env = {"HPCTRAIN_PACKAGES": "/project/alice/packages"}
+
+    def add(*arguments, check=True, env=env):
+        command = ["apptainer", "exec", "--bind", "/project", "/project/hpctrain-cpu.sif", "hpctrain", "add", *arguments]
+        return site.exec("login", *command, user="alice", cwd="/project/alice", env=env, check=check)
+
+    modules = {"extra/__init__.py": "name = 'extra 1'\n", "numpy.py": "raise SystemExit('the wrong numpy')\n"}
+    add("--no-index", f"./{wheel(folder, 'extra', '1.0', modules)}")
+    return add
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "podman-hpc", "shifter"])
+def test_packages_on_top_are_found_on_every_rank_and_hide_nothing(site, added, podman_image, runtime):
+    site.host_path(f"{HOME}/uses.py").write_text(
+        "import os, extra, numpy, torch\nprint('rank', os.environ['RANK'], extra.name, extra.__file__, numpy.__file__)\n"
+    )
+    env = {"HPCTRAIN_RUNTIME": runtime, "HPCTRAIN_PACKAGES": "/project/alice/packages"}
+    if runtime == "podman-hpc":
+        env |= podman_image
+    if runtime == "shifter":
+        env |= {"PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin", "SHIFTER_SIF": "/project/hpctrain-cpu.sif"}
+        env["APPTAINER_BIND"] = "/project"  # the real one shows all file systems of the site
+    job = site.submit("launch/apptainer_ddp.sh", "uses.py", cwd=HOME, env=env)
+    ended = site.wait(job, timeout=120)
+    output = site.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
+    found = re.findall(r"rank (\d) extra 1 /project/alice/packages/(python3.11-torch[^/]*)/\S* /opt/hpctrain/\S*/numpy/", output)
+    assert ended.state == "COMPLETED" and sorted(rank for rank, _ in found) == ["0", "1", "2", "3"], output
+
+
+def test_what_is_not_for_this_image_is_refused(site, added):
+    folder = site.host_path("/project/alice")
+    before = sorted(folder.glob("packages/**/*"))
+    other = wheel(folder, "needy", "1.0", {"needy.py": ""}, "torch<2")
+    newer = wheel(folder, "extra", "2.0", {"extra/__init__.py": ""})
+    for arguments, message in (
+        (["--no-index", f"./{other}"], "what is there, and in the image, stays as it is"),
+        (["--no-index", f"./{newer}"], "what is there, and in the image, stays as it is"),
+        ([], "add takes what pip install takes"),
+    ):
+        done = added(*arguments, check=False)
+        said = [line for line in done.stderr.splitlines() if "hpctrain: error:" in line]
+        assert done.returncode != 0 and len(said) == 1 and message in said[0], done.stderr
+        assert "Traceback" not in done.stderr
+    for env, message in (
+        ({}, "add needs a folder: export HPCTRAIN_PACKAGES=FOLDER"),
+        ({"HPCTRAIN_PACKAGES": "/usr/packages"}, "name a folder that can be written here"),
+    ):
+        done = added("einops", check=False, env=env)
+        assert done.returncode != 0 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert sorted(folder.glob("packages/**/*")) == before
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"HPCTRAIN_PACKAGES": "/project/nothing"}, "HPCTRAIN_PACKAGES=/project/nothing is no folder on n1"),
+        ({"HPCTRAIN_PACKAGES": "/project", "HPCTRAIN_RUNTIME": "none"}, "HPCTRAIN_PACKAGES is for images: unset it"),
+        (
+            {"HPCTRAIN_PACKAGES": "/project/other"},
+            "/project/other holds python3.11-torch1, and not python3.11-torch2",
+        ),
+    ],
+    ids=["no folder", "no image", "another image's"],
+)
+def test_packages_that_cannot_be_there_end_the_job_with_one_line(site, env, message):
+    site.host_path("/project/other/python3.11-torch1").mkdir(parents=True, exist_ok=True)
+    job = site.submit("--nodes=1", "--ntasks-per-node=1", "launch/apptainer_ddp.sh", "check", cwd=HOME, env=env)
+    ended = site.wait(job)
+    output = site.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
+    assert ended.state == "FAILED" and sum(message in line for line in output.splitlines()) == 1, output
