@@ -32,8 +32,8 @@ test-fast: venv .test-tools  ## the tests that need no image and no cluster
 
 # networks, file systems and small libraries for the tests of hpctrain check
 .test-tools:
-	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null && command -v tcc >/dev/null || \
-		containers/need.sh iproute2 btrfs-progs tcc
+	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null && command -v tcc >/dev/null && command -v openssl >/dev/null || \
+		containers/need.sh iproute2 btrfs-progs tcc openssl
 
 test-mpich: venv cluster  ## the image with MPICH, and other MPIs of its ABI in its place, on the cluster
 	$(MAKE) sif MPI=mpich

@@ -26,8 +26,9 @@ trap 'rm -rf "$work"' EXIT
 
 pip=("$prefix/bin/python" -m pip)
 # Horovod knows no build requirements of its own: it takes setuptools and torch from the environment it is built for.
-"${pip[@]}" download --no-cache-dir --progress-bar off --no-deps --no-build-isolation --require-hashes --no-binary :all: \
-    --dest "$work" -r "$here/../locks/horovod.lock"
+lock=${here%/*}/locks/horovod.lock
+run_pip "$lock" "${pip[@]}" download --no-cache-dir --progress-bar off --no-deps --no-build-isolation --require-hashes \
+    --no-binary :all: --dest "$work" -r "$lock"
 mkdir "$work/horovod"
 tar -xf "$work"/horovod-*.tar.gz -C "$work/horovod" --strip-components 1
 for file in "$here"/../patches/horovod-*.patch; do
@@ -36,9 +37,9 @@ done
 
 # For CUDA, a home as its installer would make it: the compiler of the flavour's own locks, which stays here, over the
 # headers and libraries that torch brought. Wheels for CUDA 13 lie in one folder, those for CUDA 12 in a folder each.
-locks=$here/../locks/$flavor-build
+locks=${here%/*}/locks/$flavor-build
 if [[ -f $locks.lock ]]; then
-    "${pip[@]}" install --no-cache-dir --progress-bar off --no-deps --no-compile --require-hashes \
+    run_pip "$locks.lock" "${pip[@]}" install --no-cache-dir --progress-bar off --no-deps --no-compile --require-hashes \
         --target "$work/compiler" -r "$locks.lock"
     mkdir "$work/cuda"
     for folder in "$prefix"/lib/python3.11/site-packages/nvidia/*/; do
@@ -80,11 +81,12 @@ export MAKEFLAGS
 # MPICH's compiler adds PREFIX/lib to the RUNPATH, where the loader looks after LD_LIBRARY_PATH.
 export LDFLAGS="-s -Wl,--as-needed" CXXFLAGS="-w -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX -ffile-prefix-map=$work=."
 "${pip[@]}" wheel --no-cache-dir --no-deps --no-build-isolation --no-index --verbose \
-    --wheel-dir "$work" "$work/horovod"
+    --wheel-dir "$work" "$work/horovod" ||
+    die "Horovod could not be built; see above, and whether TMPDIR (${TMPDIR:-/tmp}) has room"
 root=${DESTDIR:-}
 # by name: of a file, pip would write down the path
 "${pip[@]}" install --no-cache-dir --no-deps --no-index --no-compile --no-warn-script-location \
-    ${root:+--root "$root"} --find-links "$work" horovod
+    ${root:+--root "$root"} --find-links "$work" horovod || die "pip could not install Horovod in $root$prefix; see above"
 if grep -rqF "$work" "$root$prefix/lib/python3.11/site-packages/horovod"; then
     die "Horovod has the folder of its build, $work, written into it; see the RUNPATH that readelf -d shows"
 fi
