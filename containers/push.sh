@@ -32,11 +32,6 @@ command -v skopeo >/dev/null || die "skopeo is not there; apt-get install skopeo
 host=${registry%%/*}
 tls=true
 [[ ${host%:*} != localhost && ${host%:*} != 127.0.0.1 ]] || tls=false
-source=(docker-archive:"$tar")
-# An OCI archive already holds the manifest, whose digest is the one that its build has printed.
-if tar --occurrence --list --file "$tar" oci-layout >/dev/null 2>&1; then
-    source=(--preserve-digests oci-archive:"$tar")
-fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -44,8 +39,8 @@ trap 'rm -rf "$work"' EXIT
 push() {
     local said
     echo "push: $registry:$2"
-    if ! skopeo copy --quiet --src-tls-verify=$tls --dest-tls-verify=$tls --digestfile "$work/digest" "${@:3}" "$1" \
-        "docker://$registry:$2" 2>"$work/errors"; then
+    if ! skopeo copy --quiet --src-tls-verify=$tls --dest-tls-verify=$tls --preserve-digests --digestfile "$work/digest" \
+        "$1" "docker://$registry:$2" 2>"$work/errors"; then
         said=$(sed -n '$s/.*level=fatal msg="\(.*\)"$/\1/;$p' "$work/errors" | tail -n 1)
         case $said in
             *"connection refused"* | *"no such host"* | *"i/o timeout"* | *"no route to host"* | *"Temporary failure"*)
@@ -60,8 +55,8 @@ push() {
     fi
 }
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-push "${source[-1]}" "$flavor-$version" "${source[@]:0:${#source[@]}-1}"
+push "oci-archive:$tar" "$flavor-$version"
 digest=$(<"$work/digest")
 # what is there already is not sent again
-push "docker://$registry@$digest" "$flavor" --preserve-digests
+push "docker://$registry@$digest" "$flavor"
 echo "$registry@$digest"

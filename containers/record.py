@@ -47,7 +47,7 @@ class Archive:
         self.path = path
         try:
             self.tar = tarfile.open(path, "r:")  # noqa: SIM115  (closed when the program ends)
-            self.names = set(self.tar.getnames())
+            self.tar.getmembers()  # to its end, which one that is cut short has not
             self.digest = json.loads(self._member("index.json").read())["manifests"][0]["digest"]
             self.manifest = json.loads(self.blob(self.digest).read())
             self.config = json.loads(self.blob(self.manifest["config"]["digest"]).read())
@@ -245,8 +245,8 @@ def provenance(archive: Archive, packages_sha256: str, context: Path, dirty: boo
                 },
                 "internalParameters": {"SOURCE_DATE_EPOCH": int(os.environ["SOURCE_DATE_EPOCH"])},
                 "resolvedDependencies": [
-                    {"name": "source", "digest": {"gitCommit": revision}},
-                    {"name": base.partition("@")[0], "digest": {"sha256": base_digest}},
+                    {"name": "source", **({"digest": {"gitCommit": revision}} if revision else {})},
+                    {"name": base.partition("@")[0], **({"digest": {"sha256": base_digest}} if base_digest else {})},
                     *({"name": path, "digest": {"sha256": recipe[path]}} for path in sorted(recipe)),
                     {"name": "src", "digest": {"sha256": sif.digest_of(source.encode())}},
                 ],
@@ -296,6 +296,11 @@ def image(options: argparse.Namespace) -> None:
     write(Path(f"{beside}.digest"), archive.digest + "\n")
 
 
+def print_sbom(options: argparse.Namespace) -> None:
+    """Print the list of the packages in an archive."""
+    sys.stdout.write(sbom(Archive(options.archive)))
+
+
 def add_sif(options: argparse.Namespace) -> None:
     """Add the SHA-256 of a SIF to the record of the image that it was made from."""
     archive, statement = Archive(options.archive), read_record(options.record)
@@ -331,7 +336,7 @@ def recorded(statement: dict, ending: str) -> str:
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Say that an image is the one that its record names. Raises RecordError where it is not."""
+    """Say that an image is the one that its record names, or what differs."""
     path, name = Path(options.image), options.image
     identity = "" if path.is_file() else local_image(name)
     record = options.record or find_record(path if path.is_file() else Path(name.rpartition("/")[2].replace(":", "-") + ".tar"))
@@ -364,7 +369,8 @@ def verify(options: argparse.Namespace) -> None:
     if not expected:
         raise RecordError(f"{record} names no SIF: none was made from its image; make sif enters it")
     if sha256 != expected:
-        why = differences(read, record.with_name(about["name"] + ".spdx.json"), name) if read else []
+        listed = record.with_name(about["name"] + ".spdx.json")
+        why = differences(read, listed, recorded(statement, ".spdx.json"), name) if read else []
         raise RecordError("\n  ".join([f"{name} is not what {record} names: it is sha256:{sha256}, not sha256:{expected}", *why]))
     revision = f"revision {about['revision'] or 'unknown'}{' with changes' * about['dirty']}"
     print(f"verify: {name} is {about['title']} of {record}, {revision}: sha256:{sha256}{note}")
@@ -379,15 +385,18 @@ def find_record(image: Path) -> Path:
     raise RecordError(f"no {places[0].name} is beside {image} or in build/; give the record as RECORD=FILE")
 
 
-def differences(read: Callable[[], dict[str, bytes]], listed: Path, image: str) -> list[str]:
+def differences(read: Callable[[], dict[str, bytes]], listed: Path, listed_sha256: str, image: str) -> list[str]:
     """Lines that say in which packages an image differs from the list beside its record, as far as can be told."""
     try:
-        recorded = {
+        text = listed.read_bytes()
+        if sif.digest_of(text) != listed_sha256:
+            raise RecordError(f"{listed} is not the list of the record")
+        before = {
             (element["SPDXID"].split("-")[1], element["name"]): (
                 element["versionInfo"],
                 *(checksum["checksumValue"] for checksum in element.get("checksums", [])),
             )
-            for element in json.loads(listed.read_text())["packages"][1:]
+            for element in json.loads(text)["packages"][1:]
         }
         here = {
             (package.kind, package.name): (package.version, *([package.sha256] if package.sha256 else []))
@@ -396,8 +405,8 @@ def differences(read: Callable[[], dict[str, bytes]], listed: Path, image: str) 
     except (OSError, ValueError, KeyError, struct.error, RecordError) as error:
         return [f"which packages differ cannot be told: {error}"]
     lines = []
-    for key in sorted(recorded.keys() | here.keys()):
-        old, new = recorded.get(key), here.get(key)
+    for key in sorted(before.keys() | here.keys()):
+        old, new = before.get(key), here.get(key)
         if old != new:
             what = [" ".join(side) if side else "missing" for side in (new, old)]
             lines.append(f"{key[0]} {key[1]}: {what[0]}; in the record {what[1]}")
@@ -437,7 +446,7 @@ def main() -> NoReturn:
     new.add_argument("archive", type=Path)
     new.add_argument("record", type=Path)
     new.add_argument("--builder", required=True, help="what built it, and its version")
-    new = command(lambda options: sys.stdout.write(sbom(Archive(options.archive))), "sbom")
+    new = command(print_sbom, "sbom")
     new.add_argument("archive", type=Path)
     new = command(verify, "verify")
     new.add_argument("image", help="an archive, a SIF, or the name of an image that docker, podman or buildah has")

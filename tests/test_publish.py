@@ -19,6 +19,7 @@ HOME = "/home/alice/hpctrain"
 NAME = "localhost:5000/hpctrain"
 VERSION = re.search(r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text(), re.M)[1]
 REGISTRY = """version: 0.1
+log: {{level: error, accesslog: {{disabled: true}}}}
 storage: {{filesystem: {{rootdirectory: {folder}}}}}
 http: {{addr: ":{port}"}}
 {auth}"""
@@ -67,13 +68,11 @@ def skopeo(site, tag):
 
 
 def test_both_names_are_what_was_built(site, digest):
-    built = subprocess.run(["tar", "-xOf", IMAGE_TAR, "index.json"], capture_output=True, text=True).stdout
+    assert digest == IMAGE_TAR.with_suffix(".digest").read_text().strip()
     for tag in ("cpu", f"cpu-{VERSION}"):
         found = skopeo(site, tag)
         assert found["Digest"] == digest
         assert found["Labels"]["org.opencontainers.image.version"] == VERSION
-        if built:  # an OCI archive has the manifest, as the build made it
-            assert digest == json.loads(built)["manifests"][0]["digest"]
 
 
 def test_pushed_again_it_is_the_same(site, digest):
@@ -183,7 +182,7 @@ def test_a_dockerfile_on_top(site, on_top):
     if not shutil.which("buildah"):
         pytest.skip("buildah is not there: apt-get install buildah")
     if subprocess.run(["buildah", "images", "localhost/hpctrain:cpu"], capture_output=True).returncode != 0:
-        buildah("pull", "--quiet", f"docker-archive:{IMAGE_TAR}")
+        buildah("pull", "--quiet", f"oci-archive:{IMAGE_TAR}")
     build = ["build", "--quiet", "--isolation=chroot", f"--volume={on_top}:/mnt:ro"]
     image = buildah(*build, site.host_path(f"{HOME}/examples/on-top"))
     try:

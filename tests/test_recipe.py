@@ -19,7 +19,7 @@ ENTER = 'mount --rbind /dev "$0/dev" && mount --rbind /proc "$0/proc" && exec ch
 
 
 @pytest.fixture
-def debian(tmp_path: Path) -> Path:
+def debian(tmp_path: Path) -> Iterator[Path]:
     """The plain Debian that an image begins with, and the recipe in it."""
     subprocess.run(["make", "base"], cwd=REPOSITORY, check=True)
     unpack = "tar -xOf build/base-bookworm.tar layer.tar | tar -xC $0"
@@ -27,7 +27,8 @@ def debian(tmp_path: Path) -> Path:
     (tmp_path / "dev").mkdir()
     for folder in ("install", "locks"):
         shutil.copytree(REPOSITORY / "containers" / folder, tmp_path / "src/containers" / folder)
-    return tmp_path
+    yield tmp_path
+    shutil.rmtree(tmp_path)  # pytest would keep three times 120 MB
 
 
 def enter(root: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -72,10 +73,9 @@ def test_a_snapshot_is_asked_for_its_time_and_one_that_does_not_answer_ends_the_
     assert not list((debian / "tmp").iterdir()) and not (debian / "usr/share/hpctrain").exists()
 
 
-def test_without_a_snapshot_an_archive_that_does_not_answer_ends_the_build_too(debian, empty_archive):
-    proxy, asked = empty_archive
-    done = enter(debian, INSTALL, "runtime", http_proxy=proxy)
-    assert asked and "snapshot" not in "".join(asked)
+def test_an_archive_that_nobody_can_reach_ends_the_build(debian):
+    """apt itself takes that for a passing trouble, and goes on with the lists that it has: none."""
+    done = enter(debian, INSTALL, "runtime", http_proxy="http://127.0.0.1:9")
     assert done.returncode == 1 and done.stderr.endswith("\ndebian.sh: no package lists from the sources of the base image\n")
 
 
@@ -89,11 +89,12 @@ def test_a_setting_that_means_nothing_is_one_line(name, value):
 
 
 def test_versions_that_are_not_as_recorded_are_named(debian):
-    """Nothing is installed: apt-get is replaced by a program that does nothing, so what the base has is compared."""
+    """Nothing is installed: apt-get, and the Python it would bring, do nothing here, so what the base has is compared."""
     record = next((debian / "src/containers/locks").glob("openmpi-amd64.debian"))
     bash = next(line for line in record.read_text().splitlines() if line.startswith("bash "))
     record.write_text(record.read_text().replace(f"{bash}\n", "bash 1.0\n").replace("\ndash ", "\nno-dash "))
-    (debian / "usr/local/bin/apt-get").symlink_to("/bin/true")
+    for program in ("apt-get", "python3.11"):
+        (debian / "usr/local/bin" / program).symlink_to("/bin/true")
     done = enter(debian, INSTALL, "runtime", PATH="/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
     assert done.returncode == 0, done.stderr
     installed = dict(line.split("\t")[:2] for line in (debian / "usr/share/hpctrain/debian.tsv").read_text().splitlines())

@@ -247,7 +247,7 @@ def test_the_packages_that_differ_are_named_for_archive_and_sif(tiny, tiny_sif, 
         file.write("zsh\t5.9\tamd64\t\n")
     build(tmp_path / "other", tiny.parent / "store")
     run("apptainer/build.sh", cwd=tmp_path / "other")
-    record = tmp_path / "hpctrain-cpu.provenance.json"
+    record, listed = tmp_path / "hpctrain-cpu.provenance.json", tmp_path / "hpctrain-cpu.spdx.json"
     parameters = json.loads((tmp_path / "other/build/hpctrain-cpu.provenance.json").read_text())
     assert parameters["predicate"]["buildDefinition"]["externalParameters"]["dirty"]
     by_archive = verify(tmp_path / "other/build/hpctrain-cpu.tar", record)
@@ -260,6 +260,9 @@ def test_the_packages_that_differ_are_named_for_archive_and_sif(tiny, tiny_sif, 
         assert lines[1].startswith("pypi horovod: missing; in the record 0.28.1 ")
         assert lines[2].startswith("pypi pyyaml: 6.1 ") and "in the record 6.0 ccc" in lines[2]
         assert len(lines) == 3
+    listed.write_text(listed.read_text().replace("libc6", "musl"))
+    done = verify(tmp_path / "other/build/hpctrain-cpu.tar", record)
+    assert done.returncode == 1 and f"{listed} is not the list of the record" in done.stderr
 
 
 def test_an_image_without_its_lists_is_refused_and_the_old_one_stays(tiny, tmp_path):
