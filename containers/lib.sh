@@ -49,8 +49,8 @@ image_tool() {
     step=$(grep -oE '\b[a-z]+\.sh: .*' <<<"$said" | tail -n 1 || true)
     [[ -z $step ]] || die "the build failed: $step"
     case ${said,,} in
-        *"no space left"* | *"quota exceeded"*)
-            die "the build failed: no room where $1 keeps images, in TMPDIR (${TMPDIR:-/tmp}) or for the result; make some" ;;
+        *"no space left"* | *"quota exceeded"* | *"storing layer"*"closed pipe"*) # the last is buildah's word for a full TMPDIR
+            die "the build failed: no room where images are kept, in TMPDIR (${TMPDIR:-/var/tmp}) or for the result; make some" ;;
         *"temporary failure resolving"* | *"could not resolve"* | *"failed to fetch"* | *"dial tcp"*)
             die "the build failed: what it names above cannot be reached from here; try again where it can" ;;
     esac
