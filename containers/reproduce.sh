@@ -90,7 +90,7 @@ for turn in 1 2; do
     read -ra maker <<<"${makers[turn - 1]}"
     "${maker[@]}" --flavor "$flavor" --mpi "$mpi" --output "$work/sif/$turn.sif" >"$work/$turn.log" 2>&1 ||
         die "SIF $turn failed: $(tail -n 20 "$work/$turn.log")"
-    echo "reproduce: SIF $turn, by $(stat -c %U "$work/sif/$turn.sif"), is sha256:$(sha256sum "$work/sif/$turn.sif" | cut -d' ' -f1)"
+    echo "reproduce: SIF $turn, by user $(stat -c %u "$work/sif/$turn.sif"), is sha256:$(sha256sum "$work/sif/$turn.sif" | cut -d' ' -f1)"
 done
 cmp "$work/sif/1.sif" "$work/sif/2.sif" || die "the two SIFs differ"
 echo "reproduce: the same bits, twice"
