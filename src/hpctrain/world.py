@@ -204,6 +204,9 @@ def choose_device(world: World, wanted: str = "auto") -> torch.device:
     return device
 
 
+_ended: list[dist.ProcessGroup] = []
+
+
 @contextmanager
 def process_group(world: World, device: torch.device) -> Iterator[None]:
     """Join the other ranks for the length of the block; nothing at all in a world of one.
@@ -221,6 +224,10 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
+        # The end of a group of Gloo waits for its threads and, before torch 2.13 (seen in 2.7.1), holds the lock of the
+        # interpreter, for which a thread may wait to let go of its last tensor. So the group stays, to the end of the process.
+        if backend == "gloo" and torch.__version__ < "2.13":
+            _ended.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 
