@@ -105,7 +105,7 @@ $(ROOTFS)/etc/hpctrain-rootfs: tests/cluster/rootfs.sh
 	tests/cluster/rootfs.sh $(ROOTFS)
 	@touch $@
 
-.venv/ready: containers/locks/$(FLAVOR).lock containers/install/python.sh pyproject.toml
+.venv/ready: containers/locks/cpu.lock containers/install/python.sh pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || containers/need.sh python3.11-venv
 	rm -rf .venv
 	PYTHON=$(PYTHON) containers/install/python.sh .venv cpu

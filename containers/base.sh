@@ -25,12 +25,13 @@ work=$(mktemp -d -p build base.XXXXXX) || die "cannot write to build/; make room
 trap 'rm -rf "$work"' EXIT
 
 # Without device nodes, an ordinary user can unpack it too. dpkg remembers its options: later packages leave out their
-# manuals as well. This machine's name and name server, which mmdebstrap copies, stay here.
+# manuals as well. This machine's name and name server, which mmdebstrap copies, stay here. A /usr that is merged from the
+# start needs no usrmerge, which would bring all of Perl.
 # shellcheck disable=SC2016  # the shell of the hook knows its $1
 mmdebstrap --variant=minbase --skip=output/dev --format=tar --aptopt='Acquire::Languages "none"' \
     --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
     --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
-    --customize-hook='rm -f "$1/etc/hostname" "$1/etc/resolv.conf"' \
+    --hook-dir=/usr/share/mmdebstrap/hooks/merged-usr --customize-hook='rm -f "$1/etc/hostname" "$1/etc/resolv.conf"' \
     bookworm "$work/layer.tar" ||
     die "mmdebstrap failed; see above, and whether a Debian mirror can be reached, and build/ and TMPDIR have room"
 

@@ -42,13 +42,13 @@ if [[ -n $debian ]]; then
     for mpi in openmpi mpich; do
         packages=$(MPI=$mpi containers/install/debian.sh list | paste -sd,)
         for architecture in amd64 arm64; do
-            # what is only simulated need not run here
+            # What is only simulated need not run here, nor can it start from a merged /usr, as containers/base.sh does.
             mmdebstrap --variant=minbase --simulate --verbose --skip=check/qemu \
-                --architectures="$architecture" --include="$packages" bookworm /dev/null >"$work/log" 2>&1 || die "mmdebstrap failed: $(tail -n 5 "$work/log")"
+                --architectures="$architecture" --include="usr-is-merged,$packages" bookworm /dev/null >"$work/log" 2>&1 || die "mmdebstrap failed: $(tail -n 5 "$work/log")"
             record=$locks/$mpi-$architecture.debian
             {
                 echo "# DEBIAN_SNAPSHOT=$snapshot"
-                sed -n 's/^Inst \([^ ]*\) .*(\([^ ]*\) .*/\1 \2/p' "$work/log" | LC_ALL=C sort -u
+                sed -n '/^Inst usrmerge /d; s/^Inst \([^ ]*\) .*(\([^ ]*\) .*/\1 \2/p' "$work/log" | LC_ALL=C sort -u
             } >"$work/record"
             cp "$work/record" "$record.new"
             mv "$record.new" "$record"
