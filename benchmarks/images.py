@@ -1,0 +1,99 @@
+"""What an image weighs, by what it consists of, and how long it takes to start, cold and warm.
+
+    .venv/bin/python benchmarks/images.py hpctrain-*.sif
+
+On a node of the test cluster. Sizes are in MB (10^6 bytes): of what is in a part, and of that packed on its own as in the SIF.
+An ordinary user starts it; cold means that nothing of the SIF is in memory, as on a node that has not run it yet. The disk is
+this machine's, not a parallel file system.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "containers"))
+from sif import squashfs
+from slurm_cluster import Cluster
+
+PACKAGES = "opt/hpctrain/lib/python3.11/site-packages/"
+PARTS = {  # by the first name that a path begins with
+    "NVIDIA's libraries": PACKAGES + "nvidia",
+    "torch": PACKAGES + "torch/",
+    "triton": PACKAGES + "triton",
+    "transformers": PACKAGES + "transformers/",
+    "scipy": PACKAGES + "scipy",
+    "Horovod": PACKAGES + "horovod/",
+    "other Python packages": "opt/hpctrain/",
+    "Debian with MPI": "",
+}
+PACK = (
+    "tar --create --null --files-from=- | "
+    "mksquashfs - /tmp/part -tar -noappend -comp zstd -Xcompression-level 3 -all-root -no-xattrs"  # as apptainer/build.sh
+)
+STARTS = {
+    "true": ["true"],
+    "import torch": ["python", "-c", "import torch"],
+    "import all": ["python", "-c", "import horovod.torch, lightning, mpi4py.MPI, torch, transformers"],
+}
+
+
+def weigh(cluster: Cluster, sif: Path) -> dict[str, tuple[int, int]]:
+    """For each part, the bytes of its files and of these packed."""
+    offset = str(squashfs(sif))
+    cluster.exec("n1", "unsquashfs", "-quiet", "-no-progress", "-o", offset, "-d", "/project/unpacked", f"/project/{sif.name}")
+    root = cluster.host_path("/project/unpacked")
+    paths, sizes = defaultdict(list), defaultdict(int)
+    for folder, folders, files in os.walk(root):
+        for name in files + [name for name in folders if Path(folder, name).is_symlink()]:
+            path = Path(folder, name)
+            within = str(path.relative_to(root))
+            part = next(part for part, start in PARTS.items() if within.startswith(start))
+            paths[part].append(within)
+            sizes[part] += path.lstat().st_size
+    packed = {}
+    for part in paths:
+        cluster.exec("n1", "sh", "-c", PACK, cwd="/project/unpacked", input="\0".join(paths[part]))
+        packed[part] = int(cluster.exec("n1", "stat", "--format=%s", "/tmp/part").stdout)
+    cluster.exec("n1", "rm", "-r", "/project/unpacked", "/tmp/part")
+    return {part: (sizes[part], packed[part]) for part in PARTS if part in sizes}
+
+
+def start(cluster: Cluster, sif: Path, what: str, cold: bool) -> float:
+    """The seconds that one start took."""
+    if cold:
+        with sif.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    began = time.monotonic()
+    cluster.exec("n1", "apptainer", "exec", f"/project/{sif.name}", *STARTS[what], user="alice")
+    return time.monotonic() - began
+
+
+def main() -> None:
+    """Each SIF in turn; the median of the turns."""
+    parser = argparse.ArgumentParser(description="What an image weighs, and how long it takes to start.")
+    parser.add_argument("sif", type=Path, nargs="+", help="SIFs that make sif has made")
+    parser.add_argument("--turns", type=int, default=5, help="starts of each (default: %(default)s)")
+    options = parser.parse_args()
+    subprocess.run(["sync"], check=True)  # what is not written yet cannot leave the memory
+    with Cluster(nodes=1, binds={sif.resolve(): f"/project/{sif.name}" for sif in options.sif}) as cluster:
+        for sif in options.sif:
+            print(f"\n{sif.name}: {sif.stat().st_size / 1e6:.0f} MB\n{'MB':24}{'files':>8}{'packed':>8}")
+            for part, (size, packed) in weigh(cluster, sif).items():
+                print(f"{part:24}{size / 1e6:8.0f}{packed / 1e6:8.0f}", flush=True)
+            print(f"{'seconds':24}{'cold':>8}{'warm':>8}")
+            for what in STARTS:
+                start(cluster, sif, what, cold=False)
+                cold, warm = (
+                    statistics.median(start(cluster, sif, what, cold) for _ in range(options.turns)) for cold in (True, False)
+                )
+                print(f"{what:24}{cold:8.2f}{warm:8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
