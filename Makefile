@@ -13,7 +13,7 @@ PACKAGE := $(shell find src -type f ! -name '*.pyc' ! -path '*.egg-info/*')
 # Apptainer of this machine, or the one in the file system of the test cluster.
 APPTAINER := $(if $(shell command -v apptainer || command -v singularity),,$(ROOTFS)/etc/hpctrain-rootfs)
 
-.PHONY: help demo test test-fast test-mpich .test-tools lint benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock \
+.PHONY: help demo test test-fast test-cuda test-mpich .test-tools lint benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock \
     lock-check clean
 .DELETE_ON_ERROR:
 
@@ -38,6 +38,10 @@ test-fast: venv .test-tools  ## the tests that need no image and no cluster
 test-mpich: venv cluster  ## the image with MPICH, and other MPIs of its ABI in its place, on the cluster
 	$(MAKE) sif MPI=mpich
 	.venv/bin/python -m pytest tests/mpich.py $(PYTEST)
+
+test-cuda: venv cluster  ## the image of FLAVOR=cu130 or cu126 on the cluster, with ranks on CPUs
+	$(MAKE) sif
+	FLAVOR=$(FLAVOR) .venv/bin/python -m pytest tests/cuda.py $(PYTEST)
 
 lint: venv  ## ruff and shellcheck
 	.venv/bin/python -m pytest -q tests/test_lint.py

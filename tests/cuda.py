@@ -1,0 +1,105 @@
+"""make test-cuda FLAVOR=cu130: an image with CUDA on the cluster, with ranks on CPUs, as nothing here has a GPU.
+
+Not a part of `make test`, which would have to build another image.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import REPOSITORY, Cluster
+
+FLAVOR = os.environ["FLAVOR"]
+SIF = REPOSITORY / f"hpctrain-{FLAVOR}.sif"
+HOME = "/home/alice/hpctrain"
+# bytes, at most; what torch and Horovod have kernels for
+SIZE = {"cu130": 3.2e9, "cu126": 3.2e9}
+ARCHITECTURES = {
+    "cu130": {"sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"},
+    "cu126": {"sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"},
+}
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes, and the image where the scripts look for it: in the folder of the project."""
+    with Cluster(nodes=2, binds={SIF: f"/project/{SIF.name}"}) as cluster:
+        cluster.install("alice")
+        cluster.exec("login", "ln", "-s", f"/project/{SIF.name}", SIF.name, user="alice", cwd=HOME)
+        yield cluster
+
+
+def inside(cluster: Cluster, *command: str) -> str:
+    """What a command in the image says to alice on a node."""
+    done = cluster.exec("n1", "apptainer", "exec", f"/project/{SIF.name}", *command, user="alice", timeout=600)
+    print(done.stdout)
+    return done.stdout
+
+
+def test_size():
+    assert SIF.stat().st_size <= SIZE[FLAVOR]
+
+
+def test_it_holds_the_locked_versions(cluster):
+    shown = json.loads(inside(cluster, "cat", "/opt/hpctrain/versions.json"))
+    versions = {name.replace("_", "-"): version for name, version in shown.items()}
+    lock = (REPOSITORY / f"containers/locks/{FLAVOR}.lock").read_text()
+    locked = dict(re.findall(r"^([a-z0-9.-]+)==([^ ]+)", lock, re.M))
+    assert len(locked) > 90
+    assert {name: versions.get(name) for name in locked} == locked
+
+
+def test_it_passes_its_check(cluster):
+    """All packages import, there is one copy of each library of CUDA, sums by torch, MPI and Horovod are right, and more."""
+    shown = inside(cluster, "/opt/hpctrain/libexec/check.sh")
+    assert "one libnccl, libcudart, libcudnn and libcublas" in shown
+    assert "check: Horovod has PyTorch MPI Gloo NCCL" in shown and "check: the image works" in shown
+
+
+def test_horovod_names_nccl_mpi_and_gloo(cluster):
+    shown = inside(cluster, "horovodrun", "--check-build")
+    for part in ("PyTorch", "NCCL", "MPI", "Gloo"):
+        assert f"[X] {part}" in shown
+
+
+def test_kernels_are_for_the_architectures_that_are_named(cluster, tmp_path):
+    """torch's by its own record; Horovod's by NVIDIA's cuobjdump."""
+    shown = inside(cluster, "python", "-c", "import torch; print(torch._C._cuda_getArchFlags())")
+    assert set(shown.split()) >= ARCHITECTURES[FLAVOR]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--target", tmp_path]
+    subprocess.run([*pip, "nvidia-cuda-cuobjdump==13.2.86"], check=True)
+    (library,) = inside(cluster, "find", "/opt/hpctrain/lib", "-path", "*/horovod/torch/*", "-name", "*.so").split()
+    inside(cluster, "cp", library, f"{HOME}/horovod.so")
+    (cuobjdump,) = tmp_path.glob("**/bin/cuobjdump")
+    copy = cluster.host_path(f"{HOME}/horovod.so")
+    dumped = subprocess.run([cuobjdump, "--list-elf", copy], capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"sm_\d+", dumped)) == ARCHITECTURES[FLAVOR]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["launch/check.sh"],
+        ["launch/apptainer_ddp.sh", "train_ddp", "--epochs", "3"],
+        ["launch/apptainer_torchrun.sh", "train_ddp", "--epochs", "3"],
+        ["launch/apptainer_mpi.sh", "train_horovod", "--epochs", "3"],
+        ["launch/apptainer_horovod.sh", "train_horovod", "--epochs", "3"],
+        ["launch/apptainer_ddp.sh", "train_lightning", "--epochs", "3"],
+    ],
+    ids=lambda command: "-".join(Path(word).stem for word in command[:2]),
+)
+def test_four_ranks_on_two_nodes(cluster, command):
+    number = cluster.submit(*command, cwd=HOME, env={"HPCTRAIN_FLAVOR": FLAVOR})
+    ended = cluster.wait(number, timeout=600)
+    output = cluster.host_path(f"{HOME}/slurm-{number}.out").read_text(errors="replace")
+    print(output)
+    assert ended.state == "COMPLETED", output
+    if command == ["launch/check.sh"]:
+        assert "check passed: 4 ranks" in output
+    else:
+        assert float(re.findall(r"test_accuracy (0\.\d+)", output)[-1]) > 0.9, output
