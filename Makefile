@@ -24,8 +24,9 @@ demo: sif cluster  ## train from the container on a two-node Slurm cluster on th
 	@command -v python3 >/dev/null || containers/need.sh python3
 	PYTHONPATH=tests python3 tests/demo.py
 
+# Two at once, as half the time of a job is waiting. The tests of a file share what they set up.
 test: venv sif cluster .test-tools  ## every test there is, on real parts
-	.venv/bin/python -m pytest $(PYTEST)
+	.venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST)
 
 test-fast: venv .test-tools  ## the tests that need no image and no cluster
 	.venv/bin/python -m pytest -m 'not slow' $(PYTEST)

@@ -99,7 +99,7 @@ def test_from_the_definition_by_an_ordinary_user(cluster, tmp_path):
     clone = cluster.state / "home/alice/from-def"
     subprocess.run(["cp", "-a", cluster.state / "home/alice/hpctrain", clone], check=True)
     (clone / "build").mkdir()
-    os.link(REPOSITORY / "build/base-bookworm.tar", clone / "build/base-bookworm.tar")
+    shutil.copy(REPOSITORY / "build/base-bookworm.tar", clone / "build/base-bookworm.tar")
     subprocess.run(["chown", "-R", "1000:1000", clone], check=True)
     options = ["-b", wheels, "-e", f"WHEELS={wheels}"] if wheels else []
     done = subprocess.run(
