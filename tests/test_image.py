@@ -98,7 +98,7 @@ def test_from_the_definition_by_an_ordinary_user(cluster, tmp_path):
     ).stdout
     clone = cluster.state / "home/alice/from-def"
     subprocess.run(["cp", "-a", cluster.state / "home/alice/hpctrain", clone], check=True)
-    (clone / "build").mkdir()
+    (clone / "build").mkdir(exist_ok=True)
     shutil.copy(REPOSITORY / "build/base-bookworm.tar", clone / "build/base-bookworm.tar")
     subprocess.run(["chown", "-R", "1000:1000", clone], check=True)
     options = ["-b", wheels, "-e", f"WHEELS={wheels}"] if wheels else []
