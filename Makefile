@@ -42,7 +42,7 @@ test-mpich: venv cluster  ## the image with MPICH, and other MPIs of its ABI in 
 
 test-cuda: venv cluster  ## the image of FLAVOR=cu130 or cu126 on the cluster, with ranks on CPUs
 	$(MAKE) sif
-	FLAVOR=$(FLAVOR) .venv/bin/python -m pytest tests/cuda.py $(PYTEST)
+	FLAVOR=$(FLAVOR) .venv/bin/python -m pytest tests/cuda_images.py $(PYTEST)
 
 lint: venv  ## ruff and shellcheck
 	.venv/bin/python -m pytest -q tests/test_lint.py

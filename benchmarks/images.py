@@ -22,8 +22,8 @@ from sif import squashfs
 from slurm_cluster import Cluster
 
 PACKAGES = "opt/hpctrain/lib/python3.11/site-packages/"
-PARTS = {  # by the first name that a path begins with
-    "NVIDIA's libraries": PACKAGES + "nvidia",
+PARTS: dict[str, str | tuple[str, ...]] = {  # the first whose name a path begins with
+    "NVIDIA's libraries": (PACKAGES + "nvidia", PACKAGES + "cusparselt/"),
     "torch": PACKAGES + "torch/",
     "triton": PACKAGES + "triton",
     "transformers": PACKAGES + "transformers/",
