@@ -1,214 +1,158 @@
-"""hpctrain check: does every rank run where it should, with the same software, and do they reach each other?
+"""hpctrain check: test the placement, the software and the communication of all ranks.
 
-Run it by the same script as the long job that comes after it:
+Run it with the script of the long job that comes after it:
 
     sbatch launch/apptainer_ddp.sh check
 
-First each rank looks around alone, then the ranks compare what they have, then they send each other numbers. Every
-finding is one line, said once however many ranks have it. The variables of schedulers that are read here are only
-compared with what is there; the place of a rank in the world comes from world.py alone.
+First each rank checks its own node, then the ranks compare their versions, settings and devices, then they exchange numbers.
+Every problem is one line, printed once however many ranks have it. The variables of schedulers that are read here are only
+compared with what the ranks find; the rank itself comes from world.py.
 """
 
-import argparse
-import ctypes
 import os
-import select
-import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from hpctrain import packages
-from hpctrain.fabric import Network, contradicted, network, overheard
-from hpctrain.run import Parser, versions
-from hpctrain.surroundings import file_system_problems, rendezvous_problems, shadowed_packages, some
-from hpctrain.world import JOIN_TIMEOUT, HpctrainError, World, choose_device, gather, in_words, process_group
+from hpctrain.check_mpi import mpi_library, mpi_name, mpi_problems
+from hpctrain.cli import Parser, add_device
+from hpctrain.errors import HpctrainError, first_line
+from hpctrain.fabric import Network, capture_nccl_log, compare_with_log, predict_network
+from hpctrain.gpu_checks import gpu_problems
+from hpctrain.node_checks import file_system_problems, rendezvous_problems, shadowed_packages, shorten
+from hpctrain.rendezvous import JOIN_TIMEOUT, format_ranks, gather, process_group
+from hpctrain.run import versions
+from hpctrain.world import World, choose_device
+
+
+def parser() -> Parser:
+    """The options of `hpctrain check`."""
+    parser = Parser(
+        prog="hpctrain check", description="Check every rank's node, software and folders, and the network between them."
+    )
+    add_device(parser)
+    return parser
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Print a line for each rank and the result of the tests; raises HpctrainError if anything is off."""
-    args = parse(arguments)
+    """Print a line for each rank and the result of the checks. Raises HpctrainError if there is a problem."""
+    args = parser().parse_args(arguments)
     here = f"rank {world.rank} on {os.uname().nodename}"
     problems = [*gpu_problems(world, args.device), *shadowed_packages(), *packages.problems()]
-    if world.local_rank == 0:  # the same for all ranks of a node, and a shared file system should not serve them all
+    if world.local_rank == 0:  # once per node, which spares a shared file system
         problems += file_system_problems()
-        # Without a meeting point nobody can gather what the ranks have found: each says it for itself.
-        if cannot_meet := list(rendezvous_problems(world)):
-            fail(f"{here}: {text}" for text in problems + cannot_meet)
-    # "cuda" without a GPU is among the problems by now, and not the end of the search for others.
+        # Without a rendezvous there is no rank 0 that gathers the problems: each node prints its own.
+        if unreachable := list(rendezvous_problems(world)):
+            fail(f"{here}: {text}" for text in problems + unreachable)
+    # A missing GPU for --device cuda is in the list of problems already, and must not prevent the other checks.
     device = choose_device(world, "cpu" if args.device == "cpu" else "auto")
-    with ExitStack() as meeting:
+    with ExitStack() as joined:
         try:
-            # Over Gloo, whatever the device: ranks with and without a GPU could not meet over NCCL to find that out.
-            meeting.enter_context(process_group(world, torch.device("cpu")))
-        except SystemExit:  # rank 0 says who is missing; what this one knows may be why
-            say(f"{here}: {text}" for text in problems)
+            # Over Gloo on every device: ranks with and without a GPU could not connect over NCCL to report that they differ.
+            joined.enter_context(process_group(world, torch.device("cpu")))
+        except SystemExit:  # rank 0 names the missing ranks; the problems of this rank may be the reason
+            print_errors(f"{here}: {text}" for text in problems)
             raise
         except HpctrainError as error:
             fail([*(f"{here}: {text}" for text in problems), str(error)])
         except RuntimeError as error:
             reason = f"{here}: Gloo could not connect the ranks ({first_line(error)}): set GLOO_SOCKET_IFNAME to the network "
-            fail([*(f"{here}: {text}" for text in problems), reason + "interface that joins the nodes"])
+            fail([*(f"{here}: {text}" for text in problems), reason + "interface that connects the nodes"])
         try:
-            together(world, device, problems)
+            check_collectively(world, device, problems)
         except RuntimeError as error:
             raise HpctrainError(
-                f"{here}: lost the other ranks ({first_line(error)}): look for the first error of another rank"
+                f"{here}: lost the connection to the other ranks ({first_line(error)}): look for the first error of another rank"
             ) from error
 
 
-def together(world: World, device: torch.device, problems: list[str]) -> None:
-    """All that needs the process group: compare the ranks, then let them talk. Raises HpctrainError on rank 0."""
-    nccl = network()
-    # Gloo goes over TCP anyway, and NCCL within a node over none of them, but it has to find one.
-    if device.type == "cuda" and nccl.amiss and (world.nodes > 1 or not nccl.name):
-        problems.append(f"NCCL between nodes: {nccl.words}")
-    reports = gather(world, report(world, device, nccl))
-    hosts = [line["host"] for line in reports]
+def check_collectively(world: World, device: torch.device, problems: list[str]) -> None:
+    """Compare the ranks, then test communication between them. A collective call. Raises HpctrainError on rank 0."""
+    nccl = predict_network()
+    # Gloo always uses TCP. NCCL within a node uses no network, but fails to start if it finds none.
+    if device.type == "cuda" and nccl.unintended and (world.nodes > 1 or not nccl.name):
+        problems.append(f"NCCL between nodes: {nccl.description}")
+    reports = gather(world, rank_report(world, device, nccl))
+    hosts = [report["host"] for report in reports]
     if world.rank == 0:
-        for line in reports:
+        for report in reports:
             print(
-                f"rank {line['rank']} of {line['size']}  node {line['node_rank']} of {line['nodes']}  "
-                f"local {line['local_rank']} of {line['local_size']}  {line['host']}  {line['device']}  "
-                + "  ".join(f"{name} {version}" for name, version in line["software"].items() if name != "image")
+                f"rank {report['rank']} of {report['size']}  node {report['node_rank']} of {report['nodes']}  "
+                f"local {report['local_rank']} of {report['local_size']}  {report['host']}  {report['device']}  "
+                + "  ".join(f"{name} {version}" for name, version in report["software"].items() if name != "image")
             )
-        for line in between_nodes(reports):
+        for line in describe_networks(reports):
             print(line)
-    end_on_problems(world, hosts, problems, [*differences(reports), *misplaced(reports)])
+    end_on_problems(world, hosts, problems, [*consistency_problems(reports), *placement_problems(reports)])
     passed = [f"check passed: {world.size} ranks on {len(set(hosts))} hosts ({world.launcher})"]
     if world.size > 1:
-        with overheard() as spoken:
+        with capture_nccl_log() as logged_network:
             group = dist.new_group(backend="nccl") if device.type == "cuda" else None
-            mine = [*ring(world, device, group, hosts), *all_reduce(world, device, group)]
-            said = spoken()  # "" where NCCL is not used
+            problems = [*ring_problems(world, device, group, hosts), *all_reduce_problems(world, device, group)]
+            logged = logged_network()  # "" if NCCL is not used
             if world.nodes > 1:
-                mine += contradicted(nccl, said)
-            end_on_problems(world, hosts, mine)
+                problems += compare_with_log(nccl, logged)
+            end_on_problems(world, hosts, problems)
             seconds = time_all_reduce(device, group)
-        passed.append(f"ring and all-reduce right on {device.type}" + (f" (NCCL: {said})" if said else ""))
+        passed.append(f"ring and all-reduce correct on {device.type}" + (f" (NCCL: {logged})" if logged else ""))
         passed.append(f"64 MB in {seconds * 1e3:.0f} ms ({0.064 / seconds:.2f} GB/s)")
     if mpi := mpi_library(world):
         end_on_problems(world, hosts, list(mpi_problems(world, mpi)))
-        passed.append(f"right over MPI too ({mpi_name(mpi)})")
+        passed.append(f"correct over MPI, too ({mpi_name(mpi)})")
     if world.rank == 0:
         print(", ".join(passed))
 
 
-def say(lines: Iterable[str]) -> None:
-    """Print lines in the form of an error."""
+def print_errors(lines: Iterable[str]) -> None:
+    """Print each line to stderr in the form of an error."""
     for line in lines:
         print(f"hpctrain: error: {line}", file=sys.stderr)
 
 
 def fail(lines: Iterable[str]) -> NoReturn:
-    """Say every line; the last one is the HpctrainError that ends this rank."""
+    """Print all lines but the last, which becomes the HpctrainError that ends this rank."""
     *others, last = lines
-    say(others)
+    print_errors(others)
     raise HpctrainError(last)
 
 
-def end_on_problems(world: World, hosts: list[str], mine: list[str], of_all: Iterable[str] = ()) -> None:
-    """End every rank if one has a problem; a collective call.
+def end_on_problems(world: World, hosts: list[str], problems: list[str], common: Iterable[str] = ()) -> None:
+    """End all ranks if one of them has a problem. A collective call.
 
-    `mine` are the problems of this rank, `of_all` those that every rank sees alike. Rank 0 says each of them once and
-    raises HpctrainError; the others leave as if all were well, or srun would kill rank 0 in the middle of its sentence.
+    `problems` are those of this rank, `common` those that every rank finds alike. Rank 0 prints each of them once and raises
+    HpctrainError. The others exit with status 0: srun kills all ranks at the first failure, perhaps before rank 0 has
+    printed its errors.
     """
     ranks: dict[str, list[int]] = {}
-    for rank, texts in enumerate(gather(world, mine)):
+    for rank, texts in enumerate(gather(world, problems)):
         for text in texts:
             ranks.setdefault(text, []).append(rank)
-    lines = [*of_all, *(f"{where(having, hosts)}: {text}" for text, having in ranks.items())]
+    lines = [*common, *(f"{format_place(affected, hosts)}: {text}" for text, affected in ranks.items())]
     if lines and world.rank != 0:
         raise SystemExit(0)
     if lines:
         fail(lines)
 
 
-def where(ranks: list[int], hosts: list[str]) -> str:
-    """Ranks and their nodes in short, such as "ranks 0-3,7 on n1, n2"."""
-    return f"{in_words(ranks)} on {some(list(dict.fromkeys(hosts[rank] for rank in ranks)), ', ')}"
+def format_place(ranks: list[int], hosts: list[str]) -> str:
+    """Ranks and their nodes in short form, such as "ranks 0-3,7 on n1, n2"."""
+    return f"{format_ranks(ranks)} on {shorten(list(dict.fromkeys(hosts[rank] for rank in ranks)), ', ')}"
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error, without the stack that torch adds to it."""
-    return str(error).partition("\n")[0]
+# --- comparing the ranks ---
 
 
-# What a rank finds alone, beside its surroundings
-
-
-def gpu_problems(world: World, wanted: str, env: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Why this rank has no GPU although it was given one or wants one, or has to share it."""
-    if wanted == "cpu":
-        return
-    if torch.cuda.is_available():
-        # A rank with --gpus-per-task=1 sees one GPU; how many the node has for the job only Slurm knows.
-        gpus = int(env.get("SLURM_GPUS_ON_NODE") or torch.cuda.device_count())
-        if world.local_size > gpus:
-            yield f"{world.local_size} ranks on a node with {gpus} GPUs for this job: start one rank per GPU (--ntasks-per-node)"
-        return
-    names = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
-    given = [f"{name}={env[name]}" for name in names if env.get(name, "") not in ("", "-1", "NoDevFiles")]
-    devices = gpu_devices()
-    if not given and not devices:
-        if wanted == "cuda":
-            yield "--device cuda, but there is no /dev/nvidia* here: ask the scheduler for a GPU (--gpus-per-node)"
-        return
-    if not devices:
-        yield (
-            f"a GPU was given ({given[0]}), but there is no /dev/nvidia* here that this user may open: start the container "
-            "with --gpu (podman-hpc), --nv (apptainer), --module=gpu (shifter) or --gpus all (docker)"
-        )
-    elif not has_driver():
-        yield (
-            f"{devices[0]} is here, but libcuda.so.1 is not: start the container with --nv before the image (apptainer), "
-            "--gpu (podman-hpc) or --module=gpu (shifter)"
-        )
-    if torch.version.cuda is None:
-        yield f"torch {torch.__version__} is a CPU build, on a node with a GPU: use the CUDA image, or --device cpu"
-    elif devices and has_driver():
-        try:
-            torch.cuda.init()
-        except RuntimeError as error:  # torch knows what is wrong with the driver, such as its age
-            yield f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use {devices[0]}: {first_line(error)}"
-
-
-def gpu_devices() -> list[str]:
-    """The GPUs that this job may open: Slurm hides those of others by a cgroup, which shows at no earlier moment."""
-    mine = []
-    for path in sorted(Path("/dev").glob("nvidia[0-9]*")):
-        try:
-            os.close(os.open(path, os.O_RDWR))
-        except OSError:
-            continue
-        mine.append(str(path))
-    return mine
-
-
-def has_driver() -> bool:
-    """Whether the driver's library is here, which belongs to the host and not to an image."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-# What the ranks find by comparing
-
-
-def report(world: World, device: torch.device, nccl: Network) -> dict[str, Any]:
-    """What this rank has to say of itself."""
+def rank_report(world: World, device: torch.device, nccl: Network) -> dict[str, Any]:
+    """What this rank sends to the others for comparison: its place, device, versions and network settings."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     software = versions()
     for name in ("lightning", "transformers", "horovod", "mpi4py"):
@@ -224,184 +168,113 @@ def report(world: World, device: torch.device, nccl: Network) -> dict[str, Any]:
         "gpu": str(gpu.uuid) if gpu else "",
         "software": software,
         "network": nccl.name,
-        "nccl": nccl.words,
+        "nccl": nccl.description,
         "fabric": {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "FI_", "UCX_"))},
     }
 
 
-def differences(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """What should be the same everywhere and is not."""
-    hosts = [line["host"] for line in reports]
-    mends = {
-        "software": "every node must run the same image or environment",
-        # Ranks of one node may differ: some sites give each its own network card.
+def consistency_problems(reports: list[dict[str, Any]]) -> Iterator[str]:
+    """Versions, settings, networks and devices that differ between ranks."""
+    hosts = [report["host"] for report in reports]
+    kinds = {
+        "software": "run the same image or environment on every node",
+        # Ranks of one node may differ: some sites assign each its own network card.
         "fabric": "set it before the launcher starts the ranks, and not in a file of one node",
     }
-    for kind, mend in mends.items():
-        lines = [line for line in reports if kind == "software" or line["local_rank"] == 0]
-        for name in sorted({name for line in lines for name in line[kind]}):
+    for kind, advice in kinds.items():
+        compared = [report for report in reports if kind == "software" or report["local_rank"] == 0]
+        for name in sorted({name for report in compared for name in report[kind]}):
             ranks: dict[str, list[int]] = {}
-            for line in lines:
-                ranks.setdefault(line[kind].get(name, "missing"), []).append(line["rank"])
+            for report in compared:
+                ranks.setdefault(report[kind].get(name, "missing"), []).append(report["rank"])
             if len(ranks) > 1:
-                found = ", ".join(f"{value or 'missing'} for {where(having, hosts)}" for value, having in ranks.items())
-                yield f"{name} differs: {found}: {mend}"
+                found = ", ".join(f"{value or 'missing'} for {format_place(having, hosts)}" for value, having in ranks.items())
+                yield f"{name} differs: {found}: {advice}"
     networks: dict[str, list[int]] = {}
-    for line in reports:
-        if line["device"].startswith("cuda"):
-            networks.setdefault(line["network"] or "none", []).append(line["rank"])
+    for report in reports:
+        if report["device"].startswith("cuda"):
+            networks.setdefault(report["network"] or "none", []).append(report["rank"])
     if len(networks) > 1:
-        found = ", ".join(f"{name} for {where(having, hosts)}" for name, having in networks.items())
-        yield f"NCCL takes different networks: {found}: see above what they lack, or leave those nodes out"
-    kinds = {kind: [line["rank"] for line in reports if line["device"].startswith(kind)] for kind in ("cuda", "cpu")}
-    if all(kinds.values()):
-        yield f"{where(kinds['cuda'], hosts)} has a GPU, {where(kinds['cpu'], hosts)} has none: ask for the same on every node"
+        found = ", ".join(f"{name} for {format_place(having, hosts)}" for name, having in networks.items())
+        yield f"NCCL uses different networks: {found}: see above what these nodes lack, or exclude them"
+    devices = {kind: [report["rank"] for report in reports if report["device"].startswith(kind)] for kind in ("cuda", "cpu")}
+    if all(devices.values()):
+        with_gpu, without = (format_place(devices[kind], hosts) for kind in ("cuda", "cpu"))
+        yield f"{with_gpu} has a GPU, {without} has none: request the same GPUs on every node"
 
 
-def between_nodes(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Which network NCCL takes between nodes; a line for all ranks, or for each that some of them take."""
-    hosts = [line["host"] for line in reports]
+def describe_networks(reports: list[dict[str, Any]]) -> Iterator[str]:
+    """Which network NCCL uses between nodes: one line for all ranks, or one for each network."""
+    hosts = [report["host"] for report in reports]
     ranks: dict[str, list[int]] = {}
-    for line in reports:
-        ranks.setdefault(line["nccl"], []).append(line["rank"])
-    for words, having in ranks.items():
-        yield f"NCCL between nodes{f', {where(having, hosts)}' if len(ranks) > 1 else ''}: {words}"
+    for report in reports:
+        ranks.setdefault(report["nccl"], []).append(report["rank"])
+    for description, having in ranks.items():
+        yield f"NCCL between nodes{f', {format_place(having, hosts)}' if len(ranks) > 1 else ''}: {description}"
 
 
-def misplaced(reports: list[dict[str, Any]], env: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Which ranks are not where the launcher or the user wanted them."""
-    hosts = [line["host"] for line in reports]
+def placement_problems(reports: list[dict[str, Any]], env: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Ranks on other nodes or devices than the launcher or the user requested."""
+    hosts = [report["host"] for report in reports]
     ranks: dict[tuple[str, str], list[int]] = {}
-    for line in reports:
-        for place in (f"local rank {line['local_rank']}", line["gpu"]):
-            ranks.setdefault((line["host"], place), []).append(line["rank"])
+    for report in reports:
+        for place in (f"local rank {report['local_rank']}", report["gpu"]):
+            ranks.setdefault((report["host"], place), []).append(report["rank"])
     for (_, place), having in ranks.items():
         if place and len(having) > 1:
-            yield f"{where(having, hosts)} share {place}: start one task per GPU (--ntasks-per-node)"
+            yield f"{format_place(having, hosts)} share {place}: start one task per GPU (--ntasks-per-node)"
     counts = Counter(hosts)
-    shown = some([f"{count} on {host}" for host, count in counts.items()], ", ")
+    shown = shorten([f"{count} on {host}" for host, count in counts.items()], ", ")
     slurm, nodes = reports[0]["launcher"] == "slurm", reports[0]["nodes"]
-    asked = env.get("SLURM_NTASKS_PER_NODE") if slurm else None
-    if asked and set(counts.values()) != {int(asked)}:
-        yield f"wrong ranks per node: {shown}, and --ntasks-per-node={asked} was asked for: give that to srun too"
+    requested = env.get("SLURM_NTASKS_PER_NODE") if slurm else None
+    if requested and set(counts.values()) != {int(requested)}:
+        yield f"wrong ranks per node: {shown}, but --ntasks-per-node={requested} was requested: pass that to srun, too"
     elif len(set(counts.values())) > 1:
-        yield f"wrong ranks per node: {shown}: give srun --ntasks-per-node, or mpirun --map-by ppr:N:node"
-    if not slurm:  # which knows where its tasks are; the others may leave nodes of the job idle
+        yield f"wrong ranks per node: {shown}: use srun --ntasks-per-node, or mpirun --map-by ppr:N:node"
+    if not slurm:  # srun counts the nodes of the step; other launchers may leave nodes of the job idle
         nodes = max(nodes, int(env.get("SLURM_JOB_NUM_NODES", 0)))
     if nodes != len(counts):
-        yield f"wrong number of nodes: {len(counts)} instead of {nodes}, {shown}: give the launcher the list of all nodes"
-    elif len({(line["node_rank"], line["host"]) for line in reports}) != nodes:
-        yield f"the ranks do not fill one node after the other ({shown}): give mpirun --map-by slot"
+        yield f"wrong number of nodes: {len(counts)} instead of {nodes}, {shown}: pass the list of all nodes to the launcher"
+    elif len({(report["node_rank"], report["host"]) for report in reports}) != nodes:
+        yield f"the ranks do not fill one node after the other ({shown}): use mpirun --map-by slot"
 
 
-# What the ranks find by talking
+# --- communication between the ranks ---
 
 
-def ring(world: World, device: torch.device, group: dist.ProcessGroup | None, hosts: list[str]) -> Iterator[str]:
-    """Every rank sends its number to the right and hears that of its left neighbour."""
+def ring_problems(world: World, device: torch.device, group: dist.ProcessGroup | None, hosts: list[str]) -> Iterator[str]:
+    """Send the rank's number to its right neighbor and receive that of its left one. Raises HpctrainError on a time-out."""
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-    mine, heard = torch.tensor([world.rank], device=device), torch.tensor([-1], device=device)
-    work = dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, right, group), dist.P2POp(dist.irecv, heard, left, group)])
+    sent, received = torch.tensor([world.rank], device=device), torch.tensor([-1], device=device)
+    work = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, right, group), dist.P2POp(dist.irecv, received, left, group)])
     try:
         for part in work:
             part.wait(JOIN_TIMEOUT)
     except RuntimeError as error:
         raise HpctrainError(
             f"rank {world.rank} on {hosts[world.rank]} could not exchange a number with rank {left} on {hosts[left]} and rank "
-            f"{right} on {hosts[right]} ({first_line(error)}): look at the network of these nodes, or leave them out"
+            f"{right} on {hosts[right]} ({first_line(error)}): check the network of these nodes, or exclude them"
         ) from error
-    if heard.item() != left:
-        yield f"in the ring, rank {left} on {hosts[left]} sent {left} and {heard.item()} came: do not train on these nodes"
+    if received.item() != left:
+        yield f"in the ring, rank {left} on {hosts[left]} sent {left}, but {received.item()} arrived: do not train on these nodes"
 
 
-def all_reduce(world: World, device: torch.device, group: dist.ProcessGroup | None) -> Iterator[str]:
-    """Sum rank + 1 over a million floats on every rank."""
+def all_reduce_problems(world: World, device: torch.device, group: dist.ProcessGroup | None) -> Iterator[str]:
+    """Sum rank + 1 over all ranks, in a million floats."""
     values = torch.full((1_000_000,), world.rank + 1.0, device=device)
     dist.all_reduce(values, group=group)
     expected = world.size * (world.size + 1) / 2
     if not bool((values == expected).all()):
-        yield f"the all-reduce gave {values[0].item()} where {expected} is right: do not train on these nodes"
+        yield f"the all-reduce gave {values[0].item()} instead of {expected}: do not train on these nodes"
 
 
 def time_all_reduce(device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """The seconds that an all-reduce of 64 MB takes, as many bytes as the gradients of 16 million weights."""
+    """The seconds that an all-reduce of 64 MB takes: the gradients of 16 million fp32 weights."""
     values = torch.zeros(16_000_000, device=device)
-    for _ in range(2):  # the first one makes the connections
+    for _ in range(2):  # the first one opens the connections
         dist.barrier(group)
         start = time.perf_counter()
         dist.all_reduce(values, group=group)
-        values[0].item()  # on a GPU the call returns before the work is done
+        values[0].item()  # on a GPU, all_reduce() returns before it is done
         seconds = time.perf_counter() - start
     return seconds
-
-
-def mpi_library(world: World, env: Mapping[str, str] = os.environ) -> ModuleType | None:
-    """mpi4py's MPI, not yet initialised, where a launcher offers to start MPI programs; else None."""
-    by_srun = world.launcher == "slurm" and ("PMIX_RANK" in env or "PMI_RANK" in env)
-    if "HPCTRAIN_WORLD_SIZE" in env and "HPCTRAIN_MPI_LIBRARY" not in env:
-        return None  # from a launch script that wants no MPI; where Slurm has a default PMI every srun offers one
-    if world.launcher not in ("openmpi", "mpich") and not by_srun:
-        return None
-    try:
-        import mpi4py
-
-        mpi4py.rc.initialize = False
-        from mpi4py import MPI
-    except (ImportError, RuntimeError):  # it is not installed, or there is no MPI for it to load
-        return None
-    return MPI
-
-
-def mpi_name(mpi: ModuleType) -> str:
-    """Such as "Open MPI v4.1.4"."""
-    return mpi.Get_library_version().partition(",")[0].partition("\n")[0].strip()
-
-
-def mpi_problems(world: World, mpi: ModuleType, env: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Whether MPI sees the same world as its launcher, and the ring and the sum over it; a collective call."""
-    if world.launcher == "slurm":
-        launcher = f"srun --mpi={env.get('SLURM_MPI_TYPE') or ('pmix' if 'PMIX_RANK' in env else 'pmi2')}"
-        mend = "use a --mpi= that both speak (srun --mpi=list; Open MPI wants pmix, MPICH pmi2), or mpirun"
-    else:
-        launcher, mend = "mpirun", "use an mpirun of the same MPI and version as the image's, or srun --mpi=pmix"
-    mismatch = f"PMI mismatch: {launcher} started {world.size} ranks, but {mpi_name(mpi)} "
-    with outlived(f"rank {world.rank} on {os.uname().nodename}: {mismatch}did not get through MPI_Init: {mend}", world):
-        mpi.Init()
-    comm = mpi.COMM_WORLD
-    if (comm.rank, comm.size) != (world.rank, world.size):
-        yield f"{mismatch}makes each of them a world of {comm.size}: {mend}"
-    else:
-        left = (world.rank - 1) % world.size
-        heard = comm.sendrecv(world.rank, dest=(world.rank + 1) % world.size, source=left)
-        if heard != left:
-            yield f"in MPI's ring rank {left} sent {left} and {heard} came: do not train on these nodes"
-        if (total := comm.allreduce(world.rank + 1)) != (expected := world.size * (world.size + 1) // 2):
-            yield f"MPI's all-reduce gave {total} where {expected} is right: do not train on these nodes"
-    mpi.Finalize()  # or mpirun calls the end of this process a crash
-
-
-@contextmanager
-def outlived(message: str, world: World) -> Iterator[None]:
-    """Have a child process say `message` where the block does not return: MPI ends or stops a process that it cannot start."""
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        os.close(writer)  # the parent's end alone counts: it closes when the parent dies
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun sends it to all when the first rank fails
-        ready, _, _ = select.select([reader], [], [], JOIN_TIMEOUT.seconds)
-        if not ready or not os.read(reader, 1):
-            if world.local_rank == 0:  # one a node is enough
-                os.write(2, f"hpctrain: error: {message}\n".encode())
-            if not ready:
-                os.kill(os.getppid(), signal.SIGKILL)
-        os._exit(0)
-    os.close(reader)
-    yield
-    os.write(writer, b"1")
-    os.close(writer)
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The flags of this command."""
-    parser = Parser(prog="hpctrain check", description="Check places, software, folders and the network of all ranks.")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: a GPU where there is one)")
-    return parser.parse_args(arguments)

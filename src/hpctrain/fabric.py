@@ -1,9 +1,9 @@
-"""Which network NCCL takes between nodes, and why: by NCCL's own rules, without a GPU.
+"""Which network NCCL uses between nodes, and why: predicted by NCCL's own rules, without a GPU.
 
 The rules are those of NCCL 2.29.7 (github.com/NVIDIA/nccl: src/plugin/net.cc and plugin_open.cc, src/transport/net_ib/init.cc,
-src/misc/socket.cc and param.cc, src/os/linux.cc). NCCL goes through the plugins that it finds, then InfiniBand and RoCE, then
-TCP, and takes the first that works; with NCCL_NET the first that works and has this name. Left out, because hardly anybody sets
-them: NCCL_COMM_ID and NCCL_SOCKET_FAMILY.
+src/misc/socket.cc and param.cc, src/os/linux.cc). NCCL tries the plugins that it finds, then InfiniBand and RoCE, then TCP, and
+uses the first that works. With NCCL_NET it uses the first that works and has that name. Two rarely used settings are
+left out: NCCL_COMM_ID and NCCL_SOCKET_FAMILY.
 """
 
 import ctypes
@@ -19,61 +19,63 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.surroundings import some
+from hpctrain.node_checks import shorten
 
-# The versions of a plugin's interface that NCCL 2.29 asks for, in its order; each begins with a pointer to the name.
+# The versions of the plugin interface that NCCL 2.29 looks for, in its order. Each struct begins with a pointer to the name.
 PLUGIN_VERSIONS = range(11, 5, -1)
-# What NCCL_SOCKET_IFNAME stands for where it is not set: the first of these that an interface matches.
+# The values of NCCL_SOCKET_IFNAME that NCCL tries if it is not set: the first one that matches an interface counts.
 INTERFACES = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
 
-# of linux/sockios.h and linux/if.h
+# From linux/sockios.h and linux/if.h.
 SIOCGIFFLAGS, SIOCGIFADDR, IFF_RUNNING = 0x8913, 0x8915, 0x40
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network as NCCL sees it; `name` is the one that NCCL_NET wants: "AWS Libfabric", "IB", "Socket", "" for none.
+    """A network of NCCL; `name` is as in NCCL_NET: "AWS Libfabric", "IB", "Socket", or "" for none.
 
-    `words` say what it consists of, or why there is none. `amiss`: somebody meant another one to be used.
+    `description` lists its parts, or why it cannot be used. `unintended` means that the node or its settings imply another one.
     """
 
     name: str
-    words: str
-    amiss: bool = False
+    description: str
+    unintended: bool = False
 
 
-def network(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Network:
-    """The network that NCCL takes on this node, and why; without a name if NCCL gives up."""
-    env = settings(env, root)
+def predict_network(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Network:
+    """The network that NCCL uses on this node, and why; its name is "" if NCCL fails."""
+    env = read_settings(env, root)
     running = running_interfaces()
     interfaces = tcp_interfaces(env, running)
-    if not interfaces:  # the ranks meet over TCP, whatever carries the data after that
+    if not interfaces:  # NCCL's ranks connect over TCP first, whichever network the data use
         wanted = env.get("NCCL_SOCKET_IFNAME", "")
-        found = some(running, ", ") or "no interface with an address"
-        return Network("", f"none: NCCL_SOCKET_IFNAME is '{wanted}', and here is {found}: name what is here, or unset it", True)
-    networks = [*plugins(env, root), infiniband(env, root), Network("Socket", f"TCP over {', '.join(interfaces)}")]
+        found = shorten(running, ", ") or "no interface with an address"
+        return Network(
+            "", f"none: NCCL_SOCKET_IFNAME is '{wanted}', but this node has {found}: name one of these, or unset it", True
+        )
+    networks = [*find_plugins(env, root), find_infiniband(env, root), Network("Socket", f"TCP over {', '.join(interfaces)}")]
     named = env.get("NCCL_NET")
     taken = next((one for one in networks if one.name and (named is None or one.name.lower() == named.lower())), None)
     if taken is None:
-        offers = "; ".join(f"here is {one.name} ({one.words})" if one.name else one.words for one in networks)
-        return Network("", f"none: NCCL_NET is '{named}', and {offers}: load what it names (docs/fabric.md), or unset it", True)
+        offers = "; ".join(f"this node has {one.name} ({one.description})" if one.name else one.description for one in networks)
+        return Network("", f"none: NCCL_NET is '{named}', but {offers}: load that network (docs/fabric.md), or unset it", True)
     if named is not None:
-        return Network(taken.name, f"{taken.name} ({taken.words}), by NCCL_NET")
-    passed = networks[: networks.index(taken)]
-    # of several plugins that NCCL_NET_PLUGIN lists any one will do
-    amiss = taken.name in ("IB", "Socket") and any(one.amiss for one in passed)
-    words = f"{taken.name} ({taken.words})"
+        return Network(taken.name, f"{taken.name} ({taken.description}), by NCCL_NET")
+    skipped = networks[: networks.index(taken)]
+    # NCCL_NET_PLUGIN may list several plugins; any of them is intended.
+    unintended = taken.name in ("IB", "Socket") and any(one.unintended for one in skipped)
+    description = f"{taken.name} ({taken.description})"
     if taken.name == "Socket":
-        words += ", some 20 times slower than a fabric"  # docs.cscs.ch/software/communication/nccl: 5.4 against 122.6 GB/s
-    if amiss or taken.name == "Socket":
-        words += f", because: {'; '.join(one.words for one in passed)}"
-    return Network(taken.name, words, amiss)
+        description += ", some 20 times slower than a fabric"  # docs.cscs.ch/software/communication/nccl: 5.4 against 122.6 GB/s
+    if unintended or taken.name == "Socket":
+        description += f", because: {'; '.join(one.description for one in skipped)}"
+    return Network(taken.name, description, unintended)
 
 
-def settings(env: Mapping[str, str], root: Path) -> dict[str, str]:
-    """The environment and, for what is not set there, what NCCL reads from its files."""
+def read_settings(env: Mapping[str, str], root: Path) -> dict[str, str]:
+    """The environment, and for variables that are not set there, the values in NCCL's configuration files."""
     merged = dict(env)
-    for file in (env.get("NCCL_CONF_FILE") or home() / ".nccl.conf", root / "etc/nccl.conf"):
+    for file in (env.get("NCCL_CONF_FILE") or home_folder() / ".nccl.conf", root / "etc/nccl.conf"):
         try:
             lines = Path(file).read_text(errors="replace").splitlines()
         except OSError:
@@ -84,8 +86,8 @@ def settings(env: Mapping[str, str], root: Path) -> dict[str, str]:
     return merged
 
 
-def home() -> Path:
-    """The home that the list of users has, which NCCL takes, and not HOME."""
+def home_folder() -> Path:
+    """The user's home in the password database, which NCCL uses instead of HOME."""
     try:
         return Path(pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError:
@@ -93,7 +95,10 @@ def home() -> Path:
 
 
 def matches(wanted: str, name: str, port: int | None = None) -> bool:
-    """Whether a list of NCCL's means this interface or port of a card: of prefixes, of whole names after =, of others after ^."""
+    """Whether a list in NCCL's syntax selects this interface, or this port of a card.
+
+    The list holds prefixes of names, whole names after "=", or what is not selected after "^".
+    """
     exclude, wanted = wanted.startswith("^"), wanted.removeprefix("^")
     exact, wanted = wanted.startswith("="), wanted.removeprefix("=")
     entries = [entry.split(":") for entry in wanted.split(",") if entry]
@@ -104,9 +109,9 @@ def matches(wanted: str, name: str, port: int | None = None) -> bool:
     return found != exclude
 
 
-def plugins(env: Mapping[str, str], root: Path) -> Iterator[Network]:
-    """The plugins that NCCL would load, found as its loader finds them: in LD_LIBRARY_PATH, then by what ldconfig knows."""
-    cards = listed(root / "sys/class/cxi")
+def find_plugins(env: Mapping[str, str], root: Path) -> Iterator[Network]:
+    """The plugins that NCCL loads; the dynamic loader searches for them in LD_LIBRARY_PATH, then in the cache of ldconfig."""
+    cards = list_folder(root / "sys/class/cxi")
     wanted = env.get("NCCL_NET_PLUGIN")
     names = "libnccl-net.so" if wanted is None else "" if wanted.lower() == "none" else wanted
     for name in filter(None, names.split(",")):
@@ -115,31 +120,31 @@ def plugins(env: Mapping[str, str], root: Path) -> Iterator[Network]:
         errors = []
         for file in files:
             try:
-                yield plugin(file, ctypes.CDLL(file), cards)
+                yield describe_plugin(file, ctypes.CDLL(file), cards)
                 break
             except OSError as error:
                 errors.append(str(error))
         else:
             broken = [error for file, error in zip(files, errors, strict=True) if not is_absent(file, error)]
             if broken:
-                words = f"{files[-1]} does not load: {broken[0]}: the folder of what it needs belongs into LD_LIBRARY_PATH"
+                description = f"{files[-1]} does not load: {broken[0]}: add the folder of the missing library to LD_LIBRARY_PATH"
             elif cards:
-                words = (
+                description = (
                     f"no {files[-1]}, without which NCCL cannot use this node's Slingshot ({', '.join(cards)}): give the runtime "
-                    "the site's module (podman-hpc --nccl, shifter --module=nccl-plugin), or put its folder into LD_LIBRARY_PATH"
+                    "the site's module (podman-hpc --nccl, shifter --module=nccl-plugin), or add its folder to LD_LIBRARY_PATH"
                 )
             else:
-                words = f"no {files[-1]}"
-            yield Network("", words, bool(broken or cards or wanted))
+                description = f"no {files[-1]}"
+            yield Network("", description, bool(broken or cards or wanted))
 
 
 def is_absent(file: str, error: str) -> bool:
-    """Whether the loader's error is that there is no such file, and not that something is wrong with it."""
+    """Whether the loader's error is that there is no such file, rather than that the file does not load."""
     return error.startswith(f"{file}:") and "No such file" in error
 
 
-def plugin(file: str, library: ctypes.CDLL, cards: list[str]) -> Network:
-    """A plugin that was loaded, by the name that it gives itself."""
+def describe_plugin(file: str, library: ctypes.CDLL, cards: list[str]) -> Network:
+    """The network of a plugin that has been loaded, under the name that the plugin exports."""
     for version in PLUGIN_VERSIONS:
         try:
             name = ctypes.c_char_p.in_dll(library, f"ncclNetPlugin_v{version}").value or b""
@@ -147,28 +152,28 @@ def plugin(file: str, library: ctypes.CDLL, cards: list[str]) -> Network:
             continue
         maps = Path("/proc/self/maps").read_text().split()
         parts = sorted({path for path in maps if Path(path).name.startswith(("libnccl-net", "libfabric.so", "libcxi.so"))})
-        words = f"{file}, loaded {', '.join(parts)}"
+        description = f"{file}, loaded {', '.join(parts)}"
         if cards and not any("libcxi" in path for path in parts):
-            words += f", but no libcxi.so.1, which libfabric wants for Slingshot ({', '.join(cards)})"
-        return Network(name.decode(errors="replace"), words)
+            description += f", but no libcxi.so.1, which libfabric needs for Slingshot ({', '.join(cards)})"
+        return Network(name.decode(errors="replace"), description)
     versions = f"v{PLUGIN_VERSIONS[-1]} to v{PLUGIN_VERSIONS[0]}"
-    return Network("", f"{file} has no ncclNetPlugin of {versions}: take a plugin built for this NCCL", True)
+    return Network("", f"{file} has no ncclNetPlugin of {versions}: use a plugin built for this NCCL", True)
 
 
-def listed(folder: Path) -> list[str]:
-    """The names in a folder; none if there is no such folder."""
+def list_folder(folder: Path) -> list[str]:
+    """The sorted names in a folder; an empty list if there is no such folder."""
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
-def infiniband(env: Mapping[str, str], root: Path) -> Network:
-    """NCCL's own way by verbs, over InfiniBand and RoCE."""
+def find_infiniband(env: Mapping[str, str], root: Path) -> Network:
+    """NCCL's built-in network "IB", which uses verbs over InfiniBand and RoCE."""
     if env.get("NCCL_IB_DISABLE", "0").strip() not in ("", "0"):
         return Network("", f"NCCL_IB_DISABLE is {env['NCCL_IB_DISABLE']}")
     folder = root / "sys/class/infiniband"
-    cards = listed(folder)
+    cards = list_folder(folder)
     if not cards:
         return Network("", "no InfiniBand or RoCE card in /sys/class/infiniband")
-    kinds = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}  # NCCL takes no others, such as EFA's
+    kinds = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}  # NCCL ignores others, such as EFA
     active = [
         (card, int(port.name), kinds[layer])
         for card in cards
@@ -180,23 +185,23 @@ def infiniband(env: Mapping[str, str], root: Path) -> Network:
     wanted = env.get("NCCL_IB_HCA", "")
     ports = [f"{card}:{port} {kind}" for card, port, kind in active if matches(wanted, card, port)]
     if not ports:
-        return Network("", f"NCCL_IB_HCA={wanted} leaves out {', '.join(f'{card}:{port}' for card, port, _ in active)}", True)
+        return Network("", f"NCCL_IB_HCA={wanted} excludes {', '.join(f'{card}:{port}' for card, port, _ in active)}", True)
     found = ", ".join(ports)
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError as error:
-        return Network("", f"{found} is here, but {error}: install libibverbs1 and ibverbs-providers", True)
+        return Network("", f"{found} is present, but {error}: install libibverbs1 and ibverbs-providers", True)
     if not any(os.access(device, os.R_OK | os.W_OK) for device in (root / "dev/infiniband").glob("uverbs*")):
-        mend = "start the container with --device=/dev/infiniband (podman-hpc, docker)"
-        return Network("", f"{found} is here, but no /dev/infiniband/uverbs* that this user may open: {mend}", True)
+        advice = "start the container with --device=/dev/infiniband (podman-hpc, docker)"
+        return Network("", f"{found} is present, but no /dev/infiniband/uverbs* that this user may open: {advice}", True)
     return Network("IB", found)
 
 
 def running_interfaces() -> list[str]:
-    """The interfaces that run and have an address, in NCCL's order: those with an IPv4 address first."""
+    """The interfaces that are up and have an address, in NCCL's order: those with an IPv4 address first."""
     inet6 = Path("/proc/net/if_inet6")
     fields = [line.split() for line in inet6.read_text().splitlines()] if inet6.exists() else []
-    with_ipv6 = {field[-1] for field in fields if int(field[0], 16) != 1}  # ::1 is not counted
+    with_ipv6 = {field[-1] for field in fields if int(field[0], 16) != 1}  # without ::1
     with_ipv4, others = [], []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -213,7 +218,7 @@ def running_interfaces() -> list[str]:
 
 
 def tcp_interfaces(env: Mapping[str, str], running: list[str]) -> list[str]:
-    """Those over which NCCL's ranks meet, and their data go where nothing else carries them; none if NCCL finds none."""
+    """The interfaces over which NCCL's ranks connect, and send their data if there is no other network. May be empty."""
     wanted = env.get("NCCL_SOCKET_IFNAME", "")
     for names in (wanted,) if len(wanted) > 1 else INTERFACES:  # NCCL ignores a single letter
         if found := [name for name in running if matches(names, name)]:
@@ -221,28 +226,31 @@ def tcp_interfaces(env: Mapping[str, str], running: list[str]) -> list[str]:
     return []
 
 
-# What NCCL says itself, where there is a GPU
+# --- the network that NCCL itself logs, where there is a GPU ---
 
 
 @contextmanager
-def overheard() -> Iterator[Callable[[], str]]:
-    """Have NCCL, which must not have begun, write what it does to a file; gives a function for the network that it names."""
-    if "NCCL_DEBUG" in os.environ:  # then it tells the user
+def capture_nccl_log() -> Iterator[Callable[[], str]]:
+    """Have NCCL, which must not be initialized yet, log to a file; yields a function that returns the network in this log.
+
+    If the user has set NCCL_DEBUG, the log is theirs: it stays where it is, and the function returns "".
+    """
+    if "NCCL_DEBUG" in os.environ:
         yield lambda: ""
         return
     with tempfile.NamedTemporaryFile() as log:
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": log.name}
-        yield lambda: spoken(Path(log.name).read_text(errors="replace"))
+        yield lambda: network_in_log(Path(log.name).read_text(errors="replace"))
 
 
-def spoken(log: str) -> str:
-    """The network that NCCL names in its log (NCCL_DEBUG=INFO); "" if it names none."""
-    named = re.findall(r"NCCL INFO Using network (.+)", log)
-    return named[-1].strip() if named else ""
+def network_in_log(log: str) -> str:
+    """The name of the network in a log of NCCL (NCCL_DEBUG=INFO); "" if it has none."""
+    names = re.findall(r"NCCL INFO Using network (.+)", log)
+    return names[-1].strip() if names else ""
 
 
-def contradicted(expected: Network, said: str) -> Iterator[str]:
-    """That NCCL goes over TCP by its own words, where something faster was expected."""
-    if said == "Socket" != expected.name:
-        see = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET shows why"
-        yield f"NCCL goes over TCP (it says: Using network Socket), and not by {expected.words}: {see}"
+def compare_with_log(expected: Network, logged: str) -> Iterator[str]:
+    """Yield a problem if NCCL logs that it uses TCP, although a faster network was expected."""
+    if logged == "Socket" != expected.name:
+        advice = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET shows why"
+        yield f"NCCL uses TCP (its log: Using network Socket) instead of {expected.description}: {advice}"

@@ -1,14 +1,6 @@
-"""Packages of your own on top of an image, without building another.
+"""hpctrain add: Python packages of your own on top of an image, without building another image.
 
-    export HPCTRAIN_PACKAGES=~/packages
-    apptainer exec hpctrain-cpu.sif hpctrain add einops
-
-usage: hpctrain add ARGUMENT...     what `pip install` takes: names, wheels, -r FILE, --require-hashes, ...
-
-They go into a folder of HPCTRAIN_PACKAGES that is named by the Python and the torch of the image, since packages are built
-for these; the launch scripts show it in the image. Python looks there last, so nothing in it takes the place of what the image
-has, and what is there stays as it is: a package that needs other versions is refused. For other versions of what you
-have added, remove the folder and add anew.
+Python reads this module at its start in an image (hpctrain-packages.pth), so it imports the standard library only.
 """
 
 import os
@@ -22,58 +14,87 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hpctrain.cli import Parser
     from hpctrain.world import World
 
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
+DESCRIPTION = """\
+Install Python packages into a folder, on top of the image, with pip.
+
+    export HPCTRAIN_PACKAGES=~/packages
+    apptainer exec hpctrain-cpu.sif hpctrain add einops
+
+The packages go into a subfolder of HPCTRAIN_PACKAGES named after the Python and the torch of the image, since packages
+are built for these. The launch scripts mount it into the container. Python searches it last, so nothing in it replaces a
+package of the image. A package that needs other versions of these is refused. To change the version of a package that you
+have added, remove the folder and add your packages again.
+"""
+
 
 def folder() -> Path | None:
-    """The part of $HPCTRAIN_PACKAGES for this Python and this torch; None where that is not set."""
+    """The subfolder of $HPCTRAIN_PACKAGES for this Python and this torch; None if the variable is not set."""
     root = os.environ.get("HPCTRAIN_PACKAGES")
     return Path(root, f"{PYTHON}-torch{version('torch')}") if root else None
 
 
 def site_packages(folder: Path) -> Path:
-    """Where pip puts modules below a prefix."""
+    """The folder in which `pip install --prefix folder` puts modules."""
     return folder / "lib" / PYTHON / "site-packages"
 
 
-def show() -> None:
-    """Put the user's packages at the end of sys.path; each Python of an image begins with this (hpctrain-packages.pth)."""
-    if mine := folder():
-        site.addsitedir(str(site_packages(mine)))
+def add_to_sys_path() -> None:
+    """Append the user's packages to sys.path. Every Python of an image calls this at its start (hpctrain-packages.pth)."""
+    if added := folder():
+        site.addsitedir(str(site_packages(added)))
 
 
 def problems() -> Iterator[str]:
-    """Why the packages that HPCTRAIN_PACKAGES should bring are not there."""
-    mine = folder()
-    if mine and not mine.is_dir():
-        others = ", ".join(sorted(path.name for path in mine.parent.glob("python*-torch*"))) or "nothing"
-        yield f"HPCTRAIN_PACKAGES={mine.parent} holds {others}, and not {mine.name}: hpctrain add in this image, or unset it"
+    """Yield why the packages in HPCTRAIN_PACKAGES are not available in this image."""
+    wanted = folder()
+    if wanted and not wanted.is_dir():
+        others = ", ".join(sorted(path.name for path in wanted.parent.glob("python*-torch*"))) or "nothing"
+        yield (
+            f"HPCTRAIN_PACKAGES={wanted.parent} holds {others}, not {wanted.name}: use hpctrain add in this image, or unset it"
+        )
+
+
+def parser() -> "Parser":
+    """The arguments of `hpctrain add`, which are those of `pip install`."""
+    from argparse import REMAINDER, RawDescriptionHelpFormatter
+
+    from hpctrain.cli import Parser
+
+    parser = Parser(prog="hpctrain add", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "arguments", nargs=REMAINDER, metavar="ARGUMENT",
+        help="argument of pip install: a package name, a wheel, -r FILE, --require-hashes, ...",
+    )  # fmt: skip
+    return parser
 
 
 def main(world: "World", arguments: list[str]) -> None:
-    """Install packages into `folder()` by pip; raises HpctrainError where it refuses."""
-    from hpctrain.world import HpctrainError, UsageError
+    """Install packages into folder(). Raises HpctrainError if pip refuses."""
+    from hpctrain.errors import HpctrainError, UsageError
 
-    if arguments[:1] in (["-h"], ["--help"]):
-        print(__doc__)
+    if arguments[:1] in (["-h"], ["--help"]):  # all other arguments are pip's
+        parser().print_help()
         return
-    mine = folder()
+    target = folder()
     if not arguments or world.size > 1:
-        raise UsageError("add takes what pip install takes, in one process: hpctrain add einops")
-    if not mine:
-        raise UsageError("add needs a folder: export HPCTRAIN_PACKAGES=FOLDER, here and before you submit")
-    if str(site_packages(mine)) not in sys.path:
-        raise UsageError(f"{sys.executable} does not look into HPCTRAIN_PACKAGES, an image's does: pip install as usual")
+        raise UsageError("add takes the arguments of pip install, and runs in one process: hpctrain add einops")
+    if not target:
+        raise UsageError("add needs a folder: export HPCTRAIN_PACKAGES=FOLDER, here and before you submit jobs")
+    if str(site_packages(target)) not in sys.path:
+        raise UsageError(f"{sys.executable} does not search HPCTRAIN_PACKAGES, only an image's Python does: use pip install")
     try:
-        mine.mkdir(parents=True, exist_ok=True)
+        target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{mine}: {error.strerror}: name a folder that can be written here, or show it here (--bind)") from None
+        raise UsageError(f"{target}: {error.strerror}: set HPCTRAIN_PACKAGES to a writable folder, and bind mount it") from None
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.writelines(f"{dist.name}=={dist.version}\n" for dist in distributions())
         constraints.flush()
-        pip = [sys.executable, "-m", "pip", "install", "--no-warn-script-location", "--prefix", mine]
+        pip = [sys.executable, "-m", "pip", "install", "--no-warn-script-location", "--prefix", target]
         done = subprocess.run([*pip, "--constraint", constraints.name, *arguments])
     if done.returncode != 0:
-        raise HpctrainError(f"pip added nothing to {mine}, for the reason above: what is there, and in the image, stays as it is")
+        raise HpctrainError(f"pip could not install this into {target}, see above; the folder and the image are unchanged")

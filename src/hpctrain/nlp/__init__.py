@@ -1,1 +1,1 @@
-"""Natural language: five fine-tunings over one module; data as published, or the samples that ship with the package."""
+"""Fine-tuning of language models: one module per task. Tasks read published data sets, or the sample data in this package."""

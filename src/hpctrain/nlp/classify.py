@@ -1,91 +1,117 @@
-"""Classify texts, such as NSMC's reviews of films:
+"""Classify texts, such as the film reviews of NSMC:
 
-    hpctrain nlp.classify                                              a model of its own on a small sample
+    hpctrain nlp.classify                                              sample data, tiny model from scratch
     hpctrain nlp.classify --data nsmc --model beomi/kcbert-base
 
-Two nodes, from the container, by Slurm:
+On two nodes, in the container, with Slurm:
 
     sbatch launch/apptainer_ddp.sh nlp.classify --data nsmc --model beomi/kcbert-base
 """
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hpctrain.nlp import finetune
-from hpctrain.nlp.data import Document
-from hpctrain.nlp.features import Features, encode, features
+from hpctrain.cli import Parser
+from hpctrain.errors import HpctrainError
+from hpctrain.nlp import data, finetune, options
+from hpctrain.nlp.features import Features, encode_texts
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.world import World
 
 
+class Document(NamedTuple):
+    """A text and its class, both exactly as in the file. The text may be empty."""
+
+    id: str
+    text: str
+    label: str
+    location: str = ""
+
+
 class Classify(Task):
-    """A text has a class."""
+    """Assign one class to a text."""
 
     name = "classify"
     title = "Text classification"
+    formats = "NSMC: tsv with id, document, label"
     model = AutoModelForSequenceClassification
     pipeline_tag = "text-classification"
-    score = "accuracy"
+    selection_metric = "accuracy"
 
-    def labels(self, examples: Sequence[Document]) -> list[str]:
-        """The classes."""
-        return sorted({example.label for example in examples})
+    def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Document]:
+        """Read the tsv of NSMC: id, document, label."""
 
-    def texts(self, example: Document) -> tuple[str, ...]:
-        """The text."""
-        return (example.text,)
+        def make(location: str, line: str) -> Document:
+            id_, text, label = data.split_fields(location, line, data.NSMC_COLUMNS)
+            if not label:
+                raise data.line_error(location, "the label is empty")
+            return Document(id_, text, label, location)
 
-    def example(self, texts: Sequence[str]) -> Document:
-        """A text whose class is not known."""
+        return data.read_examples(path, make, data.read_table(path, data.NSMC_COLUMNS), skipped)
+
+    def make_example(self, texts: Sequence[str]) -> Document:
+        """A text with the class unknown."""
         return Document("", texts[0], "")
 
-    def tokenise(
+    def get_texts(self, example: Document) -> tuple[str, ...]:
+        """One text; PairClassify returns two, which the model sees separated by [SEP]."""
+        return (example.text,)
+
+    def collect_labels(self, examples: Sequence[Document]) -> list[str]:
+        """The classes in alphabetical order."""
+        return sorted({example.label for example in examples})
+
+    def tokenize(
         self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Document], labels: list[str], max_length: int, stride: int
     ) -> Features:
-        """A feature an example; the end of a text that is too long is cut off, or of a pair that of the longer one."""
-        texts = [self.texts(example) for example in examples]
-        encodings = list(encode(tokenizer, [text if len(text) > 1 else text[0] for text in texts], max_length))
+        """One feature for each example. A text that is too long is truncated at its end; of a pair, the longer text first."""
+        texts = [self.get_texts(example) for example in examples]
+        encodings = list(encode_texts(tokenizer, [text if len(text) > 1 else text[0] for text in texts], max_length))
         number = {label: i for i, label in enumerate(labels)}
         targets = [number.get(example.label, IGNORED) for example in examples]
-        return features(
-            {
-                "input_ids": [encoding.ids for encoding in encodings],
-                # for a text alone they are all 0, which is what a model takes when it is told nothing
-                **(
-                    {"token_type_ids": [e.type_ids for e in encodings]} if "token_type_ids" in tokenizer.model_input_names else {}
-                ),
-            },
+        columns = {"input_ids": [encoding.ids for encoding in encodings]}
+        # For a single text they are all 0, the default of the models.
+        if "token_type_ids" in tokenizer.model_input_names:
+            columns["token_type_ids"] = [encoding.type_ids for encoding in encodings]
+        return Features.from_lists(
+            columns,
             {"labels": targets, "units": [target != IGNORED for target in targets]},
             cut=[i for i, encoding in enumerate(encodings) if encoding.overflowing],
         )
 
     def predict(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> list[Any]:
-        """The probability of each class."""
+        """The probability of each class, [classes]."""
         return list(output.logits.float().softmax(-1).cpu().numpy())
 
-    def answers(
+    def make_answers(
         self, examples: Sequence[Document], features: Features, predictions: Sequence[Any], labels: list[str]
     ) -> list[dict[str, Any]]:
-        """The most probable class, and how probable it is."""
+        """The most probable class, and its probability."""
         return [{"label": labels[p.argmax()], "probability": round(float(p.max()), 6)} for p in predictions]
 
-    def metric(self, examples: Sequence[Document], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Accuracy; precision, recall and F1, each the mean over the classes of the examples (macro)."""
-        gold, said = [example.label for example in examples], [answer["label"] for answer in answers]
-        # A class of the examples that training never had is counted, too: all answers are wrong there.
+    def score(self, examples: Sequence[Document], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Accuracy; precision, recall and F1, each averaged over the classes that the examples have (macro)."""
+        gold, predicted = [example.label for example in examples], [answer["label"] for answer in answers]
+        # A class that was not in the training data counts too: all answers for it are wrong.
         precision, recall, f1, _ = precision_recall_fscore_support(
-            gold, said, labels=sorted(set(gold)), average="macro", zero_division=0
+            gold, predicted, labels=sorted(set(gold)), average="macro", zero_division=0
         )
-        return {"accuracy": accuracy_score(gold, said), "precision": precision, "recall": recall, "f1": f1}
+        return {"accuracy": accuracy_score(gold, predicted), "precision": precision, "recall": recall, "f1": f1}
 
 
 TASK = Classify()
 
 
+def parser() -> Parser:
+    """The options of `hpctrain nlp.classify`."""
+    return options.make_parser(TASK)
+
+
 def main(world: World, arguments: list[str]) -> None:
-    """Fine-tune as the flags say."""
-    finetune.run(TASK, world, arguments)
+    """Run `hpctrain nlp.classify`."""
+    finetune.fine_tune(TASK, world, arguments)

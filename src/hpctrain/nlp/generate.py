@@ -1,16 +1,18 @@
-"""Go on with a text, such as a review of a film that is to be good ("긍정: ") or bad ("부정: "):
+"""Continue texts, such as a film review that begins with "긍정: " (positive) or "부정: " (negative):
 
-    hpctrain nlp.generate                                              a model of its own on a small sample
+    hpctrain nlp.generate                                              sample data, tiny model from scratch
     hpctrain nlp.generate --data nsmc --model skt/kogpt2-base-v2
 
-Two nodes, from the container, by Slurm:
+On two nodes, in the container, with Slurm:
 
     sbatch launch/apptainer_ddp.sh nlp.generate --data nsmc --model skt/kogpt2-base-v2
 """
 
+import argparse
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import torch
@@ -18,100 +20,148 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutput
 
-from hpctrain.nlp import finetune
-from hpctrain.nlp.data import Passage
-from hpctrain.nlp.features import Features, encode, features
+from hpctrain.cli import Parser
+from hpctrain.errors import HpctrainError
+from hpctrain.nlp import data, finetune, options
+from hpctrain.nlp.features import Features, encode_texts
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.world import World
 
+PROMPTS = {"1": "긍정: ", "0": "부정: "}  # the prompt for each label of NSMC: positive, negative
+
+
+class Passage(NamedTuple):
+    """A text, and the prompt that it continues; plain text has an empty prompt."""
+
+    prompt: str
+    text: str
+    location: str = ""
+
 
 class Generate(Task):
-    """A text goes on after its prompt; the prompt itself is not learned."""
+    """Continue a prompt. The loss is over the text only, not over the prompt."""
 
     name = "generate"
     title = "Text generation"
+    formats = "plain text, one paragraph per line; or NSMC, with a prompt for each label"
     model = AutoModelForCausalLM
     pipeline_tag = "text-generation"
     kind = "gpt2"
     padding: ClassVar = {"labels": IGNORED}
-    score = "perplexity"
+    selection_metric = "perplexity"
     higher_is_better = False
 
-    def texts(self, example: Passage) -> tuple[str, ...]:
+    def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Passage]:
+        """Read plain text, one paragraph per line, ignoring blank lines; or the tsv of NSMC."""
+        lines = data.read_lines(path)
+        if lines[0].split("\t") != list(data.NSMC_COLUMNS):
+            return [Passage("", line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+        def make(location: str, line: str) -> Passage:
+            _, text, label = data.split_fields(location, line, data.NSMC_COLUMNS)
+            if label not in PROMPTS:
+                raise data.line_error(location, f"the label is {label!r}, but only {' and '.join(sorted(PROMPTS))} have a prompt")
+            return Passage(PROMPTS[label], text, location)
+
+        return data.read_examples(path, make, data.read_table(path, data.NSMC_COLUMNS), skipped)
+
+    def make_example(self, texts: Sequence[str]) -> Passage:
+        """A prompt with the text unknown."""
+        return Passage(texts[0], "")
+
+    def get_texts(self, example: Passage) -> tuple[str, ...]:
         """The prompt and the text."""
         return (example.prompt, example.text)
 
-    def example(self, texts: Sequence[str]) -> Passage:
-        """A prompt to go on with."""
-        return Passage(texts[0], "")
-
-    def tokenise(
+    def tokenize(
         self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Passage], labels: list[str], max_length: int, stride: int
     ) -> Features:
-        """Begin, prompt, text, end. What is longer than max_length takes several windows, and each token is predicted in one."""
-        begin, end = _begin_and_end(tokenizer)
+        """Begin, prompt, text, end. Anything longer than max_length has several windows; each token is predicted in one."""
+        begin, end = _get_begin_and_end(tokenizer)
         columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
-        units, of = [], []
-        prompts, texts = (encode(tokenizer, column, None) for column in zip(*(self.texts(x) for x in examples), strict=True))
+        units, example_of = [], []
+        prompts, texts = (encode_texts(tokenizer, column, None) for column in zip(*map(self.get_texts, examples), strict=True))
         for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             ids = [begin, *prompt.ids, *text.ids, end]
-            goal = [IGNORED] * (1 + len(prompt.ids)) + [*text.ids, end]
+            targets = [IGNORED] * (1 + len(prompt.ids)) + [*text.ids, end]
             for start in range(0, len(ids) - 1, max_length - 1):
-                # The first token of a window is there to be gone on from; the window before has predicted it.
-                goals = [IGNORED, *goal[start + 1 : start + max_length]]
-                if start and all(label == IGNORED for label in goals):
+                # The first token of a window is only context: it was predicted in the window before.
+                window = [IGNORED, *targets[start + 1 : start + max_length]]
+                if start and all(label == IGNORED for label in window):
                     continue
                 columns["input_ids"].append(ids[start : start + max_length])
-                columns["labels"].append(goals)
-                units.append(sum(label != IGNORED for label in goals))
-                of.append(i)
-        return features(columns, {"units": units}, example=of)
+                columns["labels"].append(window)
+                units.append(sum(label != IGNORED for label in window))
+                example_of.append(i)
+        return Features.from_lists(columns, {"units": units}, example=example_of)
 
     def predict(self, output: CausalLMOutput, batch: dict[str, Any]) -> list[Any]:
-        """The negative log likelihood of the text in each feature, and its number of tokens; padding and prompt do not count."""
-        logits, goals = output.logits[:, :-1].float(), batch["labels"][:, 1:]
-        losses = cross_entropy(logits.transpose(1, 2), goals, ignore_index=IGNORED, reduction="none")
-        return list(torch.stack([losses.double().sum(1), (goals != IGNORED).sum(1).double()], 1).cpu().numpy())
+        """The negative log likelihood of the text in each feature and its number of tokens, without padding and prompt."""
+        logits, targets = output.logits[:, :-1].float(), batch["labels"][:, 1:]
+        losses = cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+        return list(torch.stack([losses.double().sum(1), (targets != IGNORED).sum(1).double()], 1).cpu().numpy())
 
-    def answers(
+    def make_answers(
         self, examples: Sequence[Passage], features: Features, predictions: Sequence[Any], labels: list[str]
     ) -> list[dict[str, Any]]:
-        """How likely each text is."""
+        """The negative log likelihood of each text, and its number of tokens."""
         sums = numpy.zeros((len(examples), 2))
         numpy.add.at(sums, features.example, numpy.asarray(predictions).reshape(-1, 2))
         return [{"negative_log_likelihood": float(loss), "tokens": int(tokens)} for loss, tokens in sums]
 
-    def metric(self, examples: Sequence[Passage], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+    def score(self, examples: Sequence[Passage], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Perplexity: e to the mean negative log likelihood of a token, over all tokens of all texts and their ends."""
         loss, tokens = (math.fsum(answer[name] for answer in answers) for name in ("negative_log_likelihood", "tokens"))
         return {"perplexity": math.exp(min(loss / tokens, 700))}
 
-    def show(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Passage]) -> list[str]:
-        """Two texts for each prompt of the data, or for the first words of two texts where they have no prompts."""
+    def generate_samples(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Passage]
+    ) -> list[str]:
+        """Two texts for each prompt in the data, or for the first two words of two texts if the data have no prompts."""
         prompts = sorted({example.prompt for example in examples})
         if prompts == [""]:
             prompts = [" ".join(example.text.split()[:2]) for example in examples[:2]]
         prompts = [prompt for prompt in prompts for _ in range(2)]
-        return [prompt + text for prompt, text in zip(prompts, go_on(model, tokenizer, prompts, 40, seed=1), strict=True)]
+        return [
+            prompt + text for prompt, text in zip(prompts, generate_texts(model, tokenizer, prompts, 40, seed=1), strict=True)
+        ]
+
+    def answer(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        rows: Sequence[tuple[str, ...]],
+        config: dict[str, Any],
+        args: argparse.Namespace,
+        first: int,
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Continue each text; no text counts as truncated."""
+        answers = []
+        for i in range(0, len(rows), args.batch_size):
+            prompts = [row[0] for row in rows[i : i + args.batch_size]]
+            seed = args.seed + (first + i) // args.batch_size
+            texts = generate_texts(model, tokenizer, prompts, args.max_new_tokens, seed)
+            answers += [{"generated": text} for text in texts]
+        return answers, 0
 
 
 @torch.inference_mode()
-def go_on(
+def generate_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], max_new_tokens: int, seed: int
 ) -> list[str]:
-    """What the model goes on with after each prompt, at most so many tokens: drawn from the likeliest 95 % (top-p), by the seed.
+    """A continuation of each prompt of at most max_new_tokens, sampled from the most probable 95 % (top-p) with the seed.
 
-    Raises no error where a prompt is too long: its beginning is left out.
+    If a prompt is too long for the model, its beginning is left out.
     """
-    begin, end = _begin_and_end(tokenizer)
-    places = (getattr(model.config, "max_position_embeddings", None) or 1024) - max_new_tokens
-    rows = [[begin, *encoding.ids][-places:] for encoding in encode(tokenizer, list(prompts), None)]
+    begin, end = _get_begin_and_end(tokenizer)
+    room = (getattr(model.config, "max_position_embeddings", None) or 1024) - max_new_tokens
+    rows = [[begin, *encoding.ids][-room:] for encoding in encode_texts(tokenizer, list(prompts), None)]
     longest = max(map(len, rows))
-    # The padding is on the left here, because generation goes on at the right.
+    # Padded on the left, because generation continues at the right.
     ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
     torch.manual_seed(seed)
-    said = model.eval().generate(
+    generated = model.eval().generate(
         input_ids=ids,
         attention_mask=mask,
         max_new_tokens=max_new_tokens,
@@ -121,11 +171,11 @@ def go_on(
         eos_token_id=end,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in said[:, longest:]]
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in generated[:, longest:]]
 
 
-def _begin_and_end(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
-    """The tokens around a text; a tokenizer has at least one for its end (models.tokenizer_of)."""
+def _get_begin_and_end(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
+    """The tokens before and after a text. load_tokenizer() makes sure that there is one for the end."""
     end = tokenizer.eos_token_id
     return (end if tokenizer.bos_token_id is None else tokenizer.bos_token_id), end
 
@@ -133,6 +183,11 @@ def _begin_and_end(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
 TASK = Generate()
 
 
+def parser() -> Parser:
+    """The options of `hpctrain nlp.generate`."""
+    return options.make_parser(TASK)
+
+
 def main(world: World, arguments: list[str]) -> None:
-    """Fine-tune as the flags say."""
-    finetune.run(TASK, world, arguments)
+    """Run `hpctrain nlp.generate`."""
+    finetune.fine_tune(TASK, world, arguments)

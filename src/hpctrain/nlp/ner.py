@@ -1,243 +1,271 @@
-"""Find the names in sentences, such as those of persons and places in KLUE-NER:
+"""Find named entities, such as persons and places in KLUE-NER:
 
-    hpctrain nlp.ner                                                   a model of its own on a small sample
+    hpctrain nlp.ner                                                   sample data, tiny model from scratch
     hpctrain nlp.ner --data klue-ner-v1.1 --model klue/bert-base
 
-Two nodes, from the container, by Slurm:
+On two nodes, in the container, with Slurm:
 
     sbatch launch/apptainer_ddp.sh nlp.ner --data klue-ner-v1.1 --model klue/bert-base
 
-A name may end inside of a piece of the tokenizer: 서울에서, "in Seoul", is one where the vocabulary has it. So it is not pieces
-that are labelled, but the units that the data have a tag for (characters, or tokens by space): the first piece of each unit
-carries its tag, and a piece that covers several units is cut.
+An entity may end inside a subword token: 서울에서, "in Seoul", is one token if the vocabulary has it, but the entity is 서울. So
+tags are not assigned to the tokenizer's tokens but to the units that the data set tags (characters, or tokens separated by
+spaces): the first subword token of each unit carries its tag, and a token that covers several units is split (alignment.py).
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy
-from tokenizers import Encoding, Tokenizer
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from hpctrain.nlp import data, finetune
-from hpctrain.nlp.data import Sentence
-from hpctrain.nlp.features import Features, encode, features
+from hpctrain.cli import Parser
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.nlp import data, finetune, options
+from hpctrain.nlp.alignment import NO_UNIT, UnitAligner, split_windows
+from hpctrain.nlp.bio import Entity, from_bio, split_units, to_bio
+from hpctrain.nlp.features import Features, encode_texts
 from hpctrain.nlp.task import IGNORED, Task
-from hpctrain.world import UsageError, World
+from hpctrain.world import World
 
-NONE = -1  # of a piece that carries the tag of no unit
-SPACES = "Ġ▁"  # what stands for a space at the beginning of a piece: of byte-level BPE, and of SentencePiece
+SEPARATOR = "␞"  # U+241E, between a text and the same text with its entities marked
+TAG = r"(?:O|[BI]-\S+)"
+DOCUMENT_START = "-DOCSTART-"  # a line of CoNLL-2003 between documents
+
+
+class Sentence(NamedTuple):
+    """A text and its entities, in order and without overlap.
+
+    `by_token`: the data set tags tokens separated by spaces, and is scored by them; otherwise characters.
+    """
+
+    id: str
+    text: str
+    entities: list[Entity]
+    by_token: bool
+    location: str = ""
 
 
 class Ner(Task):
-    """The names in a sentence, and what each is."""
+    """Find the named entities in a sentence, and the type of each."""
 
     name = "ner"
     title = "Named entity recognition"
+    formats = "KLUE-NER: tsv by character; lines of text␞text with <span:TAG>; CoNLL: a token and its tag per line"
     model = AutoModelForTokenClassification
     pipeline_tag = "token-classification"
-    max_length = 256  # KLUE-NER's longest sentence has 145 characters
-    padding = {"labels": IGNORED, "unit": NONE}  # noqa: RUF012 - Task declares it
+    max_length = 256  # the longest sentence of KLUE-NER has 145 characters
+    padding = {"labels": IGNORED, "unit": NO_UNIT}  # noqa: RUF012 - Task declares it
     extra = ("unit",)
-    score = "f1"
+    selection_metric = "f1"
 
-    def labels(self, examples: Sequence[Sentence]) -> list[str]:
-        """O, and B- and I- of each type."""
-        types = {entity.type for example in examples for entity in example.entities}
-        return ["O", *sorted(f"{place}-{type_}" for place in "BI" for type_ in types)]
+    def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Sentence]:
+        """Read the tsv by character of KLUE-NER, lines with ␞ and <span:TAG>, or the token and tag per line of CoNLL.
 
-    def settings(self, examples: Sequence[Sentence]) -> dict[str, Any]:
-        """Whether the data are labelled by token."""
-        return {"by_token": examples[0].by_token}
+        An error in a line makes its whole sentence an error.
+        """
+        lines = data.read_lines(path)
+        first = next(line for line in lines if line.strip())  # there is one: read_lines() refuses an empty file
+        if SEPARATOR in first:
+            numbered = ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line)
+            return data.read_examples(path, _parse_marked_line, numbered, skipped)
+        # Only the format with one character per line has a line for a space.
+        by_character = first.startswith("## ") or any(line.startswith(" \t") for line in lines)
+        if not by_character and not first.startswith(DOCUMENT_START) and not re.fullmatch(rf"\S+\s(.*\s)?{TAG}", first):
+            raise HpctrainError(
+                f"{path}: unknown format for named entities: each line should have a character, a tab and its tag (KLUE-NER, "
+                f"with ## header lines), or a text, {SEPARATOR} and the text with <span:TAG>, or a token and its tag (CoNLL)"
+            )
 
-    def texts(self, example: Sentence) -> tuple[str, ...]:
-        """The sentence."""
-        return (example.text,)
+        def make(id_: str, numbered: list[tuple[int, str]]) -> Sentence:
+            return _make_sentence(path, id_, numbered, by_character)
 
-    def example(self, texts: Sequence[str], by_token: bool = False) -> Sentence:
-        """A sentence whose names are not known; `by_token` as in the data that the model has learnt from."""
+        return data.read_examples(path, make, _split_sentences(lines, by_character), skipped)
+
+    def make_example(self, texts: Sequence[str], by_token: bool = False) -> Sentence:
+        """A sentence with the entities unknown; `by_token` as in the training data."""
         return Sentence("", texts[0], [], by_token, "")
 
-    def tokenise(
+    def get_texts(self, example: Sentence) -> tuple[str, ...]:
+        """The sentence without its tags."""
+        return (example.text,)
+
+    def collect_labels(self, examples: Sequence[Sentence]) -> list[str]:
+        """O, and B- and I- of each entity type, also if only one of them occurs."""
+        types = {entity.type for example in examples for entity in example.entities}
+        return ["O", *sorted(f"{prefix}-{type_}" for prefix in "BI" for type_ in types)]
+
+    def collect_settings(self, examples: Sequence[Sentence]) -> dict[str, Any]:
+        """Whether the data set tags tokens or characters."""
+        return {"by_token": examples[0].by_token}
+
+    def tokenize(
         self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Sentence], labels: list[str], max_length: int, stride: int
     ) -> Features:
-        """A feature a sentence, or several where it is longer than the window, one after the other, so that nothing is cut off.
+        """One feature for each sentence, or consecutive windows if it is longer than max_length; nothing is truncated.
 
-        The column `unit` says which unit of the sentence a token carries the tag of, NONE for none, which is IGNORED. A window in
-        which no tag counts has O on its first token, because the mean over no label is not a number.
-        Raises UsageError where the special tokens fill the window.
+        The column `unit` is the unit whose tag a token carries, or NO_UNIT, whose label is IGNORED. If all labels of a window
+        are ignored, its first token gets O, because the mean over no labels is NaN.
+        Raises UsageError if the special tokens fill the window.
         """
-        cutter = _Cutter(tokenizer.backend_tokenizer)
-        before, after = cutter.before, cutter.after
-        room = max_length - len(before) - len(after)
-        if room < 1:
+        aligner = UnitAligner(tokenizer.backend_tokenizer)
+        before, after = aligner.before, aligner.after
+        size = max_length - len(before) - len(after)
+        if size < 1:
             raise UsageError(
-                f"--max-length {max_length}: the special tokens of the tokenizer leave no room in it: {self.max_length} is usual"
+                f"--max-length {max_length} has no room for text beside the tokenizer's special tokens: "
+                f"give a larger one, such as {self.max_length}"
             )
         number = {label: i for i, label in enumerate(labels)}
         rows: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "unit": []}
-        of_example = []
-        encodings = encode(tokenizer, [example.text for example in examples], None, offsets=True)
+        example_of = []
+        encodings = encode_texts(tokenizer, [example.text for example in examples], None, offsets=True)
         for i, (example, encoding) in enumerate(zip(examples, encodings, strict=True)):
-            spans = data.spans(example.text, example.by_token)
-            ids, units = cutter.cut(encoding, example.text, spans)
-            # Of the units that have a piece only, so that B- is not on the space with which a name begins by mistake.
-            tagged = [unit for unit in units if unit != NONE]
-            tags = iter(data.to_bio([spans[unit] for unit in tagged], example.entities))
-            targets = [IGNORED if unit == NONE else number.get(next(tags), IGNORED) for unit in units]
-            after_space = [unit != NONE and example.text[spans[unit][0] - 1 : spans[unit][0]] == " " for unit in units]
+            spans = split_units(example.text, example.by_token)
+            ids, units = aligner.align(encoding, example.text, spans)
+            # Tag only units that have a token, so that B- is not lost on a space with which an entity begins by mistake.
+            tagged = [unit for unit in units if unit != NO_UNIT]
+            tags = iter(to_bio([spans[unit] for unit in tagged], example.entities))
+            targets = [IGNORED if unit == NO_UNIT else number.get(next(tags), IGNORED) for unit in units]
+            after_space = [unit != NO_UNIT and example.text[spans[unit][0] - 1 : spans[unit][0]] == " " for unit in units]
             if not ids and not before + after:
-                ids, units, targets = [tokenizer.pad_token_id or 0], [NONE], [IGNORED]  # no model takes a feature without tokens
-            for window in _windows(units, after_space, room):
+                ids, units, targets = [tokenizer.pad_token_id or 0], [NO_UNIT], [IGNORED]  # a model needs at least one token
+            for window in split_windows(units, after_space, size):
                 target = [IGNORED] * len(before) + targets[window] + [IGNORED] * len(after)
                 if all(label == IGNORED for label in target):
                     target[0] = number["O"]
                 rows["input_ids"].append(before + ids[window] + after)
                 rows["labels"].append(target)
-                rows["unit"].append([NONE] * len(before) + units[window] + [NONE] * len(after))
-                of_example.append(i)
+                rows["unit"].append([NO_UNIT] * len(before) + units[window] + [NO_UNIT] * len(after))
+                example_of.append(i)
         if "token_type_ids" in tokenizer.model_input_names:
             rows["token_type_ids"] = [[0] * len(row) for row in rows["input_ids"]]
         counts = [sum(label != IGNORED for label in target) for target in rows["labels"]]
-        return features(rows, {"units": counts}, example=of_example)
+        return Features.from_lists(rows, {"units": counts}, example=example_of)
 
     def predict(self, output: TokenClassifierOutput, batch: dict[str, Any]) -> list[Any]:
-        """The number of the most probable tag of each unit that a window carries, in their order."""
+        """The index of the most probable tag for each unit in a window, in their order, int16."""
         tags = output.logits.argmax(-1).cpu().numpy().astype(numpy.int16)
-        carried = batch["unit"].cpu().numpy() != NONE
-        return [row[where] for row, where in zip(tags, carried, strict=True)]
+        has_unit = batch["unit"].cpu().numpy() != NO_UNIT
+        return [row[mask] for row, mask in zip(tags, has_unit, strict=True)]
 
-    def answers(
+    def make_answers(
         self, examples: Sequence[Sentence], features: Features, predictions: Sequence[Any], labels: list[str]
     ) -> list[dict[str, Any]]:
-        """The names in each sentence: start and end as places in its text, the type, and the text between them."""
-        spans = [data.spans(example.text, example.by_token) for example in examples]
-        tags = [[""] * len(places) for places in spans]
+        """The entities of each sentence: start and end in its text, type, and text[start:end]."""
+        spans = [split_units(example.text, example.by_token) for example in examples]
+        tags = [[""] * len(units) for units in spans]
         for i, (example, prediction) in enumerate(zip(features.example, predictions, strict=True)):
             units = features.tokens["unit"][features.starts[i] : features.starts[i + 1]]
-            for unit, tag in zip(units[units != NONE], prediction, strict=True):
+            for unit, tag in zip(units[units != NO_UNIT], prediction, strict=True):
                 tags[example][unit] = labels[tag]
-        found = []
-        for example, places, said in zip(examples, spans, tags, strict=True):
-            # A unit without a piece, as a space is, belongs to a name that goes on after it.
-            for unit in reversed(range(len(said))):
-                following = said[unit + 1] if unit + 1 < len(said) else "O"
-                said[unit] = said[unit] or (following if following.startswith("I-") else "O")
-            entities = data.from_bio(places, said, strict=True)
-            found.append([{**entity._asdict(), "text": example.text[entity.start : entity.end]} for entity in entities])
-        return [{"entities": entities} for entities in found]
+        answers = []
+        for example, units, predicted in zip(examples, spans, tags, strict=True):
+            # A unit without a token, such as a space, belongs to the entity that continues after it.
+            for unit in reversed(range(len(predicted))):
+                following = predicted[unit + 1] if unit + 1 < len(predicted) else "O"
+                predicted[unit] = predicted[unit] or (following if following.startswith("I-") else "O")
+            entities = from_bio(units, predicted, strict=True)
+            answers.append([{**entity._asdict(), "text": example.text[entity.start : entity.end]} for entity in entities])
+        return [{"entities": entities} for entities in answers]
 
-    def metric(self, examples: Sequence[Sentence], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Precision, recall and F1 of the names, right where start, end and type are; F1 of each type as well.
+    def score(self, examples: Sequence[Sentence], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Precision, recall and F1 of entities, correct if start, end and type all match; and F1 of each type.
 
-        This is seqeval's micro average (mode="strict", scheme=IOB2) at the level of the data. A type that training never had
-        counts as missed.
+        Equal to seqeval's micro average (mode="strict", scheme=IOB2) over the units of the data set. Entities of a type that
+        was not in the training data count as missed.
         """
-        right, there, said = Counter(), Counter(), Counter()
+        correct, gold, predicted = Counter(), Counter(), Counter()
         for example, answer in zip(examples, answers, strict=True):
-            gold = {tuple(entity) for entity in example.entities}
+            expected = {tuple(entity) for entity in example.entities}
             found = {(entity["start"], entity["end"], entity["type"]) for entity in answer["entities"]}
-            for count, entities in ((right, gold & found), (there, gold), (said, found)):
+            for count, entities in ((correct, expected & found), (gold, expected), (predicted, found)):
                 count.update(type_ for _, _, type_ in entities)
         return {
-            "f1": _ratio(2 * right.total(), there.total() + said.total()),
-            "precision": _ratio(right.total(), said.total()),
-            "recall": _ratio(right.total(), there.total()),
-            **{f"f1/{type_}": _ratio(2 * right[type_], there[type_] + said[type_]) for type_ in sorted(there)},
+            "f1": _divide(2 * correct.total(), gold.total() + predicted.total()),
+            "precision": _divide(correct.total(), predicted.total()),
+            "recall": _divide(correct.total(), gold.total()),
+            **{f"f1/{type_}": _divide(2 * correct[type_], gold[type_] + predicted[type_]) for type_ in sorted(gold)},
         }
 
 
-class _Cutter:
-    """Brings the pieces that a tokenizer makes of a text into line with the units of the text."""
-
-    def __init__(self, backend: Tokenizer) -> None:
-        self.backend = backend
-        # What WordPiece writes before a piece that does not begin a word; the others mark those that do, with a space.
-        self.prefix = getattr(backend.model, "continuing_subword_prefix", None) or ""
-        self.spaces = {backend.token_to_id(space) for space in SPACES}
-        self.pieces = cache(self._pieces)  # a language has few characters
-        # The special tokens around a text, as [CLS] and [SEP].
-        backend.no_padding()
-        backend.no_truncation()
-        letter = backend.encode("a")
-        special = letter.special_tokens_mask
-        self.before = letter.ids[: special.index(0)]
-        self.after = letter.ids[len(special) - special[::-1].index(0) :]
-
-    def cut(self, encoding: Encoding, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-        """The pieces of a text, and for each the unit that it carries the tag of, NONE for none.
-
-        A piece of several units becomes one for each; a space is no unit here, because most tokenizers have no piece for it.
-        """
-        unit_of = [NONE] * len(text)
-        for unit, (start, end) in enumerate(spans):
-            if not text[start:end].isspace():
-                unit_of[start:end] = [unit] * (end - start)
-        ids: list[int] = []
-        units: list[int] = []
-        last = done = NONE  # the last unit that has a piece, and that was cut out of one, so that it has all of its own
-        for id_, piece, (start, end) in zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True):
-            covered = sorted({unit for unit in unit_of[start:end] if unit != NONE})
-            if covered and covered[-1] == done:
-                continue
-            if len(covered) > 1:
-                mark = self._mark(piece)
-                for unit in covered:
-                    if unit > last and (pieces := self.pieces(mark, text[slice(*spans[unit])])):
-                        ids += pieces
-                        space = len(pieces) > 1 and pieces[0] in self.spaces
-                        units += [NONE] * space + [unit] + [NONE] * (len(pieces) - space - 1)
-                        last = done = unit
-                        mark = self.prefix
-            else:
-                ids.append(id_)
-                units.append(covered[0] if covered and covered[0] > last else NONE)
-                last = max(last, units[-1])
-        return ids, units
-
-    def _mark(self, piece: str) -> str:
-        """How a piece begins to say whether it begins a word."""
-        if self.prefix:
-            return self.prefix if piece.startswith(self.prefix) else ""
-        return piece[: len(piece) - len(piece.lstrip(SPACES))]
-
-    def _pieces(self, mark: str, unit: str) -> list[int]:
-        """The pieces of a unit alone, the first with `mark`; none where the normaliser drops it."""
-        backend = self.backend
-        normal = backend.normalizer.normalize_str(unit) if backend.normalizer else unit
-        ids = []
-        for word, _ in backend.pre_tokenizer.pre_tokenize_str(normal) if backend.pre_tokenizer else [(normal, None)]:
-            if not self.prefix:
-                word = mark + word.lstrip(SPACES)
-            known = backend.token_to_id(mark + word if self.prefix else word)
-            ids += [known] if known is not None else [token.id for token in backend.model.tokenize(word)]
-            mark = ""
-        return ids
+def _split_sentences(lines: list[str], by_character: bool) -> Iterator[tuple[str, list[tuple[int, str]]]]:
+    """The id of each sentence ("" if it has none) and its numbered lines. Blank lines separate sentences."""
+    id_, numbered = "", []
+    for number, line in enumerate([*lines, ""], 1):
+        if by_character and line.startswith("## "):
+            id_ = line[3:].split("\t")[0]
+        elif line.startswith(DOCUMENT_START):
+            pass
+        elif line if by_character else line.strip():
+            numbered.append((number, line))
+        elif numbered:
+            yield id_, numbered
+            id_, numbered = "", []
 
 
-def _windows(units: list[int], after_space: list[bool], room: int) -> Iterator[slice]:
-    """The pieces of a sentence in windows of at most `room`, cut where a unit begins, and after a space if one is in reach."""
-    start = 0
-    while len(units) - start > room:
-        end = start + room
-        begins = [i for i in range(start + 1, end + 1) if units[i] != NONE]
-        words = [i for i in begins if after_space[i] and i > start + room // 2]
-        end = (words or begins or [end])[-1]
-        yield slice(start, end)
-        start = end
-    yield slice(start, len(units))
+def _make_sentence(path: Path, id_: str, numbered: list[tuple[int, str]], by_character: bool) -> Sentence:
+    """The sentence of numbered lines, each with a character or a token and its tag."""
+    units, tags = [], []
+    for number, line in numbered:
+        location = f"{path}, line {number}"
+        if by_character:
+            unit, tab, tag = line.rpartition("\t")
+            if not tab or len(unit) != 1:
+                raise data.line_error(location, "expected one character, a tab and its tag")
+        else:
+            unit, *others = line.split()
+            if not others:
+                raise data.line_error(location, "expected a token and its tag, separated by a space or a tab")
+            tag = others[-1]
+        if not re.fullmatch(TAG, tag):
+            raise data.line_error(location, f"the tag is {tag!r}, not O, B-TYPE or I-TYPE")
+        units.append(unit)
+        tags.append(tag)
+    text = ("" if by_character else " ").join(units)
+    by_token = not by_character
+    first_line = f"line {numbered[0][0]}"
+    return Sentence(id_ or first_line, text, from_bio(split_units(text, by_token), tags), by_token, f"{path}, {first_line}")
 
 
-def _ratio(part: float, whole: float) -> float:
+def _parse_marked_line(location: str, line: str) -> Sentence:
+    """The sentence of a line `text␞text with <span:TAG>`; brackets that the text itself has are not marks.
+
+    In <<a:TAG>> the inner brackets are the mark.
+    """
+    text, separator, marked = line.partition(SEPARATOR)
+    if not separator:
+        raise data.line_error(location, f"expected the text, {SEPARATOR}, and the text with <span:TAG>")
+    entities, at, done = [], 0, 0
+    for mark in re.finditer(r"<([^<]+?):([A-Za-z][\w-]*)>", marked):
+        start = at + mark.start() - done
+        # If the text has the same <...:...> here, it is not a mark; it is compared together with what follows it.
+        if text.startswith(mark[0], start):
+            continue
+        if text[at : start + len(mark[1])] != marked[done : mark.start()] + mark[1]:
+            break
+        at, done = start + len(mark[1]), mark.end()
+        entities.append(Entity(start, at, mark[2]))
+    if text[at:] != marked[done:]:
+        raise data.line_error(location, f"the text after {SEPARATOR}, without its marks, differs from the text before it")
+    return Sentence(location.rpartition(", ")[2], text, entities, by_token=False, location=location)
+
+
+def _divide(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
 TASK = Ner()
 
 
+def parser() -> Parser:
+    """The options of `hpctrain nlp.ner`."""
+    return options.make_parser(TASK)
+
+
 def main(world: World, arguments: list[str]) -> None:
-    """Fine-tune as the flags say."""
-    finetune.run(TASK, world, arguments)
+    """Run `hpctrain nlp.ner`."""
+    finetune.fine_tune(TASK, world, arguments)

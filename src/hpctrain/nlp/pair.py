@@ -1,46 +1,90 @@
-"""Say how two sentences are related, as in KLUE-NLI and KorNLI:
+"""Classify sentence pairs, as in KLUE-NLI and KorNLI:
 
-    hpctrain nlp.pair                                                  a model of its own on a small sample
+    hpctrain nlp.pair                                                  sample data, tiny model from scratch
     hpctrain nlp.pair --data klue-nli-v1.1 --model klue/bert-base
 
-Two nodes, from the container, by Slurm:
+On two nodes, in the container, with Slurm:
 
     sbatch launch/apptainer_ddp.sh nlp.pair --data klue-nli-v1.1 --model klue/bert-base
 """
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from hpctrain.nlp import finetune
+from hpctrain.cli import Parser
+from hpctrain.errors import HpctrainError
+from hpctrain.nlp import data, finetune, options
 from hpctrain.nlp.classify import Classify
-from hpctrain.nlp.data import Pair
 from hpctrain.world import World
+
+KORNLI_COLUMNS = ("sentence1", "sentence2", "gold_label")
+
+
+class Pair(NamedTuple):
+    """Two sentences and their relation, such as "entailment"."""
+
+    id: str
+    first: str
+    second: str
+    label: str
+    location: str = ""
 
 
 class PairClassify(Classify):
-    """Two sentences have a class; the rest is as for one text."""
+    """Assign one class to two sentences; everything else is as for one text."""
 
     name = "pair"
-    title = "Classification of sentence pairs"
+    title = "Sentence pair classification"
+    formats = "KLUE-NLI: JSON list; KorNLI: tsv with sentence1, sentence2, gold_label"
     inputs = ("first", "second")
 
-    def texts(self, example: Pair) -> tuple[str, ...]:
-        """Both sentences."""
-        return (example.first, example.second)
+    def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Pair]:
+        """Read the JSON list of KLUE-NLI (errors name the guid) or the tsv of KorNLI (errors name the line)."""
+        expected = "KLUE-NLI's list of objects with guid, premise, hypothesis and gold_label"
 
-    def example(self, texts: Sequence[str]) -> Pair:
-        """Two sentences of which nothing is known."""
+        def make_from_klue(number: int, item: object) -> Pair:
+            id_ = data.get_field(f"{path}, [{number}]", item, "guid", str, expected)
+            location = f"{path}, {id_}"
+            first, second, label = (
+                data.get_field(location, item, key, str, expected) for key in ("premise", "hypothesis", "gold_label")
+            )
+            if not label:
+                raise HpctrainError(f"{location}: the gold_label is empty: add it, or remove the pair from the file")
+            return Pair(id_, first, second, label, location)
+
+        def make_from_kornli(location: str, line: str) -> Pair:
+            first, second, label = data.split_fields(location, line, KORNLI_COLUMNS)
+            if not label:
+                raise data.line_error(location, "the gold_label is empty")
+            return Pair(location.rpartition(", ")[2], first, second, label, location)
+
+        if data.read_text(path).lstrip().startswith(("[", "{")):
+            return data.read_examples(path, make_from_klue, enumerate(data.read_json(path, list, expected)), skipped)
+        return data.read_examples(path, make_from_kornli, data.read_table(path, KORNLI_COLUMNS), skipped)
+
+    def make_example(self, texts: Sequence[str]) -> Pair:
+        """Two sentences with the relation unknown."""
         return Pair("", texts[0], texts[1], "")
 
-    def metric(self, examples: Sequence[Pair], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Accuracy, and F1 as the mean over the classes."""
-        scores = super().metric(examples, answers)
+    def get_texts(self, example: Pair) -> tuple[str, ...]:
+        """Both sentences; a tokenizer takes a tuple of two as a pair."""
+        return (example.first, example.second)
+
+    def score(self, examples: Sequence[Pair], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Accuracy, and F1 averaged over the classes (macro)."""
+        scores = super().score(examples, answers)
         return {name: scores[name] for name in ("accuracy", "f1")}
 
 
 TASK = PairClassify()
 
 
+def parser() -> Parser:
+    """The options of `hpctrain nlp.pair`."""
+    return options.make_parser(TASK)
+
+
 def main(world: World, arguments: list[str]) -> None:
-    """Fine-tune as the flags say."""
-    finetune.run(TASK, world, arguments)
+    """Run `hpctrain nlp.pair`."""
+    finetune.fine_tune(TASK, world, arguments)

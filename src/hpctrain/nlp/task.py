@@ -1,74 +1,142 @@
-"""What a task is: its file (classify.py, pair.py, ner.py, qa.py, generate.py) says how to tokenise, answer and score."""
+"""The interface of a fine-tuning task. A new task is one file like classify.py and one line in COMMANDS of hpctrain/cli.py.
 
+The file has a subclass of Task, its instance TASK, parser() and main(). The command is `nlp.<name>`, and the
+task's sample data, if there are any, are in samples/<name>/.
+"""
+
+import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import ModelOutput
 
+from hpctrain.errors import HpctrainError
 from hpctrain.nlp.features import Features
+from hpctrain.nlp.sampling import evaluation_batches
 
-IGNORED = -100  # a label that the loss of every model of transformers leaves out
+SAMPLES = Path(__file__).parent / "samples"
+IGNORED = -100  # the label that the loss of every model of transformers ignores
 
 
 class Task(ABC):
-    """One of the five fine-tunings. Training, evaluation and `hpctrain predict` go through the same methods."""
+    """A fine-tuning task. Training, evaluation and `hpctrain predict` call the same methods.
 
-    name: ClassVar[str]
+    `Any` in the signatures stands for the task's example type: a NamedTuple whose last field is `location`, where the example
+    was read, such as "ratings_train.txt, line 17".
+    """
+
+    name: ClassVar[str]  # the command is nlp.<name>
     title: ClassVar[str]  # for --help and the model card
-    model: ClassVar[type]  # transformers' AutoModelFor...
-    pipeline_tag: ClassVar[str]  # the hub's name of the task
-    kind: ClassVar[str] = "bert"  # what --from-scratch makes: bert or gpt2
-    inputs: ClassVar[tuple[str, ...]] = ("text",)  # what a user gives to `hpctrain predict`
-    max_length: ClassVar[int] = 128
-    stride: ClassVar[int] = 0
-    padding: ClassVar[dict[str, int]] = {}  # of columns of tokens; input_ids are padded with the tokenizer's own
-    extra: ClassVar[tuple[str, ...]] = ()  # columns of the features that are no inputs of the model
-    score: ClassVar[str]  # the metric by which the best epoch is chosen
+    formats: ClassVar[str]  # what --data reads, for --help
+    model: ClassVar[type]  # AutoModelFor... of transformers
+    pipeline_tag: ClassVar[str]  # the task's name on the Hugging Face hub
+    kind: ClassVar[str] = "bert"  # the architecture that --from-scratch creates: bert or gpt2
+    inputs: ClassVar[tuple[str, ...]] = ("text",)  # the texts that `hpctrain predict` takes for one example
+    max_length: ClassVar[int] = 128  # default of --max-length
+    stride: ClassVar[int] = 0  # default of --stride; 0 for a task without this option
+    padding: ClassVar[dict[str, int]] = {}  # padding value of token columns; 0 if missing, input_ids take the tokenizer's
+    extra: ClassVar[tuple[str, ...]] = ()  # columns of the features that are not inputs of the model
+    groups: ClassVar[str] = ""  # plural of what group() returns, for error messages
+    selection_metric: ClassVar[str]  # the validation metric that selects the best epoch
     higher_is_better: ClassVar[bool] = True
 
-    def labels(self, examples: Sequence[Any]) -> list[str]:
-        """The names of the labels in the training examples, in a fixed order; none where the task has none."""
+    @property
+    def samples(self) -> Path | None:
+        """The folder of the sample data, None if the task has none."""
+        folder = SAMPLES / self.name
+        return folder if folder.is_dir() else None
+
+    # --- examples ---
+
+    @abstractmethod
+    def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Any]:
+        """Read the examples of one file, in one of the published formats; data.py has helpers.
+
+        Raises HpctrainError that names the file and the line. With a list `skipped`, an error in a single example goes there
+        and the example is left out; an error in the file as a whole is always raised.
+        """
+
+    @abstractmethod
+    def make_example(self, texts: Sequence[str], **settings: Any) -> Any:  # noqa: ANN401 - the task's example type
+        """Make an example without labels from the `inputs` that a user gives, and from collect_settings()."""
+
+    @abstractmethod
+    def get_texts(self, example: Any) -> tuple[str, ...]:  # noqa: ANN401
+        """The texts of an example; a tokenizer from scratch is trained on them."""
+
+    def group(self, example: Any) -> Hashable | None:  # noqa: ANN401
+        """A key that is equal for examples which --validation-split keeps in one part; None if an example is in no group."""
+        return None
+
+    def collect_labels(self, examples: Sequence[Any]) -> list[str]:
+        """The label names in the training examples, in a fixed order; empty if the task has no labels."""
         return []
 
-    def settings(self, examples: Sequence[Any]) -> dict[str, Any]:
-        """What example() has to know of the data that the model has learned from; kept in its config.json."""
+    def collect_settings(self, examples: Sequence[Any]) -> dict[str, Any]:
+        """Properties of the training data, as keyword arguments of make_example(); saved in the model's config.json."""
         return {}
 
-    @abstractmethod
-    def texts(self, example: Any) -> tuple[str, ...]:  # noqa: ANN401 - the example type of the task
-        """The texts of an example, for a tokenizer to learn from."""
+    # --- training and evaluation ---
 
     @abstractmethod
-    def example(self, texts: Sequence[str], **settings: Any) -> Any:  # noqa: ANN401
-        """An example out of the `inputs` that a user gives, and settings()."""
-
-    @abstractmethod
-    def tokenise(
+    def tokenize(
         self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Any], labels: list[str], max_length: int, stride: int
     ) -> Features:
-        """The features of the examples, with their labels; a label that is not one of `labels` is IGNORED."""
+        """Make the features of the examples, with their labels; a label that is not in `labels` becomes IGNORED."""
 
-    def loss(self, output: ModelOutput, batch: dict[str, Any]) -> Tensor:
-        """The mean loss over the labels of a batch: the model's own, unless that counts padding."""
+    def compute_loss(self, output: ModelOutput, batch: dict[str, Any]) -> Tensor:
+        """The mean loss over the labels of a batch; override it if the model's own loss includes padding."""
         return output.loss
 
     @abstractmethod
     def predict(self, output: ModelOutput, batch: dict[str, Any]) -> list[Any]:
-        """What the model says of each feature of a batch, as small as answers() can do with, off the device."""
+        """One prediction for each feature of a batch, an array of numpy. Ranks exchange these, so keep them small."""
 
     @abstractmethod
-    def answers(
+    def make_answers(
         self, examples: Sequence[Any], features: Features, predictions: Sequence[Any], labels: list[str]
     ) -> list[dict[str, Any]]:
-        """What `hpctrain predict` prints for each example, out of the predictions for all features."""
+        """Combine the predictions for all features into one answer for each example: what `hpctrain predict` prints."""
 
     @abstractmethod
-    def metric(self, examples: Sequence[Any], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """The scores of the answers over the whole set, `score` among them. Names with a slash are details ("f1/PS")."""
+    def score(self, examples: Sequence[Any], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Metrics over the whole set, `selection_metric` among them. A name with a slash is a detail, such as "f1/PS"."""
 
-    def show(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Any]) -> list[str]:
-        """What the model does with a few examples, for people to look at, where scores do not say it."""
+    # --- using the model ---
+
+    def generate_samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Any]) -> list[str]:
+        """A few outputs of the model for the model card, for tasks whose scores alone do not show the quality."""
         return []
+
+    @torch.inference_mode()
+    def answer(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        rows: Sequence[tuple[str, ...]],
+        config: dict[str, Any],
+        args: argparse.Namespace,
+        first: int,
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Answer `rows` of `inputs` for `hpctrain predict`; returns the answers and how many texts were truncated.
+
+        `config` is the "hpctrain" part of the model's config.json, `args` are the options of predict, and `first` is the number
+        of the first row in the whole input, counted from 0.
+        """
+        labels = config["labels"]
+        examples = [self.make_example(row, **config["settings"]) for row in rows]
+        features = self.tokenize(tokenizer, examples, labels, config["max_length"], config["stride"])
+        padding = {**self.padding, "input_ids": tokenizer.pad_token_id}
+        not_inputs = {"units", "labels", *self.extra}
+        predictions: list[Any] = [None] * len(features.lengths)
+        for index in evaluation_batches(features.lengths, args.batch_size):
+            batch = {name: column.to(model.device) for name, column in features.batch(index, padding).items()}
+            output = model(**{name: column for name, column in batch.items() if name not in not_inputs})
+            for i, prediction in zip(index.tolist(), self.predict(output, batch), strict=True):
+                predictions[i] = prediction
+        return self.make_answers(examples, features, predictions, labels), len(features.cut)

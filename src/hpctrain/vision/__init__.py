@@ -1,1 +1,1 @@
-"""Image classification: MNIST or digits, one data file and one model file, a trainer for each framework."""
+"""Image classification on MNIST or digits: one data file, one model file, and a trainer for each framework."""

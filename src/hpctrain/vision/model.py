@@ -1,4 +1,4 @@
-"""The models, the same for every trainer."""
+"""The models, which all trainers share."""
 
 import torch
 from torch import Tensor, nn
@@ -7,10 +7,10 @@ from hpctrain.vision.data import CLASSES
 
 
 class MnistNet(nn.Module):
-    """The convolutional net of PyTorch's classic MNIST example, less its two dropout layers.
+    """The convolutional net of PyTorch's classic MNIST example, without its two dropout layers.
 
-    Dropout draws its masks on each rank, so the weights would depend on how many ranks share the batch.
-    Images [b, 1, 28, 28] float32 in, logits [b, 10] out. Source: github.com/pytorch/examples, mnist/main.py.
+    Each rank would draw its own dropout masks, so the weights would depend on the number of ranks.
+    Source: github.com/pytorch/examples, mnist/main.py.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class MnistNet(nn.Module):
         self.fc2 = nn.Linear(128, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of the ten digits."""
+        """Map images [b, 1, 28, 28] float32 to logits [b, 10]."""
         x = torch.relu(self.conv1(images))
         x = torch.relu(self.conv2(x))
         x = torch.max_pool2d(x, 2).flatten(1)
@@ -29,19 +29,19 @@ class MnistNet(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """ResNet-50 of the library transformers (v1.5: the stride is in the 3 x 3 convolution) for grey images.
+    """ResNet-50 from the library transformers (v1.5: the stride is in the 3 x 3 convolution), for gray images.
 
-    Images [b, 1, h, w] float32 in, logits [b, 10] out. Its batch normalisation takes the mean and the variance of the
-    images that one rank has of a batch, so the weights depend on the number of ranks; and each rank has running
-    statistics of its own, of which rank 0's count: every trainer takes them before it evaluates and saves.
+    Batch normalization uses the mean and variance of the images that one rank has of a batch, so the weights depend on the
+    number of ranks. Each rank has its own running statistics; every trainer copies rank 0's to all ranks before it
+    evaluates and saves.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        from transformers import ResNetConfig, ResNetForImageClassification  # takes seconds: only where it is used
+        from transformers import ResNetConfig, ResNetForImageClassification  # takes seconds to import
 
         self.net = ResNetForImageClassification(ResNetConfig(num_channels=1, num_labels=CLASSES))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of the ten digits."""
+        """Map images [b, 1, h, w] float32 to logits [b, 10]."""
         return self.net(images).logits

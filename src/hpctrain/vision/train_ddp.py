@@ -1,6 +1,6 @@
-"""Train on MNIST, or on digits, by PyTorch's DistributedDataParallel.
+"""Train an image classifier on MNIST or digits with PyTorch's DistributedDataParallel.
 
-One process (train_single), no launcher:
+One process, without a launcher:
 
     hpctrain train_ddp
 
@@ -8,11 +8,11 @@ One node with 4 ranks:
 
     torchrun --nproc-per-node 4 -m hpctrain train_ddp
 
-One process with all GPUs of a node, by DataParallel:
+One process with all GPUs of a node, with DataParallel:
 
     hpctrain train_ddp --strategy dp
 
-Two nodes with 2 ranks each, from the container, by Slurm:
+Two nodes with 2 ranks each, in the container, on Slurm:
 
     sbatch launch/apptainer_ddp.sh train_ddp --model resnet50 --precision bf16
 """
@@ -27,46 +27,61 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from hpctrain.batches import steps_per_epoch, training_batches
+from hpctrain.cli import Parser, add_device
+from hpctrain.errors import UsageError
+from hpctrain.rendezvous import all_or_none, process_group
 from hpctrain.run import Run
 from hpctrain.vision import data, recipe
-from hpctrain.world import UsageError, World, all_or_none, choose_device, process_group
+from hpctrain.world import World, choose_device
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Train as the flags at the foot of this file say."""
-    args = parse(arguments, world)
+    """Train with the options at the end of this file."""
+    train(world, parse(parser(), arguments, world))
+
+
+def train(world: World, args: argparse.Namespace) -> None:
+    """Load the data, train, evaluate and save a checkpoint after each epoch. A collective call. Raises HpctrainError."""
     device = choose_device(world, args.device)
     with process_group(world, device):
         with all_or_none(world):
-            train, test = data.load(args.data)
-        steps = data.steps_per_epoch(len(train), args.batch_size, world)
+            training_set, test_set = data.load(args.data)
+        steps = steps_per_epoch(len(training_set), args.batch_size, world)
         run = Run(world, "train_ddp", args, device)
 
-        model = recipe.build(args, device)
+        model = recipe.build_model(args, device)
         side = recipe.RECIPES[args.model].side
         parallel = DistributedDataParallel(model) if world.size > 1 else DataParallel(model) if args.strategy == "dp" else model
-        optimizer = recipe.optimizer(args, parallel.parameters())
+        optimizer = recipe.make_optimizer(args, parallel.parameters())
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
         first_epoch = 1
-        if state := run.resume(device, args.epochs):
+        if state := run.resume(device, args.epochs, model, "optimizer"):
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             first_epoch = state["epoch"] + 1
 
+        def evaluate() -> tuple[float, float]:
+            if world.size > 1:
+                for buffer in model.buffers():  # all ranks evaluate with rank 0's batch normalization, which is saved
+                    dist.broadcast(buffer, src=0)
+            with autocast:
+                return recipe.evaluate(model, test_set, args, world, device, partial(total, world))
+
         log_every = -(-steps // 5)
         for epoch in range(first_epoch, args.epochs + 1):
-            for group in optimizer.param_groups:  # by epoch and nothing else, so that resuming needs no scheduler's state
+            for group in optimizer.param_groups:  # depends on the epoch alone: resuming needs no scheduler state
                 group["lr"] = args.lr * args.lr_decay ** (epoch - 1)
             parallel.train()
             run.start_epoch(epoch, steps)
             loss_sum, since = torch.zeros((), device=device), time.perf_counter()
-            for step, index in enumerate(data.batches(len(train), args.batch_size, args.seed, epoch, world), 1):
-                images, labels = train.batch(index, device, side)
+            for step, index in enumerate(training_batches(len(training_set), args.batch_size, args.seed, epoch, world), 1):
+                images, labels = training_set.batch(index, device, side)
                 with autocast:
                     loss = cross_entropy(parallel(images), labels)
                 optimizer.zero_grad()
-                loss.backward()  # DDP averages the gradients over the ranks in here
+                loss.backward()  # DDP averages the gradients over all ranks meanwhile
                 optimizer.step()
                 run.step()
 
@@ -79,34 +94,37 @@ def main(world: World, arguments: list[str]) -> None:
                     loss_sum, since = torch.zeros((), device=device), now
             run.end_epoch()
 
-            if world.size > 1:
-                for buffer in model.buffers():  # batch normalisation's, of rank 0; so the metrics are of what is saved
-                    dist.broadcast(buffer, src=0)
-            with autocast:
-                test_loss, test_accuracy = recipe.evaluate(model, test, args, world, device, partial(total, world))
+            test_loss, test_accuracy = evaluate()
             run.metrics(epoch=epoch, step=epoch * steps, test_loss=test_loss, test_accuracy=test_accuracy)
             run.save(epoch, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        if first_epoch > args.epochs:  # resumed after the last epoch
+            test_loss, test_accuracy = evaluate()
         run.finish(model, test_loss=test_loss, test_accuracy=test_accuracy)
 
 
 def total(world: World, value: Tensor) -> Tensor:
-    """The sum of a tensor over all ranks, in place."""
+    """Sum a tensor over all ranks, in place."""
     if world.size > 1:
         dist.all_reduce(value)
     return value
 
 
-def parse(arguments: list[str], world: World) -> argparse.Namespace:
-    """The flags of this trainer, and those of all vision trainers (recipe.py)."""
-    parser = recipe.vision_parser("train_ddp", "Train on MNIST or digits by DDP; without a launcher, in one process.")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: a GPU where there is one)")
+def parser() -> Parser:
+    """The options of this trainer, on top of those of all vision trainers (recipe.py)."""
+    parser = recipe.vision_parser("train_ddp", "Train an image classifier with DDP; without a launcher, in one process.")
+    add_device(parser)
     parser.add_argument(
         "--strategy",
         choices=["ddp", "dp"],
         default="ddp",
-        help="dp: one process with all its GPUs (default: %(default)s)",
+        help="dp: DataParallel, one process with all its GPUs (default: %(default)s)",
     )
+    return parser
+
+
+def parse(parser: Parser, arguments: list[str], world: World) -> argparse.Namespace:
+    """Parse the command line. Raises UsageError, also if it does not fit the number of ranks."""
     args = recipe.parse(parser, arguments)
     if args.strategy == "dp" and world.size > 1:
-        raise UsageError(f"--strategy dp is for one process, but {world.launcher} started {world.size}: use no launcher")
+        raise UsageError(f"--strategy dp is for one process, but {world.launcher_command} started {world.size}: use no launcher")
     return args

@@ -1,17 +1,17 @@
-"""Train on MNIST, or on digits, by PyTorch Lightning: the same model, data, order and losses as train_ddp.
+"""Train an image classifier on MNIST or digits with PyTorch Lightning: model, data, order and losses are those of train_ddp.
 
     hpctrain train_lightning
 
-One node with 4 ranks; what the launcher started need not be said again (--devices 4):
+One node with 4 ranks; --devices and --num-nodes default to what the launcher started:
 
     torchrun --nproc-per-node 4 -m hpctrain train_lightning
 
-Two nodes with 2 ranks each, from the container, by Slurm:
+Two nodes with 2 ranks each, in the container, on Slurm:
 
     sbatch launch/apptainer_ddp.sh train_lightning --epochs 3
 
-Lightning's own checkpoints are in the run folder (Classifier.load_from_checkpoint() reads them), and in
-each the bare weights as "model", as train_ddp has them.
+The checkpoints in the run folder are Lightning's own (Classifier.load_from_checkpoint() reads them). Each also has the bare
+weights as "model", as those of train_ddp have.
 """
 
 import argparse
@@ -24,38 +24,42 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
+from hpctrain.batches import evaluation_batches, steps_per_epoch, training_batches
+from hpctrain.cli import Parser, positive
+from hpctrain.errors import UsageError
 from hpctrain.lightning_plugins import make_trainer, quiet
-from hpctrain.run import Run, positive
+from hpctrain.rendezvous import all_or_none, process_group
+from hpctrain.run import Run
 from hpctrain.vision import data, recipe
-from hpctrain.world import UsageError, World, all_or_none, choose_device, process_group
+from hpctrain.world import World, choose_device
 
 
 class Classifier(LightningModule):
-    """A net and how it is trained; `args` are the options of the command line."""
+    """A network and how it is trained; `args` are the options of the command line."""
 
     def __init__(self, net: nn.Module, args: argparse.Namespace) -> None:
         super().__init__()
         self.net, self.args = net, args
-        # Sums over all ranks, each example once; in double precision, like those of the other trainers.
+        # Sums over all ranks in double precision, like those of the other trainers.
         self.test_loss, self.test_accuracy = (MeanMetric().set_dtype(torch.float64) for _ in range(2))
 
     def on_after_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """From bytes to images, on the device."""
+        """Turn pixels into images, on the device."""
         pixels, labels = batch
         return data.to_images(pixels, recipe.RECIPES[self.args.model].side), labels
 
     def on_train_epoch_start(self) -> None:
-        """The learning rate, by epoch and nothing else, so that resuming needs no scheduler's state."""
+        """Set the learning rate, which depends on the epoch alone: resuming needs no scheduler state."""
         for group in self.optimizers().param_groups:
             group["lr"] = self.args.lr * self.args.lr_decay**self.current_epoch
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The loss of a batch; Lightning does the rest."""
+        """The mean loss over a batch."""
         images, labels = batch
         return cross_entropy(self.net(images), labels)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Loss and accuracy over the whole test set."""
+        """Add a batch to the loss and accuracy of the test set."""
         images, labels = batch
         logits = self.net(images)
         self.test_loss.update(cross_entropy(logits, labels), weight=len(labels))
@@ -63,12 +67,12 @@ class Classifier(LightningModule):
         self.log_dict({"test_loss": self.test_loss, "test_accuracy": self.test_accuracy})
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer of the model's recipe."""
-        return recipe.optimizer(self.args, self.net.parameters())
+        """Create the optimizer of the model's recipe."""
+        return recipe.make_optimizer(self.args, self.net.parameters())
 
 
-class ByIndex(Dataset):
-    """Images as a dataset that a sampler asks for a whole batch at a time: pixels [b, 28, 28] uint8, labels [b]."""
+class ImageDataset(Dataset):
+    """A dataset that a sampler indexes with a whole batch at a time: pixels [b, 28, 28] uint8, labels [b] int64."""
 
     def __init__(self, images: data.Images) -> None:
         self._images = images
@@ -77,73 +81,81 @@ class ByIndex(Dataset):
         return self._images.pixels[index], self._images.labels[index]
 
 
-class Batches:
-    """A sampler of whole batches: data.batches() of the epoch that Lightning sets, counted from 0 there and from 1 here."""
+class BatchSampler:
+    """A sampler of whole batches, int64 indices [batch_size / world.size], in the order of the epoch that Lightning sets."""
 
     def __init__(self, examples: int, args: argparse.Namespace, world: World) -> None:
         self._examples, self._args, self._world = examples, args, world
         self._epoch = 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this before each epoch, also when it resumes."""
+        """Lightning calls this before each epoch, also when it resumes. It counts epochs from 0, hpctrain from 1."""
         self._epoch = epoch + 1
 
     def __len__(self) -> int:
-        return data.steps_per_epoch(self._examples, self._args.batch_size, self._world)
+        return steps_per_epoch(self._examples, self._args.batch_size, self._world)
 
     def __iter__(self) -> Iterator[Tensor]:
-        # A generator looks at the epoch when the first batch is asked for: a resumed Trainer calls iter() before set_epoch().
-        yield from data.batches(self._examples, self._args.batch_size, self._args.seed, self._epoch, self._world)
+        # A generator, which reads the epoch at the first batch: a resumed Trainer calls iter() before set_epoch().
+        yield from training_batches(self._examples, self._args.batch_size, self._args.seed, self._epoch, self._world)
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Train as the flags at the foot of this file say."""
+    """Train with the options at the end of this file."""
     args = parse(arguments, world)
     quiet()
     device = choose_device(world, {"gpu": "cuda"}.get(args.accelerator, args.accelerator))
-    with process_group(world, device):  # Lightning finds it and makes none of its own
+    with process_group(world, device):  # Lightning uses it and creates none of its own
         with all_or_none(world):
-            train, test = data.load(args.data)
-        sampler = Batches(len(train), args, world)
-        len(sampler)  # an impossible batch size is an error now
+            training_set, test_set = data.load(args.data)
+        sampler = BatchSampler(len(training_set), args, world)
+        len(sampler)  # raises UsageError before the run folder is created, if the ranks cannot share the batch size
         run = Run(world, "train_lightning", args, device)
 
-        module = Classifier(recipe.build(args, device), args)
+        module = Classifier(recipe.build_model(args, device), args)
         unused = args.strategy == "ddp_find_unused_parameters_true"
         trainer = make_trainer(run, args, device, bare=lambda module: module.net, find_unused_parameters=unused)
-        run.resume(device, args.epochs)
-        trainer.fit(
-            module,
-            DataLoader(ByIndex(train), sampler=sampler, batch_size=None),
-            DataLoader(ByIndex(test), sampler=list(data.share(len(test), args.batch_size, world)), batch_size=None),
-            ckpt_path=run.resume_from,
-        )
+        evaluation = list(evaluation_batches(len(test_set), args.batch_size, world))
+        test_loader = DataLoader(ImageDataset(test_set), sampler=evaluation, batch_size=None)
+        state = run.resume(device, args.epochs, module.net, "state_dict")
+        if state and state["epoch"] >= args.epochs:  # resumed after the last epoch
+            module.net.load_state_dict(state["model"])
+            trainer.validate(module, test_loader, verbose=False)
+        else:
+            train_loader = DataLoader(ImageDataset(training_set), sampler=sampler, batch_size=None)
+            trainer.fit(module, train_loader, test_loader, ckpt_path=run.resume_from)
         run.finish(module.net, **{name: value.item() for name, value in trainer.callback_metrics.items()})
 
 
-def parse(arguments: list[str], world: World) -> argparse.Namespace:
-    """The flags of this trainer, and those of all vision trainers (recipe.py). Raises UsageError."""
-    parser = recipe.vision_parser("train_lightning", "Train on MNIST or digits by PyTorch Lightning, on any number of ranks.")
+def parser() -> Parser:
+    """The options of this trainer, on top of those of all vision trainers (recipe.py)."""
+    parser = recipe.vision_parser("train_lightning", "Train an image classifier with PyTorch Lightning, on any number of ranks.")
     add = parser.add_argument
-    add("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="(default: a GPU where there is one)")
-    add("--devices", type=positive(int), help="ranks on each node (default: as the launcher started)")
-    add("--num-nodes", type=positive(int), help="(default: as the launcher started)")
-    add("--strategy", choices=["ddp", "ddp_find_unused_parameters_true"], default="ddp", help="(default: %(default)s)")
-    args = recipe.parse(parser, arguments)
+    add(
+        "--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="auto: a GPU if there is one (default: %(default)s)"
+    )
+    add("--devices", type=positive(int), help="ranks per node (default: as many as the launcher started)")
+    add("--num-nodes", type=positive(int), help="number of nodes (default: as many as the launcher uses)")
+    add(
+        "--strategy",
+        choices=["ddp", "ddp_find_unused_parameters_true"],
+        default="ddp",
+        help="strategy of Lightning's Trainer (default: %(default)s)",
+    )
+    return parser
+
+
+def parse(arguments: list[str], world: World) -> argparse.Namespace:
+    """Parse the command line. Raises UsageError, also where it contradicts the launcher."""
+    args = recipe.parse(parser(), arguments)
+    command = world.launcher_command
     if args.devices not in (None, world.local_size):
-        raise UsageError(
-            f"--devices {args.devices}, but {started(world, world.local_size, 'rank')} on this node: make them equal"
-        )
+        ranks = f"{world.local_size} rank{'s' if world.local_size > 1 else ''} on this node"
+        started = f"without a launcher there is {ranks}" if world.launcher == "single" else f"{command} started {ranks}"
+        raise UsageError(f"--devices {args.devices}, but {started}: make them equal, or leave --devices out")
     if args.num_nodes not in (None, world.nodes):
-        raise UsageError(f"--num-nodes {args.num_nodes}, but {started(world, world.nodes, 'node')}: make them equal")
+        nodes = f"{world.nodes} node{'s' if world.nodes > 1 else ''}"
+        started = f"without a launcher there is {nodes}" if world.launcher == "single" else f"{command} started ranks on {nodes}"
+        raise UsageError(f"--num-nodes {args.num_nodes}, but {started}: make them equal, or leave --num-nodes out")
     args.devices, args.num_nodes = world.local_size, world.nodes
     return args
-
-
-def started(world: World, number: int, thing: str) -> str:
-    """For an error: "srun started 2 ranks", "torchrun started ranks on 2 nodes"."""
-    if world.launcher == "single":
-        return f"without a launcher there is 1 {thing}"
-    launcher = {"slurm": "srun", "openmpi": "mpirun", "mpich": "mpiexec"}.get(world.launcher, world.launcher)
-    things = f"{number} {thing}{'s' if number > 1 else ''}"
-    return f"{launcher} started {things if thing == 'rank' else f'ranks on {things}'}"

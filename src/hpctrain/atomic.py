@@ -1,0 +1,116 @@
+"""Files and folders that appear complete under their final name, or not at all.
+
+Each is written beside its place under a hidden temporary name, synced to disk and renamed, and the rename is synced as well.
+A crash, a full disk or an exception leaves the earlier content. OSError passes through: callers add the advice.
+
+A symbolic link at the final place stays, and what it points to is replaced. Permissions follow the umask.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+
+@contextmanager
+def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Open a file for writing ("w" or "wb") that becomes `path` when the block ends without an exception.
+
+    Text is UTF-8. To check what was written before it gets its final name, flush the file and read `Path(opened.name)`.
+    A device or a pipe at `path`, such as /dev/null, is written to directly.
+    """
+    encoding = None if "b" in mode else "utf-8"
+    if path.exists() and not path.is_file():
+        with path.open(mode, encoding=encoding) as opened:
+            yield opened
+        return
+    path = Path(os.path.realpath(path))
+    temporary = _temporary_name(path)
+    try:
+        # "x" instead of "w": fail where the file exists.
+        with temporary.open(mode.replace("w", "x"), encoding=encoding) as opened:
+            yield opened
+            opened.flush()
+            os.fsync(opened.fileno())
+        temporary.replace(path)
+        sync(path.parent)
+    finally:
+        with suppress(OSError):  # the first error counts
+            temporary.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole text file, in UTF-8."""
+    with file(path) as opened:
+        opened.write(text)
+
+
+@contextmanager
+def folder(path: Path, replace: bool = True) -> Iterator[Path]:
+    """Create a folder that becomes `path` when the block ends without an exception; see rename_folder() for `replace`.
+
+    The block gets the path of the temporary folder, which is empty. Parents of `path` are created.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_name(path)
+    try:
+        temporary.mkdir()
+        yield temporary
+        rename_folder(temporary, path, replace)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def rename_folder(finished: Path, path: Path, replace: bool = True) -> None:
+    """Sync a finished folder beside `path`, and rename it to `path`.
+
+    An earlier folder that has files is replaced, or raises OSError if `replace` is false. A rename cannot replace such a
+    folder, so the earlier one is renamed first: a crash between the two renames leaves both, under hidden names.
+    """
+    for part in finished.rglob("*"):
+        if not part.is_symlink():
+            sync(part)
+    sync(finished)
+    earlier = _temporary_name(path).with_suffix(".old")
+    try:
+        if replace and path.exists():
+            path.rename(earlier)
+        finished.rename(path)
+    except BaseException:  # KeyboardInterrupt as well
+        if earlier.exists() and not path.exists():
+            earlier.rename(path)
+        raise
+    sync(path.parent)
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the files that killed writers have left in a folder. Nobody may be writing there."""
+    for path in folder.glob(".*.tmp"):
+        if re.fullmatch(r"\..{1,32}\.[0-9a-f]{12}\.tmp", path.name) and path.is_file() and not path.is_symlink():
+            path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Make the content of a file, or the renames in a folder, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder, and do not need to.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _temporary_name(path: Path) -> Path:
+    """A hidden name beside `path`, short enough for any file system, that no other process has, on this node or another."""
+    return path.with_name(f".{path.name[:32]}.{os.urandom(6).hex()}.tmp")

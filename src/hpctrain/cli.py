@@ -1,0 +1,82 @@
+"""The table of commands, and what their argument parsers share."""
+
+import argparse
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hpctrain.errors import UsageError
+
+# The groups of `hpctrain --help`, in its order.
+GROUPS = {
+    "train": "Train an image classifier (MNIST, digits):",
+    "fine-tune": "Fine-tune a model of transformers on texts:",
+    "use": "Use models and packages:",
+    "inspect": "Inspect nodes and runs:",
+}
+
+# Each command: its module, its group, and its line in --help. The module has
+#     parser() -> Parser                 the options; the man page and shell completion are made from it as well
+#     main(world, arguments) -> None     runs the command
+# and is imported only when it is needed: importing torch takes a second, and --help should not wait for it.
+COMMANDS = {
+    "train_ddp": ("hpctrain.vision.train_ddp", "train", "train with PyTorch DistributedDataParallel, on any number of ranks"),
+    "train_lightning": ("hpctrain.vision.train_lightning", "train", "train with PyTorch Lightning, on any number of ranks"),
+    "train_horovod": ("hpctrain.vision.train_horovod", "train", "train with Horovod, on any number of ranks"),
+    "train_single": ("hpctrain.vision.train_single", "train", "train in one process, without a launcher"),
+    "nlp.classify": ("hpctrain.nlp.classify", "fine-tune", "fine-tune a model to classify texts (NSMC)"),
+    "nlp.pair": ("hpctrain.nlp.pair", "fine-tune", "fine-tune a model to classify sentence pairs (KLUE-NLI, KorNLI)"),
+    "nlp.ner": ("hpctrain.nlp.ner", "fine-tune", "fine-tune a model to recognize named entities (KLUE-NER, CoNLL)"),
+    "nlp.qa": ("hpctrain.nlp.qa", "fine-tune", "fine-tune a model to answer questions from a text (KorQuAD, SQuAD 1.1)"),
+    "nlp.generate": ("hpctrain.nlp.generate", "fine-tune", "fine-tune a model to continue a text"),
+    "predict": ("hpctrain.nlp.predict", "use", "apply a fine-tuned model to texts"),
+    "fetch": ("hpctrain.nlp.hub", "use", "download a model from the Hugging Face hub, for nodes without internet"),
+    "add": ("hpctrain.packages", "use", "install Python packages into a folder, on top of the image"),
+    "completion": ("hpctrain.completion", "use", "print shell completion for bash or zsh"),
+    "check": ("hpctrain.check", "inspect", "check every rank's node, software and folders, and the network between them"),
+    "plot": ("hpctrain.plot", "inspect", "draw the losses and scores of a run as curves.png"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError, so that one rank prints the error and not all of them."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the message and exiting."""
+        raise UsageError(f"{self.prog}: {message} ({self.prog} --help lists the options)")
+
+
+def trainer_parser(trainer: str, description: str) -> Parser:
+    """A parser with the options that every trainer has."""
+    parser = Parser(prog=f"hpctrain {trainer}", description=description)
+    add = parser.add_argument
+    add("--seed", type=int, default=1, help="seed of the initial weights and of the order of the data (default: %(default)s)")
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help=f"run folder (default: runs/{trainer}/<job id>, or the folder given to --resume)",
+    )
+    add("--resume", type=Path, metavar="RUN", help="resume from the last intact checkpoint of this run folder")
+    return parser
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add --device, as world.choose_device() takes it."""
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one (default: %(default)s)"
+    )
+
+
+def positive(kind: type) -> Any:  # noqa: ANN401 - an argparse type
+    """An argparse type: a finite number of this kind (int or float) above zero."""
+
+    def parse(text: str) -> Any:  # noqa: ANN401
+        value = kind(text)
+        if not value > 0:  # also refuses NaN, which compares false with every number
+            raise argparse.ArgumentTypeError(f"{text} is not above zero")
+        if value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not finite")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse prints it: "invalid int value"
+    return parse

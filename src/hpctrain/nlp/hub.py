@@ -1,0 +1,164 @@
+"""Find a model by the name of a folder or of a repository on the Hugging Face hub; `hpctrain fetch` downloads one beforehand."""
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+
+from hpctrain import atomic
+from hpctrain.cli import Parser
+from hpctrain.errors import HpctrainError
+from hpctrain.nlp.model_folder import describe_error, is_disk_error, validate_folder
+from hpctrain.rendezvous import all_or_none, gather
+from hpctrain.world import World
+
+# huggingface_hub would log every retry on every rank. Errors are exceptions anyway.
+huggingface_hub.utils.logging.set_verbosity_error()
+disable_progress_bars()
+
+# Only what from_pretrained() reads: nothing in subfolders (onnx/), for other frameworks or in another precision ...
+NEEDED = [
+    "config.json", "generation_config.json", "tokenizer*.json", "vocab*", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "chat_template*", "*.model", "model.safetensors*", "model-?????-of-?????.safetensors",
+]  # fmt: skip
+# ... and pickled weights only if there are no others.
+PICKLES = ["pytorch_model.bin*", "pytorch_model-?????-of-?????.bin"]
+
+
+def resolve_model(name: str, world: World) -> Path:
+    """The folder of a model on this node; `name` is a folder, or a name on the hub such as beomi/kcbert-base. Collective.
+
+    Rank 0 downloads a model of the hub into the usual cache (HF_HOME). Then the first rank of each other node does so if the
+    model is not in the cache there, because a cache may be on a node's local disk. All use the same commit.
+    Raises HpctrainError that names the command to fetch the model beforehand.
+    """
+    is_folder = gather(world, Path(name).is_dir())
+    with all_or_none(world):
+        if any(is_folder):
+            if not is_folder[world.rank]:
+                raise HpctrainError(f"{name}: no such folder on {os.uname().nodename}: put it where all nodes can read it")
+            return validate_folder(Path(name))
+        _validate_name(name)
+    snapshot = None
+    with all_or_none(world):
+        if world.rank == 0:
+            snapshot = _download_to_cache(name)
+    commit = gather(world, snapshot.name if snapshot else "")[0]
+    with all_or_none(world):
+        if world.local_rank == 0 and world.rank != 0:
+            snapshot = _find_in_cache(name, commit) or _download_to_cache(name, commit)
+    with all_or_none(world):
+        snapshot = snapshot or _find_in_cache(name, commit)
+        if snapshot is None:
+            raise HpctrainError(
+                f"{name}: the first rank on {os.uname().nodename} has it in its cache, but this rank does not find it in "
+                f"{constants.HF_HUB_CACHE}: set HF_HOME to the same folder for all ranks on a node"
+            )
+    return snapshot
+
+
+def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
+    """Download a model of the hub into a folder of its own, for nodes without internet. Returns its commit.
+
+    The folder appears when the download is complete and validated. Until then the files are beside it, in a hidden folder named
+    by the commit, where the next call continues. Raises HpctrainError, also if the folder exists.
+    """
+    _validate_name(name)
+    if folder.exists():
+        raise HpctrainError(f"{folder} already exists: use it with --model {folder}, or give another folder")
+    with _explain_errors(name, "check the name and the connection, then run the command again"):
+        commit = HfApi().model_info(name, revision=revision).sha
+    partial = folder.with_name(f".{folder.name}.{commit}.partial")
+    with _explain_errors(name, f"run the same command again, and it continues from {partial}"):
+        _download_snapshot(name, commit, local_dir=partial)
+        shutil.rmtree(partial / ".cache")  # the hub's record of what has been downloaded
+        atomic.rename_folder(partial, folder, replace=False)
+    return commit
+
+
+def _validate_name(name: str) -> None:
+    try:
+        validate_repo_id(name)
+    except errors.HFValidationError as error:
+        raise HpctrainError(
+            f"{name}: neither a folder nor a model name: give an existing folder, or a name on the hub such as beomi/kcbert-base"
+        ) from error
+
+
+def _download_snapshot(name: str, commit: str | None = None, **where: Any) -> Path:  # noqa: ANN401 - of snapshot_download()
+    """Download the needed files of a repository unless they are there; returns their validated folder.
+
+    In a cache, the folder is named by the commit.
+    """
+    folder = Path(snapshot_download(name, revision=commit, allow_patterns=NEEDED, ignore_patterns="*/*", **where))
+    if not any(folder.glob("*.safetensors")):
+        snapshot_download(name, revision=commit, allow_patterns=PICKLES, ignore_patterns="*/*", **where)
+    return validate_folder(folder)
+
+
+def _find_in_cache(name: str, commit: str) -> Path | None:
+    """The folder of a commit in the cache if it is complete, without any network access."""
+    try:
+        return _download_snapshot(name, commit, local_files_only=True)
+    except (errors.LocalEntryNotFoundError, HpctrainError):
+        return None
+
+
+def _download_to_cache(name: str, commit: str | None = None) -> Path:
+    remedy = f"fetch it on a machine with internet access (hpctrain fetch {name} DIR), then give --model DIR"
+    with _explain_errors(f"{name} (not a folder here)", remedy):
+        return _download_snapshot(name, commit)
+
+
+@contextmanager
+def _explain_errors(what: str, remedy: str) -> Iterator[None]:
+    """Turn any error of a download into an HpctrainError with its reason and the remedy."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as too little space: if that is true, an error follows
+            yield
+    except HpctrainError:
+        raise
+    except Exception as error:  # of the HTTP library, of the hub's library, of its transport in Rust, or of the disk
+        hub = constants.ENDPOINT
+        if isinstance(error, errors.GatedRepoError):
+            reason = f"gated: accept its terms at {hub} and log in (hf auth login, or HF_TOKEN)"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            reason = f"{hub} has no such model, or it is private (then log in: hf auth login, or HF_TOKEN)"
+        elif isinstance(error, errors.RevisionNotFoundError):
+            reason = f"{hub} has no such revision of it"
+        elif is_disk_error(error):
+            reason = f"cannot be written ({describe_error(error)})"
+        elif constants.is_offline_mode():
+            reason = f"not in the cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set"
+        else:
+            cause = describe_error(error.__cause__ or error)
+            reason = f"not in the cache ({constants.HF_HUB_CACHE}), and the download from {hub} failed ({cause})"
+        raise HpctrainError(f"{what}: {reason}: {remedy}") from error
+
+
+def parser() -> Parser:
+    """The options of `hpctrain fetch`."""
+    options = Parser(
+        prog="hpctrain fetch", description="Download a model from the Hugging Face hub into a folder, for nodes without internet."
+    )
+    options.add_argument("model", help="name of the model on the hub, such as beomi/kcbert-base")
+    options.add_argument("folder", type=Path, metavar="DIR", help="folder to create; pass it to a trainer as --model DIR")
+    options.add_argument("--revision", help="branch, tag or commit to download (default: main)")
+    return options
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Run `hpctrain fetch`, on one rank if a launcher started several."""
+    args = parser().parse_args(arguments)
+    if world.rank == 0:
+        commit = fetch_model(args.model, args.folder, args.revision)
+        size = sum(path.stat().st_size for path in args.folder.iterdir())
+        print(f"{args.folder}: {args.model} at commit {commit}, {size / 1e6:,.1f} MB; use it with --model {args.folder}")

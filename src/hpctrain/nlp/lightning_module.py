@@ -1,0 +1,157 @@
+"""How a task's model is trained and scored: the LightningModule that Lightning's Trainer drives."""
+
+import argparse
+import math
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+import transformers
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import AdamW
+from torch.utils.data import DataLoader
+
+from hpctrain.nlp.features import Features
+from hpctrain.nlp.sampling import evaluation_batches, make_loader
+from hpctrain.nlp.task import Task
+from hpctrain.rendezvous import broadcast, gather
+from hpctrain.run import Run
+
+
+class FineTuneModule(LightningModule):
+    """A model with its training and evaluation steps; `args` are the options, `steps` the optimizer steps of all epochs.
+
+    `best` has the epoch with the best validation score so far, counted from 1.
+    """
+
+    def __init__(
+        self, task: Task, model: torch.nn.Module, labels: list[str], args: argparse.Namespace, run: Run, steps: int
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.best: dict[str, float] = {"epoch": 0, "score": -math.inf, "loss": math.inf}
+        self._task, self._labels, self._args, self._run, self._steps = task, labels, args, run, steps
+        self._sets: dict[str, tuple[list[Any], Features]] = {}
+        self._predictions: list[tuple[int, Any]] = []
+
+    # --- training ---
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW without decay of biases and norms; the learning rate rises linearly, then falls linearly to 0, every step."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = AdamW(groups, lr=self._args.lr, fused=True)
+        warmup = round(self._args.warmup * self._steps)
+        scheduler = transformers.get_linear_schedule_with_warmup(optimizer, warmup, self._steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        """Clip gradients to a norm of 1.
+
+        Lightning's own clipping refuses fused optimizers with bf16, because of a gradient scaler that bf16 does not use.
+        """
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Seed dropout by seed, epoch, batch and rank alone, so that a resumed run draws the same masks."""
+        torch.manual_seed(hash((self._args.seed, self.current_epoch, batch_idx, self._run.world.rank)))
+
+    def forward(self, batch: dict[str, Any]) -> transformers.utils.ModelOutput:
+        """The model's output for a batch, without the columns that are not inputs of the model."""
+        not_inputs = {"units", "index", "weight", *self._task.extra}
+        return self.model(**{name: value for name, value in batch.items() if name not in not_inputs})
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """The loss of one part of a global batch; BatchSampler explains the weight."""
+        return self._task.compute_loss(self(batch), batch) * batch["weight"]
+
+    # --- evaluation ---
+
+    def make_evaluation_loader(
+        self, name: str, examples: dict[str, list[Any]], features: dict[str, Features], padding: dict[str, int]
+    ) -> DataLoader:
+        """The batches of this rank of the "validation" or the "test" set."""
+        self._sets[name] = (examples[name], features[name])
+        world = self._run.world
+        batch_size = max(1, self._args.batch_size // world.size)
+        # A rank without any example gets an empty batch: otherwise Lightning would leave it out of the collectives.
+        indices = list(evaluation_batches(features[name].lengths, batch_size, world.rank, world.size))
+        indices = indices or [torch.empty(0, dtype=torch.int64)]
+        return make_loader(features[name], padding, [(index, {"index": index}) for index in indices])
+
+    def on_validation_epoch_start(self) -> None:
+        """Reset the predictions and the sums: of the loss over all labels, and of the labels."""
+        self._predictions, self._sums = [], torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Keep the predictions and add up the loss."""
+        if not len(batch["index"]):
+            return
+        output = self(batch)
+        units = batch["units"].sum()
+        if units:
+            self._sums += torch.stack([self._task.compute_loss(output, batch) * units, units])
+        self._predictions += zip(batch["index"].tolist(), self._task.predict(output, batch), strict=True)
+
+    def on_validation_epoch_end(self, name: str = "validation") -> None:
+        """Score the predictions of all ranks together on rank 0: each example counts once, on any number of ranks."""
+        world = self._run.world
+        examples, features = self._sets[name]
+        if world.size > 1:
+            dist.all_reduce(self._sums)
+        predictions_by_rank = gather(world, pack_predictions(self._predictions))
+        scores: dict[str, float] = {}
+        if world.rank == 0:
+            numbered = sorted(
+                (pair for part in predictions_by_rank for pair in unpack_predictions(part)), key=lambda pair: pair[0]
+            )
+            predictions = [prediction for _, prediction in numbered]
+            answers = self._task.make_answers(examples, features, predictions, self._labels)
+            scores = {key: float(value) for key, value in self._task.score(examples, answers).items()}
+        scores = {"loss": (self._sums[0] / self._sums[1]).item(), **broadcast(world, scores)}
+        # As float64: Lightning would store float32, which is too imprecise to compare runs.
+        self.log_dict({f"{name}_{key}": torch.tensor(value, dtype=torch.float64) for key, value in scores.items()})
+        score = scores[self._task.selection_metric] * (1 if self._task.higher_is_better else -1)
+        loss = scores["loss"]  # breaks ties, which are frequent with a small validation set
+        if name == "validation" and (score, -loss) > (self.best["score"], -self.best["loss"]):
+            self.best = {"epoch": self.current_epoch + 1, "score": score, "loss": loss}
+
+    on_test_epoch_start, test_step = on_validation_epoch_start, validation_step
+
+    def on_test_epoch_end(self) -> None:
+        """Score the test set like the validation set."""
+        self.on_validation_epoch_end("test")
+
+    # --- checkpoints ---
+
+    def on_save_checkpoint(self, state: dict[str, Any]) -> None:
+        """Store which epoch is the best so far."""
+        state["best"] = self.best
+
+    def on_load_checkpoint(self, state: dict[str, Any]) -> None:
+        """Restore which epoch is the best so far."""
+        self.best = state["best"]
+
+
+# --- exchanging predictions ---
+
+
+def pack_predictions(numbered: list[tuple[int, numpy.ndarray]]) -> dict[str, list[Any]]:
+    """Predictions and the numbers of their features as lists, which JSON can hold; each value comes back with the same bits."""
+    return {
+        "features": [feature for feature, _ in numbered],
+        "shapes": [prediction.shape for _, prediction in numbered],
+        "types": [prediction.dtype.name for _, prediction in numbered],
+        "values": [prediction.ravel().tolist() for _, prediction in numbered],
+    }
+
+
+def unpack_predictions(packed: dict[str, list[Any]]) -> list[tuple[int, numpy.ndarray]]:
+    """The predictions and the numbers of their features, from pack_predictions() of another rank."""
+    columns = (packed[name] for name in ("features", "shapes", "types", "values"))
+    return [(feature, numpy.array(values, type_).reshape(shape)) for feature, shape, type_, values in zip(*columns, strict=True)]

@@ -1,0 +1,225 @@
+"""Model folders, as from_pretrained() of transformers reads them: config.json, the weights, the tokenizer, and a model card."""
+
+import errno
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from huggingface_hub import EvalResult, ModelCardData
+from safetensors import SafetensorError, safe_open
+from transformers.utils import logging
+
+from hpctrain import atomic
+from hpctrain.errors import HpctrainError
+from hpctrain.redaction import hide_secrets
+
+if TYPE_CHECKING:  # importing a class of transformers takes seconds, and `hpctrain fetch` needs none
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from hpctrain.nlp.task import Task
+
+# transformers would warn about new heads and show progress bars on every rank. Errors are exceptions anyway.
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def validate_folder(folder: Path) -> Path:
+    """Return the folder if it has a configuration and all of its weights. Raises HpctrainError that names what is missing.
+
+    Of a safetensors file, header and size are compared, but not all of its content.
+    """
+    for wanted, names in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS)):
+        if not any((folder / name).exists() for name in names):
+            raise HpctrainError(
+                f"{folder}: no {wanted} in it: give a folder with config.json, model.safetensors and the tokenizer, "
+                "as hpctrain fetch and save_pretrained() write it"
+            )
+    read_json_object(folder / "config.json")
+    weights = next(name for name in WEIGHTS if (folder / name).exists())
+    parts = [weights]
+    if weights.endswith(".json"):
+        parts = sorted(set(read_json_object(folder / weights).get("weight_map", {}).values()))
+    for part in parts:
+        if not (folder / part).exists():
+            raise HpctrainError(f"{folder}: {part}, a part of the weights, is missing: fetch or copy the folder again")
+        if part.endswith(".safetensors"):
+            try:
+                with safe_open(folder / part, "pt"):
+                    pass
+            except (OSError, SafetensorError) as error:
+                raise HpctrainError(f"{folder / part}: damaged ({error}): fetch or copy it again") from error
+    return folder
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises HpctrainError that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise HpctrainError(f"{path}: cannot be read as JSON ({error}): fetch or copy it again") from error
+    if not isinstance(content, dict):
+        raise HpctrainError(f"{path}: not a JSON object: fetch or copy it again")
+    return content
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
+    """The tokenizer of a model folder, with a padding token. Raises HpctrainError if there is no fast tokenizer in it.
+
+    It is the first part of a folder that is loaded, so a model that needs code of its own is refused here.
+    """
+    refuse_code(folder)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the loaders of the many tokenizers raise exceptions of many kinds
+        raise HpctrainError(
+            f"{folder}: the tokenizer cannot be loaded ({describe_error(error)}): fetch or copy the folder again"
+        ) from error
+    if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
+        raise HpctrainError(
+            f"{folder}: its tokenizer ({type(tokenizer).__name__}) is not a fast one, which is needed for the position of each "
+            "token in the text: use a model that has a tokenizer.json"
+        )
+    files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
+    if not any((folder / name).exists() for name in files):  # transformers 5 silently makes an empty tokenizer then
+        raise HpctrainError(
+            f"{folder}: no tokenizer in it ({' or '.join(files)}): copy it from the model that this one is based on"
+        )
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise HpctrainError(
+                f"{folder}: its tokenizer has neither a pad_token nor an eos_token: set one in tokenizer_config.json"
+            )
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so it may be any token
+    return tokenizer
+
+
+def refuse_code(folder: Path) -> None:
+    """Raise HpctrainError if the model is of no architecture of transformers, but brings the Python code of its own."""
+    config = read_json_object(folder / "config.json") if (folder / "config.json").exists() else {}
+    if "auto_map" not in config:
+        return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        raise HpctrainError(
+            f"{folder}: its model needs Python code of its own (auto_map in config.json), and code of models is not run: "
+            "use a model of an architecture that transformers has"
+        )
+
+
+def describe_pickle_error(folder: Path, error: BaseException) -> str:
+    """Why pickled weights cannot be loaded, in one line that names the file; "" if the weights are no pickle."""
+    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if pickles and not any(folder.glob("*.safetensors")):
+        return (
+            f"{folder / pickles[0]}: cannot be loaded ({describe_error(error)}), and code in a pickle is not run: "
+            "convert the weights to safetensors, or use a model that has model.safetensors"
+        )
+    return ""
+
+
+def save_model(folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", card: str = "") -> None:
+    """Write a model folder, with the card as README.md, on one rank; an earlier model is replaced once this one is complete.
+
+    Raises HpctrainError that names the folder if it cannot be written, or holds something other than a model.
+    """
+    try:
+        if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
+            raise HpctrainError(f"{folder} is not empty and not a model, so it is not replaced: give another folder")
+        with atomic.folder(folder) as unfinished:
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+            if card:
+                (unfinished / "README.md").write_text(card, encoding="utf-8")
+            for path in unfinished.iterdir():  # safetensors makes files that only the owner may read
+                path.chmod((unfinished / "config.json").stat().st_mode)
+            validate_folder(unfinished)
+    except Exception as error:
+        if isinstance(error, HpctrainError) or not (isinstance(error, OSError) or is_disk_error(error)):
+            raise
+        raise HpctrainError(
+            f"{folder}: the model cannot be written ({describe_error(error)}): free some space, or give another folder"
+        ) from error
+
+
+def make_card(
+    title: str,
+    task: "Task",
+    base: str,
+    data: str,
+    scores: Mapping[str, float],
+    options: Mapping[str, Any],
+    versions: Mapping[str, str],
+) -> str:
+    """A model card in Markdown with YAML metadata: the scores of the run, how to use the model, and how it was trained.
+
+    `base` is the model that was fine-tuned and `data` the data set, both as given on the command line.
+    """
+    base, data, title = hide_secrets([base, data, title])
+    options, versions = hide_secrets([dict(options), dict(versions)])
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists()
+    metadata = ModelCardData(
+        library_name="transformers",
+        pipeline_tag=task.pipeline_tag,
+        base_model=base if is_hub_name else None,
+        model_name=title,
+        eval_results=[
+            EvalResult(task.pipeline_tag, Path(data).name, Path(data).name, name, float(value))
+            for name, value in scores.items()
+            if "/" not in name
+        ],
+    )
+    loader = task.model.__name__
+    words = " ".join(name.upper() for name in task.inputs)
+    return f"""---
+{metadata.to_yaml()}
+---
+
+# {title}
+
+`{base}`, fine-tuned on `{data}` with hpctrain ({task.name}).
+
+## Scores
+
+| metric | value |
+|---|---|
+{chr(10).join(f"| {name} | {value:.4f} |" for name, value in scores.items())}
+
+## Use
+
+```
+hpctrain predict FOLDER {words}
+```
+
+```python
+from transformers import AutoTokenizer, {loader}
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = {loader}.from_pretrained("FOLDER")
+```
+
+## Training
+
+```json
+{json.dumps({"options": options, "versions": versions}, indent=2, ensure_ascii=False, default=str)}
+```
+"""
+
+
+def describe_error(error: BaseException) -> str:
+    """The type and the message of an error in one line of at most 200 characters."""
+    return " ".join(f"{type(error).__name__} {error}".split())[:200]
+
+
+def is_disk_error(error: Exception) -> bool:
+    """Whether an error means that a file or folder cannot be written: a full disk, a quota, no permission.
+
+    Libraries in Rust have the error number in the message only.
+    """
+    kinds = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTEMPTY)
+    return getattr(error, "errno", None) in kinds or any(f"(os error {kind})" in str(error) for kind in kinds)

@@ -1,0 +1,130 @@
+"""The options that all fine-tuning tasks share."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from hpctrain.cli import Parser, add_device, positive, trainer_parser
+from hpctrain.errors import UsageError
+from hpctrain.nlp.scratch import SIZES
+from hpctrain.nlp.task import Task
+
+# A model from scratch needs a higher learning rate than a pretrained one. The sample data are small and need many steps.
+DEFAULTS = {"epochs": 3, "batch_size": 32, "lr": 5e-5}
+FROM_SCRATCH_DEFAULTS = {"epochs": 3, "batch_size": 32, "lr": 5e-4}
+SAMPLE_DEFAULTS = {"epochs": 20, "batch_size": 8, "lr": 1e-3}
+
+
+def make_parser(task: Task) -> Parser:
+    """The parser of `hpctrain nlp.<task>`."""
+    parser = trainer_parser(f"nlp.{task.name}", f"{task.title}: fine-tune a model of transformers, on any number of ranks.")
+    add = parser.add_argument
+    add(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help=f"folder with the published files, or a single file, which is then split; {task.formats} "
+        f"({'default: sample data' if task.samples else 'required'})",
+    )
+    add(
+        "--model",
+        metavar="NAME",
+        help="model to fine-tune: a name on the Hugging Face hub, such as beomi/kcbert-base, or a folder",
+    )
+    add(
+        "--from-scratch",
+        metavar="CONFIG",
+        help=f"train a new model: {', '.join(SIZES)}, or the path of a config.json (default with the sample data: tiny)",
+    )
+    add(
+        "--epochs",
+        type=int,
+        help="passes over the training data; 0 only scores the test set (default: 3; 20 with the sample data)",
+    )
+    add(
+        "--batch-size",
+        type=positive(int),
+        metavar="N",
+        help="global batch size, shared by all ranks (default: 32; 8 with the sample data)",
+    )
+    add(
+        "--accumulate",
+        type=positive(int),
+        default=1,
+        metavar="N",
+        help="accumulate gradients over N parts of each batch, to save memory (default: %(default)s)",
+    )
+    add(
+        "--lr",
+        type=positive(float),
+        help="peak learning rate (default: 5e-5; from scratch 5e-4, with the sample data 1e-3)",
+    )
+    add(
+        "--warmup",
+        type=float,
+        default=0.1,
+        metavar="FRACTION",
+        help="fraction of all steps in which the learning rate rises to --lr (default: %(default)s)",
+    )
+    add(
+        "--max-length",
+        type=positive(int),
+        default=task.max_length,
+        metavar="TOKENS",
+        help="maximum length of a text or window in tokens (default: %(default)s)",
+    )
+    if task.stride:
+        add(
+            "--stride",
+            type=positive(int),
+            metavar="TOKENS",
+            help=f"tokens that consecutive windows share (default: {task.stride}, or a third of --max-length if that is less)",
+        )
+    add(
+        "--validation-split",
+        type=float,
+        default=0.1,
+        metavar="FRACTION",
+        help="fraction of the training data for validation if there is no validation file (default: %(default)s)",
+    )
+    add("--limit", type=positive(int), metavar="N", help="use only the first N examples of each split, for a quick trial")
+    add(
+        "--strict",
+        action="store_true",
+        help="fail on a malformed example, a truncated text or a label not in the training data (default: report how many)",
+    )
+    add(
+        "--precision",
+        choices=["auto", "fp32", "bf16"],
+        default="auto",
+        help="fp32, or bf16 autocast; auto: bf16 on a GPU that supports it, else fp32 (default: %(default)s)",
+    )
+    add_device(parser)
+    return parser
+
+
+def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
+    """The options with all defaults filled in. Raises UsageError."""
+    args = make_parser(task).parse_args(arguments)
+    args.stride = getattr(args, "stride", None) or min(task.stride, args.max_length // 3)
+    if args.model and args.from_scratch:
+        raise UsageError("--model and --from-scratch exclude each other: give only one")
+    if not args.model and not args.from_scratch:
+        if args.data:
+            raise UsageError(
+                "--data needs a model: give --model NAME, such as beomi/kcbert-base, or --from-scratch "
+                f"with a size ({', '.join(SIZES)})"
+            )
+        args.from_scratch = "tiny"
+    for name, value in (DEFAULTS if args.model else FROM_SCRATCH_DEFAULTS if args.data else SAMPLE_DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.epochs < 0:
+        raise UsageError(f"--epochs {args.epochs} is negative: give 0 or more")
+    if not 0 <= args.warmup <= 1:
+        raise UsageError(f"--warmup {args.warmup} is not a fraction: give a number from 0 to 1")
+    if args.precision == "auto":
+        bf16 = args.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+        args.precision = "bf16" if bf16 else "fp32"
+    return args

@@ -1,0 +1,107 @@
+"""Batches of texts of similar length, so that there is little padding and every rank computes as many tokens.
+
+The order is a pure function of (seed, epoch), and a step takes the same examples on any number of ranks.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from hpctrain.batches import steps_per_epoch
+from hpctrain.nlp.features import Features
+from hpctrain.world import World
+
+# Number of batches that are sorted by length together. More of them leave less padding, but fewer ways to combine examples.
+POOL = 100
+
+
+def batches_by_length(lengths: Sequence[int], batch_size: int, seed: int, epoch: int, parts: int) -> Tensor:
+    """The examples of each step of an epoch and their distribution: indices [steps, parts, batch_size / parts], int64.
+
+    `lengths` are the tokens of each example. A part is what a rank computes at once. All examples are shuffled. Each POOL
+    batches are sorted by length and cut into global batches, whose examples are dealt to the parts from the longest to the
+    shortest, in alternating direction. Then the batches are shuffled. The batch with the longest text comes first, so that
+    running out of memory shows in the first step. No example comes twice. The remainder that does not fill a global batch is
+    left out: other examples each epoch.
+    """
+    steps = len(lengths) // batch_size
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(lengths), generator=generator).numpy()[: steps * batch_size]
+    # At least four pools, if there are as many batches: a single one would make the same batches in every epoch.
+    pool = numpy.arange(len(order)) // (batch_size * max(1, min(POOL, steps // 4)))
+    tokens = numpy.asarray(lengths, numpy.int64)  # a cache may hold unsigned integers, which cannot be negated
+    batches = order[numpy.lexsort((-tokens[order], pool))].reshape(steps, batch_size)
+
+    batches = batches[torch.randperm(steps, generator=generator).numpy()]
+    longest = tokens[batches[:, 0]].argmax()
+    batches[[0, longest]] = batches[[longest, 0]]
+
+    rounds = batches.reshape(steps, batch_size // parts, parts)
+    rounds[:, 1::2] = rounds[:, 1::2, ::-1].copy()  # in every second round the last part gets the longest text
+    return torch.from_numpy(rounds.swapaxes(1, 2).copy())
+
+
+def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int = 0, ranks: int = 1) -> Iterator[Tensor]:
+    """The examples that a rank evaluates, longest first. Every example is on exactly one rank: none is repeated or left out.
+
+    `batch_size` is that of this rank. The ranks take turns, so that their token counts hardly differ.
+    """
+    order = torch.from_numpy(numpy.argsort(-numpy.asarray(lengths, numpy.int64), kind="stable"))
+    return iter(order[rank::ranks].split(batch_size))
+
+
+def real_token_share(lengths: Sequence[int], batches: Iterable[Tensor]) -> float:
+    """The fraction of tokens that are not padding, if each of these batches is padded to its longest example."""
+    lengths = torch.as_tensor(lengths)
+    real = padded = 0
+    for batch in batches:
+        real += int(lengths[batch].sum())
+        padded += len(batch) * int(lengths[batch].max())
+    return real / padded
+
+
+class FeatureDataset(Dataset):
+    """Features, one batch at a time: an item is a pair of indices [b] and a dictionary with further entries of the batch."""
+
+    def __init__(self, features: Features, padding: dict[str, int]) -> None:
+        self._features, self._padding = features, padding
+
+    def __getitem__(self, item: tuple[Tensor, dict[str, Any]]) -> dict[str, Any]:
+        index, more = item
+        return self._features.batch(index, self._padding) | more
+
+
+def make_loader(features: Features, padding: dict[str, int], sampler: Iterable[Any]) -> DataLoader:
+    """Load the batches that a sampler yields, into pinned memory if there is a GPU."""
+    return DataLoader(FeatureDataset(features, padding), sampler=sampler, batch_size=None, pin_memory=torch.cuda.is_available())
+
+
+class BatchSampler(Sampler):
+    """The training batches of this rank in the current epoch, each in `accumulate` parts, with the weight of each part's loss."""
+
+    def __init__(self, features: Features, world: World, batch_size: int, seed: int, accumulate: int = 1) -> None:
+        self._features, self._world = features, world
+        self._batch_size, self._seed, self._accumulate = batch_size, seed, accumulate
+        self._steps = steps_per_epoch(len(features.lengths), batch_size, world, accumulate)
+        self._epoch = 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Lightning calls this before each epoch, also when it resumes. It counts from 0, and hpctrain from 1."""
+        self._epoch = epoch + 1
+
+    def __len__(self) -> int:
+        return self._steps * self._accumulate
+
+    def __iter__(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        parts = self._world.size * self._accumulate
+        units = torch.from_numpy(self._features.values["units"].copy())
+        for batch in batches_by_length(self._features.lengths, self._batch_size, self._seed, self._epoch, parts):
+            # The model returns the mean over the labels of a part. DDP averages over the ranks, and Lightning over the parts of
+            # a step. Weighted by its share of the labels, the sum is the mean over the labels of the whole batch.
+            total = int(units[batch].sum())
+            for index in batch[self._world.rank * self._accumulate : (self._world.rank + 1) * self._accumulate]:
+                yield index, {"weight": int(units[index].sum()) * parts / total}
