@@ -1,15 +1,12 @@
 #!/bin/bash
-# Run a trainer, or any MPI program in Python, by MPI: srun or the mpirun of the host starts the ranks, each in the container.
-# Before it runs anything it sees that MPI gives one world of all ranks.
+# Run a trainer, or any MPI program in Python, over MPI: srun or the host's mpirun starts the ranks, each in the container.
+# Before it runs anything, it checks that MPI gives one world of all ranks.
 #
 # usage: sbatch [SBATCH OPTION]... launch/apptainer_mpi.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
 #
-#   sbatch launch/apptainer_mpi.sh check                            all-reduce and ring by torch and by MPI
+#   sbatch launch/apptainer_mpi.sh check                            all-reduce and ring over torch and over MPI
 #   sbatch launch/apptainer_mpi.sh --mpi=mpirun train_horovod
 #   sbatch launch/apptainer_mpi.sh ./my_mpi4py_script.py
-#
-#   --mpi=HOW         mpirun, or pmix, pmi2, cray_shasta: what srun is to speak (default: what the image's MPI library
-#                     speaks, of what srun --mpi=list offers); HPCTRAIN_MPI sets it for a site
 #
 #SBATCH --job-name=hpctrain
 #SBATCH --nodes=2
@@ -19,15 +16,15 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this file, so its own place does not tell where the others are.
+# Slurm runs a copy of this file, so the other files are not beside it.
 lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
 [[ -r $lib ]] || { echo "hpctrain: error: no $lib: submit from the hpctrain folder, or export HPCTRAIN_ROOT" >&2 && exit 2; }
 # shellcheck source=launch/lib.sh
 source "$lib"
 
-options "$@"
-slurm_job
-runtime "${HPCTRAIN_RUNTIME:-apptainer}"
-trainer
-by_mpi "$MPI"
-go
+parse_options apptainer_mpi.sh "$@"
+read_slurm_job
+use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
+set_program
+use_launcher mpi "$MPI"
+launch

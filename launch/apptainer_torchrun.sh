@@ -1,13 +1,10 @@
 #!/bin/bash
-# Run a trainer by torchrun: srun starts one on each node, in the container, and that starts the ranks of its node.
+# Run a trainer with torchrun: srun starts one torchrun on each node, in the container, and that starts the ranks of its node.
 #
 # usage: sbatch [SBATCH OPTION]... launch/apptainer_torchrun.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
 #
 #   sbatch launch/apptainer_torchrun.sh train_ddp --epochs 3
 #   sbatch launch/apptainer_torchrun.sh --max-restarts=3 ./mine.py --anything "a b"
-#
-#   --max-restarts=N  when a rank dies, start all ranks anew, at most N times (default 0); a trainer that looks for its last
-#                     checkpoint loses nothing by it
 #
 #SBATCH --job-name=hpctrain
 #SBATCH --nodes=2
@@ -17,15 +14,15 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this file, so its own place does not tell where the others are.
+# Slurm runs a copy of this file, so the other files are not beside it.
 lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
 [[ -r $lib ]] || { echo "hpctrain: error: no $lib: submit from the hpctrain folder, or export HPCTRAIN_ROOT" >&2 && exit 2; }
 # shellcheck source=launch/lib.sh
 source "$lib"
 
-options "$@"
-slurm_job
-runtime "${HPCTRAIN_RUNTIME:-apptainer}"
-trainer
-by_torchrun
-go
+parse_options apptainer_torchrun.sh "$@"
+read_slurm_job
+use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
+set_program
+use_launcher torchrun
+launch

@@ -1,10 +1,10 @@
 #!/bin/bash
-# Check every rank of a job before a long run: hpctrain check by one of the other scripts, and then, if it passes, the run itself.
+# Check every rank of a job before a long run: hpctrain check with one of the other scripts and, if it passes, the run itself.
 #
 # usage: sbatch [SBATCH OPTION]... launch/check.sh [SCRIPT [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...]
 #
-#   sbatch launch/check.sh                                          check by apptainer_ddp.sh, and no more
-#   sbatch launch/check.sh apptainer_mpi.sh --mpi=pmix              check by another script, with its options
+#   sbatch launch/check.sh                                          check with apptainer_ddp.sh, and no more
+#   sbatch launch/check.sh apptainer_mpi.sh --mpi=pmix              check with another script and its options
 #   sbatch launch/check.sh apptainer_ddp.sh train_ddp --epochs 90   check, then train in the same job
 #
 #SBATCH --job-name=hpctrain
@@ -15,15 +15,16 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this file, so its own place does not tell where the others are.
+# Slurm runs a copy of this file, so the other files are not beside it.
 lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
 [[ -r $lib ]] || { echo "hpctrain: error: no $lib: submit from the hpctrain folder, or export HPCTRAIN_ROOT" >&2 && exit 2; }
 # shellcheck source=launch/lib.sh
 source "$lib"
+
 [[ ${1:-} != --help && ${1:-} != -h ]] || { usage && exit; }
 script=$ROOT/launch/${1:-apptainer_ddp.sh}
 shift || true
-[[ -x $script ]] || die "$script: no such script: the first word is one of launch/, such as apptainer_mpi.sh"
+[[ -f $script && -x $script ]] || die "$script: no such script: give the name of one in launch/ first, such as apptainer_mpi.sh"
 options=()
 while [[ ${1:-} == -* ]]; do
     options+=("$1")

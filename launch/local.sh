@@ -1,22 +1,23 @@
 #!/bin/bash
-# Run a trainer on this machine, without a scheduler: torchrun starts a rank for each GPU, in the container or without.
+# Run a trainer on this machine, without a scheduler: torchrun starts one rank per GPU, with the container or without.
 #
 # usage: launch/local.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
 #
-#   launch/local.sh                                                 train_ddp on digits, one rank for each GPU, or one
+#   launch/local.sh                                                 train_ddp on digits, one rank per GPU, or one
 #   HPCTRAIN_TASKS=4 launch/local.sh train_ddp --epochs 3           4 ranks
-#   HPCTRAIN_RUNTIME=none HPCTRAIN_ENV=.venv launch/local.sh ./mine.py --anything "a b"
+#   HPCTRAIN_RUNTIME=none HPCTRAIN_PYTHON_ENV=.venv launch/local.sh ./mine.py --anything "a b"
+#
 set -euo pipefail
 
-# Slurm runs a copy of this file, so its own place does not tell where the others are.
+# Slurm runs a copy of this file, so the other files are not beside it.
 lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
 [[ -r $lib ]] || { echo "hpctrain: error: no $lib: submit from the hpctrain folder, or export HPCTRAIN_ROOT" >&2 && exit 2; }
 # shellcheck source=launch/lib.sh
 source "$lib"
 
-options "$@"
-local_job
-runtime "${HPCTRAIN_RUNTIME:-apptainer}"
-trainer
-by_torchrun
-go
+parse_options local.sh "$@"
+make_local_job
+use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
+set_program
+use_launcher torchrun
+launch

@@ -1,11 +1,11 @@
 #!/bin/bash
-# Run a trainer on every task of a Slurm job without a container: with what modules, a venv or conda put on the PATH.
+# Run a trainer on every task of a Slurm job without a container: with the Python of modules, a venv or conda.
 #
 # usage: sbatch [SBATCH OPTION]... launch/modules_ddp.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
 #
 #   HPCTRAIN_MODULES="cuda pytorch" sbatch launch/modules_ddp.sh train_ddp --epochs 3
-#   HPCTRAIN_ENV=~/my-venv sbatch launch/modules_ddp.sh ./mine.py --anything "a b"
-#   HPCTRAIN_MODULES=conda HPCTRAIN_ENV=my-conda-env sbatch launch/modules_ddp.sh
+#   HPCTRAIN_PYTHON_ENV=~/my-venv sbatch launch/modules_ddp.sh ./mine.py --anything "a b"
+#   HPCTRAIN_MODULES=conda HPCTRAIN_PYTHON_ENV=my-conda-env sbatch launch/modules_ddp.sh
 #
 #SBATCH --job-name=hpctrain
 #SBATCH --nodes=2
@@ -15,15 +15,15 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this file, so its own place does not tell where the others are.
+# Slurm runs a copy of this file, so the other files are not beside it.
 lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
 [[ -r $lib ]] || { echo "hpctrain: error: no $lib: submit from the hpctrain folder, or export HPCTRAIN_ROOT" >&2 && exit 2; }
 # shellcheck source=launch/lib.sh
 source "$lib"
 
-options "$@"
-slurm_job
-runtime none
-trainer
-by_srun
-go
+parse_options modules_ddp.sh "$@"
+read_slurm_job
+use_runtime none
+set_program
+use_launcher srun
+launch

@@ -1,14 +1,14 @@
 #!/bin/bash
-# Run a trainer on every slot of a PBS job, each in the container: mpirun starts them, apptainer enters the image.
+# Run a trainer on every slot of a PBS job, each in the container: mpirun starts the ranks, apptainer enters the image.
 #
 # usage: qsub [QSUB OPTION]... launch/pbs_ddp.sh                  train_ddp on digits, 2 nodes with 2 ranks each
 #        echo "$PWD/launch/pbs_ddp.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]..." | qsub [QSUB OPTION]...
 #
 #   qsub -l select=4:ncpus=24:ngpus=4:mpiprocs=4 launch/pbs_ddp.sh
 #   echo "$PWD/launch/pbs_ddp.sh train_ddp --epochs 3" | qsub -l select=2:ncpus=2:mpiprocs=2 -l walltime=00:30:00
-#   HPCTRAIN_RUNTIME=none HPCTRAIN_ENV=~/my-venv qsub -V launch/pbs_ddp.sh
+#   HPCTRAIN_RUNTIME=none HPCTRAIN_PYTHON_ENV=~/my-venv qsub -V launch/pbs_ddp.sh
 #
-# mpirun is the host's Open MPI; without PBS's own start it goes to the other nodes by ssh.
+# mpirun is the host's Open MPI. If it was built without PBS support, it reaches the other nodes over ssh.
 #
 #PBS -N hpctrain
 #PBS -l select=2:ncpus=2:mpiprocs=2
@@ -16,15 +16,15 @@
 #PBS -j oe
 set -euo pipefail
 
-# Slurm runs a copy of this file, so its own place does not tell where the others are.
+# Slurm runs a copy of this file, so the other files are not beside it.
 lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
 [[ -r $lib ]] || { echo "hpctrain: error: no $lib: submit from the hpctrain folder, or export HPCTRAIN_ROOT" >&2 && exit 2; }
 # shellcheck source=launch/lib.sh
 source "$lib"
 
-options "$@"
-pbs_job
-runtime "${HPCTRAIN_RUNTIME:-apptainer}"
-trainer
-by_mpirun
-go
+parse_options pbs_ddp.sh "$@"
+read_pbs_job
+use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
+set_program
+use_launcher mpirun
+launch

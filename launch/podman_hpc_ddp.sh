@@ -1,12 +1,12 @@
 #!/bin/bash
-# Run a trainer on every task of a Slurm job, each in the container: srun starts them, podman-hpc enters the image (NERSC).
+# Run a trainer on every task of a Slurm job, each in the container: srun starts the tasks, podman-hpc enters the image (NERSC).
 #
 # usage: sbatch [SBATCH OPTION]... launch/podman_hpc_ddp.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
 #
-#   source launch/sites/perlmutter.env
+#   source launch/site.sh perlmutter
 #   sbatch --account=m1234 launch/podman_hpc_ddp.sh train_ddp --epochs 3
 #
-# HPCTRAIN_PODMAN_MODULES names podman-hpc's modules, such as "gpu nccl".
+# HPCTRAIN_PODMAN_MODULES lists podman-hpc's modules, such as "gpu nccl".
 #
 #SBATCH --job-name=hpctrain
 #SBATCH --nodes=2
@@ -16,15 +16,15 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this file, so its own place does not tell where the others are.
+# Slurm runs a copy of this file, so the other files are not beside it.
 lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
 [[ -r $lib ]] || { echo "hpctrain: error: no $lib: submit from the hpctrain folder, or export HPCTRAIN_ROOT" >&2 && exit 2; }
 # shellcheck source=launch/lib.sh
 source "$lib"
 
-options "$@"
-slurm_job
-runtime podman-hpc
-trainer
-by_srun
-go
+parse_options podman_hpc_ddp.sh "$@"
+read_slurm_job
+use_runtime podman-hpc
+set_program
+use_launcher srun
+launch

@@ -1,12 +1,12 @@
 #!/bin/bash
-# Run a trainer on every task of a Slurm job, each in the container: srun starts them, shifter enters the image (NERSC).
+# Run a trainer on every task of a Slurm job, each in the container: srun starts the tasks, shifter enters the image (NERSC).
 #
 # usage: sbatch [SBATCH OPTION]... launch/shifter_ddp.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
 #
-#   source launch/sites/perlmutter.env
+#   source launch/site.sh perlmutter
 #   HPCTRAIN_IMAGE=docker:registry/hpctrain:TAG sbatch --account=m1234 launch/shifter_ddp.sh train_ddp --epochs 3
 #
-# HPCTRAIN_SHIFTER_MODULES names the shifter modules, such as gpu,nccl-plugin.
+# HPCTRAIN_SHIFTER_MODULES lists shifter's modules, such as gpu,nccl-plugin.
 #
 #SBATCH --job-name=hpctrain
 #SBATCH --nodes=2
@@ -16,15 +16,15 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this file, so its own place does not tell where the others are.
+# Slurm runs a copy of this file, so the other files are not beside it.
 lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
 [[ -r $lib ]] || { echo "hpctrain: error: no $lib: submit from the hpctrain folder, or export HPCTRAIN_ROOT" >&2 && exit 2; }
 # shellcheck source=launch/lib.sh
 source "$lib"
 
-options "$@"
-slurm_job
-runtime shifter
-trainer
-by_srun
-go
+parse_options shifter_ddp.sh "$@"
+read_slurm_job
+use_runtime shifter
+set_program
+use_launcher srun
+launch

@@ -1,75 +1,61 @@
 #!/bin/bash
-# What each task does before it enters the container: tell plain PyTorch scripts their rank by torchrun's names.
-# The launch scripts put it between the launcher and the container; nobody calls it by hand.
+# Runs in each task, between the launcher and the container: sets RANK, WORLD_SIZE and so on, as torchrun would for a plain
+# PyTorch script, and enters the image. Only the launch scripts call it.
 #
-# usage: task.sh slurm|mpi|horovodrun|none [CONTAINER COMMAND]... -- COMMAND [ARGUMENT]...
+# usage: task.sh LAUNCHER|none [CONTAINER COMMAND]... -- COMMAND [ARGUMENT]...
+#
+# LAUNCHER is a row of launch/lib/launcher.sh. "none" is for a program that starts the ranks of its node itself.
 set -euo pipefail
 
 die() {
-    echo "hpctrain: error: rank ${RANK:-?} on $(hostname): $*" >&2
+    echo "hpctrain: error: rank ${RANK:-?} on $(uname -n): $*" >&2
     exit 127
 }
 
-case ${1:-} in
--h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;;
-slurm)
-    export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID NODE_RANK=$SLURM_NODEID
-    ;;
-mpi)
-    : "${OMPI_COMM_WORLD_RANK:?no variables of mpirun: start it by a launch script}"
-    export RANK=$OMPI_COMM_WORLD_RANK LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK
-    export NODE_RANK=$((RANK / HPCTRAIN_TASKS_PER_NODE))
-    # Under mpirun all are task 0 for Slurm, by which podman-hpc tells who makes the container of the node.
-    export PODMANHPC_LOCALID_VAR=OMPI_COMM_WORLD_LOCAL_RANK PODMANHPC_TASKS_PER_NODE_VAR=OMPI_COMM_WORLD_LOCAL_SIZE
-    # Open MPI 4 in the image under mpirun 5 of the host: the first names the host's plugins, which are not there; without the
-    # second it takes itself for a program that nobody launched, and is rank 0 of 1. Neither means anything to Open MPI 5 inside.
-    unset OMPI_MCA_mca_base_component_path
-    if [[ -n ${PMIX_SERVER_URI3:-} ]]; then
-        export OMPI_MCA_orte_local_daemon_uri=${OMPI_MCA_orte_local_daemon_uri:-$PMIX_SERVER_URI3}
-    fi
-    ;;
-horovodrun)
-    # ssh has brought the variables of the first node's container along
-    unset APPTAINER_BIND SINGULARITY_BIND
-    eval "set -- horovodrun $HPCTRAIN_COMMAND" # words quoted by printf %q
-    export RANK=$HOROVOD_RANK LOCAL_RANK=$HOROVOD_LOCAL_RANK NODE_RANK=$HOROVOD_CROSS_RANK
-    ;;
-none) ;; # torchrun, or horovodrun itself: what they start has its rank from them
-*) echo "${0##*/}: started by the launch scripts (see --help)" >&2 && exit 2 ;;
-esac
-launcher=$1
-if [[ $launcher != none ]]; then
-    export WORLD_SIZE=$HPCTRAIN_WORLD_SIZE LOCAL_WORLD_SIZE=$HPCTRAIN_TASKS_PER_NODE
-fi
-shift
+[[ ${1:-} != -h && ${1:-} != --help ]] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
+# shellcheck source=launch/lib/launcher.sh
+source "$(dirname "$0")/lib/launcher.sh"
 
-container=()
-while [[ $1 != -- ]]; do
-    container+=("$1")
-    shift
-done
-shift
-# horovodrun runs in a container on the first node: its ranks there are inside already.
-if [[ -e /.singularity.d || -e /run/.containerenv ]]; then
-    container=()
+launcher=${1:-}
+WORDS=("${@:2}")
+WAIT_AND_REPORT=''
+# The index of this task among those that one launcher process started on this node, and their number.
+HPCTRAIN_NODE_TASK=0 HPCTRAIN_NODE_TASKS=1
+
+if [[ $launcher != none ]]; then
+    for row in "${LAUNCHERS[@]}" ''; do
+        read -r name rank local_rank node_rank <<<"$row"
+        [[ $name != "$launcher" ]] || break
+    done
+    [[ -n $rank ]] || { echo "${0##*/}: no launcher '$launcher': only the launch scripts call this (see --help)" >&2 && exit 2; }
+    : "${!rank:?is not set: start this with a launch script}"
+    export RANK=${!rank} LOCAL_RANK=${!local_rank} WORLD_SIZE=$HPCTRAIN_WORLD_SIZE LOCAL_WORLD_SIZE=$HPCTRAIN_TASKS_PER_NODE
+    if [[ $node_rank == - ]]; then
+        export NODE_RANK=$((RANK / HPCTRAIN_TASKS_PER_NODE))
+    else
+        export NODE_RANK=${!node_rank}
+    fi
+    HPCTRAIN_NODE_TASK=$LOCAL_RANK HPCTRAIN_NODE_TASKS=$LOCAL_WORLD_SIZE
+    if [[ $(type -t "task_$launcher") == function ]]; then
+        "task_$launcher"
+    else
+        export_torchrun_env
+    fi
 fi
-# A Lightning script of the user's asks Slurm for its rank where it can, and Slurm says 0 to every rank of mpirun; it believes
-# torchrun first. (In the shell of salloc it would not ask Slurm, because of the job's name.)
-if [[ ${2:-} == *.py ]]; then
-    case $launcher in
-    mpi | horovodrun)
-        export TORCHELASTIC_RUN_ID=$MASTER_PORT GROUP_RANK=$NODE_RANK
-        export GROUP_WORLD_SIZE=$((HPCTRAIN_WORLD_SIZE / HPCTRAIN_TASKS_PER_NODE))
-        ;;
-    slurm) [[ ${SLURM_JOB_NAME:-} != @(interactive|bash) ]] || export SLURM_JOB_NAME=hpctrain ;;
-    esac
-fi
-set -- "${container[@]}" "$@"
+export HPCTRAIN_NODE_TASK HPCTRAIN_NODE_TASKS
+
+# Without scratch the cache is in /tmp of each node (launch/sites/generic.env), where others can make a folder of that name.
+own=/tmp/hpctrain-$UID
+[[ ${HPCTRAIN_CACHE:-} != "$own"/* ]] || mkdir -m 700 "$own" 2>/dev/null || [[ ! -L $own && (-O $own || ! -e $own) ]] ||
+    die "$own belongs to somebody else, who could change what you read from it: set HPCTRAIN_CACHE to a folder of your own"
+
+command=$(index_of_command)
+[[ ${WORDS[0]} == -- ]] || export HPCTRAIN_CONTAINER_ON=${HPCTRAIN_CONTAINER_ON:-$(uname -n)}
+set -- "${WORDS[@]:0:command-1}" "${WORDS[@]:command}"
 command -v "$1" >/dev/null || die "there is no $1 on the PATH: load its module before you submit (HPCTRAIN_MODULES)"
-[[ $launcher == horovodrun ]] || exec "$@"
-# ssh makes 255 of whatever a signal did
+[[ -n $WAIT_AND_REPORT ]] || exec "$@"
 "$@" || {
     status=$?
-    ((status <= 128)) || echo "hpctrain: error: rank $RANK on $(hostname) was ended by signal $((status - 128))" >&2
+    ((status <= 128)) || echo "hpctrain: error: rank $RANK on $(uname -n) was ended by signal $((status - 128))" >&2
     exit $status
 }

@@ -1,0 +1,71 @@
+# The SHA-256 of a SIF, without reading its gigabytes at the start of each job. Sourced by launch/lib.sh.
+#
+# IMAGE.sif.digest, beside the SIF, is one line: "sha256:HEX SIZE MTIME". It is valid while the SIF has that size and that time of
+# modification, if it belongs to the owner of the SIF or to the user. apptainer/build_sif.sh writes it; so does the first job, if it
+# may write there. That job also writes the digest alone to a file in HPCTRAIN_CACHE, whose name depends on path, size and time of
+# the SIF; a trainer reads it when it finishes (run.py).
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # DIGEST and DIGEST_PENDING are read by lib.sh
+
+# find_digest SIF: set DIGEST from a record, or else DIGEST_PENDING
+find_digest() {
+    local sif digest='' of=''
+    sif=$(realpath "$1")
+    DIGEST_STAMP=$(stat -c '%s %.9Y' "$sif")
+    DIGEST_FILE=$HPCTRAIN_CACHE/digests/${sif##*/}.$(printf '%s %s' "$sif" "$DIGEST_STAMP" | sha256sum | cut -c -16)
+    # Both may be in a folder such as /tmp, where anybody can add a file, but nobody can replace another's.
+    ! is_file_of "$sif.digest" "$EUID" "$(stat -c %u "$sif")" || read -r digest of <"$sif.digest" || true
+    [[ $of == "$DIGEST_STAMP" ]] || ! is_file_of "$DIGEST_FILE" "$EUID" ||
+        { read -r digest <"$DIGEST_FILE" && of=$DIGEST_STAMP; } || true
+    if [[ $of == "$DIGEST_STAMP" && $digest =~ ^sha256:[0-9a-f]{64}$ ]]; then
+        DIGEST=$digest
+    else
+        DIGEST_PENDING=1
+    fi
+}
+
+# is_file_of FILE UID...: whether it is a plain file, no link and no pipe, of one of these users
+is_file_of() {
+    local found
+    found=$(stat -c '%F:%u' "$1" 2>/dev/null) && [[ -r $1 && " ${*:2} " == *" ${found#regular file:} "* ]]
+}
+
+# hash_in_background SIF: print the digest when it is known, and record it; HPCTRAIN_IMAGE_DIGEST_FILE names the file to come
+hash_in_background() {
+    # a cache for its user alone, if it is made here
+    if (umask 077 && mkdir -p "${DIGEST_FILE%/*}") 2>/dev/null && [[ -w ${DIGEST_FILE%/*} ]]; then
+        export HPCTRAIN_IMAGE_DIGEST_FILE=$DIGEST_FILE
+    fi
+    # The inner & detaches it: the launcher, which replaces this script by exec, does not get it as a child.
+    (hash_and_record "$(realpath "$1")" $$ </dev/null &)
+}
+
+# hash_and_record SIF PID: ends when it is done, or half a second after process PID has ended
+hash_and_record() {
+    local sif=$1 owner=$2 digest='' reader
+    exec 9< <(exec nice -n 19 sha256sum "$sif" 2>/dev/null)
+    reader=$!
+    while read -r -t 0.5 -u 9 digest _ || (($? > 128)); do # above 128: nothing yet
+        [[ -z $digest ]] || break
+        is_alive "$owner" || { kill "$reader" && return; }
+    done
+    digest=sha256:${digest#\\} # which sha256sum prints where the name of the file has one
+    # Not if the SIF could not be read, or was replaced since find_digest.
+    [[ $digest =~ ^sha256:[0-9a-f]{64}$ && $(stat -c '%s %.9Y' "$sif") == "$DIGEST_STAMP" ]] || return 0
+    say "image $sif $digest"
+    write_record "$DIGEST_FILE" "$digest"
+    write_record "$sif.digest" "$digest $DIGEST_STAMP"
+}
+
+# is_alive PID: not even a zombie, whose parent may be waiting for this process to close its output
+is_alive() {
+    local stat
+    { read -r stat <"/proc/$1/stat"; } 2>/dev/null && [[ $stat != *') Z '* ]]
+}
+
+# write_record FILE LINE: write FILE atomically; a folder that cannot be written is no error
+write_record() {
+    local temporary
+    temporary=$(mktemp "$1.XXXXXX" 2>/dev/null) || return 0
+    { echo "$2" >"$temporary" && chmod 644 "$temporary" && mv -T "$temporary" "$1"; } 2>/dev/null || rm -f "$temporary"
+}

@@ -1,0 +1,133 @@
+# What the scheduler granted, and the environment that every rank of the job gets. Sourced by launch/lib.sh.
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # the variables in capitals are read by lib.sh and its other parts
+
+# A Slurm job, from sbatch or in the shell of salloc.
+read_slurm_job() {
+    local spread
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        enter_submit_folder "${SLURM_SUBMIT_DIR:?}"
+        JOB=$SLURM_JOB_ID
+        # On the host, because there is no scontrol in the image.
+        mapfile -t HOSTS < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null)
+        ((${#HOSTS[@]})) ||
+            die "scontrol names no nodes for SLURM_JOB_NODELIST='${SLURM_JOB_NODELIST:-}': run this in a job, and in no container"
+        # Passed to srun again, because without it Slurm packs the first node full: 3 + 1 tasks on two nodes of three slots.
+        spread=${SLURM_NTASKS_PER_NODE:-${SLURM_TASKS_PER_NODE:-1}}
+        TASKS=${spread%%(*}
+        [[ $TASKS =~ ^[0-9]+$ ]] ||
+            die "Slurm would put $spread tasks on the nodes, not the same number on each: give --ntasks-per-node"
+    elif [[ -n $DRY_RUN ]]; then
+        fake_allocation SBATCH --nodes --ntasks-per-node
+    else
+        die "this is not a Slurm job: submit it with sbatch launch/$SCRIPT, or run it inside salloc"
+    fi
+    THREADS=${SLURM_CPUS_PER_TASK:-1}
+    GPUS=${SLURM_GPUS_ON_NODE:-0}
+    load_site
+    export_job_env
+}
+
+# A PBS job. PBS_NODEFILE names each host once per slot (mpiprocs of the select line).
+read_pbs_job() {
+    if [[ -n ${PBS_NODEFILE:-} ]]; then
+        enter_submit_folder "${PBS_O_WORKDIR:?}"
+        [[ -r $PBS_NODEFILE ]] || die "$PBS_NODEFILE, the PBS_NODEFILE of this job, cannot be read on $(hostname): run this on its first node"
+        JOB=${PBS_JOBID%%.*}
+        mapfile -t HOSTS < <(awk '!seen[$1]++ { print $1 }' "$PBS_NODEFILE")
+        ((${#HOSTS[@]})) || die "$PBS_NODEFILE, the PBS_NODEFILE of this job, names no nodes: submit it again"
+        TASKS=$(grep -c . "$PBS_NODEFILE")
+        ((TASKS % ${#HOSTS[@]} == 0)) ||
+            die "PBS gave ${#HOSTS[@]} nodes $TASKS slots, not the same number each: give select=N:mpiprocs=M (or nodes=N:ppn=M)"
+        TASKS=$((TASKS / ${#HOSTS[@]}))
+    elif [[ -n $DRY_RUN ]]; then
+        fake_allocation PBS select mpiprocs
+    else
+        die "this is not a PBS job: submit it with qsub launch/$SCRIPT, or run it inside qsub -I"
+    fi
+    THREADS=${NCPUS:-${OMP_NUM_THREADS:-1}}
+    GPUS=$(visible_gpus)
+    load_site
+    export_job_env
+}
+
+# This machine alone: HPCTRAIN_TASKS ranks; by default one per GPU, or one.
+make_local_job() {
+    JOB=$$
+    HOSTS=(localhost)
+    GPUS=$(visible_gpus)
+    TASKS=${HPCTRAIN_TASKS:-$((GPUS > 0 ? GPUS : 1))}
+    [[ $TASKS =~ ^[1-9][0-9]*$ ]] || die "HPCTRAIN_TASKS is '$TASKS': set it to a number of ranks"
+    THREADS=$(($(nproc) / TASKS > 0 ? $(nproc) / TASKS : 1))
+    load_site
+    export_job_env
+}
+
+enter_submit_folder() {
+    cd "$1" 2>/dev/null || die "$1, where you submitted, is not on $(hostname): submit from a folder that all nodes share"
+}
+
+# fake_allocation KIND NODES TASKS: for a dry run outside of a job, the numbers that the script's #KIND lines request by these names
+fake_allocation() {
+    say "no job: the numbers come from the #$1 lines of $0, and the node names are made up"
+    JOB=0
+    mapfile -t HOSTS < <(seq -f node%.0f "$(sed -n "s/^#$1 .*$2=\([0-9]*\).*/\1/p" "$0")")
+    TASKS=$(sed -n "s/^#$1 .*$3=\([0-9]*\).*/\1/p" "$0")
+}
+
+visible_gpus() {
+    { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c GPU || true
+}
+
+# export_job_env: export what every job has: the world size, which each rank checks, and the address of the rendezvous
+export_job_env() {
+    local number
+    NODES=${#HOSTS[@]}
+    ((GPUS == 0 || GPUS == TASKS)) || say "warning: $GPUS GPUs but $TASKS tasks per node: give --ntasks-per-node=$GPUS"
+    export HPCTRAIN_JOB=$JOB HPCTRAIN_WORLD_SIZE=$((NODES * TASKS)) HPCTRAIN_TASKS_PER_NODE=$TASKS
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$THREADS}
+    # Otherwise glibc returns the memory of large tensors to the kernel at every step, and the step takes a fifth longer on a CPU.
+    # 32 MB is the largest threshold that glibc takes.
+    export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-536870912}
+    export MASTER_ADDR=${MASTER_ADDR:-${HOSTS[0]}}
+    # Each job has a port of its own, so that two on a node do not collide; so has each restart, whose old port may still
+    # linger. Below 32768, where the kernel's ephemeral ports begin.
+    # The number of a PBS array job is like 123[4].
+    number=${JOB//[!0-9]/}
+    export MASTER_PORT=${MASTER_PORT:-$((20000 + (10#0$number * 8 + ${SLURM_RESTART_COUNT:-0}) % 12000))}
+    # The ranks sign with it that they are of this job. A dry run has none, so that the commands it prints need none.
+    [[ -n $DRY_RUN ]] || export HPCTRAIN_JOB_SECRET=${HPCTRAIN_JOB_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+    # torch warns about every address without a name; real problems arrive as errors.
+    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+    export PYTHONNOUSERSITE=1
+    # Users set it to an empty value to disable a site's, but NCCL takes that for the name of a network, and fails.
+    [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
+}
+
+# The variables that the image needs. apptainer and shifter forward all variables, podman-hpc only these.
+FORWARDED_VARIABLES=('CUDA_*' 'FI_*' 'GLOO_*' 'GROUP_*' 'HF_*' 'HOROVOD_*' 'HPCTRAIN_*' 'MALLOC_*' 'MASTER_*' MPLCONFIGDIR 'NCCL_*' 'OMP_*'
+    'OMPI_*' 'PBS_*' 'PMI_*' 'PMIX_*' 'PYTHON*' RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SCRATCH 'SLINGSHOT_*'
+    'SLURM_*' SQUASH_DIR 'TORCH*' 'UCX_*')
+
+# is_secret NAME: whether the value of this variable must not be printed. A PKEY is a number of InfiniBand.
+is_secret() {
+    [[ ${1^^} =~ TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL && ${1^^} != *PKEY ]]
+}
+
+# forwarded_names: print the names of the variables that a task needs and mpirun does not send to the other nodes by itself
+forwarded_names() {
+    local name pattern
+    for name in $(compgen -e); do
+        for pattern in "${FORWARDED_VARIABLES[@]}" "${RUNTIME_VARIABLES[@]}" PATH LD_LIBRARY_PATH; do
+            # shellcheck disable=SC2053 # a pattern
+            [[ $name == $pattern ]] || continue
+            case $name in
+            SLURM_JOB_ID | SLURM_ARRAY_* | SLURM_RESTART_COUNT) echo "$name" ;;
+            # A launcher sets these for one task, so they are wrong in the others.
+            SLINGSHOT_* | SLURM_* | OMPI_* | PMI_* | PMIX_* | *RANK) ;;
+            *) echo "$name" ;;
+            esac
+            break
+        done
+    done
+}

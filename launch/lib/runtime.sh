@@ -1,0 +1,189 @@
+# The runtimes: how a task enters the image. Sourced by launch/lib.sh.
+#
+# To add one, write a function and its row. The function fills
+#   CONTAINER          the words that enter the image, before the command
+#   SIF                the image, if it is a file that --broadcast may copy; it becomes the last of these words
+#   HPCTRAIN_IMAGE     the image, as the log and config.json name it
+#   DIGEST             sha256:... where it is known
+#   RUNTIME_VERSION    for the log
+# and, if it needs to,
+#   HPCTRAIN_GPU_OPTION           what hpctrain check recommends where no GPU is visible in the container
+#   HPCTRAIN_CONTAINER_VARIABLES  variables that the runtime sets inside and that are wrong on another node
+#   RUNTIME_VARIABLES             variables of its own that it needs on every node
+#   CLEAN_UP+=(FUNCTION)          ends the processes that outlive a failed job
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # the variables in capitals are read by lib.sh and its other parts
+
+# A row for each runtime: its name, and the function.
+RUNTIMES=(
+    'apptainer    apptainer_command'
+    'podman-hpc   podman_hpc_command'
+    'shifter      shifter_command'
+    'none         bare_command'
+)
+
+RUNTIME_VARIABLES=()
+
+# use_runtime NAME
+use_runtime() {
+    local row name function
+    RUNTIME=$1
+    CONTAINER=() SIF='' DIGEST='' DIGEST_PENDING=''
+    unset HPCTRAIN_IMAGE_DIGEST HPCTRAIN_IMAGE_DIGEST_FILE HPCTRAIN_GPU_OPTION HPCTRAIN_CONTAINER_VARIABLES
+    for row in "${RUNTIMES[@]}" ''; do
+        read -r name function <<<"$row"
+        [[ $name != "$RUNTIME" ]] || break
+    done
+    [[ -n $function ]] || die "HPCTRAIN_RUNTIME is '$RUNTIME': choose $(list_names "${RUNTIMES[@]}")"
+    load_modules
+    if [[ -n ${HPCTRAIN_PACKAGES:-} && $RUNTIME != none ]]; then
+        [[ -d $HPCTRAIN_PACKAGES ]] ||
+            die "HPCTRAIN_PACKAGES=$HPCTRAIN_PACKAGES is not a folder on $(hostname): create it with hpctrain add, in the image"
+        HPCTRAIN_PACKAGES=$(cd "$HPCTRAIN_PACKAGES" && pwd -P) # the name by which it is bound
+    fi
+    "$function"
+    [[ -z $DIGEST ]] || export HPCTRAIN_IMAGE_DIGEST=$DIGEST
+    export HPCTRAIN_IMAGE
+    [[ -z $BROADCAST || (-n $SIF && -n ${SLURM_JOB_ID:-$DRY_RUN}) ]] ||
+        die "--broadcast copies a SIF to the nodes of a Slurm job, and this is ${SLURM_JOB_ID:+one with }$RUNTIME: leave it out"
+}
+
+load_modules() {
+    local name
+    [[ -n ${HPCTRAIN_MODULES:-} ]] || return 0
+    type module >/dev/null 2>&1 ||
+        die "HPCTRAIN_MODULES is '$HPCTRAIN_MODULES', but there is no module command here: submit from a login shell, or unset it"
+    set +u # the scripts of modules read variables that are not set
+    for name in $HPCTRAIN_MODULES; do
+        # module returns 0 for a module that does not exist; only stderr has the error.
+        module load "$name" || die "module load $name failed: module avail lists the modules"
+        [[ :${LOADEDMODULES:-}: == *":${name%%/*}"[:/]* ]] || die "module load $name loaded nothing: module avail lists the modules"
+    done
+    set -u
+}
+
+apptainer_command() {
+    local program path
+    find_folders_to_bind
+    program=$(command -v apptainer || command -v singularity) ||
+        die "neither apptainer nor singularity is on the PATH of $(hostname): load your site's module (HPCTRAIN_MODULES)"
+    : "${HPCTRAIN_IMAGE:=$ROOT/hpctrain-$HPCTRAIN_FLAVOR.sif}"
+    [[ -e $HPCTRAIN_IMAGE ]] || die "$HPCTRAIN_IMAGE: no such image: run make sif, or set HPCTRAIN_IMAGE to yours"
+    RUNTIME_VERSION=$("$program" --version)
+    CONTAINER=("${program##*/}" exec)
+    # --nv goes before the image. Without a GPU it has no effect and no message, so it is given only if the job has GPUs.
+    ((GPUS == 0)) || CONTAINER+=(--nv)
+    for path in "${FOLDERS[@]}"; do
+        CONTAINER+=(--bind "$path")
+    done
+    if [[ -f $HPCTRAIN_IMAGE ]]; then
+        SIF=$HPCTRAIN_IMAGE
+        find_digest "$SIF"
+    else # a sandbox folder
+        CONTAINER+=("$HPCTRAIN_IMAGE")
+    fi
+    export HPCTRAIN_GPU_OPTION='--nv before the image (apptainer)'
+    RUNTIME_VARIABLES=('APPTAINER*' 'SINGULARITY*')
+    export HPCTRAIN_CONTAINER_VARIABLES='APPTAINER_BIND SINGULARITY_BIND'
+    unset_host_python
+}
+
+shifter_command() {
+    command -v shifter >/dev/null || die "there is no shifter on the PATH of $(hostname): use a launch script for a runtime of this site"
+    : "${HPCTRAIN_IMAGE:=hpctrain:$HPCTRAIN_FLAVOR}"
+    DIGEST=$(shifterimg lookup "$HPCTRAIN_IMAGE" 2>/dev/null) ||
+        die "$HPCTRAIN_IMAGE: shifter has no such image: shifterimg pull it, or set HPCTRAIN_IMAGE (shifterimg images lists yours)"
+    RUNTIME_VERSION=shifter
+    # The home and the file systems of the site are there without --volume.
+    CONTAINER=(shifter "--image=$HPCTRAIN_IMAGE" ${HPCTRAIN_SHIFTER_MODULES:+"--module=$HPCTRAIN_SHIFTER_MODULES"})
+    export HPCTRAIN_GPU_OPTION='--module=gpu (shifter; HPCTRAIN_SHIFTER_MODULES)'
+    unset_host_python
+}
+
+# One container per node, which all tasks of the node enter: MPI ranks in separate containers do not find each other.
+podman_hpc_command() {
+    local path name module
+    find_folders_to_bind
+    command -v podman-hpc >/dev/null ||
+        die "there is no podman-hpc on the PATH of $(hostname): use a launch script for a runtime of this site"
+    : "${HPCTRAIN_IMAGE:=hpctrain:$HPCTRAIN_FLAVOR}"
+    DIGEST=$(podman-hpc images --format '{{.Digest}}' "$HPCTRAIN_IMAGE" 2>&1 | tail -n 1) || true
+    [[ $DIGEST == sha256:* ]] ||
+        die "$HPCTRAIN_IMAGE: podman-hpc has no such image on $(hostname): podman-hpc pull it" \
+            "(after podman-hpc build or load: podman-hpc migrate), or set HPCTRAIN_IMAGE"
+    # An image that was both loaded and pulled has two digests; the one that the user named was found.
+    [[ $HPCTRAIN_IMAGE != *@* ]] || DIGEST=${HPCTRAIN_IMAGE#*@}
+    RUNTIME_VERSION=$(podman --version)
+    # keep-id: files in shared folders stay the user's own, and PMIx accepts the caller. /tmp: for the sockets of PMIx.
+    CONTAINER=(podman-hpc shared-run --label "hpctrain.job=$JOB" --userns=keep-id --network=host --ipc=host
+        --volume /tmp:/tmp --volume "$HOME:$HOME" --workdir "$PWD")
+    for module in ${HPCTRAIN_PODMAN_MODULES:-}; do
+        CONTAINER+=("--$module")
+    done
+    for path in "${FOLDERS[@]}"; do
+        [[ $path == "$HOME" || $path == "$HOME"/* ]] || CONTAINER+=(--volume "$path:$path")
+    done
+    # Not --env-host, which would replace the PATH of the image.
+    for name in HOME "${FORWARDED_VARIABLES[@]}"; do
+        CONTAINER+=(--env "$name")
+    done
+    CONTAINER+=("$HPCTRAIN_IMAGE")
+    # Which of the tasks that one launcher started on this node makes the container, and how many enter it; task.sh sets both.
+    export PODMANHPC_LOCALID_VAR=HPCTRAIN_NODE_TASK PODMANHPC_TASKS_PER_NODE_VAR=HPCTRAIN_NODE_TASKS
+    # Its unmount of the image gives up after five seconds by default, and a busy node takes longer.
+    export UMOUNT_WAIT_RETRIES=${UMOUNT_WAIT_RETRIES:-60}
+    RUNTIME_VARIABLES=('PODMANHPC_*' UMOUNT_WAIT_RETRIES)
+    export HPCTRAIN_GPU_OPTION='--gpu (podman-hpc; HPCTRAIN_PODMAN_MODULES)'
+    unset_host_python
+    CLEAN_UP+=(remove_podman_containers)
+}
+
+# Processes in podman-hpc's containers keep running when srun ends podman-hpc.
+remove_podman_containers() {
+    (($1 == 0)) || on_every_node podman-hpc rm --force --time 0 --filter "label=hpctrain.job=$JOB" >/dev/null
+}
+
+# No container: the python that modules, a venv or a conda environment put on the PATH.
+bare_command() {
+    local env=${HPCTRAIN_PYTHON_ENV:-}
+    [[ -z ${HPCTRAIN_PACKAGES:-} ]] || die "HPCTRAIN_PACKAGES is for images: unset it, and pip install into the environment itself"
+    if [[ -n $env && -r $env/bin/activate && ! -d $env/conda-meta ]]; then
+        # shellcheck source=/dev/null
+        source "$env/bin/activate"
+    elif [[ -n $env ]]; then
+        command -v conda >/dev/null ||
+            die "HPCTRAIN_PYTHON_ENV=$env is not a venv, and there is no conda on the PATH: load conda's module (HPCTRAIN_MODULES)"
+        set +u # conda's scripts read variables that are not set
+        eval "$(conda shell.bash hook)"
+        conda activate "$env" || die "conda activate $env failed: conda env list shows the environments"
+        set -u
+    fi
+    python -c 'import importlib.util as u; raise SystemExit(u.find_spec("torch") is None)' 2>/dev/null ||
+        die "$(command -v python || echo python) on $(hostname) has no torch: set HPCTRAIN_MODULES or HPCTRAIN_PYTHON_ENV to one that has it"
+    RUNTIME_VERSION=$(python --version)
+    HPCTRAIN_IMAGE=$(command -v python)
+    # A site's PyTorch does not include hpctrain. This folder holds nothing else, so it hides nothing.
+    export PYTHONPATH=$ROOT/src${PYTHONPATH:+:$PYTHONPATH}
+}
+
+# ---- what several runtimes use ----
+
+# find_folders_to_bind: fill FOLDERS with the folders of the host to bind into the image, those that the user can enter, each once
+find_folders_to_bind() {
+    local path
+    FOLDERS=()
+    for path in "$PWD" "$ROOT" "${HPCTRAIN_PACKAGES:-}" ${HPCTRAIN_BIND:-}; do
+        [[ -d $path && -x $path ]] || continue
+        path=$(cd "$path" && pwd -P)
+        # To apptainer and podman they separate a folder from its place in the image, and apptainer has no escape for them.
+        [[ $path != *[,:$'\n']* ]] ||
+            die "$(printf %q "$path"): a container cannot have a folder whose name holds a comma, a colon or a line break:" \
+                "rename it, or submit from another one"
+        [[ " ${FOLDERS[*]@Q} " == *" ${path@Q} "* ]] || FOLDERS+=("$path")
+    done
+}
+
+# A PYTHONPATH of the host's modules would put the host's packages before the image's. APPTAINERENV_PYTHONPATH sets one inside.
+unset_host_python() {
+    unset PYTHONPATH PYTHONHOME
+}

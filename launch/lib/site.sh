@@ -1,0 +1,182 @@
+# The site files: launch/sites/NAME.env, read as data and never executed. Sourced by launch/lib.sh in a job, and by launch/site.sh
+# in the user's shell, which may be zsh.
+#
+# A line is KEY=VALUE, a comment (#) or empty. A VALUE is text in which $NAME and ${NAME} stand for variables; it has no quotes.
+# - What the user has set wins, also if it is empty (an empty folder or name counts as not set).
+# - A line that refers to a variable that is not set is skipped; a later line with the same key may apply.
+# - A key that a site does not set gets its value from generic.env.
+# - SITE_DETECT lists what identifies the site: VARIABLE=PATTERN, HOST=PATTERN for the name of the machine, or CLUSTER=PATTERN for
+#   the ClusterName of Slurm.
+# shellcheck shell=bash
+
+# _hpctrain_kind KEY: set _hpctrain_reply to the kind of a key: site, sbatch, text or list; fails for a key that no site file may have.
+# This is the one list of the keys. Programs have too many variables to list, so those go by their prefix.
+_hpctrain_kind() {
+    case $1 in
+    *[!A-Za-z0-9_]*) return 1 ;; # the shell would evaluate NCCL_X[$(COMMAND)]
+    SITE_DETECT) _hpctrain_reply=site ;;
+    # read by sbatch itself, so a job is too late for them
+    SBATCH_ACCOUNT | SBATCH_CONSTRAINT | SBATCH_CPUS_PER_GPU | SBATCH_EXCLUSIVE | SBATCH_GPUS | SBATCH_GPUS_PER_NODE | SBATCH_GRES | \
+        SBATCH_MEM_PER_NODE | SBATCH_PARTITION | SBATCH_QOS | SBATCH_SIGNAL | SBATCH_TIMELIMIT) _hpctrain_reply=sbatch ;;
+    # a name or a folder, which cannot be empty
+    APPTAINER_CACHEDIR | APPTAINER_TMPDIR | HF_HOME | HPCTRAIN_CACHE | HPCTRAIN_FLAVOR | HPCTRAIN_MPI | HPCTRAIN_RUNTIME | \
+        MPLCONFIGDIR | SCRATCH | TORCH_HOME | XDG_CACHE_HOME) _hpctrain_reply=text ;;
+    HPCTRAIN_BIND | HPCTRAIN_MODULES | HPCTRAIN_PODMAN_MODULES | HPCTRAIN_SHIFTER_MODULES | HPCTRAIN_INTERFACE | \
+        FI_?* | GLOO_?* | HDF5_?* | NCCL_?* | OMPI_MCA_?* | PMIX_MCA_?* | SLURM_CPU_BIND | UCX_?*) _hpctrain_reply=list ;;
+    *) return 1 ;;
+    esac
+}
+
+# _hpctrain_value NAME: set _hpctrain_reply to the value of the variable of that name
+_hpctrain_value() {
+    if [ -n "${ZSH_VERSION:-}" ]; then
+        eval '_hpctrain_reply=${(P)1-}' # eval, because bash cannot parse this zsh syntax; the text is constant
+    else
+        _hpctrain_reply=${!1-}
+    fi
+}
+
+# _hpctrain_expand VALUE: set _hpctrain_reply to VALUE with its references replaced, and _hpctrain_missing where one of
+# them is not set. Fails where VALUE contains characters of the shell's syntax. USER and UID are always set.
+_hpctrain_expand() {
+    local rest=$1 text='' name value brace='{'
+    case $rest in
+    *[\`\"\'\\\;\&\|\<\>]*) return 1 ;;
+    esac
+    while [ "${rest#*\$}" != "$rest" ]; do
+        text=$text${rest%%\$*}
+        rest=${rest#*\$}
+        if [ "${rest#"$brace"}" != "$rest" ]; then
+            rest=${rest#"$brace"}
+            name=${rest%%\}*}
+            [ "$name" != "$rest" ] || return 1
+            rest=${rest#*\}}
+        else
+            name=${rest%%[!A-Za-z0-9_]*}
+            rest=${rest#"$name"}
+        fi
+        case $name in
+        '' | [0-9]* | *[!A-Za-z0-9_]*) return 1 ;;
+        UID) value=$(id -u) ;;
+        USER) value=${USER:-$(id -un 2>/dev/null)} ;;
+        *) _hpctrain_value "$name" && value=$_hpctrain_reply ;;
+        esac
+        [ -n "$value" ] || _hpctrain_missing=1
+        text=$text$value
+    done
+    _hpctrain_reply=$text$rest
+}
+
+# _hpctrain_set KEY VALUE KIND: export KEY, with VALUE unless the user has set it
+_hpctrain_set() {
+    if [[ -v $1 ]]; then
+        # shellcheck disable=SC2163 # the variable that $1 names
+        export "$1"
+        _hpctrain_value "$1"
+        [[ $3 == text && -z $_hpctrain_reply ]] || return 0
+    fi
+    export "$1=$2"
+}
+
+# _hpctrain_read FILE check|shell|job|detect: check every line, export its values (in a job without those of sbatch), or set
+# _hpctrain_reply to the value of SITE_DETECT
+_hpctrain_read() {
+    local line key kind number=0 cr detect=''
+    cr=$(printf '\r')
+    while IFS= read -r line || [ -n "$line" ]; do
+        number=$((number + 1))
+        line=${line%"$cr"}
+        case $line in '' | '#'*) continue ;; esac
+        key=${line%%=*}
+        if [ "$key" = "$line" ]; then
+            echo "hpctrain: error: $1:$number: '$line' is neither KEY=VALUE nor a comment: correct it" >&2
+            return 1
+        elif ! _hpctrain_kind "$key"; then
+            echo "hpctrain: error: $1:$number: no site file may set '$key': correct it, or add the key to launch/lib/site.sh" >&2
+            return 1
+        fi
+        kind=$_hpctrain_reply
+        [ "$2" != detect ] || [ "$kind" = site ] || continue
+        _hpctrain_missing=''
+        if ! _hpctrain_expand "${line#*=}"; then
+            echo "hpctrain: error: $1:$number: the value of $key is not plain text with \$NAME in it: remove quotes and shell syntax" >&2
+            return 1
+        fi
+        case $2:$kind in
+        detect:*) detect=$_hpctrain_reply ;;
+        check:* | *:site | job:sbatch) ;;
+        *) [ -n "$_hpctrain_missing" ] || _hpctrain_set "$key" "$_hpctrain_reply" "$kind" ;;
+        esac
+    done <"$1"
+    _hpctrain_reply=$detect
+}
+
+# _hpctrain_detect FOLDER: set _hpctrain_reply to the name of the site and _hpctrain_why to what identified it, or to generic and ''
+_hpctrain_detect() {
+    local file entry entries value IFS=' '
+    for file in "$1"/*.env; do
+        _hpctrain_read "$file" detect || return 1
+        entries=$_hpctrain_reply
+        set -f # do not expand the patterns to file names
+        for entry in $entries; do
+            case ${entry%%=*} in
+            "$entry" | '' | [0-9]* | *[!A-Za-z0-9_]*)
+                echo "hpctrain: error: $file: '$entry' in SITE_DETECT is not VARIABLE=PATTERN: correct it" >&2
+                return 1
+                ;;
+            HOST) value=$(uname -n) ;;
+            CLUSTER) value=${SLURM_CLUSTER_NAME:-$(scontrol show config 2>/dev/null | sed -n 's/^ClusterName *= *//p')} ;;
+            *) _hpctrain_value "${entry%%=*}" && value=$_hpctrain_reply ;;
+            esac
+            # shellcheck disable=SC2254 # a pattern
+            case $value in
+            '') ;;
+            ${entry#*=})
+                set +f
+                _hpctrain_why=${entry%%=*}=$value
+                _hpctrain_reply=${file##*/}
+                _hpctrain_reply=${_hpctrain_reply%.env}
+                return 0
+                ;;
+            esac
+        done
+        set +f
+    done
+    _hpctrain_why='' _hpctrain_reply=generic
+}
+
+# hpctrain_load_site ROOT shell|job [NAME]: set the defaults of the site, detected if it is not named; fails with one line that says why
+hpctrain_load_site() {
+    # Until this function returns: in zsh words, patterns and arrays as in sh, and file names even if the user has set -f
+    if [ -n "${ZSH_VERSION:-}" ]; then
+        emulate -L sh
+    else
+        local -
+        set +f
+    fi
+    local sites=$1/launch/sites name=${3:-} file known _hpctrain_reply _hpctrain_missing _hpctrain_why=named
+    if [ -z "$name" ]; then
+        _hpctrain_detect "$sites" || return 1
+        name=$_hpctrain_reply
+    fi
+    case $name in
+    *[!A-Za-z0-9_-]*) file='' ;;
+    *) file=$sites/$name.env ;;
+    esac
+    if [ ! -r "$file" ]; then
+        known=$(builtin cd "$sites" >/dev/null && printf '%s ' *.env | sed 's/\.env//g')
+        echo "hpctrain: error: no site '$name': choose one of ${known% }, or write launch/sites/$name.env" >&2
+        return 1
+    elif [ "$2" = shell ] && [ -n "${HPCTRAIN_SITE:-}" ] && [ "$HPCTRAIN_SITE" != "$name" ]; then
+        echo "hpctrain: error: this shell has the values of site $HPCTRAIN_SITE already: open a new shell for $name" >&2
+        return 1
+    fi
+    # All lines are checked before the first one is applied.
+    _hpctrain_read "$file" check && _hpctrain_read "$sites/generic.env" check || return 1
+    _hpctrain_read "$file" "$2" && _hpctrain_read "$sites/generic.env" "$2" || return 1
+    export HPCTRAIN_SITE="$name"
+    if [ "$_hpctrain_why" != named ] && [ "$2" = shell ]; then
+        known=$(builtin cd "$sites" >/dev/null && printf '%s ' *.env | sed 's/\.env//g; s/generic //')
+        echo "hpctrain: site $name (${_hpctrain_why:-detected none of ${known% }})" >&2
+    fi
+}

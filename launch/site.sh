@@ -1,0 +1,19 @@
+# The defaults of your site, for this shell: what sbatch and the launch scripts read from the environment. For bash and zsh.
+#
+#   source launch/site.sh perlmutter     those of launch/sites/perlmutter.env
+#   source launch/site.sh                those of the site that is detected, or of generic.env
+#
+# Variables that you have set always win; set one to an empty value to disable it (export NCCL_NET=). HPCTRAIN_ROOT is set as well,
+# so jobs can be submitted from anywhere.
+# shellcheck shell=bash
+
+if [ -z "${BASH_VERSION:-}${ZSH_VERSION:-}" ]; then
+    echo 'hpctrain: error: launch/site.sh is for bash and zsh: source it there' >&2
+    return 1
+fi
+# Not the cd of the user, who may have a function of that name, or a CDPATH.
+_hpctrain_root=$(CDPATH='' builtin cd "$(dirname "${BASH_SOURCE[0]:-$0}")/.." >/dev/null && pwd)
+export HPCTRAIN_ROOT="${HPCTRAIN_ROOT:-$_hpctrain_root}"
+# shellcheck source=launch/lib/site.sh
+. "$_hpctrain_root/launch/lib/site.sh"
+hpctrain_load_site "$_hpctrain_root" shell "${1:-${HPCTRAIN_SITE:-}}"
