@@ -1,21 +1,21 @@
 #!/bin/bash
-# lock.sh [--flavor FLAVOR] [--platform x86_64|aarch64] [--upgrade|--check]: write containers/locks/FLAVOR.lock of all
-# flavours, or of one, and mpich.lock and horovod.lock (make lock); lock.sh --debian: the records of Debian's versions.
-# Every package is pinned with the hashes of its files, for Python 3.11 on Linux. A pin
-# that is there stays unless --upgrade is given or pyproject.toml and FLAVOR.in exclude it.
-#   --platform     x86_64 by default. The hashes are those of all files of a version, so the lock of a flavour that exists for
-#                  both is the same for aarch64: that of cu130 is
-#   --check        write nothing, and fail where a lock is not what would be written (make lock-check)
-#   --debian       write containers/locks/MPI-ARCHITECTURE.debian: what Debian would install in the image and its build stage
-#                  now. Their first line is the DEBIAN_SNAPSHOT that has these versions
+# lock.sh [--flavor FLAVOR] [--platform x86_64|aarch64] [--upgrade|--check]: write containers/locks/FLAVOR.lock for all flavors
+# or for one, with mpich.lock and horovod.lock (make lock). lock.sh --debian: write the records of Debian's versions.
+# A lock pins every package with the hashes of its files, for Python 3.11 on Linux. An existing pin is kept, unless --upgrade is
+# given, or pyproject.toml or FLAVOR.in excludes it.
+#   --platform     x86_64 by default. A lock has the hashes of all files of a version, so the lock of a flavor that exists for
+#                  both platforms is the same for both, as that of cu130
+#   --check        write nothing, and fail if a lock is stale (make lock-check)
+#   --debian       write containers/locks/MPI-ARCHITECTURE.debian: the versions that Debian would install today in the image
+#                  and its build stage. The first line is the DEBIAN_SNAPSHOT that has these versions
 # It needs uv (pip install uv), or mmdebstrap for --debian.
-#   WHEELS=FOLDER  where the wheel of torch for the CPU is; by default the local folder that pip is configured with, else
+#   WHEELS=FOLDER  folder with the wheel of torch for the CPU; by default the local folder in pip's configuration, else
 #                  PyTorch's index
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# shellcheck source=containers/lib.sh
-source containers/lib.sh
+# shellcheck source=containers/build_functions.sh
+source containers/build_functions.sh
 
 flavors=() platform=x86_64 upgrade=() check="" debian=""
 while (($#)); do
@@ -37,14 +37,15 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 if [[ -n $debian ]]; then
-    command -v mmdebstrap >/dev/null || die "mmdebstrap is not there; apt-get install mmdebstrap"
+    command -v mmdebstrap >/dev/null || die "mmdebstrap is not installed; apt-get install mmdebstrap"
     snapshot=$(date -u +%Y%m%dT%H%M%SZ)
     for mpi in openmpi mpich; do
         packages=$(MPI=$mpi containers/install/debian.sh list | paste -sd,)
         for architecture in amd64 arm64; do
-            # What is only simulated need not run here, nor can it start from a merged /usr, as containers/base.sh does.
+            # A simulation cannot start from a merged /usr, as containers/build_base.sh does, and needs no emulator for arm64.
             mmdebstrap --variant=minbase --simulate --verbose --skip=check/qemu \
-                --architectures="$architecture" --include="usr-is-merged,$packages" bookworm /dev/null >"$work/log" 2>&1 || die "mmdebstrap failed: $(tail -n 5 "$work/log")"
+                --architectures="$architecture" --include="usr-is-merged,$packages" bookworm /dev/null >"$work/log" 2>&1 ||
+                die "mmdebstrap failed: $(tail -n 5 "$work/log")"
             record=$locks/$mpi-$architecture.debian
             {
                 echo "# DEBIAN_SNAPSHOT=$snapshot"
@@ -59,30 +60,30 @@ if [[ -n $debian ]]; then
 fi
 
 PATH=$PWD/.venv/bin:$PATH
-command -v uv >/dev/null || die "uv is not there; pip install uv"
+command -v uv >/dev/null || die "uv is not installed; pip install uv"
 if ((!${#flavors[@]})); then
     flavors=("$locks"/*.in)
     flavors=("${flavors[@]##*/}")
     flavors=("${flavors[@]%.in}")
 fi
 
-# torch for the CPU has an index of its own; that for CUDA is on PyPI.
+# torch for the CPU has an index of its own; torch for CUDA is on PyPI.
 torch=$(wheels_folder)
 torch=${torch:-https://download.pytorch.org/whl/cpu/torch/}
-# The lock must be the same wherever it is made: no index, folder or command line in it.
+# A lock must be the same wherever it is made, so it holds no index, folder or command line.
 compile=(uv pip compile --quiet --no-config --python-version 3.11 --python-platform "$platform-manylinux_2_28"
     --generate-hashes --no-emit-find-links --no-emit-index-url --no-header --no-annotate "${upgrade[@]}")
 
-# write NAME ARGUMENT...: compile into locks/NAME, which is replaced only by a complete file.
-write() {
+# write_lock NAME ARGUMENT...: compile into locks/NAME, which only a complete file replaces.
+write_lock() {
     local lock=$locks/$1 new=$work/$1
     shift
-    # uv keeps the pins that it finds in its output file.
+    # uv keeps the pins of an existing output file.
     if [[ -f $lock ]]; then cp "$lock" "$new"; fi
-    "${compile[@]}" "$@" --output-file "$new" || die "uv found no solution; see its message above"
+    "${compile[@]}" "$@" --output-file "$new" || die "uv cannot resolve the requirements; see its message above"
     { echo "# Made by containers/lock.sh (make lock). Do not edit."; grep -v '^#' "$new"; } >"$work/new"
     if [[ -n $check ]]; then
-        diff -u "$lock" "$work/new" >&2 || die "$lock is stale: make lock"
+        diff -u "$lock" "$work/new" >&2 || die "$lock is stale; run make lock"
     else
         cp "$work/new" "$lock.new"
         mv "$lock.new" "$lock"
@@ -92,10 +93,11 @@ write() {
 for flavor in "${flavors[@]}"; do
     [[ -f $locks/$flavor.in ]] || die "there is no $locks/$flavor.in"
     case $flavor in
-        cpu) from=(pyproject.toml --extra image --no-emit-package horovod --find-links "$torch") ;;
         *-build | mpich) from=(--no-deps) ;;
         *) from=(pyproject.toml --extra image --no-emit-package horovod) ;;
     esac
-    write "$flavor.lock" "$locks/$flavor.in" "${from[@]}"
+    # A torch such as 2.13.0+cpu is not on PyPI.
+    if grep -q '^torch==.*+' "$locks/$flavor.in"; then from+=(--find-links "$torch"); fi
+    write_lock "$flavor.lock" "$locks/$flavor.in" "${from[@]}"
 done
-write horovod.lock --no-deps <(grep -h '^horovod==' "$locks/cpu.in")
+write_lock horovod.lock --no-deps <(grep -h '^horovod==' "$locks/cpu.in")

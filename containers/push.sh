@@ -1,14 +1,14 @@
 #!/bin/bash
-# push.sh --registry NAME [--flavor FLAVOR]: push build/hpctrain-FLAVOR.tar to a registry (make push), as NAME:FLAVOR-VERSION
-# and as NAME:FLAVOR; NAME is such as ghcr.io/somebody/hpctrain or localhost:5000/hpctrain. The last line that it prints
-# is NAME@sha256:..., which always means this image, whatever is pushed later.
-# Log in first where the registry asks for it: skopeo login ghcr.io. Only localhost may speak plain http.
+# push.sh --registry NAME [--flavor FLAVOR]: push build/hpctrain-FLAVOR.tar to a registry as NAME:FLAVOR-VERSION and
+# NAME:FLAVOR (make push). NAME is a repository such as ghcr.io/somebody/hpctrain or localhost:5000/hpctrain. The last line of
+# the output is NAME@sha256:..., the name by digest, which no later push changes.
+# If the registry needs a login, run skopeo login first, such as skopeo login ghcr.io. Plain http is for localhost only.
 # It needs skopeo.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# shellcheck source=containers/lib.sh
-source containers/lib.sh
+# shellcheck source=containers/build_functions.sh
+source containers/build_functions.sh
 
 flavor=cpu registry=
 while (($#)); do
@@ -24,10 +24,10 @@ while (($#)); do
 done
 [[ -n $registry ]] || die "give --registry NAME (make push REGISTRY=NAME), such as ghcr.io/somebody/hpctrain"
 [[ $registry =~ ^[A-Za-z0-9.-]+(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)+$ ]] ||
-    die "--registry $registry is not HOST[:PORT]/PATH in small letters, without a tag, such as ghcr.io/somebody/hpctrain"
+    die "--registry $registry is not HOST[:PORT]/PATH in lower case without a tag, such as ghcr.io/somebody/hpctrain"
 tar=build/hpctrain-$flavor.tar
-[[ -s $tar ]] || die "there is no $tar; make it with containers/build.sh (make image FLAVOR=$flavor)"
-command -v skopeo >/dev/null || die "skopeo is not there; apt-get install skopeo"
+[[ -s $tar ]] || die "there is no $tar; build it with containers/build_image.sh (make image FLAVOR=$flavor)"
+command -v skopeo >/dev/null || die "skopeo is not installed; apt-get install skopeo"
 
 host=${registry%%/*}
 tls=true
@@ -35,28 +35,28 @@ tls=true
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# push FROM TAG: skopeo's own errors are long lines of a log
-push() {
-    local said
+# push_tag SOURCE TAG: push, with skopeo's log line as an error message
+push_tag() {
+    local message
     echo "push: $registry:$2"
     if ! skopeo copy --quiet --src-tls-verify=$tls --dest-tls-verify=$tls --preserve-digests --digestfile "$work/digest" \
         "$1" "docker://$registry:$2" 2>"$work/errors"; then
-        said=$(sed -n '$s/.*level=fatal msg="\(.*\)"$/\1/;$p' "$work/errors" | tail -n 1)
-        case $said in
+        message=$(sed -n '$s/.*level=fatal msg="\(.*\)"$/\1/;$p' "$work/errors" | tail -n 1)
+        case $message in
             *"connection refused"* | *"no such host"* | *"i/o timeout"* | *"no route to host"* | *"Temporary failure"*)
-                die "the registry $host does not answer: ${said##*: }"
+                die "the registry $host does not answer: ${message##*: }"
                 ;;
             *unauthorized* | *denied* | *"authentication required"* | *orbidden*)
-                die "$host does not let you push to $registry: skopeo login $host"
+                die "$host denies a push to $registry; run skopeo login $host"
                 ;;
-            *"gave HTTP response to HTTPS"*) die "$host speaks plain http, which only localhost may: give it a certificate" ;;
-            *) die "$tar was not pushed to $registry:$2: $said" ;;
+            *"gave HTTP response to HTTPS"*) die "$host uses plain http, which is for localhost only; give it a certificate" ;;
+            *) die "cannot push $tar to $registry:$2: $message" ;;
         esac
     fi
 }
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-push "oci-archive:$tar" "$flavor-$version"
+push_tag "oci-archive:$tar" "$flavor-$version"
 digest=$(<"$work/digest")
-# what is there already is not sent again
-push "docker://$registry@$digest" "$flavor"
+# The registry has all layers by now, so this sends only the tag.
+push_tag "docker://$registry@$digest" "$flavor"
 echo "$registry@$digest"

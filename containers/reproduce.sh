@@ -1,16 +1,16 @@
 #!/bin/bash
-# reproduce.sh [--flavor FLAVOR] [--mpi openmpi|mpich]: build the image twice, each time in a store of its own that begins
-# empty, and a SIF of it twice, and say whether they are the same, byte for byte (make reproduce). As root with the test
-# cluster's file system, the second SIF is made by an ordinary user. Where two differ, what differs is named: the files with
-# their mode, owner, time and hash, or the configuration; and the exit status is 1.
-# The result is build/hpctrain-FLAVOR.tar with its record, as containers/build.sh leaves them. It takes as long as two builds
-# with nothing cached, and room for both: for the cpu flavour 12 minutes on 2 idle cores, 15 GB.
-#   TMPDIR=FOLDER  where the stores are (/tmp by default)
+# reproduce.sh [--flavor FLAVOR] [--mpi openmpi|mpich]: build the image twice, each time in an empty store of its own, and its
+# SIF twice, and compare them byte for byte (make reproduce). As root with the test cluster's file system, an ordinary user
+# builds the second SIF. If two differ, it prints the difference (files with mode, owner, time and hash, or the
+# configuration) and exits with status 1.
+# The result is build/hpctrain-FLAVOR.tar with its record, as containers/build_image.sh makes them. It takes the time and the space
+# of two builds without a cache: for the cpu flavor 12 minutes on 2 idle cores and 15 GB.
+#   TMPDIR=FOLDER  where the stores go (/tmp by default)
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# shellcheck source=containers/lib.sh
-source containers/lib.sh
+# shellcheck source=containers/build_functions.sh
+source containers/build_functions.sh
 
 flavor=cpu mpi=openmpi
 while (($#)); do
@@ -25,25 +25,25 @@ while (($#)); do
     esac
 done
 name=hpctrain-$(image_name "$flavor" "$mpi")
-command -v buildah >/dev/null || die "buildah is not there, which can have a store of its own; apt-get install buildah"
+command -v buildah >/dev/null || die "buildah is not installed, the tool that can use a separate store; apt-get install buildah"
 work=$(mktemp -d)
-trap clean EXIT
+trap clean_up EXIT
 
-# store TURN COMMAND...: run a command with the store of this turn
-store() {
+# with_store TURN COMMAND...: run a command with the store of this turn
+with_store() {
     CONTAINERS_STORAGE_CONF=$work/$1/storage.conf "${@:2}"
 }
 
-# A build that failed leaves a container with its files mounted.
-clean() {
+# clean_up: a failed build leaves a container with its files mounted
+clean_up() {
     for turn in "$work"/[12]; do
-        [[ ! -f $turn/storage.conf ]] || store "$(basename "$turn")" buildah rm --all >/dev/null 2>&1 || true
+        [[ ! -f $turn/storage.conf ]] || with_store "$(basename "$turn")" buildah rm --all >/dev/null 2>&1 || true
     done
     chmod -R u+w "$work" && rm -rf "$work"
 }
 
-# listing ARCHIVE: its configuration, and the files of each layer with what tar knows of them and a hash of their content
-listing() {
+# list_archive ARCHIVE: print its configuration, and the files of each layer with tar's listing and the hash of their content
+list_archive() {
     local part paths folder=$1.files
     mkdir "$folder"
     tar -xf "$1" -C "$folder"
@@ -63,26 +63,26 @@ for turn in 1 2; do
     printf '[storage]\ndriver = "overlay"\ngraphroot = "%s/graph"\nrunroot = "%s/run"\n' "$work/$turn" "$work/$turn" \
         >"$work/$turn/storage.conf"
     echo "reproduce: build $turn of $name, in an empty store"
-    store "$turn" containers/build.sh --flavor "$flavor" --mpi "$mpi" --tool buildah >"$work/$turn.log" 2>&1 ||
+    HOROVOD_WHEELS='' with_store "$turn" containers/build_image.sh --flavor "$flavor" --mpi "$mpi" --tool buildah >"$work/$turn.log" 2>&1 ||
         die "build $turn failed: $(tail -n 20 "$work/$turn.log")"
     cp "build/$name.tar" "$work/$turn.tar"
     cp "build/$name.provenance.json" "$work/$turn.json"
-    store "$turn" buildah rmi --all --force >/dev/null 2>&1 || true
+    with_store "$turn" buildah rmi --all --force >/dev/null 2>&1 || true
     echo "reproduce: image $turn is $(<"build/$name.digest")"
 done
 if ! cmp -s "$work/1.tar" "$work/2.tar"; then
-    diff <(listing "$work/1.tar") <(listing "$work/2.tar") | head -n 100
-    die "the two images differ, in what is above, or if that is nothing, in their compression"
+    diff <(list_archive "$work/1.tar") <(list_archive "$work/2.tar") | head -n 100
+    die "the two images differ, see above; if nothing is listed, they differ in their compression"
 fi
-diff "$work/1.json" "$work/2.json" || die "the two provenances differ"
+diff "$work/1.json" "$work/2.json" || die "the two provenance files differ, see above"
 
-# Whoever makes it: the second one another user, where there can be one.
+# The SIF must not depend on the user, so another user builds the second one if possible.
 mkdir "$work/sif"
-makers=(apptainer/build.sh)
+makers=(apptainer/build_sif.sh)
 if [[ $(id -u) == 0 && -d build/cluster/rootfs ]]; then
     chmod 755 "$work"
     chown 1000:1000 "$work/sif"
-    makers=("${makers[@]}" "tests/cluster/cluster.sh run -u alice -b $work/sif -- apptainer/build.sh")
+    makers=("${makers[@]}" "cluster/cluster.sh run -u alice -b $work/sif -- apptainer/build_sif.sh")
 else
     makers=("${makers[@]}" "${makers[@]}")
 fi
@@ -92,5 +92,5 @@ for turn in 1 2; do
         die "SIF $turn failed: $(tail -n 20 "$work/$turn.log")"
     echo "reproduce: SIF $turn, by user $(stat -c %u "$work/sif/$turn.sif"), is sha256:$(sha256sum "$work/sif/$turn.sif" | cut -d' ' -f1)"
 done
-cmp "$work/sif/1.sif" "$work/sif/2.sif" || die "the two SIFs differ"
-echo "reproduce: the same bits, twice"
+cmp "$work/sif/1.sif" "$work/sif/2.sif" || die "the two SIFs differ, but the images do not; compare the versions of apptainer and mksquashfs"
+echo "reproduce: both builds are identical"

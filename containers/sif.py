@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""sif.py FILE.sif: make the header of a SIF a function of its content, so that two builds are the same file.
+"""sif.py FILE.sif: rewrite the header of a SIF as a function of its content, so that two builds give the same file.
 
-Apptainer writes the time, the user and a random UUID there. The times become $SOURCE_DATE_EPOCH (seconds), the user root, the
-UUID a hash of all the rest. Only before signing: a signature holds these.
+Apptainer writes the time, the user and a random UUID into it. The times become $SOURCE_DATE_EPOCH (seconds), the user becomes
+root, and the UUID a hash of the rest of the file. Run it before signing: a signature covers these fields.
 
-The layout is that of SIF version 1, as in github.com/apptainer/sif, pkg/sif/sif.go: a header of 128 bytes, and descriptors.
+The layout is SIF version 1, as in github.com/apptainer/sif, pkg/sif/sif.go: a header of 128 bytes, then descriptors.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import BinaryIO, NamedTuple
 
 MAGIC, MAGIC_AT = b"SIF_MAGIC", 32
 UUID_AT = 48
-CREATED_AT = 64  # and modified, 8 bytes each
-FREE_AT = 80  # how many descriptors are free; how many there are; where they begin
+CREATED_AT = 64  # created, then modified: 8 bytes each
+FREE_AT = 80  # number of free descriptors, number of all descriptors, offset of the first: 8 bytes each
 DATA_SIZE_AT = 120
-DESCRIPTOR = 585  # bytes of one
-TIMES_AT, OWNER_AT, NAME_AT = 41, 57, 73  # in a descriptor
-PARTITION, SIGNATURE = 0x4004, 0x4005  # kinds of them
+DESCRIPTOR = 585  # bytes per descriptor
+TIMES_AT, OWNER_AT, NAME_AT = 41, 57, 73  # offsets in a descriptor
+PARTITION, SIGNATURE = 0x4004, 0x4005  # kinds of descriptors
 
 
 class Part(NamedTuple):
-    """A descriptor that is in use: where it stands in the file, and the bytes that it describes."""
+    """A descriptor in use: its offset in the file (`at`), and the range of bytes that it describes."""
 
     at: int
     kind: int
@@ -41,13 +41,13 @@ class Part(NamedTuple):
 
 
 def is_sif(path: Path) -> bool:
-    """Whether a file begins as a SIF does. Raises OSError."""
+    """Whether the header of a file has the magic bytes of a SIF. Raises OSError."""
     with path.open("rb") as file:
         return file.read(128)[MAGIC_AT:].startswith(MAGIC)
 
 
 def parts(file: BinaryIO) -> Iterator[Part]:
-    """What a SIF holds. Raises ValueError where it is none, or its header makes no sense."""
+    """Iterate over the descriptors in use. Raises ValueError if the file is not a SIF, or its header is damaged."""
     file.seek(0)
     header = file.read(128)
     if header[MAGIC_AT : MAGIC_AT + len(MAGIC)] != MAGIC:
@@ -68,7 +68,7 @@ def parts(file: BinaryIO) -> Iterator[Part]:
 
 
 def labels(path: Path) -> dict[str, str]:
-    """The labels that Apptainer wrote into a SIF; none where it has none that can be read."""
+    """The labels that Apptainer wrote into a SIF; an empty dict if there are none that can be read."""
     try:
         with path.open("rb") as file:
             for part in parts(file):
@@ -81,16 +81,16 @@ def labels(path: Path) -> dict[str, str]:
 
 
 def squashfs(path: Path) -> int:
-    """Where in a SIF its file system begins. Raises ValueError where it has none."""
+    """The offset of the file system in a SIF, in bytes. Raises ValueError if there is none."""
     with path.open("rb") as file:
         for part in parts(file):
             if part.kind == PARTITION:
                 return part.offset
-    raise ValueError(f"{path} holds no file system")
+    raise ValueError(f"{path} contains no file system")
 
 
 def sha256(file: BinaryIO) -> hashlib._Hash:
-    """The hash of a file from where it stands; not file_digest(), because the Python of a login node may be old."""
+    """The hash of a file from its current position. Not hashlib.file_digest(): a login node may have a Python before 3.11."""
     digest = hashlib.sha256()
     for block in iter(lambda: file.read(1 << 20), b""):
         digest.update(block)
@@ -98,15 +98,15 @@ def sha256(file: BinaryIO) -> hashlib._Hash:
 
 
 def digest_of(content: bytes) -> str:
-    """The SHA-256 of some bytes."""
+    """The SHA-256 of `content`, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def unsigned_sha256(path: Path) -> tuple[str, int]:
-    """The SHA-256 that a normalised SIF had before it was signed, and how many signatures it has; without one, that of the file.
+    """The SHA-256 that a normalized SIF had before it was signed, in hexadecimal, and its number of signatures.
 
-    Signing appends signatures, takes a free descriptor for each, and changes two sizes and the time of change in the header.
-    All else is hashed as it is. Raises ValueError where `path` is not a SIF.
+    Signing appends each signature, uses a free descriptor for it, and changes two sizes and the modification time in the header.
+    The rest is hashed unchanged. Raises ValueError if `path` is not a SIF.
     """
     with path.open("rb") as file:
         everything = list(parts(file))
@@ -130,7 +130,7 @@ def unsigned_sha256(path: Path) -> tuple[str, int]:
 
 
 def normalize(path: Path, epoch: int) -> None:
-    """Rewrite the header of `path` in place. Raises ValueError where it is not a SIF."""
+    """Rewrite the header of `path` in place, with `epoch` (seconds) as its times. Raises ValueError if it is not a SIF."""
     times = struct.pack("<qq", epoch, epoch)
     with path.open("r+b") as file:
         for part in list(parts(file)):
@@ -155,4 +155,4 @@ if __name__ == "__main__":
     try:
         normalize(Path(sys.argv[1]), int(os.environ["SOURCE_DATE_EPOCH"]))
     except (OSError, ValueError, KeyError, struct.error) as error:
-        sys.exit(f"sif.py: {error}: give a SIF, and SOURCE_DATE_EPOCH")
+        sys.exit(f"sif.py: {error}; give a SIF, and set SOURCE_DATE_EPOCH")

@@ -1,15 +1,15 @@
 #!/bin/bash
-# debian.sh runtime|build|list: install the Debian packages of the image, as root, in the image.
-#   runtime  what runs in the image: Python, ssh (for mpirun and horovodrun), and Open MPI with UCX and PMIx (for srun
-#            --mpi=pmix). MPICH comes as a wheel, by python.sh
-#   build    the compilers and headers that Horovod is built with; they stay in the build stage
-#   list     install nothing, and print the names of all of these
-# Versions that are not those of the record, containers/locks/MPI-ARCHITECTURE.debian, are printed. What is installed then
-# stands in /usr/share/hpctrain/debian.tsv: package, version, architecture and the SHA-256 of its .deb, which is empty where
-# the archive has that version no longer.
+# debian.sh runtime|build|list: install the Debian packages of the image. It runs as root, in the image.
+#   runtime  packages that the image needs to run: Python, ssh (for mpirun and horovodrun), and Open MPI with UCX and PMIx
+#            (for srun --mpi=pmix). MPICH is a wheel, which python.sh installs
+#   build    compilers and headers to build Horovod with; they stay in the build stage
+#   list     print the names of all these packages and install nothing
+# It prints each package whose version differs from the record, containers/locks/MPI-ARCHITECTURE.debian, and lists what is
+# installed in /usr/share/hpctrain/debian.tsv: package, version, architecture and the SHA-256 of the .deb. The hash is empty
+# if the archive no longer has that version.
 #   MPI=openmpi|mpich         openmpi by default
-#   DEBIAN_SNAPSHOT=TIMESTAMP install what Debian had at that time, from snapshot.debian.org: 20261101T000000Z, say. By
-#                             default, what the image's own sources have today
+#   DEBIAN_SNAPSHOT=TIMESTAMP install the versions of that time from snapshot.debian.org, such as 20261101T000000Z. By
+#                             default, the versions that the image's own sources have today
 
 set -euo pipefail
 umask 022
@@ -27,23 +27,24 @@ build=(cmake g++ make patch python3.11-dev)
 case $mpi in
     openmpi) runtime+=(libpmix2 openmpi-bin) build+=(libopenmpi-dev) ;;
     mpich) ;;
-    *) die "MPI is openmpi or mpich, not $mpi" ;;
+    *) die "MPI must be openmpi or mpich, not $mpi" ;;
 esac
 case "$#:${1:-}" in
     1:runtime) packages=("${runtime[@]}") ;;
     1:build) packages=("${build[@]}") ;;
     1:list) printf '%s\n' "${runtime[@]}" "${build[@]}" && exit ;;
     1:-h | 1:--help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0" && exit ;;
-    *) die "say runtime, build or list (see --help)" ;;
+    *) die "give runtime, build or list (see --help)" ;;
 esac
 
-# An archive that does not answer is an error, as a stale list is none to install from.
+# By default apt-get update succeeds if an archive does not answer, and apt-get install then uses stale lists.
 apt=(apt-get -q -o APT::Update::Error-Mode=any)
 archive="the sources of the base image"
 if [[ -n $snapshot ]]; then
-    [[ $snapshot =~ ^[0-9]{8}T[0-9]{6}Z$ ]] || die "DEBIAN_SNAPSHOT is a time like 20261101T000000Z, not $snapshot"
-    # For these commands only: who adds packages to the image later gets them, and their repairs, from today's archive.
-    # By http, because a plain Debian has no certificates; apt checks the signatures. They expire, which is the point here.
+    [[ $snapshot =~ ^[0-9]{8}T[0-9]{6}Z$ ]] || die "DEBIAN_SNAPSHOT must be a time like 20261101T000000Z, not $snapshot"
+    # For these commands only: packages that a user adds to the image later come, with their security fixes, from today's
+    # archive. Over http, because a plain Debian has no certificates; apt checks the signatures. An old snapshot's
+    # signatures have expired, hence Check-Valid-Until.
     archive=http://snapshot.debian.org/archive
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
@@ -55,19 +56,19 @@ END
     apt+=(-o "Dir::Etc::SourceList=$work/sources.list" -o Dir::Etc::SourceParts=- -o Acquire::Check-Valid-Until=false)
 fi
 "${apt[@]}" update ||
-    die "no package lists from $archive${snapshot:+; leave DEBIAN_SNAPSHOT out where it cannot be reached}"
+    die "cannot get package lists from $archive; check the network${snapshot:+, or unset DEBIAN_SNAPSHOT}"
 "${apt[@]}" install -y --no-install-recommends "${packages[@]}" ||
-    die "a package could not be installed from $archive; see apt's message above"
+    die "cannot install a package from $archive; see apt's message above"
 
-# The bytecode that comes with Python names the date of its source. In an image all files have one date, so Python would take
-# none of it, and compile half its library at every start. The hash of the source, which it is to trust, is always right.
-python3.11 -m compileall -f -q --invalidation-mode unchecked-hash /usr/lib/python3.11 /usr/share/python3
+# Debian's bytecode names the time of its source. All files of an image have the same time, so Python would reject that
+# bytecode and compile half its library at every start. Bytecode that names the source's hash stays valid.
+python3.11 -m compileall -f -q -j 0 --invalidation-mode unchecked-hash /usr/lib/python3.11 /usr/share/python3
 
-# Nobody changes user in this image, so nothing in it needs setuid or setgid. (Not all of /: Apptainer's build binds
-# the host's /tmp, with this very image in it.)
+# Nobody changes user in this image, so nothing in it needs setuid or setgid. Not all of /: Apptainer's build mounts the
+# host's /tmp, which holds this image as it is built.
 find /etc /opt /usr /var -xdev -perm /6000 -type f -exec chmod a-s {} +
 
-# What is installed, with the hashes that apt's lists know.
+# The installed packages, with the hashes from apt's lists.
 list=/usr/share/hpctrain/debian.tsv
 mkdir -p "${list%/*}"
 "${apt[@]}" indextargets --format "\$(FILENAME)" 'Created-By: Packages' | xargs -r /usr/lib/apt/apt-helper cat-file |
@@ -81,12 +82,12 @@ record=$here/../locks/$mpi-$(dpkg --print-architecture).debian
 if [[ -f $record ]]; then
     awk '!installed { recorded[$1] = $2; next }
         recorded[$1] != $2 { print $1 ": recorded " (recorded[$1] ? recorded[$1] : "nothing") ", installed " $2; others++ }
-        END { print "debian: " others + 0 " of " FNR " packages are not as recorded" }' "$record" installed=yes "$list"
+        END { print "debian: " others + 0 " of " FNR " packages differ from the record" }' "$record" installed=yes "$list"
 else
     echo "debian: no versions are recorded for $mpi on $(dpkg --print-architecture); see containers/lock.sh --help"
 fi
 
-# What differs between two installs of the same packages.
+# These files differ between two installations of the same packages.
 apt-get clean
 rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /var/cache/ldconfig/aux-cache /var/cache/debconf/*-old \
     /var/lib/dpkg/*-old /var/log/apt /var/log/dpkg.log /var/log/alternatives.log

@@ -1,31 +1,54 @@
 #!/bin/bash
 # horovod.sh PREFIX FLAVOR: build Horovod with MPI and Gloo for the torch in PREFIX, and install it there.
-# It needs PREFIX from python.sh, a C++17 compiler, cmake, make, patch and an MPI library with its headers: MPICH in PREFIX,
+# It needs PREFIX from python.sh, a C++17 compiler, cmake, make, patch, and an MPI library with its headers: MPICH in PREFIX,
 # or Debian's Open MPI.
 #   DESTDIR=FOLDER  write below FOLDER instead of /, for a layer that holds Horovod and nothing else
+#   HOROVOD_WHEELS=FOLDER  compiled wheels of earlier builds. A wheel that was built from the same inputs is installed as it is;
+#                   else the new wheel is put there, if the folder is writable. By default, always compile
 
 set -euo pipefail
 umask 022
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-# shellcheck source=containers/install/lib.sh
-source "$here/lib.sh"
+# shellcheck source=containers/install/step_functions.sh
+source "$here/step_functions.sh"
 
 case "$#:${1:-}" in
     1:-h | 1:--help) usage && exit ;;
     2:[!-]*) prefix=$1 flavor=$2 ;;
     *) die "give PREFIX and FLAVOR (see --help)" ;;
 esac
-[[ -x $prefix/bin/python ]] || die "there is no Python in $prefix; run python.sh $prefix $flavor first"
-PATH=$prefix/bin:$PATH # MPICH's compiler is there, too
+[[ -x $prefix/bin/python ]] || die "$prefix has no Python; run python.sh $prefix $flavor first"
+PATH=$prefix/bin:$PATH # for MPICH's compiler
 for tool in c++ cmake make mpicxx patch; do
-    command -v "$tool" >/dev/null || die "$tool is not there; install it (in Debian: see debian.sh build)"
+    command -v "$tool" >/dev/null || die "$tool is not installed; install it (on Debian: the packages of debian.sh build)"
 done
 use_ca
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-
 pip=("$prefix/bin/python" -m pip)
-# Horovod knows no build requirements of its own: it takes setuptools and torch from the environment it is built for.
+
+# install_wheel FOLDER: install the Horovod of this folder. By name: for a file, pip would record its path in direct_url.json.
+install_wheel() {
+    local root=${DESTDIR:-}
+    "${pip[@]}" install --no-cache-dir --no-deps --no-index --no-compile --no-warn-script-location \
+        ${root:+--root "$root"} --find-links "$1" horovod || die "pip cannot install Horovod in $root$prefix; see above"
+    if grep -rqF "$work" "$root$prefix/lib/python3.11/site-packages/horovod"; then
+        die "Horovod contains the path of its build folder, $work; check its RUNPATH with readelf -d"
+    fi
+    compile_bytecode "$prefix/bin/python" "$root$prefix/lib/python3.11/site-packages/horovod" unchecked-hash
+}
+
+key=
+if [[ -n ${HOROVOD_WHEELS:-} ]]; then
+    key=$(horovod_key "$prefix" "$flavor" "${here%/*}")
+    if compgen -G "$HOROVOD_WHEELS/$key/horovod-*.whl" >/dev/null; then
+        echo "horovod: the wheel of an earlier build from the same inputs, $key"
+        install_wheel "$HOROVOD_WHEELS/$key"
+        exit
+    fi
+fi
+
+# Horovod declares no build requirements: it takes setuptools and torch from the environment it is built for.
 lock=${here%/*}/locks/horovod.lock
 run_pip "$lock" "${pip[@]}" download --no-cache-dir --progress-bar off --no-deps --no-build-isolation --require-hashes \
     --no-binary :all: --dest "$work" -r "$lock"
@@ -35,8 +58,8 @@ for file in "$here"/../patches/horovod-*.patch; do
     patch -d "$work/horovod" -p1 <"$file"
 done
 
-# For CUDA, a home as its installer would make it: the compiler of the flavour's own locks, which stays here, over the
-# headers and libraries that torch brought. Wheels for CUDA 13 lie in one folder, those for CUDA 12 in a folder each.
+# For CUDA, make a CUDA_HOME like the one of NVIDIA's installer: the compiler from the flavor's own locks, over the headers and
+# libraries that came with torch. The wheels of CUDA 13 share one folder, those of CUDA 12 have a folder each.
 locks=${here%/*}/locks/$flavor-build
 if [[ -f $locks.lock ]]; then
     run_pip "$locks.lock" "${pip[@]}" install --no-cache-dir --progress-bar off --no-deps --no-compile --require-hashes \
@@ -50,44 +73,45 @@ if [[ -f $locks.lock ]]; then
     done
     if [[ -f $locks-debian.lock ]]; then
         "$here/nvcc.sh" "$locks-debian.lock" "$work/cuda"
-        # No wheel for CUDA 12 has this, which cmake always links; an empty one will do, as no kernel of Horovod starts another.
+        # cmake always links this library, and no wheel of CUDA 12 has it. An empty one will do: no kernel of Horovod starts another.
         ar cr "$work/cuda/lib/libcudadevrt.a"
     fi
     ln -s lib "$work/cuda/lib64"
     for library in libcudart libnccl; do
         (cd "$work/cuda/lib" && ln -s "$library".so.* "$library.so")
     done
-    # For the GPUs that torch itself is for. torch.cuda.get_arch_list() says nothing on a machine without a GPU.
+    # The architectures that torch has kernels for. torch.cuda.get_arch_list() is empty on a machine without a GPU.
     HOROVOD_BUILD_CUDA_CC_LIST=$("$prefix/bin/python" -c \
         'import re, torch; print(",".join(re.findall(r"sm_(\d+)", torch._C._cuda_getArchFlags())))')
     export HOROVOD_BUILD_CUDA_CC_LIST HOROVOD_GPU=CUDA HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED
     export HOROVOD_CUDA_HOME=$work/cuda HOROVOD_NCCL_HOME=$work/cuda PATH=$work/cuda/bin:$PATH
-    # Or cmake would have Horovod look for NCCL and the runtime in this folder, in /tmp, where anyone could put them later. They
-    # are found because torch has loaded its own.
+    # Otherwise cmake would write this folder into Horovod's RUNPATH. It is in /tmp, where anyone could later put a library.
+    # At run time Horovod finds NCCL and the CUDA runtime because torch has loaded its own.
     export LIBRARY_PATH=$work/cuda/lib
-    # cmake tries the compiler with nvcc's default, which is a static library that not all wheels have.
+    # cmake tests the compiler with nvcc's default, a static runtime, which not all wheels have.
     export CUDAFLAGS=--cudart=shared
 fi
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1
 export HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
-# Horovod asks the CPU that it is built on; all that run it are to get the same. (The others have no such flags.)
+# By default Horovod picks these flags by the build machine's CPU, and then two machines would build different code.
 [[ $(uname -m) != x86_64 ]] || export HOROVOD_BUILD_ARCH_FLAGS="-mf16c -mavx -mfma"
-# cmake 4 refuses the cmake_minimum_required of Horovod's own copy of Gloo without this.
+# Without this, cmake 4 refuses the cmake_minimum_required of Horovod's own copy of Gloo.
 export CMAKE_POLICY_VERSION_MINIMUM=3.5
 MAKEFLAGS=-j$(nproc)
 export MAKEFLAGS
-# Without these, 75 MB of debug information, the path of this folder, and thousands of warnings about third parties; and MPI's
-# C++ interface, which Horovod does not use, and which the host's MPI may not have: Open MPI 5, for one.
-# MPICH's compiler adds PREFIX/lib to the RUNPATH, where the loader looks after LD_LIBRARY_PATH.
+# -s and -ffile-prefix-map: no symbols, and no path of this folder. -w: no thousands of warnings about third-party code.
+# SKIP_MPICXX: Horovod does not use MPI's C++ interface, and the host's MPI may lack it, as Open MPI 5 does.
+# MPICH's compiler adds PREFIX/lib to the RUNPATH, which the loader searches after LD_LIBRARY_PATH.
 export LDFLAGS="-s -Wl,--as-needed" CXXFLAGS="-w -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX -ffile-prefix-map=$work=."
 "${pip[@]}" wheel --no-cache-dir --no-deps --no-build-isolation --no-index --verbose \
     --wheel-dir "$work" "$work/horovod" ||
-    die "Horovod could not be built; see above, and whether TMPDIR (${TMPDIR:-/tmp}) has room"
-root=${DESTDIR:-}
-# by name: of a file, pip would write down the path
-"${pip[@]}" install --no-cache-dir --no-deps --no-index --no-compile --no-warn-script-location \
-    ${root:+--root "$root"} --find-links "$work" horovod || die "pip could not install Horovod in $root$prefix; see above"
-if grep -rqF "$work" "$root$prefix/lib/python3.11/site-packages/horovod"; then
-    die "Horovod has the folder of its build, $work, written into it; see the RUNPATH that readelf -d shows"
+    die "cannot build Horovod; see above, and check that TMPDIR (${TMPDIR:-/tmp}) has free space"
+install_wheel "$work"
+if [[ -n $key && -w $HOROVOD_WHEELS ]]; then
+    # Copied beside, then renamed: a build that runs at the same time must not install half a wheel.
+    part=$(mktemp -d "$HOROVOD_WHEELS/$key.XXXXXX")
+    chmod 755 "$part"
+    cp "$work"/horovod-*.whl "$part" || die "cannot write $part; free some space there"
+    # fails if another build has put the same wheel there meanwhile
+    mv --no-target-directory "$part" "$HOROVOD_WHEELS/$key" 2>/dev/null || rm -rf "$part"
 fi
-compile_bytecode "$prefix/bin/python" "$root$prefix/lib/python3.11/site-packages/horovod" unchecked-hash

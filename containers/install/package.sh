@@ -1,32 +1,37 @@
 #!/bin/bash
-# package.sh PREFIX SOURCE: install hpctrain itself from the folder SOURCE (pyproject.toml, LICENSE, src/)
-# into PREFIX, and list what is there in PREFIX/versions.json.
+# package.sh PREFIX SOURCE: install hpctrain itself from the folder SOURCE (pyproject.toml, LICENSE, src/) into PREFIX, and
+# write the versions of all packages to PREFIX/versions.json.
 #   DESTDIR=FOLDER  write below FOLDER instead of /, for a layer that holds hpctrain and nothing else
-#   REVISION=COMMIT where the source is from, for versions.json
+#   REVISION=COMMIT the commit of the source, for versions.json
 
 set -euo pipefail
 umask 022
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-# shellcheck source=containers/install/lib.sh
-source "$here/lib.sh"
+# shellcheck source=containers/install/step_functions.sh
+source "$here/step_functions.sh"
 
 case "$#:${1:-}" in
     1:-h | 1:--help) usage && exit ;;
     2:[!-]*) prefix=$1 source=$2 ;;
     *) die "give PREFIX and SOURCE (see --help)" ;;
 esac
-[[ -x $prefix/bin/python ]] || die "there is no Python in $prefix; run python.sh $prefix FLAVOR first"
+[[ -x $prefix/bin/python ]] || die "$prefix has no Python; run python.sh $prefix FLAVOR first"
 root=${DESTDIR:-}
 
 "$prefix/bin/python" -m pip install --no-cache-dir --no-deps --no-build-isolation --no-index --no-compile \
     --no-warn-script-location ${root:+--root "$root"} "$source" ||
-    die "pip could not install $source in $root$prefix; see above, and whether there and ${TMPDIR:-/tmp} is room"
+    die "pip cannot install $source in $root$prefix; see above, and check the free space there and in ${TMPDIR:-/tmp}"
 site=$root$prefix/lib/python3.11/site-packages
-# Unlike the other packages, this one notices an edited source file: people bind their own over it.
+# checked-hash: Python notices an edited source file, because users mount their own over it.
 compile_bytecode "$prefix/bin/python" "$site/hpctrain" checked-hash
-# Python runs this line when it starts: what the user has added (hpctrain add) is found, after all that is here.
-echo 'import os; os.environ.get("HPCTRAIN_PACKAGES") and __import__("hpctrain.packages").packages.show()' \
+# Python runs this line when it starts: it appends the user's packages (hpctrain add) to sys.path.
+echo 'import os; os.environ.get("HPCTRAIN_PACKAGES") and __import__("hpctrain.packages").packages.add_to_sys_path()' \
     >"$site/hpctrain-packages.pth"
+# Importing every command creates caches, which belong neither into the image nor into the home of whoever builds it.
+home=$(mktemp -d)
+HOME=$home PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$site "$prefix/bin/python" -m hpctrain completion --write "$root$prefix" ||
+    die "the shell completion and the man page could not be made; see above"
+rm -rf "$home"
 
 PYTHONPATH=$site "$prefix/bin/python" - >"$root$prefix/versions.json" <<'PY'
 import importlib.metadata
@@ -38,7 +43,7 @@ import subprocess
 
 mpirun = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
 versions = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions()}
-if "Open MPI" in mpirun:  # MPICH is one of the wheels
+if "Open MPI" in mpirun:  # MPICH is a wheel, and listed already
     versions["openmpi"] = re.search(r"\d+\.\d+\S*", mpirun).group()
 versions["python"] = platform.python_version()
 versions["revision"] = os.environ.get("REVISION") or None

@@ -1,7 +1,7 @@
 #!/bin/bash
-# check.sh: prove that this image works; run it inside. The build ends with it, and so can you begin with it on a new
-# machine. Two processes must find each other and add their numbers, over Gloo and over MPI; exit 0 alone proves
-# nothing, because a wrong MPI setup gives two worlds of one process, each content with itself.
+# check_image.sh: check that this image works. Run it inside the image; every build ends with it, and it is a good first step
+# on a new machine. Two processes must find each other and sum their numbers, over Gloo and over MPI. An exit status of 0
+# would prove nothing: a wrong MPI setup starts two worlds of one process each, and both succeed.
 
 set -euo pipefail
 prefix=/opt/hpctrain
@@ -18,16 +18,16 @@ esac
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-# Everything that is written goes here, because the image and the home may be read-only.
+# All output goes here, because the image and the home folder may be read-only.
 export TMPDIR=$work HOME=$work
 cd "$work"
-# OpenMPI refuses to run as root. That is right for users; a build is root and has no one else.
+# Open MPI refuses to run as root, which is right for users. An image build has no other user.
 if [[ $(id -u) == 0 ]]; then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 
-[[ $(command -v python) == "$prefix/bin/python" ]] || die "python is $(command -v python), not the image's; set PATH"
-# All of the image, without what is mounted over it (-xdev would take a folder of the same disk for a part of it).
+[[ $(command -v python) == "$prefix/bin/python" ]] || die "python is $(command -v python), not $prefix/bin/python; put $prefix/bin first in PATH"
+# Search the image without its mounts. -xdev alone would search a mounted folder of the same disk.
 mounted=()
 while read -r _ _ _ _ at _; do
     [[ $at == / ]] || mounted+=(-path "$at" -prune -o)
@@ -35,27 +35,27 @@ done </proc/self/mountinfo
 privileged=$(find / -xdev "${mounted[@]}" -type f -perm /6000 -print -quit 2>/dev/null || true)
 [[ -z $privileged ]] || die "$privileged is setuid or setgid"
 open=$(find / -xdev "${mounted[@]}" -perm -0002 ! -type l ! \( -type d -perm -1000 \) -print -quit 2>/dev/null || true)
-[[ -z $open ]] || die "everybody can write to $open"
+[[ -z $open ]] || die "$open is writable by everyone"
 closed=$(find "$prefix" ! -type l ! -perm -o=r -print -quit)
-[[ -z $closed ]] || die "an ordinary user cannot read $closed"
+[[ -z $closed ]] || die "$closed is not readable by ordinary users"
 for tool in cc c++ gcc g++ make cmake; do
-    if command -v "$tool"; then die "$tool is in the image"; fi
+    if command -v "$tool"; then die "the image contains $tool, a build tool"; fi
 done
 
 parts=(PyTorch MPI Gloo)
 cuda=$(python -c 'import torch; print(torch.version.cuda or "")')
 if [[ -n $cuda ]]; then
     parts+=(NCCL)
-    # A second copy could be the one that is loaded.
+    # With two copies the loader could take the wrong one.
     for library in nccl cudart cudnn cublas; do
         copies=$(find / -xdev -name "lib$library.so*" -type f 2>/dev/null)
-        [[ $(wc -l <<<"$copies") == 1 && -n $copies ]] || die "one lib$library expected, and there is: $copies"
+        [[ $(wc -l <<<"$copies") == 1 && -n $copies ]] || die "expected one lib$library, found: $copies"
     done
     echo "check: CUDA $cuda, one libnccl, libcudart, libcudnn and libcublas"
 fi
 built=$(horovodrun --check-build)
 for part in "${parts[@]}"; do
-    grep -qE "^ *\[X\] $part *$" <<<"$built" || die "Horovod is built without $part; it says: $built"
+    grep -qE "^ *\[X\] $part *$" <<<"$built" || die "Horovod is built without $part; its report: $built"
 done
 echo "check: Horovod has ${parts[*]}"
 
@@ -63,7 +63,7 @@ cat >import_all.py <<'PY'
 import importlib
 import importlib.metadata
 
-# pip is a program, no library: importing it takes distutils away from setuptools, on purpose.
+# pip is a program, not a library: importing it removes the distutils of setuptools, on purpose.
 names = importlib.metadata.packages_distributions().keys() - {"pip"}
 modules = sorted(name for name in names if name.isidentifier() and name[0] != "_")
 for module in modules:
@@ -82,7 +82,7 @@ dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
 print(f"size {dist.get_world_size()} sum {total.item()}", flush=True)
-os._exit(0)  # the threads of Gloo can crash or block a process that ends; see process_group() of hpctrain.world
+os._exit(0)  # Gloo's threads can crash or block a process that exits; see hpctrain/rendezvous.py
 PY
 cat >mpi4py_sum.py <<'PY'
 from mpi4py import MPI
@@ -99,36 +99,36 @@ total = hvd.allreduce(torch.tensor([hvd.rank() + 1]), op=hvd.Sum)
 print(f"size {hvd.size()} sum {total.item()}", flush=True)
 PY
 
-# two WHAT COMMAND...: COMMAND starts two processes. Both must see a world of two, and 1 + 2.
-two() {
-    local what=$1 said
+# check_two NAME COMMAND...: COMMAND starts two processes. Both must see a world of size 2 and the sum 1 + 2.
+check_two() {
+    local name=$1 output
     shift
-    said=$(timeout 120 "$@" 2>errors) || die "$what: failed: $(tail -n 20 errors)"
-    # Not by lines: two processes can print between each other's text and its line end.
-    [[ $(grep -o 'size 2 sum 3' <<<"$said" | wc -l) == 2 ]] || die "$what: two times 'size 2 sum 3' expected, got: $said"
-    echo "check: $what: size 2, sum 3"
+    output=$(timeout 120 "$@" 2>errors) || die "$name: failed: $(tail -n 20 errors)"
+    # Not line by line: one process can print between the text and the newline of the other.
+    [[ $(grep -o 'size 2 sum 3' <<<"$output" | wc -l) == 2 ]] || die "$name: expected 'size 2 sum 3' twice, got: $output"
+    echo "check: $name: size 2, sum 3"
 }
-# Horovod's Gloo does not say so, it crashes.
-getent hosts "$(hostname)" >/dev/null || die "this machine's name, $(hostname), has no address; add it to /etc/hosts"
-# All of it over the loopback interface, which every machine has.
+# Without an address, Horovod's Gloo crashes without a message.
+getent hosts "$(hostname)" >/dev/null || die "the host name $(hostname) has no address; add it to /etc/hosts"
+# The loopback interface, because every machine has one.
 export GLOO_SOCKET_IFNAME=lo
 torchrun=(torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2)
-two "torch over Gloo, torchrun" "${torchrun[@]}" torch_sum.py
+check_two "torch over Gloo, torchrun" "${torchrun[@]}" torch_sum.py
 library=$(python -c 'from mpi4py import MPI; print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())')
 mpirun=(mpirun -np 2)
 if [[ $(mpirun --version) == *"Open MPI"* ]]; then
     mpirun+=(--oversubscribe)
     fabric=$(ompi_info --parsable | grep -oE '^mca:(pml:ucx|mtl:ofi|pmix:ext3x):version:"component' || true)
-    [[ $(wc -l <<<"$fabric") == 3 ]] || die "Open MPI is built without UCX, libfabric or PMIx: it has $fabric"
+    [[ $(wc -l <<<"$fabric") == 3 ]] || die "Open MPI is built without UCX, libfabric or PMIx; it has: $fabric"
 else
     fabric=$(mpichversion --device)
-    [[ $fabric == *ucx* && $fabric == *ofi* ]] || die "MPICH is built without UCX or libfabric: $fabric"
+    [[ $fabric == *ucx* && $fabric == *ofi* ]] || die "MPICH is built without UCX or libfabric; it has: $fabric"
 fi
 echo "check: MPI is $library, with UCX and libfabric"
-two "mpi4py, mpirun" "${mpirun[@]}" python mpi4py_sum.py
-two "Horovod over MPI, mpirun" "${mpirun[@]}" python horovod_sum.py
-two "Horovod over Gloo, horovodrun" horovodrun --gloo --network-interfaces lo -np 2 python horovod_sum.py
-timeout 120 "${torchrun[@]}" -m hpctrain check >said 2>errors ||
+check_two "mpi4py, mpirun" "${mpirun[@]}" python mpi4py_sum.py
+check_two "Horovod over MPI, mpirun" "${mpirun[@]}" python horovod_sum.py
+check_two "Horovod over Gloo, horovodrun" horovodrun --gloo --network-interfaces lo -np 2 python horovod_sum.py
+timeout 120 "${torchrun[@]}" -m hpctrain check >output 2>errors ||
     die "hpctrain check, torchrun: failed: $(tail -n 20 errors)"
-grep -o 'check passed: 2 ranks.*' said || die "hpctrain check, torchrun: two ranks expected, got: $(<said)"
+grep -o 'check passed: 2 ranks.*' output || die "hpctrain check, torchrun: expected two ranks, got: $(<output)"
 echo "check: the image works"

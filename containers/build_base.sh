@@ -1,13 +1,13 @@
 #!/bin/bash
-# base.sh [--force]: make build/base-bookworm.tar, a Debian 12 base image from a Debian mirror, for machines that reach
-# no container registry (make base). The tar is a docker-archive: docker, podman, buildah and Apptainer all take it,
-# as localhost/hpctrain-base:bookworm. A tar that is there is kept unless --force is given.
+# build_base.sh [--force]: make build/base-bookworm.tar, a Debian 12 base image from a Debian mirror, for machines that cannot
+# reach a container registry (make base). The tar is a docker-archive, which docker, podman, buildah and Apptainer read, of
+# localhost/hpctrain-base:bookworm. An existing tar is kept, unless --force is given.
 # It needs mmdebstrap, and root or a range in /etc/subuid.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# shellcheck source=containers/lib.sh
-source containers/lib.sh
+# shellcheck source=containers/build_functions.sh
+source containers/build_functions.sh
 
 case "$#:${1:-}" in
     0: | 1:--force) ;;
@@ -16,24 +16,24 @@ case "$#:${1:-}" in
 esac
 tar=build/base-bookworm.tar
 if [[ -s $tar && ${1:-} != --force ]]; then
-    echo "base: $tar is there"
+    echo "base: $tar exists"
     exit
 fi
-command -v mmdebstrap >/dev/null || containers/need.sh mmdebstrap
+command -v mmdebstrap >/dev/null || containers/install_host_packages.sh mmdebstrap
 mkdir -p build
-work=$(mktemp -d -p build base.XXXXXX) || die "cannot write to build/; make room there"
+work=$(mktemp -d -p build base.XXXXXX) || die "cannot write to build/; free some space there"
 trap 'rm -rf "$work"' EXIT
 
-# Without device nodes, an ordinary user can unpack it too. dpkg remembers its options: later packages leave out their
-# manuals as well. This machine's name and name server, which mmdebstrap copies, stay here. A /usr that is merged from the
-# start needs no usrmerge, which would bring all of Perl.
-# shellcheck disable=SC2016  # the shell of the hook knows its $1
+# Without device nodes an ordinary user can unpack it as well. dpkg keeps these options: later packages also leave out their
+# manuals. The hook removes this machine's host name and name server, which mmdebstrap copies. With a /usr merged from the
+# start, nothing installs usrmerge, which needs all of Perl.
+# shellcheck disable=SC2016  # the hook's shell expands $1
 mmdebstrap --variant=minbase --skip=output/dev --format=tar --aptopt='Acquire::Languages "none"' \
     --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
     --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
     --hook-dir=/usr/share/mmdebstrap/hooks/merged-usr --customize-hook='rm -f "$1/etc/hostname" "$1/etc/resolv.conf"' \
     bookworm "$work/layer.tar" ||
-    die "mmdebstrap failed; see above, and whether a Debian mirror can be reached, and build/ and TMPDIR have room"
+    die "mmdebstrap failed; see above, check the network, and the free space in build/ and TMPDIR"
 
 layer=$(sha256sum "$work/layer.tar")
 created=$(date -u -d "@$SOURCE_DATE_EPOCH" +%FT%TZ)
@@ -48,6 +48,6 @@ printf '[{"Config":"%s.json","RepoTags":["localhost/hpctrain-base:bookworm"],"La
     >"$work/manifest.json"
 tar --create --file "$work/base.tar" --sort=name --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 --numeric-owner \
     --directory "$work" manifest.json "$id.json" layer.tar ||
-    die "$tar could not be written; see above, and make room in build/"
+    die "cannot write $tar; see above, and free some space in build/"
 mv "$work/base.tar" "$tar"
 echo "base: made $tar ($(du -h "$tar" | cut -f1))"
