@@ -1,38 +1,37 @@
 #!/bin/bash
-# machine.sh - one machine of the test cluster, from the inside. cluster.sh starts it as process 1 of new namespaces
-# (processes, mounts, and for a node of the cluster its own network and host name); nobody calls it by hand.
+# machine.sh - one node of the test cluster, from the inside. cluster.sh starts it as process 1 of new namespaces (processes and
+# mounts, and for a node of a cluster also network and host name). Do not call it by hand.
 #
-# It first builds the machine's file system: the shared root file system (read only) with a writable layer on top, and a
-# /dev, /proc, /tmp of its own. Then it makes that its root and becomes either a machine of the cluster, with
-# its daemons, or the surroundings of one command.
+# It first builds the node's file system: the shared root file system, read-only, with a writable layer on top, and its own
+# /dev, /proc and /tmp. Then it makes that its root, and either starts the daemons of a cluster node or runs one command.
 set -euo pipefail
 
-usage='usage: machine.sh boot NAME          become a machine of the cluster
+usage='usage: machine.sh boot NAME          become a node of the cluster
        machine.sh run CMD [ARG]...    run one command
-started by cluster.sh, which passes the settings in the environment:
-  MACHINE_ROOTFS    the root file system, only read
-  MACHINE_DIR       folder of this machine: its writable layer and /tmp
-  MACHINE_BINDS     lines SRC=DST or SRC=DST=ro: folders or files of the host to show in the machine
-  MACHINE_GPUS      how many fake GPU devices to make
-  MACHINE_LOGIN     process that holds the login machine, where a node plugs its network in
-  MACHINE_OWNER     process with which the machine ends'
+cluster.sh starts it, and passes the settings in the environment:
+  MACHINE_ROOTFS    root file system, used read-only
+  MACHINE_DIR       folder of this node, for its writable layer and /tmp
+  MACHINE_BINDS     lines SRC=DST or SRC=DST=ro: files or folders of the host to mount in the node
+  MACHINE_GPUS      number of fake GPU devices
+  MACHINE_LOGIN     pid of the login node, whose network a compute node joins
+  MACHINE_OWNER     pid of the process with which the node ends'
 
 die() {
     echo "machine.sh: $*" >&2
     exit 1
 }
 
-# ---- on the host's files: build the new root ----
+# ---- still with the host's root: build the new one ----
 
 # make_root: mount everything under $root
 make_root() {
     mkdir -p "$MACHINE_DIR"/{upper,work,root}
     local layers="lowerdir=$MACHINE_ROOTFS,upperdir=$MACHINE_DIR/upper,workdir=$MACHINE_DIR/work"
     mount -t overlay -o "$layers" overlay "$root" ||
-        die "cannot mount an overlay in $MACHINE_DIR: set CLUSTER to a folder on a disk, not in a container's layers"
+        die "cannot mount an overlay in $MACHINE_DIR; set CLUSTER to a folder on a disk, outside of a container's own layers"
     mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
     mount -t sysfs -o nosuid,nodev,noexec sysfs "$root/sys"
-    # crun, which podman calls, looks for it before it starts a container
+    # podman's crun needs it to start a container
     mount -t cgroup2 -o nosuid,nodev,noexec cgroup2 "$root/sys/fs/cgroup"
     mount -t tmpfs -o nosuid,nodev,mode=755 tmpfs "$root/run"
     install -d -m 1777 "$MACHINE_DIR/tmp"
@@ -41,14 +40,14 @@ make_root() {
     bind_folders
 }
 
-# make_dev: a /dev of its own, where users may open fuse (the host's is often for root only)
+# make_dev: make a /dev in which users may open fuse; the host's is often for root only
 make_dev() {
     local dev=$root/dev name major minor i
     mount -t tmpfs -o nosuid,mode=755 tmpfs "$dev"
     mkdir "$dev"/{net,pts,shm,mqueue}
     while read -r name major minor; do
         mknod -m 666 "$dev/$name" c "$major" "$minor"
-        chmod 666 "$dev/$name" # mknod heeds the umask
+        chmod 666 "$dev/$name" # mknod applies the umask
     done <<<"null 1 3
 zero 1 5
 full 1 7
@@ -57,7 +56,7 @@ urandom 1 9
 tty 5 0
 fuse 10 229
 net/tun 10 200"
-    # Slurm counts GPUs by their device files; these are /dev/null under another name
+    # Slurm counts GPUs by their device files. These are /dev/null under other names.
     for ((i = 0; i < ${MACHINE_GPUS:-0}; i++)); do
         mknod -m 666 "$dev/nvidia$i" c 1 3
     done
@@ -71,7 +70,7 @@ net/tun 10 200"
     ln -s /proc/self/fd/2 "$dev/stderr"
 }
 
-# bind_folders: show the host's folders and files of MACHINE_BINDS in the machine
+# bind_folders: mount the host's files and folders of MACHINE_BINDS
 bind_folders() {
     local src dst mode
     while IFS='=' read -r src dst mode; do
@@ -82,13 +81,13 @@ bind_folders() {
             mkdir -p "$(dirname "$root$dst")"
             [[ -e $root$dst ]] || touch "$root$dst"
         fi
-        mount --rbind "$src" "$root$dst" || die "cannot show $src as $dst"
+        mount --rbind "$src" "$root$dst" || die "cannot mount $src at $dst"
         [[ $mode != ro ]] || mount -o remount,bind,ro "$root$dst"
     done <<<"${MACHINE_BINDS:-}"
 }
 
-# enter_root STAGE [ARG]...: make $root the root, and go on there with this script's STAGE, on the machine's own bash.
-# pivot_root, not chroot: in a chroot the kernel denies the user namespaces that apptainer needs.
+# enter_root STAGE [ARG]...: make $root the root and continue there with STAGE of this script, in the node's own bash. With
+# pivot_root, because in a chroot the kernel denies the user namespaces that apptainer needs.
 enter_root() {
     install -m 755 "$script" "$root/usr/local/sbin/machine.sh"
     mkdir "$root/.host"
@@ -99,10 +98,10 @@ enter_root() {
     exec /bin/bash /usr/local/sbin/machine.sh "$@"
 }
 
-# ---- on the machine's own files ----
+# ---- with the node's own root ----
 
-# connect NAME: the login machine has a bridge, and each node a cable from its eth0 to that. File 7 is the network
-# of the login machine.
+# connect NAME: set up the network. The login node has a bridge, and each compute node a veth pair from its eth0 to it. File 7
+# is the network namespace of the login node.
 connect() {
     local name=$1 address
     address=$(getent hosts "$name" | cut -d ' ' -f 1)
@@ -114,7 +113,7 @@ connect() {
         return
     fi
     local in_login=(nsenter --net=/proc/self/fd/7)
-    # the cable of a machine that crashed under this name may not have been cleared away yet
+    # The kernel may not have removed the veth of a crashed node of this name yet.
     "${in_login[@]}" ip link delete "$name" 2>/dev/null || true
     ip link add eth0 type veth peer name "$name" netns /proc/self/fd/7
     "${in_login[@]}" ip link set "$name" master bridge up
@@ -122,9 +121,9 @@ connect() {
     ip link set eth0 up
 }
 
-# start_daemons NAME
+# start_daemons NAME: start sshd, munge and Slurm's daemon
 start_daemons() {
-    # /run is new and empty, and no systemd makes these
+    # /run is empty, and there is no systemd to make these
     install -d /run/sshd /run/lock /var/spool/slurmd
     install -d -o munge -g munge /run/munge
     install -d -o slurm -g slurm /var/spool/slurmctld /var/log/slurm
@@ -138,8 +137,8 @@ start_daemons() {
     touch /run/ready # cluster.sh waits for it
 }
 
-# wait_for_end: stay, as process 1, until the owner is gone. File 8 is the owner's folder in the host's /proc: it stays
-# that one process's even if the number is given out again, and a dead process has no exe there.
+# wait_for_end: stay as process 1 until the owner has ended. File 8 is the owner's folder in the host's /proc. It refers to that
+# process even if the pid is reused, and has no exe once the process is dead.
 wait_for_end() {
     while [[ -z ${MACHINE_OWNER:-} || -e /proc/self/fd/8/exe ]]; do
         sleep 1
@@ -154,9 +153,9 @@ case ${1-} in
         echo "$usage"
         ;;
     boot) # NAME
-        [[ $# -eq 2 && -n ${MACHINE_DIR:-} ]] || die "started by cluster.sh only; see machine.sh --help"
+        [[ $# -eq 2 && -n ${MACHINE_DIR:-} ]] || die "only cluster.sh may start it; see machine.sh --help"
         if [[ -n ${MACHINE_OWNER:-} ]]; then
-            [[ -e /proc/$MACHINE_OWNER/exe ]] || die "process $MACHINE_OWNER, the owner, is gone"
+            [[ -e /proc/$MACHINE_OWNER/exe ]] || die "the owner, process $MACHINE_OWNER, has ended"
             exec 8<"/proc/$MACHINE_OWNER"
         fi
         [[ -z ${MACHINE_LOGIN:-} ]] || exec 7<"/proc/$MACHINE_LOGIN/ns/net"
@@ -166,18 +165,18 @@ case ${1-} in
     booted) # NAME
         echo "$2" | tee /etc/hostname >/proc/sys/kernel/hostname
         connect "$2"
-        start_daemons "$2" 7<&- 8<&- # they have no business with the host's files
+        start_daemons "$2" 7<&- 8<&- # without the two files of the host
         wait_for_end
         ;;
     run) # CMD [ARG]...
-        [[ $# -ge 2 && -n ${MACHINE_DIR:-} ]] || die "started by cluster.sh only; see machine.sh --help"
+        [[ $# -ge 2 && -n ${MACHINE_DIR:-} ]] || die "only cluster.sh may start it; see machine.sh --help"
         make_root
         enter_root ran "${@:2}"
         ;;
-    ran) # CMD [ARG]...: a child of this bash, because process 1 gets no signals and must reap
+    ran) # CMD [ARG]...: as a child of this bash, because process 1 ignores signals and must reap zombies
         "${@:2}"
         ;;
     *)
-        die "unknown command '${1-}': started by cluster.sh only; see machine.sh --help"
+        die "unknown command '${1-}'; only cluster.sh may start it, see machine.sh --help"
         ;;
 esac
