@@ -1,11 +1,11 @@
-"""What the container costs: a training step and the start-up, inside and outside, side by side in one run.
+"""The cost of the container: the time of a training step and of the start-up, inside and outside, in one run.
 
     make benchmark
 
-On one node of the test cluster, an ordinary user trains on digits with one process and one thread, in turns by
-`apptainer exec` and by the same locked wheels on the node itself. A step is timed by the trainer (data to update,
-the median of the log lines of a run); start-up is all that is not training: from the command to the end of the
-process, less the time from the run folder's opening to the result.
+On one node of the test cluster, an ordinary user trains on digits with one process and one thread, alternately with
+`apptainer exec` and with the same locked wheels on the node itself. The trainer measures a step (data to update, the median of
+the log lines of a run). Start-up is the rest: the time from the command to the end of the process, less the time from
+opening the run folder to the result.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from conftest import BARE_PYTHON, SIF
 from slurm_cluster import Cluster, bare_binds
@@ -23,29 +24,29 @@ BATCH = 32
 
 
 def train(cluster: Cluster, command: list[str], name: str) -> tuple[float, float]:
-    """One run; the median milliseconds of a step, and the seconds of start-up."""
+    """Train once; return the median of a step in milliseconds, and the start-up in seconds."""
     start = time.monotonic()
     options = ["--epochs", "6", "--batch-size", str(BATCH), "--out", f"runs/{name}"]
     cluster.exec("n1", *command, "-m", "hpctrain", "train_ddp", *options, user="alice", env={"OMP_NUM_THREADS": "1"})
     wall = time.monotonic() - start
     folder = cluster.state / "home/alice/runs" / name
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    # The first epoch is left out: torch chooses its kernels in it.
+    # Without the first epoch, in which torch selects its kernels.
     steps = [1000 * BATCH / line["examples_per_s"] for line in lines if "examples_per_s" in line and line["epoch"] > 1]
     return statistics.median(steps), wall - json.loads((folder / "result.json").read_text())["seconds"]
 
 
 def main() -> None:
-    """Take turns, so that whatever else the machine does falls on both alike; print medians and their ratio."""
-    parser = argparse.ArgumentParser(description="A training step and the start-up, in the container and outside.")
-    parser.add_argument("--turns", type=int, default=7, help="runs of each (default: %(default)s)")
+    """Alternate both, so that other load on the machine affects both; print the medians and their ratio."""
+    parser = argparse.ArgumentParser(description="Measure a training step and the start-up, in the container and outside.")
+    parser.add_argument("--turns", type=int, default=7, help="runs of each way (default: %(default)s)")
     turns = parser.parse_args().turns
     ways = {"container": ["apptainer", "exec", f"/project/{SIF.name}", "python"], "bare": [BARE_PYTHON]}
     steps: dict[str, list[float]] = {way: [] for way in ways}
     starts: dict[str, list[float]] = {way: [] for way in ways}
     with Cluster(nodes=1, binds={SIF: f"/project/{SIF.name}", **bare_binds(SIF)}) as cluster:
         for turn in range(turns + 1):
-            # Who goes first changes from turn to turn; turn 0 warms the page cache and does not count.
+            # The order changes from turn to turn. Turn 0 warms the page cache and does not count.
             for way in sorted(ways, reverse=turn % 2 == 1):
                 step, start = train(cluster, ways[way], f"{way}-{turn}")
                 if turn:

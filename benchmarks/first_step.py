@@ -1,7 +1,7 @@
-"""What benchmarks/launch.py submits: train_ddp up to its first step, with the time at which each part of the start ended.
+"""The job of benchmarks/launch.py: train_ddp up to its first step, with the time at which each part of the start ended.
 
-Every rank prints one line of JSON: the names of the parts and the seconds since the epoch. No import of ours at the top: the
-first time is that of the interpreter's first line.
+Every rank prints one line of JSON: the names of the parts, and the end of each in seconds since 1970. The first mark is taken
+before anything else is imported.
 """
 
 import time
@@ -24,28 +24,28 @@ from hpctrain.vision import train_ddp  # noqa: E402
 from hpctrain.world import detect  # noqa: E402
 
 marks["import the rest"] = time.time()
-meet = train_ddp.process_group
+process_group = train_ddp.process_group
 
 
 @contextmanager
-def met(*args: Any) -> Iterator[None]:  # noqa: ANN401
-    """The ranks' meeting, with a mark behind it."""
-    with meet(*args):
-        marks["ranks meet"] = time.time()
+def marked_process_group(*args: Any) -> Iterator[None]:  # noqa: ANN401
+    """process_group() with a mark after the rendezvous."""
+    with process_group(*args):
+        marks["rendezvous of the ranks"] = time.time()
         yield
 
 
 def first_step(run: Run) -> NoReturn:
-    """In the place of Run.step(): print the marks and end."""
+    """Replaces Run.step(): print the marks and exit."""
     marks["first step"] = time.time()
     print("marks", json.dumps(marks), flush=True)
     raise SystemExit(0)
 
 
 def start_epoch(run: Run, epoch: int, steps: int) -> None:
-    """In the place of Run.start_epoch()."""
+    """Replaces Run.start_epoch(): set a mark."""
     marks["data, run folder, model"] = time.time()
 
 
-train_ddp.process_group, Run.step, Run.start_epoch = met, first_step, start_epoch
+train_ddp.process_group, Run.step, Run.start_epoch = marked_process_group, first_step, start_epoch
 train_ddp.main(detect(), sys.argv[1:])

@@ -1,10 +1,10 @@
-"""What an image weighs, by what it consists of, and how long it takes to start, cold and warm.
+"""The size of an image, part by part, and its start-up time, cold and warm.
 
     .venv/bin/python benchmarks/images.py hpctrain-*.sif
 
-On a node of the test cluster. Sizes are in MB (10^6 bytes): of what is in a part, and of that packed on its own as in the SIF.
-An ordinary user starts it; cold means that nothing of the SIF is in memory, as on a node that has not run it yet. The disk is
-this machine's, not a parallel file system.
+On a node of the test cluster. Sizes are in MB (10^6 bytes): the files of a part, and these files compressed on their own as in
+the SIF. An ordinary user starts it. Cold means that nothing of the SIF is in the page cache, as on a node that has not run it
+yet. The disk is this machine's, not a parallel file system.
 """
 
 import argparse
@@ -16,13 +16,13 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "containers"))
 from sif import squashfs
 from slurm_cluster import Cluster
 
 PACKAGES = "opt/hpctrain/lib/python3.11/site-packages/"
-PARTS: dict[str, str | tuple[str, ...]] = {  # the first whose name a path begins with
+PARTS: dict[str, str | tuple[str, ...]] = {  # a path belongs to the first part with a prefix of it
     "NVIDIA's libraries": (PACKAGES + "nvidia", PACKAGES + "cusparselt/"),
     "torch": PACKAGES + "torch/",
     "triton": PACKAGES + "triton",
@@ -34,7 +34,7 @@ PARTS: dict[str, str | tuple[str, ...]] = {  # the first whose name a path begin
 }
 PACK = (
     "tar --create --null --files-from=- | "
-    "mksquashfs - /tmp/part -tar -noappend -comp zstd -Xcompression-level 3 -all-root -no-xattrs"  # as apptainer/build.sh
+    "mksquashfs - /tmp/part -tar -noappend -comp zstd -Xcompression-level 3 -all-root -no-xattrs"  # as apptainer/build_sif.sh
 )
 STARTS = {
     "true": ["true"],
@@ -44,7 +44,7 @@ STARTS = {
 
 
 def weigh(cluster: Cluster, sif: Path) -> dict[str, tuple[int, int]]:
-    """For each part, the bytes of its files and of these packed."""
+    """For each part, the bytes of its files, and the bytes of these files compressed."""
     offset = str(squashfs(sif))
     cluster.exec("n1", "unsquashfs", "-quiet", "-no-progress", "-o", offset, "-d", "/project/unpacked", f"/project/{sif.name}")
     root = cluster.host_path("/project/unpacked")
@@ -65,7 +65,7 @@ def weigh(cluster: Cluster, sif: Path) -> dict[str, tuple[int, int]]:
 
 
 def start(cluster: Cluster, sif: Path, what: str, cold: bool) -> float:
-    """The seconds that one start took."""
+    """Start the image once, as alice; return the seconds."""
     if cold:
         with sif.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -75,12 +75,12 @@ def start(cluster: Cluster, sif: Path, what: str, cold: bool) -> float:
 
 
 def main() -> None:
-    """Each SIF in turn; the median of the turns."""
-    parser = argparse.ArgumentParser(description="What an image weighs, and how long it takes to start.")
-    parser.add_argument("sif", type=Path, nargs="+", help="SIFs that make sif has made")
-    parser.add_argument("--turns", type=int, default=5, help="starts of each (default: %(default)s)")
+    """Measure each SIF; print the medians of its turns."""
+    parser = argparse.ArgumentParser(description="Measure the size of an image, part by part, and its start-up time.")
+    parser.add_argument("sif", type=Path, nargs="+", help="SIFs from make sif")
+    parser.add_argument("--turns", type=int, default=5, help="starts of each kind (default: %(default)s)")
     options = parser.parse_args()
-    subprocess.run(["sync"], check=True)  # what is not written yet cannot leave the memory
+    subprocess.run(["sync"], check=True)  # dirty pages cannot be dropped from the page cache
     with Cluster(nodes=1, binds={sif.resolve(): f"/project/{sif.name}" for sif in options.sif}) as cluster:
         for sif in options.sif:
             print(f"\n{sif.name}: {sif.stat().st_size / 1e6:.0f} MB\n{'MB':24}{'files':>8}{'packed':>8}")

@@ -1,9 +1,9 @@
-"""From sbatch to the first training step, split into its parts, for apptainer and bare, in turns in one run.
+"""The time from sbatch to the first training step, part by part, with apptainer and on the bare node, in one run.
 
     make benchmark
 
-On the test cluster, an ordinary user submits the shipped scripts for 2 nodes with 2 ranks each. The parts follow each other:
-where the ranks differ the last one counts, because all wait for it.
+On the test cluster, an ordinary user submits the shipped scripts for 2 nodes with 2 ranks each. Each part starts where the one
+before it ends, at the last rank, because all ranks wait for that one.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from conftest import SIF
 from slurm_cluster import Cluster, bare_binds
@@ -24,12 +25,12 @@ SCRIPT = "benchmarks/first_step.py"
 WAYS = {
     "apptainer": (["launch/apptainer_ddp.sh", SCRIPT], {}),
     "apptainer, SIF broadcast": (["launch/apptainer_ddp.sh", "--broadcast", SCRIPT], {}),
-    "bare": (["launch/modules_ddp.sh", SCRIPT], {"HPCTRAIN_ENV": "/opt/hpctrain"}),
+    "bare": (["launch/modules_ddp.sh", SCRIPT], {"HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"}),
 }
 
 
 def launch(cluster: Cluster, way: str, name: str) -> dict[str, float]:
-    """One job; the seconds that each part took, in order."""
+    """Run one job; return the seconds of each part, in order."""
     command, env = WAYS[way]
     submitted = time.time()
     job = cluster.submit(*command, "--out", f"runs/{name}", cwd=HOME, env=env)
@@ -50,9 +51,9 @@ def launch(cluster: Cluster, way: str, name: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Take turns, so that whatever else the machine does falls on all alike; print the medians."""
-    parser = argparse.ArgumentParser(description="From sbatch to the first step, split into its parts.")
-    parser.add_argument("--turns", type=int, default=7, help="jobs of each (default: %(default)s)")
+    """Alternate the ways, so that other load on the machine affects all; print the medians."""
+    parser = argparse.ArgumentParser(description="Measure the time from sbatch to the first training step, part by part.")
+    parser.add_argument("--turns", type=int, default=7, help="jobs of each way (default: %(default)s)")
     turns = parser.parse_args().turns
     seen: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with Cluster(nodes=2, binds={SIF: f"/project/{SIF.name}", **bare_binds(SIF)}) as cluster:

@@ -1,14 +1,14 @@
-"""Training on reviews in four ways, in turns in one run: as tutorials do it, by Hugging Face's Trainer (twice), and ours.
+"""Train on film reviews in four ways that take turns in one run: a tutorial's loop, Hugging Face's Trainer (twice), hpctrain.
 
     python benchmarks/nlp.py --data nsmc
     torchrun --nproc-per-node 2 benchmarks/nlp.py --data nsmc
     python benchmarks/nlp.py --data nsmc --size base --precision bf16      on a GPU
 
-All ways get the same tokens, first weights, AdamW, learning rates, gradient clipping and batch size, and as many examples; what
-differs is which examples meet in a batch, how they are padded, and the loop around the model. Only that loop is timed: from the
-first forward pass to the end of the last step. Each turn has a seed of its own, so that the losses show what is chance.
+All ways get the same tokens, initial weights, AdamW, learning rates, gradient clipping, batch size, and number of examples. They
+differ in which examples share a batch, in the padding, and in the loop around the model. Only that loop is timed: from the first
+forward pass to the end of the last step. Each turn has its own seed, so that the losses show what is chance.
 
-On a machine that others use, too, set OMP_NUM_THREADS=1: threads that wait for each other waste most of their time there.
+On a shared machine, set OMP_NUM_THREADS=1: threads that wait for each other waste most of their time there.
 """
 
 import argparse
@@ -34,20 +34,28 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from hpctrain.cli import positive
 from hpctrain.lightning_plugins import make_trainer, quiet
-from hpctrain.nlp import batches, data, finetune, models
+from hpctrain.nlp import data
 from hpctrain.nlp.classify import TASK
-from hpctrain.nlp.features import Features, cached, fingerprint
-from hpctrain.run import Run, positive
-from hpctrain.world import World, all_or_none, choose_device, detect, process_group
+from hpctrain.nlp.features import Features, load_or_make, make_cache_key
+from hpctrain.nlp.finetune import load_model
+from hpctrain.nlp.lightning_module import FineTuneModule
+from hpctrain.nlp.model_folder import load_tokenizer
+from hpctrain.nlp.options import parse_options
+from hpctrain.nlp.sampling import BatchSampler, evaluation_batches, make_loader
+from hpctrain.nlp.scratch import SIZES, create_model
+from hpctrain.rendezvous import all_or_none, broadcast, process_group
+from hpctrain.run import Run
+from hpctrain.world import World, choose_device, detect
 
-# Layers, width and vocabulary of KcBERT; the other sizes are those of --from-scratch.
+# Layers, hidden size and vocabulary of KcBERT; the other sizes are those of --from-scratch.
 KCBERT = {"base": (12, 768, 30_000), "large": (24, 1024, 30_000)}
-WARM_UP = 4  # steps of each way before the first turn, in which torch chooses its kernels
+WARM_UP = 4  # steps of each way before the first turn, while torch chooses its kernels
 
 
 class Setting(NamedTuple):
-    """What all ways have in common; `args` are the options of `hpctrain nlp.classify`."""
+    """What all ways have in common; `args` are options of `hpctrain nlp.classify`."""
 
     world: World
     device: torch.device
@@ -59,37 +67,37 @@ class Setting(NamedTuple):
 
     @property
     def share(self) -> int:
-        """Examples of a batch that a rank gets."""
+        """Examples of a batch on each rank."""
         return self.args.batch_size // self.world.size
 
     @property
     def steps(self) -> int:
-        """Steps of training, an epoch."""
+        """Training steps: one epoch."""
         return len(self.train.lengths) // self.args.batch_size
 
     @property
     def warm_up(self) -> int:
-        """Steps in which the learning rate goes up."""
+        """Steps in which the learning rate rises."""
         return round(self.args.warmup * self.steps)
 
 
-def rows(features: Features) -> list[dict[str, Any]]:
-    """The features as tokenizers of transformers give them: lists, one example each."""
-    found = []
+def make_rows(features: Features) -> list[dict[str, Any]]:
+    """The features as tokenizers of transformers return them: one dictionary of lists for each example."""
+    rows = []
     for i, (start, end) in enumerate(zip(features.starts[:-1], features.starts[1:], strict=True)):
         tokens = {name: flat[start:end].tolist() for name, flat in features.tokens.items()}
-        found.append(tokens | {"attention_mask": [1] * int(end - start), "labels": int(features.values["labels"][i])})
-    return found
+        rows.append(tokens | {"attention_mask": [1] * int(end - start), "labels": int(features.values["labels"][i])})
+    return rows
 
 
-# --- the ways; each trains the model for an epoch ---
+# --- the ways; each trains the model for one epoch ---
 
 
-class Padded(Dataset):
-    """All examples padded to --max-length beforehand, given one at a time."""
+class PaddedDataset(Dataset):
+    """All examples padded to --max-length in advance, one at a time."""
 
     def __init__(self, setting: Setting) -> None:
-        self._rows = rows(setting.train)
+        self._rows = make_rows(setting.train)
         for row in self._rows:
             missing = setting.args.max_length - len(row["input_ids"])
             for name in row.keys() - {"labels"}:
@@ -102,12 +110,12 @@ class Padded(Dataset):
         return {name: torch.tensor(value) for name, value in self._rows[i].items()}
 
 
-def tutorials(setting: Setting, model: PreTrainedModel) -> None:
-    """As in the notebooks for NSMC: fp32, every review as long as the longest may be."""
+def train_as_in_tutorials(setting: Setting, model: PreTrainedModel) -> None:
+    """As in notebooks for NSMC: fp32, every review padded to --max-length."""
     args, world = setting.args, setting.world
     torch.manual_seed(args.seed)
     model = model.to(setting.device)
-    reviews = Padded(setting)
+    reviews = PaddedDataset(setting)
     sampler = DistributedSampler(reviews, seed=args.seed, drop_last=True) if world.size > 1 else None
     loader = DataLoader(reviews, batch_size=setting.share, shuffle=sampler is None, sampler=sampler, drop_last=True)
     groups = [
@@ -126,8 +134,8 @@ def tutorials(setting: Setting, model: PreTrainedModel) -> None:
         scheduler.step()
 
 
-def hugging_face(setting: Setting, model: PreTrainedModel, order: str) -> None:
-    """The Trainer of transformers with its defaults: padded to the longest of a batch, the batches drawn in this order."""
+def train_with_trainer(setting: Setting, model: PreTrainedModel, order: str) -> None:
+    """The Trainer of transformers with its defaults: padded to the longest text of a batch, batches sampled in this order."""
     args = setting.args
     trainer = transformers.Trainer(
         model=model,
@@ -148,39 +156,39 @@ def hugging_face(setting: Setting, model: PreTrainedModel, order: str) -> None:
             disable_tqdm=True,
             log_level="error",
         ),
-        train_dataset=rows(setting.train),
+        train_dataset=make_rows(setting.train),
         processing_class=setting.tokenizer,
     )
     trainer.train()
 
 
-def ours(setting: Setting, model: PreTrainedModel) -> None:
-    """What `hpctrain nlp.classify` does."""
+def train_with_hpctrain(setting: Setting, model: PreTrainedModel) -> None:
+    """As `hpctrain nlp.classify` does."""
     args, world, train = setting.args, setting.world, setting.train
     run = Run(world, "nlp.classify", args, setting.device)
-    module = finetune.FineTune(TASK, model, setting.labels, args, run, setting.steps)
-    reviews = finetune.Batches(train, {**TASK.padding, "input_ids": setting.tokenizer.pad_token_id})
-    loader = DataLoader(reviews, sampler=finetune.Shuffled(train, args, world), batch_size=None)
+    module = FineTuneModule(TASK, model, setting.labels, args, run, setting.steps)
+    padding = {**TASK.padding, "input_ids": setting.tokenizer.pad_token_id}
+    loader = make_loader(train, padding, BatchSampler(train, world, args.batch_size, args.seed, args.accumulate))
     make_trainer(run, args, setting.device, bare=lambda module: module.model).fit(module, loader)
 
 
 WAYS: dict[str, Callable[[Setting, PreTrainedModel], None]] = {
-    "(a) tutorials": tutorials,
-    "(b1) Trainer": partial(hugging_face, order="random"),
-    "(b2) Trainer, group_by_length": partial(hugging_face, order="group_by_length"),
-    "(c) ours": ours,
+    "(a) tutorial": train_as_in_tutorials,
+    "(b1) Trainer": partial(train_with_trainer, order="random"),
+    "(b2) Trainer, group_by_length": partial(train_with_trainer, order="group_by_length"),
+    "(c) hpctrain": train_with_hpctrain,
 }
 
 
-# --- what is measured ---
+# --- measuring ---
 
 
 class Meter:
-    """By hooks of torch, and so alike for all ways: the tokens that the model is given, and the time of all steps."""
+    """Counts the tokens that the model gets and times all steps, with hooks of torch and therefore equally for all ways."""
 
     def __init__(self, setting: Setting, model: PreTrainedModel) -> None:
         self._setting, self._left = setting, setting.steps
-        self._seen: list[Tensor] = []  # examples, real tokens and all tokens of each forward pass
+        self._seen: list[Tensor] = []  # examples, tokens without padding, and all tokens of each forward pass
         self.began, self.ended = 0.0, float("nan")
         self._hooks = [
             model.register_forward_pre_hook(self._forward, with_kwargs=True),
@@ -199,11 +207,11 @@ class Meter:
 
     def _step(self, *_: Any) -> None:  # noqa: ANN401
         self._left -= 1
-        if self._left == 0:  # the work after the last step is no training
+        if self._left == 0:  # anything after the last step is not training
             self.ended = self._now()
 
     def read(self) -> dict[str, float]:
-        """Take the hooks away; the numbers of all ranks together."""
+        """Remove the hooks; returns the numbers over all ranks."""
         for hook in self._hooks:
             hook.remove()
         assert self._left == 0, f"{self._left} of {self._setting.steps} steps are missing"
@@ -218,10 +226,10 @@ class Meter:
 
 @torch.inference_mode()
 def evaluate(setting: Setting, model: PreTrainedModel) -> dict[str, float]:
-    """Loss and accuracy over the held-out reviews in fp32, for all ways by the same lines."""
+    """Loss and accuracy over the held-out reviews in fp32, with the same code for all ways."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=setting.device)
-    for index in batches.for_evaluation(setting.held_out.lengths, 64, setting.world):
+    for index in evaluation_batches(setting.held_out.lengths, 64, setting.world.rank, setting.world.size):
         batch = setting.held_out.batch(index, {"input_ids": setting.tokenizer.pad_token_id})
         batch = {name: column.to(setting.device) for name, column in batch.items() if name != "units"}
         output = model(**batch)
@@ -234,27 +242,27 @@ def evaluate(setting: Setting, model: PreTrainedModel) -> dict[str, float]:
 
 
 def measure(setting: Setting, way: str, seed: int, out: Path) -> dict[str, float]:
-    """Train a new model this way, and evaluate it."""
+    """Train a new model in this way, and evaluate it."""
     args = argparse.Namespace(**vars(setting.args) | {"seed": seed, "out": out})
     setting = setting._replace(args=args)
-    model = finetune.load_model(TASK, Path(args.model), setting.tokenizer, setting.labels, args)
+    model = load_model(TASK, Path(args.model), setting.tokenizer, setting.labels, args)
     meter = Meter(setting, model)
-    with redirect_stdout(sys.stderr):  # what the trainers say of their progress
+    with redirect_stdout(sys.stderr):  # the progress of the trainers
         WAYS[way](setting, model)
-    found = meter.read() | evaluate(setting, model.to(setting.device))
+    numbers = meter.read() | evaluate(setting, model.to(setting.device))
     if setting.device.type == "cuda":
         torch.cuda.empty_cache()
-    return found
+    return numbers
 
 
 # --- the run ---
 
 
 def prepare(args: argparse.Namespace, world: World, device: torch.device, folder: Path) -> Setting:
-    """Tokenizer and first weights in `folder`, where all ranks find them, and the reviews as tokens."""
-    reviews = data.load("classify", args.data, [])  # a line that cannot be read is left out
+    """Write tokenizer and initial weights into `folder`, which all ranks share, and tokenize the reviews."""
+    reviews = data.load_splits(TASK, args.data, [])  # malformed lines are skipped
     texts = reviews["train"]
-    with all_or_none(world):  # until the folder is there
+    with all_or_none(world):  # the others wait for the folder
         if world.rank == 0:
             shape = args.size
             if args.size in KCBERT:
@@ -263,47 +271,51 @@ def prepare(args: argparse.Namespace, world: World, device: torch.device, folder
                 config |= {"model_type": "bert", "intermediate_size": 4 * width, "vocab_size": vocabulary}
                 shape = str(folder / "shape.json")
                 Path(shape).write_text(json.dumps(config), encoding="utf-8")
-            models.from_scratch(folder / "model", shape, TASK.kind, [review.text for review in texts], args.seed, args.max_length)
+            create_model(folder / "model", shape, TASK.kind, [review.text for review in texts], args.seed, args.max_length)
     with all_or_none(world):
-        tokenizer = models.tokenizer_of(folder / "model")
+        tokenizer = load_tokenizer(folder / "model")
     options = {"--model": folder / "model", "--batch-size": args.batch_size, "--max-length": args.max_length}
     options |= {"--precision": args.precision, "--lr": args.lr, "--epochs": 1}
-    options = finetune.parse(TASK, [str(x) for pair in options.items() for x in pair])
+    options = parse_options(TASK, [str(x) for pair in options.items() for x in pair])
 
-    labels = TASK.labels(texts)
+    labels = TASK.collect_labels(texts)
     began = time.perf_counter()
     if world.rank == 0:
-        everything = TASK.tokenise(tokenizer, texts, labels, args.max_length, 0)
+        everything = TASK.tokenize(tokenizer, texts, labels, args.max_length, 0)
         print(
-            f"tokenising: {len(texts):,} reviews in {time.perf_counter() - began:.1f} s, {everything.lengths.sum():,} tokens, "
-            f"{everything.lengths.mean():.1f} each",
+            f"tokenizing: {len(texts):,} reviews in {time.perf_counter() - began:.1f} s, {everything.lengths.sum():,} tokens, "
+            f"mean {everything.lengths.mean():.1f}",
             flush=True,
         )
     os.environ["HPCTRAIN_CACHE"] = str(folder / "cache")
     wanted = args.examples // args.batch_size * args.batch_size
     parts = {"train": (texts * -(-wanted // len(texts)))[:wanted], "test": reviews["test"][: args.held_out]}
     train, held_out = (
-        cached(fingerprint(part), partial(TASK.tokenise, tokenizer, part, labels, args.max_length, 0), world)
+        load_or_make(make_cache_key(part), partial(TASK.tokenize, tokenizer, part, labels, args.max_length, 0), world)
         for part in parts.values()
     )
     return Setting(world, device, options, tokenizer, labels, train, held_out)
 
 
-def head(features: Features, n: int) -> Features:
-    """The first n features."""
+def take_first(features: Features, n: int) -> Features:
+    """The first n features, without copying."""
     tokens = {name: flat[: features.starts[n]] for name, flat in features.tokens.items()}
     values = {name: column[:n] for name, column in features.values.items()}
     return Features(features.starts[: n + 1], tokens, values, features.example[:n], features.cut)
 
 
-def table(seen: dict[str, list[dict[str, float]]]) -> str:
-    """Medians over the turns. Ratios are those within a turn, because the machine may have changed its pace between them."""
+def format_table(results: dict[str, list[dict[str, float]]]) -> str:
+    """A Markdown table of medians over the turns.
+
+    Ratios are taken within a turn, because the speed of the machine may change between turns.
+    """
     lines = [
-        "| way | examples/s | of (a) | (c) of it | real tokens/s | share of real tokens | evaluation loss (range) | accuracy |",
+        "| way | examples/s | relative to (a) | (c) relative to it | real tokens/s | share of real tokens "
+        "| evaluation loss (range) | accuracy |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    (first, *_, last) = seen.values()
-    for way, turns in seen.items():
+    (first, *_, last) = results.values()
+    for way, turns in results.items():
         median = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
         speeds = [[turn["examples/s"] for turn in some] for some in (turns, first, last)]
         of_a = statistics.median(this / a for this, a, _ in zip(*speeds, strict=True))
@@ -317,20 +329,37 @@ def table(seen: dict[str, list[dict[str, float]]]) -> str:
 
 
 def main() -> None:
-    """Take turns, so that whatever else the machine does falls on all alike; print a table of medians."""
-    parser = argparse.ArgumentParser(description="Training on reviews: tutorials, Hugging Face's Trainer, and ours.")
+    """Run all ways in turns, so that other load on the machine affects them equally; print a table of medians."""
+    parser = argparse.ArgumentParser(
+        description="Compare training on film reviews: a tutorial's loop, Hugging Face's Trainer, and hpctrain."
+    )
     add = parser.add_argument
-    add("--data", type=Path, help="folder of NSMC (default: our sample, again and again, which shows only that all runs)")
-    add("--size", choices=[*models.SIZES, "large"], default="tiny", help="of the model, which is new (default: %(default)s)")
-    add("--examples", type=positive(int), default=9600, help="to train on in each turn (default: %(default)s)")
-    add("--held-out", type=positive(int), default=2000, help="to evaluate on (default: %(default)s)")
-    add("--batch-size", type=positive(int), default=32, help="of all ranks together (default: %(default)s)")
-    add("--max-length", type=positive(int), default=128, help="tokens (default: %(default)s)")
-    add("--lr", type=positive(float), default=5e-4, help="highest learning rate (default: %(default)s)")
-    add("--precision", choices=["fp32", "bf16"], default="fp32", help="of (b) and (c); (a) is fp32 (default: %(default)s)")
-    add("--turns", type=positive(int), default=3, help="runs of each way (default: %(default)s)")
-    add("--seed", type=int, default=1, help="of the first turn (default: %(default)s)")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: a GPU where there is one)")
+    add("--data", type=Path, help="folder of NSMC (default: the sample data, repeated: only shows that everything runs)")
+    add(
+        "--size",
+        choices=[*SIZES, "large"],
+        default="tiny",
+        help="size of the model, which is created from scratch (default: %(default)s)",
+    )
+    add("--examples", type=positive(int), default=9600, help="training examples in each turn (default: %(default)s)")
+    add("--held-out", type=positive(int), default=2000, help="evaluation examples (default: %(default)s)")
+    add("--batch-size", type=positive(int), default=32, help="global batch size (default: %(default)s)")
+    add("--max-length", type=positive(int), default=128, help="maximum length of a text in tokens (default: %(default)s)")
+    add("--lr", type=positive(float), default=5e-4, help="peak learning rate (default: %(default)s)")
+    add(
+        "--precision",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="precision of (b) and (c); (a) uses fp32 (default: %(default)s)",
+    )
+    add("--turns", type=positive(int), default=3, help="number of runs of each way (default: %(default)s)")
+    add("--seed", type=int, default=1, help="seed of the first turn (default: %(default)s)")
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="device to train on; auto: a GPU if there is one (default: %(default)s)",
+    )
     args = parser.parse_args()
     quiet()
     transformers.logging.set_verbosity_error()
@@ -339,31 +368,29 @@ def main() -> None:
     ways = list(WAYS)
     if find_spec("accelerate") is None:
         ways = [way for way in ways if not way.startswith("(b")]
-    seen: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-    with process_group(world, device), tempfile.TemporaryDirectory(prefix="hpctrain-") as made:
-        folders = [made]
-        if world.size > 1:
-            dist.broadcast_object_list(folders)
-        folder = Path(folders[0])
+    results: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    with process_group(world, device), tempfile.TemporaryDirectory(prefix="hpctrain-") as temporary:
+        folder = Path(broadcast(world, temporary))
         setting = prepare(args, world, device, folder)
-        short = setting._replace(train=head(setting.train, min(setting.steps, WARM_UP) * args.batch_size))
+        short = setting._replace(train=take_first(setting.train, min(setting.steps, WARM_UP) * args.batch_size))
         for way in ways:
             measure(short, way, args.seed, folder / f"warm-up-{way[:4]}")
         for turn in range(args.turns):
-            # Who goes first changes from turn to turn.
+            # The order is reversed in every second turn.
             for way in sorted(ways, reverse=turn % 2 == 1):
-                found = measure(setting, way, args.seed + turn, folder / f"{turn}-{way[:4]}")
-                seen[way].append(found)
+                numbers = measure(setting, way, args.seed + turn, folder / f"{turn}-{way[:4]}")
+                results[way].append(numbers)
                 if world.rank == 0:
-                    numbers = "  ".join(f"{name} {value:.4g}" for name, value in found.items())
-                    print(f"turn {turn + 1}  {way:30} {numbers}", flush=True)
+                    text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+                    print(f"turn {turn + 1}  {way:30} {text}", flush=True)
     if world.rank == 0:
         print(
             f"\n{args.size}, {setting.steps * args.batch_size:,} reviews in batches of {args.batch_size}, {args.precision} on "
-            f"{world.size} x {device.type} with {torch.get_num_threads()} threads, medians of {args.turns}:\n\n{table(seen)}"
+            f"{world.size} x {device.type} with {torch.get_num_threads()} threads, medians of {args.turns}:\n\n"
+            f"{format_table(results)}"
         )
         if len(ways) < len(WAYS):
-            print("\n(b) is left out, because Hugging Face's Trainer needs accelerate, which is not here: pip install accelerate")
+            print("\n(b) was skipped: Hugging Face's Trainer needs accelerate, which is not installed: pip install accelerate")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the tests share: the real data, the image, and a small supercomputer with the project in a user's home."""
+"""Shared fixtures: the real data, the image, and a test cluster with the project in a user's home folder."""
 
 import os
 from collections.abc import Iterator
@@ -6,25 +6,50 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-import torch
 from slurm_cluster import REPOSITORY, Cluster, bare_binds
 
 SIF = REPOSITORY / "hpctrain-cpu.sif"
 DATA = Path(os.environ.get("HPCTRAIN_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
 STANDINS = REPOSITORY / "tests/standins"
 IMAGE_TAR = REPOSITORY / "build/hpctrain-cpu.tar"
-# the Python environment of the image, outside of it: see the fixture `site`
+# the Python environment of the image on a node without a container: see the fixture `site`
 BARE_PYTHON = "/opt/hpctrain/bin/python"
+
+# Before a test imports torch. Threads that wait for a core that another test uses spin, and a run takes three times as long.
+# The launch scripts set the other two as well.
+os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "536870912"}
+
+
+def write_digits(folder: Path, train: int = 320, test: int = 80) -> Path:
+    """Write some of the bundled digits in the format of MNIST, for runs that are not about the accuracy."""
+    from hpctrain.vision.data import load_digits
+
+    folder.mkdir()
+    for part, images, n in zip(("train", "t10k"), load_digits(), (train, test), strict=True):
+        for name, values in (("images-idx3", images.pixels[:n]), ("labels-idx1", images.labels[:n].to(images.pixels.dtype))):
+            header = bytes([0, 0, 8, values.dim()]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+            (folder / f"{part}-{name}-ubyte").write_bytes(header + values.numpy().tobytes())
+    return folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--no-skip", action="store_true", help="a skipped test is a failure, as in .ci/run")
-    parser.addoption("--write-table", action="store_true", help="test_matrix.py writes what it saw pass into README.md")
+    parser.addoption("--no-skip", action="store_true", help="treat a skipped test as a failure, as .ci/run does")
+    parser.addoption("--write-table", action="store_true", help="let test_matrix.py write its results into README.md")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast ones first."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+# The files that take minutes, longest first: otherwise the last of them runs alone, beside an idle core.
+LONG_FILES = ["launch", "image", "matrix", "readme", "nlp_cluster", "publish", "train", "nlp_models", "sanity", "world", "check"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the fast tests first; where two files run at a time, the files that take minutes."""
+
+    def order(item: pytest.Item) -> tuple[int, bool]:
+        name = item.path.stem.removeprefix("test_")
+        place = LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
+        return place if hasattr(config, "workerinput") else 0, item.get_closest_marker("slow") is not None
+
+    items.sort(key=order)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -38,26 +63,27 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def mnist() -> Path:
-    """The folder of the real MNIST."""
+    """The folder of the real MNIST data."""
     if not (DATA / "mnist").is_dir():
-        pytest.skip(f"no MNIST in {DATA}: HPCTRAIN_TEST_DATA names a folder that has it as mnist/")
+        pytest.skip(f"there is no MNIST in {DATA}; set HPCTRAIN_TEST_DATA to a folder with mnist/")
     return DATA / "mnist"
 
 
 @pytest.fixture(scope="session")
 def sif() -> Path:
-    """The image, as make sif makes it."""
+    """The SIF that make sif builds."""
     if not SIF.exists():
-        pytest.skip(f"{SIF.name} is not built: make sif")
+        pytest.skip(f"there is no {SIF.name}; run make sif")
     return SIF
 
 
 @pytest.fixture(scope="session")
 def site(sif: Path) -> Iterator[Cluster]:
-    """Four nodes; alice has the project in ~/hpctrain with the image in it. The real data, if there are any, are /project/data.
+    """A cluster of four nodes. alice has the project in ~/hpctrain, with the image in it, and owns /project/alice.
 
-    The nodes also have BARE_PYTHON, which `module load pytorch` puts on PATH, the archive of the image in /project
-    for podman-hpc, and stand-ins of what cannot be had, in /opt/standins. /project/alice is a folder of alice.
+    The nodes also have BARE_PYTHON, which `module load pytorch` puts on PATH, the archive of the image in /project for
+    podman-hpc, stand-ins for software that is not available in /opt/standins, and the real data, if any, in /project/data.
+    ~/hpctrain/digits is a small data set.
     """
     if reason := slurm_cluster.missing():
         pytest.skip(reason)
@@ -69,32 +95,24 @@ def site(sif: Path) -> Iterator[Cluster]:
     with Cluster(nodes=4, binds=binds) as cluster:
         cluster.install("alice")
         cluster.exec("login", "mkdir", "/project/alice", user="alice")
+        write_digits(cluster.host_path("/home/alice/hpctrain/digits"))
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def cluster(site: Cluster) -> Cluster:
-    """The same under the name that most tests use."""
+    """The fixture `site` under the name that most tests use."""
     return site
 
 
 @pytest.fixture(scope="session")
 def podman_image(site: Cluster) -> dict[str, str]:
-    """Loads the image into podman-hpc, for alice, as hpctrain:cpu; the variables that jobs need to find it there."""
+    """Load the image into podman-hpc as hpctrain:cpu for alice; the value is the variables that select it in jobs."""
     if not IMAGE_TAR.exists():
-        pytest.skip(f"no {IMAGE_TAR.name} for podman-hpc: make image")
+        pytest.skip(f"there is no {IMAGE_TAR.name} for podman-hpc; run make image")
     env = {"SCRATCH": "/project/alice"}
     site.exec("login", "podman-hpc", "load", "--quiet", f"--input=/project/{IMAGE_TAR.name}", user="alice", env=env)
     site.exec("login", "podman-hpc", "migrate", "hpctrain:cpu", user="alice", env=env)
-    # migrate returns 0 even when it fails
+    # migrate returns 0 even if it fails
     assert list(site.host_path("/project/alice/storage/overlay/l").glob("*.squash"))
     return env
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """A tiny model gains nothing from more threads, and loses much where others want the cores, too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""make test-cuda FLAVOR=cu130: an image with CUDA on the cluster, with ranks on CPUs, as nothing here has a GPU.
+"""make test-cuda FLAVOR=cu130: an image with CUDA on the cluster. There is no GPU here, so the ranks run on CPUs.
 
 Not a part of `make test`, which would have to build another image.
 """
@@ -17,7 +17,7 @@ from slurm_cluster import REPOSITORY, Cluster
 FLAVOR = os.environ["FLAVOR"]
 SIF = REPOSITORY / f"hpctrain-{FLAVOR}.sif"
 HOME = "/home/alice/hpctrain"
-# bytes, at most; what torch and Horovod have kernels for
+# maximum size in bytes; the architectures of torch's and Horovod's kernels
 SIZE = {"cu130": 3.2e9, "cu126": 3.4e9}
 ARCHITECTURES = {
     "cu130": {"sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"},
@@ -27,14 +27,14 @@ ARCHITECTURES = {
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes, and the image where the scripts look for it: in the folder of the project."""
+    """Two nodes, with the image in the project folder, where the scripts look for it."""
     with Cluster(nodes=2, binds={SIF: f"/project/{SIF.name}"}) as cluster:
         cluster.install("alice")
         yield cluster
 
 
 def inside(cluster: Cluster, *command: str) -> str:
-    """What a command in the image says to alice on a node."""
+    """The output of a command in the image, run by alice on a node."""
     done = cluster.exec("n1", "apptainer", "exec", f"/project/{SIF.name}", *command, user="alice", timeout=600)
     print(done.stdout)
     return done.stdout
@@ -54,8 +54,8 @@ def test_it_holds_the_locked_versions(cluster):
 
 
 def test_it_passes_its_check(cluster):
-    """All packages import, there is one copy of each library of CUDA, sums by torch, MPI and Horovod are right, and more."""
-    shown = inside(cluster, "/opt/hpctrain/libexec/check.sh")
+    """All packages import, each CUDA library exists once, the sums over torch, MPI and Horovod are right, and more."""
+    shown = inside(cluster, "/opt/hpctrain/libexec/check_image.sh")
     assert "one libnccl, libcudart, libcudnn and libcublas" in shown
     assert "check: Horovod has PyTorch MPI Gloo NCCL" in shown and "check: the image works" in shown
 
@@ -66,8 +66,8 @@ def test_horovod_names_nccl_mpi_and_gloo(cluster):
         assert f"[X] {part}" in shown
 
 
-def test_kernels_are_for_the_architectures_that_are_named(cluster, tmp_path):
-    """torch's by its own record; Horovod's by NVIDIA's cuobjdump."""
+def test_kernels_are_for_the_documented_architectures(cluster, tmp_path):
+    """torch's from its own build flags; Horovod's with NVIDIA's cuobjdump."""
     shown = inside(cluster, "python", "-c", "import torch; print(torch._C._cuda_getArchFlags())")
     assert set(shown.split()) >= ARCHITECTURES[FLAVOR]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--target", tmp_path]

@@ -1,8 +1,8 @@
-"""make test-mpich: the image with MPICH on the cluster, with its own MPI and with others of the same ABI in its place.
+"""make test-mpich: the image with MPICH on the cluster, with its own MPI and with other MPIs of the same ABI.
 
-It takes the place of a site's: shifter and podman-hpc bind Cray MPICH into the container and put it first in
-LD_LIBRARY_PATH. Cray's cannot be had; MPICH 3.4, which it comes from, MPICH 5 and Intel MPI can, as wheels. Not a part of `make
-test`, which would have to build a second image.
+At a site, shifter and podman-hpc mount Cray MPICH into the container and put it first in LD_LIBRARY_PATH. Cray MPICH is not
+available here. MPICH 3.4, from which it derives, MPICH 5 and Intel MPI are available as wheels. Not a part of `make test`, which
+would have to build a second image.
 """
 
 import json
@@ -17,18 +17,18 @@ from slurm_cluster import REPOSITORY, Cluster
 SIF = REPOSITORY / "hpctrain-cpu-mpich.sif"
 IMAGE = f"/project/{SIF.name}"
 HOME = "/home/alice/hpctrain"
-# what stands for a site's MPI, and its first words about itself
+# stand-ins for a site's MPI, and the start of their version strings
 OTHERS = {
     "mpich==3.4.3.post1": r"MPICH Version:\s+3\.4\.3",
     "mpich==5.0.2": r"MPICH Version:\s+5\.0\.2",
     "impi-rt==2021.16.2": r"Intel\(R\) MPI Library 2021\.16",
 }
-# which library answers mpi4py and which Horovod, and their sums
+# prints the MPI library that mpi4py and Horovod have loaded, and their sums
 SUMS = """
 import horovod.torch as hvd, torch
 from mpi4py import MPI
 hvd.init()
-hvd.mpi_threads_supported()  # fails unless MPI is what the ranks met by
+hvd.mpi_threads_supported()  # fails unless Horovod uses MPI
 total = hvd.allreduce(torch.tensor([hvd.rank() + 1]), op=hvd.Sum).item()
 world = MPI.COMM_WORLD
 library = MPI.Get_library_version().splitlines()[0]
@@ -39,9 +39,9 @@ print(f"[{library}] [{' '.join(files)}] size {world.size} {hvd.size()} sum {worl
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes with the image with MPICH, and the other MPIs in /project/site/NAME."""
+    """Two nodes with the MPICH image, and the other MPIs in /project/site/NAME."""
     folder = tmp_path_factory.mktemp("site")
-    folder.chmod(0o755)  # alice looks into it
+    folder.chmod(0o755)  # readable by alice
     for wheel in OTHERS:
         to = folder / wheel
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--prefix", to, wheel]
@@ -54,7 +54,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def site_mpi(wheel: str) -> dict[str, str]:
-    """The variables that put another MPI into the container, as shifter and podman-hpc do."""
+    """The variables that mount another MPI in the container, as shifter and podman-hpc do."""
     return {
         "APPTAINER_BIND": f"/project/site/{wheel}:/opt/udiImage/modules/mpich",
         "APPTAINERENV_LD_LIBRARY_PATH": "/opt/udiImage/modules/mpich/lib",
@@ -70,21 +70,21 @@ def job(cluster: Cluster, *command: str, env: dict[str, str]) -> str:
     return output
 
 
-def test_it_is_mpich_that_passes_its_check(cluster):
+def test_the_image_has_mpich_and_passes_its_check(cluster):
     shown = cluster.exec("n1", "apptainer", "exec", IMAGE, "cat", "/opt/hpctrain/versions.json", user="alice").stdout
     versions = json.loads(shown)
     assert versions["mpich"] and "openmpi" not in versions
-    done = cluster.exec("n1", "apptainer", "exec", IMAGE, "/opt/hpctrain/libexec/check.sh", user="alice", timeout=300)
+    done = cluster.exec("n1", "apptainer", "exec", IMAGE, "/opt/hpctrain/libexec/check_image.sh", user="alice", timeout=300)
     print(done.stdout)
     assert f"check: MPI is MPICH Version: {versions['mpich']}, with UCX and libfabric" in done.stdout
     for way in ("mpi4py, mpirun", "Horovod over MPI, mpirun"):
         assert f"check: {way}: size 2, sum 3" in done.stdout
 
 
-# not MPICH 5, whose ranks on two nodes could not reach each other by srun --mpi=pmi2
+# Not MPICH 5: its ranks on two nodes could not reach each other with srun --mpi=pmi2.
 @pytest.mark.parametrize("wheel", [None, "mpich==3.4.3.post1", "impi-rt==2021.16.2"])
-def test_mpi4py_and_horovod_take_the_mpi_that_comes_first(cluster, wheel):
-    """Four ranks on two nodes, by srun and the PMI of Slurm that MPICH speaks, chosen by the script itself."""
+def test_mpi4py_and_horovod_load_the_mpi_that_comes_first(cluster, wheel):
+    """Four ranks on two nodes with srun; the script chooses --mpi=pmi2, which MPICH supports."""
     env = site_mpi(wheel) if wheel else {}
     library = OTHERS[wheel] if wheel else r"MPICH Version:\s+4\.3\.2"
     folder = "/opt/udiImage/modules/mpich" if wheel else "/opt/hpctrain/lib"
@@ -98,7 +98,7 @@ def test_mpi4py_and_horovod_take_the_mpi_that_comes_first(cluster, wheel):
 
 
 @pytest.mark.parametrize("wheel", [None, *OTHERS])
-def test_two_ranks_by_the_mpirun_of_the_image(cluster, wheel):
+def test_two_ranks_with_the_mpirun_of_the_image(cluster, wheel):
     env = site_mpi(wheel) if wheel else {}
     command = ["apptainer", "exec", IMAGE, "mpirun", "-np", "2", "python", "sums.py"]
     done = cluster.exec("n1", *command, user="alice", cwd=HOME, env=env | {"APPTAINERENV_HOROVOD_CONTROLLER": "mpi"}, timeout=120)
@@ -114,8 +114,8 @@ def test_it_trains(cluster, wheel):
     assert float(re.findall(r"test_accuracy (0\.\d+)", output)[-1]) > 0.9, output
 
 
-def test_without_it_the_image_s_own_mpi_would_answer_mpi4py(cluster):
-    """What MPI4PY_LIBMPI is for: mpi4py by itself takes the MPI of its environment, whatever comes first."""
+def test_without_mpi4py_libmpi_the_image_s_own_mpi_is_loaded(cluster):
+    """The reason for MPI4PY_LIBMPI: by default mpi4py loads the MPI of its environment, whatever comes first."""
     env = site_mpi("mpich==5.0.2")
     code = ["python", "-c", "from mpi4py import MPI; print(MPI.Get_library_version())"]
     for command, version in ((code, "5.0.2"), (["env", "-u", "MPI4PY_LIBMPI", *code], "4.3.2")):

@@ -1,6 +1,6 @@
-"""`hpctrain check` on nodes that have something wrong: each fault has its own line, which says where it is and what to do.
+"""`hpctrain check` on faulty nodes: each fault gives one line, which says where it is and what to do.
 
-The nodes are namespaces of this machine with a name, an /etc/hosts and mounts of their own, in a network of their own.
+The nodes are namespaces of this machine, each with its own host name, /etc/hosts and mounts, in one private network.
 """
 
 import os
@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +16,20 @@ from types import SimpleNamespace
 import pytest
 import slurm_cluster
 import torch
+import warm_start
 
-from hpctrain import check
+from hpctrain import check, gpu_checks
 from hpctrain.world import World
 
 CHECK = [sys.executable, "-m", "hpctrain", "check"]
 HOSTS = "127.0.0.1 localhost\n10.9.9.1 n1\n10.9.9.2 n2\n"
 
 
-def rank(number, *, node=None, size=2, per_node=1, prepare="", hosts=HOSTS, program=CHECK, **env):
-    """A rank as srun starts it, on node n1, n2, ...; `prepare` is what befalls the node, as a shell command."""
+def rank(number, *, node=None, size=2, per_node=1, prepare="", hosts=HOSTS, program=None, arguments=(), **env):
+    """A rank as srun starts it, on node n1, n2, ...; `prepare` is a command that breaks the node.
+
+    `program` is what starts it, if that matters: it is a process with its imports behind it otherwise.
+    """
     node = number // per_node if node is None else node
     env = {
         "SLURM_STEP_ID": "0",
@@ -40,33 +45,50 @@ def rank(number, *, node=None, size=2, per_node=1, prepare="", hosts=HOSTS, prog
         **env,
     }
     lines = [
-        "set -e",
         f"hostname n{node + 1}",
         "mkdir -p private",
         "mount -t tmpfs none private",
         f"printf %s {shlex.quote(hosts)} >private/hosts",
         "mount --bind private/hosts /etc/hosts",
         prepare,
-        "exec " + shlex.join(["env", *(f"{name}={value}" for name, value in env.items()), *program]),
     ]
-    return shlex.join(["unshare", "--mount", "--uts", "bash", "-c", "\n".join(lines)])
+    return SimpleNamespace(prepare="\n".join(lines), env=env, program=program, arguments=["check", *arguments])
 
 
 def run(tmp_path, *ranks):
-    """Start the ranks on one network with the addresses of n1 and n2; gives the worst exit status and all that was said."""
+    """Run the ranks in a network with the addresses of n1 and n2; returns the worst exit status and all output."""
     if os.geteuid() != 0:
         pytest.skip("nodes of namespaces need root")
-    network = "ip link set lo up; ip addr add 10.9.9.1/32 dev lo; ip addr add 10.9.9.2/32 dev lo\n"
-    started = "".join(f"{command} & pids+=($!)\n" for command in ranks)
-    script = f'{network}{started}worst=0\nfor pid in "${{pids[@]}}"; do wait "$pid" || worst=$?; done; exit $worst'
-    done = subprocess.run(
-        ["unshare", "--net", "bash", "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=clean_environment(),
-    )
+    with network() as path:
+        if any(each.program for each in ranks):
+            return run_programs(tmp_path, path, *ranks)
+        warm = [warm_start.Rank(each.arguments, clean_environment() | each.env, path, each.prepare) for each in ranks]
+        done = warm_start.run(warm, tmp_path)
+    return done.returncode, done.stdout + done.stderr
+
+
+@contextmanager
+def network():
+    """The path of a network namespace with the addresses of n1 and n2."""
+    script = "ip link set lo up; ip addr add 10.9.9.1/32 dev lo; ip addr add 10.9.9.2/32 dev lo; echo ready; exec cat"
+    with subprocess.Popen(
+        ["unshare", "--net", "bash", "-ec", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "ready\n"
+        yield f"/proc/{holder.pid}/ns/net"
+        holder.stdin.close()
+
+
+def run_programs(tmp_path, path, *ranks):
+    """Start each rank by its program."""
+    started = ""
+    for each in ranks:
+        words = shlex.join(["env", *(f"{name}={value}" for name, value in each.env.items()), *(each.program or CHECK)])
+        node = shlex.join(["unshare", "--mount", "--uts", "bash", "-c", f"set -e\n{each.prepare}\nexec {words}"])
+        started += f"{node} & pids+=($!)\n"
+    script = f'{started}worst=0\nfor pid in "${{pids[@]}}"; do wait "$pid" || worst=$?; done; exit $worst'
+    command = ["nsenter", f"--net={path}", "bash", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=clean_environment())
     return done.returncode, done.stdout + done.stderr
 
 
@@ -80,7 +102,7 @@ def errors(output):
 
 
 def refused(tmp_path, *ranks):
-    """What the check says of these ranks, whose exit status must not be 0."""
+    """The errors of the check on these ranks, whose exit status has to be 1."""
     status, output = run(tmp_path, *ranks)
     assert status == 1, output
     return errors(output)
@@ -88,11 +110,11 @@ def refused(tmp_path, *ranks):
 
 def test_two_nodes_with_nothing_wrong(tmp_path):
     status, output = run(tmp_path, *(rank(number, size=4, per_node=2) for number in range(4)))
-    assert status == 0 and "check passed: 4 ranks on 2 hosts (slurm), ring and all-reduce right on cpu, 64 MB in" in output
+    assert status == 0 and "check passed: 4 ranks on 2 hosts (slurm), ring and all-reduce correct on cpu, 64 MB in" in output
     assert errors(output) == []
 
 
-NO_MEETING = {
+NO_RENDEZVOUS = {
     "a name that does not resolve": (
         {"hosts": "10.9.9.2 n2\n"},
         "rank 1 on n2: MASTER_ADDR n1 does not resolve: ",
@@ -115,11 +137,11 @@ NO_MEETING = {
     ),
     "a loopback address of another node": (
         {"hosts": "10.9.9.2 n2\n127.0.1.1 n1\n"},
-        "rank 1 on n2: MASTER_ADDR n1 is 127.0.1.1, which is this node itself and not that of rank 0: ",
+        "rank 1 on n2: MASTER_ADDR n1 is 127.0.1.1, which is this node and not that of rank 0: ",
     ),
     "its own name at a loopback address": (
         {"hosts": "127.0.1.1 n2\n10.9.9.1 n1\n"},
-        "rank 1 on n2: this node's own name, n2, is 127.0.1.1, where no other node finds it: ",
+        "rank 1 on n2: this node's own name, n2, is 127.0.1.1, where no other node reaches it: ",
     ),
     "its own name with no address": (
         {"hosts": "10.9.9.1 n1\n"},
@@ -129,31 +151,31 @@ NO_MEETING = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NO_MEETING)
-def test_a_node_that_cannot_meet_the_others_says_why_at_once(tmp_path, name):
-    wrong, message = NO_MEETING[name]
+@pytest.mark.parametrize("name", NO_RENDEZVOUS)
+def test_a_node_without_a_rendezvous_reports_why_at_once(tmp_path, name):
+    wrong, message = NO_RENDEZVOUS[name]
     said = refused(tmp_path, rank(1, **wrong))
     assert len(said) == 1 and said[0].startswith(message), said
 
 
 @pytest.mark.slow
-def test_rank_0_on_another_node_than_the_address_says(tmp_path):
+def test_rank_0_on_another_node_than_the_address(tmp_path):
     said = refused(tmp_path, rank(0, hosts=HOSTS + "203.0.113.1 n7\n", MASTER_ADDR="n7"))
-    assert said == ["rank 0 on n1: MASTER_ADDR n7 (203.0.113.1) is no address of this node, where rank 0 runs: "
-                    "export the name of this one"]  # fmt: skip
+    assert said == ["rank 0 on n1: MASTER_ADDR n7 (203.0.113.1) is not an address of this node, where rank 0 runs: "
+                    "export the name of this node"]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_a_rank_whose_node_cannot_meet_says_its_other_findings_too(tmp_path):
+def test_a_rank_without_a_rendezvous_reports_its_other_problems_too(tmp_path):
     said = refused(tmp_path, rank(1, hosts="10.9.9.2 n2\n", prepare=full("cache"), TORCH_HOME="cache"))
     assert len(said) == 2 and "the file system is full" in said[0] and "does not resolve" in said[1]
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_in_vain_says_its_findings_too(tmp_path):
-    """Rank 1 never comes; what rank 0 knows may be why."""
+def test_a_rank_whose_peer_never_joins_reports_its_problems_too(tmp_path):
+    """Rank 1 never joins; the problems of rank 0 may be the reason."""
     said = refused(tmp_path, rank(0, prepare=full("cache"), TORCH_HOME="cache"))
-    assert len(said) == 2 and "TORCH_HOME" in said[0] and "rank 1 of 2 did not come to n1:29500 within 60 s" in said[1], said
+    assert len(said) == 2 and "TORCH_HOME" in said[0] and "rank 1 of 2 did not join at n1:29500 within 60 s" in said[1], said
 
 
 def full(folder, options="size=1m"):
@@ -188,7 +210,7 @@ FOLDERS = {
     ),
     "a read-only cache": (
         {"prepare": full("cache", "ro"), "MPLCONFIGDIR": "cache"},
-        "MPLCONFIGDIR ({cwd}/cache): the file system is read-only: bind it writable",
+        "MPLCONFIGDIR ({cwd}/cache): the file system is read-only: bind mount it writable",
     ),
     "somebody else's cache": (
         {"prepare": full("/mnt", "mode=1777") + "; mkdir -m 755 /mnt/cache; cd /mnt", "program": [*NOBODY, *CHECK],
@@ -219,7 +241,7 @@ def test_a_home_that_is_read_only_and_holds_no_cache_is_no_problem(tmp_path):
     assert status == 0, output
 
 
-# A /dev of the node's own, where the GPU is a /dev/null under another name.
+# A private /dev, where the GPU is a /dev/null under another name.
 GPU_DEVICE = (
     "mkdir dev; mount -t tmpfs -o mode=755 none dev; cp -a /dev/null /dev/zero /dev/urandom dev; mkdir -m 1777 dev/shm; "
     "mknod dev/nvidia0 c 1 3; mount --move dev /dev"
@@ -228,16 +250,16 @@ CPU_BUILD = f"rank 0 on n1: torch {torch.__version__} is a CPU build, on a node 
 GPUS = {
     "asked for and not in the container": (
         {"SLURM_GPUS_ON_NODE": "4"},
-        ["rank 0 on n1: a GPU was given (SLURM_GPUS_ON_NODE=4), but there is no /dev/nvidia* here that this user may open: ",
+        ["rank 0 on n1: the job has a GPU (SLURM_GPUS_ON_NODE=4), but there is no /dev/nvidia* here that this user may open: ",
          CPU_BUILD],
     ),
     "there without the driver's library": (
         {"prepare": GPU_DEVICE, "SLURM_GPUS_ON_NODE": "1"},
-        ["rank 0 on n1: /dev/nvidia0 is here, but libcuda.so.1 is not: start the container with --nv ", CPU_BUILD],
+        ["rank 0 on n1: /dev/nvidia0 is visible, but libcuda.so.1 is not found: start the container with --gpu ", CPU_BUILD],
     ),
     "wanted and not asked for": (
-        {"program": [*CHECK, "--device", "cuda"]},
-        ["rank 0 on n1: --device cuda, but there is no /dev/nvidia* here: ask the scheduler for a GPU (--gpus-per-node)"],
+        {"arguments": ["--device", "cuda"]},
+        ["rank 0 on n1: --device cuda, but there is no /dev/nvidia* here: request a GPU from the scheduler (--gpus-per-node)"],
     ),
 }  # fmt: skip
 
@@ -252,19 +274,19 @@ def test_a_gpu_that_is_missing(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_no_gpu_is_wanted_on_a_cpu_although_one_was_given(tmp_path):
-    status, output = run(tmp_path, rank(0, size=1, SLURM_GPUS_ON_NODE="4", program=[*CHECK, "--device", "cpu"]))
+def test_device_cpu_ignores_the_gpus_of_the_job(tmp_path):
+    status, output = run(tmp_path, rank(0, size=1, SLURM_GPUS_ON_NODE="4", arguments=["--device", "cpu"]))
     assert status == 0, output
 
 
 def test_more_ranks_than_gpus_and_an_old_driver(monkeypatch):
-    """What takes a GPU or its driver to see, with torch's own words for it."""
+    """Problems that need a GPU or its driver; torch's message is from a real driver."""
     four = World(0, 4, 0, 4, 0, 1, "slurm")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert list(check.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "2"})) == [
+    assert list(gpu_checks.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "2"})) == [
         "4 ranks on a node with 2 GPUs for this job: start one rank per GPU (--ntasks-per-node)"
     ]
-    assert list(check.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "4"})) == []
+    assert list(gpu_checks.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "4"})) == []
 
     def init():
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
@@ -272,20 +294,20 @@ def test_more_ranks_than_gpus_and_an_old_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.setattr(check, "gpu_devices", lambda: ["/dev/nvidia0"])
-    monkeypatch.setattr(check, "has_driver", lambda: True)
-    (said,) = check.gpu_problems(four, "auto", {})
-    assert "cannot use /dev/nvidia0: The NVIDIA driver on your system is too old (found version 11040)." in said
+    monkeypatch.setattr(gpu_checks, "gpu_devices", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr(gpu_checks, "has_driver", lambda: True)
+    (said,) = gpu_checks.gpu_problems(four, "auto", {})
+    assert "cannot use /dev/nvidia0 (The NVIDIA driver on your system is too old (found version 11040).): use an image" in said
 
 
 def test_ranks_that_differ(tmp_path):
-    """Rank 1 has an older mpi4py, comes from another image, and would use another fabric."""
+    """Rank 1 has an older mpi4py, another image and other NCCL variables."""
     older = tmp_path / "older/mpi4py-3.1.0.dist-info"
     older.mkdir(parents=True)
     (older / "METADATA").write_text("Metadata-Version: 2.1\nName: mpi4py\nVersion: 3.1.0\n")
     other = {"PYTHONPATH": str(older.parent), "HPCTRAIN_IMAGE_DIGEST": "sha256:bb", "NCCL_NET": "Socket"}
-    said = refused(tmp_path, rank(0, HPCTRAIN_IMAGE_DIGEST="sha256:aa"), rank(1, **other))
-    image = "every node must run the same image or environment"
+    said = refused(tmp_path, rank(0, HPCTRAIN_IMAGE_DIGEST="sha256:aa"), rank(1, program=CHECK, **other))
+    image = "run the same image or environment on every node"
     assert said == [
         f"image differs: sha256:aa for rank 0 on n1, sha256:bb for rank 1 on n2: {image}",
         f"mpi4py differs: {version('mpi4py')} for rank 0 on n1, 3.1.0 for rank 1 on n2: {image}",
@@ -300,7 +322,7 @@ def test_wrong_ranks_per_node(tmp_path):
     ranks = [rank(number, node=0, SLURM_LOCALID=str(number), **packed) for number in range(3)]
     said = refused(tmp_path, *ranks, rank(3, node=1, SLURM_LOCALID="0", **packed))
     assert said == [
-        "wrong ranks per node: 3 on n1, 1 on n2, and --ntasks-per-node=2 was asked for: give that to srun too",
+        "wrong ranks per node: 3 on n1, 1 on n2, but --ntasks-per-node=2 was requested: pass that to srun, too",
     ]
 
 
@@ -316,15 +338,15 @@ MISPLACED = {
     "even": (placed(("n1", 0, 0, ""), ("n2", 0, 1, "")), {}, []),
     "uneven": (
         placed(("n1", 0, 0, ""), ("n1", 1, 0, ""), ("n2", 0, 1, "")), {},
-        ["wrong ranks per node: 2 on n1, 1 on n2: give srun --ntasks-per-node, or mpirun --map-by ppr:N:node"],
+        ["wrong ranks per node: 2 on n1, 1 on n2: use srun --ntasks-per-node, or mpirun --map-by ppr:N:node"],
     ),
     "a node of the job left idle": (
         placed(("n1", 0, 0, ""), ("n1", 1, 0, ""), nodes=1), {"SLURM_JOB_NUM_NODES": "2"},
-        ["wrong number of nodes: 1 instead of 2, 2 on n1: give the launcher the list of all nodes"],
+        ["wrong number of nodes: 1 instead of 2, 2 on n1: pass the list of all nodes to the launcher"],
     ),
     "in turn": (
         placed(("n1", 0, 0, ""), ("n2", 0, 0, ""), ("n1", 1, 1, ""), ("n2", 1, 1, "")), {},
-        ["the ranks do not fill one node after the other (2 on n1, 2 on n2): give mpirun --map-by slot"],
+        ["the ranks do not fill one node after the other (2 on n1, 2 on n2): use mpirun --map-by slot"],
     ),
     "a GPU for two": (
         placed(("n1", 0, 0, "GPU-a"), ("n1", 1, 0, "GPU-a"), nodes=1), {},
@@ -340,30 +362,32 @@ MISPLACED = {
 @pytest.mark.parametrize("name", MISPLACED)
 def test_misplaced_ranks(name):
     reports, env, problems = MISPLACED[name]
-    assert list(check.misplaced(reports, env)) == problems
+    assert list(check.placement_problems(reports, env)) == problems
 
 
-def test_a_network_that_brings_wrong_numbers(monkeypatch):
-    """What no healthy network shows: nothing arrives in the ring, and the sum is that of one rank."""
+def test_a_network_that_delivers_wrong_numbers(monkeypatch):
+    """Faults that a healthy network does not have: nothing arrives in the ring, and the sum is that of one rank."""
     torch_distributed = SimpleNamespace(
         P2POp=lambda *_: None, isend=None, irecv=None, batch_isend_irecv=lambda _: [], all_reduce=lambda values, group: None
     )
     monkeypatch.setattr(check, "dist", torch_distributed)
     world, cpu = World(1, 2, 0, 1, 1, 2, "slurm"), torch.device("cpu")
-    assert list(check.ring(world, cpu, None, ["n1", "n2"])) == [
-        "in the ring, rank 0 on n1 sent 0 and -1 came: do not train on these nodes"
+    assert list(check.ring_problems(world, cpu, None, ["n1", "n2"])) == [
+        "in the ring, rank 0 on n1 sent 0, but -1 arrived: do not train on these nodes"
     ]
-    assert list(check.all_reduce(world, cpu, None)) == ["the all-reduce gave 2.0 where 3.0 is right: do not train on these nodes"]
+    assert list(check.all_reduce_problems(world, cpu, None)) == [
+        "the all-reduce gave 2.0 instead of 3.0: do not train on these nodes"
+    ]
 
 
-def test_where_is_short():
+def test_a_place_is_short():
     hosts = [f"n{number // 4}" for number in range(400)]
-    assert check.where([0, 1, 2, 7], hosts) == "ranks 0-2,7 on n0, n1"
-    assert check.where(list(range(400)), hosts) == "ranks 0-399 on n0, n1, n2, n3, n4, n5, ... and 94 more"
+    assert check.format_place([0, 1, 2, 7], hosts) == "ranks 0-2,7 on n0, n1"
+    assert check.format_place(list(range(400)), hosts) == "ranks 0-399 on n0, n1, n2, n3, n4, n5, ... and 94 more"
 
 
 def pip_install_user(home, package, python):
-    """Put a package into ~/.local of this home, as `pip install --user` does."""
+    """Install a package into ~/.local of this home, as `pip install --user` does; returns its site-packages."""
     folder = home / ".local/lib" / python.name / "site-packages"
     (folder / package).mkdir(parents=True)
     (folder / package / "__init__.py").write_text("__version__ = '0.1'\n")
@@ -372,7 +396,7 @@ def pip_install_user(home, package, python):
 
 @pytest.mark.slow
 def test_a_library_hidden_by_the_home(tmp_path):
-    """With a Python that is no venv, such as one of the site's modules: those look into ~/.local, and there first."""
+    """With a Python outside a venv, such as that of a site's module: it searches ~/.local first."""
     python = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
     where = subprocess.run(
         [python, "-c", "import site; print(site.getsitepackages()[0])"], capture_output=True, text=True, check=True
@@ -383,7 +407,7 @@ def test_a_library_hidden_by_the_home(tmp_path):
     pip_install_user(home, "a_package_of_mine", python)
     module = {"prepare": f"mount --bind {ours} {where.stdout.strip()}", "program": [str(python), *CHECK[1:]], "HOME": str(home)}
     said = refused(tmp_path, rank(0, size=1, **module))
-    assert said == [f"rank 0 on n1: {folder} hides the yaml of {sys.base_prefix}: export PYTHONNOUSERSITE=1"]
+    assert said == [f"rank 0 on n1: {folder} hides yaml of {sys.base_prefix}: export PYTHONNOUSERSITE=1"]
     status, output = run(tmp_path, rank(0, size=1, **module, PYTHONNOUSERSITE="1"))
     assert status == 0, output
 
@@ -394,13 +418,13 @@ def test_a_library_hidden_by_pythonpath_or_by_the_current_folder(tmp_path):
     (tmp_path / "mine/yaml.py").write_text("")
     (tmp_path / "mine/an_addition.py").write_text("")
     (tmp_path / "aiohttp.py").write_text("")
-    said = refused(tmp_path, rank(0, size=1, PYTHONPATH=str(tmp_path / "mine")))
+    said = refused(tmp_path, rank(0, size=1, program=CHECK, PYTHONPATH=str(tmp_path / "mine")))
     assert len(said) == 2, said
-    assert f"{tmp_path} hides the aiohttp of" in said[0] and "start from another folder" in said[0]
-    assert f"{tmp_path}/mine hides the yaml of" in said[1] and "out of PYTHONPATH" in said[1]
+    assert f"{tmp_path} hides aiohttp of" in said[0] and "start from another folder" in said[0]
+    assert f"{tmp_path}/mine hides yaml of" in said[1] and "from PYTHONPATH" in said[1]
 
 
-# In the image, because MPI is there.
+# --- in the image, which has MPI ---
 
 
 def in_the_image(*command, **env):
@@ -425,26 +449,26 @@ MEET = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 def test_ring_and_all_reduce_over_mpi(sif):
     status, output = in_the_image(*MPIRUN, "python", "-m", "hpctrain", "check", MASTER_PORT="29511", **MEET)
     assert status == 0 and "check passed: 2 ranks on 1 hosts (openmpi)" in output, output
-    assert "right over MPI too (Open MPI v4" in output
+    assert "correct over MPI, too (Open MPI v4" in output
 
 
-DEAF = {
+MISMATCHES = {
     "and gives up": (
         "for name in ${!PMIX_*} OMPI_MCA_ess; do unset $name; done",
         "started 2 ranks, but Open MPI v4.1.4 did not get through MPI_Init: use an mpirun of the same MPI and version",
     ),
     "and takes each rank for a world of its own": (
         "for name in ${!PMIX_*} ${!OMPI_MCA_*}; do unset $name; done",
-        "started 2 ranks, but Open MPI v4.1.4 makes each of them a world of 1: use an mpirun of the same MPI and version",
+        "started 2 ranks, but Open MPI v4.1.4 gives each of them a world of 1: use an mpirun of the same MPI and version",
     ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", DEAF)
-def test_an_mpi_that_does_not_hear_its_mpirun(sif, how):
-    """As when mpirun and the image's MPI are of different versions."""
-    forget, message = DEAF[how]
+@pytest.mark.parametrize("how", MISMATCHES)
+def test_an_mpi_of_another_version_than_its_mpirun(sif, how):
+    """Simulated: the ranks lose the variables that mpirun has set."""
+    forget, message = MISMATCHES[how]
     command = [*MPIRUN, "bash", "-c", f"{forget}; exec python -m hpctrain check"]
     status, output = in_the_image(*command, MASTER_PORT="29512", **MEET)
     said = errors(output)

@@ -1,12 +1,14 @@
-"""A checkpoint is whole or not there."""
+"""A checkpoint is complete and verified, or not there."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from hpctrain import checkpoint
-from hpctrain.world import HpctrainError
+from hpctrain import atomic, checkpoint
+from hpctrain.errors import HpctrainError
 
 
 @pytest.fixture
@@ -23,31 +25,31 @@ def save(run, epoch):
 
 def test_what_is_saved_is_loaded(run):
     path = save(run, 1)
-    assert path == checkpoint.newest(run)
+    assert path == checkpoint.find_newest(run)
     state = checkpoint.load(path, torch.device("cpu"))
     assert state["epoch"] == 1 and torch.equal(state["weights"], torch.arange(1000.0))
-    assert torch.load(path)["epoch"] == 1  # a plain torch file, for everybody
+    assert torch.load(path)["epoch"] == 1  # a plain file of torch.save()
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty"])
-def test_a_broken_checkpoint_is_passed_over(run, harm, capsys):
+def test_a_corrupt_checkpoint_is_skipped(run, harm, capsys):
     good, bad = save(run, 1), save(run, 2)
     content = bytearray(bad.read_bytes())
     if harm == "flip":
-        content[len(content) // 2] ^= 1  # inside the tensor, where torch.load() itself notices nothing
+        content[len(content) // 2] ^= 1  # inside the tensor, where torch.load() does not notice it
     bad.write_bytes({"flip": content, "truncate": content[:-100], "empty": b""}[harm])
-    assert checkpoint.newest(run) == good
+    assert checkpoint.find_newest(run) == good
     assert "epoch-0002.pt" in capsys.readouterr().out
     good.unlink()
-    with pytest.raises(HpctrainError, match="every checkpoint in it is broken"):
-        checkpoint.newest(run)
+    with pytest.raises(HpctrainError, match="every checkpoint in it is corrupt"):
+        checkpoint.find_newest(run)
 
 
 def test_no_checkpoint(run):
     with pytest.raises(HpctrainError, match="no checkpoint to resume from"):
-        checkpoint.newest(run)
+        checkpoint.find_newest(run)
     with pytest.raises(HpctrainError, match="no checkpoint to resume from"):
-        checkpoint.newest(run / "nowhere")
+        checkpoint.find_newest(run / "nowhere")
 
 
 def test_a_write_that_fails_leaves_the_earlier_checkpoint_and_nothing_else(run, monkeypatch):
@@ -62,8 +64,74 @@ def test_a_write_that_fails_leaves_the_earlier_checkpoint_and_nothing_else(run, 
     assert [path.name for path in (run / "checkpoints").iterdir()] == [good.name]
 
 
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_an_error_without_a_message_is_named_by_its_type(run, monkeypatch, name):
+    path = save(run, 1)
+
+    def fail(*_, **__):
+        raise RuntimeError
+
+    monkeypatch.setattr(torch, name, fail)
+    with pytest.raises(HpctrainError, match=r"epoch-0001.pt: .*\(RuntimeError\)"):
+        checkpoint.save(path, {}) if name == "save" else checkpoint.load(path, torch.device("cpu"))
+
+
 def test_code_is_never_loaded(run):
     path = run / "checkpoints" / "epoch-0009.pt"
     torch.save({"evil": os.system}, path)
     with pytest.raises(HpctrainError, match=r"epoch-0009.pt: not a checkpoint"):
         checkpoint.load(path, torch.device("cpu"))
+
+
+def save_model(run, epoch, **state):
+    path = checkpoint.path_of(run, epoch)
+    checkpoint.save(path, {"epoch": epoch, "model": torch.nn.Linear(2, 1).state_dict(), "optimizer": {}} | state)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"evil": os.system}, "it cannot be loaded: Weights only load failed"),
+        ({"model": torch.nn.Linear(3, 1).state_dict()}, "it is of another model: weight is (1, 3), not (1, 2)"),
+        ({"model": torch.nn.Linear(2, 1, bias=False).state_dict()}, "it is of another model: bias is None, not (1,)"),
+        ({"model": torch.nn.Linear(2, 1)}, "it cannot be loaded: Weights only load failed"),
+        ({"model": 1}, "it is of another trainer"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_skipped_for_an_older_one(run, state, reason, capsys):
+    good, bad = save_model(run, 1), save_model(run, 2, **state)
+    (run / "checkpoints/epoch-0003.pt").write_bytes(b"truncated")  # find_newest() has said so already
+    assert checkpoint.find_fitting(bad, torch.nn.Linear(2, 1), "optimizer") == good
+    said = capsys.readouterr().out
+    assert said.startswith(f"hpctrain: skipping epoch-0002.pt in {run}/checkpoints ({reason}") and said.count("\n") == 1
+    assert said.endswith(", resuming from epoch-0001.pt\n")
+    good.unlink()
+    with pytest.raises(HpctrainError, match=r"none of its checkpoints can be resumed from \(the newest, epoch-0002.pt: it "):
+        checkpoint.find_fitting(bad, torch.nn.Linear(2, 1), "optimizer")
+
+
+def test_a_checkpoint_of_another_trainer_is_skipped(run, capsys):
+    good, other = save_model(run, 1, state_dict={}), save_model(run, 2)
+    assert checkpoint.find_fitting(other, torch.nn.Linear(2, 1), "state_dict") == good
+    assert "skipping epoch-0002.pt" in capsys.readouterr().out
+
+
+def test_leftovers_of_killed_writers_are_removed(run):
+    """Only names that atomic.py makes. A writer is killed by SIGKILL, which runs no finally."""
+    code = """
+import os, signal, sys
+from pathlib import Path
+from hpctrain import atomic
+with atomic.file(Path(sys.argv[1]), "wb") as file:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    folder = run / "checkpoints"
+    subprocess.run([sys.executable, "-c", code, folder / "epoch-0002.pt"])
+    (leftover,) = folder.iterdir()
+    kept = {".x.tmp", ".epoch-0002.pt.0123456789ab.tmp.gz", "epoch-0002.pt.0123456789ab.tmp", ".a.0123456789AB.tmp"}
+    for name in kept:
+        (folder / name).touch()
+    (folder / ".folder.0123456789ab.tmp").mkdir()
+    atomic.remove_leftovers(folder)
+    assert not leftover.exists() and {path.name for path in folder.iterdir()} == kept | {".folder.0123456789ab.tmp"}

@@ -1,4 +1,4 @@
-"""The test cluster itself: what tests and the demo take for granted about it."""
+"""The test cluster itself: the properties that the demo and the other tests rely on."""
 
 import functools
 import os
@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from conftest import BARE_PYTHON
-from slurm_cluster import CLUSTER_SH, Cluster, bare_binds, missing
+from slurm_cluster import CLUSTER_SH, REPOSITORY, Cluster, bare_binds, missing
 
-HERE = Path(__file__).resolve().parent
 pytestmark = pytest.mark.slow
 needs_cluster = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -33,13 +32,13 @@ def cluster_sh(*args, state, cwd=None, **env):
 
 
 def processes(state):
-    """The processes on the host that have to do with this state folder: its machines, and what runs in them."""
+    """The pids on the host of all processes that belong to a state folder: its nodes, and the processes in them."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if str(state).encode() in (process / "mountinfo").read_bytes() + (process / "cmdline").read_bytes():
                 found.append(process.name)
-        except OSError:  # it ended meanwhile, or is a zombie
+        except OSError:  # it has ended, or is a zombie
             continue
     return found
 
@@ -47,7 +46,7 @@ def processes(state):
 def wait_until(true, timeout=120):
     deadline = time.monotonic() + timeout
     while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, f"not within {timeout} s"
         time.sleep(0.2)
 
 
@@ -141,7 +140,7 @@ def test_submit_and_wait(cluster):
 
 
 RANK_SUM = "from mpi4py.MPI import COMM_WORLD as w; print(f'sum {w.allreduce(w.rank)}\\n', end='')"  # one write
-# one container a node, and the ranks as processes in it that see each other, the node's network and /tmp, and PMIx
+# One container per node, whose processes are the ranks. They see each other, the node's network and /tmp, and PMIx.
 SHARED_RUN = [
     "podman-hpc", "shared-run", "--label=hpctrain.test", "--userns=keep-id", "--network=host", "--ipc=host", "--volume=/tmp:/tmp",
     "--volume=/home/alice:/home/alice", "--workdir=/home/alice", "-e", "SLURM_*", "-e", "PMIX_*", "hpctrain:cpu",
@@ -151,12 +150,12 @@ SRUN = ["srun", "--nodes=2", "--ntasks-per-node=2", "--mpi=pmix", "--kill-on-bad
 
 @pytest.fixture
 def podman_hpc(site, podman_image):
-    """Runs a command as alice on the login node, where podman-hpc has the image."""
+    """A function that runs a command as alice on the login node, where podman-hpc has the image."""
     return functools.partial(site.exec, "login", user="alice", env=podman_image, timeout=120)
 
 
 def containers_left(cluster):
-    """How many processes of containers, and containers that podman knows of, there are on both nodes."""
+    """The number of container processes and of podman's containers on both nodes."""
     ps = "pgrep --count --exact conmon; podman-hpc ps --all --quiet | wc --lines"
     shown = [cluster.exec(n, "sh", "-c", ps, user="alice", env={"SCRATCH": "/project/alice"}).stdout for n in ("n1", "n2")]
     return sum(int(word) for words in shown for word in words.split())
@@ -173,7 +172,7 @@ def test_podman_hpc_makes_one_world_of_two_nodes(site, podman_hpc):
 
 @needs_cluster
 def test_containers_outlive_a_failed_step_until_they_are_removed(site, podman_hpc):
-    """What launch/podman_hpc_ddp.sh has to know: Slurm kills the clients of podman, and not what they have started."""
+    """Why launch/podman_hpc_ddp.sh removes containers: Slurm kills podman's clients, but not the containers they started."""
     fail = 'if [ "$SLURM_PROCID" = 3 ]; then sleep 1; exit 7; fi; sleep 1000'
     assert podman_hpc(*SRUN, *SHARED_RUN, "sh", "-c", fail, check=False).returncode != 0
     assert containers_left(site) > 0
@@ -182,7 +181,7 @@ def test_containers_outlive_a_failed_step_until_they_are_removed(site, podman_hp
 
 
 @needs_cluster
-def test_qsub_gives_a_job_what_pbs_would_and_nothing_of_slurm(site):
+def test_a_job_of_qsub_has_the_variables_of_pbs_and_none_of_slurm(site):
     script = """#!/bin/bash
 #PBS -N hello
 #PBS -j oe
@@ -212,21 +211,21 @@ def test_module_works_in_jobs_of_a_login_shell(site):
 
 
 @needs_cluster
-def test_the_environment_of_the_image_runs_on_the_nodes_own_mpi(site):
+def test_the_bare_environment_runs_on_the_nodes_own_mpi(site):
     done = site.exec("n1", "mpirun", "--host", "n1:2,n2:2", BARE_PYTHON, "-c", RANK_SUM, user="alice", timeout=60)
     assert done.stdout.splitlines() == ["sum 6"] * 4
 
 
 @needs_cluster
-def test_horovod_of_the_image_loads_the_nodes_own_mpi(site):
-    """One process only: between nodes, over Open MPI 5, hvd.init() now and then did not return; the trainers meet by Gloo."""
+def test_the_bare_horovod_loads_the_nodes_own_mpi(site):
+    """One process only: between nodes over Open MPI 5, hvd.init() sometimes hung. The trainers use Gloo."""
     program = "import horovod.torch as hvd; hvd.init(); print(hvd.mpi_built(), hvd.mpi_enabled(), hvd.size())"
     done = site.exec("n1", "mpirun", "-np", "1", BARE_PYTHON, "-c", program, user="alice", timeout=60)
     assert done.stdout == "True True 1\n"
 
 
 @needs_cluster
-def test_the_bare_environment_is_made_once(sif):
+def test_the_bare_environment_is_extracted_once(sif):
     python = next(source for source, target in bare_binds(sif).items() if target == "/usr/bin/python3.11")
     made = python.stat().st_ctime_ns
     bare_binds(sif)
@@ -243,7 +242,7 @@ def shifter(cluster, *words, program="shifter"):
 
 
 @needs_cluster
-def test_the_stand_in_of_shifter_runs_the_image_and_notes_the_command(site):
+def test_the_stand_in_of_shifter_runs_the_image_and_records_the_command(site):
     words = ["--image=hpctrain:cpu", "-m", "gpu,nccl-plugin", "-V", "/tmp:/mnt", "--env=A=1  2", "sh", "-c"]
     done = shifter(site, *words, 'echo "$A"; type hpctrain; exit 3')
     assert (done.stdout, done.returncode) == ("1  2\nhpctrain is /opt/hpctrain/bin/hpctrain\n", 3), done.stderr
@@ -255,8 +254,8 @@ def test_the_stand_in_of_shifter_runs_the_image_and_notes_the_command(site):
 
 
 @needs_cluster
-def test_root_may_change_what_a_node_has_under_etc_and_home(site):
-    """What tests of `hpctrain check` do to a node: another /etc/hosts, a home on a full disk."""
+def test_root_can_change_etc_and_home_on_one_node(site):
+    """As tests of `hpctrain check` do: another /etc/hosts, and a home folder on a full disk."""
     site.exec(
         "n2", "sh", "-c", "cp /etc/hosts /tmp/hosts && echo 127.0.1.1 n1 >>/tmp/hosts && mount --bind /tmp/hosts /etc/hosts"
     )
@@ -272,8 +271,8 @@ def test_root_may_change_what_a_node_has_under_etc_and_home(site):
 @needs_cluster
 def test_a_crashed_node_is_down_and_comes_back():
     with Cluster(nodes=3) as cluster:
-        # The batch script runs on the first node of the job, and that one survives. It starts no step: srun would give up at
-        # once if it had not reached n2 yet, and the job end before Slurm knows that the node is gone.
+        # The batch script runs on the first node of the job, which stays up. It starts no step: an srun that has not reached n2
+        # yet would fail at once, and the job would end before Slurm marks the node as down.
         job = cluster.submit("-N2", "--requeue", script='#!/bin/sh\n[ -n "$SLURM_RESTART_COUNT" ] || exec sleep 1000\n')
         wait_until(
             lambda: (
@@ -292,7 +291,7 @@ def test_a_crashed_node_is_down_and_comes_back():
 
 
 @needs_cluster
-def test_a_cable_can_be_pulled(cluster):
+def test_the_network_of_a_node_can_be_disconnected(cluster):
     ping = ["ping", "-c1", "-W1", "n2"]
     cluster.link("n2", up=False)
     assert cluster.exec("n1", *ping, check=False).returncode != 0
@@ -341,7 +340,7 @@ def test_the_cluster_ends_with_its_owner(tmp_path):
     owner = subprocess.Popen(["sleep", "100"])
     assert cluster_sh("up", "1", state=tmp_path / "state", CLUSTER_OWNER_PID=str(owner.pid)).returncode == 0
     assert processes(tmp_path)
-    owner.kill()  # and not waited for: a zombie owns nothing
+    owner.kill()  # without wait(): a zombie counts as ended
     wait_until(lambda: not processes(tmp_path), timeout=10)
     owner.wait()
     cluster_sh("down", "--purge", state=tmp_path / "state")
@@ -387,9 +386,9 @@ def test_run_dies_with_its_caller(tmp_path):
     assert not tmp_path.exists()
 
 
-@pytest.mark.parametrize("script", ["cluster.sh", "machine.sh", "rootfs.sh", "bare.sh"])
+@pytest.mark.parametrize("script", ["cluster.sh", "machine.sh", "build_rootfs.sh", "extract_environment.sh"])
 def test_help(script):
-    done = subprocess.run([HERE / "cluster" / script, "--help"], capture_output=True, text=True)
+    done = subprocess.run([REPOSITORY / "cluster" / script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.startswith("usage: ")
     assert done.stderr == ""
@@ -418,18 +417,18 @@ def test_help(script):
         "cluster.sh run -b /nowhere -- true",
         "machine.sh",
         "machine.sh fly",
-        "rootfs.sh",
-        "rootfs.sh a b",
-        "rootfs.sh --now",
-        "bare.sh",
-        "bare.sh --now",
-        "bare.sh nothing.sif bare",
+        "build_rootfs.sh",
+        "build_rootfs.sh a b",
+        "build_rootfs.sh --now",
+        "extract_environment.sh",
+        "extract_environment.sh --now",
+        "extract_environment.sh nothing.sif bare",
     ],
 )
-def test_bad_usage_is_refused_in_words(words, tmp_path):
+def test_bad_usage_is_one_line(words, tmp_path):
     script, *args = words.split()
     env = {**os.environ, "CLUSTER": str(tmp_path / "state")}
-    done = subprocess.run([HERE / "cluster" / script, *args], env=env, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([REPOSITORY / "cluster" / script, *args], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0
     assert done.stdout == ""
     assert done.stderr.startswith(script + ": ")

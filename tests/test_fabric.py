@@ -1,4 +1,4 @@
-"""Which network NCCL takes: plugins that the loader finds or not, cards in a /sys of our own, and what NCCL itself says."""
+"""Which network NCCL uses: plugins that the loader finds or not, cards in a fake /sys, and NCCL's own log."""
 
 import json
 import os
@@ -14,10 +14,11 @@ from slurm_cluster import REPOSITORY
 from test_check import errors, in_the_image, rank, run
 
 from hpctrain import check, fabric
+from hpctrain.errors import HpctrainError
 from hpctrain.fabric import Network
-from hpctrain.world import HpctrainError, World
+from hpctrain.world import World
 
-# As NCCL 2.29.7 did on such interfaces: the first is the one that its ncclGetUniqueId took, which needs no GPU.
+# As observed with NCCL 2.29.7 on such interfaces: ncclGetUniqueId, which needs no GPU, used the first one.
 RUNNING = ["lo", "eth0", "docker0", "ib0", "ib1"]
 CHOSEN = {
     None: ["ib0", "ib1"],
@@ -46,7 +47,7 @@ def test_interfaces_that_are_not_meant_come_last():
 
 
 def test_running_interfaces():
-    """Up and with an address, those with an IPv4 address first; neither the one that is down nor the one without."""
+    """Interfaces that are up and have an address, those with an IPv4 address first."""
     if os.geteuid() != 0:
         pytest.skip("a network of its own needs root")
     script = """
@@ -60,26 +61,26 @@ def test_running_interfaces():
     assert done.stdout.split() == ["lo", "four", "six"], done.stdout + done.stderr
 
 
-# A node: a root with what NCCL reads in it, and libraries for the loader.
+# --- a fake node: a root folder with the files that NCCL reads, and libraries for the loader ---
 
 AWS = "AWS Libfabric"
 
 
 def library(folder: Path, file: str, source: str, *needs: str) -> None:
-    """A shared library that the loader takes for real."""
+    """Compile a shared library that the loader can load."""
     folder.mkdir(exist_ok=True)
     command = ["tcc", "-shared", "-nostdlib", "-soname", file, "-o", file, "-", *needs]
     subprocess.run(command, cwd=folder, input=source, text=True, check=True)
 
 
 def plugin(name: str, version: int = 10) -> str:
-    """C for a plugin that calls itself so."""
+    """The C source of a plugin with this name."""
     start = "int fi_version(void); struct { const char *name; int (*init)(void); }"
     return f'{start} ncclNetPlugin_v{version} = {{"{name}", fi_version}};'
 
 
 class Node:
-    """What is on a node, in a folder."""
+    """The files of a node, in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.root, self.lib = folder / "root", folder / "lib"
@@ -113,11 +114,11 @@ class Node:
         return self.file("dev/infiniband/uverbs0", "")
 
     def network(self, **env: str) -> Network:
-        """What is said there, in a process whose loader finds these libraries, on an interface hsn0."""
+        """predict_network() on this node, in a process whose loader finds its libraries, with an interface hsn0."""
         script = (
             "import json, sys; from dataclasses import asdict; from hpctrain import fabric\n"
             "fabric.running_interfaces = lambda: ['lo', 'hsn0']\n"
-            "print(json.dumps(asdict(fabric.network(root=fabric.Path(sys.argv[1])))))"
+            "print(json.dumps(asdict(fabric.predict_network(root=fabric.Path(sys.argv[1])))))"
         )
         clean = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
         clean |= {"LD_LIBRARY_PATH": str(self.lib), "NCCL_CONF_FILE": "/nonexistent", **env}
@@ -140,14 +141,14 @@ TCP = "Socket (TCP over hsn0)"
 NO_SLINGSHOT = f"{NO_PLUGIN}, without which NCCL cannot use this node's Slingshot (cxi0, cxi1): "
 BROKEN = "libnccl-net.so does not load: libfabric.so.1: cannot open shared object file: No such file or directory: "
 IB = "IB (mlx5_0:1 InfiniBand"
-SAID = {
-    # what there is, what is set, then: the network, whether it is amiss, and how the words begin or what they have
+NETWORKS = {
+    # the node, its variables, then the network: its name, whether it is unintended, and how the description begins or what it has
     "nothing": (lambda n: n, {}, "Socket", False, [f"{TCP}{SLOW}{NO_PLUGIN}; {NO_CARD}"]),
     "a plugin": (lambda n: n.plugin(), {}, AWS, False, [f"{AWS} (libnccl-net.so, loaded ", "/lib/libfabric.so.1, "]),
     "a plugin by name": (Node.plugin, {"NCCL_NET": "aws libfabric"}, AWS, False, [AWS, "), by NCCL_NET"]),
     "a plugin on Slingshot with a libfabric that has no way there": (
         lambda n: n.plugin().slingshot(), {"NCCL_NET": AWS}, AWS, False,
-        [AWS, "but no libcxi.so.1, which libfabric wants for Slingshot (cxi0, cxi1)), by NCCL_NET"],
+        [AWS, "but no libcxi.so.1, which libfabric needs for Slingshot (cxi0, cxi1)), by NCCL_NET"],
     ),
     "a plugin by its suffix": (
         lambda n: n.plugin(file="libnccl-net-ofi.so"), {"NCCL_NET_PLUGIN": "ofi"}, AWS, False, [f"{AWS} (libnccl-net-ofi.so"]
@@ -157,13 +158,13 @@ SAID = {
     ),
     "a plugin that is not the one of NCCL_NET": (
         lambda n: n.plugin("Libfabric"), {"NCCL_NET": AWS}, "", True,
-        [f"none: NCCL_NET is '{AWS}', and here is Libfabric (libnccl-net.so, "],
+        [f"none: NCCL_NET is '{AWS}', but this node has Libfabric (libnccl-net.so, "],
     ),
     "a plugin that needs what is not there": (
         lambda n: n.plugin().without("libfabric.so.1"), {}, "Socket", True, [f"{TCP}{SLOW}{BROKEN}"],
     ),
     "a plugin that needs what is not there, and has to be": (
-        lambda n: n.plugin().without("libfabric.so.1"), {"NCCL_NET": AWS}, "", True, [f"none: NCCL_NET is '{AWS}', and {BROKEN}"],
+        lambda n: n.plugin().without("libfabric.so.1"), {"NCCL_NET": AWS}, "", True, [f"none: NCCL_NET is '{AWS}', but {BROKEN}"],
     ),
     "a plugin for another NCCL": (
         lambda n: n.plugin(version=5), {}, "Socket", True, [TCP, "libnccl-net.so has no ncclNetPlugin of v6 to v11: "],
@@ -177,7 +178,7 @@ SAID = {
     ),
     "Slingshot without the plugin": (Node.slingshot, {}, "Socket", True, [f"{TCP}{SLOW}{NO_SLINGSHOT}", "podman-hpc --nccl"]),
     "Slingshot without the plugin, which the site demands": (
-        Node.slingshot, {"NCCL_NET": AWS}, "", True, [f"none: NCCL_NET is '{AWS}', and {NO_SLINGSHOT}"]
+        Node.slingshot, {"NCCL_NET": AWS}, "", True, [f"none: NCCL_NET is '{AWS}', but {NO_SLINGSHOT}"]
     ),
     "Slingshot, and TCP by choice": (Node.slingshot, {"NCCL_NET": "Socket"}, "Socket", False, [f"{TCP}, by NCCL_NET"]),
     "two cards": (
@@ -190,7 +191,7 @@ SAID = {
         lambda n: n.card().card("mlx5_1").verbs(), {"NCCL_IB_HCA": "mlx5_0:2,mlx5_1:1"}, "IB", False, ["IB (mlx5_1:1 Infini"],
     ),
     "a card that is not there": (
-        lambda n: n.card().verbs(), {"NCCL_IB_HCA": "mlx4"}, "Socket", True, [TCP, "NCCL_IB_HCA=mlx4 leaves out mlx5_0:1"],
+        lambda n: n.card().verbs(), {"NCCL_IB_HCA": "mlx4"}, "Socket", True, [TCP, "NCCL_IB_HCA=mlx4 excludes mlx5_0:1"],
     ),
     "a card without a link": (
         lambda n: n.card(state="1: DOWN").verbs(), {}, "Socket", False, [f"{TCP}{SLOW}{NO_PLUGIN}; no active port on mlx5_0"],
@@ -201,15 +202,18 @@ SAID = {
     "a card, and IB off": (lambda n: n.card().verbs(), {"NCCL_IB_DISABLE": "1"}, "Socket", False, [TCP, "NCCL_IB_DISABLE is 1"]),
     "a card, and libibverbs broken": (
         lambda n: (n.lib / "libibverbs.so.1").write_text("no library") and n.card(), {}, "Socket", True,
-        [TCP, "mlx5_0:1 InfiniBand is here, but ", "libibverbs.so.1: ", "install libibverbs1 and ibverbs-providers"],
+        [TCP, "mlx5_0:1 InfiniBand is present, but ", "libibverbs.so.1: ", "install libibverbs1 and ibverbs-providers"],
     ),
     "a card that the container does not show": (
         lambda n: shutil.rmtree(n.card().verbs().root / "dev") or n, {}, "Socket", True,
-        [TCP, "mlx5_0:1 InfiniBand is here, but no /dev/infiniband/uverbs* that this user may open: start the container with "],
+        [TCP, "mlx5_0:1 InfiniBand is present, but no /dev/infiniband/uverbs* that this user may open: "
+         "start the container with "],
     ),
-    "no name where one is wanted": (Node.plugin, {"NCCL_NET": ""}, "", True, ["none: NCCL_NET is '', and here is AWS Libfabric"]),
-    "no interface to meet over": (
-        Node.plugin, {"NCCL_SOCKET_IFNAME": "ib"}, "", True, ["none: NCCL_SOCKET_IFNAME is 'ib', and here is lo, hsn0: "],
+    "no name where one is wanted": (
+        Node.plugin, {"NCCL_NET": ""}, "", True, ["none: NCCL_NET is '', but this node has AWS Libfabric"],
+    ),
+    "no interface for the rendezvous": (
+        Node.plugin, {"NCCL_SOCKET_IFNAME": "ib"}, "", True, ["none: NCCL_SOCKET_IFNAME is 'ib', but this node has lo, hsn0: "],
     ),
     "a file of the site": (
         lambda n: n.card().verbs().file("etc/nccl.conf", "# ours\nNCCL_IB_DISABLE=1\n"), {}, "Socket", False, ["Socket"],
@@ -220,12 +224,12 @@ SAID = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SAID)
+@pytest.mark.parametrize("case", NETWORKS)
 def test_network(node, case):
-    make, env, name, amiss, words = SAID[case]
+    make, env, name, unintended, words = NETWORKS[case]
     found = make(node).network(**env)
-    assert (found.name, found.amiss) == (name, amiss), found.words
-    assert found.words.startswith(words[0]) and all(part in found.words for part in words), found.words
+    assert (found.name, found.unintended) == (name, unintended), found.description
+    assert found.description.startswith(words[0]) and all(part in found.description for part in words), found.description
 
 
 # Lines of real logs: NVIDIA/nccl issues 1925 (2.28) and 1267 (2.19), aws/aws-ofi-nccl issue 801 on Slingshot.
@@ -241,45 +245,45 @@ LOGS = {
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_what_nccl_says(monkeypatch, name):
+def test_the_network_in_a_log_of_nccl(monkeypatch, name):
     monkeypatch.setattr(os, "environ", {})
-    with fabric.overheard() as spoken:
+    with fabric.capture_nccl_log() as logged_network:
         assert os.environ["NCCL_DEBUG"] == "INFO"
         Path(os.environ["NCCL_DEBUG_FILE"]).write_text(LOGS[name])
-        assert spoken() == name
+        assert logged_network() == name
     assert not Path(os.environ["NCCL_DEBUG_FILE"]).exists()
 
 
 def test_a_log_of_the_users_own_is_left_alone(monkeypatch):
     monkeypatch.setattr(os, "environ", {"NCCL_DEBUG": "WARN"})
-    with fabric.overheard() as spoken:
-        assert (os.environ, spoken()) == ({"NCCL_DEBUG": "WARN"}, "")
+    with fabric.capture_nccl_log() as logged_network:
+        assert (os.environ, logged_network()) == ({"NCCL_DEBUG": "WARN"}, "")
 
 
-def test_nccl_that_goes_over_tcp():
-    (said,) = fabric.contradicted(Network("IB", "IB (mlx5_0:1 InfiniBand)"), "Socket")
-    assert said.startswith("NCCL goes over TCP (it says: Using network Socket), and not by IB (mlx5_0:1 InfiniBand): ")
-    for said in ("IB", "Libfabric", ""):
-        assert not list(fabric.contradicted(Network("IB", "IB (mlx5_0:1 InfiniBand)"), said))
-    assert not list(fabric.contradicted(Network("Socket", "Socket (TCP over eth0)"), "Socket"))
+def test_nccl_that_uses_tcp():
+    (problem,) = fabric.compare_with_log(Network("IB", "IB (mlx5_0:1 InfiniBand)"), "Socket")
+    assert problem.startswith("NCCL uses TCP (its log: Using network Socket) instead of IB (mlx5_0:1 InfiniBand): ")
+    for logged in ("IB", "Libfabric", ""):
+        assert not list(fabric.compare_with_log(Network("IB", "IB (mlx5_0:1 InfiniBand)"), logged))
+    assert not list(fabric.compare_with_log(Network("Socket", "Socket (TCP over eth0)"), "Socket"))
 
 
-def test_what_slurm_says_of_slingshot_reaches_containers_and_not_other_nodes():
+def test_slingshot_variables_of_slurm_reach_containers_and_not_other_nodes():
     """The numbers of the card's services are those of one node."""
     env = {**os.environ, "SLINGSHOT_SVC_IDS": "5,5", "FI_PROVIDER": "cxi"}
-    script = 'source launch/lib.sh; echo "${INSIDE[@]}"; forwarded'
+    script = 'source launch/lib.sh; echo "${FORWARDED_VARIABLES[@]}"; forwarded_names'
     done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True)
     inside, *forwarded = done.stdout.splitlines()
     assert "SLINGSHOT_*" in inside.split()
     assert "FI_PROVIDER" in forwarded and "SLINGSHOT_SVC_IDS" not in forwarded
 
 
-# What check makes of it
+# --- in hpctrain check ---
 
 
 @pytest.mark.slow
 def test_nodes_that_differ(tmp_path, node):
-    """Only n2 has a plugin. That is said, and no error: on CPUs Gloo takes TCP anyway."""
+    """Only n2 has a plugin. That is printed, but is no error: on CPUs Gloo uses TCP anyway."""
     status, output = run(tmp_path, rank(0), rank(1, LD_LIBRARY_PATH=str(node.plugin().lib)))
     assert status == 0 and errors(output) == [], output
     said = [line for line in output.splitlines() if line.startswith("NCCL between nodes")]
@@ -287,7 +291,7 @@ def test_nodes_that_differ(tmp_path, node):
     assert said[1].startswith("NCCL between nodes, rank 1 on n2: AWS Libfabric (libnccl-net.so, loaded "), output
 
 
-# What a rank with a GPU reports.
+# The report of a rank with a GPU.
 GPU = {
     "rank": 0, "size": 1, "node_rank": 0, "local_rank": 0, "local_size": 1, "host": "n1", "launcher": "none",
     "device": "cuda:0 H100", "gpu": "GPU-a", "software": {}, "fabric": {},
@@ -298,32 +302,32 @@ def test_gpus_on_nodes_that_differ():
     lines = [
         {**GPU, "rank": number, "host": f"n{number}", "network": name} for number, name in enumerate(["IB", "Socket", "IB", ""])
     ]
-    assert list(check.differences(lines)) == [
-        "NCCL takes different networks: IB for ranks 0,2 on n0, n2, Socket for rank 1 on n1, none for rank 3 on n3: "
-        "see above what they lack, or leave those nodes out"
+    assert list(check.consistency_problems(lines)) == [
+        "NCCL uses different networks: IB for ranks 0,2 on n0, n2, Socket for rank 1 on n1, none for rank 3 on n3: "
+        "see above what these nodes lack, or exclude them"
     ]
-    assert not list(check.differences(lines[::2]))
+    assert not list(check.consistency_problems(lines[::2]))
 
 
 @pytest.mark.parametrize(
     ("nccl", "nodes", "refused"),
     [
-        (Network("Socket", "TCP, because the plugin is broken", amiss=True), 2, True),
-        (Network("Socket", "TCP, because the plugin is broken", amiss=True), 1, False),  # no network in there
-        (Network("", "none: no such name", amiss=True), 1, True),
+        (Network("Socket", "TCP, because the plugin is broken", unintended=True), 2, True),
+        (Network("Socket", "TCP, because the plugin is broken", unintended=True), 1, False),  # no network in there
+        (Network("", "none: no such name", unintended=True), 1, True),
         (Network("Socket", "TCP, because there is nothing else"), 2, False),
     ],
 )
-def test_gpus_that_nccl_would_not_serve(monkeypatch, capsys, nccl, nodes, refused):
-    line = {**GPU, "nodes": nodes, "network": nccl.name, "nccl": nccl.words}
-    monkeypatch.setattr(check, "network", lambda: nccl)
-    monkeypatch.setattr(check, "report", lambda *_: line)
-    monkeypatch.setattr(check, "misplaced", lambda _: [])
+def test_gpus_without_the_network_that_nccl_should_use(monkeypatch, capsys, nccl, nodes, refused):
+    line = {**GPU, "nodes": nodes, "network": nccl.name, "nccl": nccl.description}
+    monkeypatch.setattr(check, "predict_network", lambda: nccl)
+    monkeypatch.setattr(check, "rank_report", lambda *_: line)
+    monkeypatch.setattr(check, "placement_problems", lambda _: [])
     monkeypatch.setattr(check, "gather", lambda _, value: [value])
     with pytest.raises(HpctrainError) if refused else nullcontext() as said:
-        check.together(World(0, 1, 0, 1, 0, nodes, "none"), torch.device("cuda"), [])
-    assert f"NCCL between nodes: {nccl.words}" in capsys.readouterr().out
-    assert not refused or str(said.value) == f"rank 0 on n1: NCCL between nodes: {nccl.words}"
+        check.check_collectively(World(0, 1, 0, 1, 0, nodes, "none"), torch.device("cuda"), [])
+    assert f"NCCL between nodes: {nccl.description}" in capsys.readouterr().out
+    assert not refused or str(said.value) == f"rank 0 on n1: NCCL between nodes: {nccl.description}"
 
 
 @pytest.mark.slow

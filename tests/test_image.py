@@ -1,4 +1,4 @@
-"""What make image and make sif have made: what is in it, and that an ordinary user can run it, read-only."""
+"""The image that make image and make sif build: its content, and that an ordinary user can run it read-only."""
 
 import json
 import os
@@ -38,9 +38,9 @@ def test_horovod_was_built_with_mpi_and_gloo(cluster):
         assert f"[X] {part}" in shown
 
 
-def test_it_ends_its_build_with_a_check_that_still_passes(cluster):
-    """Two processes each by torchrun, by mpirun and by Horovod, as an ordinary user."""
-    done = inside(cluster, "/opt/hpctrain/libexec/check.sh", timeout=300)
+def test_the_check_at_the_end_of_the_build_passes_again(cluster):
+    """As an ordinary user: two processes each with torchrun, mpirun and horovodrun."""
+    done = inside(cluster, "/opt/hpctrain/libexec/check_image.sh", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -54,7 +54,7 @@ def test_it_lists_its_debian_packages(cluster):
     listed = [line.split("\t") for line in inside(cluster, "cat", "/usr/share/hpctrain/debian.tsv").stdout.splitlines()]
     assert [name for name, *_ in listed] == sorted(name for name, *_ in listed) and len(listed) > 100
     assert all(version and architecture in ("all", "amd64") for _, version, architecture, _ in listed)
-    # none for a package of the base that Debian has replaced since
+    # A package of the base has no hash if Debian has replaced it since.
     hashes = [sha256 for *_, sha256 in listed if sha256]
     assert all(re.fullmatch("[0-9a-f]{64}", sha256) for sha256 in hashes) and len(hashes) > 0.9 * len(listed)
     installed = inside(cluster, "dpkg-query", "--show", "--showformat", "${Package}\t${Version}\n").stdout.splitlines()
@@ -63,7 +63,7 @@ def test_it_lists_its_debian_packages(cluster):
     assert {name for name, *_ in listed} <= set(recorded)
 
 
-def test_what_the_user_installed_at_home_does_not_leak_in(cluster):
+def test_packages_in_the_home_folder_are_ignored(cluster):
     leak = cluster.state / "home/alice/.local/lib/python3.11/site-packages"
     leak.mkdir(parents=True, exist_ok=True)
     (leak / "torch.py").write_text("raise SystemExit('the wrong torch')\n")
@@ -81,7 +81,7 @@ def test_a_home_that_cannot_be_written(cluster):
     assert "curves.png are in /tmp/no-home" in done.stdout
 
 
-def test_it_says_what_it_is(cluster):
+def test_its_labels_and_its_default_command(cluster):
     done = cluster.exec("n1", "apptainer", "run", "/project/hpctrain-cpu.sif", user="alice", check=False)
     assert "usage: hpctrain COMMAND" in done.stdout
     labels = json.loads(cluster.exec("n1", "apptainer", "inspect", "--json", "/project/hpctrain-cpu.sif", user="alice").stdout)
@@ -91,24 +91,33 @@ def test_it_says_what_it_is(cluster):
 
 
 def test_from_the_definition_by_an_ordinary_user(cluster, tmp_path):
-    """The same image with no Docker anywhere: alice builds it from a plain Debian, and it holds the same versions."""
+    """Alice builds the image from a plain Debian with Apptainer alone: it has the same versions and the same environment.
+
+    It installs the Horovod that make image has compiled, whose inputs are the same; compiling takes as long as all the rest.
+    """
     subprocess.run(["make", "base"], cwd=REPOSITORY, check=True)
     wheels = subprocess.run(
-        ["bash", "-c", "source containers/lib.sh; wheels_folder"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        ["bash", "-c", "source containers/build_functions.sh; wheels_folder"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     clone = cluster.state / "home/alice/from-def"
     subprocess.run(["cp", "-a", cluster.state / "home/alice/hpctrain", clone], check=True)
     (clone / "build").mkdir(exist_ok=True)
     shutil.copy(REPOSITORY / "build/base-bookworm.tar", clone / "build/base-bookworm.tar")
+    shutil.copytree(REPOSITORY / "build/horovod", clone / "build/horovod")
     subprocess.run(["chown", "-R", "1000:1000", clone], check=True)
     options = ["-b", wheels, "-e", f"WHEELS={wheels}"] if wheels else []
     done = subprocess.run(
-        [CLUSTER_SH, "run", "-u", "alice", *options, "--", "apptainer/build.sh", "--from", "def", "--output", "def.sif"],
+        [CLUSTER_SH, "run", "-u", "alice", *options, "--", "apptainer/build_sif.sh", "--from", "def", "--output", "def.sif"],
         cwd=clone,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "horovod: the wheel of an earlier build from the same inputs" in done.stdout + done.stderr
     versions = [
         json.loads(cluster.exec("n1", "apptainer", "exec", image, "cat", "/opt/hpctrain/versions.json", user="alice").stdout)
         for image in ("/home/alice/from-def/def.sif", "/project/hpctrain-cpu.sif")
@@ -131,14 +140,14 @@ def test_make_has_nothing_left_to_do(sif):
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("script", ["containers/build.sh", "apptainer/build.sh"])
-def test_a_build_that_cannot_be_is_one_line(script):
+@pytest.mark.parametrize("script", ["containers/build_image.sh", "apptainer/build_sif.sh"])
+def test_a_build_with_invalid_options_is_one_line(script):
     for arguments in (["--flavor", "nothing"], ["--mpi", "lam"], ["--nonsense"], ["--flavor"]):
         done = subprocess.run([REPOSITORY / script, *arguments], capture_output=True, text=True, env={**os.environ})
         assert done.returncode != 0 and done.stderr.count("\n") == 1
 
 
-def test_what_is_no_sif_is_left_alone(tmp_path):
+def test_a_file_that_is_not_a_sif_stays_unchanged(tmp_path):
     (tmp_path / "file").write_bytes(b"no SIF" * 100)
     done = subprocess.run(
         [REPOSITORY / "containers/sif.py", tmp_path / "file"],
@@ -148,19 +157,19 @@ def test_what_is_no_sif_is_left_alone(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"no SIF" * 100
 
 
-def test_the_lock_of_cu130_is_that_of_arm64_too():
-    """Its hashes are those of all files of a version; a package that only one of the two needs would make it differ."""
+def test_the_lock_of_cu130_is_the_same_for_arm64():
+    """A lock has the hashes of all files of a version; it would differ if only one platform needed a package."""
     check = ["containers/lock.sh", "--check", "--platform", "aarch64", "--flavor"]
     env = {**os.environ, "PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}"}
     done = subprocess.run([*check, "cu130-build"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    # there is no torch with CUDA 12.6 for arm64, so that lock must not pass
+    # There is no torch with CUDA 12.6 for arm64, so the check of that lock must fail.
     done = subprocess.run([*check, "cu126"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "cu126.lock is stale" in done.stderr
 
 
-def test_a_lock_that_is_not_what_is_asked_for_is_named(tmp_path):
-    """By the shortest: an index may get further files of a pinned version on any day, which makes the others stale as well."""
+def test_a_stale_lock_is_named(tmp_path):
+    """With the shortest lock: an index may get more files of a pinned version any day, which makes longer ones stale."""
     env = {**os.environ, "PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}"}
     check = ["containers/lock.sh", "--check", "--flavor", "cu130-build"]
     done = subprocess.run(check, cwd=REPOSITORY, env=env, capture_output=True, text=True)
@@ -171,13 +180,13 @@ def test_a_lock_that_is_not_what_is_asked_for_is_named(tmp_path):
     lock.write_text(lock.read_text().replace("nvidia-nvvm==", "nvidia-old=="))
     before = lock.read_bytes()
     done = subprocess.run(check, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and "containers/locks/cu130-build.lock is stale: make lock" in done.stderr
+    assert done.returncode == 1 and "containers/locks/cu130-build.lock is stale; run make lock" in done.stderr
     assert lock.read_bytes() == before
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_compiler_that_is_gone_or_another_is_one_line(tmp_path, there):
-    """nvcc.sh with a mirror of our own, which has no such package, or one with another content."""
+def test_a_compiler_that_is_missing_or_changed_is_one_line(tmp_path, there):
+    """nvcc.sh with a mirror that does not have the package, or has it with another content."""
     package = "pool/nvcc_12.4_amd64.deb"
     if there:
         (tmp_path / "mirror/pool").mkdir(parents=True)
@@ -195,5 +204,5 @@ def test_a_compiler_that_is_gone_or_another_is_one_line(tmp_path, there):
     said = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and said.startswith("nvcc.sh: ")
     assert str(tmp_path / "lock") in said and "nvcc_12.4_amd64.deb" in said
-    assert ("has not the SHA-256" if there else "put a version that is there into") in said
+    assert ("the SHA-256 of nvcc_12.4_amd64.deb from" if there else "put a version that they have into") in said
     assert not (tmp_path / "home").exists()

@@ -1,7 +1,7 @@
-"""What goes wrong while an environment, an image or a SIF is made ends with one sentence, and leaves nothing half made.
+"""Errors while an environment, an image or a SIF is built: each ends with one message and leaves nothing half made.
 
-The faults are real ones: an index over HTTPS on this machine, certificates that do not fit, disks that are too small, no network,
-files that were changed, signals. The packages are tiny, and one of them is named torch, which each lock must have.
+The faults are real: an index over HTTPS on this machine, wrong certificates, small disks, no network, changed files, signals.
+The packages are tiny, and one of them is named torch, which every lock must have.
 """
 
 import functools
@@ -28,7 +28,7 @@ PACKAGES: dict[str, dict[str, str]] = {
     "probe": {"probe.py": "x = 1\n"},
     "big": {"big.bin": "0" * 30_000_000},
 }
-# not what the machine has of its own
+# without this machine's own configuration
 ENV = {
     name: value
     for name, value in os.environ.items()
@@ -38,7 +38,7 @@ PYTHON = "/usr/bin/python3.11" if Path("/usr/bin/python3.11").exists() else "pyt
 
 
 def wheel(folder: Path, name: str) -> str:
-    """Make version 1.0 of a package of PACKAGES in `folder`; return its line for a lock."""
+    """Make version 1.0 of a package of PACKAGES in `folder`; return its line for a lock file."""
     info = f"{name}-1.0.dist-info"
     files = PACKAGES[name] | {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
@@ -55,17 +55,17 @@ def wheel(folder: Path, name: str) -> str:
 
 @dataclass(frozen=True)
 class Index:
-    """A package index: the environment that leads pip there, the locks' lines, and where a request that hangs is noticed."""
+    """A package index: pip's environment for it, the lines for lock files, and an event that a request for /hang sets."""
 
     env: dict[str, str]
     lines: dict[str, str]
-    stranger: Path  # certificates that the index's is not signed by
+    stranger: Path  # certificates that did not sign the index's
     hangs: threading.Event
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
-    """It serves PACKAGES under /simple; under /hang nothing ever comes."""
+    """An HTTPS server with PACKAGES under /simple; a request under /hang never gets an answer."""
     folder = tmp_path_factory.mktemp("index")
     for name in ("own", "stranger"):
         subprocess.run(
@@ -102,9 +102,9 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what images are made from, to break."""
+    """A copy of the recipe, for tests that break it."""
     folder = tmp_path_factory.mktemp("recipe")
-    for name in ("containers", "apptainer", "src", "tests/cluster"):
+    for name in ("containers", "apptainer", "src", "cluster"):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "LICENSE", ".dockerignore"):
         shutil.copy(REPOSITORY / name, folder)
@@ -117,7 +117,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Makes a disk of a size, such as 4m."""
+    """A function that mounts a disk of a size such as 4m."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")
     mounted = []
@@ -135,14 +135,14 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def run(*command: str | Path, env: dict[str, str] = ENV, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
-    """The output is one stream, as on a screen."""
+    """Run a command with stdout and stderr in one stream, as on a screen."""
     return subprocess.run(
         command, env=env, cwd=cwd, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Of something that failed."""
+    """The last line of a command that must have failed."""
     assert done.returncode != 0, done.stdout
     return done.stdout.rstrip().splitlines()[-1]
 
@@ -158,7 +158,7 @@ def install(recipe: Path, prefix: Path, lock: str, env: dict[str, str]) -> subpr
 
 @pytest.fixture(scope="module")
 def environment(recipe: Path, index: Index, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What python.sh makes where nothing is wrong, with the pip that it begins with."""
+    """An environment from python.sh without faults, with the pip of the venv module."""
     prefix = tmp_path_factory.mktemp("whole") / "environment"
     done = install(recipe, prefix, index.lines["torch"] + index.lines["probe"], index.env)
     assert done.returncode == 0, done.stdout
@@ -175,34 +175,34 @@ def test_an_environment_is_made_once(recipe, index, environment):
 
 
 ZEROS = "--hash=sha256:" + "0" * 64
-OTHER_HASH = "a file has not the hash that was locked"
-BROKEN = "is broken where it says above; get it back from git, or make lock"
-UNREACHABLE = "the index above cannot be reached"
+OTHER_HASH = "the hash of a file differs from the lock"
+BROKEN = "invalid line, see above; restore the file from git, or run make lock"
+UNREACHABLE = "cannot reach the index above"
 
 
 @pytest.mark.parametrize(
     ("lock", "variables", "words"),
     [
         ("probe==1.0 " + ZEROS, {}, OTHER_HASH),
-        ("probe==9.9 " + ZEROS, {}, "there is no probe==9.9 in the index above"),
+        ("probe==9.9 " + ZEROS, {}, "neither the index above nor WHEELS has probe==9.9;"),
         ("probe==1.0", {}, BROKEN),
         ("probe>=1.0 " + ZEROS, {}, BROKEN),
         ("probe=1.0 " + ZEROS, {}, BROKEN),
         ("<<<<<<< HEAD", {}, BROKEN),
         ("probe==1.0 --hash=nothing", {}, BROKEN),
-        ("", {"PIP_CERT": "/no/such"}, "the file of certificates, /no/such, is not there; name one by PIP_CERT"),
-        ("", {"PIP_CERT": "{stranger}"}, "the index's certificate is not signed by any in {stranger};"),
-        ("", {"PIP_CERT": ""}, "the index's certificate is not signed by any in the list of pip;"),
+        ("", {"PIP_CERT": "/no/such"}, "there is no certificate file /no/such; set PIP_CERT to one"),
+        ("", {"PIP_CERT": "{stranger}"}, "the certificate of the index is not signed by any in {stranger};"),
+        ("", {"PIP_CERT": ""}, "the certificate of the index is not signed by any in the list of pip;"),
         ("", {"UNSHARE": "--net"}, UNREACHABLE),
         ("", {"UNSHARE": "--net", "PIP_INDEX_URL": "https://pypi.org/simple"}, UNREACHABLE),
     ],
 )
 def test_pip_fails_for_a_reason(environment, index, tmp_path, lock, variables, words):
-    """The one place that knows pip's messages, run_pip, as the steps call it, with the pip that they call."""
+    """run_pip, the only function that recognizes pip's messages, as the steps call it and with the same pip."""
     (tmp_path / "tiny.lock").write_text(lock or index.lines["probe"])
     variables = {name: value.format(stranger=index.stranger) for name, value in variables.items()}
-    command = f"source {REPOSITORY}/containers/install/lib.sh; run_pip tiny.lock {environment}/bin/python -m pip install" \
-        f" --require-hashes --no-cache-dir --target new -r tiny.lock"  # fmt: skip
+    command = f"source {REPOSITORY}/containers/install/step_functions.sh; run_pip tiny.lock {environment}/bin/python -m pip" \
+        f" install --require-hashes --no-cache-dir --target new -r tiny.lock"  # fmt: skip
     apart = ["unshare", variables.pop("UNSHARE")] if "UNSHARE" in variables else []
     done = run(*apart, "bash", "-euo", "pipefail", "-c", command, "python.sh", env=index.env | variables, cwd=tmp_path)
     assert last_line(done).startswith("python.sh: tiny.lock: " + words.format(stranger=index.stranger))
@@ -216,9 +216,9 @@ def test_a_failed_environment_does_not_stay(recipe, index, disk, tmp_path):
     env = index.env | {"TMPDIR": str(tmp)}
     for prefix, lock, words in (
         (tmp_path / "environment", index.lines["torch"] + "probe==1.0 " + ZEROS, OTHER_HASH),
-        (disk("25m") / "environment", index.lines["torch"] + index.lines["big"], "no room for its packages"),
-        (disk("4m") / "environment", index.lines["torch"], f"{PYTHON} made no environment in {tmp_path}/disk1/environment"),
-        (tmp_path / "environment", index.lines["probe"], "has no line torch=="),
+        (disk("25m") / "environment", index.lines["torch"] + index.lines["big"], "the disk is full, where the packages go"),
+        (disk("4m") / "environment", index.lines["torch"], f"{PYTHON} cannot make an environment in {tmp_path}/disk1/"),
+        (tmp_path / "environment", index.lines["probe"], "no line torch=="),
     ):
         assert words in last_line(install(recipe, prefix, lock, env))
         assert prefix.parent == tmp_path or names(prefix.parent) == []
@@ -227,7 +227,7 @@ def test_a_failed_environment_does_not_stay(recipe, index, disk, tmp_path):
 
 
 def test_an_environment_that_was_interrupted(recipe, index, tmp_path):
-    """Ctrl-C removes it. After kill -9 it is marked, so that python.sh makes it again."""
+    """Ctrl-C removes it. After kill -9 it is marked as unfinished, and the next run makes it again."""
     prefix = tmp_path / "environment"
     (recipe / "containers/locks/tiny.lock").write_text(index.lines["torch"])
     env = {**index.env, "PYTHON": PYTHON, "PIP_INDEX_URL": index.env["PIP_INDEX_URL"].replace("/simple", "/hang")}
@@ -246,41 +246,41 @@ def test_an_environment_that_was_interrupted(recipe, index, tmp_path):
     assert names(tmp_path) == ["environment"]
 
 
-def test_bytecode_that_finds_no_room(environment, disk):
-    """A file that is not Python is passed over; a full disk is not."""
+def test_bytecode_on_a_full_disk(environment, disk):
+    """A file with a syntax error is skipped; a full disk is an error."""
     folder = disk("200k")
-    compile_it = f"source containers/install/lib.sh; compile_bytecode {environment}/bin/python {folder} unchecked-hash"
+    compile_it = f"source containers/install/step_functions.sh; compile_bytecode {environment}/bin/python {folder} unchecked-hash"
     (folder / "newer.py").write_text("match = = 3\n")
     (folder / "code.py").write_text("x = 1\n")
     assert run("bash", "-euc", compile_it, "python.sh").returncode == 0
     for number in range(8):
         (folder / f"code{number}.py").write_text("".join(f"def f{line}(a, b): return a + b * {number}\n" for line in range(400)))
     said = last_line(run("bash", "-euc", compile_it, "python.sh"))
-    assert said == f"python.sh: the bytecode of {folder} could not be written: OSError: [Errno 28] No space left on device"
+    assert said == f"python.sh: cannot write the bytecode of {folder}: OSError: [Errno 28] No space left on device"
 
 
 def test_an_image_with_a_broken_lock(recipe):
-    """It fails in python.sh, inside the build, whose sentence is the last line. The image that was there stays."""
+    """The build fails in python.sh, whose message is in the last line. The old image stays."""
     tar, lock = recipe / "build/hpctrain-cpu.tar", recipe / "containers/locks/cpu.lock"
     tar.write_text("the one before")
     whole = lock.read_text()
     lock.write_text(whole.replace("torch==", "torch=", 1))
     before = names(recipe / "build")
-    done = run("containers/build.sh", cwd=recipe, env={**os.environ})
+    done = run("containers/build_image.sh", cwd=recipe, env={**os.environ})
     lock.write_text(whole)
-    said = "build.sh: the build failed: python.sh: /src/containers/locks/cpu.lock: has no line torch=="
+    said = "build_image.sh: the build failed: python.sh: /src/containers/locks/cpu.lock: no line torch=="
     assert last_line(done).startswith(said)
     assert tar.read_text() == "the one before" and names(recipe / "build") == before
 
 
-def test_certificates_that_are_not_there(recipe):
-    done = run("containers/build.sh", cwd=recipe, env={**ENV, "SSL_CERT_FILE": "/no/such", "BASE_IMAGE": "scratch"})
-    assert last_line(done).startswith("build.sh: SSL_CERT_FILE=/no/such is not there")
+def test_a_missing_certificate_file(recipe):
+    done = run("containers/build_image.sh", cwd=recipe, env={**ENV, "SSL_CERT_FILE": "/no/such", "BASE_IMAGE": "scratch"})
+    assert last_line(done).startswith("build_image.sh: SSL_CERT_FILE=/no/such is missing or empty;")
     assert done.stdout.count("\n") == 1
 
 
-def test_images_that_find_no_room(recipe, disk, tmp_path):
-    """A small image by containers/build.sh and apptainer/build.sh, whole where there is room, and on disks with too little."""
+def test_images_on_full_disks(recipe, disk, tmp_path):
+    """build_image.sh and build_sif.sh build a small image on a large disk; on a full one they stop with a message."""
     (recipe / "containers/locks/small.lock").write_text("")
     (recipe / "containers/Dockerfile").write_text("FROM scratch\nCOPY tree /\n")
     (recipe / ".dockerignore").write_text("*\n!tree\n")
@@ -294,9 +294,9 @@ def test_images_that_find_no_room(recipe, disk, tmp_path):
     (tmp_path / "storage.conf").write_text(
         f'[storage]\ndriver = "overlay"\ngraphroot = "{tmp_path}/graph"\nrunroot = "{tmp_path}/run"\n'
     )
-    env = {**os.environ, "BASE_IMAGE": "scratch", "CONTAINERS_STORAGE_CONF": str(tmp_path / "storage.conf")}
-    build = ["containers/build.sh", "--flavor", "small"]
-    pack = ["apptainer/build.sh", "--flavor", "small", "--output"]
+    env = {**os.environ, "BASE_IMAGE": "scratch", "HOROVOD_WHEELS": "", "CONTAINERS_STORAGE_CONF": str(tmp_path / "storage.conf")}
+    build = ["containers/build_image.sh", "--flavor", "small"]
+    pack = ["apptainer/build_sif.sh", "--flavor", "small", "--output"]
     done = run(*build, cwd=recipe, env=env)
     assert done.returncode == 0, done.stdout
     tar = (recipe / "build/hpctrain-small.tar").read_bytes()
@@ -305,21 +305,21 @@ def test_images_that_find_no_room(recipe, disk, tmp_path):
 
     small = disk("4m")
     (small / "old.sif").write_text("the one before")
-    assert "build.sh: the build failed: no room" in last_line(run(*pack, small / "old.sif", cwd=recipe, env=env))
+    assert "build_sif.sh: the build failed: the disk is full" in last_line(run(*pack, small / "old.sif", cwd=recipe, env=env))
     assert names(small) == ["old.sif"] and (small / "old.sif").read_text() == "the one before"
 
     (recipe / "build/hpctrain-small.tar").write_bytes(tar[: len(tar) // 2])
-    assert last_line(run(*pack, tmp_path / "half.sif", cwd=recipe, env=env)) == "build.sh: the build failed; see above"
+    assert last_line(run(*pack, tmp_path / "half.sif", cwd=recipe, env=env)) == "build_sif.sh: the build failed; see above"
     assert not (tmp_path / "half.sif").exists() and not list(tmp_path.glob(".sif.*"))
 
     (recipe / "build").rename(recipe / "build.whole")
     (recipe / "build").symlink_to(small)
     (small / "hpctrain-small.tar").write_text("the one before")
-    assert "build.sh: the build failed: no room" in last_line(run(*build, cwd=recipe, env=env))
+    assert "build_image.sh: the build failed: the disk is full" in last_line(run(*build, cwd=recipe, env=env))
     assert names(small) == ["hpctrain-small.tar", "old.sif"]
     assert (small / "hpctrain-small.tar").read_text() == "the one before"
 
 
-def test_packages_of_debian_without_a_network():
-    done = run("unshare", "--net", "containers/need.sh", "hello")
-    assert last_line(done).startswith("need.sh: apt-get could not ")
+def test_debian_packages_without_a_network():
+    done = run("unshare", "--net", "containers/install_host_packages.sh", "hello")
+    assert last_line(done).startswith("install_host_packages.sh: apt-get cannot ")

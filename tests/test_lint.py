@@ -1,30 +1,89 @@
-"""Every file is clean, and every script answers --help and refuses nonsense."""
+"""Files follow one style, modules form layers, and every script has --help and refuses invalid options."""
 
+import ast
+import graphlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REPOSITORY
+from slurm_cluster import REPOSITORY, project_files
 
-FILES = subprocess.run(
-    ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-    cwd=REPOSITORY,
-    capture_output=True,
-    text=True,
-    check=True,
-).stdout.split("\0")
-TEXTS = {name: (REPOSITORY / name).read_text(errors="replace") for name in FILES if name and (REPOSITORY / name).is_file()}
+TEXTS = {name: (REPOSITORY / name).read_text(errors="replace") for name in project_files()}
 SHELL = sorted(
     name for name, text in TEXTS.items() if text.startswith("#!/bin/bash") or re.search("^# shellcheck shell=bash$", text, re.M)
 )
 SCRIPTS = [name for name in SHELL if TEXTS[name].startswith("#!") and name != ".ci/run"]
+# Those that users submit. lib.sh and task.sh are parts of them.
+LAUNCH_SCRIPTS = [name for name in SCRIPTS if re.fullmatch(r"launch/(?!lib|task|site)\w+\.sh", name)]
 TOOLS = Path(sys.executable).parent
 
+# Files whose words are not ours: pins, data, a license, patches. This file holds the words that it looks for.
+FOREIGN = re.compile(r"LICENSE|containers/locks/.*\.(lock|debian)|containers/patches/.*|src/hpctrain/nlp/samples/.+/.*|.*\.png")
+OURS = {name: text for name, text in TEXTS.items() if not FOREIGN.fullmatch(name) and name != "tests/test_lint.py"}
+MARKDOWN = {name: text for name, text in OURS.items() if name.endswith(".md")}
+SOURCES = {
+    name.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", "."): ast.parse(text)
+    for name, text in TEXTS.items()
+    if name.startswith("src/hpctrain/") and name.endswith(".py")
+}
 
-def run(*command):
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+# Phrases that puzzled readers; in any case of letters, also over the end of a line.
+PHRASES = [
+    "data that nothing of your own is overwritten by",
+    "what it consists of and is made from",
+    "for each way that a site may have",
+    "(let|lets|letting) go of",
+    "as it comes",
+    "the way of a job",
+    "of what is computed is real",
+    "takes its softmax over padding",
+    "who is in a batch",
+    "a time of its own",
+    "the same are:",
+    "bear another's load",
+    "astray",
+    "mend(s|ed|ing)?",
+    "the data are less than one",
+    "would say of every retry",
+    "what they think of it",
+    "to say how two sentences are related",
+    "to go on with a text",
+    "what nobody uses",
+]
+# Names that were replaced, wherever they stand.
+WORDS = ["HPCTRAIN_ENV", r"need\.sh", r"surroundings\.py", "_call_the_roll", "a_job", "one_world", "tests/cluster"]
+# Names that are words as well: only their definitions count, without which no call works.
+SHELL_FUNCTIONS = ["go", "resolved", "planned", "environment"]
+SHELL_VARIABLES = ["INSIDE"]
+PYTHON_NAMES = {
+    *("overheard", "spoken", "contradicted", "outlived", "together", "some", "restarted"),
+    *("local", "checked", "_put", "features", "Batches"),
+}
+PYTHON_NAMES_OF_MODULES = {"hpctrain.packages": {"show"}}
+
+# British forms, each with what to write. A word in capitals is a name, such as Slurm's state CANCELLED.
+BRITISH = {
+    r"\w*(behavi|col|endeav|fav|flav|harb|hon|lab|neighb|rum|vap)our\w*": "-or",
+    r"\w*(author|categor|central|character|container|custom|emphas|final|general|initial|local|maxim|memor|minim|modular|normal"
+    r"|optim|organ|parallel|penal|prior|quant|random|real|recogn|serial|special|stabil|standard|summar|synchron|token|util|vector"
+    r"|virtual|visual)is(e|es|ed|er|ers|ing|able|ation|ations)": "-ize",
+    r"(analy|cataly|paraly)s(e|ed|er|ers|ing)": "-yze",
+    r"\w*(cent|fib|lit|kilomet|millimet|calib|theat)re(s|d)?": "-er",
+    r"(licence|defence|offence|pretence)s?": "-se",
+    r"\w*(cancel|label|model|travel|signal|tunnel|level|channel|fuel|total|marshal|dial|equal|initial)l(ed|er|ers|ing)": "one l",
+    r"(catalogue|programme|artefact|manoeuvre|sceptic|judgement|storey|tyre)s?": "catalog, program, artifact, ...",
+    r"whilst|amongst|learnt|spelt|burnt|leapt|ageing|fulfil|enrol|instalment|skilful|grey|cheque|focussed|per cent": "",
+}
+
+
+def run(*command, cwd=REPOSITORY):
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
+
+
+def place(name, text, match):
+    return f"{name}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())}"
 
 
 def test_ruff():
@@ -33,8 +92,9 @@ def test_ruff():
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow  # each launch script is checked with all that it sources
 def test_shellcheck():
-    assert "launch/apptainer_ddp.sh" in SHELL and "launch/lib.sh" in SHELL
+    assert "launch/apptainer_ddp.sh" in SHELL and "launch/lib.sh" in SHELL and len(LAUNCH_SCRIPTS) == 10
     done = run(TOOLS / "shellcheck", "--external-sources", *SHELL)
     assert done.returncode == 0, done.stdout
 
@@ -51,11 +111,173 @@ def test_actionlint():
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_and_nonsense(script):
-    done = run(f"./{script}", "--help")
+def test_help_and_invalid_options(script, tmp_path):
+    """From any folder. The help of scripts that users submit has a usage line; an unknown option is an error in one line."""
+    done = run(REPOSITORY / script, "--help", cwd=tmp_path)
     assert done.returncode == 0 and Path(script).name in done.stdout and not done.stderr
-    done = run(f"./{script}", "--nonsense")
+    if script in LAUNCH_SCRIPTS:
+        assert re.match(r"[A-Z](.|\n)*usage: (sbatch|qsub|launch/local.sh) ", done.stdout)
+    done = run(REPOSITORY / script, "--nonsense", cwd=tmp_path)
     assert done.returncode != 0 and done.stderr.strip()
+    if script in LAUNCH_SCRIPTS:
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+# ---- words ----
+
+
+def test_phrases_that_puzzled_readers():
+    # the beginning of a comment's next line may stand between two words
+    gap = r"[\s#]+"
+    pattern = re.compile("|".join(rf"(?<!\w){phrase.replace(' ', gap)}(?!\w)" for phrase in PHRASES), re.I)
+    found = [
+        place(name, text, match) for name, text in OURS.items() if name != "CHANGELOG.md" for match in pattern.finditer(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_names_that_were_replaced():
+    found = []
+    word = re.compile(rf"(?<![\w/])({'|'.join(WORDS)})\b")
+    shell = re.compile(rf"^ *({'|'.join(SHELL_FUNCTIONS)}) *\(\)|\b({'|'.join(SHELL_VARIABLES)})\b(?=[=\[])", re.M)
+    for name, text in OURS.items():
+        if name != "CHANGELOG.md":
+            found += [place(name, text, match) for match in word.finditer(text)]
+        if name in SHELL and name.startswith("launch/"):
+            found += [place(name, text, match) for match in shell.finditer(text)]
+    for module, tree in SOURCES.items():
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (
+                node.name in PYTHON_NAMES or node.name in PYTHON_NAMES_OF_MODULES.get(module, ())
+            ):
+                found.append(f"{module}:{node.lineno}: {node.name}")
+            if isinstance(node, ast.FunctionDef) and node.name == "run":
+                stored = {
+                    inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+                }
+                if "run" in stored:
+                    found.append(f"{module}:{node.lineno}: run is a variable in the function of that name")
+    assert not found, "\n".join(found)
+
+
+def british(text):
+    """The British forms in a text, each as a match and what to write."""
+    for form, write in BRITISH.items():
+        for match in re.finditer(rf"(?<![A-Za-z])(?:{form})(?![A-Za-z])", text, re.I):
+            if not match[0].isupper():
+                yield match, write
+
+
+def test_american_spelling():
+    found = [f"{place(name, text, match)} ({write})" for name, text in OURS.items() for match, write in british(text)]
+    assert not found, "\n".join(found)
+
+
+def test_british_forms_are_found():
+    for text in ("flavours", "tokenise", "an unlabelled set", "Cancelled", "licence", "was analysed", "re-initialised", "centre"):
+        assert list(british(text)), text
+    for text in ("CANCELLED", "hours", "analyses", "parallelism", "license", "characteristic", "promise", "our", "emphasis"):
+        assert not list(british(text)), text
+
+
+# ---- documents ----
+
+
+def test_the_readme_is_short():
+    assert len(TEXTS["README.md"].split()) <= 1100
+
+
+def test_width_of_documents():
+    """120 characters, but for tables, code and the targets of links."""
+    found = []
+    for name, text in MARKDOWN.items():
+        fenced = False
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.lstrip().startswith("```"):
+                fenced = not fenced
+            elif not fenced and not line.startswith(("|", "    ")):
+                shown = re.sub(r"\]\([^)]*\)", "]", line)
+                if len(shown) > 120:
+                    found.append(f"{name}:{number}: {len(shown)} characters")
+    assert not found, "\n".join(found)
+
+
+def test_links_of_documents():
+    """Each leads to a file of the repository, and its anchor to a heading there."""
+    found = []
+    for name, text in MARKDOWN.items():
+        prose = re.sub(r"^```.*?^```|^    .*?$|`[^`\n]*`", "", text, flags=re.M | re.S)
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", prose):
+            path = (REPOSITORY / name).parent / target if target else REPOSITORY / name
+            if not path.exists():
+                found.append(f"{name}: {target} does not exist")
+            elif anchor:
+                headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+                slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                if anchor not in slugs:
+                    found.append(f"{name}: {target}#{anchor} has no heading")
+    assert not found, "\n".join(found)
+
+
+def test_the_index_lists_every_page():
+    pages = {Path(name).name for name in MARKDOWN if re.fullmatch(r"docs/[^/]*\.md", name)} - {"README.md"}
+    listed = re.findall(r"\]\(([^/)]*\.md)\)", TEXTS["docs/README.md"])
+    assert sorted(pages) == sorted(listed)
+
+
+# ---- code ----
+
+
+def test_no_long_files():
+    long = {
+        name: lines for name, text in OURS.items() if name.startswith(("src/", "launch/")) and (lines := text.count("\n")) > 400
+    }
+    assert not long
+
+
+def imports(module, tree):
+    """The modules of hpctrain that a module imports, also inside functions; not those for type checkers only."""
+    hidden = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.walk(node)
+    }
+    package = module if any(other.startswith(f"{module}.") for other in SOURCES) else module.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                name = f"{origin}.{alias.name}"
+                found.add(name if name in SOURCES else origin)
+    return found & SOURCES.keys() - {module}
+
+
+def test_modules_form_layers():
+    """No imports in circles. nlp and vision import the core, and not each other; the core imports neither."""
+    graph = {module: imports(module, tree) for module, tree in SOURCES.items()}
+    assert len(graph) > 20 and graph["hpctrain.vision.train_ddp"] >= {"hpctrain.run", "hpctrain.vision.recipe"}
+    try:
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+    def layer(module):
+        found = re.match(r"hpctrain\.(nlp|vision|__main__)\b", module)
+        return found[1] if found else "core"
+
+    allowed = {"core": {"core"}, "nlp": {"core", "nlp"}, "vision": {"core", "vision"}, "__main__": {"core"}}
+    upward = [f"{a} imports {b}" for a, others in graph.items() for b in others if layer(b) not in allowed[layer(a)]]
+    assert not upward, "\n".join(upward)
+
+
+# ---- the rest ----
 
 
 def test_no_path_of_this_machine():

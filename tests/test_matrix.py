@@ -3,13 +3,14 @@
 The table of the README is what passed here: `pytest tests/test_matrix.py --write-table` writes it.
 """
 
-import functools
 import json
 import re
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
-from slurm_cluster import REPOSITORY
+from slurm_cluster import REPOSITORY, Cluster
 
 pytestmark = pytest.mark.slow
 
@@ -29,34 +30,54 @@ LAUNCHERS = {
 RUNTIMES = {
     "apptainer": {},
     "podman-hpc": {"HPCTRAIN_RUNTIME": "podman-hpc"},
-    "bare": {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_ENV": "/opt/hpctrain"},
+    "bare": {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"},
 }
-# What makes no sense, and why.
+# Pairs that do not work together, and why.
 EXCLUDED: dict[tuple[str, str], str] = {}
 CELLS = [(*pair, t) for pair in [(x, r) for x in LAUNCHERS for r in RUNTIMES] if pair not in EXCLUDED for t in TRAINERS]
+IN_FLIGHT = 2  # jobs at a time, beside those of the other test process: the cores import torch most of the time
 BEGIN, END = "<!-- what tests/test_matrix.py saw pass -->\n", "<!-- end -->\n"
+
+
+class Cells:
+    """Runs each cell once; `ahead` submits the next cells, so that they run while a test waits for another one."""
+
+    def __init__(self, cluster: Cluster, podman_image: dict[str, str]) -> None:
+        self._cluster = cluster
+        self._podman_image = podman_image
+        self._jobs: dict[tuple, tuple[int, str]] = {}
+        self._runs: dict[tuple, Path | str] = {}
+
+    def ahead(self, cells: Iterable[tuple]) -> None:
+        for cell in cells:
+            if cell not in self._jobs:
+                self._jobs[cell] = self._submit(*cell)
+
+    def __call__(self, *cell: str | bool | int) -> Path:
+        """The run folder of a cell."""
+        self.ahead([cell])
+        if cell not in self._runs:
+            job, name = self._jobs[cell]
+            ended = self._cluster.wait(job, timeout=240)
+            output = self._cluster.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
+            self._runs[cell] = self._cluster.host_path(f"{HOME}/{name}") if ended.state == "COMPLETED" else output
+        run = self._runs[cell]
+        assert isinstance(run, Path), run
+        return run
+
+    def _submit(self, launcher: str, runtime: str, trainer: str, fusion: bool = False, batch_size: int = 64) -> tuple[int, str]:
+        script = LAUNCHERS[launcher]
+        script = script[runtime] if isinstance(script, dict) else script
+        env = RUNTIMES[runtime] | self._podman_image | ({} if fusion else {"HOROVOD_FUSION_THRESHOLD": "0"})
+        name = "runs/matrix/" + re.sub(r"\W+", "-", f"{launcher}-{runtime}-{trainer}-{fusion}-{batch_size}")
+        options = ["--data", "digits", "--epochs", "1", "--batch-size", str(batch_size), "--out", name]  # five steps
+        return self._cluster.submit(*script, trainer, *options, cwd=HOME, env=env), name
 
 
 @pytest.fixture(scope="module")
 def cell(cluster, podman_image):
     """A function that runs one cell, once, and gives its run folder."""
-
-    @functools.cache
-    def run(launcher, runtime, trainer, fusion=False, batch_size=240):
-        script = LAUNCHERS[launcher]
-        script = script[runtime] if isinstance(script, dict) else script
-        env = RUNTIMES[runtime] | podman_image | ({} if fusion else {"HOROVOD_FUSION_THRESHOLD": "0"})
-        name = re.sub(r"\W+", "-", f"runs/matrix/{launcher}-{runtime}-{trainer}-{fusion}-{batch_size}").replace(
-            "runs-matrix-", "runs/matrix/"
-        )
-        options = ["--epochs", "1", "--batch-size", str(batch_size), "--out", name]  # five steps
-        job = cluster.submit(*script, trainer, *options, cwd=HOME, env=env)
-        ended = cluster.wait(job, timeout=240)
-        output = cluster.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
-        assert ended.state == "COMPLETED", output
-        return cluster.host_path(f"{HOME}/{name}")
-
-    return run
+    return Cells(cluster, podman_image)
 
 
 def result(run):
@@ -64,7 +85,11 @@ def result(run):
 
 
 @pytest.mark.parametrize(("launcher", "runtime", "trainer"), CELLS)
-def test_the_same_weights_bit_for_bit(cell, launcher, runtime, trainer):
+def test_the_same_weights_bit_for_bit(request, cell, launcher, runtime, trainer):
+    chosen = [item for item in request.session.items if getattr(item, "function", None) is request.function]
+    here = chosen.index(request.node)
+    cells = [tuple(item.callspec.params[name] for name in ("launcher", "runtime", "trainer")) for item in chosen[here:]]
+    cell.ahead(cells[:IN_FLIGHT])
     run = cell(launcher, runtime, trainer)
     world = json.loads((run / "config.json").read_text())["world"]
     assert (world["size"], world["nodes"], world["local_size"]) == (4, 2, 2)
@@ -83,10 +108,9 @@ def test_the_same_loss_by_every_trainer(cell):
 
 def test_horovod_with_tensor_fusion(cell):
     """Fused tensors are summed in other pieces, so in another order: the same to rounding, which grows with each step."""
-    weights = [
-        torch.load(cell("srun", "apptainer", "train_horovod", fusion, batch_size=476) / "checkpoints/epoch-0001.pt")["model"]
-        for fusion in (False, True)
-    ]
+    cells = [("srun", "apptainer", "train_horovod", fusion, 104) for fusion in (False, True)]
+    cell.ahead(cells)
+    weights = [torch.load(cell(*each) / "checkpoints/epoch-0001.pt")["model"] for each in cells]
     for name, tensor in weights[0].items():
         assert (tensor - weights[1][name]).abs().max() <= 1e-6, name
 

@@ -1,7 +1,6 @@
-"""The five fine-tunings, whole: training, scores, the folder that comes out, and the errors that such programs are known for.
+"""The fine-tuning tasks as a whole: training, scores, the saved model, `hpctrain predict`, and errors.
 
-Small models, trained here from scratch, on the bundled samples. What belongs to one task is in test_nlp_ner.py and
-test_nlp_qa.py.
+Small models, trained here from scratch on the sample data. test_nlp_ner.py and test_nlp_qa.py test a single task each.
 """
 
 import json
@@ -11,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -19,24 +19,32 @@ from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hpctrain.nlp import classify, data, features, finetune, generate, ner, pair, predict, qa
-from hpctrain.nlp.task import IGNORED
-from hpctrain.world import HpctrainError, UsageError, World
+from hpctrain.cli import COMMANDS
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.nlp import classify, data, features, finetune, generate, hub, ner, pair, predict, qa
+from hpctrain.nlp.classify import Document
+from hpctrain.nlp.generate import Passage
+from hpctrain.nlp.lightning_module import FineTuneModule
+from hpctrain.nlp.model_folder import load_tokenizer
+from hpctrain.nlp.options import parse_options
+from hpctrain.nlp.scratch import create_model
+from hpctrain.nlp.task import IGNORED, SAMPLES
+from hpctrain.world import World
 
 TASKS = {module.TASK.name: module for module in (classify, pair, ner, qa, generate)}
 ALONE = World(0, 1, 0, 1, 0, 1, "single")
-# one that does not depend on chance, so that ways to the same numbers can be compared
+# without randomness, so that different ways to the same numbers can be compared
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 600}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """Tokenised texts of these tests."""
+    """The cache of tokenized texts for these tests."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HPCTRAIN_CACHE", str(folder))
-        patch.setenv("MPLCONFIGDIR", str(folder))  # or a run in this process sets it, for the tests after these too
+        patch.setenv("MPLCONFIGDIR", str(folder))  # otherwise a run in this process sets it, also for later tests
         yield folder / "features"
 
 
@@ -53,7 +61,7 @@ def train(task, out, *options):
     try:
         TASKS[task].main(ALONE, [*map(str, options), "--out", str(out)])
     finally:
-        sys.excepthook = hook  # of the log of the run
+        sys.excepthook = hook  # the run has replaced it
     return out
 
 
@@ -75,17 +83,17 @@ def validations(folder):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, config):
-    """A run of four epochs, by which others are measured."""
+    """A run of four epochs, which other runs are compared with."""
     return train("classify", tmp_path_factory.mktemp("trained") / "run", *FOUR, "--from-scratch", config)
 
 
-FOUR = ("--epochs", 4, "--batch-size", 8, "--lr", 2e-3)
+FOUR = ("--epochs", 4, "--batch-size", 8, "--lr", 2e-3, "--limit", 120)  # of 216 training and 60 test examples
 
 
 # --- training ---
 
 
-def test_the_learning_rate_warms_up_and_goes_down_to_zero_step_by_step(trained):
+def test_learning_rate_rises_to_its_peak_then_falls_to_zero(trained):
     rates = [line["learning_rate"] for line in metrics(trained) if "learning_rate" in line]
     top = rates.index(max(rates))
     assert 1e-3 < rates[top] <= 2e-3 and top < len(rates) // 2
@@ -93,8 +101,8 @@ def test_the_learning_rate_warms_up_and_goes_down_to_zero_step_by_step(trained):
     assert rates[-1] < 0.1 * rates[top]
 
 
-def test_the_parts_of_a_batch_do_not_change_the_numbers(trained, config, tmp_path):
-    """Neither of classes, nor where the loss is a mean over tokens and the parts have different numbers of them."""
+def test_accumulate_does_not_change_losses_and_scores(trained, config, tmp_path):
+    """Neither for classes, nor if the loss is a mean over tokens and the parts have different numbers of them."""
     in_parts = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--accumulate", 4)
     assert [line["step"] for line in metrics(in_parts)] == [line["step"] for line in metrics(trained)]
     for name, value in scores(trained).items():
@@ -107,35 +115,35 @@ def test_the_parts_of_a_batch_do_not_change_the_numbers(trained, config, tmp_pat
         assert scores(runs[1])["test_loss"] == pytest.approx(scores(runs[0])["test_loss"], rel=1e-4), task
 
 
-def test_the_batch_size_is_what_is_computed(trained):
+def test_batch_size_is_global(trained):
     epoch = validations(trained)[0]["step"]
     examples = int((trained / "logs/rank-0000.log").read_text().split("train: ")[1].split(" examples")[0].replace(",", ""))
     assert epoch == examples // 8
 
 
-def test_bf16_learns_as_fp32_does(trained, config, tmp_path):
-    """Lightning itself refuses to clip gradients for a fused optimizer in bf16."""
+def test_bf16_reaches_the_loss_of_fp32(trained, config, tmp_path):
+    """Lightning's own gradient clipping refuses fused optimizers with bf16."""
     half = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--precision", "bf16")
     assert load_file(half / "model/model.safetensors")["classifier.weight"].dtype == torch.float32
     assert result(half)["weights_sha256"] != result(trained)["weights_sha256"]
     assert scores(half)["test_loss"] == pytest.approx(scores(trained)["test_loss"], rel=0.05)
 
 
-def test_dropout_is_at_work_from_the_first_step():
-    """from_pretrained() gives a model in eval mode, and Lightning leaves it so."""
-    args = finetune.parse(classify.TASK, ["--epochs", "1"])
+def test_model_starts_in_training_mode_with_dropout():
+    """from_pretrained() returns a model in evaluation mode, and Lightning does not change that."""
+    args = parse_options(classify.TASK, ["--epochs", "1"])
     assert args.from_scratch == "tiny"
     folder = Path(os.environ["HPCTRAIN_CACHE"]) / "tiny"
-    finetune.models.from_scratch(folder, "tiny", "bert", ["한 줄", "두 줄"], 1, 128)
-    model = finetune.load_model(classify.TASK, folder, finetune.models.tokenizer_of(folder), ["0", "1"], args)
+    create_model(folder, "tiny", "bert", ["한 줄", "두 줄"], 1, 128)
+    model = finetune.load_model(classify.TASK, folder, load_tokenizer(folder), ["0", "1"], args)
     assert model.training and model.config.hidden_dropout_prob > 0
     ids = torch.tensor([[2, 5, 6, 3]])
     assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("task", ["classify", "generate"])
-def test_a_run_that_was_cut_off_goes_on_to_the_same_weights(task, tmp_path):
-    """With dropout, and though another epoch was the best one before."""
+def test_resumed_run_ends_with_the_same_weights(task, tmp_path):
+    """With dropout, and although an earlier epoch is the best so far."""
     options = ["--epochs", 3, "--batch-size", 8, "--limit", 40, "--from-scratch", "tiny"]
     whole = train(task, tmp_path / "whole", *options)
     cut = tmp_path / "cut"
@@ -148,11 +156,11 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_weights(task, tmp_path):
     assert result(cut)["weights_sha256"] == result(whole)["weights_sha256"] and scores(cut) == scores(whole)
 
 
-def test_the_best_epoch_is_kept_by_the_validation_set(tmp_path):
-    """With a learning rate that is far too high the last epoch is not it."""
+def test_saved_model_is_the_epoch_with_the_best_validation_score(tmp_path):
+    """With a learning rate that is far too high, the last epoch is not the best."""
     run = train("classify", tmp_path / "run", "--epochs", 3, "--batch-size", 8, "--lr", 5e-3)
-    said = [line["validation_accuracy"] for line in validations(run)]
-    best = said.index(max(said)) + 1
+    accuracies = [line["validation_accuracy"] for line in validations(run)]
+    best = accuracies.index(max(accuracies)) + 1
     state = torch.load(run / f"checkpoints/epoch-{best:04d}.pt", weights_only=True)["model"]
     kept = load_file(run / "model/model.safetensors")
     assert (run / "model/model.safetensors").stat().st_mode == (run / "model/config.json").stat().st_mode
@@ -162,7 +170,7 @@ def test_the_best_epoch_is_kept_by_the_validation_set(tmp_path):
 # --- scores ---
 
 
-def test_all_scores_are_in_the_metrics_the_board_and_the_card(trained):
+def test_scores_are_in_metrics_tensorboard_and_model_card(trained):
     names = {f"{part}_{name}" for part in ("validation", "test") for name in ("loss", "accuracy", "precision", "recall", "f1")}
     assert {name for line in metrics(trained) for name in line} >= names | {"train_loss", "learning_rate"}
     board = EventAccumulator(str(trained / "tensorboard")).Reload()
@@ -172,69 +180,71 @@ def test_all_scores_are_in_the_metrics_the_board_and_the_card(trained):
     assert (trained / "curves.png").stat().st_size > 10_000
 
 
-def test_the_test_set_is_scored_once_at_the_end_and_changes_nothing_before(trained, config, tmp_path):
+def test_test_set_is_scored_once_and_does_not_affect_training(trained, config, tmp_path):
     assert [("test_loss" in line) for line in metrics(trained)] == [False] * (len(metrics(trained)) - 1) + [True]
     folder = tmp_path / "data"
-    shutil.copytree(data.SAMPLES / "classify", folder)
+    shutil.copytree(SAMPLES / "classify", folder)
     lines = (folder / "ratings_test.txt").read_text().splitlines()
     (folder / "ratings_test.txt").write_text("\n".join(lines[:9]) + "\n")
     other = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--data", folder)
     assert result(other)["weights_sha256"] == result(trained)["weights_sha256"]
-    said = [[line["validation_loss"] for line in validations(run)] for run in (other, trained)]
-    assert said[0] == said[1] and len(said[0]) == 4
+    losses = [[line["validation_loss"] for line in validations(run)] for run in (other, trained)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
-def test_scores_are_of_the_whole_set_and_of_each_example_once():
-    examples = [data.Document("", "", label) for label in "0001112"]
+def test_classification_scores_match_a_computation_by_hand():
+    examples = [Document("", "", label) for label in "0001112"]
     answers = [{"label": label} for label in "0010110"]
-    found = classify.TASK.metric(examples, answers)
+    found = classify.TASK.score(examples, answers)
     assert found["accuracy"] == pytest.approx(4 / 7)
-    # by hand: class 0 has 2 of 4 right out of 3, class 1 2 of 3 out of 3, class 2, which training may never have had, none
+    # Class 0: 2 of 4 predictions and 2 of 3 examples are correct. Class 1: 2 of 3 and 2 of 3. Class 2 is never predicted.
     assert found["precision"] == pytest.approx((2 / 4 + 2 / 3 + 0) / 3) and found["recall"] == pytest.approx(
         (2 / 3 + 2 / 3 + 0) / 3
     )
 
 
 @torch.no_grad()
-def test_perplexity_counts_each_token_of_the_text_once_and_no_padding(tmp_path):
+def test_perplexity_counts_each_token_of_the_text_once_without_padding(tmp_path):
     folder = tmp_path / "gpt"
-    passages = [*data.load("generate", None)["train"][:12], data.Passage("긍정: ", "좋다")]
-    finetune.models.from_scratch(folder, "tiny", "gpt2", [p.text for p in passages], 1, 64)
-    tokenizer = finetune.models.tokenizer_of(folder)
+    passages = [*data.load_splits(generate.TASK, None)["train"][:12], Passage("긍정: ", "좋다")]
+    create_model(folder, "tiny", "gpt2", [p.text for p in passages], 1, 64)
+    tokenizer = load_tokenizer(folder)
     model = generate.TASK.model.from_pretrained(folder).eval()
 
     def perplexity(max_length, batch_size):
-        made = generate.TASK.tokenise(tokenizer, passages, [], max_length, 0)
-        said = []
+        made = generate.TASK.tokenize(tokenizer, passages, [], max_length, 0)
+        predictions = []
         for rows in torch.arange(len(made.lengths)).split(batch_size):
             batch = made.batch(rows, {**generate.TASK.padding, "input_ids": tokenizer.pad_token_id})
             inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            said += generate.TASK.predict(model(**inputs), batch)
-        answers = generate.TASK.answers(passages, made, said, [])
-        return generate.TASK.metric(passages, answers)["perplexity"], [answer["tokens"] for answer in answers]
+            predictions += generate.TASK.predict(model(**inputs), batch)
+        answers = generate.TASK.make_answers(passages, made, predictions, [])
+        return generate.TASK.score(passages, answers)["perplexity"], [answer["tokens"] for answer in answers]
 
     padded, tokens = perplexity(64, 13)
     alone, _ = perplexity(64, 1)
     assert padded == pytest.approx(alone, rel=1e-5)
     text = [len(tokenizer(p.text, add_special_tokens=False)["input_ids"]) + 1 for p in passages]
-    assert tokens == text  # and the end; the prompt is given
+    assert tokens == text  # and the end token; the prompt is not counted
     _, in_windows = perplexity(7, 4)
     assert in_windows == text
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_attention_mask_keeps_padding_out(task, tmp_path):
-    """A text alone, and beside a longer one, gets the same answer."""
-    examples = sorted(data.load(task, None)["train"][:20], key=lambda x: len("".join(TASKS[task].TASK.texts(x))))
+def test_padding_does_not_change_the_output(task, tmp_path):
+    """A text gets the same output alone and in a batch with a longer one."""
+    examples = sorted(
+        data.load_splits(TASKS[task].TASK, None)["train"][:20], key=lambda x: len("".join(TASKS[task].TASK.get_texts(x)))
+    )
     examples = [examples[0], examples[-1]]
     module = TASKS[task].TASK
-    finetune.models.from_scratch(tmp_path / "model", "tiny", module.kind, [t for x in examples for t in module.texts(x)], 1, 512)
-    tokenizer = finetune.models.tokenizer_of(tmp_path / "model")
-    labels = module.labels(examples)
-    args = finetune.parse(module, ["--epochs", "0"])
+    create_model(tmp_path / "model", "tiny", module.kind, [t for x in examples for t in module.get_texts(x)], 1, 512)
+    tokenizer = load_tokenizer(tmp_path / "model")
+    labels = module.collect_labels(examples)
+    args = parse_options(module, ["--epochs", "0"])
     model = finetune.load_model(module, tmp_path / "model", tokenizer, labels, args).eval()
-    made = module.tokenise(tokenizer, examples, labels, module.max_length, module.stride)
-    step = finetune.FineTune(module, model, labels, args, None, 1)
+    made = module.tokenize(tokenizer, examples, labels, module.max_length, module.stride)
+    step = FineTuneModule(module, model, labels, args, None, 1)
     padding = {**module.padding, "input_ids": tokenizer.pad_token_id}
     with torch.no_grad():
         alone, both = (step(made.batch(torch.tensor(rows), padding)) for rows in ([0], [0, len(made.lengths) - 1]))
@@ -245,11 +255,11 @@ def test_the_attention_mask_keeps_padding_out(task, tmp_path):
     assert torch.allclose(beside[(slice(0, 1), *width)], first, atol=1e-5)
 
 
-# --- tokenised once ---
+# --- the cache of tokenized texts ---
 
 
-def test_what_is_tokenised_is_kept_by_everything_that_it_depends_on():
-    """Text, label, tokenizer, length, stride and task; a cache that forgets one of these trains on the wrong numbers."""
+def test_cache_key_depends_on_text_label_tokenizer_length_stride_and_task():
+    """Without any one of them in the key, a run would train on the wrong features."""
     rows = [("1", "글", "0"), ("2", "둘", "1")]
     parts = ["classify", '{"vocab": 1}', ["0", "1"], 128, 0, rows]
     changed = [
@@ -263,15 +273,17 @@ def test_what_is_tokenised_is_kept_by_everything_that_it_depends_on():
         [*parts[:5], rows[::-1]],
         [*parts[:5], [("1", "글\0('2'", "0"), rows[1]]],
     ]
-    keys = [features.fingerprint(*each) for each in [parts, *changed]]
-    assert len(set(keys)) == len(keys) and keys[0] == features.fingerprint(*parts)
+    keys = [features.make_cache_key(*each) for each in [parts, *changed]]
+    assert len(set(keys)) == len(keys) and keys[0] == features.make_cache_key(*parts)
 
 
-def test_a_second_run_finds_the_features_of_the_first_and_maps_them(trained, config, tmp_path, monkeypatch):
-    monkeypatch.setattr(classify.Classify, "tokenise", lambda *_: pytest.fail("tokenised again"))
+def test_second_run_maps_the_cached_features(trained, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(classify.Classify, "tokenize", lambda *_: pytest.fail("tokenized again"))
     again = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config)
     assert result(again)["weights_sha256"] == result(trained)["weights_sha256"]
-    found = features.cached("key", lambda: features.features({"input_ids": [[1, 2], [3]]}, {"units": [1, 1]}), ALONE)
+    found = features.load_or_make(
+        "key", lambda: features.Features.from_lists({"input_ids": [[1, 2], [3]]}, {"units": [1, 1]}), ALONE
+    )
     assert isinstance(found.tokens["input_ids"], numpy.memmap)
     assert found.batch(torch.tensor([1, 0]), {"input_ids": 9})["input_ids"].tolist() == [[3, 9], [1, 2]]
 
@@ -279,27 +291,29 @@ def test_a_second_run_finds_the_features_of_the_first_and_maps_them(trained, con
 MAKE = """
 import sys, time
 from pathlib import Path
-from hpctrain.nlp.features import cached, features
-from hpctrain.world import detect, process_group, choose_device
+from hpctrain.nlp.features import Features, load_or_make
+from hpctrain.rendezvous import process_group
+from hpctrain.world import choose_device, detect
 world = detect()
 def make():
     with Path(sys.argv[1]).open("a") as file:
         file.write(f"rank {world.rank}\\n")
     time.sleep(1)
-    return features({"input_ids": [[1, 2, 3], [4]]}, {"units": [1, 1]})
+    return Features.from_lists({"input_ids": [[1, 2, 3], [4]]}, {"units": [1, 1]})
 with process_group(world, choose_device(world, "cpu")):
-    found = cached("the key", make, world)
+    found = load_or_make("the key", make, world)
 assert found.tokens["input_ids"].tolist() == [1, 2, 3, 4]
 """
 
 
 @pytest.mark.slow
-def test_one_rank_of_a_job_tokenises_and_two_jobs_may_do_it_at_once(tmp_path):
+def test_one_rank_of_a_job_tokenizes_while_another_job_does_the_same(tmp_path):
     (tmp_path / "make.py").write_text(MAKE)
-    env = os.environ | {"HPCTRAIN_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "make.py"]
+    env = os.environ | {"HPCTRAIN_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "make.py"]
     jobs = [subprocess.Popen([*command, name], cwd=tmp_path, env=env, stderr=subprocess.PIPE) for name in ("first", "second")]
-    assert [(job.communicate()[1][-3000:], job.returncode)[1] for job in jobs] == [0, 0]
+    errors = [job.communicate()[1].decode()[-3000:] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], "\n".join(errors)
     for name in ("first", "second"):
         made = (tmp_path / name).read_text().splitlines() if (tmp_path / name).exists() else []
         assert made in (["rank 0"], [])
@@ -307,57 +321,71 @@ def test_one_rank_of_a_job_tokenises_and_two_jobs_may_do_it_at_once(tmp_path):
     assert [path.name for path in (tmp_path / "cache/features").iterdir()] == ["the key"]
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_features_that_another_job_wrote_meanwhile_are_not_replaced(cache):
+    """Its ranks have mapped the files: on NFS, reading a removed one fails."""
+
+    def make():
+        features.load_or_make("twice", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE)
+        inodes.append((cache / "twice/starts.npy").stat().st_ino)
+        return features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]})
+
+    inodes = []
+    made = features.load_or_make("twice", make, ALONE)
+    assert made.tokens["input_ids"].tolist() == [1]
+    assert [(cache / "twice/starts.npy").stat().st_ino] == inodes
+    assert not list(cache.glob(".twice*"))
+
+
+def test_unwritable_cache_is_an_error_with_its_path(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(HpctrainError, match=r"file/features: the tokenised texts cannot be written .*set HPCTRAIN_CACHE"):
-        features.cached("key", lambda: features.features({"input_ids": [[1]]}, {"units": [1]}), ALONE)
+    with pytest.raises(HpctrainError, match=r"file/features: the tokenized texts cannot be written .*set HPCTRAIN_CACHE"):
+        features.load_or_make("key", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE)
 
 
-def test_a_broken_cache_is_named(cache):
-    features.cached("broken", lambda: features.features({"input_ids": [[1]]}, {"units": [1]}), ALONE)
+def test_damaged_cache_is_an_error_with_its_path(cache):
+    features.load_or_make("broken", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE)
     (cache / "broken/starts.npy").write_bytes(b"")
-    with pytest.raises(HpctrainError, match=r"broken: the tokenised texts cannot be read .*remove the folder"):
-        features.cached("broken", lambda: None, ALONE)
+    with pytest.raises(HpctrainError, match=r"broken: the tokenized texts cannot be read .*remove this folder and start again"):
+        features.load_or_make("broken", lambda: None, ALONE)
 
 
-# --- what comes out ---
+# --- the saved model ---
 
 
-def test_the_folder_is_a_model_of_transformers_with_the_names_of_the_labels(trained):
+def test_saved_model_loads_in_transformers_with_its_label_names(trained):
     model = AutoModelForSequenceClassification.from_pretrained(trained / "model")
     tokenizer = AutoTokenizer.from_pretrained(trained / "model")
     assert model.config.id2label == {0: "0", 1: "1"} and model.config.label2id == {"0": 0, "1": 1}
-    examples = data.load("classify", None)["test"]
+    examples = data.load_splits(classify.TASK, None)["test"]
     with torch.no_grad():
-        said = [model(**tokenizer(example.text, return_tensors="pt")).logits.argmax().item() for example in examples]
-    right = sum(model.config.id2label[i] == example.label for i, example in zip(said, examples, strict=True))
+        predicted = [model(**tokenizer(example.text, return_tensors="pt")).logits.argmax().item() for example in examples]
+    right = sum(model.config.id2label[i] == example.label for i, example in zip(predicted, examples, strict=True))
     assert right / len(examples) == pytest.approx(result(trained)["test_accuracy"])
 
 
-def test_a_model_that_was_tuned_is_tested_and_tuned_again_with_its_own_labels(trained, tmp_path):
+def test_fine_tuned_model_keeps_its_labels_when_tested_or_trained_again(trained, tmp_path):
     folder = tmp_path / "data"
-    shutil.copytree(data.SAMPLES / "classify", folder)
+    shutil.copytree(SAMPLES / "classify", folder)
     lines = (folder / "ratings_train.txt").read_text().splitlines(keepends=True)
     only = [line for line in lines[1:] if line.rstrip("\n").endswith("\t1")]
     (folder / "ratings_train.txt").write_text("".join([lines[0], *only]))
     again = train("classify", tmp_path / "run", "--epochs", 0, "--model", trained / "model", "--data", folder)
     assert scores(again) == pytest.approx(scores(trained), abs=1e-6)
-    with pytest.raises(HpctrainError, match="all training examples have the label '1'"):
+    with pytest.raises(HpctrainError, match="all training examples have the same label, '1'"):
         train("classify", tmp_path / "other", "--from-scratch", "tiny", "--data", folder)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A model for each task, hardly trained."""
+    """A model for each task, trained for a few steps."""
     folder = tmp_path_factory.mktemp("models")
-    return {
-        task: train(task, folder / task, "--epochs", 1, "--batch-size", 8, "--from-scratch", "tiny") / "model" for task in TASKS
-    }
+    few = ("--epochs", 1, "--batch-size", 8, "--limit", 64, "--from-scratch", "tiny")  # more than any test set has
+    return {task: train(task, folder / task, *few) / "model" for task in TASKS}
 
 
-def ask(capfd, *arguments):
-    """What `hpctrain predict` prints, in this process."""
+def run_predict(capfd, *arguments):
+    """Run `hpctrain predict` in this process; returns what it prints."""
     capfd.readouterr()
     predict.main(ALONE, [str(argument) for argument in arguments])
     return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
@@ -380,42 +408,42 @@ KEYS = {
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_predict_answers_texts_and_files_alike(task, models, capfd, tmp_path):
+def test_predict_gives_the_same_answers_for_arguments_and_files(task, models, capfd, tmp_path):
     words = QUESTIONS[task]
-    said = ask(capfd, models[task], *words)
+    answers = run_predict(capfd, models[task], *words)
     names = TASKS[task].TASK.inputs
-    assert len(said) == 2 and all(set(each) == KEYS[task] for each in said)
-    assert [text for each in said for text in (each[name] for name in names)] == words
+    assert len(answers) == 2 and all(set(each) == KEYS[task] for each in answers)
+    assert [text for each in answers for text in (each[name] for name in names)] == words
     rows = [words[i : i + len(names)] for i in range(0, len(words), len(names))]
     (tmp_path / "texts.txt").write_text("".join("\t".join(row) + "\n" for row in rows))
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
     for name in ("texts.txt", "texts.jsonl"):
-        assert ask(capfd, models[task].parent, "--file", tmp_path / name, "--out", tmp_path / "answers.jsonl") == []
-        assert [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()] == said
+        assert run_predict(capfd, models[task].parent, "--file", tmp_path / name, "--out", tmp_path / "answers.jsonl") == []
+        assert [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()] == answers
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "texts.jsonl", "texts.txt"]
 
 
-def test_predict_says_what_the_test_set_was_scored_by(models, capfd, tmp_path):
-    examples = data.load("classify", None)["test"]
+def test_predict_agrees_with_the_scored_test_set(models, capfd, tmp_path):
+    examples = data.load_splits(classify.TASK, None)["test"]
     (tmp_path / "texts.txt").write_text("".join(example.text + "\n" for example in examples))
-    said = ask(capfd, models["classify"], "--file", tmp_path / "texts.txt", "--batch-size", 5)
-    assert classify.TASK.metric(examples, said)["accuracy"] == result(models["classify"].parent)["test_accuracy"]
+    answers = run_predict(capfd, models["classify"], "--file", tmp_path / "texts.txt", "--batch-size", 5)
+    assert classify.TASK.score(examples, answers)["accuracy"] == result(models["classify"].parent)["test_accuracy"]
 
 
 @pytest.mark.parametrize(
     ("task", "arguments", "message"),
     [
-        ("pair", ["one text"], "1 texts, but pair takes first and second"),
-        ("classify", [], "0 texts, but classify takes text"),
-        ("classify", ["a", "--file", "b"], "texts and --file: give one of them"),
+        ("pair", ["one text"], "1 texts given, but each answer of pair needs first and second"),
+        ("classify", [], "0 texts given, but each answer of classify needs text"),
+        ("classify", ["a", "--file", "b"], "TEXT and --file exclude each other: give only one"),
         ("classify", ["--file", "missing.txt"], "missing.txt: cannot be read"),
         ("classify", ["--file", "empty.txt"], "empty.txt: the file is empty"),
-        ("pair", ["--file", "tabs.txt"], "tabs.txt, line 2: expected first and second, with a tab between them"),
-        ("pair", ["--file", "broken.jsonl"], "broken.jsonl, line 1: expected an object with first and second"),
+        ("pair", ["--file", "tabs.txt"], "tabs.txt, line 2: expected first and second, separated by a tab"),
+        ("pair", ["--file", "broken.jsonl"], "broken.jsonl, line 1: expected a JSON object with first and second"),
         ("classify", ["a", "--out", "missing/out"], "missing/out: cannot be written"),
     ],
 )
-def test_predict_says_what_is_wrong_with_what_it_is_asked(task, arguments, message, models, tmp_path, monkeypatch):
+def test_predict_explains_bad_input(task, arguments, message, models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("")
     Path("tabs.txt").write_text("a\tb\nc\n")
@@ -424,63 +452,95 @@ def test_predict_says_what_is_wrong_with_what_it_is_asked(task, arguments, messa
         predict.main(ALONE, [str(models[task]), *arguments])
 
 
-def test_predict_refuses_a_folder_that_is_no_model_of_ours_and_one_that_is_broken(models, tmp_path):
-    with pytest.raises(HpctrainError, match="not a model that hpctrain has fine-tuned"):
+def test_predict_refuses_other_and_damaged_model_folders(models, tmp_path):
+    with pytest.raises(HpctrainError, match="not a model fine-tuned by hpctrain"):
+        predict.main(ALONE, [str(tmp_path), "text"])
+    (tmp_path / "config.json").write_text('{"hpctrain": {"task": "../classify"}}')
+    with pytest.raises(HpctrainError, match="not a model fine-tuned by hpctrain"):
         predict.main(ALONE, [str(tmp_path), "text"])
     shutil.copytree(models["classify"], tmp_path / "model")
     (tmp_path / "model/model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(HpctrainError, match="model: the model cannot be loaded"):
         predict.main(ALONE, [str(tmp_path / "model"), "text"])
-    with pytest.raises(UsageError, match="predict is for one process, and 2 were started"):
+    with pytest.raises(UsageError, match="predict runs in one process, but the launcher started 2"):
         predict.main(World(0, 2, 0, 2, 0, 1, "torchrun"), [str(tmp_path), "text"])
+
+
+def test_every_task_is_found_by_its_command():
+    """No other table lists the tasks: `hpctrain predict` finds them in COMMANDS."""
+    commands = {name: module for name, (module, *_) in COMMANDS.items() if name.startswith("nlp.")}
+    assert commands == {f"nlp.{name}": module.__name__ for name, module in TASKS.items()}
+    for module in TASKS.values():
+        assert module.parser().prog == f"hpctrain nlp.{module.TASK.name}"
+    assert (predict.parser().prog, hub.parser().prog) == ("hpctrain predict", "hpctrain fetch")
 
 
 # --- bad input ---
 
 
-def broken(tmp_path, task="classify", **files):
+def fail_without_message(*args, **kwargs):
+    raise ValueError
+
+
+def test_exception_without_a_message_is_named_by_its_type(models, monkeypatch, tmp_path):
+    """str(error).splitlines()[0] would be an IndexError."""
+    monkeypatch.setattr(classify.Classify, "model", SimpleNamespace(from_pretrained=fail_without_message))
+    with pytest.raises(HpctrainError, match=r"model: the model cannot be loaded \(ValueError\)"):
+        predict.main(ALONE, [str(models["classify"]), "text"])
+    with pytest.raises(HpctrainError, match=r"model: not a model for nlp.classify \(ValueError\)"):
+        train("classify", tmp_path / "run", "--model", models["classify"])
+
+
+def test_task_without_sample_data_needs_data(monkeypatch):
+    monkeypatch.setattr(classify.Classify, "name", "classify_in_a_hurry")
+    with pytest.raises(UsageError, match=r"nlp\.classify_in_a_hurry has no sample data: give --data"):
+        data.load_splits(classify.TASK, None)
+
+
+def add_lines(tmp_path, **files):
+    """The first reviews of the sample data, and in these files one more line each."""
     folder = tmp_path / "data"
-    shutil.copytree(data.SAMPLES / task, folder)
-    for name, text in files.items():
-        path = folder / {"train": "ratings_train.txt", "test": "ratings_test.txt"}[name]
-        path.write_text(path.read_text() + text)
+    folder.mkdir()
+    for name in ("train", "test"):
+        lines = (SAMPLES / f"classify/ratings_{name}.txt").read_text().splitlines(keepends=True)[:41]
+        (folder / f"ratings_{name}.txt").write_text("".join(lines) + files.get(name, ""))
     return folder
 
 
-QUICK = ("--epochs", 1, "--batch-size", 8, "--from-scratch", "tiny", "--limit", 10_000)
+QUICK = ("--epochs", 1, "--batch-size", 8, "--from-scratch", "tiny")
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
-        ({"train": "1\t한 줄\n"}, "1 example is left out"),
-        ({"test": "1\t글\t7\n"}, "1 of .* examples with a label that training never had"),
-        ({"train": "1\t" + "긴 글 " * 300 + "\t1\n"}, "1 of .* examples too long for --max-length 128"),
+        ({"train": "1\t한 줄\n"}, "skipped 1 example "),
+        ({"test": "1\t글\t7\n"}, "1 of .* examples with a label that is not in the training data"),
+        ({"train": "1\t" + "긴 글 " * 300 + "\t1\n"}, "1 of .* examples too long for --max-length 128 and truncated"),
     ],
     ids=["broken line", "unseen label", "too long"],
 )
-def test_bad_lines_are_counted_and_said_or_refused_as_strict_asks(tmp_path, capsys, files, said):
-    folder = broken(tmp_path, **files)
+def test_bad_examples_are_reported_or_with_strict_an_error(tmp_path, capsys, files, message):
+    folder = add_lines(tmp_path, **files)
     name = {"train": "ratings_train.txt", "test": "ratings_test.txt"}[next(iter(files))]
     number = (folder / name).read_text().count("\n")
     train("classify", tmp_path / "run", *QUICK, "--data", folder, "--validation-split", 0.02)
     shown = capsys.readouterr().out
-    assert re.search(said, shown) and f"{name}, line {number}" in shown, shown
+    assert re.search(message, shown) and f"{name}, line {number}" in shown, shown
     with pytest.raises(HpctrainError, match=rf"{name}, line {number}"):
         train("classify", tmp_path / "strict", *QUICK, "--data", folder, "--strict", "--validation-split", 0.02)
 
 
-def test_a_loss_that_is_no_number_ends_the_run(config, tmp_path):
-    with pytest.raises(HpctrainError, match=r"train_loss is nan at epoch \d, step \d+: .* take a smaller --lr .*run"):
+def test_nan_loss_ends_the_run(config, tmp_path):
+    with pytest.raises(HpctrainError, match=r"train_loss is nan at epoch \d, step \d+: .* use a smaller --lr .*run"):
         train("classify", tmp_path / "run", "--epochs", 3, "--batch-size", 8, "--lr", 1e30, "--from-scratch", config)
     assert not (tmp_path / "run/model").exists()
 
 
-def test_the_test_part_of_a_single_file_does_not_move_with_the_seed():
-    file = str(data.SAMPLES / "classify/ratings_train.txt")
+def test_test_split_of_a_single_file_does_not_depend_on_the_seed():
+    file = str(SAMPLES / "classify/ratings_train.txt")
     sets = [
-        finetune.read(classify.TASK, finetune.parse(classify.TASK, ["--data", file, "--model", "x", "--seed", seed]), ALONE)
-        for seed in ("1", "2")
+        finetune.read_examples(classify.TASK, parse_options(classify.TASK, ["--data", file, "--model", "x", *seed]), ALONE)
+        for seed in (["--seed", "1"], ["--seed", "2"])
     ]
     assert sets[0]["test"] == sets[1]["test"] and sets[0]["validation"] != sets[1]["validation"]
     assert not set(sets[0]["test"]) & {*sets[0]["train"], *sets[0]["validation"]}
@@ -489,39 +549,41 @@ def test_the_test_part_of_a_single_file_does_not_move_with_the_seed():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data", "x"], "--data without a model: give --model NAME, such as beomi/kcbert-base, or --from-scratch"),
-        (["--model", "a/b", "--from-scratch", "tiny"], "give one of them"),
-        (["--epochs", "-1"], "epochs are 0 or more"),
-        (["--warmup", "2"], "a share from 0 to 1"),
+        (["--data", "x"], "--data needs a model: give --model NAME, such as beomi/kcbert-base, or --from-scratch"),
+        (["--model", "a/b", "--from-scratch", "tiny"], "--model and --from-scratch exclude each other: give only one"),
+        (["--epochs", "-1"], "--epochs -1 is negative: give 0 or more"),
+        (["--warmup", "2"], "--warmup 2.0 is not a fraction: give a number from 0 to 1"),
         (["--batch-size", "0"], "0 is not above zero"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
-        finetune.parse(classify.TASK, options)
+        parse_options(classify.TASK, options)
 
 
-def test_more_tokens_than_the_model_has_places_for_are_refused(trained, tmp_path):
-    with pytest.raises(HpctrainError, match=r"--max-length 600, but .* has 512 positions: take --max-length 512"):
+def test_max_length_beyond_the_positions_of_the_model_is_refused(trained, tmp_path):
+    with pytest.raises(
+        HpctrainError, match=r"--max-length 600 is too long for .*, which has 512 positions: give --max-length 512"
+    ):
         train("classify", tmp_path / "run", "--model", trained / "model", "--max-length", 600)
 
 
-def test_a_model_without_weights_of_its_own_is_refused(trained, tmp_path):
-    """transformers makes new ones at random, and says so in a warning."""
+def test_model_with_missing_weights_is_refused(trained, tmp_path):
+    """transformers would only warn, and initialize them at random."""
     shutil.copytree(trained / "model", tmp_path / "model")
     state = load_file(tmp_path / "model/model.safetensors")
     save_file(
         {name: state[name] for name in state if "layer.1" not in name}, tmp_path / "model/model.safetensors", {"format": "pt"}
     )
-    with pytest.raises(HpctrainError, match=r"model: 16 weights of a bert are not in it, such as bert\.encoder\.layer\.1"):
+    with pytest.raises(HpctrainError, match=r"model: 16 weights of the bert model are missing, such as bert\.encoder\.layer\.1"):
         train("classify", tmp_path / "run", "--model", tmp_path / "model")
 
 
-def test_a_label_that_training_never_had_is_wrong_and_not_left_out():
+def test_label_not_in_training_data_counts_as_wrong():
     labels = ["0", "1"]
-    examples = [data.Document("", "글", "7"), data.Document("", "글", "1")]
-    finetune.models.from_scratch(Path(os.environ["HPCTRAIN_CACHE"]) / "seven", "tiny", "bert", ["글 글"], 1, 128)
-    tokenizer = finetune.models.tokenizer_of(Path(os.environ["HPCTRAIN_CACHE"]) / "seven")
-    made = classify.TASK.tokenise(tokenizer, examples, labels, 128, 0)
+    examples = [Document("", "글", "7"), Document("", "글", "1")]
+    create_model(Path(os.environ["HPCTRAIN_CACHE"]) / "seven", "tiny", "bert", ["글 글"], 1, 128)
+    tokenizer = load_tokenizer(Path(os.environ["HPCTRAIN_CACHE"]) / "seven")
+    made = classify.TASK.tokenize(tokenizer, examples, labels, 128, 0)
     assert made.values["labels"].tolist() == [IGNORED, 1] and made.values["units"].tolist() == [0, 1]
-    assert classify.TASK.metric(examples, [{"label": "1"}, {"label": "1"}])["accuracy"] == 0.5
+    assert classify.TASK.score(examples, [{"label": "1"}, {"label": "1"}])["accuracy"] == 0.5

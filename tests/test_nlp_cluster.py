@@ -1,18 +1,17 @@
-"""The five fine-tunings as users run them: by sbatch, in the container, on two nodes with two ranks each."""
+"""The fine-tuning tasks as users run them: with sbatch, in the container, on two nodes with two ranks each."""
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+import warm_start
 from conftest import DATA
 from test_launch import HOME, folder, job, wait_until_idle
 
 pytestmark = pytest.mark.slow
 
 TASKS = ("classify", "pair", "ner", "qa", "generate")
-# small, so that scoring takes seconds, and large enough that batches differ between four ranks and one
+# Small, so that scoring takes seconds, but large enough that batches differ between four ranks and one.
 FIVE = {
     "classify": ("nsmc", ["--limit", "400"]),
     "pair": ("klue/klue-nli-v1.1/klue-nli-v1.1_dev.json", ["--limit", "200"]),
@@ -38,26 +37,26 @@ def test_four_ranks_on_two_nodes_score_as_one_process_does(cluster, task, tmp_pa
     assert ended.state == "COMPLETED" and "4 ranks on 2 nodes (slurm)" in output, output
     of_four = scores(folder(cluster, f"runs/{task}"))
 
-    alone = [sys.executable, "-m", "hpctrain", f"nlp.{task}", "--data", DATA / name, "--epochs", "0", "--out", tmp_path / "run"]
-    model = ["--model", folder(cluster, f"runs/{task}/model"), *options[:2]]
-    env = os.environ | {"HPCTRAIN_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*alone, *model], check=True, env=env, capture_output=True)
+    alone = [f"nlp.{task}", "--data", DATA / name, "--epochs", "0", "--out", "run", *options[:2]]
+    alone += ["--model", folder(cluster, f"runs/{task}/model")]
+    done = warm_start.run([warm_start.Rank(list(map(str, alone)), os.environ | {"HPCTRAIN_CACHE": str(tmp_path)})], tmp_path)
+    assert done.returncode == 0, done.stderr
     of_one = scores(tmp_path / "run")
     assert of_four.keys() == of_one.keys() and len(of_one) > 1
     for name, value in of_one.items():
         assert of_four[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
 
 
-def test_the_samples_need_nothing_but_the_image(cluster):
-    """And what comes out can be asked in the container."""
+def test_sample_training_and_predict_need_only_the_image(cluster):
+    """The model that comes out answers in the container."""
     ended, output = job(cluster, "nlp.ner", "--out", "runs/sample")
     assert ended.state == "COMPLETED", output
     command = ["apptainer", "exec", "hpctrain-cpu.sif", "hpctrain", "predict", "runs/sample", "김민수는 서울에 산다."]
-    said = cluster.exec("login", *command, user="alice", cwd=HOME)
-    assert json.loads(said.stdout)["text"] == "김민수는 서울에 산다."
+    done = cluster.exec("login", *command, user="alice", cwd=HOME)
+    assert json.loads(done.stdout)["text"] == "김민수는 서울에 산다."
 
 
-def test_a_model_that_a_node_without_internet_does_not_have_is_one_line_that_says_how_to_fetch_it(cluster):
+def test_missing_model_on_a_node_without_internet_is_one_line_that_names_fetch(cluster):
     ended, output = job(cluster, "nlp.classify", "--model", "beomi/kcbert-base", timeout=120)
     errors = [line for line in output.splitlines() if "hpctrain: error" in line]
     assert ended.state == "FAILED" and len(errors) == 1 and "Traceback" not in output, output

@@ -1,4 +1,4 @@
-"""Texts as published, good and broken; splits by article; batches of similar length and who gets what of them."""
+"""Reading published data sets, valid and invalid; splitting them; batches of similar length and their distribution to ranks."""
 
 import json
 import re
@@ -11,19 +11,22 @@ from conftest import DATA
 from seqeval.metrics import f1_score
 from seqeval.scheme import IOB2, Entities
 
-from hpctrain.nlp import batches, data
-from hpctrain.nlp.data import Answer, Document, Entity, Pair, Passage, Sentence
-from hpctrain.world import HpctrainError, UsageError, World
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.nlp import classify, data, generate, ner, pair, qa, sampling
+from hpctrain.nlp.bio import Entity, from_bio, split_units, to_bio
+from hpctrain.nlp.classify import Document
+from hpctrain.nlp.generate import Passage
+from hpctrain.nlp.ner import Sentence
+from hpctrain.nlp.pair import Pair
+from hpctrain.nlp.qa import Answer, Question
+from hpctrain.nlp.task import SAMPLES
 
+TASKS = {module.TASK.name: module.TASK for module in (classify, pair, ner, qa, generate)}
 NSMC_HEADER = "id\tdocument\tlabel\n"
 KORNLI_HEADER = "sentence1\tsentence2\tgold_label\n"
 
 
-def world(rank, size):
-    return World(rank, size, rank, size, 0, 1, "torchrun")
-
-
-def real(name):
+def find_data(name):
     """A file of the real data."""
     if not (DATA / name).exists():
         pytest.skip(f"no {name} in {DATA}: HPCTRAIN_TEST_DATA names a folder that has it")
@@ -43,9 +46,11 @@ def squad(context="가나다 라마", **answer):
     return {"version": "1", "data": [{"title": "글", "paragraphs": [{"context": context, "qas": [item(**answer)]}]}]}
 
 
-def is_named(read, path, message, left):
-    """What is wrong with `path` is an error, or else `left` examples are read and the error is kept; where none is left, or the
-    whole file is wrong (left=0), it is an error in either case."""
+def assert_error(read, path, message, left):
+    """Reading raises an error that names `path`; with a list `skipped`, `left` examples are read and the list has the error.
+
+    With left=0 no example is valid, or the file as a whole is wrong, and the error is raised in either case.
+    """
     with pytest.raises(HpctrainError, match=message) as error:
         read(path)
     assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
@@ -59,14 +64,14 @@ def is_named(read, path, message, left):
         assert [str(one) for one in skipped] == [str(error.value)]
 
 
-def through_bio(sentence):
-    spans = data.spans(sentence.text, sentence.by_token)
-    return data.from_bio(spans, data.to_bio(spans, sentence.entities))
+def pass_through_bio(sentence):
+    units = split_units(sentence.text, sentence.by_token)
+    return from_bio(units, to_bio(units, sentence.entities))
 
 
-def without_its_name(example):
-    """An example but for its id and its place in a file."""
-    return example._replace(place="", **({"id": ""} if "id" in example._fields else {}))
+def strip_id_and_location(example):
+    """An example without its id and its location in a file."""
+    return example._replace(location="", **({"id": ""} if "id" in example._fields else {}))
 
 
 # --- the samples ---
@@ -76,55 +81,55 @@ def without_its_name(example):
     ("task", "train", "test"),
     [("classify", 240, 60), ("pair", 240, 60), ("ner", 200, 50), ("qa", 210, 38), ("generate", 150, 30)],
 )
-def test_every_task_has_samples_that_need_no_download(task, train, test):
-    splits = data.load(task, None)
+def test_every_task_has_sample_data(task, train, test):
+    splits = data.load_splits(TASKS[task], None)
     assert {name: len(examples) for name, examples in splits.items()} == {"train": train, "test": test}
-    contents = {name: {str(without_its_name(example)) for example in examples} for name, examples in splits.items()}
+    contents = {name: {str(strip_id_and_location(example)) for example in examples} for name, examples in splits.items()}
     assert not contents["train"] & contents["test"]
 
 
-def test_the_samples_have_what_is_difficult():
-    reviews = {document.text for document in data.load("classify", None)["train"]}
+def test_sample_data_include_difficult_cases():
+    reviews = {document.text for document in data.load_splits(classify.TASK, None)["train"]}
     assert {"", "nan"} < reviews and any('"' in review for review in reviews)
-    names = [sentence.entities for sentence in data.load("ner", None)["test"]]
+    names = [sentence.entities for sentence in data.load_splits(ner.TASK, None)["test"]]
     assert any(one.end == next_.start for entities in names for one, next_ in pairwise(entities))
-    questions = data.load("qa", None)
+    questions = data.load_splits(qa.TASK, None)
     assert any(answer.start == 0 for question in questions["test"] for answer in question.answers)
-    # A window of 384 tokens does not hold the longest text, even with a tokenizer that knows all of its words.
+    # The longest text does not fit into a window of 384 tokens, even if the tokenizer has a token for each of its words.
     assert max(len(re.findall(r"\w+|[^\w\s]", question.context)) for question in questions["test"]) > 384
 
 
 @pytest.mark.parametrize(
     ("task", "folder", "train", "test"), [("pair", "pair_kornli", 9, 3), ("ner", "ner_lines", 6, 2), ("ner", "ner_conll", 6, 2)]
 )
-def test_the_other_formats_have_samples_too(task, folder, train, test):
-    splits = data.load(task, data.SAMPLES / folder)
+def test_other_formats_have_sample_data(task, folder, train, test):
+    splits = data.load_splits(TASKS[task], SAMPLES / folder)
     assert {name: len(examples) for name, examples in splits.items()} == {"train": train, "test": test}
 
 
 @pytest.mark.parametrize("task", ["classify", "pair", "ner", "qa"])
-def test_no_label_of_the_samples_is_unseen_in_training(task):
+def test_sample_training_data_have_all_labels(task):
     def labels(examples):
         if task == "ner":
             return {entity.type for sentence in examples for entity in sentence.entities}
         return {getattr(example, "label", "") for example in examples}
 
-    splits = data.load(task, None)
+    splits = data.load_splits(TASKS[task], None)
     assert labels(splits["test"]) <= labels(splits["train"])
 
 
-def test_samples_ship_with_the_package():
-    pyproject = (data.SAMPLES.parents[3] / "pyproject.toml").read_text()
+def test_sample_data_are_part_of_the_package():
+    pyproject = (SAMPLES.parents[3] / "pyproject.toml").read_text()
     assert '"hpctrain.nlp" = ["samples/**"]' in pyproject
 
 
 # --- classification and pairs ---
 
 
-def test_empty_documents_nan_quotes_and_odd_separators_are_text(tmp_path):
+def test_empty_documents_nan_quotes_and_unicode_separators_are_text(tmp_path):
     text = '1\t\t1\n2\tnan\t0\n3\t"열린 따옴표\t0\n4\ta\u2028b\x0bc\t1\r\n5\t 끝 \t1'
     path = write(tmp_path / "ratings_train.txt", "\ufeff" + NSMC_HEADER.replace("\n", "\r\n") + text)
-    assert data.read_classify(path) == [
+    assert classify.TASK.read(path) == [
         Document("1", "", "1", f"{path}, line 2"),
         Document("2", "nan", "0", f"{path}, line 3"),
         Document("3", '"열린 따옴표', "0", f"{path}, line 4"),
@@ -136,27 +141,27 @@ def test_empty_documents_nan_quotes_and_odd_separators_are_text(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message", "left"),
     [
-        (NSMC_HEADER + "1\t좋다\t1\n2\t탭이\t있다\t0\n", r"ratings\.txt, line 3: 4 fields where the header has 3", 1),
+        (NSMC_HEADER + "1\t좋다\t1\n2\t탭이\t있다\t0\n", r"ratings\.txt, line 3: 4 fields, but the header has 3", 1),
         (NSMC_HEADER + "1\t좋다\t1\n\n2\t좋다\t0\n", "line 3: 1 fields", 2),
         (NSMC_HEADER + "1\t좋다\t\n2\t좋다\t1\n", "line 2: the label is empty", 1),
         (NSMC_HEADER + "1\t좋다\t\n", "line 2: the label is empty", 0),
-        ("id\tlabel\tdocument\n1\t1\t좋다\n", "line 1: the first line should name the columns id, document, label", 0),
-        ("id\tdocument\n1\t좋다\n", "line 1: the first line should name the columns id, document, label", 0),
-        (NSMC_HEADER, "there is no example in it", 0),
+        ("id\tlabel\tdocument\n1\t1\t좋다\n", "line 1: expected the column names id, document, label", 0),
+        ("id\tdocument\n1\t좋다\n", "line 1: expected the column names id, document, label", 0),
+        (NSMC_HEADER, "the file has no examples", 0),
         ("", "the file is empty", 0),
         (NSMC_HEADER.encode() + "1\t좋다\t1\n".encode("cp949"), "line 2: not UTF-8", 0),
     ],
 )
-def test_a_broken_tsv_is_named_with_its_line(tmp_path, content, message, left):
-    is_named(data.read_classify, write(tmp_path / "ratings.txt", content), message, left)
+def test_error_in_a_tsv_names_the_line(tmp_path, content, message, left):
+    assert_error(classify.TASK.read, write(tmp_path / "ratings.txt", content), message, left)
 
 
-def test_pairs_are_the_same_from_json_and_tsv(tmp_path):
+def test_json_and_tsv_give_the_same_pairs(tmp_path):
     items = [{"guid": "a", "premise": '"곧 온다', "hypothesis": "온다.", "gold_label": "entailment", "source": "x"}]
-    from_json = data.read_pair(write(tmp_path / "a.json", json.dumps(items)))
-    from_tsv = data.read_pair(write(tmp_path / "a.tsv", KORNLI_HEADER + '"곧 온다\t온다.\tentailment\n'))
+    from_json = pair.TASK.read(write(tmp_path / "a.json", json.dumps(items)))
+    from_tsv = pair.TASK.read(write(tmp_path / "a.tsv", KORNLI_HEADER + '"곧 온다\t온다.\tentailment\n'))
     assert from_json == [Pair("a", '"곧 온다', "온다.", "entailment", f"{tmp_path}/a.json, a")]
-    assert from_tsv == [from_json[0]._replace(id="line 2", place=f"{tmp_path}/a.tsv, line 2")]
+    assert from_tsv == [from_json[0]._replace(id="line 2", location=f"{tmp_path}/a.tsv, line 2")]
 
 
 KLUE_PAIR = '{"guid": "b", "premise": "가", "hypothesis": "나", "gold_label": "neutral"}'
@@ -165,9 +170,9 @@ KLUE_PAIR = '{"guid": "b", "premise": "가", "hypothesis": "나", "gold_label": 
 @pytest.mark.parametrize(
     ("content", "message", "left"),
     [
-        (KORNLI_HEADER + "가\t나\tneutral\n가\t나\n", r"data\.tsv, line 3: 2 fields where the header has 3", 1),
+        (KORNLI_HEADER + "가\t나\tneutral\n가\t나\n", r"data\.tsv, line 3: 2 fields, but the header has 3", 1),
         (KORNLI_HEADER + "가\t나\t\n가\t나\tneutral\n", "line 2: the gold_label is empty", 1),
-        ('[\n{"guid": "a",\n}]', "line 3: not json", 0),
+        ('[\n{"guid": "a",\n}]', "line 3: not valid JSON", 0),
         (
             '[{"guid": "a", "premise": "가", "gold_label": "neutral"}, ' + KLUE_PAIR + "]",
             r", a has no 'hypothesis' of type str",
@@ -177,29 +182,29 @@ KLUE_PAIR = '{"guid": "b", "premise": "가", "hypothesis": "나", "gold_label": 
         ("[" + KLUE_PAIR.replace("neutral", "") + "," + KLUE_PAIR + "]", ", b: the gold_label is empty", 1),
         ('[{"guid": "a"}, {"guid": "b"}]', ", a has no 'premise' of type str", 0),
         ('{"data": []}', "not KLUE-NLI's list", 0),
-        ("가\t나\n", "line 1: the first line should name the columns sentence1", 0),
-        (KORNLI_HEADER, "there is no example in it", 0),
+        ("가\t나\n", "line 1: expected the column names sentence1", 0),
+        (KORNLI_HEADER, "the file has no examples", 0),
     ],
 )
-def test_broken_pairs_are_named(tmp_path, content, message, left):
-    is_named(data.read_pair, write(tmp_path / "data.tsv", content), message, left)
+def test_error_in_pairs_names_guid_or_line(tmp_path, content, message, left):
+    assert_error(pair.TASK.read, write(tmp_path / "data.tsv", content), message, left)
 
 
 # --- named entities ---
 
 
-def test_the_formats_of_entities_become_one_type(tmp_path):
+def test_all_entity_formats_give_the_same_type(tmp_path):
     klue = "## 컬럼명 : CHAR\tNE_TAG\n## s1-x\t<김:PS><서울:LC> #\n김\tB-PS\n서\tB-LC\n울\tI-LC\n \tO\n#\tO\n\n"
-    names = [Entity(0, 1, "PS"), Entity(1, 3, "LC")]
-    assert data.read_ner(write(tmp_path / "klue", klue)) == [
-        Sentence("s1-x", "김서울 #", names, False, f"{tmp_path}/klue, line 3")
+    entities = [Entity(0, 1, "PS"), Entity(1, 3, "LC")]
+    assert ner.TASK.read(write(tmp_path / "klue", klue)) == [
+        Sentence("s1-x", "김서울 #", entities, False, f"{tmp_path}/klue, line 3")
     ]
     lines = "김서울 #␞<김:PS><서울:LC> #\n"
-    assert data.read_ner(write(tmp_path / "lines", lines)) == [
-        Sentence("line 1", "김서울 #", names, False, f"{tmp_path}/lines, line 1")
+    assert ner.TASK.read(write(tmp_path / "lines", lines)) == [
+        Sentence("line 1", "김서울 #", entities, False, f"{tmp_path}/lines, line 1")
     ]
     conll = "-DOCSTART- -X- O O\n\nNew NNP I-NP I-LOC\nYork NNP I-NP I-LOC\nAnna NNP I-NP B-LOC\nx\tO\n\n\n나 B-PER\n"
-    assert data.read_ner(write(tmp_path / "conll", conll)) == [
+    assert ner.TASK.read(write(tmp_path / "conll", conll)) == [
         Sentence("line 3", "New York Anna x", [Entity(0, 8, "LOC"), Entity(9, 13, "LOC")], True, f"{tmp_path}/conll, line 3"),
         Sentence("line 9", "나", [Entity(0, 1, "PER")], True, f"{tmp_path}/conll, line 9"),
     ]
@@ -215,30 +220,30 @@ def test_the_formats_of_entities_become_one_type(tmp_path):
         ("<x:A> 김 <y:B>", "<x:A> <김:PS> <y:B>", [(6, 7, "PS")]),
     ],
 )
-def test_brackets_that_the_text_itself_has_are_no_marks(tmp_path, text, marked, entities):
-    sentence = data.read_ner(write(tmp_path / "lines.txt", f"{text}␞{marked}"))[0]
+def test_brackets_in_the_text_are_not_marks(tmp_path, text, marked, entities):
+    sentence = ner.TASK.read(write(tmp_path / "lines.txt", f"{text}␞{marked}"))[0]
     assert sentence.text == text and [tuple(entity) for entity in sentence.entities] == entities
 
 
 @pytest.mark.parametrize("task", ["ner", "ner_lines", "ner_conll"])
-def test_entities_of_the_samples_come_back_from_their_tags(task):
-    sentences = [s for part in data.load("ner", data.SAMPLES / task).values() for s in part]
+def test_sample_entities_survive_a_round_trip_through_bio(task):
+    sentences = [s for part in data.load_splits(ner.TASK, SAMPLES / task).values() for s in part]
     touching = sum(a.end == b.start or s.text[a.end : b.start] == " " for s in sentences for a, b in pairwise(s.entities))
     assert touching >= 1
     for sentence in sentences:
-        assert through_bio(sentence) == sentence.entities
+        assert pass_through_bio(sentence) == sentence.entities
 
 
-def test_a_second_entity_that_touches_the_first_keeps_its_b():
-    spans = data.spans("서울부산", by_token=False)
+def test_adjacent_entity_begins_with_b():
+    spans = split_units("서울부산", by_token=False)
     entities = [Entity(0, 2, "LC"), Entity(2, 4, "LC")]
-    assert data.to_bio(spans, entities) == ["B-LC", "I-LC", "B-LC", "I-LC"]
-    assert data.from_bio(spans, ["B-LC", "I-LC", "B-LC", "I-LC"]) == entities
+    assert to_bio(spans, entities) == ["B-LC", "I-LC", "B-LC", "I-LC"]
+    assert from_bio(spans, ["B-LC", "I-LC", "B-LC", "I-LC"]) == entities
 
 
-def test_a_strict_count_of_entities_is_that_of_seqeval():
+def test_strict_entities_match_seqeval():
     def entities(tags):
-        return {(e.type, e.start, e.end) for e in data.from_bio([(i, i + 1) for i in range(len(tags))], tags, strict=True)}
+        return {(e.type, e.start, e.end) for e in from_bio([(i, i + 1) for i in range(len(tags))], tags, strict=True)}
 
     some = ["O", "B-PS", "I-PS", "B-LC", "I-LC"]
     sequences = [list(tags) for length in range(6) for tags in product(some, repeat=length)]
@@ -249,19 +254,21 @@ def test_a_strict_count_of_entities_is_that_of_seqeval():
     for tags, found in zip(sequences, theirs, strict=True):
         assert entities(tags) == {(e.tag, e.start, e.end) for e in found}, tags
 
-    # And so is a figure made of it, here of tags against others at random.
+    # F1 computed from them matches too, here of random tags against others.
     wanted = sequences[-2000:]
-    said = [random.permutation(tags).tolist() for tags in wanted]
-    right, of_wanted, of_said = 0, 0, 0
-    for a, b in ((entities(a), entities(b)) for a, b in zip(wanted, said, strict=True)):
-        right, of_wanted, of_said = right + len(a & b), of_wanted + len(a), of_said + len(b)
-    assert right > 100 and 2 * right / (of_wanted + of_said) == pytest.approx(f1_score(wanted, said, mode="strict", scheme=IOB2))
+    predicted = [random.permutation(tags).tolist() for tags in wanted]
+    right, of_wanted, of_predicted = 0, 0, 0
+    for a, b in ((entities(a), entities(b)) for a, b in zip(wanted, predicted, strict=True)):
+        right, of_wanted, of_predicted = right + len(a & b), of_wanted + len(a), of_predicted + len(b)
+    assert right > 100 and 2 * right / (of_wanted + of_predicted) == pytest.approx(
+        f1_score(wanted, predicted, mode="strict", scheme=IOB2)
+    )
 
 
-def test_a_stray_inside_tag_is_an_entity_only_where_the_count_is_not_strict():
-    spans = data.spans("가나다라", by_token=False)
-    assert data.from_bio(spans, ["B-A", "I-B", "I-B", "I-A"]) == [Entity(0, 1, "A"), Entity(1, 3, "B"), Entity(3, 4, "A")]
-    assert data.from_bio(spans, ["B-A", "I-B", "I-B", "I-A"], strict=True) == [Entity(0, 1, "A")]
+def test_stray_inside_tag_is_an_entity_unless_strict():
+    spans = split_units("가나다라", by_token=False)
+    assert from_bio(spans, ["B-A", "I-B", "I-B", "I-A"]) == [Entity(0, 1, "A"), Entity(1, 3, "B"), Entity(3, 4, "A")]
+    assert from_bio(spans, ["B-A", "I-B", "I-B", "I-A"], strict=True) == [Entity(0, 1, "A")]
 
 
 KLUE_SENTENCE = "가\tO\n\n"
@@ -277,29 +284,33 @@ KLUE_SENTENCE = "가\tO\n\n"
         ("Anna B-PER\nKim\n\nAnna B-PER\n", "line 2: expected a token and its tag", 1),
         ("Anna B-PER\n\nAnna PER\nKim X\n", "line 3: the tag is 'PER'", 1),
         ("김 씨␞<김:PS> 씨\n김 씨 <김:PS> 씨\n", "line 2: expected the text, ␞", 1),
-        ("김 씨␞<김:PS> 군\n김 씨␞<김:PS> 씨\n", "line 1: without its marks", 1),
-        ("김 씨␞<박:PS> 씨\n", "line 1: without its marks", 0),
-        ("그냥 글입니다.\n", "not a format of named entities", 0),
-        ("글\n", "not a format of named entities", 0),
-        ("## 컬럼명\n", "there is no example in it", 0),
+        (
+            "김 씨␞<김:PS> 군\n김 씨␞<김:PS> 씨\n",
+            "line 1: the text after ␞, without its marks, differs from the text before it",
+            1,
+        ),
+        ("김 씨␞<박:PS> 씨\n", "line 1: the text after ␞, without its marks, differs from the text before it", 0),
+        ("그냥 글입니다.\n", "unknown format for named entities", 0),
+        ("글\n", "unknown format for named entities", 0),
+        ("## 컬럼명\n", "the file has no examples", 0),
         ("\n\n", "the file is empty", 0),
     ],
 )
-def test_broken_entities_are_named_with_their_line(tmp_path, content, message, left):
-    is_named(data.read_ner, write(tmp_path / "ner.tsv", content), message, left)
+def test_error_in_entities_names_the_line(tmp_path, content, message, left):
+    assert_error(ner.TASK.read, write(tmp_path / "ner.tsv", content), message, left)
 
 
 # --- questions ---
 
 
-def test_an_answer_at_the_first_character_is_an_answer(tmp_path):
-    question = data.read_qa(write(tmp_path / "a.json", json.dumps(squad())))[0]
+def test_answer_may_start_at_the_first_character(tmp_path):
+    question = qa.TASK.read(write(tmp_path / "a.json", json.dumps(squad())))[0]
     assert question == ("q1", "글", "가나다 라마", "무엇?", [Answer("가나다", 0)], f"{tmp_path}/a.json, question q1")
 
 
-def test_an_answer_may_have_another_kind_of_space_than_its_context(tmp_path):
+def test_answer_may_differ_from_the_context_in_white_space(tmp_path):
     path = write(tmp_path / "a.json", json.dumps(squad("가나다\u00a0라마", text="가나다 라")))
-    assert data.read_qa(path)[0].answers == [Answer("가나다 라", 0)]
+    assert qa.TASK.read(path)[0].answers == [Answer("가나다 라", 0)]
 
 
 @pytest.mark.parametrize(
@@ -309,30 +320,32 @@ def test_an_answer_may_have_another_kind_of_space_than_its_context(tmp_path):
         (item(answer_start=-6), "is not at its answer_start -6"),
         (item(text=""), "is not at its answer_start"),
         (item(answer_start="0"), "question q1: an answer has no 'answer_start' of type int"),
-        (item() | {"answers": []}, r"qa\.json, question q1 has no answer \(SQuAD 2"),
+        (item() | {"answers": []}, r"qa\.json, question q1 has no answer, and SQuAD 2.0 is not supported"),
         (item() | {"question": None}, "question q1 has no 'question' of type str"),
         ({"question": "무엇?"}, r"qa\.json, data\[0\].paragraphs\[0\].qas\[0\] has no 'id' of type str"),
         ("무엇?", r"qas\[0\] has no 'id' of type str"),
     ],
 )
-def test_a_broken_question_is_named(tmp_path, item, message):
+def test_error_in_a_question_names_it(tmp_path, item, message):
     content = squad()
     questions = content["data"][0]["paragraphs"][0]["qas"]
     questions[0]["id"] = "q2"
     questions.insert(0, item)
-    is_named(data.read_qa, write(tmp_path / "qa.json", json.dumps(content)), message, left=1)
+    assert_error(qa.TASK.read, write(tmp_path / "qa.json", json.dumps(content)), message, left=1)
     del questions[1]
-    is_named(data.read_qa, write(tmp_path / "qa.json", json.dumps(content)), message, left=0)
+    assert_error(qa.TASK.read, write(tmp_path / "qa.json", json.dumps(content)), message, left=0)
 
 
-def test_of_two_questions_with_one_id_the_first_that_is_right_counts(tmp_path):
+def test_second_valid_question_with_the_same_id_is_an_error(tmp_path):
     content = {"version": "1", "data": squad(answer_start=1)["data"] + squad()["data"] * 2}
     path = write(tmp_path / "qa.json", json.dumps(content))
     skipped = []
-    assert [question.id for question in data.read_qa(path, skipped)] == ["q1"]
-    assert "is not at its answer_start" in str(skipped[0]) and "question q1: another has the same id" in str(skipped[1])
+    assert [question.id for question in qa.TASK.read(path, skipped)] == ["q1"]
+    assert "is not at its answer_start" in str(skipped[0]) and "question q1: an earlier question has the same id" in str(
+        skipped[1]
+    )
     del content["data"][0]
-    is_named(data.read_qa, write(path, json.dumps(content)), "question q1: another has the same id", left=1)
+    assert_error(qa.TASK.read, write(path, json.dumps(content)), "question q1: an earlier question has the same id", left=1)
 
 
 @pytest.mark.parametrize(
@@ -343,24 +356,24 @@ def test_of_two_questions_with_one_id_the_first_that_is_right_counts(tmp_path):
             r"data\[1\] has no 'paragraphs' of type list",
         ),
         ({"version": "1"}, r"qa\.json has no 'data' of type list"),
-        ({"version": "1", "data": []}, "there is no example in it"),
-        ([1], "not SQuAD 1.1 json"),
+        ({"version": "1", "data": []}, "the file has no examples"),
+        ([1], "not SQuAD 1.1 JSON"),
     ],
 )
-def test_json_of_another_shape_than_squad_is_named(tmp_path, content, message):
-    is_named(data.read_qa, write(tmp_path / "qa.json", json.dumps(content)), message, left=0)
+def test_json_that_is_not_squad_is_an_error(tmp_path, content, message):
+    assert_error(qa.TASK.read, write(tmp_path / "qa.json", json.dumps(content)), message, left=0)
 
 
 # --- generation ---
 
 
-def test_reviews_get_the_prompt_of_their_label_and_plain_text_none(tmp_path):
-    reviews = data.read_generate(write(tmp_path / "a.txt", NSMC_HEADER + "1\t좋다\t1\n2\t나쁘다\t0\n"))
+def test_reviews_get_a_prompt_and_plain_text_does_not(tmp_path):
+    reviews = generate.TASK.read(write(tmp_path / "a.txt", NSMC_HEADER + "1\t좋다\t1\n2\t나쁘다\t0\n"))
     assert reviews == [
         Passage("긍정: ", "좋다", f"{tmp_path}/a.txt, line 2"),
         Passage("부정: ", "나쁘다", f"{tmp_path}/a.txt, line 3"),
     ]
-    assert data.read_generate(write(tmp_path / "b.txt", "하나.\n\n둘\t셋.\n")) == [
+    assert generate.TASK.read(write(tmp_path / "b.txt", "하나.\n\n둘\t셋.\n")) == [
         Passage("", "하나.", f"{tmp_path}/b.txt, line 1"),
         Passage("", "둘\t셋.", f"{tmp_path}/b.txt, line 3"),
     ]
@@ -369,27 +382,27 @@ def test_reviews_get_the_prompt_of_their_label_and_plain_text_none(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message", "left"),
     [
-        (NSMC_HEADER + "1\t좋다\t5\n2\t좋다\t1\n", "line 2: the label is '5', and only 0 and 1 have a prompt", 1),
+        (NSMC_HEADER + "1\t좋다\t5\n2\t좋다\t1\n", "line 2: the label is '5', but only 0 and 1 have a prompt", 1),
         (NSMC_HEADER + "1\t좋다\t1\n2\t좋다\n", "line 3: 2 fields", 1),
         (NSMC_HEADER + "1\t좋다\t\n", "line 2: the label is ''", 0),
-        (NSMC_HEADER, "there is no example in it", 0),
+        (NSMC_HEADER, "the file has no examples", 0),
         (" \n\n", "the file is empty", 0),
     ],
 )
-def test_broken_texts_to_generate_are_named(tmp_path, content, message, left):
-    is_named(data.read_generate, write(tmp_path / "a.txt", content), message, left)
+def test_error_in_texts_to_generate_names_the_line(tmp_path, content, message, left):
+    assert_error(generate.TASK.read, write(tmp_path / "a.txt", content), message, left)
 
 
 # --- folders and splits ---
 
 
-def test_files_are_found_by_the_names_under_which_they_are_published(tmp_path):
+def test_split_files_are_found_by_their_published_names(tmp_path):
     def found(*names):
         folder = tmp_path / names[0]
         folder.mkdir()
         for name in (*names, "README.md", "train.zip"):
             (folder / name).touch()
-        return {split: [path.name for path in paths] for split, paths in data.find(folder).items()}
+        return {split: [path.name for path in paths] for split, paths in data.find_split_files(folder).items()}
 
     assert found("ratings.txt", "ratings_train.txt", "ratings_test.txt") == {
         "train": ["ratings_train.txt"],
@@ -406,49 +419,49 @@ def test_files_are_found_by_the_names_under_which_they_are_published(tmp_path):
     }
 
 
-def test_a_missing_split_is_named_with_what_is_there(tmp_path):
+def test_missing_split_is_an_error_that_lists_the_files(tmp_path):
     (tmp_path / "klue-nli-v1.1_dev.json").touch()
-    with pytest.raises(HpctrainError, match=r"no train file, .*\(there is klue-nli-v1.1_dev.json\)"):
-        data.load("pair", tmp_path)
+    with pytest.raises(HpctrainError, match=r"no train file, .*\(found klue-nli-v1.1_dev.json\)"):
+        data.load_splits(pair.TASK, tmp_path)
     (tmp_path / "klue-nli-v1.1_dev.json").rename(tmp_path / "klue-nli-v1.1_train.json")
     with pytest.raises(HpctrainError, match="no test file"):
-        data.load("pair", tmp_path)
+        data.load_splits(pair.TASK, tmp_path)
     with pytest.raises(HpctrainError, match="cannot be read"):
-        data.load("pair", tmp_path / "missing")
+        data.load_splits(pair.TASK, tmp_path / "missing")
 
 
-def test_what_is_left_out_of_all_files_is_counted_and_said(tmp_path):
+def test_skipped_examples_of_all_files_are_counted_and_described(tmp_path):
     write(tmp_path / "ratings_train.txt", NSMC_HEADER + "1\t좋다\t1\n2\t나쁘다\n3\t좋다\t\n")
     write(tmp_path / "ratings_test.txt", NSMC_HEADER + "1\t좋다\t1\n2\n")
     skipped = []
-    splits = data.load("classify", tmp_path, skipped)
+    splits = data.load_splits(classify.TASK, tmp_path, skipped)
     assert {name: [d.id for d in documents] for name, documents in splits.items()} == {"train": ["1"], "test": ["1"]}
-    assert data.said(skipped) == (
-        f"3 examples are left out, which --strict makes an error; the first: {tmp_path}/ratings_test.txt, line 3: "
-        "1 fields where the header has 3 (id, document, label): mend the line, or fetch the file again"
+    assert data.describe_skipped(skipped) == (
+        f"skipped 3 examples (an error with --strict); the first: {tmp_path}/ratings_test.txt, line 3: "
+        "1 fields, but the header has 3 (id, document, label): fix the line, or download the file again"
     )
     with pytest.raises(HpctrainError, match=re.escape(str(skipped[0]))):
-        data.load("classify", tmp_path)
+        data.load_splits(classify.TASK, tmp_path)
 
     skipped = []
-    assert len(data.load("classify", tmp_path / "ratings_test.txt", skipped)["train"]) == 1
-    assert data.said(skipped).startswith("1 example is left out")
+    assert len(data.load_splits(classify.TASK, tmp_path / "ratings_test.txt", skipped)["train"]) == 1
+    assert data.describe_skipped(skipped).startswith("skipped 1 example (")
     skipped = []
-    data.load("classify", None, skipped)
-    assert data.said(skipped) == ""
+    data.load_splits(classify.TASK, None, skipped)
+    assert data.describe_skipped(skipped) == ""
 
 
-def test_a_split_depends_on_the_seed_alone_and_loses_nothing():
+def test_split_depends_on_the_seed_alone_and_loses_nothing():
     examples = [Document(str(i), "", "0") for i in range(100)]
-    train, validation = data.split(examples, 0.1, seed=1)
+    train, validation = data.split_examples(classify.TASK, examples, 0.1, seed=1)
     assert len(validation) == 10 and sorted(train + validation, key=lambda d: int(d.id)) == examples
-    assert (train, validation) == data.split(examples, 0.1, seed=1)
-    assert validation != data.split(examples, 0.1, seed=2)[1]
+    assert (train, validation) == data.split_examples(classify.TASK, examples, 0.1, seed=1)
+    assert validation != data.split_examples(classify.TASK, examples, 0.1, seed=2)[1]
 
 
 def test_questions_are_split_by_article():
-    questions = [data.Question(f"{a}-{i}", f"글 {a}", f"문단 {a}", "?", [Answer("문", 0)]) for i in range(3) for a in range(10)]
-    train, validation = data.split(questions, 0.25, seed=0)
+    questions = [Question(f"{a}-{i}", f"글 {a}", f"문단 {a}", "?", [Answer("문", 0)]) for i in range(3) for a in range(10)]
+    train, validation = data.split_examples(qa.TASK, questions, 0.25, seed=0)
     assert not {q.title for q in train} & {q.title for q in validation}
     assert len(train) == 21 and len(validation) == 9
 
@@ -456,22 +469,22 @@ def test_questions_are_split_by_article():
 @pytest.mark.parametrize(
     ("share", "titles", "message"),
     [
-        (0.0, "ab", "not a share between 0 and 1"),
-        (1.0, "ab", "not a share"),
-        (0.5, "aa", "of 1 articles leaves a part with none"),
+        (0.0, "ab", "is not between 0 and 1"),
+        (1.0, "ab", "is not between 0 and 1"),
+        (0.5, "aa", "of 1 articles leaves a part empty"),
     ],
 )
-def test_a_split_that_leaves_a_part_empty_is_refused(share, titles, message):
-    questions = [data.Question(str(i), title, "", "?", []) for i, title in enumerate(titles)]
+def test_split_with_an_empty_part_is_refused(share, titles, message):
+    questions = [Question(str(i), title, "", "?", []) for i, title in enumerate(titles)]
     with pytest.raises(UsageError, match=message):
-        data.split(questions, share, seed=0)
+        data.split_examples(qa.TASK, questions, share, seed=0)
 
 
 # --- the real data ---
 
 
 def test_all_reviews_of_nsmc_are_read():
-    train, test = (data.read_classify(real(f"nsmc/ratings_{part}.txt"), []) for part in ("train", "test"))
+    train, test = (classify.TASK.read(find_data(f"nsmc/ratings_{part}.txt"), []) for part in ("train", "test"))
     assert (len(train), len(test)) == (150_000, 50_000)
     assert (sum(not d.text for d in train), sum(not d.text for d in test)) == (5, 3)
     assert sum(d.label == "1" for d in train) == 74_827
@@ -482,37 +495,37 @@ def test_all_reviews_of_nsmc_are_read():
     [("klue-ner-v1.1_dev.tsv", 14_257, 3), ("klue-ner-mini_train.tsv", 12_197, 1)],
     ids=["dev", "train"],
 )
-def test_no_entity_of_klue_is_lost_on_the_way_to_tags_and_back(name, count, in_brackets, tmp_path):
-    path = real(f"klue/klue-ner-v1.1/{name}")
-    sentences = data.read_ner(path)
+def test_klue_entities_survive_a_round_trip_through_bio(name, count, in_brackets, tmp_path):
+    path = find_data(f"klue/klue-ner-v1.1/{name}")
+    sentences = ner.TASK.read(path)
     assert len(sentences) == 5000 and sum(len(s.entities) for s in sentences) == count
-    assert all(through_bio(sentence) == sentence.entities for sentence in sentences)
-    # Above each sentence stands the same with its entities marked: another way to the same, through another reader.
+    assert all(pass_through_bio(sentence) == sentence.entities for sentence in sentences)
+    # The header of each sentence repeats it with its entities marked, so a second reader must find the same.
     headers = re.findall(r"^## (klue-ner-v1_\S+)\t(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert [s.id for s in sentences] == [id_ for id_, _ in headers]
     lines = [f"{s.text.rstrip()}␞{marked.rstrip()}" for s, (_, marked) in zip(sentences, headers, strict=True)]
-    again = data.read_ner(write(tmp_path / "lines.txt", "\n".join(lines)))
+    again = ner.TASK.read(write(tmp_path / "lines.txt", "\n".join(lines)))
     other = [(s.entities, t.entities) for s, t in zip(sentences, again, strict=True) if s.entities != t.entities]
-    # Where a name stands in brackets of the text itself (<<레이:PS>>), KLUE's own tags begin at the bracket.
+    # If an entity is in brackets that belong to the text (<<레이:PS>>), KLUE's tags begin at the bracket.
     assert len(other) == in_brackets
     for mine, theirs in other:
         assert {entity.end for entity in mine} == {entity.end for entity in theirs} and len(set(mine) - set(theirs)) == 1
 
 
 def test_all_pairs_of_klue_are_read():
-    pairs = data.read_pair(real("klue/klue-nli-v1.1/klue-nli-v1.1_dev.json"))
+    pairs = pair.TASK.read(find_data("klue/klue-nli-v1.1/klue-nli-v1.1_dev.json"))
     assert len(pairs) == 3000
     assert {label: sum(p.label == label for p in pairs) for label in {p.label for p in pairs}} == dict.fromkeys(
         ("entailment", "neutral", "contradiction"), 1000
     )
 
 
-def test_all_questions_of_korquad_are_read_and_no_paragraph_is_in_two_splits():
-    questions = data.read_qa(real("korquad_v1/KorQuAD_v1.0_dev.json"))
+def test_all_questions_of_korquad_are_read_and_split_by_paragraph():
+    questions = qa.TASK.read(find_data("korquad_v1/KorQuAD_v1.0_dev.json"))
     assert len(questions) == 5774 and len({q.title for q in questions}) == 140
     assert all(q.context[a.start : a.start + len(a.text)] == a.text for q in questions for a in q.answers)
     assert sum(a.start == 0 for q in questions for a in q.answers) == 241
-    train, validation = data.split(questions, 0.5, seed=0)
+    train, validation = data.split_examples(qa.TASK, questions, 0.5, seed=0)
     assert len(train) + len(validation) == 5774 and not {q.context for q in train} & {q.context for q in validation}
 
 
@@ -521,8 +534,8 @@ def test_all_questions_of_korquad_are_read_and_no_paragraph_is_in_two_splits():
 
 @pytest.fixture(scope="module")
 def lengths():
-    """The characters of NSMC's training reviews; long tails and empty ones among them."""
-    return numpy.array([len(d.text) for d in data.read_classify(real("nsmc/ratings_train.txt"))])
+    """The lengths of NSMC's training reviews in characters: a long tail, and some empty ones."""
+    return numpy.array([len(d.text) for d in classify.TASK.read(find_data("nsmc/ratings_train.txt"))])
 
 
 @pytest.fixture(scope="module")
@@ -530,17 +543,17 @@ def few_lengths():
     return numpy.random.default_rng(0).integers(1, 100, 1003)
 
 
-def test_a_step_takes_the_same_examples_whatever_the_world(few_lengths):
-    one = batches.by_length(few_lengths, 24, seed=1, epoch=2, parts=1)
+def test_step_takes_the_same_examples_on_any_number_of_ranks(few_lengths):
+    one = sampling.batches_by_length(few_lengths, 24, seed=1, epoch=2, parts=1)
     for parts in (2, 3, 8):
-        dealt = batches.by_length(few_lengths, 24, seed=1, epoch=2, parts=parts)
+        dealt = sampling.batches_by_length(few_lengths, 24, seed=1, epoch=2, parts=parts)
         assert dealt.shape == (41, parts, 24 // parts)
         assert torch.equal(dealt.flatten(1).sort(1).values, one.flatten(1).sort(1).values)
 
 
-def test_the_order_is_of_seed_and_epoch_and_every_example_comes_once(few_lengths):
+def test_order_depends_on_seed_and_epoch_and_has_each_example_once(few_lengths):
     def order(seed, epoch):
-        return batches.by_length(few_lengths, 24, seed, epoch, 1)[:, 0]
+        return sampling.batches_by_length(few_lengths, 24, seed, epoch, 1)[:, 0]
 
     first = order(1, 0)
     assert torch.equal(first, order(1, 0))
@@ -551,44 +564,46 @@ def test_the_order_is_of_seed_and_epoch_and_every_example_comes_once(few_lengths
     assert left_out[0] != left_out[1]
 
 
-def test_an_example_meets_others_in_another_epoch(few_lengths):
+def test_batches_change_between_epochs(few_lengths):
     def meetings(epoch):
-        return {pair for b in batches.by_length(few_lengths, 24, 1, epoch, 1)[:, 0].tolist() for pair in permutations(b, 2)}
+        return {
+            pair for b in sampling.batches_by_length(few_lengths, 24, 1, epoch, 1)[:, 0].tolist() for pair in permutations(b, 2)
+        }
 
     first, second = meetings(0), meetings(1)
-    assert len(first & second) / len(first) < 0.3  # 0.16 seen; sorted all together 0.71
+    assert len(first & second) / len(first) < 0.3  # 0.16 measured; 0.71 if all examples are sorted together
 
 
-def test_the_longest_text_comes_first(few_lengths):
-    order = batches.by_length(few_lengths, 17, seed=0, epoch=0, parts=1)  # 1003 = 59 * 17, nothing is left out
+def test_batch_with_the_longest_text_comes_first(few_lengths):
+    order = sampling.batches_by_length(few_lengths, 17, seed=0, epoch=0, parts=1)  # 1003 = 59 * 17, so no example is left out
     assert few_lengths[order[0].numpy()].max() == few_lengths.max()
 
 
-def test_a_batch_of_all_examples_is_one_step():
-    assert batches.by_length([3, 1, 2, 5], 4, 0, 0, 2).shape == (1, 2, 2)
+def test_batch_of_all_examples_is_one_step():
+    assert sampling.batches_by_length([3, 1, 2, 5], 4, 0, 0, 2).shape == (1, 2, 2)
 
 
-def test_reviews_are_hardly_padded_and_ranks_have_as_much_to_do(lengths):
-    dealt = batches.by_length(lengths, 32, seed=1, epoch=0, parts=4)
-    assert batches.share_of_real_tokens(lengths, dealt.flatten(0, 1)) >= 0.97  # 0.98 seen; 0.93 is asked for
+def test_training_batches_have_little_padding_and_balanced_ranks(lengths):
+    dealt = sampling.batches_by_length(lengths, 32, seed=1, epoch=0, parts=4)
+    assert sampling.real_token_share(lengths, dealt.flatten(0, 1)) >= 0.97  # 0.98 measured; 0.93 is required
     real_tokens = lengths[dealt.numpy()].sum(2)
     padded = lengths[dealt.numpy()].max(2)
-    for tokens, most in ((real_tokens, 1.002), (padded, 1.005)):  # over an epoch of waiting for the most loaded rank
+    for tokens, most in ((real_tokens, 1.002), (padded, 1.005)):  # over an epoch in which all wait for the most loaded rank
         assert tokens.max(1).sum() / tokens.mean(1).sum() <= most
     assert numpy.quantile(real_tokens.max(1) / real_tokens.mean(1), 0.99) <= 1.03
-    # Without sorting less than half of it is real.
+    # Without sorting, about half of the tokens are padding.
     shuffled = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0))[: 4000 * 8].view(-1, 8)
-    assert batches.share_of_real_tokens(lengths, shuffled) < 0.6
+    assert sampling.real_token_share(lengths, shuffled) < 0.6
 
 
-def test_evaluation_has_every_example_once_and_ranks_have_as_much_to_do(few_lengths):
-    parts = [list(batches.for_evaluation(few_lengths, 16, world(rank, 3))) for rank in range(3)]
+def test_evaluation_batches_have_each_example_once_and_balanced_ranks(few_lengths):
+    parts = [list(sampling.evaluation_batches(few_lengths, 16, rank, 3)) for rank in range(3)]
     assert sorted(torch.cat([batch for part in parts for batch in part]).tolist()) == list(range(1003))
     assert all(len(batch) == 16 for part in parts for batch in part[:-1])
     tokens = [few_lengths[torch.cat(part).numpy()].sum() for part in parts]
     assert max(tokens) / min(tokens) < 1.01
-    assert batches.share_of_real_tokens(few_lengths, [b for part in parts for b in part]) > 0.95
+    assert sampling.real_token_share(few_lengths, [b for part in parts for b in part]) > 0.95
 
 
-def test_the_share_of_real_tokens_counts_padding_to_the_longest_of_a_batch():
-    assert batches.share_of_real_tokens([1, 3, 4], [torch.tensor([0, 1]), torch.tensor([2])]) == 8 / 10
+def test_real_token_share_counts_padding_to_the_longest_of_a_batch():
+    assert sampling.real_token_share([1, 3, 4], [torch.tensor([0, 1]), torch.tensor([2])]) == 8 / 10

@@ -1,4 +1,4 @@
-"""Models of a folder, of the hub and from scratch. There is no hub here, so a stand-in speaks its routes over real HTTP."""
+"""Models from a folder, from the hub and from scratch; saving them. A stand-in for the hub serves its routes over real HTTP."""
 
 import hashlib
 import json
@@ -19,44 +19,48 @@ import transformers
 from conftest import DATA
 from huggingface_hub import metadata_load
 
-from hpctrain.nlp import data, models
+from hpctrain.errors import HpctrainError
+from hpctrain.nlp import classify, data, features, qa
+from hpctrain.nlp.hub import resolve_model
+from hpctrain.nlp.model_folder import load_tokenizer, make_card, save_model
+from hpctrain.nlp.scratch import SIZES, create_model, make_config
 from hpctrain.run import weights_sha256
-from hpctrain.world import HpctrainError, World
+from hpctrain.world import World
 
 ALONE = World(0, 1, 0, 1, 0, 1, "single")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "beomi/kcbert-base"
-TEXTS = [document.text for document in data.load("classify", None)["train"]] * 2
-# What the hub has beside a model and nobody needs here.
+TEXTS = [document.text for document in data.load_splits(classify.TASK, None)["train"]] * 2
+# Files that repositories on the hub have and hpctrain does not need.
 OTHERS = ["README.md", ".gitattributes", "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "model.fp16.safetensors"]
-# `hpctrain fetch`, and `hpctrain local` for what trainers do, through the command line's own main().
+# `hpctrain fetch`, and `hpctrain resolve` for what trainers do, through main() of the command line.
 PROGRAM = """
 import sys, types
-from hpctrain import __main__, world
-from hpctrain.nlp import models
+from hpctrain import __main__, rendezvous, world
+from hpctrain.nlp import hub
 
-def local(here, arguments):
-    with world.process_group(here, world.choose_device(here, "cpu")):
-        print("FOUND", models.local(arguments[0], here), flush=True)
+def resolve(here, arguments):
+    with rendezvous.process_group(here, world.choose_device(here, "cpu")):
+        print("FOUND", hub.resolve_model(arguments[0], here), flush=True)
 
-sys.modules["probe"] = types.SimpleNamespace(main=local)
-__main__.COMMANDS |= {"fetch": ("hpctrain.nlp.models", ""), "local": ("probe", "")}
+sys.modules["probe"] = types.SimpleNamespace(main=resolve)
+__main__.COMMANDS["resolve"] = ("probe", *__main__.COMMANDS["fetch"][1:])
 __main__.main()
 """
 
 
 class Hub(ThreadingHTTPServer):
-    """A stand-in of huggingface.co with one model: the routes that huggingface_hub takes to download it, and no more.
+    """A stand-in for huggingface.co with one model: only the routes that huggingface_hub uses to download it.
 
-    `asked` counts the requests for files, by method and name. `errors` maps a part of a path to the status and the
-    X-Error-Code that it is answered with, and `breaks` a file to the number of its bytes after which the connection breaks.
+    `requests` counts the requests for files by method and name. `errors` maps a part of a path to the status and the
+    X-Error-Code of the answer, and `breaks` a file to the number of bytes after which the connection breaks.
     """
 
     daemon_threads = True
 
     def __init__(self, files):
         super().__init__(("127.0.0.1", 0), Answer)
-        self.files, self.asked, self.errors, self.breaks = files, Counter(), {}, {}
+        self.files, self.requests, self.errors, self.breaks = files, Counter(), {}, {}
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -72,28 +76,28 @@ class Answer(BaseHTTPRequestHandler):
         hub, path = self.server, self.path.partition("?")[0]
         for part, (status, code) in hub.errors.items():
             if part in path:
-                return self.say(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
+                return self.answer(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
         if path.startswith(f"/api/models/{NAME}/tree/{COMMIT}"):
             tree = [
                 {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
                 for name, content in hub.files.items()
             ]
-            return self.say(200, json.dumps(tree).encode())
+            return self.answer(200, json.dumps(tree).encode())
         if path in (f"/api/models/{NAME}", f"/api/models/{NAME}/revision/main", f"/api/models/{NAME}/revision/{COMMIT}"):
-            return self.say(200, json.dumps({"id": NAME, "sha": COMMIT, "siblings": []}).encode())
+            return self.answer(200, json.dumps({"id": NAME, "sha": COMMIT, "siblings": []}).encode())
         name = path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")
         if name not in hub.files:
-            return self.say(404, b"", {"X-Error-Code": "RevisionNotFound" if "revision" in path else "RepoNotFound"})
+            return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound" if "revision" in path else "RepoNotFound"})
         content = hub.files[name]
-        hub.asked[self.command, name] += 1
+        hub.requests[self.command, name] += 1
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if "Range" in self.headers:
             start = int(self.headers["Range"].removeprefix("bytes=").split("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-            return self.say(206, content[start:], headers, max(0, hub.breaks.get(name, len(content)) - start))
-        self.say(200, content, headers, hub.breaks.get(name))
+            return self.answer(206, content[start:], headers, max(0, hub.breaks.get(name, len(content)) - start))
+        self.answer(200, content, headers, hub.breaks.get(name))
 
-    def say(self, status, content, headers=(), at_most=None):
+    def answer(self, status, content, headers=(), at_most=None):
         self.send_response(status)
         for header, value in {"Content-Length": len(content), **dict(headers)}.items():
             self.send_header(header, str(value))
@@ -104,7 +108,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def small_config(tmp_path_factory):
-    """A config.json of a BERT that is made in no time."""
+    """The config.json of a very small BERT."""
     path = tmp_path_factory.mktemp("config") / "config.json"
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 900}
     path.write_text(json.dumps({"model_type": "bert", **shape, "max_position_embeddings": 300}))
@@ -113,24 +117,24 @@ def small_config(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def bert(small_config, tmp_path_factory):
-    """The folder of a BERT from scratch; it is not to be changed."""
+    """The folder of a BERT from scratch; tests must not change it."""
     folder = tmp_path_factory.mktemp("models") / "bert"
-    models.from_scratch(folder, str(small_config), "bert", TEXTS, seed=1, max_length=128)
+    create_model(folder, str(small_config), "bert", TEXTS, seed=1, max_length=128)
     return folder
 
 
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "gpt2"
-    models.from_scratch(folder, "tiny", "gpt2", TEXTS, seed=1, max_length=128)
+    create_model(folder, "tiny", "gpt2", TEXTS, seed=1, max_length=128)
     return folder
 
 
 @pytest.fixture
 def hub(bert):
-    """The stand-in, with the BERT and what else lies in such repositories."""
+    """The stand-in, with the BERT and other files that such repositories have."""
     files = {path.name: path.read_bytes() for path in bert.iterdir()}
-    others = {name: b"nobody needs this" for name in [*OTHERS, "pytorch_model.bin", "onnx/model.onnx", "onnx/config.json"]}
+    others = {name: b"not needed" for name in [*OTHERS, "pytorch_model.bin", "onnx/model.onnx", "onnx/config.json"]}
     hub = Hub({**files, **others})
     yield hub
     hub.shutdown()
@@ -138,7 +142,7 @@ def hub(bert):
 
 
 def start(*arguments, hub=None, home, cwd=None, **env):
-    """`hpctrain ...` as a process, whose cache is in `home`; nobody listens at the hub where none is given."""
+    """Start `hpctrain ...` as a process with its cache in `home`; without a hub, no server listens at its address."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *map(str, arguments)],
@@ -160,14 +164,14 @@ def run(*arguments, **where):
 
 
 def error_line(done):
-    """The one line that a command which failed says."""
+    """The single line that a failed command prints."""
     assert done.status == 1 and done.out == "", done
     assert done.err.startswith("hpctrain: error: ") and done.err.count("\n") == 1, done.err
     return done.err
 
 
 def ranks(name, hub, homes, per_node=2, **env):
-    """Ranks on two nodes look for a model; node i has its cache in homes[i]."""
+    """Ranks on two nodes resolve a model; node i has its cache in homes[i]."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -177,10 +181,10 @@ def ranks(name, hub, homes, per_node=2, **env):
         "LOCAL_WORLD_SIZE": str(per_node),
         "GROUP_WORLD_SIZE": "2",
     }
-    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     places = [{"RANK": str(r), "LOCAL_RANK": str(r % per_node), "GROUP_RANK": str(r // per_node)} for r in range(2 * per_node)]
     processes = [
-        start("local", name, hub=hub, home=homes[r // per_node], **job, **place, **env) for r, place in enumerate(places)
+        start("resolve", name, hub=hub, home=homes[r // per_node], **job, **place, **env) for r, place in enumerate(places)
     ]
     return [end(process) for process in processes]
 
@@ -194,22 +198,22 @@ def contents(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes_share", [False, True])
-def test_each_file_is_downloaded_once_a_cache_and_all_ranks_find_it(nodes_share, hub, bert, tmp_path):
+def test_each_file_is_downloaded_once_per_cache_and_found_by_all_ranks(nodes_share, hub, bert, tmp_path):
     homes = [tmp_path / "a", tmp_path / ("a" if nodes_share else "b")]
     done = ranks(NAME, hub, homes)
-    assert [d.status for d in done] == [0] * 4, done  # what torch's store may say at the end of a busy job is no error
+    assert [d.status for d in done] == [0] * 4, done  # torch's store may print warnings at the end of a busy job
     snapshots = [home / "hub" / f"models--{NAME.replace('/', '--')}" / "snapshots" / COMMIT for home in homes]
     assert [d.out for d in done] == [f"FOUND {snapshots[r // 2]}\n" for r in range(4)]
-    assert contents(snapshots[1]) == contents(bert)  # and so neither pickles nor other frameworks
-    # Not even looked at more often: two ranks of a node would wait for each other's locks, which some file systems lack.
-    assert hub.asked == {(method, name): 1 if nodes_share else 2 for method in ("HEAD", "GET") for name in contents(bert)}
+    assert contents(snapshots[1]) == contents(bert)  # so neither pickles nor files for other frameworks
+    # No file is requested more often: two ranks on a node would wait for each other's locks, which some file systems lack.
+    assert hub.requests == {(method, name): 1 if nodes_share else 2 for method in ("HEAD", "GET") for name in contents(bert)}
 
 
 @pytest.mark.slow
-def test_ranks_take_rank_0s_commit_though_a_node_has_an_older_one(hub, bert, tmp_path):
-    old = run("local", NAME, hub=hub, home=tmp_path / "b")
+def test_all_ranks_take_the_commit_of_rank_0(hub, bert, tmp_path):
+    old = run("resolve", NAME, hub=hub, home=tmp_path / "b")
     assert old.status == 0
-    # On the second node's disk it is under another commit, to which its main points.
+    # The second node's disk has it as another commit, which is its main.
     repository = tmp_path / "b/hub" / f"models--{NAME.replace('/', '--')}"
     (repository / "snapshots" / COMMIT).rename(repository / "snapshots" / COMMIT[::-1])
     (repository / "refs/main").write_text(COMMIT[::-1])
@@ -217,82 +221,82 @@ def test_ranks_take_rank_0s_commit_though_a_node_has_an_older_one(hub, bert, tmp
     assert [Path(d.out.strip()).name for d in done] == [COMMIT] * 4, done
 
 
-def test_an_error_of_the_hub_is_said_once_for_all_ranks(tmp_path):
+def test_hub_error_is_printed_once_for_all_ranks(tmp_path):
     done = ranks(NAME, None, [tmp_path / "a", tmp_path / "b"], per_node=1, HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set" in error_line(done[0])
     assert (done[1].status, done[1].out, done[1].err) == (0, "", "")
 
 
 @pytest.mark.slow
-def test_a_model_in_the_cache_needs_no_hub(hub, tmp_path):
-    found = run("local", NAME, hub=hub, home=tmp_path)
+def test_cached_model_needs_no_hub(hub, tmp_path):
+    found = run("resolve", NAME, hub=hub, home=tmp_path)
     hub.shutdown()
-    assert run("local", NAME, hub=None, home=tmp_path).out == found.out
-    assert run("local", NAME, hub=hub, home=tmp_path, HF_HUB_OFFLINE="1").out == found.out != ""
+    assert run("resolve", NAME, hub=None, home=tmp_path).out == found.out
+    assert run("resolve", NAME, hub=hub, home=tmp_path, HF_HUB_OFFLINE="1").out == found.out != ""
 
 
-def test_pickles_are_downloaded_where_there_is_nothing_else(hub, tmp_path):
+def test_pickles_are_downloaded_if_there_are_no_safetensors(hub, tmp_path):
     hub.files.pop("model.safetensors")
     hub.files["vocab.txt"] = b"[PAD]\n"
-    folder = Path(run("local", NAME, hub=hub, home=tmp_path).out.split()[1])
+    folder = Path(run("resolve", NAME, hub=hub, home=tmp_path).out.split()[1])
     wanted = {"config.json", "pytorch_model.bin", "vocab.txt", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in folder.iterdir()} == wanted
 
 
-def test_a_node_without_internet_is_told_how_to_fetch_beforehand(tmp_path):
+def test_error_without_internet_names_fetch(tmp_path):
     remedy = f"hpctrain fetch {NAME} DIR), then give --model DIR"
-    line = error_line(run("local", NAME, home=tmp_path, HF_HUB_OFFLINE="1"))
+    line = error_line(run("resolve", NAME, home=tmp_path, HF_HUB_OFFLINE="1"))
     assert "HF_HUB_OFFLINE is set" in line and str(tmp_path) in line and remedy in line
-    line = error_line(run("local", NAME, home=tmp_path))
-    assert "http://127.0.0.1:9 did not give it (ConnectError" in line and remedy in line
+    line = error_line(run("resolve", NAME, home=tmp_path))
+    assert "the download from http://127.0.0.1:9 failed (ConnectError" in line and remedy in line
 
 
 @pytest.mark.parametrize(
-    ("command", "part", "status", "code", "said"),
+    ("command", "part", "status", "code", "message"),
     [
-        (("local", NAME), "/resolve/", 403, "GatedRepo", "gated: agree to its terms"),
-        (("local", NAME), "/api/", 401, "RepoNotFound", "has no such model, or it is a private one"),
-        (("fetch", NAME, "kc"), "/resolve/", 401, "GatedRepo", "gated: agree to its terms"),
+        (("resolve", NAME), "/resolve/", 403, "GatedRepo", "gated: accept its terms"),
+        (("resolve", NAME), "/api/", 401, "RepoNotFound", "has no such model, or it is private"),
+        (("fetch", NAME, "kc"), "/resolve/", 401, "GatedRepo", "gated: accept its terms"),
         (("fetch", NAME, "kc"), "/api/", 403, "Forbidden", "403 Forbidden"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line(command, part, status, code, said, hub, tmp_path):
+def test_refusal_by_the_hub_is_one_line(command, part, status, code, message, hub, tmp_path):
     hub.errors[part] = (status, code)
     line = error_line(run(*command, hub=hub, home=tmp_path / "home", cwd=tmp_path))
-    assert NAME in line and said in line and (command[0] == "fetch" or f"hpctrain fetch {NAME} DIR" in line)
+    assert NAME in line and message in line and (command[0] == "fetch" or f"hpctrain fetch {NAME} DIR" in line)
     assert not (tmp_path / "kc").exists()
 
 
 # --- hpctrain fetch ---
 
 
-def test_fetch_makes_a_folder_that_loads_and_says_how_to_use_it(hub, bert, tmp_path):
+def test_fetch_makes_a_model_folder_and_prints_how_to_use_it(hub, bert, tmp_path):
     done = run("fetch", NAME, "kc", "--revision", COMMIT, hub=hub, home=tmp_path / "home", cwd=tmp_path)
     size = sum(path.stat().st_size for path in bert.iterdir()) / 1e6
     assert (done.status, done.err) == (0, "")
-    assert done.out == f"kc is {NAME} at commit {COMMIT}, {size:.1f} MB; use it by --model kc\n"
+    assert done.out == f"kc: {NAME} at commit {COMMIT}, {size:.1f} MB; use it with --model kc\n"
     assert contents(tmp_path / "kc") == contents(bert)
     assert [path.name for path in tmp_path.iterdir()] == ["kc"]
-    assert models.local(str(tmp_path / "kc"), ALONE) == tmp_path / "kc"
+    assert resolve_model(str(tmp_path / "kc"), ALONE) == tmp_path / "kc"
 
-    again = run("fetch", NAME, "kc", hub=hub, home=tmp_path / "home", cwd=tmp_path)
-    assert "kc exists already: use it by --model kc" in error_line(again)
-    other = run("fetch", NAME, "other", "--revision", "v2", hub=hub, home=tmp_path / "home", cwd=tmp_path)
-    assert "has no such revision" in error_line(other)
+    again = start("fetch", NAME, "kc", hub=hub, home=tmp_path / "home", cwd=tmp_path)
+    assert "kc already exists: use it with --model kc" in error_line(end(again))
+    other = start("fetch", NAME, "other", "--revision", "v2", hub=hub, home=tmp_path / "home", cwd=tmp_path)
+    assert "has no such revision" in error_line(end(other))
 
 
 @pytest.mark.slow
-def test_a_broken_download_leaves_no_folder_and_goes_on_at_the_next_call(hub, bert, tmp_path):
+def test_interrupted_fetch_leaves_no_folder_and_continues_when_repeated(hub, bert, tmp_path):
     hub.breaks["model.safetensors"] = 1000
     broken = run("fetch", NAME, "kc", hub=hub, home=tmp_path / "home", cwd=tmp_path)
     line = error_line(broken)
-    assert "did not give it (RemoteProtocolError" in line and "the same command goes on" in line
+    assert "failed (RemoteProtocolError" in line and "run the same command again, and it continues" in line
     assert not (tmp_path / "kc").exists()
     hub.breaks.clear()
-    before = hub.asked.copy()
+    before = hub.requests.copy()
     assert run("fetch", NAME, "kc", hub=hub, home=tmp_path / "home", cwd=tmp_path).status == 0
     assert contents(tmp_path / "kc") == contents(bert)
-    assert set(hub.asked - before) == {("HEAD", "model.safetensors"), ("GET", "model.safetensors")}  # the others were complete
+    assert set(hub.requests - before) == {("HEAD", "model.safetensors"), ("GET", "model.safetensors")}  # the others are complete
 
 
 @pytest.fixture
@@ -307,18 +311,18 @@ def full_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_is_one_line_and_no_folder(hub, bert, full_disk):
+def test_full_disk_is_one_line_and_leaves_no_folder(hub, bert, full_disk):
     line = error_line(run("fetch", NAME, full_disk / "kc", hub=hub, home=full_disk.parent / "home"))
-    assert "it could not be written (OSError [Errno 28] No space left on device" in line
-    line = error_line(run("local", NAME, hub=hub, home=full_disk / "home"))
-    assert "it could not be written (OSError [Errno 28] No space left on device" in line and "hpctrain fetch" in line
+    assert "cannot be written (OSError [Errno 28] No space left on device" in line
+    line = error_line(run("resolve", NAME, hub=hub, home=full_disk / "home"))
+    assert "cannot be written (OSError [Errno 28] No space left on device" in line and "hpctrain fetch" in line
     shutil.rmtree(full_disk / "home")
     model = transformers.AutoModel.from_pretrained(bert)
     for write in (
-        lambda: models.save(full_disk / "kc", model, models.tokenizer_of(bert), "card"),
-        lambda: models.from_scratch(full_disk / "kc", "tiny", "bert", TEXTS, 1, 128),
+        lambda: save_model(full_disk / "kc", model, load_tokenizer(bert), "card"),
+        lambda: create_model(full_disk / "kc", "tiny", "bert", TEXTS, 1, 128),
     ):
-        with pytest.raises(HpctrainError, match=r"disk/kc: the model could not be written .*No space left on device"):
+        with pytest.raises(HpctrainError, match=r"disk/kc: the model cannot be written .*No space left on device"):
             write()
         assert not [path for path in full_disk.iterdir() if not path.name.endswith(".partial")]
 
@@ -326,31 +330,31 @@ def test_a_full_disk_is_one_line_and_no_folder(hub, bert, full_disk):
 # --- folders ---
 
 
-def test_a_folder_is_itself_and_what_it_lacks_is_named(bert, tmp_path):
-    assert models.local(str(bert), ALONE) == bert
+def test_model_folder_is_validated_and_missing_parts_are_named(bert, tmp_path):
+    assert resolve_model(str(bert), ALONE) == bert
     folder = tmp_path / "model"
     shutil.copytree(bert, folder)
     (folder / "model.safetensors").write_bytes((bert / "model.safetensors").read_bytes()[:-1])
-    with pytest.raises(HpctrainError, match=r"model/model\.safetensors: broken .*: fetch or copy it again"):
-        models.local(str(folder), ALONE)
+    with pytest.raises(HpctrainError, match=r"model/model\.safetensors: damaged .*: fetch or copy it again"):
+        resolve_model(str(folder), ALONE)
     (folder / "model.safetensors").unlink()
     with pytest.raises(HpctrainError, match=r"model: no model\.safetensors in it"):
-        models.local(str(folder), ALONE)
+        resolve_model(str(folder), ALONE)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     with pytest.raises(HpctrainError, match=r"model-00001-of-00002\.safetensors, a part of the weights, is missing"):
-        models.local(str(folder), ALONE)
+        resolve_model(str(folder), ALONE)
     (folder / "config.json").write_text("{")
     with pytest.raises(HpctrainError, match=r"model/config\.json: cannot be read as JSON"):
-        models.local(str(folder), ALONE)
+        resolve_model(str(folder), ALONE)
     (folder / "config.json").unlink()
-    with pytest.raises(HpctrainError, match=r"model: no config\.json in it: name a folder with config\.json"):
-        models.local(str(folder), ALONE)
+    with pytest.raises(HpctrainError, match=r"model: no config\.json in it: give a folder with config\.json"):
+        resolve_model(str(folder), ALONE)
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "runs/17/model", "../model", "베르트", "model/"])
-def test_what_is_no_folder_and_no_name_of_the_hub_is_said_so(name):
-    with pytest.raises(HpctrainError, match="no such folder, and it is no name of a model on the hub"):
-        models.local(name, ALONE)
+def test_invalid_model_name_is_refused(name):
+    with pytest.raises(HpctrainError, match="neither a folder nor a model name"):
+        resolve_model(name, ALONE)
 
 
 # --- from scratch ---
@@ -363,33 +367,33 @@ def test_what_is_no_folder_and_no_name_of_the_hub_is_said_so(name):
         ("gpt2", "CausalLM"), ("gpt2", "SequenceClassification"),
     ],
 )  # fmt: skip
-def test_a_model_from_scratch_loads_with_every_head(kind, head, bert, gpt2):
+def test_model_from_scratch_loads_with_every_head(kind, head, bert, gpt2):
     folder = bert if kind == "bert" else gpt2
     loader = getattr(transformers, f"AutoModelFor{head}")
     model, info = loader.from_pretrained(folder, output_loading_info=True)
     assert all(name.split(".")[0] in ("classifier", "qa_outputs", "score") for name in info["missing_keys"])
-    tokenizer = models.tokenizer_of(folder)
+    tokenizer = load_tokenizer(folder)
     batch = tokenizer(["정말 재미있다", "별로"], padding=True, return_tensors="pt")
     assert model(**batch).logits.isfinite().all() if head != "QuestionAnswering" else model(**batch).start_logits.isfinite().all()
 
 
 def test_bert_from_scratch_keeps_hangul_case_and_accents(tmp_path, small_config):
     texts = ["가나다 Café 가나다 Café", "마바 ABC"] * 3
-    pieces = models.from_scratch(tmp_path / "m", str(small_config), "bert", texts, 1, 128)
-    tokenizer = models.tokenizer_of(tmp_path / "m")
-    assert pieces == len(tokenizer) < 900  # there are no more in so short a text
+    pieces = create_model(tmp_path / "m", str(small_config), "bert", texts, 1, 128)
+    tokenizer = load_tokenizer(tmp_path / "m")
+    assert pieces == len(tokenizer) < 900  # there are no more in such a short text
     assert tokenizer("가나다 Café", "ABC!").tokens() == ["[CLS]", "가나다", "Café", "[SEP]", "ABC", "[UNK]", "[SEP]"]
     assert tokenizer("가나다 Café", "ABC!")["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]
     assert tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) == [0, 1, 2, 3, 4]
     assert set(tokenizer.all_special_tokens) == {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
-    # A piece within words is an ordinary one: not skipped, and not found as it stands in a text.
+    # A token within words is not a special one: it is decoded, and its spelling in a text is not recognized.
     ids = tokenizer("가나마", add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True) in ("가나마", "[UNK]", "")
     assert "##나" not in tokenizer("##나").tokens()
 
 
-def test_gpt2_from_scratch_knows_every_text_and_pads_with_a_token_of_its_own(gpt2):
-    tokenizer = models.tokenizer_of(gpt2)
+def test_gpt2_from_scratch_encodes_any_text_and_has_its_own_padding_token(gpt2):
+    tokenizer = load_tokenizer(gpt2)
     text = "처음 보는 글: Ünïcödé 🎬 龍!"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.bos_token == tokenizer.eos_token == "<|endoftext|>" != tokenizer.pad_token
@@ -401,17 +405,17 @@ def test_gpt2_from_scratch_knows_every_text_and_pads_with_a_token_of_its_own(gpt
 SCRATCH = """
 import sys
 from pathlib import Path
-from hpctrain.nlp import models
+from hpctrain.nlp.scratch import create_model
 
 texts = Path(sys.argv[1]).read_text().splitlines()
 for kind in ("bert", "gpt2"):
-    models.from_scratch(Path(sys.argv[2]) / kind, "tiny", kind, texts, 1, 600)
+    create_model(Path(sys.argv[2]) / kind, "tiny", kind, texts, 1, 600)
 """
 
 
 @pytest.mark.slow
-def test_the_same_texts_and_seed_give_the_same_bits_in_another_process(tmp_path):
-    texts = [word for question in data.load("qa", None)["train"] for word in (question.context, question.question)]
+def test_same_texts_and_seed_give_the_same_files_in_another_process(tmp_path):
+    texts = [word for question in data.load_splits(qa.TASK, None)["train"] for word in (question.context, question.question)]
     (tmp_path / "texts").write_text("\n".join(texts))
     processes = [
         subprocess.Popen(
@@ -422,37 +426,39 @@ def test_the_same_texts_and_seed_give_the_same_bits_in_another_process(tmp_path)
     ]
     assert [process.wait(120) for process in processes] == [0, 0]
     for kind in ("bert", "gpt2"):
-        models.from_scratch(tmp_path / "c" / kind, "tiny", kind, texts, 2, 600)
+        create_model(tmp_path / "c" / kind, "tiny", kind, texts, 2, 600)
         a, b, c = (contents(tmp_path / name / kind) for name in "abc")
         assert a == b
         assert {name for name in a if a[name] != c[name]} == {"model.safetensors"}  # another seed, the same tokenizer
         config = transformers.AutoConfig.from_pretrained(tmp_path / "a" / kind)
-        assert config.max_position_embeddings == models.tokenizer_of(tmp_path / "a" / kind).model_max_length == 1024
+        assert config.max_position_embeddings == load_tokenizer(tmp_path / "a" / kind).model_max_length == 1024
 
 
-def test_a_config_of_ones_own_is_taken_and_lengthened_only_where_it_must_be(bert, small_config, tmp_path):
+def test_own_config_gets_more_positions_only_if_needed(bert, small_config, tmp_path):
     config = transformers.AutoConfig.from_pretrained(bert)
     assert (config.hidden_size, config.num_hidden_layers, config.max_position_embeddings) == (32, 1, 300)
-    models.from_scratch(tmp_path / "long", str(small_config), "bert", TEXTS, 1, 301)
+    create_model(tmp_path / "long", str(small_config), "bert", TEXTS, 1, 301)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "long").max_position_embeddings == 512
 
 
-def test_sizes_are_those_of_the_paper(tmp_path):
+def test_sizes_match_the_paper(tmp_path):
     for name, millions in (("tiny", 4.4), ("mini", 11.2), ("small", 28.8), ("medium", 41.4), ("base", 109.5)):
-        settings = models._settings(name, "bert")
+        settings = make_config(name, "bert")
         settings.vocab_size = 30522
         with torch.device("meta"):
             parameters = sum(p.numel() for p in transformers.BertModel(settings).parameters())
         assert round(parameters / 1e6, 1) == pytest.approx(millions, abs=0.11), name
 
 
-def test_what_no_model_can_be_made_of_is_named(small_config, tmp_path):
+def test_unusable_config_or_texts_are_named(small_config, tmp_path):
     def make(config, kind="bert", texts=TEXTS):
-        models.from_scratch(tmp_path / "m", str(config), kind, texts, 1, 128)
+        create_model(tmp_path / "m", str(config), kind, texts, 1, 128)
 
-    with pytest.raises(HpctrainError, match=r"big: neither one of tiny, mini, small, medium, base nor a file"):
+    with pytest.raises(
+        HpctrainError, match=r"--from-scratch big: no such size or file: give tiny, mini, small, medium, base, or"
+    ):
         make("big")
-    with pytest.raises(HpctrainError, match=r"config\.json: its model_type is 'bert', but this task takes a gpt2 from scratch"):
+    with pytest.raises(HpctrainError, match=r"config\.json: its model_type is 'bert', but this task needs 'gpt2'"):
         make(small_config, "gpt2")
     with pytest.raises(HpctrainError, match=r"all 2 are empty"):
         make("tiny", texts=["", " "])
@@ -467,50 +473,53 @@ def test_what_no_model_can_be_made_of_is_named(small_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tokenizer_of_150_000_reviews(tmp_path):
+def test_tokenizer_trained_on_150_000_reviews(small_config, tmp_path):
     path = DATA / "nsmc/ratings_train.txt"
     if not path.exists():
         pytest.skip(f"no nsmc in {DATA}: HPCTRAIN_TEST_DATA names a folder that has it")
-    texts = [document.text for document in data.read_classify(path)]
-    assert models.from_scratch(tmp_path / "m", "small", "bert", texts, 1, 128) == 16000  # in 6 s on two cores
-    tokenizer = models.tokenizer_of(tmp_path / "m")
-    ids = [i for text in tokenizer(texts, add_special_tokens=False)["input_ids"] for i in text]
-    assert len(ids) / len(texts) < 17  # 16.0 seen
+    texts = [document.text for document in classify.TASK.read(path)]
+    # The vocabulary of "small", but not its 29 million weights.
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(small_config.read_text()) | {"vocab_size": SIZES["small"].vocabulary}))
+    assert create_model(tmp_path / "m", str(config), "bert", texts, 1, 128) == 16000  # in 6 s on two cores
+    tokenizer = load_tokenizer(tmp_path / "m")
+    ids = [i for encoding in features.encode_texts(tokenizer, texts, None) for i in encoding.ids]
+    assert len(ids) / len(texts) < 17  # 16.0 measured
     assert ids.count(tokenizer.unk_token_id) / len(ids) < 1e-4
 
 
 # --- tokenizers ---
 
 
-def test_a_vocabulary_alone_is_a_tokenizer_as_kcbert_publishes_it(bert, tmp_path):
-    vocabulary = sorted(models.tokenizer_of(bert).get_vocab().items(), key=lambda item: item[1])
+def test_vocabulary_file_alone_is_a_tokenizer_as_in_kcbert(bert, tmp_path):
+    vocabulary = sorted(load_tokenizer(bert).get_vocab().items(), key=lambda item: item[1])
     (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece, _ in vocabulary))
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false, "model_max_length": 300}')
     shutil.copy(bert / "config.json", tmp_path)
     for text in ("정말 재미있다 Wow", "별로!"):
-        assert models.tokenizer_of(tmp_path)(text)["input_ids"] == models.tokenizer_of(bert)(text)["input_ids"]
+        assert load_tokenizer(tmp_path)(text)["input_ids"] == load_tokenizer(bert)(text)["input_ids"]
 
 
-def test_a_causal_model_without_a_padding_token_pads_with_its_last(gpt2, tmp_path):
+def test_missing_padding_token_becomes_the_end_token(gpt2, tmp_path):
     shutil.copytree(gpt2, tmp_path / "m")
     config = json.loads((gpt2 / "tokenizer_config.json").read_text())
     config.pop("pad_token")
     (tmp_path / "m/tokenizer_config.json").write_text(json.dumps(config))
-    assert models.tokenizer_of(tmp_path / "m").pad_token == "<|endoftext|>"
+    assert load_tokenizer(tmp_path / "m").pad_token == "<|endoftext|>"
 
 
-def test_a_tokenizer_that_is_not_fast_or_not_there_is_named(bert, tmp_path):
+def test_slow_or_missing_tokenizer_is_an_error(bert, tmp_path):
     shutil.copy(bert / "config.json", tmp_path)
     with pytest.raises(HpctrainError, match=r"no tokenizer in it \(tokenizer.json or vocab.txt\)"):
-        models.tokenizer_of(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(HpctrainError, match="its tokenizer cannot be loaded"):
-        models.tokenizer_of(tmp_path)
+    with pytest.raises(HpctrainError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CanineTokenizer"}')
     (tmp_path / "config.json").write_text('{"model_type": "canine"}')
-    with pytest.raises(HpctrainError, match=r"its tokenizer \(CanineTokenizer\) has no fast form"):
-        models.tokenizer_of(tmp_path)
+    with pytest.raises(HpctrainError, match=r"its tokenizer \(CanineTokenizer\) is not a fast one"):
+        load_tokenizer(tmp_path)
 
 
 # --- saving ---
@@ -524,25 +533,26 @@ TASK = SimpleNamespace(
 )
 
 
-def test_a_saved_model_loads_as_it_was_and_its_card_can_be_read(bert, tmp_path):
+def test_saved_model_loads_unchanged_and_its_card_is_valid(bert, tmp_path):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(bert, num_labels=3, id2label={0: "a", 1: "b", 2: "c"})
-    tokenizer = models.tokenizer_of(bert)
+    tokenizer = load_tokenizer(bert)
     scores = {"accuracy": 0.9123456, "f1": torch.tensor(0.5).item(), "f1/PS": 0.25}
     options = {"lr": 5e-5, "data": Path("../nsmc"), "name": "한글"}
-    card = models.card("Reviews: good or bad?", TASK, NAME, "../data/nsmc", scores, options, {"torch": torch.__version__})
-    models.save(tmp_path / "out" / "model", model, tokenizer, card)
+    card = make_card("Reviews: good or bad?", TASK, NAME, "../data/nsmc", scores, options, {"torch": torch.__version__})
+    save_model(tmp_path / "out" / "model", model, tokenizer, card)
 
     folder = tmp_path / "out" / "model"
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     again = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     assert weights_sha256(again) == weights_sha256(model)
     text = "정말 재미있다 Wow"
-    assert models.tokenizer_of(folder)(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert load_tokenizer(folder)(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert again.config.id2label == {0: "a", 1: "b", 2: "c"}
-    assert not [path.name for path in folder.glob("*.json") if str(tmp_path) in path.read_text() or ".tmp" in path.read_text()]
+    # no file names the temporary folder, .model.<random>
+    assert not [path.name for path in folder.glob("*.json") if str(tmp_path) in path.read_text() or ".model." in path.read_text()]
 
     for base in ("from scratch (sizes/own.json)", str(tmp_path), "../models/kc"):
-        assert "base_model" not in models.card("x", TASK, base, "data", {}, {}, {}).split("---")[1]
+        assert "base_model" not in make_card("x", TASK, base, "data", {}, {}, {}).split("---")[1]
     metadata = metadata_load(folder / "README.md")
     assert metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "text-classification"
     assert metadata["base_model"] == NAME
@@ -553,27 +563,27 @@ def test_a_saved_model_loads_as_it_was_and_its_card_can_be_read(bert, tmp_path):
     assert "AutoModelForSequenceClassification.from_pretrained" in text
 
 
-def test_an_earlier_model_stays_until_the_new_one_is_whole(bert, tmp_path, monkeypatch):
-    model, tokenizer = transformers.AutoModel.from_pretrained(bert), models.tokenizer_of(bert)
+def test_earlier_model_stays_until_the_new_one_is_complete(bert, tmp_path, monkeypatch):
+    model, tokenizer = transformers.AutoModel.from_pretrained(bert), load_tokenizer(bert)
     folder = tmp_path / "model"
-    models.save(folder, model, tokenizer, "first")
+    save_model(folder, model, tokenizer, "first")
     before = contents(folder)
 
     def fail(*args, **kwargs):
-        assert contents(folder) == before  # the new one is written elsewhere
+        assert contents(folder) == before  # the new one is written beside it
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as broken:
         broken.setattr(tokenizer, "save_pretrained", fail)
-        with pytest.raises(HpctrainError, match="model: the model could not be written"):
-            models.save(folder, model, tokenizer, "second")
+        with pytest.raises(HpctrainError, match="model: the model cannot be written"):
+            save_model(folder, model, tokenizer, "second")
     assert contents(folder) == before and [path.name for path in tmp_path.iterdir()] == ["model"]
-    models.save(folder, model, tokenizer, "third")
+    save_model(folder, model, tokenizer, "third")
     assert (folder / "README.md").read_text() == "third" and [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_folder_that_holds_something_else_is_not_replaced(bert, tmp_path):
+def test_folder_without_a_model_is_not_replaced(bert, tmp_path):
     (tmp_path / "thesis.txt").write_text("five years")
-    with pytest.raises(HpctrainError, match="holds something else than a model, so it is not replaced"):
-        models.save(tmp_path, transformers.AutoModel.from_pretrained(bert), models.tokenizer_of(bert), "card")
+    with pytest.raises(HpctrainError, match="is not empty and not a model, so it is not replaced"):
+        save_model(tmp_path, transformers.AutoModel.from_pretrained(bert), load_tokenizer(bert), "card")
     assert (tmp_path / "thesis.txt").exists()

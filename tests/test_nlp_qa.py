@@ -1,4 +1,4 @@
-"""Question answering: windows that lose no answer, the best span over all of them, and KorQuAD's way to count."""
+"""Question answering: windows that lose no answer, the best span over all windows, and KorQuAD's scores."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -10,16 +10,15 @@ from conftest import DATA
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertForQuestionAnswering, PreTrainedTokenizerFast
 
+from hpctrain.errors import UsageError
 from hpctrain.nlp import data
-from hpctrain.nlp.data import Answer, Question
-from hpctrain.nlp.qa import KEPT, LONGEST, TASK
-from hpctrain.world import UsageError
+from hpctrain.nlp.qa import MAX_ANSWER, TASK, TOP_SPANS, Answer, Question
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 KORQUAD = DATA / "korquad_v1" / "KorQuAD_v1.0_dev.json"
 
 
-def a_tokenizer(texts, vocabulary=8000, names=("input_ids", "token_type_ids", "attention_mask"), **normalizer):
+def make_tokenizer(texts, vocabulary=8000, names=("input_ids", "token_type_ids", "attention_mask"), **normalizer):
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(**{"strip_accents": False, "lowercase": False, **normalizer})
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -31,70 +30,70 @@ def a_tokenizer(texts, vocabulary=8000, names=("input_ids", "token_type_ids", "a
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=list(names), **names_of)
 
 
-def question(context, answer, start=None, asked="무엇?"):
+def question(context, answer, start=None, text="무엇?"):
     at = context.index(answer) if start is None else start
-    return Question("q", "글", context, asked, [Answer(answer, at)], "file, question q")
+    return Question("q", "글", context, text, [Answer(answer, at)], "file, question q")
 
 
-def numbered(words):
-    """A context in which every word is another, and a tokenizer that has every word whole."""
+def make_numbered(words):
+    """A context of different words, and a tokenizer with one token for each word."""
     context = " ".join(f"w{i}" for i in range(words))
-    return context, a_tokenizer([context, "무엇?"] * 2)
+    return context, make_tokenizer([context, "무엇?"] * 2)
 
 
-def stretches(features):
-    """Of each feature, the characters at which it points, None for [CLS]."""
-    found = []
+def get_targets(features):
+    """For each feature, the characters that its target points at, None for [CLS]."""
+    targets = []
     for begin, first, last in zip(
         features.starts[:-1], features.values["start_positions"], features.values["end_positions"], strict=True
     ):
         start, end = features.tokens["start"][begin + first], features.tokens["end"][begin + last]
         assert (first == last == 0) == (start < 0)
-        found.append(None if start < 0 else (int(start), int(end)))
-    return found
+        targets.append(None if start < 0 else (int(start), int(end)))
+    return targets
 
 
-def texts_of(features, examples):
+def get_target_texts(features, examples):
     of = [examples[number].context for number in features.example]
-    return [None if span is None else context[slice(*span)] for span, context in zip(stretches(features), of, strict=True)]
+    return [None if span is None else context[slice(*span)] for span, context in zip(get_targets(features), of, strict=True)]
 
 
-def said(features, starts, ends, examples):
-    """The answers for logits that are given for each token of all features."""
+def answer_for_logits(features, starts, ends, examples):
+    """The answers for given logits of each token of all features."""
     predictions = []
     for number in range(len(features.example)):
         batch = features.batch(torch.tensor([number]), TASK.padding)
         part = slice(features.starts[number], features.starts[number + 1])
         output = SimpleNamespace(start_logits=torch.tensor(starts[part])[None], end_logits=torch.tensor(ends[part])[None])
         predictions += TASK.predict(output, batch)
-    return TASK.answers(examples, features, predictions, [])
+    return TASK.make_answers(examples, features, predictions, [])
 
 
 # --- windows ---
 
 
-def test_an_answer_at_the_first_character_is_an_answer():
-    context, tokenizer = numbered(5)
+def test_answer_may_start_at_the_first_character():
+    context, tokenizer = make_numbered(5)
     examples = [question(context, "w0 w1")]
-    features = TASK.tokenise(tokenizer, examples, [], 32, 8)
-    assert texts_of(features, examples) == ["w0 w1"]
+    features = TASK.tokenize(tokenizer, examples, [], 32, 8)
+    assert get_target_texts(features, examples) == ["w0 w1"]
     logits = numpy.where(features.tokens["start"] == 0, 5.0, 0.0)
-    assert said(features, logits, logits, examples)[0] | {"score": 0} == {"answer": "w0", "start": 0, "score": 0}
+    assert answer_for_logits(features, logits, logits, examples)[0] | {"score": 0} == {"answer": "w0", "start": 0, "score": 0}
 
 
-def test_an_answer_outside_of_the_first_window_is_in_a_later_one_and_the_others_point_at_cls():
-    context, tokenizer = numbered(60)
+def test_windows_without_the_answer_point_at_cls():
+    context, tokenizer = make_numbered(60)
     examples = [question(context, "w40 w41")]
-    features = TASK.tokenise(tokenizer, examples, [], 32, 8)
-    texts = texts_of(features, examples)
+    features = TASK.tokenize(tokenizer, examples, [], 32, 8)
+    texts = get_target_texts(features, examples)
     assert len(texts) > 2 and texts[0] is None and "w40 w41" in texts
     assert set(texts) == {None, "w40 w41"}
     assert len(features.cut) == 0
 
 
-def test_windows_hold_the_whole_context_with_the_question_and_share_the_stride():
-    context, tokenizer = numbered(100)
-    features = TASK.tokenise(tokenizer, [question(context, "w3")], [], 32, 8)
+def test_windows_cover_the_context_and_share_the_stride():
+    context, tokenizer = make_numbered(100)
+    features = TASK.tokenize(tokenizer, [question(context, "w3")], [], 32, 8)
     windows = []
     for begin, end in pairwise(features.starts):
         assert end - begin <= 32
@@ -106,100 +105,100 @@ def test_windows_hold_the_whole_context_with_the_question_and_share_the_stride()
     assert all(before[-8:] == after[:8] for before, after in pairwise(windows))
 
 
-def test_an_answer_whose_end_is_inside_of_a_word_piece_gets_the_fewest_pieces_that_cover_it():
-    tokenizer = a_tokenizer(["그는 서울에서 태어났다", "무엇?"] * 2)
+def test_answer_that_ends_inside_a_token_gets_the_fewest_tokens_that_cover_it():
+    tokenizer = make_tokenizer(["그는 서울에서 태어났다", "무엇?"] * 2)
     assert len(tokenizer.tokenize("서울에서")) == 1
     examples = [question("그는 서울에서 태어났다", "서울"), question("그는 서울에서 태어났다", "울에서 태")]
-    features = TASK.tokenise(tokenizer, examples, [], 32, 8)
-    assert texts_of(features, examples) == ["서울에서", "서울에서 태어났다"]
+    features = TASK.tokenize(tokenizer, examples, [], 32, 8)
+    assert get_target_texts(features, examples) == ["서울에서", "서울에서 태어났다"]
 
 
-def test_an_answer_longer_than_any_window_is_counted():
-    context, tokenizer = numbered(80)
+def test_answer_longer_than_any_window_is_counted():
+    context, tokenizer = make_numbered(80)
     examples = [question(context, "w3"), question(context, context[: context.index("w50")]), question(context, "w70")]
-    features = TASK.tokenise(tokenizer, examples, [], 32, 8)
+    features = TASK.tokenize(tokenizer, examples, [], 32, 8)
     assert features.cut.tolist() == [1]
-    texts = texts_of(features, examples)
+    texts = get_target_texts(features, examples)
     assert {text for text, number in zip(texts, features.example, strict=True) if number == 1} == {None}
     assert {text for text, number in zip(texts, features.example, strict=True) if number == 2} == {None, "w70"}
 
 
-def test_an_answer_longer_than_what_is_ever_given_is_counted():
-    context, tokenizer = numbered(LONGEST + 10)
-    whole = [" ".join(context.split()[:words]) for words in (LONGEST, LONGEST + 1)]
+def test_answer_longer_than_any_prediction_is_counted():
+    context, tokenizer = make_numbered(MAX_ANSWER + 10)
+    whole = [" ".join(context.split()[:words]) for words in (MAX_ANSWER, MAX_ANSWER + 1)]
     examples = [question(context, answer) for answer in whole]
-    features = TASK.tokenise(tokenizer, examples, [], 200, 8)
-    assert texts_of(features, examples) == whole
+    features = TASK.tokenize(tokenizer, examples, [], 200, 8)
+    assert get_target_texts(features, examples) == whole
     assert features.cut.tolist() == [1]
 
 
 @pytest.mark.parametrize(("max_length", "stride"), [(32, 8), (64, 32), (384, 128), (20, 12)])
-def test_a_question_that_is_too_long_is_cut_and_counted_and_leaves_room_for_the_context(max_length, stride):
-    context, tokenizer = numbered(600)
-    examples = [question(context, "w500", asked=asked) for asked in ("무엇? " * 400, "무엇?", "?" * 400)]
-    features = TASK.tokenise(tokenizer, examples, [], max_length, stride)
+def test_long_question_is_truncated_and_counted(max_length, stride):
+    context, tokenizer = make_numbered(600)
+    examples = [question(context, "w500", text=text) for text in ("무엇? " * 400, "무엇?", "?" * 400)]
+    features = TASK.tokenize(tokenizer, examples, [], max_length, stride)
     assert features.cut.tolist() == [0, 2]
-    texts = texts_of(features, examples)
+    texts = get_target_texts(features, examples)
     assert all("w500" in [text for text, of in zip(texts, features.example, strict=True) if of == number] for number in range(3))
     first = features.tokens["input_ids"][: features.starts[1]]
     assert (first == tokenizer.convert_tokens_to_ids("무엇")).sum() > 1
 
 
 @pytest.mark.parametrize(("max_length", "stride"), [(128, 128), (64, 128), (32, 30), (4, 0)])
-def test_windows_that_cannot_share_the_stride_are_refused(max_length, stride):
-    context, tokenizer = numbered(60)
-    with pytest.raises(UsageError, match=f"--stride {stride} of --max-length {max_length}"):
-        TASK.tokenise(tokenizer, [question(context, "w3")], [], max_length, stride)
+def test_stride_too_large_for_the_window_is_refused(max_length, stride):
+    context, tokenizer = make_numbered(60)
+    with pytest.raises(UsageError, match=f"--stride {stride} with --max-length {max_length}"):
+        TASK.tokenize(tokenizer, [question(context, "w3")], [], max_length, stride)
 
 
 @pytest.mark.parametrize("normalizer", [{}, {"strip_accents": True, "lowercase": True}])
-def test_places_are_characters_of_the_context_as_it_is_written(normalizer):
+def test_positions_are_characters_of_the_original_context(normalizer):
     context = "\u200bCafé Ünïon\x00은 서울의 \U0001f370 가게로,\u3000\uff11년 年에 (옛 \uff21\uff22) 열었다. e\u0301lan 각"
-    tokenizer = a_tokenizer([context, "무엇?"] * 2, **normalizer)
+    tokenizer = make_tokenizer([context, "무엇?"] * 2, **normalizer)
     answers = ["Café", "Ünïon", "서울의", "\U0001f370", "年에", "\uff21\uff22", "각", "옛 \uff21\uff22", "e\u0301lan"]
     examples = [question(context, answer) for answer in answers]
-    examples.append(question(context, " \U0001f370 가게로,\u3000"))  # with the spaces around it
-    features = TASK.tokenise(tokenizer, examples, [], 400, 8)
-    for text, right in zip(texts_of(features, examples), [*answers, "\U0001f370 가게로,"], strict=True):
+    examples.append(question(context, " \U0001f370 가게로,\u3000"))  # with spaces around it
+    features = TASK.tokenize(tokenizer, examples, [], 400, 8)
+    for text, right in zip(get_target_texts(features, examples), [*answers, "\U0001f370 가게로,"], strict=True):
         assert right in text
-        assert len(text) <= len(right) + 5  # a word piece is as long as a word at most
+        assert len(text) <= len(right) + 5  # a token is at most as long as a word
     assert len(features.cut) == 0
 
 
-def test_a_tokenizer_that_gives_words_the_space_before_them_changes_no_answer():
+def test_tokens_that_include_a_space_do_not_change_the_answer():
     context = "그는 서울 역 (옛 역) 앞에 산다"
-    tokenizer = a_tokenizer([context])
+    tokenizer = make_tokenizer([context])
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.backend_tokenizer.model = models.WordLevel({token: i for i, token in enumerate(SPECIAL)}, "[UNK]")
     assert tokenizer(context, return_offsets_mapping=True)["offset_mapping"][1:3] == [(0, 2), (2, 5)]  # " 서울"
     examples = [question(context, answer) for answer in ("서울", " 서울 ", "서울 역 ")]
-    features = TASK.tokenise(tokenizer, examples, [], 32, 8)
-    assert texts_of(features, examples) == [" 서울", " 서울", " 서울 역"]
+    features = TASK.tokenize(tokenizer, examples, [], 32, 8)
+    assert get_target_texts(features, examples) == [" 서울", " 서울", " 서울 역"]
     logits = numpy.where(features.tokens["start"] == 2, 5.0, 0.0)
-    assert [(a["answer"], a["start"]) for a in said(features, logits, logits, examples)] == [("서울", 3)] * 3
+    assert [(a["answer"], a["start"]) for a in answer_for_logits(features, logits, logits, examples)] == [("서울", 3)] * 3
 
 
-def test_the_answer_ends_where_its_last_token_does():
+def test_answer_ends_with_its_last_token():
     context = "역(驛)은 서울이다."
-    tokenizer = a_tokenizer([context, "무엇?"] * 2)
+    tokenizer = make_tokenizer([context, "무엇?"] * 2)
     examples = [question(context, "驛")]
-    features = TASK.tokenise(tokenizer, examples, [], 32, 8)
+    features = TASK.tokenize(tokenizer, examples, [], 32, 8)
     logits = numpy.where(features.tokens["start"] == 2, 5.0, 0.0)
-    assert said(features, logits, logits, examples)[0]["answer"] == "驛"
+    assert answer_for_logits(features, logits, logits, examples)[0]["answer"] == "驛"
 
 
-def test_a_model_without_token_types_gets_none():
-    context, _ = numbered(5)
-    tokenizer = a_tokenizer([context, "무엇?"], names=("input_ids", "attention_mask"))
-    features = TASK.tokenise(tokenizer, [question(context, "w3")], [], 32, 8)
+def test_model_without_token_types_gets_none():
+    context, _ = make_numbered(5)
+    tokenizer = make_tokenizer([context, "무엇?"], names=("input_ids", "attention_mask"))
+    features = TASK.tokenize(tokenizer, [question(context, "w3")], [], 32, 8)
     assert set(features.tokens) == {"input_ids", "start", "end"}
 
 
-def test_a_question_without_a_known_answer_has_windows_and_no_part_in_the_loss():
-    context, tokenizer = numbered(60)
-    example = TASK.example(["무엇?", context])
-    assert (example.question, example.context) == TASK.texts(example) == ("무엇?", context)
-    features = TASK.tokenise(tokenizer, [example], [], 32, 8)
+def test_question_without_a_known_answer_has_windows_but_no_loss():
+    context, tokenizer = make_numbered(60)
+    example = TASK.make_example(["무엇?", context])
+    assert (example.question, example.context) == TASK.get_texts(example) == ("무엇?", context)
+    features = TASK.tokenize(tokenizer, [example], [], 32, 8)
     assert len(features.example) > 1 and not features.values["units"].any()
     assert len(features.cut) == 0
 
@@ -207,37 +206,37 @@ def test_a_question_without_a_known_answer_has_windows_and_no_part_in_the_loss()
 # --- the best span ---
 
 
-def by_hand(starts, ends, starts_of, ends_of):
-    """All spans of a window, best first, one at a time."""
+def search_spans(starts, ends, starts_of, ends_of):
+    """The best spans of a window, found one at a time."""
     spans = []
     for i in range(len(starts)):
-        for j in range(i, min(i + LONGEST, len(starts))):
+        for j in range(i, min(i + MAX_ANSWER, len(starts))):
             if starts_of[i] >= 0 and starts_of[j] >= 0:
                 spans.append((starts[i] + ends[j], starts_of[i], ends_of[j]))
-    return sorted(spans, key=lambda span: -span[0])[:KEPT]
+    return sorted(spans, key=lambda span: -span[0])[:TOP_SPANS]
 
 
-def test_the_best_spans_are_those_that_trying_all_finds():
-    context, tokenizer = numbered(200)
-    examples = [question(context, "w3"), question("w1 w2 w3", "w2"), question(context, "w199", asked="무엇? " * 20)]
-    features = TASK.tokenise(tokenizer, examples, [], 120, 30)
+def test_best_spans_match_an_exhaustive_search():
+    context, tokenizer = make_numbered(200)
+    examples = [question(context, "w3"), question("w1 w2 w3", "w2"), question(context, "w199", text="무엇? " * 20)]
+    features = TASK.tokenize(tokenizer, examples, [], 120, 30)
     batch = features.batch(torch.arange(len(features.example)), TASK.padding)
     generator = torch.Generator().manual_seed(1)
     starts, ends = torch.randn(2, *batch["start"].shape, generator=generator)
-    # best of all would be an end before its start, the question and the padding
+    # the highest scores would be an end before its start, the question, and the padding
     ends[:, 10], starts[:, -1], starts[:, 1], ends[:, 2] = 50, 50, 90, 90
     predictions = TASK.predict(SimpleNamespace(start_logits=starts, end_logits=ends), batch)
     assert len(predictions) == len(batch["start"]) > 4
     for row, spans in enumerate(predictions):
-        expected = by_hand(*(column[row].tolist() for column in (starts, ends, batch["start"], batch["end"])))
+        expected = search_spans(*(column[row].tolist() for column in (starts, ends, batch["start"], batch["end"])))
         assert numpy.allclose(spans, expected)
         assert (spans[:, 2] > spans[:, 1]).all()
-    assert {len(spans) for spans in predictions} == {KEPT, 6}  # of three words there are but six spans
+    assert {len(spans) for spans in predictions} == {TOP_SPANS, 6}  # three words have only six spans
 
 
 def test_logits_in_bf16_are_added_in_fp32():
-    context, tokenizer = numbered(30)
-    features = TASK.tokenise(tokenizer, [question(context, "w3")], [], 64, 8)
+    context, tokenizer = make_numbered(30)
+    features = TASK.tokenize(tokenizer, [question(context, "w3")], [], 64, 8)
     batch = features.batch(torch.arange(1), TASK.padding)
     logits = torch.zeros(batch["start"].shape, dtype=torch.bfloat16)
     logits[0, 6], logits[0, 7] = 256, 1
@@ -245,56 +244,56 @@ def test_logits_in_bf16_are_added_in_fp32():
     assert spans[:2, 0].tolist() == [512, 257]
 
 
-def test_the_answer_is_the_best_over_all_windows_not_that_of_the_first():
-    context, tokenizer = numbered(60)
+def test_answer_is_the_best_over_all_windows():
+    context, tokenizer = make_numbered(60)
     examples = [question("w1 w2", "w1"), question(context, "w40")]
-    features = TASK.tokenise(tokenizer, examples, [], 32, 8)
+    features = TASK.tokenize(tokenizer, examples, [], 32, 8)
     starts, ends = numpy.zeros(len(features.tokens["start"])), numpy.zeros(len(features.tokens["start"]))
     here = context.index("w2"), context.index("w40")
     second = numpy.repeat(features.example, features.lengths) == 1
     for place, score in zip(here, (3.0, 9.0), strict=True):
         starts[second & (features.tokens["start"] == place)] = score
         ends[second & (features.tokens["start"] == place)] = score
-    answers = said(features, starts, ends, examples)
+    answers = answer_for_logits(features, starts, ends, examples)
     assert answers[1]["answer"] == "w40" and answers[1]["start"] == here[1]
     assert answers[1]["score"] > 0.99
-    # three spans of two words, all as good: the first, with a third of the probability
+    # two words have three equally good spans: the first, with a third of the probability
     assert answers[0]["score"] == pytest.approx(1 / 3, abs=1e-6)
 
 
-def test_a_span_that_two_windows_share_is_one_answer():
-    context, tokenizer = numbered(60)
+def test_span_shared_by_two_windows_is_one_answer():
+    context, tokenizer = make_numbered(60)
     examples = [question(context, "w15")]
-    features = TASK.tokenise(tokenizer, examples, [], 32, 16)
+    features = TASK.tokenize(tokenizer, examples, [], 32, 16)
     logits = numpy.where(features.tokens["start"] == context.index("w15"), 20.0, 0.0)
     assert (logits > 0).sum() == 2
-    (answer,) = said(features, logits, logits, examples)
+    (answer,) = answer_for_logits(features, logits, logits, examples)
     assert answer["answer"] == "w15" and answer["score"] > 0.99
 
 
 @pytest.mark.parametrize("context", ["", " \n", "\x00"])
-def test_a_context_without_text_has_an_answer_without_text(context):
-    _, tokenizer = numbered(5)
-    examples = [TASK.example(["무엇?", context])]
-    features = TASK.tokenise(tokenizer, examples, [], 32, 8)
+def test_blank_context_has_an_empty_answer(context):
+    _, tokenizer = make_numbered(5)
+    examples = [TASK.make_example(["무엇?", context])]
+    features = TASK.tokenize(tokenizer, examples, [], 32, 8)
     logits = numpy.zeros(len(features.tokens["start"]))
-    assert said(features, logits, logits, examples) == [{"answer": "", "start": 0, "score": 0.0}]
+    assert answer_for_logits(features, logits, logits, examples) == [{"answer": "", "start": 0, "score": 0.0}]
 
 
-def test_the_loss_does_not_depend_on_the_padding():
-    context, tokenizer = numbered(60)
+def test_loss_does_not_depend_on_padding():
+    context, tokenizer = make_numbered(60)
     examples = [question("w1 w2", "w1"), question(context, "w40")]
-    features = TASK.tokenise(tokenizer, examples, [], 100, 8)
+    features = TASK.tokenize(tokenizer, examples, [], 100, 8)
     batch = features.batch(torch.arange(2), TASK.padding)
     starts, ends = torch.randn(2, *batch["start"].shape, generator=torch.Generator().manual_seed(1))
-    starts[0, -1] = ends[0, -1] = 50  # of padding
-    together = TASK.loss(SimpleNamespace(start_logits=starts, end_logits=ends), batch)
+    starts[0, -1] = ends[0, -1] = 50  # at padding
+    together = TASK.compute_loss(SimpleNamespace(start_logits=starts, end_logits=ends), batch)
     alone = []
     for number, length in enumerate(features.lengths):
         output = SimpleNamespace(start_logits=starts[number, None, :length], end_logits=ends[number, None, :length])
-        alone.append(TASK.loss(output, features.batch(torch.tensor([number]), TASK.padding)))
+        alone.append(TASK.compute_loss(output, features.batch(torch.tensor([number]), TASK.padding)))
     assert together == pytest.approx(sum(alone) / 2)
-    # from the first token, w1 is the fifth of the first window
+    # w1 is the fifth token of the first window
     first = [torch.log_softmax(logits[0, : features.lengths[0]], -1)[4] for logits in (starts, ends)]
     assert alone[0] == pytest.approx(-sum(first) / 2)
 
@@ -306,35 +305,35 @@ def test_the_loss_does_not_depend_on_the_padding():
     ("answer", "rights", "exact", "f1"),
     [
         ("서울", ["서울"], 1, 1),
-        ("서울에서", ["서울"], 0, 2 * 2 / (4 + 2)),  # 2 characters of 4 are right, and 2 of 2
+        ("서울에서", ["서울"], 0, 2 * 2 / (4 + 2)),  # 2 of 4 predicted characters are correct, and 2 of 2 expected
         ("부산", ["서울"], 0, 0),
         ("", ["서울"], 0, 0),
-        ("가가나", ["가나나"], 0, 2 * 2 / (3 + 3)),  # each as often as it is in both
-        ("울서", ["서울"], 0, 1),  # in any order
+        ("가가나", ["가나나"], 0, 2 * 2 / (3 + 3)),  # a multiset intersection
+        ("울서", ["서울"], 0, 1),  # order does not count
         ("《서울》 <역> 〈앞〉 \u2018길\u2019", ["서울 역 앞 길"], 1, 1),
         ("음악(공연)", ["음악 공연"], 1, 1),  # brackets are spaces
-        ("음악 공연", ["음악공연"], 0, 1),  # which F1 does not count
-        ("1,000명.", ["1000명"], 1, 1),  # other punctuation is nothing
+        ("음악 공연", ["음악공연"], 0, 1),  # F1 ignores spaces
+        ("1,000명.", ["1000명"], 1, 1),  # other punctuation is deleted
         ("A-B", ["ab"], 1, 1),
-        ("The Beatles", ["beatles"], 0, 2 * 7 / (10 + 7)),  # articles stay
-        ("한·미", ["한미"], 0, 2 * 2 / (3 + 2)),  # no punctuation of ASCII
-        ("“서울”", ["서울"], 0, 2 * 2 / (4 + 2)),  # nor these
+        ("The Beatles", ["beatles"], 0, 2 * 7 / (10 + 7)),  # articles are kept
+        ("한·미", ["한미"], 0, 2 * 2 / (3 + 2)),  # not ASCII punctuation
+        ("“서울”", ["서울"], 0, 2 * 2 / (4 + 2)),  # nor are these
         ("  서울   역 ", ["서울 역"], 1, 1),
-        ("서울에서", ["부산", "서울에서", "서울"], 1, 1),  # the right answer that gives the most
+        ("서울에서", ["부산", "서울에서", "서울"], 1, 1),  # the correct answer with the highest score
         ("서울에", ["부산", "서울에서", "서"], 0, 2 * 3 / (3 + 4)),
     ],
 )
-def test_answers_are_scored_as_korquad_does(answer, rights, exact, f1):
+def test_scores_match_korquad(answer, rights, exact, f1):
     examples = [Question("q", "글", "", "", [Answer(right, 0) for right in rights], "")]
-    scores = TASK.metric(examples, [{"answer": answer}])
+    scores = TASK.score(examples, [{"answer": answer}])
     assert scores == {"exact_match": exact, "f1": pytest.approx(f1)}
 
 
 def test_scores_are_means_over_the_questions():
     examples = [Question(str(i), "글", "", "", [Answer("서울", 0)], "") for i in range(4)]
-    scores = TASK.metric(examples, [{"answer": text} for text in ("서울", "서울", "서울에서", "부산")])
+    scores = TASK.score(examples, [{"answer": text} for text in ("서울", "서울", "서울에서", "부산")])
     assert scores == {"exact_match": 0.5, "f1": pytest.approx((1 + 1 + 2 / 3) / 4)}
-    assert TASK.score in scores
+    assert TASK.selection_metric in scores
 
 
 # --- real data ---
@@ -344,17 +343,17 @@ def test_scores_are_means_over_the_questions():
 def korquad():
     if not KORQUAD.exists():
         pytest.skip(f"no {KORQUAD.name} in {KORQUAD.parent}: HPCTRAIN_TEST_DATA names a folder that has it")
-    return data.split(data.read_qa(KORQUAD), 0.2, seed=1)
+    return data.split_examples(TASK, TASK.read(KORQUAD), 0.2, seed=1)
 
 
-def test_no_question_of_korquad_is_lost_and_its_answer_stands_in_a_window(korquad, capsys):
+def test_every_korquad_answer_is_in_a_window(korquad, capsys):
     train, validation = korquad
-    tokenizer = a_tokenizer({text for example in train for text in TASK.texts(example)})
+    tokenizer = make_tokenizer({text for example in train for text in TASK.get_texts(example)})
     for name, examples in (("train", train), ("validation", validation)):
-        features = TASK.tokenise(tokenizer, examples, [], TASK.max_length, TASK.stride)
+        features = TASK.tokenize(tokenizer, examples, [], TASK.max_length, TASK.stride)
         assert sorted(set(features.example.tolist())) == list(range(len(examples)))
         spans = [set() for _ in examples]
-        for number, span in zip(features.example, stretches(features), strict=True):
+        for number, span in zip(features.example, get_targets(features), strict=True):
             spans[number] |= {span} - {None}
         exactly = covered = longer = 0
         for number, (example, found) in enumerate(zip(examples, spans, strict=True)):
@@ -363,12 +362,12 @@ def test_no_question_of_korquad_is_lost_and_its_answer_stands_in_a_window(korqua
                 longer += 1
                 assert number in features.cut
                 continue
-            ((start, end),) = found  # the same in every window that has it
+            ((start, end),) = found  # the same in every window that contains it
             text = example.context[start:end]
             exactly += text == right.text
             if text != right.text:
                 covered += 1
-                # The smallest run of pieces: those of the context alone of which one has a character of the answer.
+                # The fewest tokens: those of the context, tokenized alone, that have a character of the answer.
                 tokens = tokenizer(example.context, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
                 over = [(a, b) for a, b in tokens if a < right.start + len(right.text) and b > right.start]
                 assert (start, end) == (over[0][0], over[-1][1])
@@ -377,29 +376,29 @@ def test_no_question_of_korquad_is_lost_and_its_answer_stands_in_a_window(korqua
         with capsys.disabled():
             print(
                 f"\nKorQuAD {name}: {len(examples):,} questions, {len(features.example):,} windows; answers: "
-                f"{exactly:,} come back exactly, {covered:,} with the rest of a word piece, {longer:,} longer than a window"
+                f"{exactly:,} come back exactly, {covered:,} with the rest of a token, {longer:,} are longer than a window"
             )
         assert longer == 0
     assert len(train) + len(validation) == 5774
 
 
-def test_windows_of_another_length_lose_no_question_of_korquad_either(korquad):
+def test_every_korquad_answer_is_in_a_shorter_window(korquad):
     _, validation = korquad
-    tokenizer = a_tokenizer({text for example in validation for text in TASK.texts(example)})
+    tokenizer = make_tokenizer({text for example in validation for text in TASK.get_texts(example)})
     for max_length, stride in ((64, 16), (150, 50)):
-        features = TASK.tokenise(tokenizer, validation, [], max_length, stride)
+        features = TASK.tokenize(tokenizer, validation, [], max_length, stride)
         pointing = features.example[features.values["start_positions"] > 0]
         lost = sorted(set(range(len(validation))) - set(pointing.tolist()))
         assert set(lost) <= set(features.cut.tolist())
-        # Only what is longer than what two windows share can stand in none of them.
+        # Only an answer longer than what two windows share may be in neither.
         assert all(len(tokenizer.tokenize(validation[number].answers[0].text)) > stride - 2 for number in lost)
 
 
 @pytest.mark.slow
-def test_a_small_bert_learns_the_sample_by_heart(one_thread):
-    examples = data.load("qa", None)["train"][:15]
-    tokenizer = a_tokenizer([text for example in examples for text in TASK.texts(example)], vocabulary=500)
-    features = TASK.tokenise(tokenizer, examples, [], 64, 16)
+def test_small_bert_memorizes_the_sample_data():
+    examples = data.load_splits(TASK, None)["train"][:15]
+    tokenizer = make_tokenizer([text for example in examples for text in TASK.get_texts(example)], vocabulary=500)
+    features = TASK.tokenize(tokenizer, examples, [], 64, 16)
     assert len(features.example) > len(examples)
     torch.manual_seed(1)
     model = BertForQuestionAnswering(
@@ -412,14 +411,14 @@ def test_a_small_bert_learns_the_sample_by_heart(one_thread):
     batch = features.batch(torch.arange(len(features.example)), {**TASK.padding, "input_ids": tokenizer.pad_token_id})
     inputs = {name: column for name, column in batch.items() if name not in ("units", *TASK.extra)}
     for _ in range(150):
-        TASK.loss(model(**inputs), batch).backward()
+        TASK.compute_loss(model(**inputs), batch).backward()
         optimizer.step()
         optimizer.zero_grad()
     with torch.inference_mode():
         output = model(**inputs)
-    answers = TASK.answers(examples, features, TASK.predict(output, batch), [])
-    # The smallest run of pieces that covers the answer: nothing that the model can say is closer.
-    closest = {number: text for number, text in zip(features.example, texts_of(features, examples), strict=True) if text}
+    answers = TASK.make_answers(examples, features, TASK.predict(output, batch), [])
+    # The fewest tokens that cover the answer: the model cannot come closer.
+    closest = {number: text for number, text in zip(features.example, get_target_texts(features, examples), strict=True) if text}
     assert sum(answer["answer"] == closest[number] for number, answer in enumerate(answers)) >= 0.9 * len(examples), answers
-    assert TASK.metric(examples, answers)["f1"] > 0.85
+    assert TASK.score(examples, answers)["f1"] > 0.85
     assert all(example.context.startswith(a["answer"], a["start"]) for example, a in zip(examples, answers, strict=True))

@@ -1,4 +1,4 @@
-"""Images that go to a registry and come back, an image on top of ours, and packages on top of it without one."""
+"""Pushing an image to a registry and pulling it, an image on top of ours, and packages on top of it without an image."""
 
 import base64
 import hashlib
@@ -27,7 +27,7 @@ http: {{addr: ":{port}"}}
 
 @pytest.fixture(scope="module")
 def registries(site):
-    """Debian's docker-registry on the login node: at port 5000 for all, at 5001 for those with a password, whom nobody knows."""
+    """Debian's docker-registry on the login node: port 5000 is open to all, port 5001 needs a password that no user has."""
     auth = "auth: {htpasswd: {realm: us, path: /project/registry.passwords}}\n"
     site.host_path("/project/registry.passwords").write_text("")
     started = []
@@ -52,7 +52,7 @@ def push(site, *arguments, **options):
 
 @pytest.fixture(scope="module")
 def digest(site, registries):
-    """Push the image; gives its digest."""
+    """Push the image; the value is its digest."""
     if not IMAGE_TAR.exists():
         pytest.skip(f"no {IMAGE_TAR.name} to push: make image")
     site.exec("login", "sh", "-c", f"mkdir -p build && ln -sf /project/{IMAGE_TAR.name} build/", user="alice", cwd=HOME)
@@ -81,12 +81,12 @@ def test_pushed_again_it_is_the_same(site, digest):
 
 @pytest.fixture(scope="module")
 def weights():
-    """What the pulled images made of the same training, all to be equal."""
+    """The hash of the weights by launch script: all pulled images must train to the same weights."""
     return {}
 
 
 def train(site, script, image, env, weights):
-    job = site.submit(script, "train_ddp", "--epochs", "1", cwd=HOME, env={"HPCTRAIN_IMAGE": image} | env)
+    job = site.submit(script, "train_ddp", "--data=digits", "--epochs", "1", cwd=HOME, env={"HPCTRAIN_IMAGE": image} | env)
     ended = site.wait(job, timeout=240)
     output = site.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
     assert ended.state == "COMPLETED", output
@@ -97,7 +97,7 @@ def train(site, script, image, env, weights):
 
 
 def test_apptainer_pulls_what_was_pushed_and_trains(site, digest, weights):
-    """`apptainer pull docker://` is this without zstd, and takes a minute longer."""
+    """`apptainer pull docker://` does the same without zstd, and takes a minute longer."""
     pull = ["apptainer", "build", "--disable-cache", "--no-https", "--mksquashfs-args", "-comp zstd -Xcompression-level 1"]
     site.exec("login", *pull, "/project/alice/pulled.sif", f"docker://{NAME}@{digest}", user="alice")
     labels = site.exec("login", "apptainer", "inspect", "--json", "/project/alice/pulled.sif", user="alice").stdout
@@ -119,7 +119,7 @@ def test_podman_hpc_pulls_what_was_pushed_and_trains(site, digest, podman_image,
 
 
 def test_the_sif_itself_in_the_registry(site, registries):
-    """As the release does it: what comes back is the same file."""
+    """As in the release workflow; the pulled file is the same as the pushed one."""
     there = f"oras://{NAME}:cpu-{VERSION}-sif"
     site.exec("login", "apptainer", "push", "--allow-unsigned", "--no-https", "/project/hpctrain-cpu.sif", there, user="alice")
     site.exec("login", "apptainer", "pull", "--disable-cache", "--no-https", "/project/alice/oras.sif", there, user="alice")
@@ -131,17 +131,17 @@ REFUSED = {
     "no registry": ([], "give --registry NAME"),
     "a tag": (["--registry", f"{NAME}:cpu"], "is not HOST[:PORT]/PATH"),
     "no path": (["--registry", "localhost:5000"], "is not HOST[:PORT]/PATH"),
-    "no image": (["--registry", NAME, "--flavor", "cu999"], "there is no build/hpctrain-cu999.tar; make it with"),
+    "no image": (["--registry", NAME, "--flavor", "cu999"], "there is no build/hpctrain-cu999.tar; build it with"),
     "nobody answers": (["--registry", "localhost:5999/hpctrain"], "localhost:5999 does not answer: connection refused"),
     "no such host": (["--registry", "nowhere.example/hpctrain"], "the registry nowhere.example does not answer"),
-    "plain http from afar": (["--registry", "login:5000/hpctrain"], "login:5000 speaks plain http, which only localhost may"),
-    "not logged in": (["--registry", "localhost:5001/hpctrain"], "localhost:5001 does not let you push to"),
-    "half an archive": (["--registry", NAME, "--flavor", "half"], "build/hpctrain-half.tar was not pushed to"),
+    "plain http from afar": (["--registry", "login:5000/hpctrain"], "login:5000 uses plain http, which is for localhost only"),
+    "not logged in": (["--registry", "localhost:5001/hpctrain"], "localhost:5001 denies a push to"),
+    "half an archive": (["--registry", NAME, "--flavor", "half"], "cannot push build/hpctrain-half.tar to"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_push_that_cannot_be_is_one_line(site, digest, name):
+def test_a_push_that_fails_is_one_line(site, digest, name):
     arguments, message = REFUSED[name]
     if name == "half an archive":
         site.exec("login", "sh", "-c", "head -c 9999999 build/hpctrain-cpu.tar >build/hpctrain-half.tar", user="alice", cwd=HOME)
@@ -164,7 +164,7 @@ print("added", sorted(found.keys() - recorded), "changed", changed, einops.__ver
 
 @pytest.fixture(scope="module")
 def on_top(site):
-    """Alice's examples/on-top, where pip is to take what is in /mnt; gives the folder with the packages to show there."""
+    """Makes pip use the wheels in /mnt for alice's examples/on-top; gives the folder of wheels to mount there."""
     wheels = site.host_path("/home/alice/wheels")
     requirements = site.host_path(f"{HOME}/examples/on-top/requirements.txt")
     pip = ["-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "-r", requirements, "-d", wheels]
@@ -194,7 +194,7 @@ def test_a_dockerfile_on_top(site, on_top):
 
 
 def test_a_definition_on_top_by_an_ordinary_user(site, on_top):
-    """As a sandbox, which spares the compression; what is in it is the same."""
+    """As a sandbox, which skips the compression; its content is the same."""
     build = [
         "apptainer",
         "build",
@@ -210,7 +210,7 @@ def test_a_definition_on_top_by_an_ordinary_user(site, on_top):
 
 
 def wheel(folder: Path, name: str, version: str, modules: dict[str, str], requires: str = "") -> str:
-    """Write a wheel with these modules; gives its name."""
+    """Write a wheel with these modules; return its file name."""
     info = f"{name}-{version}.dist-info"
     needs = f"Requires-Dist: {requires}\n" if requires else ""
     files = modules | {
@@ -231,7 +231,7 @@ def wheel(folder: Path, name: str, version: str, modules: dict[str, str], requir
 
 @pytest.fixture(scope="module")
 def added(site):
-    """Alice adds a package to her folder, which also brings a numpy of its own; gives a function that adds others."""
+    """A function that runs `hpctrain add` as alice, after it has added a package that contains another numpy."""
     folder = site.host_path("/project/alice")
     env = {"HPCTRAIN_PACKAGES": "/project/alice/packages"}
 
@@ -254,7 +254,7 @@ def test_packages_on_top_are_found_on_every_rank_and_hide_nothing(site, added, p
         env |= podman_image
     if runtime == "shifter":
         env |= {"PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin", "SHIFTER_SIF": "/project/hpctrain-cpu.sif"}
-        env["APPTAINER_BIND"] = "/project"  # the real one shows all file systems of the site
+        env["APPTAINER_BIND"] = "/project"  # the real shifter mounts all file systems of the site
     job = site.submit("launch/apptainer_ddp.sh", "uses.py", cwd=HOME, env=env)
     ended = site.wait(job, timeout=120)
     output = site.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
@@ -262,15 +262,15 @@ def test_packages_on_top_are_found_on_every_rank_and_hide_nothing(site, added, p
     assert ended.state == "COMPLETED" and sorted(rank for rank, _ in found) == ["0", "1", "2", "3"], output
 
 
-def test_what_is_not_for_this_image_is_refused(site, added):
+def test_packages_that_do_not_fit_the_image_are_refused(site, added):
     folder = site.host_path("/project/alice")
     before = sorted(folder.glob("packages/**/*"))
     other = wheel(folder, "needy", "1.0", {"needy.py": ""}, "torch<2")
     newer = wheel(folder, "extra", "2.0", {"extra/__init__.py": ""})
     for arguments, message in (
-        (["--no-index", f"./{other}"], "what is there, and in the image, stays as it is"),
-        (["--no-index", f"./{newer}"], "what is there, and in the image, stays as it is"),
-        ([], "add takes what pip install takes"),
+        (["--no-index", f"./{other}"], "the folder and the image are unchanged"),
+        (["--no-index", f"./{newer}"], "the folder and the image are unchanged"),
+        ([], "add takes the arguments of pip install"),
     ):
         done = added(*arguments, check=False)
         said = [line for line in done.stderr.splitlines() if "hpctrain: error:" in line]
@@ -278,7 +278,7 @@ def test_what_is_not_for_this_image_is_refused(site, added):
         assert "Traceback" not in done.stderr
     for env, message in (
         ({}, "add needs a folder: export HPCTRAIN_PACKAGES=FOLDER"),
-        ({"HPCTRAIN_PACKAGES": "/usr/packages"}, "name a folder that can be written here"),
+        ({"HPCTRAIN_PACKAGES": "/usr/packages"}, "set HPCTRAIN_PACKAGES to a writable folder"),
     ):
         done = added("einops", check=False, env=env)
         assert done.returncode != 0 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
@@ -288,16 +288,16 @@ def test_what_is_not_for_this_image_is_refused(site, added):
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"HPCTRAIN_PACKAGES": "/project/nothing"}, "HPCTRAIN_PACKAGES=/project/nothing is no folder on n1"),
+        ({"HPCTRAIN_PACKAGES": "/project/nothing"}, "HPCTRAIN_PACKAGES=/project/nothing is not a folder on n1"),
         ({"HPCTRAIN_PACKAGES": "/project", "HPCTRAIN_RUNTIME": "none"}, "HPCTRAIN_PACKAGES is for images: unset it"),
         (
             {"HPCTRAIN_PACKAGES": "/project/other"},
-            "/project/other holds python3.11-torch1, and not python3.11-torch2",
+            "/project/other holds python3.11-torch1, not python3.11-torch2",
         ),
     ],
     ids=["no folder", "no image", "another image's"],
 )
-def test_packages_that_cannot_be_there_end_the_job_with_one_line(site, env, message):
+def test_an_invalid_folder_of_packages_ends_the_job_with_one_line(site, env, message):
     site.host_path("/project/other/python3.11-torch1").mkdir(parents=True, exist_ok=True)
     job = site.submit("--nodes=1", "--ntasks-per-node=1", "launch/apptainer_ddp.sh", "check", cwd=HOME, env=env)
     ended = site.wait(job)

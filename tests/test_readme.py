@@ -1,51 +1,136 @@
-"""Every command in README.md runs: `bash` blocks on this machine, `bash cluster` blocks by alice on the login node."""
+"""Every marked command in README.md and docs/ runs: `bash` on this machine, `bash cluster` as alice on the login node.
 
-import os
+The commands of a page share one shell, as if a reader typed the page from top to bottom. A line on several pages runs once.
+"""
+
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from slurm_cluster import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
-BLOCKS = re.findall(r"^```bash( cluster)?\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.M | re.S)
-COMMANDS = [(bool(where), line) for where, block in BLOCKS for line in block.splitlines() if line]
-HERE = [line for cluster, line in COMMANDS if not cluster]
-ON_CLUSTER = [line for cluster, line in COMMANDS if cluster]
-# This one runs this test, and that one is a part of it.
-TESTS = {"make test", "make test-fast"}
+PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
+# Lines that do not run here, and where the same is tested.
+NOT_RUN = {
+    "make test": "runs this test",
+    "make test-fast": "a part of make test",
+    "make reproduce": "two builds from nothing, half an hour",
+    "apptainer key newpair": "asks for a name and a password: test_record.py signs with options",
+    "apptainer sign hpctrain-cpu.sif": "test_record.py, on a copy",
+    "apptainer verify hpctrain-cpu.sif": "test_record.py, on a copy",
+}
+# What make demo submits, which test_on_this_machine looks at.
+DEMO = "sbatch launch/apptainer_ddp.sh"
+HOME = "/home/alice/hpctrain"
+AT_ONCE = 3  # jobs: more of them on two cores would only wait for each other, and might miss their rendezvous
+
+
+def commands(kind):
+    """The lines of each page's blocks of a kind, by the page's name; without those that an earlier page has."""
+    seen, pages = set(NOT_RUN), {}
+    for page in PAGES:
+        blocks = re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.M | re.S)
+        lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines() if line]
+        if new := [line for line in dict.fromkeys(lines) if line not in seen]:
+            pages[page.name] = new
+            seen.update(new)
+    return pages
+
+
+HERE = commands("bash")
+ON_CLUSTER = commands("bash cluster")
 
 
 def test_there_are_commands():
-    assert {"make demo", "make sif", "make venv"} | TESTS <= set(HERE)
-    assert "sbatch launch/apptainer_ddp.sh" in ON_CLUSTER
+    here, on_cluster = ([line for lines in pages.values() for line in lines] for pages in (HERE, ON_CLUSTER))
+    assert {"make demo", "make sif", "make venv", ".venv/bin/hpctrain train_ddp --epochs 2"} <= set(here)
+    assert DEMO in on_cluster and "sbatch launch/check.sh" in on_cluster and len(on_cluster) > 15
+    text = "".join(page.read_text() for page in PAGES)
+    assert all(re.search(f"^{line}$", text, re.M) for line in ("make test", "make test-fast"))
 
 
-@pytest.mark.parametrize("line", [line for line in HERE if line not in TESTS])
-def test_on_this_machine(line, sif, tmp_path):
+@pytest.mark.parametrize("page", HERE)
+def test_on_this_machine(page, sif, tmp_path):
     # What make has made is not made again (test_image.py looks at that); the rest writes into a folder of its own.
-    cwd = REPOSITORY if line.startswith("make") else tmp_path
+    script = "".join(
+        f"echo '$ '{number}\n{re.sub('^make ', f'make -C {REPOSITORY} ', line).replace('.venv/', f'{REPOSITORY}/.venv/')}\n"
+        for number, line in enumerate(HERE[page])
+    )
     done = subprocess.run(
-        line.replace(".venv/", f"{REPOSITORY}/.venv/"),
-        shell=True,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ["bash", "-e", "-c", script],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=840,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    if line == "make demo":
+    assert done.returncode == 0, f"{HERE[page]}\n{done.stdout}{done.stderr}"
+    if "make demo" in HERE[page]:
+        assert f"alice@login:~/hpctrain$ {DEMO}\n" in done.stdout
+        assert re.search(r"^Slurm job \d+: COMPLETED", done.stdout, re.M)
         assert re.search(r"4 ranks on 2 hosts; test accuracy 0\.9[789]", done.stdout)
 
 
+# The output of line N is in N.out. room: wait until fewer jobs than AT_ONCE are left; only one shell submits at a time.
+# ended N...: wait until the jobs that these lines submitted have ended.
+FUNCTIONS = rf"""
+out={HOME}/readme
+room() {{ flock 8; while (($(squeue --noheader --me | wc -l) >= {AT_ONCE})); do sleep 0.3; done; }}
+ended() {{
+    local job
+    for line; do
+        until [[ -e $out/$line.status ]]; do sleep 0.3; done
+        job=$(sed -nE 's/^(Submitted batch job )?([0-9]+)$/\2/p' "$out/$line.out")
+        while [[ -n $job && -n $(squeue --noheader --jobs="$job") ]]; do sleep 0.3; done
+    done
+}}
+exec 8>>$out/lock
+"""
+
+
+@pytest.mark.timeout(1800)  # two minutes on two idle cores, ten beside seven other test runs
 def test_on_the_cluster(cluster):
-    """One after the other in one shell, as a user types them; every job that they submit completes."""
-    home = "/home/alice/hpctrain"
-    (cluster.host_path(home) / "mine.py").write_text("import sys\nprint(sys.argv[1:])\n")
-    for line in ON_CLUSTER:
-        done = cluster.exec("login", "bash", "-c", line, user="alice", cwd=home, timeout=300, check=False)
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-        if submitted := re.search(r"^(?:Submitted batch job )?(\d+)$", done.stdout, re.M):  # sbatch, qsub
-            assert cluster.wait(int(submitted[1]), timeout=300).state == "COMPLETED", line
+    """Pages and jobs run beside each other, but a line that names a folder in runs/ waits for the job that writes it."""
+    home = cluster.host_path(HOME)
+    (home / "mine.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    out = home / "readme"
+    out.mkdir()
+    out.chmod(0o777)  # this is root, and the commands are alice's
+    lines, writers = [], {}
+    for page, typed in ON_CLUSTER.items():
+        script = [FUNCTIONS]
+        for line in typed:
+            if line == DEMO:
+                continue
+            number = len(lines)
+            lines.append(line)
+            folders = re.findall(r"runs/[\w/-]+", line)
+            script.append(f"ended {' '.join(str(writers[folder]) for folder in folders if folder in writers)}")
+            script.append("room" if re.search(r"\b(sbatch|qsub) ", line) else "")
+            script.append(f"{{ {line}\n}} >$out/{number}.out 2>$out/{number}.err </dev/null 8>&-")
+            script.append(f"status=$?; flock -u 8; echo $status >$out/{number}.status; ((status == 0)) || exit")
+            writers |= dict.fromkeys(folders, number)
+        (out / f"{page}.sh").write_text("\n".join(script))
+
+    def type_page(page):
+        shell = ["bash", f"{HOME}/readme/{page}.sh"]
+        return cluster.exec("login", *shell, user="alice", cwd=HOME, check=False).stderr
+
+    with ThreadPoolExecutor(len(ON_CLUSTER)) as readers:
+        said = "".join(readers.map(type_page, ON_CLUSTER))
+    jobs = {}
+    for number, line in enumerate(lines):
+        stdout, stderr, status = (out / f"{number}.{kind}" for kind in ("out", "err", "status"))
+        assert status.exists(), f"{line}: a line before it on its page failed\n{said}"
+        assert status.read_text() == "0\n", f"{line}\n{stdout.read_text()}{stderr.read_text()}"
+        assert not said, said
+        if submitted := re.search(r"^(?:Submitted batch job )?(\d+)$", stdout.read_text(), re.M):  # sbatch, qsub
+            jobs[int(submitted[1])] = line
+    assert len(jobs) >= 12
+    for job, line in jobs.items():
+        ended = cluster.wait(job, timeout=300)
+        logs = [path for pattern in (f"slurm-{job}.out", f"*.o{job}") for path in home.glob(pattern)]
+        assert ended.state == "COMPLETED", f"{line}\n{''.join(log.read_text(errors='replace') for log in logs)}"

@@ -1,4 +1,4 @@
-"""The install steps on their own: what they take from Debian, what they say of it, and where they take it from."""
+"""The install step for Debian's packages, and the key under which a compiled Horovod is kept."""
 
 import http.server
 import os
@@ -14,13 +14,13 @@ from slurm_cluster import REPOSITORY
 pytestmark = pytest.mark.slow
 
 INSTALL = "/src/containers/install/debian.sh"
-# mounts that are gone when the command has ended
+# the mounts end with the command
 ENTER = 'mount --rbind /dev "$0/dev" && mount --rbind /proc "$0/proc" && exec chroot "$0" "$@"'
 
 
 @pytest.fixture
 def debian(tmp_path: Path) -> Iterator[Path]:
-    """The plain Debian that an image begins with, and the recipe in it."""
+    """The root of the plain Debian that an image starts from, with the recipe in /src."""
     subprocess.run(["make", "base"], cwd=REPOSITORY, check=True)
     unpack = "tar -xOf build/base-bookworm.tar layer.tar | tar -xC $0"
     subprocess.run(["sh", "-c", unpack, tmp_path], cwd=REPOSITORY, check=True)
@@ -28,7 +28,7 @@ def debian(tmp_path: Path) -> Iterator[Path]:
     for folder in ("install", "locks"):
         shutil.copytree(REPOSITORY / "containers" / folder, tmp_path / "src/containers" / folder)
     yield tmp_path
-    shutil.rmtree(tmp_path)  # pytest would keep three times 120 MB
+    shutil.rmtree(tmp_path)  # pytest keeps the folders of three runs, 120 MB each
 
 
 def enter(root: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +42,7 @@ def enter(root: Path, *command: str, **env: str) -> subprocess.CompletedProcess[
 
 @pytest.fixture
 def empty_archive() -> Iterator[tuple[str, list[str]]]:
-    """A proxy by which nothing can be had; its address, and the addresses that it was asked for."""
+    """A proxy that answers every request with 404; gives its address and the list of requested addresses."""
     asked = []
 
     class Proxy(http.server.BaseHTTPRequestHandler):
@@ -59,7 +59,7 @@ def empty_archive() -> Iterator[tuple[str, list[str]]]:
         server.shutdown()
 
 
-def test_a_snapshot_is_asked_for_its_time_and_one_that_does_not_answer_ends_the_build(debian, empty_archive):
+def test_a_snapshot_is_requested_by_its_time_and_the_build_ends_if_it_does_not_answer(debian, empty_archive):
     proxy, asked = empty_archive
     sources = (debian / "etc/apt/sources.list").read_text()
     done = enter(debian, INSTALL, "runtime", http_proxy=proxy, DEBIAN_SNAPSHOT="20261101T000000Z")
@@ -67,20 +67,21 @@ def test_a_snapshot_is_asked_for_its_time_and_one_that_does_not_answer_ends_the_
     assert f"{archive}/debian/20261101T000000Z/dists/bookworm/InRelease" in asked
     assert f"{archive}/debian-security/20261101T000000Z/dists/bookworm-security/InRelease" in asked
     assert all("/20261101T000000Z/" in address for address in asked)
-    message = f"debian.sh: no package lists from {archive}; leave DEBIAN_SNAPSHOT out where it cannot be reached"
+    message = f"debian.sh: cannot get package lists from {archive}; check the network, or unset DEBIAN_SNAPSHOT"
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == message
     assert (debian / "etc/apt/sources.list").read_text() == sources
     assert not list((debian / "tmp").iterdir()) and not (debian / "usr/share/hpctrain").exists()
 
 
-def test_an_archive_that_nobody_can_reach_ends_the_build(debian):
-    """apt itself takes that for a passing trouble, and goes on with the lists that it has: none."""
+def test_the_build_ends_if_the_archive_cannot_be_reached(debian):
+    """By default apt-get update succeeds here, and continues with the lists that it has: none."""
     done = enter(debian, INSTALL, "runtime", http_proxy="http://127.0.0.1:9")
-    assert done.returncode == 1 and done.stderr.endswith("\ndebian.sh: no package lists from the sources of the base image\n")
+    message = "debian.sh: cannot get package lists from the sources of the base image; check the network"
+    assert done.returncode == 1 and done.stderr.endswith(f"\n{message}\n")
 
 
 @pytest.mark.parametrize("name, value", [("MPI", "lam"), ("DEBIAN_SNAPSHOT", "yesterday")])
-def test_a_setting_that_means_nothing_is_one_line(name, value):
+def test_an_invalid_setting_is_one_line(name, value):
     done = subprocess.run(
         [REPOSITORY / "containers/install/debian.sh", "runtime"],
         env={**os.environ, name: value}, capture_output=True, text=True,
@@ -88,8 +89,8 @@ def test_a_setting_that_means_nothing_is_one_line(name, value):
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and value in done.stderr
 
 
-def test_versions_that_are_not_as_recorded_are_named(debian):
-    """Nothing is installed: apt-get, and the Python it would bring, do nothing here, so what the base has is compared."""
+def test_versions_that_differ_from_the_record_are_printed(debian):
+    """Nothing is installed here: apt-get and python3.11 do nothing, so the packages of the base are compared."""
     record = next((debian / "src/containers/locks").glob("openmpi-amd64.debian"))
     bash = next(line for line in record.read_text().splitlines() if line.startswith("bash "))
     record.write_text(record.read_text().replace(f"{bash}\n", "bash 1.0\n").replace("\ndash ", "\nno-dash "))
@@ -102,4 +103,51 @@ def test_versions_that_are_not_as_recorded_are_named(debian):
     assert f"bash: recorded 1.0, installed {installed['bash']}" in said
     assert f"dash: recorded nothing, installed {installed['dash']}" in said
     others = [line for line in said if ": recorded " in line]
-    assert said[-1] == f"debian: {len(others)} of {len(installed)} packages are not as recorded"
+    assert said[-1] == f"debian: {len(others)} of {len(installed)} packages differ from the record"
+
+
+def test_a_compiled_horovod_is_kept_under_a_key_of_its_inputs(tmp_path):
+    """The key changes with the recipe, torch, the flavor, the prefix and any Debian package, and not with other wheels."""
+    containers, prefix = tmp_path / "containers", tmp_path / "prefix"
+    for folder in ("install", "locks", "patches"):
+        shutil.copytree(REPOSITORY / "containers" / folder, containers / folder)
+    wheels = prefix / "wheels.tsv"
+    prefix.mkdir()
+    before = "nvidia-nccl-cu13\t2\tc\tn.whl\nrich\t15\ta\trich.whl\ntorch\t2.13.0\tb\ttorch.whl\n"
+    wheels.write_text(before)
+    debian = tmp_path / "bin/dpkg-query"
+    debian.parent.mkdir()
+    debian.write_text("#!/bin/sh\necho g++ 12.2.0\n")
+    debian.chmod(0o755)
+
+    def key(flavor: str = "cpu", folder: Path = prefix) -> str:
+        command = 'set -euo pipefail; source "$0"; horovod_key "$@"'
+        done = subprocess.run(
+            ["bash", "-c", command, containers / "install/step_functions.sh", folder, flavor, containers],
+            env={**os.environ, "PATH": f"{debian.parent}:{os.environ['PATH']}"}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return done.stdout
+
+    first = key()
+    assert first.startswith("horovod-") and len(first) == 24
+    wheels.write_text(before.replace("rich\t15", "rich\t16"))
+    assert key() == first
+    seen = {first, key("cu130")}
+    for old, new in (("torch\t2.13.0\tb", "torch\t2.13.0\tx"), ("nccl-cu13\t2", "nccl-cu13\t3")):
+        wheels.write_text(before.replace(old, new))
+        seen.add(key())
+    wheels.write_text(before)
+    (tmp_path / "other").mkdir()
+    shutil.copy(wheels, tmp_path / "other")
+    seen.add(key(folder=tmp_path / "other"))
+    debian.write_text("#!/bin/sh\necho g++ 12.2.1\n")
+    seen.add(key())
+    debian.write_text("#!/bin/sh\necho g++ 12.2.0\n")
+    assert key() == first
+    changed = [containers / "install/horovod.sh", containers / "locks/horovod.lock", *(containers / "patches").iterdir()]
+    for file in changed:
+        text = file.read_text()
+        file.write_text(text + "#")
+        seen.add(key())
+        file.write_text(text)
+    assert len(seen) == 6 + len(changed)

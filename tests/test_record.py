@@ -1,7 +1,7 @@
-"""The record of an image: the same bits from every build, the list of packages, the provenance, and what verify says.
+"""The record of an image: reproducible builds, the SBOM, the provenance, and the output of verify.
 
-containers/build.sh and apptainer/build.sh run as they are, with a Dockerfile of a few files in place of the image's; the image
-itself is tested where the build made it.
+build_image.sh and build_sif.sh run unchanged, but with a Dockerfile of a few files instead of the image's. The last test is about
+the image itself.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import sys
 import pytest
 import slurm_cluster
 from conftest import IMAGE_TAR
-from slurm_cluster import REPOSITORY
+from slurm_cluster import REPOSITORY, project_files
 from spdx_tools.spdx.parser.parse_anything import parse_file
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 
@@ -55,16 +55,21 @@ def git(folder, *arguments, date="2026-02-03T04:05:06Z"):
 
 
 def build(folder, store, *arguments, **options):
-    """containers/build.sh in a copy of the project, with a store of its own."""
+    """Run containers/build_image.sh in a copy of the project, with a separate image store."""
     store.mkdir(exist_ok=True)
     text = f'[storage]\ndriver = "overlay"\ngraphroot = "{store}/graph"\nrunroot = "{store}/run"\n'
     (store / "storage.conf").write_text(text)
-    env = os.environ | {"CONTAINERS_STORAGE_CONF": f"{store}/storage.conf", "BASE_IMAGE": "none", "WHEELS": ""}
-    return run("containers/build.sh", "--tool", "buildah", *arguments, cwd=folder, env=env, **options)
+    env = os.environ | {
+        "CONTAINERS_STORAGE_CONF": f"{store}/storage.conf",
+        "BASE_IMAGE": "none",
+        "WHEELS": "",
+        "HOROVOD_WHEELS": "",
+    }
+    return run("containers/build_image.sh", "--tool", "buildah", *arguments, cwd=folder, env=env, **options)
 
 
 def written(folder):
-    """What a build wrote: its files, but for those it was not to write."""
+    """The files that a build wrote, by name."""
     return {path.name: path.read_bytes() for path in (folder / "build").glob("hpctrain-*")}
 
 
@@ -74,17 +79,15 @@ def verify(*arguments, **options):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A copy of the project whose image is a few files, and the image in build/, built by way of an older commit."""
+    """A copy of the project with a tiny image, which is built twice: at an older commit, then at a newer one with its cache."""
     if reason := slurm_cluster.missing():
         pytest.skip(reason)
     base = tmp_path_factory.mktemp("record")
     folder = base / "one"
     folder.mkdir()
-    files = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout.split("\0")
-    for name in files:
-        if name and (REPOSITORY / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPOSITORY / name, folder / name)
+    for name in project_files():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / name)
     (folder / "containers/Dockerfile").write_text(DOCKERFILE)
     for name, text in TREE.items():
         path = folder / "containers/install/tree" / name
@@ -106,12 +109,12 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny_sif(tiny):
-    run("apptainer/build.sh", cwd=tiny)
+    run("apptainer/build_sif.sh", cwd=tiny)
     return tiny / "hpctrain-cpu.sif"
 
 
-def test_another_clone_another_umask_another_store_and_the_same_bits(tiny, tmp_path):
-    """The first build had the layers of an older commit in its store, the second one nothing."""
+def test_another_clone_with_another_umask_and_store_gives_the_same_image(tiny, tmp_path):
+    """The first build had the layers of an older commit in its store; the store of the second was empty."""
     git(tmp_path, "clone", "--quiet", str(tiny), "two")
     clone = tmp_path / "two"
     run("chmod", "-R", "go=", clone)
@@ -122,24 +125,24 @@ def test_another_clone_another_umask_another_store_and_the_same_bits(tiny, tmp_p
     assert sorted(second) == [f"hpctrain-cpu.{kind}" for kind in ("digest", "provenance.json", "spdx.json", "tar")]
     assert all(first[name] == second[name] for name in second if name != "hpctrain-cpu.provenance.json")
     statements = [json.loads(files["hpctrain-cpu.provenance.json"]) for files in (first, second)]
-    for statement in statements:  # the first one may have a SIF by now
+    for statement in statements:  # the first one may contain a SIF by now
         statement["subject"] = statement["subject"][:3]
         statement["predicate"]["runDetails"]["builder"]["version"].pop("sif", None)
     assert statements[0] == statements[1]
 
 
-def test_a_sif_is_the_same_file_whoever_makes_it(tiny, tiny_sif, tmp_path):
-    """apptainer/build.sh by root, and by alice on a machine of the test cluster."""
+def test_a_sif_does_not_depend_on_the_user_who_builds_it(tiny, tiny_sif, tmp_path):
+    """apptainer/build_sif.sh as root, and as alice on a node of the test cluster."""
     theirs = tmp_path / "alice"
     theirs.mkdir()
     os.chown(theirs, 1000, 1000)
-    command = ["run", "-u", "alice", "-b", theirs, "--", "apptainer/build.sh", "--output", theirs / "image.sif"]
-    run("tests/cluster/cluster.sh", *command, cwd=tiny)
+    command = ["run", "-u", "alice", "-b", theirs, "--", "apptainer/build_sif.sh", "--output", theirs / "image.sif"]
+    run("cluster/cluster.sh", *command, cwd=tiny)
     assert (theirs / "image.sif").stat().st_uid == 1000
     assert (theirs / "image.sif").read_bytes() == tiny_sif.read_bytes()
 
 
-def test_the_list_of_packages_is_valid_spdx_and_says_what_was_installed(tiny):
+def test_the_sbom_is_valid_spdx_and_lists_the_installed_packages(tiny):
     path = tiny / "build/hpctrain-cpu.spdx.json"
     assert validate_full_spdx_document(parse_file(str(path))) == []
     document = json.loads(path.read_text())
@@ -160,7 +163,7 @@ def test_the_list_of_packages_is_valid_spdx_and_says_what_was_installed(tiny):
     assert run(sys.executable, "containers/record.py", "sbom", tiny / "build/hpctrain-cpu.tar").stdout == path.read_text()
 
 
-def test_the_provenance_names_source_recipe_base_and_tools(tiny, tiny_sif):
+def test_the_provenance_names_source_recipe_and_tools(tiny, tiny_sif):
     statement = json.loads((tiny / "build/hpctrain-cpu.provenance.json").read_text())
     assert statement["_type"] == "https://in-toto.io/Statement/v1"
     assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
@@ -183,7 +186,7 @@ def test_the_provenance_names_source_recipe_base_and_tools(tiny, tiny_sif):
     assert tools["image"].startswith("buildah version") and tools["sif"].startswith("apptainer version")
 
 
-def test_what_is_as_recorded_is_said_in_one_line(tiny, tiny_sif):
+def test_an_image_as_recorded_is_verified_in_one_line(tiny, tiny_sif):
     for image in (tiny / "build/hpctrain-cpu.tar", tiny_sif, "localhost/hpctrain:cpu"):
         store = {"CONTAINERS_STORAGE_CONF": f"{tiny.parent}/store/storage.conf"}
         record = [tiny / "build/hpctrain-cpu.provenance.json"] * (image != tiny / "build/hpctrain-cpu.tar")
@@ -193,14 +196,14 @@ def test_what_is_as_recorded_is_said_in_one_line(tiny, tiny_sif):
 
 
 def flipped(source, target, at):
-    """A copy with one bit changed."""
+    """A copy with one bit flipped."""
     data = bytearray(source.read_bytes())
     data[at] ^= 1
     target.write_bytes(data)
     return target
 
 
-def test_what_is_not_as_recorded_is_named(tiny, tiny_sif, tmp_path):
+def test_an_image_that_differs_from_its_record_is_named(tiny, tiny_sif, tmp_path):
     tar, record = tiny / "build/hpctrain-cpu.tar", tiny / "build/hpctrain-cpu.provenance.json"
     (tmp_path / "cut.tar").write_bytes(tar.read_bytes()[: tar.stat().st_size // 2])
     (tmp_path / "cut.sif").write_bytes(tiny_sif.read_bytes()[: tiny_sif.stat().st_size // 2])
@@ -215,19 +218,19 @@ def test_what_is_not_as_recorded_is_named(tiny, tiny_sif, tmp_path):
     (tmp_path / "list.json").write_text((tiny / "build/hpctrain-cpu.spdx.json").read_text())
     for image, its_record, said in [
         (tmp_path / "cut.tar", record, "is cut short or damaged"),
-        (tmp_path / "cut.sif", record, "is not what"),
-        (tmp_path / "stub.sif", record, "stub.sif is not what"),
-        (tmp_path / "empty.sif", record, "is no OCI archive"),
-        (flipped(tar, tmp_path / "load.tar", tar.read_bytes().index(b"RepoTags")), record, "all packages are those"),
+        (tmp_path / "cut.sif", record, "differs from"),
+        (tmp_path / "stub.sif", record, "stub.sif differs from"),
+        (tmp_path / "empty.sif", record, "is not an OCI archive"),
+        (flipped(tar, tmp_path / "load.tar", tar.read_bytes().index(b"RepoTags")), record, "all packages are as recorded"),
         (flipped(tar, tmp_path / "flipped.tar", layer + 20), record, "is damaged or was changed"),
-        (flipped(tiny_sif, tmp_path / "flipped.sif", -1000), record, "flipped.sif is not what"),
-        (flipped(tiny_sif, tmp_path / "time.sif", 72), record, "time.sif is not what"),
-        (flipped(tiny_sif, tmp_path / "offset.sif", 4096 + 17 + 7), record, "offset.sif is not what"),
+        (flipped(tiny_sif, tmp_path / "flipped.sif", -1000), record, "flipped.sif differs from"),
+        (flipped(tiny_sif, tmp_path / "time.sif", 72), record, "time.sif differs from"),
+        (flipped(tiny_sif, tmp_path / "offset.sif", 4096 + 17 + 7), record, "offset.sif differs from"),
         (tar, tmp_path / "other.json", "is the record of hpctrain cu130 with openmpi"),
         (tiny_sif, tmp_path / "other.json", "is the record of hpctrain cu130 with openmpi"),
-        (tar, tmp_path / "list.json", "is no record of an hpctrain image"),
-        (tar, tmp_path / "none.json", "is no record of an hpctrain image"),
-        (tmp_path / "cut.tar", None, "no cut.provenance.json is beside"),
+        (tar, tmp_path / "list.json", "is not the record of an hpctrain image"),
+        (tar, tmp_path / "none.json", "is not the record of an hpctrain image"),
+        (tmp_path / "cut.tar", None, "there is no cut.provenance.json beside"),
         (tmp_path / "none.tar", record, "is neither a file nor an image"),
     ]:  # fmt: skip
         done = verify(image, *([its_record] if its_record else []))
@@ -235,8 +238,8 @@ def test_what_is_not_as_recorded_is_named(tiny, tiny_sif, tmp_path):
         assert done.stderr.startswith("record.py: ") and "Traceback" not in done.stderr
 
 
-def test_the_packages_that_differ_are_named_for_archive_and_sif(tiny, tiny_sif, tmp_path):
-    """Another build of one more, one less and one changed package; the SIF where unsquashfs is, on a machine of the cluster."""
+def test_differing_packages_are_named_for_archive_and_sif(tiny, tiny_sif, tmp_path):
+    """A build with one more, one less and one changed package. The SIF is compared on a node, which has unsquashfs."""
     for kind in ("spdx.json", "provenance.json"):
         shutil.copy(tiny / f"build/hpctrain-cpu.{kind}", tmp_path)
     shutil.copytree(tiny, tmp_path / "other", symlinks=True, ignore=shutil.ignore_patterns("hpctrain-cpu*"))
@@ -246,26 +249,26 @@ def test_the_packages_that_differ_are_named_for_archive_and_sif(tiny, tiny_sif, 
     with (tree / "usr/share/hpctrain/debian.tsv").open("a") as file:
         file.write("zsh\t5.9\tamd64\t\n")
     build(tmp_path / "other", tiny.parent / "store")
-    run("apptainer/build.sh", cwd=tmp_path / "other")
+    run("apptainer/build_sif.sh", cwd=tmp_path / "other")
     record, listed = tmp_path / "hpctrain-cpu.provenance.json", tmp_path / "hpctrain-cpu.spdx.json"
     parameters = json.loads((tmp_path / "other/build/hpctrain-cpu.provenance.json").read_text())
     assert parameters["predicate"]["buildDefinition"]["externalParameters"]["dirty"]
     by_archive = verify(tmp_path / "other/build/hpctrain-cpu.tar", record)
     command = ["python3", "containers/record.py", "verify", "hpctrain-cpu.sif", record]
-    by_sif = run("tests/cluster/cluster.sh", "run", "-b", tmp_path, "--", *command, cwd=tmp_path / "other", check=False)
+    by_sif = run("cluster/cluster.sh", "run", "-b", tmp_path, "--", *command, cwd=tmp_path / "other", check=False)
     for done in (by_archive, by_sif):
         assert done.returncode == 1
         lines = [line.strip() for line in done.stderr.splitlines()[1:]]
-        assert lines[0] == "deb zsh: 5.9; in the record missing"
-        assert lines[1].startswith("pypi horovod: missing; in the record 0.28.1 ")
-        assert lines[2].startswith("pypi pyyaml: 6.1 ") and "in the record 6.0 ccc" in lines[2]
+        assert lines[0] == "deb zsh: 5.9; recorded: missing"
+        assert lines[1].startswith("pypi horovod: missing; recorded: 0.28.1 ")
+        assert lines[2].startswith("pypi pyyaml: 6.1 ") and "recorded: 6.0 ccc" in lines[2]
         assert len(lines) == 3
     listed.write_text(listed.read_text().replace("libc6", "musl"))
     done = verify(tmp_path / "other/build/hpctrain-cpu.tar", record)
-    assert done.returncode == 1 and f"{listed} is not the list of the record" in done.stderr
+    assert done.returncode == 1 and f"{listed} is not the SBOM of the record" in done.stderr
 
 
-def test_an_image_without_its_lists_is_refused_and_the_old_one_stays(tiny, tmp_path):
+def test_an_image_without_its_list_of_packages_is_refused_and_the_old_one_stays(tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "other", symlinks=True)
     (tmp_path / "other/containers/install/tree/usr/share/hpctrain/debian.tsv").unlink()
     done = build(tmp_path / "other", tiny.parent / "store", check=False)
@@ -274,18 +277,18 @@ def test_an_image_without_its_lists_is_refused_and_the_old_one_stays(tiny, tmp_p
     assert not list((tmp_path / "other/build").glob("image.*"))
 
 
-def test_a_sif_is_signed_with_a_key_of_the_user_and_a_changed_one_is_refused(tiny, tiny_sif, tmp_path):
-    """apptainer checks the signature, and our verify sees through it to the file as it was recorded."""
+def test_a_signed_sif_is_verified_and_a_changed_one_is_refused(tiny, tiny_sif, tmp_path):
+    """apptainer checks the signature, and our verify the hash that the file had before it was signed."""
     signed = shutil.copy(tiny_sif, tmp_path / "hpctrain-cpu.sif")
     shutil.copy(tiny / "build/hpctrain-cpu.provenance.json", tmp_path)
 
     def apptainer(*arguments, **options):
         command = ["run", "-b", tmp_path, "-e", f"APPTAINER_CONFIGDIR={tmp_path}/keys", "--", "apptainer", *arguments]
-        return run("tests/cluster/cluster.sh", *command, **options)
+        return run("cluster/cluster.sh", *command, **options)
 
     apptainer("key", "newpair", "--name=A User", "--email=user@example.org", "--comment=", "--password=secret", "--push=false")
     command = f"export APPTAINER_CONFIGDIR={tmp_path}/keys; echo secret | apptainer sign {signed}"
-    run("tests/cluster/cluster.sh", "run", "-b", tmp_path, "--", "sh", "-c", command)
+    run("cluster/cluster.sh", "run", "-b", tmp_path, "--", "sh", "-c", command)
     assert signed.read_bytes() != tiny_sif.read_bytes()
     assert "Verified signature(s)" in apptainer("verify", signed).stderr
     done = verify(signed)
@@ -296,7 +299,7 @@ def test_a_sif_is_signed_with_a_key_of_the_user_and_a_changed_one_is_refused(tin
 
 
 def test_the_record_of_the_image(sif):
-    """The CPU image itself: every wheel is one that the lock allows, and the SIF is the one recorded."""
+    """The CPU image itself: every wheel is in the lock, and the SIF is the recorded one."""
     if not IMAGE_TAR.exists():
         pytest.skip(f"no {IMAGE_TAR.name}: make image")
     path = IMAGE_TAR.with_suffix(".spdx.json")

@@ -1,7 +1,7 @@
-"""What must not be in the image, looked for in the archive that make image has made and in its SIF, file by file; and that
-an ordinary user can use it where nothing in it can be written.
+"""Files that must not be in the image, searched for in the archive and in the SIF file by file; and a read-only image works
+for an ordinary user.
 
-There is no docker daemon where these tests were written: `docker run --user` is podman's here, by an ordinary user.
+There was no docker daemon where these tests were written, so podman of an ordinary user stands for `docker run --user`.
 """
 
 import json
@@ -21,7 +21,7 @@ from slurm_cluster import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
-# what begins a secret, and what it then looks like
+# the start of a secret, and the pattern of the whole
 SECRETS = {
     b"PRIVATE KEY-----": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----(\\n|\s)+[A-Za-z0-9+/]{40}",
     b"AKIA": rb"\bAKIA[0-9A-Z]{16}\b",
@@ -37,10 +37,10 @@ SECRETS = {
 
 @dataclass(frozen=True)
 class File:
-    """A file, folder or link of the image: what tar knows of it, its size in bytes, and what was found in it."""
+    """A file, folder or link of the image: its tar header, its content if small, and the secrets found in it."""
 
     info: tarfile.TarInfo
-    text: bytes | None  # of small files outside of packages
+    text: bytes | None  # for small files outside of site-packages
     found: tuple[bytes, ...]
 
     @property
@@ -50,14 +50,14 @@ class File:
 
 @dataclass(frozen=True)
 class Image:
-    """The configuration, and the files by their absolute names, after all layers."""
+    """The configuration, and the files by absolute path, after all layers are applied."""
 
     config: dict
     files: dict[str, File]
 
 
 def own_words() -> list[bytes]:
-    """What only the machine knows that builds and tests: names, folders and addresses that must not be in the image."""
+    """Names, folders and addresses of this machine, which must not be in the image."""
     words = {str(REPOSITORY), socket.gethostname()}
     words |= {value for name, value in os.environ.items() if re.search("(?i)proxy$|^PIP_(INDEX_URL|FIND_LINKS)|^WHEELS$", name)}
     if shutil.which("pip"):
@@ -80,7 +80,7 @@ def image() -> Image:
                 new = {}
                 for info in layer:
                     path = PurePosixPath("/", info.name)
-                    if path.name.startswith(".wh."):  # a layer's word for: this is not there any more
+                    if path.name.startswith(".wh."):  # a whiteout: the layer removes this file
                         gone = path.parent if path.name == ".wh..wh..opq" else path.parent / path.name[4:]
                         kept = path.name == ".wh..wh..opq"
                         below = f"{gone}/"
@@ -97,7 +97,7 @@ def look(layer: tarfile.TarFile, info: tarfile.TarInfo, own: list[bytes]) -> Fil
     content = layer.extractfile(info).read()
     found = [word for word in own if word in content]
     for start, pattern in SECRETS.items():
-        if start in content:  # many times as fast as the pattern
+        if start in content:  # much faster than the pattern
             found += [match[0] for match in re.finditer(pattern, content)]
     return File(info, content if "site-packages" not in info.name and info.size < 100_000 else None, tuple(found))
 
@@ -106,7 +106,7 @@ def names(image: Image, condition: Callable[[str, File], object]) -> list[str]:
     return sorted(name for name, file in image.files.items() if condition(name, file))
 
 
-def test_nothing_is_privileged_and_nothing_open(image):
+def test_nothing_is_privileged_or_writable_by_everyone(image):
     assert len(image.files) > 20_000
     assert names(image, lambda _, file: file.info.isfile() and file.mode & 0o6000) == []
     assert names(image, lambda _, file: any("security.capability" in key for key in file.info.pax_headers)) == []
@@ -116,8 +116,8 @@ def test_nothing_is_privileged_and_nothing_open(image):
     assert names(image, lambda _, file: file.info.isblk() or file.info.ischr()) == []
 
 
-def test_all_is_of_root_and_can_be_read(image):
-    """The groups are Debian's own; what is closed is what Debian closes, and holds nothing that a user needs."""
+def test_all_files_belong_to_root_and_are_readable(image):
+    """The groups are Debian's own. Only files that Debian closes are closed, and a user needs none of them."""
     assert names(image, lambda _, file: file.info.uid != 0) == ["/var/cache/apt/archives/partial"]
     assert names(image, lambda name, file: name.startswith("/opt/") and (file.info.uid or file.info.gid)) == []
     closed = names(image, lambda _, file: not file.mode & 0o004 or (file.info.isdir() and not file.mode & 0o001))
@@ -125,25 +125,28 @@ def test_all_is_of_root_and_can_be_read(image):
     assert [name for name in closed if not re.fullmatch(debian, name)] == []
 
 
-def test_no_secret_and_nothing_of_the_machine_that_built_it(image):
+def test_no_secret_and_no_name_of_the_build_machine(image):
     assert [(name, file.found) for name, file in image.files.items() if file.found] == []
     assert [word for word in own_words() if word.decode() in json.dumps(image.config)] == []
     environment = {line.partition("=")[0] for line in image.config["config"]["Env"]}
     assert environment == set(re.findall(r"^ENV (\w+)=", (REPOSITORY / "containers/Dockerfile").read_text(), re.M))
     for name in ("/etc/hostname", "/etc/resolv.conf", "/etc/hosts", "/etc/machine-id"):
         assert name not in image.files or image.files[name].text == b"", name
-    empty = r"/(src|wheels).*|/(home|tmp|mnt|media|run/secrets|usr/local/share/ca-certificates)/.+|/root/(?!\.bashrc|\.profile).+"
+    empty = (
+        r"/(src|wheels|compiled).*|/(home|tmp|mnt|media|srv|run/secrets|usr/local/share/ca-certificates)/.+"
+        r"|/root/(?!\.bashrc|\.profile).+"
+    )
     assert names(image, lambda name, _: re.fullmatch(empty, name)) == []
     private = r".*/(\.netrc|\.pypirc|pip\.conf|\.git-credentials|auth\.json|ssh_host_\w+|id_(rsa|ecdsa|ed25519))"
     assert names(image, lambda name, _: re.fullmatch(private, name)) == []
-    # the certificates that the build was given: those that the image has are Debian's
+    # The build got certificates from the host; those in the image are Debian's.
     trusted = image.files["/etc/ssl/certs/ca-certificates.crt"].info.size
     debian = names(image, lambda name, _: re.fullmatch("/usr/share/ca-certificates/mozilla/.*", name))
     assert trusted == sum(image.files[name].info.size for name in debian) > 100_000
 
 
 def test_no_leftovers(image):
-    """Nothing that only an installer, a compiler or a manual needs, and no bytecode that Python would not take."""
+    """Nothing that only an installer, a compiler or a manual needs, and no bytecode that Python would reject."""
     left = (
         r".*\.(a|o|la|cmake|pc|pxd|pyx)|/usr/include/.+|.*/bin/(gcc|cc|c\+\+|g\+\+|ld|as|make|cmake)(-[0-9]+)?"
         r"|/var/lib/apt/lists/.+|/var/cache/apt/.*(\.deb|\.bin)|.*/\.cache/.*|/var/log/(apt|dpkg).*|/var/lib/.*-old"
@@ -157,7 +160,7 @@ def test_no_leftovers(image):
 
 
 def test_python_trusts_the_bytecode_of_its_library(cluster):
-    """It names no date, which would be another one in an image, where all files have the same."""
+    """It names no time, because all files of an image get another one."""
     code = (
         "import pathlib; found = [p for p in pathlib.Path('/usr/lib/python3.11').rglob('*.pyc')];"
         "print(len(found), sum(p.read_bytes()[4] != 1 for p in found))"
@@ -167,8 +170,8 @@ def test_python_trusts_the_bytecode_of_its_library(cluster):
     assert total > 600 and dated == 0
 
 
-def test_the_sif_has_no_more_than_the_image(cluster, image):
-    """Neither privileged nor open files, and no other ones than Apptainer's own."""
+def test_the_sif_has_only_the_files_of_the_image(cluster, image):
+    """No privileged and no writable files, and no additional files but Apptainer's own."""
     find = "find / -xdev \\( -path /proc -o -path /sys -o -path /dev -o -path /project \\) -prune -o -printf '%m %y %p\\n'"
     sif = ["apptainer", "exec", "--contain", "/project/hpctrain-cpu.sif"]
     said = cluster.exec("n1", *sif, "sh", "-c", find, user="alice", check=False).stdout
@@ -181,8 +184,8 @@ def test_the_sif_has_no_more_than_the_image(cluster, image):
     assert [path for path in found if path not in image.files and not re.fullmatch(apptainer, path)] == []
 
 
-def test_a_user_without_a_name_in_a_container_that_cannot_be_written(cluster, podman_image):
-    """podman run --user 1000 --read-only: no entry in /etc/passwd, no home, no network, only podman's /tmp is writable."""
+def test_a_user_without_a_name_in_a_read_only_container(cluster, podman_image):
+    """podman run --user 1000 --read-only: no entry in /etc/passwd, no home, no network; only podman's /tmp is writable."""
     options = ["--user=1000:1000", "--read-only", "--network=none", "--cap-drop=all", "--security-opt=no-new-privileges"]
     script = "id -u; touch /opt/hpctrain/x /x 2>&1; hpctrain train_ddp --epochs 1 --out /tmp/out; ls /tmp/out"
     done = cluster.exec(
@@ -195,7 +198,7 @@ def test_a_user_without_a_name_in_a_container_that_cannot_be_written(cluster, po
 
 
 def test_training_writes_nothing_into_the_image(cluster, podman_image):
-    """Even where it may: as root of the container, which `docker run` takes by default."""
+    """Not even as root of the container, the default of `docker run`."""
     script = "touch /tmp/before; hpctrain train_ddp --epochs 1 --out /tmp/out && find / -xdev -newer /tmp/before ! -path '/tmp*'"
     run = ["podman-hpc", "run", "--rm", "--network=none", "hpctrain:cpu", "sh", "-c", script]
     done = cluster.exec("n1", *run, user="alice", env=podman_image)

@@ -1,10 +1,10 @@
-"""The trainers as users start them: alone, on the ranks of a real torchrun, and Horovod's in the image."""
+"""The trainers in one process and on two ranks, and train_horovod in the image. What launchers do is in tests/test_matrix.py."""
 
 import argparse
-import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 import torch
-from conftest import SIF
+import warm_start
+from conftest import SIF, write_digits
 
 from hpctrain.vision import recipe
 from hpctrain.vision.model import ResNet50
@@ -22,33 +23,32 @@ from hpctrain.vision.train_horovod import learning_rate
 from hpctrain.world import World
 
 SRC = slurm_cluster.REPOSITORY / "src"
-ALONE = [sys.executable, "-m", "hpctrain"]
-
-
-def torchrun(ranks):
-    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--log-dir=logs", "-m", "hpctrain"]
+PYTHON = [sys.executable, "-m", "hpctrain"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--log-dir=logs"]
 
 
 def run(launcher, *args, cwd, **env):
-    # One thread a rank, as torchrun sets it: sums in another order would be other weights.
-    return subprocess.run(
-        [*launcher, *map(str, args)],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    """Run hpctrain by the words of a launcher, or on a number of ranks that have their imports behind them."""
+    words, env = list(map(str, args)), os.environ | env
+    if isinstance(launcher, int):
+        ranks = [warm_start.Rank(words, env)] if launcher == 1 else warm_start.torchrun_ranks(launcher, words, env)
+        return warm_start.run(ranks, cwd)
+    return subprocess.run([*launcher, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 def train(launcher, *args, cwd, trainer="train_ddp", **env):
+    """Train on few digits, unless --data is given; returns the output."""
+    if "--data" not in args:
+        args = ("--data", "digits", *args)
+        if not (cwd / "digits").exists():
+            write_digits(cwd / "digits")
     done = run(launcher, trainer, *args, cwd=cwd, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def in_image(*command, **env):
-    """A launcher inside the image, where Horovod is, with the sources as they are now."""
+    """A launcher inside the image, which has Horovod, with the current sources."""
     env = {
         "PYTHONPATH": SRC, "OMP_NUM_THREADS": 1, "HOROVOD_FUSION_THRESHOLD": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29517,
         "OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1, **env,
@@ -77,32 +77,24 @@ def weights(folder, epoch):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two epochs on digits with the same global batch: by one process, by two ranks, and by two ranks again."""
+    """Two epochs on digits with the same global batch: in one process, on two ranks, and on two ranks of a real torchrun."""
     cwd = tmp_path_factory.mktemp("runs")
-    for name, launcher in (("one", ALONE), ("two", torchrun(2)), ("again", torchrun(2))):
+    for name, launcher in (("one", 1), ("two", 2), ("again", [*TORCHRUN, "-m", "hpctrain"])):
         train(launcher, "--epochs", 2, "--out", name, cwd=cwd)
     return cwd
 
 
 @pytest.fixture
 def few(tmp_path):
-    """An MNIST of 16 and 6 images, for a ResNet-50 on a CPU."""
-    folder = tmp_path / "few"
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(0)
-    for part, n in (("train", 16), ("t10k", 6)):
-        for name, sizes, limit in (("images-idx3", (n, 28, 28), 256), ("labels-idx1", (n,), 10)):
-            header = bytes([0, 0, 8, len(sizes)]) + b"".join(size.to_bytes(4, "big") for size in sizes)
-            content = torch.randint(limit, sizes, dtype=torch.uint8, generator=generator).numpy().tobytes()
-            (folder / f"{part}-{name}-ubyte.gz").write_bytes(gzip.compress(header + content))
-    return folder
+    """16 and 6 images, for a ResNet-50 on a CPU."""
+    return write_digits(tmp_path / "few", 16, 6)
 
 
 @pytest.mark.slow
 def test_two_ranks_give_the_weights_of_one_process(tmp_path):
-    """To float tolerance, while few steps have been taken: rounding errors grow with each (a ReLU flips here and there)."""
-    for name, launcher in (("one", ALONE), ("two", torchrun(2))):
-        train(launcher, "--epochs", 2, "--batch-size", 478, "--out", name, cwd=tmp_path)
+    """To float tolerance after few steps: rounding errors grow with each step, as ReLUs switch."""
+    for name, launcher in (("one", 1), ("two", 2)):
+        train(launcher, "--epochs", 2, "--batch-size", 106, "--out", name, cwd=tmp_path)
     one, two = weights(tmp_path / "one", 2), weights(tmp_path / "two", 2)
     assert list(one) == list(two)  # no "module." to strip
     for name in one:
@@ -114,21 +106,21 @@ def test_the_same_command_gives_the_same_weights_bit_for_bit(runs):
     assert result(runs / "two")["weights_sha256"] == result(runs / "again")["weights_sha256"]
 
 
-@pytest.mark.parametrize(("name", "launcher"), [("one", ALONE), pytest.param("two", torchrun(2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "launcher"), [("one", 1), pytest.param("two", 2, marks=pytest.mark.slow)])
 def test_an_epoch_resumed_is_bit_for_bit_one_that_was_not_interrupted(runs, tmp_path, name, launcher):
     train(launcher, "--epochs", 1, "--out", tmp_path / "half", cwd=tmp_path)
     out = train(launcher, "--epochs", 2, "--resume", tmp_path / "half", cwd=tmp_path)
     assert "resuming after epoch 1" in out
     assert result(tmp_path / "half")["weights_sha256"] == result(runs / name)["weights_sha256"]
-    # The metrics go on where they stopped, and the first configuration is still there.
+    # The metrics continue where they stopped, and the first configuration is kept.
     assert [line["epoch"] for line in metrics(tmp_path / "half") if "test_accuracy" in line] == [1, 2]
     assert json.loads((tmp_path / "half" / "config.json").read_text())["options"]["epochs"] == 1
     assert json.loads((tmp_path / "half" / "config.2.json").read_text())["options"]["epochs"] == 2
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(runs, tmp_path):
-    out = train(ALONE, "--epochs", 3, "--resume", runs / "two", "--out", tmp_path / "more", cwd=tmp_path)
+def test_a_checkpoint_of_two_ranks_is_resumed_in_one_process(runs, tmp_path):
+    out = train(1, "--epochs", 3, "--resume", runs / "two", "--out", tmp_path / "more", cwd=tmp_path)
     assert "resuming after epoch 2" in out
     assert not (runs / "two" / "checkpoints" / "epoch-0003.pt").exists()
 
@@ -142,8 +134,8 @@ def test_the_run_folder(runs):
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert any((folder / "tensorboard").iterdir())
     assert metrics(folder)[0].keys() >= {"epoch", "step", "seconds", "train_loss", "examples_per_s"}
-    # Every one of the 360 test examples is counted once: the accuracy is a whole number of them.
-    correct = result(folder)["test_accuracy"] * 360
+    # Each of the 80 test examples counts once: the accuracy is a multiple of 1 / 80.
+    correct = result(folder)["test_accuracy"] * 80
     assert correct == pytest.approx(round(correct), abs=1e-6)
 
 
@@ -168,23 +160,24 @@ def same_metrics(one, other):
 
 @pytest.mark.slow
 def test_lightning_on_two_ranks_gives_the_weights_and_metrics_of_ddp_bit_for_bit(runs, tmp_path):
-    out = train(torchrun(2), "--epochs", 2, "--out", "run", cwd=tmp_path, trainer="train_lightning")
+    out = train(2, "--epochs", 2, "--out", "run", cwd=tmp_path, trainer="train_lightning")
     assert result(tmp_path / "run")["weights_sha256"] == result(runs / "two")["weights_sha256"]
     assert same_metrics(tmp_path / "run", runs / "two")
-    assert "epoch 2 step 88  test_loss" in out and (tmp_path / "run" / "curves.png").exists()
+    assert "epoch 2 step 20  test_loss" in out and (tmp_path / "run" / "curves.png").exists()
     assert list(weights(tmp_path / "run", 2)) == list(weights(runs / "two", 2))
 
 
 @pytest.mark.slow
-def test_lightning_says_nothing_of_its_own(runs, tmp_path):
-    done = run(ALONE, "train_lightning", "--epochs", 2, "--out", "run", cwd=tmp_path)
+def test_lightning_prints_nothing_of_its_own(runs, tmp_path):
+    write_digits(tmp_path / "digits")
+    done = run(PYTHON, "train_lightning", "--data", "digits", "--epochs", 2, "--out", "run", cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == "" and "Tip" not in done.stdout
     assert result(tmp_path / "run")["weights_sha256"] == result(runs / "one")["weights_sha256"]
 
 
 @pytest.mark.slow
 def test_sigterm_ends_lightning_at_once(tmp_path):
-    command = [*ALONE, "train_lightning", "--epochs", "500", "--out", "run"]
+    command = [*PYTHON, "train_lightning", "--epochs", "500", "--out", "run"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert any(line.startswith("epoch 1 ") for line in process.stdout)
         process.terminate()
@@ -192,33 +185,38 @@ def test_sigterm_ends_lightning_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_bf16_is_another_computation_and_the_same_in_lightning(runs, tmp_path):
-    for trainer in ("train_ddp", "train_lightning"):
-        train(ALONE, "--epochs", 2, "--precision", "bf16", "--out", trainer, cwd=tmp_path, trainer=trainer)
-    ddp, lightning = (result(tmp_path / trainer) for trainer in ("train_ddp", "train_lightning"))
-    assert ddp["weights_sha256"] == lightning["weights_sha256"] != result(runs / "one")["weights_sha256"]
-    assert ddp["test_loss"] == pytest.approx(result(runs / "one")["test_loss"], rel=0.2)
-    assert weights(tmp_path / "train_ddp", 2)["conv1.weight"].dtype == torch.float32
+def test_bf16_is_another_computation_and_the_same_in_lightning(few, tmp_path):
+    """On few images: convolutions in bf16 are slow on a CPU that cannot compute in it."""
+    cases = [("fp32", "train_ddp", ()), ("bf16", "train_ddp", ("--precision", "bf16"))]
+    for name, trainer, options in [*cases, ("lightning", "train_lightning", cases[1][2])]:
+        train(1, "--data", few, "--batch-size", 8, "--epochs", 2, *options, "--out", name, cwd=tmp_path, trainer=trainer)
+    fp32, bf16, lightning = (result(tmp_path / name) for name in ("fp32", "bf16", "lightning"))
+    assert bf16["weights_sha256"] == lightning["weights_sha256"] != fp32["weights_sha256"]
+    assert bf16["test_loss"] == pytest.approx(fp32["test_loss"], rel=0.2)
+    assert weights(tmp_path / "bf16", 2)["conv1.weight"].dtype == torch.float32
 
 
 @pytest.mark.slow
 def test_data_parallel_in_one_process(runs, tmp_path):
-    """On a CPU it hands the batch through; the checkpoint has no "module."."""
-    train(ALONE, "--epochs", 2, "--strategy", "dp", "--out", "run", cwd=tmp_path)
+    """On a CPU, DataParallel calls the model directly. The checkpoint has no "module." in its names."""
+    train(1, "--epochs", 2, "--strategy", "dp", "--out", "run", cwd=tmp_path)
     assert result(tmp_path / "run")["weights_sha256"] == result(runs / "one")["weights_sha256"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "alone", "two"),
-    [("train_ddp", ALONE, torchrun(2)), ("train_lightning", ALONE, torchrun(2)), ("train_horovod", HOROVOD_ALONE, HOROVOD_TWO)],
+    [("train_ddp", 1, 2), ("train_lightning", 1, 2), ("train_horovod", HOROVOD_ALONE, HOROVOD_TWO)],
 )
 def test_a_checkpoint_goes_from_two_ranks_to_one_and_back(runs, sif, tmp_path, trainer, alone, two):
-    """In one and the other order; both end near the run that was not interrupted, and the same number of ranks exactly at it."""
-    for first, second in ((alone, two), (two, alone), (two, two)):
-        name = f"{'two' if first is two else 'one'}-{'two' if second is two else 'one'}"
-        train(first, "--epochs", 1, "--out", name, cwd=tmp_path, trainer=trainer)
-        out = train(second, "--epochs", 2, "--resume", name, cwd=tmp_path, trainer=trainer)
+    """In both directions; both end near the uninterrupted run, and the same number of ranks gives exactly its weights."""
+    launchers = {"one": alone, "two": two}
+    for name, launcher in launchers.items():
+        train(launcher, "--epochs", 1, "--out", name, cwd=tmp_path, trainer=trainer)
+    for first, second in (("one", "two"), ("two", "one"), ("two", "two")):
+        name = f"{first}-{second}"
+        shutil.copytree(tmp_path / first, tmp_path / name)
+        out = train(launchers[second], "--epochs", 2, "--resume", name, cwd=tmp_path, trainer=trainer)
         assert "resuming after epoch 1" in out
         assert result(tmp_path / name)["test_loss"] == pytest.approx(result(runs / "two")["test_loss"], rel=0.05)
         assert not any(key.startswith("module.") for key in weights(tmp_path / name, 2))
@@ -234,9 +232,7 @@ def test_resnet50_is_resnet50():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("trainer", "launcher"), [("train_ddp", torchrun(2)), ("train_lightning", torchrun(2)), ("train_horovod", HOROVOD_TWO)]
-)
+@pytest.mark.parametrize(("trainer", "launcher"), [("train_ddp", 2), ("train_lightning", 2), ("train_horovod", HOROVOD_TWO)])
 def test_resnet50_is_saved_as_it_was_measured(few, sif, tmp_path, trainer, launcher):
     """The metrics of two ranks, whose statistics differ, are those of the one model in the checkpoint."""
     args = ("--model", "resnet50", "--data", few, "--batch-size", 8, "--epochs", 1, "--out", "run")
@@ -253,7 +249,7 @@ def test_resnet50_is_saved_as_it_was_measured(few, sif, tmp_path, trainer, launc
     assert result(tmp_path / "run")["test_loss"] == pytest.approx(loss, rel=1e-4)
     optimizer = torch.load(tmp_path / "run/checkpoints/epoch-0001.pt", weights_only=True)
     state = optimizer["optimizer"] if "optimizer" in optimizer else optimizer["optimizer_states"][0]
-    assert all(s["step"] == 2 for s in state["state"].values())  # Adam has counted the steps that were taken, and no more
+    assert all(s["step"] == 2 for s in state["state"].values())  # Adam has counted the steps of training only
 
 
 @pytest.mark.slow
@@ -276,7 +272,7 @@ def test_horovod_gives_the_weights_and_metrics_of_ddp_under_every_launcher(runs,
 
 @pytest.mark.slow
 def test_the_options_of_horovod(runs, sif, tmp_path):
-    """A step of two batches of 16 is one of a batch of 32; 16-bit gradients are near; Adasum trains."""
+    """A step of two batches of 16 equals one of 32; 16-bit gradients give a similar loss; Adasum trains."""
 
     def loss(name, *args, launcher=HOROVOD_TWO):
         train(launcher, "--epochs", 2, *args, "--out", name, cwd=tmp_path, trainer="train_horovod")
@@ -288,7 +284,7 @@ def test_the_options_of_horovod(runs, sif, tmp_path):
     halves = loss("fp16", "--fp16-allreduce")
     assert halves != exact and halves == pytest.approx(exact, rel=0.1)
     mpi = in_image("mpirun", "-np", "2", "python", "-m", "hpctrain", HOROVOD_CONTROLLER="mpi")
-    assert loss("adasum", "--use-adasum", launcher=mpi) < 0.5
+    assert loss("adasum", "--data", write_digits(tmp_path / "all", 1437, 360), "--use-adasum", launcher=mpi) < 0.5
 
 
 def test_the_learning_rate_warms_up_step_by_step_and_then_decays():
@@ -304,26 +300,45 @@ def test_the_learning_rate_warms_up_step_by_step_and_then_decays():
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["plain_ddp.py", "plain_lightning.py"])
 def test_scripts_of_users(script):
-    done = run(torchrun(2)[:-2], Path(__file__).parent / "scripts" / script, cwd=Path("/tmp"))
+    done = run(TORCHRUN, Path(__file__).parent / "scripts" / script, cwd=Path("/tmp"))
     said = re.findall(r"rank (\d) of 2 loss ([\d.]+)", done.stdout)
     assert sorted(rank for rank, _ in said) == ["0", "1"] and len({loss for _, loss in said}) == 1, done.stderr
 
 
 def test_check():
-    for launcher, ranks in ((ALONE, 1), (torchrun(2), 2)):
+    for launcher, ranks in ((PYTHON, 1), ([*TORCHRUN, "-m", "hpctrain"], 2)):
         done = run(launcher, "check", cwd=Path("/tmp"))
         assert done.returncode == 0, done.stderr
         assert f"check passed: {ranks} ranks on 1 hosts" in done.stdout
         assert f"rank {ranks - 1} of {ranks}" in done.stdout
 
 
-def test_a_meeting_point_that_is_not_set_is_said(tmp_path):
+def test_a_missing_main_address_is_an_error(tmp_path):
     step = {
         "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0",
         "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
     }  # fmt: skip
-    done = run(ALONE, "train_ddp", cwd=tmp_path, **step)
+    done = run(1, "train_ddp", cwd=tmp_path, **step)
     assert done.returncode == 1 and "MASTER_ADDR and MASTER_PORT are not set" in done.stderr
+
+
+def test_train_single_under_srun_is_an_error_with_the_right_command(tmp_path):
+    """Rank 0 prints it. Rank 1 exits quietly, so that srun does not kill rank 0 before that."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    done = [run(1, "train_single", cwd=tmp_path, SLURM_PROCID=rank, SLURM_LOCALID=rank, **step) for rank in "01"]
+    message = "train_single trains in one process, but srun started 2: use train_ddp, or srun --ntasks=1"
+    assert [(each.returncode, each.stdout, each.stderr) for each in done] == [
+        (2, "", f"hpctrain: error: {message}\n"),
+        (0, "", ""),
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_single_trains_as_train_ddp_does(runs, tmp_path):
+    train(1, "--epochs", 2, "--out", "single", cwd=tmp_path, trainer="train_single")
+    assert result(tmp_path / "single")["weights_sha256"] == result(runs / "one")["weights_sha256"]
+    done = run(1, "train_single", "--help", cwd=tmp_path)
+    assert done.stdout.startswith("usage: hpctrain train_single ") and "--strategy" in done.stdout
 
 
 BAD_INPUT = [
@@ -331,10 +346,15 @@ BAD_INPUT = [
     (["train_ddp", "--epochs", "none"], 2, "argument --epochs: invalid int value: 'none'"),
     (["train_ddp", "--epochs", "0"], 2, "0 is not above zero"),
     (["train_ddp", "--lr", "nan"], 2, "nan is not above zero"),
+    (["train_ddp", "--lr", "inf"], 2, "inf is not finite"),
     (["train_ddp", "--bogus"], 2, "unrecognized arguments: --bogus"),
-    (["train_lightning", "--devices", "4"], 2, "--devices 4, but without a launcher there is 1 rank on this node"),
-    (["train_horovod", "--use-adasum", "--gradient-predivide-factor", "2"], 2, "take one of the two"),
-    (["train_horovod"], 1, "Horovod cannot be imported (No module named 'horovod'): it is in the image"),
+    (
+        ["train_lightning", "--devices", "4"],
+        2,
+        "--devices 4, but without a launcher there is 1 rank on this node: make them equal",
+    ),
+    (["train_horovod", "--use-adasum", "--gradient-predivide-factor", "2"], 2, "use one of the two"),
+    (["train_horovod"], 1, "Horovod cannot be imported (No module named 'horovod'): run this in the container"),
     (["train_ddp", "--batch-size", "1438"], 2, "--batch-size 1438 is more than the 1437 training examples"),
     (["train_ddp", "--data", "nowhere"], 1, "nowhere: no such folder"),
     (["train_ddp", "--resume", "nowhere"], 1, "nowhere: no checkpoint to resume from"),
@@ -344,7 +364,7 @@ BAD_INPUT = [
 
 @pytest.mark.parametrize(("args", "status", "message"), BAD_INPUT)
 def test_bad_input_is_one_line(tmp_path, args, status, message):
-    done = run(ALONE, *args, cwd=tmp_path)
+    done = run(1, *args, cwd=tmp_path)
     assert done.returncode == status
     assert done.stderr.startswith("hpctrain: error:") and done.stderr.count("\n") == 1 and message in done.stderr
 
@@ -354,62 +374,67 @@ def test_bad_input_is_one_line(tmp_path, args, status, message):
     ("args", "message"),
     [
         (["no_such_trainer"], "there is no command 'no_such_trainer'"),
-        (["train_ddp", "--batch-size", "33"], "2 ranks cannot share it evenly: take a multiple of 2, such as 32"),
+        (["train_ddp", "--batch-size", "33"], "2 ranks cannot share it evenly: use a multiple of 2, such as 32"),
         (["train_ddp", "--data", "nowhere"], "nowhere: no such folder"),
         (["train_ddp", "--out", "/proc/run"], "/proc/run: cannot be written"),
         (["train_ddp", "--strategy", "dp"], "--strategy dp is for one process, but torchrun started 2"),
+        (
+            ["train_single", "--epochs", "1"],
+            "train_single trains in one process, but torchrun started 2: use train_ddp, or start",
+        ),
         (["train_lightning", "--devices", "4"], "--devices 4, but torchrun started 2 ranks on this node"),
         (["train_lightning", "--batch-size", "33"], "2 ranks cannot share it evenly"),
         (["train_horovod", "--use-adasum"], "--use-adasum needs MPI"),
     ],
 )
-def test_one_of_two_ranks_says_what_is_wrong(tmp_path, args, message):
-    done = run(torchrun(2), *args, cwd=tmp_path)
+def test_one_of_two_ranks_prints_the_error(tmp_path, args, message):
+    done = run(2, *args, cwd=tmp_path)
     said = [line for line in done.stderr.splitlines() if "hpctrain: error:" in line]
     assert len(said) == 1 and message in said[0], done.stderr
-    # torchrun adds a traceback of its own, but there is none of ours.
+    # torchrun prints its own traceback; hpctrain prints none.
     assert done.returncode != 0 and "hpctrain/__main__.py" not in done.stderr
 
 
 def test_nothing_of_an_earlier_run_is_overwritten(runs, tmp_path):
     before = {path: path.read_bytes() for path in (runs / "one").rglob("*") if path.is_file()}
-    done = run(ALONE, "train_ddp", "--out", runs / "one", cwd=tmp_path)
+    done = run(1, "train_ddp", "--out", runs / "one", cwd=tmp_path)
     assert done.returncode == 1 and "holds a run already" in done.stderr
     assert before == {path: path.read_bytes() for path in (runs / "one").rglob("*") if path.is_file()}
 
 
 @pytest.mark.slow
-def test_a_job_that_slurm_runs_again_goes_on(tmp_path):
+def test_a_job_that_slurm_requeues_is_resumed(tmp_path):
     slurm = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "1"}
-    train(ALONE, "--epochs", 1, cwd=tmp_path, **slurm)
-    out = train(ALONE, "--epochs", 2, cwd=tmp_path, SLURM_RESTART_COUNT="1", **slurm)
+    train(1, "--epochs", 1, cwd=tmp_path, **slurm)
+    out = train(1, "--epochs", 2, cwd=tmp_path, SLURM_RESTART_COUNT="1", **slurm)
     assert "resuming after epoch 1 of runs/train_ddp/17/checkpoints/epoch-0001.pt" in out
     another_job = slurm | {"SLURM_JOB_ID": "18", "SLURM_RESTART_COUNT": "1"}
     for env in (slurm, another_job):
-        done = run(ALONE, "train_ddp", "--out", "runs/train_ddp/17", cwd=tmp_path, **env)
+        done = run(1, "train_ddp", "--out", "runs/train_ddp/17", cwd=tmp_path, **env)
         assert done.returncode == 1 and "holds a run already" in done.stderr
 
 
 def test_a_bar_on_a_terminal(tmp_path):
-    command = f"stty cols 120 rows 30; {sys.executable} -m hpctrain train_ddp --epochs 1 --batch-size 8 --out run"
+    command = f"stty cols 120 rows 30; {sys.executable} -m hpctrain train_ddp --data digits --epochs 1 --batch-size 8 --out run"
+    write_digits(tmp_path / "digits")
     done = subprocess.run(["script", "-qec", command, "/dev/null"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and re.search(r"epoch 1: +\d+%\|.*step/s.*train_loss", done.stdout)
 
 
 def test_help():
     for args in (["--help"], ["train_ddp", "--help"], ["check", "--help"], ["plot", "--help"]):
-        done = run(ALONE, *args, cwd=Path("/tmp"))
+        done = run(1, *args, cwd=Path("/tmp"))
         assert done.returncode == 0 and "usage: hpctrain" in done.stdout
-    done = run(ALONE, cwd=Path("/tmp"))
+    done = run(1, cwd=Path("/tmp"))
     assert done.returncode == 2
 
 
-def test_a_loss_that_is_no_number_ends_all_ranks_with_one_line(tmp_path):
-    done = run(torchrun(2), "train_ddp", "--epochs", "2", "--lr", "1e30", "--out", "run", cwd=tmp_path)
+def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_line(tmp_path):
+    done = run(2, "train_ddp", "--epochs", "2", "--lr", "1e30", "--out", "run", cwd=tmp_path)
     lines = [line for line in done.stderr.splitlines() if line.startswith("hpctrain: error")]
     assert done.returncode != 0 and len(lines) == 1 and "train_loss is nan" in lines[0], done.stderr
 
 
 def test_plot_of_something_else(tmp_path):
-    done = run(ALONE, "plot", tmp_path, cwd=tmp_path)
+    done = run(1, "plot", tmp_path, cwd=tmp_path)
     assert done.returncode == 1 and "metrics.jsonl cannot be read" in done.stderr

@@ -1,14 +1,19 @@
-"""MNIST files, good and broken; the order of the data and who gets which example."""
+"""MNIST files, intact and malformed; the order of the data, and which rank gets which example."""
 
 import gzip
+import random
 import struct
+import subprocess
+import sys
 
 import numpy
 import pytest
 import torch
 
+from hpctrain.batches import evaluation_batches, steps_per_epoch, training_batches
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.vision import data
-from hpctrain.world import HpctrainError, UsageError, World
+from hpctrain.world import World
 
 
 def world(rank, size):
@@ -48,11 +53,11 @@ def test_plain_and_gz_are_the_same(folder):
     [
         ("train-images-idx3-ubyte", None, "no such file, nor train-images-idx3-ubyte.gz"),
         ("train-images-idx3-ubyte", b"", "begins with nothing"),
-        ("train-images-idx3-ubyte", idx(30, 28, 28)[:-1], "23519 bytes of data where its header says 23520"),
-        ("train-images-idx3-ubyte", idx(30, 28, 28) + b"x", "23521 bytes of data"),
+        ("train-images-idx3-ubyte", idx(30, 28, 28)[:-1], "23519 bytes of data, but its header gives 23520"),
+        ("train-images-idx3-ubyte", idx(30, 28, 28) + b"x", "more than 23520 bytes of data"),
         ("train-images-idx3-ubyte", idx(30), "not an idx file of bytes with 3 dimensions"),
         ("train-images-idx3-ubyte", b"<html>404</html>", "begins with 3c68746d"),
-        ("train-images-idx3-ubyte", idx(30, 28, 27), "not 28 x 28 pixels"),
+        ("train-images-idx3-ubyte", idx(30, 28, 27), "have 28 x 27 pixels, not 28 x 28: "),
         ("train-images-idx3-ubyte", idx(29, 28, 28), "29 images but 30 labels"),
         ("t10k-labels-idx1-ubyte", idx(20, values=[10] * 20), "not digits from 0 to 9"),
     ],
@@ -96,8 +101,8 @@ def test_digits():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_step_takes_the_same_examples_whatever_the_number_of_ranks(size):
-    alone = list(data.batches(100, 24, seed=3, epoch=2, world=world(0, 1)))
-    ranks = [list(data.batches(100, 24, seed=3, epoch=2, world=world(r, size))) for r in range(size)]
+    alone = list(training_batches(100, 24, seed=3, epoch=2, world=world(0, 1)))
+    ranks = [list(training_batches(100, 24, seed=3, epoch=2, world=world(r, size))) for r in range(size)]
     assert len(alone) == 4
     for step, batch in enumerate(alone):
         assert torch.equal(torch.cat([ranks[r][step] for r in range(size)]), batch)
@@ -105,7 +110,7 @@ def test_a_step_takes_the_same_examples_whatever_the_number_of_ranks(size):
 
 def test_the_order_depends_on_seed_and_epoch_alone():
     def order(seed, epoch):
-        return torch.cat(list(data.batches(96, 24, seed, epoch, world(0, 1)))).tolist()
+        return torch.cat(list(training_batches(96, 24, seed, epoch, world(0, 1)))).tolist()
 
     assert order(1, 1) == order(1, 1)
     assert order(1, 1) != order(1, 2) and order(1, 1) != order(2, 1)
@@ -114,15 +119,15 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_evaluation_has_every_example_once(size):
-    seen = torch.cat([index for r in range(size) for index in data.share(100, 8, world(r, size))])
+    seen = torch.cat([index for r in range(size) for index in evaluation_batches(100, 8, world(r, size))])
     assert seen.tolist() == list(range(100))
 
 
 def test_batches_that_cannot_be_shared():
     with pytest.raises(UsageError, match=r"--batch-size 10 .* 4 ranks .* multiple of 4, such as 8"):
-        data.steps_per_epoch(100, 10, world(0, 4))
+        steps_per_epoch(100, 10, world(0, 4))
     with pytest.raises(UsageError, match="--batch-size 128 is more than the 100"):
-        data.steps_per_epoch(100, 128, world(0, 4))
+        steps_per_epoch(100, 128, world(0, 4))
 
 
 def test_images_are_resized_in_the_batch():
@@ -141,3 +146,66 @@ def test_the_digits_are_those_of_scikit_learn():
     assert sorted(labels.tolist()) == sorted(load_digits().target.tolist())
     ink = torch.cat([train.pixels, test.pixels]).double().mean().item()
     assert ink == pytest.approx(load_digits().images.mean() * 255 / 16, rel=1e-3)
+
+
+def memory_after(code, megabytes):
+    """Run code in a process whose address space can grow by this much after its imports; returns its output."""
+    program = f"""
+import resource, sys
+from pathlib import Path
+from hpctrain.errors import HpctrainError
+from hpctrain.vision import data
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + {megabytes} * 2**20,) * 2)
+try:
+    {code}
+except HpctrainError as error:
+    print(error)
+"""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+
+
+def test_a_gz_is_unpacked_no_further_than_its_header_gives(folder):
+    """A .gz of 1 MB that unpacks to 1 GB. Whether the header is honest about that or not, it is refused in little memory."""
+    path = folder / "train-images-idx3-ubyte"
+    path.unlink()
+    chunk = bytes(2**20)
+    cases = (
+        ((30, 28, 28), "more than 23520 bytes of data"),
+        ((2**20, 32, 32), "bytes, packed, but its header gives 1073741824 "),
+    )
+    for sizes, message in cases:
+        with gzip.open(f"{path}.gz", "wb", compresslevel=1) as file:
+            file.write(idx(*sizes, values=[]))
+            for _ in range(1024):
+                file.write(chunk)
+        done = memory_after(f"data.load(Path({str(folder)!r}))", 256)
+        assert done.returncode == 0 and message in done.stdout and done.stdout.count("\n") == 1, done.stderr
+
+
+def test_a_header_that_claims_too_much_allocates_nothing(folder):
+    path = folder / "train-images-idx3-ubyte"
+    path.write_bytes(idx(2**32 - 1, 2**32 - 1, 2**32 - 1, values=[0] * 100))
+    with pytest.raises(HpctrainError, match=f"100 bytes of data, but its header gives {(2**32 - 1) ** 3} "):
+        data.load(folder)
+
+
+def test_damaged_files_are_read_or_refused_in_one_line(folder):
+    """1,000 random changes of bytes and lengths, plain and packed."""
+    path = folder / "t10k-images-idx3-ubyte"
+    good = path.read_bytes()
+    path.unlink()
+    chance = random.Random(1)
+    for number in range(1000):
+        packed = number % 2
+        content = bytearray(gzip.compress(good) if packed else good)
+        for _ in range(chance.randint(1, 4)):
+            content[chance.randrange(64 if chance.random() < 0.7 else len(content))] = chance.randrange(256)
+        del content[chance.randrange(len(content)) if chance.random() < 0.3 else len(content) :]
+        target = path.with_name(path.name + ".gz") if packed else path
+        target.write_bytes(content)
+        try:
+            data.load(folder)
+        except HpctrainError as error:
+            assert str(folder) in str(error) and "\n" not in str(error)
+        target.unlink()

@@ -1,4 +1,4 @@
-"""World from the environments of launchers; the variables are those that each launcher really set, read off real runs."""
+"""The World from the variables of launchers, as recorded from a real run of each, and the rendezvous of real processes."""
 
 import os
 import socket
@@ -8,7 +8,9 @@ import time
 
 import pytest
 
-from hpctrain.world import HpctrainError, World, choose_device, detect, job_id
+from hpctrain import rendezvous
+from hpctrain.errors import HpctrainError
+from hpctrain.world import World, choose_device, detect, job_id
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "17",
@@ -38,7 +40,7 @@ SLURM_STEP = SLURM_BATCH | {
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }
-# OpenMPI's mpirun starts its daemons by srun, one a node: the ranks inherit the step of the daemon
+# Open MPI's mpirun starts one daemon per node with srun: the ranks inherit the step of the daemon
 OPENMPI_IN_SLURM = SLURM_BATCH | {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -49,7 +51,7 @@ OPENMPI_IN_SLURM = SLURM_BATCH | {
     "SLURM_STEP_NUM_TASKS": "1",
     "SLURM_STEP_TASKS_PER_NODE": "1",
 }
-# Hydra of MPICH 5.0 sets these, and Intel MPI 2021's the same
+# set by Hydra of MPICH 5.0 and of Intel MPI 2021
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 HOROVODRUN = {
     "HOROVOD_RANK": "3",
@@ -70,7 +72,7 @@ HOROVODRUN = {
         (TORCHRUN | SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2"}, "torchrun"),
         (HOROVODRUN, "horovodrun"),
         (SLURM_BATCH | HOROVODRUN, "horovodrun"),
-        # the ranks alone, without the address of a server, are no horovodrun
+        # without the address of a server this is not horovodrun
         (SLURM_STEP | {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}, "slurm"),
         (OPENMPI_IN_SLURM, "openmpi"),
         (OPENMPI_IN_SLURM | {"PBS_JOBID": "17.server", "PBS_NODEFILE": "/nowhere"}, "openmpi"),
@@ -79,7 +81,7 @@ HOROVODRUN = {
         (SLURM_STEP, "slurm"),
         (SLURM_STEP | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.17.0", "SLURM_MPI_TYPE": "pmix"}, "slurm"),
         (SLURM_STEP | {"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_MPI_TYPE": "pmi2"}, "slurm"),
-        # what the launch scripts add for plain PyTorch scripts does not make a torchrun
+        # variables that the launch scripts set for plain PyTorch scripts do not make a torchrun
         (SLURM_STEP | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "HPCTRAIN_WORLD_SIZE": "4"}, "slurm"),
     ],
 )
@@ -129,8 +131,8 @@ def test_one_process_in_a_pbs_job_of_several_slots_is_an_error_with_the_right_co
         ({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}, "LOCAL_RANK is ''"),
         (TORCHRUN | {"RANK": "4"}, "contradict"),
         (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE is 'two'"),
-        (SLURM_STEP | {"SLURM_NODEID": "2"}, "counts 2 nodes"),
-        # the wrong PMI: each of four ranks believes to be alone
+        (SLURM_STEP | {"SLURM_NODEID": "2"}, "lists 2 nodes"),
+        # the wrong PMI: each of four ranks gets a world of one
         (MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "HPCTRAIN_WORLD_SIZE": "4"}, "PMI"),
         ({"HPCTRAIN_WORLD_SIZE": "4"}, "started 4 ranks"),
         ({"HPCTRAIN_WORLD_SIZE": "many"}, "HPCTRAIN_WORLD_SIZE is 'many'"),
@@ -139,6 +141,13 @@ def test_one_process_in_a_pbs_job_of_several_slots_is_an_error_with_the_right_co
 def test_broken_variables_are_named(env, message):
     with pytest.raises(HpctrainError, match=message):
         detect(env)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "command"), [("slurm", "srun"), ("openmpi", "mpirun"), ("mpich", "mpiexec"), ("torchrun", "torchrun")]
+)
+def test_errors_name_the_command_that_the_user_typed(launcher, command):
+    assert World(0, 2, 0, 2, 0, 1, launcher).launcher_command == command
 
 
 def test_job_id():
@@ -158,7 +167,7 @@ def test_a_gpu_that_is_not_there():
 
 
 def test_real_torchrun():
-    """Two processes of a real torchrun, so that the table above does not only test itself."""
+    """Two processes of a real torchrun, to check the table above."""
     code = "from hpctrain.world import detect; w = detect(); "
     code += r"print(f'{w.rank} {w.size} {w.local_rank} {w.local_size} {w.launcher}\n', end='')"  # one write
     done = subprocess.run(
@@ -170,19 +179,19 @@ def test_real_torchrun():
     assert sorted(done.stdout.splitlines()) == ["0 2 0 2 torchrun", "1 2 1 2 torchrun"]
 
 
-def meet(ranks, *, size=2, seconds=3, late=None, **env):
-    """Start these ranks of a Slurm step, as real processes that meet within `seconds`; rank `late` sleeps first."""
+def start_ranks(ranks, *, size=2, seconds=3, late=None, **env):
+    """Start these ranks of a Slurm step as real processes, with a join time-out of `seconds`; rank `late` sleeps first."""
     code = """
 import sys, time
 from datetime import timedelta
-import torch, hpctrain.world as w, hpctrain.__main__ as main
+import torch, hpctrain.rendezvous as w, hpctrain.__main__ as main
 w.JOIN_TIMEOUT = timedelta(seconds=int(sys.argv[1]))
 def command(world, _):
     with w.process_group(world, torch.device("cpu")):
         print(sum(w.gather(world, world.rank)))
 sys.modules["meeting"] = type(sys)("meeting")
 sys.modules["meeting"].main = command
-main.COMMANDS["meeting"] = ("meeting", "")
+main.COMMANDS["meeting"] = ("meeting", "use", "")
 if sys.argv.pop(2) == w.os.environ["SLURM_PROCID"]:
     time.sleep(60)
 del sys.argv[1]
@@ -220,46 +229,63 @@ def free_port():
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_at_the_start_is_named_once():
-    """Rank 2 sleeps; rank 0 says so, and rank 1 leaves quietly, so that srun does not kill rank 0 in its sentence."""
-    first, second = meet([0, 1, 2], size=3, late=2, MASTER_PORT=free_port())
-    assert first[0] == 1 and "rank 2 of 3 did not come to localhost:" in first[2] and "(ranks 0-1 did)" in first[2]
+    """Rank 2 sleeps. Rank 0 names it, and rank 1 exits with status 0, so that srun does not kill rank 0 before that."""
+    first, second = start_ranks([0, 1, 2], size=3, late=2, MASTER_PORT=free_port())
+    assert first[0] == 1 and "rank 2 of 3 did not join at localhost:" in first[2] and "(ranks 0-1 did)" in first[2]
     assert first[2].count("\n") == 1
     assert second == (0, "", "")
 
 
 @pytest.mark.slow
-def test_ranks_that_all_come_meet():
-    assert meet([0, 1, 2], size=3, seconds=20, MASTER_PORT=free_port()) == [(0, "3\n", "")] * 3
+def test_all_ranks_join():
+    assert start_ranks([0, 1, 2], size=3, seconds=20, MASTER_PORT=free_port()) == [(0, "3\n", "")] * 3
 
 
-def test_a_name_that_does_not_resolve_is_said_at_once():
+def test_a_name_that_does_not_resolve_is_an_error_at_once():
     since = time.monotonic()
-    [(status, _, error)] = meet([1], seconds=60, MASTER_ADDR="no-such-host.invalid", MASTER_PORT="29500")
+    [(status, _, error)] = start_ranks([1], seconds=60, MASTER_ADDR="no-such-host.invalid", MASTER_PORT="29500")
     assert status == 1 and "MASTER_ADDR is no-such-host.invalid" in error and "cannot resolve" in error
     assert time.monotonic() - since < 30
 
 
-def test_a_port_that_another_process_has_is_said():
+def test_a_port_in_use_is_named():
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
-        [(status, _, error)] = meet([0], MASTER_PORT=str(port))
-    assert status == 1 and f"port {port} of {os.uname().nodename}" in error and "is taken by another process" in error
+        [(status, _, error)] = start_ranks([0], MASTER_PORT=str(port))
+    assert status == 1 and f"port {port} of {os.uname().nodename} (MASTER_PORT) is in use by another process" in error
 
 
 @pytest.mark.slow
-def test_a_rank_whose_rank_0_never_comes_says_it():
-    [(status, _, error)] = meet([1], MASTER_PORT="9")
+def test_a_rank_0_that_never_starts():
+    [(status, _, error)] = start_ranks([1], MASTER_PORT="9")
     assert status == 1 and "rank 1 of 2" in error and "did not reach rank 0 at localhost:9 within 3 s" in error
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("dist.TCPStore", "did not reach rank 0 at "), ("_wait_for_all_ranks", "lost the connection to rank 0 at ")],
+)
+def test_an_error_of_the_store_without_a_message_is_named_by_its_type(monkeypatch, place, message):
+    def fail(*_, **__):
+        raise RuntimeError
+
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(f"hpctrain.rendezvous.{place}", fail)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(HpctrainError, match=rf"rank 1 of 2 .*{message}localhost:29500.* \(RuntimeError\)"):
+        rendezvous._connect_store(World(1, 2, 0, 1, 1, 2, "slurm"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("agents", [1, 2])
-def test_ranks_that_torchrun_starts_again_do_not_mistake_the_dead_for_the_living(tmp_path, agents):
-    """torchrun keeps its store; PyTorch's own init_process_group() does not get over this with two agents."""
+def test_ranks_that_torchrun_restarts_ignore_the_keys_of_dead_ranks(tmp_path, agents):
+    """torchrun keeps its store over restarts; with two agents PyTorch's own init_process_group() fails then."""
     (tmp_path / "rank.py").write_text("""
 import os, torch
 from pathlib import Path
-from hpctrain.world import detect, gather, process_group
+from hpctrain.rendezvous import gather, process_group
+from hpctrain.world import detect
 world = detect()
 with process_group(world, torch.device("cpu")):
     if world.rank == 1 and not Path("died").exists():
@@ -273,7 +299,7 @@ os._exit(0)
         sys.executable, "-m", "torch.distributed.run", f"--nnodes={agents}", f"--nproc-per-node={2 // agents}",
         "--max-restarts=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1", "rank.py",
     ]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     started = [
         subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(agents)

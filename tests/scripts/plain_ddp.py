@@ -1,4 +1,4 @@
-"""A user's own script: PyTorch DDP, by the environment variables that torchrun sets, with nothing of hpctrain in it."""
+"""A user's own script: PyTorch DDP with the environment variables that torchrun sets, independent of hpctrain."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ for _ in range(5):
     optimizer.step()
 dist.all_reduce(loss.detach_())
 print(f"rank {rank} of {size} loss {loss.item() / size:.6f}", flush=True)
-# Threads of Gloo live as long as the model does, and one that still holds a tensor when Python ends aborts the process.
+# Gloo's threads live as long as the DDP model. A thread that holds a tensor when Python exits aborts the process.
 del model
 gc.collect()
 dist.destroy_process_group()

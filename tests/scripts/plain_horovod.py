@@ -1,4 +1,4 @@
-"""A user's own script: Horovod, which asks horovodrun or MPI for its ranks, with nothing of hpctrain in it."""
+"""A user's own script: Horovod, which gets its ranks from horovodrun or MPI, independent of hpctrain."""
 
 import horovod.torch as hvd
 import torch

@@ -1,4 +1,4 @@
-"""A user's own script: Lightning, which finds out by itself who started it, with nothing of hpctrain in it."""
+"""A user's own script: Lightning with its own detection of the launcher, independent of hpctrain."""
 
 import os
 

@@ -1,0 +1,414 @@
+"""The parts of launch/lib that need no cluster: digests of images, options, and adding a runtime and a launcher."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from slurm_cluster import REPOSITORY
+
+BARE = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": "/root"}
+
+
+def library(script, **env):
+    """Run a script with the functions of launch/lib.sh."""
+    command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib.sh; {script}"]
+    return subprocess.run(command, env=BARE | env, capture_output=True, text=True, timeout=60)
+
+
+# The digest of a SIF
+
+
+@pytest.fixture
+def image(tmp_path):
+    sif = tmp_path / "images/my image.sif"
+    sif.parent.mkdir()
+    sif.write_bytes(os.urandom(1 << 20))
+    return sif
+
+
+def digest_of(sif):
+    return "sha256:" + hashlib.sha256(sif.read_bytes()).hexdigest()
+
+
+def find(sif):
+    """The digest from a record; "" if the job would hash the image."""
+    script = f"find_digest '{sif}'; echo ${{DIGEST:-}} ${{DIGEST_PENDING:+pending}}"
+    said = library(script, HPCTRAIN_CACHE=str(sif.parents[1] / "cache")).stdout.strip()
+    return "" if said == "pending" else said
+
+
+def hash_it(sif):
+    """The output of a job that hashes the image, and the file that it names for the digest."""
+    script = f"find_digest '{sif}'; hash_in_background '{sif}'; echo ${{HPCTRAIN_IMAGE_DIGEST_FILE:-}}; sleep 30"
+    env = BARE | {"HPCTRAIN_CACHE": str(sif.parents[1] / "cache")}
+    command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib.sh; {script}"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as job:
+        lines = [job.stdout.readline().strip() for _ in range(2)]
+        time.sleep(0.5)  # for the record beside the image, which is the last thing
+        job.kill()
+    said = [line for line in lines if line.startswith("hpctrain:")]
+    (promised,) = set(lines) - set(said)
+    return said, promised
+
+
+def test_only_the_first_job_hashes(image):
+    assert find(image) == ""
+    said, promised = hash_it(image)
+    assert said == [f"hpctrain: image {image} {digest_of(image)}"]
+    assert Path(promised).read_text() == f"{digest_of(image)}\n"
+    assert find(image) == digest_of(image)
+    assert sorted(path.name for path in image.parent.iterdir()) == ["my image.sif", "my image.sif.digest"]
+
+
+def test_where_the_folder_of_the_image_cannot_be_written_the_cache_has_the_record(image):
+    (image.parent / "my image.sif.digest").mkdir()  # which nothing can replace, not even for root
+    hash_it(image)
+    assert find(image) == digest_of(image)
+    (record,) = (image.parents[1] / "cache/digests").iterdir()
+    os.chown(record, 12345, -1)  # somebody else's, in /tmp perhaps
+    assert find(image) == ""
+
+
+def test_by_another_name_it_is_the_same_image(image):
+    hash_it(image)
+    link = image.parents[1] / "link.sif"
+    link.symlink_to(image)
+    assert find(link) == digest_of(image)
+
+
+def test_a_record_counts_for_its_image_alone(image):
+    hash_it(image)
+    copy = image.parent / "copy.sif"
+    shutil.copy(image, copy)  # another time
+    shutil.copy(f"{image}.digest", f"{copy}.digest")
+    assert find(copy) == ""
+    content = image.read_bytes()
+    time_of_change = image.stat().st_mtime_ns
+    image.write_bytes(content + b"x")
+    os.utime(image, ns=(time_of_change, time_of_change))
+    assert find(image) == ""
+    said, _ = hash_it(image)
+    assert digest_of(image) in said[0] and find(image) == digest_of(image)
+
+
+def test_a_record_of_somebody_else_does_not_count(image):
+    """In a folder such as /tmp anybody can put one beside the image; who owns the image or runs the job can be trusted."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to make files of others")
+    hash_it(image)
+    record = Path(f"{image}.digest")
+    shutil.rmtree(image.parents[1] / "cache")
+    os.chown(image, 23456, -1)
+    assert find(image) == digest_of(image)
+    os.chown(record, 23456, -1)
+    assert find(image) == digest_of(image)
+    os.chown(record, 12345, -1)
+    assert find(image) == ""
+    record.unlink()
+    os.mkfifo(record)  # nobody writes to it
+    assert find(image) == ""
+
+
+def test_an_image_that_is_replaced_before_it_is_hashed_is_not_taken_for_the_first(image):
+    """--broadcast and a check of MPI come between, and may take minutes."""
+    other, first = image.parent / "other", image.parent / "first"
+    other.write_bytes(b"other")
+    replace = f"mv '{image}' '{first}'; mv '{other}' '{image}'"
+    script = f"find_digest '{image}'; {replace}; hash_in_background '{image}'; sleep 2"
+    done = library(script, HPCTRAIN_CACHE=str(image.parents[1] / "cache"))
+    assert (done.returncode, done.stdout) == (0, "")
+    first.rename(image)
+    assert find(image) == ""
+
+
+def test_a_name_with_a_backslash(image):
+    image = image.rename(image.parent / "a\\b.sif")
+    said, _ = hash_it(image)
+    assert said == [f"hpctrain: image {image} {digest_of(image)}"] and find(image) == digest_of(image)
+
+
+@pytest.mark.parametrize("text", ["", "sha256:abc {stamp}\n", "{digest}\n", "{digest} {stamp}x\n", "\0\xff"])
+def test_a_record_that_is_broken_does_not_count(image, text):
+    stamp = subprocess.run(["stat", "-c", "%s %.9Y", image], capture_output=True, text=True, check=True).stdout.strip()
+    Path(f"{image}.digest").write_text(text.format(digest=digest_of(image), stamp=stamp))
+    assert find(image) == ""
+    Path(f"{image}.digest").write_text(f"{digest_of(image)} {stamp}\n")
+    assert find(image) == digest_of(image)
+
+
+def test_nothing_is_left_when_the_job_ends_before_the_hash(image):
+    """The launcher replaces the script, which then cannot clean up; the image here takes minutes to read."""
+    os.truncate(image, 1 << 40)
+    script = f"find_digest '{image}'; hash_in_background '{image}'; exec sleep 1"
+    done = library(script, HPCTRAIN_CACHE=str(image.parents[1] / "cache"))
+    assert done.returncode == 0 and done.stdout == ""  # so the pipe is closed: no process has it open
+    for _ in range(100):
+        left = subprocess.run(["pgrep", "-f", f"sha256sum {image}"], capture_output=True, text=True).stdout
+        if not left:
+            break
+        time.sleep(0.1)  # it has got a signal
+    assert left == "" and not list((image.parents[1] / "cache/digests").iterdir())
+
+
+# The job
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """Programs of a cluster of two nodes that only say something; and the environment to find them."""
+    for name, text in {
+        "apptainer": "echo apptainer version 0",
+        "mpirun": "echo 'mpirun (Open MPI) 4.1.0'",
+        "scontrol": '[ -z "$3" ] || echo n1',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "image").mkdir()
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    (tmp_path / "empty").write_text("")
+    return BARE | {
+        "PATH": f"{tmp_path}:{BARE['PATH']}",
+        "HPCTRAIN_IMAGE": str(tmp_path / "image"),
+        "HPCTRAIN_ROOT": str(REPOSITORY),
+    }
+
+
+def dry_run(script, env, *arguments):
+    command = [REPOSITORY / "launch" / script, "--dry-run", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "quote's\"", "$(touch made)", "`touch made`", "-rf", "semi;colon", "*", "back\\slash", "한글"]
+)
+def test_a_folder_of_any_name_is_bound_as_it_is(programs, tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    done = subprocess.run(
+        [REPOSITORY / "launch/apptainer_ddp.sh", "--dry-run", "check"], env=programs, cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {done.stdout.splitlines()[-1]}"], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
+    assert words[words.index(str(folder)) - 1] == "--bind"
+    assert not list(tmp_path.rglob("made"))
+
+
+@pytest.mark.parametrize("name", ["a,b", "a:b", "a\nb"])
+def test_a_folder_that_no_container_can_have_is_one_line(programs, tmp_path, name):
+    """To apptainer and podman, these characters separate a folder from its place in the image."""
+    (tmp_path / name).mkdir()
+    command = [REPOSITORY / "launch/apptainer_ddp.sh", "--dry-run", "check"]
+    done = subprocess.run(command, env=programs, cwd=tmp_path / name, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "a container cannot have a folder whose name holds a comma, a colon or a line break" in done.stderr
+
+
+def test_each_job_of_a_pbs_array_has_a_port(programs, tmp_path):
+    """Their numbers are like 17[4], which is no number to the shell."""
+    ports = set()
+    for number in ("17[3].server", "17[4].server", "0178.server"):
+        env = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": number}
+        done = dry_run("pbs_ddp.sh", programs | env)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        ports |= set(re.findall(r"export MASTER_PORT=(\d+)", done.stdout))
+    assert len(ports) == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "env", "message"),
+    [
+        (
+            "pbs_ddp.sh",
+            {"PBS_NODEFILE": "{}/empty", "PBS_O_WORKDIR": "{}", "PBS_JOBID": "1"},
+            "{}/empty, the PBS_NODEFILE of this job",
+        ),
+        (
+            "pbs_ddp.sh",
+            {"PBS_NODEFILE": "{}/none", "PBS_O_WORKDIR": "{}", "PBS_JOBID": "1"},
+            "{}/none, the PBS_NODEFILE of this job",
+        ),
+        (
+            "pbs_ddp.sh",
+            {"PBS_NODEFILE": "{}/nodes", "PBS_O_WORKDIR": "{}/none", "PBS_JOBID": "1"},
+            "{}/none, where you submitted",
+        ),
+        ("apptainer_ddp.sh", {"SLURM_JOB_ID": "1"}, "SLURM_SUBMIT_DIR"),
+        (
+            "apptainer_ddp.sh",
+            {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "{}"},
+            "scontrol names no nodes for SLURM_JOB_NODELIST=''",
+        ),
+        ("apptainer_ddp.sh", {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "{}/none"}, "{}/none, where you submitted"),
+    ],
+)
+def test_half_of_a_job_ends_with_one_line(programs, tmp_path, script, env, message):
+    done = dry_run(script, programs | {name: value.format(tmp_path) for name, value in env.items()})
+    assert done.returncode != 0 and message.format(tmp_path) in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_an_older_bash():
+    """RHEL 8 has bash 4.4, without EPOCHREALTIME."""
+    done = subprocess.run(
+        ["bash", "-c", f"unset EPOCHREALTIME; set -euo pipefail; source {REPOSITORY}/launch/lib.sh; echo $BEGAN"],
+        env=BARE, capture_output=True, text=True,
+    )  # fmt: skip
+    assert abs(int(done.stdout or 0) / 1000 - time.time()) < 60, done.stderr
+
+
+def test_folders_to_bind(tmp_path):
+    """CDPATH has no part in it."""
+    for name in ("here", "other/here"):
+        (tmp_path / name).mkdir(parents=True)
+    done = library(
+        f"cd {tmp_path}; find_folders_to_bind; printf '%s\\n' \"${{FOLDERS[@]}}\"",
+        HPCTRAIN_BIND="none here",
+        CDPATH=f"{tmp_path}/other",
+    )
+    assert sorted(done.stdout.splitlines()) == sorted(map(str, [tmp_path, tmp_path / "here", REPOSITORY]))
+
+
+def test_a_folder_that_the_user_cannot_enter_is_skipped():
+    """It used to leave out the folders after it as well."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become a user who may not enter /root")
+    user = "setpriv --reuid 12345 --regid 12345 --clear-groups"
+    script = '\'find_folders_to_bind; printf "%s\\n" "${FOLDERS[@]}"\''
+    done = library(f"export -f find_folders_to_bind; cd /; ROOT=/ {user} bash -euc {script}", HPCTRAIN_BIND="/root /usr")
+    assert done.stdout.splitlines() == ["/", "/usr"] and done.stderr == ""
+
+
+@pytest.mark.parametrize("trick", ["folder", "link", None])
+def test_a_cache_in_tmp_that_somebody_else_made_is_refused(trick):
+    if os.getuid() != 0:
+        pytest.skip("needs root, to be two users")
+    number = 2_000_000_000 + os.getpid()  # of a user that this machine does not have
+    own = Path(f"/tmp/hpctrain-{number}")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        shutil.copytree(REPOSITORY / "launch", f"{folder}/launch")
+        Path(folder, "theirs").mkdir()
+        os.chown(f"{folder}/theirs", number, number)
+        if trick == "folder":
+            own.mkdir()
+            own.chmod(0o777)
+        elif trick == "link":
+            own.symlink_to(f"{folder}/theirs")
+        user = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups"]
+        command = [*user, f"{folder}/launch/task.sh", "none", "--", "stat", "-c", "%u %a", own]
+        try:
+            done = subprocess.run(command, env=BARE | {"HPCTRAIN_CACHE": f"{own}/cache"}, capture_output=True, text=True, cwd="/")
+        finally:
+            own.unlink() if own.is_symlink() else own.rmdir()
+    if trick:
+        assert done.returncode == 127 and done.stderr.count("\n") == 1
+        assert f"{own} belongs to somebody else" in done.stderr and "set HPCTRAIN_CACHE" in done.stderr
+    else:
+        assert done.stdout == f"{number} 700\n", done.stderr
+
+
+# Help and options
+
+
+def help_of(script):
+    return subprocess.run([REPOSITORY / "launch" / script, "--help"], env=BARE, capture_output=True, text=True, check=True).stdout
+
+
+def test_help_lists_the_options_of_the_script_and_no_others():
+    own = {"apptainer_mpi.sh": "--mpi=HOW", "apptainer_horovod.sh": "--launcher=HOW", "apptainer_torchrun.sh": "--max-restarts=N"}
+    for script in (*own, "apptainer_ddp.sh", "local.sh", "check.sh"):
+        options = set(re.findall(r"^  (--\S+)", help_of(script), re.M))
+        assert options == {"--dry-run", "--broadcast", "--help"} | ({own[script]} if script in own else set())
+
+
+@pytest.mark.parametrize(
+    ("script", "option", "message"),
+    [
+        ("apptainer_mpi.sh", "--mpi", "--mpi: write --mpi=HOW"),
+        ("apptainer_mpi.sh", "--mpi=", "--mpi=: write --mpi=HOW"),
+        ("apptainer_torchrun.sh", "--max-restarts=x", "--max-restarts=x: write --max-restarts=N"),
+        ("apptainer_ddp.sh", "--dry-run=yes", "--dry-run=yes: --dry-run takes no value"),
+        ("apptainer_ddp.sh", "--max-restarts=1", "this script has no option --max-restarts; --help lists"),
+        ("check.sh", "lib", "launch/lib: no such script"),
+        ("apptainer_ddp.sh", "--epochs", "unknown option --epochs: a trainer's options come after its name"),
+    ],
+)
+def test_options_that_are_wrong_end_with_one_line(script, option, message):
+    done = subprocess.run([REPOSITORY / "launch" / script, option], env=BARE, capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+# Adding a runtime and a launcher
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the project that may be changed, with a script that needs no torch."""
+    for name in ("launch", "src"):
+        shutil.copytree(REPOSITORY / name, tmp_path / "hpctrain" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    names = ["RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TOY"]
+    (tmp_path / "hpctrain/mine.py").write_text(f"import os\nprint(*[os.environ.get(name) for name in {names}])\n")
+    return tmp_path / "hpctrain"
+
+
+FORK_SCRIPT = """#!/bin/bash
+# Run a trainer on this machine, with one process per rank and nothing else.
+#
+# usage: launch/fork.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
+set -euo pipefail
+source "${HPCTRAIN_ROOT:-$(dirname "$0")/..}/launch/lib.sh"
+parse_options fork.sh "$@"
+make_local_job
+use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
+set_program
+use_launcher fork
+launch
+"""
+FORK_FUNCTION = """
+LAUNCHERS+=('fork  FORK_RANK FORK_RANK -')
+launch_with_fork() {
+    LAUNCHER_TEXT='fork'
+    LAUNCH=(bash -c 'for ((i = 0; i < HPCTRAIN_WORLD_SIZE; i++)); do FORK_RANK=$i "$@" & done; wait' - "$TASK" fork)
+}
+"""
+TOY_FUNCTION = """
+RUNTIMES+=('toy  toy_command')
+toy_command() {
+    HPCTRAIN_IMAGE=toy:1 RUNTIME_VERSION=1
+    CONTAINER=(env "TOY=a toy")
+}
+"""
+
+
+def test_a_runtime_is_one_function_and_a_row_and_so_is_a_launcher(project):
+    with (project / "launch/lib/runtime.sh").open("a") as file:
+        file.write(TOY_FUNCTION)
+    with (project / "launch/lib/launcher.sh").open("a") as file:
+        file.write(FORK_FUNCTION)
+    (project / "launch/fork.sh").write_text(FORK_SCRIPT)
+    (project / "launch/fork.sh").chmod(0o755)
+    env = BARE | {"HPCTRAIN_RUNTIME": "toy", "HPCTRAIN_TASKS": "3"}
+    done = subprocess.run([project / "launch/fork.sh", "mine.py"], env=env, capture_output=True, text=True, cwd=project)
+    assert done.returncode == 0 and "runtime toy (1), image toy:1" in done.stdout and "launcher fork" in done.stdout, done
+    assert sorted(line for line in done.stdout.splitlines() if not line.startswith("hpctrain:")) == [
+        f"{rank} {rank} 0 3 3 a toy" for rank in range(3)
+    ]
+    # hpctrain's own commands detect their rank as well, although world.py has no reader for this launcher
+    code = "from hpctrain import world; w = world.detect(); print(w.rank, w.size, w.launcher)"
+    (project / "world.py").write_text(code)
+    env["PYTHONPATH"] = str(project / "src")
+    done = subprocess.run([project / "launch/fork.sh", "world.py"], env=env, capture_output=True, text=True, cwd=project)
+    assert sorted(line for line in done.stdout.splitlines() if not line.startswith("hpctrain:")) == [
+        f"{rank} 3 torchrun" for rank in range(3)
+    ]
+    env["HPCTRAIN_RUNTIME"] = "docker"
+    done = subprocess.run([project / "launch/fork.sh"], env=env, capture_output=True, text=True, cwd=project)
+    assert "HPCTRAIN_RUNTIME is 'docker': choose apptainer, podman-hpc, shifter, none or toy" in done.stderr

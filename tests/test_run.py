@@ -1,0 +1,225 @@
+"""The run folder: its JSON files appear complete or not at all, and name the image's digest even if that is known late."""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain import run
+from hpctrain.errors import HpctrainError
+from hpctrain.world import ALONE
+
+DIGEST = "sha256:" + "ab" * 32
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    """No variables of a job; and the hook for uncaught exceptions as it was."""
+    for name in [name for name in os.environ if name.startswith(("HPCTRAIN_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+def start(folder, resume=None):
+    args = argparse.Namespace(out=folder, resume=resume, epochs=1)
+    return run.Run(ALONE, "test", args, torch.device("cpu"))
+
+
+def finish(opened):
+    opened.metrics(epoch=1, step=1, train_loss=1.0, test_accuracy=0.5)
+    opened.finish(torch.nn.Linear(2, 1), test_accuracy=0.5)
+
+
+def config(folder, name="config.json"):
+    return json.loads((folder / name).read_text())
+
+
+def test_the_digest_is_added_when_it_is_known_at_the_end(tmp_path, monkeypatch):
+    digest = tmp_path / "digest"
+    monkeypatch.setenv("HPCTRAIN_IMAGE_DIGEST_FILE", str(digest))
+    opened = start(tmp_path / "run")
+    before = config(tmp_path / "run")
+    assert before["image_digest"] is None
+    digest.write_text(f"{DIGEST}\n")
+    finish(opened)
+    assert config(tmp_path / "run") == before | {"image_digest": DIGEST}
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_digest_goes_into_the_configuration_of_this_start(tmp_path, monkeypatch):
+    opened = start(tmp_path / "run")
+    opened.save(1, {})
+    digest = tmp_path / "digest"
+    digest.write_text(DIGEST)
+    monkeypatch.setenv("HPCTRAIN_IMAGE_DIGEST_FILE", str(digest))
+    finish(start(tmp_path / "run", resume=tmp_path / "run"))
+    assert config(tmp_path / "run")["image_digest"] is None
+    assert config(tmp_path / "run", "config.2.json")["image_digest"] == DIGEST
+
+
+@pytest.mark.parametrize("content", [None, "", "sha256:abc", "\0\xff"])
+def test_a_digest_that_is_not_known_in_time_is_left_out(tmp_path, monkeypatch, content):
+    monkeypatch.setenv("HPCTRAIN_IMAGE_DIGEST_FILE", str(tmp_path / "digest"))
+    opened = start(tmp_path / "run")
+    if content is not None:
+        (tmp_path / "digest").write_bytes(content.encode("latin-1"))
+    finish(opened)
+    assert config(tmp_path / "run")["image_digest"] is None
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "of somebody else"])
+def test_a_digest_that_somebody_else_may_have_put_there_is_left_out(tmp_path, monkeypatch, kind):
+    """The cache may be in /tmp. A pipe there would keep the trainer from ending."""
+    file = tmp_path / "digest"
+    (tmp_path / "other").write_text(DIGEST)
+    if kind == "link":
+        file.symlink_to(tmp_path / "other")
+    elif kind == "pipe":
+        os.mkfifo(file)
+        opened = os.open(file, os.O_RDWR)
+        threading.Timer(5, os.close, [opened]).start()  # ends what waits
+    elif os.getuid() != 0:
+        pytest.skip("needs root, to make a file of somebody else")
+    else:
+        file.write_text(DIGEST)
+        os.chown(file, 12345, -1)
+    monkeypatch.setenv("HPCTRAIN_IMAGE_DIGEST_FILE", str(file))
+    started = time.monotonic()
+    finish(start(tmp_path / "run"))
+    assert config(tmp_path / "run")["image_digest"] is None and time.monotonic() - started < 5
+
+
+def test_a_digest_that_was_known_at_the_start_stays(tmp_path, monkeypatch):
+    (tmp_path / "digest").write_text(DIGEST)
+    monkeypatch.setenv("HPCTRAIN_IMAGE_DIGEST_FILE", str(tmp_path / "digest"))
+    monkeypatch.setenv("HPCTRAIN_IMAGE_DIGEST", "sha256:" + "cd" * 32)
+    finish(start(tmp_path / "run"))
+    assert config(tmp_path / "run")["image_digest"] == "sha256:" + "cd" * 32
+
+
+@pytest.mark.parametrize("name", ["config.json", "result.json"])
+def test_a_file_that_cannot_be_written_is_named_and_not_there(tmp_path, monkeypatch, name):
+    opened = start(tmp_path / "run") if name == "result.json" else None
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(HpctrainError, match=rf"run/{name}: cannot be written .*No space left on device.*--out"):
+        finish(opened) if opened else start(tmp_path / "run")
+    assert not (tmp_path / "run" / name).exists()
+
+
+def test_a_disk_that_is_full_leaves_no_torn_result(tmp_path):
+    """A real one: the disk fills up in training. An empty result.json would be taken for one."""
+    if os.geteuid() != 0:
+        pytest.skip("a small file system needs root")
+    code = """
+import sys; sys.path[:0] = [sys.argv[1]]
+from pathlib import Path
+from test_run import finish, run, start
+folder = Path("small/run")
+opened = start(folder)
+opened.metrics(epoch=1, step=1, train_loss=1.0)
+try:
+    Path("small/filler").write_bytes(b"x" * 4_000_000)
+except OSError:
+    pass
+try:
+    opened.finish(run.torch.nn.Linear(2, 1))
+except run.HpctrainError as error:
+    print(error)
+print((folder / "result.json").exists(), flush=True)
+run.os._exit(0)
+"""
+    script = 'mkdir small; mount -t tmpfs -o size=2m none small; exec "$@"'
+    command = ["unshare", "--mount", "bash", "-ec", script, "-", sys.executable, "-c", code, Path(__file__).parent]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    *_, error, exists = done.stdout.splitlines()
+    assert "small/run/result.json: cannot be written ([Errno 28] No space left on device)" in error, done.stdout + done.stderr
+    assert exists == "False"
+
+
+# ---- resume ----
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    from conftest import write_digits  # not at the top: a test imports this file in a process without conftest's own imports
+
+    return write_digits(tmp_path_factory.mktemp("small") / "digits", 64, 32)
+
+
+def hpctrain(cwd, *words):
+    env = os.environ | {"HPCTRAIN_CACHE": str(cwd / "cache"), "MPLCONFIGDIR": str(cwd)}
+    return subprocess.run(
+        [sys.executable, "-m", "hpctrain", *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["train_ddp", "train_lightning", "nlp.ner"])
+def test_a_run_that_died_after_its_last_checkpoint_is_finished(small, tmp_path, trainer):
+    """With the result that it would have had. Only a run that has its result is refused."""
+    options = ["--limit", "60"] if trainer == "nlp.ner" else ["--data", small]
+    command = (trainer, "--epochs", "2", *options)
+    done = hpctrain(tmp_path, *command, "--out", "run")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run"
+    before = json.loads((folder / "result.json").read_text())
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    refused = hpctrain(tmp_path, *command, "--resume", "run")
+    message = "hpctrain: error: run has 2 epochs already: give a larger --epochs to continue\n"
+    assert (refused.returncode, refused.stderr) == (2, message)
+
+    for name in ("result.json", "curves.png"):
+        (folder / name).unlink()
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    if trainer == "nlp.ner":  # it wrote the scores of the test set after its last checkpoint
+        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:-1]))
+    leftover = folder / "checkpoints/.epoch-0002.pt.0123456789ab.tmp"
+    leftover.touch()
+    done = hpctrain(tmp_path, *command, "--resume", "run")
+    assert done.returncode == 0 and "resuming after epoch 2 of run/checkpoints/epoch-0002.pt" in done.stdout, done.stderr
+    after = json.loads((folder / "result.json").read_text())
+    assert {**before, "seconds": 0} == {**after, "seconds": 0} and after["epochs"] == 2
+    assert (folder / "curves.png").exists() and not leftover.exists()
+    assert (folder / "model/config.json").exists() == (trainer == "nlp.ner")
+    again = (folder / "metrics.jsonl").read_text().splitlines()
+    without_seconds = [{**json.loads(line), "seconds": 0} for line in again]
+    assert without_seconds == [{**json.loads(line), "seconds": 0} for line in lines]
+
+
+@pytest.mark.slow
+def test_a_longer_run_that_died_after_its_last_checkpoint_is_finished(small, tmp_path):
+    """Its result.json is that of fewer epochs."""
+    command = ("train_ddp", "--data", small, "--epochs")
+    for epochs, folder in ((1, "--out"), (2, "--resume")):
+        assert hpctrain(tmp_path, *command, epochs, folder, "run").returncode == 0
+    result = tmp_path / "run/result.json"
+    complete = json.loads(result.read_text())
+    result.write_text(json.dumps(complete | {"epochs": 1, "weights_sha256": "of epoch 1"}))
+    done = hpctrain(tmp_path, *command, 2, "--resume", "run")
+    assert done.returncode == 0 and json.loads(result.read_text()) | {"seconds": 0} == complete | {"seconds": 0}, done.stderr
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_is_skipped_and_none_that_fits_is_one_line(small, tmp_path):
+    command = ("train_ddp", "--data", small, "--epochs", "2")
+    assert hpctrain(tmp_path, *command, "--out", "run").returncode == 0
+    (tmp_path / "run/result.json").unlink()
+    torch.save({"epoch": 2, "model": {}, "optimizer": os.system}, tmp_path / "run/checkpoints/epoch-0002.pt")
+    done = hpctrain(tmp_path, *command, "--resume", "run")
+    skipping = "hpctrain: skipping epoch-0002.pt in run/checkpoints (it cannot be loaded: "
+    assert done.returncode == 0 and skipping in done.stdout and "resuming after epoch 1 of " in done.stdout, done.stderr
+    done = hpctrain(tmp_path, *command, "--model", "resnet50", "--batch-size", "8", "--resume", "run", "--out", "other")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "run: none of its checkpoints can be resumed from (the newest, epoch-0002.pt: it is of another model: " in done.stderr

@@ -1,0 +1,355 @@
+"""What strangers on the network and strange files cannot do: docs/security.md has the list."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from slurm_cluster import REPOSITORY
+
+# Unpickled, it creates the file `executed`; every test of pickles looks for that file.
+EVIL = """
+class Evil:
+    def __reduce__(self):
+        return open, ("executed", "w")
+"""
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return str(listener.getsockname()[1])
+
+
+def start_ranks(cwd, *codes, command=(), **env):
+    """Start a process for each piece of code, with the variables of torchrun; returns (status, stdout, stderr) of each."""
+    port = free_port()
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code), *command],
+            cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={
+                **os.environ, "TORCHELASTIC_RUN_ID": "1", "RANK": str(rank), "WORLD_SIZE": str(len(codes)),
+                "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(codes)), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+                "MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCH_CPP_LOG_LEVEL": "ERROR", "HPCTRAIN_CACHE": str(cwd),
+                **env,
+            },
+        )
+        for rank, code in enumerate(codes)
+    ]  # fmt: skip
+    try:
+        done = [process.communicate(timeout=200) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *streams) for process, streams in zip(started, done, strict=True)]
+
+
+RANK = """
+import os, sys, torch
+import torch.distributed as dist
+from hpctrain import rendezvous
+from hpctrain.errors import HpctrainError
+from hpctrain.world import detect
+world = detect()
+with rendezvous.process_group(world, torch.device("cpu")):
+    try:
+        BODY
+    except HpctrainError as error:
+        print(error)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def rank(body):
+    return RANK.replace("BODY", body)
+
+
+# ---- what ranks send each other ----
+
+
+def test_values_go_round(tmp_path):
+    """Of different lengths, with NaN and with bytes of a file name that is not UTF-8."""
+    body = (
+        'print(rendezvous.gather(world, {"rank": world.rank, "long": "é\\udc80" * 99 * world.rank}) == '
+        '[{"rank": r, "long": "é\\udc80" * 99 * r} for r in range(2)], '
+        'rendezvous.broadcast(world, ["path", None, world.rank], 1), rendezvous.gather(world, float("nan")))'
+    )
+    done = start_ranks(tmp_path, rank(body), rank(body))
+    assert done == [(0, "True ['path', None, 1] [nan, nan]\n", "")] * 2
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("rendezvous.gather(world, 1)", "dist.all_gather_object([None] * 2, Evil())"),
+        ("rendezvous.broadcast(world, 1, 1)", "dist.broadcast_object_list([Evil()], 1)"),
+    ],
+)
+def test_a_pickle_of_another_rank_is_not_executed(tmp_path, ours, theirs):
+    """torch.distributed's functions for objects send a length and bytes, as ours do, so the two understand each other so far."""
+    ours, theirs = rank(ours), EVIL + rank(f"print(end=''); {theirs}")
+    (status, out, error), _ = start_ranks(tmp_path, ours, theirs)
+    assert not (tmp_path / "executed").exists()
+    assert (status, error) == (0, "") and out.startswith("rank 1 sent something other than JSON, which is not read: "), out
+
+
+@pytest.mark.parametrize("length", ["2**50", "-1"])
+def test_a_length_of_another_rank_is_checked_before_memory_is_allocated(tmp_path, length):
+    theirs = f"dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2)], torch.tensor([{length}]))"
+    (status, out, error), _ = start_ranks(tmp_path, rank("rendezvous.gather(world, 1)"), rank(theirs))
+    assert (status, error) == (0, "") and out.startswith(f"rank 1 sent a value of {eval(length)} bytes: "), out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["train_ddp", "train_lightning", "nlp.ner"])
+def test_no_trainer_unpickles_what_a_rank_sends(tmp_path, trainer):
+    """All of torch.distributed's functions for objects unpickle in one place."""
+    code = """
+        import sys
+        from torch.distributed import distributed_c10d
+        from hpctrain import __main__
+        def refuse(*_):
+            sys.exit("a pickle")
+        distributed_c10d._tensor_to_object = distributed_c10d._object_to_tensor = refuse
+        __main__.main()
+    """
+    done = start_ranks(tmp_path, code, code, command=[trainer, "--epochs", "1", "--out", "run"])
+    assert [(status, error) for status, _, error in done] == [(0, "")] * 2
+    assert (tmp_path / "run/result.json").exists()
+
+
+@pytest.mark.parametrize("task", ["classify", "ner", "qa", "generate"])
+def test_predictions_keep_their_bits(task):
+    import numpy
+
+    from hpctrain.nlp.lightning_module import pack_predictions, unpack_predictions
+
+    random = numpy.random.default_rng(1)
+    make = {
+        "classify": lambda: random.random(3).astype(numpy.float32),
+        "ner": lambda: random.integers(0, 9, random.integers(0, 5)).astype(numpy.int16),
+        "qa": lambda: random.normal(size=(random.integers(0, 3), 3)).astype(numpy.float32),
+        "generate": lambda: random.normal(size=2),
+    }[task]
+    numbered = [(i, make()) for i in range(50)]
+    for (i, one), (j, other) in zip(
+        numbered, unpack_predictions(json.loads(json.dumps(pack_predictions(numbered)))), strict=True
+    ):
+        assert i == j and one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+# ---- who is a rank of the job ----
+
+SECRET = "0123456789abcdef" * 2
+# Connects to the store as anyone in the network can, before or after the ranks, and writes what a rank writes.
+STRANGER = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=60))
+for number in range(400):
+    store.set("id of 1", "11112222333344445555666677778888")
+    if store.check(["answer to 11112222333344445555666677778888"]):
+        print("joined as rank 1 with the prefix", store.get("answer to 11112222333344445555666677778888").decode())
+        break
+    time.sleep(0.05)
+    if number == 20:
+        open("stranger has written", "w")
+sys.stdout.flush()
+os._exit(0)
+"""
+LATE = "import os, time\nwhile not os.path.exists('stranger has written'): time.sleep(0.1)\n"
+
+
+@pytest.mark.slow
+def test_a_stranger_does_not_become_a_rank(tmp_path):
+    """It writes to the store before the real rank 1 and while that joins, and learns no prefix."""
+    say = rank("print(rendezvous.gather(world, world.rank))")
+    two = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HPCTRAIN_JOB_SECRET": SECRET}
+    first, second, stranger = start_ranks(tmp_path, say, LATE + say, STRANGER, **two)
+    assert second == (0, "[0, 1]\n", "") and first[:2] == (0, "[0, 1]\n")
+    text = "something that is not a rank of this job answered as rank 1 at localhost:"
+    assert first[2].startswith(f"hpctrain: warning: {text}") and first[2].endswith(", and was ignored\n"), first[2]
+    assert first[2].count("\n") == 1 and stranger[1] == ""  # it ends with its connection, or after 20 seconds
+
+
+def test_ranks_join_with_a_secret_and_use_a_prefix_that_it_hides(tmp_path):
+    spy = """
+import torch.distributed as dist
+make = dist.PrefixStore
+dist.PrefixStore = lambda prefix, store: print(prefix) or make(prefix, store)
+"""
+    say = spy + rank("rendezvous.gather(world, 1)")
+    (one, first, _), (other, second, _) = start_ranks(tmp_path, say, say, HPCTRAIN_JOB_SECRET=SECRET)
+    assert (one, other) == (0, 0) and first == second
+    assert len(first.strip()) == 64  # a signature, and not the id that rank 0 writes to the store
+
+
+def test_signatures_hold_for_one_rank_and_one_purpose(monkeypatch):
+    from hpctrain import rendezvous
+
+    plain = rendezvous._seal("id", "id of", 1).encode()
+    assert rendezvous._verify(plain, "id of", 1) == "id"
+    monkeypatch.setenv("HPCTRAIN_JOB_SECRET", SECRET)
+    entry = rendezvous._seal("id", "id of", 1).encode()
+    assert rendezvous._verify(entry, "id of", 1) == "id"
+    assert not any(rendezvous._verify(entry, *context) for context in (("id of", 2), ("joined by", 1), ()))
+    assert rendezvous._verify(plain, "id of", 1) is None and rendezvous._verify(entry[:-1], "id of", 1) is None
+    monkeypatch.setenv("HPCTRAIN_JOB_SECRET", SECRET[::-1])
+    assert rendezvous._verify(entry, "id of", 1) is None and rendezvous._verify(b"\xff", "id of", 1) is None
+
+
+def test_the_launch_scripts_make_a_secret_and_print_none(tmp_path):
+    for name, text in (("apptainer", "#!/bin/sh\necho apptainer version 0\n"), ("image", "")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "HPCTRAIN_IMAGE": str(tmp_path / "image")}
+    env |= {"HF_TOKEN": "hf_abcdefgh", "Hf_Api_Key": "shhh", "HPCTRAIN_JOB_SECRET": SECRET, "NCCL_IB_PKEY": "0"}
+    script = [REPOSITORY / "launch/apptainer_ddp.sh", "--dry-run", "train_ddp"]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not any(text in done.stdout for text in ("hf_abcdefgh", "shhh", SECRET)), done.stderr
+    assert "\n# not printed, because they may be secrets: HF_TOKEN HPCTRAIN_JOB_SECRET\n" in done.stdout
+    assert "\nexport NCCL_IB_PKEY=0\n" in done.stdout
+
+    code = f"set -euo pipefail; source {REPOSITORY}/launch/lib.sh; make_local_job; forwarded_names; printenv HPCTRAIN_JOB_SECRET"
+    env = {name: value for name, value in env.items() if name != "HPCTRAIN_JOB_SECRET"}
+    secrets = []
+    for _ in range(2):
+        *names, secret = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True).stdout.split()
+        assert "HPCTRAIN_JOB_SECRET" in names and len(secret) == 32 and int(secret, 16)
+        secrets.append(secret)
+    assert secrets[0] != secrets[1]
+
+
+# ---- models ----
+
+
+def hpctrain(cwd, *words, stdin="", **env):
+    return subprocess.run(
+        [sys.executable, "-m", "hpctrain", *map(str, words)], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"HPCTRAIN_CACHE": str(cwd / "cache"), "MPLCONFIGDIR": str(cwd), "HF_HUB_OFFLINE": "1"} | env,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a small model of nlp.classify."""
+    from hpctrain.nlp import classify, data
+    from hpctrain.nlp.scratch import create_model
+
+    folder = tmp_path_factory.mktemp("model") / "model"
+    texts = [document.text for document in data.load_splits(classify.TASK, None)["train"]]
+    config = folder.with_name("config.json")
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 600}
+    config.write_text(json.dumps({"model_type": "bert"} | shape))
+    create_model(folder, str(config), "bert", texts, seed=1, max_length=128)
+    ours = {"task": "classify", "labels": ["0", "1"], "max_length": 128, "stride": 0, "settings": {}}
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | {"hpctrain": ours}))
+    return folder
+
+
+@pytest.fixture
+def copy(model, tmp_path):
+    return Path(shutil.copytree(model, tmp_path / "copy"))
+
+
+COMMANDS = [("predict", "copy", "text"), ("nlp.classify", "--model", "copy", "--epochs", "0", "--out", "run")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_code_of_a_model_is_not_run_and_nobody_is_asked(copy, tmp_path, command):
+    """Not where the folder has a tokenizer of its own either."""
+    config = json.loads((copy / "config.json").read_text())
+    evil = {"AutoConfig": "evil.EvilConfig", "AutoModelForSequenceClassification": "evil.EvilModel"}
+    config |= {"model_type": "evil", "auto_map": evil}
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    done = hpctrain(tmp_path, *command, stdin="y\n" * 9)
+    assert not (tmp_path / "executed").exists() and "[y/N]" not in done.stdout
+    message = (
+        "hpctrain: error: copy: its model needs Python code of its own (auto_map in config.json), and code of models is not run: "
+    )
+    assert done.returncode == 1 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_pickle_of_a_model_is_not_executed(copy, tmp_path, command):
+    import torch
+
+    (copy / "model.safetensors").unlink()
+    names = {}
+    exec(EVIL, names)
+    names["Evil"].__reduce__ = lambda _: (open, (str(tmp_path / "executed"), "w"))
+    torch.save({"evil": names["Evil"]()}, copy / "pytorch_model.bin")
+    done = hpctrain(tmp_path, *command)
+    assert not (tmp_path / "executed").exists()
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("hpctrain: error: copy/pytorch_model.bin: cannot be loaded ("), done.stderr
+    assert "convert the weights to safetensors" in done.stderr
+
+
+def test_json_that_is_nested_too_deeply_is_one_line(tmp_path):
+    from hpctrain.errors import HpctrainError
+    from hpctrain.nlp import data, pair, predict, qa
+    from hpctrain.nlp.model_folder import read_json_object
+
+    path = tmp_path / "train.json"
+    path.write_text("[" * 200_000 + "]" * 200_000)
+    for read in (pair.TASK.read, qa.TASK.read, read_json_object, lambda path: data.read_json(path, list, "a list")):
+        with pytest.raises(HpctrainError, match=r"train\.json: .*") as error:
+            read(path)
+        assert "\n" not in str(error.value)
+    (tmp_path / "config.json").write_text('{"a":' * 200_000 + "1" + "}" * 200_000)
+    with pytest.raises(HpctrainError, match="not a model fine-tuned by hpctrain"):
+        predict.find_task(tmp_path)
+
+
+# ---- secrets and permissions ----
+
+
+def test_secrets_are_hidden(monkeypatch):
+    from hpctrain.redaction import hide_secrets
+
+    for name, value in {"HF_TOKEN": "hf_abcdefgh", "my_api_key": "sesame-street", "SHORT_KEY": "1", "HOME": "/home"}.items():
+        monkeypatch.setenv(name, value)
+    before = {
+        "hub_token": "x", "Password": ["a", "b"], "token": None, "max_new_tokens": 64, "epochs": 1, "tokenizer": "a/b",
+        "command": ["hpctrain", "--hub-token", "x", "--lr", "1", "--api-key=x", "hf_abcdefgh", "--max-new-tokens", "64"],
+        "deep": [{"secret": {"a": "b"}}], "url": "https://me:pass@host/x see http://host/a@b",
+        "text": "key=sesame-street /home 1",
+    }  # fmt: skip
+    assert hide_secrets(before) == {
+        "hub_token": "***", "Password": "***", "token": None, "max_new_tokens": 64, "epochs": 1, "tokenizer": "a/b",
+        "command": ["hpctrain", "--hub-token", "***", "--lr", "1", "--api-key=***", "***", "--max-new-tokens", "64"],
+        "deep": [{"secret": "***"}], "url": "https://***@host/x see http://host/a@b", "text": "key=*** /home 1",
+    }  # fmt: skip
+    assert before["deep"] == [{"secret": {"a": "b"}}]
+
+
+def test_a_run_holds_no_secret_and_is_for_its_user_alone(tmp_path):
+    """With a umask that lets others read. The token is where a user would put it by mistake: in names of folders."""
+    token = "hf_abcdefghijklmnop"
+    (tmp_path / "there").mkdir(mode=0o755)
+    for out in (f"new/{token}", "there"):
+        code = "import os, sys; os.umask(0o022); os.execv(sys.executable, [sys.executable, '-m', 'hpctrain', *sys.argv[1:]])"
+        words = ["nlp.ner", "--epochs", "1", "--limit", "40", "--out", out]
+        env = {"HF_TOKEN": token, "HPCTRAIN_JOB_SECRET": SECRET, "HPCTRAIN_IMAGE": "docker://me:pass@host/image"}
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True,
+            env=os.environ | env | {"HPCTRAIN_CACHE": str(tmp_path / "caches/cache"), "MPLCONFIGDIR": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = [done.stdout + done.stderr]
+        for path in (tmp_path / out).rglob("*"):
+            if path.is_file():
+                found.append(path.read_bytes().decode("latin-1"))
+        assert not any(text in content for content in found for text in (token, SECRET, "me:pass"))
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in (f"new/{token}", "there", "caches/cache")}
+    assert modes == {f"new/{token}": 0o700, "there": 0o755, "caches/cache": 0o700}

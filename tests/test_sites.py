@@ -1,0 +1,304 @@
+"""The site files: data with sources, of which nothing is executed, and which never override the user."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from slurm_cluster import REPOSITORY
+
+SITES = sorted((REPOSITORY / "launch/sites").glob("*.env"))
+NAMES = [path.stem for path in SITES]
+SOURCE = re.compile(r"# 20\d\d-(0[1-9]|1[0-2]), \S.*")
+BARE = {"PATH": os.environ["PATH"], "HOME": "/home/alice", "USER": "alice"}
+# Folders and names: an empty value counts as not set.
+EMPTY_IS_NOT_SET = {"HPCTRAIN_FLAVOR", "HPCTRAIN_RUNTIME", "HPCTRAIN_CACHE", "HF_HOME", "TORCH_HOME", "MPLCONFIGDIR", "SCRATCH",
+                    "XDG_CACHE_HOME", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR"}  # fmt: skip
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """A copy of launch/ whose site files a test may change; nothing on this machine identifies a real site."""
+    return shutil.copytree(REPOSITORY / "launch", tmp_path / "hpctrain/launch")
+
+
+def source(launch, *arguments, env=None, then="env -0", shell=("bash", "-euc")):
+    """Source launch/site.sh in a shell with nothing set but `env`; how it ended, and the variables that it then has."""
+    script = f'source {launch}/site.sh "$@"; {then}'
+    command = [*shell, script, "-", *arguments]
+    done = subprocess.run(command, env=BARE | (env or {}), capture_output=True, text=True, cwd=launch.parents[1], timeout=60)
+    return done, dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
+
+
+def keys(path):
+    return re.findall(r"^(\w+)=", path.read_text(), re.M)
+
+
+# The files
+
+
+@pytest.mark.parametrize("site", SITES, ids=NAMES)
+def test_every_fact_has_a_source_and_a_date(site):
+    """A comment `# YEAR-MONTH, SOURCE` is in the same paragraph as the value, before it."""
+    assert keys(site)
+    for paragraph in site.read_text().split("\n\n"):
+        sourced = False
+        for line in paragraph.splitlines():
+            sourced = sourced or bool(SOURCE.fullmatch(line))
+            assert line.startswith("#") or sourced, f"{site.name}: no source for {line}"
+            assert not line.startswith("# 20") or SOURCE.fullmatch(line), f"{site.name}: {line} is not # YEAR-MONTH, SOURCE"
+
+
+@pytest.mark.parametrize("site", SITES, ids=NAMES)
+def test_keys_are_known_and_values_parse(launch, site):
+    """Reading checks each line first, so this also shows that no file has a command or a quote in it."""
+    done, env = source(launch, site.stem, env={"SCRATCH": "/scratch/alice"})
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert set(keys(site)) - set(env) <= {"SITE_DETECT"}
+    for key in keys(site):
+        assert not re.search(r"[$`\"'\\]", env.get(key, "")), f"{key}={env[key]}"
+    assert "SITE_DETECT" not in env
+
+
+def test_only_generic_is_without_a_way_to_detect_it():
+    assert [path.stem for path in SITES if "SITE_DETECT" not in keys(path)] == ["generic"]
+
+
+# Precedence
+
+
+@pytest.mark.parametrize("site", SITES, ids=NAMES)
+def test_what_the_user_has_set_wins(launch, site):
+    chosen = {key: "mine" for key in [*keys(site), *keys(SITES[NAMES.index("generic")])] if key != "SITE_DETECT"}
+    done, env = source(launch, site.stem, env=chosen)
+    assert done.returncode == 0, done.stderr
+    assert {key: env[key] for key in chosen} == chosen
+    assert env["HPCTRAIN_SITE"] == site.stem and env["HPCTRAIN_ROOT"] == str(launch.parent)
+
+
+@pytest.mark.parametrize("site", SITES, ids=NAMES)
+def test_what_the_user_has_set_to_nothing_stays_nothing(launch, site):
+    chosen = {key: "" for key in keys(site) if key != "SITE_DETECT"}
+    _, without = source(launch, site.stem)
+    done, env = source(launch, site.stem, env=chosen)
+    assert done.returncode == 0, done.stderr
+    for key in chosen:
+        if key in EMPTY_IS_NOT_SET:
+            assert env[key] == without[key] != ""
+        else:
+            assert env[key] == ""
+
+
+def test_a_variable_that_is_not_exported_wins_too(launch):
+    done, env = source(launch, "perlmutter", then="true", shell=("bash", "-euc"))
+    script = f"NCCL_NET=mine; SCRATCH=/here; source {launch}/site.sh perlmutter; env -0"
+    done = subprocess.run(["bash", "-c", script], env=BARE, capture_output=True, text=True)
+    env = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
+    assert (env["NCCL_NET"], env["HPCTRAIN_CACHE"]) == ("mine", "/here/cache")
+
+
+@pytest.mark.parametrize("scratch", [{}, {"SCRATCH": ""}, {"SCRATCH": "/scratch/alice"}], ids=["unset", "empty", "set"])
+def test_a_missing_key_gets_the_generic_value(launch, scratch):
+    """A file of one line is a site. It used to need a last line that sources generic.env, or jobs died for HPCTRAIN_FLAVOR."""
+    (launch / "sites/mine.env").write_text("NCCL_SOCKET_IFNAME=eth1")
+    done, env = source(launch, "mine", env=scratch)
+    assert done.returncode == 0, done.stderr
+    assert (env["HPCTRAIN_FLAVOR"], env["NCCL_SOCKET_IFNAME"]) == ("cpu", "eth1")
+    cache = "/scratch/alice/cache" if scratch.get("SCRATCH") else f"/tmp/hpctrain-{os.getuid()}/cache"
+    assert env["HPCTRAIN_CACHE"] == cache and env["HF_HOME"] == f"{cache}/huggingface"
+    assert env["HPCTRAIN_BIND"] == ("/project /scratch /scratch/alice" if scratch.get("SCRATCH") else "/project /scratch")
+
+
+# The format
+
+
+@pytest.mark.parametrize(
+    "value", ["$(touch x)", "`touch x`", "${HOME:-$(touch x)}", "a; touch x", "a\\", '"a b"', "$", "${HOME", "$1"]
+)
+def test_nothing_is_executed(launch, value):
+    (launch / "sites/mine.env").write_text(f"# comment\nNCCL_NET={value}\n")
+    done, env = source(launch, "mine", then="", shell=("bash", "-c"))
+    assert done.returncode == 1 and "NCCL_NET" not in env
+    assert "sites/mine.env:2: the value of NCCL_NET is not plain text" in done.stderr and done.stderr.count("\n") == 1
+    assert not (launch.parents[1] / "x").exists()
+
+
+def test_references_and_spaces(launch):
+    text = (
+        "SCRATCH=/scratch/$USER\nNCCL_NET=AWS  Libfabric [*] ^x\nXDG_CACHE_HOME=${SCRATCH}/a$UID/${HOME}x\nHF_HOME=$NO_SUCH/x\n"
+    )
+    (launch / "sites/mine.env").write_text(text)
+    done, env = source(launch, "mine")
+    assert done.returncode == 0, done.stderr
+    assert (env["SCRATCH"], env["NCCL_NET"]) == ("/scratch/alice", "AWS  Libfabric [*] ^x")
+    assert env["XDG_CACHE_HOME"] == f"/scratch/alice/a{os.getuid()}//home/alicex"
+    assert env["HF_HOME"] == "/scratch/alice/cache/huggingface"  # its line refers to what is not set, so the generic one counts
+
+
+def test_windows_line_ends_and_no_last_line_end(launch):
+    (launch / "sites/mine.env").write_bytes(b"# comment\r\nNCCL_NET=Socket\r\n\r\nHPCTRAIN_FLAVOR=cu130")
+    done, env = source(launch, "mine")
+    assert done.returncode == 0, done.stderr
+    assert (env["NCCL_NET"], env["HPCTRAIN_FLAVOR"]) == ("Socket", "cu130")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("NCCL_NTE", "'NCCL_NTE' is neither KEY=VALUE nor a comment"),
+        ("PATH=/tmp", "no site file may set 'PATH'"),
+        ("HPCTRAIN_FLAVOUR=cpu", "no site file may set 'HPCTRAIN_FLAVOUR'"),
+        ("SBATCH_ACOUNT=x", "no site file may set 'SBATCH_ACOUNT'"),
+        ("export NCCL_NET=x", "no site file may set 'export NCCL_NET'"),
+        (" NCCL_NET=x", "no site file may set ' NCCL_NET'"),
+        ("NCCL_X[$(touch x)]=1", "no site file may set 'NCCL_X[$(touch x)]'"),
+        ("NCCL_X Y=1", "no site file may set 'NCCL_X Y'"),
+    ],
+)
+def test_a_line_that_is_wrong_is_named(launch, line, message):
+    """In the shell and in a job, before any other line counts."""
+    (launch / "sites/mine.env").write_text(f"NCCL_CROSS_NIC=1\n\n{line}\n")
+    done, env = source(launch, "mine", then="env -0", shell=("bash", "-c"))
+    assert f"sites/mine.env:3: {message}" in done.stderr and "NCCL_CROSS_NIC" not in env
+    command = [launch / "local.sh", "--dry-run"]
+    env = BARE | {"HPCTRAIN_SITE": "mine"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=launch.parents[1])
+    assert done.returncode == 2 and f"sites/mine.env:3: {message}" in done.stderr and done.stderr.count("\n") == 1
+    assert not (launch.parents[1] / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["nowhere", "../sites/generic", "a b"])
+def test_a_site_that_does_not_exist(launch, name):
+    done, env = source(launch, name, then="env -0", shell=("bash", "-c"))
+    assert f"no site '{name}': choose one of alliance generic neuron perlmutter sockeye" in done.stderr
+    assert "HPCTRAIN_SITE" not in env and "HPCTRAIN_FLAVOR" not in env
+
+
+# Detection of the site
+
+
+@pytest.mark.parametrize(
+    ("env", "site", "why"),
+    [
+        ({"NERSC_HOST": "perlmutter"}, "perlmutter", "NERSC_HOST=perlmutter"),
+        ({"CC_CLUSTER": "trillium-gpu"}, "alliance", "CC_CLUSTER=trillium-gpu"),
+        ({"SLURM_CLUSTER_NAME": "sockeye"}, "sockeye", "CLUSTER=sockeye"),
+        ({"NERSC_HOST": "cori"}, "generic", "detected none of alliance neuron perlmutter sockeye"),
+        ({}, "generic", "detected none of alliance neuron perlmutter sockeye"),
+    ],
+)
+def test_the_site_is_detected_and_printed(launch, env, site, why):
+    done, found = source(launch, env=env)
+    assert found["HPCTRAIN_SITE"] == site and done.stderr == f"hpctrain: site {site} ({why})\n"
+
+
+def test_by_slurm_and_by_the_name_of_the_machine(launch, tmp_path):
+    programs = {"scontrol": "echo 'Configuration data'; echo 'ClusterName             = neuron'", "uname": "echo glogin02"}
+    for name, text in programs.items():
+        path = tmp_path / name / name
+        path.parent.mkdir()
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        done, env = source(launch, env={"PATH": f"{path.parent}:{BARE['PATH']}"})
+        assert env["HPCTRAIN_SITE"] == "neuron", done.stderr
+
+
+@pytest.mark.parametrize("entry", ["=x", "TOY-HOST=x", "TOY[*]=x", "1=x", "TOY"])
+def test_a_way_to_detect_that_is_wrong_is_named(launch, entry):
+    (launch / "sites/mine.env").write_text(f"NCCL_NET=x\nSITE_DETECT={entry}\n")
+    done, env = source(launch, then="env -0", shell=("bash", "-c"))
+    assert "in SITE_DETECT is not VARIABLE=PATTERN" in done.stderr and done.stderr.count("\n") == 1
+    assert "sites/mine.env: " in done.stderr and "HPCTRAIN_SITE" not in env
+
+
+def test_a_shell_has_one_site(launch):
+    done, env = source(launch, env={"HPCTRAIN_SITE": "neuron"})
+    assert (env["HPCTRAIN_SITE"], env["SBATCH_PARTITION"], done.stderr) == ("neuron", "amd_a100nv_8", "")
+    done, env = source(launch, "perlmutter", env={"HPCTRAIN_SITE": "neuron"}, shell=("bash", "-c"))
+    assert "this shell has the values of site neuron" in done.stderr and "NCCL_NET" not in env
+
+
+def test_a_new_site_is_one_file(launch):
+    (launch / "sites/toy.env").write_text("# 2026-11, here\nSITE_DETECT=TOY_HOST=toy*\nHPCTRAIN_BIND=/toy\n")
+    done, env = source(launch, env={"TOY_HOST": "toy7"})
+    assert (env["HPCTRAIN_SITE"], env["HPCTRAIN_BIND"], env["HPCTRAIN_FLAVOR"]) == ("toy", "/toy", "cpu"), done.stderr
+
+
+# In a job
+
+
+def dry_run(launch, tmp_path, env):
+    """What apptainer_ddp.sh would do, outside of any job, with a stand-in for apptainer."""
+    (tmp_path / "apptainer").write_text("#!/bin/sh\necho apptainer version 0\n")
+    (tmp_path / "apptainer").chmod(0o755)
+    (tmp_path / "image").mkdir(exist_ok=True)
+    env = BARE | {"PATH": f"{tmp_path}:{BARE['PATH']}", "HPCTRAIN_IMAGE": str(tmp_path / "image")} | env
+    done = subprocess.run([launch / "apptainer_ddp.sh", "--dry-run"], env=env, capture_output=True, text=True, cwd=tmp_path)
+    return done, dict(re.findall(r"^export (\w+)=(.*)", done.stdout, re.M))
+
+
+def test_a_job_reads_the_data_itself(launch, tmp_path):
+    (launch / "sites/toy.env").write_text("SITE_DETECT=TOY_HOST=toy*\nNCCL_CROSS_NIC=1\nSBATCH_QOS=debug\nUCX_TLS=tcp\n")
+    for env in ({"TOY_HOST": "toy7"}, {"HPCTRAIN_SITE": "toy"}):
+        done, exported = dry_run(launch, tmp_path, env | {"NCCL_NET": "", "UCX_TLS": "all"})
+        assert done.returncode == 0 and "hpctrain: site toy, job 0" in done.stdout, done.stderr
+        assert (exported["NCCL_CROSS_NIC"], exported["UCX_TLS"], exported["HPCTRAIN_SITE"]) == ("1", "all", "toy")
+        assert "NCCL_NET" not in exported  # NCCL takes an empty value for the name of a network
+    done, exported = dry_run(launch, tmp_path, {})
+    assert "hpctrain: site generic, job 0" in done.stdout and "NCCL_CROSS_NIC" not in exported
+
+
+def test_a_job_does_not_pretend_to_set_what_sbatch_reads(launch):
+    script = f"ROOT={launch.parent}; source {launch}/lib/site.sh; hpctrain_load_site $ROOT job perlmutter; env -0"
+    done = subprocess.run(["bash", "-euc", script], env=BARE, capture_output=True, text=True, check=True)
+    assert "NCCL_NET=AWS Libfabric" in done.stdout.split("\0") and "SBATCH" not in done.stdout
+
+
+def test_the_shell_is_left_as_it_was(launch):
+    """Options, positions and functions of the user's shell; what is added begins with hpctrain or _hpctrain."""
+    show = "set +o; shopt -p; declare -F; echo $#; "
+    script = f"{show} echo ----; source {launch}/site.sh perlmutter; {show}"
+    done = subprocess.run(["bash", "-c", script, "-", "a", "b"], env=BARE, capture_output=True, text=True, check=True)
+    before, after = (part.split("\n") for part in done.stdout.split("----\n"))
+    added = [line for line in after if line not in before]
+    assert all(re.fullmatch(r"declare -f _?hpctrain_\w+", line) for line in added) and [x for x in before if x not in after] == []
+
+
+@pytest.mark.parametrize(
+    "habit",
+    [
+        "CDPATH=.:/",
+        'cd() { builtin cd "$@" && echo here; }',
+        "shopt -s expand_aliases; alias cd=pushd",
+        "set -f",
+        "IFS=:",
+        "set -euo pipefail; set -o noclobber",
+    ],
+)
+def test_habits_of_a_shell(launch, habit):
+    """A cd that prints, no file names from patterns, other word separators, strict options: the site is found, and they stay."""
+    (launch / "sites/toy.env").write_text("SITE_DETECT=OTHER=x TOY_HOST=toy*\nHPCTRAIN_BIND=/toy /a*\n")
+    script = f"{habit}\nbefore=$-$IFS; source launch/site.sh; source launch/site.sh; [[ $before == $-$IFS ]]; env -0"
+    env = BARE | {"TOY_HOST": "toy7", "PWD": str(launch.parent)}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, cwd=launch.parent)
+    assert done.returncode == 0 and done.stderr == "hpctrain: site toy (TOY_HOST=toy7)\n", done.stderr
+    env = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
+    assert (env["HPCTRAIN_ROOT"], env["HPCTRAIN_BIND"], env["HPCTRAIN_FLAVOR"]) == (str(launch.parent), "/toy /a*", "cpu")
+
+
+def test_another_shell_says_so(launch):
+    if not shutil.which("dash"):
+        pytest.skip("there is no dash")
+    done = subprocess.run(["dash", "-c", f". {launch}/site.sh; env"], env=BARE, capture_output=True, text=True)
+    assert done.stderr == "hpctrain: error: launch/site.sh is for bash and zsh: source it there\n"
+    assert "HPCTRAIN" not in done.stdout
+
+
+def test_a_user_without_a_name(launch, tmp_path):
+    """In a container that does not know the user, the number is the name, and id complains."""
+    (tmp_path / "id").write_text('#!/bin/sh\necho 12345\n[ "$1" = -u ] || { echo "id: cannot find name" >&2 && exit 1; }\n')
+    (tmp_path / "id").chmod(0o755)
+    command = ["bash", "-euc", f"source {launch}/site.sh neuron; echo $SCRATCH"]
+    done = subprocess.run(command, env={"PATH": f"{tmp_path}:{BARE['PATH']}"}, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("/scratch/12345\n", "")
