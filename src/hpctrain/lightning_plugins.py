@@ -14,8 +14,11 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from hpctrain import checkpoint
+from hpctrain.buckets import settle_buckets
 from hpctrain.errors import HpctrainError
 from hpctrain.rendezvous import all_or_none, broadcast, main_address
 from hpctrain.run import Run
@@ -134,8 +137,16 @@ class RunFolder(Callback):
         self._run, self._batch_size, self._bare = run, batch_size, bare
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Let SIGTERM end this process. Lightning's handler starts a collective, which waits for ranks that are dead."""
+        """Let SIGTERM end this process, and arrange DDP's buckets with one example of the first batch.
+
+        Lightning's handler of SIGTERM starts a collective, which waits for ranks that are dead.
+        """
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if trainer.world_size > 1:
+            with torch.random.fork_rng(devices=[]):  # an iterator of a DataLoader draws a seed
+                batch = apply_to_collection(next(iter(trainer.train_dataloader)), Tensor, lambda tensor: tensor[:1])
+            batch = trainer.strategy.batch_to_device(batch, module.device)
+            settle_buckets(trainer.strategy.model, lambda: trainer.strategy.training_step(batch, 0))
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Reset the counters of the epoch."""

@@ -28,6 +28,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hpctrain.batches import steps_per_epoch, training_batches
+from hpctrain.buckets import settle_buckets
 from hpctrain.cli import Parser, add_device
 from hpctrain.errors import UsageError
 from hpctrain.rendezvous import all_or_none, process_group
@@ -62,6 +63,11 @@ def train(world: World, args: argparse.Namespace) -> None:
             optimizer.load_state_dict(state["optimizer"])
             first_epoch = state["epoch"] + 1
 
+        def compute_loss(index: Tensor) -> Tensor:
+            images, labels = training_set.batch(index, device, side)
+            with autocast:
+                return cross_entropy(parallel(images), labels)
+
         def evaluate() -> tuple[float, float]:
             if world.size > 1:
                 for buffer in model.buffers():  # all ranks evaluate with rank 0's batch normalization, which is saved
@@ -69,6 +75,8 @@ def train(world: World, args: argparse.Namespace) -> None:
             with autocast:
                 return recipe.evaluate(model, test_set, args, world, device, partial(total, world))
 
+        if world.size > 1:
+            settle_buckets(parallel, lambda: compute_loss(torch.tensor([0])))
         log_every = -(-steps // 5)
         for epoch in range(first_epoch, args.epochs + 1):
             for group in optimizer.param_groups:  # depends on the epoch alone: resuming needs no scheduler state
@@ -77,9 +85,7 @@ def train(world: World, args: argparse.Namespace) -> None:
             run.start_epoch(epoch, steps)
             loss_sum, since = torch.zeros((), device=device), time.perf_counter()
             for step, index in enumerate(training_batches(len(training_set), args.batch_size, args.seed, epoch, world), 1):
-                images, labels = training_set.batch(index, device, side)
-                with autocast:
-                    loss = cross_entropy(parallel(images), labels)
+                loss = compute_loss(index)
                 optimizer.zero_grad()
                 loss.backward()  # DDP averages the gradients over all ranks meanwhile
                 optimizer.step()
