@@ -29,7 +29,7 @@ def clean(monkeypatch):
 
 
 def start(folder, resume=None):
-    args = argparse.Namespace(out=folder, resume=resume, epochs=1)
+    args = argparse.Namespace(out=folder, resume=resume, epochs=1, watchdog=0)
     return run.Run(ALONE, "test", args, torch.device("cpu"))
 
 

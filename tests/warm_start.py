@@ -19,8 +19,8 @@ from hpctrain.__main__ import main
 TIMEOUT = 300  # s, for all ranks of a run
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000  # of <sched.h>
 
-_context = get_context("forkserver")
-_context.set_forkserver_preload(
+context = get_context("forkserver")
+context.set_forkserver_preload(
     ["hpctrain.vision.train_ddp", "hpctrain.vision.train_lightning", "hpctrain.nlp.finetune", "torch.utils.tensorboard"]
 )
 
@@ -46,7 +46,7 @@ def run(ranks: list[Rank], cwd: Path) -> subprocess.CompletedProcess[str]:
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        started = [_context.Process(target=_become_hpctrain, args=(rank, cwd, outputs)) for rank in ranks]
+        started = [context.Process(target=_become_hpctrain, args=(rank, cwd, outputs)) for rank in ranks]
         for process in started:
             process.start()
         deadline = time.monotonic() + TIMEOUT
@@ -81,7 +81,11 @@ def _become_hpctrain(rank: Rank, cwd: Path, outputs: list[Path]) -> None:
     os.environ.clear()
     os.environ.update(rank.env)
     sys.argv = ["hpctrain", *rank.arguments]
-    main()
+    try:
+        main()
+    except Exception:  # multiprocessing would print it, and not call the hook of the run
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
 
 
 def _enter_node(rank: Rank) -> None:

@@ -57,6 +57,13 @@ def trainer_parser(trainer: str, description: str) -> Parser:
         help=f"run folder (default: runs/{trainer}/<job id>, or the folder given to --resume)",
     )
     add("--resume", type=Path, metavar="RUN", help="resume from the last intact checkpoint of this run folder")
+    add(
+        "--watchdog",
+        type=seconds,
+        default=60,
+        metavar="SECONDS",
+        help="end the job when a rank does not answer, or no step finishes, for this time; 0: never (default: %(default)g)",
+    )
     return parser
 
 
@@ -65,6 +72,14 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one (default: %(default)s)"
     )
+
+
+def seconds(text: str) -> float:
+    """An argparse type: a finite number of seconds, or 0."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
 
 
 def positive(kind: type) -> Any:  # noqa: ANN401 - an argparse type

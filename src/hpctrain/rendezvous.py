@@ -35,6 +35,8 @@ MAX_VALUE = 2**30
 # Groups that are kept until the process ends: see process_group(). Then their threads are joined while they can still get the
 # GIL, which they need to free their last tensor: a thread that asks for it later aborts the process.
 _kept_groups: list[dist.ProcessGroup] = []
+# The prefix of the keys in the store, from _connect_store().
+_prefix: list[str] = []
 atexit.register(_kept_groups.clear)
 
 
@@ -168,7 +170,17 @@ def _wait_for_all_ranks(world: World, store: dist.Store, address: str) -> dist.S
             raise SystemExit(0)  # rank 0 prints it: see all_or_none()
         start_id = its_id
     store.set_timeout(COLLECTIVE_TIMEOUT)
-    return dist.PrefixStore(_sign("prefix", start_id) or start_id, store)
+    _prefix[:] = [_sign("prefix", start_id) or start_id]
+    return dist.PrefixStore(_prefix[0], store)
+
+
+def connect_again() -> dist.Store:
+    """A connection of its own to the store of the process group, for a thread: a request waits for an earlier one of the same.
+
+    Raises DistError or RuntimeError.
+    """
+    store = dist.TCPStore(*main_address(), is_master=False, timeout=JOIN_TIMEOUT)
+    return dist.PrefixStore(f"{_prefix[0]}/threads", store)
 
 
 def _read_from_rank_0(store: dist.Store, key: str, context: tuple[object, ...], address: str) -> str:

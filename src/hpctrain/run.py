@@ -3,6 +3,7 @@
     runs/<trainer>/<job id>/
         config.json      every option, the versions, the image, the world (config.2.json when the run is resumed)
         metrics.jsonl    one line per log step
+        owner.json       the job that is writing here (see owner.py)
         result.json      the last metrics and the SHA-256 of the final weights
         curves.png       losses and scores over the steps
         checkpoints/     epoch-NNNN.pt
@@ -37,10 +38,12 @@ from tqdm import tqdm
 
 from hpctrain import __version__, atomic, checkpoint
 from hpctrain.errors import HpctrainError, UsageError, first_line
+from hpctrain.owner import Owner
 from hpctrain.plot import plot
 from hpctrain.redaction import hide_secrets
 from hpctrain.rendezvous import all_or_none, broadcast
-from hpctrain.world import World, job_id, was_requeued
+from hpctrain.watchdog import Watchdog
+from hpctrain.world import World, job_id, restart_count, torchrun_restarts
 
 
 class Run:
@@ -52,7 +55,8 @@ class Run:
         paths: list[str | None] = []
         with all_or_none(world):
             if world.rank == 0:
-                paths = [path and str(path) for path in _prepare_folder(trainer, args)]
+                *found, self._owner = _prepare_folder(trainer, args)
+                paths = [path and str(path) for path in found]
         folder, resume_from = broadcast(world, paths)
         self.folder, self.resume_from = Path(folder), Path(resume_from) if resume_from else None
         with all_or_none(world):
@@ -69,6 +73,7 @@ class Run:
 
             self._tensorboard = SummaryWriter(self.folder / "tensorboard")
             self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._watchdog = Watchdog(world, args.watchdog, self._log)
         self._bar: tqdm | None = None
         self._epoch = 0
         self._started = time.monotonic()
@@ -99,6 +104,7 @@ class Run:
         """Write the checkpoint of this epoch. A collective call. Raises HpctrainError."""
         with all_or_none(self.world):
             if self.world.rank == 0:
+                self._owner.check()
                 checkpoint.save(checkpoint.path_of(self.folder, epoch), {"epoch": epoch, **state})
 
     def start_epoch(self, epoch: int, steps: int) -> None:
@@ -107,7 +113,8 @@ class Run:
             self._bar = tqdm(total=steps, desc=f"epoch {epoch}", unit="step", leave=False)
 
     def step(self) -> None:
-        """Advance the progress bar by one step."""
+        """Advance the progress bar by one step. The first step starts the watchdog."""
+        self._watchdog.step()
         if self._bar:
             self._bar.update()
 
@@ -117,6 +124,7 @@ class Run:
         Every rank passes the same values, which are over all ranks. Raises HpctrainError if one is not finite.
         """
         self._epoch = epoch
+        self._watchdog.pause()  # a file system may stall
         diverged = next((name for name, value in values.items() if not math.isfinite(value)), None)
         if self.world.rank != 0:
             if diverged:
@@ -127,6 +135,7 @@ class Run:
                 f"{diverged} is {values[diverged]} at epoch {epoch}, step {step}: training diverged, use a smaller --lr "
                 f"(earlier checkpoints are in {self.folder})"
             )
+        self._owner.check()
         line = {"epoch": epoch, "step": step, "seconds": round(time.monotonic() - self._started, 3), **values}
         self._metrics.write(json.dumps(line) + "\n")
         self._metrics.flush()
@@ -140,6 +149,7 @@ class Run:
 
     def end_epoch(self) -> None:
         """Close the progress bar."""
+        self._watchdog.pause()
         if self._bar:
             self._bar.close()
             self._bar = None
@@ -149,8 +159,10 @@ class Run:
 
         If the launch script was still computing the image's digest when the run started, it is added to config.json now.
         """
+        self._watchdog.stop()
         if self.world.rank != 0:
             return
+        self._owner.check()
         result = {
             **values,
             "epochs": self._epoch,
@@ -163,6 +175,7 @@ class Run:
         plot(self.folder)
         self.print("  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  in {result['seconds']:.1f} s")
         self.print(f"weights {result['weights_sha256'][:16]}, metrics, checkpoints and curves.png are in {self.folder}")
+        self._owner.release()
 
     def print(self, text: str) -> None:
         """Print a line on rank 0, above the progress bar; every rank logs it."""
@@ -176,20 +189,30 @@ class Run:
         print(time.strftime("%H:%M:%S"), hide_secrets(text), file=self._log, flush=True)
 
 
-def _prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path | None]:
-    """Create the run folder, on one rank. Returns it and the checkpoint to resume from, if any. Raises HpctrainError."""
+def _prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path | None, Owner]:
+    """Create the run folder and own it, on one rank. Returns it, the checkpoint to resume from, if any, and its owner.
+
+    Raises HpctrainError.
+    """
     folder = args.out or args.resume or Path("runs") / trainer / job_id()
     earlier_run = (folder / "config.json").exists()
-    resume = checkpoint.find_newest(args.resume) if args.resume else None
+    source = args.resume
     if earlier_run and (not args.resume or args.resume.resolve() != folder.resolve()):
-        if not (was_requeued() and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()):
+        restarted = restart_count() > 0 or (torchrun_restarts() and (folder / "owner.json").exists())
+        if not (restarted and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()):
             raise HpctrainError(f"{folder} holds a run already: give another --out, or continue that run with --resume {folder}")
-        # Slurm has requeued the job, with the same command line.
+        # Slurm or torchrun has started the job again, with the same command line.
         if any((folder / "checkpoints").glob("epoch-*.pt")):
-            resume = checkpoint.find_newest(folder)
+            source = folder
+    own = source is not None and source.resolve() == folder.resolve()
+    resume = None
+    if source and not (own and (folder / "checkpoints").is_dir()):
+        resume = checkpoint.find_newest(source)
     try:
         # For its user alone, with all that is in it. A folder that exists keeps its permissions.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = Owner(folder)
+        owner.acquire()
         for part in ("checkpoints", "logs"):
             (folder / part).mkdir(parents=True, exist_ok=True)
         if earlier_run:
@@ -201,7 +224,9 @@ def _prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path 
         raise HpctrainError(
             f"{folder}: cannot be written ({error.strerror}): use --out to name a folder that you can write to"
         ) from error
-    return folder, resume
+    if own:
+        resume = checkpoint.find_newest(folder)  # the last owner may have written until now
+    return folder, resume, owner
 
 
 def _finished_epochs(folder: Path) -> float:
@@ -215,7 +240,10 @@ def _finished_epochs(folder: Path) -> float:
 
 
 def _open_log(path: Path) -> Any:  # noqa: ANN401 - a text file
-    """Open the log of this rank. Uncaught exceptions go to it as well as to stderr; crashes of the interpreter go to it alone."""
+    """Open the log of this rank. Uncaught exceptions go to it as well as to stderr; crashes of the interpreter go to it alone.
+
+    Of the exception that the death of another rank causes, stderr gets one line.
+    """
     try:
         log = path.open("a", encoding="utf-8")
     except OSError as error:
@@ -225,6 +253,15 @@ def _open_log(path: Path) -> Any:  # noqa: ANN401 - a text file
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         print(hide_secrets("".join(traceback.format_exception(kind, error, trace))), end="", file=log, flush=True)
+        # What Gloo and NCCL say when another rank has died. Its own error is the one to read, not this stack of every other rank.
+        if re.search("Connection (closed|reset) by peer|Broken pipe|ncclRemoteError", str(error)):
+            print(
+                f"hpctrain: error: {path.stem} on {platform.node()} lost the connection to another rank, which has probably "
+                f"died: look for the first error of the job; the stack is in {path}",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
         default_hook(kind, error, trace)
 
     sys.excepthook = hook

@@ -179,9 +179,14 @@ def job_id(env: Mapping[str, str] = os.environ) -> str:
     return env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or time.strftime("%Y%m%d-%H%M%S")
 
 
-def was_requeued(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether Slurm runs this job again, after a node failure or a preemption."""
-    return env.get("SLURM_RESTART_COUNT", "0") != "0"
+def restart_count(env: Mapping[str, str] = os.environ) -> int:
+    """How often Slurm has started this job again, after a node failure or a preemption."""
+    return int(env.get("SLURM_RESTART_COUNT") or 0)
+
+
+def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun may start these ranks again. Its count of restarts is no help: each node has its own."""
+    return int(env.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
 
 
 def choose_device(world: World, wanted: str = "auto") -> "torch.device":

@@ -1,0 +1,172 @@
+"""Ends a job in which a rank is lost or no step finishes, and says what each rank was doing.
+
+Otherwise the ranks wait for one that is stopped, or whose node or network is gone, until their collective times out, after half
+an hour. From the first step on, a thread of each rank tells rank 0 through the store of the rendezvous that the rank is alive,
+which step it has finished, and which line it executes. A second thread judges: it does no input or output that could hang.
+
+A rank is lost when its news do not change for `limit` seconds. A job is stuck when no rank finishes a step for the larger of
+`limit` and ten times the usual duration of a step, and all of them are in an epoch of training: none evaluates or writes.
+"""
+
+import faulthandler
+import json
+import os
+import platform
+import sys
+import sysconfig
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from hpctrain.rendezvous import connect_again, gather
+from hpctrain.world import World
+
+NEWS_PER_LIMIT, JUDGMENTS_PER_LIMIT = 12, 30
+MOST_RANKS_SHOWN = 8
+
+# What a rank tells: a number that always rises, its finished steps, whether it is within an epoch, its line.
+News = tuple[int, int, bool, str]
+
+
+class Watchdog:
+    """The watchdog of this rank. `limit` is in seconds; 0 turns it off. `log` gets the stacks of all threads.
+
+    To create one is a collective call.
+    """
+
+    def __init__(self, world: World, limit: float, log: IO[str]) -> None:
+        self._world, self._limit, self._log = world, limit, log
+        self._on = world.size > 1 and limit > 0
+        self._hosts = gather(world, platform.node()) if self._on else []
+        self._started = False
+        self._ended = threading.Event()
+        self._main = threading.get_ident()
+        self._steps, self._in_epoch = 0, False
+        self._last_step, self._usual_step = time.monotonic(), 0.0
+        self._news: dict[int, News] = {}
+        self._changed: dict[int, tuple[Any, float]] = {}
+        # Rank 0 watches all others, and each of them watches rank 0.
+        self._watched = range(1, world.size) if world.rank == 0 else range(1)
+
+    def step(self) -> None:
+        """A step is finished. The first one starts the threads."""
+        if not self._on:
+            return
+        now = time.monotonic()
+        if self._in_epoch:
+            duration = now - self._last_step
+            self._usual_step += (duration - self._usual_step) * (0.1 if self._usual_step else 1)
+        self._last_step, self._steps, self._in_epoch = now, self._steps + 1, True
+        if not self._started:
+            self._started = True
+            for target in (self._exchange, self._judge):
+                threading.Thread(target=target, daemon=True).start()
+
+    def pause(self) -> None:
+        """Until the next finished step this rank does something that may take long, such as evaluating or writing."""
+        self._in_epoch = False
+
+    def stop(self) -> None:
+        """End the threads; the job is done."""
+        self._ended.set()
+
+    def _exchange(self) -> None:
+        """Tell this rank's news, and read those of the ranks that it watches, until the store is gone."""
+        count = 0
+        with suppress(dist.DistError, RuntimeError, ValueError):  # the judge notices that there are no news
+            store = connect_again()
+            while not self._ended.wait(self._limit / NEWS_PER_LIMIT):
+                count += 1
+                news: News = (count, self._steps, self._in_epoch, describe_line(self._main))
+                store.set(f"news of {self._world.rank}", json.dumps(news))
+                told = [rank for rank in self._watched if rank in self._news or store.check([f"news of {rank}"])]
+                if told:
+                    texts = store.multi_get([f"news of {rank}" for rank in told])
+                    self._news |= {rank: tuple(json.loads(text)) for rank, text in zip(told, texts, strict=True)}
+                if self._world.rank != 0 and store.check(["verdict"]):
+                    self._dump()
+                    time.sleep(3 * self._limit / NEWS_PER_LIMIT)  # rank 0 ends first, so that its message comes first
+                    os._exit(1)
+
+    def _judge(self) -> None:
+        """End the process when a rank is lost or no step finishes."""
+        period = self._limit / JUDGMENTS_PER_LIMIT
+        # Time during which this process was stopped itself does not count: a scheduler may suspend the whole job.
+        elapsed, last = 0.0, time.monotonic()
+        while not self._ended.wait(period):
+            now = time.monotonic()
+            elapsed, last = elapsed + min(now - last, 2 * period), now
+            news = dict(self._news)
+            lost = [rank for rank in self._watched if self._unchanged_for(elapsed, rank, news.get(rank)) > self._limit]
+            if lost:
+                self._end_for_lost(lost, news)
+            all_in_epoch = self._in_epoch and len(news) == len(self._watched) and all(each[2] for each in news.values())
+            steps = [self._steps, *(each[1] for each in news.values()), all_in_epoch]
+            patience = max(self._limit, 10 * self._usual_step)
+            if self._unchanged_for(elapsed, -1, steps) > patience and all_in_epoch and self._world.rank == 0:
+                # A rank that was lost at its last step is about to be noticed above.
+                silence = 3 * self._limit / NEWS_PER_LIMIT
+                if lost := [rank for rank in self._watched if self._unchanged_for(elapsed, rank, news[rank]) > silence]:
+                    self._end_for_lost(lost, news)
+                self._end(f"no rank has finished a step for {patience:.0f} s; --watchdog sets another limit", news)
+
+    def _unchanged_for(self, elapsed: float, key: int, value: Any) -> float:  # noqa: ANN401
+        """For how long a value has been the same; the key is a rank, or -1 for the steps of all."""
+        if key not in self._changed or self._changed[key][0] != value:
+            self._changed[key] = value, elapsed
+        return elapsed - self._changed[key][1]
+
+    def _end_for_lost(self, lost: list[int], news: dict[int, News]) -> None:
+        first = lost[0]
+        others = f", nor have {len(lost) - 1} others" if len(lost) > 1 else ""
+        self._end(
+            f"rank {first} on {self._hosts[first]} has not answered for {self._limit:.0f} s{others}: "
+            "look at its node and at the network, and resume from the last checkpoint",
+            news,
+        )
+
+    def _end(self, problem: str, news: dict[int, News]) -> None:
+        """Print the problem and what the ranks were doing, and end this process; the launcher ends the others."""
+        lines = [f"hpctrain: error: {problem}"]
+        own = (0, self._steps, self._in_epoch, describe_line(self._main))
+        for rank, (_, steps, _, line) in sorted((news | {self._world.rank: own}).items())[:MOST_RANKS_SHOWN]:
+            lines.append(f"hpctrain: rank {rank} on {self._hosts[rank]} had finished {steps} steps and was at {line}")
+        self._dump()
+        print(*lines, sep="\n", file=self._log, flush=True)
+        # Without rank 0 there is nobody to speak for all; one rank of each node does.
+        if self._world.rank == 0 or self._world.rank == 1 or self._world.local_rank == 0:
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
+        if self._world.rank == 0:  # the others write their stacks, which their launcher's signal would prevent
+            threading.Thread(target=self._tell_verdict, daemon=True).start()
+            time.sleep(min(10.0, 2 * self._limit / NEWS_PER_LIMIT))
+        os._exit(1)
+
+    def _tell_verdict(self) -> None:
+        with suppress(dist.DistError, RuntimeError, ValueError):
+            connect_again().set("verdict", "end")
+
+    def _dump(self) -> None:
+        """Write the stacks of all threads into the log of this rank, once."""
+        if not self._ended.is_set():
+            self._ended.set()
+            faulthandler.dump_traceback(file=self._log, all_threads=True)
+
+
+_OWN_FOLDER = str(Path(__file__).parent)
+
+
+def describe_line(thread: int) -> str:
+    """The file, line and function that a thread executes: the innermost that is neither Python's own nor another package's."""
+    frame = sys._current_frames().get(thread)
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    chosen = frame
+    while chosen and chosen.f_code.co_filename.startswith(libraries) and not chosen.f_code.co_filename.startswith(_OWN_FOLDER):
+        chosen = chosen.f_back
+    chosen = chosen or frame
+    if not chosen:
+        return "its end"
+    return f"{Path(chosen.f_code.co_filename).name}:{chosen.f_lineno} {chosen.f_code.co_name}()"
