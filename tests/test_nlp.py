@@ -460,6 +460,9 @@ def test_predict_refuses_other_and_damaged_model_folders(models, tmp_path):
         predict.main(ALONE, [str(tmp_path), "text"])
     shutil.copytree(models["classify"], tmp_path / "model")
     (tmp_path / "model/model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(HpctrainError, match=r"model/model.safetensors: not the file that was written, according to SHA256SUMS"):
+        predict.main(ALONE, [str(tmp_path / "model"), "text"])
+    (tmp_path / "model/SHA256SUMS").unlink()  # as in a folder from elsewhere
     with pytest.raises(HpctrainError, match="model: the model cannot be loaded"):
         predict.main(ALONE, [str(tmp_path / "model"), "text"])
     with pytest.raises(UsageError, match="predict runs in one process, but the launcher started 2"):
@@ -571,6 +574,7 @@ def test_max_length_beyond_the_positions_of_the_model_is_refused(trained, tmp_pa
 def test_model_with_missing_weights_is_refused(trained, tmp_path):
     """transformers would only warn, and initialize them at random."""
     shutil.copytree(trained / "model", tmp_path / "model")
+    (tmp_path / "model/SHA256SUMS").unlink()
     state = load_file(tmp_path / "model/model.safetensors")
     save_file(
         {name: state[name] for name in state if "layer.1" not in name}, tmp_path / "model/model.safetensors", {"format": "pt"}

@@ -19,11 +19,12 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from hpctrain import atomic
+from hpctrain.digests import check_digests, write_digests
 from hpctrain.errors import HpctrainError
 from hpctrain.rendezvous import all_or_none
 from hpctrain.world import World
 
-VERSION = 1  # of the files in the cache; increase it when their content changes
+VERSION = 2  # of the files in the cache; increase it when their content changes
 CHUNK = 10_000  # texts passed to the tokenizer in one call, for its threads to share
 
 
@@ -162,6 +163,7 @@ def _write_features(folder: Path, features: Features) -> None:
         with atomic.folder(folder, replace=False) as unfinished:
             for name, array in columns.items():
                 numpy.save(unfinished / f"{name}.npy", array)
+            write_digests(unfinished)
     except OSError as error:
         if not folder.exists():  # otherwise another job has written the same meanwhile, and its ranks have mapped the files
             raise HpctrainError(
@@ -172,13 +174,14 @@ def _write_features(folder: Path, features: Features) -> None:
 
 def _read_features(folder: Path) -> Features:
     try:
+        check_digests(folder)
         columns = {path.name.removesuffix(".npy"): numpy.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
         tokens, values = (
             {name.removeprefix(prefix): array for name, array in sorted(columns.items()) if name.startswith(prefix)}
             for prefix in ("tokens.", "values.")
         )
         return Features(columns["starts"], tokens, values, columns["example"], columns["cut"])
-    except (OSError, EOFError, ValueError, KeyError) as error:
+    except (HpctrainError, OSError, EOFError, ValueError, KeyError) as error:
         raise HpctrainError(
             f"{folder}: the tokenized texts cannot be read ({error}): remove this folder and start again"
         ) from error

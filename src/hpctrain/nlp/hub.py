@@ -14,6 +14,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from hpctrain import atomic
 from hpctrain.cli import Parser
+from hpctrain.digests import write_digests
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.model_folder import describe_error, is_disk_error, validate_folder
 from hpctrain.rendezvous import all_or_none, gather
@@ -79,6 +80,7 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
     with _explain_errors(name, f"run the same command again, and it continues from {partial}"):
         _download_snapshot(name, commit, local_dir=partial)
         shutil.rmtree(partial / ".cache")  # the hub's record of what has been downloaded
+        write_digests(partial)
         atomic.rename_folder(partial, folder, replace=False)
     return commit
 

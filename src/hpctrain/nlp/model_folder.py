@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from hpctrain import atomic
+from hpctrain.digests import check_digests, write_digests
 from hpctrain.errors import HpctrainError
 from hpctrain.redaction import hide_secrets
 
@@ -70,8 +71,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     """The tokenizer of a model folder, with a padding token. Raises HpctrainError if there is no fast tokenizer in it.
 
-    It is the first part of a folder that is loaded, so a model that needs code of its own is refused here.
+    It is the first part of a folder that is loaded, so a damaged model, and one that needs code of its own, is refused here.
     """
+    check_digests(folder)
     refuse_code(folder)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -139,6 +141,7 @@ def save_model(folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTok
             for path in unfinished.iterdir():  # safetensors makes files that only the owner may read
                 path.chmod((unfinished / "config.json").stat().st_mode)
             validate_folder(unfinished)
+            write_digests(unfinished)
     except Exception as error:
         if isinstance(error, HpctrainError) or not (isinstance(error, OSError) or is_disk_error(error)):
             raise

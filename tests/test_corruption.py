@@ -1,0 +1,90 @@
+"""A flipped bit in anything that is stored is never loaded as something else: by a seed, so that each run flips the same ones."""
+
+import random
+import shutil
+
+import numpy
+import pytest
+import torch
+
+from hpctrain import checkpoint
+from hpctrain.errors import HpctrainError
+from hpctrain.nlp import features
+from hpctrain.nlp.model_folder import load_tokenizer
+from hpctrain.nlp.scratch import create_model
+from hpctrain.world import ALONE
+
+FLIPS = 40  # of each format
+
+
+def flip_a_bit(path, chance):
+    content = bytearray(path.read_bytes())
+    place = chance.randrange(len(content))
+    content[place] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def same(one, other):
+    """Whether two states are equal: dictionaries and lists of tensors and plain values."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and list(one) == list(other) and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def test_checkpoints(tmp_path):
+    """A bit of the archive that holds no content, such as a date, may be flipped."""
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(8, 20)).sum().backward()
+    optimizer.step()
+    state = {"epoch": 3, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    chance, refused = random.Random(1), 0
+    for _ in range(FLIPS):
+        path = checkpoint.path_of(tmp_path, 3)
+        path.parent.mkdir(exist_ok=True)
+        checkpoint.save(path, state)
+        flip_a_bit(path, chance)
+        try:
+            loaded = checkpoint.load(
+                checkpoint.find_fitting(checkpoint.find_newest(tmp_path), model, "optimizer"), torch.device("cpu")
+            )
+        except HpctrainError:
+            refused += 1
+        else:
+            assert same(loaded, state)
+    assert refused > FLIPS / 2
+
+
+def test_model_folders(tmp_path):
+    """The card is for readers, and may be edited."""
+    create_model(tmp_path / "model", "tiny", "bert", ["한 줄", "두 줄"], 1, 128)
+    files = sorted(path.name for path in (tmp_path / "model").iterdir())
+    assert {"config.json", "model.safetensors", "tokenizer.json", "SHA256SUMS"} <= set(files)
+    chance = random.Random(2)
+    for _ in range(FLIPS):
+        shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+        shutil.copytree(tmp_path / "model", tmp_path / "broken")
+        flip_a_bit(tmp_path / "broken" / chance.choice(files), chance)
+        with pytest.raises(HpctrainError, match="SHA256SUMS"):
+            load_tokenizer(tmp_path / "broken")
+    load_tokenizer(tmp_path / "model")
+
+
+def test_tokenized_texts(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path))
+    columns = {"input_ids": [[1, 2, 3], [4]], "token_type_ids": [[0, 0, 1], [0]]}
+    made = features.load_or_make("key", lambda: features.Features.from_lists(columns, {"units": [1, 1]}), ALONE)
+    assert numpy.array_equal(made.tokens["input_ids"], [1, 2, 3, 4])
+    folder = tmp_path / "features/key"
+    contents = {path: path.read_bytes() for path in folder.iterdir()}
+    chance = random.Random(3)
+    for _ in range(FLIPS):
+        for path, content in contents.items():
+            path.write_bytes(content)
+        flip_a_bit(chance.choice(sorted(contents)), chance)
+        with pytest.raises(HpctrainError, match=r"key: the tokenized texts cannot be read .*remove this folder and start again"):
+            features.load_or_make("key", lambda: None, ALONE)
