@@ -149,7 +149,11 @@ set_program() {
         [[ -r ${ARGUMENTS[0]} ]] || die "${ARGUMENTS[0]}: no such script in $PWD: paths are relative to where you submit"
         PROGRAM=("${ARGUMENTS[@]}")
         ;;
-    *) PROGRAM=(-m hpctrain "${ARGUMENTS[@]}") ;;
+    *)
+        PROGRAM=(-m hpctrain "${ARGUMENTS[@]}")
+        # Otherwise python -m would import a token.py or random.py of the current folder in place of Python's own.
+        export PYTHONSAFEPATH=1
+        ;;
     esac
 }
 

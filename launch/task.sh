@@ -16,6 +16,18 @@ die() {
 # shellcheck source=launch/lib/launcher.sh
 source "$(dirname "$0")/lib/launcher.sh"
 
+# Run HPCTRAIN_END_TASK on SIGTERM, which Slurm sends to every process of a step when it ends the job. Slurm waits for what holds
+# the task's output, so this holds none.
+end_with_task() {
+    (
+        trap '$HPCTRAIN_END_TASK; exit' TERM
+        while kill -0 $$; do
+            sleep 1 &
+            wait $! || true
+        done
+    ) </dev/null >/dev/null 2>&1 &
+}
+
 launcher=${1:-}
 WORDS=("${@:2}")
 WAIT_AND_REPORT=''
@@ -53,6 +65,7 @@ command=$(index_of_command)
 [[ ${WORDS[0]} == -- ]] || export HPCTRAIN_CONTAINER_ON=${HPCTRAIN_CONTAINER_ON:-$(uname -n)}
 set -- "${WORDS[@]:0:command-1}" "${WORDS[@]:command}"
 command -v "$1" >/dev/null || die "there is no $1 on the PATH: load its module before you submit (HPCTRAIN_MODULES)"
+[[ -z ${HPCTRAIN_END_TASK:-} || $HPCTRAIN_NODE_TASK != 0 ]] || end_with_task
 [[ -n $WAIT_AND_REPORT ]] || exec "$@"
 "$@" || {
     status=$?

@@ -139,6 +139,16 @@ def test_real_mnist(cluster, mnist):
     assert result(folder(cluster, "runs/mnist"))["test_accuracy"] >= 0.985
 
 
+def test_a_file_of_the_submit_folder_does_not_hide_a_module_of_python(cluster):
+    hides = folder(cluster, "token.py")
+    hides.write_text("raise SystemExit('hidden')\n")
+    try:
+        ended, output = job(cluster, "check", options=["--nodes=1"])
+    finally:
+        hides.unlink()
+    assert ended.state == "COMPLETED" and "check passed: 2 ranks" in output, output
+
+
 def test_the_arguments_of_a_script_arrive_as_they_are(cluster):
     arguments = ["--anything", "a b", "$HOME", "`id`", "*", "", "quote'and\"quote", "back\\slash", "-x"]
     mine = folder(cluster, "mine.py")
@@ -277,10 +287,36 @@ def test_a_killed_rank_ends_the_whole_job(cluster):
             cluster.exec("n2", "sh", "-c", "kill -KILL $(pgrep -f '[h]pctrain train_ddp' | tail -n 1)")
 
     ended = cluster.wait(number, timeout=120, on_line=kill)
-    assert killed and ended.state == "FAILED" and ended.exit_code != 0
+    output = folder(cluster, f"slurm-{number}.out").read_text()
+    assert killed and ended.state == "FAILED" and ended.exit_code != 0 and "Traceback" not in output, output
     # The epochs before it are not lost.
     assert (folder(cluster, f"runs/train_ddp/{number}") / "checkpoints/epoch-0001.pt").exists()
     wait_until_idle(cluster)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_rank_that_is_stopped_ends_the_job_and_is_named(cluster, ahead, launcher):
+    """Nobody closes its connections, so that the others would wait for it."""
+
+    def submit(launcher):
+        options = ["train_ddp", FEW, "--epochs", "5000", "--watchdog", "10", "--out", f"runs/stopped-{launcher}"]
+        return cluster.submit(*LAUNCHERS[launcher], *options, cwd=HOME)
+
+    number = ahead(submit)
+    stopped = False
+
+    def stop(line):
+        nonlocal stopped
+        if "epoch 2 step" in line and not stopped:
+            stopped = True
+            script = f"kill -STOP $(pgrep -f '[h]pctrain train_ddp.*stopped-{launcher}' | tail -n 1)"
+            cluster.exec("n2", "sh", "-c", script)
+
+    ended = cluster.wait(number, on_line=stop)
+    output = folder(cluster, f"slurm-{number}.out").read_text()
+    assert stopped and ended.state == "FAILED" and seconds(cluster, number) < 90, output
+    assert re.search(r"hpctrain: error: rank [23] on n2 has not answered for 10 s: look at its node", output), output
+    wait_until_idle(cluster, number)
 
 
 def node_dies(sif):
@@ -433,6 +469,53 @@ def test_torchrun_restarts_all_ranks(cluster, ahead, restarts):
     else:
         assert ended.state == "FAILED" and "rank      : 3" in output and "SIGKILL" in output, output
     wait_until_idle(cluster, number)
+
+
+def test_torchrun_restarts_a_bundled_trainer(cluster):
+    """It goes on after its last checkpoint, and ends with the weights of a run that nothing happened to."""
+    script = "launch/apptainer_torchrun.sh"
+    options = ["--max-restarts=1", "train_ddp", FEW, "--epochs", "8", "--out"]
+    whole = cluster.submit("--nodelist=n3,n4", script, *options, "runs/whole", cwd=HOME)
+    number = cluster.submit(script, *options, "runs/restarted", cwd=HOME)
+    killed = False
+
+    def kill(line):
+        nonlocal killed
+        if "epoch 2 step" in line and not killed:
+            killed = True
+            cluster.exec("n2", "sh", "-c", "kill -KILL $(pgrep -f '[h]pctrain train_ddp.*runs/restarted' | tail -n 1)")
+
+    ended = cluster.wait(number, on_line=kill)
+    output = folder(cluster, f"slurm-{number}.out").read_text()
+    assert killed and ended.state == "COMPLETED", output
+    assert re.search(r"resuming after epoch \d of runs/restarted/checkpoints/epoch-000\d.pt", output), output
+    assert wait(cluster, whole)[0].state == "COMPLETED"
+    weights = {name: result(folder(cluster, f"runs/{name}"))["weights_sha256"] for name in ("whole", "restarted")}
+    assert weights["whole"] == weights["restarted"]
+    wait_until_idle(cluster, number)
+
+
+def test_a_second_job_on_a_run_folder_is_refused(cluster):
+    """The first one goes on as if there had been none."""
+    first = cluster.submit(SCRIPT, "train_ddp", FEW, "--epochs", "2000", "--out", "runs/shared", cwd=HOME)
+    second = ended = None
+
+    def submit_another(line):
+        nonlocal second
+        if "epoch 2 step" in line and second is None:
+            options = ["train_ddp", FEW, "--epochs", "2000", "--resume", "runs/shared"]
+            second = cluster.submit("--nodelist=n3,n4", SCRIPT, *options, cwd=HOME)
+            nonlocal ended
+            ended = cluster.wait(second)
+            cluster.exec("login", "scancel", str(first))
+
+    cluster.wait(first, on_line=submit_another)
+    output = folder(cluster, f"slurm-{second}.out").read_text()
+    assert ended.state == "FAILED", output
+    assert re.search(rf"error: (on rank 0: )?runs/shared: job {first} on n1 \(process \d+\) writes in", output), output
+    epochs = [json.loads(line)["epoch"] for line in (folder(cluster, "runs/shared") / "metrics.jsonl").read_text().splitlines()]
+    assert epochs == sorted(epochs)
+    wait_until_idle(cluster, second, nodes=("n3", "n4"))
 
 
 def test_a_pmi_that_the_mpi_library_does_not_support(cluster):
@@ -613,12 +696,45 @@ def test_no_container_of_podman_hpc_is_left_when_a_rank_dies(cluster, podman_ima
     wait_until_idle(cluster)
 
 
+def test_nothing_of_podman_hpc_trains_on_after_scancel(cluster, podman_image):
+    """Slurm ends podman-hpc, but not the containers; and it lets an ended job start nothing that could."""
+    number = cluster.submit("launch/podman_hpc_ddp.sh", "train_ddp", FEW, "--epochs", "5000", cwd=HOME, env=podman_image)
+    stopped = False
+
+    def cancel(line):
+        nonlocal stopped
+        if "epoch 2 step" in line and not stopped:
+            stopped = True
+            cluster.exec("login", "scancel", str(number))
+
+    ended = cluster.wait(number, on_line=cancel)
+    assert stopped and ended.state == "CANCELLED"
+    wait_until_idle(cluster)
+
+
+def test_a_port_that_is_in_use(cluster):
+    """By something of another user, on the port that would be the job's own."""
+    number = cluster.submit("--hold", SCRIPT, "train_ddp", FEW, "--epochs", "1", cwd=HOME)
+    port = 20000 + number * 8 % 12000
+    listen = f"import socket, time\nwith socket.create_server(('', {port})): time.sleep(600)"
+    listener = cluster.start("n1", BARE_PYTHON, "-c", listen, user="bob")
+    try:
+        cluster.exec("n1", "sh", "-c", f"until grep -q ':{port:04X} .* 0A' /proc/net/tcp*; do sleep 0.1; done", timeout=30)
+        cluster.exec("login", "scontrol", "release", str(number))
+        ended, output = wait(cluster, number)
+    finally:
+        listener.terminate()
+        listener.wait()
+    assert ended.state == "COMPLETED", output
+    assert f"port {port} of n1 is in use, so the rendezvous is at the next free one, {port + 1}" in output
+
+
 def test_no_secret_is_on_a_command_line(cluster):
     """horovodrun writes its environment on the command lines of ssh; each rank still gets it."""
-    folder(cluster, "token.py").write_text(
+    folder(cluster, "show_token.py").write_text(
         "import os, time\nprint('got', os.environ['HF_TOKEN'] == 'hf_' + 'secret', flush=True)\ntime.sleep(4)\n"
     )
-    number = cluster.submit(*LAUNCHERS["horovodrun"], "token.py", cwd=HOME, env={"HF_TOKEN": "hf_secret"})
+    number = cluster.submit(*LAUNCHERS["horovodrun"], "show_token.py", cwd=HOME, env={"HF_TOKEN": "hf_secret"})
     shown = ""
 
     def look(line):

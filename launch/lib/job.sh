@@ -94,7 +94,7 @@ export_job_env() {
     # linger. Below 32768, where the kernel's ephemeral ports begin.
     # The number of a PBS array job is like 123[4].
     number=${JOB//[!0-9]/}
-    export MASTER_PORT=${MASTER_PORT:-$((20000 + (10#0$number * 8 + ${SLURM_RESTART_COUNT:-0}) % 12000))}
+    export MASTER_PORT=${MASTER_PORT:-$(first_free_port $((20000 + (10#0$number * 8 + ${SLURM_RESTART_COUNT:-0}) % 12000)))}
     # The ranks sign with it that they are of this job. A dry run has none, so that the commands it prints need none.
     [[ -n $DRY_RUN ]] || export HPCTRAIN_JOB_SECRET=${HPCTRAIN_JOB_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
     # torch warns about every address without a name; real problems arrive as errors.
@@ -102,6 +102,18 @@ export_job_env() {
     export PYTHONNOUSERSITE=1
     # Users set it to an empty value to disable a site's, but NCCL takes that for the name of a network, and fails.
     [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
+}
+
+# first_free_port PORT: print this port, or the next one on which nothing listens on this node. Batch scripts run on rank 0's node.
+first_free_port() {
+    local port
+    for ((port = $1; port < $1 + 100; port++)); do
+        # Lines as in proc(5): number, local address:port in hexadecimal, remote one, state (0A: listening).
+        awk -v port="$(printf ':%04X' "$port")" '$4 == "0A" && $2 ~ port "$" { exit 1 }' \
+            < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null) && break
+    done
+    ((port == $1)) || say "port $1 of $(hostname) is in use, so the rendezvous is at the next free one, $port" >&2
+    echo "$port"
 }
 
 # The variables that the image needs. apptainer and shifter forward all variables, podman-hpc only these.

@@ -177,7 +177,7 @@ hide_secrets() {
     CLEAN_UP+=(remove_secrets)
     trap clean_up EXIT
     for name in $(compgen -e); do
-        [[ $name != HPCTRAIN_SECRETS ]] && is_secret "$name" || continue
+        if [[ $name == HPCTRAIN_SECRETS ]] || ! is_secret "$name"; then continue; fi
         printf 'export %s=%q\n' "$name" "${!name}" >>"$HPCTRAIN_SECRETS"
         unset "$name"
     done

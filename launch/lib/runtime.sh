@@ -10,6 +10,7 @@
 #   HPCTRAIN_GPU_OPTION           what hpctrain check recommends where no GPU is visible in the container
 #   HPCTRAIN_CONTAINER_VARIABLES  variables that the runtime sets inside and that are wrong on another node
 #   RUNTIME_VARIABLES             variables of its own that it needs on every node
+#   HPCTRAIN_END_TASK             a command that ends, on its node, what survives the process that enters the image
 #   CLEAN_UP+=(FUNCTION)          ends the processes that outlive a failed job
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by lib.sh and its other parts
@@ -29,7 +30,7 @@ use_runtime() {
     local row name function
     RUNTIME=$1
     CONTAINER=() SIF='' DIGEST='' DIGEST_PENDING=''
-    unset HPCTRAIN_IMAGE_DIGEST HPCTRAIN_IMAGE_DIGEST_FILE HPCTRAIN_GPU_OPTION HPCTRAIN_CONTAINER_VARIABLES
+    unset HPCTRAIN_IMAGE_DIGEST HPCTRAIN_IMAGE_DIGEST_FILE HPCTRAIN_GPU_OPTION HPCTRAIN_CONTAINER_VARIABLES HPCTRAIN_END_TASK
     for row in "${RUNTIMES[@]}" ''; do
         read -r name function <<<"$row"
         [[ $name != "$RUNTIME" ]] || break
@@ -135,12 +136,15 @@ podman_hpc_command() {
     RUNTIME_VARIABLES=('PODMANHPC_*' UMOUNT_WAIT_RETRIES)
     export HPCTRAIN_GPU_OPTION='--gpu (podman-hpc; HPCTRAIN_PODMAN_MODULES)'
     unset_host_python
+    # Processes in its containers keep running when podman-hpc is ended: by the task itself, where Slurm ends the job and lets
+    # it start nothing more, and after srun has killed the tasks, where one of them failed.
+    export HPCTRAIN_END_TASK="podman-hpc rm --force --time 0 --filter label=hpctrain.job=$JOB"
     CLEAN_UP+=(remove_podman_containers)
 }
 
-# Processes in podman-hpc's containers keep running when srun ends podman-hpc.
 remove_podman_containers() {
-    (($1 == 0)) || on_every_node podman-hpc rm --force --time 0 --filter "label=hpctrain.job=$JOB" >/dev/null
+    # shellcheck disable=SC2086 # words
+    (($1 == 0)) || on_every_node $HPCTRAIN_END_TASK >/dev/null
 }
 
 # No container: the python that modules, a venv or a conda environment put on the PATH.
