@@ -60,7 +60,8 @@ def run(tmp_path, *ranks):
     if os.geteuid() != 0:
         pytest.skip("nodes of namespaces need root")
     with network() as path:
-        if any(each.program for each in ranks):
+        # The dynamic loader reads LD_LIBRARY_PATH when a process starts only.
+        if any(each.program or "LD_LIBRARY_PATH" in each.env for each in ranks):
             return run_programs(tmp_path, path, *ranks)
         warm = [warm_start.Rank(each.arguments, clean_environment() | each.env, path, each.prepare) for each in ranks]
         done = warm_start.run(warm, tmp_path)
@@ -83,7 +84,8 @@ def run_programs(tmp_path, path, *ranks):
     """Start each rank by its program."""
     started = ""
     for each in ranks:
-        words = shlex.join(["env", *(f"{name}={value}" for name, value in each.env.items()), *(each.program or CHECK)])
+        command = each.program or [*CHECK, *each.arguments[1:]]
+        words = shlex.join(["env", *(f"{name}={value}" for name, value in each.env.items()), *command])
         node = shlex.join(["unshare", "--mount", "--uts", "bash", "-c", f"set -e\n{each.prepare}\nexec {words}"])
         started += f"{node} & pids+=($!)\n"
     script = f'{started}worst=0\nfor pid in "${{pids[@]}}"; do wait "$pid" || worst=$?; done; exit $worst'
