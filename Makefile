@@ -130,10 +130,11 @@ $(ROOTFS)/etc/hpctrain-rootfs: cluster/build_rootfs.sh
 	cluster/build_rootfs.sh $(ROOTFS)
 	@touch $@
 
-.venv/ready: containers/locks/cpu.lock containers/install/python.sh pyproject.toml
+.venv/ready: containers/locks/cpu.lock tests/dev.lock containers/install/python.sh pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || containers/install_host_packages.sh python3.11-venv
 	rm -rf .venv
 	PYTHON=$(PYTHON) containers/install/python.sh .venv cpu
 	.venv/bin/pip install --quiet --no-deps --no-build-isolation --editable .
-	.venv/bin/pip install --quiet --editable '.[dev]'
+	.venv/bin/pip install --quiet --no-deps --require-hashes --requirement tests/dev.lock
+	.venv/bin/pip check --quiet
 	@touch $@

@@ -66,13 +66,15 @@ install_podman_hpc() {
     chroot "$root" python3 -m venv --system-site-packages "$home"
     # pip runs in ROOT with the host names and certificates of this host, which are mounted only while it runs.
     touch "$root/etc/hosts" "$root/etc/resolv.conf"
+    echo 'podman-hpc==1.2.2 --hash=sha256:e83201400609e82eabf7aae0503ad36f2fbb34e70bcc0f12ea3ff19788af8d79' >"$root/tmp/podman-hpc.lock"
     # shellcheck disable=SC2016  # the inner shell expands them
     PIP_CERT=/etc/ssl/certs/ca-certificates.crt unshare --mount --propagation private bash -euc '
         for file in /etc/{hosts,resolv.conf,ssl/certs}; do
             mount --bind "$file" "$1$file"
         done
-        chroot "$1" "$2/bin/pip" install --quiet --no-deps --no-cache-dir podman-hpc==1.2.2
+        chroot "$1" "$2/bin/pip" install --quiet --no-deps --no-cache-dir --require-hashes -r /tmp/podman-hpc.lock
     ' - "$root" "$home"
+    rm "$root/tmp/podman-hpc.lock"
     chroot "$root" "$home/bin/pip" --quiet uninstall --yes pip
     cp -r "$root$home/etc/podman_hpc" "$root/etc/podman_hpc"
     for file in podman-hpc hook_tool fuse-overlayfs-wrap; do

@@ -1,6 +1,7 @@
 #!/bin/bash
 # lock.sh [--flavor FLAVOR] [--platform x86_64|aarch64] [--upgrade|--check]: write containers/locks/FLAVOR.lock for all flavors
-# or for one, with mpich.lock and horovod.lock (make lock). lock.sh --debian: write the records of Debian's versions.
+# or for one, with mpich.lock and horovod.lock (make lock). With cpu.lock it writes tests/dev.lock, the tools of the tests.
+# lock.sh --debian: write the records of Debian's versions.
 # A lock pins every package with the hashes of its files, for Python 3.11 on Linux. An existing pin is kept, unless --upgrade is
 # given, or pyproject.toml or FLAVOR.in excludes it.
 #   --platform     x86_64 by default. A lock has the hashes of all files of a version, so the lock of a flavor that exists for
@@ -74,9 +75,9 @@ torch=${torch:-https://download.pytorch.org/whl/cpu/torch/}
 compile=(uv pip compile --quiet --no-config --python-version 3.11 --python-platform "$platform-manylinux_2_28"
     --generate-hashes --no-emit-find-links --no-emit-index-url --no-header --no-annotate "${upgrade[@]}")
 
-# write_lock NAME ARGUMENT...: compile into locks/NAME, which only a complete file replaces.
+# write_lock FILE ARGUMENT...: compile into this file, which only a complete one replaces.
 write_lock() {
-    local lock=$locks/$1 new=$work/$1
+    local lock=$1 new=$work/${1##*/}
     shift
     # uv keeps the pins of an existing output file.
     if [[ -f $lock ]]; then cp "$lock" "$new"; fi
@@ -98,6 +99,12 @@ for flavor in "${flavors[@]}"; do
     esac
     # A torch such as 2.13.0+cpu is not on PyPI.
     if grep -q '^torch==.*+' "$locks/$flavor.in"; then from+=(--find-links "$torch"); fi
-    write_lock "$flavor.lock" "$locks/$flavor.in" "${from[@]}"
+    write_lock "$locks/$flavor.lock" "$locks/$flavor.in" "${from[@]}"
+    if [[ $flavor == cpu ]]; then
+        # The environment of the tests has the packages of the image as well.
+        mapfile -t image < <(sed -n 's/^\([a-z0-9._-]*\)==.*/\1/p' "$locks/cpu.lock")
+        write_lock tests/dev.lock pyproject.toml --extra dev --constraint "$locks/cpu.lock" --find-links "$torch" \
+            "${image[@]/#/--no-emit-package=}"
+    fi
 done
-write_lock horovod.lock --no-deps <(grep -h '^horovod==' "$locks/cpu.in")
+write_lock "$locks/horovod.lock" --no-deps <(grep -h '^horovod==' "$locks/cpu.in")
