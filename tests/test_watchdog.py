@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -103,6 +104,32 @@ def test_a_job_without_a_step_ends_and_says_where_each_rank_was(tmp_path):
 def test_a_long_evaluation_is_no_alarm(tmp_path):
     statuses, logs = finish(start(2, tmp_path, evaluate_on_rank_0), tmp_path, ends=[0, 1])
     assert (statuses, logs) == ([0, 0], ["", ""])
+
+
+def write_on_rank_1(watchdog, rank):
+    if rank == 1:
+        Path("/proc/self/cwd/stalls/file").write_text("x")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_a_file_system_that_stalls_is_no_alarm(tmp_path, monkeypatch):
+    """As Lustre does while a server restarts."""
+    monkeypatch.chdir(tmp_path)
+    Path("disk").write_bytes(b"")
+    os.truncate("disk", 64 * 2**20)
+    Path("stalls").mkdir()
+    for command in ("mkfs.ext4 -q disk", "mount -o loop disk stalls", "fsfreeze --freeze stalls"):
+        subprocess.run(command.split(), check=True)
+    started = start(2, tmp_path, write_on_rank_1)
+    until = time.monotonic() + 4 * LIMIT
+    while time.monotonic() < until and all(process.is_alive() for process in started):
+        time.sleep(0.1)
+    alive = [process.is_alive() for process in started]
+    subprocess.run(["fsfreeze", "--unfreeze", "stalls"], check=True)
+    ended = finish(started, tmp_path, ends=[0, 1])
+    subprocess.run(["umount", "stalls"], check=True)
+    assert (alive, ended) == ([True, True], ([0, 0], ["", ""]))
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ an hour. From the first step on, a thread of each rank tells rank 0 through the 
 which step it has finished, and which line it executes. A second thread judges: it does no input or output that could hang.
 
 A rank is lost when its news do not change for `limit` seconds. A job is stuck when no rank finishes a step for the larger of
-`limit` and ten times the usual duration of a step, and all of them are in an epoch of training: none evaluates or writes.
+`limit` and ten times the usual duration of a step, and all of them are in an epoch of training: none evaluates, writes or
+waits for a file system.
 """
 
 import faulthandler
@@ -44,7 +45,7 @@ class Watchdog:
         self._hosts = gather(world, platform.node()) if self._on else []
         self._started = False
         self._ended = threading.Event()
-        self._main = threading.get_ident()
+        self._main, self._main_task = threading.get_ident(), Path(f"/proc/self/task/{threading.get_native_id()}/stat")
         self._steps, self._in_epoch = 0, False
         self._last_step, self._usual_step = time.monotonic(), 0.0
         self._news: dict[int, News] = {}
@@ -81,7 +82,7 @@ class Watchdog:
             store = connect_again()
             while not self._ended.wait(self._limit / NEWS_PER_LIMIT):
                 count += 1
-                news: News = (count, self._steps, self._in_epoch, describe_line(self._main))
+                news: News = (count, self._steps, self._is_training(), describe_line(self._main))
                 store.set(f"news of {self._world.rank}", json.dumps(news))
                 told = [rank for rank in self._watched if rank in self._news or store.check([f"news of {rank}"])]
                 if told:
@@ -104,7 +105,7 @@ class Watchdog:
             lost = [rank for rank in self._watched if self._unchanged_for(elapsed, rank, news.get(rank)) > self._limit]
             if lost:
                 self._end_for_lost(lost, news)
-            all_in_epoch = self._in_epoch and len(news) == len(self._watched) and all(each[2] for each in news.values())
+            all_in_epoch = self._is_training() and len(news) == len(self._watched) and all(each[2] for each in news.values())
             steps = [self._steps, *(each[1] for each in news.values()), all_in_epoch]
             patience = max(self._limit, 10 * self._usual_step)
             if self._unchanged_for(elapsed, -1, steps) > patience and all_in_epoch and self._world.rank == 0:
@@ -113,6 +114,12 @@ class Watchdog:
                 if lost := [rank for rank in self._watched if self._unchanged_for(elapsed, rank, news[rank]) > silence]:
                     self._end_for_lost(lost, news)
                 self._end(f"no rank has finished a step for {patience:.0f} s; --watchdog sets another limit", news)
+
+    def _is_training(self) -> bool:
+        """Whether this rank is within an epoch, and not in a system call that a stalled file system does not finish."""
+        with suppress(OSError):
+            return self._in_epoch and self._main_task.read_text().rpartition(")")[2].split()[0] != "D"
+        return self._in_epoch
 
     def _unchanged_for(self, elapsed: float, key: int, value: Any) -> float:  # noqa: ANN401
         """For how long a value has been the same; the key is a rank, or -1 for the steps of all."""
@@ -132,7 +139,7 @@ class Watchdog:
     def _end(self, problem: str, news: dict[int, News]) -> None:
         """Print the problem and what the ranks were doing, and end this process; the launcher ends the others."""
         lines = [f"hpctrain: error: {problem}"]
-        own = (0, self._steps, self._in_epoch, describe_line(self._main))
+        own = (0, self._steps, True, describe_line(self._main))
         for rank, (_, steps, _, line) in sorted((news | {self._world.rank: own}).items())[:MOST_RANKS_SHOWN]:
             lines.append(f"hpctrain: rank {rank} on {self._hosts[rank]} had finished {steps} steps and was at {line}")
         self._dump()
