@@ -17,7 +17,7 @@ ELSEWHERE = {"space": "another node"}
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr(owner, "BEAT", 0.1)
+    monkeypatch.setattr(owner, "BEAT", 0.2)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
 

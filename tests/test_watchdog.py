@@ -20,7 +20,7 @@ from hpctrain.rendezvous import process_group
 from hpctrain.watchdog import Watchdog, describe_line
 from hpctrain.world import detect
 
-LIMIT = 3.0  # s
+LIMIT = 6.0  # s; on a busy machine a rank may be without the processor for seconds
 
 
 def become_rank(rank, size, port, folder, behave):
@@ -71,7 +71,7 @@ def hang_on_rank_1(watchdog, rank):
 def evaluate_on_rank_0(watchdog, rank):
     if rank == 0:
         watchdog.pause()
-        time.sleep(3 * LIMIT)
+        time.sleep(2 * LIMIT)
 
 
 def stop_rank_1(watchdog, rank):
@@ -122,7 +122,7 @@ def test_a_file_system_that_stalls_is_no_alarm(tmp_path, monkeypatch):
     for command in ("mkfs.ext4 -q disk", "mount -o loop disk stalls", "fsfreeze --freeze stalls"):
         subprocess.run(command.split(), check=True)
     started = start(2, tmp_path, write_on_rank_1)
-    until = time.monotonic() + 4 * LIMIT
+    until = time.monotonic() + 2.5 * LIMIT
     while time.monotonic() < until and all(process.is_alive() for process in started):
         time.sleep(0.1)
     alive = [process.is_alive() for process in started]
@@ -136,7 +136,7 @@ def test_a_file_system_that_stalls_is_no_alarm(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("behave", "lost", "watchers"), [(stop_rank_1, 1, [0]), (stop_rank_0, 0, [1, 2])])
 def test_a_rank_that_is_stopped_ends_the_job_and_is_named(tmp_path, behave, lost, watchers):
     statuses, logs = finish(start(3, tmp_path, behave), tmp_path, ends={0, 1, 2} - {lost})
-    message = rf"hpctrain: error: rank {lost} on \S+ has not answered for 3 s: look at its node"
+    message = rf"hpctrain: error: rank {lost} on \S+ has not answered for 6 s: look at its node"
     assert any(re.search(message, logs[rank]) for rank in watchers), logs
     assert statuses[lost] is None and set(statuses) == {1, None}
 
@@ -147,7 +147,7 @@ def test_a_job_that_is_suspended_as_a_whole_is_no_alarm(tmp_path):
     started = start(2, tmp_path, stop_all)
     while any(Path(f"/proc/{process.pid}/stat").read_text().split()[2] != "T" for process in started):
         time.sleep(0.1)
-    time.sleep(3 * LIMIT)
+    time.sleep(2 * LIMIT)
     for process in started:
         os.kill(process.pid, signal.SIGCONT)
     assert finish(started, tmp_path, ends=[0, 1]) == ([0, 0], ["", ""])
@@ -164,7 +164,7 @@ def test_the_trainers_have_a_watchdog(tmp_path, trainer):
     done = warm_start.run(ranks, tmp_path)
     stopped.join()
     assert done.returncode == 1, done.stderr
-    assert re.search(r"^hpctrain: error: rank 3 on \S+ has not answered for 3 s", done.stderr, re.M), done.stderr
+    assert re.search(r"^hpctrain: error: rank 3 on \S+ has not answered for 6 s", done.stderr, re.M), done.stderr
     assert len(re.findall(r"^hpctrain: rank \d on \S+ had finished \d+ steps and was at \S+:\d+ ", done.stderr, re.M)) >= 4
     assert (tmp_path / "run/checkpoints/epoch-0001.pt").exists()
 
@@ -188,8 +188,8 @@ def end_rank(run, rank, number):
         time.sleep(0.1)
     pid = re.search(r"pid (\d+)", (run / f"logs/rank-{rank:04d}.log").read_text())[1]
     os.kill(int(pid), number)
-    time.sleep(5 * LIMIT)  # the others have ended
     if number != signal.SIGKILL:
+        time.sleep(3 * LIMIT)  # until the others have ended
         os.kill(int(pid), signal.SIGKILL)
 
 
