@@ -51,8 +51,8 @@ OPTIONS=(
     '--launcher=HOW | apptainer_horovod.sh | srun, mpirun or horovodrun. With srun and mpirun, a script of your own connects its
         ranks over MPI, and train_horovod over Gloo. With horovodrun both use Gloo, and the nodes need ssh without a password.
         Default: srun if it offers the PMI of the MPI library in the image, else mpirun.'
-    '--max-restarts=N | apptainer_torchrun.sh | when a rank dies, restart all ranks, at most N times (default 0). For scripts of
-        your own that load their last checkpoint; the bundled trainers do not restart this way yet.'
+    '--max-restarts=N | apptainer_torchrun.sh | when a rank dies, restart all ranks, at most N times (default 0). The bundled
+        trainers, and scripts of your own that do, load their last checkpoint.'
     '--help | * | print this text'
 )
 # shellcheck disable=SC2034 # MPI and LAUNCHER are read by the scripts

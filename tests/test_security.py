@@ -252,6 +252,7 @@ def model(tmp_path_factory):
     create_model(folder, str(config), "bert", texts, seed=1, max_length=128)
     ours = {"task": "classify", "labels": ["0", "1"], "max_length": 128, "stride": 0, "settings": {}}
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | {"hpctrain": ours}))
+    (folder / "SHA256SUMS").unlink()  # a folder from elsewhere
     return folder
 
 

@@ -1,6 +1,7 @@
 """A rank that is lost, and a job that is stuck, are noticed; one that is only slow is left alone."""
 
 import os
+import platform
 import re
 import signal
 import socket
@@ -23,8 +24,11 @@ from hpctrain.world import detect
 LIMIT = 6.0  # s; on a busy machine a rank may be without the processor for seconds
 
 
-def become_rank(rank, size, port, folder, behave):
+def become_rank(rank, size, port, folder, behave, own_nodes):
     """Five steps; then `behave` gets the watchdog and the rank; then another step."""
+    if own_nodes:
+        platform.node = lambda: f"n{rank}"
+        os.environ["HPCTRAIN_NODE_TIMEOUT"] = str(3 * LIMIT)
     common = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     own = common | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
     os.environ |= {name: str(value) for name, value in own.items()}
@@ -35,6 +39,7 @@ def become_rank(rank, size, port, folder, behave):
         watchdog = Watchdog(detect(), LIMIT, log)
         for step in range(6):
             if step == 5:
+                time.sleep(LIMIT / 4)  # until the ranks have told that they live
                 behave(watchdog, rank)
             dist.all_reduce(torch.ones(1))
             watchdog.step()
@@ -43,10 +48,11 @@ def become_rank(rank, size, port, folder, behave):
     os._exit(0)
 
 
-def start(size, folder, behave):
+def start(size, folder, behave, own_nodes=False):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    started = [warm_start.context.Process(target=become_rank, args=(rank, size, port, folder, behave)) for rank in range(size)]
+    arguments = [(rank, size, port, folder, behave, own_nodes) for rank in range(size)]
+    started = [warm_start.context.Process(target=become_rank, args=each) for each in arguments]
     for process in started:
         process.start()
     return started
@@ -139,6 +145,18 @@ def test_a_rank_that_is_stopped_ends_the_job_and_is_named(tmp_path, behave, lost
     message = rf"hpctrain: error: rank {lost} on \S+ has not answered for 6 s: look at its node"
     assert any(re.search(message, logs[rank]) for rank in watchers), logs
     assert statuses[lost] is None and set(statuses) == {1, None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("behave", "lost"), [(stop_rank_1, 1), (stop_rank_0, 0)])
+def test_a_node_that_may_be_dead_is_left_to_the_scheduler_first(tmp_path, behave, lost):
+    """Which requeues the job of a dead node, but not one that has ended."""
+    started = start(2, tmp_path, behave, own_nodes=True)
+    other = 1 - lost
+    started[other].join(2 * LIMIT)
+    assert started[other].is_alive(), (tmp_path / f"rank-{other}.log").read_text()
+    statuses, logs = finish(started, tmp_path, ends=[other])
+    assert statuses[other] == 1 and f"hpctrain: error: rank {lost} on n{lost} has not answered for 18 s" in logs[other], logs
 
 
 @pytest.mark.slow

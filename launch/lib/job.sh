@@ -4,7 +4,7 @@
 
 # A Slurm job, from sbatch or in the shell of salloc.
 read_slurm_job() {
-    local spread
+    local spread timeout
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         enter_submit_folder "${SLURM_SUBMIT_DIR:?}"
         JOB=$SLURM_JOB_ID
@@ -24,6 +24,9 @@ read_slurm_job() {
     fi
     THREADS=${SLURM_CPUS_PER_TASK:-1}
     GPUS=${SLURM_GPUS_ON_NODE:-0}
+    # After this time Slurm has noticed that a node is dead, and requeues the job. The watchdog does not end it before.
+    timeout=$(scontrol show config 2>/dev/null | awk '$1 == "SlurmdTimeout" { print $3 + 60 }') || true
+    export HPCTRAIN_NODE_TIMEOUT=${HPCTRAIN_NODE_TIMEOUT:-$timeout}
     load_site
     export_job_env
 }

@@ -15,7 +15,8 @@ NOT_CHECKED = (NAME, "README.md")  # a user may edit a model card
 
 def write_digests(folder: Path) -> None:
     """Write SHA256SUMS for the files of a folder that is not in use yet. Raises OSError."""
-    lines = [f"{_digest(path)}  {path.name}\n" for path in sorted(folder.iterdir()) if path.name not in NOT_CHECKED]
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    lines = [f"{_digest(folder / name)}  {name}\n" for name in names if name not in NOT_CHECKED]
     (folder / NAME).write_text("".join(lines), encoding="utf-8")
 
 
@@ -25,8 +26,8 @@ def check_digests(folder: Path) -> None:
     try:
         lines = sums.read_bytes().decode(errors="replace").splitlines() if sums.exists() else []
         for line in lines:
-            digest, _, name = line.partition("  ")
-            if "/" in name or not (folder / name).is_file() or _digest(folder / name) != digest:
+            digest, name = line[:64], line[66:]  # between them two blanks, or with sha256sum --binary a blank and an asterisk
+            if ".." in Path(name).parts or not (folder / name).is_file() or _digest(folder / name) != digest:
                 raise HpctrainError(
                     f"{folder / name}: not the file that was written, according to {NAME}: copy it or make it again, or remove "
                     f"{NAME} if you have changed it"

@@ -8,6 +8,7 @@ name of the other before it writes again, and ends.
 Nothing here needs locks, which many parallel file systems do not have, or equal clocks on the nodes.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -30,7 +31,8 @@ class Owner:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "owner.json"
         self._own = {"job": job_id(), "restart": restart_count(), "host": platform.node(), "pid": os.getpid()}
-        self._own |= {"space": _process_space(), "id": os.urandom(8).hex()}
+        launch = hashlib.sha256(os.environ.get("HPCTRAIN_JOB_SECRET", "").encode()).hexdigest()[:16]
+        self._own |= {"space": _process_space(), "launch": launch, "id": os.urandom(8).hex()}
         self._released = threading.Event()
 
     def acquire(self) -> None:
@@ -46,6 +48,10 @@ class Owner:
                 self._watch()
             atomic.write_text(self._path, text)
         threading.Thread(target=self._beat, daemon=True).start()
+
+    def is_of_this_launch(self) -> bool:
+        """Whether the folder has an owner that the same launch script started: its ranks, before torchrun started them again."""
+        return (self._read() or {}).get("launch") == self._own["launch"]
 
     def check(self) -> None:
         """Raise HpctrainError if another job owns the folder by now. A file system that does not answer is no reason."""

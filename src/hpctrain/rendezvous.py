@@ -56,15 +56,20 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
     store = _connect_store(world)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT, **options)
     postpone_compiler()
+    ends_at_once = False
     try:
         yield
+    except (HpctrainError, SystemExit):
+        ends_at_once = True  # see __main__.py; to destroy a group of NCCL would wait for other ranks, which may not come
+        raise
     finally:
         # The destructor of a Gloo group waits for its threads, and holds the GIL meanwhile where the last reference is that of
         # DDP's reducer (torch 2.13) or any (2.7.1). A thread that needs the GIL to free its last tensor then deadlocks. A
         # reference keeps the destructor from running.
         if backend == "gloo":
             _kept_groups.append(dist.group.WORLD)
-        dist.destroy_process_group()
+        if not ends_at_once:
+            dist.destroy_process_group()
 
 
 def main_address(env: Mapping[str, str] = os.environ) -> tuple[str, int]:

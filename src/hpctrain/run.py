@@ -60,7 +60,7 @@ class Run:
         folder, resume_from = broadcast(world, paths)
         self.folder, self.resume_from = Path(folder), Path(resume_from) if resume_from else None
         with all_or_none(world):
-            self._log = _open_log(self.folder / "logs" / f"rank-{world.rank:04d}.log")
+            self._log = _open_log(self.folder / "logs" / f"rank-{world.rank:04d}.log", world)
         self.log(
             f"rank {world.rank} of {world.size} on {platform.node()}, {device}, pid {os.getpid()}, torch {torch.__version__}"
         )
@@ -198,7 +198,7 @@ def _prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path 
     earlier_run = (folder / "config.json").exists()
     source = args.resume
     if earlier_run and (not args.resume or args.resume.resolve() != folder.resolve()):
-        restarted = restart_count() > 0 or (torchrun_restarts() and (folder / "owner.json").exists())
+        restarted = restart_count() > 0 or (torchrun_restarts() and Owner(folder).is_of_this_launch())
         if not (restarted and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()):
             raise HpctrainError(f"{folder} holds a run already: give another --out, or continue that run with --resume {folder}")
         # Slurm or torchrun has started the job again, with the same command line.
@@ -239,7 +239,7 @@ def _finished_epochs(folder: Path) -> float:
         return math.inf
 
 
-def _open_log(path: Path) -> Any:  # noqa: ANN401 - a text file
+def _open_log(path: Path, world: World) -> Any:  # noqa: ANN401 - a text file
     """Open the log of this rank. Uncaught exceptions go to it as well as to stderr; crashes of the interpreter go to it alone.
 
     Of the exception that the death of another rank causes, stderr gets one line.
@@ -254,7 +254,7 @@ def _open_log(path: Path) -> Any:  # noqa: ANN401 - a text file
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         print(hide_secrets("".join(traceback.format_exception(kind, error, trace))), end="", file=log, flush=True)
         # What Gloo and NCCL say when another rank has died. Its own error is the one to read, not this stack of every other rank.
-        if re.search("Connection (closed|reset) by peer|Broken pipe|ncclRemoteError", str(error)):
+        if world.size > 1 and re.search("Connection (closed|reset) by peer|Broken pipe|ncclRemoteError", str(error)):
             print(
                 f"hpctrain: error: {path.stem} on {platform.node()} lost the connection to another rank, which has probably "
                 f"died: look for the first error of the job; the stack is in {path}",

@@ -4,9 +4,12 @@ Otherwise the ranks wait for one that is stopped, or whose node or network is go
 an hour. From the first step on, a thread of each rank tells rank 0 through the store of the rendezvous that the rank is alive,
 which step it has finished, and which line it executes. A second thread judges: it does no input or output that could hang.
 
-A rank is lost when its news do not change for `limit` seconds. A job is stuck when no rank finishes a step for the larger of
-`limit` and ten times the usual duration of a step, and all of them are in an epoch of training: none evaluates, writes or
-waits for a file system.
+A rank is lost when its news do not change for `limit` seconds. If nothing on its node answers, the node itself may be dead.
+Then the scheduler gets the time that it takes to notice (HPCTRAIN_NODE_TIMEOUT, from the launch scripts): it requeues the job,
+which it would not do with a job that has ended.
+
+A job is stuck when no rank finishes a step for the larger of `limit` and ten times the usual duration of a step, and all of them
+are in an epoch of training: none evaluates, writes or waits for a file system.
 """
 
 import faulthandler
@@ -23,6 +26,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
+from hpctrain.errors import HpctrainError
 from hpctrain.rendezvous import connect_again, gather
 from hpctrain.world import World
 
@@ -42,6 +46,7 @@ class Watchdog:
     def __init__(self, world: World, limit: float, log: IO[str]) -> None:
         self._world, self._limit, self._log = world, limit, log
         self._on = world.size > 1 and limit > 0
+        self._node_timeout = float(os.environ.get("HPCTRAIN_NODE_TIMEOUT") or 0)
         self._hosts = gather(world, platform.node()) if self._on else []
         self._started = False
         self._ended = threading.Event()
@@ -58,7 +63,7 @@ class Watchdog:
         if not self._on:
             return
         now = time.monotonic()
-        if self._in_epoch:
+        if self._in_epoch:  # a duration without anything else in it
             duration = now - self._last_step
             self._usual_step += (duration - self._usual_step) * (0.1 if self._usual_step else 1)
         self._last_step, self._steps, self._in_epoch = now, self._steps + 1, True
@@ -77,21 +82,25 @@ class Watchdog:
 
     def _exchange(self) -> None:
         """Tell this rank's news, and read those of the ranks that it watches, until the store is gone."""
-        count = 0
-        with suppress(dist.DistError, RuntimeError, ValueError):  # the judge notices that there are no news
-            store = connect_again()
-            while not self._ended.wait(self._limit / NEWS_PER_LIMIT):
-                count += 1
-                news: News = (count, self._steps, self._is_training(), describe_line(self._main))
+        store, count = None, 0
+        while not self._ended.wait(self._limit / NEWS_PER_LIMIT):
+            count += 1
+            news: News = (count, self._steps, self._is_training(), describe_line(self._main))
+            try:
+                store = store or connect_again()
                 store.set(f"news of {self._world.rank}", json.dumps(news))
                 told = [rank for rank in self._watched if rank in self._news or store.check([f"news of {rank}"])]
                 if told:
                     texts = store.multi_get([f"news of {rank}" for rank in told])
                     self._news |= {rank: tuple(json.loads(text)) for rank, text in zip(told, texts, strict=True)}
-                if self._world.rank != 0 and store.check(["verdict"]):
-                    self._dump()
-                    time.sleep(3 * self._limit / NEWS_PER_LIMIT)  # rank 0 ends first, so that its message comes first
-                    os._exit(1)
+                over = self._world.rank != 0 and store.check(["verdict"])
+            except (dist.DistError, RuntimeError, ValueError, HpctrainError):
+                store = None  # connect again; the judge notices if that does not help
+                continue
+            if over:
+                self._dump()
+                time.sleep(3 * self._limit / NEWS_PER_LIMIT)  # rank 0 ends first, so that its message comes first
+                os._exit(1)
 
     def _judge(self) -> None:
         """End the process when a rank is lost or no step finishes."""
@@ -102,23 +111,29 @@ class Watchdog:
             now = time.monotonic()
             elapsed, last = elapsed + min(now - last, 2 * period), now
             news = dict(self._news)
-            lost = [rank for rank in self._watched if self._unchanged_for(elapsed, rank, news.get(rank)) > self._limit]
+            silent = {rank: self._unchanged_for(elapsed, rank, told) for rank, told in news.items()}
+            # Where somebody on the node answers, the node is not dead.
+            answers = {self._hosts[rank] for rank in (self._world.rank, *silent) if silent.get(rank, 0) <= self._limit}
+            node_limit = max(self._limit, self._node_timeout)
+            lost = [rank for rank in silent if silent[rank] > (self._limit if self._hosts[rank] in answers else node_limit)]
             if lost:
-                self._end_for_lost(lost, news)
+                self._end_for_lost(lost, silent[lost[0]], news)
             all_in_epoch = self._is_training() and len(news) == len(self._watched) and all(each[2] for each in news.values())
             steps = [self._steps, *(each[1] for each in news.values()), all_in_epoch]
             patience = max(self._limit, 10 * self._usual_step)
-            if self._unchanged_for(elapsed, -1, steps) > patience and all_in_epoch and self._world.rank == 0:
-                # A rank that was lost at its last step is about to be noticed above.
-                silence = 3 * self._limit / NEWS_PER_LIMIT
-                if lost := [rank for rank in self._watched if self._unchanged_for(elapsed, rank, news[rank]) > silence]:
-                    self._end_for_lost(lost, news)
+            since_step = self._unchanged_for(elapsed, -1, steps)
+            # A rank that is silent for three news is about to be lost.
+            all_answer = max(silent.values(), default=0) <= 3 * self._limit / NEWS_PER_LIMIT
+            if since_step > patience and all_in_epoch and all_answer and self._usual_step > 0 and self._world.rank == 0:
                 self._end(f"no rank has finished a step for {patience:.0f} s; --watchdog sets another limit", news)
 
     def _is_training(self) -> bool:
-        """Whether this rank is within an epoch, and not in a system call that a stalled file system does not finish."""
+        """Whether this rank is within an epoch, and not in a system call that a stalled file system does not finish.
+
+        The kernel shows such a call as D, and Lustre's as I.
+        """
         with suppress(OSError):
-            return self._in_epoch and self._main_task.read_text().rpartition(")")[2].split()[0] != "D"
+            return self._in_epoch and self._main_task.read_text().rpartition(")")[2].split()[0] not in "DI"
         return self._in_epoch
 
     def _unchanged_for(self, elapsed: float, key: int, value: Any) -> float:  # noqa: ANN401
@@ -127,12 +142,12 @@ class Watchdog:
             self._changed[key] = value, elapsed
         return elapsed - self._changed[key][1]
 
-    def _end_for_lost(self, lost: list[int], news: dict[int, News]) -> None:
+    def _end_for_lost(self, lost: list[int], silence: float, news: dict[int, News]) -> None:
         first = lost[0]
         others = f", nor have {len(lost) - 1} others" if len(lost) > 1 else ""
         self._end(
-            f"rank {first} on {self._hosts[first]} has not answered for {self._limit:.0f} s{others}: "
-            "look at its node and at the network, and resume from the last checkpoint",
+            f"rank {first} on {self._hosts[first]} has not answered for {silence:.0f} s{others}: "
+            "look at its node and the network, and resume from the last checkpoint",
             news,
         )
 
@@ -142,13 +157,15 @@ class Watchdog:
         own = (0, self._steps, True, describe_line(self._main))
         for rank, (_, steps, _, line) in sorted((news | {self._world.rank: own}).items())[:MOST_RANKS_SHOWN]:
             lines.append(f"hpctrain: rank {rank} on {self._hosts[rank]} had finished {steps} steps and was at {line}")
-        self._dump()
-        print(*lines, sep="\n", file=self._log, flush=True)
-        # Without rank 0 there is nobody to speak for all; one rank of each node does.
+        # Without rank 0 there is nobody to speak for all; one rank of each node does. First, because the log may be on a file
+        # system that hangs.
         if self._world.rank == 0 or self._world.rank == 1 or self._world.local_rank == 0:
             print(*lines, sep="\n", file=sys.stderr, flush=True)
-        if self._world.rank == 0:  # the others write their stacks, which their launcher's signal would prevent
+        if self._world.rank == 0:
             threading.Thread(target=self._tell_verdict, daemon=True).start()
+        self._dump()
+        print(*lines, sep="\n", file=self._log, flush=True)
+        if self._world.rank == 0:  # the others write their stacks, which their launcher's signal would prevent
             time.sleep(min(10.0, 2 * self._limit / NEWS_PER_LIMIT))
         os._exit(1)
 

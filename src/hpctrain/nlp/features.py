@@ -150,7 +150,7 @@ def load_or_make(key: str, make: Callable[[], Features], world: World) -> Featur
             if is_maker and not folder.exists():
                 _write_features(folder, make())
     with all_or_none(world):
-        return _read_features(folder)
+        return _read_features(folder, check=world.local_rank == 0)
 
 
 def _write_features(folder: Path, features: Features) -> None:
@@ -172,10 +172,14 @@ def _write_features(folder: Path, features: Features) -> None:
             ) from error
 
 
-def _read_features(folder: Path) -> Features:
+def _read_features(folder: Path, check: bool) -> Features:
     try:
-        check_digests(folder)
-        columns = {path.name.removesuffix(".npy"): numpy.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
+        if check:
+            check_digests(folder)
+        columns = {
+            path.name.removesuffix(".npy"): numpy.load(path, mmap_mode="r" if path.name.startswith("tokens.") else None)
+            for path in folder.glob("*.npy")
+        }
         tokens, values = (
             {name.removeprefix(prefix): array for name, array in sorted(columns.items()) if name.startswith(prefix)}
             for prefix in ("tokens.", "values.")
