@@ -202,6 +202,8 @@ class Meter:
 
     def _forward(self, model: PreTrainedModel, _: tuple, inputs: dict[str, Any]) -> None:
         self.began = self.began or self._now()
+        if not model.training:  # the example with which hpctrain arranges DDP's buckets costs time, and trains nothing
+            return
         mask = inputs["attention_mask"]
         self._seen.append(torch.stack([mask.new_tensor(len(mask)), mask.sum(), mask.new_tensor(mask.numel())]))
 
