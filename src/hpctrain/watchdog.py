@@ -48,7 +48,6 @@ class Watchdog:
         self._on = world.size > 1 and limit > 0
         self._node_timeout = float(os.environ.get("HPCTRAIN_NODE_TIMEOUT") or 0)
         self._hosts = gather(world, platform.node()) if self._on else []
-        self._started = False
         self._ended = threading.Event()
         self._main, self._main_task = threading.get_ident(), Path(f"/proc/self/task/{threading.get_native_id()}/stat")
         self._steps, self._in_epoch = 0, False
@@ -67,8 +66,7 @@ class Watchdog:
             duration = now - self._last_step
             self._usual_step += (duration - self._usual_step) * (0.1 if self._usual_step else 1)
         self._last_step, self._steps, self._in_epoch = now, self._steps + 1, True
-        if not self._started:
-            self._started = True
+        if self._steps == 1:
             for target in (self._exchange, self._judge):
                 threading.Thread(target=target, daemon=True).start()
 
@@ -81,7 +79,7 @@ class Watchdog:
         self._ended.set()
 
     def _exchange(self) -> None:
-        """Tell this rank's news, and read those of the ranks that it watches, until the store is gone."""
+        """Tell this rank's news, and read those of the ranks that it watches, until the end."""
         store, count = None, 0
         while not self._ended.wait(self._limit / NEWS_PER_LIMIT):
             count += 1
