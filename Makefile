@@ -15,7 +15,7 @@ PACKAGE := $(shell find src -type f ! -name '*.pyc' ! -path '*.egg-info/*')
 # With no Apptainer on this machine, the SIF needs the one in the file system of the test cluster.
 APPTAINER := $(if $(shell command -v apptainer || command -v singularity),,$(ROOTFS)/etc/hpctrain-rootfs)
 
-.PHONY: help demo test test-fast test-cuda test-mpich .test-prerequisites .test-tools lint benchmark image base sif push \
+.PHONY: help demo install test test-fast test-cuda test-mpich faults soak .test-prerequisites .test-tools lint benchmark image base sif push \
     sif-from-def sbom verify reproduce venv cluster lock lock-check clean
 .DELETE_ON_ERROR:
 
@@ -46,12 +46,19 @@ test-cuda: venv cluster  ## build the image of FLAVOR=cu130 or cu126 and test it
 	$(MAKE) sif
 	FLAVOR=$(FLAVOR) .venv/bin/python -m pytest tests/cuda_images.py $(PYTEST)
 
+faults: venv sif cluster .test-tools  ## let every fault of tests/faults.py happen to a job, and write docs/faults.md; takes two hours
+	.venv/bin/python tests/faults.py $(if $(ONLY),--only '$(ONLY)')
+
+soak: venv sif cluster  ## train for 20 minutes with a random fault each minute; SEED=1
+	.venv/bin/python tests/faults.py --soak 20 --seed $(or $(SEED),1)
+
 lint: venv  ## run ruff, shellcheck and the other checks of source files
 	.venv/bin/python -m pytest -q tests/test_lint.py
 
-benchmark: venv sif cluster  ## measure container against bare node, job start-up, and text training (NSMC=FOLDER)
+benchmark: venv sif cluster  ## measure container against bare node, job start-up, checkpoints, and text training (NSMC=FOLDER)
 	.venv/bin/python benchmarks/container.py
 	.venv/bin/python benchmarks/launch.py
+	.venv/bin/python benchmarks/checkpoint.py
 	.venv/bin/python benchmarks/nlp.py $(if $(NSMC),--data $(NSMC))
 
 # The image build leaves a core idle half of the time, and needs neither of the other two. Each target prints its output when
@@ -61,10 +68,10 @@ benchmark: venv sif cluster  ## measure container against bare node, job start-u
 	    echo 'Building image, SIF, virtual environment and cluster, two at a time; each prints its output when it ends.'
 	+@$(MAKE) --jobs=2 --output-sync=target --no-print-directory sif venv cluster .test-tools
 
-# networks, file systems and small libraries for the tests of hpctrain check
+# networks, file systems and small libraries for the tests of hpctrain check; a reader of modulefiles
 .test-tools:
-	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null && command -v tcc >/dev/null && command -v openssl >/dev/null || \
-		containers/install_host_packages.sh iproute2 btrfs-progs tcc openssl
+	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null && command -v tcc >/dev/null && command -v openssl >/dev/null && \
+		[ -e /usr/share/lmod/lmod/libexec/lmod ] || containers/install_host_packages.sh iproute2 btrfs-progs tcc openssl lmod
 
 ##@ Build
 
@@ -98,6 +105,9 @@ reproduce: $(APPTAINER)  ## build image and SIF twice from nothing and compare t
 push: $(if $(REGISTRY),$(TAR))  ## push the image to a registry: REGISTRY=localhost:5000/hpctrain
 	@command -v skopeo >/dev/null || containers/install_host_packages.sh skopeo
 	containers/push.sh $(if $(REGISTRY),--registry '$(REGISTRY)') --flavor $(TAR:build/hpctrain-%.tar=%)
+
+install: sif  ## install for all users of a site: launch scripts, SIF and modulefiles in PREFIX=
+	launch/modulefiles/install.sh '$(PREFIX)' $(SIF)
 
 ##@ Maintain
 

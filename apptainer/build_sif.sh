@@ -4,7 +4,7 @@
 #   --from def    from a plain Debian with apptainer/hpctrain.def, without docker, podman or buildah
 #   --output      hpctrain-FLAVOR.sif by default, or hpctrain-FLAVOR-mpich.sif. The file appears when it is complete
 # It uses this machine's apptainer or singularity, else (root only) the one in the test cluster's file system.
-#   BASE_IMAGE=NAME, DEBIAN_SNAPSHOT=TIMESTAMP, WHEELS=FOLDER, HOROVOD_WHEELS=FOLDER  for --from def, as for
+#   BASE_IMAGE=NAME, DEBIAN_SNAPSHOT=TIMESTAMP, WHEELS=FOLDER, COMPILED_WHEELS=FOLDER  for --from def, as for
 #                            containers/build_image.sh
 #   APPTAINER_TMPDIR=FOLDER  where to unpack, about 3 GB; /tmp by default
 
@@ -37,26 +37,26 @@ work=$(mktemp -d "$(dirname "$output")/.sif.XXXXXX") ||
     die "cannot write to $(dirname "$output"); free some space, or give another --output"
 trap 'rm -rf "$work"' EXIT
 wheels=$(wheels_folder)
-horovod=
-if [[ $from == def && ${HOROVOD_WHEELS-build/horovod} ]]; then
-    horovod=${HOROVOD_WHEELS:-build/horovod}
-    { mkdir -p "$horovod" && horovod=$(realpath "$horovod"); } ||
-        die "cannot make HOROVOD_WHEELS=$horovod; set it to a folder that you can write"
+kept=
+if [[ $from == def && ${COMPILED_WHEELS-build/compiled} ]]; then
+    kept=${COMPILED_WHEELS:-build/compiled}
+    { mkdir -p "$kept" && kept=$(realpath "$kept"); } ||
+        die "cannot make COMPILED_WHEELS=$kept; set it to a folder that you can write"
 fi
 
 # The one in the test cluster's file system sees only the current folder and the folders that -b names.
 if runtime=$(command -v apptainer || command -v singularity); then
     apptainer=("$runtime")
 elif [[ $(id -u) == 0 && -d build/cluster/rootfs ]]; then
-    apptainer=(cluster/cluster.sh run -b "$work" ${wheels:+-b "$wheels"} ${horovod:+-b "$horovod"}
+    apptainer=(cluster/cluster.sh run -b "$work" ${wheels:+-b "$wheels"} ${kept:+-b "$kept"}
         -e "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH" -- apptainer)
 else
     die "apptainer or singularity is not installed; install one, or as root run cluster/build_rootfs.sh build/cluster/rootfs"
 fi
 
-# Every node decompresses the SIF at every start, and zstd is several times as fast as gzip. Its level 9 takes 14 s more than
+# Every node decompresses the SIF at every start, and zstd is several times as fast as gzip. Its level 9 takes some 20 s more than
 # level 3 and saves 8 %. -all-root: the owner does not depend on who builds.
-arguments=(--force --disable-cache --mksquashfs-args "-comp zstd -Xcompression-level 3 -all-root -no-xattrs")
+arguments=(--force --disable-cache --mksquashfs-args "-comp zstd -Xcompression-level 9 -all-root -no-xattrs")
 # Otherwise Apptainer writes the time of the build into this label.
 date=$(date -u -d "@$SOURCE_DATE_EPOCH" +%FT%TZ)
 
@@ -83,12 +83,12 @@ else
         containers/build_base.sh
         arguments+=(--build-arg bootstrap=docker-archive --build-arg from=build/base-bookworm.tar)
     fi
-    # %post finds the wheels in /mnt, the certificates in /media and compiled wheels of Horovod in /srv.
-    mkdir "$work/ca" "$work/no-wheels" "$work/no-horovod"
+    # %post finds the wheels in /mnt, the certificates in /media and compiled wheels in /srv.
+    mkdir "$work/ca" "$work/no-wheels" "$work/none-kept"
     ca=$(ca_bundle)
     [[ -z $ca ]] || cp "$ca" "$work/ca/ca.crt"
     arguments+=(--bind "${wheels:-$work/no-wheels}:/mnt:ro" --bind "$work/ca:/media:ro"
-        --bind "${horovod:-$work/no-horovod}:/srv")
+        --bind "${kept:-$work/none-kept}:/srv")
     # A root without all capabilities, as in a container and some virtual machines, has to build like an ordinary user.
     capabilities=$(sed -n 's/^CapEff:\t/0x/p' /proc/self/status)
     if [[ $(id -u) == 0 ]] && ! ((capabilities >> 24 & 1)); then # CAP_SYS_RESOURCE

@@ -34,7 +34,7 @@ PARTS: dict[str, str | tuple[str, ...]] = {  # a path belongs to the first part 
 }
 PACK = (
     "tar --create --null --files-from=- | "
-    "mksquashfs - /tmp/part -tar -noappend -comp zstd -Xcompression-level 3 -all-root -no-xattrs"  # as apptainer/build_sif.sh
+    "mksquashfs - /tmp/part -tar -noappend -comp zstd -Xcompression-level 9 -all-root -no-xattrs"  # as apptainer/build_sif.sh
 )
 STARTS = {
     "true": ["true"],

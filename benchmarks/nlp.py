@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hpctrain.cli import positive
+from hpctrain.device import choose_device
 from hpctrain.lightning_plugins import make_trainer, quiet
 from hpctrain.nlp import data
 from hpctrain.nlp.classify import TASK
@@ -47,7 +48,7 @@ from hpctrain.nlp.sampling import BatchSampler, evaluation_batches, make_loader
 from hpctrain.nlp.scratch import SIZES, create_model
 from hpctrain.rendezvous import all_or_none, broadcast, process_group
 from hpctrain.run import Run
-from hpctrain.world import World, choose_device, detect
+from hpctrain.world import World, detect
 
 # Layers, hidden size and vocabulary of KcBERT; the other sizes are those of --from-scratch.
 KCBERT = {"base": (12, 768, 30_000), "large": (24, 1024, 30_000)}
@@ -169,7 +170,7 @@ def train_with_hpctrain(setting: Setting, model: PreTrainedModel) -> None:
     module = FineTuneModule(TASK, model, setting.labels, args, run, setting.steps)
     padding = {**TASK.padding, "input_ids": setting.tokenizer.pad_token_id}
     loader = make_loader(train, padding, BatchSampler(train, world, args.batch_size, args.seed, args.accumulate))
-    make_trainer(run, args, setting.device, bare=lambda module: module.model).fit(module, loader)
+    make_trainer(run, args, setting.device, lambda module: module.model, module.score).fit(module, loader)
 
 
 WAYS: dict[str, Callable[[Setting, PreTrainedModel], None]] = {
@@ -303,7 +304,7 @@ def take_first(features: Features, n: int) -> Features:
     """The first n features, without copying."""
     tokens = {name: flat[: features.starts[n]] for name, flat in features.tokens.items()}
     values = {name: column[:n] for name, column in features.values.items()}
-    return Features(features.starts[: n + 1], tokens, values, features.example[:n], features.cut)
+    return Features(features.starts[: n + 1], tokens, values, features.example[:n], features.cut, features.lost)
 
 
 def format_table(results: dict[str, list[dict[str, float]]]) -> str:

@@ -166,7 +166,7 @@ in_machine() {
 
 # count_idle_nodes: print how many nodes are idle for Slurm
 count_idle_nodes() {
-    in_machine login sinfo --noheader --Node --states=idle --format=%N 2>/dev/null | wc -l
+    in_machine login sinfo --noheader --Node --states=idle --format=%N 2>/dev/null | sort -u | wc -l
 }
 
 # ---- common parts of the commands ----

@@ -7,7 +7,7 @@
 #                    answers, the one that containers/build_base.sh makes from a Debian mirror
 #   DEBIAN_SNAPSHOT=TIMESTAMP  see containers/install/debian.sh
 #   WHEELS=FOLDER    wheels to use before the index; by default the local folder in pip's configuration
-#   HOROVOD_WHEELS=FOLDER  where compiled wheels of Horovod are kept, for later builds from the same inputs; build/horovod by
+#   COMPILED_WHEELS=FOLDER  where compiled wheels are kept, for later builds from the same inputs; build/compiled by
 #                    default. Empty: compile
 
 set -euo pipefail
@@ -68,9 +68,9 @@ mkdir -p build
 work=$(mktemp -d -p build image.XXXXXX) || die "cannot write to build/; free some space there"
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/no-wheels"
-horovod=${HOROVOD_WHEELS-build/horovod}
+kept=${COMPILED_WHEELS-build/compiled}
 compiled=$work/no-wheels
-if [[ -n $horovod && -d $horovod ]]; then compiled=$(realpath "$horovod"); fi
+if [[ -n $kept && -d $kept ]]; then compiled=$(realpath "$kept"); fi
 
 # A label is public, so it holds no local path and no credentials. A clone over ssh gets the same label as one over https.
 source=$(git config --get remote.origin.url 2>/dev/null | sed -E 's#^(ssh://)?git@([^:/]+)[:/]#https://\2/#; s#\.git$##' || true)
@@ -82,7 +82,7 @@ arguments=(--file "$work/context/containers/Dockerfile"
     ${BASE_IMAGE:+--build-arg "BASE_IMAGE=$BASE_IMAGE"}
     --build-arg "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" --build-arg "CREATED=$(commit_date)"
     --build-arg "REVISION=$revision" --build-arg "SOURCE=$source"
-    --build-context "wheels=${wheels:-$work/no-wheels}" --build-context "horovod=$compiled" ${ca:+--secret "id=ca,src=$ca"})
+    --build-context "wheels=${wheels:-$work/no-wheels}" --build-context "kept=$compiled" ${ca:+--secret "id=ca,src=$ca"})
 
 # A copy of the build context, with modes that do not depend on the umask of this checkout.
 mkdir "$work/context"
@@ -109,10 +109,10 @@ else
     image_tool "${build[@]}" --tag "$image" "$work/context"
     image_tool "$tool" push --quiet "$image" "oci:$work/oci:$image"
 fi
-if [[ -n $horovod ]]; then # all steps of this are in the cache
+if [[ -n $kept ]]; then # all steps of this are in the cache
     image_tool "${build[@]}" --quiet --target compiled --output "type=local,dest=$work/compiled" "$work/context"
-    { mkdir -p "$horovod" && cp -r "$work/compiled/." "$horovod"; } ||
-        die "cannot write to HOROVOD_WHEELS=$horovod; set it to another folder"
+    { mkdir -p "$kept" && cp -r "$work/compiled/." "$kept"; } ||
+        die "cannot write to COMPILED_WHEELS=$kept; set it to another folder"
 fi
 # docker load reads this file only, unless docker uses the containerd store.
 python3 containers/record.py docker-manifest "$work/oci" "$image" || die "the build failed: the disk is full, of build/; free some space"

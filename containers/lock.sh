@@ -71,9 +71,11 @@ fi
 # torch for the CPU has an index of its own; torch for CUDA is on PyPI.
 torch=$(wheels_folder)
 torch=${torch:-https://download.pytorch.org/whl/cpu/torch/}
-# A lock must be the same wherever it is made, so it holds no index, folder or command line.
+# A lock must be the same wherever it is made, so it holds no index, folder or command line. Most malicious releases are found
+# within days, so no release is younger than a week; a folder of wheels does not say how old its torch is.
 compile=(uv pip compile --quiet --no-config --python-version 3.11 --python-platform "$platform-manylinux_2_28"
-    --generate-hashes --no-emit-find-links --no-emit-index-url --no-header --no-annotate "${upgrade[@]}")
+    --exclude-newer "7 days" --exclude-newer-package torch=false --generate-hashes
+    --no-emit-find-links --no-emit-index-url --no-header --no-annotate "${upgrade[@]}")
 
 # write_lock FILE ARGUMENT...: compile into this file, which only a complete one replaces.
 write_lock() {

@@ -63,7 +63,7 @@ for turn in 1 2; do
     printf '[storage]\ndriver = "overlay"\ngraphroot = "%s/graph"\nrunroot = "%s/run"\n' "$work/$turn" "$work/$turn" \
         >"$work/$turn/storage.conf"
     echo "reproduce: build $turn of $name, in an empty store"
-    HOROVOD_WHEELS='' with_store "$turn" containers/build_image.sh --flavor "$flavor" --mpi "$mpi" --tool buildah >"$work/$turn.log" 2>&1 ||
+    COMPILED_WHEELS='' with_store "$turn" containers/build_image.sh --flavor "$flavor" --mpi "$mpi" --tool buildah >"$work/$turn.log" 2>&1 ||
         die "build $turn failed: $(tail -n 20 "$work/$turn.log")"
     cp "build/$name.tar" "$work/$turn.tar"
     cp "build/$name.provenance.json" "$work/$turn.json"

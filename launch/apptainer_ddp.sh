@@ -9,19 +9,18 @@
 #   sbatch --nodes=8 --ntasks-per-node=4 --gpus-per-node=4 launch/apptainer_ddp.sh
 #   salloc --nodes=2 --ntasks-per-node=2, then launch/apptainer_ddp.sh check
 #
-# When Slurm requeues the job after a node died, it resumes from its last checkpoint.
-#
 #SBATCH --job-name=hpctrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
 #SBATCH --time=00:30:00
 #SBATCH --requeue
+#SBATCH --signal=B:USR1@120
 #SBATCH --open-mode=append
 set -euo pipefail
 
 # Slurm runs a copy of this file, so the other files are not beside it.
 lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
-[[ -r $lib ]] || { echo "hpctrain: error: no $lib: submit from the hpctrain folder, or export HPCTRAIN_ROOT" >&2 && exit 2; }
+[[ -r $lib ]] || { echo "hpctrain: error: no ${lib//[[:cntrl:]]/?}: submit from the hpctrain folder, or export HPCTRAIN_ROOT" >&2 && exit 2; }
 # shellcheck source=launch/lib.sh
 source "$lib"
 

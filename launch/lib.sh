@@ -11,20 +11,27 @@
 # Commands are arrays and never strings that a shell would split again, so a user's arguments arrive unchanged.
 # shellcheck shell=bash
 
+# shellcheck source=launch/lib/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"
+
 BEGAN=$(date +%s%3N) # in ms; EPOCHREALTIME needs bash 5, and RHEL 8 has 4.4
 unset CDPATH # cd would print folders that it finds there
+unset HPCTRAIN_CONTROL # that of a job around this one
+EARLY_STOP=''
+trap 'EARLY_STOP=1' USR1 # until open_control; Slurm sends it at once where the time limit is short
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 TASK=$ROOT/launch/task.sh
 
 # Functions to run when the script ends, with its exit status as argument. If there are any, launch waits for the job.
 CLEAN_UP=()
 
+# Names of files and values of variables may hold line breaks, and what controls a terminal.
 say() {
-    printf 'hpctrain: %s\n' "$*"
+    printf 'hpctrain: %s\n' "${*//[[:cntrl:]]/?}"
 }
 
 die() {
-    printf 'hpctrain: error: %s\n' "$*" >&2
+    say "error: $*" >&2
     exit 2
 }
 
@@ -38,6 +45,8 @@ source "$ROOT/launch/lib/digest.sh"
 source "$ROOT/launch/lib/runtime.sh"
 # shellcheck source=launch/lib/launcher.sh
 source "$ROOT/launch/lib/launcher.sh"
+# shellcheck source=launch/lib/requeue.sh
+source "$ROOT/launch/lib/requeue.sh"
 
 # ---- options ----
 
@@ -56,7 +65,7 @@ OPTIONS=(
     '--help | * | print this text'
 )
 # shellcheck disable=SC2034 # MPI and LAUNCHER are read by the scripts
-DRY_RUN='' BROADCAST='' MPI='' LAUNCHER=auto MAX_RESTARTS=0 ARGUMENTS=()
+DRY_RUN='' BROADCAST='' MPI='' LAUNCHER=auto MAX_RESTARTS=0 OPTIONS_GIVEN=() ARGUMENTS=() SIF_COPY=''
 
 # parse_options SCRIPT [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
 # SCRIPT is the name of the launch script, because Slurm runs a copy of it under another name.
@@ -84,6 +93,7 @@ parse_options() {
             printf -v "${name//-/_}" %s "$value"
         done
         [[ -n $found ]] || die "unknown option $1: a trainer's options come after its name; --help lists those of this script"
+        OPTIONS_GIVEN+=("$1")
         shift
     done
     ARGUMENTS=("$@")
@@ -118,10 +128,12 @@ Settings, from the environment (source launch/site.sh sets those of your site):
   HPCTRAIN_PACKAGES    folder of your own packages on top of the image; see hpctrain add --help
   HPCTRAIN_MODULES     modules to load first, such as apptainer; without a container such as cuda and pytorch
   HPCTRAIN_PYTHON_ENV  without a container: the folder of a venv, or the name or folder of a conda environment
+  HPCTRAIN_REQUEUES    how often a job is requeued after a fault (default 10)
   HPCTRAIN_SITE        the site whose defaults to use: a file of launch/sites (default: detected)
   SBATCH_...           any default for sbatch, such as SBATCH_ACCOUNT or SBATCH_PARTITION; set it before sbatch
 
 Submit from the hpctrain folder, or from anywhere with HPCTRAIN_ROOT set to it. Paths are relative to where you submit.
+A job of sbatch saves a checkpoint before its time limit, and Slurm requeues it: docs/results.md.
 END
 }
 
@@ -173,11 +185,15 @@ compose() {
 
 # print_summary: print what the script resolved: site, job, runtime, launcher, fabric variables, command
 print_summary() {
+    local name fabric=''
+    for name in $(compgen -e); do
+        [[ $name != @(NCCL|FI|UCX|GLOO)_* ]] || fabric+=" $name=${!name}"
+    done
     say "site $HPCTRAIN_SITE, job $JOB${SLURM_RESTART_COUNT:+ (restart $SLURM_RESTART_COUNT)}," \
         "$NODES nodes x $TASKS tasks x $THREADS threads, $GPUS GPUs per node, on ${HOSTS[*]}"
     say "runtime $RUNTIME ($RUNTIME_VERSION), image $HPCTRAIN_IMAGE${DIGEST:+ $DIGEST}"
     say "launcher $LAUNCHER_TEXT, rendezvous $MASTER_ADDR:$MASTER_PORT"
-    say "fabric variables: $(env | grep -E '^(NCCL|FI|UCX|GLOO)_' | sort | tr '\n' ' ' | grep . || echo none)"
+    say "fabric variables:${fabric:- none}"
     say "began $(date -d "@${BEGAN::-3}.${BEGAN: -3}" +%FT%T.%3N), ready $(($(date +%s%3N) - BEGAN)) ms later"
     say "command:$(printf ' %q' "${COMMAND[@]}")"
 }
@@ -199,19 +215,25 @@ print_commands() {
     printf '\n'
 }
 
-# launch: print the summary and run the job. exec replaces this script, unless CLEAN_UP has functions to run after the job.
+# launch: print the summary and run the job. exec replaces this script, unless something is to do after the job: functions of
+# CLEAN_UP, or in a batch job the decision whether it goes on.
 launch() {
     local status=0
     # Nobody can know its name before it is there: sbcast writes to a file or link that somebody else has made in /tmp.
     [[ -z $BROADCAST ]] || SIF_COPY=${SLURM_TMPDIR:-/tmp}/hpctrain-$JOB-$(od -An -N8 -tx1 /dev/urandom | tr -d ' \n').sif
     compose "${PYTHON[@]}" "${PROGRAM[@]}"
+    ((${#USERS_VARIABLES[@]} == 0)) || COMMAND=(env "${USERS_VARIABLES[@]}" "${COMMAND[@]}")
     print_summary
     [[ -z $DRY_RUN ]] || { print_commands && exit; }
     [[ -z $BROADCAST ]] || broadcast_sif
     [[ -z $DIGEST_PENDING ]] || hash_in_background "$SIF"
-    ((${#CLEAN_UP[@]})) || exec "${COMMAND[@]}"
+    [[ -n ${HPCTRAIN_CONTROL:-} ]] || ((${#CLEAN_UP[@]})) || exec "${COMMAND[@]}"
     trap clean_up EXIT
-    "${COMMAND[@]}" || status=$?
+    if [[ -n ${HPCTRAIN_CONTROL:-} ]]; then
+        run_launcher || status=$?
+    else
+        "${COMMAND[@]}" || status=$?
+    fi
     exit $status
 }
 
@@ -230,6 +252,10 @@ clean_up() {
     for step in "${CLEAN_UP[@]}"; do
         "$step" "$status" || true
     done
+    if [[ -n ${HPCTRAIN_CONTROL:-} ]]; then
+        conclude "$status" || status=$?
+        rm -rf "$HPCTRAIN_CONTROL"
+    fi
     exit $status
 }
 

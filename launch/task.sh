@@ -8,13 +8,17 @@
 set -euo pipefail
 
 die() {
-    echo "hpctrain: error: rank ${RANK:-?} on $(uname -n): $*" >&2
+    echo "hpctrain: error: rank ${RANK:-?} on $(uname -n): ${*//[[:cntrl:]]/?}" >&2
     exit 127
 }
 
 [[ ${1:-} != -h && ${1:-} != --help ]] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
+# shellcheck source=launch/lib/environment.sh
+source "$(dirname "$0")/lib/environment.sh"
 # shellcheck source=launch/lib/launcher.sh
 source "$(dirname "$0")/lib/launcher.sh"
+# shellcheck source=launch/lib/requeue.sh
+source "$(dirname "$0")/lib/requeue.sh"
 
 # Run HPCTRAIN_END_TASK on SIGTERM, which Slurm sends to every process of a step when it ends the job. Slurm waits for what holds
 # the task's output, so this holds none.
@@ -26,6 +30,31 @@ end_with_task() {
             wait $! || true
         done
     ) </dev/null >/dev/null 2>&1 &
+}
+
+# run_shielded COMMAND...: run the command as a child, and return its exit status. Slurm sends SIGTERM to the tasks of a job that it
+# preempts. With proctrack/cgroup it sends it to them alone, so that the ranks and the server of the image have time to save.
+run_shielded() {
+    local status child asked
+    trap handle_term TERM
+    # In parentheses: otherwise bash would have the child ignore SIGINT.
+    (exec "$@") <&0 &
+    child=$!
+    until asked='' status=0 && { wait $child 2>/dev/null || status=$?; } && [[ -z $asked ]]; do :; done
+    return $status
+}
+
+# Only the tasks on the node of rank 0 have the folder. srun sends SIGTERM also when another rank has failed: then there is nothing
+# to wait for.
+# shellcheck disable=SC2329 # the trap calls it
+handle_term() {
+    asked=1
+    [[ -d $HPCTRAIN_CONTROL ]] || return 0
+    if [[ $(job_field JobState) == RUNNING && $(job_field PreemptTime) == None ]]; then
+        kill -TERM "$child" 2>/dev/null || true
+    else
+        touch "$HPCTRAIN_CONTROL/stop"
+    fi
 }
 
 launcher=${1:-}
@@ -65,10 +94,20 @@ command=$(index_of_command)
 [[ ${WORDS[0]} == -- ]] || export HPCTRAIN_CONTAINER_ON=${HPCTRAIN_CONTAINER_ON:-$(uname -n)}
 set -- "${WORDS[@]:0:command-1}" "${WORDS[@]:command}"
 command -v "$1" >/dev/null || die "there is no $1 on the PATH: load its module before you submit (HPCTRAIN_MODULES)"
+((${#USERS_VARIABLES[@]} == 0)) || set -- env "${USERS_VARIABLES[@]}" "$@"
 [[ -z ${HPCTRAIN_END_TASK:-} || $HPCTRAIN_NODE_TASK != 0 ]] || end_with_task
-[[ -n $WAIT_AND_REPORT ]] || exec "$@"
-"$@" || {
-    status=$?
+status=0
+if [[ -n $WAIT_AND_REPORT ]]; then
+    "$@" || status=$?
     ((status <= 128)) || echo "hpctrain: error: rank $RANK on $(uname -n) was ended by signal $((status - 128))" >&2
-    exit $status
-}
+elif [[ -n ${HPCTRAIN_CONTROL:-} && -n ${SLURM_JOB_ID:-} && -z ${HPCTRAIN_END_TASK:-} ]]; then
+    # Not podman-hpc: its tasks find the container of their node by the number of their parent, which is slurmstepd.
+    run_shielded "$@" || status=$?
+    # End by the same signal, for srun to report it.
+    trap - TERM
+    ulimit -c 0
+    ((status <= 128)) || kill -$((status - 128)) $$ 2>/dev/null || true
+else
+    exec "$@"
+fi
+exit $status

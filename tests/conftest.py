@@ -24,8 +24,13 @@ def write_digits(folder: Path, train: int = 320, test: int = 80) -> Path:
     """Write some of the bundled digits in the format of MNIST, for runs that are not about the accuracy."""
     from hpctrain.vision.data import load_digits
 
+    return write_images(folder, load_digits(), train, test)
+
+
+def write_images(folder: Path, both: tuple, train: int, test: int) -> Path:
+    """Write the first images of a training set and of a test set in the format of MNIST."""
     folder.mkdir()
-    for part, images, n in zip(("train", "t10k"), load_digits(), (train, test), strict=True):
+    for part, images, n in zip(("train", "t10k"), both, (train, test), strict=True):
         for name, values in (("images-idx3", images.pixels[:n]), ("labels-idx1", images.labels[:n].to(images.pixels.dtype))):
             header = bytes([0, 0, 8, values.dim()]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
             (folder / f"{part}-{name}-ubyte").write_bytes(header + values.numpy().tobytes())
@@ -38,7 +43,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # The files that take minutes, longest first: otherwise the last of them runs alone, beside an idle core.
-LONG_FILES = ["launch", "image", "matrix", "readme", "nlp_cluster", "publish", "train", "nlp_models", "sanity", "world", "check"]
+LONG_FILES = [
+    "launch",
+    "image",
+    "matrix",
+    "readme",
+    "nlp_cluster",
+    "requeue",
+    "publish",
+    "train",
+    "resume",
+    "nlp_models",
+    "sanity",
+    "world",
+    "check",
+]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -110,9 +129,4 @@ def podman_image(site: Cluster) -> dict[str, str]:
     """Load the image into podman-hpc as hpctrain:cpu for alice; the value is the variables that select it in jobs."""
     if not IMAGE_TAR.exists():
         pytest.skip(f"there is no {IMAGE_TAR.name} for podman-hpc; run make image")
-    env = {"SCRATCH": "/project/alice"}
-    site.exec("login", "podman-hpc", "load", "--quiet", f"--input=/project/{IMAGE_TAR.name}", user="alice", env=env)
-    site.exec("login", "podman-hpc", "migrate", "hpctrain:cpu", user="alice", env=env)
-    # migrate returns 0 even if it fails
-    assert list(site.host_path("/project/alice/storage/overlay/l").glob("*.squash"))
-    return env
+    return slurm_cluster.load_for_podman_hpc(site, IMAGE_TAR)

@@ -74,7 +74,7 @@ def test_the_image_has_mpich_and_passes_its_check(cluster):
     shown = cluster.exec("n1", "apptainer", "exec", IMAGE, "cat", "/opt/hpctrain/versions.json", user="alice").stdout
     versions = json.loads(shown)
     assert versions["mpich"] and "openmpi" not in versions
-    done = cluster.exec("n1", "apptainer", "exec", IMAGE, "/opt/hpctrain/libexec/check_image.sh", user="alice", timeout=300)
+    done = cluster.exec("n1", "apptainer", "exec", IMAGE, "/opt/hpctrain/libexec/check_image.sh", user="alice", timeout=900)
     print(done.stdout)
     assert f"check: MPI is MPICH Version: {versions['mpich']}, with UCX and libfabric" in done.stdout
     for way in ("mpi4py, mpirun", "Horovod over MPI, mpirun"):

@@ -90,7 +90,7 @@ def run_programs(tmp_path, path, *ranks):
         started += f"{node} & pids+=($!)\n"
     script = f'{started}worst=0\nfor pid in "${{pids[@]}}"; do wait "$pid" || worst=$?; done; exit $worst'
     command = ["nsenter", f"--net={path}", "bash", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=clean_environment())
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=clean_environment())
     return done.returncode, done.stdout + done.stderr
 
 
@@ -361,6 +361,18 @@ MISPLACED = {
 }  # fmt: skip
 
 
+def test_ranks_that_see_one_gpu_each_are_warned_of():
+    """On a node with several; one rank on a node, or all GPUs in each rank, is as it should be."""
+
+    def reports(visible, local_size):
+        return [{"rank": rank, "host": f"n{rank // 2}", "local_size": local_size, "visible_gpus": visible} for rank in range(4)]
+
+    (warning,) = check.isolation_warnings(reports(1, 2))
+    assert warning.startswith("warning: ranks 0-3 on n0, n1 see one GPU each (--gpus-per-task), so NCCL does not use NVLink")
+    for usual in (reports(2, 2), reports(1, 1), reports(0, 2)):
+        assert not list(check.isolation_warnings(usual))
+
+
 @pytest.mark.parametrize("name", MISPLACED)
 def test_misplaced_ranks(name):
     reports, env, problems = MISPLACED[name]
@@ -438,7 +450,7 @@ def in_the_image(*command, **env):
     apptainer = ["apptainer", "exec", "--env", f"PYTHONPATH={source}", *options, slurm_cluster.REPOSITORY / "hpctrain-cpu.sif"]
     done = subprocess.run(
         [slurm_cluster.CLUSTER_SH, "run", "--", *apptainer, *command],
-        cwd=slurm_cluster.REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=120,
+        cwd=slurm_cluster.REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 

@@ -19,7 +19,7 @@ def run(tmp_path):
 
 def save(run, epoch):
     path = checkpoint.path_of(run, epoch)
-    checkpoint.save(path, {"epoch": epoch, "weights": torch.arange(1000.0) * epoch})
+    checkpoint.save(path, {"epoch": epoch, "step": 0, "weights": torch.arange(1000.0) * epoch})
     return path
 
 
@@ -85,7 +85,7 @@ def test_code_is_never_loaded(run):
 
 def save_model(run, epoch, **state):
     path = checkpoint.path_of(run, epoch)
-    checkpoint.save(path, {"epoch": epoch, "model": torch.nn.Linear(2, 1).state_dict(), "optimizer": {}} | state)
+    checkpoint.save(path, {"epoch": epoch, "step": 0, "model": torch.nn.Linear(2, 1).state_dict(), "optimizer": {}} | state)
     return path
 
 

@@ -294,7 +294,7 @@ def test_nodes_that_differ(tmp_path, node):
 # The report of a rank with a GPU.
 GPU = {
     "rank": 0, "size": 1, "node_rank": 0, "local_rank": 0, "local_size": 1, "host": "n1", "launcher": "none",
-    "device": "cuda:0 H100", "gpu": "GPU-a", "software": {}, "fabric": {},
+    "device": "cuda:0 H100", "gpu": "GPU-a", "visible_gpus": 1, "software": {}, "fabric": {},
 }  # fmt: skip
 
 

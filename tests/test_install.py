@@ -236,7 +236,7 @@ def test_an_environment_that_was_interrupted(recipe, index, tmp_path):
         with subprocess.Popen(
             [recipe / "containers/install/python.sh", prefix, "tiny"], env=env, start_new_session=True, stderr=subprocess.DEVNULL
         ) as process:
-            assert index.hangs.wait(120)
+            assert index.hangs.wait(300)
             assert (prefix / "bin/python").exists()
             os.killpg(process.pid, number)
         assert process.returncode != 0
@@ -294,7 +294,12 @@ def test_images_on_full_disks(recipe, disk, tmp_path):
     (tmp_path / "storage.conf").write_text(
         f'[storage]\ndriver = "overlay"\ngraphroot = "{tmp_path}/graph"\nrunroot = "{tmp_path}/run"\n'
     )
-    env = {**os.environ, "BASE_IMAGE": "scratch", "HOROVOD_WHEELS": "", "CONTAINERS_STORAGE_CONF": str(tmp_path / "storage.conf")}
+    env = {
+        **os.environ,
+        "BASE_IMAGE": "scratch",
+        "COMPILED_WHEELS": "",
+        "CONTAINERS_STORAGE_CONF": str(tmp_path / "storage.conf"),
+    }
     build = ["containers/build_image.sh", "--flavor", "small"]
     pack = ["apptainer/build_sif.sh", "--flavor", "small", "--output"]
     done = run(*build, cwd=recipe, env=env)

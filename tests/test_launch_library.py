@@ -1,9 +1,11 @@
 """The parts of launch/lib that need no cluster: digests of images, options, and adding a runtime and a launcher."""
 
 import hashlib
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,7 @@ BARE = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": "
 def library(script, **env):
     """Run a script with the functions of launch/lib.sh."""
     command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib.sh; {script}"]
-    return subprocess.run(command, env=BARE | env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=BARE | env, capture_output=True, text=True, timeout=300)
 
 
 # The digest of a SIF
@@ -51,7 +53,7 @@ def hash_it(sif):
     command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib.sh; {script}"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as job:
         lines = [job.stdout.readline().strip() for _ in range(2)]
-        time.sleep(0.5)  # for the record beside the image, which is the last thing
+        time.sleep(1.5)  # for the record beside the image, which is the last thing
         job.kill()
     said = [line for line in lines if line.startswith("hpctrain:")]
     (promised,) = set(lines) - set(said)
@@ -182,7 +184,7 @@ def programs(tmp_path):
 
 def dry_run(script, env, *arguments):
     command = [REPOSITORY / "launch" / script, "--dry-run", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,8 @@ def test_a_folder_that_the_user_cannot_enter_is_skipped():
         pytest.skip("needs root, to become a user who may not enter /root")
     user = "setpriv --reuid 12345 --regid 12345 --clear-groups"
     script = '\'find_folders_to_bind; printf "%s\\n" "${FOLDERS[@]}"\''
-    done = library(f"export -f find_folders_to_bind; cd /; ROOT=/ {user} bash -euc {script}", HPCTRAIN_BIND="/root /usr")
+    functions = "find_folders_to_bind split_list resolve_folder refuse_separators"
+    done = library(f"export -f {functions}; cd /; ROOT=/ {user} bash -euc {script}", HPCTRAIN_BIND="/root /usr")
     assert done.stdout.splitlines() == ["/", "/usr"] and done.stderr == ""
 
 
@@ -313,6 +316,28 @@ def test_a_cache_in_tmp_that_somebody_else_made_is_refused(trick):
         assert f"{own} belongs to somebody else" in done.stderr and "set HPCTRAIN_CACHE" in done.stderr
     else:
         assert done.stdout == f"{number} 700\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shown", "folder", "ends"),
+    [
+        ("JobState=RUNNING PreemptTime=2026-11-20T12:00:00", "control", "stop"),
+        ("JobState=COMPLETING PreemptTime=None", "control", "stop"),
+        ("JobState=RUNNING PreemptEligibleTime=2026-11-20T12:00:00 PreemptTime=None", "control", "signal"),
+        ("JobState=RUNNING PreemptTime=2026-11-20T12:00:00", "elsewhere", "nothing"),
+    ],
+)
+def test_sigterm_to_a_task(programs, tmp_path, shown, folder, ends):
+    """Slurm sends it to the tasks, not to their children, when it preempts a job, ends it, or when a rank has failed."""
+    (tmp_path / "control").mkdir()
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho {shown}\n")
+    env = programs | {"HPCTRAIN_CONTROL": str(tmp_path / folder), "SLURM_JOB_ID": "7"}
+    rank = ["bash", "-c", "echo started; sleep 3; exit 5"]
+    with subprocess.Popen([REPOSITORY / "launch/task.sh", "none", "--", *rank], env=env, stdout=subprocess.PIPE) as task:
+        task.stdout.readline()
+        task.terminate()
+    assert task.returncode == (-signal.SIGTERM if ends == "signal" else 5)
+    assert (tmp_path / "control/stop").exists() == (ends == "stop")
 
 
 # Help and options
@@ -412,3 +437,32 @@ def test_a_runtime_is_one_function_and_a_row_and_so_is_a_launcher(project):
     env["HPCTRAIN_RUNTIME"] = "docker"
     done = subprocess.run([project / "launch/fork.sh"], env=env, capture_output=True, text=True, cwd=project)
     assert "HPCTRAIN_RUNTIME is 'docker': choose apptainer, podman-hpc, shifter, none or toy" in done.stderr
+
+
+# ---- the user's variables ----
+
+
+def own_names():
+    return library('echo "$OWN_NAMES"').stdout.split()
+
+
+def test_a_variable_of_the_user_that_the_scripts_have_as_well(tmp_path):
+    """TASK=mrpc arrived as the path of task.sh."""
+    (tmp_path / "show.py").write_text("import json, os\nprint('got', json.dumps(dict(os.environ)), flush=True)\n")
+    theirs = {name: f"mine of {name}" for name in own_names()}
+    env = BARE | theirs | {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_CACHE": str(tmp_path)}
+    command = [REPOSITORY / "launch/local.sh", "show.py"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    (line,) = re.findall("got (.*)", done.stdout)
+    assert theirs.items() <= json.loads(line).items(), done.stderr
+
+
+def test_the_list_of_the_scripts_own_variables_is_complete():
+    text = "".join(path.read_text() for path in [REPOSITORY / "launch/lib.sh", *(REPOSITORY / "launch/lib").glob("*.sh")])
+    text = re.sub(r"^ *#.*$", "", text, flags=re.M)
+    assigned = set(re.findall(r"(?:^|(?<=[ ;(]))([A-Z][A-Z_]*)\+?=", text, re.M))
+    assigned |= set(re.findall(r"mapfile -t ([A-Z_]+)", text))
+    exported = {name for line in re.findall(r"\bexport (.*)", text) for name in re.findall(r"\b([A-Z][A-Z_]*)\b", line)}
+    others = {"IFS", "REPLY", "OWN_NAMES", "USERS_VARIABLES", "VARIABLE", "KEY"}  # the last two are in messages
+    found = {name for name in assigned - exported - others if not name.startswith(("HPCTRAIN_", "SLURM_", "PBS_"))}
+    assert found <= set(own_names()), found - set(own_names())

@@ -277,6 +277,35 @@ def test_modules_form_layers():
     assert not upward, "\n".join(upward)
 
 
+def defined(module):
+    """The names of a module of hpctrain: what it defines and imports, its submodules, and what `hpctrain` looks up."""
+    names = {name.rpartition(".")[2] for name in SOURCES if name.rpartition(".")[0] == module}
+    for node in ast.walk(SOURCES[module]):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and module == "hpctrain":
+            names.add(node.value)
+    return names
+
+
+def test_what_is_imported_from_hpctrain_exists():
+    """Also by benchmarks and examples, and in programs that tests and documents hold as text."""
+    seen = 0
+    for name, text in TEXTS.items():
+        if not name.endswith((".py", ".md", ".sh")):
+            continue
+        for module, words in re.findall(r"^ *from (hpctrain[\w.]*) import (\([^)]*\)|[^\n;]*)", text, re.M):
+            assert module in SOURCES, f"{name}: there is no {module}"
+            for word in re.findall(r"(\w+)(?: as \w+)?", words.split("#")[0]):
+                assert word in defined(module), f"{name}: {module} has no {word}"
+                seen += 1
+    assert seen > 300
+
+
 # ---- the rest ----
 
 
@@ -293,6 +322,17 @@ def test_versions_agree():
     assert f"## {version}" in TEXTS["CHANGELOG.md"]
 
 
-def test_both_recipes_start_from_the_same_debian():
+def test_a_step_that_mounts_a_stage_is_repeated_when_the_stage_changes():
+    """buildah 1.28 compares the lines of a step, not what it mounts: a changed lock gave an image with the old packages."""
+    for stage in re.split(r"^FROM ", TEXTS["containers/Dockerfile"], flags=re.M)[1:]:
+        for mount in re.finditer(r"--mount=type=bind,from=(environment|complete|package)\b", stage):
+            copies = re.findall(rf"^COPY --from={mount[1]} (\S+)", stage[: mount.start()], re.M)
+            assert set(copies) & {"/content.sha256", "/opt/hpctrain/wheels.tsv"}, mount[0]
+
+
+def test_recipes_and_workflows_start_from_the_same_debian():
     base = re.search("ARG BASE_IMAGE=(.*@sha256:[0-9a-f]{64})", TEXTS["containers/Dockerfile"])[1]
     assert TEXTS["apptainer/hpctrain.def"].count(f"from={base}\n") == 2  # Apptainer reads the arguments of each stage
+    workflows = [name for name in TEXTS if name.startswith(".github/workflows/")]
+    images = [image for name in workflows for image in re.findall(r"^ +image: (.*)", TEXTS[name], re.M)]
+    assert len(images) == 2 and {f"docker.io/library/{image}" for image in images} == {base}

@@ -101,6 +101,7 @@ def test_learning_rate_rises_to_its_peak_then_falls_to_zero(trained):
     assert rates[-1] < 0.1 * rates[top]
 
 
+@pytest.mark.slow
 def test_accumulate_does_not_change_losses_and_scores(trained, config, tmp_path):
     """Neither for classes, nor if the loss is a mean over tokens and the parts have different numbers of them."""
     in_parts = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--accumulate", 4)
@@ -293,7 +294,8 @@ import sys, time
 from pathlib import Path
 from hpctrain.nlp.features import Features, load_or_make
 from hpctrain.rendezvous import process_group
-from hpctrain.world import choose_device, detect
+from hpctrain.device import choose_device
+from hpctrain.world import detect
 world = detect()
 def make():
     with Path(sys.argv[1]).open("a") as file:
@@ -376,6 +378,70 @@ def test_fine_tuned_model_keeps_its_labels_when_tested_or_trained_again(trained,
         train("classify", tmp_path / "other", "--from-scratch", "tiny", "--data", folder)
 
 
+def copy_model(source, folder, **config):
+    """A model as from elsewhere, without hpctrain's part of config.json and without digests; with other entries."""
+    shutil.copytree(source / "model", folder)
+    (folder / "SHA256SUMS").unlink()
+    content = json.loads((folder / "config.json").read_text())
+    content.pop("hpctrain")
+    (folder / "config.json").write_text(json.dumps(content | config))
+    return folder
+
+
+def name_labels(*names):
+    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+
+
+def swap_rows(folder):
+    """Swap the two outputs of a classifier."""
+    state = load_file(folder / "model.safetensors")
+    state |= {f"classifier.{name}": state[f"classifier.{name}"].flip(0) for name in ("weight", "bias")}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_model_from_elsewhere_keeps_the_order_of_its_labels(trained, tmp_path, capsys):
+    """In alphabetical order, each answer of a classifier would count as the opposite."""
+    model = swap_rows(copy_model(trained, tmp_path / "model", **name_labels("1", "0")))
+    again = train("classify", tmp_path / "run", "--epochs", 0, "--model", model)
+    assert "2 labels of the model: 1, 0\n" in capsys.readouterr().out
+    assert result(again)["test_loss"] == pytest.approx(result(trained)["test_loss"], rel=1e-6)
+    assert json.loads((again / "model/config.json").read_text())["id2label"] == {"0": "1", "1": "0"}
+    once_more = train("classify", tmp_path / "more", "--epochs", 1, "--limit", 64, "--model", model)
+    assert json.loads((once_more / "model/config.json").read_text())["id2label"] == {"0": "1", "1": "0"}
+
+
+ELEVEN = [str(i) for i in range(11)]  # in alphabetical order, 10 would come before 2
+LABELS = [f"LABEL_{i}" for i in ELEVEN]
+
+
+@pytest.mark.parametrize(
+    ("known", "needed", "labels", "origin"),
+    [
+        (["b", "a"], ["a", "b"], ["b", "a"], " of the model"),
+        (["c", "b", "a"], ["a", "b"], ["c", "b", "a"], " of the model"),
+        (["LABEL_0", "LABEL_1"], ["a", "b"], ["a", "b"], ", assumed to be LABEL_0, LABEL_1 of the model in this order"),
+        (LABELS, ELEVEN, ELEVEN, f", assumed to be {', '.join(LABELS)} of the model in this order"),
+        (["LABEL_0"], ["a", "b"], ["a", "b"], " for a new last layer, because the model has others (LABEL_0)"),
+        (["good", "bad"], ["0", "1"], ["0", "1"], ", assumed to be good, bad of the model in this order"),
+        (None, ["0", "1"], ["0", "1"], ""),
+    ],
+    ids=["same", "more", "nameless", "eleven", "nameless, more", "others", "no head"],
+)
+def test_labels_are_those_of_the_model_if_it_has_them(known, needed, labels, origin, tmp_path):
+    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification" if known else "BertModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | (name_labels(*known) if known else {})))
+    found = finetune.choose_labels(classify.TASK, tmp_path, [Document("", "", label) for label in sorted(needed)])
+    assert found == (labels, origin)
+
+
+def test_model_for_several_labels_of_a_text_is_trained_for_one(trained, tmp_path):
+    """Its own loss takes no numbers of classes."""
+    model = copy_model(trained, tmp_path / "model", problem_type="multi_label_classification")
+    run = train("classify", tmp_path / "run", "--epochs", 1, "--limit", 40, "--batch-size", 8, "--model", model)
+    assert json.loads((run / "model/config.json").read_text())["problem_type"] == "single_label_classification"
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A model for each task, trained for a few steps."""
@@ -421,6 +487,84 @@ def test_predict_gives_the_same_answers_for_arguments_and_files(task, models, ca
         assert run_predict(capfd, models[task].parent, "--file", tmp_path / name, "--out", tmp_path / "answers.jsonl") == []
         assert [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()] == answers
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "texts.jsonl", "texts.txt"]
+
+
+@torch.no_grad()
+def test_tokenizer_in_transformers_gives_what_the_model_was_trained_on(models, tmp_path, capfd):
+    """It truncates at --max-length of the run, and adds the token with which a text begins."""
+    tokenizers = {task: AutoTokenizer.from_pretrained(models[task]) for task in TASKS}
+    assert {task: t.model_max_length for task, t in tokenizers.items()} == {task: m.TASK.max_length for task, m in TASKS.items()}
+    text = "긴 글 " * 200
+    (answer,) = run_predict(capfd, models["classify"], text)
+    model = AutoModelForSequenceClassification.from_pretrained(models["classify"])
+    logits = model(**tokenizers["classify"](text, truncation=True, return_tensors="pt")).logits
+    assert logits.softmax(-1).max().item() == pytest.approx(answer["probability"], abs=1e-6)
+    made = generate.TASK.tokenize(load_tokenizer(models["generate"]), [Passage("", "오늘은")], [], 64, 0)
+    tokenizer = tokenizers["generate"]
+    assert made.tokens["input_ids"].tolist() == [*tokenizer("오늘은")["input_ids"], tokenizer.eos_token_id]
+    # which does not limit the next run
+    longer = train("classify", tmp_path / "run", "--model", models["classify"], "--epochs", 0, "--max-length", 512)
+    assert AutoTokenizer.from_pretrained(longer / "model").model_max_length == 512
+
+
+def test_questions_without_an_answer_are_trained_scored_and_answered(tmp_path, capfd):
+    """Of the sample data every second question has lost its answer, as in SQuAD 2.0."""
+    for name in ("train", "dev"):
+        content = json.loads((SAMPLES / f"qa/sample-qa_{name}.json").read_text())
+        questions = [item for article in content["data"] for part in article["paragraphs"] for item in part["qas"]]
+        for i, item in enumerate(questions):
+            item |= {"is_impossible": True, "answers": []} if i % 2 else {"is_impossible": False}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    run = train("qa", tmp_path / "run", *QUICK, "--data", tmp_path, "--limit", 40)
+    assert {f"test_{name}{part}" for name in ("exact_match", "f1_char", "f1_word") for part in ("", "/HasAns", "/NoAns")} < {
+        *result(run)
+    }
+    assert json.loads((run / "model/config.json").read_text())["hpctrain"]["settings"] == {"optional": True}
+    assert {*run_predict(capfd, run, *QUESTIONS["qa"][:2])[0]} == KEYS["qa"]
+
+
+def test_log_says_whether_a_question_or_an_answer_is_too_long(config, tmp_path, capsys):
+    for name, extra in (("train", {"question": "무엇? " * 200}), ("dev", {})):
+        content = json.loads((SAMPLES / f"qa/sample-qa_{name}.json").read_text())
+        paragraph = content["data"][0]["paragraphs"][0]
+        text = " ".join(f"{i}" for i in range(100))
+        paragraph["context"] += text
+        answers = [{"text": text, "answer_start": paragraph["context"].index(text)}]
+        paragraph["qas"].append({"id": "long", "question": "?", "answers": answers} | extra)
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    train("qa", tmp_path / "run", "--epochs", 0, "--data", tmp_path, "--from-scratch", config, "--validation-split", 0.01)
+    shown = capsys.readouterr().out
+    lost = r"examples with an answer that no prediction can be, because it is longer than 64 tokens or than a window; the first: "
+    assert re.search(rf"test: 1 of .* {lost}.*dev\.json, question long", shown), shown
+    assert re.search(r"train: 1 of .* examples with a question too long for --max-length 384 and truncated; .*long", shown)
+    assert "test: 1 of 39 examples with a question" not in shown
+
+
+@pytest.mark.parametrize("length", [512, 513, 10_000])
+def test_text_longer_than_the_positions_is_refused(models, length):
+    """With 512, it depended on the seed whether the text ended before."""
+    message = rf"--max-new-tokens {length} leaves no room for a text in the 512 positions of the model: give at most 511"
+    with pytest.raises(UsageError, match=message):
+        predict.main(ALONE, [str(models["generate"]), "오늘은", "--max-new-tokens", str(length)])
+
+
+def test_text_as_long_as_the_positions_is_generated(models):
+    model = generate.TASK.model.from_pretrained(models["generate"])
+    model.config.n_positions = 16
+    for prompt in ("오늘은", "오늘은 " * 40):
+        assert generate.generate_texts(model, load_tokenizer(models["generate"]), [prompt], 15, seed=1)
+
+
+def test_model_card_has_names_instead_of_paths(config, tmp_path):
+    folder = tmp_path / "some/where/reviews"
+    shutil.copytree(SAMPLES / "classify", folder)
+    run = train("classify", tmp_path / "here/run", "--epochs", 0, "--from-scratch", config, "--data", folder)
+    card = (run / "model/README.md").read_text()
+    assert str(tmp_path) not in card and "/" not in "".join(re.findall(r"^# .*|fine-tuned on .*", card, re.MULTILINE))
+    assert "# Text classification: run\n" in card and "language: ko\n" in card
+    assert "`from scratch (config.json)`, fine-tuned on `reviews`" in card
+    again = train("classify", tmp_path / "again", "--epochs", 0, "--model", run / "model", "--data", folder)
+    assert "`model`, fine-tuned on `reviews`" in (again / "model/README.md").read_text()
 
 
 def test_predict_agrees_with_the_scored_test_set(models, capfd, tmp_path):
@@ -487,7 +631,7 @@ def fail_without_message(*args, **kwargs):
 
 def test_exception_without_a_message_is_named_by_its_type(models, monkeypatch, tmp_path):
     """str(error).splitlines()[0] would be an IndexError."""
-    monkeypatch.setattr(classify.Classify, "model", SimpleNamespace(from_pretrained=fail_without_message))
+    monkeypatch.setattr(classify.Classify, "model", SimpleNamespace(from_pretrained=fail_without_message, __name__="AutoModel"))
     with pytest.raises(HpctrainError, match=r"model: the model cannot be loaded \(ValueError\)"):
         predict.main(ALONE, [str(models["classify"]), "text"])
     with pytest.raises(HpctrainError, match=r"model: not a model for nlp.classify \(ValueError\)"):
@@ -533,8 +677,30 @@ def test_bad_examples_are_reported_or_with_strict_an_error(tmp_path, capsys, fil
         train("classify", tmp_path / "strict", *QUICK, "--data", folder, "--strict", "--validation-split", 0.02)
 
 
+@pytest.mark.parametrize("name", ["test", "dev"])
+def test_run_ends_with_a_model_although_a_set_has_only_unseen_labels(name, tmp_path, capsys):
+    """Its loss is a mean over no labels."""
+    folder = add_lines(tmp_path)
+    (folder / f"ratings_{name}.txt").write_text("id\tdocument\tlabel\n1\t좋다\t7\n2\t나쁘다\t8\n")
+    run = train("classify", tmp_path / "run", *QUICK, "--data", folder)
+    assert "2 of 2 examples with a label that is not in the training data" in capsys.readouterr().out
+    assert (run / "model/model.safetensors").exists() and ("test_loss" in result(run)) == (name != "test")
+    assert (result(run)["test_accuracy"] == 0) == (name == "test")
+
+
+def test_score_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capsys):
+    def score(_, examples, answers):
+        return {"accuracy": 0.5, "f1": float("nan") if len(examples) == 30 else 0.5}  # of the test set
+
+    monkeypatch.setattr(pair.PairClassify, "score", score)
+    run = train("pair", tmp_path / "run", *QUICK, "--limit", 30)
+    assert "test_f1 is nan: left out" in capsys.readouterr().out
+    assert (run / "model/model.safetensors").exists() and set(scores(run)) == {"test_loss", "test_accuracy"}
+
+
 def test_nan_loss_ends_the_run(config, tmp_path):
-    with pytest.raises(HpctrainError, match=r"train_loss is nan at epoch \d, step \d+: .* use a smaller --lr .*run"):
+    error = r"train_loss is nan at epoch \d, step \d+, since step \d+ .*: training diverged, use a smaller --lr.*run"
+    with pytest.raises(HpctrainError, match=error):
         train("classify", tmp_path / "run", "--epochs", 3, "--batch-size", 8, "--lr", 1e30, "--from-scratch", config)
     assert not (tmp_path / "run/model").exists()
 
@@ -581,6 +747,30 @@ def test_model_with_missing_weights_is_refused(trained, tmp_path):
     )
     with pytest.raises(HpctrainError, match=r"model: 16 weights of the bert model are missing, such as bert\.encoder\.layer\.1"):
         train("classify", tmp_path / "run", "--model", tmp_path / "model")
+
+
+def change_vocabulary(model, change):
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = change(tokenizer["model"]["vocab"])
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda vocabulary: {"[PAD]": 0}, r"its tokenizer cannot tokenize the data \(.*\): fetch or copy the folder again"),
+        (
+            lambda vocabulary: {token: i if i < 5 else i + 10_000 for token, i in vocabulary.items()},
+            r"its tokenizer has the token 10\d{3}, but its model only \d+ tokens: .* fetch or copy the folder again",
+        ),
+    ],
+    ids=["broken", "of another model"],
+)
+def test_tokenizer_that_does_not_work_is_one_line_that_names_the_folder(trained, tmp_path, change, message):
+    model = copy_model(trained, tmp_path / "model")
+    change_vocabulary(model, change)
+    with pytest.raises(HpctrainError, match=f"{model}: {message}"):
+        train("classify", tmp_path / "run", "--model", model, "--epochs", 0)
 
 
 def test_label_not_in_training_data_counts_as_wrong():

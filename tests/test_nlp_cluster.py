@@ -57,7 +57,7 @@ def test_sample_training_and_predict_need_only_the_image(cluster):
 
 
 def test_missing_model_on_a_node_without_internet_is_one_line_that_names_fetch(cluster):
-    ended, output = job(cluster, "nlp.classify", "--model", "beomi/kcbert-base", timeout=120)
+    ended, output = job(cluster, "nlp.classify", "--model", "beomi/kcbert-base")
     errors = [line for line in output.splitlines() if "hpctrain: error" in line]
     assert ended.state == "FAILED" and len(errors) == 1 and "Traceback" not in output, output
     assert "hpctrain fetch beomi/kcbert-base DIR" in errors[0]

@@ -18,7 +18,7 @@ from hpctrain.nlp.classify import Document
 from hpctrain.nlp.generate import Passage
 from hpctrain.nlp.ner import Sentence
 from hpctrain.nlp.pair import Pair
-from hpctrain.nlp.qa import Answer, Question
+from hpctrain.nlp.squad import Answer, Question
 from hpctrain.nlp.task import SAMPLES
 
 TASKS = {module.TASK.name: module.TASK for module in (classify, pair, ner, qa, generate)}
@@ -150,10 +150,80 @@ def test_empty_documents_nan_quotes_and_unicode_separators_are_text(tmp_path):
         (NSMC_HEADER, "the file has no examples", 0),
         ("", "the file is empty", 0),
         (NSMC_HEADER.encode() + "1\t좋다\t1\n".encode("cp949"), "line 2: not UTF-8", 0),
+        ((NSMC_HEADER + "1\t좋다\t1\n").encode("utf-16"), "UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16", 0),
     ],
 )
 def test_error_in_a_tsv_names_the_line(tmp_path, content, message, left):
     assert_error(classify.TASK.read, write(tmp_path / "ratings.txt", content), message, left)
+
+
+def test_white_space_around_a_label_makes_no_further_class(tmp_path):
+    reviews = classify.TASK.read(write(tmp_path / "a.txt", NSMC_HEADER + "1\t좋다\t1 \n2\t 좋다 \t1\n"))
+    assert [(review.text, review.label) for review in reviews] == [("좋다", "1"), (" 좋다 ", "1")]
+    pairs = [json.loads(KLUE_PAIR.replace("neutral", "neutral "))]
+    assert pair.TASK.read(write(tmp_path / "a.json", json.dumps(pairs)))[0].label == "neutral"
+    assert pair.TASK.read(write(tmp_path / "a.tsv", KORNLI_HEADER + "가\t나\t neutral\n"))[0].label == "neutral"
+    assert generate.TASK.read(write(tmp_path / "b.txt", NSMC_HEADER + "1\t좋다\t1 \n"))[0].prompt == "긍정: "
+
+
+QUESTION = {"question": "무엇?", "context": "가나다 라마"}
+
+
+@pytest.mark.parametrize(
+    ("task", "item", "expected"),
+    [
+        ("classify", {"text": " 글", "label": "좋다 "}, Document("line 2", " 글", "좋다")),
+        ("classify", {"id": 7, "document": "글", "label": 0}, Document("line 2", "글", "0")),
+        ("pair", {"premise": "가", "hypothesis": "나", "gold_label": "neutral"}, Pair("line 2", "가", "나", "neutral")),
+        ("pair", {"sentence1": "가", "sentence2": "나", "gold_label": 1}, Pair("line 2", "가", "나", "1")),
+        (
+            "ner",
+            {"tokens": ["New", "York", "Anna"], "tags": ["B-LC", "E-LC", "S-PS"]},
+            Sentence("line 2", "New York Anna", [Entity(0, 8, "LC"), Entity(9, 13, "PS")], True),
+        ),
+        (
+            "ner",
+            {"text": "김서울", "entities": [{"start": 1, "end": 3, "type": "LC", "text": "서울"}]},
+            Sentence("line 2", "김서울", [Entity(1, 3, "LC")], False),
+        ),
+        (
+            "qa",
+            QUESTION | {"id": "q", "title": "글", "answers": [{"text": "가나다", "answer_start": 0}]},
+            Question("q", "글", "가나다 라마", "무엇?", [Answer("가나다", 0)]),
+        ),
+        (
+            "qa",
+            QUESTION | {"answers": {"text": ["라마"], "answer_start": [4]}},
+            Question("line 2", "가나다 라마", "가나다 라마", "무엇?", [Answer("라마", 4)]),
+        ),
+        ("qa", QUESTION | {"answers": []}, Question("line 2", "가나다 라마", "가나다 라마", "무엇?", [Answer("", 0)], True)),
+        ("generate", {"text": "글"}, Passage("", "글")),
+    ],
+)
+def test_json_lines_are_read(task, item, expected, tmp_path):
+    path = write(tmp_path / "train.jsonl", f"\n{json.dumps(item)}\n\n")
+    (found,) = TASKS[task].read(path)
+    assert found._replace(location="") == expected and found.location.startswith(f"{path}, ")
+
+
+@pytest.mark.parametrize(
+    ("task", "line", "message"),
+    [
+        ("classify", '{"text": "글"', r"train\.jsonl, line 1: not valid JSON"),
+        ("classify", '["글", "0"]', "line 1: not a JSON object"),
+        ("classify", '{"text": "글"}', "line 1 has no 'label' of type str"),
+        ("classify", '{"text": "글", "label": " "}', "line 1: the label is empty"),
+        ("pair", '{"premise": "글", "gold_label": "a"}', "line 1 has no 'hypothesis' of type str"),
+        ("ner", '{"tokens": ["a"], "tags": ["B"]}', "line 1: expected a tag"),
+        ("ner", '{"tokens": ["a b"], "tags": ["O"]}', "line 1: a token is empty, or has a space"),
+        ("ner", '{"text": "가", "entities": [{"start": 0, "end": 2, "type": "LC"}]}', "line 1: an entity is outside the text"),
+        ("ner", "{}", "line 1 has no 'text' of type str"),
+        ("qa", '{"question": "?", "answers": []}', "line 1 has no 'context' of type str"),
+        ("generate", '{"document": "글"}', "line 1 has no 'text' of type str"),
+    ],
+)
+def test_error_in_json_lines_names_the_line(task, line, message, tmp_path):
+    assert_error(TASKS[task].read, write(tmp_path / "train.jsonl", line + "\n"), message, left=0)
 
 
 def test_json_and_tsv_give_the_same_pairs(tmp_path):
@@ -208,6 +278,16 @@ def test_all_entity_formats_give_the_same_type(tmp_path):
         Sentence("line 3", "New York Anna x", [Entity(0, 8, "LOC"), Entity(9, 13, "LOC")], True, f"{tmp_path}/conll, line 3"),
         Sentence("line 9", "나", [Entity(0, 1, "PER")], True, f"{tmp_path}/conll, line 9"),
     ]
+
+
+def test_conll_may_have_iobes_tags_comments_and_other_spaces_in_tokens(tmp_path):
+    lines = "# id = 1\n#\nNew\tB-LC\nYork E-LC \nAnna S-PS\nBo  S-PS\n# O\n\n#end\n# O\n10\u00a0km I-QT\n"
+    sentences = ner.TASK.read(write(tmp_path / "a.conll", lines))
+    assert [(s.text, [tuple(entity) for entity in s.entities]) for s in sentences] == [
+        ("New York Anna Bo #", [(0, 8, "LC"), (9, 13, "PS"), (14, 16, "PS")]),
+        ("# 10\u00a0km", [(2, 7, "QT")]),
+    ]
+    assert ner.TASK.collect_labels(sentences) == ["O", "B-LC", "B-PS", "B-QT", "I-LC", "I-PS", "I-QT"]
 
 
 @pytest.mark.parametrize(
@@ -279,8 +359,9 @@ KLUE_SENTENCE = "가\tO\n\n"
     [
         (f"## 컬럼명\n{KLUE_SENTENCE}가\tB-PS\n나 O\n\n{KLUE_SENTENCE}", r"ner\.tsv, line 5: expected one character", 2),
         (f"## 컬럼명\n가\tB-PS\n나다\tO\n\n{KLUE_SENTENCE}", "line 3: expected one character", 1),
-        (f"## 컬럼명\n가\tB-PS\n나\tE-PS\n\n{KLUE_SENTENCE}", "line 3: the tag is 'E-PS', not O, B-TYPE or I-TYPE", 1),
-        ("## 컬럼명\n가\tB-PS\n나\tE-PS\n", "line 3: the tag is 'E-PS'", 0),
+        (f"## 컬럼명\n가\tB-PS\n나\tX-PS\n\n{KLUE_SENTENCE}", "line 3: the tag is 'X-PS', not O, B-TYPE or I-TYPE", 1),
+        ("## 컬럼명\n가\tB-PS\n나\tX-PS\n", "line 3: the tag is 'X-PS'", 0),
+        ("Anna B-PER\n# a comment\n\nAnna B-PER\n", "line 2: the tag is 'comment'", 1),
         ("Anna B-PER\nKim\n\nAnna B-PER\n", "line 2: expected a token and its tag", 1),
         ("Anna B-PER\n\nAnna PER\nKim X\n", "line 3: the tag is 'PER'", 1),
         ("김 씨␞<김:PS> 씨\n김 씨 <김:PS> 씨\n", "line 2: expected the text, ␞", 1),
@@ -305,7 +386,19 @@ def test_error_in_entities_names_the_line(tmp_path, content, message, left):
 
 def test_answer_may_start_at_the_first_character(tmp_path):
     question = qa.TASK.read(write(tmp_path / "a.json", json.dumps(squad())))[0]
-    assert question == ("q1", "글", "가나다 라마", "무엇?", [Answer("가나다", 0)], f"{tmp_path}/a.json, question q1")
+    assert question == Question(
+        "q1", "글", "가나다 라마", "무엇?", [Answer("가나다", 0)], False, f"{tmp_path}/a.json, question q1"
+    )
+
+
+def test_question_of_squad_2_may_have_no_answer(tmp_path):
+    content = squad()
+    questions = content["data"][0]["paragraphs"][0]["qas"]
+    questions += [item() | {"id": "q2", "answers": []}, item() | {"id": "q3", "answers": [], "is_impossible": True}]
+    found = qa.TASK.read(write(tmp_path / "a.json", json.dumps(content)))
+    assert [question.answers for question in found] == [[Answer("가나다", 0)], [Answer("", 0)], [Answer("", 0)]]
+    assert all(question.optional for question in found) and qa.TASK.collect_settings(found) == {"optional": True}
+    assert qa.TASK.collect_settings(qa.TASK.read(write(tmp_path / "b.json", json.dumps(squad())))) == {}
 
 
 def test_answer_may_differ_from_the_context_in_white_space(tmp_path):
@@ -320,7 +413,7 @@ def test_answer_may_differ_from_the_context_in_white_space(tmp_path):
         (item(answer_start=-6), "is not at its answer_start -6"),
         (item(text=""), "is not at its answer_start"),
         (item(answer_start="0"), "question q1: an answer has no 'answer_start' of type int"),
-        (item() | {"answers": []}, r"qa\.json, question q1 has no answer, and SQuAD 2.0 is not supported"),
+        (item() | {"answers": None}, "question q1 has no 'answers' of type list"),
         (item() | {"question": None}, "question q1 has no 'question' of type str"),
         ({"question": "무엇?"}, r"qa\.json, data\[0\].paragraphs\[0\].qas\[0\] has no 'id' of type str"),
         ("무엇?", r"qas\[0\] has no 'id' of type str"),
@@ -357,7 +450,7 @@ def test_second_valid_question_with_the_same_id_is_an_error(tmp_path):
         ),
         ({"version": "1"}, r"qa\.json has no 'data' of type list"),
         ({"version": "1", "data": []}, "the file has no examples"),
-        ([1], "not SQuAD 1.1 JSON"),
+        ([1], "not SQuAD JSON"),
     ],
 )
 def test_json_that_is_not_squad_is_an_error(tmp_path, content, message):
@@ -417,6 +510,37 @@ def test_split_files_are_found_by_their_published_names(tmp_path):
         "validation": ["xnli.dev.ko.tsv"],
         "test": ["xnli.test.ko.tsv"],
     }
+    for word in ("dev", "val", "valid", "validation"):
+        names = [f"{word}.txt", "a_test.txt", "a_train.txt"]
+        assert found(*names) == {"validation": names[:1], "test": names[1:2], "train": names[2:]}
+    assert found("eng.valid", "eng.train", "eng.test") == {
+        "train": ["eng.train"],
+        "validation": ["eng.valid"],
+        "test": ["eng.test"],
+    }
+    assert found("train.txt", "valid.txt") == {"train": ["train.txt"], "test": ["valid.txt"]}  # KMOU
+
+
+def test_files_that_are_not_used_are_named(tmp_path):
+    for name in ("ratings_train.txt", "ratings_test.txt", "ratings.txt", "README.md"):
+        (tmp_path / name).touch()
+    assert data.describe_unused(tmp_path) == (
+        f"{tmp_path}: not used: README.md, ratings.txt "
+        "(a data file has one of the words train, validation, valid, val, dev, test in its name)"
+    )
+    (tmp_path / "ratings.txt").unlink()
+    (tmp_path / "README.md").unlink()
+    assert [data.describe_unused(path) for path in (tmp_path, tmp_path / "ratings_test.txt", None)] == ["", "", ""]
+
+
+def test_many_names_are_shortened():
+    assert data.list_names(["b", "a"]) == "b, a"
+    assert data.list_names([str(i) for i in range(30)]) == ", ".join(str(i) for i in range(20)) + " and 10 more"
+
+
+def test_language_is_known_by_its_script():
+    assert data.find_language(["한글 text", "더 많은 글자와 글"]) == "ko"
+    assert data.find_language(["some text 한글"]) is data.find_language(["123"]) is None
 
 
 def test_missing_split_is_an_error_that_lists_the_files(tmp_path):

@@ -1,6 +1,7 @@
 """Named entities: from text to features to entities again, for every kind of tokenizer; scores compared with seqeval."""
 
 import random
+import re
 from functools import cache
 
 import numpy
@@ -16,6 +17,7 @@ from hpctrain.errors import UsageError
 from hpctrain.nlp import data
 from hpctrain.nlp.alignment import NO_UNIT
 from hpctrain.nlp.bio import Entity, from_bio, split_units, to_bio
+from hpctrain.nlp.model_folder import load_tokenizer, make_card, save_model
 from hpctrain.nlp.ner import TASK, Sentence
 from hpctrain.nlp.task import IGNORED, SAMPLES
 
@@ -421,7 +423,7 @@ def test_padding_changes_neither_loss_nor_predictions():
     assert numpy.array_equal(predictions[0], TASK.predict(one, alone)[0])
 
 
-def test_small_model_learns_the_sample_data():
+def test_small_model_learns_the_sample_data_and_the_code_of_its_card_gives_its_score(tmp_path):
     examples = data.load_splits(TASK, None)["train"][:24]
     labels = TASK.collect_labels(examples)
     tokenizer = wordpiece(texts=[example.text for example in examples], size=800)
@@ -441,6 +443,40 @@ def test_small_model_learns_the_sample_data():
         optimizer.zero_grad()
     assert before < 0.2
     assert score(run(model, inputs)) > 0.95
+
+    folder = tmp_path / "model"
+    model.config.label2id = {label: i for i, label in enumerate(labels)}
+    model.config.id2label = dict(enumerate(labels))
+    content = TASK.make_pipeline_tokenizer(tokenizer, {"by_token": False})
+    card = make_card("x", TASK, "x", "x", None, {}, {}, {}, pipeline_tokenizer=bool(content))
+    tokenizer.model_max_length = 256
+    save_model(folder, model, tokenizer, card, content)
+    (code,) = re.findall(r"```python\n(from transformers import pipeline.*?)```", card, re.DOTALL)
+    names = {}
+    exec(code.replace("FOLDER", str(folder)), names)
+    examples = data.load_splits(TASK, None)["test"]  # with characters that are not in the vocabulary
+    made = features(tokenizer, *examples, labels=labels)
+    inputs = batch(made, tokenizer, list(range(len(made.example))))
+    expected = score(run(model, inputs))
+    answers = [{"entities": names["find_entities"](example.text)} for example in examples]
+    assert 0 < expected == TASK.score(examples, answers)["f1"]
+    assert load_tokenizer(folder).tokenize(examples[0].text) == tokenizer.tokenize(examples[0].text)
+
+
+@pytest.mark.parametrize("text", ["서울에서 살던 ABC社 x1", "뷁서울 2026년", "  서울\u3000에서!", "서울에서😀살던"])
+def test_pipeline_tokenizer_gives_the_tokens_of_training(text):
+    tokenizer = wordpiece(
+        ["서울", "##에서", "서", "##울", "울", "에", "##에", "살", "##던", "A", "##B", "C", "x", "1", "2", "##0", "년"]
+    )
+    backend = Tokenizer.from_str(TASK.make_pipeline_tokenizer(tokenizer, {"by_token": False}))
+    made = features(tokenizer, Sentence("", text, [], by_token=False))
+    assert backend.encode(text).ids == column(made, "input_ids")
+
+
+def test_no_pipeline_tokenizer_for_other_tokenizers_and_for_data_by_token():
+    assert not TASK.make_pipeline_tokenizer(byte_level(["서울에서 살던"]), {"by_token": False})
+    assert not TASK.make_pipeline_tokenizer(wordpiece(["서"]), {"by_token": True})
+    assert "find_entities" not in make_card("x", TASK, "x", "x", None, {}, {}, {})
 
 
 def test_example_from_user_input():

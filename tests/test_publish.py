@@ -37,7 +37,7 @@ def registries(site):
             site.host_path(file).write_text(REGISTRY.format(folder=f"/project/registry-{port}", port=port, auth=who))
             started.append(site.start("login", "docker-registry", "serve", file))
         both = "until : <>/dev/tcp/localhost/5000 && : <>/dev/tcp/localhost/5001; do sleep 0.1; done"
-        site.exec("login", "bash", "-c", both, timeout=60)
+        site.exec("login", "bash", "-c", both, timeout=300)
         yield
     finally:
         for process in started:
@@ -87,7 +87,7 @@ def weights():
 
 def train(site, script, image, env, weights):
     job = site.submit(script, "train_ddp", "--data=digits", "--epochs", "1", cwd=HOME, env={"HPCTRAIN_IMAGE": image} | env)
-    ended = site.wait(job, timeout=240)
+    ended = site.wait(job)
     output = site.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
     assert ended.state == "COMPLETED", output
     run = site.host_path(f"{HOME}/runs/train_ddp/{job}")
@@ -145,7 +145,7 @@ def test_a_push_that_fails_is_one_line(site, digest, name):
     arguments, message = REFUSED[name]
     if name == "half an archive":
         site.exec("login", "sh", "-c", "head -c 9999999 build/hpctrain-cpu.tar >build/hpctrain-half.tar", user="alice", cwd=HOME)
-    done = push(site, *arguments, check=False, timeout=60)
+    done = push(site, *arguments, check=False, timeout=300)
     assert done.returncode != 0 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert "@sha256:" not in done.stdout
 
@@ -256,7 +256,7 @@ def test_packages_on_top_are_found_on_every_rank_and_hide_nothing(site, added, p
         env |= {"PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin", "SHIFTER_SIF": "/project/hpctrain-cpu.sif"}
         env["APPTAINER_BIND"] = "/project"  # the real shifter mounts all file systems of the site
     job = site.submit("launch/apptainer_ddp.sh", "uses.py", cwd=HOME, env=env)
-    ended = site.wait(job, timeout=120)
+    ended = site.wait(job)
     output = site.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
     found = re.findall(r"rank (\d) extra 1 /project/alice/packages/(python3.11-torch[^/]*)/\S* /opt/hpctrain/\S*/numpy/", output)
     assert ended.state == "COMPLETED" and sorted(rank for rank, _ in found) == ["0", "1", "2", "3"], output
@@ -270,7 +270,7 @@ def test_packages_that_do_not_fit_the_image_are_refused(site, added):
     for arguments, message in (
         (["--no-index", f"./{other}"], "the folder and the image are unchanged"),
         (["--no-index", f"./{newer}"], "the folder and the image are unchanged"),
-        ([], "add takes the arguments of pip install"),
+        ([], "add takes the arguments of uv pip install"),
     ):
         done = added(*arguments, check=False)
         said = [line for line in done.stderr.splitlines() if "hpctrain: error:" in line]
@@ -285,6 +285,50 @@ def test_packages_that_do_not_fit_the_image_are_refused(site, added):
     assert sorted(folder.glob("packages/**/*")) == before
 
 
+def test_a_package_that_cannot_be_imported_or_breaks_the_image_is_refused(site, added):
+    """torchaudio's wheel of PyPI needs torch with CUDA."""
+    folder = site.host_path("/project/alice")
+    pip = [REPOSITORY / ".venv/bin/python", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder / "wheels"]
+    subprocess.run([*pip, "torchaudio==2.11.0"], check=True)
+    ends = wheel(folder, "ends", "1.0", {"ends.py": "import os\nos._exit(3)\n"})
+    breaks = wheel(folder, "breaks", "1.0", {"breaks.py": "import sys\nsys.modules['lightning'] = None\n"})
+    before = sorted(folder.glob("packages/**/*"))
+    for arguments, message in (
+        (
+            ["--no-index", "--find-links", "wheels", "torchaudio"],
+            "torchaudio: import torchaudio: OSError: Could not load this library",
+        ),
+        (["--no-index", f"./{ends}"], "importing ends ended Python with status 3; the folder and the image are unchanged"),
+        (["--no-index", f"./{breaks}"], "lightning: import lightning: ModuleNotFoundError: import of lightning halted"),
+    ):
+        done = added(*arguments, check=False)
+        said = [line for line in done.stderr.splitlines() if "hpctrain: error:" in line]
+        assert done.returncode == 1 and len(said) == 1 and message in said[0], done.stderr
+    assert sorted(folder.glob("packages/**/*")) == before
+
+
+# What users of such images add, in versions that need a recent release of what both have.
+ADDED = """\
+accelerate>=1.14 albumentations boto3>=1.43 dask datasets>=5 diffusers>=0.42 einops evaluate>=0.4 fastapi gradio>=6 h5py
+jupyterlab>=4 lightgbm mlflow>=3.10 monai numba>=0.60 nvidia-ml-py opencv-python-headless optuna>=4 pandas>=2 peft>=0.20 plotly
+polars pyarrow>=20 ray>=2.50 s3fs>=2026 scikit-image sentence-transformers>=5 sentencepiece spacy>=3.8 streamlit>=1.50 timm>=1
+torch-geometric>=2.7 torchaudio trl>=1 wandb>=0.30 webdataset xarray zarr>=3
+"""
+
+
+def test_the_packages_that_people_add_fit_the_versions_of_the_image(tmp_path):
+    """All of them at once, as they were in November 2026."""
+    wanted, pins = tmp_path / "wanted.txt", tmp_path / "pins.txt"
+    wanted.write_text("\n".join(ADDED.split()))
+    lock = (REPOSITORY / "containers/locks/cpu.lock").read_text()
+    # The CPU build of torch is not on PyPI, and its version fits where 2.13.0 does.
+    pins.write_text("\n".join(re.findall(r"^[a-z0-9-]+==[^ +]+", lock, re.M)))
+    uv = [REPOSITORY / ".venv/bin/uv", "pip", "compile", "--no-config", "--no-build", "--python-version", "3.11"]
+    uv += ["--python-platform", "x86_64-manylinux_2_28", "--exclude-newer", "2026-11-20", "--constraint", pins, wanted]
+    done = subprocess.run(uv, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("env", "message"),
     [
@@ -294,11 +338,19 @@ def test_packages_that_do_not_fit_the_image_are_refused(site, added):
             {"HPCTRAIN_PACKAGES": "/project/other"},
             "/project/other holds python3.11-torch1, not python3.11-torch2",
         ),
+        (
+            {"HPCTRAIN_PACKAGES": "/project/broken"},
+            "/python3.11-torch2.13.0+cpu: broken: import broken: RuntimeError: no GPU: remove",
+        ),
     ],
-    ids=["no folder", "no image", "another image's"],
+    ids=["no folder", "no image", "another image's", "a package that fails"],
 )
 def test_an_invalid_folder_of_packages_ends_the_job_with_one_line(site, env, message):
     site.host_path("/project/other/python3.11-torch1").mkdir(parents=True, exist_ok=True)
+    packages = site.host_path("/project/broken/python3.11-torch2.13.0+cpu/lib/python3.11/site-packages")
+    packages.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(packages / wheel(packages, "broken", "1.0", {"broken.py": "raise RuntimeError('no GPU')\n"})) as archive:
+        archive.extractall(packages)
     job = site.submit("--nodes=1", "--ntasks-per-node=1", "launch/apptainer_ddp.sh", "check", cwd=HOME, env=env)
     ended = site.wait(job)
     output = site.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")

@@ -3,6 +3,7 @@
 The commands of a page share one shell, as if a reader typed the page from top to bottom. A line on several pages runs once.
 """
 
+import json
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ NOT_RUN = {
     "apptainer sign hpctrain-cpu.sif": "test_record.py, on a copy",
     "apptainer verify hpctrain-cpu.sif": "test_record.py, on a copy",
 }
-# What make demo submits, which test_on_this_machine looks at.
+# What make demo submits: see look_at_demo().
 DEMO = "sbatch launch/apptainer_ddp.sh"
 HOME = "/home/alice/hpctrain"
 AT_ONCE = 3  # jobs: more of them on two cores would only wait for each other, and might miss their rendezvous
@@ -65,13 +66,28 @@ def test_on_this_machine(page, sif, tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=840,
+        timeout=1700,
     )
     assert done.returncode == 0, f"{HERE[page]}\n{done.stdout}{done.stderr}"
     if "make demo" in HERE[page]:
-        assert f"alice@login:~/hpctrain$ {DEMO}\n" in done.stdout
-        assert re.search(r"^Slurm job \d+: COMPLETED", done.stdout, re.M)
-        assert re.search(r"4 ranks on 2 hosts; test accuracy 0\.9[789]", done.stdout)
+        look_at_demo(done.stdout)
+
+
+def look_at_demo(output):
+    """What make demo printed, and the run folder of its job: the launch script with no argument."""
+    assert f"alice@login:~/hpctrain$ {DEMO}\n" in output
+    assert re.search(r"^Slurm job \d+: COMPLETED, exit code 0, on n1 n2$", output, re.M), output
+    assert re.search(r"4 ranks on 2 hosts; test accuracy 0\.9[789]", output)
+    run = REPOSITORY / re.search(r"^run folder: (runs/demo-\S+)", output, re.M)[1]
+    hosts = [log.read_text().split(" on ")[1].split(",")[0] for log in sorted((run / "logs").iterdir())]
+    assert hosts == ["n1", "n1", "n2", "n2"]
+    config = json.loads((run / "config.json").read_text())
+    assert config["world"] | {"rank": 0} == {
+        "rank": 0, "size": 4, "local_rank": 0, "local_size": 2, "node_rank": 0, "nodes": 2, "launcher": "slurm",
+    }  # fmt: skip
+    assert re.fullmatch("sha256:[0-9a-f]{64}", config["image_digest"])
+    assert re.fullmatch("[0-9a-f]{40}", config["revision"])
+    assert (run / "curves.png").stat().st_size > 10_000
 
 
 # The output of line N is in N.out. room: wait until fewer jobs than AT_ONCE are left; only one shell submits at a time.
@@ -131,6 +147,6 @@ def test_on_the_cluster(cluster):
             jobs[int(submitted[1])] = line
     assert len(jobs) >= 12
     for job, line in jobs.items():
-        ended = cluster.wait(job, timeout=300)
+        ended = cluster.wait(job)
         logs = [path for pattern in (f"slurm-{job}.out", f"*.o{job}") for path in home.glob(pattern)]
         assert ended.state == "COMPLETED", f"{line}\n{''.join(log.read_text(errors='replace') for log in logs)}"

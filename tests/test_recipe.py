@@ -106,7 +106,7 @@ def test_versions_that_differ_from_the_record_are_printed(debian):
     assert said[-1] == f"debian: {len(others)} of {len(installed)} packages differ from the record"
 
 
-def test_a_compiled_horovod_is_kept_under_a_key_of_its_inputs(tmp_path):
+def test_a_compiled_wheel_is_kept_under_a_key_of_its_inputs(tmp_path):
     """The key changes with the recipe, torch, the flavor, the prefix and any Debian package, and not with other wheels."""
     containers, prefix = tmp_path / "containers", tmp_path / "prefix"
     for folder in ("install", "locks", "patches"):
@@ -121,13 +121,14 @@ def test_a_compiled_horovod_is_kept_under_a_key_of_its_inputs(tmp_path):
     debian.chmod(0o755)
 
     def key(flavor: str = "cpu", folder: Path = prefix) -> str:
-        command = 'set -euo pipefail; source "$0"; horovod_key "$@"'
+        command = f'set -euo pipefail; source "$0"; compiled_key horovod "$@" {" ".join(recipe)}'
         done = subprocess.run(
             ["bash", "-c", command, containers / "install/step_functions.sh", folder, flavor, containers],
             env={**os.environ, "PATH": f"{debian.parent}:{os.environ['PATH']}"}, capture_output=True, text=True, check=True,
         )  # fmt: skip
         return done.stdout
 
+    recipe = ["install/horovod.sh", *(f"patches/{path.name}" for path in (containers / "patches").iterdir())]
     first = key()
     assert first.startswith("horovod-") and len(first) == 24
     wheels.write_text(before.replace("rich\t15", "rich\t16"))
@@ -144,10 +145,12 @@ def test_a_compiled_horovod_is_kept_under_a_key_of_its_inputs(tmp_path):
     seen.add(key())
     debian.write_text("#!/bin/sh\necho g++ 12.2.0\n")
     assert key() == first
-    changed = [containers / "install/horovod.sh", containers / "locks/horovod.lock", *(containers / "patches").iterdir()]
-    for file in changed:
+    for file in [containers / name for name in recipe]:
         text = file.read_text()
         file.write_text(text + "#")
         seen.add(key())
         file.write_text(text)
-    assert len(seen) == 6 + len(changed)
+    assert len(seen) == 6 + len(recipe)
+    recipe.append("patches/missing")
+    with pytest.raises(subprocess.CalledProcessError):
+        key()

@@ -63,7 +63,7 @@ def build(folder, store, *arguments, **options):
         "CONTAINERS_STORAGE_CONF": f"{store}/storage.conf",
         "BASE_IMAGE": "none",
         "WHEELS": "",
-        "HOROVOD_WHEELS": "",
+        "COMPILED_WHEELS": "",
     }
     return run("containers/build_image.sh", "--tool", "buildah", *arguments, cwd=folder, env=env, **options)
 

@@ -43,7 +43,7 @@ def start_ranks(cwd, *codes, command=(), **env):
         for rank, code in enumerate(codes)
     ]  # fmt: skip
     try:
-        done = [process.communicate(timeout=200) for process in started]
+        done = [process.communicate(timeout=300) for process in started]
     finally:
         for process in started:
             process.kill()
@@ -154,7 +154,7 @@ import os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
 store = dist.TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=60))
-for number in range(400):
+for number in range(1200):
     store.set("id of 1", "11112222333344445555666677778888")
     if store.check(["answer to 11112222333344445555666677778888"]):
         print("joined as rank 1 with the prefix", store.get("answer to 11112222333344445555666677778888").decode())
@@ -177,7 +177,7 @@ def test_a_stranger_does_not_become_a_rank(tmp_path):
     assert second == (0, "[0, 1]\n", "") and first[:2] == (0, "[0, 1]\n")
     text = "something that is not a rank of this job answered as rank 1 at localhost:"
     assert first[2].startswith(f"hpctrain: warning: {text}") and first[2].endswith(", and was ignored\n"), first[2]
-    assert first[2].count("\n") == 1 and stranger[1] == ""  # it ends with its connection, or after 20 seconds
+    assert first[2].count("\n") == 1 and stranger[1] == ""  # it ends with its connection, or after a minute
 
 
 def test_ranks_join_with_a_secret_and_use_a_prefix_that_it_hides(tmp_path):
@@ -213,7 +213,7 @@ def test_the_launch_scripts_make_a_secret_and_print_none(tmp_path):
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "HPCTRAIN_IMAGE": str(tmp_path / "image")}
     env |= {"HF_TOKEN": "hf_abcdefgh", "Hf_Api_Key": "shhh", "HPCTRAIN_JOB_SECRET": SECRET, "NCCL_IB_PKEY": "0"}
     script = [REPOSITORY / "launch/apptainer_ddp.sh", "--dry-run", "train_ddp"]
-    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and not any(text in done.stdout for text in ("hf_abcdefgh", "shhh", SECRET)), done.stderr
     assert "\n# not printed, because they may be secrets: HF_TOKEN HPCTRAIN_JOB_SECRET\n" in done.stdout
     assert "\nexport NCCL_IB_PKEY=0\n" in done.stdout
@@ -264,6 +264,7 @@ def copy(model, tmp_path):
 COMMANDS = [("predict", "copy", "text"), ("nlp.classify", "--model", "copy", "--epochs", "0", "--out", "run")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_code_of_a_model_is_not_run_and_nobody_is_asked(copy, tmp_path, command):
     """Not where the folder has a tokenizer of its own either."""
@@ -280,6 +281,7 @@ def test_code_of_a_model_is_not_run_and_nobody_is_asked(copy, tmp_path, command)
     assert done.returncode == 1 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_pickle_of_a_model_is_not_executed(copy, tmp_path, command):
     import torch
@@ -334,6 +336,7 @@ def test_secrets_are_hidden(monkeypatch):
     assert before["deep"] == [{"secret": {"a": "b"}}]
 
 
+@pytest.mark.slow
 def test_a_run_holds_no_secret_and_is_for_its_user_alone(tmp_path):
     """With a umask that lets others read. The token is where a user would put it by mistake: in names of folders."""
     token = "hf_abcdefghijklmnop"

@@ -27,7 +27,7 @@ def source(launch, *arguments, env=None, then="env -0", shell=("bash", "-euc")):
     """Source launch/site.sh in a shell with nothing set but `env`; how it ended, and the variables that it then has."""
     script = f'source {launch}/site.sh "$@"; {then}'
     command = [*shell, script, "-", *arguments]
-    done = subprocess.run(command, env=BARE | (env or {}), capture_output=True, text=True, cwd=launch.parents[1], timeout=60)
+    done = subprocess.run(command, env=BARE | (env or {}), capture_output=True, text=True, cwd=launch.parents[1], timeout=300)
     return done, dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
 
 

@@ -162,9 +162,10 @@ try:
 except HpctrainError as error:
     print(error)
 """
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_gz_is_unpacked_no_further_than_its_header_gives(folder):
     """A .gz of 1 MB that unpacks to 1 GB. Whether the header is honest about that or not, it is refused in little memory."""
     path = folder / "train-images-idx3-ubyte"

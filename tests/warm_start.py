@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,13 +31,14 @@ class Rank:
     """A rank to start: the arguments of hpctrain, and its variables.
 
     With `network`, the path of a network namespace, it gets a host name and mounts of its own, and runs the shell commands
-    `prepare` before hpctrain.
+    `prepare` before hpctrain. `setup` is a function of a test module that it calls before hpctrain.
     """
 
     arguments: list[str]
     env: dict[str, str]
     network: str = ""
     prepare: str = ""
+    setup: Callable[[], None] | None = None
 
 
 def run(ranks: list[Rank], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -62,14 +64,14 @@ def run(ranks: list[Rank], cwd: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess([], status, *texts)
 
 
-def torchrun_ranks(number: int, arguments: list[str], env: dict[str, str]) -> list[Rank]:
+def torchrun_ranks(number: int, arguments: list[str], env: dict[str, str], setup: Callable[[], None] | None = None) -> list[Rank]:
     """Ranks as torchrun starts them on one node."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     common = {"TORCHELASTIC_RUN_ID": "warm", "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "GROUP_RANK": 0}
     common |= {"GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     own = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(number)]
-    return [Rank(arguments, env | {name: str(value) for name, value in each.items()}) for each in own]
+    return [Rank(arguments, env | {name: str(value) for name, value in each.items()}, setup=setup) for each in own]
 
 
 def _become_hpctrain(rank: Rank, cwd: Path, outputs: list[Path]) -> None:
@@ -80,6 +82,8 @@ def _become_hpctrain(rank: Rank, cwd: Path, outputs: list[Path]) -> None:
         _enter_node(rank)
     os.environ.clear()
     os.environ.update(rank.env)
+    if rank.setup:
+        rank.setup()
     sys.argv = ["hpctrain", *rank.arguments]
     try:
         main()

@@ -14,7 +14,8 @@ case "$#:${1:-}" in
 esac
 [[ -d $site/torch ]] || die "$1 has no torch; give the PREFIX of an environment that python.sh made"
 
-rm -rf "$site"/torch/{include,share} "$site"/numpy/_core/{include,lib} "$site"/mpi4py/include "$site"/nvidia/*/include
+rm -rf "$site"/torch/{include,share} "$site"/numpy/_core/{include,lib} "$site"/mpi4py/include "$site"/pyarrow/{include,src} \
+    "$site"/nvidia/*/include
 rm -f "$1"/include/mpi*.h "$1"/bin/mpi{cc,cxx,c++} "$1"/lib/libmpi.so # of MPICH
 find "$site" \( -name '*.a' -o -name '*.pyx' -o -name '*.pxd' \) -type f -delete
 # cuSOLVER for several GPUs, and a second NVRTC

@@ -1,8 +1,8 @@
 #!/bin/bash
 # debian.sh runtime|build|list: install the Debian packages of the image. It runs as root, in the image.
-#   runtime  packages that the image needs to run: Python, ssh (for mpirun and horovodrun), and Open MPI with UCX and PMIx
-#            (for srun --mpi=pmix). MPICH is a wheel, which python.sh installs
-#   build    compilers and headers to build Horovod with; they stay in the build stage
+#   runtime  packages that the image needs to run: Python, ssh (for mpirun and horovodrun), what torchvision reads pictures
+#            with, and Open MPI with UCX and PMIx (for srun --mpi=pmix). MPICH is a wheel, which python.sh installs
+#   build    compilers and headers to build Horovod and torchvision with; they stay in the build stage
 #   list     print the names of all these packages and install nothing
 # It prints each package whose version differs from the record, containers/locks/MPI-ARCHITECTURE.debian, and lists what is
 # installed in /usr/share/hpctrain/debian.tsv: package, version, architecture and the SHA-256 of the .deb. The hash is empty
@@ -22,8 +22,8 @@ die() {
     exit 1
 }
 
-runtime=(ca-certificates openssh-client python3.11 python3.11-venv)
-build=(cmake g++ make patch python3.11-dev)
+runtime=(ca-certificates libjpeg62-turbo libpng16-16 openssh-client python3.11 python3.11-venv)
+build=(cmake g++ libjpeg-dev libpng-dev make patch python3.11-dev)
 case $mpi in
     openmpi) runtime+=(libpmix2 openmpi-bin) build+=(libopenmpi-dev) ;;
     mpich) ;;
@@ -62,7 +62,9 @@ fi
 
 # Debian's bytecode names the time of its source. All files of an image have the same time, so Python would reject that
 # bytecode and compile half its library at every start. Bytecode that names the source's hash stays valid.
-python3.11 -m compileall -f -q -j 0 --invalidation-mode unchecked-hash /usr/lib/python3.11 /usr/share/python3
+# The build stage is not in the image.
+[[ $1 == build ]] ||
+    python3.11 -m compileall -f -q -j 0 --invalidation-mode unchecked-hash /usr/lib/python3.11 /usr/share/python3
 
 # Nobody changes user in this image, so nothing in it needs setuid or setgid. Not all of /: Apptainer's build mounts the
 # host's /tmp, which holds this image as it is built.

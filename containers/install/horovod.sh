@@ -3,7 +3,7 @@
 # It needs PREFIX from python.sh, a C++17 compiler, cmake, make, patch, and an MPI library with its headers: MPICH in PREFIX,
 # or Debian's Open MPI.
 #   DESTDIR=FOLDER  write below FOLDER instead of /, for a layer that holds Horovod and nothing else
-#   HOROVOD_WHEELS=FOLDER  compiled wheels of earlier builds. A wheel that was built from the same inputs is installed as it is;
+#   COMPILED_WHEELS=FOLDER  compiled wheels of earlier builds. A wheel that was built from the same inputs is installed as it is;
 #                   else the new wheel is put there, if the folder is writable. By default, always compile
 
 set -euo pipefail
@@ -27,26 +27,12 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 pip=("$prefix/bin/python" -m pip)
 
-# install_wheel FOLDER: install the Horovod of this folder. By name: for a file, pip would record its path in direct_url.json.
-install_wheel() {
-    local root=${DESTDIR:-}
-    "${pip[@]}" install --no-cache-dir --no-deps --no-index --no-compile --no-warn-script-location \
-        ${root:+--root "$root"} --find-links "$1" horovod || die "pip cannot install Horovod in $root$prefix; see above"
-    if grep -rqF "$work" "$root$prefix/lib/python3.11/site-packages/horovod"; then
-        die "Horovod contains the path of its build folder, $work; check its RUNPATH with readelf -d"
-    fi
-    compile_bytecode "$prefix/bin/python" "$root$prefix/lib/python3.11/site-packages/horovod" unchecked-hash
-}
-
-key=
-if [[ -n ${HOROVOD_WHEELS:-} ]]; then
-    key=$(horovod_key "$prefix" "$flavor" "${here%/*}")
-    if compgen -G "$HOROVOD_WHEELS/$key/horovod-*.whl" >/dev/null; then
-        echo "horovod: the wheel of an earlier build from the same inputs, $key"
-        install_wheel "$HOROVOD_WHEELS/$key"
-        exit
-    fi
-fi
+recipe=(install/horovod.sh install/nvcc.sh locks/horovod.lock)
+for file in "${here%/*}"/patches/horovod-* "${here%/*}/locks/$flavor"-build*.lock; do
+    [[ ! -f $file ]] || recipe+=("${file#"${here%/*}/"}")
+done
+key=$(compiled_key horovod "$prefix" "$flavor" "${here%/*}" "${recipe[@]}")
+if kept_wheel horovod "$key" "$prefix"; then exit; fi
 
 # Horovod declares no build requirements: it takes setuptools and torch from the environment it is built for.
 lock=${here%/*}/locks/horovod.lock
@@ -106,12 +92,5 @@ export LDFLAGS="-s -Wl,--as-needed" CXXFLAGS="-w -DOMPI_SKIP_MPICXX -DMPICH_SKIP
 "${pip[@]}" wheel --no-cache-dir --no-deps --no-build-isolation --no-index --verbose \
     --wheel-dir "$work" "$work/horovod" ||
     die "cannot build Horovod; see above, and check that TMPDIR (${TMPDIR:-/tmp}) has free space"
-install_wheel "$work"
-if [[ -n $key && -w $HOROVOD_WHEELS ]]; then
-    # Copied beside, then renamed: a build that runs at the same time must not install half a wheel.
-    part=$(mktemp -d "$HOROVOD_WHEELS/$key.XXXXXX")
-    chmod 755 "$part"
-    cp "$work"/horovod-*.whl "$part" || die "cannot write $part; free some space there"
-    # fails if another build has put the same wheel there meanwhile
-    mv --no-target-directory "$part" "$HOROVOD_WHEELS/$key" 2>/dev/null || rm -rf "$part"
-fi
+install_wheel horovod "$prefix" "$work"
+keep_wheel "$key" "$work"

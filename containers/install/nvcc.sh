@@ -1,7 +1,7 @@
 #!/bin/bash
 # nvcc.sh LOCK HOME: unpack nvcc into HOME/bin from the Debian package that LOCK names, without installing the package.
 # horovod.sh calls it for flavors whose nvcc is not on PyPI. LOCK is containers/locks/FLAVOR-build-debian.lock, and HOME has
-# the rest of CUDA. The package comes from apt's own mirrors, or from snapshot.debian.org if they have a newer version only.
+# the rest of CUDA.
 
 set -euo pipefail
 umask 022
@@ -14,8 +14,7 @@ case "$#:${1:-}" in
     2:[!-]*) lock=$1 home=$2 ;;
     *) die "give LOCK and HOME (see --help)" ;;
 esac
-fetch=/usr/lib/apt/apt-helper
-for tool in apt-get "$fetch" dpkg dpkg-deb; do
+for tool in dpkg dpkg-deb; do
     command -v "$tool" >/dev/null || die "$tool is not installed, and $lock names a Debian package; run this on Debian, or build the whole image"
 done
 machine=$(dpkg --print-architecture)
@@ -23,18 +22,7 @@ read -r _ path sha256 date < <(grep "^$machine " "$lock") || die "$lock names no
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-mapfile -t mirrors < <(apt-get --print-uris update | sed -n "s,^'\(.*\)/dists/.*,\1,p" | uniq)
-for from in "${mirrors[@]}" "http://snapshot.debian.org/archive/debian/$date"; do
-    # By default apt drops root's privileges, and then cannot write here.
-    if "$fetch" -o APT::Sandbox::User=root download-file "$from/$path" "$work/nvcc.deb"; then
-        break
-    fi
-done
-[[ -s $work/nvcc.deb ]] ||
-    die "neither a mirror (${mirrors[*]}) nor snapshot.debian.org has ${path##*/}; put a version that they have into $lock"
-sha256sum --status --check - <<<"$sha256  $work/nvcc.deb" ||
-    die "the SHA-256 of ${path##*/} from $from differs from $lock; configure another mirror for apt"
-
+fetch_debian "$lock" "$path" "$sha256" "$date" "$work/nvcc.deb"
 dpkg-deb -x "$work/nvcc.deb" "$work/package"
 mkdir -p "$home/bin"
 mv "$work"/package/usr/bin/{cudafe++,fatbinary,nvlink,ptxas} "$work"/package/usr/lib/nvidia-cuda-toolkit/bin/{nvcc,cicc,crt} \

@@ -74,19 +74,73 @@ compile_bytecode() {
     [[ -z $output ]] || die "cannot write the bytecode of $2: $output"
 }
 
-# horovod_key PREFIX FLAVOR CONTAINERS: print the name of what Horovod is compiled from: the recipe in the folder CONTAINERS, torch
-# and the other wheels that it is linked with, and the versions of all Debian packages, which include the compiler.
-horovod_key() {
+# What is compiled takes minutes, so the wheel is kept in the folder COMPILED_WHEELS, if that is set, for later builds from the same
+# inputs: compiled_key, kept_wheel, install_wheel, keep_wheel.
+
+# compiled_key NAME PREFIX FLAVOR CONTAINERS FILE...: print the name of what this package is compiled from: the recipe, which is
+# these files in the folder CONTAINERS, torch and the other wheels that it is linked with, and the versions of all Debian packages,
+# which include the compiler.
+compiled_key() {
     local digest
     digest=$(
-        cd "$3"
+        cd "$4"
         {
-            printf '%s\n' "$1" "$2" "$(uname -m)"
-            sha256sum install/horovod.sh install/nvcc.sh locks/horovod.lock patches/*
-            find locks -name "$2-build*.lock" -exec sha256sum {} + | sort
-            grep -E '^(torch|nvidia-[^\t]*|mpich|setuptools)\b' "$1/wheels.tsv"
+            printf '%s\n' "$2" "$3" "$(uname -m)"
+            sha256sum "${@:5}" || exit
+            grep -E '^(torch|nvidia-[^\t]*|mpich|setuptools)\b' "$2/wheels.tsv"
             dpkg-query --show
         } | sha256sum
-    ) || return
-    printf 'horovod-%s' "${digest:0:16}"
+    ) || die "cannot read the recipe of $1 in $4"
+    printf '%s-%s' "$1" "${digest:0:16}"
+}
+
+# install_wheel NAME PREFIX FOLDER: install the wheel of this folder into PREFIX, or into $DESTDIR$PREFIX.
+install_wheel() {
+    local root=${DESTDIR:-} package
+    # By name: for a file, pip would record its path in direct_url.json.
+    "$2/bin/python" -m pip install --no-cache-dir --no-deps --no-index --no-compile --no-warn-script-location \
+        ${root:+--root "$root"} --find-links "$3" "$1" || die "pip cannot install $1 in $root$2; see above"
+    package=$root$2/lib/python3.11/site-packages/$1
+    if grep -rqF "$3" "$package"; then
+        die "$1 contains the path of its build folder, $3; check its RUNPATH with readelf -d"
+    fi
+    compile_bytecode "$2/bin/python" "$package" unchecked-hash
+}
+
+# kept_wheel NAME KEY PREFIX: install what an earlier build has kept under this key; fails if there is nothing.
+kept_wheel() {
+    [[ -n ${COMPILED_WHEELS:-} ]] && compgen -G "$COMPILED_WHEELS/$2/$1-*.whl" >/dev/null || return
+    echo "$1: the wheel of an earlier build from the same inputs, $2"
+    install_wheel "$1" "$3" "$COMPILED_WHEELS/$2"
+}
+
+# keep_wheel KEY FOLDER: keep the wheel of this folder, if COMPILED_WHEELS is a folder that can be written.
+keep_wheel() {
+    local part
+    [[ -n ${COMPILED_WHEELS:-} && -w $COMPILED_WHEELS ]] || return 0
+    # Copied beside, then renamed: a build that runs at the same time must not install half a wheel.
+    part=$(mktemp -d "$COMPILED_WHEELS/$1.XXXXXX")
+    chmod 755 "$part"
+    cp "$2"/*.whl "$part" || die "cannot write $part; free some space there"
+    # fails if another build has put the same wheel there meanwhile
+    mv --no-target-directory "$part" "$COMPILED_WHEELS/$1" 2>/dev/null || rm -rf "$part"
+}
+
+# fetch_debian LOCK PATH SHA256 DATE FILE: get the file PATH of Debian's archive, from apt's own mirrors, or from snapshot.debian.org
+# as of DATE if they have a newer version only. LOCK is the file that names it.
+fetch_debian() {
+    local helper=/usr/lib/apt/apt-helper tool from mirrors
+    for tool in apt-get "$helper"; do
+        command -v "$tool" >/dev/null || die "$tool is not installed, and $1 names a file of Debian; run this on Debian, or build the whole image"
+    done
+    mapfile -t mirrors < <(apt-get --print-uris update | sed -n "s,^'\(.*\)/dists/.*,\1,p" | uniq)
+    for from in "${mirrors[@]}" "http://snapshot.debian.org/archive/debian/$4"; do
+        # By default apt drops root's privileges, and then cannot write here.
+        if "$helper" -o APT::Sandbox::User=root download-file "$from/$2" "$5"; then
+            break
+        fi
+    done
+    [[ -s $5 ]] || die "neither a mirror (${mirrors[*]}) nor snapshot.debian.org has ${2##*/}; put a version that they have into $1"
+    sha256sum --status --check - <<<"$3  $5" ||
+        die "the SHA-256 of ${2##*/} from $from differs from $1; configure another mirror for apt"
 }

@@ -15,7 +15,7 @@ read_slurm_job() {
         # Passed to srun again, because without it Slurm packs the first node full: 3 + 1 tasks on two nodes of three slots.
         spread=${SLURM_NTASKS_PER_NODE:-${SLURM_TASKS_PER_NODE:-1}}
         TASKS=${spread%%(*}
-        [[ $TASKS =~ ^[0-9]+$ ]] ||
+        [[ $TASKS =~ ^[1-9][0-9]*$ ]] ||
             die "Slurm would put $spread tasks on the nodes, not the same number on each: give --ntasks-per-node"
     elif [[ -n $DRY_RUN ]]; then
         fake_allocation SBATCH --nodes --ntasks-per-node
@@ -29,6 +29,7 @@ read_slurm_job() {
     export HPCTRAIN_NODE_TIMEOUT=${HPCTRAIN_NODE_TIMEOUT:-$timeout}
     load_site
     export_job_env
+    open_control
 }
 
 # A PBS job. PBS_NODEFILE names each host once per slot (mpiprocs of the select line).
@@ -52,6 +53,7 @@ read_pbs_job() {
     GPUS=$(visible_gpus)
     load_site
     export_job_env
+    open_control
 }
 
 # This machine alone: HPCTRAIN_TASKS ranks; by default one per GPU, or one.
@@ -60,7 +62,7 @@ make_local_job() {
     HOSTS=(localhost)
     GPUS=$(visible_gpus)
     TASKS=${HPCTRAIN_TASKS:-$((GPUS > 0 ? GPUS : 1))}
-    [[ $TASKS =~ ^[1-9][0-9]*$ ]] || die "HPCTRAIN_TASKS is '$TASKS': set it to a number of ranks"
+    [[ $TASKS =~ ^[1-9][0-9]{0,5}$ ]] || die "HPCTRAIN_TASKS is '$TASKS': set it to a number of ranks"
     THREADS=$(($(nproc) / TASKS > 0 ? $(nproc) / TASKS : 1))
     load_site
     export_job_env
@@ -86,6 +88,9 @@ visible_gpus() {
 export_job_env() {
     local number
     NODES=${#HOSTS[@]}
+    check_numbers SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_RESTART_COUNT
+    [[ $JOB =~ ^[][A-Za-z0-9_-]+$ ]] ||
+        die "'$JOB' is not the number of a job: unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
     ((GPUS == 0 || GPUS == TASKS)) || say "warning: $GPUS GPUs but $TASKS tasks per node: give --ntasks-per-node=$GPUS"
     export HPCTRAIN_JOB=$JOB HPCTRAIN_WORLD_SIZE=$((NODES * TASKS)) HPCTRAIN_TASKS_PER_NODE=$TASKS
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$THREADS}
@@ -105,6 +110,15 @@ export_job_env() {
     export PYTHONNOUSERSITE=1
     # Users set it to an empty value to disable a site's, but NCCL takes that for the name of a network, and fails.
     [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
+}
+
+# check_numbers NAME...: die if one of these variables is set and not a number. In arithmetic the shell would run HOME[$(COMMAND)].
+check_numbers() {
+    local name
+    for name in "$@"; do
+        [[ ${!name:-0} =~ ^(0|[1-9][0-9]{0,8})$ ]] ||
+            die "$name is '${!name}', not a number: unset it, if Slurm has not set it"
+    done
 }
 
 # first_free_port PORT: print this port, or the next one on which nothing listens on this node. Batch scripts run on rank 0's node.

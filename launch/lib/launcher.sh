@@ -37,10 +37,11 @@ launch_with_srun() {
     LAUNCH+=("$TASK" srun)
 }
 
-# set_srun TASKS_PER_NODE [OPTION]...: fill LAUNCH. When a task fails, srun kills the others at once; when one ends, after 60 s.
+# set_srun TASKS_PER_NODE [OPTION]...: fill LAUNCH. When a task fails, srun kills the others at once. When one ends without an
+# error, the others may take any time: rank 0 of a script may evaluate or save after the others.
 set_srun() {
     LAUNCH=(srun --nodes="$NODES" --ntasks-per-node="$1" --cpus-per-task=$((THREADS * TASKS / $1))
-        --kill-on-bad-exit=1 --wait=60 --label "${@:2}")
+        --kill-on-bad-exit=1 --wait=0 --label "${@:2}")
 }
 
 # A Lightning script reads its rank from Slurm's variables, unless the job has a name that salloc gives.

@@ -40,8 +40,11 @@ use_runtime() {
     if [[ -n ${HPCTRAIN_PACKAGES:-} && $RUNTIME != none ]]; then
         [[ -d $HPCTRAIN_PACKAGES ]] ||
             die "HPCTRAIN_PACKAGES=$HPCTRAIN_PACKAGES is not a folder on $(hostname): create it with hpctrain add, in the image"
-        HPCTRAIN_PACKAGES=$(cd "$HPCTRAIN_PACKAGES" && pwd -P) # the name by which it is bound
+        resolve_folder "$HPCTRAIN_PACKAGES"
+        HPCTRAIN_PACKAGES=$REPLY # the name by which it is bound
     fi
+    [[ ${HPCTRAIN_IMAGE:-} != *$'\n'* ]] || die "$HPCTRAIN_IMAGE: an image cannot have a line break in its name: rename it"
+    [[ ${HPCTRAIN_IMAGE:-} != -* ]] || HPCTRAIN_IMAGE=./$HPCTRAIN_IMAGE # or it would be an option
     "$function"
     [[ -z $DIGEST ]] || export HPCTRAIN_IMAGE_DIGEST=$DIGEST
     export HPCTRAIN_IMAGE
@@ -50,12 +53,13 @@ use_runtime() {
 }
 
 load_modules() {
-    local name
+    local name names
     [[ -n ${HPCTRAIN_MODULES:-} ]] || return 0
     type module >/dev/null 2>&1 ||
         die "HPCTRAIN_MODULES is '$HPCTRAIN_MODULES', but there is no module command here: submit from a login shell, or unset it"
     set +u # the scripts of modules read variables that are not set
-    for name in $HPCTRAIN_MODULES; do
+    split_list "$HPCTRAIN_MODULES" names
+    for name in "${names[@]}"; do
         # module returns 0 for a module that does not exist; only stderr has the error.
         module load "$name" || die "module load $name failed: module avail lists the modules"
         [[ :${LOADEDMODULES:-}: == *":${name%%/*}"[:/]* ]] || die "module load $name loaded nothing: module avail lists the modules"
@@ -92,18 +96,22 @@ apptainer_command() {
 shifter_command() {
     command -v shifter >/dev/null || die "there is no shifter on the PATH of $(hostname): use a launch script for a runtime of this site"
     : "${HPCTRAIN_IMAGE:=hpctrain:$HPCTRAIN_FLAVOR}"
-    DIGEST=$(shifterimg lookup "$HPCTRAIN_IMAGE" 2>/dev/null) ||
+    # It says on stdout that its gateway does not answer.
+    DIGEST=$(shifterimg lookup "$HPCTRAIN_IMAGE" 2>/dev/null) || [[ $DIGEST != *gateway* ]] || die "shifter: $DIGEST: try again later"
+    [[ $DIGEST =~ ^(sha256:)?[0-9a-f]+$ ]] ||
         die "$HPCTRAIN_IMAGE: shifter has no such image: shifterimg pull it, or set HPCTRAIN_IMAGE (shifterimg images lists yours)"
+    DIGEST=sha256:${DIGEST#sha256:}
     RUNTIME_VERSION=shifter
-    # The home and the file systems of the site are there without --volume.
-    CONTAINER=(shifter "--image=$HPCTRAIN_IMAGE" ${HPCTRAIN_SHIFTER_MODULES:+"--module=$HPCTRAIN_SHIFTER_MODULES"})
+    # The home and the file systems of the site are there without --volume. By its id, no rank asks the gateway for the image, and
+    # all have the one that the name means now.
+    CONTAINER=(shifter "--image=id:${DIGEST#sha256:}" ${HPCTRAIN_SHIFTER_MODULES:+"--module=$HPCTRAIN_SHIFTER_MODULES"})
     export HPCTRAIN_GPU_OPTION='--module=gpu (shifter; HPCTRAIN_SHIFTER_MODULES)'
     unset_host_python
 }
 
 # One container per node, which all tasks of the node enter: MPI ranks in separate containers do not find each other.
 podman_hpc_command() {
-    local path name module
+    local path name module modules
     find_folders_to_bind
     command -v podman-hpc >/dev/null ||
         die "there is no podman-hpc on the PATH of $(hostname): use a launch script for a runtime of this site"
@@ -118,7 +126,9 @@ podman_hpc_command() {
     # keep-id: files in shared folders stay the user's own, and PMIx accepts the caller. /tmp: for the sockets of PMIx.
     CONTAINER=(podman-hpc shared-run --label "hpctrain.job=$JOB" --userns=keep-id --network=host --ipc=host
         --volume /tmp:/tmp --volume "$HOME:$HOME" --workdir "$PWD")
-    for module in ${HPCTRAIN_PODMAN_MODULES:-}; do
+    refuse_separators "$HOME"
+    split_list "${HPCTRAIN_PODMAN_MODULES:-}" modules
+    for module in "${modules[@]}"; do
         CONTAINER+=("--$module")
     done
     for path in "${FOLDERS[@]}"; do
@@ -150,6 +160,7 @@ remove_podman_containers() {
 # No container: the python that modules, a venv or a conda environment put on the PATH.
 bare_command() {
     local env=${HPCTRAIN_PYTHON_ENV:-}
+    [[ $env != -* ]] || env=./$env
     [[ -z ${HPCTRAIN_PACKAGES:-} ]] || die "HPCTRAIN_PACKAGES is for images: unset it, and pip install into the environment itself"
     if [[ -n $env && -r $env/bin/activate && ! -d $env/conda-meta ]]; then
         # shellcheck source=/dev/null
@@ -174,17 +185,34 @@ bare_command() {
 
 # find_folders_to_bind: fill FOLDERS with the folders of the host to bind into the image, those that the user can enter, each once
 find_folders_to_bind() {
-    local path
+    local path paths
     FOLDERS=()
-    for path in "$PWD" "$ROOT" "${HPCTRAIN_PACKAGES:-}" ${HPCTRAIN_BIND:-}; do
+    split_list "${HPCTRAIN_BIND:-}" paths
+    for path in "$PWD" "$ROOT" "${HPCTRAIN_PACKAGES:-}" "${paths[@]}"; do
         [[ -d $path && -x $path ]] || continue
-        path=$(cd "$path" && pwd -P)
-        # To apptainer and podman they separate a folder from its place in the image, and apptainer has no escape for them.
-        [[ $path != *[,:$'\n']* ]] ||
-            die "$(printf %q "$path"): a container cannot have a folder whose name holds a comma, a colon or a line break:" \
-                "rename it, or submit from another one"
-        [[ " ${FOLDERS[*]@Q} " == *" ${path@Q} "* ]] || FOLDERS+=("$path")
+        resolve_folder "$path"
+        refuse_separators "$REPLY"
+        [[ " ${FOLDERS[*]@Q} " == *" ${REPLY@Q} "* ]] || FOLDERS+=("$REPLY")
     done
+}
+
+# split_list TEXT ARRAY: fill ARRAY with the words of TEXT; patterns in them are not expanded to the names of files
+split_list() {
+    read -r -d '' -a "$2" <<<"$1" || true
+}
+
+# resolve_folder FOLDER: set REPLY to its name without links
+resolve_folder() {
+    [[ $1 == /* ]] || set -- "$PWD/$1" # cd would take -P for an option, and - for the folder before this one
+    REPLY=$(cd "$1" && pwd -P && echo .) # a line break at the end of the name is kept
+    REPLY=${REPLY%$'\n.'}
+}
+
+# refuse_separators FOLDER: to apptainer and podman they separate a folder from its place in the image; apptainer has no escape for them
+refuse_separators() {
+    [[ $1 != *[,:$'\n']* ]] ||
+        die "$(printf %q "$1"): a container cannot have a folder whose name holds a comma, a colon or a line break:" \
+            "rename it, or submit from another one"
 }
 
 # A PYTHONPATH of the host's modules would put the host's packages before the image's. APPTAINERENV_PYTHONPATH sets one inside.

@@ -27,6 +27,11 @@ _hpctrain_kind() {
     esac
 }
 
+# _hpctrain_error TEXT: print an error in one line, whatever characters the names of files and their lines hold
+_hpctrain_error() {
+    printf 'hpctrain: error: %s\n' "${1//[[:cntrl:]]/?}" >&2
+}
+
 # _hpctrain_value NAME: set _hpctrain_reply to the value of the variable of that name
 _hpctrain_value() {
     if [ -n "${ZSH_VERSION:-}" ]; then
@@ -89,17 +94,17 @@ _hpctrain_read() {
         case $line in '' | '#'*) continue ;; esac
         key=${line%%=*}
         if [ "$key" = "$line" ]; then
-            echo "hpctrain: error: $1:$number: '$line' is neither KEY=VALUE nor a comment: correct it" >&2
+            _hpctrain_error "$1:$number: '$line' is neither KEY=VALUE nor a comment: correct it"
             return 1
         elif ! _hpctrain_kind "$key"; then
-            echo "hpctrain: error: $1:$number: no site file may set '$key': correct it, or add the key to launch/lib/site.sh" >&2
+            _hpctrain_error "$1:$number: no site file may set '$key': correct it, or add the key to launch/lib/site.sh"
             return 1
         fi
         kind=$_hpctrain_reply
         [ "$2" != detect ] || [ "$kind" = site ] || continue
         _hpctrain_missing=''
         if ! _hpctrain_expand "${line#*=}"; then
-            echo "hpctrain: error: $1:$number: the value of $key is not plain text with \$NAME in it: remove quotes and shell syntax" >&2
+            _hpctrain_error "$1:$number: the value of $key is not plain text with \$NAME in it: remove quotes and shell syntax"
             return 1
         fi
         case $2:$kind in
@@ -121,7 +126,7 @@ _hpctrain_detect() {
         for entry in $entries; do
             case ${entry%%=*} in
             "$entry" | '' | [0-9]* | *[!A-Za-z0-9_]*)
-                echo "hpctrain: error: $file: '$entry' in SITE_DETECT is not VARIABLE=PATTERN: correct it" >&2
+                _hpctrain_error "$file: '$entry' in SITE_DETECT is not VARIABLE=PATTERN: correct it"
                 return 1
                 ;;
             HOST) value=$(uname -n) ;;
@@ -165,10 +170,10 @@ hpctrain_load_site() {
     esac
     if [ ! -r "$file" ]; then
         known=$(builtin cd "$sites" >/dev/null && printf '%s ' *.env | sed 's/\.env//g')
-        echo "hpctrain: error: no site '$name': choose one of ${known% }, or write launch/sites/$name.env" >&2
+        _hpctrain_error "no site '$name': choose one of ${known% }, or write launch/sites/$name.env"
         return 1
     elif [ "$2" = shell ] && [ -n "${HPCTRAIN_SITE:-}" ] && [ "$HPCTRAIN_SITE" != "$name" ]; then
-        echo "hpctrain: error: this shell has the values of site $HPCTRAIN_SITE already: open a new shell for $name" >&2
+        _hpctrain_error "this shell has the values of site $HPCTRAIN_SITE already: open a new shell for $name"
         return 1
     fi
     # All lines are checked before the first one is applied.

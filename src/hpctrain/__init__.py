@@ -1,8 +1,53 @@
-"""Distributed PyTorch training from containers on supercomputers."""
+"""Distributed PyTorch training from containers on supercomputers.
 
+The names below are for other people's training scripts; docs/own-script.md shows their use. Each is imported when it is first
+used, so `import hpctrain` takes no time and does nothing.
+"""
+
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 try:
     __version__ = version("hpctrain")
 except PackageNotFoundError:  # run from a source tree without an installation
     __version__ = "0+unknown"
+
+_MODULES = {
+    "all_or_none": "rendezvous",
+    "broadcast": "rendezvous",
+    "choose_device": "device",
+    "data_loader": "batches",
+    "detect": "world",
+    "evaluation_batches": "batches",
+    "gather": "rendezvous",
+    "HpctrainError": "errors",
+    "load_weights": "checkpoint",
+    "main": "entry",
+    "process_group": "rendezvous",
+    "Run": "run",
+    "seed_step": "batches",
+    "settle_buckets": "buckets",
+    "steps_per_epoch": "batches",
+    "TarShards": "tar_shards",
+    "trainer_parser": "cli",
+    "training_batches": "batches",
+    "UsageError": "errors",
+    "World": "world",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever has the name
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
+    from hpctrain.entry import print_errors_in_one_line
+
+    print_errors_in_one_line()
+    value = globals()[name] = getattr(import_module(f"hpctrain.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """For completion in interactive Python."""
+    return sorted([*globals(), *_MODULES])

@@ -1,7 +1,6 @@
 """The command line: `hpctrain COMMAND ...`, or `python -m hpctrain COMMAND ...`."""
 
 import gc
-import os
 import sys
 from importlib import import_module
 
@@ -20,10 +19,11 @@ def help_text() -> str:
 
 def print_shadowed_packages() -> None:
     """Print which packages hide those of the environment: they may be why an import or an attribute failed."""
+    from hpctrain.errors import print_error
     from hpctrain.node_checks import shadowed_packages
 
     for text in shadowed_packages():
-        print(f"hpctrain: error: {text}", file=sys.stderr)
+        print_error(f"hpctrain: error: {text}")
 
 
 def main() -> None:
@@ -41,46 +41,21 @@ def main() -> None:
         print(__version__)
         return
 
-    rank = 0
-    try:
-        from hpctrain.errors import HpctrainError, UsageError
-        from hpctrain.redaction import hide_secrets
-        from hpctrain.world import ALONE, detect
-    except (ImportError, AttributeError):
-        print_shadowed_packages()
-        raise
-    try:
-        name = arguments.pop(0)
-        # A shell runs this command when it starts, also a shell inside a job, where detect() could raise an error.
-        world = ALONE if name == "completion" else detect()
-        rank = world.rank
+    from hpctrain import entry
+    from hpctrain.errors import UsageError
+    from hpctrain.world import ALONE, World
+
+    name = arguments.pop(0)
+
+    def run(world: World) -> None:
         if name not in COMMANDS:
             raise UsageError(
                 f"there is no command {name!r}: choose from {', '.join(COMMANDS)}, or give a launch script a .py file"
             )
         import_module(COMMANDS[name][0]).main(world, arguments)
-        status = 0
-    except UsageError as error:
-        # Every rank has the same command line. Rank 0 prints the error and fails; the others exit with status 0, because
-        # srun kills all ranks at the first failure, perhaps before rank 0 has printed its error.
-        status = 0
-        if rank == 0:
-            print(f"hpctrain: error: {hide_secrets(str(error))}", file=sys.stderr)
-            status = 2
-    except HpctrainError as error:
-        print(f"hpctrain: error: {hide_secrets(str(error))}", file=sys.stderr)
-        status = 1
-    except (ImportError, AttributeError):
-        print_shadowed_packages()
-        raise
-    except SystemExit as end:
-        status = int(end.code or 0)
-    # Skip the finalization of the interpreter. DDP keeps threads of Gloo beyond destroy_process_group(), and a thread that
-    # frees its last tensor during finalization aborts the process: seen in 3 of 30 runs on a busy machine with torch 2.13;
-    # github.com/pytorch/pytorch/pull/179291 describes the same.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+
+    # A shell runs this command when it starts, also a shell inside a job, where detect() could raise an error.
+    entry.main(run, ALONE if name == "completion" else None)
 
 
 if __name__ == "__main__":

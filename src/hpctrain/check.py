@@ -10,7 +10,6 @@ compared with what the ranks find; the rank itself comes from world.py.
 """
 
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,13 +24,14 @@ import torch.distributed as dist
 from hpctrain import packages
 from hpctrain.check_mpi import mpi_library, mpi_name, mpi_problems
 from hpctrain.cli import Parser, add_device
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.config import versions
+from hpctrain.device import choose_device
+from hpctrain.errors import HpctrainError, first_line, print_error
 from hpctrain.fabric import Network, capture_nccl_log, compare_with_log, predict_network
 from hpctrain.gpu_checks import gpu_problems
 from hpctrain.node_checks import file_system_problems, rendezvous_problems, shadowed_packages, shorten
 from hpctrain.rendezvous import JOIN_TIMEOUT, format_ranks, gather, process_group
-from hpctrain.run import versions
-from hpctrain.world import World, choose_device
+from hpctrain.world import World
 
 
 def parser() -> Parser:
@@ -49,12 +49,12 @@ def main(world: World, arguments: list[str]) -> None:
     here = f"rank {world.rank} on {os.uname().nodename}"
     problems = [*gpu_problems(world, args.device), *shadowed_packages(), *packages.problems()]
     if world.local_rank == 0:  # once per node, which spares a shared file system
-        problems += file_system_problems()
+        problems += [*file_system_problems(), *packages.import_problems()]
         # Without a rendezvous there is no rank 0 that gathers the problems: each node prints its own.
         if unreachable := list(rendezvous_problems(world)):
             fail(f"{here}: {text}" for text in problems + unreachable)
     # A missing GPU for --device cuda is in the list of problems already, and must not prevent the other checks.
-    device = choose_device(world, "cpu" if args.device == "cpu" else "auto")
+    device = choose_device(world, "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     with ExitStack() as joined:
         try:
             # Over Gloo on every device: ranks with and without a GPU could not connect over NCCL to report that they differ.
@@ -90,7 +90,7 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
                 f"local {report['local_rank']} of {report['local_size']}  {report['host']}  {report['device']}  "
                 + "  ".join(f"{name} {version}" for name, version in report["software"].items() if name != "image")
             )
-        for line in describe_networks(reports):
+        for line in [*describe_networks(reports), *isolation_warnings(reports)]:
             print(line)
     end_on_problems(world, hosts, problems, [*consistency_problems(reports), *placement_problems(reports)])
     passed = [f"check passed: {world.size} ranks on {len(set(hosts))} hosts ({world.launcher})"]
@@ -115,7 +115,7 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
 def print_errors(lines: Iterable[str]) -> None:
     """Print each line to stderr in the form of an error."""
     for line in lines:
-        print(f"hpctrain: error: {line}", file=sys.stderr)
+        print_error(f"hpctrain: error: {line}")
 
 
 def fail(lines: Iterable[str]) -> NoReturn:
@@ -166,6 +166,7 @@ def rank_report(world: World, device: torch.device, nccl: Network) -> dict[str, 
         "host": os.uname().nodename,
         "device": f"cuda:{device.index} {gpu.name}" if gpu else f"cpu x{torch.get_num_threads()}",
         "gpu": str(gpu.uuid) if gpu else "",
+        "visible_gpus": torch.cuda.device_count() if gpu else 0,
         "software": software,
         "network": nccl.name,
         "nccl": nccl.description,
@@ -211,6 +212,16 @@ def describe_networks(reports: list[dict[str, Any]]) -> Iterator[str]:
         ranks.setdefault(report["nccl"], []).append(report["rank"])
     for description, having in ranks.items():
         yield f"NCCL between nodes{f', {format_place(having, hosts)}' if len(ranks) > 1 else ''}: {description}"
+
+
+def isolation_warnings(reports: list[dict[str, Any]]) -> Iterator[str]:
+    """Ranks of one node that see one GPU each, through which NCCL finds no NVLink (github.com/NVIDIA/nccl/issues/1066)."""
+    alone = [report["rank"] for report in reports if report["visible_gpus"] == 1 and report["local_size"] > 1]
+    if alone:
+        yield (
+            f"warning: {format_place(alone, [report['host'] for report in reports])} see one GPU each (--gpus-per-task), so NCCL "
+            "does not use NVLink between them: request GPUs by --gpus-per-node"
+        )
 
 
 def placement_problems(reports: list[dict[str, Any]], env: Mapping[str, str] = os.environ) -> Iterator[str]:

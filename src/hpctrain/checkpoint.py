@@ -4,23 +4,35 @@ A checkpoint is a plain torch.save() of a dictionary. That is a zip archive with
 not check it and this file does, so a truncated file or a flipped bit is found before anything is trained on it.
 """
 
+import copy
+import re
+import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from hpctrain import atomic
 from hpctrain.errors import HpctrainError, first_line
 
 
-def path_of(folder: Path, epoch: int) -> Path:
-    """The path of an epoch's checkpoint in a run folder; epochs are counted from 1."""
-    return folder / "checkpoints" / f"epoch-{epoch:04d}.pt"
+def path_of(folder: Path, epoch: int, step: int = 0) -> Path:
+    """The path of the checkpoint of an epoch, counted from 1, or of the one after `step` steps of that epoch."""
+    return folder / "checkpoints" / (f"epoch-{epoch:04d}-step-{step:06d}.pt" if step else f"epoch-{epoch:04d}.pt")
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Write `state`, on one rank.
+def list_newest_first(folder: Path) -> list[Path]:
+    """The checkpoints of a run folder, in the order of path_of() from the last epoch and step backwards."""
+    matches = [(re.fullmatch(r"epoch-(\d+)(?:-step-(\d+))?", path.stem), path) for path in (folder / "checkpoints").glob("*.pt")]
+    order = {path: (int(match[1]), int(match[2] or sys.maxsize)) for match, path in matches if match}
+    return sorted(order, key=order.__getitem__, reverse=True)
+
+
+def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: None) -> None:
+    """Write `state`, on one rank. `check` is called when the file is complete, before it gets its name.
 
     Raises HpctrainError, naming the file, if it cannot be written; earlier checkpoints stay as they are.
     """
@@ -30,6 +42,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
             file.flush()
             if not is_intact(Path(file.name)):
                 raise OSError("the file read back is not the one written")
+            check()
     except (OSError, RuntimeError) as error:  # torch.save() reports a full disk as RuntimeError
         raise HpctrainError(
             f"{path}: the checkpoint could not be written ({first_line(error)}): free some space there, or use --out"
@@ -42,7 +55,7 @@ def find_newest(folder: Path) -> Path:
     Raises HpctrainError if there is none.
     """
     corrupt = []
-    for path in sorted((folder / "checkpoints").glob("epoch-*.pt"), reverse=True):
+    for path in list_newest_first(folder):
         if is_intact(path):
             if corrupt:
                 print(f"hpctrain: skipping corrupt {', '.join(corrupt)} in {path.parent}, resuming from {path.name}", flush=True)
@@ -56,13 +69,12 @@ def find_newest(folder: Path) -> Path:
 def find_fitting(newest: Path, model: torch.nn.Module, entry: str) -> Path:
     """The newest checkpoint of this model, from `newest` on backwards in its folder; prints why others are skipped.
 
-    It has an entry of this name beside "model" and "epoch", as the checkpoints of the trainer that asks have.
+    It has an entry of this name beside "model", "epoch" and "step", as the checkpoints of the trainer that asks have.
     Raises HpctrainError that names the folder and `newest` if none fits.
     """
     problems: dict[str, str] = {}
-    for path in sorted(newest.parent.glob("epoch-*.pt"), reverse=True):
-        if path.name > newest.name:
-            continue
+    paths = list_newest_first(newest.parent.parent)
+    for path in paths[paths.index(newest) :]:
         problem = _describe_misfit(path, model, entry)
         if not problem:
             for name, text in problems.items():
@@ -85,7 +97,7 @@ def _describe_misfit(path: Path, model: torch.nn.Module, entry: str) -> str:
     except Exception as error:
         return f"it cannot be loaded: {first_line(error)[:200]}"
     weights = state.get("model") if isinstance(state, dict) else None
-    if not isinstance(weights, dict) or not {"epoch", entry} <= state.keys():
+    if not isinstance(weights, dict) or not {"epoch", "step", entry} <= state.keys():
         return "it is of another trainer"
     own, saved = ({name: tuple(value.shape) for name, value in part.items()} for part in (model.state_dict(), weights))
     differing = next((name for name in [*own, *saved] if own.get(name) != saved.get(name)), None)
@@ -106,6 +118,49 @@ def is_intact(path: Path) -> bool:
     """Whether every record of the archive is there and matches its CRC-32."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile):
+            # torch.save() compresses nothing. A record that is compressed is not from it, and may unpack to any size.
+            stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
+            return stored and archive.testzip() is None
+    except Exception:  # broken headers raise ValueError, RuntimeError, NotImplementedError, UnicodeDecodeError and others
         return False
+
+
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    """Load weights into a model, in place: of a checkpoint of hpctrain or Lightning, or of a file that has nothing else.
+
+    DistributedDataParallel, DataParallel and torch.compile put a prefix before each name; the model and the file may each have
+    one. Raises HpctrainError that names the file, if it does not fit the model.
+    """
+    content = load(path, torch.device("cpu"))
+    if not isinstance(content, dict):
+        content = {}
+    found = next((content[name] for name in ("model", "state_dict") if isinstance(content.get(name), dict)), content)
+    plain = unwrap(model)
+    try:
+        plain.load_state_dict(without_prefix(found, plain))
+    except (RuntimeError, TypeError) as error:  # its first line names only the class
+        problem = " ".join(str(error).split("\n", 1)[-1].split())[:300]
+        raise HpctrainError(f"{path}: not the weights of this model ({problem}): build the model with its options") from error
+
+
+def without_prefix(weights: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """The weights under the names that they have in a model that nothing wraps, if they are those of the model wrapped."""
+    weights, own = copy.copy(weights), model.state_dict().keys()
+    if hasattr(weights, "_metadata"):  # by which load_state_dict() knows old versions
+        weights._metadata = copy.copy(weights._metadata)
+    for prefix in ("module.", "_orig_mod.", "module."):  # DDP may hold a compiled model, and be compiled
+        if weights.keys() != own and all(name.startswith(prefix) for name in weights):
+            consume_prefix_in_state_dict_if_present(weights, prefix)
+    return weights
+
+
+def with_plain_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """The state of a checkpoint, with without_prefix() of its entry "model"."""
+    return state | {"model": without_prefix(state["model"], model)} if "model" in state else state
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The model in DistributedDataParallel, DataParallel or torch.compile, or the model itself."""
+    while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
+        model = model.module if hasattr(model, "module") else model._orig_mod
+    return model

@@ -26,13 +26,16 @@ COMMANDS = {
     "nlp.classify": ("hpctrain.nlp.classify", "fine-tune", "fine-tune a model to classify texts (NSMC)"),
     "nlp.pair": ("hpctrain.nlp.pair", "fine-tune", "fine-tune a model to classify sentence pairs (KLUE-NLI, KorNLI)"),
     "nlp.ner": ("hpctrain.nlp.ner", "fine-tune", "fine-tune a model to recognize named entities (KLUE-NER, CoNLL)"),
-    "nlp.qa": ("hpctrain.nlp.qa", "fine-tune", "fine-tune a model to answer questions from a text (KorQuAD, SQuAD 1.1)"),
+    "nlp.qa": ("hpctrain.nlp.qa", "fine-tune", "fine-tune a model to answer questions from a text (KorQuAD, SQuAD)"),
     "nlp.generate": ("hpctrain.nlp.generate", "fine-tune", "fine-tune a model to continue a text"),
     "predict": ("hpctrain.nlp.predict", "use", "apply a fine-tuned model to texts"),
+    "serve": ("hpctrain.nlp.serve", "use", "show a fine-tuned model as a web page and a JSON service"),
     "fetch": ("hpctrain.nlp.hub", "use", "download a model from the Hugging Face hub, for nodes without internet"),
     "add": ("hpctrain.packages", "use", "install Python packages into a folder, on top of the image"),
     "completion": ("hpctrain.completion", "use", "print shell completion for bash or zsh"),
     "check": ("hpctrain.check", "inspect", "check every rank's node, software and folders, and the network between them"),
+    "runs": ("hpctrain.runs", "inspect", "list runs: state, position, score, speed"),
+    "report": ("hpctrain.report", "inspect", "compare runs on one HTML page"),
     "plot": ("hpctrain.plot", "inspect", "draw the losses and scores of a run as curves.png"),
 }
 
@@ -46,8 +49,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def trainer_parser(trainer: str, description: str) -> Parser:
-    """A parser with the options that every trainer has."""
-    parser = Parser(prog=f"hpctrain {trainer}", description=description)
+    """A parser with the options that every trainer has; Run needs them, and --epochs.
+
+    `trainer` names the default run folder. In a user's script, the program in messages is the name of the script.
+    """
+    parser = Parser(prog=f"hpctrain {trainer}" if trainer in COMMANDS else None, description=description)
     add = parser.add_argument
     add("--seed", type=int, default=1, help="seed of the initial weights and of the order of the data (default: %(default)s)")
     add(
@@ -56,7 +62,33 @@ def trainer_parser(trainer: str, description: str) -> Parser:
         metavar="FOLDER",
         help=f"run folder (default: runs/{trainer}/<job id>, or the folder given to --resume)",
     )
-    add("--resume", type=Path, metavar="RUN", help="resume from the last intact checkpoint of this run folder")
+    add(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="resume from the last intact checkpoint of this run folder; auto: of --out, or start if it has none",
+    )
+    add("--force", action="store_true", help="resume although options differ that change the result")
+    add(
+        "--checkpoint-every",
+        type=interval,
+        default="10min",
+        metavar="INTERVAL",
+        help="save within an epoch after so many steps (500), or so much time (30s, 10min, 1h) (default: %(default)s)",
+    )
+    add(
+        "--keep-checkpoints",
+        type=positive(int),
+        default=3,
+        metavar="N",
+        help="keep the newest N checkpoints and that of the best epoch (default: %(default)s)",
+    )
+    add(
+        "--on-nan",
+        choices=["stop", "skip"],
+        default="stop",
+        help="when a gradient is not finite: stop, or skip the step, at most 10 in a row (default: %(default)s)",
+    )
     add(
         "--watchdog",
         type=seconds,
@@ -68,7 +100,7 @@ def trainer_parser(trainer: str, description: str) -> Parser:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add --device, as world.choose_device() takes it."""
+    """Add --device, as choose_device() takes it."""
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one (default: %(default)s)"
     )
@@ -80,6 +112,17 @@ def seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return value
+
+
+def interval(text: str) -> str:
+    """An argparse type: the text of an Interval, see checkpointer.py. It stays a text, which config.json can hold."""
+    from hpctrain.checkpointer import Interval  # imports torch, which --help should not wait for
+
+    try:
+        Interval.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps (500) or a time (30s, 10min, 1h)") from None
+    return text
 
 
 def positive(kind: type) -> Any:  # noqa: ANN401 - an argparse type

@@ -1,4 +1,4 @@
-"""The digests of the files in a folder, in SHA256SUMS: `sha256sum --check SHA256SUMS` reads it as well.
+"""SHA-256 of weights, and of the files in a folder, in SHA256SUMS: `sha256sum --check SHA256SUMS` reads it as well.
 
 Neither safetensors nor numpy notices a flipped bit in its data. A folder without SHA256SUMS, such as one from elsewhere, is not
 checked.
@@ -7,6 +7,9 @@ checked.
 import hashlib
 from pathlib import Path
 
+import torch
+
+from hpctrain import atomic
 from hpctrain.errors import HpctrainError
 
 NAME = "SHA256SUMS"
@@ -14,10 +17,10 @@ NOT_CHECKED = (NAME, "README.md")  # a user may edit a model card
 
 
 def write_digests(folder: Path) -> None:
-    """Write SHA256SUMS for the files of a folder that is not in use yet. Raises OSError."""
+    """Write SHA256SUMS for the files of a folder, all at once. Raises OSError."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     lines = [f"{_digest(folder / name)}  {name}\n" for name in names if name not in NOT_CHECKED]
-    (folder / NAME).write_text("".join(lines), encoding="utf-8")
+    atomic.write_text(folder / NAME, "".join(lines))
 
 
 def check_digests(folder: Path) -> None:
@@ -26,8 +29,9 @@ def check_digests(folder: Path) -> None:
     try:
         lines = sums.read_bytes().decode(errors="replace").splitlines() if sums.exists() else []
         for line in lines:
-            digest, name = line[:64], line[66:]  # between them two blanks, or with sha256sum --binary a blank and an asterisk
-            if ".." in Path(name).parts or not (folder / name).is_file() or _digest(folder / name) != digest:
+            digest, between, name = line[:64], line[64:66], line[66:]
+            known = between in ("  ", " *") and ".." not in Path(name).parts and (folder / name).is_file()  # *: --binary
+            if not known or _digest(folder / name) != digest:
                 raise HpctrainError(
                     f"{folder / name}: not the file that was written, according to {NAME}: copy it or make it again, or remove "
                     f"{NAME} if you have changed it"
@@ -41,4 +45,13 @@ def _digest(path: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(2**20):
             digest.update(block)
+    return digest.hexdigest()
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """SHA-256 over the names, types, shapes and bytes of all parameters and buffers: equal if the weights are, bit for bit."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

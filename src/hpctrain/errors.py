@@ -1,15 +1,35 @@
 """Errors that a user can fix, which end a command with one line instead of a traceback."""
 
+import sys
+
 
 class HpctrainError(Exception):
     """A problem that the user can fix; the message is one line that says what is wrong and what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class UsageError(HpctrainError):
     """An error in the command line. Every rank detects it by itself, so rank 0 alone prints it."""
 
 
+def one_line(text: str) -> str:
+    r"""The text with \n for a line break, and so on: names of files may hold those, and what controls a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+class EndEarly(SystemExit):
+    """The end of a process without an error: its job goes on later from the checkpoint just saved, or has nothing to do."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its type if it has no message."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def print_error(text: str) -> None:
+    """Print lines to stderr in one write: print() makes two, and the line of another rank may come between them."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.errors import HpctrainError
+
 if TYPE_CHECKING:
     from hpctrain.world import World
 
@@ -159,6 +161,21 @@ def file_system_problems(env: Mapping[str, str] = os.environ) -> Iterator[str]:
             # A read-only home alone is not a problem; a cache in it is checked under its own variable.
             if names != ["home"] or error.errno in (errno.ENOSPC, errno.EDQUOT):
                 yield f"{', '.join(names)} ({folder}): {explain_write_error(error, folder)}"
+
+
+def refuse_throw_away(folder: Path) -> None:
+    """Raise HpctrainError if the folder is in the memory of an Apptainer container, as with --containall, and ends with it.
+
+    Apptainer has such folders in the same tmpfs as the lists of users and groups that it writes for the container.
+    """
+    if not os.environ.get("APPTAINER_CONTAINER", os.environ.get("SINGULARITY_CONTAINER")):
+        return
+    of_container = {Path(path).stat().st_dev for path in ("/etc/passwd", "/etc/group")}
+    if folder.stat().st_dev in of_container - {Path("/").stat().st_dev}:
+        raise HpctrainError(
+            f"{folder} would be gone at the end, as it is in the memory of the container: add --bind with a folder of the host,"
+            " and use --out to name one in it"
+        )
 
 
 def explain_write_error(error: OSError, folder: Path) -> str:

@@ -2,20 +2,39 @@
 
 import json
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError
+from hpctrain.runs import NOT_SCORES, points
 from hpctrain.world import World
-
-# The entries of a line of metrics that are neither losses nor scores.
-NOT_PLOTTED = {"epoch", "step", "seconds", "learning_rate", "examples_per_s"}
 
 
 def plot(folder: Path) -> Path:
     """Draw curves.png in a run folder; returns its path. Raises HpctrainError if there are no metrics."""
-    os.environ.setdefault("MPLCONFIGDIR", str(Path(os.environ.get("TMPDIR", "/tmp")) / f"matplotlib-{os.getuid()}"))
+    with folder_for_matplotlib():
+        return _draw(folder)
+
+
+@contextmanager
+def folder_for_matplotlib() -> Iterator[None]:
+    """Give matplotlib a folder for its cache that nobody else can have filled. A home may be read-only, or the image's."""
+    if "MPLCONFIGDIR" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="hpctrain-matplotlib.") as folder:
+        os.environ["MPLCONFIGDIR"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["MPLCONFIGDIR"]
+
+
+def _draw(folder: Path) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,17 +47,20 @@ def plot(folder: Path) -> Path:
             f"{folder}/metrics.jsonl cannot be read ({error}): give a run folder, such as runs/train_ddp/17"
         ) from error
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    names = dict.fromkeys(name for line in lines for name in line if name not in NOT_PLOTTED and "/" not in name)
+    names = dict.fromkeys(name for line in lines for name in line if name not in NOT_SCORES and "/" not in name)
     for axis, of_loss, title in zip(axes, (True, False), ("loss", "score"), strict=True):
         for name in names:
             if name.endswith("_loss") != of_loss:
                 continue
-            # A resumed run repeats some steps; the last value of a step counts.
-            points = sorted({line["step"]: line[name] for line in lines if name in line}.items())
-            axis.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker=None if name == "train_loss" else "o")
+            axis.plot(
+                *zip(*points(lines, name), strict=True),
+                label=name.replace("_", " "),
+                marker=None if name == "train_loss" else "o",
+            )
         axis.set(xlabel="step", title=title)
         axis.grid(alpha=0.3)
-        axis.legend(loc="upper right" if of_loss else "lower right")
+        if axis.has_data():
+            axis.legend(loc="upper right" if of_loss else "lower right")
     if "test_accuracy" in names:
         best = max((line.get("test_accuracy", 0.0), line["epoch"]) for line in lines)
         axes[1].set_title(f"accuracy: best {best[0]:.4f} after epoch {best[1]}")

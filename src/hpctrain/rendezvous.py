@@ -9,7 +9,6 @@ import hmac
 import json
 import os
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.errors import HpctrainError, first_line
-from hpctrain.lazy_compiler import postpone_compiler
+from hpctrain.errors import HpctrainError, first_line, print_error
+from hpctrain.lazy_imports import postpone_compiler
 from hpctrain.world import World
 
 # Every rank of a job has to join within this time.
@@ -60,7 +59,7 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
     try:
         yield
     except (HpctrainError, SystemExit):
-        ends_at_once = True  # see __main__.py; to destroy a group of NCCL would wait for other ranks, which may not come
+        ends_at_once = True  # see entry.py; to destroy a group of NCCL would wait for other ranks, which may not come
         raise
     finally:
         # The destructor of a Gloo group waits for its threads, and holds the GIL meanwhile where the last reference is that of
@@ -205,11 +204,7 @@ def _read_from_rank_0(store: dist.Store, key: str, context: tuple[object, ...], 
 
 
 def _warn_of_stranger(name: str, address: str) -> None:
-    print(
-        f"hpctrain: warning: something that is not a rank of this job answered as {name} at {address}, and was ignored",
-        file=sys.stderr,
-        flush=True,
-    )
+    print_error(f"hpctrain: warning: something that is not a rank of this job answered as {name} at {address}, and was ignored")
 
 
 def _sign(*parts: object) -> str:

@@ -2,11 +2,11 @@
 
     runs/<trainer>/<job id>/
         config.json      every option, the versions, the image, the world (config.2.json when the run is resumed)
-        metrics.jsonl    one line per log step
+        metrics.jsonl    one line per log step; a resumed run continues it from the checkpoint's line
         owner.json       the job that is writing here (see owner.py)
         result.json      the last metrics and the SHA-256 of the final weights
         curves.png       losses and scores over the steps
-        checkpoints/     epoch-NNNN.pt
+        checkpoints/     epoch-NNNN.pt, and epoch-NNNN-step-NNNNNN.pt within an epoch
         logs/            rank-NNNN.log, one per rank
         tensorboard/
 
@@ -15,39 +15,55 @@ user alone, and has no secrets (see redaction.py).
 """
 
 import argparse
-import faulthandler
-import hashlib
-import json
-import math
 import os
 import platform
-import re
-import stat
-import subprocess
 import sys
 import time
-import traceback
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from hpctrain import __version__, atomic, checkpoint
-from hpctrain.errors import HpctrainError, UsageError, first_line
-from hpctrain.owner import Owner
+from hpctrain import checkpoint
+from hpctrain.checkpointer import Checkpointer, Interval
+from hpctrain.config import add_image_digest, add_resumption, write_config, write_json
+from hpctrain.digests import weights_sha256
+from hpctrain.errors import EndEarly, HpctrainError, UsageError
+from hpctrain.metrics import Metrics, format_seconds
+from hpctrain.nonfinite import NonFinite
 from hpctrain.plot import plot
+from hpctrain.rank_log import open_log
 from hpctrain.redaction import hide_secrets
-from hpctrain.rendezvous import all_or_none, broadcast
+from hpctrain.rendezvous import all_or_none, broadcast, gather
+from hpctrain.requeue import report_saved, report_stopped
+from hpctrain.run_folder import AUTO, finished_epochs, prepare_folder
 from hpctrain.watchdog import Watchdog
-from hpctrain.world import World, job_id, restart_count, torchrun_restarts
+from hpctrain.world import World, restart_count
+
+# Options that may differ when a run is resumed: they do not change its weights by more than rounding. A checkpoint of another
+# --data with as many examples is not noticed: jobs copy their data to folders that are named after the job.
+_FREE_OPTIONS = {"out", "resume", "force", "data", "watchdog", "checkpoint_every", "keep_checkpoints", "strict", "on_nan"}
+_FREE_OPTIONS |= {"device", "devices", "num_nodes", "accelerator", "workers"}
 
 
 class Run:
-    """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank writes its own log."""
+    """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank writes its own log.
+
+    `epoch` is the number of finished epochs, `best_epoch` the one with the best score so far.
+
+    A trainer calls, in this order,
+
+        resume()                                  once
+        start_epoch()                             in each epoch
+            check_gradients()                     before each optimizer step
+            step(), and save() if must_save()     after it
+        end_epoch()
+        metrics() and save()                      after the evaluation
+        finish()                                  once
+    """
 
     def __init__(self, world: World, trainer: str, args: argparse.Namespace, device: torch.device) -> None:
         """Create the folder, or open it again to resume. A collective call. Raises HpctrainError, naming the folder."""
@@ -55,37 +71,58 @@ class Run:
         paths: list[str | None] = []
         with all_or_none(world):
             if world.rank == 0:
-                *found, self._owner = _prepare_folder(trainer, args)
+                *found, self._owner = prepare_folder(trainer, args)
                 paths = [path and str(path) for path in found]
         folder, resume_from = broadcast(world, paths)
         self.folder, self.resume_from = Path(folder), Path(resume_from) if resume_from else None
         with all_or_none(world):
-            self._log = _open_log(self.folder / "logs" / f"rank-{world.rank:04d}.log", world)
+            self._log = open_log(self.folder / "logs" / f"rank-{world.rank:04d}.log", world)
         self.log(
             f"rank {world.rank} of {world.size} on {platform.node()}, {device}, pid {os.getpid()}, torch {torch.__version__}"
         )
         with all_or_none(world):
             if world.rank == 0:
-                self._config = _write_config(self.folder, world, trainer, args, device)
+                self._config = write_config(self.folder, world, trainer, args, device)
         if world.rank == 0:
             self.print(f"run folder {self.folder}, {world.size} ranks on {world.nodes} nodes ({world.launcher}), {device.type}")
-            from torch.utils.tensorboard import SummaryWriter  # takes a second to import: on rank 0 only
-
-            self._tensorboard = SummaryWriter(self.folder / "tensorboard")
-            self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+            self._metrics = Metrics(self.folder)
         self._watchdog = Watchdog(world, args.watchdog, self._log)
+        self._args = args
+        check = self._owner.check if world.rank == 0 else lambda: None
+        self._nonfinite = NonFinite(world, args.on_nan == "skip")
+        self._resume_with = None if args.out and args.resume == AUTO else self.folder  # the same command resumes
+        every = Interval.parse(args.checkpoint_every)
+        self._checkpointer = Checkpointer(world, self.folder, every, args.keep_checkpoints, check, self._resume_with)
         self._bar: tqdm | None = None
-        self._epoch = 0
+        self.epoch = self.best_epoch = 0
+        self._best_score: list[float] = []
+        # The position within the next epoch, and what was summed since the last line of metrics.
+        self._step = self._steps = self._examples = 0
+        self._loss_sum: Tensor | float = 0.0
+        self._unlogged, self._since = 0, time.perf_counter()
         self._started = time.monotonic()
 
-    def resume(self, device: torch.device, epochs: int, model: torch.nn.Module, entry: str) -> dict[str, Any] | None:
+    def resume(
+        self,
+        device: torch.device,
+        epochs: int,
+        model: torch.nn.Module,
+        entry: str = "optimizer",
+        free: tuple[str, ...] = ("epochs",),
+    ) -> dict[str, Any] | None:
         """The state to resume from, on every rank, or None if the run is new. A collective call.
 
         It has the weights of `model`, and the entry of this name: see checkpoint.find_fitting(). A state with all epochs is
-        that of a run which died before it wrote result.json, and is to be finished without training.
-        Raises UsageError if the run has all of its epochs and its result already, HpctrainError if no checkpoint fits.
+        that of a run which died before it wrote result.json, and is to be finished without training. Metrics that were written
+        after the checkpoint are removed.
+
+        Raises UsageError if the run has all of its epochs and its result already, HpctrainError if no checkpoint fits, or if
+        its options differ in others than the `free` ones and those that never matter, unless --force is given.
         """
+        self._nonfinite.model = model = checkpoint.unwrap(model)
         if self.resume_from is None:
+            if self.world.rank == 0:
+                self._metrics.rewind(0)
             return None
         chosen = ""
         with all_or_none(self.world):
@@ -94,84 +131,211 @@ class Run:
         self.resume_from = Path(broadcast(self.world, chosen))
         with all_or_none(self.world):
             state = checkpoint.load(self.resume_from, device)
-        self._epoch = state["epoch"]
-        if self._epoch >= epochs and self._epoch <= _finished_epochs(self.resume_from.parent.parent):
-            raise UsageError(f"{self.folder} has {self._epoch} epochs already: give a larger --epochs to continue")
-        self.print(f"resuming after epoch {state['epoch']} of {self.resume_from}")
+        self.epoch, self._step = state["epoch"], state["step"]
+        if self.epoch >= epochs and self.epoch <= finished_epochs(self.resume_from.parent.parent):
+            if restart_count() > 0 or self._args.resume == AUTO:  # Slurm may requeue a job that has completed
+                self.print(f"{self.folder} has {self.epoch} epochs already: nothing to do")
+                self._leave()
+            raise UsageError(f"{self.folder} has {self.epoch} epochs already: give a larger --epochs to continue")
+        self._check_options(state["options"], free)
+        self.best_epoch, self._best_score = state["best"]
+        self._steps, self._unlogged, self._nonfinite.skipped = state["steps"], state["unlogged"], state["skipped"]
+        losses = state["losses"]
+        # On another number of ranks each takes an equal part of their sum.
+        self._loss_sum = losses[self.world.rank] if len(losses) == self.world.size else sum(losses) / self.world.size
+        self._started = time.monotonic() - state["seconds"]
+        if self.world.rank == 0:
+            own = self.resume_from.parent.parent.resolve() == self.folder.resolve()
+            self._metrics.rewind(state["lines"] if own else 0)
+            add_resumption(self._config, self.resume_from, self.global_step)
+        within = f" and {self._step} steps" if self._step else ""
+        self.print(f"resuming after epoch {self.epoch}{within} of {self.resume_from}")
         return state
 
-    def save(self, epoch: int, state: dict[str, Any]) -> None:
-        """Write the checkpoint of this epoch. A collective call. Raises HpctrainError."""
-        with all_or_none(self.world):
-            if self.world.rank == 0:
-                self._owner.check()
-                checkpoint.save(checkpoint.path_of(self.folder, epoch), {"epoch": epoch, **state})
+    def _check_options(self, saved: dict[str, str], free: tuple[str, ...]) -> None:
+        """Raise UsageError if options that change the weights are not those of the checkpoint, unless --force is given."""
+        own = self._weighty_options()
+        names = [name for name in sorted({*own, *saved} - {*free}) if own.get(name) != saved.get(name)]
+        if not names:
+            return
+        text = ", ".join(f"--{name.replace('_', '-')} {own.get(name)} instead of {saved.get(name)}" for name in names)
+        if not self._args.force:
+            raise UsageError(
+                f"{self.resume_from} was saved with other options: {text}: give those of that run, or --force to go on with these"
+            )
+        self.print(f"--force: continuing with {text}")
 
-    def start_epoch(self, epoch: int, steps: int) -> None:
-        """Show a progress bar with this number of steps if stderr is a terminal."""
+    def _weighty_options(self) -> dict[str, str]:
+        return {name: str(value) for name, value in vars(self._args).items() if name not in _FREE_OPTIONS}
+
+    def start_epoch(self, epoch: int, steps: int, examples: int, examples_of: Callable[[int], Tensor] | None = None) -> int:
+        """Begin an epoch of this many steps, with this many examples each. Returns how many of them are done already.
+
+        That is 0, unless the run was resumed within this epoch. `examples_of` gives the numbers of this rank's examples in a
+        step of the epoch, for errors. Shows a progress bar if stderr is a terminal.
+        Raises HpctrainError if a resumed epoch has another number of steps.
+        """
+        if self._step and steps != self._steps:
+            raise UsageError(
+                f"{self.resume_from} is of a run with {self._steps} steps in an epoch, and this one has {steps}: "
+                "give the --data and the options of that run"
+            )
+        self._steps, self._examples, self._since = steps, examples, time.perf_counter()
+        self._nonfinite.start_epoch(self.epoch * steps, examples_of)
         if self.world.rank == 0 and sys.stderr.isatty():
-            self._bar = tqdm(total=steps, desc=f"epoch {epoch}", unit="step", leave=False)
+            self._bar = tqdm(total=steps, initial=self._step, desc=f"epoch {epoch}", unit="step", leave=False)
+        return self._step
 
-    def step(self) -> None:
-        """Advance the progress bar by one step. The first step starts the watchdog."""
+    def check_gradients(self) -> None:
+        """With --on-nan skip: remove gradients, by now those of all ranks, that are not finite: the optimizer does nothing then.
+
+        Raises HpctrainError after too many such steps in a row.
+        """
+        if not self._nonfinite.check_gradients():
+            self.print(f"step {self.global_step + 1} is skipped: its gradients are not finite ({self._nonfinite.skipped} so far)")
+
+    def step(self, loss: Tensor, **values: float) -> None:
+        """Count an optimizer step, with the mean loss of this rank's examples. The first step starts the watchdog.
+
+        Five times an epoch it writes a line of metrics: the mean loss over all ranks since the last line, and `values`. A
+        collective call then. Raises HpctrainError if the mean is not finite.
+        """
+        if not self._nonfinite.is_skipping:
+            self._unlogged += 1
+            self._loss_sum = self._loss_sum + loss
+            self._nonfinite.add(self._step, loss)
+        self._step += 1
         self._watchdog.step()
         if self._bar:
             self._bar.update()
+        if self._step % -(-self._steps // 5) == 0 and self._unlogged:
+            mean = sum(gather(self.world, float(self._loss_sum))) / (self._unlogged * self.world.size)
+            now = time.perf_counter()
+            speed = self._unlogged * self._examples / (now - self._since)
+            self.metrics(train_loss=mean, **values, examples_per_s=speed)
+            self._loss_sum, self._unlogged, self._since = 0.0, 0, now
+            self._nonfinite.clear()
 
-    def metrics(self, *, epoch: int, step: int, **values: float) -> None:
-        """Write a line of metrics and print it. `step` counts from the start of training.
+    @property
+    def global_step(self) -> int:
+        """The optimizer steps since the start of training; all epochs have the same number of them."""
+        return self.epoch * self._steps + self._step
+
+    def must_save(self) -> bool:
+        """Whether to call save() after this step. A collective call, once after each step."""
+        return self._checkpointer.is_due(self.global_step, last=self._step >= self._steps)
+
+    def save(self, state: dict[str, Any], score: tuple[float, ...] | None = None) -> None:
+        """Save a checkpoint, written in the background. A collective call. Raises HpctrainError.
+
+        After an epoch `score` is that of its evaluation: the highest one is the best. If the launch script has asked for the
+        end of the job, and epochs are left, this checkpoint is the last, and EndEarly ends every rank.
+        """
+        self._watchdog.pause()
+        if score is not None and list(score) > self._best_score:
+            self.best_epoch, self._best_score = self.epoch, list(score)
+        losses = gather(self.world, float(self._loss_sum))
+        self._check_finite(train_loss=sum(losses))  # weights that are not finite must not become the newest checkpoint
+        with all_or_none(self.world):
+            if self.world.rank == 0:
+                position = {
+                    "epoch": self.epoch,
+                    "step": self._step,
+                    "steps": self._steps,
+                    "global_step": self.global_step,
+                    "best": (self.best_epoch, self._best_score),
+                    "losses": losses,
+                    "unlogged": self._unlogged,
+                    "skipped": self._nonfinite.skipped,
+                    "lines": self._metrics.lines,
+                    "seconds": time.monotonic() - self._started,
+                    "options": self._weighty_options(),
+                }
+                path = checkpoint.path_of(self.folder, self.epoch + (self._step > 0), self._step)
+                self._checkpointer.save(
+                    path, checkpoint.with_plain_names(state, self._nonfinite.model) | position, self.best_epoch
+                )
+        # Within an epoch must_save() has asked already.
+        if self.epoch < self._args.epochs and (self._checkpointer.stop if self._step else self._checkpointer.decide_to_stop()):
+            self._end_early()
+
+    def _end_early(self) -> None:
+        """End this process, when its checkpoint is written, because the launch script has asked for it. A collective call."""
+        with all_or_none(self.world):
+            if self.world.rank == 0:
+                self._checkpointer.wait()
+        within = f" and {self._step} steps" if self._step else ""
+        self.print(f"ending early, as the job has to: saved after epoch {self.epoch}{within} in {self.folder}")
+        report_saved(self._resume_with)
+        report_stopped()
+        self._leave()
+
+    def _leave(self) -> NoReturn:
+        self._watchdog.stop()
+        if self.world.rank == 0:
+            self._owner.release()
+        raise EndEarly(0)
+
+    def metrics(self, **values: float) -> None:
+        """Write a line of metrics for the present epoch and step, and print it.
 
         Every rank passes the same values, which are over all ranks. Raises HpctrainError if one is not finite.
         """
-        self._epoch = epoch
         self._watchdog.pause()  # a file system may stall
-        diverged = next((name for name, value in values.items() if not math.isfinite(value)), None)
+        self._check_finite(**values)
         if self.world.rank != 0:
-            if diverged:
-                raise SystemExit(0)  # rank 0 prints the error: see all_or_none()
             return
-        if diverged:
-            raise HpctrainError(
-                f"{diverged} is {values[diverged]} at epoch {epoch}, step {step}: training diverged, use a smaller --lr "
-                f"(earlier checkpoints are in {self.folder})"
-            )
+        epoch, step = self.epoch + (self._step > 0), self.global_step
         self._owner.check()
-        line = {"epoch": epoch, "step": step, "seconds": round(time.monotonic() - self._started, 3), **values}
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
-        for name, value in values.items():
-            self._tensorboard.add_scalar(name, value, step)
+        seconds = round(time.monotonic() - self._started, 3)
+        try:
+            self._metrics.add({"epoch": epoch, "step": step, "seconds": seconds}, values)
+        except OSError as error:
+            raise HpctrainError(f"{self.folder}/metrics.jsonl: cannot be written ({error.strerror}): free some space") from error
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if speed := values.get("examples_per_s"):
+            text += f"  {format_seconds((self._args.epochs * self._steps - step) * self._examples / speed)} left"
         if self._bar:
             self._bar.set_postfix_str(text)
         else:
             self.print(f"epoch {epoch} step {step}  {text}")
 
+    def _check_finite(self, **values: float) -> None:
+        """End every rank if a value, the same on all of them, is not finite. Raises HpctrainError on rank 0."""
+        place = f"epoch {self.epoch + (self._step > 0)}, step {self.global_step}"
+        self._nonfinite.check(values, place, f"earlier checkpoints are in {self.folder}")
+
     def end_epoch(self) -> None:
-        """Close the progress bar."""
+        """All steps of the epoch are done."""
         self._watchdog.pause()
+        self.epoch, self._step = self.epoch + 1, 0
+        self._loss_sum, self._unlogged = 0.0, 0
         if self._bar:
             self._bar.close()
             self._bar = None
 
     def finish(self, model: torch.nn.Module, **values: float) -> None:
-        """Write result.json and curves.png, and print where they are. Raises HpctrainError.
+        """Write result.json and curves.png, and print where they are. A collective call. Raises HpctrainError.
 
         If the launch script was still computing the image's digest when the run started, it is added to config.json now.
         """
         self._watchdog.stop()
+        with all_or_none(self.world):
+            if self.world.rank == 0:
+                self._checkpointer.wait()
         if self.world.rank != 0:
             return
         self._owner.check()
         result = {
             **values,
-            "epochs": self._epoch,
+            **({"skipped_steps": self._nonfinite.skipped} if self._nonfinite.skipped else {}),
+            "epochs": self.epoch,
             "seconds": round(time.monotonic() - self._started, 3),
-            "weights_sha256": weights_sha256(model),
+            "weights_sha256": weights_sha256(checkpoint.unwrap(model)),
         }
-        _write_json(self.folder / "result.json", result)
-        _add_image_digest(self._config)
-        self._tensorboard.close()
+        write_json(self.folder / "result.json", result)
+        add_image_digest(self._config)
+        self._metrics.close()
         plot(self.folder)
         self.print("  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  in {result['seconds']:.1f} s")
         self.print(f"weights {result['weights_sha256'][:16]}, metrics, checkpoints and curves.png are in {self.folder}")
@@ -187,166 +351,3 @@ class Run:
     def log(self, text: str) -> None:
         """Write a line to the log of this rank."""
         print(time.strftime("%H:%M:%S"), hide_secrets(text), file=self._log, flush=True)
-
-
-def _prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path | None, Owner]:
-    """Create the run folder and own it, on one rank. Returns it, the checkpoint to resume from, if any, and its owner.
-
-    Raises HpctrainError.
-    """
-    folder = args.out or args.resume or Path("runs") / trainer / job_id()
-    earlier_run = (folder / "config.json").exists()
-    source = args.resume
-    if earlier_run and (not args.resume or args.resume.resolve() != folder.resolve()):
-        restarted = restart_count() > 0 or (torchrun_restarts() and Owner(folder).is_of_this_launch())
-        if not (restarted and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()):
-            raise HpctrainError(f"{folder} holds a run already: give another --out, or continue that run with --resume {folder}")
-        # Slurm or torchrun has started the job again, with the same command line.
-        if any((folder / "checkpoints").glob("epoch-*.pt")):
-            source = folder
-    own = source is not None and source.resolve() == folder.resolve()
-    resume = None
-    if source and not (own and (folder / "checkpoints").is_dir()):
-        resume = checkpoint.find_newest(source)
-    try:
-        # For its user alone, with all that is in it. A folder that exists keeps its permissions.
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = Owner(folder)
-        owner.acquire()
-        for part in ("checkpoints", "logs"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
-        if earlier_run:
-            atomic.remove_leftovers(folder / "checkpoints")
-        probe = folder / f".probe.{os.getpid()}"
-        probe.write_bytes(bytes(16_000))
-        probe.unlink()
-    except OSError as error:
-        raise HpctrainError(
-            f"{folder}: cannot be written ({error.strerror}): use --out to name a folder that you can write to"
-        ) from error
-    if own:
-        resume = checkpoint.find_newest(folder)  # the last owner may have written until now
-    return folder, resume, owner
-
-
-def _finished_epochs(folder: Path) -> float:
-    """The epochs of the result in a run folder; 0 if it has none, infinity if the result does not say."""
-    try:
-        return json.loads((folder / "result.json").read_text(encoding="utf-8")).get("epochs", math.inf)
-    except FileNotFoundError:
-        return 0
-    except (OSError, ValueError):
-        return math.inf
-
-
-def _open_log(path: Path, world: World) -> Any:  # noqa: ANN401 - a text file
-    """Open the log of this rank. Uncaught exceptions go to it as well as to stderr; crashes of the interpreter go to it alone.
-
-    Of the exception that the death of another rank causes, stderr gets one line.
-    """
-    try:
-        log = path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise HpctrainError(f"{path}: cannot be written ({error.strerror}): is {path.parent} shared by all nodes?") from error
-    faulthandler.enable(log)
-    default_hook = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        print(hide_secrets("".join(traceback.format_exception(kind, error, trace))), end="", file=log, flush=True)
-        # What Gloo and NCCL say when another rank has died. Its own error is the one to read, not this stack of every other rank.
-        if world.size > 1 and re.search("Connection (closed|reset) by peer|Broken pipe|ncclRemoteError", str(error)):
-            print(
-                f"hpctrain: error: {path.stem} on {platform.node()} lost the connection to another rank, which has probably "
-                f"died: look for the first error of the job; the stack is in {path}",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(1)
-        default_hook(kind, error, trace)
-
-    sys.excepthook = hook
-    return log
-
-
-def _write_config(folder: Path, world: World, trainer: str, args: argparse.Namespace, device: torch.device) -> Path:
-    """Write config.json, or config.2.json and so on for a run that is resumed; returns its path. Raises HpctrainError."""
-    earlier = len(list(folder.glob("config*.json")))
-    name = f"config.{earlier + 1}.json" if earlier else "config.json"
-    config = {
-        "trainer": trainer,
-        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
-        "command": sys.argv,
-        "world": asdict(world),
-        "job": job_id(),
-        "host": platform.node(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "image": os.environ.get("HPCTRAIN_IMAGE"),
-        "image_digest": os.environ.get("HPCTRAIN_IMAGE_DIGEST"),
-        "revision": revision(),
-        "versions": versions(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-    _write_json(folder / name, config)
-    return folder / name
-
-
-def _add_image_digest(path: Path) -> None:
-    """Add the image's digest to a config.json that lacks it, if the launch script has computed it by now.
-
-    A launch script without a record of the digest computes it in the background, and names the file for it in
-    HPCTRAIN_IMAGE_DIGEST_FILE. That file appears when it is complete. Its folder may be in /tmp, so only a regular file of
-    this user is read. Raises HpctrainError.
-    """
-    file = os.environ.get("HPCTRAIN_IMAGE_DIGEST_FILE")
-    if not file:
-        return
-    try:
-        status = os.lstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            return
-        digest = Path(file).read_text(encoding="utf-8").strip()
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return  # the digest is not known yet, or the user has removed the file
-    if not config.get("image_digest") and re.fullmatch("sha256:[0-9a-f]{64}", digest):
-        config["image_digest"] = digest
-        _write_json(path, config)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    try:
-        atomic.write_text(path, json.dumps(hide_secrets(content), indent=2) + "\n")
-    except OSError as error:
-        raise HpctrainError(f"{path}: cannot be written ({first_line(error)}): free some space there, or use --out") from error
-
-
-def versions() -> dict[str, str]:
-    """The versions that the numbers of a run depend on."""
-    found = {"hpctrain": __version__, "python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
-
-
-def revision() -> str | None:
-    """The git commit of hpctrain: the one recorded in the image, or that of the checkout that this file is in."""
-    try:
-        return json.loads(Path(sys.prefix, "versions.json").read_text(encoding="utf-8"))["revision"]
-    except OSError:
-        pass  # not in the image
-    try:
-        here = Path(__file__).parent
-        return subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def weights_sha256(model: torch.nn.Module) -> str:
-    """SHA-256 over the names, types, shapes and bytes of all parameters and buffers: equal if the weights are, bit for bit."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

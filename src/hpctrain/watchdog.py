@@ -26,7 +26,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, print_error
 from hpctrain.rendezvous import connect_again, gather
 from hpctrain.world import World
 
@@ -158,7 +158,7 @@ class Watchdog:
         # Without rank 0 there is nobody to speak for all; one rank of each node does. First, because the log may be on a file
         # system that hangs.
         if self._world.rank == 0 or self._world.rank == 1 or self._world.local_rank == 0:
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
+            print_error("\n".join(lines))
         if self._world.rank == 0:
             threading.Thread(target=self._tell_verdict, daemon=True).start()
         self._dump()

@@ -11,12 +11,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpctrain.errors import HpctrainError
-
-if TYPE_CHECKING:  # importing torch takes a second, and commands such as add and completion do not need it
-    import torch
 
 # Step ids in the environment of a batch script and of the shell that salloc opens on a node (slurm.h:
 # SLURM_BATCH_SCRIPT, SLURM_INTERACTIVE_STEP): one process each, however many tasks the job has.
@@ -187,23 +183,3 @@ def restart_count(env: Mapping[str, str] = os.environ) -> int:
 def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:
     """Whether torchrun may start these ranks again. Its count of restarts is no help: each node has its own."""
     return int(env.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
-
-
-def choose_device(world: World, wanted: str = "auto") -> "torch.device":
-    """The device of this rank: "cpu", "cuda", or "auto" for a GPU if there is one.
-
-    A rank uses the GPU of its local rank, modulo the number of visible GPUs: with --gpus-per-task=1 each rank sees
-    its own GPU only. Raises HpctrainError for "cuda" without a GPU.
-    """
-    import torch
-
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise HpctrainError(
-            f"--device cuda, but rank {world.rank} on {os.uname().nodename} sees no GPU: "
-            "ask the scheduler for one (--gpus-per-node), start the container with --nv, or use --device cpu"
-        )
-    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

@@ -1,5 +1,6 @@
 """Align subword tokens with the units that a data set tags (see bio.py), so that each unit has a token that carries its tag."""
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -77,6 +78,34 @@ class UnitAligner:
             ids += [known] if known is not None else [token.id for token in backend.model.tokenize(word)]
             mark = ""
         return ids
+
+
+def make_character_tokenizer(backend: Tokenizer) -> str:
+    """The content of a tokenizer.json that gives the tokens of UnitAligner.align() for units of one character; "" if none can.
+
+    Possible for WordPiece: BPE without merges, with the same vocabulary, takes each character by itself, and prefixes those that
+    continue a word. A character that the vocabulary has only without the prefix gets a second name for the same id. `tokenizers`
+    writes one name for each id, so the content has to be written as it is.
+    """
+    content = json.loads(backend.to_str())
+    model = content["model"]
+    if model["type"] != "WordPiece":
+        return ""
+    prefix, vocabulary = model["continuing_subword_prefix"], model["vocab"]
+    second_names = {prefix + token: id_ for token, id_ in vocabulary.items() if len(token) == 1}
+    content["model"] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": model["unk_token"],
+        "continuing_subword_prefix": prefix,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": second_names | vocabulary,
+        "merges": [],
+    }
+    return json.dumps(content, ensure_ascii=False)
 
 
 def split_windows(units: list[int], after_space: list[bool], size: int) -> Iterator[slice]:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -38,20 +37,25 @@ class Classify(Task):
 
     name = "classify"
     title = "Text classification"
-    formats = "NSMC: tsv with id, document, label"
+    formats = "NSMC: tsv with id, document, label; jsonl with text, label"
     model = AutoModelForSequenceClassification
     pipeline_tag = "text-classification"
     selection_metric = "accuracy"
 
     def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Document]:
-        """Read the tsv of NSMC: id, document, label."""
+        """Read the tsv of NSMC (id, document, label) or JSON Lines (text or document, label)."""
 
         def make(location: str, line: str) -> Document:
             id_, text, label = data.split_fields(location, line, data.NSMC_COLUMNS)
-            if not label:
-                raise data.line_error(location, "the label is empty")
-            return Document(id_, text, label, location)
+            return Document(id_, text, data.get_label(location, {"label": label}, "label", ""), location)
 
+        def make_from_json(location: str, item: dict[str, Any]) -> Document:
+            expected = "an object with text and label"
+            text = data.get_field(location, item, "document" if "document" in item else "text", str, expected)
+            return Document(location.rpartition(", ")[2], text, data.get_label(location, item, "label", expected), location)
+
+        if path.suffix == data.JSON_LINES:
+            return data.read_json_lines(path, make_from_json, skipped)
         return data.read_examples(path, make, data.read_table(path, data.NSMC_COLUMNS), skipped)
 
     def make_example(self, texts: Sequence[str]) -> Document:
@@ -96,6 +100,8 @@ class Classify(Task):
 
     def score(self, examples: Sequence[Document], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Accuracy; precision, recall and F1, each averaged over the classes that the examples have (macro)."""
+        from sklearn.metrics import accuracy_score, precision_recall_fscore_support  # takes a second, and only rank 0 scores
+
         gold, predicted = [example.label for example in examples], [answer["label"] for answer in answers]
         # A class that was not in the training data counts too: all answers for it are wrong.
         precision, recall, f1, _ = precision_recall_fscore_support(

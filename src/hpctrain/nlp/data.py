@@ -5,21 +5,26 @@ error that names the file and the line, either raised (--strict) or kept in a li
 the file as a whole is always raised.
 """
 
+import codecs
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError, UsageError, first_line, one_line
 from hpctrain.nlp.task import Task
 
 # Words in file names that identify the split, and the suffixes of data files.
-SPLITS = {"train": "train", "dev": "validation", "val": "validation", "validation": "validation", "test": "test"}
-SUFFIXES = {".txt", ".tsv", ".json", ".conll", ".bio", ".train", ".dev", ".test"}
+SPLITS = {"train": "train", **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"), "test": "test"}
+JSON_LINES = ".jsonl"  # a JSON object in each line
+SUFFIXES = {".txt", ".tsv", ".json", JSON_LINES, ".conll", ".bio", *(f".{word}" for word in SPLITS)}
 NSMC_COLUMNS = ("id", "document", "label")
+MAX_ERRORS = 100  # of a file that are kept
+SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which is no text
 
 Example = TypeVar("Example")
 
@@ -42,6 +47,12 @@ def load_splits(task: Task, data: Path | None, skipped: list[HpctrainError] | No
     return {name: [example for path in paths for example in task.read(path, skipped)] for name, paths in splits.items()}
 
 
+def list_names(names: Sequence[str]) -> str:
+    """Names for a line of the log: the first 20, and how many more there are."""
+    more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
+    return ", ".join(map(shorten, names[:20])) + more
+
+
 def describe_skipped(skipped: Sequence[HpctrainError]) -> str:
     """How many examples were skipped, and the error in the first one; "" if there are none."""
     if not skipped:
@@ -61,7 +72,7 @@ def find_split_files(folder: Path) -> dict[str, list[Path]]:
     """
     splits: dict[str, list[Path]] = {}
     try:
-        files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+        files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and not path.is_fifo())
     except OSError as error:
         raise HpctrainError(f"{folder}: cannot be read ({error.strerror}): give --data a folder or a file") from error
     for path in files:
@@ -78,6 +89,16 @@ def find_split_files(folder: Path) -> dict[str, list[Path]]:
                 "add one, or give --data a single file, which is then split"
             )
     return splits
+
+
+def describe_unused(folder: Path | None) -> str:
+    """The files of --data that belong to no split; "" if there are none, or if --data is not a folder."""
+    if folder is None or not folder.is_dir():
+        return ""
+    used = {path for paths in find_split_files(folder).values() for path in paths}
+    unused = sorted(path.name for path in folder.iterdir() if path not in used and not path.is_dir())
+    why = f"a data file has one of the words {', '.join(SPLITS)} in its name"
+    return f"{folder}: not used: {list_names(unused)} ({why})" if unused else ""
 
 
 def split_examples(task: Task, examples: Sequence[Any], fraction: float, seed: int) -> tuple[list[Any], list[Any]]:
@@ -109,6 +130,17 @@ def split_examples(task: Task, examples: Sequence[Any], fraction: float, seed: i
     )
 
 
+def find_language(texts: Iterable[str]) -> str | None:
+    """ "ko" if most letters of the texts are Hangul. Other scripts are of several languages, so None."""
+    return "ko" if are_most_letters(texts, lambda letter: "\uac00" <= letter <= "\ud7a3") else None
+
+
+def are_most_letters(texts: Iterable[str], of_script: Callable[[str], bool]) -> bool:
+    """Whether more than half of the letters of the texts are of a script."""
+    letters = Counter(of_script(letter) for text in texts for letter in text if letter.isalpha())
+    return letters[True] > letters[False]
+
+
 # --- what the readers have in common ---
 
 
@@ -126,7 +158,9 @@ def read_examples(
         except HpctrainError as error:
             if skipped is None:
                 raise
-            errors.append(error.with_traceback(None))  # a traceback would keep the text of the whole file in memory
+            # A traceback would keep the text of the whole file in memory, and the errors of a file of blank lines would take
+            # hundreds of times its size. The number of errors stays right.
+            errors.append(error.with_traceback(None) if len(errors) < MAX_ERRORS else errors[0])
     if errors and not examples:
         raise HpctrainError(f"{path}: none of its {len(errors):,} examples can be read; the first: {errors[0]}")
     if not examples:
@@ -147,6 +181,8 @@ def read_text(path: Path) -> str:
         content = path.read_bytes()
     except OSError as error:
         raise HpctrainError(f"{path}: cannot be read ({error.strerror}): give --data a folder or a file") from error
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16 -t utf-8")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -162,6 +198,24 @@ def read_lines(path: Path) -> list[str]:
     # Not splitlines(): it also splits at U+2028 and others, which occur inside texts.
     text = read_text(path).replace("\r\n", "\n").rstrip("\n")
     return text.split("\n")
+
+
+def read_json_lines(
+    path: Path, make: Callable[[str, dict[str, Any]], Example], skipped: list[HpctrainError] | None
+) -> list[Example]:
+    """read_examples() of a file that has a JSON object in each line, or a blank line; `make` gets the location and the object."""
+    lines = ((f"{path}, line {number}", line) for number, line in enumerate(read_lines(path), 1) if line.strip())
+    return read_examples(path, lambda location, line: make(location, _parse_line(location, line)), lines, skipped)
+
+
+def _parse_line(location: str, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise line_error(location, f"not valid JSON ({first_line(error)})") from error
+    if not isinstance(value, dict):
+        raise line_error(location, "not a JSON object")
+    return value
 
 
 def read_table(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -188,6 +242,8 @@ def read_json(path: Path, type_: type, expected: str) -> Any:  # noqa: ANN401 - 
         value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise HpctrainError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}): download the file again") from error
+    except ValueError as error:  # a number of more than 4,300 digits
+        raise HpctrainError(f"{path}: not valid JSON ({first_line(error)}): download the file again") from error
     except RecursionError as error:
         raise HpctrainError(f"{path}: its JSON is nested too deeply: download the file again") from error
     if not isinstance(value, type_) or not value:
@@ -196,8 +252,27 @@ def read_json(path: Path, type_: type, expected: str) -> Any:  # noqa: ANN401 - 
 
 
 def get_field(location: str, item: object, key: str, type_: type, expected: str) -> Any:  # noqa: ANN401 - any JSON value
-    """`item[key]`, which must be of this type; `expected` describes the whole format in errors."""
+    """`item[key]`, which must be of this type; `expected` describes the whole format in errors.
+
+    JSON can escape half of a character ("\\ud83d"), which is no text and which no tokenizer takes.
+    """
     value = item.get(key) if isinstance(item, dict) else None
-    if not isinstance(value, type_):
+    if type(value) is not type_:  # true is an int to isinstance()
         raise HpctrainError(f"{location} has no {key!r} of type {type_.__name__}: expected {expected}")
+    if type_ is str and SURROGATE.search(value):
+        raise HpctrainError(f"{location}: {key!r} has half of a character, {value[:80]!r}: fix the file")
     return value
+
+
+def get_label(location: str, item: object, key: str, expected: str) -> str:
+    """`item[key]`, a text or a number, without white space around it; it must not be empty."""
+    value = item.get(key) if isinstance(item, dict) else None
+    label = str(value) if type(value) is int else get_field(location, item, key, str, expected).strip()
+    if not label:
+        raise HpctrainError(f"{location}: the {key} is empty: add it, or remove the example from the file")
+    return label
+
+
+def shorten(text: str) -> str:
+    """The beginning of a text of a file, in one line."""
+    return one_line(text if len(text) <= 80 else f"{text[:80]}...")

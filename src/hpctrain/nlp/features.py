@@ -24,7 +24,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.rendezvous import all_or_none
 from hpctrain.world import World
 
-VERSION = 2  # of the files in the cache; increase it when their content changes
+VERSION = 3  # of the files in the cache; increase it when their content changes
 CHUNK = 10_000  # texts passed to the tokenizer in one call, for its threads to share
 
 
@@ -36,6 +36,7 @@ class Features(NamedTuple):
     values: by name, one value for each feature, [n]; "units" is the number of labels that its loss is the mean of
     example: [n], the index of the example that a feature belongs to
     cut: the indices of the examples that were truncated
+    lost: the indices of the examples whose answer no prediction can be
     """
 
     starts: ndarray
@@ -43,6 +44,7 @@ class Features(NamedTuple):
     values: dict[str, ndarray]
     example: ndarray
     cut: ndarray
+    lost: ndarray
 
     @classmethod
     def from_lists(
@@ -52,6 +54,7 @@ class Features(NamedTuple):
         *,
         example: Sequence[int] | None = None,
         cut: Sequence[int] = (),
+        lost: Sequence[int] = (),
     ) -> "Features":
         """Make features from lists: each column of tokens has one list for each feature. Default: one feature an example."""
         first = next(iter(tokens.values()))
@@ -62,6 +65,7 @@ class Features(NamedTuple):
             {name: numpy.asarray(column, numpy.int64) for name, column in values.items()},
             numpy.arange(len(first)) if example is None else numpy.asarray(example, numpy.int64),
             numpy.asarray(cut, numpy.int64),
+            numpy.asarray(lost, numpy.int64),
         )
 
     @property
@@ -154,7 +158,7 @@ def load_or_make(key: str, make: Callable[[], Features], world: World) -> Featur
 
 
 def _write_features(folder: Path, features: Features) -> None:
-    columns = {"starts": features.starts, "example": features.example, "cut": features.cut}
+    columns = {"starts": features.starts, "example": features.example, "cut": features.cut, "lost": features.lost}
     columns |= {f"tokens.{name}": flat for name, flat in features.tokens.items()}
     columns |= {f"values.{name}": column for name, column in features.values.items()}
     try:
@@ -184,7 +188,7 @@ def _read_features(folder: Path, check: bool) -> Features:
             {name.removeprefix(prefix): array for name, array in sorted(columns.items()) if name.startswith(prefix)}
             for prefix in ("tokens.", "values.")
         )
-        return Features(columns["starts"], tokens, values, columns["example"], columns["cut"])
+        return Features(columns["starts"], tokens, values, columns["example"], columns["cut"], columns["lost"])
     except (HpctrainError, OSError, EOFError, ValueError, KeyError) as error:
         raise HpctrainError(
             f"{folder}: the tokenized texts cannot be read ({error}): remove this folder and start again"

@@ -8,7 +8,7 @@ over the labels of the whole batch: ranks have equal numbers of examples, but no
 """
 
 import argparse
-import json
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -20,20 +20,22 @@ from transformers import PreTrainedTokenizerFast
 
 from hpctrain import checkpoint
 from hpctrain.batches import steps_per_epoch
+from hpctrain.config import versions
+from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, first_line
 from hpctrain.lightning_plugins import make_trainer, quiet
 from hpctrain.nlp import data
 from hpctrain.nlp.features import Features, load_or_make, make_cache_key
 from hpctrain.nlp.hub import resolve_model
 from hpctrain.nlp.lightning_module import FineTuneModule
-from hpctrain.nlp.model_folder import describe_pickle_error, load_tokenizer, make_card, save_model
+from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer, make_card, read_labels, save_model
 from hpctrain.nlp.options import parse_options
 from hpctrain.nlp.sampling import BatchSampler, make_loader
 from hpctrain.nlp.scratch import create_model
 from hpctrain.nlp.task import Task
 from hpctrain.rendezvous import all_or_none, process_group
-from hpctrain.run import Run, versions
-from hpctrain.world import World, choose_device
+from hpctrain.run import Run
+from hpctrain.world import World
 
 
 def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
@@ -47,36 +49,43 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         folder = get_initial_model(task, args, run, examples["train"])
         with all_or_none(world):
             tokenizer = load_tokenizer(folder)
-            labels = choose_labels(task, folder, examples["train"])
+            labels, origin = choose_labels(task, folder, examples["train"])
             model = load_model(task, folder, tokenizer, labels, args)
             model.config.hpctrain["settings"] = task.collect_settings(examples["train"])
-        features = tokenize_splits(task, tokenizer, labels, examples, args, run)
+        if labels:
+            run.print(f"{len(labels)} labels{origin}: {data.list_names(labels)}")
+        features = tokenize_splits(task, folder, tokenizer, labels, examples, args, run)
+        with all_or_none(world):
+            check_tokens(folder, model, features)
 
         padding = {**task.padding, "input_ids": tokenizer.pad_token_id}
         train = features["train"]
         epoch_steps = steps_per_epoch(len(train.lengths), args.batch_size, world, args.accumulate) if args.epochs else 0
         module = FineTuneModule(task, model, labels, args, run, steps=args.epochs * epoch_steps)
-        trainer = make_trainer(run, args, device, bare=lambda module: module.model, accumulate_grad_batches=args.accumulate)
-        epochs, steps = args.epochs, 0
+        trainer = make_trainer(
+            run, args, device, lambda module: module.model, module.score, accumulate_grad_batches=args.accumulate
+        )
         if args.epochs:
-            state = run.resume(device, args.epochs, model, "state_dict")
-            if state and state["epoch"] >= args.epochs:  # resumed after the last epoch
+            state = run.resume(device, args.epochs, model, "state_dict", free=())
+            if state and run.epoch >= args.epochs:  # resumed after the last epoch
                 model.load_state_dict(state["model"])
-                module.on_load_checkpoint(state)
-                epochs, steps = state["epoch"], state["global_step"]
             else:
+                sampler = BatchSampler(train, world, args.batch_size, args.seed, args.accumulate)
+                if state:
+                    sampler.skip(run.epoch + 1, state["step"])
                 trainer.fit(
                     module,
-                    make_loader(train, padding, BatchSampler(train, world, args.batch_size, args.seed, args.accumulate)),
+                    make_loader(train, padding, sampler),
                     module.make_evaluation_loader("validation", examples, features, padding),
                     ckpt_path=run.resume_from,
                 )
-                steps = trainer.global_step
-            load_best_epoch(task, module, epochs, run)
+            load_best_epoch(task.choose_metric(examples["validation"]), model, run)
         # The only use of the test set.
         trainer.test(module, module.make_evaluation_loader("test", examples, features, padding), verbose=False)
         scores = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("test_")}
-        run.metrics(epoch=epochs, step=steps, **scores)
+        for name in [name for name, value in scores.items() if not math.isfinite(value)]:
+            run.print(f"{name} is {scores.pop(name)}: left out")  # a score is optional, the model is not
+        run.metrics(**scores)
         with all_or_none(world):
             if world.rank == 0:
                 save_result(task, model, tokenizer, args, run, scores, examples["test"])
@@ -98,8 +107,9 @@ def read_examples(task: Task, args: argparse.Namespace, world: World) -> dict[st
         if "validation" not in splits:
             splits["train"], splits["validation"] = data.split_examples(task, splits["train"], args.validation_split, args.seed)
         splits = {name: splits[name][: args.limit] for name in ("train", "validation", "test")}
-    if skipped and world.rank == 0:
-        print(data.describe_skipped(skipped), flush=True)
+        remarks = [data.describe_skipped(skipped or ()), data.describe_unused(args.data)]
+    if world.rank == 0:
+        print(*(f"{remark}\n" for remark in remarks if remark), sep="", end="", flush=True)
     return splits
 
 
@@ -119,17 +129,26 @@ def get_initial_model(task: Task, args: argparse.Namespace, run: Run, train: lis
     return folder
 
 
-def choose_labels(task: Task, folder: Path, train: list[Any]) -> list[str]:
-    """The label names of a model already fine-tuned for this task if they cover the data, else those of the training data."""
+def choose_labels(task: Task, folder: Path, train: list[Any]) -> tuple[list[str], str]:
+    """The label names in the order of the model's outputs, and a remark for the log on where that order is from.
+
+    A model that is fine-tuned already keeps its own names and order if they cover the data: another order would give its
+    outputs to other labels. Otherwise the names are those of the training data.
+    """
     needed = task.collect_labels(train)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if config.get("hpctrain", {}).get("task") == task.name:
-        known = config["hpctrain"]["labels"]
-        if set(needed) <= set(known):
-            return known
+    known = read_labels(folder, task) if needed else []
+    if known and set(needed) <= set(known):
+        return known, " of the model"
     if len(needed) == 1:
         raise HpctrainError(f"all training examples have the same label, {needed[0]!r}: check --data")
-    return needed
+    if not known:
+        return needed, ""
+    if len(needed) != len(known):
+        return needed, f" for a new last layer, because the model has others ({data.list_names(known)})"
+    numbers = [str(i) for i in range(len(known))]
+    if set(needed) == set(numbers):  # in the order of numbers, also if there are more than ten
+        needed = numbers
+    return needed, f", assumed to be {data.list_names(known)} of the model in this order"
 
 
 def load_model(
@@ -141,6 +160,8 @@ def load_model(
     """
     torch.manual_seed(args.seed)
     heads = {"num_labels": len(labels), "id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
+    # a model for several labels of one text, or for a number, would compute another loss
+    heads["problem_type"] = "single_label_classification"
     try:
         model, loading = task.model.from_pretrained(
             folder,
@@ -165,8 +186,10 @@ def load_model(
             f"{folder}: {len(missing)} weights of the {model.config.model_type} model are missing, such as {missing[0]}: "
             "fetch or copy it again"
         )
-    # RoBERTa's positions begin at 2; the model_max_length of its tokenizer is the number left for tokens.
-    positions = min(getattr(model.config, "max_position_embeddings", tokenizer.model_max_length), tokenizer.model_max_length)
+    # RoBERTa's positions begin at 2; the model_max_length of its tokenizer is the number left for tokens. That of a tokenizer
+    # which hpctrain saved is the --max-length of that run.
+    longest = getattr(model.config, "hpctrain", {}).get("positions", tokenizer.model_max_length)
+    positions = min(getattr(model.config, "max_position_embeddings", longest), longest)
     if args.max_length > positions:
         raise HpctrainError(
             f"--max-length {args.max_length} is too long for {folder}, which has {positions} positions: "
@@ -174,12 +197,15 @@ def load_model(
         )
     model.train()  # from_pretrained() turns dropout off, and Lightning does not turn it on
     model.config.use_cache = False  # the cache of keys and values is for generation only
-    model.config.hpctrain = {"task": task.name, "labels": labels, "max_length": args.max_length, "stride": args.stride}
+    model.config.hpctrain = {
+        "task": task.name, "labels": labels, "max_length": args.max_length, "stride": args.stride, "positions": positions,
+    }  # fmt: skip
     return model
 
 
 def tokenize_splits(
     task: Task,
+    folder: Path,
     tokenizer: PreTrainedTokenizerFast,
     labels: list[str],
     examples: dict[str, list[Any]],
@@ -188,7 +214,8 @@ def tokenize_splits(
 ) -> dict[str, Features]:
     """The features of each split, from the cache or made now; prints their sizes and problems. A collective call.
 
-    Raises HpctrainError with --strict if texts are truncated or have a label that is not in the training data.
+    Raises HpctrainError if the tokenizer of the folder fails; with --strict also if texts are truncated or have a label that is
+    not in the training data.
     """
     features = {}
     vocabulary = (tokenizer.backend_tokenizer.to_str(), tokenizer.model_input_names)
@@ -196,7 +223,7 @@ def tokenize_splits(
         start = time.monotonic()
         content = [example[:-1] for example in part]  # everything but the location in a file
         key = make_cache_key(task.name, vocabulary, labels, args.max_length, args.stride, content)
-        make = partial(task.tokenize, tokenizer, part, labels, args.max_length, args.stride)
+        make = partial(_tokenize, task, folder, tokenizer, part, labels, args)
         made = features[name] = load_or_make(key, make, run.world)
         lengths = made.lengths
         windows = f" in {len(lengths):,} windows" if len(lengths) != len(part) else ""
@@ -205,10 +232,11 @@ def tokenize_splits(
             f"{lengths.max()}), tokenized or loaded in {time.monotonic() - start:.1f} s"
         )
 
-        truncated = [part[i] for i in made.cut]
+        truncated, lost = ([part[i] for i in indices] for indices in (made.cut, made.lost))
         unseen = [example for example in part if not set(task.collect_labels([example])) <= set(labels)] if labels else []
         for affected, problem in (
-            (truncated, f"too long for --max-length {args.max_length} and truncated"),
+            (truncated, f"{task.cut_text}too long for --max-length {args.max_length} and truncated"),
+            (lost, task.lost_text),
             (unseen, "with a label that is not in the training data, so any answer is wrong"),
         ):
             if affected:
@@ -220,21 +248,49 @@ def tokenize_splits(
     return features
 
 
+def _tokenize(
+    task: Task,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: list[Any],
+    labels: list[str],
+    args: argparse.Namespace,
+) -> Features:
+    try:
+        return task.tokenize(tokenizer, examples, labels, args.max_length, args.stride)
+    except HpctrainError:
+        raise
+    except Exception as error:  # the tokenizers of damaged files raise exceptions of many kinds
+        raise HpctrainError(
+            f"{folder}: its tokenizer cannot tokenize the data ({describe_error(error)}): fetch or copy the folder again"
+        ) from error
+
+
+def check_tokens(folder: Path, model: torch.nn.Module, features: dict[str, Features]) -> None:
+    """Raise HpctrainError if the model has no embedding for a token of the features."""
+    count = len(model.get_input_embeddings().weight)
+    last = max(int(made.tokens["input_ids"].max(initial=0)) for made in features.values())
+    if last >= count:
+        raise HpctrainError(
+            f"{folder}: its tokenizer has the token {last}, but its model only {count} tokens: they do not belong together, "
+            "fetch or copy the folder again"
+        )
+
+
 # --- after training ---
 
 
-def load_best_epoch(task: Task, module: FineTuneModule, epochs: int, run: Run) -> None:
+def load_best_epoch(metric: str, model: torch.nn.Module, run: Run) -> None:
     """Load the weights of the epoch with the best validation score into the model, which has the last. A collective call."""
-    best = module.best["epoch"]
-    if best == epochs:
+    if run.best_epoch == run.epoch:
         return
-    path = checkpoint.path_of(run.folder, best)
+    path = checkpoint.path_of(run.folder, run.best_epoch)
     if run.resume_from and not path.exists():  # an epoch of the earlier run, whose folder may be another
-        path = checkpoint.path_of(run.resume_from.parent.parent, best)
+        path = checkpoint.path_of(run.resume_from.parent.parent, run.best_epoch)
     with all_or_none(run.world):
         state = checkpoint.load(path, torch.device("cpu"))
-    module.model.load_state_dict(state["model"])
-    run.print(f"epoch {best} has the best validation_{task.selection_metric}: using its weights")
+    model.load_state_dict(state["model"])
+    run.print(f"epoch {run.best_epoch} has the best validation_{metric}: using its weights")
 
 
 def save_result(
@@ -248,18 +304,29 @@ def save_result(
 ) -> None:
     """Save the model folder, with a model card that has the scores of this run. On one rank."""
     model.config.use_cache = True
+    pipeline_tokenizer = task.make_pipeline_tokenizer(tokenizer, model.config.hpctrain["settings"])
+    options = {name: _hide_folders(value) for name, value in vars(args).items()}
     card = make_card(
-        title=f"{task.title}: {run.folder}",
+        title=f"{task.title}: {run.folder.name}",
         task=task,
-        base=args.model or f"from scratch ({args.from_scratch})",
-        data=str(args.data or "the sample data of hpctrain"),
+        base=options["model"] if args.model else f"from scratch ({options['from_scratch']})",
+        data=options["data"] if args.data else "the sample data of hpctrain",
+        language=data.find_language(text for example in test for text in task.get_texts(example)),
         scores=scores,
-        options={key: str(value) for key, value in vars(args).items()},
+        options=options,
         versions=versions() | {"transformers": transformers.__version__},
+        pipeline_tokenizer=bool(pipeline_tokenizer),
     )
     samples = task.generate_samples(model, tokenizer, test)
+    task.prepare_tokenizer(tokenizer, args.max_length)
     if samples:
         card += "\n## Samples\n\n" + "".join(f"- {text}\n" for text in samples)
         for text in samples:
             run.print(f"sample: {text}")
-    save_model(run.folder / "model", model, tokenizer, card)
+    save_model(run.folder / "model", model, tokenizer, card, pipeline_tokenizer)
+
+
+def _hide_folders(value: Any) -> str:  # noqa: ANN401 - the value of an option
+    """An option for the model card, which may be published: of a file or folder only its name."""
+    path = Path(str(value))
+    return path.absolute().name if isinstance(value, Path) or path.exists() else str(value)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.modeling_outputs import CausalLMOutput
 
 from hpctrain.cli import Parser
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp import data, finetune, options
 from hpctrain.nlp.features import Features, encode_texts
 from hpctrain.nlp.task import IGNORED, Task
@@ -43,7 +43,7 @@ class Generate(Task):
 
     name = "generate"
     title = "Text generation"
-    formats = "plain text, one paragraph per line; or NSMC, with a prompt for each label"
+    formats = "plain text, one paragraph per line; or NSMC, with a prompt for each label; jsonl with text"
     model = AutoModelForCausalLM
     pipeline_tag = "text-generation"
     kind = "gpt2"
@@ -52,15 +52,25 @@ class Generate(Task):
     higher_is_better = False
 
     def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Passage]:
-        """Read plain text, one paragraph per line, ignoring blank lines; or the tsv of NSMC."""
+        """Read plain text, one paragraph per line, ignoring blank lines; or the tsv of NSMC; or JSON Lines (text)."""
+
+        def make_from_json(location: str, item: dict[str, Any]) -> Passage:
+            text = data.get_field(location, item, "text", str, "an object with text")
+            return Passage("", text, location)
+
+        if path.suffix == data.JSON_LINES:
+            return data.read_json_lines(path, make_from_json, skipped)
         lines = data.read_lines(path)
         if lines[0].split("\t") != list(data.NSMC_COLUMNS):
             return [Passage("", line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
         def make(location: str, line: str) -> Passage:
             _, text, label = data.split_fields(location, line, data.NSMC_COLUMNS)
+            label = label.strip()
             if label not in PROMPTS:
-                raise data.line_error(location, f"the label is {label!r}, but only {' and '.join(sorted(PROMPTS))} have a prompt")
+                raise data.line_error(
+                    location, f"the label is {label[:80]!r}, but only {' and '.join(sorted(PROMPTS))} have a prompt"
+                )
             return Passage(PROMPTS[label], text, location)
 
         return data.read_examples(path, make, data.read_table(path, data.NSMC_COLUMNS), skipped)
@@ -122,9 +132,16 @@ class Generate(Task):
         if prompts == [""]:
             prompts = [" ".join(example.text.split()[:2]) for example in examples[:2]]
         prompts = [prompt for prompt in prompts for _ in range(2)]
-        return [
-            prompt + text for prompt, text in zip(prompts, generate_texts(model, tokenizer, prompts, 40, seed=1), strict=True)
-        ]
+        texts = generate_texts(model, tokenizer, prompts, min(40, _count_positions(model) // 2), seed=1)
+        return [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+
+    def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
+        """Also let the tokenizer add the token that each text begins with in training."""
+        super().prepare_tokenizer(tokenizer, max_length)
+        begin, _ = _get_begin_and_end(tokenizer)
+        if tokenizer("a")["input_ids"][:1] != [begin]:
+            tokenizer.bos_token_id = begin
+            tokenizer.add_bos_token = True
 
     def answer(
         self,
@@ -151,10 +168,16 @@ def generate_texts(
 ) -> list[str]:
     """A continuation of each prompt of at most max_new_tokens, sampled from the most probable 95 % (top-p) with the seed.
 
-    If a prompt is too long for the model, its beginning is left out.
+    If a prompt is too long for the model, its beginning is left out. Raises UsageError if the model has no positions for a
+    prompt beside the new tokens.
     """
     begin, end = _get_begin_and_end(tokenizer)
-    room = (getattr(model.config, "max_position_embeddings", None) or 1024) - max_new_tokens
+    room = _count_positions(model) - max_new_tokens
+    if room < 1:
+        raise UsageError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a text in the {_count_positions(model):,} positions of the "
+            f"model: give at most {_count_positions(model) - 1}"
+        )
     rows = [[begin, *encoding.ids][-room:] for encoding in encode_texts(tokenizer, list(prompts), None)]
     longest = max(map(len, rows))
     # Padded on the left, because generation continues at the right.
@@ -172,6 +195,11 @@ def generate_texts(
         pad_token_id=tokenizer.pad_token_id,
     )
     return [tokenizer.decode(row, skip_special_tokens=True) for row in generated[:, longest:]]
+
+
+def _count_positions(model: PreTrainedModel) -> int:
+    """The longest text of the model in tokens; models of relative positions have no limit of their own."""
+    return getattr(model.config, "max_position_embeddings", None) or 1_000_000
 
 
 def _get_begin_and_end(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:

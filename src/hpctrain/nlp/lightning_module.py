@@ -1,37 +1,36 @@
 """How a task's model is trained and scored: the LightningModule that Lightning's Trainer drives."""
 
 import argparse
-import math
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 import transformers
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
+from hpctrain.batches import seed_step
+from hpctrain.lazy_imports import import_of_lightning
 from hpctrain.nlp.features import Features
 from hpctrain.nlp.sampling import evaluation_batches, make_loader
 from hpctrain.nlp.task import Task
 from hpctrain.rendezvous import broadcast, gather
 from hpctrain.run import Run
 
+with import_of_lightning():
+    from lightning.pytorch import LightningModule
+
 
 class FineTuneModule(LightningModule):
-    """A model with its training and evaluation steps; `args` are the options, `steps` the optimizer steps of all epochs.
-
-    `best` has the epoch with the best validation score so far, counted from 1.
-    """
+    """A model with its training and evaluation steps; `args` are the options, `steps` the optimizer steps of all epochs."""
 
     def __init__(
         self, task: Task, model: torch.nn.Module, labels: list[str], args: argparse.Namespace, run: Run, steps: int
     ) -> None:
         super().__init__()
         self.model = model
-        self.best: dict[str, float] = {"epoch": 0, "score": -math.inf, "loss": math.inf}
         self._task, self._labels, self._args, self._run, self._steps = task, labels, args, run, steps
         self._sets: dict[str, tuple[list[Any], Features]] = {}
         self._predictions: list[tuple[int, Any]] = []
@@ -59,7 +58,7 @@ class FineTuneModule(LightningModule):
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Seed dropout by seed, epoch, batch and rank alone, so that a resumed run draws the same masks."""
-        torch.manual_seed(hash((self._args.seed, self.current_epoch, batch_idx, self._run.world.rank)))
+        seed_step(self._args.seed, self.current_epoch, batch_idx, self._run.world)
 
     def forward(self, batch: dict[str, Any]) -> transformers.utils.ModelOutput:
         """The model's output for a batch, without the columns that are not inputs of the model."""
@@ -113,29 +112,22 @@ class FineTuneModule(LightningModule):
             predictions = [prediction for _, prediction in numbered]
             answers = self._task.make_answers(examples, features, predictions, self._labels)
             scores = {key: float(value) for key, value in self._task.score(examples, answers).items()}
-        scores = {"loss": (self._sums[0] / self._sums[1]).item(), **broadcast(world, scores)}
+        # A set that has only labels which are not in the training data has no loss, but scores.
+        loss = {"loss": (self._sums[0] / self._sums[1]).item()} if self._sums[1] else {}
+        scores = {**loss, **broadcast(world, scores)}
         # As float64: Lightning would store float32, which is too imprecise to compare runs.
         self.log_dict({f"{name}_{key}": torch.tensor(value, dtype=torch.float64) for key, value in scores.items()})
-        score = scores[self._task.selection_metric] * (1 if self._task.higher_is_better else -1)
-        loss = scores["loss"]  # breaks ties, which are frequent with a small validation set
-        if name == "validation" and (score, -loss) > (self.best["score"], -self.best["loss"]):
-            self.best = {"epoch": self.current_epoch + 1, "score": score, "loss": loss}
+
+    def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
+        """The score of an epoch by its validation; the loss, if any, breaks ties, which are frequent with few examples."""
+        value = metrics[f"validation_{self._task.choose_metric(self._sets['validation'][0])}"]
+        return value if self._task.higher_is_better else -value, -metrics.get("validation_loss", 0)
 
     on_test_epoch_start, test_step = on_validation_epoch_start, validation_step
 
     def on_test_epoch_end(self) -> None:
         """Score the test set like the validation set."""
         self.on_validation_epoch_end("test")
-
-    # --- checkpoints ---
-
-    def on_save_checkpoint(self, state: dict[str, Any]) -> None:
-        """Store which epoch is the best so far."""
-        state["best"] = self.best
-
-    def on_load_checkpoint(self, state: dict[str, Any]) -> None:
-        """Restore which epoch is the best so far."""
-        self.best = state["best"]
 
 
 # --- exchanging predictions ---

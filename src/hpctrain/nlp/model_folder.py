@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from huggingface_hub import EvalResult, ModelCardData
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 from transformers.utils import logging
 
 from hpctrain import atomic
 from hpctrain.digests import check_digests, write_digests
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, first_line
 from hpctrain.redaction import hide_secrets
 
 if TYPE_CHECKING:  # importing a class of transformers takes seconds, and `hpctrain fetch` needs none
@@ -26,6 +27,9 @@ if TYPE_CHECKING:  # importing a class of transformers takes seconds, and `hpctr
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
+# More than any published model has: GPT-3 has 96 layers, and the largest other sizes are positions, at most 10 million.
+MOST_LAYERS, LARGEST_SIZE = 1_000, 100_000_000
+SIZE = re.compile(r"layer|size|dim|head|position|emb|inner|ctx|num_|^[dn]_")  # in the names of sizes in config.json
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -44,7 +48,10 @@ def validate_folder(folder: Path) -> Path:
     weights = next(name for name in WEIGHTS if (folder / name).exists())
     parts = [weights]
     if weights.endswith(".json"):
-        parts = sorted(set(read_json_object(folder / weights).get("weight_map", {}).values()))
+        index = read_json_object(folder / weights).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(part, str) for part in index.values()):
+            raise HpctrainError(f"{folder / weights}: its weight_map names no files: fetch or copy it again")
+        parts = sorted(set(index.values()))
     for part in parts:
         if not (folder / part).exists():
             raise HpctrainError(f"{folder}: {part}, a part of the weights, is missing: fetch or copy the folder again")
@@ -62,10 +69,39 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise HpctrainError(f"{path}: cannot be read as JSON ({error}): fetch or copy it again") from error
+        raise HpctrainError(f"{path}: cannot be read as JSON ({first_line(error)}): fetch or copy it again") from error
     if not isinstance(content, dict):
         raise HpctrainError(f"{path}: not a JSON object: fetch or copy it again")
     return content
+
+
+def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise HpctrainError if a size in the content of a config.json is absurd: building such a model would not end."""
+    for key, value in config.items():
+        most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
+        if isinstance(value, dict) and key.endswith("_config"):  # such as text_config
+            check_sizes(path, value)
+        elif type(value) is int and value > most and SIZE.search(key):
+            raise HpctrainError(
+                f"{path}: its {key} is over {most:,}, which no model has: fix the file, or fetch or copy it again"
+            )
+
+
+def read_labels(folder: Path, task: "Task") -> list[str]:
+    """The label names of a fine-tuned model in the order of its outputs; [] if its architecture has no such outputs.
+
+    A model without names of its own has LABEL_0, LABEL_1, ... Raises HpctrainError if config.json cannot be used.
+    """
+    head = task.model.__name__.removeprefix("AutoModel")  # such as ForSequenceClassification
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if not any(name.endswith(head) for name in config.architectures or ()):
+            return []
+        return [str(config.id2label[i]) for i in sorted(config.id2label)]
+    except Exception as error:  # each field has its own check
+        raise HpctrainError(
+            f"{folder}/config.json: cannot be used ({describe_error(error)}): fetch or copy the folder again"
+        ) from error
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
@@ -74,7 +110,9 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     It is the first part of a folder that is loaded, so a damaged model, and one that needs code of its own, is refused here.
     """
     check_digests(folder)
-    refuse_code(folder)
+    config = read_json_object(folder / "config.json") if (folder / "config.json").exists() else {}
+    refuse_code(folder, config)
+    check_sizes(folder / "config.json", config)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the loaders of the many tokenizers raise exceptions of many kinds
@@ -100,14 +138,13 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def refuse_code(folder: Path) -> None:
+def refuse_code(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise HpctrainError if the model is of no architecture of transformers, but brings the Python code of its own."""
-    config = read_json_object(folder / "config.json") if (folder / "config.json").exists() else {}
     if "auto_map" not in config:
         return
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if config.get("model_type") not in CONFIG_MAPPING:
+    if str(config.get("model_type")) not in CONFIG_MAPPING:
         raise HpctrainError(
             f"{folder}: its model needs Python code of its own (auto_map in config.json), and code of models is not run: "
             "use a model of an architecture that transformers has"
@@ -125,8 +162,12 @@ def describe_pickle_error(folder: Path, error: BaseException) -> str:
     return ""
 
 
-def save_model(folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", card: str = "") -> None:
+def save_model(
+    folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", card: str = "", pipeline_tokenizer: str = ""
+) -> None:
     """Write a model folder, with the card as README.md, on one rank; an earlier model is replaced once this one is complete.
+
+    `pipeline_tokenizer` is the tokenizer.json of a second tokenizer, in the folder pipeline_tokenizer (Task has its use).
 
     Raises HpctrainError that names the folder if it cannot be written, or holds something other than a model.
     """
@@ -136,9 +177,11 @@ def save_model(folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTok
         with atomic.folder(folder) as unfinished:
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
+            if pipeline_tokenizer:
+                _save_pipeline_tokenizer(unfinished / "pipeline_tokenizer", tokenizer, pipeline_tokenizer)
             if card:
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
-            for path in unfinished.iterdir():  # safetensors makes files that only the owner may read
+            for path in filter(Path.is_file, unfinished.rglob("*")):  # safetensors makes files that only the owner may read
                 path.chmod((unfinished / "config.json").stat().st_mode)
             validate_folder(unfinished)
             write_digests(unfinished)
@@ -150,23 +193,42 @@ def save_model(folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTok
         ) from error
 
 
+def _save_pipeline_tokenizer(folder: Path, tokenizer: "PreTrainedTokenizerFast", content: str) -> None:
+    """Write a tokenizer folder with this tokenizer.json, and the special tokens and the maximum length of `tokenizer`.
+
+    Its class is the general one: that of a model, such as BertTokenizer, ignores the model in tokenizer.json.
+    """
+    second = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(content),
+        model_max_length=tokenizer.model_max_length,
+        model_input_names=tokenizer.model_input_names,
+        **tokenizer.special_tokens_map,
+    )
+    second.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+
+
 def make_card(
     title: str,
     task: "Task",
     base: str,
     data: str,
+    language: str | None,
     scores: Mapping[str, float],
     options: Mapping[str, Any],
     versions: Mapping[str, str],
+    pipeline_tokenizer: bool = False,
 ) -> str:
     """A model card in Markdown with YAML metadata: the scores of the run, how to use the model, and how it was trained.
 
-    `base` is the model that was fine-tuned and `data` the data set, both as given on the command line.
+    `base` is the model that was fine-tuned: a name on the hub, or that of a folder. `data` is the name of the data set, and
+    `language` that of its texts in ISO 639-1, None if it is not known. `pipeline_tokenizer`: whether save_model() writes one.
     """
     base, data, title = hide_secrets([base, data, title])
     options, versions = hide_secrets([dict(options), dict(versions)])
     is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists()
     metadata = ModelCardData(
+        language=language,
         library_name="transformers",
         pipeline_tag=task.pipeline_tag,
         base_model=base if is_hub_name else None,
@@ -178,6 +240,7 @@ def make_card(
         ],
     )
     loader = task.model.__name__
+    text = task.pipeline_text if pipeline_tokenizer else task.card_text
     words = " ".join(name.upper() for name in task.inputs)
     return f"""---
 {metadata.to_yaml()}
@@ -198,7 +261,7 @@ def make_card(
 ```
 hpctrain predict FOLDER {words}
 ```
-
+{text and f"{chr(10)}{text}{chr(10)}"}
 ```python
 from transformers import AutoTokenizer, {loader}
 

@@ -25,14 +25,16 @@ from transformers.modeling_outputs import TokenClassifierOutput
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp import data, finetune, options
-from hpctrain.nlp.alignment import NO_UNIT, UnitAligner, split_windows
+from hpctrain.nlp.alignment import NO_UNIT, UnitAligner, make_character_tokenizer, split_windows
 from hpctrain.nlp.bio import Entity, from_bio, split_units, to_bio
 from hpctrain.nlp.features import Features, encode_texts
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.world import World
 
 SEPARATOR = "␞"  # U+241E, between a text and the same text with its entities marked
-TAG = r"(?:O|[BI]-\S+)"
+TAG = r"(?:O|[BIES]-\S+)"
+FROM_IOBES = {"E": "I", "S": "B"}  # the last unit of an entity, and an entity of a single one
+BLANKS = " \t"  # around the fields of CoNLL; other white space, such as U+00A0, is part of a token
 DOCUMENT_START = "-DOCSTART-"  # a line of CoNLL-2003 between documents
 
 
@@ -54,27 +56,58 @@ class Ner(Task):
 
     name = "ner"
     title = "Named entity recognition"
-    formats = "KLUE-NER: tsv by character; lines of text␞text with <span:TAG>; CoNLL: a token and its tag per line"
+    formats = (
+        "KLUE-NER: tsv by character; lines of text␞text with <span:TAG>; CoNLL: a token and its tag per line (BIO or IOBES); "
+        "jsonl with tokens, tags or with text, entities"
+    )
     model = AutoModelForTokenClassification
     pipeline_tag = "token-classification"
     max_length = 256  # the longest sentence of KLUE-NER has 145 characters
     padding = {"labels": IGNORED, "unit": NO_UNIT}  # noqa: RUF012 - Task declares it
     extra = ("unit",)
+    card_text = (
+        '`hpctrain predict` gives the scores above. `pipeline("token-classification")` of transformers finds far fewer entities: '
+        "it does not split the tokens in which an entity ends, as training and `hpctrain predict` do."
+    )
+    pipeline_text = """`hpctrain predict` gives the scores above. So does the code below, for texts that fit into one window:
+the second tokenizer of this folder cuts a text into characters. With the first one a pipeline finds far fewer entities,
+because it does not split the tokens in which an entity ends. `aggregation_strategy="simple"` gives entities at once, but
+also those without a B- tag, which the scores do not count.
+
+```python
+from transformers import pipeline
+
+tag = pipeline("token-classification", model="FOLDER", tokenizer="FOLDER/pipeline_tokenizer", aggregation_strategy="none")
+
+
+def find_entities(text):
+    entities = []
+    for token in tag(text):
+        prefix, type_ = token["entity"].split("-", 1)
+        if prefix == "B":
+            entities.append({"start": token["start"], "end": token["end"], "type": type_, "last": token["index"]})
+        elif entities and (entities[-1]["type"], entities[-1]["last"] + 1) == (type_, token["index"]):
+            entities[-1].update(end=token["end"], last=token["index"])
+    return entities
+```"""
     selection_metric = "f1"
 
     def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Sentence]:
-        """Read the tsv by character of KLUE-NER, lines with ␞ and <span:TAG>, or the token and tag per line of CoNLL.
+        """Read the tsv by character of KLUE-NER, lines with ␞ and <span:TAG>, the token and tag per line of CoNLL, or JSON Lines.
 
         An error in a line makes its whole sentence an error.
         """
+        if path.suffix == data.JSON_LINES:
+            return data.read_json_lines(path, _make_from_json, skipped)
         lines = data.read_lines(path)
-        first = next(line for line in lines if line.strip())  # there is one: read_lines() refuses an empty file
+        filled = [line for line in lines if line.strip()]  # there is one: read_lines() refuses an empty file
+        first = next((line for line in filled if not _is_comment(line)), filled[0])
         if SEPARATOR in first:
             numbered = ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line)
             return data.read_examples(path, _parse_marked_line, numbered, skipped)
         # Only the format with one character per line has a line for a space.
-        by_character = first.startswith("## ") or any(line.startswith(" \t") for line in lines)
-        if not by_character and not first.startswith(DOCUMENT_START) and not re.fullmatch(rf"\S+\s(.*\s)?{TAG}", first):
+        by_character = filled[0].startswith("## ") or any(line.startswith(" \t") for line in lines)
+        if not by_character and not first.startswith(DOCUMENT_START) and not _ends_with_tag(first):
             raise HpctrainError(
                 f"{path}: unknown format for named entities: each line should have a character, a tab and its tag (KLUE-NER, "
                 f"with ## header lines), or a text, {SEPARATOR} and the text with <span:TAG>, or a token and its tag (CoNLL)"
@@ -101,6 +134,10 @@ class Ner(Task):
     def collect_settings(self, examples: Sequence[Sentence]) -> dict[str, Any]:
         """Whether the data set tags tokens or characters."""
         return {"by_token": examples[0].by_token}
+
+    def make_pipeline_tokenizer(self, tokenizer: PreTrainedTokenizerFast, settings: dict[str, Any]) -> str:
+        """A tokenizer by character, for data tagged by character and WordPiece; "" otherwise."""
+        return "" if settings["by_token"] else make_character_tokenizer(tokenizer.backend_tokenizer)
 
     def tokenize(
         self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Sentence], labels: list[str], max_length: int, stride: int
@@ -198,7 +235,7 @@ def _split_sentences(lines: list[str], by_character: bool) -> Iterator[tuple[str
     for number, line in enumerate([*lines, ""], 1):
         if by_character and line.startswith("## "):
             id_ = line[3:].split("\t")[0]
-        elif line.startswith(DOCUMENT_START):
+        elif line.startswith(DOCUMENT_START) or (not by_character and not numbered and _is_comment(line)):
             pass
         elif line if by_character else line.strip():
             numbered.append((number, line))
@@ -217,18 +254,55 @@ def _make_sentence(path: Path, id_: str, numbered: list[tuple[int, str]], by_cha
             if not tab or len(unit) != 1:
                 raise data.line_error(location, "expected one character, a tab and its tag")
         else:
-            unit, *others = line.split()
+            unit, *others = re.split(f"[{BLANKS}]+", line.strip(BLANKS))
             if not others:
                 raise data.line_error(location, "expected a token and its tag, separated by a space or a tab")
             tag = others[-1]
         if not re.fullmatch(TAG, tag):
-            raise data.line_error(location, f"the tag is {tag!r}, not O, B-TYPE or I-TYPE")
+            raise data.line_error(location, f"the tag is {tag[:80]!r}, not O, B-TYPE or I-TYPE (in IOBES also E- or S-TYPE)")
         units.append(unit)
         tags.append(tag)
-    text = ("" if by_character else " ").join(units)
-    by_token = not by_character
     first_line = f"line {numbered[0][0]}"
-    return Sentence(id_ or first_line, text, from_bio(split_units(text, by_token), tags), by_token, f"{path}, {first_line}")
+    return _join_units(id_ or first_line, units, tags, not by_character, f"{path}, {first_line}")
+
+
+def _join_units(id_: str, units: list[str], tags: list[str], by_token: bool, location: str) -> Sentence:
+    """The sentence of these units and their tags in BIO or IOBES."""
+    text = (" " if by_token else "").join(units)
+    tags = [FROM_IOBES.get(tag[0], tag[0]) + tag[1:] for tag in tags]
+    return Sentence(id_, text, from_bio(split_units(text, by_token), tags), by_token, location)
+
+
+def _ends_with_tag(line: str) -> bool:
+    return re.fullmatch(rf"[^{BLANKS}]+[{BLANKS}](.*[{BLANKS}])?{TAG}[{BLANKS}]*", line.lstrip(BLANKS)) is not None
+
+
+def _is_comment(line: str) -> bool:
+    """Whether a line of CoNLL is a comment: it begins with # and has no tag at its end. # may also be a token."""
+    return line.startswith("#") and not _ends_with_tag(line)
+
+
+def _make_from_json(location: str, item: dict[str, Any]) -> Sentence:
+    """The sentence of an object with tokens and their tags, or with text and entities, as `hpctrain predict` writes it."""
+    expected = "an object with tokens and tags, or with text and entities (start, end, type)"
+    id_ = location.rpartition(", ")[2]
+    if "tokens" in item:
+        tokens, tags = (data.get_field(location, item, key, list, expected) for key in ("tokens", "tags"))
+        valid = len(tokens) == len(tags) > 0 and all(isinstance(token, str) for token in tokens)
+        if not valid or not all(isinstance(tag, str) and re.fullmatch(TAG, tag) for tag in tags):
+            raise data.line_error(location, "expected a tag (O, B-TYPE, I-TYPE; in IOBES also E- and S-TYPE) for each token")
+        if any(not unit or " " in unit or data.SURROGATE.search(unit) for unit in tokens + tags):
+            raise data.line_error(location, "a token is empty, or has a space or half of a character in it")
+        return _join_units(id_, tokens, tags, True, location)
+    text = data.get_field(location, item, "text", str, expected)
+    entities = [
+        Entity(*(data.get_field(location, each, key, type_, expected) for key, type_ in Entity.__annotations__.items()))
+        for each in data.get_field(location, item, "entities", list, expected)
+    ]
+    edges = [edge for entity in sorted(entities) for edge in entity[:2]]
+    if edges != sorted(edges) or not all(0 <= start < end <= len(text) and type_ for start, end, type_ in entities):
+        raise data.line_error(location, "an entity is outside the text, overlaps another, or has no type")
+    return Sentence(id_, text, sorted(entities), False, location)
 
 
 def _parse_marked_line(location: str, line: str) -> Sentence:

@@ -36,29 +36,32 @@ class PairClassify(Classify):
 
     name = "pair"
     title = "Sentence pair classification"
-    formats = "KLUE-NLI: JSON list; KorNLI: tsv with sentence1, sentence2, gold_label"
+    formats = "KLUE-NLI: JSON list; KorNLI: tsv with sentence1, sentence2, gold_label; jsonl with the names of either"
     inputs = ("first", "second")
 
     def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Pair]:
-        """Read the JSON list of KLUE-NLI (errors name the guid) or the tsv of KorNLI (errors name the line)."""
+        """Read the JSON list of KLUE-NLI (errors name the guid), or the tsv of KorNLI or JSON Lines (errors name the line)."""
         expected = "KLUE-NLI's list of objects with guid, premise, hypothesis and gold_label"
 
         def make_from_klue(number: int, item: object) -> Pair:
             id_ = data.get_field(f"{path}, [{number}]", item, "guid", str, expected)
-            location = f"{path}, {id_}"
-            first, second, label = (
-                data.get_field(location, item, key, str, expected) for key in ("premise", "hypothesis", "gold_label")
-            )
-            if not label:
-                raise HpctrainError(f"{location}: the gold_label is empty: add it, or remove the pair from the file")
-            return Pair(id_, first, second, label, location)
+            location = f"{path}, {data.shorten(id_)}"
+            return make_from_object(id_, location, item)
+
+        def make_from_object(id_: str, location: str, item: object) -> Pair:
+            names = KORNLI_COLUMNS[:2] if isinstance(item, dict) and "sentence1" in item else ("premise", "hypothesis")
+            first, second = (data.get_field(location, item, key, str, expected) for key in names)
+            return Pair(id_, first, second, data.get_label(location, item, "gold_label", expected), location)
+
+        def make_from_json(location: str, item: dict[str, Any]) -> Pair:
+            return make_from_object(location.rpartition(", ")[2], location, item)
 
         def make_from_kornli(location: str, line: str) -> Pair:
-            first, second, label = data.split_fields(location, line, KORNLI_COLUMNS)
-            if not label:
-                raise data.line_error(location, "the gold_label is empty")
-            return Pair(location.rpartition(", ")[2], first, second, label, location)
+            fields = dict(zip(KORNLI_COLUMNS, data.split_fields(location, line, KORNLI_COLUMNS), strict=True))
+            return make_from_object(location.rpartition(", ")[2], location, fields)
 
+        if path.suffix == data.JSON_LINES:
+            return data.read_json_lines(path, make_from_json, skipped)
         if data.read_text(path).lstrip().startswith(("[", "{")):
             return data.read_examples(path, make_from_klue, enumerate(data.read_json(path, list, expected)), skipped)
         return data.read_examples(path, make_from_kornli, data.read_table(path, KORNLI_COLUMNS), skipped)

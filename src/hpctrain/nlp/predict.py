@@ -19,10 +19,12 @@ from transformers import PreTrainedTokenizerFast
 
 from hpctrain import atomic
 from hpctrain.cli import COMMANDS, Parser, add_device, positive
+from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, UsageError, first_line
-from hpctrain.nlp.model_folder import describe_pickle_error, load_tokenizer
+from hpctrain.nlp.data import SURROGATE
+from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer
 from hpctrain.nlp.task import Task
-from hpctrain.world import World, choose_device
+from hpctrain.world import World
 
 CHUNK = 2048  # texts that are sorted by length together and answered at a time
 
@@ -35,20 +37,28 @@ def main(world: World, arguments: list[str]) -> None:
     if args.file and args.text:
         raise UsageError("TEXT and --file exclude each other: give only one")
     device = choose_device(world, args.device)
-    folder = args.folder / "model" if (args.folder / "model/config.json").exists() else args.folder
+    folder = find_model_folder(args.folder)
     task, config = find_task(folder)
     rows = list(read_rows(args, task))
 
     tokenizer = load_tokenizer(folder)
     model = load_model(task, folder).to(device).eval()
-    if args.out:
-        try:
-            with atomic.file(args.out) as out:
-                truncated = write_answers(task, model, tokenizer, config, rows, args, out)
-        except OSError as error:
-            raise HpctrainError(f"{args.out}: cannot be written ({error.strerror}): give another --out") from error
-    else:
-        truncated = write_answers(task, model, tokenizer, config, rows, args, sys.stdout)
+    try:
+        if args.out:
+            try:
+                with atomic.file(args.out) as out:
+                    truncated = write_answers(task, model, tokenizer, config, rows, args, out)
+            except OSError as error:
+                raise HpctrainError(f"{args.out}: cannot be written ({error.strerror}): give another --out") from error
+        else:
+            truncated = write_answers(task, model, tokenizer, config, rows, args, sys.stdout)
+    except (HpctrainError, OSError):
+        raise
+    except Exception as error:  # a configuration, tokenizer and weights that do not belong together; too little memory
+        raise HpctrainError(
+            f"{folder}: its model cannot answer these texts ({describe_error(error)}): copy the folder again, or give a smaller "
+            "--batch-size"
+        ) from error
     if truncated:
         print(
             f"truncated {truncated:,} of {len(rows):,} texts, which are longer than {config['max_length']} tokens",
@@ -76,6 +86,11 @@ def write_answers(
                 out.write(json.dumps(dict(zip(task.inputs, row, strict=True)) | answer, ensure_ascii=False) + "\n")
             bar.update(len(chunk))
     return truncated
+
+
+def find_model_folder(folder: Path) -> Path:
+    """The model folder in a run folder; another folder as it is."""
+    return folder / "model" if (folder / "model/config.json").exists() else folder
 
 
 def find_task(folder: Path) -> tuple[Task, dict[str, Any]]:
@@ -112,6 +127,8 @@ def read_rows(args: argparse.Namespace, task: Task) -> Iterator[tuple[str, ...]]
                 f"{len(args.text)} texts given, but each answer of {task.name} needs {' and '.join(names)}: "
                 "give them one after the other, or use --file"
             )
+        if any(map(SURROGATE.search, args.text)):  # Python's form of bytes that are not UTF-8
+            raise UsageError("TEXT is not UTF-8: set the locale of the terminal to UTF-8, or use --file")
         yield from (tuple(args.text[i : i + len(names)]) for i in range(0, len(args.text), len(names)))
         return
     try:
@@ -127,7 +144,7 @@ def read_rows(args: argparse.Namespace, task: Task) -> Iterator[tuple[str, ...]]
             try:
                 values = json.loads(line)
                 row = tuple(values[name] for name in names)
-                valid = all(isinstance(text, str) for text in row)
+                valid = all(isinstance(text, str) and not SURROGATE.search(text) for text in row)
             except (ValueError, KeyError, TypeError, RecursionError):
                 valid = False
             expected = f"a JSON object with {' and '.join(names)}"

@@ -1,4 +1,4 @@
-"""Answer questions with a span of a text, as in KorQuAD 1.0 and SQuAD 1.1:
+"""Answer questions with a span of a text, as in KorQuAD 1.0 and SQuAD:
 
     hpctrain nlp.qa                                                    sample data, tiny model from scratch
     hpctrain nlp.qa --data korquad_v1 --model klue/bert-base
@@ -8,11 +8,9 @@ On two nodes, in the container, with Slurm:
     sbatch launch/apptainer_ddp.sh nlp.qa --data korquad_v1 --model klue/bert-base
 """
 
-import string
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,36 +24,17 @@ from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.nlp import data, finetune, options
+from hpctrain.nlp import finetune, options
+from hpctrain.nlp.answer_scores import is_latin, score_korquad, score_squad
 from hpctrain.nlp.features import Features, encode_texts
+from hpctrain.nlp.squad import UNANSWERABLE, Question, read_questions
 from hpctrain.nlp.task import Task
 from hpctrain.world import World
 
 TOP_SPANS = 20  # spans of each window that compete for the answer
 # Longest answer in tokens. The longest of KorQuAD's dev set has 43 characters, which are at most 43 subword tokens.
 MAX_ANSWER = 64
-# What KorQuAD's evaluation script replaces by a space. It deletes the rest of string.punctuation.
-SPACES = str.maketrans(dict.fromkeys("'\"《》<>〈〉()‘’", " "))  # noqa: RUF001 - as in that script
-PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
-EXPECTED = "SQuAD 1.1 JSON (KorQuAD 1.0): data, paragraphs, context, qas, id, question, answers, text, answer_start"
-
-
-class Answer(NamedTuple):
-    """A span of a context, context[start : start + len(text)]."""
-
-    text: str
-    start: int
-
-
-class Question(NamedTuple):
-    """A question about a paragraph (context) of an article (title), and the answers that count as correct, at least one."""
-
-    id: str
-    title: str
-    context: str
-    question: str
-    answers: list[Answer]
-    location: str = ""
+NO_ANSWER = -2  # in the column `start`: the token, [CLS], that a model points at if there is no answer
 
 
 class Qa(Task):
@@ -63,7 +42,7 @@ class Qa(Task):
 
     name = "qa"
     title = "Question answering"
-    formats = "JSON of SQuAD 1.1 or KorQuAD 1.0"
+    formats = "JSON of SQuAD 1.1, SQuAD 2.0 or KorQuAD 1.0; jsonl with question, context, answers"
     model = AutoModelForQuestionAnswering
     pipeline_tag = "question-answering"
     inputs = ("question", "context")
@@ -72,46 +51,22 @@ class Qa(Task):
     padding: ClassVar[dict[str, int]] = {"start": -1, "end": -1}
     # Given the positions, the model would compute a loss that includes padding in its softmax.
     extra = ("start", "end", "start_positions", "end_positions")
+    cut_text = "with a question "
+    lost_text = f"with an answer that no prediction can be, because it is longer than {MAX_ANSWER} tokens or than a window"
     groups = "articles"
-    selection_metric = "f1"
+    selection_metric = "f1_char"  # choose_metric() may take another
 
     def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Question]:
-        """Read the JSON of SQuAD 1.1, which KorQuAD 1.0 shares; errors name the question.
+        """Read the JSON of SQuAD, which KorQuAD 1.0 shares; errors name the question."""
+        return read_questions(path, skipped)
 
-        Each answer must be at its answer_start, except that its white space may differ (in KorQuAD's dev set all 5,774 match
-        exactly).
-        """
-        seen = set()
+    def make_example(self, texts: Sequence[str], optional: bool = False) -> Question:
+        """A question with the answer unknown; `optional` as in the training data."""
+        return Question("", "", texts[1], texts[0], [], optional)
 
-        def make(where: str, title: str, context: str, item: object) -> Question:
-            id_ = _get(where, item, "id", str)
-            location = f"{path}, question {id_}"
-            text = _get(location, item, "question", str)
-            answers = [
-                Answer(
-                    _get(f"{location}: an answer", each, "text", str), _get(f"{location}: an answer", each, "answer_start", int)
-                )
-                for each in _get(location, item, "answers", list)
-            ]
-            if not answers:
-                raise HpctrainError(f"{location} has no answer, and SQuAD 2.0 is not supported: remove it from the file")
-            for answer, start in answers:
-                found = context[max(start, 0) : start + len(answer)]
-                if not answer.strip() or start < 0 or found.split() != answer.split():
-                    raise HpctrainError(
-                        f"{location}: the answer {answer!r} is not at its answer_start {start}, "
-                        f"where the context has {found!r}: fix the file"
-                    )
-            if id_ in seen:
-                raise HpctrainError(f"{location}: an earlier question has the same id: give each question its own")
-            seen.add(id_)
-            return Question(id_, title, context, text, answers, location)
-
-        return data.read_examples(path, make, _iterate_questions(path), skipped)
-
-    def make_example(self, texts: Sequence[str]) -> Question:
-        """A question with the answer unknown."""
-        return Question("", "", texts[1], texts[0], [], "")
+    def collect_settings(self, examples: Sequence[Question]) -> dict[str, Any]:
+        """Whether the data set has questions without an answer."""
+        return {"optional": True} if any(example.optional for example in examples) else {}
 
     def get_texts(self, example: Question) -> tuple[str, ...]:
         """The question and the context."""
@@ -126,10 +81,11 @@ class Qa(Task):
     ) -> Features:
         """One feature for each window: the question and as much of the context as fits; windows share `stride` tokens.
 
-        `start` and `end` of a token are the characters context[start:end], or -1 for a token outside the context. The target is
-        the first answer: the fewest tokens that cover it. A window that does not contain all of them points at [CLS].
+        `start` and `end` of a token are the characters context[start:end], or negative for a token outside the context. The
+        target is the first answer: the fewest tokens that cover it. A window that does not contain all of them points at [CLS],
+        and so does each window of a question without an answer.
 
-        `cut` has the examples whose question is truncated, and those whose answer is longer than any window or than MAX_ANSWER.
+        `cut` has the examples whose question is truncated, `lost` those with an answer longer than any window or than MAX_ANSWER.
         Raises UsageError if windows of max_length cannot share `stride` tokens.
         """
         # The question gets at most half of the tokens that windows do not share. The other half is new text in each window,
@@ -142,6 +98,7 @@ class Qa(Task):
                 f"give --stride at most {max(0, max_length // 3)}, or a larger --max-length"
             )
         questions, cut = _truncate_questions(tokenizer, examples, most)
+        lost = []
         columns = {"input_ids": [], "start": [], "end": []}
         if "token_type_ids" in tokenizer.model_input_names:
             columns["token_type_ids"] = []
@@ -152,23 +109,27 @@ class Qa(Task):
         for number, (example, whole) in enumerate(zip(examples, encodings, strict=True)):
             windows = [_make_window(each) for each in (whole, *whole.overflowing)]
             positions = _locate_answer(example, windows)
-            if example.answers and not any(place and place[1] - place[0] < MAX_ANSWER for place in positions):
-                cut.add(number)
+            if _has_span(example) and not any(place and place[1] - place[0] < MAX_ANSWER for place in positions):
+                lost.append(number)
             for window, position in zip(windows, positions, strict=True):
                 encoding, before, starts, ends = window
                 after = len(encoding.ids) - before - len(starts)
                 # arrays, because lists of numbers take four times the memory
                 columns["input_ids"].append(array("i", encoding.ids))
-                columns["start"].append(array("i", [-1] * before + [*starts] + [-1] * after))
+                start = array("i", [-1] * before + [*starts] + [-1] * after)
+                cls = _find_cls(tokenizer, encoding)
+                if example.optional:
+                    start[cls] = NO_ANSWER
+                columns["start"].append(start)
                 columns["end"].append(array("i", [-1] * before + [*ends] + [-1] * after))
                 if "token_type_ids" in columns:
                     columns["token_type_ids"].append(array("i", encoding.type_ids))
-                first, last = position or [_find_cls(tokenizer, encoding)] * 2
+                first, last = position or (cls, cls)
                 values["start_positions"].append(first)
                 values["end_positions"].append(last)
                 values["units"].append(len(example.answers) > 0)
                 example_of.append(number)
-        return Features.from_lists(columns, values, example=example_of, cut=sorted(cut))
+        return Features.from_lists(columns, values, example=example_of, cut=cut, lost=lost)
 
     def compute_loss(self, output: QuestionAnsweringModelOutput, batch: dict[str, Any]) -> Tensor:
         """The mean of the cross-entropies of start and end, with a softmax over the tokens of the window but not its padding."""
@@ -182,7 +143,8 @@ class Qa(Task):
     def predict(self, output: QuestionAnsweringModelOutput, batch: dict[str, Any]) -> list[Any]:
         """The best spans of each window: at most TOP_SPANS of at most MAX_ANSWER tokens, [spans, 3], best first.
 
-        A span is its score (the sum of its two logits), and the characters of the context where it starts and ends.
+        A span is its score (the sum of its two logits), and the characters of the context where it starts and ends. If the
+        question may have no answer, a last row is the score of that, at NO_ANSWER.
         """
         outside = batch["start"] < 0  # [b, tokens]
         starts = output.start_logits.float().masked_fill(outside, -torch.inf)
@@ -194,6 +156,9 @@ class Qa(Task):
         last = (first + best % MAX_ANSWER).clamp(max=outside.shape[1] - 1)  # beyond it the score is -inf
         # float32 represents positions up to 16 million exactly
         spans = torch.stack([scores, batch["start"].gather(1, first).float(), batch["end"].gather(1, last).float()], 2)
+        none = output.start_logits.float() + output.end_logits.float()
+        none = none.masked_fill(batch["start"] != NO_ANSWER, -torch.inf).amax(1)
+        spans = torch.cat([spans, torch.stack([none, *[torch.full_like(none, NO_ANSWER)] * 2], 1)[:, None]], 1)
         return [window[numpy.isfinite(window[:, 0])] for window in spans.cpu().numpy()]
 
     def make_answers(
@@ -202,6 +167,8 @@ class Qa(Task):
         """The best span over all windows of a question, its start in the context, and its probability (score).
 
         The probability is relative to the spans that predict() kept. If the context has no text, the answer has none either.
+        Nor if the best span has a lower score than no answer, whose score is the lowest of all windows (Devlin et al. 2019, 4.3,
+        with a threshold of 0).
         """
         windows_of: list[list[Any]] = [[] for _ in examples]
         for number, spans in zip(features.example, predictions, strict=True):
@@ -209,6 +176,9 @@ class Qa(Task):
         answers = []
         for example, windows in zip(examples, windows_of, strict=True):
             spans = numpy.concatenate(windows)
+            is_none = spans[:, 1] == NO_ANSWER
+            none = spans[is_none][spans[is_none, 0].argsort()][:1]
+            spans = numpy.concatenate([spans[~is_none], none])
             if not len(spans):
                 answers.append({"answer": "", "start": 0, "score": 0.0})
                 continue
@@ -216,53 +186,38 @@ class Qa(Task):
             # A span that is in two windows is one answer.
             same = (spans[:, 1:] == spans[best, 1:]).all(1)
             weights = numpy.exp(spans[:, 0].astype(numpy.float64) - spans[best, 0])
-            start, text = _strip_span(int(spans[best, 1]), example.context[int(spans[best, 1]) : int(spans[best, 2])])
+            start, end = max(0, int(spans[best, 1])), max(0, int(spans[best, 2]))
+            start, text = _strip_span(start, example.context[start:end])
             answers.append({"answer": text, "start": start, "score": round(float(weights[same].sum() / weights.sum()), 6)})
         return answers
 
+    def choose_metric(self, examples: Sequence[Question]) -> str:
+        """SQuAD's F1 of words if most letters of the correct answers are Latin, else KorQuAD's F1 of characters."""
+        return "f1_word" if is_latin(answer.text for example in examples for answer in example.answers) else "f1_char"
+
     def score(self, examples: Sequence[Question], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Exact match and F1 as in KorQuAD's evaluate-v1.0.py, but in [0, 1]: the mean over all questions.
+        """The means of KorQuAD's F1 of characters, SQuAD's F1 of words, and the exact match of the one that choose_metric() has.
 
-        If a question has several correct answers, the one with the highest score counts.
-        See https://korquad.github.io/KorQuad%201.0/
+        If there are questions without an answer, also each for questions with and without an answer, as SQuAD 2.0 reports it.
         """
-        pairs = [
-            [(normalize_answer(answer["answer"]), normalize_answer(correct.text)) for correct in example.answers]
-            for example, answer in zip(examples, answers, strict=True)
-        ]
-        exact = [max(predicted == correct for predicted, correct in each) for each in pairs]
-        f1 = [max(compute_character_f1(predicted, correct) for predicted, correct in each) for each in pairs]
-        return {"exact_match": float(numpy.mean(exact)), "f1": float(numpy.mean(f1))}
-
-
-def normalize_answer(text: str) -> str:
-    """An answer as KorQuAD compares it: quotes and brackets become spaces, other ASCII punctuation is deleted, in lower case.
-
-    Consecutive spaces become one. Unlike in SQuAD, articles are kept.
-    """
-    return " ".join(text.translate(SPACES).lower().translate(PUNCTUATION).split())
-
-
-def compute_character_f1(predicted: str, correct: str) -> float:
-    """F1 of the characters of two normalized answers as multisets: order does not count, nor do spaces."""
-    predicted, correct = predicted.replace(" ", ""), correct.replace(" ", "")
-    same = (Counter(predicted) & Counter(correct)).total()
-    return 2 * same / (len(predicted) + len(correct)) if same else 0.0
-
-
-def _iterate_questions(path: Path) -> Iterator[tuple[str, str, str, object]]:
-    """The position of each question in the file, the title and the context it belongs to, and its JSON value."""
-    for a, article in enumerate(_get(f"{path}", data.read_json(path, dict, EXPECTED), "data", list)):
-        title = _get(f"{path}, data[{a}]", article, "title", str)
-        for p, paragraph in enumerate(_get(f"{path}, data[{a}]", article, "paragraphs", list)):
-            where = f"{path}, data[{a}].paragraphs[{p}]"
-            context = _get(where, paragraph, "context", str)
-            for q, item in enumerate(_get(where, paragraph, "qas", list)):
-                yield f"{where}.qas[{q}]", title, context, item
-
-
-def _get(location: str, item: object, key: str, type_: type) -> Any:  # noqa: ANN401 - any JSON value
-    return data.get_field(location, item, key, type_, EXPECTED)
+        korquad, squad = (
+            [score(answer["answer"], [right.text for right in example.answers])
+             for example, answer in zip(examples, answers, strict=True)]
+            for score in (score_korquad, score_squad)
+        )  # fmt: skip
+        fitting = squad if self.choose_metric(examples) == "f1_word" else korquad
+        columns = {
+            "exact_match": [exact for exact, _ in fitting],
+            "f1_char": [f1 for _, f1 in korquad],
+            "f1_word": [f1 for _, f1 in squad],
+        }
+        scores = {name: float(numpy.mean(column)) for name, column in columns.items()}
+        has_answer = numpy.array([_has_span(example) for example in examples])
+        if not has_answer.all():
+            for part, rows in (("HasAns", has_answer), ("NoAns", ~has_answer)):
+                if rows.any():
+                    scores |= {f"{name}/{part}": float(numpy.array(column)[rows].mean()) for name, column in columns.items()}
+        return scores
 
 
 class _Window(NamedTuple):
@@ -282,9 +237,14 @@ def _make_window(encoding: Encoding) -> _Window:
     return _Window(encoding, before, *zip(*encoding.offsets[before : before + sequences.count(1)], strict=True))
 
 
+def _has_span(example: Question) -> bool:
+    """Whether the answer is known, and there is one."""
+    return example.answers not in ([], UNANSWERABLE)
+
+
 def _locate_answer(example: Question, windows: list[_Window]) -> list[tuple[int, int] | None]:
     """The first and the last token of the first answer in each window; None if the window does not contain all of it."""
-    if not example.answers:
+    if not _has_span(example):
         return [None] * len(windows)
     start, text = _strip_span(example.answers[0].start, example.answers[0].text)
     # From the first token that ends after the start to the last that starts before the end; first > last if there is none.
@@ -303,17 +263,17 @@ def _locate_answer(example: Question, windows: list[_Window]) -> list[tuple[int,
 
 def _truncate_questions(
     tokenizer: PreTrainedTokenizerFast, examples: Sequence[Question], most: int
-) -> tuple[list[str], set[int]]:
+) -> tuple[list[str], list[int]]:
     """The questions in at most `most` tokens, and the indices of the examples whose question is truncated.
 
     The tokenizer aborts if a question leaves no room for the context.
     """
-    questions, cut = [], set()
+    questions, cut = [], []
     length = most + tokenizer.num_special_tokens_to_add(pair=False)
     texts = [example.question for example in examples]
     for number, (text, encoding) in enumerate(zip(texts, encode_texts(tokenizer, texts, length, offsets=True), strict=True)):
         if encoding.overflowing:
-            cut.add(number)
+            cut.append(number)
             text = text[: max(end for _, end in encoding.offsets)]
         questions.append(text)
     return questions, cut

@@ -1,6 +1,7 @@
 """Batches of texts of similar length, so that there is little padding and every rank computes as many tokens.
 
-The order is a pure function of (seed, epoch), and a step takes the same examples on any number of ranks.
+The order is a pure function of (seed, epoch), so resuming needs no state but the epoch and the step. A step takes the same
+examples on any number of ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -87,7 +88,22 @@ class BatchSampler(Sampler):
         self._features, self._world = features, world
         self._batch_size, self._seed, self._accumulate = batch_size, seed, accumulate
         self._steps = steps_per_epoch(len(features.lengths), batch_size, world, accumulate)
-        self._epoch = 1
+        self._epoch, self._skip = 1, (0, 0)
+
+    def skip(self, epoch: int, steps: int) -> None:
+        """Leave out the first steps of this epoch, counted from 1, which a resumed run has done already."""
+        self._skip = epoch, steps
+
+    def examples_of(self, epoch: int, step: int) -> Tensor:
+        """The examples of this rank in a step, counted from 0, of an epoch, counted from 1."""
+        return self._parts_of_rank(self._batches(epoch)[step])
+
+    def _batches(self, epoch: int) -> Tensor:
+        parts = self._world.size * self._accumulate
+        return batches_by_length(self._features.lengths, self._batch_size, self._seed, epoch, parts)
+
+    def _parts_of_rank(self, batch: Tensor) -> Tensor:
+        return batch[self._world.rank * self._accumulate : (self._world.rank + 1) * self._accumulate]
 
     def set_epoch(self, epoch: int) -> None:
         """Lightning calls this before each epoch, also when it resumes. It counts from 0, and hpctrain from 1."""
@@ -99,9 +115,10 @@ class BatchSampler(Sampler):
     def __iter__(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         parts = self._world.size * self._accumulate
         units = torch.from_numpy(self._features.values["units"].copy())
-        for batch in batches_by_length(self._features.lengths, self._batch_size, self._seed, self._epoch, parts):
+        skip = self._skip[1] if self._epoch == self._skip[0] else 0
+        for batch in self._batches(self._epoch)[skip:]:
             # The model returns the mean over the labels of a part. DDP averages over the ranks, and Lightning over the parts of
             # a step. Weighted by its share of the labels, the sum is the mean over the labels of the whole batch.
             total = int(units[batch].sum())
-            for index in batch[self._world.rank * self._accumulate : (self._world.rank + 1) * self._accumulate]:
+            for index in self._parts_of_rank(batch):
                 yield index, {"weight": int(units[index].sum()) * parts / total}

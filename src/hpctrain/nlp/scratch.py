@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp.model_folder import describe_error, read_json_object, save_model
+from hpctrain.nlp.model_folder import check_sizes, describe_error, read_json_object, save_model
 
 if TYPE_CHECKING:  # importing a class of transformers takes seconds
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -64,7 +64,7 @@ def create_model(folder: Path, config: str, kind: str, texts: Sequence[str], see
         torch.manual_seed(seed)
         try:
             model = getattr(transformers, KINDS[kind][1])(settings)
-        except ValueError as error:  # such as a hidden size that is not a multiple of the number of heads
+        except Exception as error:  # such as a hidden size that is not a multiple of the number of heads, or too large for memory
             raise HpctrainError(
                 f"{config}: transformers cannot create a {kind} model from it ({describe_error(error)}): fix the file"
             ) from error
@@ -87,6 +87,7 @@ def make_config(config: str, kind: str) -> "PretrainedConfig":
             f"--from-scratch {config}: no such size or file: give {', '.join(SIZES)}, or the config.json of a {kind} model"
         )
     content = read_json_object(path)
+    check_sizes(path, content)
     if content.get("model_type") != kind:
         raise HpctrainError(
             f"{path}: its model_type is {content.get('model_type')!r}, but this task needs {kind!r}: give another config.json"

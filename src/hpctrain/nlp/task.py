@@ -41,8 +41,12 @@ class Task(ABC):
     stride: ClassVar[int] = 0  # default of --stride; 0 for a task without this option
     padding: ClassVar[dict[str, int]] = {}  # padding value of token columns; 0 if missing, input_ids take the tokenizer's
     extra: ClassVar[tuple[str, ...]] = ()  # columns of the features that are not inputs of the model
+    cut_text: ClassVar[str] = ""  # what is truncated, for the log, if not the whole example
+    lost_text: ClassVar[str] = ""  # why no prediction can be right for the `lost` examples of the features, for the log
+    pipeline_text: ClassVar[str] = ""  # what the model card says if the model has a pipeline tokenizer, instead of card_text
+    card_text: ClassVar[str] = ""  # what the model card says of the use of the model, if it is not as others of transformers
     groups: ClassVar[str] = ""  # plural of what group() returns, for error messages
-    selection_metric: ClassVar[str]  # the validation metric that selects the best epoch
+    selection_metric: ClassVar[str]  # the validation metric that selects the best epoch: see choose_metric()
     higher_is_better: ClassVar[bool] = True
 
     @property
@@ -107,7 +111,22 @@ class Task(ABC):
     def score(self, examples: Sequence[Any], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Metrics over the whole set, `selection_metric` among them. A name with a slash is a detail, such as "f1/PS"."""
 
+    def choose_metric(self, examples: Sequence[Any]) -> str:
+        """The validation metric that selects the best epoch, for these validation examples."""
+        return self.selection_metric
+
     # --- using the model ---
+
+    def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
+        """Change the tokenizer, before it is saved, so that in transformers it gives the model what it was trained on."""
+        tokenizer.model_max_length = max_length
+
+    def make_pipeline_tokenizer(self, tokenizer: PreTrainedTokenizerFast, settings: dict[str, Any]) -> str:
+        """The tokenizer.json with which a pipeline of transformers gives the scores of the run, if it is not the model's own.
+
+        `settings` are those of collect_settings(). "" if there is none.
+        """
+        return ""
 
     def generate_samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Any]) -> list[str]:
         """A few outputs of the model for the model card, for tasks whose scores alone do not show the quality."""

@@ -1,12 +1,14 @@
 """Images and labels: MNIST from its four idx files, or the digits that are part of scikit-learn.
 
-A data set is small enough to stay in memory as bytes; batches.py selects the examples of each rank.
+A data set is small enough to stay in memory as bytes; batches.py selects the examples of each rank. folder.py has those that
+are not.
 """
 
 import gzip
 import importlib.util
 import math
 import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +22,8 @@ SIDE = 28  # pixels
 CLASSES = 10
 # A .gz may unpack to this many times its size, and a megabyte. MNIST's images unpack to 5 times theirs, its labels to 2 times.
 MAX_RATIO = 200
+# Mean and standard deviation of ImageNet's pixels, for red, green and blue.
+RGB_MEAN, RGB_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 
 class Images(NamedTuple):
@@ -27,6 +31,9 @@ class Images(NamedTuple):
 
     pixels: Tensor
     labels: Tensor
+    channels = 1
+    classes = range(CLASSES)
+    workers = 0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -36,10 +43,27 @@ class Images(NamedTuple):
         pixels, labels = self.pixels[index].to(device, non_blocking=True), self.labels[index].to(device, non_blocking=True)
         return to_images(pixels, side), labels
 
+    def batches(self, indices: Iterable[Tensor], device: torch.device, side: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """batch() of each index in turn; the epoch does not matter."""
+        for index in indices:
+            yield self.batch(index, device, side)
+
+    def read(self, index: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        """The examples of `index`: pixels [b, 28, 28] uint8, labels [b] int64; the epoch does not matter."""
+        return self.pixels[index], self.labels[index]
+
 
 def to_images(pixels: Tensor, side: int) -> Tensor:
-    """Turn pixels [b, h, w] uint8 into images [b, 1, side, side] float32 from -1 to 1, resized if h or w is not `side`."""
-    images = pixels[:, None].float().div(127.5).sub(1)
+    """Turn pixels into images, resized if h or w is not `side`.
+
+    Gray ones, [b, h, w] uint8, become [b, 1, side, side] float32 from -1 to 1. Color, [b, 3, h, w] uint8, becomes
+    [b, 3, side, side] float32, normalized by ImageNet's mean and standard deviation.
+    """
+    if pixels.dim() == 3:
+        images = pixels[:, None].float().div(127.5).sub(1)
+    else:
+        mean, std = (torch.tensor(values, device=pixels.device)[:, None, None] for values in (RGB_MEAN, RGB_STD))
+        images = pixels.float().sub(mean).div(std)
     if images.shape[2:] != (side, side):
         images = torch.nn.functional.interpolate(images, (side, side), mode="bilinear")
     return images
@@ -104,7 +128,7 @@ def _read_idx(folder: Path, name: str, dimensions: int) -> Tensor:
                 found = f"more than {wanted} bytes of data" if rest else f"{len(content)} bytes of data"
                 if not rest and len(content) == wanted:
                     return torch.from_numpy(numpy.frombuffer(content, numpy.uint8).reshape(sizes).copy())
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: 0 x 4294967295 x 4294967295
         raise HpctrainError(f"{path}: cannot be read ({error}): download the file again") from error
     raise HpctrainError(
         f"{path}: {found}, but its header gives {wanted} ({' x '.join(map(str, sizes))}): download the file again"

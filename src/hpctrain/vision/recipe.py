@@ -1,6 +1,7 @@
 """What the vision trainers share: options, evaluation, and for each model its optimizer and default hyperparameters."""
 
 import argparse
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,11 @@ from torch.optim import SGD, Adam, Optimizer
 
 from hpctrain.batches import evaluation_batches
 from hpctrain.cli import Parser, positive, trainer_parser
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.rendezvous import all_or_none, gather
+from hpctrain.vision import data
 from hpctrain.vision.data import Images
+from hpctrain.vision.folder import ImageFolder, is_image_folder, load_folder
 from hpctrain.vision.model import MnistNet, ResNet50
 from hpctrain.world import World
 
@@ -21,8 +26,8 @@ from hpctrain.world import World
 class Recipe(NamedTuple):
     """A model, and how it is trained unless the command line says otherwise."""
 
-    model: Callable[[], nn.Module]
-    side: int  # images are resized to side x side pixels, on the device
+    model: Callable[..., nn.Module]
+    side: int  # MNIST's images are resized to side x side pixels, on the device
     optimizer: Callable[..., Optimizer]
     epochs: int
     batch_size: int
@@ -36,6 +41,8 @@ RECIPES = {
     # As in the benchmark of HPC_helper.
     "resnet50": Recipe(ResNet50, 128, Adam, epochs=5, batch_size=256, lr=0.001, lr_decay=1.0),
 }
+FOLDER_SIDE = 224  # pixels, for images of class folders unless --image-size is given
+MOST_WORKERS = 16  # by default
 
 
 def vision_parser(trainer: str, description: str) -> Parser:
@@ -47,7 +54,19 @@ def vision_parser(trainer: str, description: str) -> Parser:
     parser = trainer_parser(trainer, description)
     add = parser.add_argument
     add("--model", choices=RECIPES, default="mnist", help="model to train (default: %(default)s)")
-    add("--data", type=Path, metavar="FOLDER", help="folder with MNIST's four idx files (default: the digits in scikit-learn)")
+    add(
+        "--data", type=Path, metavar="FOLDER",
+        help="folder with MNIST's four idx files, or with train/ and val/ of class folders with JPEG or PNG files for resnet50 "
+        "(default: the digits in scikit-learn)",
+    )  # fmt: skip
+    add(
+        "--image-size", type=positive(int), metavar="PIXELS",
+        help=f"width and height of the images that resnet50 sees (default: {FOLDER_SIDE} for class folders, else 128)",
+    )  # fmt: skip
+    add(
+        "--workers", type=int, metavar="N",
+        help="processes per rank that decode images of class folders; 0: none (default: CPUs of the rank - 1, at most 16)",
+    )  # fmt: skip
     add("--epochs", type=positive(int), help=f"passes over the training data (default: {default('epochs')})")
     add("--batch-size", type=positive(int), help=f"global batch size, over all ranks (default: {default('batch_size')})")
     add("--lr", type=positive(float), help=f"learning rate (default: {default('lr')})")
@@ -62,15 +81,39 @@ def parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
     for name in ("epochs", "batch_size", "lr", "lr_decay"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(RECIPES[args.model], name))
+    if args.workers is not None and args.workers < 0:
+        raise UsageError(f"--workers {args.workers} is below zero: use 0 or more")
+    if args.model == "mnist" and args.image_size not in (None, RECIPES["mnist"].side):
+        raise UsageError(f"--image-size {args.image_size} is not for --model mnist: add --model resnet50, or leave it out")
     return args
 
 
-def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
+def load_data(args: argparse.Namespace, world: World) -> tuple[Images, Images] | tuple[ImageFolder, ImageFolder]:
+    """The training set and the test set of --data; fills in --image-size and --workers. A collective call.
+
+    Raises HpctrainError, naming the file or folder.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    mine = [world.node_rank, cpus[0], cpus[-1], len(cpus)]
+    sharing = gather(world, mine).count(mine)  # ranks that may use the same CPUs: all of a node, unless the launcher binds them
+    with all_or_none(world):
+        in_folders = is_image_folder(args.data)
+        if in_folders and args.model == "mnist":
+            raise HpctrainError(f"--data {args.data} has color images, and --model mnist takes MNIST's: add --model resnet50")
+        if args.workers is None:
+            args.workers = min(MOST_WORKERS, len(cpus) // sharing - 1) if in_folders and len(cpus) > sharing else 0
+        if args.image_size is None:
+            args.image_size = FOLDER_SIDE if in_folders else RECIPES[args.model].side
+        return load_folder(args.data, args.image_size, args.seed, args.workers) if in_folders else data.load(args.data)
+
+
+def build_model(args: argparse.Namespace, training_set: Images | ImageFolder, device: torch.device) -> nn.Module:
     """Create the model on `device`; its initial weights depend on --seed alone."""
     torch.manual_seed(args.seed)
     if device.type == "cuda":  # not on a CPU: its algorithms are deterministic, and the call imports the compiler for two seconds
         torch.use_deterministic_algorithms(True, warn_only=True)
-    return RECIPES[args.model].model().to(device)
+    model = RECIPES[args.model].model
+    return (model() if model is MnistNet else model(training_set.channels, len(training_set.classes))).to(device)
 
 
 def make_optimizer(args: argparse.Namespace, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -81,7 +124,7 @@ def make_optimizer(args: argparse.Namespace, parameters: Iterable[nn.Parameter])
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    test: Images,
+    test: Images | ImageFolder,
     args: argparse.Namespace,
     world: World,
     device: torch.device,
@@ -93,8 +136,8 @@ def evaluate(
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for index in evaluation_batches(len(test), args.batch_size, world):
-        images, labels = test.batch(index, device, RECIPES[args.model].side)
+    indices = evaluation_batches(len(test), args.batch_size, world)
+    for images, labels in test.batches(indices, device, args.image_size, epoch=0):
         logits = model(images)
         sums[0] += cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()

@@ -1,4 +1,4 @@
-"""Train an image classifier on MNIST or digits with PyTorch's DistributedDataParallel.
+"""Train an image classifier with PyTorch's DistributedDataParallel.
 
 One process, without a launcher:
 
@@ -14,12 +14,12 @@ One process with all GPUs of a node, with DataParallel:
 
 Two nodes with 2 ranks each, in the container, on Slurm:
 
-    sbatch launch/apptainer_ddp.sh train_ddp --model resnet50 --precision bf16
+    sbatch launch/apptainer_ddp.sh train_ddp --model resnet50 --precision bf16 --data FOLDER
 """
 
 import argparse
-import time
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from hpctrain.batches import steps_per_epoch, training_batches
 from hpctrain.buckets import settle_buckets
 from hpctrain.cli import Parser, add_device
+from hpctrain.device import choose_device
 from hpctrain.errors import UsageError
-from hpctrain.rendezvous import all_or_none, process_group
+from hpctrain.rendezvous import process_group
 from hpctrain.run import Run
-from hpctrain.vision import data, recipe
-from hpctrain.world import World, choose_device
+from hpctrain.vision import recipe
+from hpctrain.world import World
 
 
 def main(world: World, arguments: list[str]) -> None:
@@ -43,28 +44,26 @@ def main(world: World, arguments: list[str]) -> None:
 
 
 def train(world: World, args: argparse.Namespace) -> None:
-    """Load the data, train, evaluate and save a checkpoint after each epoch. A collective call. Raises HpctrainError."""
+    """Load the data and train; evaluate and save a checkpoint after each epoch. A collective call. Raises HpctrainError."""
     device = choose_device(world, args.device)
     with process_group(world, device):
-        with all_or_none(world):
-            training_set, test_set = data.load(args.data)
+        training_set, test_set = recipe.load_data(args, world)
         steps = steps_per_epoch(len(training_set), args.batch_size, world)
         run = Run(world, "train_ddp", args, device)
 
-        model = recipe.build_model(args, device)
-        side = recipe.RECIPES[args.model].side
+        model = recipe.build_model(args, training_set, device)
         parallel = DistributedDataParallel(model) if world.size > 1 else DataParallel(model) if args.strategy == "dp" else model
         optimizer = recipe.make_optimizer(args, parallel.parameters())
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
-        first_epoch = 1
-        if state := run.resume(device, args.epochs, model, "optimizer"):
+        if state := run.resume(device, args.epochs, model):
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
-            first_epoch = state["epoch"] + 1
 
-        def compute_loss(index: Tensor) -> Tensor:
-            images, labels = training_set.batch(index, device, side)
+        def make_state() -> dict[str, Any]:
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+        def compute_loss(images: Tensor, labels: Tensor) -> Tensor:
             with autocast:
                 return cross_entropy(parallel(images), labels)
 
@@ -76,34 +75,29 @@ def train(world: World, args: argparse.Namespace) -> None:
                 return recipe.evaluate(model, test_set, args, world, device, partial(total, world))
 
         if world.size > 1:
-            settle_buckets(parallel, lambda: compute_loss(torch.tensor([0])))
-        log_every = -(-steps // 5)
-        for epoch in range(first_epoch, args.epochs + 1):
+            settle_buckets(parallel, lambda: compute_loss(*training_set.batch(torch.tensor([0]), device, args.image_size)))
+        resumed_after_last = run.epoch >= args.epochs
+        for epoch in range(run.epoch + 1, args.epochs + 1):
             for group in optimizer.param_groups:  # depends on the epoch alone: resuming needs no scheduler state
                 group["lr"] = args.lr * args.lr_decay ** (epoch - 1)
             parallel.train()
-            run.start_epoch(epoch, steps)
-            loss_sum, since = torch.zeros((), device=device), time.perf_counter()
-            for step, index in enumerate(training_batches(len(training_set), args.batch_size, args.seed, epoch, world), 1):
-                loss = compute_loss(index)
+            batches = partial(training_batches, len(training_set), args.batch_size, args.seed, epoch, world)
+            done = run.start_epoch(epoch, steps, args.batch_size, lambda step, batches=batches: next(batches(skip=step)))
+            for images, labels in training_set.batches(batches(skip=done), device, args.image_size, epoch):
+                loss = compute_loss(images, labels)
                 optimizer.zero_grad()
                 loss.backward()  # DDP averages the gradients over all ranks meanwhile
+                run.check_gradients()
                 optimizer.step()
-                run.step()
-
-                loss_sum += loss.detach()
-                if step % log_every == 0:
-                    mean = total(world, loss_sum).item() / (log_every * world.size)
-                    now = time.perf_counter()
-                    speed = log_every * args.batch_size / (now - since)
-                    run.metrics(epoch=epoch, step=(epoch - 1) * steps + step, train_loss=mean, examples_per_s=speed)
-                    loss_sum, since = torch.zeros((), device=device), now
+                run.step(loss.detach())
+                if run.must_save():
+                    run.save(make_state())
             run.end_epoch()
 
             test_loss, test_accuracy = evaluate()
-            run.metrics(epoch=epoch, step=epoch * steps, test_loss=test_loss, test_accuracy=test_accuracy)
-            run.save(epoch, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        if first_epoch > args.epochs:  # resumed after the last epoch
+            run.metrics(test_loss=test_loss, test_accuracy=test_accuracy)
+            run.save(make_state(), score=(test_accuracy, -test_loss))
+        if resumed_after_last:
             test_loss, test_accuracy = evaluate()
         run.finish(model, test_loss=test_loss, test_accuracy=test_accuracy)
 

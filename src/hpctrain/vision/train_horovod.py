@@ -1,4 +1,4 @@
-"""Train an image classifier on MNIST or digits with Horovod: model, data and order are those of train_ddp.
+"""Train an image classifier with Horovod: model, data and order are those of train_ddp.
 
 Run it in the image, which has Horovod. One node with 4 ranks, with torchrun or horovodrun:
 
@@ -19,9 +19,11 @@ import argparse
 import os
 import platform
 import socket
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +31,12 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.batches import steps_per_epoch, training_batches
 from hpctrain.cli import Parser, add_device, positive
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.device import choose_device
+from hpctrain.errors import EndEarly, HpctrainError, UsageError
 from hpctrain.rendezvous import all_or_none, gather, main_address, process_group
 from hpctrain.run import Run
-from hpctrain.vision import data, recipe
-from hpctrain.world import World, choose_device
+from hpctrain.vision import recipe
+from hpctrain.world import World
 
 
 def main(world: World, arguments: list[str]) -> None:
@@ -41,17 +44,14 @@ def main(world: World, arguments: list[str]) -> None:
     args = parse(arguments, world)
     device = choose_device(world, args.device)
     # The process group is for the run folder and for errors. It uses Gloo on GPUs, too: torch and Horovod would conflict in NCCL.
-    with process_group(world, torch.device("cpu")):
-        hvd = init_horovod(world)
-        with all_or_none(world):
-            training_set, test_set = data.load(args.data)
+    with process_group(world, torch.device("cpu")), horovod(world) as hvd:
+        training_set, test_set = recipe.load_data(args, world)
         sub_batches = args.batches_per_allreduce
         batch_size = args.batch_size * sub_batches
         steps = steps_per_epoch(len(training_set), batch_size, world)
         run = Run(world, "train_horovod", args, device)
 
-        model = recipe.build_model(args, device)
-        side = recipe.RECIPES[args.model].side
+        model = recipe.build_model(args, training_set, device)
         optimizer = hvd.DistributedOptimizer(
             recipe.make_optimizer(args, model.parameters()),
             named_parameters=model.named_parameters(),
@@ -62,13 +62,14 @@ def main(world: World, arguments: list[str]) -> None:
         )
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
-        first_epoch = 1
-        if state := run.resume(device, args.epochs, model, "optimizer"):
+        if state := run.resume(device, args.epochs, model):
             model.load_state_dict(state["model"])
             # Every rank has read it from the same file. hvd.broadcast_optimizer_state() would send it as a pickle.
             optimizer.load_state_dict(state["optimizer"])
-            first_epoch = state["epoch"] + 1
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+        def make_state() -> dict[str, Any]:
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
         def evaluate() -> tuple[float, float]:
             # All ranks evaluate with rank 0's batch normalization, which is saved.
@@ -76,40 +77,39 @@ def main(world: World, arguments: list[str]) -> None:
             with autocast:
                 return recipe.evaluate(model, test_set, args, world, device, partial(total, hvd, name="test"))
 
-        log_every = -(-steps // 5)
-        for epoch in range(first_epoch, args.epochs + 1):
+        resumed_after_last = run.epoch >= args.epochs
+        for epoch in range(run.epoch + 1, args.epochs + 1):
             model.train()
-            run.start_epoch(epoch, steps)
-            loss_sum, since = torch.zeros((), device=device), time.perf_counter()
-            for step, index in enumerate(training_batches(len(training_set), batch_size, args.seed, epoch, world), 1):
+            batches = partial(training_batches, len(training_set), batch_size, args.seed, epoch, world)
+            done = run.start_epoch(epoch, steps, batch_size, lambda step, batches=batches: next(batches(skip=step)))
+            for images, labels in training_set.batches(batches(skip=done), device, args.image_size, epoch):
                 for group in optimizer.param_groups:
-                    group["lr"] = learning_rate((epoch - 1) * steps + step - 1, steps, world, args)
+                    group["lr"] = learning_rate(run.global_step, steps, world, args)
                 optimizer.zero_grad()
-                for part in index.chunk(sub_batches):
-                    images, labels = training_set.batch(part, device, side)
+                loss_sum = torch.zeros((), device=device)
+                for part, targets in zip(images.chunk(sub_batches), labels.chunk(sub_batches), strict=True):
                     with autocast:
-                        loss = cross_entropy(model(images), labels) / sub_batches
+                        loss = cross_entropy(model(part), targets) / sub_batches
                     loss.backward()  # the last one starts the all-reduces of the gradients
                     loss_sum += loss.detach()
-                optimizer.step()  # waits for the all-reduces
-                run.step()
-
-                if step % log_every == 0:
-                    mean = total(hvd, loss_sum, "train").item() / (log_every * world.size)
-                    now = time.perf_counter()
-                    speed = log_every * batch_size / (now - since)
-                    run.metrics(epoch=epoch, step=(epoch - 1) * steps + step, train_loss=mean, examples_per_s=speed)
-                    loss_sum, since = torch.zeros((), device=device), now
+                if args.on_nan == "skip":
+                    optimizer.synchronize()  # waits for the all-reduces
+                    run.check_gradients()
+                    with optimizer.skip_synchronize():
+                        optimizer.step()
+                else:
+                    optimizer.step()  # waits for the all-reduces
+                run.step(loss_sum)
+                if run.must_save():
+                    run.save(make_state())
             run.end_epoch()
 
             test_loss, test_accuracy = evaluate()
-            run.metrics(epoch=epoch, step=epoch * steps, test_loss=test_loss, test_accuracy=test_accuracy)
-            run.save(epoch, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        if first_epoch > args.epochs:  # resumed after the last epoch
+            run.metrics(test_loss=test_loss, test_accuracy=test_accuracy)
+            run.save(make_state(), score=(test_accuracy, -test_loss))
+        if resumed_after_last:
             test_loss, test_accuracy = evaluate()
         run.finish(model, test_loss=test_loss, test_accuracy=test_accuracy)
-        hvd.shutdown()
-        gather(world, None)  # rank 0 keeps its server until all ranks have shut down
 
 
 def learning_rate(step: int, steps: int, world: World, args: argparse.Namespace) -> float:
@@ -127,6 +127,21 @@ def learning_rate(step: int, steps: int, world: World, args: argparse.Namespace)
 def total(hvd: ModuleType, value: Tensor, name: str) -> Tensor:
     """The sum of a tensor over all ranks; `name` identifies the all-reduce."""
     return hvd.allreduce(value, op=hvd.Sum, name=name)
+
+
+@contextmanager
+def horovod(world: World) -> Iterator[ModuleType]:
+    """Horovod with the ranks of `world`, for the block; the value is horovod.torch. A collective call. Raises HpctrainError."""
+    hvd = init_horovod(world)
+    ended_early = None
+    try:
+        yield hvd
+    except EndEarly as end:
+        ended_early = end
+    hvd.shutdown()  # not after other exceptions: it would wait for ranks that may have ended
+    gather(world, None)  # rank 0 keeps its server until all ranks have shut down
+    if ended_early:
+        raise ended_early
 
 
 def init_horovod(world: World) -> ModuleType:
@@ -217,6 +232,8 @@ def parse(arguments: list[str], world: World) -> argparse.Namespace:
     if args.warmup_epochs < 0:
         raise UsageError(f"--warmup-epochs {args.warmup_epochs} is below zero: use 0 or more")
     if args.use_adasum:
+        if args.on_nan == "skip":
+            raise UsageError("--on-nan skip does not work with --use-adasum, which sums no gradients: leave out one of them")
         if world.size > 1 and os.environ.get("HOROVOD_CONTROLLER") != "mpi":
             raise UsageError("--use-adasum needs MPI: start with mpirun (launch/apptainer_mpi.sh) and HOROVOD_CONTROLLER=mpi")
         if args.gradient_predivide_factor != 1:

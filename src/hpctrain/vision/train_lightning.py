@@ -1,4 +1,4 @@
-"""Train an image classifier on MNIST or digits with PyTorch Lightning: model, data, order and losses are those of train_ddp.
+"""Train an image classifier with PyTorch Lightning: model, data, order and losses are those of train_ddp.
 
     hpctrain train_lightning
 
@@ -18,20 +18,24 @@ import argparse
 from collections.abc import Iterator
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
-from torchmetrics import MeanMetric
 
 from hpctrain.batches import evaluation_batches, steps_per_epoch, training_batches
 from hpctrain.cli import Parser, positive
+from hpctrain.device import choose_device
 from hpctrain.errors import UsageError
+from hpctrain.lazy_imports import import_of_lightning
 from hpctrain.lightning_plugins import make_trainer, quiet
-from hpctrain.rendezvous import all_or_none, process_group
+from hpctrain.rendezvous import process_group
 from hpctrain.run import Run
 from hpctrain.vision import data, recipe
-from hpctrain.world import World, choose_device
+from hpctrain.vision.folder import ImageLoader
+from hpctrain.world import World
+
+with import_of_lightning():
+    from lightning.pytorch import LightningModule
+    from torchmetrics import MeanMetric
 
 
 class Classifier(LightningModule):
@@ -46,7 +50,7 @@ class Classifier(LightningModule):
     def on_after_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Turn pixels into images, on the device."""
         pixels, labels = batch
-        return data.to_images(pixels, recipe.RECIPES[self.args.model].side), labels
+        return data.to_images(pixels, self.args.image_size), labels
 
     def on_train_epoch_start(self) -> None:
         """Set the learning rate, which depends on the epoch alone: resuming needs no scheduler state."""
@@ -71,22 +75,23 @@ class Classifier(LightningModule):
         return recipe.make_optimizer(self.args, self.net.parameters())
 
 
-class ImageDataset(Dataset):
-    """A dataset that a sampler indexes with a whole batch at a time: pixels [b, 28, 28] uint8, labels [b] int64."""
-
-    def __init__(self, images: data.Images) -> None:
-        self._images = images
-
-    def __getitem__(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        return self._images.pixels[index], self._images.labels[index]
-
-
 class BatchSampler:
-    """A sampler of whole batches, int64 indices [batch_size / world.size], in the order of the epoch that Lightning sets."""
+    """A sampler of whole batches: the epoch that Lightning sets and, in its order, int64 indices [batch_size / world.size]."""
 
     def __init__(self, examples: int, args: argparse.Namespace, world: World) -> None:
         self._examples, self._args, self._world = examples, args, world
-        self._epoch = 1
+        self._epoch, self._skip = 1, (0, 0)
+
+    def skip(self, epoch: int, steps: int) -> None:
+        """Leave out the first steps of this epoch, counted from 1, which a resumed run has done already."""
+        self._skip = epoch, steps
+
+    def examples_of(self, epoch: int, step: int) -> Tensor:
+        """The examples of this rank in a step, counted from 0, of an epoch, counted from 1."""
+        return next(self._batches(epoch, skip=step))
+
+    def _batches(self, epoch: int, skip: int) -> Iterator[Tensor]:
+        return training_batches(self._examples, self._args.batch_size, self._args.seed, epoch, self._world, skip)
 
     def set_epoch(self, epoch: int) -> None:
         """Lightning calls this before each epoch, also when it resumes. It counts epochs from 0, hpctrain from 1."""
@@ -95,9 +100,11 @@ class BatchSampler:
     def __len__(self) -> int:
         return steps_per_epoch(self._examples, self._args.batch_size, self._world)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         # A generator, which reads the epoch at the first batch: a resumed Trainer calls iter() before set_epoch().
-        yield from training_batches(self._examples, self._args.batch_size, self._args.seed, self._epoch, self._world)
+        skip = self._skip[1] if self._epoch == self._skip[0] else 0
+        for index in self._batches(self._epoch, skip):
+            yield self._epoch, index
 
 
 def main(world: World, arguments: list[str]) -> None:
@@ -106,23 +113,28 @@ def main(world: World, arguments: list[str]) -> None:
     quiet()
     device = choose_device(world, {"gpu": "cuda"}.get(args.accelerator, args.accelerator))
     with process_group(world, device):  # Lightning uses it and creates none of its own
-        with all_or_none(world):
-            training_set, test_set = data.load(args.data)
+        training_set, test_set = recipe.load_data(args, world)
         sampler = BatchSampler(len(training_set), args, world)
         len(sampler)  # raises UsageError before the run folder is created, if the ranks cannot share the batch size
         run = Run(world, "train_lightning", args, device)
 
-        module = Classifier(recipe.build_model(args, device), args)
+        module = Classifier(recipe.build_model(args, training_set, device), args)
         unused = args.strategy == "ddp_find_unused_parameters_true"
-        trainer = make_trainer(run, args, device, bare=lambda module: module.net, find_unused_parameters=unused)
-        evaluation = list(evaluation_batches(len(test_set), args.batch_size, world))
-        test_loader = DataLoader(ImageDataset(test_set), sampler=evaluation, batch_size=None)
+
+        def score(metrics: dict[str, float]) -> tuple[float, ...]:
+            return metrics["test_accuracy"], -metrics["test_loss"]
+
+        trainer = make_trainer(run, args, device, lambda module: module.net, score, find_unused_parameters=unused)
+        evaluation = [(0, index) for index in evaluation_batches(len(test_set), args.batch_size, world)]
+        test_loader = ImageLoader(test_set, evaluation)
         state = run.resume(device, args.epochs, module.net, "state_dict")
-        if state and state["epoch"] >= args.epochs:  # resumed after the last epoch
+        if state and run.epoch >= args.epochs:  # resumed after the last epoch
             module.net.load_state_dict(state["model"])
             trainer.validate(module, test_loader, verbose=False)
         else:
-            train_loader = DataLoader(ImageDataset(training_set), sampler=sampler, batch_size=None)
+            train_loader = ImageLoader(training_set, sampler)
+            if state:
+                sampler.skip(run.epoch + 1, state["step"])
             trainer.fit(module, train_loader, test_loader, ckpt_path=run.resume_from)
         run.finish(module.net, **{name: value.item() for name, value in trainer.callback_metrics.items()})
 

@@ -1,0 +1,105 @@
+"""Images per second of the loader for class folders, against PyTorch's own DataLoader with the same decoding and transforms.
+
+    python benchmarks/loader.py [--images 400] [--workers 2] [--rounds 5]
+
+The other one is DataLoader(shuffle by DistributedSampler, batch_size, num_workers) over a dataset of single images, collated in
+the worker. The images are JPEG files of 500 x 375 pixels, ImageNet's usual size, made in a temporary folder. The two take turns,
+one epoch each; the medians, the smallest and the largest value, and the ratio of each pair of turns are printed. On a machine
+that others use, look at the images per processor second.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from hpctrain.batches import training_batches
+from hpctrain.vision.data import to_images
+from hpctrain.vision.folder import ImageFolder, decode, random_resized_crop
+from hpctrain.world import ALONE
+
+SIDE, BATCH = 224, 32
+
+
+class PlainDataset(Dataset):
+    """The same files and transforms, one example at a time, with random numbers that no seed fixes."""
+
+    def __init__(self, images: ImageFolder) -> None:
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        image = random_resized_crop(decode(self._images.path(number)), SIDE, random.Random())
+        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1), self._images.labels[number]
+
+
+def make_images(folder: Path, number: int) -> None:
+    """Write JPEG files of smooth noise, which compress like photographs, into two class folders."""
+    noise = numpy.random.default_rng(0)
+    for n in range(number):
+        path = folder / f"class{n % 2}" / f"{n:05d}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        small = Image.fromarray(noise.integers(0, 256, (94, 125, 3), numpy.uint8))
+        small.resize((500, 375), Image.Resampling.BICUBIC).save(path, quality=90)
+
+
+def main() -> None:
+    """Print the images per second of both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=400)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        make_images(Path(name), args.images)
+        size = sum(path.stat().st_size for path in Path(name).rglob("*.jpg")) / args.images
+        images = ImageFolder(Path(name), SIDE, 1, args.workers)
+        cpu = torch.device("cpu")
+        sampler = DistributedSampler(images, num_replicas=1, rank=0, shuffle=True, drop_last=True)
+        plain = DataLoader(PlainDataset(images), BATCH, sampler=sampler, num_workers=args.workers, drop_last=True)
+
+        def epoch_of_ours(epoch: int) -> int:
+            indices = training_batches(len(images), BATCH, 1, epoch, ALONE)
+            return sum(len(labels) for _, labels in images.batches(indices, cpu, SIDE, epoch))
+
+        def epoch_of_plain(epoch: int) -> int:
+            sampler.set_epoch(epoch)
+            return sum(len(to_images(pixels, SIDE)) for pixels, _ in plain)
+
+        runs = {"hpctrain": epoch_of_ours, "plain": epoch_of_plain}
+        rates = {(unit, name): [] for unit in ("second", "processor second") for name in runs}
+        for epoch in range(args.rounds + 1):
+            for name in sorted(runs, reverse=epoch % 2 == 0):
+                began, used = time.perf_counter(), processor_seconds()
+                examples = runs[name](epoch)
+                if epoch:  # the first one warms the page cache
+                    rates["second", name].append(examples / (time.perf_counter() - began))
+                    rates["processor second", name].append(examples / (processor_seconds() - used))
+    print(f"{args.images} images of {size / 1000:.0f} kB, batch {BATCH}, {args.workers} workers, {args.rounds} rounds")
+    for unit in ("second", "processor second"):
+        rows = {name: rates[unit, name] for name in runs}
+        rows["ratio"] = [ours / other for ours, other in zip(*rows.values(), strict=True)]
+        for name, values in rows.items():
+            values = f"median {statistics.median(values):7.3f}  from {min(values):7.3f} to {max(values):7.3f}"
+            print(f"{'' if name == 'ratio' else f'images per {unit}':28} {name:8} {values}")
+
+
+def processor_seconds() -> float:
+    """The processor time of this process and of all workers that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+# What the user exported under a name that these scripts use as well. Sourced first by launch/lib.sh, and by launch/task.sh.
+# shellcheck shell=bash
+
+# A user may export TASK=mrpc for the program. Bash would export its own TASK instead.
+OWN_NAMES='ARGUMENTS BEGAN BROADCAST CLEAN_UP COMMAND COMMAND_IN_VARIABLE CONTAINER DIGEST DIGEST_PENDING DIGEST_STAMP
+    DRY_RUN EARLY_STOP FOLDERS FORWARDED_VARIABLES GPUS HOSTS JOB KILL_AT LAUNCH LAUNCHER LAUNCHERS LAUNCHER_TEXT
+    MAX_RESTARTS MPI NODES OPTIONS OPTIONS_GIVEN PROGRAM PYTHON ROOT RUNTIME RUNTIMES RUNTIME_VARIABLES
+    RUNTIME_VERSION SCRIPT SIF SIF_COPY STOPPING STOP_AT TASK TASKS THREADS WAIT_AND_REPORT WORDS'
+
+# Fills USERS_VARIABLES with NAME=value, for env to give them to the program.
+USERS_VARIABLES=()
+keep_users_variables() {
+    local name
+    while read -r name; do
+        if [[ " ${OWN_NAMES//[[:space:]]/ } " == *" $name "* ]]; then
+            USERS_VARIABLES+=("$name=${!name}")
+            export -n "${name?}"
+        fi
+    done < <(compgen -e)
+}
+keep_users_variables

@@ -1,0 +1,129 @@
+# The job goes on by itself after its time limit, a preemption or a fault: Slurm requeues it, and it resumes from its checkpoint.
+# Sourced by launch/lib.sh, and by launch/task.sh in each task.
+#
+# The batch script and the ranks on its node communicate through files in the folder HPCTRAIN_CONTROL:
+#   stop       the script asks the ranks to save a checkpoint and end
+#   saved      the ranks have saved a checkpoint of this attempt; one line, the option that resumes from it
+#   stopped    the ranks end because of stop, with their checkpoint saved and work left
+#   failed     an error of the program ends it, and would come again after a restart
+# A signal to the ranks would also reach squashfuse, and without the image they end with "Bus error".
+# shellcheck shell=bash
+
+STOPPING='' # not empty: the job is to stop
+STOP_AT=0   # then the ranks are asked to stop, in SECONDS
+KILL_AT=''  # then ranks that have not stopped are killed, in SECONDS
+
+# open_control: create HPCTRAIN_CONTROL in a batch job. A job of salloc or qsub -I has none: its user sees how it ends.
+open_control() {
+    [[ ${HPCTRAIN_REQUEUES:=10} =~ ^[0-9]+$ ]] || die "HPCTRAIN_REQUEUES is '$HPCTRAIN_REQUEUES': set it to a number of restarts"
+    [[ -z $DRY_RUN && (${ENVIRONMENT:-} == BATCH || ${PBS_ENVIRONMENT:-} == PBS_BATCH) ]] || return 0
+    # All runtimes show /tmp in the image. They do not show SLURM_TMPDIR.
+    HPCTRAIN_CONTROL=$(mktemp -d /tmp/hpctrain-control.XXXXXXXX) || die "/tmp of $(hostname) cannot be written: exclude this node"
+    export HPCTRAIN_CONTROL
+    trap 'rm -rf "$HPCTRAIN_CONTROL"' EXIT
+    trap request_stop USR1
+    [[ -z $EARLY_STOP ]] || request_stop
+}
+
+# request_stop: the trap for USR1 (sbatch --signal) and TERM (PBS at the end of the walltime, Slurm when it ends the job)
+request_stop() {
+    local start end limit left
+    [[ -z $STOPPING ]] || return 0
+    STOPPING=1 STOP_AT=$SECONDS
+    if start=$(date -d "$(job_field StartTime)" +%s 2>/dev/null) && end=$(date -d "$(job_field EndTime)" +%s 2>/dev/null); then
+        limit=$((end - start)) left=$((end - $(date +%s)))
+        # Slurm sends the signal at the start of a job whose time limit is not longer than --signal. Such a job trains for half of it.
+        ((limit > 240 || left <= limit / 2)) || STOP_AT=$((SECONDS + left - limit / 2))
+        # The last third of the time is for ending the ranks and requeuing the job.
+        KILL_AT=$((STOP_AT + (left - STOP_AT + SECONDS) * 2 / 3))
+    fi
+    ask_to_stop
+}
+
+ask_to_stop() {
+    ((SECONDS < STOP_AT)) || touch "$HPCTRAIN_CONTROL/stop"
+}
+
+# run_launcher: run COMMAND and return its exit status. It runs in the background, because bash runs traps between commands only.
+run_launcher() {
+    local status=0 launcher
+    trap request_stop USR1 TERM
+    "${COMMAND[@]}" &
+    launcher=$!
+    [[ -n $STOPPING ]] || wait "$launcher" || status=$?
+    [[ -n $STOPPING ]] || return "$status"
+    while is_alive "$launcher"; do # a signal ended the wait
+        ask_to_stop
+        if [[ -n $KILL_AT && -e $HPCTRAIN_CONTROL/saved ]] && ((SECONDS >= KILL_AT)); then
+            say 'the ranks have not stopped, and the time is nearly over: killing them'
+            kill "$launcher"
+            kill -CONT "$launcher" # a launcher that is stopped acts on no signal
+            KILL_AT=''
+        fi
+        sleep 1
+    done
+    wait "$launcher"
+}
+
+# conclude STATUS: requeue the job whose launcher ended with STATUS, or say why it does not go on. Returns the script's exit status.
+conclude() {
+    local status=$1 control=$HPCTRAIN_CONTROL restarts=${SLURM_RESTART_COUNT:-0} option='' why=''
+    trap '' USR1 TERM # a requeue ends this script
+    { read -r option <"$control/saved"; } 2>/dev/null || true
+    if [[ -e $control/stopped && $status == @(0|75) ]] || [[ -e $control/stop && $status == 75 ]]; then
+        why='the ranks have saved a checkpoint and stopped'
+        ((status)) || status=75 # for Slurm or PBS the job has completed only if it has no work left
+    elif ((status == 0)); then
+        return 0
+    fi
+    if [[ -n ${SLURM_JOB_ID:-} && $(job_field JobState) != RUNNING ]]; then # canceled, or requeued already
+        [[ ! -e $control/saved ]] || say "Slurm has ended the job: $(how_to_resume)"
+        return "$status"
+    elif [[ -n $why ]]; then
+        :
+    elif [[ -e $control/failed ]] || ((status == 2)); then # an error of usage or data, which has been printed
+        [[ ! -e $control/saved ]] || say "not requeued, because a restart does not correct this error: $(how_to_resume)"
+        return "$status"
+    elif [[ $(job_field PreemptTime) == *:* ]]; then
+        why='the job is preempted'
+    elif [[ ! -e $control/saved ]] && ! { [[ -e $control/stop ]] && ((status >= 128)); }; then
+        say "not requeued: exit status $status before this attempt has saved a checkpoint"
+        return "$status"
+    elif [[ -n $STOPPING && -e $control/saved ]]; then
+        why="exit status $status after the request to stop"
+    elif ((restarts < HPCTRAIN_REQUEUES)); then
+        # Of ranks that all exit with 75, srun kills some: it kills the others when the first one exits.
+        why="exit status $status after a checkpoint or the request to stop, restart $((restarts + 1)) of at most $HPCTRAIN_REQUEUES (HPCTRAIN_REQUEUES)"
+    else
+        say "not requeued: exit status $status after $restarts restarts, HPCTRAIN_REQUEUES allows no more: $(how_to_resume)"
+        return "$status"
+    fi
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        say "$why: requeuing the job"
+        scontrol requeue "$(job_id)" || say "Slurm does not requeue the job: $(how_to_resume)"
+    else
+        say "$why: $(how_to_resume)"
+    fi
+    return "$status"
+}
+
+# job_id: print the number of the job; of a task of an array ARRAY_TASK, because one task has the number of the whole array
+job_id() {
+    echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+}
+
+# job_field NAME: print this field of scontrol show job; in a PBS job nothing
+job_field() {
+    [[ -z ${SLURM_JOB_ID:-} ]] || scontrol show job "$(job_id)" 2>/dev/null | grep -oP "\b$1=\K\S+" || true
+}
+
+# how_to_resume: print the command that continues the run in another job. `option` is what rank 0 wrote to saved.
+how_to_resume() {
+    local words
+    words="$(printf '%q ' "$ROOT/launch/$SCRIPT" "${OPTIONS_GIVEN[@]}" "${ARGUMENTS[@]}")$option"
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        echo "continue with sbatch $words"
+    else
+        echo "continue with echo ${words@Q} | qsub"
+    fi
+}

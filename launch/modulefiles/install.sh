@@ -1,0 +1,74 @@
+#!/bin/bash
+# install.sh PREFIX SIF: install hpctrain for all users of a site, as `make install PREFIX=...` does.
+#
+#   PREFIX/hpctrain/VERSION/      launch/, examples/, bin/hpctrain, and the SIF; a second run adds the SIF of another flavor
+#   PREFIX/modulefiles/hpctrain/  a modulefile for Lmod, and one for Environment Modules
+#
+# Users run `module use PREFIX/modulefiles` and `module load hpctrain`.
+set -euo pipefail
+source_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+
+die() {
+    echo "${0##*/}: ${*//[[:cntrl:]]/?}" >&2
+    exit 1
+}
+
+write_command() {
+    cat <<'END'
+#!/bin/bash
+# hpctrain: run a command of hpctrain in the image of this installation. `make install` has written this file.
+#
+# HPCTRAIN_IMAGE or HPCTRAIN_FLAVOR choose another image than the first that is installed.
+set -euo pipefail
+
+die() {
+    echo "hpctrain: error: ${*//[[:cntrl:]]/?}" >&2
+    exit 1
+}
+
+root=$(dirname "$(dirname "$(readlink -f "$0")")")
+image=${HPCTRAIN_IMAGE:-}
+if [[ -z $image ]]; then
+    for image in "$root/hpctrain-${HPCTRAIN_FLAVOR:-}"*.sif; do break; done
+fi
+[[ -r $image ]] || die "$image: no such image: set HPCTRAIN_IMAGE to a SIF, or HPCTRAIN_FLAVOR to a flavor in $root"
+runtime=$(command -v apptainer || command -v singularity) || die "there is no apptainer on the PATH of $(hostname): load its module"
+gpu=()
+[[ ! -e /dev/nvidiactl ]] || gpu=(--nv)
+exec "$runtime" exec "${gpu[@]}" "$image" hpctrain "$@"
+END
+}
+
+case ${1:-} in
+    -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0" && exit ;;
+    '' | -*) die "give PREFIX, the folder to install into: make install PREFIX=/opt (see --help)" ;;
+esac
+[[ $# == 2 && -r $2 ]] || die "give PREFIX and a SIF that exists (see --help)"
+[[ $1 == /* ]] || die "$1: give PREFIX as an absolute path"
+prefix=$1 sif=$2
+version=$(sed -nE 's/^version = "(.*)"$/\1/p' "$source_folder/pyproject.toml")
+root=$prefix/hpctrain/$version
+mkdir -p "$prefix/hpctrain" "$prefix/modulefiles/hpctrain" || die "$prefix cannot be written"
+new=$(mktemp -d "$prefix/hpctrain/.new.XXXXXX")
+trap 'rm -rf "$new"' EXIT
+umask 022
+chmod 755 "$new"
+
+# Jobs read these files, so nothing is replaced.
+if [[ ! -e $root ]]; then
+    cp -r "$source_folder/launch" "$source_folder/examples" "$source_folder/LICENSE" "$new/"
+    mkdir "$new/bin"
+    write_command >"$new/bin/hpctrain"
+    chmod 755 "$new/bin/hpctrain"
+    chmod -R a+rX,go-w "$new"
+    mv -T "$new" "$root"
+    mkdir "$new"
+fi
+[[ ! -e $root/${sif##*/} ]] || die "$root has ${sif##*/} already: remove that folder first, when no job uses it"
+cp "$sif" "$new/image"
+chmod 644 "$new/image"
+mv -T "$new/image" "$root/${sif##*/}"
+cp "$source_folder/launch/modulefiles/hpctrain.lua" "$prefix/modulefiles/hpctrain/$version.lua"
+cp "$source_folder/launch/modulefiles/hpctrain.tcl" "$prefix/modulefiles/hpctrain/$version"
+chmod 644 "$prefix/modulefiles/hpctrain/$version"*
+echo "installed ${sif##*/} in $root; users run: module use $prefix/modulefiles && module load hpctrain/$version"

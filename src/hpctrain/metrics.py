@@ -1,0 +1,59 @@
+"""The metrics of a run, as lines of metrics.jsonl and in TensorBoard."""
+
+import json
+import shutil
+from pathlib import Path
+
+from hpctrain import atomic
+
+
+class Metrics:
+    """The metrics of a run folder, on one rank. `lines` is their number."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._board_folder = folder / "metrics.jsonl", folder / "tensorboard"
+        self.lines = 0
+        self._open()
+
+    def add(self, position: dict[str, float], values: dict[str, float]) -> None:
+        """Append a line with the position, which has "step", and the values. Raises OSError."""
+        self._file.write(json.dumps(position | values) + "\n")
+        self._file.flush()
+        self.lines += 1
+        self._show(position["step"], values)
+
+    def rewind(self, lines: int) -> None:
+        """Keep the first lines alone: a resumed run repeats the steps of the others. Raises OSError."""
+        if self._file.tell() == 0:
+            return
+        self.close()
+        kept = self._path.read_text(encoding="utf-8").splitlines(keepends=True)[:lines]
+        atomic.write_text(self._path, "".join(kept))
+        shutil.rmtree(self._board_folder, ignore_errors=True)
+        self._open()
+        self.lines = len(kept)
+        for line in map(json.loads, kept):
+            self._show(line["step"], {name: line[name] for name in line if name not in ("epoch", "step", "seconds")})
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        self._file.close()
+        self._board.close()
+
+    def _open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import: on rank 0 only
+
+        self._board = SummaryWriter(self._board_folder)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def _show(self, step: float, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+
+def format_seconds(seconds: float) -> str:
+    """A time as people say it: 40 s, 12 min, 3 h 05 min."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"

@@ -1,0 +1,48 @@
+"""What the launch script and the ranks tell each other, so that a job ends in time and goes on later.
+
+The launch script names a folder of this job in HPCTRAIN_CONTROL, on its own node. It has up to four files:
+
+    stop       by the launch script: the time limit is near, or the job is being preempted. Save and end.
+    saved      by a rank, after each checkpoint: the option that resumes from it, or nothing if the same command does.
+    stopped    by a rank: the program ends because of `stop`, has saved, and has work left.
+    failed     by a rank: an error ends the program that would come again.
+
+The launch script requeues the job after `stopped`, and after a failure that is none of the program's own, if there is a
+checkpoint of this start (launch/lib/requeue.sh). Every rank calls these functions, because rank 0 may be on another node:
+torchrun numbers the nodes by their names. On other nodes, and without a launch script, they do nothing.
+"""
+
+import os
+import shlex
+from contextlib import suppress
+from pathlib import Path
+
+from hpctrain import atomic
+
+
+def stop_requested() -> bool:
+    """Whether the launch script has asked this job to save and to end, as the ranks on its node can see."""
+    folder = os.environ.get("HPCTRAIN_CONTROL")
+    return bool(folder) and Path(folder, "stop").exists()
+
+
+def report_saved(resume_with: Path | None) -> None:
+    """Tell the launch script that a checkpoint is complete, in a run folder to give to --resume; None if that is not needed."""
+    _write("saved", f"--resume {shlex.quote(str(resume_with))}\n" if resume_with else "")
+
+
+def report_stopped() -> None:
+    """Tell the launch script that this program ends early, and is to be started again."""
+    _write("stopped", "")
+
+
+def report_failed() -> None:
+    """Tell the launch script that it is of no use to start this program again."""
+    _write("failed", "")
+
+
+def _write(name: str, text: str) -> None:
+    folder = Path(os.environ.get("HPCTRAIN_CONTROL", ""))
+    if folder.is_absolute() and folder.is_dir():
+        with suppress(OSError):  # a full /tmp is no reason to end the training
+            atomic.write_text(folder / name, text)

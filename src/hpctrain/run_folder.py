@@ -1,0 +1,68 @@
+"""Finding, creating and owning the folder of a run."""
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+
+from hpctrain import atomic, checkpoint
+from hpctrain.errors import HpctrainError
+from hpctrain.node_checks import refuse_throw_away
+from hpctrain.owner import Owner
+from hpctrain.world import job_id, restart_count, torchrun_restarts
+
+# --resume auto: resume from the run folder itself if it has a checkpoint
+AUTO = Path("auto")
+
+
+def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path | None, Owner]:
+    """Create the run folder and own it, on one rank. Returns it, the checkpoint to resume from, if any, and its owner.
+
+    Raises HpctrainError.
+    """
+    source = None if args.resume == AUTO else args.resume
+    folder = args.out or source or Path("runs") / trainer / job_id()
+    earlier_run = (folder / "config.json").exists()
+    again = args.resume == AUTO
+    if earlier_run and not again and (not source or source.resolve() != folder.resolve()):
+        again = restart_count() > 0 or (torchrun_restarts() and Owner(folder).is_of_this_launch())
+        if not (again and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()):
+            raise HpctrainError(f"{folder} holds a run already: give another --out, or continue that run with --resume {folder}")
+        # Slurm or torchrun has started the job again, with the same command line.
+    if again and checkpoint.list_newest_first(folder):
+        source = folder
+    own = source is not None and source.resolve() == folder.resolve()
+    resume = None
+    if source and not (own and (folder / "checkpoints").is_dir()):
+        resume = checkpoint.find_newest(source)
+    try:
+        # For its user alone, with all that is in it. A folder that exists keeps its permissions.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_throw_away(folder)
+        owner = Owner(folder)
+        owner.acquire()
+        for part in ("checkpoints", "logs"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        if earlier_run:
+            atomic.remove_leftovers(folder / "checkpoints")
+        probe = folder / f".probe.{os.getpid()}"
+        probe.write_bytes(bytes(16_000))
+        probe.unlink()
+    except OSError as error:
+        raise HpctrainError(
+            f"{folder}: cannot be written ({error.strerror}): use --out to name a folder that you can write to"
+        ) from error
+    if own:
+        resume = checkpoint.find_newest(folder)  # the last owner may have written until now
+    return folder, resume, owner
+
+
+def finished_epochs(folder: Path) -> float:
+    """The epochs of the result in a run folder; 0 if it has none, infinity if the result does not say."""
+    try:
+        return json.loads((folder / "result.json").read_text(encoding="utf-8")).get("epochs", math.inf)
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError):
+        return math.inf

@@ -1,0 +1,154 @@
+"""hpctrain runs: a table of the run folders below a folder."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hpctrain.cli import Parser
+from hpctrain.errors import HpctrainError, one_line
+from hpctrain.world import World
+
+# The entries of a line of metrics that are neither losses nor scores.
+NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s"}
+# An owner changes the time stamp of owner.json every two seconds; clocks of nodes and file servers differ by less than this.
+SIGN_OF_LIFE = 60.0  # s
+# More than the last lines of metrics.jsonl, which has a few hundred bytes a line.
+TAIL = 8192  # bytes
+
+
+def find(folder: Path) -> Iterator[Path]:
+    """The run folders in a folder, or the folder itself, in the order of their names."""
+    for path, folders, files in os.walk(folder):
+        if "config.json" in files:
+            folders.clear()  # a run folder has no other in it
+            yield Path(path)
+        folders.sort()
+
+
+def read_configs(run: Path) -> list[dict[str, Any]]:
+    """What config.json says, and config.2.json and so on of a run that was resumed. Raises HpctrainError, naming the file."""
+    paths = [run / "config.json"]
+    while (following := run / f"config.{len(paths) + 1}.json").exists():
+        paths.append(following)
+    return [_read_json(path) for path in paths]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise HpctrainError(f"{path}: cannot be read ({error}): name a run folder, such as runs/train_ddp/17") from error
+    if not isinstance(content, dict) or not isinstance(content.get("options"), dict):
+        raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
+    return content
+
+
+def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl, of its last `tail` bytes if given. A line that is being written is left out."""
+    try:
+        with (run / "metrics.jsonl").open("rb") as file:
+            if tail is not None and file.seek(0, os.SEEK_END) > tail:
+                file.seek(-tail, os.SEEK_END)
+                file.readline()
+            else:
+                file.seek(0)
+            content = file.read()
+    except OSError:
+        return []
+    lines = []
+    for text in content.splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and {"epoch", "step"} <= line.keys():
+            lines.append(line)
+    return lines
+
+
+def points(lines: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
+    """The steps and values of a metric. A run that was resumed may have a step twice: the last value counts."""
+    return sorted({line["step"]: line[name] for line in lines if name in line}.items())
+
+
+def summarize(run: Path) -> dict[str, Any]:
+    """A row of the table: state, job, position, score, speed, start and image of a run. Raises HpctrainError."""
+    configs = read_configs(run)
+    last = configs[-1]
+    lines = read_metrics(run, TAIL)
+    found = [item for line in lines for item in line.items() if item[0] not in NOT_SCORES and "/" not in item[0]]
+    score, value = ([item for item in found if item[0] != "train_loss"] or found or [(None, None)])[-1]
+    return {
+        "run": str(run),
+        "state": _state(run, str(last.get("started"))),
+        "trainer": configs[0].get("trainer"),
+        "job": last.get("job"),
+        "starts": len(configs),
+        "epoch": lines[-1]["epoch"] if lines else 0,
+        "epochs": last["options"].get("epochs"),
+        "step": lines[-1]["step"] if lines else 0,
+        "score": score,
+        "value": value,
+        "examples_per_s": next((line["examples_per_s"] for line in reversed(lines) if "examples_per_s" in line), None),
+        "started": configs[0].get("started"),
+        "image_digest": last.get("image_digest"),
+    }
+
+
+def _state(run: Path, started: str) -> str:
+    """finished, running, or stopped: the run has work left, and no job works on it now."""
+    try:
+        if time.time() - (run / "owner.json").stat().st_mtime < SIGN_OF_LIFE:
+            return "running"
+    except OSError:
+        pass
+    try:
+        finished = (run / "result.json").stat().st_mtime
+        begun = datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (OSError, ValueError):
+        return "stopped"
+    return "finished" if finished >= begun else "stopped"  # resumed for more epochs since
+
+
+def table(rows: list[dict[str, Any]], folder: Path) -> str:
+    """The rows as lines of text, the run that started last at the end."""
+    cells = [("RUN", "STATE", "JOB", "EPOCH", "STEP", "SCORE", "EXAMPLES/S", "STARTED", "IMAGE")]
+    for row in sorted(rows, key=lambda row: str(row["started"])):
+        path = Path(row["run"])
+        cells.append(
+            (
+                str(path.relative_to(folder) if path != folder else path),
+                row["state"],
+                str(row["job"]) + (f" ({row['starts']} starts)" if row["starts"] > 1 else ""),
+                f"{row['epoch']}/{row['epochs']}",
+                str(row["step"]),
+                f"{row['score']} {row['value']:.4g}" if row["score"] else "-",
+                f"{row['examples_per_s']:.4g}" if row["examples_per_s"] else "-",
+                str(row["started"])[:16].replace("T", " "),
+                str(row["image_digest"] or "-").removeprefix("sha256:")[:12],
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+    return "\n".join(map(one_line, lines))
+
+
+def parser() -> Parser:
+    """The options of `hpctrain runs`."""
+    parser = Parser(prog="hpctrain runs", description="List the run folders below a folder: state, position, score, speed.")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="where to look (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the whole digest of each image")
+    return parser
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Print the table. Raises HpctrainError if there is no run folder."""
+    args = parser().parse_args(arguments)
+    rows = [summarize(run) for run in find(args.folder)]
+    if not rows:
+        raise HpctrainError(f"{args.folder}: no run folder in it, which has a config.json: name another folder")
+    print(json.dumps(rows, indent=2) if args.json else table(rows, args.folder))

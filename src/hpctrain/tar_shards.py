@@ -1,0 +1,85 @@
+"""Examples in tar files, in WebDataset's layout, read by number.
+
+The library webdataset streams tar files: it cannot begin in the middle of an epoch without reading what comes before, and its
+map-style sibling wids ended with webdataset 1.0. An uncompressed tar file needs only the offset of each file in it.
+"""
+
+import os
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+from torch.utils.data import Dataset
+
+from hpctrain.errors import HpctrainError, first_line
+
+
+class TarShards(Dataset):
+    """A map-style data set of the examples in uncompressed tar files, of which only offsets are in memory.
+
+    An example is the files in a row with the same name up to the first dot: 000017.jpg and 000017.cls are one. It is read as
+    {"__key__": "000017", "jpg": bytes, "cls": bytes}. All examples have the same extensions.
+    """
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        """Read the headers of all files in the tar files. Raises HpctrainError, naming the tar file."""
+        self._paths = [Path(path) for path in paths]
+        self.extensions: list[str] = []
+        keys, places = [], []
+        for number, path in enumerate(self._paths):
+            for key, files in _examples_in(path):
+                self.extensions = self.extensions or sorted(files)
+                if sorted(files) != self.extensions:
+                    raise HpctrainError(
+                        f"{path}: {key} has {', '.join(sorted(files))}, but the first example has {', '.join(self.extensions)}: "
+                        "give all examples the same extensions"
+                    )
+                keys.append(os.fsencode(key))
+                places.append([(number, *files[extension]) for extension in self.extensions])
+        if not keys:
+            raise HpctrainError(
+                f"{self._paths[0] if paths else 'TarShards()'}: has no examples: give tar files with files in them"
+            )
+        # Arrays: lists would be copied into the memory of each worker, as their reference counts change.
+        self._keys, self._places = numpy.array(keys), numpy.array(places)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, number: int) -> dict[str, str | bytes]:
+        """An example. Raises HpctrainError, naming the tar file, if it cannot be read."""
+        example: dict[str, str | bytes] = {"__key__": os.fsdecode(bytes(self._keys[number]))}
+        path = self._paths[self._places[number, 0, 0]]
+        try:
+            with path.open("rb", buffering=0) as file:
+                for extension, (_, offset, size) in zip(self.extensions, self._places[number].tolist(), strict=True):
+                    content = os.pread(file.fileno(), size, offset)
+                    if len(content) < size:
+                        raise HpctrainError(f"{path}: ends within {example['__key__']}.{extension}: copy it again")
+                    example[extension] = content
+        except OSError as error:
+            raise HpctrainError(f"{path}: cannot be read ({first_line(error)}): check the path and its permissions") from error
+        return example
+
+
+def _examples_in(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
+    """The key of each example of a tar file, and the offset and size of the file with each extension. Raises HpctrainError."""
+    examples: list[tuple[str, dict[str, tuple[int, int]]]] = []
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
+                stem, _, extension = name.partition(".")
+                if not member.isfile() or not stem or not extension:  # folders, and hidden files such as ._NAME of macOS
+                    continue
+                key = f"{folder}/{stem}" if folder else stem
+                if not examples or examples[-1][0] != key:
+                    examples.append((key, {}))
+                examples[-1][1][extension] = member.offset_data, member.size
+    except (OSError, tarfile.TarError) as error:
+        raise HpctrainError(
+            f"{path}: cannot be read as an uncompressed tar file ({first_line(error)}): unpack a .tar.gz with gunzip, "
+            "or copy the file again"
+        ) from error
+    return examples

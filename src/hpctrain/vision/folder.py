@@ -1,0 +1,220 @@
+"""Images in class folders, FOLDER/train/CLASS/NAME.jpg and FOLDER/val/CLASS/NAME.jpg, decoded in worker processes.
+
+Files, classes and their numbers are those of torchvision's ImageFolder, and the transforms those of its reference training
+of ResNet-50 (github.com/pytorch/vision, references/classification/presets.py): a random resized crop and a flip in training;
+resize and center crop in evaluation.
+"""
+
+import math
+import os
+import random
+import struct
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from hpctrain.errors import HpctrainError, first_line
+from hpctrain.vision.data import Images, to_images
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+TRAINING, EVALUATION = "train", ("val", "valid", "test")  # names of the parts of a data folder
+# What Pillow raises for files that are damaged, in addition to OSError.
+DAMAGED = (SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
+
+
+class ImageFolder:
+    """Color images in class folders, of which only the names are in memory.
+
+    `seed` selects the augmentation of a training set; an evaluation set has None. Images are cropped to `side` x `side` pixels,
+    by `workers` processes, or by this one if that is 0. `classes` are the names of the classes in the order of their labels.
+    """
+
+    channels = 3
+
+    def __init__(self, folder: Path, side: int, seed: int | None, workers: int) -> None:
+        """Read the names of all files. Raises HpctrainError, naming the folder, if one cannot be read or has no image."""
+        self._folder, self._side, self._seed, self.workers = folder, side, seed, workers
+        self.classes = sorted(entry.name for entry in _scan(folder) if entry.is_dir() and not entry.name.startswith("."))
+        if not self.classes:
+            raise HpctrainError(f"{folder}: has no class folders: put the images of each class into a folder of their own")
+        names, sizes = [], []
+        for name in self.classes:
+            found = list(_images_in(folder / name))
+            if not found:
+                raise HpctrainError(f"{folder / name}: has no JPEG or PNG file: remove this class, or add its images")
+            names += found
+            sizes.append(len(found))
+        # An array: a list of a million strings would be copied into the memory of each worker, as their reference counts change.
+        self._names = numpy.array([os.fsencode(name.relative_to(folder)) for name in names])
+        self.labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, number: int) -> Path:
+        """The file of an example."""
+        return self._folder / os.fsdecode(bytes(self._names[number]))
+
+    def read(self, index: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        """The examples of `index`: pixels [b, 3, side, side] uint8, labels [b] int64. Raises HpctrainError, naming the file.
+
+        The augmentation of an example depends on (seed, epoch, example) alone.
+        """
+        return torch.stack([self._pixels(number, epoch) for number in index.tolist()]), self.labels[index]
+
+    def batch(self, index: Tensor, device: torch.device, side: int) -> tuple[Tensor, Tensor]:
+        """The examples of `index` on `device`, as in epoch 0: images [b, 3, side, side] float32, labels [b] int64."""
+        pixels, labels = self.read(index, epoch=0)
+        return to_images(pixels.to(device), side), labels.to(device)
+
+    def batches(self, indices: Iterable[Tensor], device: torch.device, side: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """batch() of each index in turn, read ahead by the workers. Raises HpctrainError, naming the file."""
+        pinned = device.type == "cuda"
+        for pixels, labels in ImageLoader(self, ((epoch, index) for index in indices), pin_memory=pinned):
+            yield to_images(pixels.to(device, non_blocking=True), side), labels.to(device, non_blocking=True)
+
+    def _pixels(self, number: int, epoch: int) -> Tensor:
+        image = decode(self.path(number))
+        if self._seed is None:
+            image = center_crop(image, self._side)
+        else:
+            chance = random.Random(hash((self._seed, epoch, number)))  # the hash of integers is the same in every process
+            image = random_resized_crop(image, self._side, chance)
+        return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+
+
+class ImageLoader(DataLoader):
+    """A DataLoader of the batches (pixels, labels) for a sampler of (epoch, index); the labels are on the CPU.
+
+    An HpctrainError of a worker is raised as it is; DataLoader itself would raise one with the traceback as its text.
+    """
+
+    def __init__(self, images: Images | ImageFolder, sampler: Iterable[tuple[int, Tensor]], pin_memory: bool = False) -> None:
+        # Without a generator of its own, the loader draws a number of those that the model uses.
+        options = {"batch_size": None, "num_workers": images.workers, "pin_memory": pin_memory, "generator": torch.Generator()}
+        super().__init__(ImageDataset(images), sampler=sampler, **options)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        # A generator: the workers, which read ahead, start at the first batch and not before Lightning has set the epoch.
+        for batch in super().__iter__():
+            if isinstance(batch, HpctrainError):
+                raise batch
+            yield batch
+
+
+class ImageDataset(Dataset):
+    """A dataset that a sampler indexes with the epoch and the examples of a whole batch."""
+
+    def __init__(self, images: Images | ImageFolder) -> None:
+        self._images = images
+
+    def __getitem__(self, item: tuple[int, Tensor]) -> tuple[Tensor, Tensor] | HpctrainError:
+        epoch, index = item
+        try:
+            return self._images.read(index, epoch)
+        except HpctrainError as error:
+            return error
+
+
+def is_image_folder(folder: Path | None) -> bool:
+    """Whether --data is a folder with a folder of class folders for training."""
+    return folder is not None and (folder / TRAINING).is_dir()
+
+
+def load_folder(folder: Path, side: int, seed: int, workers: int) -> tuple[ImageFolder, ImageFolder]:
+    """The training set and the evaluation set in `folder`.
+
+    Raises HpctrainError if a part or a class is missing, naming it.
+    """
+    evaluation = next((folder / name for name in EVALUATION if (folder / name).is_dir()), None)
+    if evaluation is None:
+        names = ", ".join(f"{name}/" for name in EVALUATION)
+        raise HpctrainError(f"{folder}: has {TRAINING}/ but none of {names}: put class folders for evaluation into one of them")
+    train, test = ImageFolder(folder / TRAINING, side, seed, workers), ImageFolder(evaluation, side, None, workers)
+    if different := sorted(set(train.classes) ^ set(test.classes)):
+        has, lacks = (TRAINING, evaluation.name) if different[0] in train.classes else (evaluation.name, TRAINING)
+        raise HpctrainError(
+            f"{folder}: the class {different[0]} is in {has}/ but not in {lacks}/ ({len(different)} classes differ in all): "
+            "both need the same classes"
+        )
+    return train, test
+
+
+def _scan(folder: Path) -> list[os.DirEntry]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise HpctrainError(f"{folder}: cannot be read ({first_line(error)}): check the path and its permissions") from error
+
+
+def _images_in(folder: Path) -> Iterator[Path]:
+    """All images in a class folder and its subfolders, in the order of torchvision's ImageFolder. Raises HpctrainError."""
+
+    def fail(error: OSError) -> None:
+        raise HpctrainError(f"{error.filename}: cannot be read ({first_line(error)}): check its permissions") from error
+
+    for place, _, names in sorted(os.walk(folder, onerror=fail, followlinks=True)):
+        for name in sorted(names):
+            if name.lower().endswith(SUFFIXES) and not name.startswith("."):  # macOS leaves ._NAME.jpg, which is no image
+                yield Path(place, name)
+
+
+def decode(path: Path) -> Image.Image:
+    """Read a JPEG or PNG file as an RGB image, turned as its EXIF data say. Raises HpctrainError, naming the file."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damaged EXIF data
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path, formats=["JPEG", "PNG"]) as file:
+                image = ImageOps.exif_transpose(file)
+                if image.mode.startswith("I"):  # 16 bits of gray, which convert() would clip and not scale
+                    image = Image.fromarray((numpy.asarray(image) // 256).astype(numpy.uint8))
+                return image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise HpctrainError(
+            f"{path}: has more than {Image.MAX_IMAGE_PIXELS} pixels, Pillow's limit against decompression bombs: "
+            "scale the image down or remove it"
+        ) from error
+    except (OSError, *DAMAGED) as error:
+        raise HpctrainError(f"{path}: cannot be read as a JPEG or PNG ({first_line(error)}): replace or remove it") from error
+
+
+def random_resized_crop(image: Image.Image, side: int, chance: random.Random) -> Image.Image:
+    """A random part of the image, scaled to side x side pixels and flipped in half of the cases.
+
+    The part has 8 to 100 % of the area and a ratio of 3:4 to 4:3, as in Szegedy et al., "Going deeper with convolutions" (2015).
+    """
+    width, height = image.size
+    for _ in range(10):
+        area = width * height * chance.uniform(0.08, 1)
+        ratio = math.exp(chance.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = chance.randint(0, width - w), chance.randint(0, height - h)
+            break
+    else:  # the largest part in the middle that has such a ratio
+        w, h = max(1, min(width, round(height * 4 / 3))), max(1, min(height, round(width * 4 / 3)))
+        left, top = (width - w) // 2, (height - h) // 2
+    part = image.crop((left, top, left + w, top + h)).resize((side, side), Image.Resampling.BILINEAR)
+    return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if chance.random() < 0.5 else part
+
+
+def center_crop(image: Image.Image, side: int) -> Image.Image:
+    """The middle of the image, side x side pixels, after its shorter side was scaled to 8/7 of that: 256 for 224."""
+    width, height = image.size
+    scale = side * 8 // 7 / min(width, height)
+    # A very long image is cut before it is scaled up, so that it stays small.
+    longest = min(width, height) * 4
+    left, top = max(0, (width - longest) // 2), max(0, (height - longest) // 2)
+    image = image.crop((left, top, width - left, height - top))
+    width, height = (max(side, round(length * scale)) for length in image.size)
+    left, top = (width - side) // 2, (height - side) // 2
+    return image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + side, top + side))

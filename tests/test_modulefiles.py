@@ -1,0 +1,99 @@
+"""make install: an installation for all users of a site, and its modulefiles."""
+
+import os
+import re
+import subprocess
+
+import pytest
+from slurm_cluster import REPOSITORY, Cluster
+
+INSTALL = REPOSITORY / "launch/modulefiles/install.sh"
+VERSION = re.search(r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text(), re.M)[1]
+LMOD = ["/usr/share/lmod/lmod/libexec/lmod", "bash"]  # prints shell code
+
+
+def install(prefix, sif, **env):
+    return subprocess.run([INSTALL, prefix, sif], capture_output=True, text=True, env=os.environ | env)
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """An installation with a file that stands for the SIF."""
+    prefix = tmp_path / "opt"
+    prefix.mkdir()
+    (tmp_path / "hpctrain-cpu.sif").write_text("the image")
+    done = install(prefix, tmp_path / "hpctrain-cpu.sif")
+    assert done.returncode == 0, done.stderr
+    return prefix
+
+
+def test_what_is_installed(prefix):
+    root = prefix / "hpctrain" / VERSION
+    assert sorted(path.name for path in root.iterdir()) == ["LICENSE", "bin", "examples", "hpctrain-cpu.sif", "launch"]
+    assert sorted(path.name for path in (prefix / "hpctrain").iterdir()) == [VERSION]
+    assert os.access(root / "bin/hpctrain", os.X_OK) and os.access(root / "launch/apptainer_ddp.sh", os.X_OK)
+    for path in prefix.rglob("*"):  # everybody may read it, and nobody else write
+        assert path.is_symlink() or (path.stat().st_mode & 0o044 == 0o044 and not path.stat().st_mode & 0o022), path
+
+
+def test_another_flavor_is_added_and_nothing_is_replaced(prefix, tmp_path):
+    (tmp_path / "hpctrain-cu130.sif").write_text("another image")
+    root = prefix / "hpctrain" / VERSION
+    (root / "launch/marker").touch()
+    assert install(prefix, tmp_path / "hpctrain-cu130.sif", umask="077").returncode == 0
+    assert (root / "hpctrain-cu130.sif").read_text() == "another image" and (root / "launch/marker").exists()
+    again = install(prefix, tmp_path / "hpctrain-cpu.sif")
+    assert again.returncode == 1 and f"{root} has hpctrain-cpu.sif already: remove that folder first" in again.stderr
+    assert (root / "hpctrain-cpu.sif").read_text() == "the image"
+    assert sorted(path.name for path in (prefix / "hpctrain").iterdir()) == [VERSION]
+
+
+def test_invalid_arguments(tmp_path):
+    for arguments in (["relative", __file__], [tmp_path], [tmp_path, tmp_path / "nothing.sif"], ["", __file__]):
+        done = subprocess.run([INSTALL, *arguments], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lua", "tcl"])
+def test_the_modulefile(prefix, kind):
+    """By Lmod, which reads both kinds. Environment Modules, for which the second is, cannot be installed beside it."""
+    (prefix / "modulefiles/hpctrain" / (VERSION if kind == "lua" else f"{VERSION}.lua")).unlink()
+    root = prefix / "hpctrain" / VERSION
+    env = {"PATH": "/usr/bin:/bin", "MODULEPATH": str(prefix / "modulefiles"), "HOME": "/nonexistent", "USER": "alice"}
+
+    def module(*words):
+        done = subprocess.run([*LMOD, *words], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    code = module("load", "hpctrain").stdout
+    show = subprocess.run(["bash", "-c", f'{code}\necho "$HPCTRAIN_ROOT"; echo "$PATH"; type -P hpctrain apptainer_ddp.sh'],
+                          env=env, capture_output=True, text=True)  # fmt: skip
+    expected = [str(root), f"{root}/bin:{root}/launch:/usr/bin:/bin", f"{root}/bin/hpctrain", f"{root}/launch/apptainer_ddp.sh"]
+    assert show.stdout.splitlines() == expected, show.stderr
+    assert "sbatch apptainer_ddp.sh" in (help_ := module("help", f"hpctrain/{VERSION}")).stdout + help_.stderr
+
+
+@pytest.mark.slow
+def test_a_user_of_the_installation_submits_from_any_folder(sif):
+    """With what the modulefile sets, on the cluster; alice has nothing of hpctrain in her home."""
+    with Cluster(nodes=2) as cluster:
+        prefix = cluster.host_path("/project/site")
+        prefix.mkdir()
+        done = subprocess.run(["make", "install", f"PREFIX={prefix}"], cwd=REPOSITORY, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        root = f"/project/site/hpctrain/{VERSION}"
+        env = {"HPCTRAIN_ROOT": root, "PATH": f"{root}/bin:{root}/launch:/usr/local/bin:/usr/bin:/bin"}
+        cluster.exec("login", "mkdir", "/home/alice/mine", user="alice")
+        version = cluster.exec("login", "hpctrain", "--version", user="alice", cwd="/home/alice/mine", env=env)
+        assert version.stdout == f"{VERSION}\n"
+        number = cluster.submit(
+            "apptainer_ddp.sh", "train_ddp", "--epochs", "1", "--out", "here", cwd="/home/alice/mine", env=env
+        )
+        ended = cluster.wait(number)
+        output = cluster.host_path(f"/home/alice/mine/slurm-{number}.out").read_text()
+        assert ended.state == "COMPLETED" and (cluster.host_path("/home/alice/mine/here") / "result.json").exists(), output
+        broken = cluster.exec("login", "hpctrain", "runs", user="alice", env=env | {"HPCTRAIN_FLAVOR": "x"}, check=False)
+        assert broken.returncode == 1 and "hpctrain-x*.sif: no such image: set HPCTRAIN_IMAGE" in broken.stderr

@@ -1,0 +1,278 @@
+"""`import hpctrain` in a user's own script: the steps of examples/own-script, and each name that they use."""
+
+import difflib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+from slurm_cluster import REPOSITORY
+from torch import nn
+from torch.nn.parallel import DataParallel
+from torch.utils.data import Dataset
+
+import hpctrain
+from hpctrain.world import ALONE, World
+
+STEPS = sorted((REPOSITORY / "examples/own-script").glob("*.py"))
+
+
+def python(code, **env):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | env)
+
+
+def run(step, ranks, *arguments, cwd):
+    """Run a step of the example."""
+    launcher = [sys.executable, *(["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks > 1 else [])]
+    command = [*launcher, STEPS[step - 1], *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+# ---- the steps ----
+
+
+def test_each_step_is_a_few_lines():
+    assert [path.name for path in STEPS] == ["1_single_gpu.py", "2_many_gpus.py", "3_run_folder.py", "4_resume.py"]
+    for before, after in itertools.pairwise(STEPS):
+        lines = difflib.ndiff(before.read_text().splitlines(), after.read_text().splitlines())
+        assert 5 < sum(line.startswith("+ ") for line in lines) <= 32, after  # most of step 2 is indentation
+
+
+@pytest.mark.slow
+def test_the_steps_train(tmp_path):
+    losses = {}
+    for step in (1, 2):
+        out = run(step, step, "--epochs", 3, cwd=tmp_path)
+        losses[step] = [float(loss) for loss in re.findall(r"epoch \d loss ([\d.]+)\n", out)]
+        assert len(losses[step]) == 3 and losses[step][-1] < 1.5, out
+        assert "0.inner.0.weight" in torch.load(tmp_path / "model.pt")
+    run(3, 1, "--epochs", 2, "--out", "run", cwd=tmp_path)
+    assert (tmp_path / "run/metrics.jsonl").read_text().count("train_loss") == 10
+
+
+@pytest.mark.slow
+def test_the_last_step_resumes_bit_for_bit(tmp_path):
+    """With four ranks, dropout, random augmentation and workers."""
+    run(4, 4, "--epochs", 2, "--checkpoint-every", 3, "--keep-checkpoints", 99, "--out", "whole", cwd=tmp_path)
+    cut = tmp_path / "cut"
+    shutil.copytree(tmp_path / "whole", cut)
+    (cut / "result.json").unlink()
+    for path in sorted((cut / "checkpoints").iterdir()):
+        if path.name > "epoch-0002-step-000002.pt" or path.name == "epoch-0002.pt":
+            path.unlink()
+    out = run(4, 4, "--epochs", 2, "--resume", "cut", cwd=tmp_path)
+    assert "resuming after epoch 1 and 2 steps" in out
+    assert result(cut)["weights_sha256"] == result(tmp_path / "whole")["weights_sha256"]
+
+
+# ---- import hpctrain ----
+
+
+def test_the_import_does_nothing():
+    code = "import sys; before = set(sys.modules); hook = sys.excepthook; import hpctrain; assert sys.excepthook is hook; "
+    code += "print([name for name in sys.modules if name.startswith(('torch', 'numpy', 'hpctrain.'))])"
+    assert python(code).stdout == "[]\n"
+
+
+def test_every_name_is_there_and_described():
+    page = (REPOSITORY / "docs/own-script.md").read_text()
+    for name in hpctrain.__all__:
+        assert getattr(hpctrain, name).__doc__, name
+        assert re.search(rf"`(hpctrain\.)?{name}\b", page), f"docs/own-script.md does not describe {name}"
+    assert set(hpctrain.__all__) <= set(dir(hpctrain))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = hpctrain.nonsense
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "stderr"),
+    [
+        ("raise hpctrain.HpctrainError('no data: give --data')", 1, "hpctrain: error: no data: give --data\n"),
+        ("raise hpctrain.UsageError('no such option')", 2, "hpctrain: error: no such option\n"),
+        ("hpctrain.trainer_parser('mine', '').parse_args(['--nonsense'])", 2, r"hpctrain: error: \S+: unrecognized arguments"),
+        ("hpctrain.detect; raise ValueError('boom')", 1, "Traceback (.*\n)+ValueError: boom\n"),
+        ("hpctrain.main(lambda world: print(world.size))", 0, ""),
+        ("import sys; hpctrain.main(lambda world: sys.exit('stop'))", 1, "stop\n"),
+        ("import sys; hpctrain.main(lambda world: sys.exit(75))", 75, ""),
+        ("hpctrain.main(lambda world: 1 / 0)", 1, "Traceback (.*\n)+ZeroDivisionError"),
+    ],
+)
+def test_the_end_of_a_script(tmp_path, code, status, stderr):
+    done = python(f"import hpctrain\n{code}", HPCTRAIN_CONTROL=str(tmp_path))
+    assert done.returncode == status and re.match(stderr, done.stderr) and (stderr or not done.stderr), done.stderr
+    assert (tmp_path / "failed").exists() == (stderr.startswith("hpctrain") or stderr == "stop\n")
+
+
+def test_an_error_of_usage_is_printed_by_rank_0_alone():
+    env = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    done = python("import hpctrain; raise hpctrain.UsageError('x')", **env, RANK="1", LOCAL_RANK="1")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- data ----
+
+
+class Numbers(Dataset):
+    """Twelve examples, each with random numbers of three generators."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index, torch.rand(1).item(), random.random(), numpy.random.rand()
+
+
+class AtOnce(Numbers):
+    def __getitems__(self, indices):
+        return [(*self[index][:2], len(indices)) for index in indices]
+
+
+def examples(dataset=None, **options):
+    options = {"batch_size": 4, "seed": 1, "epoch": 1, "world": ALONE} | options
+    batches = hpctrain.data_loader(dataset or Numbers(), collate_fn=list, **options)
+    return [example for batch in batches for example in batch]
+
+
+def test_a_loader_gives_the_same_examples_with_any_number_of_workers_and_after_a_resume():
+    whole = examples()
+    assert sorted(example[0] for example in whole) == list(range(12)) and len({example[1] for example in whole}) == 12
+    assert examples(num_workers=2) == whole
+    assert examples(num_workers=1, skip=1) == whole[4:]
+    both = [examples(world=World(rank, 2, rank, 2, 0, 1, "slurm"), num_workers=1) for rank in (0, 1)]
+    assert sorted(both[0] + both[1]) == sorted(whole) and both[0][:2] == whole[:2]
+    assert examples(epoch=2) != whole and examples(seed=2) != whole
+
+
+def test_a_loader_leaves_the_random_numbers_of_the_script_alone():
+    torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
+    expected = torch.rand(3).tolist(), random.random(), numpy.random.rand()
+    torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
+    examples()
+    assert (torch.rand(3).tolist(), random.random(), numpy.random.rand()) == expected
+
+
+def test_a_dataset_that_gives_a_batch_at_once():
+    whole = examples(AtOnce())
+    assert {example[2] for example in whole} == {4}
+    assert examples(AtOnce(), num_workers=2, skip=2) == whole[8:]
+
+
+def test_a_batch_that_the_ranks_cannot_share():
+    with pytest.raises(hpctrain.UsageError, match="--batch-size 5 is the global batch"):
+        examples(batch_size=5, world=World(0, 2, 0, 2, 0, 1, "slurm"))
+
+
+def test_dropout_depends_on_the_step_and_the_rank():
+    def drawn(*key):
+        hpctrain.seed_step(*key)
+        return torch.rand(1).item()
+
+    second = World(1, 2, 1, 2, 0, 1, "slurm")
+    assert drawn(1, 1, 5, ALONE) == drawn(1, 1, 5, ALONE)
+    assert len({drawn(1, 1, 5, ALONE), drawn(1, 1, 6, ALONE), drawn(1, 2, 5, ALONE), drawn(1, 1, 5, second)}) == 4
+
+
+# ---- weights ----
+
+
+class Wrapped(nn.Module):
+    """A model of somebody who has named its only part as DistributedDataParallel names the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), Wrapped])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("entry", [None, "model", "state_dict"])
+def test_weights_of_anybody_load(tmp_path, make, prefix, entry):
+    saved, loaded = make(), make()
+    weights = {prefix + name: value for name, value in saved.state_dict().items()}
+    torch.save({entry: weights, "epoch": 3} if entry else weights, tmp_path / "file.pt")
+    hpctrain.load_weights(DataParallel(loaded), tmp_path / "file.pt")
+    for name, value in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "file.pt")
+    with pytest.raises(hpctrain.HpctrainError, match=r"file.pt: not the weights of this model \(.*weight.*\): build the model"):
+        hpctrain.load_weights(nn.Linear(2, 2), tmp_path / "file.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(hpctrain.HpctrainError, match=r"list.pt: not the weights of this model"):
+        hpctrain.load_weights(nn.Linear(2, 2), tmp_path / "list.pt")
+
+
+def test_a_checkpoint_of_a_wrapped_model_has_plain_names(tmp_path):
+    parser = hpctrain.trainer_parser("mine", "")
+    parser.add_argument("--epochs", type=int, default=1)
+    args = parser.parse_args(["--out", str(tmp_path / "run")])
+    own = hpctrain.Run(ALONE, "mine", args, torch.device("cpu"))
+    model = DataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    assert own.resume(torch.device("cpu"), 1, model) is None
+    own.start_epoch(1, 1, 4)
+    own.step(torch.tensor(1.0))
+    own.end_epoch()
+    own.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    own.finish(model)
+    plain = nn.Linear(2, 2)
+    hpctrain.load_weights(plain, tmp_path / "run/checkpoints/epoch-0001.pt")
+    saved = torch.load(tmp_path / "run/checkpoints/epoch-0001.pt")["model"]
+    assert set(saved) == {"weight", "bias"} and torch.equal(plain.weight, model.module.weight)
+
+
+# ---- a Trainer of Lightning ----
+
+TRAINER = """
+import os, sys, torch, {package} as lightning
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, _):
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+if sys.argv[1:]:
+    del os.environ["HPCTRAIN_WORLD_SIZE"]
+lightning.Trainer(accelerator="cpu", max_epochs=1, **quiet).fit(Module(), torch.utils.data.DataLoader(torch.ones(4, 2)))
+print("trained")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_a_trainer_that_would_train_alone_on_each_rank_is_refused(tmp_path, package):
+    """As the defaults of Trainer do on CPUs, where each rank had its own weights at the end and exit status 0."""
+    (tmp_path / "script.py").write_text(TRAINER.format(package=package))
+    env = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": 2, "RANK": 0}
+    env |= {"LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 1, "HPCTRAIN_WORLD_SIZE": 2}
+
+    def run(*words):
+        env_of_rank = os.environ | {name: str(value) for name, value in env.items()}
+        command = [sys.executable, tmp_path / "script.py", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=env_of_rank)
+
+    refused = run()
+    assert (refused.returncode, refused.stdout) == (2, "")
+    message = "hpctrain: error: this Trainer trains alone on each of the 2 ranks: make it with devices=2, num_nodes=1"
+    assert message in refused.stderr and "Traceback" not in refused.stderr, refused.stderr
+    if package == "lightning":
+        separate = run("separate")
+        assert (separate.returncode, separate.stdout) == (0, "trained\n"), separate.stderr

@@ -1,0 +1,194 @@
+"""hpctrain runs and hpctrain report: what they say of run folders, whole and broken."""
+
+import html.parser
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpctrain import report, runs
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.metrics import format_seconds
+from hpctrain.world import ALONE
+
+DIGEST = "sha256:" + 64 * "ab"
+
+
+def make_run(folder, *, starts=1, lines=None, result=True, started="2026-11-20T10:00:00+0000", **options):
+    folder.mkdir(parents=True)
+    for number in range(1, starts + 1):
+        config = {
+            "trainer": "train_ddp",
+            "options": {"epochs": 3, "lr": 0.1, "out": str(folder), **options},
+            "world": {"size": 4, "nodes": 2, "launcher": "slurm"},
+            "job": str(16 + number),
+            "device": "x86_64",
+            "image_digest": DIGEST,
+            "versions": {"torch": "2.13.0"},
+            "started": started,
+        } | ({"resumed_at": 10} if number > 1 else {})
+        (folder / ("config.json" if number == 1 else f"config.{number}.json")).write_text(json.dumps(config))
+    if lines is None:
+        lines = [{"epoch": 1, "step": step, "seconds": step, "train_loss": 3 / step, "examples_per_s": 99.5} for step in (5, 10)]
+        lines.append({"epoch": 1, "step": 10, "seconds": 11, "test_loss": 0.2, "test_accuracy": 0.875, "accuracy/part": 1.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if result:
+        (folder / "result.json").write_text("{}")
+    return folder
+
+
+def run(*words, cwd):
+    command = [sys.executable, "-m", "hpctrain", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+# ---- hpctrain runs ----
+
+
+def test_the_table(tmp_path):
+    make_run(tmp_path / "runs/train_ddp/17", starts=2)
+    make_run(tmp_path / "runs/mine", result=False, started="2026-11-21T10:00:00+0000", lines=[])
+    done = run("runs", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    head, first, second = (re.split(r" {2,}", line) for line in done.stdout.splitlines())
+    assert head == ["RUN", "STATE", "JOB", "EPOCH", "STEP", "SCORE", "EXAMPLES/S", "STARTED", "IMAGE"]
+    expected = ["train_ddp/17", "finished", "18 (2 starts)", "1/3", "10", "test_accuracy 0.875", "99.5", "2026-11-20 10:00"]
+    assert first == [*expected, "abababababab"]
+    assert second == ["mine", "stopped", "17", "0/3", "0", "-", "-", "2026-11-21 10:00", "abababababab"]
+    rows = json.loads(run("runs", "runs/mine", "--json", cwd=tmp_path).stdout)
+    assert [(row["run"], row["state"], row["image_digest"]) for row in rows] == [("runs/mine", "stopped", DIGEST)]
+
+
+def test_the_state(tmp_path):
+    folder = make_run(tmp_path / "run", result=False)
+    assert runs.summarize(folder)["state"] == "stopped"
+    (folder / "owner.json").write_text("{}")
+    assert runs.summarize(folder)["state"] == "running"
+    os.utime(folder / "owner.json", (0, time.time() - 100))  # its job has died
+    assert runs.summarize(folder)["state"] == "stopped"
+    (folder / "result.json").write_text("{}")
+    assert runs.summarize(folder)["state"] == "finished"
+    os.utime(folder / "result.json", (0, 0))  # resumed after that, for more epochs
+    assert runs.summarize(folder)["state"] == "stopped"
+
+
+def test_without_a_score_the_loss_is_shown(tmp_path):
+    folder = make_run(tmp_path / "run", lines=[{"epoch": 1, "step": 5, "train_loss": 0.5}])
+    assert (runs.summarize(folder)["score"], runs.summarize(folder)["value"]) == ("train_loss", 0.5)
+
+
+def test_a_long_file_of_metrics_is_read_from_its_end(tmp_path):
+    lines = [{"epoch": 1, "step": step, "train_loss": 1.0} for step in range(5000)]
+    folder = make_run(tmp_path / "run", lines=lines)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 1, "step": 50')  # is being written
+    assert runs.summarize(folder)["step"] == 4999
+    assert len(runs.read_metrics(folder)) == 5000 and 50 < len(runs.read_metrics(folder, runs.TAIL)) < 300
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"options": 5}', "\udcff"])
+def test_a_folder_with_a_broken_config_is_named(tmp_path, text):
+    make_run(tmp_path / "run")
+    (tmp_path / "run/config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(HpctrainError, match=rf"{tmp_path}/run/config.json: (cannot be read|not a file of hpctrain)"):
+        runs.main(ALONE, [str(tmp_path)])
+
+
+def test_no_run_folder(tmp_path):
+    with pytest.raises(HpctrainError, match=f"{tmp_path}: no run folder in it"):
+        runs.main(ALONE, [str(tmp_path)])
+
+
+def test_a_name_that_controls_a_terminal_is_escaped(tmp_path):
+    folder = make_run(tmp_path / "a\x1b[2Jb")
+    assert r"a\x1b[2Jb" in runs.table([runs.summarize(folder)], tmp_path)
+
+
+def test_torch_is_not_imported(tmp_path):
+    code = "import hpctrain.runs, hpctrain.report, sys; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+# ---- hpctrain report ----
+
+
+class Page(html.parser.HTMLParser):
+    """The text, the elements, and the addresses that a page refers to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.texts, self.elements, self.addresses = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append(tag)
+        self.addresses += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
+
+    def handle_data(self, data):
+        self.texts.append(data.strip())
+
+
+def test_the_page(tmp_path):
+    first = make_run(tmp_path / "runs/<b>first&", starts=2)
+    second = make_run(tmp_path / "runs/second", lr=0.2)
+    done = run("report", first, second, "--out", "both.html", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "both.html\n", "")
+    text = (tmp_path / "both.html").read_text()
+    page = Page(text)
+    assert page.elements.count("svg") == 4 and "b" not in page.elements
+    titles = [name for name in page.texts if name in ("train loss", "test loss", "test accuracy", "examples per s")]
+    assert titles == ["train loss", "test loss", "test accuracy", "examples per s"]
+    assert str(first) in page.texts and {"--lr", "0.1", "0.2"} <= set(page.texts) and "--epochs" not in page.texts
+    # no network: within the page alone; and no script
+    assert page.addresses and all(address.startswith("#") for address in page.addresses) and "script" not in page.elements
+    assert not re.search(r"url\((?!#)|@import", text) and "currentColor" in text and report.TEXT not in text
+    ids = re.findall(r'clipPath id="(\w+)"', text)
+    assert len(ids) == len(set(ids)) >= 4
+
+
+def test_one_run_and_equal_runs(tmp_path):
+    folders = [make_run(tmp_path / name) for name in ("a", "b")]
+    report.main(ALONE, [str(folders[0]), "--out", str(tmp_path / "one.html")])
+    assert "There is only one run." in (tmp_path / "one.html").read_text()
+    report.main(ALONE, [*map(str, folders), "--out", str(tmp_path / "two.html")])
+    assert "options, versions, image and ranks are the same" in (tmp_path / "two.html").read_text()
+
+
+def test_the_picture(tmp_path):
+    report.main(ALONE, [str(make_run(tmp_path / "run")), "--out", str(tmp_path / "both.png")])
+    content = (tmp_path / "both.png").read_bytes()
+    width, height = struct.unpack(">II", content[16:24])
+    assert content.startswith(b"\x89PNG") and width > 1500 and height > 600
+
+
+def test_what_cannot_be_reported(tmp_path):
+    folder = make_run(tmp_path / "run", lines=[])
+    with pytest.raises(HpctrainError, match=r"run/metrics.jsonl has no line yet"):
+        report.main(ALONE, [str(folder)])
+    with pytest.raises(HpctrainError, match=r"elsewhere/config.json: cannot be read"):
+        report.main(ALONE, [str(tmp_path / "elsewhere")])
+    with pytest.raises(UsageError, match=r"--out x.pdf: give a name that ends in .html or .png"):
+        report.main(ALONE, [str(folder), "--out", "x.pdf"])
+    whole = make_run(tmp_path / "whole")
+    with pytest.raises(HpctrainError, match=r"no/where.html: cannot be written"):
+        report.main(ALONE, [str(whole), "--out", str(tmp_path / "no/where.html")])
+
+
+def test_values_that_are_not_finite_are_left_out(tmp_path):
+    lines = [{"epoch": 1, "step": step, "train_loss": value} for step, value in enumerate([1.0, float("nan"), float("inf"), 2.0])]
+    report.main(ALONE, [str(make_run(tmp_path / "run", lines=lines)), "--out", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").read_text().count("<svg") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (99, "99 s"), (100, "2 min"), (5900, "98 min"), (6000, "1 h 40 min"), (90000, "25 h 00 min")],
+)
+def test_a_time_as_people_say_it(seconds, text):
+    assert format_seconds(seconds) == text
