@@ -62,8 +62,10 @@ benchmark: venv sif cluster  ## measure container against bare node, job start-u
 	.venv/bin/python benchmarks/nlp.py $(if $(NSMC),--data $(NSMC))
 
 # The image build leaves a core idle half of the time, and needs neither of the other two. Each target prints its output when
-# it ends, so that the lines of two do not mix.
+# it ends, so that the lines of two do not mix. On a full disk every test after the first large ones would fail in its own way.
 .test-prerequisites:
+	@[ -e $(SIF) ] || [ "$$(df -Pk . | awk 'END { print $$4 }')" -ge 20000000 ] || \
+		{ echo "make: the image, the cluster and the tests need 20 GB on the disk of $(CURDIR), which has less: free some" >&2; exit 1; }
 	+@$(MAKE) --question --no-print-directory sif venv cluster 2>/dev/null || \
 	    echo 'Building image, SIF, virtual environment and cluster, two at a time; each prints its output when it ends.'
 	+@$(MAKE) --jobs=2 --output-sync=target --no-print-directory sif venv cluster .test-tools
