@@ -34,6 +34,7 @@ COMMANDS = {
     "add": ("hpctrain.packages", "use", "install Python packages into a folder, on top of the image"),
     "completion": ("hpctrain.completion", "use", "print shell completion for bash or zsh"),
     "check": ("hpctrain.check", "inspect", "check every rank's node, software and folders, and the network between them"),
+    "bench": ("hpctrain.bench", "inspect", "measure how fast the ranks exchange data: bandwidth by operation and size"),
     "runs": ("hpctrain.runs", "inspect", "list runs: state, position, score, speed"),
     "report": ("hpctrain.report", "inspect", "compare runs on one HTML page"),
     "plot": ("hpctrain.plot", "inspect", "draw the losses and scores of a run as curves.png"),
