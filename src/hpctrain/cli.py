@@ -37,6 +37,7 @@ COMMANDS = {
     "bench": ("hpctrain.bench", "inspect", "measure how fast the ranks exchange data: bandwidth by operation and size"),
     "runs": ("hpctrain.runs", "inspect", "list runs: state, position, score, speed"),
     "report": ("hpctrain.report", "inspect", "compare runs on one HTML page"),
+    "export": ("hpctrain.export", "inspect", "write the metrics of runs as CSV, or as offline runs of Weights & Biases"),
     "plot": ("hpctrain.plot", "inspect", "draw the losses and scores of a run as curves.png"),
 }
 
