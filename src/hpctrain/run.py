@@ -4,7 +4,7 @@
         config.json      every option, the versions, the image, the world (config.2.json when the run is resumed)
         metrics.jsonl    one line per log step; a resumed run continues it from the checkpoint's line
         owner.json       the job that is writing here (see owner.py)
-        result.json      the last metrics and the SHA-256 of the final weights
+        result.json      the last metrics, the SHA-256 of the final weights, the speed of a step and the peak memory of a rank
         curves.png       losses and scores over the steps
         checkpoints/     epoch-NNNN.pt, and epoch-NNNN-step-NNNNNN.pt within an epoch
         logs/            rank-NNNN.log, one per rank
@@ -40,6 +40,7 @@ from hpctrain.redaction import hide_secrets
 from hpctrain.rendezvous import all_or_none, broadcast, gather
 from hpctrain.requeue import report_saved, report_stopped
 from hpctrain.run_folder import AUTO, finished_epochs, prepare_folder
+from hpctrain.speed import StepTimes, peak_memory
 from hpctrain.watchdog import Watchdog
 from hpctrain.world import World, restart_count
 
@@ -87,7 +88,7 @@ class Run:
             self.print(f"run folder {self.folder}, {world.size} ranks on {world.nodes} nodes ({world.launcher}), {device.type}")
             self._metrics = Metrics(self.folder)
         self._watchdog = Watchdog(world, args.watchdog, self._log)
-        self._args = args
+        self._args, self._device, self._times = args, device, StepTimes()
         check = self._owner.check if world.rank == 0 else lambda: None
         self._nonfinite = NonFinite(world, args.on_nan == "skip")
         self._resume_with = None if args.out and args.resume == AUTO else self.folder  # the same command resumes
@@ -182,6 +183,7 @@ class Run:
             )
         self._steps, self._examples, self._since = steps, examples, time.perf_counter()
         self._nonfinite.start_epoch(self.epoch * steps, examples_of)
+        self._times.start()
         if self.world.rank == 0 and sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=self._step, desc=f"epoch {epoch}", unit="step", leave=False)
         return self._step
@@ -205,6 +207,7 @@ class Run:
             self._loss_sum = self._loss_sum + loss
             self._nonfinite.add(self._step, loss)
         self._step += 1
+        self._times.step()
         self._watchdog.step()
         if self._bar:
             self._bar.update()
@@ -323,21 +326,25 @@ class Run:
         with all_or_none(self.world):
             if self.world.rank == 0:
                 self._checkpointer.wait()
+        memory = max(gather(self.world, peak_memory(self._device)))
         if self.world.rank != 0:
             return
         self._owner.check()
+        speed = self._times.figures(self._examples) | {"peak_memory_mb": round(memory, 1)}
         result = {
             **values,
             **({"skipped_steps": self._nonfinite.skipped} if self._nonfinite.skipped else {}),
             "epochs": self.epoch,
             "seconds": round(time.monotonic() - self._started, 3),
             "weights_sha256": weights_sha256(checkpoint.unwrap(model)),
+            "speed": speed,
         }
         write_json(self.folder / "result.json", result)
         add_image_digest(self._config)
         self._metrics.close()
         plot(self.folder)
         self.print("  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  in {result['seconds']:.1f} s")
+        self.print("  ".join(f"{name} {value:.4g}" for name, value in speed.items()))
         self.print(f"weights {result['weights_sha256'][:16]}, metrics, checkpoints and curves.png are in {self.folder}")
         self._owner.release()
 

@@ -1,0 +1,43 @@
+"""The speed of a step and the peak memory in result.json."""
+
+import json
+import os
+
+import pytest
+import torch
+import warm_start
+from conftest import write_digits
+
+from hpctrain import speed
+
+
+def test_times_are_those_of_the_steps_alone(monkeypatch):
+    clock = iter([0.0, 0.1, 0.2, 9.0, *(9.0 + 0.01 * n for n in range(1, 19))])
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(clock))
+    times = speed.StepTimes()
+    assert times.figures(64) == {}
+    times.start()
+    times.step()
+    times.step()
+    times.start()  # after an evaluation of 8.8 s
+    for _ in range(18):
+        times.step()
+    figures = times.figures(64)
+    assert figures == pytest.approx({"step_ms_p50": 10, "step_ms_p95": 100, "examples_per_s": 64 * 20 / 0.38}, rel=1e-3)
+
+
+def need_memory():
+    if os.environ["RANK"] == "1":
+        torch.ones(200_000_000)  # 800 MB
+
+
+def test_result_has_the_memory_of_the_rank_that_needs_most(tmp_path):
+    data = write_digits(tmp_path / "data")
+    arguments = ["train_ddp", "--data", str(data), "--epochs", "1", "--out", "run"]
+    done = warm_start.run(warm_start.torchrun_ranks(2, arguments, dict(os.environ), need_memory), tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
+    assert figures.keys() == {"step_ms_p50", "step_ms_p95", "examples_per_s", "peak_memory_mb"}
+    assert 900 < figures["peak_memory_mb"] < 3000
+    assert 0 < figures["step_ms_p50"] <= figures["step_ms_p95"]
+    assert f"peak_memory_mb {figures['peak_memory_mb']:.4g}" in done.stdout
