@@ -383,11 +383,11 @@ def parser() -> Parser:
     add_device(parser)
     add(
         "--backend",
-        choices=BACKENDS,
+        choices=[*BACKENDS],
         default="torch",
         help="torch (NCCL on GPUs, else Gloo), mpi or horovod (default: %(default)s)",
     )
-    add("--operations", nargs="+", choices=BUS_FACTORS, metavar="NAME", help=f"only these of {', '.join(BUS_FACTORS)}")
+    add("--operations", nargs="+", choices=[*BUS_FACTORS], metavar="NAME", help=f"only these of {', '.join(BUS_FACTORS)}")
     add("--min-size", type=size_in_bytes, default=1024, metavar="SIZE", help="smallest size of a message (default: 1K)")
     add("--max-size", type=size_in_bytes, metavar="SIZE", help="largest size of a message (default: 1G on GPUs, 64M on CPUs)")
     add("--out", type=Path, metavar="FOLDER", help="folder for bench.json and bench.png (default: runs/bench/<job id>)")

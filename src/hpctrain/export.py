@@ -92,7 +92,7 @@ FORMATS = {"csv": to_csv, "wandb": to_wandb}
 def parser() -> Parser:
     """The options of `hpctrain export`."""
     parser = Parser(prog="hpctrain export", description="Write the metrics of runs for other tools, into their run folders.")
-    parser.add_argument("format", choices=FORMATS, help="csv: metrics.csv; wandb: an offline run for wandb sync")
+    parser.add_argument("format", choices=[*FORMATS], help="csv: metrics.csv; wandb: an offline run for wandb sync")
     parser.add_argument("run", type=Path, nargs="+", help="run folder, such as runs/train_ddp/17")
     return parser
 
