@@ -94,7 +94,7 @@ def test_ruff():
 
 @pytest.mark.slow  # each launch script is checked with all that it sources
 def test_shellcheck():
-    assert "launch/apptainer_ddp.sh" in SHELL and "launch/lib.sh" in SHELL and len(LAUNCH_SCRIPTS) == 10
+    assert "launch/apptainer_ddp.sh" in SHELL and "launch/lib.sh" in SHELL and len(LAUNCH_SCRIPTS) == 11
     done = run(TOOLS / "shellcheck", "--external-sources", *SHELL)
     assert done.returncode == 0, done.stdout
 

@@ -31,6 +31,7 @@ COMMANDS = {
     "predict": ("hpctrain.nlp.predict", "use", "apply a fine-tuned model to texts"),
     "serve": ("hpctrain.nlp.serve", "use", "show a fine-tuned model as a web page and a JSON service"),
     "fetch": ("hpctrain.nlp.hub", "use", "download a model from the Hugging Face hub, for nodes without internet"),
+    "jupyter": ("hpctrain.jupyter", "use", "run JupyterLab on a compute node, for you alone"),
     "add": ("hpctrain.packages", "use", "install Python packages into a folder, on top of the image"),
     "completion": ("hpctrain.completion", "use", "print shell completion for bash or zsh"),
     "check": ("hpctrain.check", "inspect", "check every rank's node, software and folders, and the network between them"),

@@ -1,0 +1,29 @@
+#!/bin/bash
+# Run JupyterLab from the image on a compute node. The log says how to connect: one ssh command, and the file with the token.
+#
+# usage: sbatch [SBATCH OPTION]... launch/jupyter.sh [OPTION]...
+#
+#   sbatch launch/jupyter.sh                                        a node for two hours
+#   sbatch --gpus-per-node=4 --time=04:00:00 launch/jupyter.sh      with GPUs
+#   salloc --nodes=1 --ntasks-per-node=1, then launch/jupyter.sh
+#
+#SBATCH --job-name=hpctrain-jupyter
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=02:00:00
+#SBATCH --no-requeue
+set -euo pipefail
+
+# Slurm runs a copy of this file, so the other files are not beside it.
+lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
+[[ -r $lib ]] || { echo "hpctrain: error: no ${lib//[[:cntrl:]]/?}: submit from the hpctrain folder, or export HPCTRAIN_ROOT" >&2 && exit 2; }
+# shellcheck source=launch/lib.sh
+source "$lib"
+
+parse_options jupyter.sh "$@"
+ARGUMENTS=(jupyter "${ARGUMENTS[@]}")
+read_slurm_job
+use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
+set_program
+use_launcher srun
+launch

@@ -1,0 +1,150 @@
+"""hpctrain jupyter: JupyterLab of the image on a compute node, for one user alone.
+
+    sbatch launch/jupyter.sh
+
+The server listens on a Unix socket in a folder that only its user can enter, not on a port that everybody on the cluster can
+reach, and ssh forwards the socket. A new token is needed on top. It is in a file of the user's and in the environment of the
+server, but neither in the log nor on a command line, which everybody on the node can read.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from hpctrain import atomic
+from hpctrain.cli import Parser
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.node_checks import refuse_throw_away
+from hpctrain.world import World, job_id
+
+# A notebook starts launchers of its own. What this process has from its launcher would make their ranks take its place.
+OF_THE_LAUNCHER = (
+    "SLURM_STEP",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_GTIDS",
+    "PMI",
+    "TORCHELASTIC_",
+    "MASTER_",
+)
+OF_THE_LAUNCHER += (
+    "HPCTRAIN_WORLD_SIZE",
+    "HPCTRAIN_TASKS_PER_NODE",
+    "HPCTRAIN_CONTROL",
+    "HPCTRAIN_JOB_SECRET",
+    "HPCTRAIN_NODE_TASK",
+)
+OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Start the server and wait for its end, or write a kernel. Raises HpctrainError."""
+    args = parser().parse_args(arguments)
+    if world.size > 1:
+        raise UsageError("hpctrain jupyter: one server is enough: use launch/jupyter.sh, or one task (srun --ntasks=1)")
+    if find_spec("jupyterlab") is None:
+        raise HpctrainError("there is no JupyterLab here: run this in the image, or pip install jupyterlab")
+    if args.kernel:
+        print(write_kernel())
+    else:
+        serve(args)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Run the server until it ends or this process gets SIGTERM."""
+    folder = args.out or Path("runs/jupyter") / job_id()
+    token = secrets.token_urlsafe(32)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_throw_away(folder)
+        token_file = folder.resolve() / "token"
+        token_file.unlink(missing_ok=True)
+        token_file.touch(mode=0o600)
+        token_file.write_text(token + "\n", encoding="ascii")
+    except OSError as error:
+        raise HpctrainError(f"{folder}: cannot be written ({error.strerror}): name a folder you can write to by --out") from error
+    # On the disk of the node: a socket works in no other place, and its name must be short. For this user alone.
+    private = Path(tempfile.mkdtemp(prefix="hpctrain-jupyter.", dir="/tmp"))
+    try:
+        socket = private / "socket"
+        environment = without_launcher(os.environ) | {"JUPYTER_TOKEN": token, "JUPYTER_RUNTIME_DIR": str(private)}
+        command = [sys.executable, "-m", "jupyterlab", "--no-browser", f"--ServerApp.sock={socket}", "--ServerApp.sock_mode=0600"]
+        # Kernels listen on sockets in the private folder, too.
+        command += ["--KernelManager.transport=ipc", f"--ServerApp.root_dir={Path.cwd()}"]
+        command += ["--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+        if os.geteuid() == 0:
+            command.append("--allow-root")
+        server = subprocess.Popen(command, env=environment)
+        print(how_to_connect(socket, token_file), flush=True)
+        signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+        status = server.wait()
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+        token_file.unlink(missing_ok=True)
+    if status > 0:
+        raise HpctrainError(f"JupyterLab ended with exit status {status}: its messages are above")
+
+
+def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those by which this process is a rank."""
+    return {name: value for name, value in env.items() if name not in OF_A_RANK and not name.startswith(OF_THE_LAUNCHER)}
+
+
+def how_to_connect(socket: Path, token_file: Path, env: Mapping[str, str] = os.environ) -> str:
+    """The lines for the log: one command to paste, and what to open."""
+    user, node = env.get("USER") or str(os.getuid()), os.uname().nodename
+    login = env.get("SLURM_SUBMIT_HOST") or env.get("PBS_O_HOST")
+    jump = f" -J {user}@{login}" if login and login != node else ""
+    return (
+        f"hpctrain: JupyterLab starts on {node}. On your own machine (with the name that it knows the login node by):\n"
+        f"    ssh -N -L 8888:{socket}{jump} {user}@{node}\n"
+        f"Then open http://localhost:8888/lab and give the token in {token_file}"
+    )
+
+
+def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
+    """Write kernel.json for a JupyterHub of the site, whose notebooks then run in this image; returns its path.
+
+    Raises HpctrainError if this process is not in a container of Apptainer.
+    """
+    image = env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER")
+    if not image:
+        raise HpctrainError(
+            "--kernel works in a container of apptainer or singularity only, and this is none: apptainer exec SIF hpctrain"
+        )
+    program = "apptainer" if "APPTAINER_CONTAINER" in env else "singularity"
+    name = Path(image).stem
+    kernel = {
+        "argv": [program, "exec", "--nv", image, "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "display_name": name,
+        "language": "python",
+        "metadata": {"debugger": True},
+    }
+    data = Path(env.get("JUPYTER_DATA_DIR") or Path.home() / ".local/share/jupyter")
+    path = data / "kernels" / "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in name) / "kernel.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(path, json.dumps(kernel, indent=1) + "\n")
+    except OSError as error:
+        raise HpctrainError(
+            f"{path}: cannot be written ({error.strerror}): set JUPYTER_DATA_DIR to a folder of your own"
+        ) from error
+    return path
+
+
+def parser() -> Parser:
+    """The options of `hpctrain jupyter`."""
+    parser = Parser(prog="hpctrain jupyter", description="Run JupyterLab of the image on a compute node, for you alone.")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the token (default: runs/jupyter/<job id>)")
+    parser.add_argument("--kernel", action="store_true", help="write a kernel for the JupyterHub of the site instead, and exit")
+    return parser
