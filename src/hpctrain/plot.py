@@ -35,10 +35,7 @@ def folder_for_matplotlib() -> Iterator[None]:
 
 
 def _draw(folder: Path) -> Path:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # not pyplot, which keeps what it draws
 
     try:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -46,7 +43,8 @@ def _draw(folder: Path) -> Path:
         raise HpctrainError(
             f"{folder}/metrics.jsonl cannot be read ({error}): give a run folder, such as runs/train_ddp/17"
         ) from error
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    axes = figure.subplots(1, 2)
     names = dict.fromkeys(name for line in lines for name in line if name not in NOT_SCORES and "/" not in name)
     for axis, of_loss, title in zip(axes, (True, False), ("loss", "score"), strict=True):
         for name in names:
@@ -68,7 +66,6 @@ def _draw(folder: Path) -> Path:
     path = folder / "curves.png"
     with atomic.file(path, "wb") as file:
         figure.savefig(file, format="png", dpi=110)
-    pyplot.close(figure)
     return path
 
 

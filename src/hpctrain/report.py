@@ -94,16 +94,17 @@ def draw(axis: "Axes", runs: list[Content], name: str) -> None:
 
 def chart(runs: list[Content], name: str) -> str:
     """The chart of a metric as an SVG element, in the colors of the page."""
-    from matplotlib import pyplot, rc_context
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
     colors = dict.fromkeys(["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"], TEXT)
     # Text stays text. The salt keeps the names that a chart gives its parts apart from those of the other charts.
     with rc_context({**colors, "svg.fonttype": "none", "svg.hashsalt": name}):
-        figure, axis = pyplot.subplots(figsize=(5.6, 3.2), layout="constrained")
+        figure = Figure(figsize=(5.6, 3.2), layout="constrained")
+        axis = figure.subplots()
         draw(axis, runs, name)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        pyplot.close(figure)
     svg = text.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S).replace(TEXT, "currentColor")
     return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
@@ -161,21 +162,22 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def picture(runs: list[Content]) -> bytes:
     """The charts of the report as a PNG, with a legend."""
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     names = metric_names(runs)
     across = min(3, len(names))
     down = -(-len(names) // across)
-    figure, axes = pyplot.subplots(down, across, figsize=(5.6 * across, 3.2 * down + 0.5), layout="constrained", squeeze=False)
+    figure = Figure(figsize=(5.6 * across, 3.2 * down + 0.5), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False)
     for axis, name in zip(axes.flat, names, strict=False):
         draw(axis, runs, name)
     for axis in axes.flat[len(names) :]:
         axis.axis("off")
-    marks = [pyplot.Line2D([], [], color=COLORS[number % len(COLORS)]) for number in range(len(runs))]
+    marks = [Line2D([], [], color=COLORS[number % len(COLORS)]) for number in range(len(runs))]
     figure.legend(marks, [run.row["run"] for run in runs], loc="outside upper left", ncols=3)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
-    pyplot.close(figure)
     return content.getvalue()
 
 
@@ -196,9 +198,6 @@ def main(world: World, arguments: list[str]) -> None:
         raise UsageError(f"--out {args.out}: give a name that ends in .html or .png")
     runs = [read(run) for run in args.run]
     with folder_for_matplotlib():
-        import matplotlib
-
-        matplotlib.use("Agg")
         content = picture(runs) if args.out.suffix == ".png" else page(runs).encode()
     try:
         with atomic.file(args.out, "wb") as file:
