@@ -16,6 +16,15 @@ from test_launch import HOME, wait, wait_until_idle
 from hpctrain import jupyter
 from hpctrain.errors import HpctrainError
 
+# Asks the server by its socket, without the token.
+ASK = """
+import http.client, socket, sys
+connection = http.client.HTTPConnection("localhost")
+connection.sock = socket.socket(socket.AF_UNIX)
+connection.sock.connect(sys.argv[1])
+connection.request("GET", "/api/status")
+print(connection.getresponse().status)
+"""
 # As a browser does: runs a cell through the socket of a kernel, and prints what the cell prints.
 BROWSER = """
 import json, sys, urllib.request, uuid
@@ -46,30 +55,32 @@ print(torch.__version__, "RANK" in os.environ, "SLURM_PROCID" in os.environ)
 
 @pytest.mark.slow
 def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
-    job = cluster.submit("launch/jupyter.sh", "--out", "runs/jupyter-test", cwd=HOME)
+    job = cluster.submit("launch/jupyter.sh", cwd=HOME)
+    private = f"{HOME}/runs/jupyter/{job}"
     log = cluster.host_path(f"{HOME}/slurm-{job}.out")
     deadline = time.monotonic() + 300
     while "Jupyter Server" not in (text := log.read_text() if log.exists() else ""):
-        assert time.monotonic() < deadline, text
+        assert time.monotonic() < deadline and "error" not in text, text
         time.sleep(1)
-    token = cluster.host_path(f"{HOME}/runs/jupyter-test/token").read_text().strip()
+    token = cluster.host_path(f"{private}/token").read_text().strip()
     command = re.search(r"ssh -N -L 8888:(\S+/socket) -J alice@login alice@(n\d)", text)
-    assert f"give the token in {HOME}/runs/jupyter-test/token" in text
+    assert f"give the token in {private}/token" in text
     socket, node = command[1], command[2]
 
     # nobody else
     assert token not in text
     assert token not in cluster.exec(node, "ps", "-eo", "args").stdout
-    assert cluster.exec("login", "cat", f"{HOME}/runs/jupyter-test/token", user="bob", check=False).returncode != 0
-    ask = ["curl", "--silent", "--show-error", "--unix-socket", socket, "http://localhost/api/status"]
-    assert "403" not in cluster.exec(node, *ask, user="bob", check=False).stdout
-    assert "Forbidden" in cluster.exec(node, *ask, user="alice").stdout  # without the token
+    assert cluster.exec("login", "cat", f"{private}/token", user="bob", check=False).returncode != 0
+    ask = ["python3", "-c", ASK, socket]
+    assert "PermissionError" in cluster.exec(node, *ask, user="bob", check=False).stderr
+    assert cluster.exec(node, *ask, user="alice").stdout == "403\n"
     assert "8888" not in cluster.exec(node, "ss", "-ltn").stdout
 
     tunnel = cluster.start("login", *command[0].split(), user="alice")
     try:
         deadline = time.monotonic() + 60
-        while cluster.exec("login", "curl", "-s", "http://localhost:8888/api", user="alice", check=False).returncode:
+        listens = "import urllib.request; urllib.request.urlopen('http://localhost:8888/api')"
+        while cluster.exec("login", "python3", "-c", listens, user="alice", check=False).returncode:
             assert time.monotonic() < deadline
             time.sleep(0.5)
         printed = cluster.exec("login", BARE_PYTHON, "-c", BROWSER, token, CELL, user="alice", cwd=HOME).stdout
@@ -82,7 +93,7 @@ def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
     cluster.exec("login", "scancel", str(job), user="alice")
     wait(cluster, job, HOME)
     wait_until_idle(cluster, job)
-    assert not cluster.host_path(f"{HOME}/runs/jupyter-test/token").exists()
+    assert not cluster.host_path(f"{private}/token").exists()
     assert cluster.exec(node, "test", "-e", socket, check=False).returncode != 0
 
 

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.node_checks import refuse_throw_away
+from hpctrain.requeue import stop_requested
 from hpctrain.world import World, job_id
 
 # A notebook starts launchers of its own. What this process has from its launcher would make their ranks take its place.
@@ -87,12 +89,15 @@ def serve(args: argparse.Namespace) -> None:
         server = subprocess.Popen(command, env=environment)
         print(how_to_connect(socket, token_file), flush=True)
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
-        status = server.wait()
+        while server.poll() is None:
+            if stop_requested():  # of a job that is canceled, the ranks get no signal before they are killed
+                server.terminate()
+            time.sleep(1)
     finally:
         shutil.rmtree(private, ignore_errors=True)
         token_file.unlink(missing_ok=True)
-    if status > 0:
-        raise HpctrainError(f"JupyterLab ended with exit status {status}: its messages are above")
+    if server.returncode > 0:
+        raise HpctrainError(f"JupyterLab ended with exit status {server.returncode}: its messages are above")
 
 
 def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
