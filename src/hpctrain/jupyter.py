@@ -71,7 +71,7 @@ def serve(args: argparse.Namespace) -> None:
         refuse_throw_away(folder)
         token_file = folder.resolve() / "token"
         token_file.unlink(missing_ok=True)
-        token_file.touch(mode=0o600)
+        token_file.touch(mode=0o600, exist_ok=False)
         token_file.write_text(token + "\n", encoding="ascii")
     except OSError as error:
         raise HpctrainError(f"{folder}: cannot be written ({error.strerror}): name a folder you can write to by --out") from error
