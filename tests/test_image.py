@@ -87,8 +87,9 @@ def test_it_lists_its_debian_packages(cluster):
 
 
 def test_packages_in_the_home_folder_are_ignored(cluster):
-    leak = cluster.state / "home/alice/.local/lib/python3.11/site-packages"
-    leak.mkdir(parents=True, exist_ok=True)
+    folder = "/home/alice/.local/lib/python3.11/site-packages"
+    cluster.exec("login", "mkdir", "-p", folder, user="alice")  # not as root: ~/.local stays alice's for other tests
+    leak = cluster.host_path(folder)
     (leak / "torch.py").write_text("raise SystemExit('the wrong torch')\n")
     try:
         assert inside(cluster, "python", "-c", "import torch; print(torch.__file__)").stdout.startswith("/opt/hpctrain/")
