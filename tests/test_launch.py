@@ -150,6 +150,13 @@ def test_the_arguments_of_a_script_arrive_as_they_are(cluster):
     assert sorted(said) == [f"{rank} 4 {json.dumps(arguments)}" for rank in range(4)]
 
 
+def test_a_script_for_horovod_by_srun_is_told_that_its_ranks_work_alone(cluster):
+    folder(cluster, "mine.py").write_text("import horovod.torch as hvd\nhvd.init()\nprint('size', hvd.size())\n")
+    ended, output = job(cluster, "./mine.py", options=["--nodes=1"])
+    assert ended.state == "COMPLETED" and output.count("size 1\n") == 2, output
+    assert output.count("hpctrain: 2 ranks ran this script, and rank 0 never joined the others") == 1, output
+
+
 def test_check_from_another_folder(cluster):
     cluster.exec("login", "mkdir", "-p", "elsewhere", user="alice")
     ended, output = job(cluster, "check", script=f"{HOME}/{SCRIPT}", cwd="/home/alice/elsewhere", env={"HPCTRAIN_ROOT": HOME})

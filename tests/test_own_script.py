@@ -276,3 +276,29 @@ def test_a_trainer_that_would_train_alone_on_each_rank_is_refused(tmp_path, pack
     if package == "lightning":
         separate = run("separate")
         assert (separate.returncode, separate.stdout) == (0, "trained\n"), separate.stderr
+
+
+# ---- a script that never joins the other ranks ----
+
+SCRIPTS = {
+    "alone": "import torch",
+    "an error before": "import torch; raise ValueError",
+    "torch": "import torch.distributed as dist; dist.init_process_group('gloo', world_size=1); dist.destroy_process_group()",
+    "DeviceMesh": "import torch; torch.distributed.init_device_mesh('cpu', (1,)); torch.distributed.destroy_process_group()",
+    "a process of a script": "import os, subprocess as s, sys, torch; s.run([sys.executable, '-c', 'import torch']); os._exit(0)",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_rank_0_says_at_its_end_that_it_never_joined(tmp_path, script):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPTS[script])
+    # a world of one rank, so that none is waited for, in a job of two
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "HPCTRAIN_WORLD_SIZE": "2"}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=os.environ | env)
+    line = "hpctrain: 2 ranks ran this script, and rank 0 never joined the others: each did the same work alone."
+    assert (line in done.stderr) == (script == "alone"), done.stderr
+    if script == "alone":
+        for different in ({"RANK": "1"}, {"HPCTRAIN_WORLD_SIZE": "1"}, {"HPCTRAIN_WORLD_SIZE": ""}):
+            done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=os.environ | env | different)
+            assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,94 @@
+"""Finds ranks of a user's script that work alone: started by a launch script, but without a process group, Horovod or MPI.
+
+torch and Lightning call the functions at the end by their entry points (see pyproject.toml), in every script that imports them.
+So this imports little.
+"""
+
+import atexit
+import os
+import sys
+from typing import Any
+
+from hpctrain.errors import UsageError, print_error
+
+
+def _make_callbacks(package: str) -> list[Any]:
+    """A callback of this package, in a job of more than one rank that a launch script has started."""
+    if int(os.environ.get("HPCTRAIN_WORLD_SIZE") or 1) == 1:
+        return []
+
+    class OneWorld(sys.modules[package].Callback):
+        """Compares the number of processes of a Trainer, before it trains, with that of the job."""
+
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:  # noqa: ANN401 - of one of two packages
+            """Raise UsageError if the Trainer has one process and the job has more."""
+            from hpctrain.entry import print_errors_in_one_line
+            from hpctrain.world import detect
+
+            world = detect()
+            if stage == "fit" and trainer.world_size == 1 < world.size:
+                print_errors_in_one_line()
+                raise UsageError(
+                    f"this Trainer trains alone on each of the {world.size} ranks: make it with devices={world.local_size}, "
+                    f'num_nodes={world.nodes}, strategy="ddp"; for separate trainings, unset HPCTRAIN_WORLD_SIZE before that'
+                )
+
+    return [OneWorld()]
+
+
+def callbacks_of_lightning() -> list[Any]:
+    """For `import lightning`: refuses a Trainer that would train alone on every rank, as its defaults do on CPUs."""
+    return _make_callbacks("lightning.pytorch")
+
+
+def callbacks_of_pytorch_lightning() -> list[Any]:
+    """For `import pytorch_lightning`, the same."""
+    return _make_callbacks("pytorch_lightning")
+
+
+def watch_rank_0() -> None:
+    """For `import torch`: lets rank 0 of a job say at its end that it never joined the other ranks.
+
+    Such a script trains N times on its own, with exit status 0. It may be meant so, and is no error. Does nothing in processes
+    that the script starts, or without a launch script.
+    """
+    ranks = os.environ.get("HPCTRAIN_WORLD_SIZE") or "1"
+    if ranks == "1" or os.environ.get("RANK") != "0" or "HPCTRAIN_RANK_0" in os.environ:
+        return
+    from torch.distributed import distributed_c10d
+
+    # every way to make a process group leads there
+    original = getattr(distributed_c10d, "_new_process_group_helper", None)
+    if original is None:
+        return
+    os.environ["HPCTRAIN_RANK_0"] = str(os.getpid())
+    joined = False
+
+    def join(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of torch
+        nonlocal joined
+        joined = True
+        distributed_c10d._new_process_group_helper = original
+        return original(*args, **kwargs)
+
+    def report() -> None:
+        failed = hasattr(sys, "last_type")  # Python has printed a traceback
+        if not (joined or failed or _joined_by_horovod() or _joined_by_mpi()):
+            print_error(
+                f"hpctrain: {ranks} ranks ran this script, and rank 0 never joined the others: each did the same work alone. "
+                "Call torch.distributed.init_process_group(), or start a script for Horovod by launch/apptainer_horovod.sh; "
+                "docs/own-script.md shows how"
+            )
+
+    distributed_c10d._new_process_group_helper = join
+    atexit.register(report)
+
+
+def _joined_by_horovod() -> bool:
+    """Whether Horovod has several ranks, or had: after its shutdown it does not tell."""
+    hvd = sys.modules.get("horovod.torch")
+    return hvd is not None and (not hvd.is_initialized() or hvd.size() > 1)
+
+
+def _joined_by_mpi() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_initialized() and (mpi.Is_finalized() or mpi.COMM_WORLD.size > 1)
