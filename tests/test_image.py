@@ -86,6 +86,32 @@ def test_it_lists_its_debian_packages(cluster):
     assert {name for name, *_ in listed} <= set(recorded)
 
 
+def test_horovods_rendezvous_is_empty_after_each_init(cluster):
+    """Rank 0 may be done with the ranks of its local rank before rank 1 is done with those of its node.
+
+    Before the patch the addresses of the node then stayed, and a later hvd.init() connected to them.
+    """
+    code = """if True:
+    import http.client
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+    server = RendezvousServer()
+    port = server.start()
+    server.init(get_host_assignments(parse_hosts("n1:2"), 2))
+    def ask(method, path, body=None):
+        connection = http.client.HTTPConnection("localhost", port)
+        connection.request(method, path, body)
+        return connection.getresponse().status
+    for path in ("local_n1/0", "local_n1/1", "cross_0/0"):
+        ask("PUT", f"/{path}", "address")
+    for path in ("local_n1/0", "cross_0/0", "local_n1/1"):  # done
+        ask("DELETE", f"/{path}")
+    print(ask("GET", "/local_n1/0"), ask("GET", "/cross_0/0"))
+    server.stop()
+    """
+    assert inside(cluster, "python", "-c", code).stdout == "404 404\n"
+
+
 def test_packages_in_the_home_folder_are_ignored(cluster):
     folder = "/home/alice/.local/lib/python3.11/site-packages"
     cluster.exec("login", "mkdir", "-p", folder, user="alice")  # not as root: ~/.local stays alice's for other tests
@@ -178,10 +204,10 @@ def test_from_the_definition_by_an_ordinary_user(cluster, tmp_path):
         for image in ("/home/alice/from-def/def.sif", "/project/hpctrain-cpu.sif")
     ]
     ours = [
-        sorted(line for line in lines if re.match("PATH=|LANG=|PYTHON|MPLBACKEND|OMPI_|UCX_|MPI4PY_", line))
+        sorted(line for line in lines if re.match("PATH=|LANG=|PYTHON|OMPI_|UCX_|MPI4PY_", line))
         for lines in environment
     ]
-    assert ours[0] == ours[1] and len(ours[0]) >= 7
+    assert ours[0] == ours[1] and len(ours[0]) >= 6
 
 
 def test_make_has_nothing_left_to_do(sif):
