@@ -203,10 +203,7 @@ def test_from_the_definition_by_an_ordinary_user(cluster, tmp_path):
         cluster.exec("n1", "apptainer", "exec", "--cleanenv", image, "env", user="alice").stdout.splitlines()
         for image in ("/home/alice/from-def/def.sif", "/project/hpctrain-cpu.sif")
     ]
-    ours = [
-        sorted(line for line in lines if re.match("PATH=|LANG=|PYTHON|OMPI_|UCX_|MPI4PY_", line))
-        for lines in environment
-    ]
+    ours = [sorted(line for line in lines if re.match("PATH=|LANG=|PYTHON|OMPI_|UCX_|MPI4PY_", line)) for lines in environment]
     assert ours[0] == ours[1] and len(ours[0]) >= 6
 
 
