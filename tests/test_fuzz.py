@@ -13,10 +13,12 @@ import tracemalloc
 import zipfile
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from pyarrow import feather, ipc, parquet
 
 from hpctrain import checkpoint
 from hpctrain.errors import HpctrainError
@@ -53,15 +55,16 @@ def read_or_refuse(read, path):
         return None
 
 
-def read_in_all_ways(content, suffix, tasks=TASKS):
-    """Read the content of a file as each task does, with --strict and without."""
+def read_in_all_ways(content, suffix, tasks=TASKS, columns=False):
+    """Read the content of a file as each task does, with --strict and without; as a table if it has columns."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"train{suffix}")
         path.write_bytes(content)
         for task in tasks:
-            read_or_refuse(task.read, path)
+            more = [{field: field for field in task.fields}] if columns else []
+            read_or_refuse(lambda path, task=task, more=more: task.read(path, None, *more), path)
             skipped = []
-            for one in read_or_refuse(lambda path, task=task, skipped=skipped: task.read(path, skipped), path) or ():
+            for one in read_or_refuse(lambda path, task=task, s=skipped, more=more: task.read(path, s, *more), path) or ():
                 assert one.location.isprintable()
                 assert all(type(text) is str and text.encode() is not None for text in task.get_texts(one))
             assert all(str(error).isprintable() for error in skipped)
@@ -89,6 +92,45 @@ def changed(draw, contents):
 )
 def test_any_text_is_read_or_refused(content):
     read_in_all_ways(content, ".txt")
+
+
+def make_tables():
+    """The bytes of a table with the fields of all tasks, in each format, by suffix."""
+    tokens = {"tokens": ["a", "b"], "tags": ["B-X", "O"], "answers": {"text": ["나"], "answer_start": [1]}}
+    rows = [{"text": "나", "label": 1, "first": "a", "second": "b", "question": "?", "context": "가나다", **tokens}] * 3
+    table = pyarrow.Table.from_pylist(rows)
+    contents = {}
+    for suffix, write in (("parquet", parquet.write_table), ("arrow", write_stream), ("file.arrow", write_feather)):
+        sink = pyarrow.BufferOutputStream()
+        write(table, sink)
+        contents[f".{suffix}"] = sink.getvalue().to_pybytes()
+    contents[".csv"] = 'text,label,first,second\n나,1,"a\nb","c,""d"\nb,2,x,y\n'.encode()
+    return contents | {".json": json.dumps(rows).encode(), ".jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()}
+
+
+def write_stream(table, sink):
+    with ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_feather(table, sink):
+    feather.write_feather(table, sink, compression="zstd")
+
+
+TABLES = make_tables()
+
+
+@examples(300)
+@given(name=st.sampled_from(list(TABLES)), data=st.data())
+def test_any_table_is_read_or_refused(name, data):
+    read_in_all_ways(data.draw(changed([TABLES[name]])), name, columns=True)
+
+
+def test_a_table_that_is_whole_is_read(tmp_path):
+    for suffix, content in TABLES.items():
+        (tmp_path / f"train{suffix}").write_bytes(content)
+        for task in TASKS[:2] if suffix == ".csv" else TASKS:
+            assert task.read(tmp_path / f"train{suffix}", None, {field: field for field in task.fields})
 
 
 def make_pairs():

@@ -19,6 +19,7 @@ from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp import data, finetune, options
 from hpctrain.nlp.features import Features, encode_texts
+from hpctrain.nlp.tables import read_table
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.world import World
 
@@ -38,11 +39,14 @@ class Classify(Task):
     name = "classify"
     title = "Text classification"
     formats = "NSMC: tsv with id, document, label; jsonl with text, label"
+    fields = ("text", "label")
     model = AutoModelForSequenceClassification
     pipeline_tag = "text-classification"
     selection_metric = "accuracy"
 
-    def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Document]:
+    def read(
+        self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+    ) -> list[Document]:
         """Read the tsv of NSMC (id, document, label) or JSON Lines (text or document, label)."""
 
         def make(location: str, line: str) -> Document:
@@ -54,6 +58,8 @@ class Classify(Task):
             text = data.get_field(location, item, "document" if "document" in item else "text", str, expected)
             return Document(location.rpartition(", ")[2], text, data.get_label(location, item, "label", expected), location)
 
+        if columns:
+            return read_table(path, columns, make_from_json, skipped)
         if path.suffix == data.JSON_LINES:
             return data.read_json_lines(path, make_from_json, skipped)
         return data.read_examples(path, make, data.read_table(path, data.NSMC_COLUMNS), skipped)

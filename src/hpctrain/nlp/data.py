@@ -9,7 +9,7 @@ import codecs
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,9 @@ from hpctrain.nlp.task import Task
 SPLITS = {"train": "train", **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"), "test": "test"}
 JSON_LINES = ".jsonl"  # a JSON object in each line
 SUFFIXES = {".txt", ".tsv", ".json", JSON_LINES, ".conll", ".bio", *(f".{word}" for word in SPLITS)}
+TABLES = {".csv", ".json", JSON_LINES, ".parquet", ".arrow"}  # what --columns reads, see tables.py
 NSMC_COLUMNS = ("id", "document", "label")
+MAGIC_OF_TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")  # the first bytes of Parquet, of a file and of a stream of Arrow
 MAX_ERRORS = 100  # of a file that are kept
 SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which is no text
 
@@ -32,19 +34,26 @@ Example = TypeVar("Example")
 # --- splits ---
 
 
-def load_splits(task: Task, data: Path | None, skipped: list[HpctrainError] | None = None) -> dict[str, list[Any]]:
+def load_splits(
+    task: Task, data: Path | None, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+) -> dict[str, list[Any]]:
     """Read the examples of each split from the files in a folder, or from the task's sample data if `data` is None.
 
-    A single file is read as "train", for split_examples() to divide. Raises HpctrainError; with a list `skipped`, errors in
-    single examples go there instead. Raises UsageError if there is no `data` and the task has no sample data.
+    A single file is read as "train", for split_examples() to divide. With `columns` the files are tables: see Task.read().
+    Raises HpctrainError; with a list `skipped`, errors in single examples go there instead. Raises UsageError if there is no
+    `data` and the task has no sample data.
     """
     folder = data or task.samples
     if folder is None:
         raise UsageError(f"nlp.{task.name} has no sample data: give --data a folder or a file")
+
+    def read(path: Path) -> list[Any]:
+        return task.read(path, skipped, columns) if columns else task.read(path, skipped)
+
     if folder.is_file():
-        return {"train": task.read(folder, skipped)}
-    splits = find_split_files(folder)
-    return {name: [example for path in paths for example in task.read(path, skipped)] for name, paths in splits.items()}
+        return {"train": read(folder)}
+    splits = find_split_files(folder, TABLES if columns else SUFFIXES)
+    return {name: [example for path in paths for example in read(path)] for name, paths in splits.items()}
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -61,7 +70,7 @@ def describe_skipped(skipped: Sequence[HpctrainError]) -> str:
     return f"skipped {count} (an error with --strict); the first: {skipped[0]}"
 
 
-def find_split_files(folder: Path) -> dict[str, list[Path]]:
+def find_split_files(folder: Path, suffixes: Set[str] = SUFFIXES) -> dict[str, list[Path]]:
     """Find the files of each split ("train", "validation", "test") by the names under which data sets are published.
 
     A file belongs to a split if its name contains the split as a word: ratings_train.txt, klue-ner-v1.1_dev.tsv,
@@ -72,7 +81,7 @@ def find_split_files(folder: Path) -> dict[str, list[Path]]:
     """
     splits: dict[str, list[Path]] = {}
     try:
-        files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and not path.is_fifo())
+        files = sorted(path for path in folder.iterdir() if path.suffix in suffixes and not path.is_fifo())
     except OSError as error:
         raise HpctrainError(f"{folder}: cannot be read ({error.strerror}): give --data a folder or a file") from error
     for path in files:
@@ -83,19 +92,20 @@ def find_split_files(folder: Path) -> dict[str, list[Path]]:
         splits["test"] = splits.pop("validation")
     for name, such_as in (("train", "ratings_train.txt or klue-nli-v1.1_train.json"), ("test", "ratings_test.txt or *_dev.json")):
         if name not in splits:
-            found = ", ".join(path.name for path in files) or "no data file"
+            found = list_names([path.name for path in files]) or "no data file"
+            tables = list_names(sorted(path.name for path in folder.iterdir() if path.suffix in TABLES - suffixes))
             raise HpctrainError(
-                f"{folder}: no {name} file, such as {such_as} (found {found}): "
+                f"{folder}: no {name} file, such as {such_as} (found {found}{tables and f'; --columns reads {tables}'}): "
                 "add one, or give --data a single file, which is then split"
             )
     return splits
 
 
-def describe_unused(folder: Path | None) -> str:
+def describe_unused(folder: Path | None, suffixes: Set[str] = SUFFIXES) -> str:
     """The files of --data that belong to no split; "" if there are none, or if --data is not a folder."""
     if folder is None or not folder.is_dir():
         return ""
-    used = {path for paths in find_split_files(folder).values() for path in paths}
+    used = {path for paths in find_split_files(folder, suffixes).values() for path in paths}
     unused = sorted(path.name for path in folder.iterdir() if path not in used and not path.is_dir())
     why = f"a data file has one of the words {', '.join(SPLITS)} in its name"
     return f"{folder}: not used: {list_names(unused)} ({why})" if unused else ""
@@ -183,6 +193,8 @@ def read_text(path: Path) -> str:
         raise HpctrainError(f"{path}: cannot be read ({error.strerror}): give --data a folder or a file") from error
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16 -t utf-8")
+    if content.startswith(MAGIC_OF_TABLES):
+        raise HpctrainError(f"{path}: a table of Parquet or Arrow, not text: name its columns with --columns FIELD=COLUMN")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -223,7 +235,8 @@ def read_table(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, str]
     header, *lines = read_lines(path)
     if header.split("\t") != list(columns):
         expected = f"expected the column names {', '.join(columns)}, separated by tabs"
-        raise line_error(f"{path}, line 1", f"{expected}, but found {header[:80]!r}")
+        hint = " (--columns FIELD=COLUMN reads a csv with others)" if path.suffix == ".csv" else ""
+        raise line_error(f"{path}, line 1", f"{expected}, but found {header[:80]!r}{hint}")
     for number, line in enumerate(lines, 2):
         yield f"{path}, line {number}", line
 

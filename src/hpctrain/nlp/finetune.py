@@ -101,13 +101,14 @@ def read_examples(task: Task, args: argparse.Namespace, world: World) -> dict[st
     """The examples of "train", "validation" and "test"; a split without a file is taken from the training data."""
     skipped: list[HpctrainError] | None = None if args.strict else []
     with all_or_none(world):
-        splits = data.load_splits(task, args.data, skipped)
+        splits = data.load_splits(task, args.data, skipped, args.columns)
         if "test" not in splits:  # --data is a single file; its test set must not depend on --seed
             splits["train"], splits["test"] = data.split_examples(task, splits["train"], args.validation_split, seed=0)
         if "validation" not in splits:
             splits["train"], splits["validation"] = data.split_examples(task, splits["train"], args.validation_split, args.seed)
         splits = {name: splits[name][: args.limit] for name in ("train", "validation", "test")}
-        remarks = [data.describe_skipped(skipped or ()), data.describe_unused(args.data)]
+        suffixes = data.TABLES if args.columns else data.SUFFIXES
+        remarks = [data.describe_skipped(skipped or ()), data.describe_unused(args.data, suffixes)]
     if world.rank == 0:
         print(*(f"{remark}\n" for remark in remarks if remark), sep="", end="", flush=True)
     return splits

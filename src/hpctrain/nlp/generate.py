@@ -24,6 +24,7 @@ from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp import data, finetune, options
 from hpctrain.nlp.features import Features, encode_texts
+from hpctrain.nlp.tables import read_table
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.world import World
 
@@ -44,6 +45,7 @@ class Generate(Task):
     name = "generate"
     title = "Text generation"
     formats = "plain text, one paragraph per line; or NSMC, with a prompt for each label; jsonl with text"
+    fields = ("text",)
     model = AutoModelForCausalLM
     pipeline_tag = "text-generation"
     kind = "gpt2"
@@ -51,13 +53,17 @@ class Generate(Task):
     selection_metric = "perplexity"
     higher_is_better = False
 
-    def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Passage]:
+    def read(
+        self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+    ) -> list[Passage]:
         """Read plain text, one paragraph per line, ignoring blank lines; or the tsv of NSMC; or JSON Lines (text)."""
 
         def make_from_json(location: str, item: dict[str, Any]) -> Passage:
             text = data.get_field(location, item, "text", str, "an object with text")
             return Passage("", text, location)
 
+        if columns:
+            return read_table(path, columns, make_from_json, skipped)
         if path.suffix == data.JSON_LINES:
             return data.read_json_lines(path, make_from_json, skipped)
         lines = data.read_lines(path)

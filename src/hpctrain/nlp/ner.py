@@ -28,6 +28,7 @@ from hpctrain.nlp import data, finetune, options
 from hpctrain.nlp.alignment import NO_UNIT, UnitAligner, make_character_tokenizer, split_windows
 from hpctrain.nlp.bio import Entity, from_bio, split_units, to_bio
 from hpctrain.nlp.features import Features, encode_texts
+from hpctrain.nlp.tables import read_table
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.world import World
 
@@ -60,6 +61,7 @@ class Ner(Task):
         "KLUE-NER: tsv by character; lines of text␞text with <span:TAG>; CoNLL: a token and its tag per line (BIO or IOBES); "
         "jsonl with tokens, tags or with text, entities"
     )
+    fields = ("tokens", "tags")
     model = AutoModelForTokenClassification
     pipeline_tag = "token-classification"
     max_length = 256  # the longest sentence of KLUE-NER has 145 characters
@@ -92,11 +94,15 @@ def find_entities(text):
 ```"""
     selection_metric = "f1"
 
-    def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Sentence]:
+    def read(
+        self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+    ) -> list[Sentence]:
         """Read the tsv by character of KLUE-NER, lines with ␞ and <span:TAG>, the token and tag per line of CoNLL, or JSON Lines.
 
         An error in a line makes its whole sentence an error.
         """
+        if columns:
+            return read_table(path, columns, _make_from_json, skipped)
         if path.suffix == data.JSON_LINES:
             return data.read_json_lines(path, _make_from_json, skipped)
         lines = data.read_lines(path)

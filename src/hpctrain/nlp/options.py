@@ -7,6 +7,7 @@ import torch
 
 from hpctrain.cli import Parser, add_device, positive, trainer_parser
 from hpctrain.errors import UsageError
+from hpctrain.nlp.data import TABLES
 from hpctrain.nlp.scratch import SIZES
 from hpctrain.nlp.task import Task
 
@@ -27,6 +28,14 @@ def make_parser(task: Task) -> Parser:
         help=f"folder with the published files, or a single file, which is then split; {task.formats} "
         f"({'default: sample data' if task.samples else 'required'})",
     )
+    if task.fields:
+        add(
+            "--columns",
+            nargs="+",
+            metavar="FIELD=COLUMN",
+            help=f"read --data as tables ({', '.join(sorted(TABLES))}), each field in the column of this name; "
+            f"fields: {', '.join(task.fields)} (default of a field: the column of its own name)",
+        )
     add(
         "--model",
         metavar="NAME",
@@ -108,6 +117,9 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
     """The options with all defaults filled in. Raises UsageError."""
     args = make_parser(task).parse_args(arguments)
     args.stride = getattr(args, "stride", None) or min(task.stride, args.max_length // 3)
+    args.columns = parse_columns(task, getattr(args, "columns", None))
+    if args.columns and not args.data:
+        raise UsageError("--columns needs --data: give the folder or the file of the tables")
     if args.model and args.from_scratch:
         raise UsageError("--model and --from-scratch exclude each other: give only one")
     if not args.model and not args.from_scratch:
@@ -128,3 +140,16 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
         bf16 = args.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
         args.precision = "bf16" if bf16 else "fp32"
     return args
+
+
+def parse_columns(task: Task, texts: list[str] | None) -> dict[str, str] | None:
+    """The column of each field of the task, from texts FIELD=COLUMN; None without any. Raises UsageError."""
+    if not texts:
+        return None
+    columns = {}
+    for text in texts:
+        field, _, column = text.partition("=")
+        if field not in task.fields or not column or field in columns:
+            raise UsageError(f"--columns {text}: give each field once, as FIELD=COLUMN; fields are {', '.join(task.fields)}")
+        columns[field] = column
+    return {field: columns.get(field, field) for field in task.fields}

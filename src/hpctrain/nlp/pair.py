@@ -16,9 +16,11 @@ from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp import data, finetune, options
 from hpctrain.nlp.classify import Classify
+from hpctrain.nlp.tables import read_table
 from hpctrain.world import World
 
 KORNLI_COLUMNS = ("sentence1", "sentence2", "gold_label")
+KLUE_NAMES = ("premise", "hypothesis", "gold_label")
 
 
 class Pair(NamedTuple):
@@ -37,11 +39,14 @@ class PairClassify(Classify):
     name = "pair"
     title = "Sentence pair classification"
     formats = "KLUE-NLI: JSON list; KorNLI: tsv with sentence1, sentence2, gold_label; jsonl with the names of either"
+    fields = ("first", "second", "label")
     inputs = ("first", "second")
 
-    def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Pair]:
+    def read(self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None) -> list[Pair]:
         """Read the JSON list of KLUE-NLI (errors name the guid), or the tsv of KorNLI or JSON Lines (errors name the line)."""
         expected = "KLUE-NLI's list of objects with guid, premise, hypothesis and gold_label"
+        if columns:
+            expected = "two texts and a label"
 
         def make_from_klue(number: int, item: object) -> Pair:
             id_ = data.get_field(f"{path}, [{number}]", item, "guid", str, expected)
@@ -49,9 +54,10 @@ class PairClassify(Classify):
             return make_from_object(id_, location, item)
 
         def make_from_object(id_: str, location: str, item: object) -> Pair:
-            names = KORNLI_COLUMNS[:2] if isinstance(item, dict) and "sentence1" in item else ("premise", "hypothesis")
+            names = KORNLI_COLUMNS if isinstance(item, dict) and "sentence1" in item else KLUE_NAMES
+            *names, label = self.fields if columns else names
             first, second = (data.get_field(location, item, key, str, expected) for key in names)
-            return Pair(id_, first, second, data.get_label(location, item, "gold_label", expected), location)
+            return Pair(id_, first, second, data.get_label(location, item, label, expected), location)
 
         def make_from_json(location: str, item: dict[str, Any]) -> Pair:
             return make_from_object(location.rpartition(", ")[2], location, item)
@@ -60,6 +66,8 @@ class PairClassify(Classify):
             fields = dict(zip(KORNLI_COLUMNS, data.split_fields(location, line, KORNLI_COLUMNS), strict=True))
             return make_from_object(location.rpartition(", ")[2], location, fields)
 
+        if columns:
+            return read_table(path, columns, make_from_json, skipped)
         if path.suffix == data.JSON_LINES:
             return data.read_json_lines(path, make_from_json, skipped)
         if data.read_text(path).lstrip().startswith(("[", "{")):

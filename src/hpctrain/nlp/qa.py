@@ -43,6 +43,7 @@ class Qa(Task):
     name = "qa"
     title = "Question answering"
     formats = "JSON of SQuAD 1.1, SQuAD 2.0 or KorQuAD 1.0; jsonl with question, context, answers"
+    fields = ("question", "context", "answers")
     model = AutoModelForQuestionAnswering
     pipeline_tag = "question-answering"
     inputs = ("question", "context")
@@ -56,9 +57,11 @@ class Qa(Task):
     groups = "articles"
     selection_metric = "f1_char"  # choose_metric() may take another
 
-    def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Question]:
+    def read(
+        self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+    ) -> list[Question]:
         """Read the JSON of SQuAD, which KorQuAD 1.0 shares; errors name the question."""
-        return read_questions(path, skipped)
+        return read_questions(path, skipped, columns)
 
     def make_example(self, texts: Sequence[str], optional: bool = False) -> Question:
         """A question with the answer unknown; `optional` as in the training data."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp import data
+from hpctrain.nlp.tables import read_table
 
 EXPECTED = "SQuAD JSON (KorQuAD 1.0): data, paragraphs, context, qas, id, question, answers, text, answer_start"
 
@@ -35,7 +36,9 @@ class Question(NamedTuple):
     location: str = ""
 
 
-def read_questions(path: Path, skipped: list[HpctrainError] | None = None) -> list[Question]:
+def read_questions(
+    path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+) -> list[Question]:
     """Read the questions of a file; errors name the question. One with is_impossible, or without answers, is UNANSWERABLE.
 
     Each answer must be at its answer_start, except that its white space may differ (in KorQuAD's dev set all 5,774 match
@@ -59,7 +62,9 @@ def read_questions(path: Path, skipped: list[HpctrainError] | None = None) -> li
         # Questions of one text are kept together if there are no titles.
         return make(location, _get(location, {"title": context, **item}, "title", str), context, item)
 
-    if path.suffix == data.JSON_LINES:
+    if columns:
+        questions = read_table(path, columns, make_from_json, skipped)
+    elif path.suffix == data.JSON_LINES:
         questions = data.read_json_lines(path, make_from_json, skipped)
     else:
         questions = data.read_examples(path, make, _iterate_questions(path), skipped)

@@ -33,6 +33,7 @@ class Task(ABC):
     name: ClassVar[str]  # the command is nlp.<name>
     title: ClassVar[str]  # for --help and the model card
     formats: ClassVar[str]  # what --data reads, for --help
+    fields: ClassVar[tuple[str, ...]] = ()  # of an example in a table, for --columns; () for a task without this option
     model: ClassVar[type]  # AutoModelFor... of transformers
     pipeline_tag: ClassVar[str]  # the task's name on the Hugging Face hub
     kind: ClassVar[str] = "bert"  # the architecture that --from-scratch creates: bert or gpt2
@@ -58,8 +59,11 @@ class Task(ABC):
     # --- examples ---
 
     @abstractmethod
-    def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Any]:
+    def read(self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None) -> list[Any]:
         """Read the examples of one file, in one of the published formats; data.py has helpers.
+
+        With `columns`, which a task without `fields` never gets, the file is a table (tables.py) and has each field in the column
+        of this name.
 
         Raises HpctrainError that names the file and the line. With a list `skipped`, an error in a single example goes there
         and the example is left out; an error in the file as a whole is always raised.

@@ -1,0 +1,157 @@
+"""Read tables with columns of any names (--columns): csv, JSON, Parquet and Arrow, as pandas and the library datasets write them.
+
+A task asks for fields, such as text and label, and --columns says in which column each of them is.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import HpctrainError, first_line
+from hpctrain.nlp import data
+from hpctrain.nlp.data import Example
+
+ROWS = 1_000  # of Parquet and Arrow that are in memory as Python objects at a time
+
+
+def read_table(
+    path: Path, columns: Mapping[str, str], make: Callable[[str, dict[str, Any]], Example], skipped: list[HpctrainError] | None
+) -> list[Example]:
+    """read_examples() of the rows of a table; `make` gets the location of a row, and its value of each field in `columns`.
+
+    `columns` has the name of the column of each field. A value that is missing is an error of its row.
+    Raises HpctrainError that lists the columns of the file if it lacks one of these.
+    """
+
+    def make_from_row(location: str, row: object) -> Example:
+        return make(location, _pick_fields(location, row, columns))
+
+    is_json = path.suffix in (".json", data.JSON_LINES)
+    if is_json and not data.read_text(path).lstrip().startswith("["):  # pandas and datasets write lines into .json as well
+        return data.read_json_lines(path, make_from_row, skipped)
+    if is_json:
+        rows: Iterator[tuple[str, Any]] = (
+            (f"{path}, [{i}]", row) for i, row in enumerate(data.read_json(path, list, "a list of objects"))
+        )
+    elif path.suffix == ".csv":
+        rows = _iterate_csv(path, columns)
+    elif path.suffix in data.TABLES:
+        rows = _iterate_arrow(path, columns)
+    else:
+        raise HpctrainError(
+            f"{path}: not a table that --columns reads ({', '.join(sorted(data.TABLES))}): convert it, or leave out --columns"
+        )
+    return data.read_examples(path, make_from_row, rows, skipped)
+
+
+def _pick_fields(location: str, row: object, columns: Mapping[str, str]) -> dict[str, Any]:
+    """The value of each field in a row. Raises HpctrainError for a row without one of them."""
+    if not isinstance(row, dict):
+        raise data.line_error(location, "not a JSON object")
+    if None in row:  # csv.DictReader collects them there
+        raise data.line_error(location, "more fields than the header has: quote a field that has a comma in it")
+    for column in columns.values():
+        if row.get(column) is None:
+            problem = f"its column {column!r} has no value" if column in row else _describe_columns(column, list(row))
+            raise data.line_error(location, problem)
+    return {field: row[column] for field, column in columns.items()}
+
+
+def _check_columns(path: Path, columns: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raise HpctrainError if a column is not among the `names` in a file, or is there twice."""
+    for column in columns.values():
+        if column not in names:
+            raise HpctrainError(f"{path}: {_describe_columns(column, names)}: give --columns FIELD=COLUMN with one of these")
+        if names.count(column) > 1:
+            raise HpctrainError(f"{path}: it has several columns {column!r}: rename all but one")
+
+
+def _describe_columns(column: str, names: Sequence[str]) -> str:
+    return f"no column {column!r}, but {data.list_names(names) or 'no columns at all'}"
+
+
+def _iterate_csv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """The location and the fields of each row below the header; a field in quotation marks may have commas and line breaks."""
+    # strict: otherwise a quotation mark that is not closed would make one field of the rest of the file. Python's limit for
+    # the length of a field ends that early.
+    rows = csv.DictReader(io.StringIO(data.read_text(path), newline=""), strict=True)
+    line = 1
+    try:
+        _check_columns(path, columns, rows.fieldnames or [])
+        line = rows.line_num + 1
+        for row in rows:
+            yield f"{path}, line {line}", row
+            line = rows.line_num + 1
+    except csv.Error as error:
+        raise data.line_error(f"{path}, line {line}", f"not valid csv ({error}): is a quotation mark not closed?") from error
+
+
+def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The location and the values of each row of a Parquet or Arrow file, a few rows at a time; classes by their names."""
+    try:
+        import pyarrow
+    except ImportError as error:  # the images have it
+        raise HpctrainError(f"{path}: reading it needs pyarrow: install pyarrow, or convert the file to .jsonl") from error
+    names, number = list(columns.values()), 0
+    try:
+        with pyarrow.OSFile(str(path)) as file:
+            schema, batches = _open_parquet(file, names) if path.suffix == ".parquet" else _open_arrow(file)
+            _check_columns(path, columns, schema.names)
+            classes = {name: _find_class_names(schema.metadata, name) for name in names}
+            for batch in batches:
+                chosen = batch.select(names)
+                chosen.validate(full=True)  # otherwise a damaged file could be read outside of its memory
+                for start in range(0, len(chosen), ROWS):
+                    for row in chosen.slice(start, ROWS).to_pylist():
+                        number += 1
+                        yield f"{path}, row {number}", {name: _name_classes(row[name], classes[name]) for name in names}
+    except HpctrainError:
+        raise
+    except Exception as error:  # pyarrow raises exceptions of many kinds for damaged files
+        kind = path.suffix.removeprefix(".").capitalize()
+        raise HpctrainError(
+            f"{path}: not a file of {kind} that can be read ({first_line(error)[:200]}): download the file again"
+        ) from error
+
+
+def _open_parquet(file: Any, names: list[str]) -> tuple[Any, Iterable[Any]]:  # noqa: ANN401 - pyarrow is imported lazily
+    """The schema and the record batches of a file of Parquet."""
+    from pyarrow import parquet
+
+    table = parquet.ParquetFile(file)
+    return table.schema_arrow, table.iter_batches(ROWS, columns=names, use_threads=False)
+
+
+def _open_arrow(file: Any) -> tuple[Any, Iterable[Any]]:  # noqa: ANN401
+    """The schema and the record batches of Arrow's IPC: of a file, or of a stream, which the library datasets writes."""
+    from pyarrow import ipc
+
+    is_stream = file.read(6) != b"ARROW1"
+    file.seek(0)
+    if is_stream:
+        stream = ipc.open_stream(file)
+        return stream.schema, stream
+    table = ipc.open_file(file)
+    return table.schema, map(table.get_batch, range(table.num_record_batches))
+
+
+def _find_class_names(metadata: Mapping[bytes, bytes] | None, column: str) -> list[str]:
+    """The names that the library datasets has written for the numbers in a column (ClassLabel), or in its lists; else []."""
+    try:
+        feature = json.loads((metadata or {})[b"huggingface"])["info"]["features"][column]
+        names = feature.get("feature", feature)["names"]
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+        return []
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
+
+
+def _name_classes(value: Any, names: list[str]) -> Any:  # noqa: ANN401 - any value of a column
+    """The names for numbers of classes, if there are names. A number without one is no value: -1 stands for no label."""
+    if isinstance(value, list):
+        return [_name_classes(each, names) for each in value]
+    if not names or type(value) is not int:
+        return value
+    return names[value] if 0 <= value < len(names) else None
