@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -40,6 +42,7 @@ class Classify(Task):
     title = "Text classification"
     formats = "NSMC: tsv with id, document, label; jsonl with text, label"
     fields = ("text", "label")
+    one_label = True
     model = AutoModelForSequenceClassification
     pipeline_tag = "text-classification"
     selection_metric = "accuracy"
@@ -93,6 +96,17 @@ class Classify(Task):
             {"labels": targets, "units": [target != IGNORED for target in targets]},
             cut=[i for i, encoding in enumerate(encodings) if encoding.overflowing],
         )
+
+    def compute_loss(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> Tensor:
+        """The model's own loss, or the mean over the labels of their losses, each times the weight of its class.
+
+        It is not divided by the sum of the weights, as torch does: in a batch without the rare class, that would take the low
+        weight of the others away again.
+        """
+        if "class_weights" not in batch:
+            return output.loss
+        losses = cross_entropy(output.logits, batch["labels"], batch["class_weights"], reduction="sum")
+        return losses / batch["units"].sum()
 
     def predict(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> list[Any]:
         """The probability of each class, [classes]."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from hpctrain import checkpoint
@@ -61,7 +62,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         padding = {**task.padding, "input_ids": tokenizer.pad_token_id}
         train = features["train"]
         epoch_steps = steps_per_epoch(len(train.lengths), args.batch_size, world, args.accumulate) if args.epochs else 0
-        module = FineTuneModule(task, model, labels, args, run, steps=args.epochs * epoch_steps)
+        weights = balance_classes(labels, train, run) if args.class_weights else None
+        module = FineTuneModule(task, model, labels, args, run, steps=args.epochs * epoch_steps, class_weights=weights)
         trainer = make_trainer(
             run, args, device, lambda module: module.model, module.score, accumulate_grad_batches=args.accumulate
         )
@@ -79,7 +81,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                     module.make_evaluation_loader("validation", examples, features, padding),
                     ckpt_path=run.resume_from,
                 )
-            load_best_epoch(task.choose_metric(examples["validation"]), model, run)
+            metric = f"validation_{module.choose_metric(examples['validation'])}"
+            load_best_epoch(metric, model, run)
         # The only use of the test set.
         trainer.test(module, module.make_evaluation_loader("test", examples, features, padding), verbose=False)
         scores = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("test_")}
@@ -267,6 +270,19 @@ def _tokenize(
         ) from error
 
 
+def balance_classes(labels: list[str], train: Features, run: Run) -> Tensor:
+    """The weight of each class, [labels], as "balanced" of scikit-learn: examples / (classes * examples of the class).
+
+    Counted are the classes that the training set has; another one, which only the model has, gets 0. Prints all of them.
+    """
+    counts = torch.bincount(torch.from_numpy(train.values["labels"].copy()), minlength=len(labels))
+    present = counts > 0
+    weights = torch.where(present, counts.sum() / (present.sum() * counts.clamp(min=1)), 0.0)
+    for label, count, weight in zip(labels, counts.tolist(), weights.tolist(), strict=True):
+        run.print(f"class {data.shorten(label)}: {count:,} training examples, weight {weight:.4g}")
+    return weights
+
+
 def check_tokens(folder: Path, model: torch.nn.Module, features: dict[str, Features]) -> None:
     """Raise HpctrainError if the model has no embedding for a token of the features."""
     count = len(model.get_input_embeddings().weight)
@@ -291,7 +307,7 @@ def load_best_epoch(metric: str, model: torch.nn.Module, run: Run) -> None:
     with all_or_none(run.world):
         state = checkpoint.load(path, torch.device("cpu"))
     model.load_state_dict(state["model"])
-    run.print(f"epoch {run.best_epoch} has the best validation_{metric}: using its weights")
+    run.print(f"epoch {run.best_epoch} has the best {metric}: using its weights")
 
 
 def save_result(

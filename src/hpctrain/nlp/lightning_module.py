@@ -24,13 +24,24 @@ with import_of_lightning():
 
 
 class FineTuneModule(LightningModule):
-    """A model with its training and evaluation steps; `args` are the options, `steps` the optimizer steps of all epochs."""
+    """A model with its training and evaluation steps; `args` are the options, `steps` the optimizer steps of all epochs.
+
+    `class_weights`, [labels], weigh the training loss; the loss of an evaluation stays as it is.
+    """
 
     def __init__(
-        self, task: Task, model: torch.nn.Module, labels: list[str], args: argparse.Namespace, run: Run, steps: int
+        self,
+        task: Task,
+        model: torch.nn.Module,
+        labels: list[str],
+        args: argparse.Namespace,
+        run: Run,
+        steps: int,
+        class_weights: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.model = model
+        self.register_buffer("class_weights", class_weights, persistent=False)
         self._task, self._labels, self._args, self._run, self._steps = task, labels, args, run, steps
         self._sets: dict[str, tuple[list[Any], Features]] = {}
         self._predictions: list[tuple[int, Any]] = []
@@ -67,7 +78,10 @@ class FineTuneModule(LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """The loss of one part of a global batch; BatchSampler explains the weight."""
-        return self._task.compute_loss(self(batch), batch) * batch["weight"]
+        output = self(batch)
+        if self.class_weights is not None:
+            batch = {**batch, "class_weights": self.class_weights}
+        return self._task.compute_loss(output, batch) * batch["weight"]
 
     # --- evaluation ---
 
@@ -118,9 +132,17 @@ class FineTuneModule(LightningModule):
         # As float64: Lightning would store float32, which is too imprecise to compare runs.
         self.log_dict({f"{name}_{key}": torch.tensor(value, dtype=torch.float64) for key, value in scores.items()})
 
+    def choose_metric(self, examples: list[Any]) -> str:
+        """The metric that selects the best epoch, for these validation examples.
+
+        With class weights it is F1 (macro), for which all classes count the same. Accuracy would select an epoch that never
+        predicts a rare class.
+        """
+        return self._task.choose_metric(examples) if self.class_weights is None else "f1"
+
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         """The score of an epoch by its validation; the loss, if any, breaks ties, which are frequent with few examples."""
-        value = metrics[f"validation_{self._task.choose_metric(self._sets['validation'][0])}"]
+        value = metrics[f"validation_{self.choose_metric(self._sets['validation'][0])}"]
         return value if self._task.higher_is_better else -value, -metrics.get("validation_loss", 0)
 
     on_test_epoch_start, test_step = on_validation_epoch_start, validation_step

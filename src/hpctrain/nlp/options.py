@@ -97,6 +97,12 @@ def make_parser(task: Task) -> Parser:
         metavar="FRACTION",
         help="fraction of the training data for validation if there is no validation file (default: %(default)s)",
     )
+    if task.one_label:
+        add(
+            "--class-weights",
+            choices=["balanced"],
+            help="balanced: weigh the loss of an example by examples / (classes * examples of its class), for rare classes",
+        )
     add("--limit", type=positive(int), metavar="N", help="use only the first N examples of each split, for a quick trial")
     add(
         "--strict",
@@ -117,6 +123,7 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
     """The options with all defaults filled in. Raises UsageError."""
     args = make_parser(task).parse_args(arguments)
     args.stride = getattr(args, "stride", None) or min(task.stride, args.max_length // 3)
+    args.class_weights = getattr(args, "class_weights", None)
     args.columns = parse_columns(task, getattr(args, "columns", None))
     if args.columns and not args.data:
         raise UsageError("--columns needs --data: give the folder or the file of the tables")

@@ -34,6 +34,7 @@ class Task(ABC):
     title: ClassVar[str]  # for --help and the model card
     formats: ClassVar[str]  # what --data reads, for --help
     fields: ClassVar[tuple[str, ...]] = ()  # of an example in a table, for --columns; () for a task without this option
+    one_label: ClassVar[bool] = False  # whether each feature has one label, "labels" of its values; then it has --class-weights
     model: ClassVar[type]  # AutoModelFor... of transformers
     pipeline_tag: ClassVar[str]  # the task's name on the Hugging Face hub
     kind: ClassVar[str] = "bert"  # the architecture that --from-scratch creates: bert or gpt2
@@ -98,7 +99,10 @@ class Task(ABC):
         """Make the features of the examples, with their labels; a label that is not in `labels` becomes IGNORED."""
 
     def compute_loss(self, output: ModelOutput, batch: dict[str, Any]) -> Tensor:
-        """The mean loss over the labels of a batch; override it if the model's own loss includes padding."""
+        """The mean loss over the labels of a batch; override it if the model's own loss includes padding.
+
+        In training with --class-weights the batch of a task with `one_label` has "class_weights", [labels].
+        """
         return output.loss
 
     @abstractmethod
