@@ -1,14 +1,18 @@
-"""Options of fine-tuning that change what is trained: --class-weights."""
+"""Options of fine-tuning that change how long and on what is trained: --patience and --class-weights."""
 
 import json
+import os
+import shutil
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
+import warm_start
+from safetensors.torch import load_file
 from sklearn.metrics import recall_score
 from sklearn.utils.class_weight import compute_class_weight
-from test_nlp import NO_DROPOUT, SHAPE, metrics, run_predict, scores, train
+from test_nlp import NO_DROPOUT, SHAPE, metrics, result, run_predict, scores, train, validations
 from test_nlp import cache as cache  # a fixture, for each test
 
 from hpctrain.errors import UsageError
@@ -107,3 +111,105 @@ def test_only_tasks_with_one_label_have_weights():
         parse_options(ner.TASK, ["--class-weights", "balanced"])
     with pytest.raises(UsageError, match="invalid choice: 'none'"):
         parse_options(classify.TASK, ["--class-weights", "none"])
+
+
+# --- --patience ---
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, config):
+    """A run whose best epoch is neither the first nor the last."""
+    return train("classify", tmp_path_factory.mktemp("stopped") / "run", *PATIENT, "--from-scratch", config)
+
+
+# A learning rate that is far too high; 10 steps an epoch.
+PATIENT = ("--epochs", 12, "--patience", 2, "--batch-size", 8, "--lr", 5e-3, "--limit", 80, "--keep-checkpoints", 99)
+
+
+def find_best(run):
+    """The best epoch, counted from 1, by the validation scores; the loss breaks ties."""
+    found = [(line["validation_accuracy"], -line["validation_loss"]) for line in validations(run)]
+    return found.index(max(found)) + 1, len(found)
+
+
+def test_training_ends_after_epochs_without_a_better_score(stopped):
+    best, last = find_best(stopped)
+    assert best > 1 and last == best + 2 < 12
+    assert result(stopped)["epochs"] == last
+    log = (stopped / "logs/rank-0000.log").read_text()
+    assert f"stopped after epoch {last}: no better validation_accuracy for 2 epochs" in log
+    assert f"epoch {best} has the best validation_accuracy: using its weights" in log
+    state = torch.load(stopped / f"checkpoints/epoch-{best:04d}.pt", weights_only=True)["model"]
+    kept = load_file(stopped / "model/model.safetensors")
+    assert kept and all(torch.equal(kept[name], state[name]) for name in kept)
+
+
+def test_patience_does_not_change_what_is_trained_until_then(stopped, config, tmp_path):
+    whole = train("classify", tmp_path / "run", *PATIENT[:2], *PATIENT[4:], "--from-scratch", config)
+    last = result(stopped)["epochs"]
+    assert result(whole)["epochs"] == 12 and "stopped after" not in (whole / "logs/rank-0000.log").read_text()
+    states = [torch.load(run / f"checkpoints/epoch-{last:04d}.pt", weights_only=True)["model"] for run in (stopped, whole)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("cut", ["within an epoch", "after the best epoch", "after the last epoch"])
+def test_resumed_run_stops_at_the_same_epoch(cut, stopped, config, tmp_path):
+    """It counts the epochs before the cut, too. After the last epoch there is nothing to train."""
+    best, last = find_best(stopped)
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    kept = last if cut == "after the last epoch" else best
+    for path in (folder / "checkpoints").iterdir():
+        if path.stem > f"epoch-{kept:04d}":
+            path.unlink()
+    (folder / "result.json").unlink()
+    options = (*PATIENT, "--from-scratch", config, "--resume", folder)
+    if cut == "within an epoch":
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr("hpctrain.run.Run.must_save", lambda run: run.epoch == best and run._step == 5 and stop(run))
+            train("classify", folder, *options)
+        assert (folder / f"checkpoints/epoch-{best + 1:04d}-step-000005.pt").exists()
+    train("classify", folder, *options)
+    assert result(folder)["epochs"] == last and result(folder)["weights_sha256"] == result(stopped)["weights_sha256"]
+    assert scores(folder) == scores(stopped) and [line["step"] for line in metrics(folder)] == [
+        line["step"] for line in metrics(stopped)
+    ]
+
+
+def stop(run):
+    """What the launch script asks for when the time of the job is up."""
+    run._checkpointer.stop = True
+    return True
+
+
+def test_a_run_that_has_ended_is_not_continued(stopped, config, tmp_path, capsys):
+    before = result(stopped)
+    options = (*PATIENT, "--from-scratch", config)
+    with pytest.raises(UsageError, match=r"has \d epochs already: give a larger --patience, with --force, to continue"):
+        train("classify", stopped, *options, "--resume", stopped)
+    with pytest.raises(SystemExit) as end:
+        train("classify", stopped, *options, "--resume", "auto")
+    assert not end.value.code and f"has {before['epochs']} epochs already: nothing to do" in capsys.readouterr().out
+    assert result(stopped) == before
+    with pytest.raises(UsageError, match="--patience 3 instead of 2"):
+        train("classify", stopped, *options, "--patience", 3, "--resume", stopped)
+    more = tmp_path / "more"
+    shutil.copytree(stopped, more)
+    train("classify", more, *options, "--patience", 3, "--resume", more, "--force")
+    assert result(more)["epochs"] > before["epochs"]
+
+
+@pytest.mark.slow
+def test_two_ranks_stop_at_the_same_epoch_with_the_same_losses(rare, config, tmp_path):
+    """The weights of the model never change, so that no epoch is better than the first, and losses differ by rounding alone."""
+    options = ("--epochs", 9, "--patience", 2, *RARE[2:4], "--lr", 1e-30, "--data", rare, "--from-scratch", config)
+    options += ("--class-weights", "balanced")
+    alone = train("classify", tmp_path / "alone", *options)
+    words = ["nlp.classify", *map(str, options), "--out", "two"]
+    done = warm_start.run(warm_start.torchrun_ranks(2, words, dict(os.environ)), tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = tmp_path / "two"
+    assert result(two)["epochs"] == result(alone)["epochs"] == 3
+    assert "stopped after epoch 3: no better validation_f1 for 2 epochs" in done.stdout
+    losses = [[line["train_loss"] for line in metrics(run) if "train_loss" in line] for run in (two, alone)]
+    assert len(losses[0]) == 15 and losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -88,6 +88,11 @@ class TrainerFolder(RunFolder):
             for buffer in module.buffers():
                 dist.broadcast(buffer, src=0)
 
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Save a checkpoint of the epoch, and end the training if its score was one too many that is no better."""
+        super().on_train_epoch_end(trainer, module)
+        trainer.should_stop = self._run.has_stalled
+
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Nothing: the trainer finishes the run."""
 

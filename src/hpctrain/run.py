@@ -53,7 +53,8 @@ _FREE_OPTIONS |= {"device", "devices", "num_nodes", "accelerator", "workers"}
 class Run:
     """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank writes its own log.
 
-    `epoch` is the number of finished epochs, `best_epoch` the one with the best score so far.
+    `epoch` is the number of finished epochs, `best_epoch` the one with the best score so far. A trainer may set `patience`, and
+    end the training when the run `has_stalled`.
 
     A trainer calls, in this order,
 
@@ -96,6 +97,7 @@ class Run:
         self._checkpointer = Checkpointer(world, self.folder, every, args.keep_checkpoints, check, self._resume_with)
         self._bar: tqdm | None = None
         self.epoch = self.best_epoch = 0
+        self.patience: int | None = None
         self._best_score: list[float] = []
         # The position within the next epoch, and what was summed since the last line of metrics.
         self._step = self._steps = self._examples = 0
@@ -113,9 +115,9 @@ class Run:
     ) -> dict[str, Any] | None:
         """The state to resume from, on every rank, or None if the run is new. A collective call.
 
-        It has the weights of `model`, and the entry of this name: see checkpoint.find_fitting(). A state with all epochs is
-        that of a run which died before it wrote result.json, and is to be finished without training. Metrics that were written
-        after the checkpoint are removed.
+        It has the weights of `model`, and the entry of this name: see checkpoint.find_fitting(). A state with all epochs, or
+        that has stalled, is that of a run which died before it wrote result.json, and is to be finished without training.
+        Metrics that were written after the checkpoint are removed.
 
         Raises UsageError if the run has all of its epochs and its result already, HpctrainError if no checkpoint fits, or if
         its options differ in others than the `free` ones and those that never matter, unless --force is given.
@@ -133,13 +135,14 @@ class Run:
         with all_or_none(self.world):
             state = checkpoint.load(self.resume_from, device)
         self.epoch, self._step = state["epoch"], state["step"]
-        if self.epoch >= epochs and self.epoch <= finished_epochs(self.resume_from.parent.parent):
+        self.best_epoch, self._best_score = state["best"]
+        if (self.epoch >= epochs or self.has_stalled) and self.epoch <= finished_epochs(self.resume_from.parent.parent):
             if restart_count() > 0 or self._args.resume == AUTO:  # Slurm may requeue a job that has completed
                 self.print(f"{self.folder} has {self.epoch} epochs already: nothing to do")
                 self._leave()
-            raise UsageError(f"{self.folder} has {self.epoch} epochs already: give a larger --epochs to continue")
+            larger = "larger --epochs" if self.epoch >= epochs else "larger --patience, with --force,"
+            raise UsageError(f"{self.folder} has {self.epoch} epochs already: give a {larger} to continue")
         self._check_options(state["options"], free)
-        self.best_epoch, self._best_score = state["best"]
         self._steps, self._unlogged, self._nonfinite.skipped = state["steps"], state["unlogged"], state["skipped"]
         losses = state["losses"]
         # On another number of ranks each takes an equal part of their sum.
@@ -224,6 +227,11 @@ class Run:
         """The optimizer steps since the start of training; all epochs have the same number of them."""
         return self.epoch * self._steps + self._step
 
+    @property
+    def has_stalled(self) -> bool:
+        """Whether the last `patience` epochs had no better score, the same on every rank: then the training is to end."""
+        return self.patience is not None and self.epoch - self.best_epoch >= self.patience
+
     def must_save(self) -> bool:
         """Whether to call save() after this step. A collective call, once after each step."""
         return self._checkpointer.is_due(self.global_step, last=self._step >= self._steps)
@@ -258,8 +266,10 @@ class Run:
                 self._checkpointer.save(
                     path, checkpoint.with_plain_names(state, self._nonfinite.model) | position, self.best_epoch
                 )
+        if self.epoch >= self._args.epochs or self.has_stalled:
+            return
         # Within an epoch must_save() has asked already.
-        if self.epoch < self._args.epochs and (self._checkpointer.stop if self._step else self._checkpointer.decide_to_stop()):
+        if self._checkpointer.stop if self._step else self._checkpointer.decide_to_stop():
             self._end_early()
 
     def _end_early(self) -> None:

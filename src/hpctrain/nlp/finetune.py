@@ -47,6 +47,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
     with process_group(world, device):
         examples = read_examples(task, args, world)
         run = Run(world, f"nlp.{task.name}", args, device)
+        run.patience = args.patience
         folder = get_initial_model(task, args, run, examples["train"])
         with all_or_none(world):
             tokenizer = load_tokenizer(folder)
@@ -69,7 +70,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         )
         if args.epochs:
             state = run.resume(device, args.epochs, model, "state_dict", free=())
-            if state and run.epoch >= args.epochs:  # resumed after the last epoch
+            if state and (run.epoch >= args.epochs or run.has_stalled):  # resumed after the last epoch
                 model.load_state_dict(state["model"])
             else:
                 sampler = BatchSampler(train, world, args.batch_size, args.seed, args.accumulate)
@@ -82,6 +83,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                     ckpt_path=run.resume_from,
                 )
             metric = f"validation_{module.choose_metric(examples['validation'])}"
+            if run.has_stalled and run.epoch < args.epochs:
+                run.print(f"stopped after epoch {run.epoch}: no better {metric} for {args.patience} epochs")
             load_best_epoch(metric, model, run)
         # The only use of the test set.
         trainer.test(module, module.make_evaluation_loader("test", examples, features, padding), verbose=False)

@@ -52,6 +52,12 @@ def make_parser(task: Task) -> Parser:
         help="passes over the training data; 0 only scores the test set (default: 3; 20 with the sample data)",
     )
     add(
+        "--patience",
+        type=positive(int),
+        metavar="N",
+        help="end the training after N epochs without a better validation score (default: train all --epochs)",
+    )
+    add(
         "--batch-size",
         type=positive(int),
         metavar="N",
