@@ -15,6 +15,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from test_nlp import NO_DROPOUT, SHAPE, metrics, result, run_predict, scores, train, validations
 from test_nlp import cache as cache  # a fixture, for each test
 
+from hpctrain import checkpoint
 from hpctrain.errors import UsageError
 from hpctrain.nlp import classify, data, finetune, ner, pair
 from hpctrain.nlp.options import parse_options
@@ -180,6 +181,22 @@ def stop(run):
     """What the launch script asks for when the time of the job is up."""
     run._checkpointer.stop = True
     return True
+
+
+def test_run_of_a_version_without_these_options_is_continued(config, tmp_path):
+    options = (*PATIENT[4:], "--from-scratch", config)
+    run = train("classify", tmp_path / "run", "--epochs", 1, *options)
+    path = checkpoint.path_of(run, 1)
+    state = checkpoint.load(path, torch.device("cpu"))
+    for name in ("columns", "class_weights", "patience"):
+        assert state["options"].pop(name) == "None"
+    path.unlink()
+    checkpoint.save(path, state)
+    (run / "result.json").unlink()
+    train("classify", run, "--epochs", 1, *options, "--resume", run)
+    (run / "result.json").unlink()
+    with pytest.raises(UsageError, match="other options: --patience 3 instead of None"):
+        train("classify", run, "--epochs", 1, *options, "--resume", run, "--patience", 3)
 
 
 def test_a_run_that_has_ended_is_not_continued(stopped, config, tmp_path, capsys):

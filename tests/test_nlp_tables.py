@@ -214,6 +214,19 @@ def test_run_reads_the_tables_of_a_folder(tmp_path, capsys):
     assert sorted(map(len, examples.values())) == [1, 2, 3]
 
 
+def test_folders_of_the_library_datasets_and_of_the_hub_are_read(tmp_path):
+    """With the splits as folders, beside files that are not data; and with the files of a configuration in a folder."""
+    splits = datasets.DatasetDict({name: datasets.Dataset.from_list(ROWS[i:]) for i, name in enumerate(("test", "train"))})
+    splits.save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved/train/cache-1.arrow").write_bytes(b"of another shape")
+    (tmp_path / "hub/plain_text").mkdir(parents=True)
+    for name, part in splits.items():
+        part.to_parquet(tmp_path / f"hub/plain_text/{name}-00000-of-00001.parquet")
+    for folder in ("saved", "hub"):
+        found = data.load_splits(classify.TASK, tmp_path / folder, None, COLUMNS)
+        assert {name: [example.text for example in part] for name, part in found.items()} == {"test": TEXTS, "train": TEXTS[1:]}
+
+
 def test_without_columns_the_error_leads_to_the_option(tmp_path):
     make_folder(tmp_path, train=ROWS, test=ROWS)
     with pytest.raises(HpctrainError, match=r"\(found no data file; --columns reads test\.csv, train\.csv\)"):

@@ -159,7 +159,8 @@ class Run:
     def _check_options(self, saved: dict[str, str], free: tuple[str, ...]) -> None:
         """Raise UsageError if options that change the weights are not those of the checkpoint, unless --force is given."""
         own = self._weighty_options()
-        names = [name for name in sorted({*own, *saved} - {*free}) if own.get(name) != saved.get(name)]
+        # An option that the earlier version did not have yet is as if it was not given.
+        names = [name for name in sorted({*own, *saved} - {*free}) if own.get(name, "None") != saved.get(name, "None")]
         if not names:
             return
         text = ", ".join(f"--{name.replace('_', '-')} {own.get(name)} instead of {saved.get(name)}" for name in names)

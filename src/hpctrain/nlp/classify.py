@@ -21,7 +21,7 @@ from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp import data, finetune, options
 from hpctrain.nlp.features import Features, encode_texts
-from hpctrain.nlp.tables import read_table
+from hpctrain.nlp.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.world import World
 
@@ -62,7 +62,7 @@ class Classify(Task):
             return Document(location.rpartition(", ")[2], text, data.get_label(location, item, "label", expected), location)
 
         if columns:
-            return read_table(path, columns, make_from_json, skipped)
+            return read_columns(path, columns, make_from_json, skipped)
         if path.suffix == data.JSON_LINES:
             return data.read_json_lines(path, make_from_json, skipped)
         return data.read_examples(path, make, data.read_table(path, data.NSMC_COLUMNS), skipped)

@@ -9,7 +9,7 @@ import codecs
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ SPLITS = {"train": "train", **dict.fromkeys(("validation", "valid", "val", "dev"
 JSON_LINES = ".jsonl"  # a JSON object in each line
 SUFFIXES = {".txt", ".tsv", ".json", JSON_LINES, ".conll", ".bio", *(f".{word}" for word in SPLITS)}
 TABLES = {".csv", ".json", JSON_LINES, ".parquet", ".arrow"}  # what --columns reads, see tables.py
+TABLES_BELOW = ("*/data-*.arrow", "*/*.parquet")  # others there are not data: state.json, cache-*.arrow
 NSMC_COLUMNS = ("id", "document", "label")
 MAGIC_OF_TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")  # the first bytes of Parquet, of a file and of a stream of Arrow
 MAX_ERRORS = 100  # of a file that are kept
@@ -52,7 +53,7 @@ def load_splits(
 
     if folder.is_file():
         return {"train": read(folder)}
-    splits = find_split_files(folder, TABLES if columns else SUFFIXES)
+    splits = find_split_files(folder, tables=columns is not None)
     return {name: [example for path in paths for example in read(path)] for name, paths in splits.items()}
 
 
@@ -70,42 +71,54 @@ def describe_skipped(skipped: Sequence[HpctrainError]) -> str:
     return f"skipped {count} (an error with --strict); the first: {skipped[0]}"
 
 
-def find_split_files(folder: Path, suffixes: Set[str] = SUFFIXES) -> dict[str, list[Path]]:
+def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]]:
     """Find the files of each split ("train", "validation", "test") by the names under which data sets are published.
 
     A file belongs to a split if its name contains the split as a word: ratings_train.txt, klue-ner-v1.1_dev.tsv,
     xnli.test.ko.tsv. Several files of one split, such as the two training files of KorNLI, are read one after the other. If a
     data set publishes dev files but no test set (KLUE, KorQuAD), dev is the test set.
 
+    With `tables` the files are TABLES. If the folder has none of a split, they are those one folder below, where the hub and
+    the library datasets have them: plain_text/train-00000-of-00001.parquet, train/data-00000-of-00001.arrow.
+
     Raises HpctrainError that lists the files if there is no training or test file.
     """
-    splits: dict[str, list[Path]] = {}
+    suffixes = TABLES if tables else SUFFIXES
     try:
-        files = sorted(path for path in folder.iterdir() if path.suffix in suffixes and not path.is_fifo())
+        files = [path for path in folder.iterdir() if path.suffix in suffixes and not path.is_fifo()]
+        splits = _group_by_split(folder, files)
+        if tables and not splits:
+            files += [path for pattern in TABLES_BELOW for path in folder.glob(pattern)]
+            splits = _group_by_split(folder, files)
     except OSError as error:
         raise HpctrainError(f"{folder}: cannot be read ({error.strerror}): give --data a folder or a file") from error
-    for path in files:
-        name = next((SPLITS[word] for word in re.split(r"[^a-z]+", path.name.lower()) if word in SPLITS), None)
-        if name:
-            splits.setdefault(name, []).append(path)
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits.pop("validation")
     for name, such_as in (("train", "ratings_train.txt or klue-nli-v1.1_train.json"), ("test", "ratings_test.txt or *_dev.json")):
         if name not in splits:
-            found = list_names([path.name for path in files]) or "no data file"
-            tables = list_names(sorted(path.name for path in folder.iterdir() if path.suffix in TABLES - suffixes))
+            found = list_names(sorted(path.name for path in files)) or "no data file"
+            others = list_names(sorted(path.name for path in folder.iterdir() if path.suffix in TABLES - suffixes))
             raise HpctrainError(
-                f"{folder}: no {name} file, such as {such_as} (found {found}{tables and f'; --columns reads {tables}'}): "
+                f"{folder}: no {name} file, such as {such_as} (found {found}{others and f'; --columns reads {others}'}): "
                 "add one, or give --data a single file, which is then split"
             )
     return splits
 
 
-def describe_unused(folder: Path | None, suffixes: Set[str] = SUFFIXES) -> str:
+def _group_by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
+    splits: dict[str, list[Path]] = {}
+    for path in sorted(files):
+        words = re.split(r"[^a-z]+", str(path.relative_to(folder)).lower())
+        if name := next((SPLITS[word] for word in words if word in SPLITS), None):
+            splits.setdefault(name, []).append(path)
+    return splits
+
+
+def describe_unused(folder: Path | None, tables: bool = False) -> str:
     """The files of --data that belong to no split; "" if there are none, or if --data is not a folder."""
     if folder is None or not folder.is_dir():
         return ""
-    used = {path for paths in find_split_files(folder, suffixes).values() for path in paths}
+    used = {path for paths in find_split_files(folder, tables).values() for path in paths}
     unused = sorted(path.name for path in folder.iterdir() if path not in used and not path.is_dir())
     why = f"a data file has one of the words {', '.join(SPLITS)} in its name"
     return f"{folder}: not used: {list_names(unused)} ({why})" if unused else ""

@@ -113,8 +113,7 @@ def read_examples(task: Task, args: argparse.Namespace, world: World) -> dict[st
         if "validation" not in splits:
             splits["train"], splits["validation"] = data.split_examples(task, splits["train"], args.validation_split, args.seed)
         splits = {name: splits[name][: args.limit] for name in ("train", "validation", "test")}
-        suffixes = data.TABLES if args.columns else data.SUFFIXES
-        remarks = [data.describe_skipped(skipped or ()), data.describe_unused(args.data, suffixes)]
+        remarks = [data.describe_skipped(skipped or ()), data.describe_unused(args.data, tables=args.columns is not None)]
     if world.rank == 0:
         print(*(f"{remark}\n" for remark in remarks if remark), sep="", end="", flush=True)
     return splits

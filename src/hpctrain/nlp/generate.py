@@ -24,7 +24,7 @@ from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp import data, finetune, options
 from hpctrain.nlp.features import Features, encode_texts
-from hpctrain.nlp.tables import read_table
+from hpctrain.nlp.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.world import World
 
@@ -63,7 +63,7 @@ class Generate(Task):
             return Passage("", text, location)
 
         if columns:
-            return read_table(path, columns, make_from_json, skipped)
+            return read_columns(path, columns, make_from_json, skipped)
         if path.suffix == data.JSON_LINES:
             return data.read_json_lines(path, make_from_json, skipped)
         lines = data.read_lines(path)

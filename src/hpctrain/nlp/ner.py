@@ -28,7 +28,7 @@ from hpctrain.nlp import data, finetune, options
 from hpctrain.nlp.alignment import NO_UNIT, UnitAligner, make_character_tokenizer, split_windows
 from hpctrain.nlp.bio import Entity, from_bio, split_units, to_bio
 from hpctrain.nlp.features import Features, encode_texts
-from hpctrain.nlp.tables import read_table
+from hpctrain.nlp.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.world import World
 
@@ -102,7 +102,7 @@ def find_entities(text):
         An error in a line makes its whole sentence an error.
         """
         if columns:
-            return read_table(path, columns, _make_from_json, skipped)
+            return read_columns(path, columns, _make_from_json, skipped)
         if path.suffix == data.JSON_LINES:
             return data.read_json_lines(path, _make_from_json, skipped)
         lines = data.read_lines(path)

@@ -16,7 +16,7 @@ from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp import data, finetune, options
 from hpctrain.nlp.classify import Classify
-from hpctrain.nlp.tables import read_table
+from hpctrain.nlp.tables import read_columns
 from hpctrain.world import World
 
 KORNLI_COLUMNS = ("sentence1", "sentence2", "gold_label")
@@ -67,7 +67,7 @@ class PairClassify(Classify):
             return make_from_object(location.rpartition(", ")[2], location, fields)
 
         if columns:
-            return read_table(path, columns, make_from_json, skipped)
+            return read_columns(path, columns, make_from_json, skipped)
         if path.suffix == data.JSON_LINES:
             return data.read_json_lines(path, make_from_json, skipped)
         if data.read_text(path).lstrip().startswith(("[", "{")):

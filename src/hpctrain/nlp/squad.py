@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp import data
-from hpctrain.nlp.tables import read_table
+from hpctrain.nlp.tables import read_columns
 
 EXPECTED = "SQuAD JSON (KorQuAD 1.0): data, paragraphs, context, qas, id, question, answers, text, answer_start"
 
@@ -63,7 +63,7 @@ def read_questions(
         return make(location, _get(location, {"title": context, **item}, "title", str), context, item)
 
     if columns:
-        questions = read_table(path, columns, make_from_json, skipped)
+        questions = read_columns(path, columns, make_from_json, skipped)
     elif path.suffix == data.JSON_LINES:
         questions = data.read_json_lines(path, make_from_json, skipped)
     else:

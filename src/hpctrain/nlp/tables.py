@@ -17,7 +17,7 @@ from hpctrain.nlp.data import Example
 ROWS = 1_000  # of Parquet and Arrow that are in memory as Python objects at a time
 
 
-def read_table(
+def read_columns(
     path: Path, columns: Mapping[str, str], make: Callable[[str, dict[str, Any]], Example], skipped: list[HpctrainError] | None
 ) -> list[Example]:
     """read_examples() of the rows of a table; `make` gets the location of a row, and its value of each field in `columns`.
