@@ -120,7 +120,7 @@ def write_feather(table, sink):
 TABLES = make_tables()
 
 
-@examples(300)
+@examples(150)
 @given(name=st.sampled_from(list(TABLES)), data=st.data())
 def test_any_table_is_read_or_refused(name, data):
     read_in_all_ways(data.draw(changed([TABLES[name]])), name, columns=True)

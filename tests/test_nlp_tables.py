@@ -7,6 +7,7 @@ import tracemalloc
 from functools import partial
 
 import datasets
+import numpy
 import pandas
 import pyarrow
 import pytest
@@ -162,6 +163,16 @@ def test_missing_column_and_value_of_parquet(tmp_path):
     assert_error(read, path, "row 2: its column 'review' has no value", 1)
     parquet.write_table(pyarrow.table({"review": ["a"], "stars": [0.5]}), path)
     assert_error(read, path, "row 1 has no 'label' of type str: expected an object with text and label", 0)
+
+
+def test_text_outside_of_its_memory_is_refused(tmp_path):
+    """Arrow holds where each text ends. Of the last one it is changed to a place far behind the file."""
+    path = tmp_path / "a.arrow"
+    feather.write_feather(pyarrow.table({"review": ["aaaa", "bbbb"], "stars": [1, 0]}), path, compression="uncompressed")
+    ends = numpy.array([0, 4, 8], numpy.int32).tobytes()
+    assert path.read_bytes().count(ends) == 1
+    path.write_bytes(path.read_bytes().replace(ends, numpy.array([0, 4, 2**31 - 1], numpy.int32).tobytes()))
+    assert_error(read, path, r"a\.arrow: not a file of Arrow that can be read \(.*\): download the file again", 0)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
