@@ -60,7 +60,9 @@ class Archive:
         try:
             for layer in self.manifest["layers"]:
                 removed, added = [], {}
-                with gzip.open(self.blob(layer["digest"])) as raw, tarfile.open(fileobj=raw, mode="r|") as tar:
+                blob = self.blob(layer["digest"])  # `docker save` does not compress layers
+                raw = gzip.open(blob) if layer["mediaType"].endswith("gzip") else blob  # noqa: SIM115
+                with raw, tarfile.open(fileobj=raw, mode="r|") as tar:
                     for member in tar:
                         path = member.name[2:] if member.name.startswith("./") else member.name
                         folder, _, name = path.rpartition("/")

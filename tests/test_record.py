@@ -4,12 +4,14 @@ build_image.sh and build_sif.sh run unchanged, but with a Dockerfile of a few fi
 the image itself.
 """
 
+import gzip
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 
 import pytest
 import slurm_cluster
@@ -275,6 +277,30 @@ def test_an_image_without_its_list_of_packages_is_refused_and_the_old_one_stays(
     assert done.returncode == 1 and "has no /usr/share/hpctrain/debian.tsv, its list of packages" in done.stderr
     assert written(tmp_path / "other") == written(tiny)
     assert not list((tmp_path / "other/build").glob("image.*"))
+
+
+def test_layers_as_docker_saves_them_are_read(tiny, tmp_path):
+    """`docker save` writes them without compression (seen with docker 26.1.5)."""
+    with tarfile.open(tiny / "build/hpctrain-cpu.tar") as tar:
+        tar.extractall(tmp_path / "oci")
+    blobs = tmp_path / "oci/blobs/sha256"
+
+    def replace(blob, content):
+        entry = {"digest": f"sha256:{hashlib.sha256(content).hexdigest()}", "size": len(content)}
+        (blobs / entry["digest"][7:]).write_bytes(content)
+        return blob | entry
+
+    index = json.loads((tmp_path / "oci/index.json").read_text())
+    manifest = json.loads((blobs / index["manifests"][0]["digest"][7:]).read_text())
+    for i, layer in enumerate(manifest["layers"]):
+        content = gzip.decompress((blobs / layer["digest"][7:]).read_bytes())
+        manifest["layers"][i] = replace(layer, content) | {"mediaType": "application/vnd.oci.image.layer.v1.tar"}
+    index["manifests"] = [replace(index["manifests"][0], json.dumps(manifest).encode())]
+    (tmp_path / "oci/index.json").write_text(json.dumps(index))
+    run("tar", "-cf", tmp_path / "saved.tar", "-C", tmp_path / "oci", "oci-layout", "index.json", "blobs")
+    done = verify(tmp_path / "saved.tar", tiny / "build/hpctrain-cpu.provenance.json")
+    assert done.returncode == 1 and "a layer cannot be read" not in done.stderr, done.stderr
+    assert "all packages are as recorded" in done.stdout + done.stderr, done.stdout + done.stderr
 
 
 def test_a_signed_sif_is_verified_and_a_changed_one_is_refused(tiny, tiny_sif, tmp_path):
