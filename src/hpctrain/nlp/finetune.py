@@ -29,6 +29,7 @@ from hpctrain.nlp import data
 from hpctrain.nlp.features import Features, load_or_make, make_cache_key
 from hpctrain.nlp.hub import resolve_model
 from hpctrain.nlp.lightning_module import FineTuneModule
+from hpctrain.nlp.lora import add_lora, count_parameters, refuse_adapter
 from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer, make_card, read_labels, save_model
 from hpctrain.nlp.options import parse_options
 from hpctrain.nlp.sampling import BatchSampler, make_loader
@@ -54,8 +55,12 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             labels, origin = choose_labels(task, folder, examples["train"])
             model = load_model(task, folder, tokenizer, labels, args)
             model.config.hpctrain["settings"] = task.collect_settings(examples["train"])
+            if args.lora_rank:
+                model = add_lora(task, model, folder, args)
         if labels:
             run.print(f"{len(labels)} labels{origin}: {data.list_names(labels)}")
+        if args.lora_rank:
+            run.print(f"LoRA: {count_parameters(model)}")
         features = tokenize_splits(task, folder, tokenizer, labels, examples, args, run)
         with all_or_none(world):
             check_tokens(folder, model, features)
@@ -164,6 +169,7 @@ def load_model(
 
     Raises HpctrainError if the folder has no model for this task, or the model is shorter than --max-length.
     """
+    refuse_adapter(folder)
     torch.manual_seed(args.seed)
     heads = {"num_labels": len(labels), "id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
     # a model for several labels of one text, or for a number, would compute another loss
@@ -335,6 +341,7 @@ def save_result(
         options=options,
         versions=versions() | {"transformers": transformers.__version__},
         pipeline_tokenizer=bool(pipeline_tokenizer),
+        adapter=bool(args.lora_rank and not args.lora_merge),
     )
     samples = task.generate_samples(model, tokenizer, test)
     task.prepare_tokenizer(tokenizer, args.max_length)
@@ -342,6 +349,8 @@ def save_result(
         card += "\n## Samples\n\n" + "".join(f"- {text}\n" for text in samples)
         for text in samples:
             run.print(f"sample: {text}")
+    if args.lora_merge:
+        model = model.merge_and_unload()
     save_model(run.folder / "model", model, tokenizer, card, pipeline_tokenizer)
 
 

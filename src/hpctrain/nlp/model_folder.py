@@ -30,7 +30,10 @@ logging.disable_progress_bar()
 # More than any published model has: GPT-3 has 96 layers, and the largest other sizes are positions, at most 10 million.
 MOST_LAYERS, LARGEST_SIZE = 1_000, 100_000_000
 SIZE = re.compile(r"layer|size|dim|head|position|emb|inner|ctx|num_|^[dn]_")  # in the names of sizes in config.json
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+)  # fmt: skip
 
 
 def validate_folder(folder: Path) -> Path:
@@ -176,6 +179,8 @@ def save_model(
             raise HpctrainError(f"{folder} is not empty and not a model, so it is not replaced: give another folder")
         with atomic.folder(folder) as unfinished:
             model.save_pretrained(unfinished)
+            if not (unfinished / "config.json").exists():  # of an adapter
+                model.config.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
             if pipeline_tokenizer:
                 _save_pipeline_tokenizer(unfinished / "pipeline_tokenizer", tokenizer, pipeline_tokenizer)
@@ -218,18 +223,20 @@ def make_card(
     options: Mapping[str, Any],
     versions: Mapping[str, str],
     pipeline_tokenizer: bool = False,
+    adapter: bool = False,
 ) -> str:
     """A model card in Markdown with YAML metadata: the scores of the run, how to use the model, and how it was trained.
 
     `base` is the model that was fine-tuned: a name on the hub, or that of a folder. `data` is the name of the data set, and
-    `language` that of its texts in ISO 639-1, None if it is not known. `pipeline_tokenizer`: whether save_model() writes one.
+    `language` that of its texts in ISO 639-1, None if it is not known. `pipeline_tokenizer`: whether save_model() writes one;
+    `adapter`: whether it writes an adapter of peft.
     """
     base, data, title = hide_secrets([base, data, title])
     options, versions = hide_secrets([dict(options), dict(versions)])
     is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists()
     metadata = ModelCardData(
         language=language,
-        library_name="transformers",
+        library_name="peft" if adapter else "transformers",
         pipeline_tag=task.pipeline_tag,
         base_model=base if is_hub_name else None,
         model_name=title,
@@ -242,6 +249,13 @@ def make_card(
     loader = task.model.__name__
     text = task.pipeline_text if pipeline_tokenizer else task.card_text
     words = " ".join(name.upper() for name in task.inputs)
+    load = f'from transformers import AutoTokenizer, {loader}\n\ntokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
+    if adapter:
+        load = f"from peft import PeftModel\n{load.replace('AutoTokenizer, ', 'AutoConfig, AutoTokenizer, ', 1)}"
+        load += f'model = {loader}.from_pretrained("{base}", config=AutoConfig.from_pretrained("FOLDER"))\n'
+        load += 'model = PeftModel.from_pretrained(model, "FOLDER")'
+    else:
+        load += f'model = {loader}.from_pretrained("FOLDER")'
     return f"""---
 {metadata.to_yaml()}
 ---
@@ -263,10 +277,7 @@ hpctrain predict FOLDER {words}
 ```
 {text and f"{chr(10)}{text}{chr(10)}"}
 ```python
-from transformers import AutoTokenizer, {loader}
-
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = {loader}.from_pretrained("FOLDER")
+{load}
 ```
 
 ## Training

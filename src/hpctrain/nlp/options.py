@@ -109,6 +109,19 @@ def make_parser(task: Task) -> Parser:
             choices=["balanced"],
             help="balanced: weigh the loss of an example by examples / (classes * examples of its class), for rare classes",
         )
+    add(
+        "--lora-rank",
+        type=positive(int),
+        metavar="N",
+        help="LoRA: freeze the model, and train matrices of rank N beside its layers; model/ is then an adapter",
+    )
+    add(
+        "--lora-target",
+        nargs="+",
+        metavar="LAYER",
+        help="names of the layers that get LoRA matrices, or all-linear (default: those of peft for this architecture)",
+    )
+    add("--lora-merge", action="store_true", help="save the whole model, with the adapter merged into its weights")
     add("--limit", type=positive(int), metavar="N", help="use only the first N examples of each split, for a quick trial")
     add(
         "--strict",
@@ -142,6 +155,10 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
                 f"with a size ({', '.join(SIZES)})"
             )
         args.from_scratch = "tiny"
+    if args.lora_rank and not args.model:
+        raise UsageError("--lora-rank needs a trained model, which it leaves as it is: give --model NAME")
+    if (args.lora_target or args.lora_merge) and not args.lora_rank:
+        raise UsageError("--lora-target and --lora-merge need --lora-rank: give the rank, such as 8")
     for name, value in (DEFAULTS if args.model else FROM_SCRATCH_DEFAULTS if args.data else SAMPLE_DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -22,6 +22,7 @@ from hpctrain.cli import COMMANDS, Parser, add_device, positive
 from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, UsageError, first_line
 from hpctrain.nlp.data import SURROGATE
+from hpctrain.nlp.lora import ADAPTER_CONFIG, load_adapter
 from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer
 from hpctrain.nlp.task import Task
 from hpctrain.world import World
@@ -110,7 +111,11 @@ def find_task(folder: Path) -> tuple[Task, dict[str, Any]]:
 def load_model(task: Task, folder: Path) -> torch.nn.Module:
     """The model in a folder, in fp32. Raises HpctrainError if it is incomplete or damaged."""
     try:
+        if (folder / ADAPTER_CONFIG).exists():
+            return load_adapter(task, folder)
         return task.model.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    except HpctrainError:
+        raise
     except Exception as error:  # the loaders of the many file formats raise exceptions of many kinds
         raise HpctrainError(
             describe_pickle_error(folder, error)

@@ -1,0 +1,112 @@
+"""LoRA (Hu et al. 2021, arxiv.org/abs/2106.09685) by the library peft: small matrices beside the layers of a frozen model are
+trained, together with its last layer. The result is an adapter: these weights alone, and the name of the model.
+"""
+
+import argparse
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+
+from hpctrain.errors import HpctrainError, first_line
+from hpctrain.nlp.model_folder import read_json_object
+from hpctrain.nlp.task import Task
+
+ADAPTER_CONFIG = "adapter_config.json"  # is in the folder of an adapter, and in no other
+# The names that peft has for the tasks.
+TASK_TYPES = {
+    "text-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+    "question-answering": "QUESTION_ANS",
+    "text-generation": "CAUSAL_LM",
+}
+
+
+def add_lora(task: Task, model: torch.nn.Module, folder: Path, args: argparse.Namespace) -> torch.nn.Module:
+    """The model of a folder, frozen, with trainable matrices of rank --lora-rank, initialized from --seed.
+
+    They are scaled by alpha / rank = 2, as in the examples of peft. The head and the pooler, which may be new, are trained whole;
+    but not the head of a language model, which is its embedding. Raises HpctrainError if the model lacks --lora-target.
+    """
+    from peft import LoraConfig, get_peft_model  # takes a second, and few runs need it
+
+    whole: set[str] = set()
+    if model.get_output_embeddings() is None:
+        heads = (name for name, child in model.named_children() if name != model.base_model_prefix)
+        whole = {name for name in heads if any(True for _ in model.get_submodule(name).parameters())}
+        whole |= {"pooler" for name, _ in model.named_modules() if name.endswith(".pooler")}
+    is_folder = Path(args.model).is_dir()
+    config = LoraConfig(
+        task_type=TASK_TYPES[task.pipeline_tag],
+        r=args.lora_rank,
+        lora_alpha=2 * args.lora_rank,
+        target_modules="all-linear" if args.lora_target == ["all-linear"] else args.lora_target,
+        modules_to_save=sorted(whole) or None,
+        revision=None if is_folder else folder.name,  # a folder of the cache has the name of the commit
+    )
+    torch.manual_seed(args.seed)
+    try:
+        with without_warnings():
+            adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise HpctrainError(
+            f"--lora-target: {first_line(error)[:200]}: give all-linear, or names of layers, such as {list_layers(model)}"
+        ) from error
+    config.base_model_name_or_path = str(folder.resolve()) if is_folder else args.model
+    return adapted
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Without what peft warns of on every rank: names that transformers will change, and defaults that it corrects itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def list_layers(model: torch.nn.Module) -> str:
+    """The names of the linear layers of a model, each once."""
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def count_parameters(model: torch.nn.Module) -> str:
+    """How many parameters are trained, of how many, for the log."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
+
+
+def load_adapter(task: Task, folder: Path) -> torch.nn.Module:
+    """The model of an adapter that hpctrain has written, in fp32, with the adapter merged into its weights.
+
+    Raises HpctrainError if its base model is not found, or of the errors of peft and transformers.
+    """
+    from peft import PeftModel
+
+    adapter = read_json_object(folder / ADAPTER_CONFIG)
+    name = str(adapter.get("base_model_name_or_path"))
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        base = task.model.from_pretrained(
+            name, revision=adapter.get("revision"), config=config, dtype=torch.float32, trust_remote_code=False
+        )
+    except OSError as error:
+        raise HpctrainError(
+            f"{folder}: an adapter, whose model {name} is not found ({first_line(error)[:200]}): put it there, or change "
+            f"base_model_name_or_path in {ADAPTER_CONFIG}"
+        ) from error
+    with without_warnings():
+        return PeftModel.from_pretrained(base, folder).merge_and_unload()
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise HpctrainError if the folder has an adapter, which is no model to train."""
+    if (folder / ADAPTER_CONFIG).exists():
+        raise HpctrainError(
+            f"{folder}: an adapter, which cannot be trained further: give the model that it is for, or train it again with "
+            "--lora-merge, which saves a whole model"
+        )
