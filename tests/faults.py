@@ -123,7 +123,7 @@ class Experiment:
             node,
             f"for p in $(pgrep -f '[h]pctrain.*{self.parent}/{self.name}$'); do "
             "[[ $(readlink /proc/$p/exe) == *python* ]] || continue; "
-            "! grep -qE 'torchrun|distributed.run|horovodrun' /proc/$p/cmdline || continue; "
+            "! grep -qE 'torchrun|distributed.run|horovodrun|podman-hpc' /proc/$p/cmdline || continue; "
             "for name in RANK HOROVOD_RANK OMPI_COMM_WORLD_RANK PMIX_RANK SLURM_PROCID; do "
             "value=$(tr '\\0' '\\n' </proc/$p/environ | sed -n s/^$name=//p); [[ -z $value ]] || break; done; "
             f"[[ $value != {rank} ]] || echo $p; done",
