@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ import warm_start
 from conftest import write_digits
 
 from hpctrain import speed
+from hpctrain.nlp import classify
+from hpctrain.nlp.features import Features
+from hpctrain.nlp.sampling import BatchSampler
+from hpctrain.world import World
 
 
 def test_times_are_those_of_the_steps_alone(monkeypatch):
@@ -23,7 +28,9 @@ def test_times_are_those_of_the_steps_alone(monkeypatch):
     for _ in range(18):
         times.step()
     figures = times.figures(64)
-    assert figures == pytest.approx({"step_ms_p50": 10, "step_ms_p95": 100, "examples_per_s": 64 * 20 / 0.38}, rel=1e-3)
+    expected = {"step_ms_p50": 10, "step_ms_p95": 100, "examples_per_s": 64 * 20 / 0.38}
+    assert figures == pytest.approx(expected, rel=1e-3)
+    assert times.figures(64, 2.5) == pytest.approx(expected | {"tokens_per_s": 2.5 * 64 * 20 / 0.38}, rel=1e-3)
 
 
 def need_memory():
@@ -41,3 +48,19 @@ def test_result_has_the_memory_of_the_rank_that_needs_most(tmp_path):
     assert 900 < figures["peak_memory_mb"] < 3000
     assert 0 < figures["step_ms_p50"] <= figures["step_ms_p95"]
     assert f"peak_memory_mb {figures['peak_memory_mb']:.4g}" in done.stdout
+
+
+def test_result_has_tokens_without_padding(tmp_path, capfd):
+    options = ["--epochs", "1", "--limit", "64", "--batch-size", "16", "--out", str(tmp_path / "run")]
+    classify.main(World(0, 1, 0, 1, 0, 1, "single"), options)
+    mean = float(re.search(r"train: .* \(mean ([0-9.]+),", capfd.readouterr().out)[1])
+    figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
+    assert figures["tokens_per_s"] / figures["examples_per_s"] == pytest.approx(mean, abs=0.06)
+    assert 0 < figures["padding_share"] < 0.5
+
+
+def test_padding_is_that_of_what_a_rank_computes_at_once():
+    texts = Features.from_lists({"input_ids": [[1], [1, 2, 3], [1], [1, 2, 3]]}, {"units": [1] * 4})
+    world = World(0, 1, 0, 1, 0, 1, "single")
+    assert BatchSampler(texts, world, batch_size=4, seed=1).padding_share() == pytest.approx(4 / 12)
+    assert BatchSampler(texts, world, batch_size=1, seed=1).padding_share() == 0

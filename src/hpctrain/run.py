@@ -98,6 +98,8 @@ class Run:
         self._bar: tqdm | None = None
         self.epoch = self.best_epoch = 0
         self.patience: int | None = None
+        self.tokens_per_example: float | None = None  # for the speed in result.json, as the share of padding
+        self.padding_share: float | None = None
         self._best_score: list[float] = []
         # The position within the next epoch, and what was summed since the last line of metrics.
         self._step = self._steps = self._examples = 0
@@ -341,7 +343,10 @@ class Run:
         if self.world.rank != 0:
             return
         self._owner.check()
-        speed = self._times.figures(self._examples) | {"peak_memory_mb": round(memory, 1)}
+        speed = self._times.figures(self._examples, self.tokens_per_example)
+        if self.padding_share is not None:
+            speed["padding_share"] = round(self.padding_share, 4)
+        speed["peak_memory_mb"] = round(memory, 1)
         result = {
             **values,
             **({"skipped_steps": self._nonfinite.skipped} if self._nonfinite.skipped else {}),

@@ -29,15 +29,20 @@ class StepTimes:
         self._seconds.append(now - self._last)
         self._last = now
 
-    def figures(self, examples: int) -> dict[str, float]:
-        """Median and 95th percentile in ms, and examples per second; {} without steps. `examples` are those of a step."""
+    def figures(self, examples: int, tokens: float | None = None) -> dict[str, float]:
+        """Median and 95th percentile in ms, and what was trained on per second; {} without steps.
+
+        `examples` are those of a step; `tokens` those of an example that are not padding, if examples are texts.
+        """
         if not self._seconds:
             return {}
         ordered = sorted(self._seconds)
+        per_second = examples * len(ordered) / sum(ordered)
         return {
             "step_ms_p50": round(1e3 * statistics.median(ordered), 3),
             "step_ms_p95": round(1e3 * ordered[int(0.95 * (len(ordered) - 1) + 0.5)], 3),
-            "examples_per_s": round(examples * len(ordered) / sum(ordered), 3),
+            "examples_per_s": round(per_second, 3),
+            **({} if tokens is None else {"tokens_per_s": round(per_second * tokens, 3)}),
         }
 
 

@@ -79,6 +79,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                 model.load_state_dict(state["model"])
             else:
                 sampler = BatchSampler(train, world, args.batch_size, args.seed, args.accumulate)
+                run.tokens_per_example, run.padding_share = float(train.lengths.mean()), sampler.padding_share()
                 if state:
                     sampler.skip(run.epoch + 1, state["step"])
                 trainer.fit(

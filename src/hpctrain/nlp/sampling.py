@@ -98,6 +98,10 @@ class BatchSampler(Sampler):
         """The examples of this rank in a step, counted from 0, of an epoch, counted from 1."""
         return self._parts_of_rank(self._batches(epoch)[step])
 
+    def padding_share(self) -> float:
+        """The fraction of the tokens of the first epoch, on all ranks, that are padding."""
+        return 1 - real_token_share(self._features.lengths, self._batches(1).flatten(0, 1))
+
     def _batches(self, epoch: int) -> Tensor:
         parts = self._world.size * self._accumulate
         return batches_by_length(self._features.lengths, self._batch_size, self._seed, epoch, parts)
