@@ -552,7 +552,7 @@ def test_text_as_long_as_the_positions_is_generated(models):
     model = generate.TASK.model.from_pretrained(models["generate"])
     model.config.n_positions = 16
     for prompt in ("오늘은", "오늘은 " * 40):
-        assert generate.generate_texts(model, load_tokenizer(models["generate"]), [prompt], 15, seed=1)
+        assert generate.TASK.generate_texts(model, load_tokenizer(models["generate"]), [prompt], 15, seed=1)
 
 
 def test_model_card_has_names_instead_of_paths(config, tmp_path):

@@ -231,7 +231,7 @@ def tokenize_splits(
     not in the training data.
     """
     features = {}
-    vocabulary = (tokenizer.backend_tokenizer.to_str(), tokenizer.model_input_names)
+    vocabulary = (tokenizer.backend_tokenizer.to_str(), tokenizer.model_input_names, tokenizer.chat_template)
     for name, part in examples.items():
         start = time.monotonic()
         content = [example[:-1] for example in part]  # everything but the location in a file

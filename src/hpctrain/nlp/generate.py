@@ -138,7 +138,7 @@ class Generate(Task):
         if prompts == [""]:
             prompts = [" ".join(example.text.split()[:2]) for example in examples[:2]]
         prompts = [prompt for prompt in prompts for _ in range(2)]
-        texts = generate_texts(model, tokenizer, prompts, min(40, _count_positions(model) // 2), seed=1)
+        texts = self.generate_texts(model, tokenizer, prompts, min(40, _count_positions(model) // 2), seed=1)
         return [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
 
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
@@ -163,44 +163,52 @@ class Generate(Task):
         for i in range(0, len(rows), args.batch_size):
             prompts = [row[0] for row in rows[i : i + args.batch_size]]
             seed = args.seed + (first + i) // args.batch_size
-            texts = generate_texts(model, tokenizer, prompts, args.max_new_tokens, seed)
+            texts = self.generate_texts(model, tokenizer, prompts, args.max_new_tokens, seed)
             answers += [{"generated": text} for text in texts]
         return answers, 0
 
+    def encode_prompts(self, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each prompt, as a text begins in training."""
+        begin, _ = _get_begin_and_end(tokenizer)
+        return [[begin, *encoding.ids] for encoding in encode_texts(tokenizer, list(prompts), None)]
 
-@torch.inference_mode()
-def generate_texts(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], max_new_tokens: int, seed: int
-) -> list[str]:
-    """A continuation of each prompt of at most max_new_tokens, sampled from the most probable 95 % (top-p) with the seed.
+    @torch.inference_mode()
+    def generate_texts(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        prompts: Sequence[str],
+        max_new_tokens: int,
+        seed: int,
+    ) -> list[str]:
+        """A continuation of each prompt of at most max_new_tokens, sampled from the most probable 95 % (top-p) with the seed.
 
-    If a prompt is too long for the model, its beginning is left out. Raises UsageError if the model has no positions for a
-    prompt beside the new tokens.
-    """
-    begin, end = _get_begin_and_end(tokenizer)
-    room = _count_positions(model) - max_new_tokens
-    if room < 1:
-        raise UsageError(
-            f"--max-new-tokens {max_new_tokens} leaves no room for a text in the {_count_positions(model):,} positions of the "
-            f"model: give at most {_count_positions(model) - 1}"
+        If a prompt is too long for the model, its beginning is left out. Raises UsageError if the model has no positions for a
+        prompt beside the new tokens.
+        """
+        room = _count_positions(model) - max_new_tokens
+        if room < 1:
+            raise UsageError(
+                f"--max-new-tokens {max_new_tokens} leaves no room for a text in the {_count_positions(model):,} positions of "
+                f"the model: give at most {_count_positions(model) - 1}"
+            )
+        rows = [row[-room:] for row in self.encode_prompts(tokenizer, prompts)]
+        longest = max(map(len, rows))
+        # Padded on the left, because generation continues at the right.
+        ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows], device=model.device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        torch.manual_seed(seed)
+        generated = model.eval().generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            top_p=0.95,
+            top_k=0,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
         )
-    rows = [[begin, *encoding.ids][-room:] for encoding in encode_texts(tokenizer, list(prompts), None)]
-    longest = max(map(len, rows))
-    # Padded on the left, because generation continues at the right.
-    ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    torch.manual_seed(seed)
-    generated = model.eval().generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=max_new_tokens,
-        do_sample=True,
-        top_p=0.95,
-        top_k=0,
-        eos_token_id=end,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in generated[:, longest:]]
+        return [tokenizer.decode(row, skip_special_tokens=True) for row in generated[:, longest:]]
 
 
 def _count_positions(model: PreTrainedModel) -> int:

@@ -187,7 +187,7 @@ def parser() -> Parser:
         type=positive(int),
         default=64,
         metavar="N",
-        help="maximum length of a generated text, nlp.generate only (default: %(default)s)",
+        help="maximum length of a generated text, nlp.generate and nlp.instruct (default: %(default)s)",
     )
-    add("--seed", type=int, default=1, help="seed for sampling, nlp.generate only (default: %(default)s)")
+    add("--seed", type=int, default=1, help="seed for sampling, nlp.generate and nlp.instruct (default: %(default)s)")
     return options

@@ -278,7 +278,7 @@ def parser() -> Parser:
         type=positive(int),
         default=64,
         metavar="N",
-        help="maximum length of a generated text, nlp.generate only (default: %(default)s)",
+        help="maximum length of a generated text, nlp.generate and nlp.instruct (default: %(default)s)",
     )
     add_device(options)
     return options

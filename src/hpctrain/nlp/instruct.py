@@ -1,0 +1,196 @@
+"""Teach a language model to answer, by conversations (supervised fine-tuning):
+
+    hpctrain nlp.instruct                                              sample data, tiny model from scratch
+    hpctrain nlp.instruct --data chats --model Qwen/Qwen2.5-0.5B --lora-rank 16 --max-length 1024
+
+On two nodes, in the container, with Slurm:
+
+    sbatch launch/apptainer_ddp.sh nlp.instruct --data chats --model Qwen/Qwen2.5-0.5B
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from hpctrain.cli import Parser
+from hpctrain.errors import HpctrainError, first_line
+from hpctrain.nlp import data, finetune, options
+from hpctrain.nlp.features import Features, encode_texts
+from hpctrain.nlp.generate import Generate
+from hpctrain.nlp.tables import read_columns
+from hpctrain.nlp.task import IGNORED, Task
+from hpctrain.world import World
+
+ROLES = ("system", "user", "assistant")
+# For tokenizers that have none; it is saved with the model. An answer ends with the token for the end of a text.
+TEMPLATE = (
+    "{{ bos_token or eos_token }}{% for message in messages %}{{ '' if loop.first else '\\n' }}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + (eos_token if message['role'] == 'assistant' else '') }}"
+    "{% endfor %}{{ '\\n<|assistant|>\\n' if add_generation_prompt else '' }}"
+)
+
+
+class Conversation(NamedTuple):
+    """Messages, each with its role and its text."""
+
+    messages: tuple[tuple[str, str], ...]
+    location: str = ""
+
+
+class Instruct(Generate):
+    """Answer the messages of a user. The loss is over all answers of the assistant, not over what they answer."""
+
+    name = "instruct"
+    title = "Instruction tuning"
+    formats = "jsonl or a JSON list with messages (role, content), with instruction, input, output, or with prompt, completion"
+    fields = ("messages",)
+    max_length = 512
+    lost_text = "whose answers begin after --max-length, so nothing is learned from them"
+
+    def read(
+        self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+    ) -> list[Conversation]:
+        """Read JSON Lines or a JSON list of the objects that make_conversation() takes."""
+        if columns:
+            return read_columns(path, columns, make_conversation, skipped)
+        if data.read_text(path).lstrip().startswith("["):
+            items = enumerate(data.read_json(path, list, "a list of objects"))
+            return data.read_examples(path, make_conversation, ((f"{path}, [{i}]", item) for i, item in items), skipped)
+        return data.read_json_lines(path, make_conversation, skipped)
+
+    def make_example(self, texts: Sequence[str]) -> Conversation:
+        """The message of a user, to be answered."""
+        return Conversation((("user", texts[0]),))
+
+    def get_texts(self, example: Conversation) -> tuple[str, ...]:
+        """The texts of all messages, and how the built-in template writes the roles."""
+        return tuple(f"<|{role}|>\n{text}" for role, text in example.messages)
+
+    def tokenize(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        examples: Sequence[Conversation],
+        labels: list[str],
+        max_length: int,
+        stride: int,
+    ) -> Features:
+        """The conversation in the chat template of the tokenizer, truncated. Labels are the tokens of the assistant's answers."""
+        rendered = [render(tokenizer, example) for example in examples]
+        columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+        units, example_of, cut, lost = [], [], [], []
+        encodings = encode_texts(tokenizer, [text for text, _ in rendered], None, offsets=True)
+        for i, (encoding, (_, answers)) in enumerate(zip(encodings, rendered, strict=True)):
+            is_answer = [start < end and any(first <= start < last for first, last in answers) for start, end in encoding.offsets]
+            is_answer[:1] = [False]  # nothing comes before the first token to predict it from
+            targets = [token if wanted else IGNORED for token, wanted in zip(encoding.ids, is_answer, strict=True)]
+            if len(targets) > max_length:
+                cut.append(i)
+            if not any(is_answer[:max_length]):
+                lost.append(i)
+                continue
+            columns["input_ids"].append(encoding.ids[:max_length])
+            columns["labels"].append(targets[:max_length])
+            units.append(sum(is_answer[:max_length]))
+            example_of.append(i)
+        if not units:
+            raise HpctrainError(f"no answer begins within --max-length {max_length}: give a larger one")
+        return Features.from_lists(columns, {"units": units}, example=example_of, cut=cut, lost=lost)
+
+    def encode_prompts(self, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each message of a user in the chat template, with the beginning of an answer."""
+        texts = [_apply(tokenizer, self.make_example([prompt]).messages, answer=True) for prompt in prompts]
+        return [encoding.ids for encoding in encode_texts(tokenizer, texts, None)]
+
+    def generate_samples(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Conversation]
+    ) -> list[str]:
+        """The answers to the first messages of users in four examples."""
+        asked = [next((text for role, text in example.messages if role == "user"), "") for example in examples[:4]]
+        answers = self.generate_texts(model, tokenizer, asked, 40, seed=1)
+        return [f"{prompt} -> {answer}" for prompt, answer in zip(asked, answers, strict=True)]
+
+    def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
+        """Also keep the chat template of the training."""
+        Task.prepare_tokenizer(self, tokenizer, max_length)
+        tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
+
+
+def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
+    """A conversation from messages (role, content), from instruction, input and output (Alpaca), or from prompt and completion.
+
+    Raises HpctrainError, naming the location, unless it has an answer of the assistant.
+    """
+    expected = "an object with messages, with instruction and output, or with prompt and completion"
+    if isinstance(item, dict) and "instruction" in item:
+        asked = data.get_field(location, item, "instruction", str, expected)
+        if item.get("input"):
+            asked += "\n\n" + data.get_field(location, item, "input", str, expected)
+        messages = [("user", asked), ("assistant", data.get_field(location, item, "output", str, expected))]
+    elif isinstance(item, dict) and "prompt" in item:
+        pair = [data.get_field(location, item, name, str, expected) for name in ("prompt", "completion")]
+        messages = list(zip(("user", "assistant"), pair, strict=True))
+    else:
+        messages = []
+        for i, message in enumerate(data.get_field(location, item, "messages", list, expected)):
+            place = f"{location}, message {i + 1}"
+            role, text = (data.get_field(place, message, name, str, "a role and its content") for name in ("role", "content"))
+            if role not in ROLES:
+                raise data.line_error(place, f"the role is {data.shorten(role)!r}, not one of {', '.join(ROLES)}")
+            messages.append((role, text))
+    if not any(role == "assistant" and text for role, text in messages):
+        raise data.line_error(location, "it has no answer of the assistant")
+    return Conversation(tuple(messages), location)
+
+
+def render(tokenizer: PreTrainedTokenizerFast, example: Conversation) -> tuple[str, list[tuple[int, int]]]:
+    """A conversation in the chat template of the tokenizer, and where its answers begin and end, in characters.
+
+    An answer begins where the template would ask for one. Raises HpctrainError if the template refuses the conversation, or
+    writes a message in another way once others follow, so that the model would learn what it never has to write.
+    """
+    answers, before = [], ""
+    for i, (role, _) in enumerate(example.messages, 1):
+        text = _apply(tokenizer, example.messages[:i], location=example.location)
+        if not text.startswith(before):
+            raise HpctrainError(
+                f"{example.location}: the chat template of the tokenizer changes messages {i - 1} and before when message {i} "
+                "follows: leave out such conversations, or change chat_template.jinja in the folder of --model"
+            )
+        if role == "assistant":
+            start = len(_apply(tokenizer, example.messages[: i - 1], answer=True, location=example.location))
+            answers.append((start, len(text)))
+        before = text
+    return before, answers
+
+
+def _apply(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[tuple[str, str]], *, answer: bool = False, location: str = "TEXT"
+) -> str:
+    """The messages in the chat template, with the beginning of an answer if wanted."""
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": role, "content": text} for role, text in messages],
+            chat_template=tokenizer.chat_template or TEMPLATE,
+            tokenize=False,
+            add_generation_prompt=answer,
+        )
+    except Exception as error:  # templates of models raise exceptions of many kinds
+        raise HpctrainError(
+            f"{location}: the chat template of the tokenizer refuses this conversation ({first_line(error)[:200]}): "
+            "leave out such conversations, or change chat_template.jinja in the folder of --model"
+        ) from error
+
+
+TASK = Instruct()
+
+
+def parser() -> Parser:
+    """The options of `hpctrain nlp.instruct`."""
+    return options.make_parser(TASK)
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Run `hpctrain nlp.instruct`."""
+    finetune.fine_tune(TASK, world, arguments)
