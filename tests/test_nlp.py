@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hpctrain.cli import COMMANDS
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.nlp import classify, data, features, finetune, generate, hub, ner, pair, predict, qa
+from hpctrain.nlp import classify, data, features, finetune, generate, hub, instruct, ner, pair, predict, qa
 from hpctrain.nlp.classify import Document
 from hpctrain.nlp.generate import Passage
 from hpctrain.nlp.lightning_module import FineTuneModule
@@ -31,7 +31,7 @@ from hpctrain.nlp.scratch import create_model
 from hpctrain.nlp.task import IGNORED, SAMPLES
 from hpctrain.world import World
 
-TASKS = {module.TASK.name: module for module in (classify, pair, ner, qa, generate)}
+TASKS = {module.TASK.name: module for module in (classify, pair, ner, qa, generate, instruct)}
 ALONE = World(0, 1, 0, 1, 0, 1, "single")
 # without randomness, so that different ways to the same numbers can be compared
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -463,6 +463,7 @@ QUESTIONS = {
     "ner": ["김민수는 서울에 산다", "둘"],
     "qa": ["누가 사나?", "김민수는 서울에 산다", "어디에?", "긴 글 " * 300],
     "generate": ["오늘은", "내일은"],
+    "instruct": ["눈의 색은?", "개의 소리는?"],
 }
 KEYS = {
     "classify": {"text", "label", "probability"},
@@ -470,6 +471,7 @@ KEYS = {
     "ner": {"text", "entities"},
     "qa": {"question", "context", "answer", "start", "score"},
     "generate": {"text", "generated"},
+    "instruct": {"text", "generated"},
 }
 
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 import warm_start
-from test_nlp import ALONE, metrics
 from test_nlp import cache as cache  # a fixture, for each test
+from test_nlp import metrics, train
 from transformers import AutoTokenizer
 
 from hpctrain.errors import HpctrainError
@@ -34,11 +34,6 @@ def tokenizer(tmp_path_factory):
     texts = [text for example in load_splits(TASK, None)["train"] for text in TASK.get_texts(example)]
     scratch.create_model(folder, "tiny", "gpt2", texts, 1, 64)
     return load_tokenizer(folder)
-
-
-def train(out, *options):
-    instruct.main(ALONE, [*map(str, options), "--out", str(out)])
-    return out
 
 
 def learned(tokenizer, example, max_length=64):
@@ -152,7 +147,7 @@ def test_a_model_answers_as_transformers_lets_it_and_on_two_ranks_alike(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"} | shape | no_dropout))
     options = ("--epochs", 2, "--limit", 40, "--batch-size", 20, "--max-length", 64)
     scratch = ("--from-scratch", tmp_path / "config.json")
-    run = train(tmp_path / "one", *options, *scratch)
+    run = train("instruct", tmp_path / "one", *options, *scratch)
     saved = AutoTokenizer.from_pretrained(run / "model")
     asked = [{"role": "user", "content": "하늘의 색은?"}]
     ids = saved.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
@@ -165,5 +160,5 @@ def test_a_model_answers_as_transformers_lets_it_and_on_two_ranks_alike(tmp_path
     losses = [[line["validation_loss"] for line in metrics(path) if "validation_loss" in line] for path in folders]
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-4)
     more = ("--model", run / "model", "--data", TASK.samples, "--lora-rank", 2)
-    adapter = train(tmp_path / "lora", *options, *more)
+    adapter = train("instruct", tmp_path / "lora", *options, *more)
     assert (adapter / "model/adapter_model.safetensors").exists()
