@@ -33,6 +33,6 @@ def test_a_notebook_runs_in_the_image(cluster, path):
     folder = f"/home/alice/notebook-{path.stem}"
     cluster.exec("login", "mkdir", folder, user="alice")
     shutil.copy(path, cluster.host_path(folder))
-    command = ["jupyter", "execute", f"--output={path.stem}.out.ipynb", path.name]
+    command = ["jupyter", "execute", "--startup_timeout=300", f"--output={path.stem}.out.ipynb", path.name]
     cluster.exec("n1", "apptainer", "exec", "/project/hpctrain-cpu.sif", *command, user="alice", cwd=folder)
     assert outputs(cluster.host_path(f"{folder}/{path.stem}.out.ipynb")) == outputs(path)
