@@ -22,6 +22,8 @@ CHATML = (
 )
 # as templates that leave out what the model thought in earlier answers
 FORGETS = "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last else m.content[:1] }} {% endfor %}"
+# as templates whose models think before they answer
+THINKS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
 TWO_TURNS = Conversation(
     (("system", "짧게."), ("user", "하늘?"), ("assistant", "파란색"), ("user", "눈?"), ("assistant", "하얀색"))
@@ -71,6 +73,7 @@ def test_the_template_of_the_tokenizer_is_used(tokenizer, monkeypatch):
     ("template", "message"),
     [
         (FORGETS, "line 3: the chat template of the tokenizer changes messages 1 and before when message 2 follows"),
+        (THINKS, r"line 3: .* asks for an answer by '<\|im_start\|>assistant\\n<think>\\n' and writes"),
         (NO_SYSTEM, r"line 3: the chat template of the tokenizer refuses this conversation \(no system role\)"),
         ("{{ nothing.x }}", "line 3: the chat template of the tokenizer refuses this conversation"),
     ],

@@ -148,7 +148,8 @@ def render(tokenizer: PreTrainedTokenizerFast, example: Conversation) -> tuple[s
     """A conversation in the chat template of the tokenizer, and where its answers begin and end, in characters.
 
     An answer begins where the template would ask for one. Raises HpctrainError if the template refuses the conversation, or
-    writes a message in another way once others follow, so that the model would learn what it never has to write.
+    writes a message in another way once others follow, or than it asks for an answer: the model would learn what it never has
+    to write.
     """
     answers, before = [], ""
     for i, (role, _) in enumerate(example.messages, 1):
@@ -159,8 +160,13 @@ def render(tokenizer: PreTrainedTokenizerFast, example: Conversation) -> tuple[s
                 "follows: leave out such conversations, or change chat_template.jinja in the folder of --model"
             )
         if role == "assistant":
-            start = len(_apply(tokenizer, example.messages[: i - 1], answer=True, location=example.location))
-            answers.append((start, len(text)))
+            prompt = _apply(tokenizer, example.messages[: i - 1], answer=True, location=example.location)
+            if not text.startswith(prompt):
+                raise HpctrainError(
+                    f"{example.location}: the chat template of the tokenizer asks for an answer by {prompt[len(before) :]!r} "
+                    f"and writes message {i} another way: change chat_template.jinja in the folder of --model"
+                )
+            answers.append((len(prompt), len(text)))
         before = text
     return before, answers
 
