@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain import checkpoint
 from hpctrain.buckets import settle_buckets
@@ -74,7 +75,7 @@ class TrainerFolder(RunFolder):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Let SIGTERM end this process, and arrange DDP's buckets with one example of the first batch."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # see RunFolder
-        if trainer.world_size > 1:
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
             with torch.random.fork_rng(devices=[]):  # an iterator of a DataLoader draws a seed
                 batch = apply_to_collection(next(iter(trainer.train_dataloader)), Tensor, lambda tensor: tensor[:1])
             batch = trainer.strategy.batch_to_device(batch, module.device)
@@ -114,6 +115,7 @@ def make_trainer(
     *,
     find_unused_parameters: bool = False,
     accumulate_grad_batches: int = 1,
+    strategy: type[DDPStrategy] = JsonStrategy,
 ) -> Trainer:
     """Create a Trainer for the ranks that a launcher has started, which writes into the run folder.
 
@@ -122,10 +124,12 @@ def make_trainer(
     world = run.world
     # Lightning indexes the list with the local rank. Every entry is this rank's device: with --gpus-per-task=1 each rank sees
     # only its own GPU, as number 0.
-    strategy = JsonStrategy(world, parallel_devices=[device] * world.local_size, find_unused_parameters=find_unused_parameters)
+    devices = [device] * world.local_size
     return Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
-        strategy=strategy if world.size > 1 else "auto",
+        strategy=strategy(world, parallel_devices=devices, find_unused_parameters=find_unused_parameters)
+        if world.size > 1
+        else "auto",
         devices="auto" if world.size > 1 else [device.index] if device.type == "cuda" else 1,
         num_nodes=world.nodes,
         plugins=[WorldEnvironment(world)],

@@ -24,7 +24,7 @@ from hpctrain.batches import steps_per_epoch
 from hpctrain.config import versions
 from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, first_line
-from hpctrain.lightning_plugins import make_trainer, quiet
+from hpctrain.lightning_plugins import JsonStrategy, make_trainer, quiet
 from hpctrain.nlp import data
 from hpctrain.nlp.features import Features, load_or_make, make_cache_key
 from hpctrain.nlp.hub import resolve_model
@@ -70,11 +70,15 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         epoch_steps = steps_per_epoch(len(train.lengths), args.batch_size, world, args.accumulate) if args.epochs else 0
         weights = balance_classes(labels, train, run) if args.class_weights else None
         module = FineTuneModule(task, model, labels, args, run, steps=args.epochs * epoch_steps, class_weights=weights)
+        sharded = args.strategy == "fsdp" and world.size > 1
+        if sharded:
+            from hpctrain.sharding import ShardedStrategy, load_weights  # imports much of torch, and few runs need it
         trainer = make_trainer(
-            run, args, device, lambda module: module.model, module.score, accumulate_grad_batches=args.accumulate
-        )
+            run, args, device, lambda module: module.model, module.score,
+            accumulate_grad_batches=args.accumulate, strategy=ShardedStrategy if sharded else JsonStrategy,
+        )  # fmt: skip
         if args.epochs:
-            state = run.resume(device, args.epochs, model, "state_dict", free=())
+            state = run.resume(torch.device("cpu"), args.epochs, model, "state_dict", free=())
             if state and (run.epoch >= args.epochs or run.has_stalled):  # resumed after the last epoch
                 model.load_state_dict(state["model"])
             else:
@@ -82,6 +86,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                 run.tokens_per_example, run.padding_share = float(train.lengths.mean()), sampler.padding_share()
                 if state:
                     sampler.skip(run.epoch + 1, state["step"])
+                    del state  # as large as the model and its optimizer
                 trainer.fit(
                     module,
                     make_loader(train, padding, sampler),
@@ -91,13 +96,16 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             metric = f"validation_{module.choose_metric(examples['validation'])}"
             if run.has_stalled and run.epoch < args.epochs:
                 run.print(f"stopped after epoch {run.epoch}: no better {metric} for {args.patience} epochs")
-            load_best_epoch(metric, model, run)
+            if weights := load_best_epoch(metric, run):
+                load_weights(model, weights) if sharded else model.load_state_dict(weights)
         # The only use of the test set.
         trainer.test(module, module.make_evaluation_loader("test", examples, features, padding), verbose=False)
         scores = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("test_")}
         for name in [name for name, value in scores.items() if not math.isfinite(value)]:
             run.print(f"{name} is {scores.pop(name)}: left out")  # a score is optional, the model is not
         run.metrics(**scores)
+        if sharded:
+            model = trainer.strategy.gather_model()
         with all_or_none(world):
             if world.rank == 0:
                 save_result(task, model, tokenizer, args, run, scores, examples["test"])
@@ -209,6 +217,12 @@ def load_model(
             f"give --max-length {positions}"
         )
     model.train()  # from_pretrained() turns dropout off, and Lightning does not turn it on
+    if args.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise HpctrainError(f"{folder}: its architecture has no gradient checkpointing: leave out --gradient-checkpointing")
+        # earlier versions of transformers have the second one only, of which later ones warn
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     model.config.use_cache = False  # the cache of keys and values is for generation only
     model.config.hpctrain = {
         "task": task.name, "labels": labels, "max_length": args.max_length, "stride": args.stride, "positions": positions,
@@ -306,17 +320,17 @@ def check_tokens(folder: Path, model: torch.nn.Module, features: dict[str, Featu
 # --- after training ---
 
 
-def load_best_epoch(metric: str, model: torch.nn.Module, run: Run) -> None:
-    """Load the weights of the epoch with the best validation score into the model, which has the last. A collective call."""
+def load_best_epoch(metric: str, run: Run) -> dict[str, Tensor] | None:
+    """The weights of the epoch with the best validation score, None if that is the last. A collective call."""
     if run.best_epoch == run.epoch:
-        return
+        return None
     path = checkpoint.path_of(run.folder, run.best_epoch)
     if run.resume_from and not path.exists():  # an epoch of the earlier run, whose folder may be another
         path = checkpoint.path_of(run.resume_from.parent.parent, run.best_epoch)
     with all_or_none(run.world):
         state = checkpoint.load(path, torch.device("cpu"))
-    model.load_state_dict(state["model"])
     run.print(f"epoch {run.best_epoch} has the best {metric}: using its weights")
+    return state["model"]
 
 
 def save_result(

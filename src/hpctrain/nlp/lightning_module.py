@@ -94,8 +94,13 @@ class FineTuneModule(LightningModule):
         batch_size = max(1, self._args.batch_size // world.size)
         # A rank without any example gets an empty batch: otherwise Lightning would leave it out of the collectives.
         indices = list(evaluation_batches(features[name].lengths, batch_size, world.rank, world.size))
-        indices = indices or [torch.empty(0, dtype=torch.int64)]
-        return make_loader(features[name], padding, [(index, {"index": index}) for index in indices])
+        nothing = torch.empty(0, dtype=torch.int64)
+        batches = [(index, {"index": index}) for index in indices or [nothing]]
+        if self._args.strategy == "fsdp":  # all ranks gather weights in each forward pass, so they need as many of them
+            batches = [(index, {"index": index}) for index in indices]
+            most = -(-len(features[name].lengths) // (batch_size * world.size))
+            batches += [(torch.tensor([0]), {"index": nothing})] * (most - len(batches))
+        return make_loader(features[name], padding, batches)
 
     def on_validation_epoch_start(self) -> None:
         """Reset the predictions and the sums: of the loss over all labels, and of the labels."""
@@ -103,9 +108,11 @@ class FineTuneModule(LightningModule):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Keep the predictions and add up the loss."""
-        if not len(batch["index"]):
+        if not len(batch["index"]) and self._args.strategy != "fsdp":
             return
         output = self(batch)
+        if not len(batch["index"]):
+            return
         units = batch["units"].sum()
         if units:
             self._sums += torch.stack([self._task.compute_loss(output, batch) * units, units])

@@ -71,6 +71,18 @@ def make_parser(task: Task) -> Parser:
         help="accumulate gradients over N parts of each batch, to save memory (default: %(default)s)",
     )
     add(
+        "--strategy",
+        choices=["ddp", "fsdp"],
+        default="ddp",
+        help="fsdp: shard the weights, gradients and optimizer over all ranks, for models that do not fit one GPU "
+        "(default: %(default)s)",
+    )
+    add(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="save memory: compute the activations of a layer again for its gradients, instead of keeping them",
+    )
+    add(
         "--lr",
         type=positive(float),
         help="peak learning rate (default: 5e-5; from scratch 5e-4, with the sample data 1e-3)",

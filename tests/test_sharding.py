@@ -1,0 +1,182 @@
+"""--strategy fsdp: the weights of ddp, of which each rank holds a part."""
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import warm_start
+from peft import PeftModel
+from test_nlp import NO_DROPOUT, SHAPE, metrics, result, scores, train
+from test_nlp import cache as cache  # a fixture, for each test
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
+
+from hpctrain import checkpoint
+from hpctrain.errors import HpctrainError
+from hpctrain.nlp import classify
+from hpctrain.nlp.lightning_module import FineTuneModule
+from hpctrain.sharding import copy_without_weights, find_blocks
+
+CPU = torch.device("cpu")
+
+
+def train_ranks(folder: Path, count, *words, setup=None):
+    """Train on this number of ranks, in folder/run; the run folder."""
+    folder.mkdir(exist_ok=True)
+    ranks = warm_start.torchrun_ranks(count, [*map(str, words), "--out", "run"], dict(os.environ), setup)
+    done = warm_start.run(ranks, folder)
+    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr[-3000:]
+    return folder / "run"
+
+
+def spoil_a_step():
+    """Rank 1 has a loss that is not a number in the third part of the batches."""
+    real = FineTuneModule.training_step
+
+    def training_step(self, batch, batch_idx):
+        return real(self, batch, batch_idx) * (math.nan if batch_idx == 2 and os.environ["RANK"] == "1" else 1)
+
+    FineTuneModule.training_step = training_step
+
+
+def weights(run):
+    return result(run)["weights_sha256"]
+
+
+def losses(run):
+    return [line[name] for line in metrics(run) for name in ("train_loss", "validation_loss", "test_loss") if name in line]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    path.write_text(json.dumps({"model_type": "bert"} | SHAPE | NO_DROPOUT))
+    return path
+
+
+@pytest.fixture(scope="module")
+def words(config):
+    """Each epoch has five steps. There are 50 test texts, so that ranks have different numbers of batches to evaluate."""
+    words = ["nlp.classify", "--from-scratch", config, "--epochs", 2, "--limit", 63, "--batch-size", 12, "--max-length", 64]
+    return [*words, "--checkpoint-every", 2, "--keep-checkpoints", 99]
+
+
+@pytest.fixture(scope="module")
+def whole(words, tmp_path_factory):
+    """A run on four ranks."""
+    return train_ranks(tmp_path_factory.mktemp("whole"), 4, *words, "--strategy", "fsdp")
+
+
+@pytest.mark.slow
+def test_the_weights_are_those_of_ddp(words, whole, tmp_path):
+    ddp = train_ranks(tmp_path, 4, *words)
+    assert losses(whole) == pytest.approx(losses(ddp), rel=1e-5)
+    for name in ("epoch-0001-step-000002.pt", "epoch-0002.pt"):
+        ours, theirs = (checkpoint.load(run / "checkpoints" / name, CPU) for run in (whole, ddp))
+        assert ours.keys() == theirs.keys()
+        for part in ("model", "state_dict", "optimizer_states"):
+            torch.testing.assert_close(ours[part], theirs[part], rtol=1e-4, atol=1e-5)
+    sizes = [(run / "checkpoints/epoch-0002.pt").stat().st_size for run in (whole, ddp)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.02)  # each tensor once
+    saved = AutoModelForSequenceClassification.from_pretrained(whole / "model").state_dict()
+    best = checkpoint.load(checkpoint.path_of(whole, json.loads((whole / "result.json").read_text())["epochs"]), CPU)["model"]
+    assert saved.keys() == best.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "strategy"), [(4, "fsdp"), (3, "fsdp"), (2, "ddp")])
+def test_a_run_cut_within_an_epoch_goes_on_with_any_number_of_ranks(words, whole, tmp_path, count, strategy):
+    cut = tmp_path / "run"
+    shutil.copytree(whole, cut)
+    (cut / "result.json").unlink()
+    for name in ("epoch-0002-step-000003.pt", "epoch-0002.pt"):
+        (cut / "checkpoints" / name).unlink()
+    train_ranks(tmp_path, count, *words, "--strategy", strategy, "--resume", "run")
+    first, second = (checkpoint.load(run / "checkpoints/epoch-0002.pt", CPU) for run in (cut, whole))
+    tolerance = {"rtol": 0, "atol": 0} if count == 4 else {"rtol": 1e-3, "atol": 1e-4}
+    for part in ("model", "optimizer_states"):
+        torch.testing.assert_close(first[part], second[part], **tolerance)
+    assert weights(cut) == weights(whole) or count != 4
+    assert scores(cut)["test_loss"] == pytest.approx(scores(whole)["test_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_tied_weights_dropout_accumulation_and_skipped_steps(tmp_path):
+    """A language model, whose output layer is its embedding."""
+    words = ["nlp.generate", "--epochs", 1, "--limit", 40, "--batch-size", 8, "--max-length", 32, "--accumulate", 2]
+    words += ["--on-nan", "skip", "--gradient-checkpointing"]
+    runs = [train_ranks(tmp_path / name, 2, *words, "--strategy", name, setup=spoil_a_step) for name in ("ddp", "fsdp")]
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
+    assert [result(run)["skipped_steps"] for run in runs] == [1, 1]
+    model = AutoModelForCausalLM.from_pretrained(runs[1] / "model")
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    logs = [(run / "logs/rank-0000.log").read_text() for run in runs]
+    samples = [[line.split("sample: ")[1] for line in log.splitlines() if "sample: " in line] for log in logs]
+    assert samples[0] == samples[1] and len(samples[0]) == 4
+
+
+@pytest.mark.slow
+def test_an_adapter_is_whole_and_bf16_trains(whole, words, tmp_path):
+    data = [word for word in words if word != "--from-scratch" and not isinstance(word, Path)]
+    lora = [*data, "--model", whole / "model", "--data", classify.TASK.samples, "--lora-rank", 4, "--gradient-checkpointing"]
+    runs = [train_ranks(tmp_path / name, 2, *lora, "--strategy", name) for name in ("ddp", "fsdp")]
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
+    adapters = []
+    for run in runs:
+        base = AutoModelForSequenceClassification.from_pretrained(
+            whole / "model", config=AutoConfig.from_pretrained(run / "model")
+        )
+        adapters.append(PeftModel.from_pretrained(base, run / "model").state_dict())
+    torch.testing.assert_close(*adapters, rtol=1e-4, atol=1e-5)
+    rough = train_ranks(tmp_path / "bf16", 2, *words, "--strategy", "fsdp", "--precision", "bf16")
+    assert losses(rough) == pytest.approx(losses(whole), rel=0.02) and losses(rough) != losses(whole)
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing_keeps_the_weights_and_less_for_the_backward_pass(config, tmp_path, monkeypatch):
+    kept = []
+    real = FineTuneModule.training_step
+
+    def training_step(self, batch, batch_idx):
+        def keep(tensor):
+            kept[-1] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return real(self, batch, batch_idx)
+
+    monkeypatch.setattr(FineTuneModule, "training_step", training_step)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "bert"} | SHAPE))  # with dropout
+    runs = []
+    for name, more in (("without", []), ("with", ["--gradient-checkpointing"])):
+        kept.append(0)
+        options = ["--epochs", 1, "--limit", 40, "--from-scratch", config]
+        runs.append(train("classify", tmp_path / name, *options, *more))
+    assert weights(runs[0]) == weights(runs[1])
+    assert kept[1] < 0.6 * kept[0]
+    monkeypatch.setattr(BertForSequenceClassification, "supports_gradient_checkpointing", False)
+    with pytest.raises(HpctrainError, match="its architecture has no gradient checkpointing: leave out --gradient-checkpointing"):
+        train("classify", tmp_path / "no", *options, "--gradient-checkpointing")
+
+
+def test_blocks_are_the_layers_of_a_model():
+    bert = BertForTokenClassification(BertConfig(**SHAPE))
+    assert find_blocks(bert) == list(bert.bert.encoder.layer)
+    gpt = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100))
+    assert find_blocks(gpt) == list(gpt.transformer.h)
+    copied = copy_without_weights(gpt)
+    assert copied.lm_head.weight is copied.transformer.wte.weight and not copied.lm_head.weight.numel()
+    assert gpt.lm_head.weight.numel() == 3200
