@@ -29,10 +29,10 @@ from hpctrain.nlp.model_folder import load_tokenizer
 from hpctrain.nlp.options import parse_options
 from hpctrain.nlp.scratch import create_model
 from hpctrain.nlp.task import IGNORED, SAMPLES
-from hpctrain.world import World
+from hpctrain.world import ALONE, World
 
 TASKS = {module.TASK.name: module for module in (classify, pair, ner, qa, generate, instruct)}
-ALONE = World(0, 1, 0, 1, 0, 1, "single")
+
 # without randomness, so that different ways to the same numbers can be compared
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 600}

@@ -13,7 +13,7 @@ from hpctrain import speed
 from hpctrain.nlp import classify
 from hpctrain.nlp.features import Features
 from hpctrain.nlp.sampling import BatchSampler
-from hpctrain.world import World
+from hpctrain.world import ALONE
 
 
 def test_times_are_those_of_the_steps_alone(monkeypatch):
@@ -52,7 +52,7 @@ def test_result_has_the_memory_of_the_rank_that_needs_most(tmp_path):
 
 def test_result_has_tokens_without_padding(tmp_path, capfd):
     options = ["--epochs", "1", "--limit", "64", "--batch-size", "16", "--out", str(tmp_path / "run")]
-    classify.main(World(0, 1, 0, 1, 0, 1, "single"), options)
+    classify.main(ALONE, options)
     mean = float(re.search(r"train: .* \(mean ([0-9.]+),", capfd.readouterr().out)[1])
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
     assert figures["tokens_per_s"] / figures["examples_per_s"] == pytest.approx(mean, abs=0.06)
@@ -61,6 +61,6 @@ def test_result_has_tokens_without_padding(tmp_path, capfd):
 
 def test_padding_is_that_of_what_a_rank_computes_at_once():
     texts = Features.from_lists({"input_ids": [[1], [1, 2, 3], [1], [1, 2, 3]]}, {"units": [1] * 4})
-    world = World(0, 1, 0, 1, 0, 1, "single")
+    world = ALONE
     assert BatchSampler(texts, world, batch_size=4, seed=1).padding_share() == pytest.approx(4 / 12)
     assert BatchSampler(texts, world, batch_size=1, seed=1).padding_share() == 0

@@ -32,6 +32,7 @@ from hpctrain.checkpointer import Checkpointer, Interval
 from hpctrain.config import add_image_digest, add_resumption, write_config, write_json
 from hpctrain.digests import weights_sha256
 from hpctrain.errors import EndEarly, HpctrainError, UsageError
+from hpctrain.flops import utilization
 from hpctrain.metrics import Metrics, format_seconds
 from hpctrain.nonfinite import NonFinite
 from hpctrain.plot import plot
@@ -100,6 +101,7 @@ class Run:
         self.patience: int | None = None
         self.tokens_per_example: float | None = None  # for the speed in result.json, as the share of padding
         self.padding_share: float | None = None
+        self._flops: float | None = None
         self._best_score: list[float] = []
         # The position within the next epoch, and what was summed since the last line of metrics.
         self._step = self._steps = self._examples = 0
@@ -174,6 +176,11 @@ class Run:
 
     def _weighty_options(self) -> dict[str, str]:
         return {name: str(value) for name, value in vars(self._args).items() if name not in _FREE_OPTIONS}
+
+    def count_flops(self, count: Callable[[], float | None]) -> None:
+        """On a GPU, let the speed in result.json have its FLOP/s; `count` gives those of an example, and may take seconds."""
+        if self.world.rank == 0 and self._device.type == "cuda":
+            self._flops = count()
 
     def start_epoch(self, epoch: int, steps: int, examples: int, examples_of: Callable[[int], Tensor] | None = None) -> int:
         """Begin an epoch of this many steps, with this many examples each. Returns how many of them are done already.
@@ -346,6 +353,9 @@ class Run:
         speed = self._times.figures(self._examples, self.tokens_per_example)
         if self.padding_share is not None:
             speed["padding_share"] = round(self.padding_share, 4)
+        if self._flops and "examples_per_s" in speed:
+            name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
+            speed |= utilization(speed["examples_per_s"] * self._flops / self.world.size, name, self._args.precision)
         speed["peak_memory_mb"] = round(memory, 1)
         result = {
             **values,

@@ -24,6 +24,7 @@ from hpctrain.batches import steps_per_epoch
 from hpctrain.config import versions
 from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, first_line
+from hpctrain.flops import count_text_flops
 from hpctrain.lightning_plugins import JsonStrategy, make_trainer, quiet
 from hpctrain.nlp import data
 from hpctrain.nlp.features import Features, load_or_make, make_cache_key
@@ -84,6 +85,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             else:
                 sampler = BatchSampler(train, world, args.batch_size, args.seed, args.accumulate)
                 run.tokens_per_example, run.padding_share = float(train.lengths.mean()), sampler.padding_share()
+                run.count_flops(lambda: count_text_flops(model, train.lengths, run_empty))
                 if state:
                     sampler.skip(run.epoch + 1, state["step"])
                     del state  # as large as the model and its optimizer
@@ -304,6 +306,11 @@ def balance_classes(labels: list[str], train: Features, run: Run) -> Tensor:
     for label, count, weight in zip(labels, counts.tolist(), weights.tolist(), strict=True):
         run.print(f"class {data.shorten(label)}: {count:,} training examples, weight {weight:.4g}")
     return weights
+
+
+def run_empty(model: torch.nn.Module, length: int) -> dict[str, Tensor]:
+    """The output of a model without values, for a text of this length in tokens."""
+    return model(input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"))
 
 
 def check_tokens(folder: Path, model: torch.nn.Module, features: dict[str, Features]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, Optimizer
 
+from hpctrain import flops
 from hpctrain.batches import evaluation_batches
 from hpctrain.cli import Parser, positive, trainer_parser
 from hpctrain.errors import HpctrainError, UsageError
@@ -114,6 +115,12 @@ def build_model(args: argparse.Namespace, training_set: Images | ImageFolder, de
         torch.use_deterministic_algorithms(True, warn_only=True)
     model = RECIPES[args.model].model
     return (model() if model is MnistNet else model(training_set.channels, len(training_set.classes))).to(device)
+
+
+def count_flops(model: nn.Module, training_set: Images | ImageFolder, args: argparse.Namespace) -> int | None:
+    """The floating-point operations to train on an image: see flops.count_flops()."""
+    images, _ = training_set.batch(torch.tensor([0]), torch.device("cpu"), args.image_size)
+    return flops.count_flops(model, lambda empty: empty(images.to("meta")))
 
 
 def make_optimizer(args: argparse.Namespace, parameters: Iterable[nn.Parameter]) -> Optimizer:

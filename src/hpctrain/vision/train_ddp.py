@@ -52,6 +52,7 @@ def train(world: World, args: argparse.Namespace) -> None:
         run = Run(world, "train_ddp", args, device)
 
         model = recipe.build_model(args, training_set, device)
+        run.count_flops(lambda: recipe.count_flops(model, training_set, args))
         parallel = DistributedDataParallel(model) if world.size > 1 else DataParallel(model) if args.strategy == "dp" else model
         optimizer = recipe.make_optimizer(args, parallel.parameters())
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")

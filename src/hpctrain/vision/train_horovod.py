@@ -49,6 +49,7 @@ def main(world: World, arguments: list[str]) -> None:
         run = Run(world, "train_horovod", args, device)
 
         model = recipe.build_model(args, training_set, device)
+        run.count_flops(lambda: recipe.count_flops(model, training_set, args))
         optimizer = hvd.DistributedOptimizer(
             recipe.make_optimizer(args, model.parameters()),
             named_parameters=model.named_parameters(),

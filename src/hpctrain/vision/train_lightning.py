@@ -119,6 +119,7 @@ def main(world: World, arguments: list[str]) -> None:
         run = Run(world, "train_lightning", args, device)
 
         module = Classifier(recipe.build_model(args, training_set, device), args)
+        run.count_flops(lambda: recipe.count_flops(module.net, training_set, args))
         unused = args.strategy == "ddp_find_unused_parameters_true"
 
         def score(metrics: dict[str, float]) -> tuple[float, ...]:
