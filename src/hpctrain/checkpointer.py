@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpctrain import checkpoint
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import DivergedError, HpctrainError
 from hpctrain.rendezvous import gather
 from hpctrain.requeue import report_saved, stop_requested
 from hpctrain.world import World
@@ -160,7 +160,7 @@ class Checkpointer:
         try:
             # The last step may have spoilt them, after its loss was computed. The earlier checkpoint stays the newest.
             if not all(weight.isfinite().all() for weight in state["model"].values()):
-                raise HpctrainError(f"the weights to be saved in {path} are not finite: training diverged, use a smaller --lr")
+                raise DivergedError(f"the weights to be saved in {path} are not finite: training diverged, use a smaller --lr")
             self._save_or_retry(path, state)
             self._written = True
             kept = {*checkpoint.list_newest_first(self._folder)[: self._keep], path, checkpoint.path_of(self._folder, best_epoch)}

@@ -14,6 +14,10 @@ class UsageError(HpctrainError):
     """An error in the command line. Every rank detects it by itself, so rank 0 alone prints it."""
 
 
+class DivergedError(HpctrainError):
+    """Losses, gradients or weights that are not finite: the same options would give them again."""
+
+
 def one_line(text: str) -> str:
     r"""The text with \n for a line break, and so on: names of files may hold those, and what controls a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import DivergedError
 from hpctrain.rendezvous import gather
 from hpctrain.world import World
 
@@ -48,14 +48,14 @@ class NonFinite:
         self._losses = []
 
     def check(self, values: dict[str, float], place: str, advice: str) -> None:
-        """End every rank if a value, the same on all of them, is not finite. Raises HpctrainError on rank 0."""
+        """End every rank if a value, the same on all of them, is not finite. Raises DivergedError on rank 0."""
         for name, value in values.items():
             if not math.isfinite(value):
                 origin = self._origin()
                 if self._world.rank != 0:
                     raise SystemExit(0)  # rank 0 prints the error: see all_or_none()
                 skip = ", or --on-nan skip" if origin and not self._skip else ""
-                raise HpctrainError(
+                raise DivergedError(
                     f"{name} is {value} at {place}{origin}: training diverged, use a smaller --lr{skip} ({advice})"
                 )
 
@@ -79,7 +79,7 @@ class NonFinite:
         """With --on-nan skip: whether the gradients are finite. If not they are removed, and the optimizer changes nothing then.
 
         All ranks have the same gradients by now, so they decide alike. What batch normalization has made of the batch is
-        undone. Raises HpctrainError after too many such steps in a row.
+        undone. Raises DivergedError after too many such steps in a row.
         """
         if not self._skip:
             return True
@@ -93,7 +93,7 @@ class NonFinite:
         if self._in_a_row > MOST_IN_A_ROW:
             if self._world.rank != 0:
                 raise SystemExit(0)  # rank 0 prints the error: see all_or_none()
-            raise HpctrainError(
+            raise DivergedError(
                 f"the gradients of {MOST_IN_A_ROW} steps in a row were not finite: training diverged, use a smaller --lr"
             )
         for parameter in self.model.parameters():

@@ -34,15 +34,20 @@ def read_configs(run: Path) -> list[dict[str, Any]]:
     paths = [run / "config.json"]
     while (following := run / f"config.{len(paths) + 1}.json").exists():
         paths.append(following)
-    return [_read_json(path) for path in paths]
+    configs = [read_json(path) for path in paths]
+    for path, config in zip(paths, configs, strict=True):
+        if not isinstance(config.get("options"), dict):
+            raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
+    return configs
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run folder. Raises HpctrainError, naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HpctrainError(f"{path}: cannot be read ({error}): name a run folder, such as runs/train_ddp/17") from error
-    if not isinstance(content, dict) or not isinstance(content.get("options"), dict):
+    if not isinstance(content, dict):
         raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
     return content
 

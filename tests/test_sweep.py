@@ -1,0 +1,198 @@
+"""hpctrain sweep: suggestions, trials that are killed, the same search again, and a job array on the cluster."""
+
+import json
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import warm_start
+from conftest import write_digits
+
+from hpctrain import sweep
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.world import ALONE, World
+
+FILE = """
+command: train_single --data DATA --epochs 1 --batch-size 32
+metric: test_accuracy
+direction: maximize
+trials: TRIALS
+parameters:
+  lr: {low: 1e-3, high: 0.1, log: true}
+  seed: {low: 1, high: 3}
+  on-nan: {values: [stop, skip]}
+"""
+PARAMETERS = {"lr": {"low": 1e-3, "high": 0.1, "log": True}, "seed": {"low": 1, "high": 3}}
+PARAMETERS |= {"on-nan": {"values": ["stop", "skip"]}}
+SWEEP = sweep.Sweep(["train_single"], "test_accuracy", "maximize", PARAMETERS, trials=40)
+
+
+def write(folder, text=FILE, trials=4):
+    path = folder / "search.yaml"
+    data = folder / "data"
+    path.write_text(text.replace("DATA", str(data)).replace("TRIALS", str(trials)))
+    return path
+
+
+def trial(number, value=None, lr=0.01, diverged=False):
+    parameters = {"lr": lr, "seed": 1, "on-nan": "stop"}
+    return {"number": number, "parameters": parameters, "value": value, "diverged": diverged}
+
+
+def test_suggestions_are_in_range_and_the_same_again():
+    first = [sweep.suggest(SWEEP, [], number) for number in range(12)]
+    assert first == [sweep.suggest(SWEEP, [], number) for number in range(12)]
+    assert len({parameters["lr"] for parameters in first}) == 12
+    assert all(1e-3 <= parameters["lr"] <= 0.1 and parameters["seed"] in (1, 2, 3) for parameters in first)
+    assert {parameters["on-nan"] for parameters in first} == {"stop", "skip"}
+
+
+def test_suggestions_follow_the_results_and_keep_away_from_what_runs():
+    finished = [trial(number, -abs(number - 3), 1e-3 * 1.3**number) for number in range(16)]  # best at 2.2e-3
+    rates = [sweep.suggest(SWEEP, finished, number)["lr"] for number in range(16, 24)]
+    blind = [sweep.suggest(SWEEP, [], number)["lr"] for number in range(16, 24)]
+    assert max(rates) < max(blind) and sorted(rates)[4] < 4e-3
+    running = [*finished, *(trial(16 + number, None, 1.9e-3) for number in range(12))]
+    assert [sweep.suggest(SWEEP, running, n) for n in range(30, 40)] != [sweep.suggest(SWEEP, finished, n) for n in range(30, 40)]
+    sweep.suggest(SWEEP, [*finished, trial(16, diverged=True)], 17)
+
+
+def test_grid_has_each_combination_once():
+    grid = sweep.Sweep(["x"], "m", "minimize", {"a": {"values": [1, 2]}, "b": {"values": ["x", "y"]}}, sampler="grid")
+    found = [tuple(sweep.suggest(grid, [], number).values()) for number in range(5)]
+    assert found == [(1, "x"), (1, "y"), (2, "x"), (2, "y"), (1, "x")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("metric: test_accuracy", "", "metric is missing"),
+        ("metric", "metrics", "there is no key 'metrics': choose from command, metric, direction"),
+        ("train_single", "check", "command 'check': choose from train_ddp, "),
+        ("--epochs 1", "--out x", "command has --out or --resume"),
+        ("--epochs 1", "--lr=3", "parameter lr is in command as well"),
+        ("maximize", "up", "direction 'up': choose from minimize, maximize"),
+        ("TRIALS", "0", "trials 0: give a number from 1"),
+        ("TRIALS", "4\nsampler: annealing", "sampler 'annealing': choose from tpe, random, grid"),
+        ("TRIALS", "4\nsampler: grid", "parameter lr: sampler grid needs values"),
+        ("TRIALS", "4\nseed: a", "seed 'a': give an integer"),
+        ("low: 1e-3", "low: 1", "parameter lr: give {low: 1e-5"),
+        ("low: 1e-3", "low: 0", "parameter lr: give {low: 1e-5"),
+        ("low: 1e-3", "low: many", "parameter lr: give {low: 1e-5"),
+        ("[stop, skip]", "[]", "parameter on-nan: give {low: 1e-5"),
+        ("[stop, skip]", "[[1]]", "parameter on-nan: give {low: 1e-5"),
+        (FILE, "- a", "not a list of keys and values"),
+        (FILE, "a: [", "cannot be read as YAML"),
+        (FILE, "", "not a list of keys and values"),
+    ],
+)
+def test_invalid_files_are_one_line(tmp_path, before, after, message):
+    with pytest.raises(UsageError) as caught:
+        sweep.read_file(write(tmp_path, FILE.replace(before, after)))
+    assert message in str(caught.value)
+
+
+def test_invalid_use_is_one_line(tmp_path, monkeypatch):
+    path, out = write(tmp_path), ["--out", str(tmp_path / "out")]
+    with pytest.raises(UsageError, match=r"there is no trial 4: .*has 4, so give --array=0-3"):
+        sweep.main(ALONE, [str(path), "--trial", "4"])
+    with pytest.raises(
+        UsageError, match=r"submit a sweep as a job array, such as sbatch --array=0-3%4 \.\.\., or give --trial N"
+    ):
+        sweep.main(World(0, 2, 0, 2, 0, 1, "srun"), [str(path)])
+    sweep._keep_sweep(sweep.read_file(path), tmp_path / "out")
+    with pytest.raises(UsageError, match="out is of another sweep, which differs in seed: give another --out"):
+        sweep.main(ALONE, [str(write(tmp_path, f"{FILE}seed: 2\n")), *out, "--trial", "0"])
+    folder = sweep.trial_folder(tmp_path / "out", 0)
+    folder.mkdir()
+    (folder / "parameters.json").write_text(json.dumps({"lr": 0.01, "seed": 1, "on-nan": "stop"}))
+    (folder / "result.json").write_text(json.dumps({"test_loss": 1.0, "epochs": 1}))
+    with pytest.raises(HpctrainError, match=r"trial-000/result.json has no test_accuracy: metric can be test_loss, epochs"):
+        sweep.main(ALONE, [str(path), *out, "--show"])
+
+
+def run_task(folder, number, kill_after):
+    """A task of a job array, killed after so many seconds; whether it ended by itself."""
+    arguments = ["sweep", "search.yaml", "--out", "out"]
+    rank = warm_start.Rank(arguments, dict(os.environ) | {"SLURM_ARRAY_TASK_ID": str(number)})
+    outputs = [folder / f"{number}.out", folder / f"{number}.err"]
+    process = warm_start.context.Process(target=warm_start._become_hpctrain, args=(rank, folder, outputs))
+    process.start()
+    process.join(kill_after)
+    process.kill()
+    process.join()
+    return process.exitcode == 0
+
+
+@pytest.mark.slow
+def test_24_trials_4_at_a_time_of_which_5_are_killed(tmp_path, monkeypatch):
+    """And the one that began the sweep: no trial is lost or done twice. One after the other, a search is the same again."""
+    write_digits(tmp_path / "data")
+    write(tmp_path, trials=24)
+    chosen = random.Random(1)
+    victims = {0, *chosen.sample(range(1, 24), 5)}
+    suggested = {}
+
+    def run(number):
+        if number in victims:
+            assert not run_task(tmp_path, number, chosen.uniform(0.5, 1.5))
+            path = sweep.trial_folder(tmp_path / "out", number) / "parameters.json"
+            suggested[number] = path.read_text() if path.exists() else None
+        assert run_task(tmp_path, number, 120), (tmp_path / f"{number}.err").read_text()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(24)))
+    trials = sweep.read_trials(sweep.read_file(tmp_path / "search.yaml"), tmp_path / "out")
+    assert [trial["number"] for trial in trials] == [*range(24)]
+    assert all(0 <= trial["value"] <= 1 for trial in trials)
+    assert len({trial["parameters"]["lr"] for trial in trials}) == 24
+    assert any(suggested.values())
+    for number, text in suggested.items():  # a trial that was killed went on with its own
+        assert text in (None, (sweep.trial_folder(tmp_path / "out", number) / "parameters.json").read_text())
+    said = "".join((tmp_path / f"{number}.out").read_text() for number in range(24))
+    assert "24 of 24 trials have a result; best test_accuracy" in said and (tmp_path / "out/sweep.png").stat().st_size > 10_000
+    before = (sweep.trial_folder(tmp_path / "out", 3) / "result.json").stat().st_mtime
+    assert run_task(tmp_path, 3, 120) and "trial 3 has ended already" in (tmp_path / "3.out").read_text()
+    assert (sweep.trial_folder(tmp_path / "out", 3) / "result.json").stat().st_mtime == before
+
+
+@pytest.mark.slow
+def test_one_after_the_other_and_a_trial_that_diverges(tmp_path, monkeypatch, capfd):
+    write_digits(tmp_path / "data")
+    text = (
+        FILE.replace("high: 0.1", "high: 100.0")
+        .replace("low: 1e-3", "low: 0.05")
+        .replace("  on-nan: {values: [stop, skip]}\n", "")
+    )
+    path = write(tmp_path, text, 3)
+    monkeypatch.chdir(tmp_path)
+    here = SimpleNamespace(run=lambda command, check: sweep.main(ALONE, command[4:]))  # a process each would import torch
+    monkeypatch.setattr(sweep, "subprocess", here)
+    for out in ("one", "two"):
+        sweep.main(ALONE, [str(path), "--out", out])
+    said = capfd.readouterr().out
+    assert "3 of 3" not in said and "has no result: " in said and "diverged" in said
+    kept = [[sweep.read_trials(sweep.read_file(path), tmp_path / out)] for out in ("one", "two")]
+    assert kept[0] == kept[1]
+    start = time.monotonic()
+    sweep.main(ALONE, [str(path), "--out", "one"])  # what diverged is not tried again
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.slow
+def test_a_job_array_on_the_cluster(cluster):
+    home = "/home/alice/hpctrain"
+    write_digits(cluster.host_path(f"{home}/few"))
+    text = FILE.replace("train_single", "train_ddp").replace("DATA", "few").replace("TRIALS", "3")
+    cluster.host_path(f"{home}/search.yaml").write_text(text)
+    submit = ["sbatch", "--wait", "--array=0-2%2", "--nodes=2", "--ntasks-per-node=1", "launch/apptainer_ddp.sh"]
+    cluster.exec("login", *submit, "sweep", "search.yaml", user="alice", cwd=home, env={"OMP_NUM_THREADS": "1"})
+    shown = cluster.exec("n1", "apptainer", "exec", "/project/hpctrain-cpu.sif", "hpctrain", "sweep", "search.yaml", "--show",
+                         user="alice", cwd=home).stdout  # fmt: skip
+    assert "3 of 3 trials have a result; best test_accuracy" in shown, shown
+    assert (cluster.host_path(f"{home}/runs/search/sweep.png")).exists()
+    config = json.loads(cluster.host_path(f"{home}/runs/search/trial-002/config.json").read_text())
+    assert config["job"].endswith("_2") and config["options"]["lr"] != 0
