@@ -106,14 +106,47 @@ def test_a_language_model_and_all_linear_layers(tmp_path, capfd):
     assert run_predict(capfd, run, "아이들은")[0]["text"] == "아이들은"
 
 
+@pytest.mark.slow
+def test_an_adapter_is_trained_further(base, run, tmp_path):
+    """With --epochs 0 it scores as it did; after another epoch with a small rate nearly so, and only its own weights differ."""
+    more = ("--data", DATA, "--model", base, "--lora-from", run / "model", "--batch-size", 8)
+    again = train("classify", tmp_path / "again", *more, "--epochs", 0)
+    assert scores(again) == pytest.approx(scores(run), rel=1e-5)
+    on = train("classify", tmp_path / "on", *more, "--epochs", 1, "--lr", 1e-4)
+    assert scores(on)["test_loss"] == pytest.approx(scores(run)["test_loss"], rel=0.3)
+    first, second = (load_file(folder / "model/adapter_model.safetensors") for folder in (run, on))
+    assert first.keys() == second.keys() and not all(torch.equal(first[name], second[name]) for name in first)
+    assert json.loads((on / "model/adapter_config.json").read_text())["r"] == 4
+
+
+@pytest.mark.slow
+def test_an_adapter_that_does_not_fit_is_one_line(base, run, tmp_path):
+    with pytest.raises(UsageError, match="--lora-from trains an adapter with its own rank"):
+        parse_options(classify.TASK, ["--model", "x", "--lora-from", "y", "--lora-rank", "4"])
+    other = tmp_path / "other"
+    shutil.copytree(run / "model", other)
+    config = other / "adapter_config.json"
+    for text, message in (
+        ('"peft_type": "IA3"', "other: an adapter of type IA3: --lora-from needs one of LoRA"),
+        ('"r": 5', "other: not an adapter of --model .*: give the model that it is for"),
+    ):
+        name = text.split(":")[0]
+        kept = json.loads((run / "model/adapter_config.json").read_text())
+        config.write_text(json.dumps(kept | json.loads(f"{{{text}}}")))
+        with pytest.raises(HpctrainError, match=message):
+            train("classify", tmp_path / name.strip('"'), "--data", DATA, "--model", base, "--lora-from", other)
+    with pytest.raises(HpctrainError, match=r"nothing/adapter_config.json: cannot be read"):
+        train("classify", tmp_path / "no", "--data", DATA, "--model", base, "--lora-from", tmp_path / "nothing")
+
+
 def test_invalid_use_is_one_line(base, run, tmp_path):
-    with pytest.raises(UsageError, match=r"--lora-rank needs a trained model, .*: give --model NAME"):
+    with pytest.raises(UsageError, match=r"LoRA needs a trained model, .*: give --model NAME"):
         parse_options(classify.TASK, ["--lora-rank", "4"])
     with pytest.raises(UsageError, match="--lora-target and --lora-merge need --lora-rank"):
         parse_options(classify.TASK, ["--model", "x", "--lora-merge"])
     with pytest.raises(HpctrainError, match=r"--lora-target: .*such as query, key, value, dense, classifier"):
         train("classify", tmp_path / "no", *options(base, "--lora-target", "nothing"))
-    with pytest.raises(HpctrainError, match="model: an adapter, which cannot be trained further: give the model that it is for"):
+    with pytest.raises(HpctrainError, match=r"model: an adapter: give the model that it is for, and --lora-from .*/model"):
         train("classify", tmp_path / "further", *options(run / "model"))
     moved = tmp_path / "moved"
     shutil.copytree(run / "model", moved)

@@ -30,7 +30,7 @@ from hpctrain.nlp import data
 from hpctrain.nlp.features import Features, load_or_make, make_cache_key
 from hpctrain.nlp.hub import resolve_model
 from hpctrain.nlp.lightning_module import FineTuneModule
-from hpctrain.nlp.lora import add_lora, count_parameters, refuse_adapter
+from hpctrain.nlp.lora import add_lora, count_parameters, refuse_adapter, uses_lora
 from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer, make_card, read_labels, save_model
 from hpctrain.nlp.options import parse_options
 from hpctrain.nlp.sampling import BatchSampler, make_loader
@@ -56,11 +56,11 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             labels, origin = choose_labels(task, folder, examples["train"])
             model = load_model(task, folder, tokenizer, labels, args)
             model.config.hpctrain["settings"] = task.collect_settings(examples["train"])
-            if args.lora_rank:
+            if uses_lora(args):
                 model = add_lora(task, model, folder, args)
         if labels:
             run.print(f"{len(labels)} labels{origin}: {data.list_names(labels)}")
-        if args.lora_rank:
+        if uses_lora(args):
             run.print(f"LoRA: {count_parameters(model)}")
         features = tokenize_splits(task, folder, tokenizer, labels, examples, args, run)
         with all_or_none(world):
@@ -363,7 +363,7 @@ def save_result(
         options=options,
         versions=versions() | {"transformers": transformers.__version__},
         pipeline_tokenizer=bool(pipeline_tokenizer),
-        adapter=bool(args.lora_rank and not args.lora_merge),
+        adapter=uses_lora(args) and not args.lora_merge,
     )
     samples = task.generate_samples(model, tokenizer, test)
     task.prepare_tokenizer(tokenizer, args.max_length)

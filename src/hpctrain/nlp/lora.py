@@ -25,14 +25,22 @@ TASK_TYPES = {
 }
 
 
+def uses_lora(args: argparse.Namespace) -> bool:
+    """Whether the options ask for an adapter."""
+    return bool(args.lora_rank or args.lora_from)
+
+
 def add_lora(task: Task, model: torch.nn.Module, folder: Path, args: argparse.Namespace) -> torch.nn.Module:
-    """The model of a folder, frozen, with trainable matrices of rank --lora-rank, initialized from --seed.
+    """The model of a folder, frozen, with the trainable matrices of --lora-from, or of rank --lora-rank, initialized from --seed.
 
     They are scaled by alpha / rank = 2, as in the examples of peft. The head and the pooler, which may be new, are trained whole;
-    but not the head of a language model, which is its embedding. Raises HpctrainError if the model lacks --lora-target.
+    but not the head of a language model, which is its embedding. Raises HpctrainError if the model lacks --lora-target, or does
+    not fit the adapter.
     """
     from peft import LoraConfig, get_peft_model  # takes a second, and few runs need it
 
+    if args.lora_from:
+        return _continue_adapter(model, args.lora_from)
     whole: set[str] = set()
     if model.get_output_embeddings() is None:
         heads = (name for name, child in model.named_children() if name != model.base_model_prefix)
@@ -56,6 +64,25 @@ def add_lora(task: Task, model: torch.nn.Module, folder: Path, args: argparse.Na
             f"--lora-target: {first_line(error)[:200]}: give all-linear, or names of layers, such as {list_layers(model)}"
         ) from error
     config.base_model_name_or_path = str(folder.resolve()) if is_folder else args.model
+    return adapted
+
+
+def _continue_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    """The model with the adapter of a folder, to be trained. Raises HpctrainError, naming the folder."""
+    from peft import PeftModel
+
+    config = read_json_object(folder / ADAPTER_CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise HpctrainError(f"{folder}: an adapter of type {config.get('peft_type')}: --lora-from needs one of LoRA")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
+    except Exception as error:  # of many kinds, for files that are missing, damaged, or for another model
+        text = " ".join(str(error).split()) or first_line(error)
+        raise HpctrainError(f"{folder}: not an adapter of --model ({text[:200]}): give the model that it is for") from error
+    if any("missing adapter keys" in str(warning.message) for warning in caught):
+        raise HpctrainError(f"{folder}: the adapter lacks weights for --model: give the model that it is for")
     return adapted
 
 
@@ -106,7 +133,4 @@ def load_adapter(task: Task, folder: Path) -> torch.nn.Module:
 def refuse_adapter(folder: Path) -> None:
     """Raise HpctrainError if the folder has an adapter, which is no model to train."""
     if (folder / ADAPTER_CONFIG).exists():
-        raise HpctrainError(
-            f"{folder}: an adapter, which cannot be trained further: give the model that it is for, or train it again with "
-            "--lora-merge, which saves a whole model"
-        )
+        raise HpctrainError(f"{folder}: an adapter: give the model that it is for, and --lora-from {folder}")

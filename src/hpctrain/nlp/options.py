@@ -133,6 +133,12 @@ def make_parser(task: Task) -> Parser:
         metavar="LAYER",
         help="names of the layers that get LoRA matrices, or all-linear (default: those of peft for this architecture)",
     )
+    add(
+        "--lora-from",
+        type=Path,
+        metavar="FOLDER",
+        help="train the LoRA adapter in this folder further, which is for --model; it has its own rank and layers",
+    )
     add("--lora-merge", action="store_true", help="save the whole model, with the adapter merged into its weights")
     add("--limit", type=positive(int), metavar="N", help="use only the first N examples of each split, for a quick trial")
     add(
@@ -167,9 +173,11 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
                 f"with a size ({', '.join(SIZES)})"
             )
         args.from_scratch = "tiny"
-    if args.lora_rank and not args.model:
-        raise UsageError("--lora-rank needs a trained model, which it leaves as it is: give --model NAME")
-    if (args.lora_target or args.lora_merge) and not args.lora_rank:
+    if (args.lora_rank or args.lora_from) and not args.model:
+        raise UsageError("LoRA needs a trained model, which it leaves as it is: give --model NAME")
+    if args.lora_from and (args.lora_rank or args.lora_target):
+        raise UsageError("--lora-from trains an adapter with its own rank and layers: leave out --lora-rank and --lora-target")
+    if (args.lora_target or args.lora_merge) and not (args.lora_rank or args.lora_from):
         raise UsageError("--lora-target and --lora-merge need --lora-rank: give the rank, such as 8")
     for name, value in (DEFAULTS if args.model else FROM_SCRATCH_DEFAULTS if args.data else SAMPLE_DEFAULTS).items():
         if getattr(args, name) is None:
