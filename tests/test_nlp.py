@@ -157,6 +157,16 @@ def test_resumed_run_ends_with_the_same_weights(task, tmp_path):
     assert result(cut)["weights_sha256"] == result(whole)["weights_sha256"] and scores(cut) == scores(whole)
 
 
+def test_an_epoch_that_is_over_by_other_options_is_refused(tmp_path):
+    """Lightning would train the rest of it, which is nothing, without a word."""
+    options = ["--epochs", 1, "--limit", 40, "--from-scratch", "tiny", "--checkpoint-every", 4]
+    run = train("classify", tmp_path / "run", *options, "--batch-size", 8)
+    (run / "checkpoints/epoch-0001.pt").unlink()
+    (run / "result.json").unlink()
+    with pytest.raises(UsageError, match="is of a run with 5 steps in an epoch, and this one has 2: give the --data"):
+        train("classify", run, *options, "--resume", run, "--batch-size", 20, "--force")
+
+
 def test_saved_model_is_the_epoch_with_the_best_validation_score(tmp_path):
     """With a learning rate that is far too high, the last epoch is not the best."""
     run = train("classify", tmp_path / "run", "--epochs", 3, "--batch-size", 8, "--lr", 5e-3)

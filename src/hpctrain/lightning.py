@@ -182,6 +182,7 @@ class RunFolder(Checkpoint):
                 "RunFolder can resume within an epoch from one torch.utils.data.DataLoader, with batches of a Dataset that has "
                 f"__getitem__ and __len__, and not from this {type(loader).__name__}: give Trainer.fit() such a loader"
             )
+        self._run.check_steps(self._steps(trainer))  # Lightning starts no epoch that has no batch left
         skip = self._state["step"] * trainer.accumulate_grad_batches if self._state else 0
         batches = loader.batch_sampler.inner if isinstance(loader.batch_sampler, ResumableBatches) else loader.batch_sampler
         # DataLoader refuses a new batch sampler, because its workers have the old one; new workers are started below.
@@ -211,10 +212,12 @@ class RunFolder(Checkpoint):
         self._seed(trainer, batch_idx, "in")
 
     def _start_epoch(self, trainer: Trainer) -> None:
-        steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
         batch_size = getattr(trainer.train_dataloader.batch_sampler, "batch_size", None) or 1
         batch_size *= trainer.accumulate_grad_batches * self._run.world.size
-        self._run.start_epoch(trainer.current_epoch + 1, steps, batch_size)
+        self._run.start_epoch(trainer.current_epoch + 1, self._steps(trainer), batch_size)
+
+    def _steps(self, trainer: Trainer) -> int:
+        return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
 
     def _seed(self, trainer: Trainer, batch_idx: int, stage: str) -> None:
         """Seed random numbers by (seed, epoch, batch, rank) alone: "before" a step, for its batch, and "in" it."""

@@ -75,6 +75,7 @@ class TrainerFolder(RunFolder):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Let SIGTERM end this process, and arrange DDP's buckets with one example of the first batch."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # see RunFolder
+        self._run.check_steps(self._steps(trainer))
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             with torch.random.fork_rng(devices=[]):  # an iterator of a DataLoader draws a seed
                 batch = apply_to_collection(next(iter(trainer.train_dataloader)), Tensor, lambda tensor: tensor[:1])
@@ -98,9 +99,8 @@ class TrainerFolder(RunFolder):
         """Nothing: the trainer finishes the run."""
 
     def _start_epoch(self, trainer: Trainer) -> None:
-        steps = int(trainer.num_training_batches) // trainer.accumulate_grad_batches
         epoch, sampler = trainer.current_epoch + 1, trainer.train_dataloader.sampler
-        self._run.start_epoch(epoch, steps, self._batch_size, partial(sampler.examples_of, epoch))
+        self._run.start_epoch(epoch, self._steps(trainer), self._batch_size, partial(sampler.examples_of, epoch))
 
     def _seed(self, trainer: Trainer, batch_idx: int, stage: str) -> None:
         """Nothing: a module that draws random numbers seeds them itself."""

@@ -182,18 +182,22 @@ class Run:
         if self.world.rank == 0 and self._device.type == "cuda":
             self._flops = count()
 
-    def start_epoch(self, epoch: int, steps: int, examples: int, examples_of: Callable[[int], Tensor] | None = None) -> int:
-        """Begin an epoch of this many steps, with this many examples each. Returns how many of them are done already.
-
-        That is 0, unless the run was resumed within this epoch. `examples_of` gives the numbers of this rank's examples in a
-        step of the epoch, for errors. Shows a progress bar if stderr is a terminal.
-        Raises HpctrainError if a resumed epoch has another number of steps.
-        """
+    def check_steps(self, steps: int) -> None:
+        """Raise UsageError if the run was resumed within an epoch that had another number of steps."""
         if self._step and steps != self._steps:
             raise UsageError(
                 f"{self.resume_from} is of a run with {self._steps} steps in an epoch, and this one has {steps}: "
                 "give the --data and the options of that run"
             )
+
+    def start_epoch(self, epoch: int, steps: int, examples: int, examples_of: Callable[[int], Tensor] | None = None) -> int:
+        """Begin an epoch of this many steps, with this many examples each. Returns how many of them are done already.
+
+        That is 0, unless the run was resumed within this epoch. `examples_of` gives the numbers of this rank's examples in a
+        step of the epoch, for errors. Shows a progress bar if stderr is a terminal.
+        Raises UsageError as check_steps() does.
+        """
+        self.check_steps(steps)
         self._steps, self._examples, self._since = steps, examples, time.perf_counter()
         self._nonfinite.start_epoch(self.epoch * steps, examples_of)
         self._times.start()
