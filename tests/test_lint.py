@@ -94,7 +94,7 @@ def test_ruff():
 
 @pytest.mark.slow  # each launch script is checked with all that it sources
 def test_shellcheck():
-    assert "launch/apptainer_ddp.sh" in SHELL and "launch/lib.sh" in SHELL and len(LAUNCH_SCRIPTS) == 11
+    assert "launch/apptainer_ddp.sh" in SHELL and "launch/lib.sh" in SHELL and len(LAUNCH_SCRIPTS) == 12
     done = run(TOOLS / "shellcheck", "--external-sources", *SHELL)
     assert done.returncode == 0, done.stdout
 
@@ -116,7 +116,7 @@ def test_help_and_invalid_options(script, tmp_path):
     done = run(REPOSITORY / script, "--help", cwd=tmp_path)
     assert done.returncode == 0 and Path(script).name in done.stdout and not done.stderr
     if script in LAUNCH_SCRIPTS:
-        assert re.match(r"[A-Z](.|\n)*usage: (sbatch|qsub|launch/local.sh) ", done.stdout)
+        assert re.match(r"[A-Z](.|\n)*usage: (sbatch|qsub|launch/(local|scaling).sh) ", done.stdout)
     done = run(REPOSITORY / script, "--nonsense", cwd=tmp_path)
     assert done.returncode != 0 and done.stderr.strip()
     if script in LAUNCH_SCRIPTS:

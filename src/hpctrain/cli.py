@@ -38,6 +38,7 @@ COMMANDS = {
     "completion": ("hpctrain.completion", "use", "print shell completion for bash or zsh"),
     "check": ("hpctrain.check", "inspect", "check every rank's node, software and folders, and the network between them"),
     "bench": ("hpctrain.bench", "inspect", "measure how fast the ranks exchange data: bandwidth by operation and size"),
+    "scaling": ("hpctrain.scaling", "inspect", "compare runs on 1, 2, 4, ... ranks: throughput, speedup, efficiency"),
     "runs": ("hpctrain.runs", "inspect", "list runs: state, position, score, speed"),
     "report": ("hpctrain.report", "inspect", "compare runs on one HTML page"),
     "export": ("hpctrain.export", "inspect", "write the metrics of runs as CSV, or as offline runs of Weights & Biases"),

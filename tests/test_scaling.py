@@ -1,0 +1,102 @@
+"""launch/scaling.sh and hpctrain scaling."""
+
+import json
+import subprocess
+
+import pytest
+from conftest import write_digits
+from slurm_cluster import REPOSITORY
+
+from hpctrain import scaling
+from hpctrain.errors import HpctrainError
+from hpctrain.world import ALONE
+
+SCRIPT = REPOSITORY / "launch/scaling.sh"
+
+
+def write_run(folder, ranks, speed, launcher="srun", batch_size=64):
+    run = folder / f"{launcher}-{ranks}"
+    run.mkdir(parents=True)
+    world = {"launcher": launcher, "size": ranks, "nodes": -(-ranks // 4)}
+    (run / "config.json").write_text(json.dumps({"options": {"batch_size": batch_size}, "world": world}))
+    if speed:
+        (run / "result.json").write_text(json.dumps({"speed": {"step_ms_p50": 10.0, "examples_per_s": speed}}))
+
+
+def test_efficiency_is_against_the_fewest_ranks_of_a_launcher(tmp_path, capsys):
+    for ranks, speed in ((2, 200.0), (4, 360.0), (8, None), (16, 800.0)):
+        write_run(tmp_path, ranks, speed)
+    write_run(tmp_path, 4, 300.0, "mpirun")
+    scaling.main(ALONE, [str(tmp_path)])
+    rows = json.loads((tmp_path / "scaling.json").read_text())
+    found = [(row["launcher"], row["ranks"], row["speedup"], row["efficiency"]) for row in rows]
+    assert found == [("mpirun", 4, 1, 1), ("srun", 2, 1, 1), ("srun", 4, 1.8, 0.9), ("srun", 16, 4, 0.5)]
+    said = capsys.readouterr().out
+    assert "srun-8: left out, as it has no result yet" in said and "strong scaling: 64 examples in a step" in said
+    assert said.splitlines()[-2].split() == ["srun", "16", "4", "64", "10", "800", "4", "50.0%"]
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+def test_what_kind_of_scaling_it_is(tmp_path):
+    for ranks, kind, batch_size in ((1, "weak", 8), (4, "weak", 32), (1, "mixed", 8), (4, "mixed", 9)):
+        write_run(tmp_path / kind, ranks, 10.0, batch_size=batch_size)
+    assert scaling.describe(scaling.read_rows(tmp_path / "weak")) == "weak scaling: 8 examples in a step of a rank"
+    assert scaling.describe(scaling.read_rows(tmp_path / "mixed")) == "different batch sizes"
+    with pytest.raises(HpctrainError, match="nothing: no run with a result in it"):
+        scaling.main(ALONE, [str(tmp_path / "nothing")])
+
+
+def submit(tmp_path, *words):
+    """Run the script with an sbatch that prints its arguments."""
+    (tmp_path / "sbatch").write_text('#!/bin/sh\necho sbatch "$@"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    return subprocess.run([SCRIPT, *words], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+
+
+def test_a_job_for_each_number_of_ranks(tmp_path):
+    words = ["launch/apptainer_ddp.sh", "train_ddp", "--batch-size", "64"]
+    done = submit(tmp_path, "runs/none", "1,2,8", "4", *words)
+    assert done.stdout.splitlines() == [
+        "sbatch --nodes=1 --ntasks-per-node=1 launch/apptainer_ddp.sh train_ddp --batch-size 64 --out runs/none/1-ranks",
+        "sbatch --nodes=1 --ntasks-per-node=2 launch/apptainer_ddp.sh train_ddp --batch-size 64 --out runs/none/2-ranks",
+        "sbatch --nodes=2 --ntasks-per-node=4 launch/apptainer_ddp.sh train_ddp --batch-size 64 --out runs/none/8-ranks",
+        "when the jobs have ended: hpctrain scaling runs/none",
+    ]
+    done = submit(tmp_path, "--weak", "--gpus", "runs/none", "8", "4", *words)
+    assert "--ntasks-per-node=4 --gpus-per-node=4 launch/apptainer_ddp.sh train_ddp --batch-size 512 --out" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["runs/none", "1,2"], "give FOLDER RANKS RANKS_PER_NODE LAUNCH_SCRIPT TRAINER"),
+        (["runs/none", "1,x", "4", "launch/local.sh", "train_ddp"], "RANKS is '1,x'"),
+        (["runs/none", "1", "0", "launch/local.sh", "train_ddp"], "RANKS_PER_NODE is '0'"),
+        (["runs/none", "1", "4", "launch/nothing.sh", "train_ddp"], "there is no launch/nothing.sh"),
+        (["docs", "1", "4", "launch/local.sh", "train_ddp"], "docs has files already"),
+        (["runs/none", "1,6", "4", "launch/local.sh", "train_ddp"], "6 ranks do not fill nodes of 4"),
+        (["--weak", "runs/none", "6", "4", "launch/local.sh", "train_ddp"], "--weak needs --batch-size N"),
+    ],
+)
+def test_invalid_use_is_one_line(tmp_path, words, message):
+    done = submit(tmp_path, *words)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+@pytest.mark.slow
+def test_one_and_two_ranks_on_the_cluster(cluster):
+    home = "/home/alice/hpctrain"
+    write_digits(cluster.host_path(f"{home}/digits"))
+    words = ["runs/scaling", "1,2", "1", "launch/modules_ddp.sh", "train_ddp", "--data=digits", "--epochs=1", "--batch-size=32"]
+    env = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain", "OMP_NUM_THREADS": "1"}
+    submitted = cluster.exec("login", "launch/scaling.sh", *words, user="alice", cwd=home, env=env).stdout
+    numbers = [int(line.split()[-1]) for line in submitted.splitlines() if line.startswith("Submitted batch job")]
+    assert [cluster.wait(number).state for number in numbers] == ["COMPLETED"] * 2
+    scaling.main(ALONE, [str(cluster.host_path(f"{home}/runs/scaling"))])
+    rows = json.loads(cluster.host_path(f"{home}/runs/scaling/scaling.json").read_text())
+    assert [tuple(row[name] for name in ("launcher", "ranks", "nodes", "batch_size")) for row in rows] == [
+        ("srun", 1, 1, 32),
+        ("srun", 2, 2, 32),
+    ]
+    assert 0 < rows[1]["efficiency"] < 3
