@@ -25,9 +25,11 @@ from transformers import (
 
 from hpctrain import checkpoint
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp import classify
+from hpctrain.nlp import classify, finetune, memory
 from hpctrain.nlp.lightning_module import FineTuneModule
+from hpctrain.nlp.options import parse_options
 from hpctrain.sharding import copy_without_weights, find_blocks
+from hpctrain.world import ALONE, World
 
 CPU = torch.device("cpu")
 
@@ -170,6 +172,29 @@ def test_gradient_checkpointing_keeps_the_weights_and_less_for_the_backward_pass
     monkeypatch.setattr(BertForSequenceClassification, "supports_gradient_checkpointing", False)
     with pytest.raises(HpctrainError, match="its architecture has no gradient checkpointing: leave out --gradient-checkpointing"):
         train("classify", tmp_path / "no", *options, "--gradient-checkpointing")
+
+
+def test_what_cannot_fit_is_refused_before_it_is_loaded(config, tmp_path, monkeypatch):
+    """With the arithmetic, by hand: the memory is one byte less than what is needed."""
+    folder = train("classify", tmp_path / "run", "--epochs", 1, "--limit", 20, "--from-scratch", config) / "model"
+    count = sum(weight.numel() for weight in AutoModelForSequenceClassification.from_pretrained(folder).parameters())
+    assert memory.count_weights(folder) == count
+    for words, world, each, advice in (
+        ([], ALONE, 16, "take --strategy fsdp on 2 ranks or more, or --lora-rank 16, which"),
+        (["--lora-rank", "4"], ALONE, 4, "take --strategy fsdp on 2 ranks or more (docs"),
+        (["--epochs", "0"], ALONE, 4, "take --strategy fsdp on 2 ranks or more (docs"),
+        (["--strategy", "fsdp"], World(0, 4, 0, 4, 0, 1, "torchrun"), 4, "take --strategy fsdp on 5 ranks or more, or"),
+    ):
+        args = parse_options(classify.TASK, ["--model", str(folder), *words])
+        monkeypatch.setattr(memory, "free_memory", lambda *_, limit=each * count: limit)
+        memory.check_memory(folder, args, world, CPU)
+        monkeypatch.setattr(memory, "free_memory", lambda *_, limit=each * count - 1: limit)
+        with pytest.raises(HpctrainError) as caught:
+            memory.check_memory(folder, args, world, CPU)
+        assert f"{count:,} weights of " in str(caught.value) and advice in str(caught.value)
+    monkeypatch.setattr(finetune, "load_model", None)
+    with pytest.raises(HpctrainError, match=r"rank 0 can have 0\.00 GB"):
+        train("classify", tmp_path / "no", "--model", folder)
 
 
 def test_blocks_are_the_layers_of_a_model():

@@ -30,7 +30,7 @@ from hpctrain import atomic
 from hpctrain.check_mpi import mpi_library, mpi_name
 from hpctrain.cli import Parser, add_device
 from hpctrain.config import versions
-from hpctrain.device import choose_device
+from hpctrain.device import choose_device, free_memory
 from hpctrain.errors import HpctrainError, UsageError, first_line
 from hpctrain.horovod import horovod
 from hpctrain.node_checks import refuse_throw_away
@@ -161,14 +161,6 @@ def sizes(smallest: int, largest: int) -> Iterator[int]:
     while smallest <= largest:
         yield smallest
         smallest *= STEP
-
-
-def free_memory(world: World, device: torch.device) -> int:
-    """Bytes that this rank may take: those free on its GPU, or its share of those available on the node."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024 // world.local_size
 
 
 def expected(operation: str, ranks: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -30,3 +31,11 @@ def choose_device(world: World, wanted: str = "auto", env: Mapping[str, str] = o
     if wanted == "auto" and granted and (problems := list(gpu_problems(world, wanted, env))):
         raise HpctrainError(f"rank {world.rank} on {os.uname().nodename}: {'; '.join(problems)}")
     return torch.device("cpu")
+
+
+def free_memory(world: World, device: torch.device) -> int:
+    """Bytes that this rank may take: those free on its GPU, or its share of those available on the node."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024 // world.local_size

@@ -31,6 +31,7 @@ from hpctrain.nlp.features import Features, load_or_make, make_cache_key
 from hpctrain.nlp.hub import resolve_model
 from hpctrain.nlp.lightning_module import FineTuneModule
 from hpctrain.nlp.lora import add_lora, count_parameters, refuse_adapter, uses_lora
+from hpctrain.nlp.memory import check_memory
 from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer, make_card, read_labels, save_model
 from hpctrain.nlp.options import parse_options
 from hpctrain.nlp.sampling import BatchSampler, make_loader
@@ -52,6 +53,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         run.patience = args.patience
         folder = get_initial_model(task, args, run, examples["train"])
         with all_or_none(world):
+            check_memory(folder, args, world, device)
             tokenizer = load_tokenizer(folder)
             labels, origin = choose_labels(task, folder, examples["train"])
             model = load_model(task, folder, tokenizer, labels, args)
