@@ -8,6 +8,7 @@ file: its journal can be corrupted on NFS (github.com/optuna/optuna/issues/5138)
 import argparse
 import itertools
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -22,11 +23,12 @@ from typing import Any
 
 from hpctrain import atomic
 from hpctrain.cli import COMMANDS, Parser
-from hpctrain.errors import DivergedError, HpctrainError, UsageError
+from hpctrain.errors import DivergedError, HpctrainError, UsageError, first_line
 from hpctrain.plot import folder_for_matplotlib
 from hpctrain.runs import read_json
 from hpctrain.world import ALONE, World
 
+OWN = {"out", "resume"}  # options that a trial sets itself
 SAMPLERS = ("tpe", "random", "grid")
 DIRECTIONS = ("minimize", "maximize")
 DIVERGED = "diverged.txt"  # in the folder of a trial whose parameters do not let it train
@@ -64,25 +66,29 @@ def read_file(path: Path) -> Sweep:
     for name in ("command", "metric", "direction", "parameters"):
         if not content.get(name):
             raise UsageError(f"{path}: {name} is missing: see docs/sweep.md")
-    command = content["command"]
-    words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
-    sweep = Sweep(**content | {"command": words})
+    try:
+        command = content["command"]
+        words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+        sweep = Sweep(**content | {"command": words, "parameters": {str(name): x for name, x in content["parameters"].items()}})
+        trainer = words[0]
+    except (AttributeError, IndexError, TypeError, ValueError):  # ValueError: quotes that do not end
+        raise UsageError(f"{path}: give a command line as command, and the range of each option as parameters") from None
+    given = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
     trainers = [name for name, (_, group, _) in COMMANDS.items() if group in ("train", "fine-tune")]
     for text, fits in (
-        (f"command {words[0]!r}: choose from {', '.join(trainers)}", words[0] in trainers),
-        ("command has --out or --resume, which are the sweep's own: leave them out", not {"--out", "--resume"} & {*words}),
+        (f"command {trainer!r}: choose from {', '.join(trainers)}", trainer in trainers),
+        ("--out and --resume are the sweep's own: leave them out", not OWN & {*given, *sweep.parameters}),
         (f"direction {sweep.direction!r}: choose from {', '.join(DIRECTIONS)}", sweep.direction in DIRECTIONS),
         (f"sampler {sweep.sampler!r}: choose from {', '.join(SAMPLERS)}", sweep.sampler in SAMPLERS),
         (f"trials {sweep.trials!r}: give a number from 1", type(sweep.trials) is int and sweep.trials > 0),
         (f"seed {sweep.seed!r}: give an integer", type(sweep.seed) is int),
         (f"metric {sweep.metric!r}: give a name in result.json, such as test_loss", isinstance(sweep.metric, str)),
-        ("parameters: give a name of an option and its range for each", isinstance(sweep.parameters, dict)),
     ):
         if not fits:
             raise UsageError(f"{path}: {text}")
     for name, form in sweep.parameters.items():
         _check_parameter(f"{path}: parameter {name}", form)
-        if f"--{name}" in [word.partition("=")[0] for word in words]:
+        if name in given:
             raise UsageError(f"{path}: parameter {name} is in command as well: leave it out there")
         if sweep.sampler == "grid" and "values" not in form:
             raise UsageError(f"{path}: parameter {name}: sampler grid needs values for each")
@@ -97,14 +103,12 @@ def _check_parameter(place: str, form: Any) -> None:  # noqa: ANN401 - what YAML
         try:
             for name in ("low", "high", "step"):  # YAML takes 1e-5 for a text
                 if name in form:
-                    form[name] = form[name] if type(form[name]) is int else float(form[name])
-            if (
-                form["low"] < form["high"]
-                and (not form.get("log") or form["low"] > 0)
-                and not (form.get("log") and "step" in form)
-            ):
+                    number = float(form[name])  # fails for integers that are too large
+                    form[name] = form[name] if type(form[name]) is int else number
+            positive = [form["high"] - form["low"], form.get("step", 1), form["low"] if form.get("log") else 1]
+            if all(0 < value < math.inf for value in positive) and not (form.get("log") and "step" in form):
                 return
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             pass
     raise UsageError(f"{place}: give {FORMS}, with low below high; log: low above 0, and no step")
 
@@ -159,7 +163,10 @@ def suggest(sweep: Sweep, trials: list[dict[str, Any]], number: int) -> dict[str
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of constant_liar
         sampler = samplers.TPESampler(seed=seed, constant_liar=True) if sweep.sampler == "tpe" else samplers.RandomSampler(seed)
     study = optuna.create_study(direction=sweep.direction, sampler=sampler)
-    forms = {name: _distribution(form) for name, form in sweep.parameters.items()}
+    try:
+        forms = {name: _distribution(form) for name, form in sweep.parameters.items()}
+    except (ArithmeticError, ValueError) as error:  # such as 10^28 steps
+        raise HpctrainError(f"parameters: Optuna refuses them ({first_line(error)}): give other ranges") from error
     for trial in trials:
         state = (
             TrialState.COMPLETE if trial["value"] is not None else TrialState.FAIL if trial["diverged"] else TrialState.RUNNING
@@ -199,7 +206,7 @@ def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
     chosen = read_json(path / "parameters.json")
     if world.rank == 0:
         print(f"trial {number}: {_describe(chosen)}", flush=True)
-    options = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
+    options = [f"--{name}={value}" for name, value in chosen.items()]
     name, *words = sweep.command
     try:
         import_module(COMMANDS[name][0]).main(world, [*words, *options, "--out", str(path), "--resume", "auto"])
