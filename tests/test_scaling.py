@@ -87,8 +87,8 @@ def test_invalid_use_is_one_line(tmp_path, words, message):
 @pytest.mark.slow
 def test_one_and_two_ranks_on_the_cluster(cluster):
     home = "/home/alice/hpctrain"
-    write_digits(cluster.host_path(f"{home}/digits"))
-    words = ["runs/scaling", "1,2", "1", "launch/modules_ddp.sh", "train_ddp", "--data=digits", "--epochs=1", "--batch-size=32"]
+    write_digits(cluster.host_path(f"{home}/scaling-digits"))
+    words = ["runs/scaling", "1,2", "1", "launch/modules_ddp.sh", "train_ddp", "--data=scaling-digits", "--epochs=1", "--batch-size=32"]
     env = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain", "OMP_NUM_THREADS": "1"}
     submitted = cluster.exec("login", "launch/scaling.sh", *words, user="alice", cwd=home, env=env).stdout
     numbers = [int(line.split()[-1]) for line in submitted.splitlines() if line.startswith("Submitted batch job")]
