@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import asdict
 
 import pytest
 from conftest import write_digits
@@ -9,15 +10,15 @@ from slurm_cluster import REPOSITORY
 
 from hpctrain import scaling
 from hpctrain.errors import HpctrainError
-from hpctrain.world import ALONE
+from hpctrain.world import ALONE, World
 
 SCRIPT = REPOSITORY / "launch/scaling.sh"
 
 
-def write_run(folder, ranks, speed, launcher="srun", batch_size=64):
+def write_run(folder, ranks, speed, launcher="slurm", batch_size=64):
     run = folder / f"{launcher}-{ranks}"
     run.mkdir(parents=True)
-    world = {"launcher": launcher, "size": ranks, "nodes": -(-ranks // 4)}
+    world = asdict(World(0, ranks, 0, min(ranks, 4), 0, -(-ranks // 4), launcher))
     (run / "config.json").write_text(json.dumps({"options": {"batch_size": batch_size}, "world": world}))
     if speed:
         (run / "result.json").write_text(json.dumps({"speed": {"step_ms_p50": 10.0, "examples_per_s": speed}}))
@@ -26,13 +27,13 @@ def write_run(folder, ranks, speed, launcher="srun", batch_size=64):
 def test_efficiency_is_against_the_fewest_ranks_of_a_launcher(tmp_path, capsys):
     for ranks, speed in ((2, 200.0), (4, 360.0), (8, None), (16, 800.0)):
         write_run(tmp_path, ranks, speed)
-    write_run(tmp_path, 4, 300.0, "mpirun")
+    write_run(tmp_path, 4, 300.0, "openmpi")
     scaling.main(ALONE, [str(tmp_path)])
     rows = json.loads((tmp_path / "scaling.json").read_text())
     found = [(row["launcher"], row["ranks"], row["speedup"], row["efficiency"]) for row in rows]
     assert found == [("mpirun", 4, 1, 1), ("srun", 2, 1, 1), ("srun", 4, 1.8, 0.9), ("srun", 16, 4, 0.5)]
     said = capsys.readouterr().out
-    assert "srun-8: left out, as it has no result yet" in said and "strong scaling: 64 examples in a step" in said
+    assert "slurm-8: left out, as it has no result yet" in said and "strong scaling: 64 examples in a step" in said
     assert said.splitlines()[-2].split() == ["srun", "16", "4", "64", "10", "800", "4", "50.0%"]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
@@ -88,9 +89,11 @@ def test_invalid_use_is_one_line(tmp_path, words, message):
 def test_one_and_two_ranks_on_the_cluster(cluster):
     home = "/home/alice/hpctrain"
     write_digits(cluster.host_path(f"{home}/scaling-digits"))
-    words = ["runs/scaling", "1,2", "1", "launch/modules_ddp.sh", "train_ddp", "--data=scaling-digits", "--epochs=1", "--batch-size=32"]
+    trainer = ["launch/modules_ddp.sh", "train_ddp", "--data=scaling-digits", "--epochs=1", "--batch-size=32"]
     env = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain", "OMP_NUM_THREADS": "1"}
-    submitted = cluster.exec("login", "launch/scaling.sh", *words, user="alice", cwd=home, env=env).stdout
+    submitted = cluster.exec(
+        "login", "launch/scaling.sh", "runs/scaling", "1,2", "1", *trainer, user="alice", cwd=home, env=env
+    ).stdout
     numbers = [int(line.split()[-1]) for line in submitted.splitlines() if line.startswith("Submitted batch job")]
     assert [cluster.wait(number).state for number in numbers] == ["COMPLETED"] * 2
     scaling.main(ALONE, [str(cluster.host_path(f"{home}/runs/scaling"))])

@@ -30,10 +30,10 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
         if not speed or "examples_per_s" not in speed:
             print(f"{run}: left out, as it has no result yet", flush=True)
             continue
-        world = config["world"]
+        world = World(**config["world"])
         rows.append(
             {
-                "launcher": world["launcher"], "ranks": world["size"], "nodes": world["nodes"],
+                "launcher": world.launcher_command, "ranks": world.size, "nodes": world.nodes,
                 "batch_size": config["options"].get("batch_size"), "step_ms": speed["step_ms_p50"],
                 "examples_per_s": speed["examples_per_s"],
             }
