@@ -1,7 +1,7 @@
 # Functions of the launch scripts. Sourced by them on the first node of a job, never run.
 #
 # A script calls them in this order. Each one fills the variables in capitals that the later ones read:
-#   parse_options    the options before the program            DRY_RUN BROADCAST MPI LAUNCHER MAX_RESTARTS ARGUMENTS
+#   parse_options    the options before the program            DRY_RUN BROADCAST MPI LAUNCHER MAX_RESTARTS SPARE_NODES ARGUMENTS
 #   read_slurm_job   the job that the scheduler granted        JOB HOSTS NODES TASKS THREADS GPUS MASTER_ADDR MASTER_PORT
 #                    (or read_pbs_job, make_local_job)
 #   use_runtime      the words that enter the image            CONTAINER SIF RUNTIME_VERSION DIGEST
@@ -50,7 +50,7 @@ source "$ROOT/launch/lib/requeue.sh"
 
 # ---- options ----
 
-# A row for each option: the option, the scripts that have it (* for all), and its line of --help.
+# A row for each option: the option, the scripts that have it (* for all, else with commas), and its line of --help.
 # --max-restarts=3 sets MAX_RESTARTS=3; an option without a value sets 1.
 OPTIONS=(
     '--dry-run | * | print the commands, to paste into the shell of a job, and run nothing'
@@ -62,10 +62,12 @@ OPTIONS=(
         Default: srun if it offers the PMI of the MPI library in the image, else mpirun.'
     '--max-restarts=N | apptainer_torchrun.sh | when a rank dies, restart all ranks, at most N times (default 0). The bundled
         trainers, and scripts of your own that do, load their last checkpoint.'
+    '--spare-nodes=N | apptainer_ddp.sh,modules_ddp.sh,podman_hpc_ddp.sh,shifter_ddp.sh | keep N nodes of the job idle. When another
+        node fails, the job goes on at once with one of them. Submit with sbatch --no-kill and N more --nodes'
     '--help | * | print this text'
 )
 # shellcheck disable=SC2034 # MPI and LAUNCHER are read by the scripts
-DRY_RUN='' BROADCAST='' MPI='' LAUNCHER=auto MAX_RESTARTS=0 OPTIONS_GIVEN=() ARGUMENTS=() SIF_COPY=''
+DRY_RUN='' BROADCAST='' MPI='' LAUNCHER=auto MAX_RESTARTS=0 SPARE_NODES=0 OPTIONS_GIVEN=() ARGUMENTS=() SIF_COPY=''
 
 # parse_options SCRIPT [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
 # SCRIPT is the name of the launch script, because Slurm runs a copy of it under another name.
@@ -80,7 +82,7 @@ parse_options() {
             read_row "$row"
             [[ ${option%%=*} == "${1%%=*}" ]] || continue
             found=1
-            [[ $scripts == '*' || $scripts == "$SCRIPT" ]] ||
+            [[ $scripts == '*' || ,$scripts, == *",$SCRIPT,"* ]] ||
                 die "this script has no option ${1%%=*}; --help lists those that it has"
             value=1
             if [[ $option == *=* ]]; then
@@ -114,7 +116,7 @@ usage() {
     echo 'Options, before the name of the trainer or script:'
     for row in "${OPTIONS[@]}"; do
         read_row "$row"
-        [[ $scripts == '*' || $scripts == "${SCRIPT:-}" ]] || continue
+        [[ $scripts == '*' || ,$scripts, == *",${SCRIPT:-},"* ]] || continue
         printf '  %-18s' "$option"
         fold -s -w 100 <<<"$help" | sed 's/ *$//;2,$s/^/                    /'
     done
@@ -215,22 +217,27 @@ print_commands() {
     printf '\n'
 }
 
+# set_command: fill COMMAND with what runs PROGRAM, and print the summary
+set_command() {
+    compose "${PYTHON[@]}" "${PROGRAM[@]}"
+    ((${#USERS_VARIABLES[@]} == 0)) || COMMAND=(env "${USERS_VARIABLES[@]}" "${COMMAND[@]}")
+    print_summary
+}
+
 # launch: print the summary and run the job. exec replaces this script, unless something is to do after the job: functions of
 # CLEAN_UP, or in a batch job the decision whether it goes on.
 launch() {
     local status=0
     # Nobody can know its name before it is there: sbcast writes to a file or link that somebody else has made in /tmp.
     [[ -z $BROADCAST ]] || SIF_COPY=${SLURM_TMPDIR:-/tmp}/hpctrain-$JOB-$(od -An -N8 -tx1 /dev/urandom | tr -d ' \n').sif
-    compose "${PYTHON[@]}" "${PROGRAM[@]}"
-    ((${#USERS_VARIABLES[@]} == 0)) || COMMAND=(env "${USERS_VARIABLES[@]}" "${COMMAND[@]}")
-    print_summary
+    set_command
     [[ -z $DRY_RUN ]] || { print_commands && exit; }
     [[ -z $BROADCAST ]] || broadcast_sif
     [[ -z $DIGEST_PENDING ]] || hash_in_background "$SIF"
     [[ -n ${HPCTRAIN_CONTROL:-} ]] || ((${#CLEAN_UP[@]})) || exec "${COMMAND[@]}"
     trap clean_up EXIT
     if [[ -n ${HPCTRAIN_CONTROL:-} ]]; then
-        run_launcher || status=$?
+        until run_launcher || { status=$? && ! replace_nodes; }; do status=0; done
     else
         "${COMMAND[@]}" || status=$?
     fi
@@ -261,7 +268,7 @@ clean_up() {
 
 on_every_node() {
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        srun --overlap --mem=0 --nodes="$NODES" --ntasks="$NODES" --quiet "$@"
+        srun --overlap --mem=0 --nodes="$((NODES + SPARE_NODES))" --ntasks="$((NODES + SPARE_NODES))" --quiet "$@"
     else
         "$@"
     fi

@@ -472,7 +472,7 @@ class Laboratory:
         """One long job with a random fault each minute. Raises SystemExit if it ends with other weights."""
         chosen = random.Random(seed)
         names = [*FOR_ALL, "SIGKILL of the launcher", "slurmctld restarted", "network of a node down for 60 s"]
-        way = Way("train_ddp", "srun", "apptainer", f"launch/apptainer_ddp.sh train_ddp --epochs={int(minutes * 9)}")
+        way = Way("train_ddp", "srun", "apptainer", f"launch/apptainer_ddp.sh train_ddp --epochs={int(minutes * 18)}")
         reference = self.reference(way)
         run = Experiment(self.cluster, "soak", way, ["--exclude=n3"], {"HPCTRAIN_REQUEUES": "1000"})
 

@@ -12,6 +12,8 @@ read_slurm_job() {
         mapfile -t HOSTS < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null)
         ((${#HOSTS[@]})) ||
             die "scontrol names no nodes for SLURM_JOB_NODELIST='${SLURM_JOB_NODELIST:-}': run this in a job, and in no container"
+        ((SPARE_NODES < ${#HOSTS[@]})) || die "--spare-nodes=$SPARE_NODES of the job's ${#HOSTS[@]} nodes: ask for more (sbatch --nodes)"
+        HOSTS=("${HOSTS[@]:0:${#HOSTS[@]}-SPARE_NODES}")
         # Passed to srun again, because without it Slurm packs the first node full: 3 + 1 tasks on two nodes of three slots.
         spread=${SLURM_NTASKS_PER_NODE:-${SLURM_TASKS_PER_NODE:-1}}
         TASKS=${spread%%(*}
@@ -30,6 +32,7 @@ read_slurm_job() {
     load_site
     export_job_env
     open_control
+    ((SPARE_NODES == 0)) || [[ -n $DRY_RUN || -n ${HPCTRAIN_CONTROL:-} ]] || die "--spare-nodes is for jobs of sbatch: leave it out"
 }
 
 # A PBS job. PBS_NODEFILE names each host once per slot (mpiprocs of the select line).

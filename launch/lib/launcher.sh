@@ -25,7 +25,7 @@ LAUNCHERS=(
 
 # use_launcher NAME [ARGUMENT]...
 use_launcher() {
-    LAUNCH=() PYTHON=(python) COMMAND_IN_VARIABLE=''
+    LAUNCHER_USED=("$@") LAUNCH=() PYTHON=(python) COMMAND_IN_VARIABLE=''
     "launch_with_$1" "${@:2}"
 }
 
@@ -40,8 +40,13 @@ launch_with_srun() {
 # set_srun TASKS_PER_NODE [OPTION]...: fill LAUNCH. When a task fails, srun kills the others at once. When one ends without an
 # error, the others may take any time: rank 0 of a script may evaluate or save after the others.
 set_srun() {
-    LAUNCH=(srun --nodes="$NODES" --ntasks-per-node="$1" --cpus-per-task=$((THREADS * TASKS / $1))
+    local nodes
+    LAUNCH=(srun --nodes="$NODES" --ntasks=$((NODES * $1)) --ntasks-per-node="$1" --cpus-per-task=$((THREADS * TASKS / $1))
         --kill-on-bad-exit=1 --wait=0 --label "${@:2}")
+    if ((SPARE_NODES)); then
+        printf -v nodes '%s,' "${HOSTS[@]}"
+        LAUNCH+=(--nodelist="${nodes%,}")
+    fi
 }
 
 # A Lightning script reads its rank from Slurm's variables, unless the job has a name that salloc gives.

@@ -65,6 +65,27 @@ run_launcher() {
     wait "$launcher"
 }
 
+# replace_nodes: after a failure, start the ranks again within the job if one of their nodes has failed and a spare one is there.
+# Slurm has taken a node that has failed from a job of sbatch --no-kill, and has ended the step that ran there.
+replace_nodes() {
+    local left host failed=''
+    ((SPARE_NODES > 0)) && [[ -z $STOPPING && ! -e $HPCTRAIN_CONTROL/failed ]] || return 1
+    mapfile -t left < <(scontrol show hostnames "$(job_field NodeList)" 2>/dev/null)
+    for host in "${HOSTS[@]}"; do
+        [[ " ${left[*]} " == *" $host "* ]] || failed+=" $host"
+    done
+    [[ -n $failed ]] && ((${#left[@]} >= NODES)) || return 1
+    HOSTS=("${left[@]:0:NODES}") SPARE_NODES=$((${#left[@]} - NODES))
+    say "failed:$failed. Going on within the job on ${HOSTS[*]}"
+    # Ranks on a node that was only cut off find another port and another secret.
+    unset MASTER_PORT HPCTRAIN_JOB_SECRET
+    export SLURM_RESTART_COUNT=$((${SLURM_RESTART_COUNT:-0} + 1))
+    BEGAN=$(date +%s%3N)
+    export_job_env
+    use_launcher "${LAUNCHER_USED[@]}"
+    set_command
+}
+
 # conclude STATUS: requeue the job whose launcher ended with STATUS, or say why it does not go on. Returns the script's exit status.
 conclude() {
     local status=$1 control=$HPCTRAIN_CONTROL restarts=${SLURM_RESTART_COUNT:-0} option='' why=''
