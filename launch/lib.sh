@@ -237,6 +237,7 @@ launch() {
     [[ -n ${HPCTRAIN_CONTROL:-} ]] || ((${#CLEAN_UP[@]})) || exec "${COMMAND[@]}"
     trap clean_up EXIT
     if [[ -n ${HPCTRAIN_CONTROL:-} ]]; then
+        guard_batch_script
         until run_launcher || { status=$? && ! replace_nodes; }; do status=0; done
     else
         "${COMMAND[@]}" || status=$?

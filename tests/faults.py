@@ -361,6 +361,7 @@ class Fault:
     way: Way = DDP
 
 
+WITH_SPARE = replace(DDP, command="launch/apptainer_ddp.sh --spare-nodes=1 train_ddp --epochs=8")
 LONG = Way("train_ddp", "srun", "apptainer", "launch/apptainer_ddp.sh train_ddp --epochs=60")
 SPARE = ["--exclude=n3"]  # n1 and n2, and n4 as a spare
 FOR_ALL = {  # these happen in every one of WAYS
@@ -378,6 +379,7 @@ FAULTS = FOR_ALL | {
     "slurmd of a node killed, started after 25 s": Fault(kill_slurmd),
     "network of a node down for 60 s": Fault(unplug, SPARE),
     "node crashed, with a spare": Fault(crash, SPARE),
+    "node crashed, with a spare in the job (--spare-nodes=1)": Fault(crash, ["--no-kill", "--nodes=3"], way=WITH_SPARE),
     "node crashed, no spare; booted after 30 s": Fault(crash_and_boot),
     "slurmctld restarted": Fault(restart_slurmctld),
     "disk full for 20 s": Fault(fill, parent=SMALL),
@@ -415,6 +417,7 @@ class Laboratory:
 
     def reference(self, way: Way) -> str:
         """The digest of the weights of a job to which nothing happens."""
+        way = replace(way, command=way.command.replace("--spare-nodes=1 ", ""))
         if way.command not in self._weights:
             whole = Experiment(self.cluster, f"whole-{len(self._weights)}", way, ["--nodelist=n1,n2"])
             job = whole.run(None)

@@ -86,6 +86,18 @@ replace_nodes() {
     set_command
 }
 
+# guard_batch_script: where the node of this script fails, Slurm does not requeue a job of sbatch --no-kill, and its other nodes
+# would idle until the time limit. So the last node watches the first one.
+guard_batch_script() {
+    ((SPARE_NODES)) || return 0
+    # shellcheck disable=SC2016 # the shell on that node expands it
+    srun --overlap --mem=0 --nodes=1 --ntasks=1 --nodelist="$LAST_NODE" --quiet bash -c '
+        while sleep 10; do
+            nodes=$(scontrol show job "$1" | grep -oP "\bNodeList=\K\S+") && hosts=$(scontrol show hostnames "$nodes") || continue
+            grep -qxF "$2" <<<"$hosts" || exec scontrol requeue "$1"
+        done' guard "$(job_id)" "${HOSTS[0]}" &
+}
+
 # conclude STATUS: requeue the job whose launcher ended with STATUS, or say why it does not go on. Returns the script's exit status.
 conclude() {
     local status=$1 control=$HPCTRAIN_CONTROL restarts=${SLURM_RESTART_COUNT:-0} option='' why=''
