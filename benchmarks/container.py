@@ -2,14 +2,20 @@
 
     make benchmark
 
-On one node of the test cluster, an ordinary user trains on digits with one process and one thread, alternately with
-`apptainer exec` and with the same locked wheels on the node itself. The trainer measures a step (data to update, the median of
-the log lines of a run). Start-up is the rest: the time from the command to the end of the process, less the time from
-opening the run folder to the result.
+On one node of the test cluster, an ordinary user trains on digits with one process and one thread, alternately
+
+    container   with apptainer exec
+    unpacked    in the unpacked image, by chroot: the same files and the same C library, no container
+    bare        with the image's Python environment on the node, which has a C library of its own
+
+The first two differ by nothing but the container. All have the allocator's settings of the launch scripts. The trainer measures
+a step (data to update, the median of the log lines of a run). Start-up is the rest: the time from the command to the end of the
+process, less the time from opening the run folder to the result.
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -21,13 +27,18 @@ from conftest import BARE_PYTHON, SIF
 from slurm_cluster import Cluster, bare_binds
 
 BATCH = 32
+ENV = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")}  # of conftest
+UNPACKED = "/opt/unpacked"
+CHROOT = f"""for folder in proc dev home tmp; do mount --rbind /$folder {UNPACKED}/$folder; done
+exec chroot --userspec=1000:1000 {UNPACKED} env HOME=/home/alice sh -c 'cd && exec "$@"' sh "$@"
+"""
 
 
-def train(cluster: Cluster, command: list[str], name: str) -> tuple[float, float]:
+def train(cluster: Cluster, user: str, command: list[str], name: str) -> tuple[float, float]:
     """Train once; return the median of a step in milliseconds, and the start-up in seconds."""
     start = time.monotonic()
     options = ["--epochs", "6", "--batch-size", str(BATCH), "--out", f"runs/{name}"]
-    cluster.exec("n1", *command, "-m", "hpctrain", "train_ddp", *options, user="alice", env={"OMP_NUM_THREADS": "1"})
+    cluster.exec("n1", *command, "-m", "hpctrain", "train_ddp", *options, user=user, env=ENV)
     wall = time.monotonic() - start
     folder = cluster.state / "home/alice/runs" / name
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -41,21 +52,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure a training step and the start-up, in the container and outside.")
     parser.add_argument("--turns", type=int, default=7, help="runs of each way (default: %(default)s)")
     turns = parser.parse_args().turns
-    ways = {"container": ["apptainer", "exec", f"/project/{SIF.name}", "python"], "bare": [BARE_PYTHON]}
+    ways = {
+        "container": ("alice", ["apptainer", "exec", f"/project/{SIF.name}", "python"]),
+        "unpacked": ("root", ["unshare", "--mount", "sh", "-c", CHROOT, "sh", BARE_PYTHON]),
+        "bare": ("alice", [BARE_PYTHON]),
+    }
     steps: dict[str, list[float]] = {way: [] for way in ways}
     starts: dict[str, list[float]] = {way: [] for way in ways}
     with Cluster(nodes=1, binds={SIF: f"/project/{SIF.name}", **bare_binds(SIF)}) as cluster:
+        cluster.exec("n1", "apptainer", "build", "--sandbox", UNPACKED, f"/project/{SIF.name}")
         for turn in range(turns + 1):
             # The order changes from turn to turn. Turn 0 warms the page cache and does not count.
             for way in sorted(ways, reverse=turn % 2 == 1):
-                step, start = train(cluster, ways[way], f"{way}-{turn}")
+                step, start = train(cluster, *ways[way], f"{way}-{turn}")
                 if turn:
                     steps[way].append(step)
                     starts[way].append(start)
                     print(f"turn {turn}  {way:9}  step {step:6.2f} ms  start-up {start:5.2f} s", flush=True)
     for what, unit, found in (("step", "ms", steps), ("start-up", "s", starts)):
-        container, bare = statistics.median(found["container"]), statistics.median(found["bare"])
-        print(f"{what:9} container {container:.2f} {unit}  bare {bare:.2f} {unit}  ratio {container / bare:.3f}")
+        container = statistics.median(found["container"])
+        for way, values in found.items():
+            spread = f"{min(values):.2f} to {max(values):.2f}"
+            ratio = container / statistics.median(values)
+            print(f"{what:9} {way:9} {statistics.median(values):6.2f} {unit} ({spread}), {ratio:.3f} of it in the container")
 
 
 if __name__ == "__main__":

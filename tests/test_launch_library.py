@@ -349,7 +349,8 @@ def help_of(script):
 
 def test_help_lists_the_options_of_the_script_and_no_others():
     own = {"apptainer_mpi.sh": "--mpi=HOW", "apptainer_horovod.sh": "--launcher=HOW", "apptainer_torchrun.sh": "--max-restarts=N"}
-    for script in (*own, "apptainer_ddp.sh", "local.sh", "check.sh"):
+    own |= dict.fromkeys(("apptainer_ddp.sh", "podman_hpc_ddp.sh"), "--spare-nodes=N")
+    for script in (*own, "local.sh", "check.sh"):
         options = set(re.findall(r"^  (--\S+)", help_of(script), re.M))
         assert options == {"--dry-run", "--broadcast", "--help"} | ({own[script]} if script in own else set())
 
