@@ -40,12 +40,12 @@ launch_with_srun() {
 # set_srun TASKS_PER_NODE [OPTION]...: fill LAUNCH. When a task fails, srun kills the others at once. When one ends without an
 # error, the others may take any time: rank 0 of a script may evaluate or save after the others.
 set_srun() {
-    local nodes
+    local nodelist
     LAUNCH=(srun --nodes="$NODES" --ntasks=$((NODES * $1)) --ntasks-per-node="$1" --cpus-per-task=$((THREADS * TASKS / $1))
         --kill-on-bad-exit=1 --wait=0 --label "${@:2}")
     if ((SPARE_NODES)); then
-        printf -v nodes '%s,' "${HOSTS[@]}"
-        LAUNCH+=(--nodelist="${nodes%,}")
+        printf -v nodelist '%s,' "${HOSTS[@]}"
+        LAUNCH+=(--nodelist="${nodelist%,}")
     fi
 }
 

@@ -80,6 +80,7 @@ replace_nodes() {
     # Ranks on a node that was only cut off find another port and another secret.
     unset MASTER_PORT HPCTRAIN_JOB_SECRET
     export SLURM_RESTART_COUNT=$((${SLURM_RESTART_COUNT:-0} + 1))
+    # shellcheck disable=SC2034 # print_summary reads it
     BEGAN=$(date +%s%3N)
     export_job_env
     use_launcher "${LAUNCHER_USED[@]}"
