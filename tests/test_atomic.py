@@ -245,3 +245,19 @@ def test_what_is_no_file_is_not_replaced(tmp_path, kind):
     assert os.read(reader, 100) == b"text"
     os.close(reader)
     assert pipe.is_fifo() and sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "pipe"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a link for another user")
+def test_a_link_of_another_user_is_not_followed(tmp_path):
+    """In a run folder of somebody else, metrics.csv could be a link to a file of the user who exports it."""
+    own = tmp_path / "own"
+    own.write_text("mine")
+    link = tmp_path / "metrics.csv"
+    link.symlink_to(own)
+    atomic.write_text(link, "once")  # a link of one's own is followed
+    os.chown(link, 1234, 1234, follow_symlinks=False)
+    with pytest.raises(PermissionError, match="a link that another user made"):
+        atomic.write_text(link, "again")
+    with pytest.raises(PermissionError, match="a link that another user made"), atomic.folder(link):
+        pass
+    assert own.read_text() == "once"

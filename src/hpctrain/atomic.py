@@ -3,7 +3,8 @@
 Each is written beside its place under a hidden temporary name, synced to disk and renamed, and the rename is synced as well.
 A crash, a full disk or an exception leaves the earlier content. OSError passes through: callers add the advice.
 
-A symbolic link at the final place stays, and what it points to is replaced. Permissions follow the umask.
+A symbolic link at the final place stays, and what it points to is replaced, unless somebody else made the link: in a folder of
+theirs it could point to any file of yours. Permissions follow the umask.
 """
 
 import errno
@@ -23,6 +24,7 @@ def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     Text is UTF-8. To check what was written before it gets its final name, flush the file and read `Path(opened.name)`.
     A device or a pipe at `path`, such as /dev/null, is written to directly.
     """
+    _check_link(path)
     encoding = None if "b" in mode else "utf-8"
     if path.exists() and not path.is_file():
         with path.open(mode, encoding=encoding) as opened:
@@ -43,6 +45,11 @@ def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
             temporary.unlink()
 
 
+def _check_link(path: Path) -> None:
+    if path.is_symlink() and path.lstat().st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "a link that another user made", str(path))
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a whole text file, in UTF-8."""
     with file(path) as opened:
@@ -55,6 +62,7 @@ def folder(path: Path, replace: bool = True) -> Iterator[Path]:
 
     The block gets the path of the temporary folder, which is empty. Parents of `path` are created.
     """
+    _check_link(path)
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
