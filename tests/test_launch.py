@@ -476,9 +476,8 @@ def test_what_a_dry_run_prints_can_be_run(cluster):
     ended, output = job(cluster, "--dry-run", "./no args.py", script=SCRIPT)
     assert ended.state == "FAILED" and "no such script" in output
     printed = cluster.exec("login", SCRIPT, "--dry-run", "train_ddp", "--out", "a b", user="alice", cwd=HOME).stdout
-    assert (
-        "srun --nodes=2 --ntasks-per-node=2" in printed and "train_ddp --out a\\ b" in printed and "MASTER_ADDR=node1" in printed
-    )
+    assert "srun --nodes=2 --ntasks=4 --ntasks-per-node=2" in printed
+    assert "train_ddp --out a\\ b" in printed and "MASTER_ADDR=node1" in printed
     pasted = f"{SCRIPT} --dry-run check | grep -v ^hpctrain: > pasted && bash pasted"
     done = cluster.exec(
         "login", "salloc", "-N2", "--ntasks-per-node=2", "bash", "-c", pasted, user="alice", cwd=HOME, timeout=600
