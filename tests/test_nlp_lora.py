@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -153,5 +154,11 @@ def test_invalid_use_is_one_line(base, run, tmp_path):
     config = moved / "adapter_config.json"
     config.write_text(config.read_text().replace(str(base.resolve()), "/nowhere/model"))
     (moved / "SHA256SUMS").unlink()
-    with pytest.raises(HpctrainError, match=r"an adapter, whose model /nowhere/model is not found .*base_model_name_or_path in"):
+    with pytest.raises(HpctrainError, match=r"whose model is not found: /nowhere/model: .*base_model_name_or_path in"):
         predict.load_model(classify.TASK, moved)
+    # transformers tries for 46 s to connect to a hub that cannot be reached.
+    config.write_text(config.read_text().replace("/nowhere/model", "nobody/no-model"))
+    began = time.monotonic()
+    with pytest.raises(HpctrainError, match=r"whose model is not found: nobody/no-model \(not a folder here\)"):
+        predict.load_model(classify.TASK, moved)
+    assert time.monotonic() - began < 20

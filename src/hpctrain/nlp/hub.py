@@ -65,6 +65,17 @@ def resolve_model(name: str, world: World) -> Path:
     return snapshot
 
 
+def find_model(name: str, commit: str | None = None) -> Path:
+    """The folder of a model for this process alone: `name` itself, or a commit of a model of the hub in the cache.
+
+    A commit that is in the cache is taken without any network access. Raises HpctrainError with the reason and the remedy.
+    """
+    if Path(name).is_dir():
+        return validate_folder(Path(name))
+    _validate_name(name)
+    return (commit and _find_in_cache(name, commit)) or _download_to_cache(name, commit)
+
+
 def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
     """Download a model of the hub into a folder of its own, for nodes without internet. Returns its commit.
 

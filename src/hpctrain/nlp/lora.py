@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from hpctrain.errors import HpctrainError, first_line
+from hpctrain.nlp.hub import find_model
 from hpctrain.nlp.model_folder import read_json_object
 from hpctrain.nlp.task import Task
 
@@ -110,7 +111,7 @@ def count_parameters(model: torch.nn.Module) -> str:
 def load_adapter(task: Task, folder: Path) -> torch.nn.Module:
     """The model of an adapter that hpctrain has written, in fp32, with the adapter merged into its weights.
 
-    Raises HpctrainError if its base model is not found, or of the errors of peft and transformers.
+    The base model is looked up as --model is. Raises HpctrainError if it is not found, or of the errors of peft and transformers.
     """
     from peft import PeftModel
 
@@ -118,14 +119,12 @@ def load_adapter(task: Task, folder: Path) -> torch.nn.Module:
     name = str(adapter.get("base_model_name_or_path"))
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     try:
-        base = task.model.from_pretrained(
-            name, revision=adapter.get("revision"), config=config, dtype=torch.float32, trust_remote_code=False
-        )
-    except OSError as error:
+        base_folder = find_model(name, adapter.get("revision"))
+    except HpctrainError as error:
         raise HpctrainError(
-            f"{folder}: an adapter, whose model {name} is not found ({first_line(error)[:200]}): put it there, or change "
-            f"base_model_name_or_path in {ADAPTER_CONFIG}"
+            f"{folder}: an adapter, whose model is not found: {error}, or change base_model_name_or_path in {ADAPTER_CONFIG}"
         ) from error
+    base = task.model.from_pretrained(base_folder, config=config, dtype=torch.float32, trust_remote_code=False)
     with without_warnings():
         return PeftModel.from_pretrained(base, folder).merge_and_unload()
 
