@@ -20,7 +20,9 @@ def main() -> None:
     image = REPOSITORY / "hpctrain-cpu.sif"
     if reason := missing() or (None if image.exists() else f"there is no {image.name}; run make sif"):
         sys.exit(f"demo: {reason}")
-    with Cluster(nodes=2, binds={image: f"/project/{image.name}"}) as cluster:
+    # With the record of its digest, or a busy machine may still be hashing the SIF when this short job ends.
+    files = [path for path in (image, Path(f"{image}.digest")) if path.exists()]
+    with Cluster(nodes=2, binds={path: f"/project/{path.name}" for path in files}) as cluster:
         cluster.install("alice")
         home = cluster.state / "home/alice/hpctrain"
         print("alice@login:~/hpctrain$ sbatch launch/apptainer_ddp.sh", flush=True)
