@@ -15,7 +15,7 @@ PACKAGE := $(shell find src -type f ! -name '*.pyc' ! -path '*.egg-info/*')
 # With no Apptainer on this machine, the SIF needs the one in the file system of the test cluster.
 APPTAINER := $(if $(shell command -v apptainer || command -v singularity),,$(ROOTFS)/etc/hpctrain-rootfs)
 
-.PHONY: help demo install test test-fast test-cuda test-mpich faults soak .test-prerequisites .test-tools lint benchmark image base sif push \
+.PHONY: help demo install test test-fast test-cuda test-mpich test-gpu faults soak .test-prerequisites .test-tools lint benchmark image base sif push \
     sif-from-def sbom verify reproduce venv cluster lock lock-check clean
 .DELETE_ON_ERROR:
 
@@ -45,6 +45,9 @@ test-mpich: venv cluster  ## build the image with MPICH and test it, also with o
 test-cuda: venv cluster  ## build the image of FLAVOR=cu130 or cu126 and test it with ranks on CPUs
 	$(MAKE) sif
 	FLAVOR=$(FLAVOR) .venv/bin/python -m pytest tests/cuda_images.py $(PYTEST)
+
+test-gpu:  ## check and measure on one GPU all that needs one, in $(SIF) (FLAVOR=cu130 or cu126, NSMC=FOLDER)
+	apptainer exec --nv $(SIF) python benchmarks/gpu.py $(if $(NSMC),--data $(NSMC))
 
 faults: venv sif cluster .test-tools  ## let every fault of tests/faults.py happen to a job, and write docs/faults.md; takes two hours
 	.venv/bin/python tests/faults.py $(if $(ONLY),--only '$(ONLY)')

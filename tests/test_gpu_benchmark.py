@@ -1,0 +1,59 @@
+"""benchmarks/gpu.py, without a GPU: it runs whole in the image, and sees wrong results."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from slurm_cluster import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+import gpu
+
+
+@pytest.mark.slow
+def test_a_dry_run_in_the_image(site):
+    here = site.host_path("/project/gpu")
+    here.mkdir(mode=0o777)
+    here.chmod(0o777)
+    for name in ("gpu.py", "nlp.py"):
+        shutil.copy(REPOSITORY / "benchmarks" / name, here)
+    command = ["apptainer", "exec", "--bind", "/project", "/project/hpctrain-cpu.sif", "python", "gpu.py"]
+    refused = site.exec("n1", *command, cwd="/project/gpu", user="alice", check=False)
+    assert refused.stderr == "gpu.py: torch sees no GPU here: run it on a node with one, or with --dry-run on a CPU\n"
+    assert refused.returncode == 1
+    done = site.exec("n1", *command, "--dry-run", cwd="/project/gpu", user="alice", check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((here / "runs/gpu/gpu.json").read_text())
+    cases = {case["case"]: case["figures"] for case in record["cases"]}
+    trainers = ["train_single", "train_ddp", "train_lightning", "train_horovod"]
+    assert {f"{trainer}, CPU, GPU, resumed" for trainer in trainers} < set(cases)
+    assert {f"nlp.{task}, CPU and GPU" for task in ("classify", "pair", "ner", "qa", "generate", "instruct")} < set(cases)
+    assert cases["ResNet-50, 224 pixels"]["examples_per_s"] > 0
+    assert len(cases["BERT-base, 128 tokens"]) >= 3
+    assert cases["Llama 1B, LoRA"]["tokens_per_s"] > 0
+    assert (here / "runs/gpu/gpu.png").stat().st_size > 10_000
+
+
+def test_wrong_results_are_seen(tmp_path, monkeypatch):
+    def train(folder, trainer, device, *options, start=gpu.HPCTRAIN):
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        shift = {"cpu": 0.0, "gpu": difference, "parts": difference}.get(folder.name, 0.0)
+        torch.save({"model": {"weight": torch.ones(2) + shift}}, folder / "checkpoints/epoch-0002.pt")
+        return {"test_accuracy": 0.9, "weights_sha256": digest if "--resume" in options else "a"}
+
+    monkeypatch.setattr(gpu, "train", train)
+    difference, digest = 0.001, "a"
+    assert gpu.check_trainer(tmp_path / "1", "train_ddp", "cuda")["largest_difference"] == pytest.approx(0.001, rel=1e-3)
+    difference = 0.1
+    with pytest.raises(gpu.Failed, match=r"a weight differs by 0\.1 from the CPU's, more than 0\.01"):
+        gpu.check_trainer(tmp_path / "2", "train_ddp", "cuda")
+    difference, digest = 0.0, "b"
+    with pytest.raises(gpu.Failed, match="a resumed run has other weights"):
+        gpu.check_trainer(tmp_path / "3", "train_ddp", "cuda")
+
+
+def test_a_command_that_fails_is_named():
+    with pytest.raises(gpu.Failed, match="exit code 3: last words"):
+        gpu.run([sys.executable, "-c", "print('last words'); raise SystemExit(3)"])
