@@ -123,7 +123,7 @@ def resnet(work: Path, size: int, device: str, dry_run: bool) -> dict[str, float
         "--model",
         "resnet50",
         "--image-size",
-        16 if dry_run else size,
+        32 if dry_run else size,
         "--batch-size",
         batch,
         "--epochs",
