@@ -51,6 +51,7 @@ LONG_FILES = [
     "nlp_cluster",
     "requeue",
     "publish",
+    "gpu_benchmark",
     "train",
     "resume",
     "nlp_models",
