@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY
 
+from hpctrain.packages import SAFE_PYTHON, failed_import
+
 # Unpickled, it creates the file `executed`; every test of pickles looks for that file.
 EVIL = """
 class Evil:
@@ -254,6 +256,26 @@ def model(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | {"hpctrain": ours}))
     (folder / "SHA256SUMS").unlink()  # a folder from elsewhere
     return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no option -P")
+def test_modules_in_a_folder_of_others_are_not_imported(tmp_path, monkeypatch):
+    for name in ("torch", "yaml", "optuna", "numpy", "uv"):
+        (tmp_path / f"{name}.py").write_text("open('canary', 'w')")
+    (tmp_path / "search.yaml").write_text(
+        "{command: train_single --epochs 1, metric: test_accuracy, direction: maximize, trials: 1,"
+        " parameters: {seed: {values: [1]}}}"
+    )
+    done = subprocess.run(
+        [*SAFE_PYTHON, "-m", "hpctrain", "sweep", "search.yaml", "--out", "sweep"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, env=os.environ | {"MPLCONFIGDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "added").mkdir()
+    assert failed_import(tmp_path / "added") is None
+    assert not (tmp_path / "canary").exists()
 
 
 @pytest.fixture

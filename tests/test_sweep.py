@@ -177,7 +177,9 @@ def test_one_after_the_other_and_a_trial_that_diverges(tmp_path, monkeypatch, ca
     )
     path = write(tmp_path, text, 3)
     monkeypatch.chdir(tmp_path)
-    here = SimpleNamespace(run=lambda command, check: sweep.main(ALONE, command[4:]))  # a process each would import torch
+    here = SimpleNamespace(
+        run=lambda command, check: sweep.main(ALONE, command[command.index("sweep") + 1 :])
+    )  # a process each would import torch
     monkeypatch.setattr(sweep, "subprocess", here)
     for out in ("one", "two"):
         sweep.main(ALONE, [str(path), "--out", out])

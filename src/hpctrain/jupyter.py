@@ -14,7 +14,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.node_checks import refuse_throw_away
+from hpctrain.packages import SAFE_PYTHON
 from hpctrain.requeue import stop_requested
 from hpctrain.world import World, job_id
 
@@ -80,7 +80,7 @@ def serve(args: argparse.Namespace) -> None:
     try:
         socket = private / "socket"
         environment = without_launcher(os.environ) | {"JUPYTER_TOKEN": token, "JUPYTER_RUNTIME_DIR": str(private)}
-        command = [sys.executable, "-m", "jupyterlab", "--no-browser", f"--ServerApp.sock={socket}", "--ServerApp.sock_mode=0600"]
+        command = [*SAFE_PYTHON, "-m", "jupyterlab", "--no-browser", f"--ServerApp.sock={socket}", "--ServerApp.sock_mode=0600"]
         # Kernels listen on sockets in the private folder, too.
         command += ["--KernelManager.transport=ipc", f"--ServerApp.root_dir={Path.cwd()}"]
         command += ["--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]

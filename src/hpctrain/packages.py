@@ -33,6 +33,9 @@ which the image's own packages cannot be imported any more. To change the versio
 the folder and add your packages again.
 """
 
+# This Python, for a process of hpctrain's own: without the current folder on its sys.path, which may be one that others write to.
+SAFE_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
+
 # Run by the Python of the image: import what a folder adds, and then the packages that the image is made for, which import those
 # that they need. Print each name and what failed. Some packages import their parts when these are used, so two such parts have
 # names here. pip is a program, and importing it changes setuptools; the other names are of no package, but some wheels install
@@ -107,7 +110,7 @@ def import_problems() -> Iterator[str]:
 
 def failed_import(added: Path) -> str | None:
     """The first import that fails of the packages in a folder and then of the image's, as "PACKAGE: ERROR"; None if all work."""
-    command = [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, added]
+    command = [*SAFE_PYTHON, "-W", "ignore", "-c", IMPORT_ALL, added]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     said = [line for line in done.stdout.splitlines() if line.startswith(("importing ", "failed "))]
     last = said[-1] if said else "importing nothing"
@@ -155,7 +158,7 @@ def main(world: "World", arguments: list[str]) -> None:
         _describe(there, site_packages(prefix))
         constraints = Path(name, "constraints.txt")
         constraints.write_text("".join(f"{dist.name}=={dist.version}\n" for dist in there))
-        uv = [sys.executable, "-m", "uv", "pip", "install", "--prefix", prefix, "--python", sys.executable, "--compile-bytecode"]
+        uv = [*SAFE_PYTHON, "-m", "uv", "pip", "install", "--prefix", prefix, "--python", sys.executable, "--compile-bytecode"]
         # A cache on the same file system, so that uv moves files instead of copying them.
         done = subprocess.run(
             [*uv, "--constraint", constraints, *arguments], env=os.environ | {"UV_CACHE_DIR": str(Path(name, "cache"))}

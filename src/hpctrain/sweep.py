@@ -24,6 +24,7 @@ from typing import Any
 from hpctrain import atomic
 from hpctrain.cli import COMMANDS, Parser
 from hpctrain.errors import DivergedError, HpctrainError, UsageError, first_line
+from hpctrain.packages import SAFE_PYTHON
 from hpctrain.plot import folder_for_matplotlib
 from hpctrain.runs import read_json
 from hpctrain.world import ALONE, World
@@ -239,7 +240,7 @@ def run_all(file: Path, sweep: Sweep, folder: Path) -> None:
     _keep_sweep(sweep, folder)
     for number in range(sweep.trials):
         if not has_ended(folder, number):
-            command = [sys.executable, "-m", "hpctrain", "sweep", str(file), "--out", str(folder), "--trial", str(number)]
+            command = [*SAFE_PYTHON, "-m", "hpctrain", "sweep", str(file), "--out", str(folder), "--trial", str(number)]
             subprocess.run(command, check=False)
     missing = [number for number in range(sweep.trials) if not has_ended(folder, number)]
     if missing:
