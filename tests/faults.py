@@ -429,6 +429,7 @@ class Laboratory:
     def measure(self, name: str, fault: Fault, way: Way) -> list[str]:
         """Let a fault happen; the cells of its row."""
         self._number += 1
+        expected = self.reference(way)  # first: after the fault, a node may be down
         run = Experiment(self.cluster, f"fault-{self._number}", way, fault.options, fault.env, fault.parent)
         job = run.run(fault.act)
         (BUILD.parent / "faults").mkdir(exist_ok=True)
@@ -444,7 +445,7 @@ class Laboratory:
         waited = None
         if restarted is not None:
             waited = restarted - max((at - run.happened for at, _ in run.lines if at - run.happened < restarted), default=0)
-        equal = {None: "no result", self.reference(way): "equal"}.get(run.weights(), "DIFFERENT")
+        equal = {None: "no result", expected: "equal"}.get(run.weights(), "DIFFERENT")
 
         def seconds(value: float | None) -> str:
             return "-" if value is None else f"{value:.1f} s"
