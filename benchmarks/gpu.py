@@ -112,7 +112,7 @@ def bf16(work: Path, device: str, dry_run: bool) -> dict[str, float]:
     epochs = ["--epochs", 3] if dry_run else []
     both = {name: train(work / name, "train_ddp", device, "--precision", name, *epochs) for name in ("fp32", "bf16")}
     accuracy = {name: result["test_accuracy"] for name, result in both.items()}
-    need(abs(accuracy["fp32"] - accuracy["bf16"]) <= 0.02, f"accuracy {accuracy}: they differ by more than 0.02")
+    need(abs(accuracy["fp32"] - accuracy["bf16"]) <= 0.03, f"accuracy {accuracy}: they differ by more than 0.03")
     return accuracy
 
 
