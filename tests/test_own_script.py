@@ -278,6 +278,29 @@ def test_a_trainer_that_would_train_alone_on_each_rank_is_refused(tmp_path, pack
         assert (separate.returncode, separate.stdout) == (0, "trained\n"), separate.stderr
 
 
+# ---- a script that ends while a thread of torch still works ----
+
+
+def test_a_rank_ends_after_the_threads_of_torch(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', world_size=1)\n"
+        "group = dist.group.WORLD  # DDP keeps it too\n"
+        "def free_slowly(_):  # as a thread of Gloo on a busy machine: it needs Python's lock\n"
+        "    end = time.monotonic() + 0.3\n"
+        "    while time.monotonic() < end: pass\n"
+        "dist.all_reduce(torch.zeros(1), async_op=True).get_future().then(free_slowly)\n"
+        "dist.destroy_process_group()\n"
+    )
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "HPCTRAIN_WORLD_SIZE": "2"}
+    env = os.environ | env
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=env | {"HPCTRAIN_WORLD_SIZE": "1"})
+    assert "terminate called without an active exception" in done.stderr, "the script no longer shows the fault"
+
+
 # ---- a script that never joins the other ranks ----
 
 SCRIPTS = {

@@ -1,0 +1,55 @@
+"""Lets the threads of torch finish before Python ends, in every rank of a user's script.
+
+torch calls wait_at_exit() by its entry point (see pyproject.toml), in every script that imports it. So this imports little.
+"""
+
+import atexit
+import os
+import time
+from pathlib import Path
+
+INTERVAL_S = 0.002
+# A thread of the user's own that never rests must not hold up the end for longer.
+LIMIT_S = 1.0
+
+
+def wait_at_exit() -> None:
+    """For `import torch`: at the end of a rank, wait until the other threads of the process rest. Does nothing elsewhere.
+
+    A thread of Gloo frees the tensors of a collective after the call has returned, and takes Python's lock for it. If the
+    interpreter is being finalized by then, the process aborts with "terminate called without an active exception", after
+    the training: github.com/pytorch/pytorch/pull/179291. DDP keeps these threads beyond destroy_process_group().
+    """
+    if int(os.environ.get("HPCTRAIN_WORLD_SIZE") or 1) > 1 and "RANK" in os.environ:
+        atexit.register(wait_for_threads)
+
+
+def wait_for_threads() -> None:
+    """Return once no other thread of this process has run for 2 ms, or after a second.
+
+    A thread that waits for Python's lock gets it while this one sleeps: it then runs, or has run, at the next look.
+    """
+    end = time.monotonic() + LIMIT_S
+    before = _count_switches()
+    while time.monotonic() < end:
+        time.sleep(INTERVAL_S)
+        now = _count_switches()
+        if now == before and None not in now.values():
+            return
+        before = now
+
+
+def _count_switches() -> dict[str, tuple[str, ...] | None]:
+    """The context switches of each other thread so far, by its id; None for one that runs or waits for a core."""
+    switches: dict[str, tuple[str, ...] | None] = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            lines = (task / "status").read_text().splitlines()
+        except OSError:  # it has ended
+            continue
+        fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        if fields.get("Pid") != str(os.getpid()):  # the main thread is this one
+            running = fields["State"].startswith("R")
+            names = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+            switches[task.name] = None if running else tuple(fields.get(name, "") for name in names)
+    return switches
