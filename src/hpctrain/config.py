@@ -18,9 +18,14 @@ import numpy
 import torch
 
 from hpctrain import __version__, atomic
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError, UsageError, first_line
 from hpctrain.redaction import hide_secrets
 from hpctrain.world import World, job_id
+
+# Options that may differ when a run is resumed: they do not change its weights by more than rounding. A checkpoint of another
+# --data with as many examples is not noticed: jobs copy their data to folders that are named after the job.
+_FREE_OPTIONS = {"out", "resume", "force", "data", "watchdog", "checkpoint_every", "keep_checkpoints", "strict", "on_nan"}
+_FREE_OPTIONS |= {"device", "devices", "num_nodes", "accelerator", "workers", "strategy", "gradient_checkpointing"}
 
 
 def write_config(folder: Path, world: World, trainer: str, args: argparse.Namespace, device: torch.device) -> Path:
@@ -44,6 +49,27 @@ def write_config(folder: Path, world: World, trainer: str, args: argparse.Namesp
     }
     write_json(folder / name, config)
     return folder / name
+
+
+def weighty_options(args: argparse.Namespace) -> dict[str, str]:
+    """The options that change the weights by more than rounding."""
+    return {name: str(value) for name, value in vars(args).items() if name not in _FREE_OPTIONS}
+
+
+def compare_options(args: argparse.Namespace, saved: dict[str, str], free: tuple[str, ...], checkpoint: Path) -> str:
+    """The options that change the weights and are not those of the checkpoint, as a text; "" if there are none.
+
+    `free` names others that may differ. Raises UsageError if there are some, unless --force is given.
+    """
+    own = weighty_options(args)
+    # An option that the earlier version did not have yet is as if it was not given.
+    names = [name for name in sorted({*own, *saved} - {*free}) if own.get(name, "None") != saved.get(name, "None")]
+    text = ", ".join(f"--{name.replace('_', '-')} {own.get(name)} instead of {saved.get(name)}" for name in names)
+    if text and not args.force:
+        raise UsageError(
+            f"{checkpoint} was saved with other options: {text}: give those of that run, or --force to go on with these"
+        )
+    return text
 
 
 def add_image_digest(path: Path) -> None:

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from hpctrain import checkpoint
 from hpctrain.checkpointer import Checkpointer, Interval
-from hpctrain.config import add_image_digest, add_resumption, write_config, write_json
+from hpctrain.config import add_image_digest, add_resumption, compare_options, weighty_options, write_config, write_json
 from hpctrain.digests import weights_sha256
 from hpctrain.errors import EndEarly, HpctrainError, UsageError
 from hpctrain.flops import utilization
@@ -44,11 +44,6 @@ from hpctrain.run_folder import AUTO, finished_epochs, prepare_folder
 from hpctrain.speed import StepTimes, peak_memory
 from hpctrain.watchdog import Watchdog
 from hpctrain.world import World, restart_count
-
-# Options that may differ when a run is resumed: they do not change its weights by more than rounding. A checkpoint of another
-# --data with as many examples is not noticed: jobs copy their data to folders that are named after the job.
-_FREE_OPTIONS = {"out", "resume", "force", "data", "watchdog", "checkpoint_every", "keep_checkpoints", "strict", "on_nan"}
-_FREE_OPTIONS |= {"device", "devices", "num_nodes", "accelerator", "workers", "strategy", "gradient_checkpointing"}
 
 
 class Run:
@@ -146,7 +141,8 @@ class Run:
                 self._leave()
             larger = "larger --epochs" if self.epoch >= epochs else "larger --patience, with --force,"
             raise UsageError(f"{self.folder} has {self.epoch} epochs already: give a {larger} to continue")
-        self._check_options(state["options"], free)
+        if text := compare_options(self._args, state["options"], free, self.resume_from):
+            self.print(f"--force: continuing with {text}")
         self._steps, self._unlogged, self._nonfinite.skipped = state["steps"], state["unlogged"], state["skipped"]
         losses = state["losses"]
         # On another number of ranks each takes an equal part of their sum.
@@ -159,23 +155,6 @@ class Run:
         within = f" and {self._step} steps" if self._step else ""
         self.print(f"resuming after epoch {self.epoch}{within} of {self.resume_from}")
         return state
-
-    def _check_options(self, saved: dict[str, str], free: tuple[str, ...]) -> None:
-        """Raise UsageError if options that change the weights are not those of the checkpoint, unless --force is given."""
-        own = self._weighty_options()
-        # An option that the earlier version did not have yet is as if it was not given.
-        names = [name for name in sorted({*own, *saved} - {*free}) if own.get(name, "None") != saved.get(name, "None")]
-        if not names:
-            return
-        text = ", ".join(f"--{name.replace('_', '-')} {own.get(name)} instead of {saved.get(name)}" for name in names)
-        if not self._args.force:
-            raise UsageError(
-                f"{self.resume_from} was saved with other options: {text}: give those of that run, or --force to go on with these"
-            )
-        self.print(f"--force: continuing with {text}")
-
-    def _weighty_options(self) -> dict[str, str]:
-        return {name: str(value) for name, value in vars(self._args).items() if name not in _FREE_OPTIONS}
 
     def count_flops(self, count: Callable[[], float | None]) -> None:
         """On a GPU, let the speed in result.json have its FLOP/s; `count` gives those of an example, and may take seconds."""
@@ -274,7 +253,7 @@ class Run:
                     "skipped": self._nonfinite.skipped,
                     "lines": self._metrics.lines,
                     "seconds": time.monotonic() - self._started,
-                    "options": self._weighty_options(),
+                    "options": weighty_options(self._args),
                 }
                 path = checkpoint.path_of(self.folder, self.epoch + (self._step > 0), self._step)
                 self._checkpointer.save(
