@@ -40,7 +40,7 @@ from hpctrain.lightning_plugins import make_trainer, quiet
 from hpctrain.nlp import data
 from hpctrain.nlp.classify import TASK
 from hpctrain.nlp.features import Features, load_or_make, make_cache_key
-from hpctrain.nlp.finetune import load_model
+from hpctrain.nlp.initial_model import load_model
 from hpctrain.nlp.lightning_module import FineTuneModule
 from hpctrain.nlp.model_folder import load_tokenizer
 from hpctrain.nlp.options import parse_options

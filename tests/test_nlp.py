@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hpctrain.cli import COMMANDS
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.nlp import classify, data, features, finetune, generate, hub, instruct, ner, pair, predict, qa
+from hpctrain.nlp import classify, data, features, finetune, generate, hub, initial_model, instruct, ner, pair, predict, qa
 from hpctrain.nlp.classify import Document
 from hpctrain.nlp.generate import Passage
 from hpctrain.nlp.lightning_module import FineTuneModule
@@ -136,7 +136,7 @@ def test_model_starts_in_training_mode_with_dropout():
     assert args.from_scratch == "tiny"
     folder = Path(os.environ["HPCTRAIN_CACHE"]) / "tiny"
     create_model(folder, "tiny", "bert", ["한 줄", "두 줄"], 1, 128)
-    model = finetune.load_model(classify.TASK, folder, load_tokenizer(folder), ["0", "1"], args)
+    model = initial_model.load_model(classify.TASK, folder, load_tokenizer(folder), ["0", "1"], args)
     assert model.training and model.config.hidden_dropout_prob > 0
     ids = torch.tensor([[2, 5, 6, 3]])
     assert not torch.equal(model(ids).logits, model(ids).logits)
@@ -253,7 +253,7 @@ def test_padding_does_not_change_the_output(task, tmp_path):
     tokenizer = load_tokenizer(tmp_path / "model")
     labels = module.collect_labels(examples)
     args = parse_options(module, ["--epochs", "0"])
-    model = finetune.load_model(module, tmp_path / "model", tokenizer, labels, args).eval()
+    model = initial_model.load_model(module, tmp_path / "model", tokenizer, labels, args).eval()
     made = module.tokenize(tokenizer, examples, labels, module.max_length, module.stride)
     step = FineTuneModule(module, model, labels, args, None, 1)
     padding = {**module.padding, "input_ids": tokenizer.pad_token_id}
@@ -441,7 +441,7 @@ LABELS = [f"LABEL_{i}" for i in ELEVEN]
 def test_labels_are_those_of_the_model_if_it_has_them(known, needed, labels, origin, tmp_path):
     config = {"model_type": "bert", "architectures": ["BertForSequenceClassification" if known else "BertModel"]}
     (tmp_path / "config.json").write_text(json.dumps(config | (name_labels(*known) if known else {})))
-    found = finetune.choose_labels(classify.TASK, tmp_path, [Document("", "", label) for label in sorted(needed)])
+    found = initial_model.choose_labels(classify.TASK, tmp_path, [Document("", "", label) for label in sorted(needed)])
     assert found == (labels, origin)
 
 

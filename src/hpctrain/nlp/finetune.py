@@ -1,7 +1,7 @@
 """Fine-tune a model of transformers for a task. All tasks share these steps; task.py has the interface of a task.
 
-fine_tune() reads from top to bottom. The options are in options.py, the training and evaluation steps in lightning_module.py,
-the batches in sampling.py.
+fine_tune() reads from top to bottom. The options are in options.py, the model that training starts from in initial_model.py, the
+training and evaluation steps in lightning_module.py, the batches in sampling.py.
 
 Each step computes --batch-size examples, on any number of ranks and in any number of parts (--accumulate). The loss is the mean
 over the labels of the whole batch: ranks have equal numbers of examples, but not of tokens.
@@ -23,19 +23,18 @@ from hpctrain import checkpoint
 from hpctrain.batches import steps_per_epoch
 from hpctrain.config import versions
 from hpctrain.device import choose_device
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError
 from hpctrain.flops import count_text_flops
 from hpctrain.lightning_plugins import JsonStrategy, make_trainer, quiet
 from hpctrain.nlp import data
 from hpctrain.nlp.features import Features, load_or_make, make_cache_key
-from hpctrain.nlp.hub import resolve_model
+from hpctrain.nlp.initial_model import check_tokens, choose_labels, get_initial_model, load_model
 from hpctrain.nlp.lightning_module import FineTuneModule
-from hpctrain.nlp.lora import add_lora, count_parameters, refuse_adapter, uses_lora
+from hpctrain.nlp.lora import add_lora, count_parameters, uses_lora
 from hpctrain.nlp.memory import check_memory
-from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer, make_card, read_labels, save_model
+from hpctrain.nlp.model_folder import describe_error, load_tokenizer, make_card, save_model
 from hpctrain.nlp.options import parse_options
 from hpctrain.nlp.sampling import BatchSampler, make_loader
-from hpctrain.nlp.scratch import create_model
 from hpctrain.nlp.task import Task
 from hpctrain.rendezvous import all_or_none, process_group
 from hpctrain.run import Run
@@ -137,103 +136,6 @@ def read_examples(task: Task, args: argparse.Namespace, world: World) -> dict[st
     return splits
 
 
-def get_initial_model(task: Task, args: argparse.Namespace, run: Run, train: list[Any]) -> Path:
-    """The folder of the model that training starts from; --from-scratch creates it in the run folder. A collective call."""
-    if args.model:
-        return resolve_model(args.model, run.world)
-    folder = run.folder / "from-scratch"
-    with all_or_none(run.world):
-        if run.world.rank == 0 and not folder.exists():  # it exists if the run is resumed
-            texts = list(dict.fromkeys(text for example in train for text in task.get_texts(example)))
-            vocabulary = create_model(folder, args.from_scratch, task.kind, texts, args.seed, args.max_length)
-            run.print(
-                f"created a {task.kind} model from scratch ({args.from_scratch}); its tokenizer has {vocabulary:,} subword "
-                "tokens, trained on the training texts"
-            )
-    return folder
-
-
-def choose_labels(task: Task, folder: Path, train: list[Any]) -> tuple[list[str], str]:
-    """The label names in the order of the model's outputs, and a remark for the log on where that order is from.
-
-    A model that is fine-tuned already keeps its own names and order if they cover the data: another order would give its
-    outputs to other labels. Otherwise the names are those of the training data.
-    """
-    needed = task.collect_labels(train)
-    known = read_labels(folder, task) if needed else []
-    if known and set(needed) <= set(known):
-        return known, " of the model"
-    if len(needed) == 1:
-        raise HpctrainError(f"all training examples have the same label, {needed[0]!r}: check --data")
-    if not known:
-        return needed, ""
-    if len(needed) != len(known):
-        return needed, f" for a new last layer, because the model has others ({data.list_names(known)})"
-    numbers = [str(i) for i in range(len(known))]
-    if set(needed) == set(numbers):  # in the order of numbers, also if there are more than ten
-        needed = numbers
-    return needed, f", assumed to be {data.list_names(known)} of the model in this order"
-
-
-def load_model(
-    task: Task, folder: Path, tokenizer: PreTrainedTokenizerFast, labels: list[str], args: argparse.Namespace
-) -> torch.nn.Module:
-    """The model with a head for these labels, in training mode. A head that the folder lacks is initialized from --seed.
-
-    Raises HpctrainError if the folder has no model for this task, or the model is shorter than --max-length.
-    """
-    refuse_adapter(folder)
-    torch.manual_seed(args.seed)
-    heads = {"num_labels": len(labels), "id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
-    # a model for several labels of one text, or for a number, would compute another loss
-    heads["problem_type"] = "single_label_classification"
-    try:
-        model, loading = task.model.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            trust_remote_code=False,
-            attn_implementation="sdpa",
-            ignore_mismatched_sizes=True,  # of a head for other labels
-            output_loading_info=True,
-            **(heads if labels else {}),
-        )
-    except Exception as error:  # the loaders of the many file formats raise exceptions of many kinds
-        raise HpctrainError(
-            describe_pickle_error(folder, error)
-            or f"{folder}: not a model for nlp.{task.name} ({first_line(error)}): give another --model"
-        ) from error
-    # The head may be missing, and the pooler, which masked language models do not have; but nothing below them.
-    missing = sorted(
-        name for name in loading["missing_keys"] if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name
-    )
-    if missing:
-        raise HpctrainError(
-            f"{folder}: {len(missing)} weights of the {model.config.model_type} model are missing, such as {missing[0]}: "
-            "fetch or copy it again"
-        )
-    # RoBERTa's positions begin at 2; the model_max_length of its tokenizer is the number left for tokens. That of a tokenizer
-    # which hpctrain saved is the --max-length of that run.
-    longest = getattr(model.config, "hpctrain", {}).get("positions", tokenizer.model_max_length)
-    positions = min(getattr(model.config, "max_position_embeddings", longest), longest)
-    if args.max_length > positions:
-        raise HpctrainError(
-            f"--max-length {args.max_length} is too long for {folder}, which has {positions} positions: "
-            f"give --max-length {positions}"
-        )
-    model.train()  # from_pretrained() turns dropout off, and Lightning does not turn it on
-    if args.gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise HpctrainError(f"{folder}: its architecture has no gradient checkpointing: leave out --gradient-checkpointing")
-        # earlier versions of transformers have the second one only, of which later ones warn
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    model.config.use_cache = False  # the cache of keys and values is for generation only
-    model.config.hpctrain = {
-        "task": task.name, "labels": labels, "max_length": args.max_length, "stride": args.stride, "positions": positions,
-    }  # fmt: skip
-    return model
-
-
 def tokenize_splits(
     task: Task,
     folder: Path,
@@ -313,17 +215,6 @@ def balance_classes(labels: list[str], train: Features, run: Run) -> Tensor:
 def run_empty(model: torch.nn.Module, length: int) -> dict[str, Tensor]:
     """The output of a model without values, for a text of this length in tokens."""
     return model(input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"))
-
-
-def check_tokens(folder: Path, model: torch.nn.Module, features: dict[str, Features]) -> None:
-    """Raise HpctrainError if the model has no embedding for a token of the features."""
-    count = len(model.get_input_embeddings().weight)
-    last = max(int(made.tokens["input_ids"].max(initial=0)) for made in features.values())
-    if last >= count:
-        raise HpctrainError(
-            f"{folder}: its tokenizer has the token {last}, but its model only {count} tokens: they do not belong together, "
-            "fetch or copy the folder again"
-        )
 
 
 # --- after training ---
