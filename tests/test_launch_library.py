@@ -440,6 +440,56 @@ def test_a_runtime_is_one_function_and_a_row_and_so_is_a_launcher(project):
     assert "HPCTRAIN_RUNTIME is 'docker': choose apptainer, podman-hpc, shifter, none or toy" in done.stderr
 
 
+# ---- the driver of the GPUs ----
+
+CU126 = "take the image cu126, which needs 525 (HPCTRAIN_FLAVOR=cu126)"
+NONE = "no image of hpctrain runs with it: ask your site for a newer one"
+TOO_OLD = "needs NVIDIA's driver 580 or newer, and {host} has {driver}: "
+DRIVERS = {
+    "too old for CUDA 13": ("570.86.15", "hpctrain-cu130.sif", TOO_OLD + CU126),
+    "of Perlmutter": ("580.105.08", "hpctrain-cu130.sif", ""),
+    "older than CUDA 12.6": ("525.60.13", "hpctrain-cu126.sif", ""),
+    "too old for both": ("470.57.02", "hpctrain-cu130-mpich.sif", TOO_OLD + NONE),
+    "no answer": ("NVIDIA-SMI has failed because it couldn't communicate", "hpctrain-cu130.sif", ""),
+    "an image of another name": ("470.57.02", "mine.sif", ""),
+}
+
+
+def start_on_gpus(folder, driver, image):
+    """A dry run of local.sh on a machine with four GPUs of this driver."""
+    list_gpus = "printf 'GPU %s: NVIDIA A100\n' 0 1 2 3"
+    programs = {
+        "nvidia-smi": f'case $1 in --list-gpus) {list_gpus} ;; --query-gpu=driver_version) echo "{driver}" ;; esac',
+        "apptainer": "echo apptainer version 1.4.5",
+    }
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    (folder / image).touch()
+    env = BARE | {"PATH": f"{folder}:{BARE['PATH']}", "HPCTRAIN_IMAGE": str(folder / image), "HPCTRAIN_CACHE": str(folder)}
+    command = [REPOSITORY / "launch/local.sh", "--dry-run", "mine.py"]
+    (folder / "mine.py").touch()
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", DRIVERS)
+def test_a_driver_that_is_too_old_for_the_image(tmp_path, name):
+    driver, image, said = DRIVERS[name]
+    done = start_on_gpus(tmp_path, driver, image)
+    if said:
+        (line,) = done.stderr.splitlines()
+        said = said.format(host=os.uname().nodename, driver=driver)
+        assert done.returncode == 2 and line == f"hpctrain: error: {tmp_path}/{image} {said}", done
+    else:
+        assert done.returncode == 0 and "apptainer exec --nv" in done.stdout, done
+
+
+def test_an_image_for_cpus_and_gpus(tmp_path):
+    """Own scripts choose their device themselves, and would use none of the GPUs."""
+    done = start_on_gpus(tmp_path, "580.105.08", "hpctrain-cpu.sif")
+    assert "hpctrain-cpu.sif is for CPUs, and this job has 4 GPUs per node: set HPCTRAIN_FLAVOR to cu130" in done.stdout, done
+
+
 # ---- the user's variables ----
 
 

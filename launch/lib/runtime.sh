@@ -46,6 +46,7 @@ use_runtime() {
     [[ ${HPCTRAIN_IMAGE:-} != *$'\n'* ]] || die "$HPCTRAIN_IMAGE: an image cannot have a line break in its name: rename it"
     [[ ${HPCTRAIN_IMAGE:-} != -* ]] || HPCTRAIN_IMAGE=./$HPCTRAIN_IMAGE # or it would be an option
     "$function"
+    [[ $RUNTIME == none ]] || ((GPUS == 0)) || check_driver
     [[ -z $DIGEST ]] || export HPCTRAIN_IMAGE_DIGEST=$DIGEST
     export HPCTRAIN_IMAGE
     [[ -z $BROADCAST || (-n $SIF && -n ${SLURM_JOB_ID:-$DRY_RUN}) ]] ||
@@ -182,6 +183,21 @@ bare_command() {
 }
 
 # ---- what several runtimes use ----
+
+# check_driver: die if the driver of this node is too old for the image. Only the image's name says here what it was built for.
+check_driver() {
+    local name=${HPCTRAIN_IMAGE##*/} driver oldest advice='no image of hpctrain runs with it: ask your site for a newer one'
+    if [[ $name =~ (^|[:_-])cpu([-.]|$) ]]; then
+        say "warning: $HPCTRAIN_IMAGE is for CPUs, and this job has $GPUS GPUs per node: set HPCTRAIN_FLAVOR to cu130 or cu126"
+    fi
+    [[ $name =~ (^|[:_-])cu1([23]) ]] || return 0
+    oldest=$((BASH_REMATCH[2] == 3 ? 580 : 525)) # for all of CUDA 12, by its minor-version compatibility
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
+    [[ $driver =~ ^([1-9][0-9]{1,3})\. ]] || return 0
+    ((BASH_REMATCH[1] < 525)) || advice='take the image cu126, which needs 525 (HPCTRAIN_FLAVOR=cu126)'
+    ((BASH_REMATCH[1] >= oldest)) ||
+        die "$HPCTRAIN_IMAGE needs NVIDIA's driver $oldest or newer, and $(hostname) has $driver: $advice"
+}
 
 # find_folders_to_bind: fill FOLDERS with the folders of the host to bind into the image, those that the user can enter, each once
 find_folders_to_bind() {

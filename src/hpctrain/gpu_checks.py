@@ -47,7 +47,7 @@ def gpu_problems(world: World, wanted: str, env: Mapping[str, str] = os.environ)
         except RuntimeError as error:  # names the problem of the driver, such as its age
             yield (
                 f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use {devices[0]} ({first_line(error)}): "
-                "use an image for the CUDA of this driver, or --device cpu"
+                "use an image for the CUDA of this driver (cu126 for 525 or newer, cu130 for 580 or newer), or --device cpu"
             )
 
 
