@@ -5,13 +5,14 @@ import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import warm_start
 from conftest import write_digits
 
-from hpctrain import sweep
+from hpctrain import runs, sweep
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.world import ALONE, World
 
@@ -37,9 +38,10 @@ def write(folder, text=FILE, trials=4):
     return path
 
 
-def trial(number, value=None, lr=0.01, diverged=False):
+def trial(number, value=None, lr=0.01, state="running", scores=()):
     parameters = {"lr": lr, "seed": 1, "on-nan": "stop"}
-    return {"number": number, "parameters": parameters, "value": value, "diverged": diverged}
+    state = state if value is None else "complete"
+    return sweep.Trial(number, parameters, state, value, dict(enumerate(scores, start=1)))
 
 
 def test_suggestions_are_in_range_and_the_same_again():
@@ -57,7 +59,18 @@ def test_suggestions_follow_the_results_and_keep_away_from_what_runs():
     assert max(rates) < max(blind) and sorted(rates)[4] < 4e-3
     running = [*finished, *(trial(16 + number, None, 1.9e-3) for number in range(12))]
     assert [sweep.suggest(SWEEP, running, n) for n in range(30, 40)] != [sweep.suggest(SWEEP, finished, n) for n in range(30, 40)]
-    sweep.suggest(SWEEP, [*finished, trial(16, diverged=True)], 17)
+    others = [trial(16, state="diverged"), trial(17, state="pruned", scores=[-9])]
+    sweep.suggest(SWEEP, [*finished, *others], 18)
+
+
+def test_the_median_pruner():
+    """After five complete trials, and by the best score so far, in both directions."""
+    complete = [trial(number, 0.9, scores=[0.1 * number, 0.5 + 0.1 * number, 0.9]) for number in range(5)]
+    for scores, hopeless in [([0.19], True), ([0.2], False), ([0.3, 0.69], True), ([0.71, 0.1], False), ([0.1, 0.2, 0.9], False)]:
+        assert sweep.should_prune(SWEEP, complete, trial(9, scores=scores)) == hopeless, scores
+    assert not sweep.should_prune(SWEEP, complete[1:], trial(9, scores=[0.0]))
+    losses = replace(SWEEP, direction="minimize")
+    assert [sweep.should_prune(losses, complete, trial(9, scores=[loss])) for loss in (0.19, 0.21)] == [False, True]
 
 
 def test_grid_has_each_combination_once():
@@ -79,6 +92,7 @@ def test_grid_has_each_combination_once():
         ("TRIALS", "0", "trials 0: give a number from 1"),
         ("TRIALS", "4\nsampler: annealing", "sampler 'annealing': choose from tpe, random, grid"),
         ("TRIALS", "4\nsampler: grid", "parameter lr: sampler grid needs values"),
+        ("TRIALS", "4\npruner: mean", "pruner 'mean': choose from none, median"),
         ("TRIALS", "4\nseed: a", "seed 'a': give an integer"),
         ("low: 1e-3", "low: 1", "parameter lr: give {low: 1e-5"),
         ("low: 1e-3", "low: 0", "parameter lr: give {low: 1e-5"),
@@ -118,8 +132,22 @@ def test_invalid_use_is_one_line(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "parameters.json").write_text(json.dumps({"lr": 0.01, "seed": 1, "on-nan": "stop"}))
     (folder / "result.json").write_text(json.dumps({"test_loss": 1.0, "epochs": 1}))
-    with pytest.raises(HpctrainError, match=r"trial-000/result.json has no test_accuracy: metric can be test_loss, epochs"):
+    with pytest.raises(HpctrainError, match=r"trial-000 has no test_accuracy: metric can be test_loss, epochs"):
         sweep.main(ALONE, [str(path), *out, "--show"])
+
+
+def test_a_metric_of_the_validation_is_the_best_of_the_epochs(tmp_path):
+    """Fine-tuning measures it after each epoch, and result.json has the scores of the test set."""
+    folder = sweep.trial_folder(tmp_path, 0)
+    folder.mkdir()
+    (folder / "parameters.json").write_text("{}")
+    values = {1: 0.5, 2: 0.75, 3: 0.625}
+    lines = [{"epoch": epoch, "step": 4 * epoch, "validation_accuracy": value} for epoch, value in values.items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "result.json").write_text(json.dumps({"test_accuracy": 0.7}))
+    trial = sweep.read_trial(replace(SWEEP, metric="validation_accuracy"), tmp_path, 0)
+    assert (trial.value, trial.scores, trial.state) == (0.75, values, "complete")
+    assert sweep.read_trial(SWEEP, tmp_path, 0).value == 0.7
 
 
 def run_task(folder, number, kill_after):
@@ -154,9 +182,9 @@ def test_24_trials_4_at_a_time_of_which_5_are_killed(tmp_path, monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(run, range(24)))
     trials = sweep.read_trials(sweep.read_file(tmp_path / "search.yaml"), tmp_path / "out")
-    assert [trial["number"] for trial in trials] == [*range(24)]
-    assert all(0 <= trial["value"] <= 1 for trial in trials)
-    assert len({trial["parameters"]["lr"] for trial in trials}) == 24
+    assert [trial.number for trial in trials] == [*range(24)]
+    assert all(0 <= trial.value <= 1 for trial in trials)
+    assert len({trial.parameters["lr"] for trial in trials}) == 24
     assert any(suggested.values())
     for number, text in suggested.items():  # a trial that was killed went on with its own
         assert text in (None, (sweep.trial_folder(tmp_path / "out", number) / "parameters.json").read_text())
@@ -165,6 +193,64 @@ def test_24_trials_4_at_a_time_of_which_5_are_killed(tmp_path, monkeypatch):
     before = (sweep.trial_folder(tmp_path / "out", 3) / "result.json").stat().st_mtime
     assert run_task(tmp_path, 3, 120) and "trial 3 has ended already" in (tmp_path / "3.out").read_text()
     assert (sweep.trial_folder(tmp_path / "out", 3) / "result.json").stat().st_mtime == before
+
+
+def run_here(monkeypatch):
+    """Let trials that run one after the other do so in this process: one of its own would import torch."""
+    here = SimpleNamespace(run=lambda command, check: sweep.main(ALONE, command[command.index("sweep") + 1 :]))
+    monkeypatch.setattr(sweep, "subprocess", here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["train_ddp", "train_lightning"])
+def test_two_ranks_are_pruned_together(tmp_path, trainer, capfd):
+    """After an epoch, with its checkpoint; the trial has ended then."""
+    write_digits(tmp_path / "data")
+    text = FILE.replace("train_single", trainer).replace("epochs 1", "epochs 3") + "pruner: median\n"
+    path = write(tmp_path, text, 6)
+    for number in range(5):  # better than any
+        folder = sweep.trial_folder(tmp_path / "out", number)
+        folder.mkdir(parents=True)
+        (folder / "parameters.json").write_text(json.dumps({"lr": 0.01, "seed": 1, "on-nan": "stop"}))
+        (folder / "result.json").write_text(json.dumps({"test_accuracy": 1.0}))
+        (folder / "metrics.jsonl").write_text(json.dumps({"epoch": 1, "step": 10, "test_accuracy": 1.0}) + "\n")
+    arguments = ["sweep", str(path), "--out", "out", "--trial", "5"]
+    done = warm_start.run(warm_start.torchrun_ranks(2, arguments, dict(os.environ)), tmp_path)
+    assert done.returncode == 0 and "trial 5 pruned after epoch 1, test_accuracy 0." in done.stdout, done.stdout + done.stderr
+    assert "5 of 6 trials have a result, 1 were pruned; best" in done.stdout
+    folder = sweep.trial_folder(tmp_path / "out", 5)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch-0001.pt"]
+    assert not (folder / "result.json").exists()
+    assert {line["epoch"] for line in runs.read_metrics(folder)} == {1}
+    again = warm_start.run(warm_start.torchrun_ranks(2, arguments, dict(os.environ)), tmp_path)
+    assert again.returncode == 0 and "trial 5 has ended already" in again.stdout
+    sweep.main(ALONE, [str(path), "--out", str(tmp_path / "out"), "--show"])
+    assert "trial   5  pruned after epoch 1, test_accuracy 0." in capfd.readouterr().out
+    (folder / "owner.json").unlink(missing_ok=True)
+    assert runs.summarize(folder)["state"] == "pruned"
+
+
+@pytest.mark.slow
+def test_a_search_with_pruning_is_the_same_again(tmp_path, monkeypatch, capfd):
+    write_digits(tmp_path / "data", train=64, test=16)
+    text = FILE.replace("epochs 1", "epochs 2").replace("test_accuracy", "test_loss").replace("maximize", "minimize")
+    path = write(tmp_path, f"{text}pruner: median\n", 7)
+    monkeypatch.chdir(tmp_path)
+    run_here(monkeypatch)
+    for out in ("one", "two"):
+        sweep.main(ALONE, [str(path), "--out", out])
+    one, two = (sweep.read_trials(sweep.read_file(path), tmp_path / out) for out in ("one", "two"))
+    assert one == two and {trial.state for trial in one} == {"complete", "pruned"}
+    count = sum(trial.state == "pruned" for trial in one)
+    assert f"{7 - count} of 7 trials have a result, {count} were pruned; best test_loss" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_metric_that_is_not_measured_after_each_epoch(tmp_path):
+    write_digits(tmp_path / "data")
+    path = write(tmp_path, FILE.replace("test_accuracy", "f1").replace("epochs 1", "epochs 2") + "pruner: median\n", 2)
+    with pytest.raises(HpctrainError, match=r"f1 is not measured after each epoch, .* can be test_loss, test_accuracy$"):
+        sweep.main(ALONE, [str(path), "--out", str(tmp_path / "out"), "--trial", "0"])
 
 
 @pytest.mark.slow
@@ -177,10 +263,7 @@ def test_one_after_the_other_and_a_trial_that_diverges(tmp_path, monkeypatch, ca
     )
     path = write(tmp_path, text, 3)
     monkeypatch.chdir(tmp_path)
-    here = SimpleNamespace(
-        run=lambda command, check: sweep.main(ALONE, command[command.index("sweep") + 1 :])
-    )  # a process each would import torch
-    monkeypatch.setattr(sweep, "subprocess", here)
+    run_here(monkeypatch)
     for out in ("one", "two"):
         sweep.main(ALONE, [str(path), "--out", out])
     said = capfd.readouterr().out

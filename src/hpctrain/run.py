@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Run:
     """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank writes its own log.
 
     `epoch` is the number of finished epochs, `best_epoch` the one with the best score so far. A trainer may set `patience`, and
-    end the training when the run `has_stalled`.
+    end the training when the run `has_stalled`. `prune`, if set, decides on all ranks whether the run ends after an epoch.
 
     A trainer calls, in this order,
 
@@ -62,6 +62,8 @@ class Run:
         metrics() and save()                      after the evaluation
         finish()                                  once
     """
+
+    prune: ClassVar[Callable[[World], bool] | None] = None  # set by `hpctrain sweep`
 
     def __init__(self, world: World, trainer: str, args: argparse.Namespace, device: torch.device) -> None:
         """Create the folder, or open it again to resume. A collective call. Raises HpctrainError, naming the folder."""
@@ -261,20 +263,26 @@ class Run:
                 )
         if self.epoch >= self._args.epochs or self.has_stalled:
             return
+        if score is not None and Run.prune and Run.prune(self.world):
+            self._wait_for_checkpoint()
+            self._leave()
         # Within an epoch must_save() has asked already.
         if self._checkpointer.stop if self._step else self._checkpointer.decide_to_stop():
             self._end_early()
 
     def _end_early(self) -> None:
         """End this process, when its checkpoint is written, because the launch script has asked for it. A collective call."""
-        with all_or_none(self.world):
-            if self.world.rank == 0:
-                self._checkpointer.wait()
+        self._wait_for_checkpoint()
         within = f" and {self._step} steps" if self._step else ""
         self.print(f"ending early, as the job has to: saved after epoch {self.epoch}{within} in {self.folder}")
         report_saved(self._resume_with)
         report_stopped()
         self._leave()
+
+    def _wait_for_checkpoint(self) -> None:
+        with all_or_none(self.world):
+            if self.world.rank == 0:
+                self._checkpointer.wait()
 
     def _leave(self) -> NoReturn:
         self._watchdog.stop()
@@ -326,9 +334,7 @@ class Run:
         If the launch script was still computing the image's digest when the run started, it is added to config.json now.
         """
         self._watchdog.stop()
-        with all_or_none(self.world):
-            if self.world.rank == 0:
-                self._checkpointer.wait()
+        self._wait_for_checkpoint()
         memory = max(gather(self.world, peak_memory(self._device)))
         if self.world.rank != 0:
             return

@@ -14,6 +14,7 @@ from hpctrain.world import World
 
 # The entries of a line of metrics that are neither losses nor scores.
 NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s"}
+PRUNED = "pruned.txt"  # in the folder of a trial that its sweep has ended early
 # An owner changes the time stamp of owner.json every two seconds; clocks of nodes and file servers differ by less than this.
 SIGN_OF_LIFE = 60.0  # s
 # More than the last lines of metrics.jsonl, which has a few hundred bytes a line.
@@ -105,12 +106,14 @@ def summarize(run: Path) -> dict[str, Any]:
 
 
 def _state(run: Path, started: str) -> str:
-    """finished, running, or stopped: the run has work left, and no job works on it now."""
+    """finished, running, pruned (by its sweep), or stopped: the run has work left, and no job works on it now."""
     try:
         if time.time() - (run / "owner.json").stat().st_mtime < SIGN_OF_LIFE:
             return "running"
     except OSError:
         pass
+    if (run / PRUNED).exists():
+        return "pruned"
     try:
         finished = (run / "result.json").stat().st_mtime
         begun = datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp()

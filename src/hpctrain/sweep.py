@@ -8,110 +8,46 @@ file: its journal can be corrupted on NFS (github.com/optuna/optuna/issues/5138)
 import argparse
 import itertools
 import json
-import math
 import os
-import shlex
 import subprocess
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hpctrain import atomic
 from hpctrain.cli import COMMANDS, Parser
-from hpctrain.errors import DivergedError, HpctrainError, UsageError, first_line
+from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError, first_line
 from hpctrain.packages import SAFE_PYTHON
 from hpctrain.plot import folder_for_matplotlib
-from hpctrain.runs import read_json
+from hpctrain.rendezvous import all_or_none, broadcast
+from hpctrain.runs import NOT_SCORES, PRUNED, read_json, read_metrics
+from hpctrain.sweep_file import Sweep, read_file
 from hpctrain.world import ALONE, World
 
-OWN = {"out", "resume"}  # options that a trial sets itself
-SAMPLERS = ("tpe", "random", "grid")
-DIRECTIONS = ("minimize", "maximize")
 DIVERGED = "diverged.txt"  # in the folder of a trial whose parameters do not let it train
 WAIT = 120  # s, for the parameters of rank 0
-FORMS = "{low: 1e-5, high: 1e-2, log: true}, {low: 1, high: 8, step: 1} or {values: [16, 32]}"
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """What a sweep file says. `command` has the words of a command of hpctrain that trains, without --out and --resume."""
+class Trial:
+    """A trial that has begun, and how it is: complete, pruned, diverged or running (which it may be again after a kill).
 
-    command: list[str]
-    metric: str
-    direction: str
-    parameters: dict[str, dict[str, Any]]
-    trials: int = 20
-    sampler: str = "tpe"
-    seed: int = 1
+    `scores` are those after each epoch, by its number. Only a complete trial has a value.
+    """
 
-
-def read_file(path: Path) -> Sweep:
-    """Read a sweep file, in YAML. Raises UsageError, naming the file and the key."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())[:200]}): see docs/sweep.md") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: not a list of keys and values: see docs/sweep.md")
-    keys = Sweep.__dataclass_fields__
-    for name in content:
-        if name not in keys:
-            raise UsageError(f"{path}: there is no key {name!r}: choose from {', '.join(keys)}")
-    for name in ("command", "metric", "direction", "parameters"):
-        if not content.get(name):
-            raise UsageError(f"{path}: {name} is missing: see docs/sweep.md")
-    try:
-        command = content["command"]
-        words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
-        sweep = Sweep(**content | {"command": words, "parameters": {str(name): x for name, x in content["parameters"].items()}})
-        trainer = words[0]
-    except (AttributeError, IndexError, TypeError, ValueError):  # ValueError: quotes that do not end
-        raise UsageError(f"{path}: give a command line as command, and the range of each option as parameters") from None
-    given = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
-    trainers = [name for name, (_, group, _) in COMMANDS.items() if group in ("train", "fine-tune")]
-    for text, fits in (
-        (f"command {trainer!r}: choose from {', '.join(trainers)}", trainer in trainers),
-        ("--out and --resume are the sweep's own: leave them out", not OWN & {*given, *sweep.parameters}),
-        (f"direction {sweep.direction!r}: choose from {', '.join(DIRECTIONS)}", sweep.direction in DIRECTIONS),
-        (f"sampler {sweep.sampler!r}: choose from {', '.join(SAMPLERS)}", sweep.sampler in SAMPLERS),
-        (f"trials {sweep.trials!r}: give a number from 1", type(sweep.trials) is int and sweep.trials > 0),
-        (f"seed {sweep.seed!r}: give an integer", type(sweep.seed) is int),
-        (f"metric {sweep.metric!r}: give a name in result.json, such as test_loss", isinstance(sweep.metric, str)),
-    ):
-        if not fits:
-            raise UsageError(f"{path}: {text}")
-    for name, form in sweep.parameters.items():
-        _check_parameter(f"{path}: parameter {name}", form)
-        if name in given:
-            raise UsageError(f"{path}: parameter {name} is in command as well: leave it out there")
-        if sweep.sampler == "grid" and "values" not in form:
-            raise UsageError(f"{path}: parameter {name}: sampler grid needs values for each")
-    return sweep
-
-
-def _check_parameter(place: str, form: Any) -> None:  # noqa: ANN401 - what YAML has there
-    if isinstance(form, dict) and form.keys() == {"values"} and isinstance(form["values"], list) and form["values"]:
-        if all(isinstance(value, str | int | float) for value in form["values"]):
-            return
-    elif isinstance(form, dict) and {"low", "high"} <= form.keys() <= {"low", "high", "log", "step"}:
-        try:
-            for name in ("low", "high", "step"):  # YAML takes 1e-5 for a text
-                if name in form:
-                    number = float(form[name])  # fails for integers that are too large
-                    form[name] = form[name] if type(form[name]) is int else number
-            positive = [form["high"] - form["low"], form.get("step", 1), form["low"] if form.get("log") else 1]
-            if all(0 < value < math.inf for value in positive) and not (form.get("log") and "step" in form):
-                return
-        except (OverflowError, TypeError, ValueError):
-            pass
-    raise UsageError(f"{place}: give {FORMS}, with low below high; log: low above 0, and no step")
+    number: int
+    parameters: dict[str, Any]
+    state: str = "running"
+    value: float | None = None
+    scores: dict[int, float] = field(default_factory=dict)
 
 
 # --- a trial ---
@@ -123,27 +59,37 @@ def trial_folder(folder: Path, number: int) -> Path:
 
 
 def has_ended(folder: Path, number: int) -> bool:
-    """Whether a trial has a result, or diverged: then it would diverge again."""
-    return any((trial_folder(folder, number) / name).exists() for name in ("result.json", DIVERGED))
+    """Whether a trial has a result, was pruned, or diverged: then it would diverge again."""
+    return any((trial_folder(folder, number) / name).exists() for name in ("result.json", PRUNED, DIVERGED))
 
 
-def read_trials(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
-    """The trials that have begun, in order: number, parameters, value (None without a result), and whether it diverged."""
-    trials = []
-    for number in range(sweep.trials):
-        path = trial_folder(folder, number)
-        if (path / "parameters.json").exists():
-            result = read_json(path / "result.json") if (path / "result.json").exists() else {}
-            if result and not isinstance(result.get(sweep.metric), int | float):
-                known = ", ".join(name for name, value in result.items() if isinstance(value, int | float))
-                raise HpctrainError(f"{path}/result.json has no {sweep.metric}: metric can be {known}")
-            parameters = read_json(path / "parameters.json")
-            value, diverged = result.get(sweep.metric), (path / DIVERGED).exists()
-            trials.append({"number": number, "parameters": parameters, "value": value, "diverged": diverged})
-    return trials
+def read_trial(sweep: Sweep, folder: Path, number: int) -> Trial:
+    """A trial that has begun. Raises HpctrainError if it is complete and has no such metric.
+
+    The value is that of result.json, or the best one after an epoch where only metrics.jsonl has the metric.
+    """
+    path = trial_folder(folder, number)
+    parameters, lines = read_json(path / "parameters.json"), read_metrics(path)
+    scores = {int(line["epoch"]): line[sweep.metric] for line in lines if sweep.metric in line}
+    if not (path / "result.json").exists():
+        state = "pruned" if (path / PRUNED).exists() else "diverged" if (path / DIVERGED).exists() else "running"
+        return Trial(number, parameters, state, scores=scores)
+    result = read_json(path / "result.json")
+    value = result.get(sweep.metric, _choose(sweep)(scores.values()) if scores else None)
+    if not isinstance(value, int | float):
+        measured = result | {name: value for line in lines for name, value in line.items() if name not in result}
+        known = ", ".join(name for name, value in measured.items() if isinstance(value, int | float))
+        raise HpctrainError(f"{path} has no {sweep.metric}: metric can be {known}")
+    return Trial(number, parameters, "complete", value, scores)
 
 
-def suggest(sweep: Sweep, trials: list[dict[str, Any]], number: int) -> dict[str, Any]:
+def read_trials(sweep: Sweep, folder: Path) -> list[Trial]:
+    """The trials that have begun, in order. Raises HpctrainError."""
+    begun = [number for number in range(sweep.trials) if (trial_folder(folder, number) / "parameters.json").exists()]
+    return [read_trial(sweep, folder, number) for number in begun]
+
+
+def suggest(sweep: Sweep, trials: list[Trial], number: int) -> dict[str, Any]:
     """The parameters of a trial, a function of the file, its number, and the trials that have begun.
 
     Those without a result yet count as bad ones for TPE (constant liar), so that trials at the same time differ.
@@ -152,28 +98,52 @@ def suggest(sweep: Sweep, trials: list[dict[str, Any]], number: int) -> dict[str
         combinations = [*itertools.product(*(form["values"] for form in sweep.parameters.values()))]
         return dict(zip(sweep.parameters, combinations[number % len(combinations)], strict=True))
 
-    if find_spec("optuna") is None:
-        raise HpctrainError(f"{sys.executable} has no optuna: use the image, pip install optuna, or take sampler: grid")
-    import optuna
-    from optuna import samplers
-    from optuna.trial import TrialState, create_trial
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna = _import_optuna("take sampler: grid")
     seed = (sweep.seed * 1_000_003 + number) % 2**32
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of constant_liar
-        sampler = samplers.TPESampler(seed=seed, constant_liar=True) if sweep.sampler == "tpe" else samplers.RandomSampler(seed)
+        tpe = sweep.sampler == "tpe"
+        sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True) if tpe else optuna.samplers.RandomSampler(seed)
     study = optuna.create_study(direction=sweep.direction, sampler=sampler)
+    forms = _distributions(sweep)
+    study.add_trials([_for_optuna(trial, forms) for trial in trials])
+    return study.ask(forms).params
+
+
+def should_prune(sweep: Sweep, trials: list[Trial], trial: Trial) -> bool:
+    """Whether the median pruner ends a trial now: its best score is worse than the median of the complete trials by this epoch.
+
+    At first it lets five trials complete.
+    """
+    optuna = _import_optuna("leave out pruner")
+    study = optuna.create_study(direction=sweep.direction)
+    forms = _distributions(sweep)
+    study.add_trials([_for_optuna(other, forms) for other in trials if other.state == "complete"])
+    return optuna.pruners.MedianPruner().prune(study, _for_optuna(trial, forms))
+
+
+def _import_optuna(otherwise: str) -> ModuleType:
+    if find_spec("optuna") is None:
+        raise HpctrainError(f"{sys.executable} has no optuna: use the image, pip install optuna, or {otherwise}")
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _for_optuna(trial: Trial, forms: dict[str, Any]) -> Any:  # noqa: ANN401 - a FrozenTrial
+    from optuna.trial import TrialState, create_trial
+
+    state = TrialState.FAIL if trial.state == "diverged" else TrialState[trial.state.upper()]
+    values = {"value": trial.value, "intermediate_values": trial.scores}
+    return create_trial(state=state, params=trial.parameters, distributions=forms, **values)
+
+
+def _distributions(sweep: Sweep) -> dict[str, Any]:
     try:
-        forms = {name: _distribution(form) for name, form in sweep.parameters.items()}
+        return {name: _distribution(form) for name, form in sweep.parameters.items()}
     except (ArithmeticError, ValueError) as error:  # such as 10^28 steps
         raise HpctrainError(f"parameters: Optuna refuses them ({first_line(error)}): give other ranges") from error
-    for trial in trials:
-        state = (
-            TrialState.COMPLETE if trial["value"] is not None else TrialState.FAIL if trial["diverged"] else TrialState.RUNNING
-        )
-        study.add_trial(create_trial(state=state, params=trial["parameters"], distributions=forms, value=trial["value"]))
-    return study.ask(forms).params
 
 
 def _distribution(form: dict[str, Any]) -> Any:  # noqa: ANN401 - one of Optuna's three classes
@@ -209,8 +179,15 @@ def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
         print(f"trial {number}: {_describe(chosen)}", flush=True)
     options = [f"--{name}={value}" for name, value in chosen.items()]
     name, *words = sweep.command
+    trainer = import_module(COMMANDS[name][0])
+    from hpctrain.run import Run  # imports torch, which --show does not need
+
+    Run.prune = partial(prune, sweep, folder, number) if sweep.pruner != "none" else None
     try:
-        import_module(COMMANDS[name][0]).main(world, [*words, *options, "--out", str(path), "--resume", "auto"])
+        trainer.main(world, [*words, *options, "--out", str(path), "--resume", "auto"])
+    except EndEarly:  # on all ranks
+        if not (path / PRUNED).exists():
+            raise
     except DivergedError as error:  # on rank 0; the others have ended
         atomic.write_text(path / DIVERGED, f"{error}\n")
         print(f"trial {number} has no result: {error}", flush=True)
@@ -219,6 +196,28 @@ def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
         print(_describe_progress(sweep, trials), flush=True)
         if all(has_ended(folder, number) for number in range(sweep.trials)):
             show(sweep, folder)
+
+
+def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
+    """Whether to end a trial after this epoch, the same on every rank; then PRUNED is in its folder. A collective call.
+
+    Raises HpctrainError if the metric is not measured after each epoch.
+    """
+    pruned = False
+    with all_or_none(world):
+        if world.rank == 0:
+            trials = read_trials(sweep, folder)
+            trial = next(trial for trial in trials if trial.number == number)
+            if not trial.scores:
+                lines = read_metrics(trial_folder(folder, number))
+                known = ", ".join(name for name in lines[-1] if name not in NOT_SCORES)
+                raise HpctrainError(f"{sweep.metric} is not measured after each epoch, as pruner needs: metric can be {known}")
+            pruned = bool(should_prune(sweep, trials, trial))  # numpy's
+            if pruned:
+                text = f"pruned after epoch {max(trial.scores)}, {sweep.metric} {trial.scores[max(trial.scores)]:.4f}"
+                atomic.write_text(trial_folder(folder, number) / PRUNED, f"{text}\n")
+                print(f"trial {number} {text}", flush=True)
+    return broadcast(world, pruned)
 
 
 def _keep_sweep(sweep: Sweep, folder: Path) -> None:
@@ -250,10 +249,12 @@ def run_all(file: Path, sweep: Sweep, folder: Path) -> None:
         )
 
 
-def _best(sweep: Sweep, trials: list[dict[str, Any]]) -> dict[str, Any] | None:
-    finished = [trial for trial in trials if trial["value"] is not None]
-    choose = max if sweep.direction == "maximize" else min
-    return choose(finished, key=lambda trial: trial["value"]) if finished else None
+def _choose(sweep: Sweep) -> Callable[..., Any]:
+    return max if sweep.direction == "maximize" else min
+
+
+def _best(sweep: Sweep, trials: list[Trial]) -> Trial | None:
+    return _choose(sweep)((trial for trial in trials if trial.value is not None), key=lambda trial: trial.value, default=None)
 
 
 def _describe(parameters: dict[str, Any]) -> str:
@@ -262,12 +263,13 @@ def _describe(parameters: dict[str, Any]) -> str:
     )
 
 
-def _describe_progress(sweep: Sweep, trials: list[dict[str, Any]]) -> str:
-    count = sum(trial["value"] is not None for trial in trials)
+def _describe_progress(sweep: Sweep, trials: list[Trial]) -> str:
+    count = sum(trial.value is not None for trial in trials)
+    pruned = sum(trial.state == "pruned" for trial in trials)
     best = _best(sweep, trials)
-    text = f"{count} of {sweep.trials} trials have a result"
+    text = f"{count} of {sweep.trials} trials have a result" + (f", {pruned} were pruned" if pruned else "")
     if best:
-        text += f"; best {sweep.metric} {best['value']:.4g} of trial {best['number']}: {_describe(best['parameters'])}"
+        text += f"; best {sweep.metric} {best.value:.4g} of trial {best.number}: {_describe(best.parameters)}"
     return text
 
 
@@ -275,32 +277,31 @@ def show(sweep: Sweep, folder: Path) -> None:
     """Print the trials, the best one last, and draw them in sweep.png."""
     trials = read_trials(sweep, folder)
     sign = 1 if sweep.direction == "maximize" else -1
-    for trial in sorted(trials, key=lambda trial: (trial["value"] is not None, sign * (trial["value"] or 0))):
-        text = "diverged" if trial["diverged"] else "no result"
-        if trial["value"] is not None:
-            text = f"{sweep.metric} {trial['value']:.4f}"
-        print(f"trial {trial['number']:3}  {text}  {_describe(trial['parameters'])}")
+    for trial in sorted(trials, key=lambda trial: (trial.value is not None, sign * (trial.value or 0))):
+        text = f"{sweep.metric} {trial.value:.4f}" if trial.value is not None else trial.state
+        if trial.state == "pruned":
+            text = (trial_folder(folder, trial.number) / PRUNED).read_text(encoding="utf-8").strip()
+        print(f"trial {trial.number:3}  {'no result' if text == 'running' else text}  {_describe(trial.parameters)}")
     print(_describe_progress(sweep, trials))
-    finished = [trial for trial in trials if trial["value"] is not None]
+    finished = [trial for trial in trials if trial.value is not None]
     if finished:
         with folder_for_matplotlib():
             _draw(sweep, finished, folder / "sweep.png")
         print(f"picture: {folder}/sweep.png", flush=True)
 
 
-def _draw(sweep: Sweep, trials: list[dict[str, Any]], path: Path) -> None:
+def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:
     """The values in the order of the trials with the best so far, and over each parameter."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    choose = max if sweep.direction == "maximize" else min
-    numbers, values = [trial["number"] for trial in trials], [trial["value"] for trial in trials]
+    numbers, values = [trial.number for trial in trials], [trial.value for trial in trials]
     columns = min(1 + len(sweep.parameters), 4)
     rows = -(-(1 + len(sweep.parameters)) // columns)
     figure = Figure(figsize=(4 * columns, 3.2 * rows), layout="constrained")
     first, *others = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
     first.plot(numbers, values, "o", label="trial")
-    first.step(numbers, [*itertools.accumulate(values, choose)], where="post", label="best so far")
+    first.step(numbers, [*itertools.accumulate(values, _choose(sweep))], where="post", label="best so far")
     first.xaxis.set_major_locator(MaxNLocator(integer=True))
     first.set(xlabel="trial", ylabel=sweep.metric.replace("_", " "))
     first.legend()
@@ -309,10 +310,10 @@ def _draw(sweep: Sweep, trials: list[dict[str, Any]], path: Path) -> None:
         if name is None:
             axis.set_axis_off()
             continue
-        seen = [trial["parameters"][name] for trial in trials]
+        seen = [trial.parameters[name] for trial in trials]
         at = form["values"].index if "values" in form else float
         axis.plot([at(value) for value in seen], values, "o")
-        axis.plot([at(best["parameters"][name])], [best["value"]], "*", markersize=14, label="best")
+        axis.plot([at(best.parameters[name])], [best.value], "*", markersize=14, label="best")
         if "values" in form:
             axis.set_xticks(range(len(form["values"])), [str(value) for value in form["values"]])
         axis.set(xlabel=name, xscale="log" if form.get("log") else "linear")
