@@ -273,6 +273,41 @@ def test_all_ranks_join():
     assert start_ranks([0, 1, 2], size=3, seconds=200, MASTER_PORT=free_port()) == [(0, "3\n", "")] * 3
 
 
+CROWD = """
+import os, resource, socket, time
+import torch
+from hpctrain import rendezvous
+from hpctrain.world import World
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, most))
+rank = 1 - bool(os.fork())
+if rank == 1:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    while not (peers := [socket.socket()])[0].connect_ex(("localhost", 29500)) == 0:
+        time.sleep(0.1)
+    peers += [socket.create_connection(("localhost", 29500)) for _ in range(500)]
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+world = World(rank, 2, rank, 2, 0, 1, "torchrun")
+with rendezvous.process_group(world, torch.device("cpu")):
+    print(rendezvous.gather(world, rank), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
+def test_a_store_with_the_connections_of_hundreds_of_ranks():
+    """Of which rank 0 has more than it may have open files, unless it asks for more.
+
+    In a network of its own, because the store asks the name service for the name of each peer.
+    """
+    command = 'ip link set lo up && exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", command, sys.executable, CROWD], capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout == "[0, 1]\n" * 2, done.stderr
+
+
 def test_a_name_that_does_not_resolve_is_an_error_at_once():
     since = time.monotonic()
     [(status, _, error)] = start_ranks([1], seconds=200, MASTER_ADDR="no-such-host.invalid", MASTER_PORT="29500")

@@ -8,11 +8,12 @@ import atexit
 import hmac
 import json
 import os
+import resource
 import socket
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -52,6 +53,7 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     options = {"device_id": device} if device.type == "cuda" else {}
+    _raise_file_limit()
     store = _connect_store(world)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT, **options)
     postpone_compiler()
@@ -69,6 +71,17 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
             _kept_groups.append(dist.group.WORLD)
         if not ends_at_once:
             dist.destroy_process_group()
+
+
+def _raise_file_limit() -> None:
+    """Let this process have as many connections as the administrator allows.
+
+    Most sites allow 1,024 open files unless a program asks for more. Rank 0 has three connections to the store from each rank,
+    and with Gloo every rank has one to each other rank.
+    """
+    with suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def main_address(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
