@@ -3,16 +3,21 @@
 import json
 import os
 import re
+import time
 
 import pytest
 import torch
 import warm_start
 from conftest import write_digits
 
-from hpctrain import speed
+from hpctrain import checkpoint, speed
+from hpctrain.checkpoint import with_plain_names
 from hpctrain.nlp import classify
 from hpctrain.nlp.features import Features
-from hpctrain.nlp.sampling import BatchSampler
+from hpctrain.nlp.sampling import BatchSampler, FeatureDataset
+from hpctrain.vision import train_ddp
+from hpctrain.vision.data import Images
+from hpctrain.vision.folder import ImageDataset
 from hpctrain.world import ALONE
 
 
@@ -33,6 +38,70 @@ def test_times_are_those_of_the_steps_alone(monkeypatch):
     assert times.figures(64, 2.5) == pytest.approx(expected | {"tokens_per_s": 2.5 * 64 * 20 / 0.38}, rel=1e-3)
 
 
+def test_waiting_for_data_is_a_share_of_the_steps(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: now)
+
+    def load(*seconds):
+        nonlocal now
+        for wait in seconds:
+            now += wait
+            yield wait
+        now += 5  # workers end
+
+    times = speed.StepTimes()
+    assert times.data_share is None
+    times.start()
+    for _ in times.time_data(load(1, 2)):
+        now += 3
+        times.step()
+    assert times.data_share == pytest.approx(3 / 9)
+    times.start()  # after the workers have ended
+    for _ in times.time_data(load(0)):
+        now += 1
+        times.step()
+    assert times.data_share == pytest.approx(3 / 10)
+
+
+def load_slowly():
+    """In a rank: each batch takes half a second on rank 1, for which rank 0 waits in the all-reduce."""
+
+    def slowly(function):
+        def wait(*arguments):
+            time.sleep(0.5 * int(os.environ["RANK"]))
+            return function(*arguments)
+
+        return wait
+
+    Images.batch = slowly(Images.batch)
+    ImageDataset.__getitem__ = slowly(ImageDataset.__getitem__)
+    FeatureDataset.__getitem__ = slowly(FeatureDataset.__getitem__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["train_ddp", "train_lightning", "nlp.classify"])
+def test_result_has_the_time_in_data_of_the_rank_that_waits_most(tmp_path, trainer):
+    data = ["--limit", "64"] if trainer == "nlp.classify" else ["--data", str(write_digits(tmp_path / "data", 64, 16))]
+    arguments = [trainer, *data, "--epochs", "1", "--batch-size", "8", "--out", "run"]
+    done = warm_start.run(warm_start.torchrun_ranks(2, arguments, dict(os.environ), load_slowly), tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
+    share = figures["data_share"]
+    # Half a second of each step, whatever else runs on this machine. Lightning has the first batch before the first step.
+    steps = 64 / figures["examples_per_s"]
+    assert share * steps >= 0.5 * 7
+    assert 0.2 < share < 1
+    assert f"data_share {share:.4g}" in done.stdout
+
+
+def test_checkpoints_are_no_part_of_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "with_plain_names", lambda state, model: time.sleep(1) or with_plain_names(state, model))
+    data = str(write_digits(tmp_path / "data", 64, 16))
+    train_ddp.main(ALONE, ["--data", data, "--epochs", "1", "--checkpoint-every", "1", "--out", str(tmp_path / "run")])
+    figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
+    assert 64 / figures["examples_per_s"] < 0.9
+
+
 def need_memory():
     if os.environ["RANK"] == "1":
         torch.ones(200_000_000)  # 800 MB
@@ -44,7 +113,7 @@ def test_result_has_the_memory_of_the_rank_that_needs_most(tmp_path):
     done = warm_start.run(warm_start.torchrun_ranks(2, arguments, dict(os.environ), need_memory), tmp_path)
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
-    assert figures.keys() == {"step_ms_p50", "step_ms_p95", "examples_per_s", "peak_memory_mb"}
+    assert figures.keys() == {"step_ms_p50", "step_ms_p95", "examples_per_s", "data_share", "peak_memory_mb"}
     assert 900 < figures["peak_memory_mb"] < 3000
     assert 0 < figures["step_ms_p50"] <= figures["step_ms_p95"]
     assert f"peak_memory_mb {figures['peak_memory_mb']:.4g}" in done.stdout

@@ -70,7 +70,7 @@ def main(world: hpctrain.World) -> None:
         for epoch in range(1, args.epochs + 1):
             run.start_epoch(epoch, steps, args.batch_size)
             loader = hpctrain.data_loader(dataset, args.batch_size, args.seed, epoch, world, num_workers=2)
-            for images, labels in loader:
+            for images, labels in run.time_data(loader):
                 loss = cross_entropy(parallel(images.to(device)), labels.to(device))
                 optimizer.zero_grad()
                 loss.backward()

@@ -12,6 +12,7 @@ import pickle
 import random
 import signal
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ class RunFolder(Checkpoint):
         self._state: dict[str, Any] | None = None  # that the run was resumed from
         self._metrics: dict[str, float] = {}
         self._begun = self._must_save = self._saving = False
+        self._last = 0.0  # when the last batch, or a validation after it, was done
 
     @property
     def ckpt_path(self) -> Path | None:
@@ -202,7 +204,9 @@ class RunFolder(Checkpoint):
 
         There is no on_train_epoch_start() in a run that is resumed within an epoch.
         """
-        if not self._begun:
+        if self._begun:
+            self._run.times.wait(time.perf_counter() - self._last)
+        else:  # Lightning has the first batch before anybody can begin to measure
             self._begun = True
             self._start_epoch(trainer)
             self._loss = torch.zeros((), device=module.device)
@@ -240,11 +244,11 @@ class RunFolder(Checkpoint):
         self._seed(trainer, batch_idx + 1, "before")
         if outputs:  # training_step() may have left out the batch
             self._loss += outputs["loss"]  # Lightning has divided it by accumulate_grad_batches
-        if (batch_idx + 1) % trainer.accumulate_grad_batches and batch_idx + 1 < trainer.num_training_batches:
-            return
-        self._run.step(self._loss, learning_rate=trainer.optimizers[0].param_groups[0]["lr"])
-        self._loss = torch.zeros((), device=module.device)
-        self._must_save = self._run.must_save()
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 >= trainer.num_training_batches:
+            self._run.step(self._loss, learning_rate=trainer.optimizers[0].param_groups[0]["lr"])
+            self._loss = torch.zeros((), device=module.device)
+            self._must_save = self._run.must_save()
+        self._last = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Write the metrics that the module has logged, in a validation while it trains."""
@@ -252,6 +256,7 @@ class RunFolder(Checkpoint):
             self._metrics = self._logged(trainer)
             self._run.metrics(**self._metrics)
             self._seed(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.completed, "before")
+            self._last = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Save a checkpoint of the epoch; there may have been no validation."""

@@ -19,9 +19,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ from hpctrain.speed import StepTimes, peak_memory
 from hpctrain.watchdog import Watchdog
 from hpctrain.world import World, restart_count
 
+T = TypeVar("T")
+
 
 class Run:
     """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank writes its own log.
@@ -56,6 +58,7 @@ class Run:
 
         resume()                                  once
         start_epoch()                             in each epoch
+            time_data()                           around its batches
             check_gradients()                     before each optimizer step
             step(), and save() if must_save()     after it
         end_epoch()
@@ -87,7 +90,8 @@ class Run:
             self.print(f"run folder {self.folder}, {world.size} ranks on {world.nodes} nodes ({world.launcher}), {device.type}")
             self._metrics = Metrics(self.folder)
         self._watchdog = Watchdog(world, args.watchdog, self._log)
-        self._args, self._device, self._times = args, device, StepTimes()
+        self._args, self._device = args, device
+        self.times = StepTimes()
         check = self._owner.check if world.rank == 0 else lambda: None
         self._nonfinite = NonFinite(world, args.on_nan == "skip")
         self._resume_with = None if args.out and args.resume == AUTO else self.folder  # the same command resumes
@@ -181,10 +185,14 @@ class Run:
         self.check_steps(steps)
         self._steps, self._examples, self._since = steps, examples, time.perf_counter()
         self._nonfinite.start_epoch(self.epoch * steps, examples_of)
-        self._times.start()
+        self.times.start()
         if self.world.rank == 0 and sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=self._step, desc=f"epoch {epoch}", unit="step", leave=False)
         return self._step
+
+    def time_data(self, batches: Iterable[T]) -> Iterator[T]:
+        """These batches, one by one; how long each is waited for becomes the data_share in result.json."""
+        return self.times.time_data(batches)
 
     def check_gradients(self) -> None:
         """With --on-nan skip: remove gradients, by now those of all ranks, that are not finite: the optimizer does nothing then.
@@ -205,7 +213,7 @@ class Run:
             self._loss_sum = self._loss_sum + loss
             self._nonfinite.add(self._step, loss)
         self._step += 1
-        self._times.step()
+        self.times.step()
         self._watchdog.step()
         if self._bar:
             self._bar.update()
@@ -269,6 +277,7 @@ class Run:
         # Within an epoch must_save() has asked already.
         if self._checkpointer.stop if self._step else self._checkpointer.decide_to_stop():
             self._end_early()
+        self.times.start()
 
     def _end_early(self) -> None:
         """End this process, when its checkpoint is written, because the launch script has asked for it. A collective call."""
@@ -335,17 +344,19 @@ class Run:
         """
         self._watchdog.stop()
         self._wait_for_checkpoint()
-        memory = max(gather(self.world, peak_memory(self._device)))
+        memory, data_shares = zip(*gather(self.world, [peak_memory(self._device), self.times.data_share]), strict=True)
         if self.world.rank != 0:
             return
         self._owner.check()
-        speed = self._times.figures(self._examples, self.tokens_per_example)
+        speed = self.times.figures(self._examples, self.tokens_per_example)
         if self.padding_share is not None:
             speed["padding_share"] = round(self.padding_share, 4)
         if self._flops and "examples_per_s" in speed:
             name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
             speed |= utilization(speed["examples_per_s"] * self._flops / self.world.size, name, self._args.precision)
-        speed["peak_memory_mb"] = round(memory, 1)
+        if None not in data_shares:
+            speed["data_share"] = round(max(data_shares), 4)
+        speed["peak_memory_mb"] = round(max(memory), 1)
         result = {
             **values,
             **({"skipped_steps": self._nonfinite.skipped} if self._nonfinite.skipped else {}),

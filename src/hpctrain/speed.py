@@ -4,8 +4,12 @@ import resource
 import statistics
 import time
 from array import array
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class StepTimes:
@@ -17,17 +21,41 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._seconds = array("f")
-        self._last = 0.0
+        self._last = self._waiting = self._waited = 0.0
+        self._knows_data = False
 
     def start(self) -> None:
-        """The next step begins now: what came before, such as an evaluation, is not part of it."""
-        self._last = time.perf_counter()
+        """The next step begins now: what came before, such as an evaluation or a checkpoint, is not part of it."""
+        self._last, self._waiting = time.perf_counter(), 0.0
+
+    def wait(self, seconds: float) -> None:
+        """This much of the present step went by before its data were there."""
+        self._waiting += seconds
+        self._knows_data = True
+
+    def time_data(self, batches: Iterable[T]) -> Iterator[T]:
+        """These batches, one by one; how long each was waited for."""
+        iterator = iter(batches)
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self.wait(time.perf_counter() - began)
+            yield batch
 
     def step(self) -> None:
         """A step has ended, and the next one begins."""
         now = time.perf_counter()
         self._seconds.append(now - self._last)
-        self._last = now
+        self._waited += self._waiting
+        self._last, self._waiting = now, 0.0
+
+    @property
+    def data_share(self) -> float | None:
+        """The share of the steps' time in which they waited for their data; None if wait() was never called."""
+        return self._waited / sum(self._seconds) if self._knows_data and self._seconds else None
 
     def figures(self, examples: int, tokens: float | None = None) -> dict[str, float]:
         """Median and 95th percentile in ms, and what was trained on per second; {} without steps.

@@ -84,7 +84,7 @@ def train(world: World, args: argparse.Namespace) -> None:
             parallel.train()
             batches = partial(training_batches, len(training_set), args.batch_size, args.seed, epoch, world)
             done = run.start_epoch(epoch, steps, args.batch_size, lambda step, batches=batches: next(batches(skip=step)))
-            for images, labels in training_set.batches(batches(skip=done), device, args.image_size, epoch):
+            for images, labels in run.time_data(training_set.batches(batches(skip=done), device, args.image_size, epoch)):
                 loss = compute_loss(images, labels)
                 optimizer.zero_grad()
                 loss.backward()  # DDP averages the gradients over all ranks meanwhile

@@ -80,7 +80,7 @@ def main(world: World, arguments: list[str]) -> None:
             model.train()
             batches = partial(training_batches, len(training_set), batch_size, args.seed, epoch, world)
             done = run.start_epoch(epoch, steps, batch_size, lambda step, batches=batches: next(batches(skip=step)))
-            for images, labels in training_set.batches(batches(skip=done), device, args.image_size, epoch):
+            for images, labels in run.time_data(training_set.batches(batches(skip=done), device, args.image_size, epoch)):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(run.global_step, steps, world, args)
                 optimizer.zero_grad()
