@@ -37,13 +37,14 @@ CHOSEN = {
 @pytest.mark.parametrize("wanted", CHOSEN)
 def test_interfaces(wanted):
     env = {} if wanted is None else {"NCCL_SOCKET_IFNAME": wanted}
-    assert fabric.tcp_interfaces(env, RUNNING) == CHOSEN[wanted]
+    assert fabric.tcp_interfaces(env, RUNNING, fabric.nccl_rules()) == CHOSEN[wanted]
 
 
 def test_interfaces_that_are_not_meant_come_last():
-    assert fabric.tcp_interfaces({}, ["lo", "docker0", "virbr0", "eth0"]) == ["eth0"]
-    assert fabric.tcp_interfaces({}, ["lo", "docker0", "virbr0"]) == ["docker0"]
-    assert fabric.tcp_interfaces({}, ["lo", "virbr0"]) == ["lo"]
+    rules = fabric.nccl_rules()
+    assert fabric.tcp_interfaces({}, ["lo", "docker0", "virbr0", "eth0"], rules) == ["eth0"]
+    assert fabric.tcp_interfaces({}, ["lo", "docker0", "virbr0"], rules) == ["docker0"]
+    assert fabric.tcp_interfaces({}, ["lo", "virbr0"], rules) == ["lo"]
 
 
 def test_running_interfaces():
@@ -113,11 +114,11 @@ class Node:
         library(self.lib, "libibverbs.so.1", "int ibv_open_device(void) { return 0; }")
         return self.file("dev/infiniband/uverbs0", "")
 
-    def network(self, **env: str) -> Network:
+    def network(self, nccl: str = fabric.DEFAULT_VERSION, **env: str) -> Network:
         """predict_network() on this node, in a process whose loader finds its libraries, with an interface hsn0."""
         script = (
             "import json, sys; from dataclasses import asdict; from hpctrain import fabric\n"
-            "fabric.running_interfaces = lambda: ['lo', 'hsn0']\n"
+            f"fabric.running_interfaces, fabric.DEFAULT_VERSION = lambda: ['lo', 'hsn0'], {nccl!r}\n"
             "print(json.dumps(asdict(fabric.predict_network(root=fabric.Path(sys.argv[1])))))"
         )
         clean = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
@@ -230,6 +231,38 @@ def test_network(node, case):
     found = make(node).network(**env)
     assert (found.name, found.unintended) == (name, unintended), found.description
     assert found.description.startswith(words[0]) and all(part in found.description for part in words), found.description
+
+
+# What differs between versions of NCCL, read in the source of each: the node, its variables, how the description begins.
+OF_VERSION = {
+    "2.26.2": [
+        (lambda n: n.plugin(), {"NCCL_NET_PLUGIN": "none"}, f"{AWS} (libnccl-net.so, "),
+        (lambda n: n.plugin(file="libnccl-net-ofi.so"), {"NCCL_NET_PLUGIN": "mine,ofi"}, f"{TCP}{SLOW}{NO_PLUGIN}"),
+        (lambda n: n.plugin(version=11), {}, f"{TCP}{SLOW}libnccl-net.so has no ncclNetPlugin of v6 to v10"),
+    ],
+    "2.27.7": [
+        (lambda n: n.plugin(), {"NCCL_NET_PLUGIN": "none"}, f"{TCP}{SLOW}no libnccl-net-none.so"),
+        (lambda n: n.plugin(file="libnccl-net-ofi.so"), {"NCCL_NET_PLUGIN": "mine,ofi"}, f"{AWS} (libnccl-net-ofi.so, "),
+    ],
+    "2.29.7": [(lambda n: n.plugin(version=12), {}, f"{TCP}{SLOW}libnccl-net.so has no ncclNetPlugin of v6 to v11")],
+    "2.30.7": [(lambda n: n.plugin(version=12), {}, f"{AWS} (libnccl-net.so, ")],
+}
+
+
+@pytest.mark.parametrize("version", OF_VERSION)
+def test_rules_of_a_version(tmp_path, node, version):
+    for number, (make, env, begins) in enumerate(OF_VERSION[version]):
+        (tmp_path / f"{number}").mkdir()
+        found = make(Node(tmp_path / f"{number}")).network(version, **env)
+        assert found.description.startswith(begins), found.description
+
+
+def test_rules_are_those_of_the_nccl_that_is_installed(monkeypatch):
+    """Those of the newest version that is not newer, and of the oldest one for an older NCCL."""
+    firsts = {"2.19.3": (2, 26), "2.26.2": (2, 26), "2.27.3": (2, 27), "2.29.7": (2, 28), "2.31.0": (2, 30)}
+    for version, first in firsts.items():
+        monkeypatch.setattr(fabric.metadata, "version", lambda name, version=version: version)
+        assert fabric.nccl_rules() is fabric.RULES[first]
 
 
 # Lines of real logs: NVIDIA/nccl issues 1925 (2.28) and 1267 (2.19), aws/aws-ofi-nccl issue 801 on Slingshot.

@@ -1,9 +1,9 @@
 """Which network NCCL uses between nodes, and why: predicted by NCCL's own rules, without a GPU.
 
-The rules are those of NCCL 2.29.7 (github.com/NVIDIA/nccl: src/plugin/net.cc and plugin_open.cc, src/transport/net_ib/init.cc,
-src/misc/socket.cc and param.cc, src/os/linux.cc). NCCL tries the plugins that it finds, then InfiniBand and RoCE, then TCP, and
-uses the first that works. With NCCL_NET it uses the first that works and has that name. Two rarely used settings are
-left out: NCCL_COMM_ID and NCCL_SOCKET_FAMILY.
+The rules are those of NCCL 2.26.2 to 2.30.7 (github.com/NVIDIA/nccl: src/plugin/net.cc and plugin_open.cc, src/transport/net_ib,
+src/misc/socket.cc and param.cc, src/os/linux.cc); RULES has what differs between them. NCCL tries the plugins that it finds, then
+InfiniBand and RoCE, then TCP, and uses the first that works. With NCCL_NET it uses the first that works and has that name. Two
+rarely used settings are left out: NCCL_COMM_ID and NCCL_SOCKET_FAMILY.
 """
 
 import ctypes
@@ -17,14 +17,66 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from hpctrain.node_checks import shorten
 
-# The versions of the plugin interface that NCCL 2.29 looks for, in its order. Each struct begins with a pointer to the name.
-PLUGIN_VERSIONS = range(11, 5, -1)
 # The values of NCCL_SOCKET_IFNAME that NCCL tries if it is not set: the first one that matches an interface counts.
 INTERFACES = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What differs between versions of NCCL.
+
+    `plugins` are the versions of the plugin interface that it looks for, in its order; each struct begins with a pointer to the
+    name. `files` are those that it tries for a name in NCCL_NET_PLUGIN, `files_of_library` if the name is that of a library.
+    """
+
+    plugins: range
+    interfaces: tuple[str, ...] = INTERFACES
+    lists: bool = True  # whether NCCL_NET_PLUGIN may have several names, with commas
+    none: bool = True  # whether it may be "none"
+    library: str = r"lib.*\.so|.*/.*"
+    files: tuple[str, ...] = ("{}", "libnccl-net-{}.so")
+    files_of_library: tuple[str, ...] = ("{}",)
+
+
+# By the first version that has them.
+RULES = {
+    (2, 26): Rules(
+        range(10, 5, -1),
+        ("ib", "^docker,lo", "docker", "lo"),
+        lists=False,
+        none=False,
+        files=("{}", "libnccl-net-{}.so", "libnccl-net.so"),
+        files_of_library=("{}", "libnccl-net-{}.so", "libnccl-net.so"),
+    ),
+    (2, 27): Rules(
+        range(10, 5, -1),
+        ("ib", "^docker,lo", "docker", "lo"),
+        none=False,
+        library=r"lib.*\.so",
+        files=("libnccl-net-{}.so",),
+    ),
+    (2, 28): Rules(range(11, 5, -1)),
+    (2, 30): Rules(range(12, 5, -1)),
+}
+DEFAULT_VERSION = "2.29.7"  # of cu130
+
+
+def nccl_rules() -> Rules:
+    """Those of the NCCL that is installed, or of DEFAULT_VERSION where there is none."""
+    version = DEFAULT_VERSION
+    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    number = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    return RULES[max((first for first in RULES if first <= number), default=min(RULES))]
+
 
 # From linux/sockios.h and linux/if.h.
 SIOCGIFFLAGS, SIOCGIFADDR, IFF_RUNNING = 0x8913, 0x8915, 0x40
@@ -45,15 +97,17 @@ class Network:
 def predict_network(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Network:
     """The network that NCCL uses on this node, and why; its name is "" if NCCL fails."""
     env = read_settings(env, root)
+    rules = nccl_rules()
     running = running_interfaces()
-    interfaces = tcp_interfaces(env, running)
+    interfaces = tcp_interfaces(env, running, rules)
     if not interfaces:  # NCCL's ranks connect over TCP first, whichever network the data use
         wanted = env.get("NCCL_SOCKET_IFNAME", "")
         found = shorten(running, ", ") or "no interface with an address"
         return Network(
             "", f"none: NCCL_SOCKET_IFNAME is '{wanted}', but this node has {found}: name one of these, or unset it", True
         )
-    networks = [*find_plugins(env, root), find_infiniband(env, root), Network("Socket", f"TCP over {', '.join(interfaces)}")]
+    tcp = Network("Socket", f"TCP over {', '.join(interfaces)}")
+    networks = [*find_plugins(env, root, rules), find_infiniband(env, root), tcp]
     named = env.get("NCCL_NET")
     taken = next((one for one in networks if one.name and (named is None or one.name.lower() == named.lower())), None)
     if taken is None:
@@ -109,18 +163,19 @@ def matches(wanted: str, name: str, port: int | None = None) -> bool:
     return found != exclude
 
 
-def find_plugins(env: Mapping[str, str], root: Path) -> Iterator[Network]:
+def find_plugins(env: Mapping[str, str], root: Path, rules: Rules) -> Iterator[Network]:
     """The plugins that NCCL loads; the dynamic loader searches for them in LD_LIBRARY_PATH, then in the cache of ldconfig."""
     cards = list_folder(root / "sys/class/cxi")
     wanted = env.get("NCCL_NET_PLUGIN")
-    names = "libnccl-net.so" if wanted is None else "" if wanted.lower() == "none" else wanted
-    for name in filter(None, names.split(",")):
-        whole = "/" in name or (name.startswith("lib") and name.endswith(".so"))
-        files = [name] if whole else [name, f"libnccl-net-{name}.so"]
+    names = "libnccl-net.so" if wanted is None else "" if rules.none and wanted.lower() == "none" else wanted
+    for name in filter(None, names.split(",") if rules.lists else [names]):
+        is_library = re.fullmatch(rules.library, name)
+        templates = rules.files_of_library if is_library else rules.files
+        files = list(dict.fromkeys(template.format(name) for template in templates)) if wanted is not None else [name]
         errors = []
         for file in files:
             try:
-                yield describe_plugin(file, ctypes.CDLL(file), cards)
+                yield describe_plugin(file, ctypes.CDLL(file), cards, rules)
                 break
             except OSError as error:
                 errors.append(str(error))
@@ -143,9 +198,9 @@ def is_absent(file: str, error: str) -> bool:
     return error.startswith(f"{file}:") and "No such file" in error
 
 
-def describe_plugin(file: str, library: ctypes.CDLL, cards: list[str]) -> Network:
+def describe_plugin(file: str, library: ctypes.CDLL, cards: list[str], rules: Rules) -> Network:
     """The network of a plugin that has been loaded, under the name that the plugin exports."""
-    for version in PLUGIN_VERSIONS:
+    for version in rules.plugins:
         try:
             name = ctypes.c_char_p.in_dll(library, f"ncclNetPlugin_v{version}").value or b""
         except ValueError:
@@ -156,7 +211,7 @@ def describe_plugin(file: str, library: ctypes.CDLL, cards: list[str]) -> Networ
         if cards and not any("libcxi" in path for path in parts):
             description += f", but no libcxi.so.1, which libfabric needs for Slingshot ({', '.join(cards)})"
         return Network(name.decode(errors="replace"), description)
-    versions = f"v{PLUGIN_VERSIONS[-1]} to v{PLUGIN_VERSIONS[0]}"
+    versions = f"v{rules.plugins[-1]} to v{rules.plugins[0]}"
     return Network("", f"{file} has no ncclNetPlugin of {versions}: use a plugin built for this NCCL", True)
 
 
@@ -217,10 +272,10 @@ def running_interfaces() -> list[str]:
     return with_ipv4 + others
 
 
-def tcp_interfaces(env: Mapping[str, str], running: list[str]) -> list[str]:
+def tcp_interfaces(env: Mapping[str, str], running: list[str], rules: Rules) -> list[str]:
     """The interfaces over which NCCL's ranks connect, and send their data if there is no other network. May be empty."""
     wanted = env.get("NCCL_SOCKET_IFNAME", "")
-    for names in (wanted,) if len(wanted) > 1 else INTERFACES:  # NCCL ignores a single letter
+    for names in (wanted,) if len(wanted) > 1 else rules.interfaces:  # NCCL ignores a single letter
         if found := [name for name in running if matches(names, name)]:
             return found
     return []
