@@ -674,7 +674,7 @@ def test_shifter(cluster):
     ended, output = wait(cluster, no_image)
     assert ended.state == "FAILED" and "nothing:1: shifter has no such image" in output, output
     ended, output = wait(cluster, no_gateway)
-    assert ended.state == "FAILED" and "error: shifter: failed to contact the image gateway: try again later" in output, output
+    assert ended.state == "FAILED" and "failed to contact the image gateway: the gateway of the images does not" in output, output
     ended, output = wait(cluster, no_shifter)
     assert ended.state == "FAILED" and "there is no shifter on the PATH of n1" in output, output
 

@@ -440,6 +440,26 @@ def test_a_runtime_is_one_function_and_a_row_and_so_is_a_launcher(project):
     assert "HPCTRAIN_RUNTIME is 'docker': choose apptainer, podman-hpc, shifter, none or toy" in done.stderr
 
 
+# ---- shifter ----
+
+NO_GATEWAY = "the gateway of the images does not answer, so try again later"
+
+
+@pytest.mark.parametrize(
+    ("gateway", "said"),
+    [
+        ("up", "nothing:1: shifter has no such image: shifterimg pull it, or set HPCTRAIN_IMAGE (shifterimg images lists yours)"),
+        ("down", f"shifterimg lookup: ERROR: failed to contact the image gateway: {NO_GATEWAY}"),
+        ("slow", f"shifterimg lookup: err 28: {NO_GATEWAY}"),
+    ],
+)
+def test_an_image_that_shifter_cannot_look_up(gateway, said):
+    """A gateway that timed out ("err 28") was reported as an image that does not exist."""
+    env = {"PATH": f"{REPOSITORY}/tests/standins:{BARE['PATH']}", "HPCTRAIN_IMAGE": "nothing:1", "SHIFTER_GATEWAY": gateway}
+    done = library("GPUS=0; use_runtime shifter", **env)
+    assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {said}\n"), done
+
+
 # ---- the driver of the GPUs ----
 
 CU126 = "take the image cu126, which needs 525 (HPCTRAIN_FLAVOR=cu126)"

@@ -97,8 +97,9 @@ apptainer_command() {
 shifter_command() {
     command -v shifter >/dev/null || die "there is no shifter on the PATH of $(hostname): use a launch script for a runtime of this site"
     : "${HPCTRAIN_IMAGE:=hpctrain:$HPCTRAIN_FLAVOR}"
-    # It says on stdout that its gateway does not answer.
-    DIGEST=$(shifterimg lookup "$HPCTRAIN_IMAGE" 2>/dev/null) || [[ $DIGEST != *gateway* ]] || die "shifter: $DIGEST: try again later"
+    # It prints nothing about an image that it does not have, and on stdout that its gateway does not answer ("ERROR: ...", "err 28").
+    DIGEST=$(shifterimg lookup "$HPCTRAIN_IMAGE" 2>/dev/null) || [[ -z $DIGEST ]] ||
+        die "shifterimg lookup: ${DIGEST%.}: the gateway of the images does not answer, so try again later"
     [[ $DIGEST =~ ^(sha256:)?[0-9a-f]+$ ]] ||
         die "$HPCTRAIN_IMAGE: shifter has no such image: shifterimg pull it, or set HPCTRAIN_IMAGE (shifterimg images lists yours)"
     DIGEST=sha256:${DIGEST#sha256:}
