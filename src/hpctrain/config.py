@@ -25,7 +25,7 @@ from hpctrain.world import World, job_id
 # Options that may differ when a run is resumed: they do not change its weights by more than rounding. A checkpoint of another
 # --data with as many examples is not noticed: jobs copy their data to folders that are named after the job.
 _FREE_OPTIONS = {"out", "resume", "force", "data", "watchdog", "checkpoint_every", "keep_checkpoints", "strict", "on_nan"}
-_FREE_OPTIONS |= {"device", "devices", "num_nodes", "accelerator", "workers", "strategy", "gradient_checkpointing"}
+_FREE_OPTIONS |= {"device", "devices", "num_nodes", "accelerator", "workers", "strategy", "gradient_checkpointing", "wandb"}
 
 
 def write_config(folder: Path, world: World, trainer: str, args: argparse.Namespace, device: torch.device) -> Path:

@@ -1,16 +1,13 @@
 """hpctrain export: the metrics of a run for other tools, each step once however often its job was started."""
 
 import csv
-import hashlib
-import json
-import os
 from pathlib import Path
-from typing import Any
 
 from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, first_line
-from hpctrain.runs import read_configs, read_metrics, summarize
+from hpctrain.runs import read_configs, read_metrics
+from hpctrain.wandb_log import result_numbers, start_wandb
 from hpctrain.world import World
 
 
@@ -41,32 +38,17 @@ def to_wandb(run: Path) -> str:
 
     Its id comes from config.json, so that a later export of the same run replaces the earlier one at W&B.
     """
-    # Nothing of this process, its machine or its folder goes into the run, and nothing over the network.
-    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
-    try:
-        import wandb
-    except ImportError as error:
-        raise HpctrainError(f"wandb cannot be imported ({error}): run this in the image, or pip install wandb") from error
-    rows, configs, summary = steps(run), read_configs(run), summarize(run)
-    identity = hashlib.sha256((run / "config.json").read_bytes()).hexdigest()[:16]
-    settings = wandb.Settings(
-        console="off", disable_code=True, disable_git=True, save_code=False,
-        x_disable_machine_info=True, x_disable_meta=True, x_disable_stats=True, x_save_requirements=False,
-    )  # fmt: skip
-    last = configs[-1]
-    config = {**last["options"], **{name: last.get(name) for name in ("world", "job", "image_digest", "revision")}}
-    config["resumed_at"] = [each["resumed_at"] for each in configs[1:] if "resumed_at" in each]
+    rows = steps(run)
     with atomic.folder(run / "wandb") as folder:
         try:
-            logged = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "hpctrain"), dir=folder, id=identity, config=config,
-                name=f"{summary['trainer']} {summary['job']}", job_type=str(summary["trainer"]), settings=settings,
-            )  # fmt: skip
+            logged = start_wandb(run, folder, "offline")
             for row in rows:
                 logged.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
-            logged.summary.update(_result(run))
+            logged.summary.update(result_numbers(run))
             logged.finish()
-        except wandb.Error as error:
+        except HpctrainError:
+            raise
+        except Exception as error:  # wandb.Error
             raise HpctrainError(f"{run}: wandb could not write its files ({first_line(error)}): see its message above") from error
         (written,) = folder.glob("wandb/offline-run-*")
         name = written.name
@@ -75,15 +57,6 @@ def to_wandb(run: Path) -> str:
             other.unlink()
         (folder / "wandb").rmdir()
     return f"wandb sync {run}/wandb/{name}"
-
-
-def _result(run: Path) -> dict[str, Any]:
-    """The numbers of result.json, if the run has ended."""
-    try:
-        content = json.loads((run / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {name: value for name, value in content.items() if isinstance(value, (int, float, str))}
 
 
 FORMATS = {"csv": to_csv, "wandb": to_wandb}

@@ -5,13 +5,15 @@ import shutil
 from pathlib import Path
 
 from hpctrain import atomic
+from hpctrain.wandb_log import Mirror
 
 
 class Metrics:
-    """The metrics of a run folder, on one rank. `lines` is their number."""
+    """The metrics of a run folder, on one rank. `lines` is their number. With `wandb` they go to Weights & Biases as well."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wandb: bool = False) -> None:
         self._path, self._board_folder = folder / "metrics.jsonl", folder / "tensorboard"
+        self._mirror = Mirror(folder) if wandb else None
         self.lines = 0
         self._open()
 
@@ -20,13 +22,15 @@ class Metrics:
         self._file.write(json.dumps(position | values) + "\n")
         self._file.flush()
         self.lines += 1
+        if self._mirror:
+            self._mirror.start()
         self._show(position["step"], values)
 
     def rewind(self, lines: int) -> None:
         """Keep the first lines alone: a resumed run repeats the steps of the others. Raises OSError."""
         if self._file.tell() == 0:
             return
-        self.close()
+        self._close_files()
         kept = self._path.read_text(encoding="utf-8").splitlines(keepends=True)[:lines]
         atomic.write_text(self._path, "".join(kept))
         shutil.rmtree(self._board_folder, ignore_errors=True)
@@ -37,6 +41,11 @@ class Metrics:
 
     def close(self) -> None:
         """Write what is still in memory."""
+        self._close_files()
+        if self._mirror:
+            self._mirror.close()
+
+    def _close_files(self) -> None:
         self._file.close()
         self._board.close()
 

@@ -88,7 +88,7 @@ class Run:
                 self._config = write_config(self.folder, world, trainer, args, device)
         if world.rank == 0:
             self.print(f"run folder {self.folder}, {world.size} ranks on {world.nodes} nodes ({world.launcher}), {device.type}")
-            self._metrics = Metrics(self.folder)
+            self._metrics = Metrics(self.folder, vars(args).get("wandb", False))
         self._watchdog = Watchdog(world, args.watchdog, self._log)
         self._args, self._device = args, device
         self.times = StepTimes()
@@ -296,6 +296,7 @@ class Run:
     def _leave(self) -> NoReturn:
         self._watchdog.stop()
         if self.world.rank == 0:
+            self._metrics.close()
             self._owner.release()
         raise EndEarly(0)
 
