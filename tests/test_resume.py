@@ -23,7 +23,9 @@ def names(folder):
 
 def lines(folder):
     """The metrics without the time that they took."""
-    return [{key: line[key] for key in line if key not in ("seconds", "examples_per_s")} for line in metrics(folder)]
+    return [
+        {key: line[key] for key in line if key not in ("seconds", "examples_per_s", "peak_memory_mb")} for line in metrics(folder)
+    ]
 
 
 def points_in_tensorboard(folder):

@@ -152,6 +152,21 @@ def test_the_page(tmp_path):
     assert len(ids) == len(set(ids)) >= 4
 
 
+def test_memory_and_use_of_gpus_have_charts(tmp_path):
+    lines = [{"epoch": 1, "step": step, "train_loss": 1.0, "peak_memory_mb": 900.0, "gpu_percent": 87.0} for step in (5, 10)]
+    folder = make_run(tmp_path / "run", lines=lines)
+    assert runs.summarize(folder)["score"] == "train_loss"
+    assert report.metric_names([report.read(folder)]) == ["train_loss", "peak_memory_mb", "gpu_percent"]
+    report.main(ALONE, [str(folder), "--out", str(tmp_path / "page.html")])
+    assert {"peak memory (MB)", "GPU use (%)"} <= set(Page((tmp_path / "page.html").read_text()).texts)
+
+
+def test_a_restart_is_a_dotted_line(tmp_path):
+    for starts in (1, 2):
+        content = report.read(make_run(tmp_path / str(starts), starts=starts))
+        assert report.chart([content], "train_loss").count("stroke-dasharray: 2,3.3") == starts - 1
+
+
 def test_one_run_and_equal_runs(tmp_path):
     folders = [make_run(tmp_path / name) for name in ("a", "b")]
     report.main(ALONE, [str(folders[0]), "--out", str(tmp_path / "one.html")])

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import time
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 import warm_start
 from conftest import write_digits
 
-from hpctrain import checkpoint, speed
+from hpctrain import checkpoint, run, speed
 from hpctrain.checkpoint import with_plain_names
+from hpctrain.cli import trainer_parser
 from hpctrain.nlp import classify
 from hpctrain.nlp.features import Features
 from hpctrain.nlp.sampling import BatchSampler, FeatureDataset
+from hpctrain.runs import read_metrics
 from hpctrain.vision import train_ddp
 from hpctrain.vision.data import Images
 from hpctrain.vision.folder import ImageDataset
@@ -117,6 +120,37 @@ def test_result_has_the_memory_of_the_rank_that_needs_most(tmp_path):
     assert 900 < figures["peak_memory_mb"] < 3000
     assert 0 < figures["step_ms_p50"] <= figures["step_ms_p95"]
     assert f"peak_memory_mb {figures['peak_memory_mb']:.4g}" in done.stdout
+    lines = [line for line in read_metrics(tmp_path / "run") if "train_loss" in line]
+    assert all(900 < line["peak_memory_mb"] <= figures["peak_memory_mb"] for line in lines) and len(lines) == 5
+    assert "gpu_percent" not in lines[0] and {line["learning_rate"] for line in lines} == {0.03}
+
+
+def test_the_use_of_a_gpu(monkeypatch):
+    """With an imitation of NVML, because there is no GPU here."""
+    assert speed.gpu_percent(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 87 if device.index == 1 else 0)
+    assert speed.gpu_percent(torch.device("cuda:1")) == 87.0
+
+    def raises(device):
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(torch.cuda, "utilization", raises)
+    assert speed.gpu_percent(torch.device("cuda:1")) is None
+
+
+def test_a_line_of_metrics_has_memory_and_use_and_the_log_has_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "gpu_percent", lambda device: 87.0)
+    monkeypatch.setattr(run, "peak_memory", lambda device: 1234.56)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    args = trainer_parser("test", "").parse_args(["--out", str(tmp_path / "run"), "--watchdog", "0"])
+    args.epochs = 1
+    opened = run.Run(ALONE, "test", args, torch.device("cpu"))
+    opened.start_epoch(1, 1, 8)
+    opened.step(torch.tensor(2.5))
+    (line,) = read_metrics(tmp_path / "run")
+    assert (line["train_loss"], line["peak_memory_mb"], line["gpu_percent"]) == (2.5, 1234.6, 87.0)
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"epoch 1 step 1  train_loss 2\.5  examples_per_s [\d.e+]+  0 s left", printed)
 
 
 def test_result_has_tokens_without_padding(tmp_path, capfd):

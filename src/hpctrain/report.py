@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.metrics import format_seconds
 from hpctrain.plot import folder_for_matplotlib
 from hpctrain.runs import points, read_configs, read_metrics, summarize
 from hpctrain.world import World
@@ -23,7 +24,8 @@ COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 # Stands for the color of the page's text in a picture, which is replaced: matplotlib knows no "currentColor".
 TEXT = "#010203"
 # First what people look at first; scores come between.
-FIRST, LAST = ("train_loss", "test_loss"), ("examples_per_s", "learning_rate")
+FIRST, LAST = ("train_loss", "test_loss"), ("examples_per_s", "learning_rate", "peak_memory_mb", "gpu_percent")
+TITLES = {"peak_memory_mb": "peak memory (MB)", "gpu_percent": "GPU use (%)"}
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -38,7 +40,7 @@ h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1.05rem; margin-top: 1.5rem; }}
 .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; }}
 th, td {{ padding: .2rem .8rem .2rem 0; text-align: left; white-space: nowrap; border-bottom: 1px solid #8884; }}
-.charts {{ display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }}
+.charts {{ display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 350px), 1fr)); }}
 .charts svg {{ width: 100%; height: auto; }}
 .color {{ display: inline-block; width: .8rem; height: .8rem; border-radius: 50%; margin-right: .4rem; }}
 </style>
@@ -84,8 +86,8 @@ def draw(axis: "Axes", runs: list[Content], name: str) -> None:
             axis.plot(*zip(*found, strict=True), color=color, marker="o" if len(found) < 30 else None, markersize=3)
         for config in run.configs[1:]:
             if "resumed_at" in config:
-                axis.axvline(config["resumed_at"], color=color, linestyle=":", linewidth=1)
-    axis.set(xlabel="step", title=name.replace("_", " "))
+                axis.axvline(config["resumed_at"], color=color, linestyle=":", linewidth=2)
+    axis.set(xlabel="step", title=TITLES.get(name, name.replace("_", " ")))
     values = [value for run in runs for _, value in points(run.lines, name)]
     if name.endswith("_loss") and 0 < 20 * min(values) < max(values) < math.inf:
         axis.set_yscale("log")
@@ -132,8 +134,8 @@ def page(runs: list[Content]) -> str:
         row, color = run.row, COLORS[number % len(COLORS)]
         score = f"{row['score']} {row['value']:.4g}" if row["score"] else ""
         position = f"epoch {row['epoch']}/{row['epochs']}, step {row['step']}"
-        hours = run.lines[-1].get("seconds", 0) / 3600
-        cells = [row["state"], row["job"], position, score, f"{hours:.2f} h", row["started"], row["image_digest"] or ""]
+        time, started = format_seconds(run.lines[-1].get("seconds", 0)), str(row["started"])[:16].replace("T", " ")
+        cells = [row["state"], row["job"], position, score, time, started, row["image_digest"] or ""]
         name = f'<td><span class="color" style="background:{color}"></span>{html.escape(row["run"])}</td>'
         rows.append(f"<tr>{name}{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in cells)}</tr>")
     heads = ("run", "state", "job", "position", "score", "time", "started", "image")

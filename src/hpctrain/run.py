@@ -41,11 +41,13 @@ from hpctrain.redaction import hide_secrets
 from hpctrain.rendezvous import all_or_none, broadcast, gather
 from hpctrain.requeue import report_saved, report_stopped
 from hpctrain.run_folder import AUTO, finished_epochs, prepare_folder
-from hpctrain.speed import StepTimes, peak_memory
+from hpctrain.speed import StepTimes, gpu_percent, peak_memory
 from hpctrain.watchdog import Watchdog
 from hpctrain.world import World, restart_count
 
 T = TypeVar("T")
+# Metrics that every line of metrics.jsonl has and no line of the log: they change little.
+NOT_PRINTED = {"peak_memory_mb", "gpu_percent"}
 
 
 class Run:
@@ -205,8 +207,9 @@ class Run:
     def step(self, loss: Tensor, **values: float) -> None:
         """Count an optimizer step, with the mean loss of this rank's examples. The first step starts the watchdog.
 
-        Five times an epoch it writes a line of metrics: the mean loss over all ranks since the last line, and `values`. A
-        collective call then. Raises HpctrainError if the mean is not finite.
+        Five times an epoch it writes a line of metrics: the mean loss over all ranks since the last line, `values`, the speed,
+        the peak memory of the rank that needs most, and the mean use of GPUs. A collective call then. Raises HpctrainError if
+        the mean is not finite.
         """
         if not self._nonfinite.is_skipping:
             self._unlogged += 1
@@ -218,10 +221,14 @@ class Run:
         if self._bar:
             self._bar.update()
         if self._step % -(-self._steps // 5) == 0 and self._unlogged:
-            mean = sum(gather(self.world, float(self._loss_sum))) / (self._unlogged * self.world.size)
+            own = [float(self._loss_sum), peak_memory(self._device), gpu_percent(self._device)]
+            losses, memory, use = zip(*gather(self.world, own), strict=True)
             now = time.perf_counter()
-            speed = self._unlogged * self._examples / (now - self._since)
-            self.metrics(train_loss=mean, **values, examples_per_s=speed)
+            values["examples_per_s"] = self._unlogged * self._examples / (now - self._since)
+            values["peak_memory_mb"] = round(max(memory), 1)
+            if None not in use:
+                values["gpu_percent"] = sum(use) / len(use)
+            self.metrics(train_loss=sum(losses) / (self._unlogged * self.world.size), **values)
             self._loss_sum, self._unlogged, self._since = 0.0, 0, now
             self._nonfinite.clear()
 
@@ -316,7 +323,7 @@ class Run:
             self._metrics.add({"epoch": epoch, "step": step, "seconds": seconds}, values)
         except OSError as error:
             raise HpctrainError(f"{self.folder}/metrics.jsonl: cannot be written ({error.strerror}): free some space") from error
-        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items() if name not in NOT_PRINTED)
         if speed := values.get("examples_per_s"):
             text += f"  {format_seconds((self._args.epochs * self._steps - step) * self._examples / speed)} left"
         if self._bar:

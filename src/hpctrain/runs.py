@@ -13,7 +13,7 @@ from hpctrain.errors import HpctrainError, one_line
 from hpctrain.world import World
 
 # The entries of a line of metrics that are neither losses nor scores.
-NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s"}
+NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s", "peak_memory_mb", "gpu_percent"}
 PRUNED = "pruned.txt"  # in the folder of a trial that its sweep has ended early
 # An owner changes the time stamp of owner.json every two seconds; clocks of nodes and file servers differ by less than this.
 SIGN_OF_LIFE = 60.0  # s

@@ -79,3 +79,13 @@ def peak_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # Linux counts in KiB
+
+
+def gpu_percent(device: torch.device) -> float | None:
+    """The share of the last second or less in which the GPU computed, in percent; None on a CPU, or where NVML does not say."""
+    if device.type != "cuda":
+        return None
+    try:
+        return float(torch.cuda.utilization(device))
+    except Exception:  # no nvidia-ml-py, an old driver, a part of a GPU (MIG), another make: each has an error of its own
+        return None

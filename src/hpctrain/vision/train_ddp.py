@@ -90,7 +90,7 @@ def train(world: World, args: argparse.Namespace) -> None:
                 loss.backward()  # DDP averages the gradients over all ranks meanwhile
                 run.check_gradients()
                 optimizer.step()
-                run.step(loss.detach())
+                run.step(loss.detach(), learning_rate=optimizer.param_groups[0]["lr"])
                 if run.must_save():
                     run.save(make_state())
             run.end_epoch()

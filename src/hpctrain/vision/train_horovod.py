@@ -97,7 +97,7 @@ def main(world: World, arguments: list[str]) -> None:
                         optimizer.step()
                 else:
                     optimizer.step()  # waits for the all-reduces
-                run.step(loss_sum)
+                run.step(loss_sum, learning_rate=optimizer.param_groups[0]["lr"])
                 if run.must_save():
                     run.save(make_state())
             run.end_epoch()
