@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_runs import make_run, run
 
 # A run that was requeued after step 10: step 10 twice, and a step of training and of evaluation in two lines.
@@ -32,6 +33,23 @@ def test_csv(tmp_path):
         rows = list(csv.DictReader(file))
     found = {int(row.pop("step")): {name: float(value) for name, value in row.items() if value} for row in rows}
     assert found == STEPS and len(rows) == len(STEPS)
+
+
+@pytest.mark.slow
+def test_tensorboard(tmp_path):
+    folder = make_run(tmp_path / "runs/17", starts=2, lines=LINES)
+    (folder / "tensorboard").mkdir()
+    (folder / "tensorboard/events.old").touch()
+    done = run("export", "tensorboard", folder, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"tensorboard --logdir {folder}/tensorboard\n"), done.stderr
+    (written,) = (folder / "tensorboard").iterdir()
+    board = EventAccumulator(str(written)).Reload()
+    found = sorted((point.step, name, point.value) for name in board.Tags()["scalars"] for point in board.Scalars(name))
+    expected = sorted((step, *item) for step, row in STEPS.items() for item in row.items() if item[0] not in ("epoch", "seconds"))
+    assert found == expected
+    (folder / "owner.json").write_text("{}")  # a job has it open
+    refused = run("export", "tensorboard", folder, cwd=tmp_path)
+    assert refused.returncode == 1 and "is running, and writes its" in refused.stderr and written.exists()
 
 
 def records(path):

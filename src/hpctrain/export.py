@@ -6,7 +6,8 @@ from pathlib import Path
 from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, first_line
-from hpctrain.runs import read_configs, read_metrics
+from hpctrain.metrics import NOT_SHOWN
+from hpctrain.runs import read_configs, read_metrics, summarize
 from hpctrain.wandb_log import result_numbers, start_wandb
 from hpctrain.world import World
 
@@ -59,13 +60,31 @@ def to_wandb(run: Path) -> str:
     return f"wandb sync {run}/wandb/{name}"
 
 
-FORMATS = {"csv": to_csv, "wandb": to_wandb}
+def to_tensorboard(run: Path) -> str:
+    """Write tensorboard/ anew, as the trainers write it; returns what shows it. Raises HpctrainError while a job writes it."""
+    if summarize(run)["state"] == "running":
+        raise HpctrainError(f"{run} is running, and writes its {run}/tensorboard itself: look there, or wait for its end")
+    from torch.utils.tensorboard import SummaryWriter
+
+    rows = steps(run)
+    with atomic.folder(run / "tensorboard") as folder, SummaryWriter(folder) as board:
+        for row in rows:
+            for name in row.keys() - NOT_SHOWN:
+                board.add_scalar(name, row[name], int(row["step"]))
+    return f"tensorboard --logdir {run}/tensorboard"
+
+
+FORMATS = {"csv": to_csv, "tensorboard": to_tensorboard, "wandb": to_wandb}
 
 
 def parser() -> Parser:
     """The options of `hpctrain export`."""
     parser = Parser(prog="hpctrain export", description="Write the metrics of runs for other tools, into their run folders.")
-    parser.add_argument("format", choices=[*FORMATS], help="csv: metrics.csv; wandb: an offline run for wandb sync")
+    parser.add_argument(
+        "format",
+        choices=[*FORMATS],
+        help="csv: metrics.csv; tensorboard: its files, which a run has anyway; wandb: an offline run for wandb sync",
+    )
     parser.add_argument("run", type=Path, nargs="+", help="run folder, such as runs/train_ddp/17")
     return parser
 

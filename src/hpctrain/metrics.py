@@ -7,6 +7,8 @@ from pathlib import Path
 from hpctrain import atomic
 from hpctrain.wandb_log import Mirror
 
+NOT_SHOWN = {"epoch", "step", "seconds"}  # in TensorBoard
+
 
 class Metrics:
     """The metrics of a run folder, on one rank. `lines` is their number. With `wandb` they go to Weights & Biases as well."""
@@ -37,7 +39,7 @@ class Metrics:
         self._open()
         self.lines = len(kept)
         for line in map(json.loads, kept):
-            self._show(line["step"], {name: line[name] for name in line if name not in ("epoch", "step", "seconds")})
+            self._show(line["step"], {name: line[name] for name in line if name not in NOT_SHOWN})
 
     def close(self) -> None:
         """Write what is still in memory."""
