@@ -1,11 +1,13 @@
-"""Class folders of images: which files are read, how they are decoded, and that a resumed run sees the same augmented images."""
+"""Images in class folders and tar files: which are read, how, and that a resumed run sees the same augmented images."""
 
+import io
 import json
 import os
 import random
 import re
 import shutil
 import struct
+import tarfile
 import zlib
 
 import numpy
@@ -13,6 +15,7 @@ import pytest
 import torch
 import warm_start
 from PIL import Image
+from test_train import in_image, run
 
 from hpctrain.batches import training_batches
 from hpctrain.errors import HpctrainError
@@ -36,6 +39,26 @@ def images(tmp_path_factory):
                 pixels = noise.integers(0, 128, (24 + 3 * n, 40 - 2 * n, 3), numpy.uint8) + 127 * label
                 Image.fromarray(pixels.astype(numpy.uint8)).save(folder / part / name / f"{n}.{'png' if n % 2 else 'jpg'}")
     return folder
+
+
+@pytest.fixture(scope="module")
+def shards(images, tmp_path_factory):
+    """The same images, in the same order, in two tar files for training and one for evaluation."""
+    folder = tmp_path_factory.mktemp("shards")
+    for part, data in zip(("train", "val"), load(images), strict=True):
+        (folder / part).mkdir()
+        for first in range(0, len(data), 8):
+            with tarfile.open(folder / part / f"{first:03d}.tar", "w") as tar:
+                for number in range(first, min(first + 8, len(data))):
+                    add(tar, f"{number}.jpg", data.path(number).read_bytes())
+                    add(tar, f"{number}.cls", f"{data.labels[number]}\n".encode())
+    return folder
+
+
+def add(tar, name, content):
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
 
 
 @pytest.fixture
@@ -182,6 +205,68 @@ def batches(folder, workers, epoch=1, skip=0, seed=1, world=ALONE):
     return list(train.batches(training_batches(len(train), 4, seed, epoch, world, skip), CPU, 16, epoch))
 
 
+def test_tar_files_give_the_batches_of_class_folders(images, shards):
+    assert sorted(path.name for path in (shards / "train").iterdir()) == ["000.tar", "008.tar"]
+    for (train, test), workers in ((load(shards), 0), (load(shards, 2), 2)):
+        of_folders, evaluation = load(images)
+        order = [torch.tensor([3, 11, 0]), torch.tensor([7, 8])]
+        assert equal(list(train.batches(order, CPU, 16, 2)), list(of_folders.batches(order, CPU, 16, 2))), workers
+        assert equal(*(list(part.batches([torch.tensor([3, 0])], CPU, 16, 0)) for part in (test, evaluation)))
+        assert train.classes == test.classes == ["0", "1"] and len(train) == 12 and len(test) == 6
+    assert equal(batches(shards, 1, skip=1), batches(images, 0, skip=1))
+
+
+WRONG_SHARDS = {
+    "no label": (["0.jpg", "1.jpg"], "000.tar: its examples have jpg: they need one JPEG or PNG file and its label in .cls"),
+    "two images": (["0.jpg", "0.png", "0.cls"], "its examples have cls, jpg, png: they need one JPEG"),
+    "word": (["0.jpg", "0.cls=cat"], "000.tar: 0.cls has no label: it must be an integer from 0"),
+    "negative": (["0.jpg", "0.cls=-1"], "000.tar: 0.cls has no label"),
+    "large": (["0.jpg", "0.cls=12345678901"], "000.tar: 0.cls has no label"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_SHARDS)
+def test_wrong_tar_files_are_named(shards, tmp_path, kind):
+    names, message = WRONG_SHARDS[kind]
+    folder = shutil.copytree(shards, tmp_path / "copy")
+    (folder / "train/008.tar").unlink()
+    with tarfile.open(folder / "train/000.tar", "w") as tar:
+        for name, _, content in (name.partition("=") for name in names):
+            add(tar, name, content.encode())
+    with pytest.raises(HpctrainError, match=message) as error:
+        load(folder)
+    assert str(error.value).startswith(str(folder)) and "\n" not in str(error.value)
+
+
+def test_tar_files_in_one_part_only_and_unlike_labels(images, shards, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(shards / "train", folder / "train")
+    shutil.copytree(images / "val", folder / "val")
+    with pytest.raises(HpctrainError, match=r"there are .tar files in train/ or val/, but none in val/"):
+        load(folder)
+    shutil.copy(shards / "val/000.tar", folder / "val")
+    with pytest.raises(HpctrainError, match=r"val: has .tar files and the folder cat: keep one of the two"):
+        load(folder)
+    shutil.rmtree(folder / "val")
+    (folder / "val").mkdir()
+    with tarfile.open(folder / "val/000.tar", "w") as tar:
+        add(tar, "a.jpg", b"")
+        add(tar, "a.cls", b"2")
+    with pytest.raises(HpctrainError, match=r"the label 2 is in val/, but those in train/ end at 1: both need the same labels"):
+        load(folder)
+
+
+def test_a_broken_image_in_a_tar_file_is_named(shards, tmp_path):
+    folder = shutil.copytree(shards, tmp_path / "copy")
+    with tarfile.open(folder / "train/000.tar", "w") as tar:
+        add(tar, "00/7.jpg", b"<html>404</html>")
+        add(tar, "00/7.cls", b"0")
+    train, _ = load(folder, workers=1)
+    with pytest.raises(HpctrainError, match="cannot be read as a JPEG or PNG") as error:
+        list(train.batches([torch.tensor([0])], CPU, 16, epoch=1))
+    assert str(error.value).startswith(f"{folder}/train/000.tar: 00/7.jpg: cannot be read") and "\n" not in str(error.value)
+
+
 def equal(one, other):
     return len(one) == len(other) and all(
         torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
@@ -271,8 +356,11 @@ def use_small_model():
 
 
 def train(trainer, images, cwd, *words, ranks=2):
+    """On ranks in the image, which has Horovod, or on ranks with a small model that have their imports behind them."""
     words = ["--model", "resnet50", "--data", images, "--image-size", 16, "--batch-size", 4, "--checkpoint-every", 1, *words]
     arguments = [trainer, *map(str, words), "--epochs", "2", "--keep-checkpoints", "99"]
+    if trainer == "train_horovod":
+        return run(in_image("torchrun", f"--nproc-per-node={ranks}", "-m", "hpctrain"), *arguments, cwd=cwd)
     return warm_start.run(warm_start.torchrun_ranks(ranks, arguments, dict(os.environ), use_small_model), cwd)
 
 
@@ -281,16 +369,23 @@ def digest(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["train_ddp", "train_lightning"])
-def test_a_run_cut_within_an_epoch_is_resumed_bit_for_bit(images, tmp_path, trainer):
+@pytest.mark.parametrize(
+    ("trainer", "data", "ranks"),
+    [
+        ("train_ddp", "shards", 4),
+        ("train_lightning", "images", 2),
+    ],
+)
+def test_a_run_cut_within_an_epoch_is_resumed_bit_for_bit(request, tmp_path, trainer, data, ranks):
     """In the second epoch, with another number of workers."""
-    done = train(trainer, images, tmp_path, "--out", "whole", "--workers", 1)
+    folder = shutil.copytree(request.getfixturevalue(data), tmp_path / "data")  # the image sees the working folder alone
+    done = train(trainer, folder, tmp_path, "--out", "whole", "--workers", 1, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (cut / "result.json").unlink()
     for name in ("epoch-0002.pt", "epoch-0002-step-000002.pt"):
         (cut / "checkpoints" / name).unlink(missing_ok=True)
-    done = train(trainer, images, tmp_path, "--resume", "cut", "--workers", 0)
+    done = train(trainer, folder, tmp_path, "--resume", "cut", "--workers", 0, ranks=ranks)
     assert done.returncode == 0 and "resuming after epoch 1 and 1 steps" in done.stdout, done.stdout + done.stderr
     assert digest(cut) == digest(tmp_path / "whole")
 

@@ -7,6 +7,7 @@ map-style sibling wids ended with webdataset 1.0. An uncompressed tar file needs
 import os
 import tarfile
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import numpy
@@ -49,18 +50,39 @@ class TarShards(Dataset):
 
     def __getitem__(self, number: int) -> dict[str, str | bytes]:
         """An example. Raises HpctrainError, naming the tar file, if it cannot be read."""
-        example: dict[str, str | bytes] = {"__key__": os.fsdecode(bytes(self._keys[number]))}
-        path = self._paths[self._places[number, 0, 0]]
+        contents = self._read([(number, extension) for extension in self.extensions])
+        return {"__key__": self.key(number)} | dict(zip(self.extensions, contents, strict=True))
+
+    def key(self, number: int) -> str:
+        """The name of an example: that of its files up to the first dot."""
+        return os.fsdecode(bytes(self._keys[number]))
+
+    def path(self, number: int) -> Path:
+        """The tar file of an example."""
+        return self._paths[self._places[number, 0, 0]]
+
+    def read(self, number: int, extension: str) -> bytes:
+        """One file of an example. Raises HpctrainError, naming the tar file, if it cannot be read."""
+        return self._read([(number, extension)])[0]
+
+    def read_all(self, extension: str) -> list[bytes]:
+        """This file of every example; each tar file is opened once. Raises HpctrainError, naming the tar file."""
+        shards = [[(number, extension) for number in group] for _, group in groupby(range(len(self)), self.path)]
+        return [content for shard in shards for content in self._read(shard)]
+
+    def _read(self, wanted: list[tuple[int, str]]) -> list[bytes]:
+        """The files (example, extension), all of the same tar file."""
+        path, contents = self.path(wanted[0][0]), []
         try:
             with path.open("rb", buffering=0) as file:
-                for extension, (_, offset, size) in zip(self.extensions, self._places[number].tolist(), strict=True):
-                    content = os.pread(file.fileno(), size, offset)
-                    if len(content) < size:
-                        raise HpctrainError(f"{path}: ends within {example['__key__']}.{extension}: copy it again")
-                    example[extension] = content
+                for number, extension in wanted:
+                    _, offset, size = self._places[number, self.extensions.index(extension)].tolist()
+                    contents.append(os.pread(file.fileno(), size, offset))
+                    if len(contents[-1]) < size:
+                        raise HpctrainError(f"{path}: ends within {self.key(number)}.{extension}: copy it again")
         except OSError as error:
             raise HpctrainError(f"{path}: cannot be read ({first_line(error)}): check the path and its permissions") from error
-        return example
+        return contents
 
 
 def _examples_in(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:

@@ -1,10 +1,12 @@
-"""Images in class folders, FOLDER/train/CLASS/NAME.jpg and FOLDER/val/CLASS/NAME.jpg, decoded in worker processes.
+"""Images in class folders, FOLDER/train/CLASS/NAME.jpg, or in tar files, FOLDER/train/NAME.tar, decoded in worker processes.
 
-Files, classes and their numbers are those of torchvision's ImageFolder, and the transforms those of its reference training
-of ResNet-50 (github.com/pytorch/vision, references/classification/presets.py): a random resized crop and a flip in training;
-resize and center crop in evaluation.
+The same below FOLDER/val for evaluation. Tar files have WebDataset's layout: 000017.jpg and 000017.cls in a row are an example.
+In folders, files, classes and their numbers are those of torchvision's ImageFolder. The transforms are those of its reference
+training of ResNet-50 (github.com/pytorch/vision, references/classification/presets.py): a random resized crop and a flip in
+training; resize and center crop in evaluation.
 """
 
+import io
 import math
 import os
 import random
@@ -21,9 +23,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.errors import HpctrainError, first_line
+from hpctrain.tar_shards import TarShards
 from hpctrain.vision.data import Images, to_images
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+MOST_DIGITS = 9  # of a label, with the end of its line
 TRAINING, EVALUATION = "train", ("val", "valid", "test")  # names of the parts of a data folder
 # What Pillow raises for files that are damaged, in addition to OSError.
 DAMAGED = (SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
@@ -80,14 +84,45 @@ class ImageFolder:
         for pixels, labels in ImageLoader(self, ((epoch, index) for index in indices), pin_memory=pinned):
             yield to_images(pixels.to(device, non_blocking=True), side), labels.to(device, non_blocking=True)
 
+    def _decode(self, number: int) -> Image.Image:
+        return decode(self.path(number))
+
     def _pixels(self, number: int, epoch: int) -> Tensor:
-        image = decode(self.path(number))
+        image = self._decode(number)
         if self._seed is None:
             image = center_crop(image, self._side)
         else:
             chance = random.Random(hash((self._seed, epoch, number)))  # the hash of integers is the same in every process
             image = random_resized_crop(image, self._side, chance)
         return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+
+
+class ImageShards(ImageFolder):
+    """Color images in tar files, of which only offsets and labels are in memory. See ImageFolder.
+
+    The label of an example is the integer in its file .cls.
+    """
+
+    def __init__(self, paths: list[Path], side: int, seed: int | None, workers: int) -> None:
+        """Read the headers and the labels. Raises HpctrainError, naming the tar file."""
+        self._shards, self._side, self._seed, self.workers = TarShards(paths), side, seed, workers
+        images = [name for name in self._shards.extensions if f".{name.lower()}" in SUFFIXES]
+        if len(images) != 1 or "cls" not in self._shards.extensions:
+            found = ", ".join(self._shards.extensions)
+            raise HpctrainError(f"{paths[0]}: its examples have {found}: they need one JPEG or PNG file and its label in .cls")
+        self._extension = images[0]
+        self.labels = torch.tensor([self._label(*label) for label in enumerate(self._shards.read_all("cls"))])
+        self.classes = [str(label) for label in range(int(self.labels.max()) + 1)]
+
+    def _label(self, number: int, text: bytes) -> int:
+        if not text.strip().isdigit() or len(text) > MOST_DIGITS:
+            place = f"{self._shards.path(number)}: {self._shards.key(number)}.cls"
+            raise HpctrainError(f"{place} has no label: it must be an integer from 0")
+        return int(text)
+
+    def _decode(self, number: int) -> Image.Image:
+        name = f"{self._shards.path(number)}: {self._shards.key(number)}.{self._extension}"
+        return decode(io.BytesIO(self._shards.read(number, self._extension)), name)
 
 
 class ImageLoader(DataLoader):
@@ -124,7 +159,7 @@ class ImageDataset(Dataset):
 
 
 def is_image_folder(folder: Path | None) -> bool:
-    """Whether --data is a folder with a folder of class folders for training."""
+    """Whether --data is a folder with a folder of class folders, or of tar files, for training."""
     return folder is not None and (folder / TRAINING).is_dir()
 
 
@@ -137,12 +172,32 @@ def load_folder(folder: Path, side: int, seed: int, workers: int) -> tuple[Image
     if evaluation is None:
         names = ", ".join(f"{name}/" for name in EVALUATION)
         raise HpctrainError(f"{folder}: has {TRAINING}/ but none of {names}: put class folders for evaluation into one of them")
+    tar_files = [sorted(part.glob("*.tar")) for part in (folder / TRAINING, evaluation)]
+    if any(tar_files):
+        return _load_shards(folder, evaluation.name, tar_files, side, seed, workers)
     train, test = ImageFolder(folder / TRAINING, side, seed, workers), ImageFolder(evaluation, side, None, workers)
     if different := sorted(set(train.classes) ^ set(test.classes)):
         has, lacks = (TRAINING, evaluation.name) if different[0] in train.classes else (evaluation.name, TRAINING)
         raise HpctrainError(
             f"{folder}: the class {different[0]} is in {has}/ but not in {lacks}/ ({len(different)} classes differ in all): "
             "both need the same classes"
+        )
+    return train, test
+
+
+def _load_shards(
+    folder: Path, evaluation: str, tar_files: list[list[Path]], side: int, seed: int, workers: int
+) -> tuple[ImageShards, ImageShards]:
+    for name, paths in zip((TRAINING, evaluation), tar_files, strict=True):
+        if not paths:
+            raise HpctrainError(f"{folder}: there are .tar files in {TRAINING}/ or {evaluation}/, but none in {name}/")
+        if others := [entry.name for entry in _scan(folder / name) if entry.is_dir() and not entry.name.startswith(".")]:
+            raise HpctrainError(f"{folder / name}: has .tar files and the folder {min(others)}: keep one of the two")
+    train, test = ImageShards(tar_files[0], side, seed, workers), ImageShards(tar_files[1], side, None, workers)
+    if len(test.classes) > len(train.classes):
+        raise HpctrainError(
+            f"{folder}: the label {len(test.classes) - 1} is in {evaluation}/, but those in {TRAINING}/ end at "
+            f"{len(train.classes) - 1}: both need the same labels"
         )
     return train, test
 
@@ -167,13 +222,14 @@ def _images_in(folder: Path) -> Iterator[Path]:
                 yield Path(place, name)
 
 
-def decode(path: Path) -> Image.Image:
-    """Read a JPEG or PNG file as an RGB image, turned as its EXIF data say. Raises HpctrainError, naming the file."""
+def decode(source: Path | io.BytesIO, name: str | None = None) -> Image.Image:
+    """Read a JPEG or PNG file as an RGB image, turned as its EXIF data say. Raises HpctrainError with the path, or the name."""
+    path = name or source
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damaged EXIF data
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=["JPEG", "PNG"]) as file:
+            with Image.open(source, formats=["JPEG", "PNG"]) as file:
                 image = ImageOps.exif_transpose(file)
                 if image.mode.startswith("I"):  # 16 bits of gray, which convert() would clip and not scale
                     image = Image.fromarray((numpy.asarray(image) // 256).astype(numpy.uint8))

@@ -42,7 +42,7 @@ RECIPES = {
     # As in the benchmark of HPC_helper.
     "resnet50": Recipe(ResNet50, 128, Adam, epochs=5, batch_size=256, lr=0.001, lr_decay=1.0),
 }
-FOLDER_SIDE = 224  # pixels, for images of class folders unless --image-size is given
+FOLDER_SIDE = 224  # pixels, for JPEG and PNG unless --image-size is given
 MOST_WORKERS = 16  # by default
 
 
@@ -57,16 +57,16 @@ def vision_parser(trainer: str, description: str) -> Parser:
     add("--model", choices=RECIPES, default="mnist", help="model to train (default: %(default)s)")
     add(
         "--data", type=Path, metavar="FOLDER",
-        help="folder with MNIST's four idx files, or with train/ and val/ of class folders with JPEG or PNG files for resnet50 "
-        "(default: the digits in scikit-learn)",
+        help="folder with MNIST's four idx files, or for resnet50 with train/ and val/ of class folders or tar files with JPEG "
+        "or PNG (default: the digits in scikit-learn)",
     )  # fmt: skip
     add(
         "--image-size", type=positive(int), metavar="PIXELS",
-        help=f"width and height of the images that resnet50 sees (default: {FOLDER_SIDE} for class folders, else 128)",
+        help=f"width and height of the images that resnet50 sees (default: {FOLDER_SIDE} for JPEG and PNG, else 128)",
     )  # fmt: skip
     add(
         "--workers", type=int, metavar="N",
-        help="processes per rank that decode images of class folders; 0: none (default: CPUs of the rank - 1, at most 16)",
+        help="processes per rank that decode JPEG and PNG; 0: none (default: CPUs of the rank - 1, at most 16)",
     )  # fmt: skip
     add("--epochs", type=positive(int), help=f"passes over the training data (default: {default('epochs')})")
     add("--batch-size", type=positive(int), help=f"global batch size, over all ranks (default: {default('batch_size')})")
