@@ -23,7 +23,7 @@ def test_size(sif):
 
 def test_it_has_the_locked_versions(cluster):
     names = ["torch", "lightning", "transformers", "mpi4py", "scikit-learn", "matplotlib", "tensorboard", "torchmetrics"]
-    names += ["accelerate", "datasets", "ipykernel", "jupyterlab", "optuna", "pandas", "peft", "rich", "tqdm", "wandb"]
+    names += ["accelerate", "datasets", "ipykernel", "jupyterlab", "optuna", "pandas", "peft", "rich", "seqeval", "tqdm", "wandb"]
     compiled = {"horovod": "0.28.1", "torchvision": "0.21.0"}
     code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {names + list(compiled)}}}))"
     found = json.loads(inside(cluster, "python", "-c", code).stdout)

@@ -337,7 +337,7 @@ def test_the_record_of_the_image(sif):
     debian = [element for element in elements if element["SPDXID"].startswith("SPDXRef-deb-")]
     assert len(debian) > 100 and sum("checksums" in element for element in debian) > 100
     names = {element["name"] for element in elements}
-    assert {"torch", "horovod", "hpctrain", "libc6", "openmpi-bin", "python3.11"} <= names
+    assert {"torch", "horovod", "hpctrain", "libc6", "openmpi-bin", "python3.11", "seqeval"} <= names
     for image in (IMAGE_TAR, sif):
         done = verify(image)
         assert done.returncode == 0, done.stderr

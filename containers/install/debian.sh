@@ -1,13 +1,15 @@
 #!/bin/bash
 # debian.sh runtime|build|list: install the Debian packages of the image. It runs as root, in the image.
 #   runtime  packages that the image needs to run: Python, ssh (for mpirun and horovodrun), what torchvision reads pictures
-#            with, and Open MPI with UCX and PMIx (for srun --mpi=pmix). MPICH is a wheel, which python.sh installs
+#            with, and Open MPI with UCX and PMIx (for srun --mpi=pmix). MPICH is a wheel, which python.sh installs. With CUDA
+#            also what torch.compile compiles with
 #   build    compilers and headers to build Horovod and torchvision with; they stay in the build stage
 #   list     print the names of all these packages and install nothing
 # It prints each package whose version differs from the record, containers/locks/MPI-ARCHITECTURE.debian, and lists what is
 # installed in /usr/share/hpctrain/debian.tsv: package, version, architecture and the SHA-256 of the .deb. The hash is empty
 # if the archive no longer has that version.
 #   MPI=openmpi|mpich         openmpi by default
+#   FLAVOR=FLAVOR             cpu by default; the name of a flavor with CUDA begins with cu
 #   DEBIAN_SNAPSHOT=TIMESTAMP install the versions of that time from snapshot.debian.org, such as 20261101T000000Z. By
 #                             default, the versions that the image's own sources have today
 
@@ -15,7 +17,7 @@ set -euo pipefail
 umask 022
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-mpi=${MPI:-openmpi} snapshot=${DEBIAN_SNAPSHOT:-}
+mpi=${MPI:-openmpi} flavor=${FLAVOR:-cpu} snapshot=${DEBIAN_SNAPSHOT:-}
 
 die() {
     echo "${0##*/}: $*" >&2
@@ -29,6 +31,9 @@ case $mpi in
     mpich) ;;
     *) die "MPI must be openmpi or mpich, not $mpi" ;;
 esac
+# Triton compiles the launcher of each kernel as C with Python's headers. TorchInductor writes C++ for what runs on the CPU, which a
+# model on a GPU has, too.
+if [[ $flavor == cu[0-9]* ]]; then runtime+=(g++ libpython3.11-dev); fi
 case "$#:${1:-}" in
     1:runtime) packages=("${runtime[@]}") ;;
     1:build) packages=("${build[@]}") ;;

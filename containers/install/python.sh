@@ -17,11 +17,11 @@ case "$#:${1:-}" in
     2:[!-]*) prefix=${1%/} flavor=$2 ;;
     *) die "give PREFIX and FLAVOR (see --help)" ;;
 esac
-lock=${here%/*}/locks/$flavor.lock locks=(-r "${here%/*}/locks/$flavor.lock")
+lock=${here%/*}/locks/$flavor.lock mpich=()
 [[ -f $lock ]] || die "there is no flavor $flavor, as there is no $lock; see containers/locks"
 case ${MPI:-openmpi} in
     openmpi) ;;
-    mpich) locks+=(-r "${here%/*}/locks/mpich.lock") ;;
+    mpich) mpich=(-r "${here%/*}/locks/mpich.lock") ;;
     *) die "MPI must be openmpi or mpich, not $MPI" ;;
 esac
 unfinished=$prefix.unfinished
@@ -37,6 +37,9 @@ trap 'rm -rf "$work"' EXIT
 # A torch that is not on PyPI (2.13.0+cpu) is installed first and alone. With its index given for all packages, pip would ask
 # that index about each package, and retry for each if it cannot be reached.
 sed -n '/^torch==/,/[^\\]$/p' "$lock" >"$work/torch.lock"
+# seqeval is on PyPI as source only. The packages of the lock build it, so it is installed when they are there.
+sed -n '/^seqeval==/,/[^\\]$/p' "$lock" >"$work/seqeval.lock"
+sed '/^seqeval==/,/[^\\]$/d' "$lock" >"$work/wheels.lock"
 read -r torch _ <"$work/torch.lock" || die "$lock: no line torch==...; restore the file from git, or run make lock"
 
 # An environment cannot be made elsewhere and renamed, because its scripts contain its path. So a file beside it marks it as
@@ -57,7 +60,9 @@ else
     run_pip "$lock" "${pip[@]}" --report "$work/torch.json" --no-deps --index-url "https://download.pytorch.org/whl/$flavor" \
         -r "$work/torch.lock"
 fi
-run_pip "$lock" "${pip[@]}" --report "$work/others.json" ${wheels:+--find-links "$wheels"} "${locks[@]}"
+run_pip "$lock" "${pip[@]}" --report "$work/others.json" ${wheels:+--find-links "$wheels"} -r "$work/wheels.lock" "${mpich[@]}"
+[[ ! -s $work/seqeval.lock ]] ||
+    run_pip "$lock" "${pip[@]}" --report "$work/seqeval.json" --no-deps --no-build-isolation -r "$work/seqeval.lock"
 # For the SBOM, which of the files in the lock pip took: package, version, SHA-256, file.
 "$prefix/bin/python" - "$work"/*.json >"$prefix/wheels.tsv" <<'PY' || die "cannot write $prefix/wheels.tsv; see above"
 import json
