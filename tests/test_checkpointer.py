@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import torch
 from hpctrain import checkpoint, checkpointer
 from hpctrain.checkpointer import Checkpointer, Interval, copy_tensors, plan_copy
 from hpctrain.errors import HpctrainError
-from hpctrain.world import ALONE
+from hpctrain.world import ALONE, World
 
 NEVER = Interval.parse("1000h")
 
@@ -287,6 +288,23 @@ def test_the_newest_and_the_best_are_kept(folder):
         saver.save(checkpoint.path_of(folder, epoch, step), state(epoch), best_epoch=1)
     saver.wait()
     assert names(folder) == ["epoch-0001.pt", "epoch-0003.pt", "epoch-0004-step-000007.pt", "notes.pt"]
+
+
+def test_a_checkpoint_in_parts_leaves_the_last_complete_one_until_all_ranks_have_written(folder):
+    """Of two ranks, this process is rank 0; rank 1 has written all parts but the last one."""
+    saver = Checkpointer(World(0, 2, 0, 2, 0, 1, "torchrun"), folder, NEVER, 1, lambda: None)
+    saver.in_parts = True
+    for epoch in (1, 2, 3):
+        saver.save(checkpoint.path_of(folder, epoch), state(epoch), best_epoch=0)
+        saver.wait()
+        if epoch < 3:
+            shutil.copy(*(folder / f"checkpoints/epoch-000{epoch}.pt/rank-000{rank}-of-0002.pt" for rank in (0, 1)))
+    assert names(folder) == ["epoch-0002.pt", "epoch-0003.pt"]
+    assert checkpoint.find_newest(folder).name == "epoch-0002.pt"
+    shutil.copy(
+        folder / "checkpoints/epoch-0003.pt/rank-0000-of-0002.pt", folder / "checkpoints/epoch-0003.pt/rank-0000-of-0004.pt"
+    )
+    assert checkpoint.find_newest(folder).name == "epoch-0002.pt"
 
 
 def test_checkpoints_in_the_order_of_training(folder):

@@ -39,7 +39,11 @@ def test_a_second_job_is_refused_by_the_name_of_the_first(tmp_path, monkeypatch)
     with pytest.raises(HpctrainError, match=rf"{tmp_path}: job 17 on \S+ \(process {os.getpid()}\) writes in this run folder"):
         acquired(tmp_path)
     first.check()
+    other_rank = Owner(tmp_path, first.id)  # writes in the folder as well
+    other_rank.check()
     first.release()
+    with pytest.raises(HpctrainError, match=r"so this one ends and writes nothing more"):
+        other_rank.check()
 
 
 def test_a_folder_that_was_released_is_free_at_once(tmp_path, capsys):

@@ -1,21 +1,25 @@
 """Checkpoints that appear complete and verified under their final name, or not at all.
 
 A checkpoint is a plain torch.save() of a dictionary. That is a zip archive with a CRC-32 for every record. torch.load() does
-not check it and this file does, so a truncated file or a flipped bit is found before anything is trained on it.
+not check it and this file does, so a truncated file or a flipped bit is found before anything is trained on it. The checkpoint of
+a model of which each rank holds a part is a folder of such files: see checkpoint_parts.py.
 """
 
 import copy
 import re
+import shutil
 import sys
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.utils._pytree import tree_map_only
 
-from hpctrain import atomic
+from hpctrain import atomic, checkpoint_parts
 from hpctrain.errors import HpctrainError, first_line
 
 
@@ -31,12 +35,21 @@ def list_newest_first(folder: Path) -> list[Path]:
     return sorted(order, key=order.__getitem__, reverse=True)
 
 
+def remove(path: Path) -> None:
+    """Remove a checkpoint. Raises OSError."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: None) -> None:
     """Write `state`, on one rank. `check` is called when the file is complete, before it gets its name.
 
     Raises HpctrainError, naming the file, if it cannot be written; earlier checkpoints stay as they are.
     """
     try:
+        path.parent.mkdir(exist_ok=True)  # of a checkpoint in parts
         with atomic.file(path, "wb") as file:
             torch.save(state, file)
             file.flush()
@@ -58,7 +71,10 @@ def find_newest(folder: Path) -> Path:
     for path in list_newest_first(folder):
         if is_intact(path):
             if corrupt:
-                print(f"hpctrain: skipping corrupt {', '.join(corrupt)} in {path.parent}, resuming from {path.name}", flush=True)
+                skipped = ", ".join(corrupt)
+                print(
+                    f"hpctrain: skipping corrupt or incomplete {skipped} in {path.parent}, resuming from {path.name}", flush=True
+                )
             return path
         corrupt.append(path.name)
     if corrupt:
@@ -93,7 +109,7 @@ def _describe_misfit(path: Path, model: torch.nn.Module, entry: str) -> str:
     if not is_intact(path):
         return "corrupt"
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads names and shapes, no weights
+        state = _open(path)
     except Exception as error:
         return f"it cannot be loaded: {first_line(error)[:200]}"
     weights = state.get("model") if isinstance(state, dict) else None
@@ -107,16 +123,39 @@ def _describe_misfit(path: Path, model: torch.nn.Module, entry: str) -> str:
 def load(path: Path, device: torch.device) -> dict[str, Any]:
     """Load a checkpoint onto `device`: tensors and plain values only, never code. Raises HpctrainError, naming the file."""
     try:
+        if path.is_dir():
+            whole = checkpoint_parts.make_whole(checkpoint_parts.read(path))
+            return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), whole)
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch.load() passes on the errors of zipfile, pickle and others
-        raise HpctrainError(
-            f"{path}: not a checkpoint that can be loaded ({first_line(error)}): resume from another run folder"
-        ) from error
+        raise _describe(path, error) from error
+
+
+def open_lazily(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint, whose weights stay on the disk until they are used: they are mapped, or Pieces.
+
+    Raises HpctrainError, naming the file.
+    """
+    try:
+        return _open(path)
+    except Exception as error:
+        raise _describe(path, error) from error
+
+
+def _open(path: Path) -> dict[str, Any]:
+    return checkpoint_parts.read(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _describe(path: Path, error: Exception) -> HpctrainError:
+    return HpctrainError(f"{path}: not a checkpoint that can be loaded ({first_line(error)}): resume from another run folder")
 
 
 def is_intact(path: Path) -> bool:
-    """Whether every record of the archive is there and matches its CRC-32."""
+    """Whether every record of the archive is there and matches its CRC-32; of a folder, whether all of its files are intact."""
     try:
+        if path.is_dir():
+            with ThreadPoolExecutor() as threads:
+                return all(threads.map(is_intact, checkpoint_parts.find_files(path)))
         with zipfile.ZipFile(path) as archive:
             # torch.save() compresses nothing. A record that is compressed is not from it, and may unpack to any size.
             stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
-from hpctrain import checkpoint
+from hpctrain import checkpoint, checkpoint_parts
 from hpctrain.errors import DivergedError, HpctrainError
 from hpctrain.rendezvous import gather
 from hpctrain.requeue import report_saved, stop_requested
@@ -73,12 +74,14 @@ class Checkpointer:
     """Saves the checkpoints of a run folder. `keep` is the number of the newest ones to keep, beside that of the best epoch.
 
     `check` is called before a checkpoint gets its final name; it raises HpctrainError if this job may no longer write.
-    `resume_with`: see report_saved().
+    `resume_with`: see report_saved(). If `in_parts` is set, every rank saves its own part; otherwise rank 0 saves all.
     """
 
     def __init__(
         self, world: World, folder: Path, every: Interval, keep: int, check: Callable[[], None], resume_with: Path | None = None
     ) -> None:
+        self.in_parts = False
+        self._world, self._last = world, None
         self.stop = False  # the launch script has asked for the end, on every rank
         self._folder, self._every, self._keep, self._check, self._resume_with = folder, every, keep, check, resume_with
         self._decisions = Decisions(world)
@@ -89,8 +92,7 @@ class Checkpointer:
         self._written = False
         self._copied = threading.Event()
         self._copied.set()
-        if world.rank == 0:
-            register_optimizer_step_pre_hook(self._wait_for_copy)
+        register_optimizer_step_pre_hook(self._wait_for_copy)
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether all ranks save now, after `step` steps of the run. A collective call, once a step.
@@ -113,13 +115,13 @@ class Checkpointer:
         late = (self._every.seconds > 0 and time.monotonic() - self._saved >= self._every.seconds) or self._error is not None
         answers = self._decisions.gather(stop_requested(), late, self._written)
         self.stop = any(stop for stop, *_ in answers)  # only the ranks on one node know
-        _, late, written = answers[0]
-        if written:
+        savers = answers if self.in_parts else answers[:1]
+        if all(written for _, _, written in savers):
             report_saved(self._resume_with)
-        return self.stop or late
+        return self.stop or any(late for _, late, _ in savers)
 
     def save(self, path: Path, state: dict[str, Any], best_epoch: int) -> None:
-        """Copy `state`, and start to write it; on one rank. A checkpoint that is still being written is waited for.
+        """Copy `state`, and start to write it; on one rank, or on each if `in_parts`. A checkpoint being written is waited for.
 
         Tensors outside of state["model"] must not change before the next optimizer.step().
 
@@ -129,9 +131,9 @@ class Checkpointer:
         self._check()
         # A forward pass may change the model, by the statistics of batch normalization. The rest of the state, that of the
         # optimizer, changes in optimizer.step() only, which waits for the thread that copies it.
-        model: dict[str, Tensor] = state.get("model", {})
+        model = state.get("model", {})
         self._copy, pairs = plan_copy({"model": model, **state}, self._copy)
-        of_model = len({_memory(tensor) for tensor in model.values()})
+        of_model = len({_memory(tensor) for tensor in tensors_of(model)})
         copy_tensors(pairs[:of_model])
         self._saved = time.monotonic()
         self._copied.clear()
@@ -159,20 +161,33 @@ class Checkpointer:
         del pairs  # the sources
         try:
             # The last step may have spoilt them, after its loss was computed. The earlier checkpoint stays the newest.
-            if not all(weight.isfinite().all() for weight in state["model"].values()):
+            if not all(weight.isfinite().all() for weight in tensors_of(state["model"])):
                 raise DivergedError(f"the weights to be saved in {path} are not finite: training diverged, use a smaller --lr")
-            self._save_or_retry(path, state)
-            self._written = True
-            kept = {*checkpoint.list_newest_first(self._folder)[: self._keep], path, checkpoint.path_of(self._folder, best_epoch)}
-            for old in checkpoint.list_newest_first(self._folder):
-                if old not in kept:
-                    old.unlink(missing_ok=True)
+            if self.in_parts:
+                # The last checkpoint is complete by now, on every rank. Whether this one will be is not known here.
+                if self._last:
+                    self._remove_old(self._last, path, best_epoch)
+                self._save_or_retry(checkpoint_parts.path_of_rank(path, self._world.rank, self._world.size), state)
+            else:
+                self._save_or_retry(path, state)
+                self._remove_old(path, path, best_epoch)
+            self._written, self._last = True, path
         except HpctrainError as error:
             self._error = error
         except OSError as error:
             self._error = HpctrainError(
                 f"{path.parent}: an old checkpoint cannot be removed ({error.strerror}): check the folder"
             )
+
+    def _remove_old(self, complete: Path, current: Path, best_epoch: int) -> None:
+        """Remove all but the newest ones, a `complete` one, the one that is being written, and that of the best epoch."""
+        if self._world.rank != 0:
+            return
+        others = [path for path in checkpoint.list_newest_first(self._folder) if path != current or path == complete]
+        kept = {*others[: self._keep], complete, current, checkpoint.path_of(self._folder, best_epoch)}
+        for old in others:
+            if old not in kept:
+                checkpoint.remove(old)
 
     def _save_or_retry(self, path: Path, state: dict[str, Any]) -> None:
         began, told = time.monotonic(), False
@@ -227,6 +242,11 @@ def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, 
         return copy.deepcopy(value)
 
     return plan(value, earlier), pairs
+
+
+def tensors_of(value: Any) -> list[Tensor]:  # noqa: ANN401 - nested dictionaries, lists and tensors
+    """All tensors in the value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _memory(tensor: Tensor) -> tuple:

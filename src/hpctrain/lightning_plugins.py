@@ -70,7 +70,8 @@ class TrainerFolder(RunFolder):
 
     def resume(self, trainer: Trainer) -> dict[str, Any]:
         """The state of the checkpoint that the run was resumed from."""
-        return checkpoint.load(self._run.resume_from, torch.device("cpu"))
+        path = self._run.resume_from
+        return checkpoint.open_lazily(path) if self._run.in_parts else checkpoint.load(path, torch.device("cpu"))
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Let SIGTERM end this process, and arrange DDP's buckets with one example of the first batch."""
@@ -115,7 +116,7 @@ def make_trainer(
     *,
     find_unused_parameters: bool = False,
     accumulate_grad_batches: int = 1,
-    strategy: type[DDPStrategy] = JsonStrategy,
+    strategy: Callable[..., DDPStrategy] = JsonStrategy,
 ) -> Trainer:
     """Create a Trainer for the ranks that a launcher has started, which writes into the run folder.
 

@@ -26,13 +26,14 @@ BEAT = 2.0  # s
 
 
 class Owner:
-    """The ownership of a run folder, from acquire() to release()."""
+    """The ownership of a run folder, from acquire() to release(), by one rank. Others, which check() it, give its `id`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, own_id: str = "") -> None:
         self._path = folder / "owner.json"
         self._own = {"job": job_id(), "restart": restart_count(), "host": platform.node(), "pid": os.getpid()}
         launch = hashlib.sha256(os.environ.get("HPCTRAIN_JOB_SECRET", "").encode()).hexdigest()[:16]
-        self._own |= {"space": _process_space(), "launch": launch, "id": os.urandom(8).hex()}
+        self._own |= {"space": _process_space(), "launch": launch, "id": own_id or os.urandom(8).hex()}
+        self.id: str = self._own["id"]
         self._released = threading.Event()
 
     def acquire(self) -> None:

@@ -17,6 +17,7 @@ user alone, and has no secrets (see redaction.py).
 import argparse
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,7 @@ from hpctrain.errors import EndEarly, HpctrainError, UsageError
 from hpctrain.flops import utilization
 from hpctrain.metrics import Metrics, format_seconds
 from hpctrain.nonfinite import NonFinite
+from hpctrain.owner import Owner
 from hpctrain.plot import plot
 from hpctrain.rank_log import open_log
 from hpctrain.redaction import hide_secrets
@@ -55,6 +57,7 @@ class Run:
 
     `epoch` is the number of finished epochs, `best_epoch` the one with the best score so far. A trainer may set `patience`, and
     end the training when the run `has_stalled`. `prune`, if set, decides on all ranks whether the run ends after an epoch.
+    `in_parts`: each rank saves its own part of the model (sharding.py).
 
     A trainer calls, in this order,
 
@@ -77,9 +80,11 @@ class Run:
         with all_or_none(world):
             if world.rank == 0:
                 *found, self._owner = prepare_folder(trainer, args)
-                paths = [path and str(path) for path in found]
-        folder, resume_from = broadcast(world, paths)
+                paths = [*(path and str(path) for path in found), self._owner.id]
+        folder, resume_from, owner_id = broadcast(world, paths)
         self.folder, self.resume_from = Path(folder), Path(resume_from) if resume_from else None
+        if world.rank != 0:
+            self._owner = Owner(self.folder, owner_id)
         with all_or_none(world):
             self._log = open_log(self.folder / "logs" / f"rank-{world.rank:04d}.log", world)
         self.log(
@@ -94,14 +99,14 @@ class Run:
         self._watchdog = Watchdog(world, args.watchdog, self._log)
         self._args, self._device = args, device
         self.times = StepTimes()
-        check = self._owner.check if world.rank == 0 else lambda: None
         self._nonfinite = NonFinite(world, args.on_nan == "skip")
         self._resume_with = None if args.out and args.resume == AUTO else self.folder  # the same command resumes
         every = Interval.parse(args.checkpoint_every)
-        self._checkpointer = Checkpointer(world, self.folder, every, args.keep_checkpoints, check, self._resume_with)
+        self._checkpointer = Checkpointer(world, self.folder, every, args.keep_checkpoints, self._owner.check, self._resume_with)
         self._bar: tqdm | None = None
         self.epoch = self.best_epoch = 0
         self.patience: int | None = None
+        self.in_parts = False
         self.tokens_per_example: float | None = None  # for the speed in result.json, as the share of padding
         self.padding_share: float | None = None
         self._flops: float | None = None
@@ -130,6 +135,7 @@ class Run:
         its options differ in others than the `free` ones and those that never matter, unless --force is given.
         """
         self._nonfinite.model = model = checkpoint.unwrap(model)
+        self._checkpointer.in_parts = self.in_parts
         if self.resume_from is None:
             if self.world.rank == 0:
                 self._metrics.rewind(0)
@@ -140,7 +146,7 @@ class Run:
                 chosen = str(checkpoint.find_fitting(self.resume_from, model, entry))
         self.resume_from = Path(broadcast(self.world, chosen))
         with all_or_none(self.world):
-            state = checkpoint.load(self.resume_from, device)
+            state = checkpoint.open_lazily(self.resume_from) if self.in_parts else checkpoint.load(self.resume_from, device)
         self.epoch, self._step = state["epoch"], state["step"]
         self.best_epoch, self._best_score = state["best"]
         if (self.epoch >= epochs or self.has_stalled) and self.epoch <= finished_epochs(self.resume_from.parent.parent):
@@ -253,12 +259,16 @@ class Run:
         end of the job, and epochs are left, this checkpoint is the last, and EndEarly ends every rank.
         """
         self._watchdog.pause()
+        path = checkpoint.path_of(self.folder, self.epoch + (self._step > 0), self._step)
+        if self.world.rank == 0 and self.in_parts and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)  # incomplete, of a run that ended there; no rank writes before gather()
         if score is not None and list(score) > self._best_score:
             self.best_epoch, self._best_score = self.epoch, list(score)
         losses = gather(self.world, float(self._loss_sum))
         self._check_finite(train_loss=sum(losses))  # weights that are not finite must not become the newest checkpoint
+        self._wait_for_checkpoint()  # it is complete, on all ranks, before the next one takes its place
         with all_or_none(self.world):
-            if self.world.rank == 0:
+            if self.world.rank == 0 or self.in_parts:
                 position = {
                     "epoch": self.epoch,
                     "step": self._step,
@@ -268,11 +278,10 @@ class Run:
                     "losses": losses,
                     "unlogged": self._unlogged,
                     "skipped": self._nonfinite.skipped,
-                    "lines": self._metrics.lines,
+                    "lines": self._metrics.lines if self.world.rank == 0 else 0,
                     "seconds": time.monotonic() - self._started,
                     "options": weighty_options(self._args),
                 }
-                path = checkpoint.path_of(self.folder, self.epoch + (self._step > 0), self._step)
                 self._checkpointer.save(
                     path, checkpoint.with_plain_names(state, self._nonfinite.model) | position, self.best_epoch
                 )
@@ -297,8 +306,7 @@ class Run:
 
     def _wait_for_checkpoint(self) -> None:
         with all_or_none(self.world):
-            if self.world.rank == 0:
-                self._checkpointer.wait()
+            self._checkpointer.wait()
 
     def _leave(self) -> NoReturn:
         self._watchdog.stop()

@@ -45,7 +45,8 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
         for part in ("checkpoints", "logs"):
             (folder / part).mkdir(parents=True, exist_ok=True)
         if earlier_run:
-            atomic.remove_leftovers(folder / "checkpoints")
+            for part in [folder / "checkpoints", *checkpoint.list_newest_first(folder)]:  # a sharded one is a folder
+                atomic.remove_leftovers(part)
         probe = folder / f".probe.{os.getpid()}"
         probe.write_bytes(bytes(16_000))
         probe.unlink()

@@ -1,0 +1,95 @@
+"""Checkpoints in parts: a folder under the name of a checkpoint, with a file of each rank that holds a part of the model.
+
+    checkpoints/epoch-0001.pt/rank-0000-of-0002.pt
+    checkpoints/epoch-0001.pt/rank-0001-of-0002.pt
+
+Each file is written and verified as a whole checkpoint is (checkpoint.py), by its rank alone: no rank waits for another one or
+exchanges data meanwhile. The checkpoint counts when all files are there and intact. A file has the whole state of its rank; a
+tensor of which the rank has a part is a dictionary of that part, its offset in the tensor, and the shape of the tensor.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PART = {"part", "offset", "shape"}
+
+
+def path_of_rank(folder: Path, rank: int, size: int) -> Path:
+    """The file of a rank, in the folder of a checkpoint of `size` ranks."""
+    return folder / f"rank-{rank:04d}-of-{size:04d}.pt"
+
+
+def find_files(folder: Path) -> list[Path]:
+    """The files of all ranks, in their order. Raises OSError if one is missing."""
+    sizes = {int(match[1]) for path in folder.iterdir() if (match := re.fullmatch(r"rank-\d+-of-(\d+)\.pt", path.name))}
+    files = [path_of_rank(folder, rank, size) for size in sizes for rank in range(size)]
+    missing = [path.name for path in files if not path.is_file()]
+    if len(sizes) != 1 or missing:
+        raise FileNotFoundError(f"incomplete: it lacks {missing[0] if missing else 'the file of a rank'}")
+    return files
+
+
+class Pieces:
+    """A tensor that is in pieces: `shape`, and `region()` to read a part of it. Raises ValueError if pieces are missing."""
+
+    def __init__(self, parts: Sequence[dict[str, Any]]) -> None:
+        self.shape = torch.Size(parts[0]["shape"])
+        # Ranks may have the same piece, and a rank none.
+        self._pieces = {tuple(part["offset"]): part["part"] for part in parts if part["part"].numel()}
+        self._dtype = parts[0]["part"].dtype
+        if sum(piece.numel() for piece in self._pieces.values()) != self.shape.numel():
+            raise ValueError(f"pieces of a tensor of shape {tuple(self.shape)} are missing")
+
+    def region(self, offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        """A copy of the part of this size that begins at `offset`."""
+        target = torch.empty(tuple(size), dtype=self._dtype)
+        for start, piece in self._pieces.items():
+            first = [max(a, b) for a, b in zip(offset, start, strict=True)]
+            last = [min(a + n, b + m) for a, n, b, m in zip(offset, size, start, piece.shape, strict=True)]
+            if all(a < b for a, b in zip(first, last, strict=True)):
+                to, of = (
+                    tuple(slice(a - origin, b - origin) for a, b, origin in zip(first, last, origins, strict=True))
+                    for origins in (offset, start)
+                )
+                target[to] = piece[of]
+        return target
+
+    def whole(self) -> Tensor:
+        """A copy of the whole tensor."""
+        return self.region([0] * len(self.shape), self.shape)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The state in the files of all ranks: Pieces for the tensors that are in parts, of which nothing is read yet.
+
+    Other values are those of rank 0. Raises OSError, and the errors of torch.load() and of states that do not belong together.
+    """
+    files = find_files(folder)
+    return _merge([torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in files])
+
+
+def _merge(states: list[Any]) -> Any:  # noqa: ANN401 - nested dictionaries, lists and tensors
+    first = states[0]
+    if isinstance(first, dict):
+        if first.keys() == PART:
+            return Pieces(states)
+        return {name: _merge([state[name] for state in states]) for name in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_merge(list(values)) for values in zip(*states, strict=True))
+    return first
+
+
+def make_whole(state: Any) -> Any:  # noqa: ANN401
+    """The state with whole tensors in memory."""
+    if isinstance(state, Pieces):
+        return state.whole()
+    if isinstance(state, dict):
+        return {name: make_whole(value) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(make_whole, state))
+    return state.clone() if isinstance(state, Tensor) else state
