@@ -4,9 +4,13 @@ import json
 import os
 
 import pytest
+import torch
 import warm_start
 from conftest import DATA
 from test_launch import HOME, folder, job, wait_until_idle
+from transformers import AutoModelForSequenceClassification
+
+from hpctrain import checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -62,3 +66,16 @@ def test_missing_model_on_a_node_without_internet_is_one_line_that_names_fetch(c
     assert ended.state == "FAILED" and len(errors) == 1 and "Traceback" not in output, output
     assert "hpctrain fetch beomi/kcbert-base DIR" in errors[0]
     wait_until_idle(cluster)
+
+
+def test_a_sharded_model_on_two_nodes(cluster):
+    """FSDP: every node writes the parts of its ranks, and the model is whole."""
+    ended, output = job(cluster, "nlp.classify", "--strategy", "fsdp", "--epochs", "1", "--out", "runs/fsdp")
+    assert ended.state == "COMPLETED" and "4 ranks on 2 nodes (slurm)" in output, output
+    run = folder(cluster, "runs/fsdp")
+    assert len(list((run / "checkpoints/epoch-0001.pt").iterdir())) == 4 and checkpoint.is_intact(
+        run / "checkpoints/epoch-0001.pt"
+    )
+    saved = AutoModelForSequenceClassification.from_pretrained(run / "model").state_dict()
+    whole = checkpoint.load(run / "checkpoints/epoch-0001.pt", torch.device("cpu"))["model"]
+    assert all(torch.equal(saved[name], weight) for name, weight in whole.items())

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,6 +142,12 @@ class Checkpointer:
         arguments = (path, self._copy, pairs[of_model:], best_epoch)
         self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._writer.start()
+
+    def clear(self, path: Path) -> None:
+        """On rank 0, remove what an earlier run left at the path of a checkpoint and this one cannot replace file by file."""
+        if self._world.rank == 0 and (self.in_parts or path.is_dir()):
+            with suppress(OSError):  # writing will fail then, and say why
+                checkpoint.remove(path)
 
     def _wait_for_copy(self, *_: Any) -> None:  # noqa: ANN401
         self._copied.wait()

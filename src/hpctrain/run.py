@@ -17,7 +17,6 @@ user alone, and has no secrets (see redaction.py).
 import argparse
 import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -83,8 +82,7 @@ class Run:
                 paths = [*(path and str(path) for path in found), self._owner.id]
         folder, resume_from, owner_id = broadcast(world, paths)
         self.folder, self.resume_from = Path(folder), Path(resume_from) if resume_from else None
-        if world.rank != 0:
-            self._owner = Owner(self.folder, owner_id)
+        self._owner = self._owner if world.rank == 0 else Owner(self.folder, owner_id)
         with all_or_none(world):
             self._log = open_log(self.folder / "logs" / f"rank-{world.rank:04d}.log", world)
         self.log(
@@ -260,8 +258,7 @@ class Run:
         """
         self._watchdog.pause()
         path = checkpoint.path_of(self.folder, self.epoch + (self._step > 0), self._step)
-        if self.world.rank == 0 and self.in_parts and path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)  # incomplete, of a run that ended there; no rank writes before gather()
+        self._checkpointer.clear(path)  # no rank writes before gather()
         if score is not None and list(score) > self._best_score:
             self.best_epoch, self._best_score = self.epoch, list(score)
         losses = gather(self.world, float(self._loss_sum))

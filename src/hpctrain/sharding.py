@@ -1,79 +1,105 @@
 """Fully sharded data parallelism (FSDP2, torch.distributed.fsdp.fully_shard): each rank holds a part of every weight, of its
 gradient and of what the optimizer keeps about it. The weights of a block are gathered while the block computes.
 
-A checkpoint has the whole weights, gathered on rank 0, so it can be resumed on any number of ranks, sharded or not.
+Each rank saves its own part (checkpoint_parts.py). Any number of ranks can resume from such a checkpoint, sharded or not.
 """
 
 import copy
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_module
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils._pytree import tree_map_only
 
-from hpctrain.lazy_imports import import_of_lightning
-from hpctrain.lightning_plugins import JsonStrategy
-
-with import_of_lightning():
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.trainer.states import TrainerFn
-    from lightning_utilities.core.apply_func import apply_to_collection
+from hpctrain.checkpoint_parts import Pieces
 
 
-class ShardedStrategy(JsonStrategy):
-    """Shards the `model` of a LightningModule over all ranks, for a Trainer. In bf16, weights are gathered as bf16 as well."""
+def shard(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    bf16: bool = False,
+    tensor_parallel: int = 1,
+    styles: Mapping[str, ParallelStyle] | None = None,
+) -> None:
+    """Shard a model, block by block, and move the parts to the device. A collective call.
 
-    def setup(self, trainer: Trainer) -> None:
-        """Shard the model, if it is not yet, and make its optimizer. Lightning calls this to train and to test."""
-        self.accelerator.setup(trainer)
-        model = self.lightning_module.model
-        if not is_sharded(model):
-            self._skeleton = copy_without_weights(model)
-            shard(model, self.root_device, bf16=trainer.precision == "bf16-mixed")
-        for name, buffer in self.lightning_module.named_buffers(recurse=False):
-            setattr(self.lightning_module, name, buffer.to(self.root_device))
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
+    The weights are those of rank 0. Other ranks may have the model on the meta device: they never hold more than a block of it.
+    With `bf16`, weights are gathered as bf16.
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:  # noqa: ANN401
-        """Save whole tensors. A collective call."""
-        names = checkpoint.pop("model")  # the same weights, by other names
-        checkpoint = gather(checkpoint)
-        checkpoint["model"] = {name: checkpoint["state_dict"][f"model.{name}"] for name in names}
-        super().save_checkpoint(checkpoint, *arguments, **options)
-
-    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
-        """Load whole tensors into the sharded optimizer."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            parts = {i: {name: _part(x, weights[i]) for name, x in entry.items()} for i, entry in state["state"].items()}
-            optimizer.load_state_dict(state | {"state": parts})
-
-    def gather_model(self) -> nn.Module:
-        """The model as it was before it was sharded, with its weights, in the memory of rank 0. A collective call."""
-        weights = gather(self.lightning_module.model.state_dict())
-        if dist.get_rank() == 0:
-            for name, weight in self._skeleton.named_parameters():
-                weight.data = weights[name]
-        return self._skeleton
-
-    def teardown(self) -> None:
-        """Keep the model where it is: it is tested after the training."""
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-
-
-def shard(model: nn.Module, device: torch.device, *, bf16: bool) -> None:
-    """Shard a model, block by block, and move the parts to the device. Every rank has the same whole model before."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    Groups of `tensor_parallel` ranks compute the same examples: each rank its columns or rows of the layers that `styles` names,
+    and all of the other layers. What a rank has of a weight then is sharded over the groups.
+    """
+    ranks, group = dist.get_world_size(), None
+    if tensor_parallel > 1:
+        mesh = init_device_mesh(device.type, (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("data", "tensor"))
+        mesh, group = mesh["data"], mesh["tensor"]
+        # A norm is summed over the groups and then within them, in the same order on all ranks. Nothing changes a logit in place.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    else:
+        mesh = init_device_mesh(device.type, (ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
-    for block in find_blocks(model):
+    in_styles = {model.get_submodule(name): style for name, style in (styles or {}).items()}
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)  # of a tied weight there are several
+    for module in model.modules():
+        for name, value in [*module._parameters.items(), *module._buffers.items()]:
+            places[id(value)].append((module, name))
+    done: set[nn.Module] = set()
+    for block in [*find_blocks(model), model]:
+        for tensor in [*block.parameters(), *block.buffers()]:
+            if id(tensor) in places:
+                owners = places.pop(id(tensor))
+                _receive(tensor, device, owners, None if owners[0][0] in in_styles else group)
+        for module in block.modules():
+            if group is not None and module._parameters and module not in done:
+                done.add(module)
+                parallelize_module(module, group, in_styles.get(module) or Whole(Replicate()))
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _receive(tensor: Tensor, device: torch.device, places: list[tuple[nn.Module, str]], group: DeviceMesh | None) -> None:
+    """Put the values that rank 0 has of a parameter or buffer into its places in the modules, on the device.
+
+    A parameter that all ranks of a `group` have becomes a DTensor.
+    """
+    values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+    dist.broadcast(values.view(torch.uint8) if values.dtype == torch.bool else values, src=0)
+    if isinstance(tensor, nn.Parameter):
+        values = values if group is None else DTensor.from_local(values, group, [Replicate()], run_check=False)
+        values = nn.Parameter(values, tensor.requires_grad)
+    for module, name in places:
+        (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = values
+
+
+class Whole(ParallelStyle):
+    """A layer that is not split: every rank of a group has its weights. `placement` says how its inputs are placed in the group.
+
+    If they are split, each rank has a part of the weights' gradients, which are summed.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self._placement = placement
+
+    def _apply(self, module: nn.Module, group: DeviceMesh) -> nn.Module:
+        return distribute_module(module, group, None, self._enter, self._leave)
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...], group: DeviceMesh) -> tuple[Any, ...]:
+        return tree_map_only(Tensor, lambda tensor: DTensor.from_local(tensor, group, [self._placement], run_check=False), inputs)
+
+    def _leave(self, module: nn.Module, output: Any, group: DeviceMesh) -> Any:  # noqa: ANN401
+        return tree_map_only(DTensor, lambda tensor: tensor.to_local(), output)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -100,20 +126,65 @@ def gather(state: Any) -> Any:  # noqa: ANN401 - nested dictionaries, lists and 
         # Tied weights stay tied, so that a checkpoint has them once. Rank 0 has a part of every weight.
         return found.setdefault((local.data_ptr(), local.dtype, part.shape), whole.cpu())
 
-    return apply_to_collection(state, DTensor, gather_one)
+    return tree_map_only(DTensor, gather_one, state)
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load whole weights, which every rank has, into a model that is sharded or not."""
+def gather_model(model: nn.Module, skeleton: nn.Module) -> nn.Module:
+    """The skeleton, which copy_without_weights() made before `model` was sharded, with all weights, in the memory of rank 0.
+
+    A collective call.
+    """
+    weights = gather(model.state_dict())
+    if dist.get_rank() == 0:
+        for name, weight in skeleton.named_parameters():
+            weight.data = weights[name]
+        for name, buffer in model.named_buffers():
+            skeleton.get_buffer(name).copy_(buffer)
+    return skeleton
+
+
+def split(state: Any) -> Any:  # noqa: ANN401 - nested dictionaries, lists and tensors
+    """The state with this rank's part of each tensor, as a checkpoint in parts has it: see checkpoint_parts.py."""
+
+    def split_one(tensor: DTensor) -> dict[str, Any]:
+        offset, _ = _region(tensor)
+        return {"part": tensor.to_local().detach(), "offset": offset, "shape": list(tensor.shape)}
+
+    return tree_map_only(DTensor, split_one, state)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the state of a checkpoint into the optimizer of a model that is sharded or not."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    parts = {i: {name: _part(x, weights[i]) for name, x in entry.items()} for i, entry in state["state"].items()}
+    optimizer.load_state_dict(state | {"state": parts})
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor | Pieces]) -> None:
+    """Load the weights of a checkpoint into a model that is sharded or not."""
     own = model.state_dict()
     model.load_state_dict({name: _part(weight, own.get(name)) for name, weight in weights.items()})
 
 
-def _part(whole: Any, like: Any) -> Any:  # noqa: ANN401 - a tensor, or another value
-    """This rank's part of a whole tensor, if `like` is sharded and of the same shape; otherwise the value itself."""
-    if not isinstance(like, DTensor) or not isinstance(whole, Tensor) or whole.shape != like.shape:
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+def _part(saved: Any, like: Any) -> Any:  # noqa: ANN401 - a tensor, Pieces, or another value
+    """This rank's part of a saved tensor, if `like` is sharded and of the same shape; otherwise the whole tensor, or value."""
+    if isinstance(saved, Tensor | Pieces) and isinstance(like, DTensor) and saved.shape == like.shape:
+        offset, size = _region(like)
+        if isinstance(saved, Pieces):
+            local = saved.region(offset, size)
+        else:
+            local = saved[tuple(slice(start, start + n) for start, n in zip(offset, size, strict=True))].clone()
+        place = like.device_mesh, like.placements
+        return DTensor.from_local(local.to(like.device), *place, run_check=False, shape=like.shape, stride=like.stride())
+    if isinstance(saved, Pieces):
+        return saved.whole()
+    return saved.clone() if isinstance(saved, Tensor) else saved  # it may be mapped from a file
+
+
+def _region(tensor: DTensor) -> tuple[list[int], list[int]]:
+    """Where this rank's part of a tensor begins, and its size."""
+    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return list(offset), list(size)
 
 
 def copy_without_weights(model: nn.Module) -> nn.Module:

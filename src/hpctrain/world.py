@@ -9,10 +9,10 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 
 # Step ids in the environment of a batch script and of the shell that salloc opens on a node (slurm.h:
 # SLURM_BATCH_SCRIPT, SLURM_INTERACTIVE_STEP): one process each, however many tasks the job has.
@@ -39,6 +39,12 @@ class World:
     def launcher_command(self) -> str:
         """The command that the user started the ranks with, for error messages."""
         return {"slurm": "srun", "openmpi": "mpirun", "mpich": "mpiexec"}.get(self.launcher, self.launcher)
+
+    def in_groups_of(self, number: int) -> "World":
+        """The place of this rank's group among groups of so many consecutive ranks. Raises UsageError if a rank is left over."""
+        if self.size % number:
+            raise UsageError(f"--tensor-parallel {number} does not divide the number of ranks, {self.size}: give a divisor of it")
+        return replace(self, rank=self.rank // number, size=self.size // number)
 
 
 ALONE = World(0, 1, 0, 1, 0, 1, "single")

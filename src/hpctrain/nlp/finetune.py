@@ -44,18 +44,21 @@ from hpctrain.world import World
 def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
     """Run `hpctrain nlp.<task>` with these arguments: read, tokenize, train, test, and save the model of the best epoch."""
     args = parse_options(task, arguments)
+    group = world.in_groups_of(args.tensor_parallel)  # the place of this rank in the order of the data
     quiet()
     device = choose_device(world, args.device)
     with process_group(world, device):
         examples = read_examples(task, args, world)
         run = Run(world, f"nlp.{task.name}", args, device)
         run.patience = args.patience
+        sharded = run.in_parts = args.strategy == "fsdp" and world.size > 1
         folder = get_initial_model(task, args, run, examples["train"])
         with all_or_none(world):
             check_memory(folder, args, world, device)
             tokenizer = load_tokenizer(folder)
             labels, origin = choose_labels(task, folder, examples["train"])
-            model = load_model(task, folder, tokenizer, labels, args)
+            empty = sharded and world.rank != 0 and not args.lora_from  # shard() takes weights from rank 0; peft needs some
+            model = load_model(task, folder, tokenizer, labels, args, empty)
             model.config.hpctrain["settings"] = task.collect_settings(examples["train"])
             if uses_lora(args):
                 model = add_lora(task, model, folder, args)
@@ -69,22 +72,28 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
 
         padding = {**task.padding, "input_ids": tokenizer.pad_token_id}
         train = features["train"]
-        epoch_steps = steps_per_epoch(len(train.lengths), args.batch_size, world, args.accumulate) if args.epochs else 0
+        epoch_steps = steps_per_epoch(len(train.lengths), args.batch_size, group, args.accumulate) if args.epochs else 0
         weights = balance_classes(labels, train, run) if args.class_weights else None
         module = FineTuneModule(task, model, labels, args, run, steps=args.epochs * epoch_steps, class_weights=weights)
-        sharded = args.strategy == "fsdp" and world.size > 1
+        strategy = JsonStrategy
         if sharded:
-            from hpctrain.sharding import ShardedStrategy, load_weights  # imports much of torch, and few runs need it
+            from hpctrain.nlp.tensor_parallel import choose_strategy, load_weights  # imports much of torch, few runs need it
+
+            with all_or_none(world):
+                strategy = choose_strategy(model, args.tensor_parallel)
         trainer = make_trainer(
             run, args, device, lambda module: module.model, module.score,
-            accumulate_grad_batches=args.accumulate, strategy=ShardedStrategy if sharded else JsonStrategy,
+            accumulate_grad_batches=args.accumulate, strategy=strategy,
         )  # fmt: skip
         if args.epochs:
             state = run.resume(torch.device("cpu"), args.epochs, model, "state_dict", free=())
             if state and (run.epoch >= args.epochs or run.has_stalled):  # resumed after the last epoch
-                model.load_state_dict(state["model"])
+                if not sharded:
+                    model.load_state_dict(state["model"])
+                elif world.rank == 0:
+                    load_weights(model, state["model"])
             else:
-                sampler = BatchSampler(train, world, args.batch_size, args.seed, args.accumulate)
+                sampler = BatchSampler(train, group, args.batch_size, args.seed, args.accumulate)
                 run.tokens_per_example, run.padding_share = float(train.lengths.mean()), sampler.padding_share()
                 run.count_flops(lambda: count_text_flops(model, train.lengths, run_empty))
                 if state:
@@ -228,7 +237,7 @@ def load_best_epoch(metric: str, run: Run) -> dict[str, Tensor] | None:
     if run.resume_from and not path.exists():  # an epoch of the earlier run, whose folder may be another
         path = checkpoint.path_of(run.resume_from.parent.parent, run.best_epoch)
     with all_or_none(run.world):
-        state = checkpoint.load(path, torch.device("cpu"))
+        state = checkpoint.open_lazily(path) if run.in_parts else checkpoint.load(path, torch.device("cpu"))
     run.print(f"epoch {run.best_epoch} has the best {metric}: using its weights")
     return state["model"]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedTokenizerFast
 
 from hpctrain.errors import HpctrainError, first_line
@@ -58,10 +59,16 @@ def choose_labels(task: Task, folder: Path, train: list[Any]) -> tuple[list[str]
 
 
 def load_model(
-    task: Task, folder: Path, tokenizer: PreTrainedTokenizerFast, labels: list[str], args: argparse.Namespace
+    task: Task,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    labels: list[str],
+    args: argparse.Namespace,
+    empty: bool = False,
 ) -> torch.nn.Module:
     """The model with a head for these labels, in training mode. A head that the folder lacks is initialized from --seed.
 
+    If `empty`, it is on the meta device, without values.
     Raises HpctrainError if the folder has no model for this task, or the model is shorter than --max-length.
     """
     refuse_adapter(folder)
@@ -69,16 +76,20 @@ def load_model(
     heads = {"num_labels": len(labels), "id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
     # a model for several labels of one text, or for a number, would compute another loss
     heads["problem_type"] = "single_label_classification"
+    common = {"dtype": torch.float32, "trust_remote_code": False, "attn_implementation": "sdpa"}
     try:
-        model, loading = task.model.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            trust_remote_code=False,
-            attn_implementation="sdpa",
-            ignore_mismatched_sizes=True,  # of a head for other labels
-            output_loading_info=True,
-            **(heads if labels else {}),
-        )
+        if empty:
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **(heads if labels else {}))
+            with torch.device("meta"):
+                model, loading = task.model.from_config(config, **common), {"missing_keys": []}
+        else:
+            model, loading = task.model.from_pretrained(
+                folder,
+                ignore_mismatched_sizes=True,  # of a head for other labels
+                output_loading_info=True,
+                **common,
+                **(heads if labels else {}),
+            )
     except Exception as error:  # the loaders of the many file formats raise exceptions of many kinds
         raise HpctrainError(
             describe_pickle_error(folder, error)

@@ -43,6 +43,7 @@ class FineTuneModule(LightningModule):
         self.model = model
         self.register_buffer("class_weights", class_weights, persistent=False)
         self._task, self._labels, self._args, self._run, self._steps = task, labels, args, run, steps
+        self._group = run.world.in_groups_of(args.tensor_parallel)  # the ranks of a group compute the same examples
         self._sets: dict[str, tuple[list[Any], Features]] = {}
         self._predictions: list[tuple[int, Any]] = []
 
@@ -69,7 +70,7 @@ class FineTuneModule(LightningModule):
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Seed dropout by seed, epoch, batch and rank alone, so that a resumed run draws the same masks."""
-        seed_step(self._args.seed, self.current_epoch, batch_idx, self._run.world)
+        seed_step(self._args.seed, self.current_epoch, batch_idx, self._group)
 
     def forward(self, batch: dict[str, Any]) -> transformers.utils.ModelOutput:
         """The model's output for a batch, without the columns that are not inputs of the model."""
@@ -90,7 +91,7 @@ class FineTuneModule(LightningModule):
     ) -> DataLoader:
         """The batches of this rank of the "validation" or the "test" set."""
         self._sets[name] = (examples[name], features[name])
-        world = self._run.world
+        world = self._group
         batch_size = max(1, self._args.batch_size // world.size)
         # A rank without any example gets an empty batch: otherwise Lightning would leave it out of the collectives.
         indices = list(evaluation_batches(features[name].lengths, batch_size, world.rank, world.size))
@@ -122,6 +123,9 @@ class FineTuneModule(LightningModule):
         """Score the predictions of all ranks together on rank 0: each example counts once, on any number of ranks."""
         world = self._run.world
         examples, features = self._sets[name]
+        if world.rank % self._args.tensor_parallel:  # another rank of the group has the same
+            self._predictions = []
+            self._sums.zero_()
         if world.size > 1:
             dist.all_reduce(self._sums)
         predictions_by_rank = gather(world, pack_predictions(self._predictions))

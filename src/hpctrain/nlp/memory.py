@@ -3,9 +3,11 @@
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 
 import torch
+import transformers
 
 from hpctrain.device import free_memory
 from hpctrain.errors import HpctrainError
@@ -16,14 +18,22 @@ from hpctrain.world import World
 FROZEN, TRAINED = 4, 16
 
 
-def count_weights(folder: Path) -> int:
-    """The number of weights in the model files of a folder, by their headers; of pickled ones by their size, as if in fp32."""
-    count = 0
+def read_sizes(folder: Path) -> dict[str, int]:
+    """The number of values of each weight in the model files of a folder, by their headers; of pickled ones as if in fp32."""
+    sizes = {}
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        count += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return count or sum(path.stat().st_size // FROZEN for path in folder.glob("pytorch_model*.bin"))
+        sizes |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return sizes or {path.name: path.stat().st_size // FROZEN for path in folder.glob("pytorch_model*.bin")}
+
+
+def count_split(folder: Path, sizes: dict[str, int]) -> int:
+    """How many values are in the layers that --tensor-parallel splits; each rank of a group has all of the others."""
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    layers = getattr(config, "base_model_tp_plan", None) or {}
+    patterns = [re.compile(name.replace(".", r"\.").replace("*", r"\d+") + r"\.(weight|bias)$") for name in layers]
+    return sum(size for name, size in sizes.items() if any(pattern.search(name) for pattern in patterns))
 
 
 def check_memory(folder: Path, args: argparse.Namespace, world: World, device: torch.device) -> None:
@@ -31,16 +41,28 @@ def check_memory(folder: Path, args: argparse.Namespace, world: World, device: t
 
     Activations are not counted: what passes may still be too large.
     """
-    count, limit = count_weights(folder), free_memory(world, device)
+    sizes = read_sizes(folder)
+    count, limit = sum(sizes.values()), free_memory(world, device)
     each = TRAINED if args.epochs and not uses_lora(args) else FROZEN
     ranks = world.size if args.strategy == "fsdp" else 1
-    needed = count * each // ranks
-    if needed <= limit:
-        return
-    advice = f"--strategy fsdp on {-(-count * each // max(limit, 1))} ranks or more"
-    if each == TRAINED:
-        advice += ", or --lora-rank 16, which freezes them"
-    raise HpctrainError(
-        f"{folder}: {count:,} weights of {each} bytes{f' on {ranks} ranks' if ranks > 1 else ''} are {needed / 1e9:.2f} GB, and "
-        f"rank {world.rank} can have {limit / 1e9:.2f} GB: take {advice} (docs/large-models.md)"
-    )
+    share, spread = count / ranks, f" on {ranks} ranks" if ranks > 1 else ""
+    if args.tensor_parallel > 1:
+        split, groups = count_split(folder, sizes), ranks // args.tensor_parallel
+        share = split / ranks + (count - split) / groups
+        spread += f", of which {count - split:,} only on {groups} groups,"
+    needed = int(share * each)
+    if needed > limit:
+        advice = f"--strategy fsdp on {-(-int(share * each * ranks) // max(limit, 1))} ranks or more"
+        if each == TRAINED and args.tensor_parallel == 1:
+            advice += ", or --lora-rank 16, which freezes them"
+        raise HpctrainError(
+            f"{folder}: {count:,} weights of {each} bytes{spread} are {needed / 1e9:.2f} GB, and rank {world.rank} can have "
+            f"{limit / 1e9:.2f} GB: take {advice} (docs/large-models.md)"
+        )
+    host = free_memory(world, torch.device("cpu")) * world.local_size
+    if ranks > 1 and world.rank == 0 and count * FROZEN > host:
+        raise HpctrainError(
+            f"{folder}: {count:,} weights of {FROZEN} bytes are {count * FROZEN / 1e9:.2f} GB. Rank 0 loads them all before it "
+            f"gives each rank its part, and its node has {host / 1e9:.2f} GB: take a first node with more memory "
+            "(docs/large-models.md)"
+        )

@@ -78,6 +78,14 @@ def make_parser(task: Task) -> Parser:
         "(default: %(default)s)",
     )
     add(
+        "--tensor-parallel",
+        type=positive(int),
+        default=1,
+        metavar="N",
+        help="split each layer over N consecutive ranks, which compute the same examples; sets --strategy fsdp for the rest "
+        "(default: %(default)s)",
+    )
+    add(
         "--gradient-checkpointing",
         action="store_true",
         help="save memory: compute the activations of a layer again for its gradients, instead of keeping them",
@@ -179,6 +187,10 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
         raise UsageError("--lora-from trains an adapter with its own rank and layers: leave out --lora-rank and --lora-target")
     if (args.lora_target or args.lora_merge) and not (args.lora_rank or args.lora_from):
         raise UsageError("--lora-target and --lora-merge need --lora-rank: give the rank, such as 8")
+    if args.tensor_parallel > 1:
+        args.strategy = "fsdp"
+        if args.lora_rank or args.lora_from:
+            raise UsageError("--tensor-parallel splits no LoRA matrices: leave it out, --strategy fsdp shards them")
     for name, value in (DEFAULTS if args.model else FROM_SCRATCH_DEFAULTS if args.data else SAMPLE_DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
