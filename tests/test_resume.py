@@ -12,6 +12,8 @@ from conftest import write_digits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_train import in_image, metrics, result, run, train, weights
 
+from hpctrain import checkpoint
+
 HOROVOD_FOUR = in_image("torchrun", "--nproc-per-node=4", "-m", "hpctrain")
 # Few steps with dropout, and two parts to accumulate in each of them.
 NLP = ["--epochs", 2, "--limit", 80, "--batch-size", 8, "--accumulate", 2]
@@ -58,7 +60,10 @@ CASES = [
 IDS = ["ddp-1", "ddp-4", "lightning-4", "horovod-4", "classify-1", "ner-2"]
 
 
-@pytest.mark.parametrize(("trainer", "launcher"), CASES, ids=IDS)
+FSDP = pytest.param("train_fsdp", 4, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("trainer", "launcher"), [*CASES, FSDP], ids=[*IDS, "fsdp-4"])
 def test_a_run_cut_within_an_epoch(tmp_path, trainer, launcher):
     """Bit for bit, in the first epoch and in the second, after a line of metrics and before one."""
     whole = tmp_path / "whole"
@@ -73,18 +78,21 @@ def test_a_run_cut_within_an_epoch(tmp_path, trainer, launcher):
         (cut / "result.json").unlink()
         for later in names(cut)[names(cut).index(name) + 1 :]:
             if later != "epoch-0001.pt" or "epoch-0001" in name:
-                (cut / "checkpoints" / later).unlink()
+                checkpoint.remove(cut / "checkpoints" / later)
         out = start(launcher, trainer, "--resume", cut, cwd=tmp_path)
         assert f"of {cut}/checkpoints/{name}" in out
         assert_equal(cut, whole)
 
 
-@pytest.mark.parametrize(("trainer", "launcher"), CASES, ids=IDS)
+FSDP = pytest.param("train_fsdp", 4, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("trainer", "launcher"), [*CASES, FSDP], ids=[*IDS, "fsdp-4"])
 def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path, trainer, launcher):
     """Again and again, right after each start, as in a job that is preempted at once; with the command line of the first."""
     control = tmp_path / "control"
     start(launcher, trainer, "--out", "whole", cwd=tmp_path)
-    last = 1 if launcher is HOROVOD_FOUR else 2
+    last = 1 if launcher is HOROVOD_FOUR or trainer == "train_fsdp" else 2
     for restart in range(last + 1):
         control.mkdir()
         if restart < last:

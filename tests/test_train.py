@@ -17,6 +17,7 @@ import torch
 import warm_start
 from conftest import SIF, write_digits
 
+from hpctrain import checkpoint
 from hpctrain.vision import recipe
 from hpctrain.vision.model import ResNet50
 from hpctrain.vision.train_horovod import learning_rate
@@ -72,7 +73,7 @@ def metrics(folder):
 
 
 def weights(folder, epoch):
-    return torch.load(folder / "checkpoints" / f"epoch-{epoch:04d}.pt", weights_only=True)["model"]
+    return checkpoint.load(checkpoint.path_of(folder, epoch), torch.device("cpu"))["model"]
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +182,21 @@ def test_lightning_on_two_ranks_gives_the_weights_and_metrics_of_ddp_bit_for_bit
 
 
 @pytest.mark.slow
+def test_fsdp_on_two_ranks_gives_the_weights_and_metrics_of_ddp_bit_for_bit(runs, tmp_path):
+    train(2, "--epochs", 2, "--out", "run", cwd=tmp_path, trainer="train_fsdp")
+    assert result(tmp_path / "run")["weights_sha256"] == result(runs / "two")["weights_sha256"]
+    assert same_metrics(tmp_path / "run", runs / "two")
+    # In bf16 as well, and with 5 test images in two batches on rank 1, but 4 in one on rank 0.
+    options = ("--data", write_digits(tmp_path / "nine", 16, 9), "--batch-size", 4, "--epochs", 1, "--precision", "bf16")
+    for trainer in ("train_ddp", "train_fsdp"):
+        train(2, *options, "--out", trainer, cwd=tmp_path, trainer=trainer)
+    assert result(tmp_path / "train_ddp")["weights_sha256"] == result(tmp_path / "train_fsdp")["weights_sha256"]
+    assert same_metrics(tmp_path / "train_ddp", tmp_path / "train_fsdp")
+    train(1, *options, "--out", "one", cwd=tmp_path, trainer="train_fsdp")
+    assert result(tmp_path / "one")["test_loss"] == pytest.approx(result(tmp_path / "train_fsdp")["test_loss"], rel=1e-2)
+
+
+@pytest.mark.slow
 def test_lightning_prints_nothing_of_its_own(runs, tmp_path):
     write_digits(tmp_path / "digits")
     done = run(PYTHON, "train_lightning", "--data", "digits", "--epochs", 2, "--out", "run", cwd=tmp_path)
@@ -245,7 +261,9 @@ def test_resnet50_is_resnet50():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trainer", "launcher"), [("train_ddp", 2), ("train_lightning", 2), ("train_horovod", HOROVOD_TWO)])
+@pytest.mark.parametrize(
+    ("trainer", "launcher"), [("train_ddp", 2), ("train_lightning", 2), ("train_fsdp", 2), ("train_horovod", HOROVOD_TWO)]
+)
 def test_resnet50_is_saved_as_it_was_measured(few, sif, tmp_path, trainer, launcher):
     """The metrics of two ranks, whose statistics differ, are those of the one model in the checkpoint."""
     args = ("--model", "resnet50", "--data", few, "--batch-size", 8, "--epochs", 1, "--out", "run")
@@ -260,7 +278,7 @@ def test_resnet50_is_saved_as_it_was_measured(few, sif, tmp_path, trainer, launc
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(images), labels).item()
     assert result(tmp_path / "run")["test_loss"] == pytest.approx(loss, rel=1e-4)
-    optimizer = torch.load(tmp_path / "run/checkpoints/epoch-0001.pt", weights_only=True)
+    optimizer = checkpoint.load(tmp_path / "run/checkpoints/epoch-0001.pt", torch.device("cpu"))
     state = optimizer["optimizer"] if "optimizer" in optimizer else optimizer["optimizer_states"][0]
     assert all(s["step"] == 2 for s in state["state"].values())  # Adam has counted the steps of training only
 

@@ -22,7 +22,13 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000  # of <
 
 context = get_context("forkserver")
 context.set_forkserver_preload(
-    ["hpctrain.vision.train_ddp", "hpctrain.vision.train_lightning", "hpctrain.nlp.finetune", "torch.utils.tensorboard"]
+    [
+        "hpctrain.vision.train_ddp",
+        "hpctrain.vision.train_fsdp",
+        "hpctrain.vision.train_lightning",
+        "hpctrain.nlp.finetune",
+        "torch.utils.tensorboard",
+    ]
 )
 
 

@@ -21,6 +21,7 @@ GROUPS = {
 COMMANDS = {
     "train_ddp": ("hpctrain.vision.train_ddp", "train", "train with PyTorch DistributedDataParallel, on any number of ranks"),
     "train_lightning": ("hpctrain.vision.train_lightning", "train", "train with PyTorch Lightning, on any number of ranks"),
+    "train_fsdp": ("hpctrain.vision.train_fsdp", "train", "train with the model sharded over all ranks (PyTorch FSDP2)"),
     "train_horovod": ("hpctrain.vision.train_horovod", "train", "train with Horovod, on any number of ranks"),
     "train_single": ("hpctrain.vision.train_single", "train", "train in one process, without a launcher"),
     "nlp.classify": ("hpctrain.nlp.classify", "fine-tune", "fine-tune a model to classify texts (NSMC)"),
