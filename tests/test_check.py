@@ -18,7 +18,7 @@ import slurm_cluster
 import torch
 import warm_start
 
-from hpctrain import check, gpu_checks
+from hpctrain import check, gpu_checks, node_checks
 from hpctrain.world import World
 
 CHECK = [sys.executable, "-m", "hpctrain", "check"]
@@ -371,6 +371,38 @@ def test_ranks_that_see_one_gpu_each_are_warned_of():
     assert warning.startswith("warning: ranks 0-3 on n0, n1 see one GPU each (--gpus-per-task), so NCCL does not use NVLink")
     for usual in (reports(2, 2), reports(1, 1), reports(0, 2)):
         assert not list(check.isolation_warnings(usual))
+
+
+def test_what_mounts_the_image(tmp_path):
+    env = {"APPTAINER_CONTAINER": "/images/hpctrain-cpu.sif"}
+
+    def mount(names, env=env):
+        proc = tmp_path / "-".join(names)
+        for number, name in enumerate(names, start=1):
+            (proc / str(number)).mkdir(parents=True)
+            (proc / str(number) / "comm").write_text(f"{name}\n")
+        return node_checks.image_mount(env, proc)
+
+    assert mount(["init", "squashfuse_ll", "python"]) == "squashfuse_ll"
+    assert mount(["systemd", "squashfuse"]) == "squashfuse"
+    assert mount(["systemd", "python"]) == "kernel"
+    assert mount(["appinit", "python"]) == "" and mount([]) == ""  # hidden
+    assert mount(["bash", "squashfuse_ll"], {}) == "" == mount(["bash"], {"APPTAINER_CONTAINER": str(tmp_path)})
+
+
+def test_how_long_the_processes_took_to_start():
+    def reports(*mounts):
+        return [{"rank": n, "host": f"n{n}", "start": 2.0 + n, "mount": mount} for n, mount in enumerate(mounts)]
+
+    text = "from the start of Python to the end of its imports: 2.0 to 3.0 s (rank 1 on n1)"
+    assert list(check.describe_start(reports("", ""))) == [text]
+    assert list(check.describe_start(reports("kernel", "squashfuse_ll"))) == [
+        f"{text}; the image is mounted by kernel, squashfuse_ll"
+    ]
+    assert list(check.describe_start(reports("squashfuse_ll", "squashfuse")))[1].startswith(
+        "warning: on n1 the image is mounted by "
+    )
+    assert 0 < node_checks.seconds_since_start() < 3600
 
 
 @pytest.mark.parametrize("name", MISPLACED)

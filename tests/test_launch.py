@@ -468,6 +468,7 @@ def test_the_image_broadcast_to_every_node(cluster):
         assert ended.state == "COMPLETED" and re.search(rf"/tmp/hpctrain-{ended.id}-[0-9a-f]{{16}}\.sif -- python", output), (
             output
         )
+        assert "; the image is mounted by squashfuse_ll" in output, output
     for node in ("n1", "n2"):
         assert cluster.exec(node, "ls", "/tmp").stdout.count(".sif") == 0
 

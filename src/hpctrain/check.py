@@ -29,9 +29,18 @@ from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, first_line, print_error
 from hpctrain.fabric import Network, capture_nccl_log, compare_with_log, predict_network
 from hpctrain.gpu_checks import gpu_problems
-from hpctrain.node_checks import file_system_problems, rendezvous_problems, shadowed_packages, shorten
+from hpctrain.node_checks import (
+    file_system_problems,
+    image_mount,
+    rendezvous_problems,
+    seconds_since_start,
+    shadowed_packages,
+    shorten,
+)
 from hpctrain.rendezvous import JOIN_TIMEOUT, format_ranks, gather, process_group
 from hpctrain.world import World
+
+START_SECONDS = seconds_since_start()  # with torch imported
 
 
 def parser() -> Parser:
@@ -90,7 +99,7 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
                 f"local {report['local_rank']} of {report['local_size']}  {report['host']}  {report['device']}  "
                 + "  ".join(f"{name} {version}" for name, version in report["software"].items() if name != "image")
             )
-        for line in [*describe_networks(reports), *isolation_warnings(reports)]:
+        for line in [*describe_start(reports), *describe_networks(reports), *isolation_warnings(reports)]:
             print(line)
     end_on_problems(world, hosts, problems, [*consistency_problems(reports), *placement_problems(reports)])
     passed = [f"check passed: {world.size} ranks on {len(set(hosts))} hosts ({world.launcher})"]
@@ -168,6 +177,8 @@ def rank_report(world: World, device: torch.device, nccl: Network) -> dict[str, 
         "gpu": str(gpu.uuid) if gpu else "",
         "visible_gpus": torch.cuda.device_count() if gpu else 0,
         "software": software,
+        "start": START_SECONDS,
+        "mount": image_mount(),
         "network": nccl.name,
         "nccl": nccl.description,
         "fabric": {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "FI_", "UCX_"))},
@@ -202,6 +213,23 @@ def consistency_problems(reports: list[dict[str, Any]]) -> Iterator[str]:
     if all(devices.values()):
         with_gpu, without = (format_place(devices[kind], hosts) for kind in ("cuda", "cpu"))
         yield f"{with_gpu} has a GPU, {without} has none: request the same GPUs on every node"
+
+
+def describe_start(reports: list[dict[str, Any]]) -> Iterator[str]:
+    """How long the processes took to start, and what mounts their image: a line, and a warning of what is known to be slow."""
+    slowest = max(reports, key=lambda report: report["start"])
+    mounts = sorted({report["mount"] for report in reports} - {""})
+    yield (
+        f"from the start of Python to the end of its imports: {min(report['start'] for report in reports):.1f} to "
+        f"{slowest['start']:.1f} s (rank {slowest['rank']} on {slowest['host']})"
+        + (f"; the image is mounted by {', '.join(mounts)}" if mounts else "")
+    )
+    if "squashfuse" in mounts:  # github.com/apptainer/apptainer/issues/665: a job took 170 minutes instead of 24
+        hosts = list(dict.fromkeys(report["host"] for report in reports if report["mount"] == "squashfuse"))
+        yield (
+            f"warning: on {shorten(hosts, ', ')} the image is mounted by squashfuse, which has one thread for all ranks: "
+            "ask the staff to install squashfuse_ll, which Apptainer then prefers"
+        )
 
 
 def describe_networks(reports: list[dict[str, Any]]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import socket
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,6 +162,33 @@ def file_system_problems(env: Mapping[str, str] = os.environ) -> Iterator[str]:
             # A read-only home alone is not a problem; a cache in it is checked under its own variable.
             if names != ["home"] or error.errno in (errno.ENOSPC, errno.EDQUOT):
                 yield f"{', '.join(names)} ({folder}): {explain_write_error(error, folder)}"
+
+
+def seconds_since_start() -> float:
+    """How long ago this process was started, at a resolution of 10 ms (proc_pid_stat(5))."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def image_mount(env: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> str:
+    """What mounts the SIF of this container: "squashfuse_ll", "squashfuse" or "kernel"; "" if there is none, or it is hidden.
+
+    The container covers the mount itself. Its server, if there is one, is a process of this user outside.
+    """
+    image = env.get("APPTAINER_CONTAINER", env.get("SINGULARITY_CONTAINER", ""))
+    if not image or Path(image).is_dir():
+        return ""
+    names = {}
+    for process in proc.glob("[0-9]*"):
+        try:
+            names[process.name] = (process / "comm").read_text().strip() if process.stat().st_uid == os.getuid() else ""
+        except OSError:  # it has ended
+            continue
+    for name in ("squashfuse_ll", "squashfuse"):
+        if name in names.values():
+            return name
+    # With process ids of its own, or with hidepid, the container does not show the server.
+    return "kernel" if "1" in names and names["1"] not in ("appinit", "sinit") else ""
 
 
 def refuse_throw_away(folder: Path) -> None:
