@@ -3,9 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpctrain import atomic
 from hpctrain.wandb_log import Mirror
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 NOT_SHOWN = {"epoch", "step", "seconds"}  # in TensorBoard
 
@@ -49,15 +53,18 @@ class Metrics:
 
     def _close_files(self) -> None:
         self._file.close()
-        self._board.close()
+        if self._board:
+            self._board.close()
 
     def _open(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import: on rank 0 only
-
-        self._board = SummaryWriter(self._board_folder)
+        self._board: SummaryWriter | None = None
         self._file = self._path.open("a", encoding="utf-8")
 
     def _show(self, step: float, values: dict[str, float]) -> None:
+        if self._board is None:
+            from torch.utils.tensorboard import SummaryWriter  # takes up to a second to import: after the first step, on rank 0
+
+            self._board = SummaryWriter(self._board_folder)
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 

@@ -15,16 +15,19 @@ import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.errors import HpctrainError, first_line
 from hpctrain.tar_shards import TarShards
 from hpctrain.vision.data import Images, to_images
+
+if TYPE_CHECKING:  # importing Pillow would hold up MNIST's first step
+    from PIL import Image
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 MOST_DIGITS = 9  # of a label, with the end of its line
@@ -84,7 +87,7 @@ class ImageFolder:
         for pixels, labels in ImageLoader(self, ((epoch, index) for index in indices), pin_memory=pinned):
             yield to_images(pixels.to(device, non_blocking=True), side), labels.to(device, non_blocking=True)
 
-    def _decode(self, number: int) -> Image.Image:
+    def _decode(self, number: int) -> "Image.Image":
         return decode(self.path(number))
 
     def _pixels(self, number: int, epoch: int) -> Tensor:
@@ -120,7 +123,7 @@ class ImageShards(ImageFolder):
             raise HpctrainError(f"{place} has no label: it must be an integer from 0")
         return int(text)
 
-    def _decode(self, number: int) -> Image.Image:
+    def _decode(self, number: int) -> "Image.Image":
         name = f"{self._shards.path(number)}: {self._shards.key(number)}.{self._extension}"
         return decode(io.BytesIO(self._shards.read(number, self._extension)), name)
 
@@ -222,8 +225,10 @@ def _images_in(folder: Path) -> Iterator[Path]:
                 yield Path(place, name)
 
 
-def decode(source: Path | io.BytesIO, name: str | None = None) -> Image.Image:
+def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
     """Read a JPEG or PNG file as an RGB image, turned as its EXIF data say. Raises HpctrainError with the path, or the name."""
+    from PIL import Image, ImageOps
+
     path = name or source
     try:
         with warnings.catch_warnings():
@@ -243,11 +248,13 @@ def decode(source: Path | io.BytesIO, name: str | None = None) -> Image.Image:
         raise HpctrainError(f"{path}: cannot be read as a JPEG or PNG ({first_line(error)}): replace or remove it") from error
 
 
-def random_resized_crop(image: Image.Image, side: int, chance: random.Random) -> Image.Image:
+def random_resized_crop(image: "Image.Image", side: int, chance: random.Random) -> "Image.Image":
     """A random part of the image, scaled to side x side pixels and flipped in half of the cases.
 
     The part has 8 to 100 % of the area and a ratio of 3:4 to 4:3, as in Szegedy et al., "Going deeper with convolutions" (2015).
     """
+    from PIL import Image
+
     width, height = image.size
     for _ in range(10):
         area = width * height * chance.uniform(0.08, 1)
@@ -263,8 +270,10 @@ def random_resized_crop(image: Image.Image, side: int, chance: random.Random) ->
     return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if chance.random() < 0.5 else part
 
 
-def center_crop(image: Image.Image, side: int) -> Image.Image:
+def center_crop(image: "Image.Image", side: int) -> "Image.Image":
     """The middle of the image, side x side pixels, after its shorter side was scaled to 8/7 of that: 256 for 224."""
+    from PIL import Image
+
     width, height = image.size
     scale = side * 8 // 7 / min(width, height)
     # A very long image is cut before it is scaled up, so that it stays small.
