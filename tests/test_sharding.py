@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -116,6 +117,9 @@ def test_the_weights_are_those_of_ddp(words, whole, tmp_path):
         assert ours.keys() == theirs.keys()
         for part in ("model", "state_dict", "optimizer_states"):
             torch.testing.assert_close(ours[part], theirs[part], rtol=1e-4, atol=1e-5)
+    logs = [path.read_text() for path in sorted((whole / "logs").iterdir())]
+    peaks = [float(re.search(r"peak memory of this rank: (.*) MB", log)[1]) for log in logs]
+    assert len(peaks) == 4 and max(peaks) == result(whole)["speed"]["peak_memory_mb"]
     # Each rank writes its quarter, and each tensor once.
     sizes = [path.stat().st_size for path in (whole / "checkpoints/epoch-0002.pt").iterdir()]
     assert len(sizes) == 4 and max(sizes) < 0.35 * (ddp / "checkpoints/epoch-0002.pt").stat().st_size

@@ -358,6 +358,7 @@ class Run:
         self._watchdog.stop()
         self._wait_for_checkpoint()
         memory, data_shares = zip(*gather(self.world, [peak_memory(self._device), self.times.data_share]), strict=True)
+        self.log(f"peak memory of this rank: {memory[self.world.rank]:.1f} MB")
         if self.world.rank != 0:
             return
         self._owner.check()
