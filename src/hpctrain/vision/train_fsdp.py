@@ -93,7 +93,7 @@ def train(world: World, args: argparse.Namespace) -> None:
                 loss.backward()  # averages the gradients over all ranks, and each rank keeps its part
                 run.check_gradients()
                 optimizer.step()
-                run.step(loss.detach())
+                run.step(loss.detach(), learning_rate=optimizer.param_groups[0]["lr"])
                 if run.must_save():
                     run.save(make_state())
             run.end_epoch()
