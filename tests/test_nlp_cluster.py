@@ -2,15 +2,18 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
 import warm_start
 from conftest import DATA
 from test_launch import HOME, folder, job, wait_until_idle
+from test_tensor_parallel import make_model
 from transformers import AutoModelForSequenceClassification
 
 from hpctrain import checkpoint
+from hpctrain.nlp import instruct
 
 pytestmark = pytest.mark.slow
 
@@ -79,3 +82,18 @@ def test_a_sharded_model_on_two_nodes(cluster):
     saved = AutoModelForSequenceClassification.from_pretrained(run / "model").state_dict()
     whole = checkpoint.load(run / "checkpoints/epoch-0001.pt", torch.device("cpu"))["model"]
     assert all(torch.equal(saved[name], weight) for name, weight in whole.items())
+
+
+def test_a_model_split_in_two_on_two_nodes(cluster):
+    """Tensor parallelism within a node and FSDP between the nodes: the losses of one process."""
+    make_model(folder(cluster, "qwen3"), "qwen3")
+    options = ["--data", "instruct", "--epochs", "1", "--limit", "64", "--batch-size", "8", "--max-length", "64"]
+    shutil.copytree(instruct.TASK.samples, folder(cluster, "instruct"))
+    words = ["nlp.instruct", "--model", "qwen3", *options]
+    ended, output = job(cluster, *words, "--tensor-parallel", "2", "--out", "runs/split")
+    assert ended.state == "COMPLETED" and "4 ranks on 2 nodes (slurm)" in output, output
+    cwd = folder(cluster, ".")
+    done = warm_start.run([warm_start.Rank([*words, "--out", "runs/alone"], dict(os.environ))], cwd)
+    assert done.returncode == 0, done.stderr
+    of_four, of_one = (scores(cwd / "runs" / name)["test_loss"] for name in ("split", "alone"))
+    assert of_four == pytest.approx(of_one, rel=1e-4)
