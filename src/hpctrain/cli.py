@@ -97,6 +97,7 @@ def trainer_parser(trainer: str, description: str) -> Parser:
         help="when a gradient is not finite: stop, or skip the step, at most 10 in a row (default: %(default)s)",
     )
     add("--wandb", action="store_true", help="log to Weights & Biases too, into an offline run without a key or a network")
+    add("--profile", action="store_true", help="write what some steps spend their time on, as a trace and as a page of text")
     add(
         "--watchdog",
         type=seconds,

@@ -8,6 +8,7 @@
         curves.png       losses and scores over the steps
         checkpoints/     epoch-NNNN.pt, and epoch-NNNN-step-NNNNNN.pt within an epoch
         logs/            rank-NNNN.log, one per rank
+        profile/         with --profile, what some steps spend their time on (see profile.py)
         tensorboard/
 
 An earlier run is never overwritten: a folder that holds one is refused unless that run is resumed. A new folder is for its
@@ -21,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,16 +38,16 @@ from hpctrain.metrics import Metrics, format_seconds
 from hpctrain.nonfinite import NonFinite
 from hpctrain.owner import Owner
 from hpctrain.plot import plot
+from hpctrain.profile import NO_PROFILE, make_profile
 from hpctrain.rank_log import open_log
 from hpctrain.redaction import hide_secrets
 from hpctrain.rendezvous import all_or_none, broadcast, gather
 from hpctrain.requeue import report_saved, report_stopped
 from hpctrain.run_folder import AUTO, finished_epochs, prepare_folder
-from hpctrain.speed import StepTimes, gpu_percent, peak_memory
+from hpctrain.speed import StepTimes, T, gather_most, gpu_percent, peak_memory
 from hpctrain.watchdog import Watchdog
 from hpctrain.world import World, restart_count
 
-T = TypeVar("T")
 # Metrics that every line of metrics.jsonl has and no line of the log: they change little.
 NOT_PRINTED = {"peak_memory_mb", "gpu_percent"}
 
@@ -96,7 +97,7 @@ class Run:
             self._metrics = Metrics(self.folder, vars(args).get("wandb", False))
         self._watchdog = Watchdog(world, args.watchdog, self._log)
         self._args, self._device = args, device
-        self.times = StepTimes()
+        self.times = StepTimes(make_profile(args, self.folder / "profile", trainer, world, device))
         self._nonfinite = NonFinite(world, args.on_nan == "skip")
         self._resume_with = None if args.out and args.resume == AUTO else self.folder  # the same command resumes
         every = Interval.parse(args.checkpoint_every)
@@ -220,7 +221,8 @@ class Run:
             self._loss_sum = self._loss_sum + loss
             self._nonfinite.add(self._step, loss)
         self._step += 1
-        self.times.step()
+        if page := self.times.step(left=self._steps - self._step):
+            self.print(f"profile: {page}")
         self._watchdog.step()
         if self._bar:
             self._bar.update()
@@ -357,20 +359,16 @@ class Run:
         """
         self._watchdog.stop()
         self._wait_for_checkpoint()
-        memory, data_shares = zip(*gather(self.world, [peak_memory(self._device), self.times.data_share]), strict=True)
-        self.log(f"peak memory of this rank: {memory[self.world.rank]:.1f} MB")
+        self.log(f"peak memory of this rank: {peak_memory(self._device):.1f} MB")
+        most = gather_most(self.world, self._device, self.times)
         if self.world.rank != 0:
             return
         self._owner.check()
-        speed = self.times.figures(self._examples, self.tokens_per_example)
-        if self.padding_share is not None:
-            speed["padding_share"] = round(self.padding_share, 4)
+        speed = self.times.figures(self._examples, self.tokens_per_example, self.padding_share)
         if self._flops and "examples_per_s" in speed:
             name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
             speed |= utilization(speed["examples_per_s"] * self._flops / self.world.size, name, self._args.precision)
-        if None not in data_shares:
-            speed["data_share"] = round(max(data_shares), 4)
-        speed["peak_memory_mb"] = round(max(memory), 1)
+        speed |= most
         result = {
             **values,
             **({"skipped_steps": self._nonfinite.skipped} if self._nonfinite.skipped else {}),
@@ -385,6 +383,8 @@ class Run:
         plot(self.folder)
         self.print("  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  in {result['seconds']:.1f} s")
         self.print("  ".join(f"{name} {value:.4g}" for name, value in speed.items()))
+        if getattr(self._args, "profile", False) and not (self.folder / "profile").exists():
+            self.print(NO_PROFILE)
         self.print(f"weights {result['weights_sha256'][:16]}, metrics, checkpoints and curves.png are in {self.folder}")
         self._owner.release()
 

@@ -9,6 +9,10 @@ from typing import TypeVar
 
 import torch
 
+from hpctrain.profile import Profile
+from hpctrain.rendezvous import gather
+from hpctrain.world import World
+
 T = TypeVar("T")
 
 
@@ -19,7 +23,8 @@ class StepTimes:
     of the two.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, profile: Profile | None = None) -> None:
+        self._profile = profile
         self._seconds = array("f")
         self._last = self._waiting = self._waited = 0.0
         self._knows_data = False
@@ -45,22 +50,31 @@ class StepTimes:
             self.wait(time.perf_counter() - began)
             yield batch
 
-    def step(self) -> None:
-        """A step has ended, and the next one begins."""
-        now = time.perf_counter()
-        self._seconds.append(now - self._last)
-        self._waited += self._waiting
+    def step(self, left: int = 0) -> str:
+        """A step has ended, and the next one begins, `left` of which are in this epoch. Steps in the profile do not count.
+
+        Returns a line about the profile when it is written, else "". Raises HpctrainError if it cannot be.
+        """
+        now, waited, page = time.perf_counter(), self._waiting, ""
+        if not (self._profile and self._profile.is_running):
+            self._seconds.append(now - self._last)
+            self._waited += waited
+        if self._profile:
+            page = self._profile.step(waited, left)
+            now = time.perf_counter()
         self._last, self._waiting = now, 0.0
+        return page
 
     @property
     def data_share(self) -> float | None:
         """The share of the steps' time in which they waited for their data; None if wait() was never called."""
         return self._waited / sum(self._seconds) if self._knows_data and self._seconds else None
 
-    def figures(self, examples: int, tokens: float | None = None) -> dict[str, float]:
+    def figures(self, examples: int, tokens: float | None = None, padding_share: float | None = None) -> dict[str, float]:
         """Median and 95th percentile in ms, and what was trained on per second; {} without steps.
 
-        `examples` are those of a step; `tokens` those of an example that are not padding, if examples are texts.
+        `examples` are those of a step; `tokens` those of an example that are not padding, if examples are texts,
+        and `padding_share` the share of all tokens that are.
         """
         if not self._seconds:
             return {}
@@ -71,7 +85,15 @@ class StepTimes:
             "step_ms_p95": round(1e3 * ordered[int(0.95 * (len(ordered) - 1) + 0.5)], 3),
             "examples_per_s": round(per_second, 3),
             **({} if tokens is None else {"tokens_per_s": round(per_second * tokens, 3)}),
+            **({} if padding_share is None else {"padding_share": round(padding_share, 4)}),
         }
+
+
+def gather_most(world: World, device: torch.device, times: StepTimes) -> dict[str, float]:
+    """The time in data and the peak memory, each of the rank where it is highest. A collective call."""
+    memory, shares = zip(*gather(world, [peak_memory(device), times.data_share]), strict=True)
+    data = {} if None in shares else {"data_share": round(max(shares), 4)}
+    return data | {"peak_memory_mb": round(max(memory), 1)}
 
 
 def peak_memory(device: torch.device) -> float:
