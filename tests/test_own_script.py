@@ -325,3 +325,25 @@ def test_rank_0_says_at_its_end_that_it_never_joined(tmp_path, script):
         for different in ({"RANK": "1"}, {"HPCTRAIN_WORLD_SIZE": "1"}, {"HPCTRAIN_WORLD_SIZE": ""}):
             done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=os.environ | env | different)
             assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_trainer_of_transformers_joins_on_cpus_or_the_end_says_so(tmp_path):
+    """A torch for CPUs tells accelerate that there is no GPU. Otherwise it joins the ranks, and then each trains alone."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "from transformers import TrainingArguments; print(TrainingArguments('out').distributed_state.distributed_type)"
+    )
+    env = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+        "HPCTRAIN_WORLD_SIZE": "2",
+    }
+    for told, kind in (({}, "MULTI_CPU"), ({"ACCELERATE_USE_CPU": "false"}, "NO")):
+        done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=os.environ | env | told, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, f"DistributedType.{kind}\n"), done.stderr
+        alone = "hpctrain: 2 ranks ran this script, and accelerate, which transformers uses, let each train alone"
+        assert (alone in done.stderr) == (kind == "NO"), done.stderr

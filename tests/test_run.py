@@ -40,6 +40,16 @@ def finish(opened):
     opened.finish(torch.nn.Linear(2, 1), test_accuracy=0.5)
 
 
+def test_curves_without_a_score_and_without_a_home(tmp_path):
+    """Nothing on stderr, where matplotlib spoke of a legend without artists and of a folder for its cache."""
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "step": 5, "seconds": 1.0, "train_loss": 1.0}\n')
+    env = os.environ | {"HOME": "/dev/null", "TMPDIR": str(tmp_path)}
+    env = {name: value for name, value in env.items() if name not in ("MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    done = subprocess.run([sys.executable, "-m", "hpctrain", "plot", tmp_path], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert (tmp_path / "curves.png").exists()
+
+
 def config(folder, name="config.json"):
     return json.loads((folder / name).read_text())
 

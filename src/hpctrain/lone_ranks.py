@@ -51,9 +51,16 @@ def watch_rank_0() -> None:
 
     Such a script trains N times on its own, with exit status 0. It may be meant so, and is no error. Does nothing in processes
     that the script starts, or without a launch script.
+
+    accelerate, and with it the Trainer of transformers, sees one rank on CPUs unless it is told that there is no GPU. With a
+    torch that is built for CPUs it is told so, on every rank.
     """
     ranks = os.environ.get("HPCTRAIN_WORLD_SIZE") or "1"
-    if ranks == "1" or os.environ.get("RANK") != "0" or "HPCTRAIN_RANK_0" in os.environ:
+    if ranks == "1":
+        return
+    if sys.modules["torch"].accelerator.current_accelerator() is None:
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if os.environ.get("RANK") != "0" or "HPCTRAIN_RANK_0" in os.environ:
         return
     from torch.distributed import distributed_c10d
 
@@ -78,9 +85,19 @@ def watch_rank_0() -> None:
                 "Call torch.distributed.init_process_group(), or start a script for Horovod by launch/apptainer_horovod.sh; "
                 "docs/own-script.md shows how"
             )
+        elif not failed and _is_alone_in_accelerate():
+            print_error(
+                f"hpctrain: {ranks} ranks ran this script, and accelerate, which transformers uses, let each train alone: give "
+                "TrainingArguments(use_cpu=True) or Accelerator(cpu=True) on nodes without GPUs"
+            )
 
     distributed_c10d._new_process_group_helper = join
     atexit.register(report)
+
+
+def _is_alone_in_accelerate() -> bool:
+    state = sys.modules.get("accelerate.state")
+    return state is not None and state.PartialState._shared_state.get("distributed_type") == state.DistributedType.NO
 
 
 def _joined_by_horovod() -> bool:
