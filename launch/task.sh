@@ -103,6 +103,7 @@ if [[ -n $WAIT_AND_REPORT ]]; then
 elif [[ -n ${HPCTRAIN_CONTROL:-} && -n ${SLURM_JOB_ID:-} && -z ${HPCTRAIN_END_TASK:-} ]]; then
     # Not podman-hpc: its tasks find the container of their node by the number of their parent, which is slurmstepd.
     run_shielded "$@" || status=$?
+    [[ $launcher != none || ! -d $HPCTRAIN_CONTROL ]] || echo "$status" >"$HPCTRAIN_CONTROL/status"
     # End by the same signal, for srun to report it.
     trap - TERM
     ulimit -c 0

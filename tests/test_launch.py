@@ -36,6 +36,13 @@ def result(run):
     return json.loads((run / "result.json").read_text())
 
 
+def wait_until(condition, seconds=300):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.2)
+
+
 def wait_until_idle(cluster, number=None, nodes=("n1", "n2")):
     """Wait until no step, launcher, trainer or container of a job is left on any node, for as long as an unmount may take.
 
@@ -327,13 +334,15 @@ def test_a_rank_that_is_stopped_ends_the_job_and_is_named(cluster, ahead, launch
 
 
 def node_dies(sif):
-    """Three jobs train on two of three nodes, and one crashes in epoch 3. The last two have a spare node in the job."""
-    weights = []
-    with_spare = (["--no-kill", "--nodes=3"], ["--spare-nodes=1"])
+    """Jobs train on two of three nodes, and one crashes in epoch 3. Two have a spare node, and the last goes on with one node."""
+    results = []
+    with_spare = (["--no-kill", "--nodes=3"], [SCRIPT, "--spare-nodes=1"])
+    elastic = (["--no-kill"], ["launch/apptainer_torchrun.sh", "--max-restarts=1", "--min-nodes=1"])
+    cases = ((([], [SCRIPT]), "n2", 1), (with_spare, "n2", 0), (with_spare, "n1", 1), (elastic, "n2", 0))
     with Cluster(nodes=3, binds={sif: f"/project/{sif.name}"}) as cluster:
         cluster.install("alice")
-        for (options, spare), node, restarts in ((([], []), "n2", 1), (with_spare, "n2", 0), (with_spare, "n1", 1)):
-            number = cluster.submit(*options, SCRIPT, *spare, "train_ddp", "--epochs", "7", cwd=HOME)
+        for (options, script), node, restarts in cases:
+            number = cluster.submit(*options, *script, "train_ddp", "--epochs", "7", "--watchdog", "10", cwd=HOME)
             crashed = False
 
             def act(line, node=node):
@@ -348,18 +357,48 @@ def node_dies(sif):
             ended = cluster.wait(number, on_line=act)
             output = folder(cluster, f"slurm-{number}.out").read_text()
             assert crashed and ended.state == "COMPLETED", output
-            assert re.search(rf"resuming after epoch \d+ of runs/train_ddp/{number}/checkpoints", output), output
-            assert output.count("restart 1") == 1
+            assert re.search(rf"resuming after epoch \d+ (and \d+ steps )?of runs/train_ddp/{number}/checkpoints", output), output
             assert f"Restarts={restarts}" in cluster.exec("login", "scontrol", "show", "job", str(number)).stdout
-            assert ("failed: n2. Going on within the job on n1 n3" in output) == (restarts == 0), output
+            goes_on = "failed: n2. Going on within the job on n1 n3" in output
+            assert (output.count("restart 1"), goes_on) == ((0, False) if script == elastic[1] else (1, restarts == 0)), output
             run = folder(cluster, f"runs/train_ddp/{number}")
             assert result(run)["epochs"] == 7 and result(run)["test_accuracy"] > 0.95
-            weights.append(result(run)["weights_sha256"])
+            steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+            results.append((result(run)["weights_sha256"], result(run)["test_loss"], steps))
+            if script == elastic[1]:
+                worlds = [json.loads(path.read_text())["world"]["size"] for path in sorted(run.glob("config*.json"))]
+                assert (ended.nodes, worlds) == (("n1",), [2, 4]), output  # config.2.json is the first by name
             if node == "n2":
-                assert ended.nodes == ("n1", "n3")
                 cluster.boot("n2")
                 cluster.exec("login", "scontrol", "update", "nodename=n2", "state=resume", check=False)
-    assert len(set(weights)) == 1
+        spare_dies_first(cluster)
+    weights, losses, steps = zip(*results, strict=True)
+    assert len(set(weights[:3])) == 1 and steps == steps[:1] * 4
+    assert losses[3] == pytest.approx(losses[0], rel=1e-4)  # another number of ranks: to rounding
+
+
+def spare_dies_first(cluster):
+    """The spare node, which watches that of the batch script, and then that one. The third one requeues the job."""
+    text = "import os, time\nprint('waits', flush=True)\nos.environ.get('SLURM_RESTART_COUNT') or time.sleep(1000)\n"
+    folder(cluster, "waits.py").write_text(text)
+    number = cluster.submit("--no-kill", "--nodes=3", SCRIPT, "--spare-nodes=1", "waits.py", cwd=HOME)
+    show = ["login", "scontrol", "show", "job", str(number)]
+    crashed = False
+
+    def act(line):
+        nonlocal crashed
+        if "waits" in line and not crashed:
+            crashed = True
+            cluster.crash("n3")
+            wait_until(lambda: " NodeList=n[1-2]" in cluster.exec(*show).stdout)
+            wait_until(lambda: cluster.exec("n2", "pgrep", "-f", "[s]control requeue", check=False).returncode == 0)
+            cluster.crash("n1")
+            wait_until(lambda: "Restarts=1" in cluster.exec(*show).stdout)
+            for node in ("n1", "n3"):
+                cluster.boot(node)
+
+    ended = cluster.wait(number, on_line=act)
+    assert crashed and ended.state == "COMPLETED" and "Restarts=1" in cluster.exec(*show).stdout
 
 
 def test_a_job_whose_node_dies_resumes_from_its_last_checkpoint(in_background):

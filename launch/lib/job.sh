@@ -13,7 +13,7 @@ read_slurm_job() {
         ((${#HOSTS[@]})) ||
             die "scontrol names no nodes for SLURM_JOB_NODELIST='${SLURM_JOB_NODELIST:-}': run this in a job, and in no container"
         ((SPARE_NODES < ${#HOSTS[@]})) || die "--spare-nodes=$SPARE_NODES of the job's ${#HOSTS[@]} nodes: ask for more (sbatch --nodes)"
-        LAST_NODE=${HOSTS[-1]} HOSTS=("${HOSTS[@]:0:${#HOSTS[@]}-SPARE_NODES}")
+        HOSTS=("${HOSTS[@]:0:${#HOSTS[@]}-SPARE_NODES}")
         # Passed to srun again, because without it Slurm packs the first node full: 3 + 1 tasks on two nodes of three slots.
         spread=${SLURM_NTASKS_PER_NODE:-${SLURM_TASKS_PER_NODE:-1}}
         TASKS=${spread%%(*}

@@ -5,6 +5,7 @@
 #   stop       the script asks the ranks to save a checkpoint and end
 #   saved      the ranks have saved a checkpoint of this attempt; one line, the option that resumes from it
 #   stopped    the ranks end because of stop, with their checkpoint saved and work left
+#   status     the exit status of torchrun on this node
 #   failed     an error of the program ends it, and would come again after a restart
 # A signal to the ranks would also reach squashfuse, and without the image they end with "Bus error".
 # shellcheck shell=bash
@@ -70,7 +71,7 @@ run_launcher() {
 replace_nodes() {
     local left host failed=''
     ((SPARE_NODES > 0)) && [[ -z $STOPPING && ! -e $HPCTRAIN_CONTROL/failed ]] || return 1
-    mapfile -t left < <(scontrol show hostnames "$(job_field NodeList)" 2>/dev/null)
+    mapfile -t left < <(nodes_left)
     for host in "${HOSTS[@]}"; do
         [[ " ${left[*]} " == *" $host "* ]] || failed+=" $host"
     done
@@ -87,16 +88,28 @@ replace_nodes() {
     set_command
 }
 
+# ignore_failed_nodes: set `status` to that of torchrun on this node, if it has gone on without a node that failed. srun takes the
+# tasks of such a node for failed.
+ignore_failed_nodes() {
+    ((status && MIN_NODES)) && (($(nodes_left | wc -l) < NODES)) || return 0
+    { read -r status <"$HPCTRAIN_CONTROL/status"; } 2>/dev/null || true
+}
+
 # guard_batch_script: where the node of this script fails, Slurm does not requeue a job of sbatch --no-kill, and its other nodes
-# would idle until the time limit. So the last node watches the first one.
+# would idle until the time limit. So the last node watches the first one. Where that one fails, the last of the others does.
 guard_batch_script() {
-    ((SPARE_NODES)) || return 0
-    # shellcheck disable=SC2016 # the shell on that node expands it
-    srun --overlap --mem=0 --nodes=1 --ntasks=1 --nodelist="$LAST_NODE" --quiet bash -c '
-        while sleep 10; do
-            nodes=$(scontrol show job "$1" | grep -oP "\bNodeList=\K\S+") && hosts=$(scontrol show hostnames "$nodes") || continue
-            grep -qxF "$2" <<<"$hosts" || exec scontrol requeue "$1"
-        done' guard "$(job_id)" "${HOSTS[0]}" &
+    local node
+    ((SPARE_NODES + MIN_NODES)) || return 0
+    while sleep 10; do
+        node=$(nodes_left | tail -n 1) || continue
+        [[ $node != "${HOSTS[0]}" ]] || break
+        # shellcheck disable=SC2016 # the shell on that node expands it
+        srun --overlap --mem=0 --nodes=1 --ntasks=1 --nodelist="$node" --quiet bash -c '
+            while sleep 10; do
+                nodes=$(scontrol show job "$1" | grep -oP "\bNodeList=\K\S+") && hosts=$(scontrol show hostnames "$nodes") || continue
+                grep -qxF "$2" <<<"$hosts" || exec scontrol requeue "$1"
+            done' guard "$(job_id)" "${HOSTS[0]}" || true
+    done &
 }
 
 # conclude STATUS: requeue the job whose launcher ended with STATUS, or say why it does not go on. Returns the script's exit status.
@@ -144,6 +157,11 @@ conclude() {
 # job_id: print the number of the job; of a task of an array ARRAY_TASK, because one task has the number of the whole array
 job_id() {
     echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+}
+
+# nodes_left: print the nodes of the job, without those that failed and that Slurm has taken from it
+nodes_left() {
+    scontrol show hostnames "$(job_field NodeList)" 2>/dev/null
 }
 
 # job_field NAME: print this field of scontrol show job; in a PBS job nothing
