@@ -34,6 +34,7 @@ COMMANDS = {
     "predict": ("hpctrain.nlp.predict", "use", "apply a fine-tuned model to texts"),
     "serve": ("hpctrain.nlp.serve", "use", "show a fine-tuned model as a web page and a JSON service"),
     "fetch": ("hpctrain.nlp.hub", "use", "download a model from the Hugging Face hub, for nodes without internet"),
+    "tensorboard": ("hpctrain.tensorboard", "use", "run TensorBoard on a compute node, for you alone"),
     "jupyter": ("hpctrain.jupyter", "use", "run JupyterLab on a compute node, for you alone"),
     "add": ("hpctrain.packages", "use", "install Python packages into a folder, on top of the image"),
     "completion": ("hpctrain.completion", "use", "print shell completion for bash or zsh"),
@@ -42,7 +43,7 @@ COMMANDS = {
     "scaling": ("hpctrain.scaling", "inspect", "compare runs on 1, 2, 4, ... ranks: throughput, speedup, efficiency"),
     "runs": ("hpctrain.runs", "inspect", "list runs: state, position, score, speed"),
     "report": ("hpctrain.report", "inspect", "compare runs on one HTML page"),
-    "export": ("hpctrain.export", "inspect", "write the metrics of runs as CSV, or as offline runs of Weights & Biases"),
+    "export": ("hpctrain.export", "inspect", "write the metrics of runs as CSV, or for TensorBoard or Weights & Biases"),
     "plot": ("hpctrain.plot", "inspect", "draw the losses and scores of a run as curves.png"),
 }
 

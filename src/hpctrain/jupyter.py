@@ -2,19 +2,14 @@
 
     sbatch launch/jupyter.sh
 
-The server listens on a Unix socket in a folder that only its user can enter, not on a port that everybody on the cluster can
-reach, and ssh forwards the socket. A new token is needed on top. It is in a file of the user's and in the environment of the
-server, but neither in the log nor on a command line, which everybody on the node can read.
+Nobody else reaches it: see tunnel.py. The server has the token in its environment.
 """
 
 import argparse
 import json
 import os
-import secrets
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -23,10 +18,10 @@ from pathlib import Path
 from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.node_checks import refuse_throw_away
 from hpctrain.packages import SAFE_PYTHON
 from hpctrain.requeue import stop_requested
-from hpctrain.world import World, job_id
+from hpctrain.tunnel import Tunnel
+from hpctrain.world import World
 
 # A notebook starts launchers of its own. What this process has from its launcher would make their ranks take its place.
 OF_THE_LAUNCHER = (
@@ -36,6 +31,10 @@ OF_THE_LAUNCHER = (
     "SLURM_NODEID",
     "SLURM_GTIDS",
     "PMI",
+    "OMPI_COMM_WORLD_",
+    "OMPI_UNIVERSE_",
+    "OMPI_MCA_orte_",
+    "PRTE_",
     "TORCHELASTIC_",
     "MASTER_",
 )
@@ -47,6 +46,11 @@ OF_THE_LAUNCHER += (
     "HPCTRAIN_NODE_TASK",
 )
 OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
+
+# The notebook's folder, and the file that tells the kernel its ports, are in the home or in $SCRATCH. Jupyter stops a kernel with
+# signals, which podman-hpc passes on.
+PODMAN_HPC = """exec podman-hpc run --rm --userns=keep-id --network=host --ipc=host --volume /tmp:/tmp --volume "$HOME:$HOME" \
+${SCRATCH:+--volume "$SCRATCH:$SCRATCH"} --workdir "$PWD" --env HOME "$@\""""
 
 
 def main(world: World, arguments: list[str]) -> None:
@@ -64,38 +68,22 @@ def main(world: World, arguments: list[str]) -> None:
 
 def serve(args: argparse.Namespace) -> None:
     """Run the server until it ends or this process gets SIGTERM."""
-    folder = args.out or Path("runs/jupyter") / job_id()
-    token = secrets.token_urlsafe(32)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_throw_away(folder)
-        token_file = folder.resolve() / "token"
-        token_file.unlink(missing_ok=True)
-        token_file.touch(mode=0o600, exist_ok=False)
-        token_file.write_text(token + "\n", encoding="ascii")
-    except OSError as error:
-        raise HpctrainError(f"{folder}: cannot be written ({error.strerror}): name a folder you can write to by --out") from error
-    # On the disk of the node: a socket works in no other place, and its name must be short. For this user alone.
-    private = Path(tempfile.mkdtemp(prefix="hpctrain-jupyter.", dir="/tmp"))
-    try:
-        socket = private / "socket"
-        environment = without_launcher(os.environ) | {"JUPYTER_TOKEN": token, "JUPYTER_RUNTIME_DIR": str(private)}
-        command = [*SAFE_PYTHON, "-m", "jupyterlab", "--no-browser", f"--ServerApp.sock={socket}", "--ServerApp.sock_mode=0600"]
+    with Tunnel("jupyter", args.out) as tunnel:
+        environment = without_launcher(os.environ)
+        environment |= {"JUPYTER_TOKEN": tunnel.token, "JUPYTER_RUNTIME_DIR": str(tunnel.private)}
+        command = [*SAFE_PYTHON, "-m", "jupyterlab", "--no-browser", f"--ServerApp.sock={tunnel.socket}"]
         # Kernels listen on sockets in the private folder, too.
-        command += ["--KernelManager.transport=ipc", f"--ServerApp.root_dir={Path.cwd()}"]
+        command += ["--ServerApp.sock_mode=0600", "--KernelManager.transport=ipc", f"--ServerApp.root_dir={Path.cwd()}"]
         command += ["--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
         if os.geteuid() == 0:
             command.append("--allow-root")
         server = subprocess.Popen(command, env=environment)
-        print(how_to_connect(socket, token_file), flush=True)
+        tunnel.print_how_to_connect("JupyterLab", "/lab")
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
         while server.poll() is None:
             if stop_requested():  # of a job that is canceled, the ranks get no signal before they are killed
                 server.terminate()
             time.sleep(1)
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
-        token_file.unlink(missing_ok=True)
     if server.returncode > 0:
         raise HpctrainError(f"JupyterLab ended with exit status {server.returncode}: its messages are above")
 
@@ -105,32 +93,29 @@ def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in OF_A_RANK and not name.startswith(OF_THE_LAUNCHER)}
 
 
-def how_to_connect(socket: Path, token_file: Path, env: Mapping[str, str] = os.environ) -> str:
-    """The lines for the log: one command to paste, and what to open."""
-    user, node = env.get("USER") or str(os.getuid()), os.uname().nodename
-    login = env.get("SLURM_SUBMIT_HOST") or env.get("PBS_O_HOST")
-    jump = f" -J {user}@{login}" if login and login != node else ""
-    return (
-        f"hpctrain: JupyterLab starts on {node}. On your own machine (with the name that it knows the login node by):\n"
-        f"    ssh -N -L 8888:{socket}{jump} {user}@{node}\n"
-        f"Then open http://localhost:8888/lab and give the token in {token_file}"
-    )
-
-
 def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
     """Write kernel.json for a JupyterHub of the site, whose notebooks then run in this image; returns its path.
 
-    Raises HpctrainError if this process is not in a container of Apptainer.
+    The image is that of HPCTRAIN_RUNTIME and HPCTRAIN_IMAGE, as for the launch scripts, or by default that of the container of
+    Apptainer in which this process is. Raises HpctrainError if it is in none.
     """
-    image = env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER")
-    if not image:
+    runtime, image = env.get("HPCTRAIN_RUNTIME", "apptainer"), env.get("HPCTRAIN_IMAGE", "")
+    if runtime == "podman-hpc" and image:
+        modules = [f"--{module}" for module in env.get("HPCTRAIN_PODMAN_MODULES", "").split(",") if module]
+        enter = ["bash", "-c", PODMAN_HPC, "-", *modules, image]
+    elif runtime == "shifter" and image:
+        modules = [f"--module={env['HPCTRAIN_SHIFTER_MODULES']}"] if env.get("HPCTRAIN_SHIFTER_MODULES") else []
+        enter = ["shifter", f"--image={image}", *modules]
+    elif image := env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER", ""):
+        enter = ["apptainer" if "APPTAINER_CONTAINER" in env else "singularity", "exec", "--nv", image]
+    else:
         raise HpctrainError(
-            "--kernel works in a container of apptainer or singularity only, and this is none: apptainer exec SIF hpctrain"
+            "--kernel cannot tell the image: run it in a container of apptainer (apptainer exec SIF hpctrain jupyter ...), "
+            "or set HPCTRAIN_RUNTIME to podman-hpc or shifter, and HPCTRAIN_IMAGE to the image's name"
         )
-    program = "apptainer" if "APPTAINER_CONTAINER" in env else "singularity"
-    name = Path(image).stem
+    name = image.rpartition("/")[2].removesuffix(".sif")
     kernel = {
-        "argv": [program, "exec", "--nv", image, "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "argv": [*enter, "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         "display_name": name,
         "language": "python",
         "metadata": {"debugger": True},
