@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from conftest import BARE_PYTHON
@@ -139,12 +138,6 @@ def test_a_notebook_is_no_rank():
         "HPCTRAIN_JOB_SECRET": "x",
     }
     assert jupyter.without_launcher(mine | of_the_launcher) == mine
-
-
-def test_the_lines_of_the_log():
-    lines = jupyter.how_to_connect(Path("/tmp/x/socket"), Path("/home/a/token"), {"USER": "a", "SLURM_SUBMIT_HOST": "login1"})
-    assert f"\n    ssh -N -L 8888:/tmp/x/socket -J a@login1 a@{os.uname().nodename}\n" in lines
-    assert " -J " not in jupyter.how_to_connect(Path("/tmp/x/socket"), Path("/home/a/token"), {"USER": "a"})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import argparse
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,8 +12,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from test_tunnel import ask as ask_socket
+from test_tunnel import listening_ports
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp import serve
@@ -198,3 +202,13 @@ def test_a_real_model_in_a_process_of_its_own(tmp_path):
         assert taken.returncode == 1 and f"127.0.0.1:{port} cannot be listened on" in taken.stderr
         server.send_signal(signal.SIGTERM)
     assert server.returncode == 0 and not note.exists()
+    # In a job it is not on a port, but on a socket of its user.
+    command, env = [*hpctrain, "serve", "run"], os.environ | {"SLURM_JOB_ID": "18"}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as server:
+        assert "hpctrain: the page of classify starts on " in server.stdout.readline()
+        path = Path(re.search(r"8888:(\S+)", server.stdout.readline())[1])
+        token = (tmp_path / "runs/serve/18/token").read_text().strip()
+        assert listening_ports(server.pid) == [] and path.stat().st_mode & 0o777 == 0o600
+        assert [ask_socket(path, "/", Cookie=f"token={given}")[0] for given in ("wrong", token)] == [403, 200]
+        server.send_signal(signal.SIGTERM)
+    assert server.returncode == 0 and not path.parent.exists()

@@ -31,10 +31,6 @@ OF_THE_LAUNCHER = (
     "SLURM_NODEID",
     "SLURM_GTIDS",
     "PMI",
-    "OMPI_COMM_WORLD_",
-    "OMPI_UNIVERSE_",
-    "OMPI_MCA_orte_",
-    "PRTE_",
     "TORCHELASTIC_",
     "MASTER_",
 )
@@ -46,11 +42,6 @@ OF_THE_LAUNCHER += (
     "HPCTRAIN_NODE_TASK",
 )
 OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
-
-# The notebook's folder, and the file that tells the kernel its ports, are in the home or in $SCRATCH. Jupyter stops a kernel with
-# signals, which podman-hpc passes on.
-PODMAN_HPC = """exec podman-hpc run --rm --userns=keep-id --network=host --ipc=host --volume /tmp:/tmp --volume "$HOME:$HOME" \
-${SCRATCH:+--volume "$SCRATCH:$SCRATCH"} --workdir "$PWD" --env HOME "$@\""""
 
 
 def main(world: World, arguments: list[str]) -> None:
@@ -96,26 +87,17 @@ def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
 def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
     """Write kernel.json for a JupyterHub of the site, whose notebooks then run in this image; returns its path.
 
-    The image is that of HPCTRAIN_RUNTIME and HPCTRAIN_IMAGE, as for the launch scripts, or by default that of the container of
-    Apptainer in which this process is. Raises HpctrainError if it is in none.
+    Raises HpctrainError if this process is not in a container of Apptainer.
     """
-    runtime, image = env.get("HPCTRAIN_RUNTIME", "apptainer"), env.get("HPCTRAIN_IMAGE", "")
-    if runtime == "podman-hpc" and image:
-        modules = [f"--{module}" for module in env.get("HPCTRAIN_PODMAN_MODULES", "").split(",") if module]
-        enter = ["bash", "-c", PODMAN_HPC, "-", *modules, image]
-    elif runtime == "shifter" and image:
-        modules = [f"--module={env['HPCTRAIN_SHIFTER_MODULES']}"] if env.get("HPCTRAIN_SHIFTER_MODULES") else []
-        enter = ["shifter", f"--image={image}", *modules]
-    elif image := env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER", ""):
-        enter = ["apptainer" if "APPTAINER_CONTAINER" in env else "singularity", "exec", "--nv", image]
-    else:
+    image = env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER")
+    if not image:
         raise HpctrainError(
-            "--kernel cannot tell the image: run it in a container of apptainer (apptainer exec SIF hpctrain jupyter ...), "
-            "or set HPCTRAIN_RUNTIME to podman-hpc or shifter, and HPCTRAIN_IMAGE to the image's name"
+            "--kernel works in a container of apptainer or singularity only, and this is none: apptainer exec SIF hpctrain"
         )
-    name = image.rpartition("/")[2].removesuffix(".sif")
+    program = "apptainer" if "APPTAINER_CONTAINER" in env else "singularity"
+    name = Path(image).stem
     kernel = {
-        "argv": [*enter, "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "argv": [program, "exec", "--nv", image, "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         "display_name": name,
         "language": "python",
         "metadata": {"debugger": True},

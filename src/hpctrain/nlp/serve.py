@@ -6,7 +6,6 @@ The page needs no script. Programs send the texts of one example, or a list of t
 """
 
 import argparse
-import hmac
 import html
 import itertools
 import json
@@ -14,16 +13,16 @@ import os
 import queue
 import secrets
 import signal
+import socket
 import sys
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from http import HTTPStatus
-from http.cookies import SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from hpctrain.cli import Parser, add_device, positive
 from hpctrain.device import choose_device
@@ -31,6 +30,7 @@ from hpctrain.errors import HpctrainError, UsageError, first_line
 from hpctrain.nlp.data import SURROGATE
 from hpctrain.nlp.model_folder import describe_error, load_tokenizer
 from hpctrain.nlp.predict import find_model_folder, find_task, load_model
+from hpctrain.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
 from hpctrain.world import ALONE, World
 
 LARGEST_BODY = 2**20  # bytes of a request
@@ -126,18 +126,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The page. With ?token=, which the printed address has, it stores the token in a cookie."""
-        address = urlsplit(self.path)
-        given = parse_qs(address.query).get("token", [""])[0]
-        if address.path != "/":
+        if self.path.partition("?")[0] != "/":
             self._send_error(HTTPStatus.NOT_FOUND, "there is nothing here: the page is at /, the JSON service at /answer (POST)")
-        elif given and self._is_token(given):
-            self._send(HTTPStatus.SEE_OTHER, "", Location="/", Set_Cookie=f"token={given}; HttpOnly; SameSite=Strict; Path=/")
+        elif cookie := cookie_for(self.path, self.token):
+            self._send(HTTPStatus.SEE_OTHER, "", Location="/", Set_Cookie=cookie)
         elif self._is_allowed():
             self._send(HTTPStatus.OK, self._page())
+        else:
+            self._send(HTTPStatus.FORBIDDEN, TOKEN_PAGE)
 
     def do_POST(self) -> None:
         """The page with an answer, or the answers as JSON."""
         if not self._is_allowed():
+            self.close_connection = True  # the body of the request is not read
+            self._send_error(HTTPStatus.FORBIDDEN, "the token is missing: open the address that hpctrain serve has printed")
             return
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > LARGEST_BODY:
@@ -189,19 +191,8 @@ class Handler(BaseHTTPRequestHandler):
         found = answers if isinstance(given, list) else answers[0]
         self._send(HTTPStatus.OK, json.dumps(found, ensure_ascii=False) + "\n", "application/json")
 
-    def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode(errors="replace"), self.token.encode())
-
     def _is_allowed(self) -> bool:
-        """Whether the request has the token; says so if not."""
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        with suppress(Exception):  # a cookie of somebody else that is none
-            given = given or SimpleCookie(self.headers.get("Cookie", ""))["token"].value
-        if self._is_token(given):
-            return True
-        self.close_connection = True  # the body of the request is not read
-        self._send_error(HTTPStatus.FORBIDDEN, "the token is missing: open the address that hpctrain serve has printed")
-        return False
+        return has_token(self.headers.get("Authorization", ""), self.headers.get("Cookie", ""), self.token)
 
     def _page(self, row: tuple[str, ...] = (), answer: str = "") -> str:
         task = self.model.task
@@ -270,8 +261,8 @@ def parser() -> Parser:
     options = Parser(prog="hpctrain serve", description="Show a fine-tuned model as a web page and a JSON service.")
     add = options.add_argument
     add("folder", type=Path, metavar="RUN", help="run folder or model folder, such as runs/nlp.classify/17")
-    add("--host", default="127.0.0.1", help="address to listen on; others are open to the network (default: %(default)s)")
-    add("--port", type=int, default=8000, help="port to listen on; 0: any that is free (default: %(default)s)")
+    add("--host", help="address to listen on; others than 127.0.0.1 are open to the network (default: in a job a Unix socket)")
+    add("--port", type=int, help="port to listen on; 0: any that is free (default: 8000; in a job a Unix socket)")
     add("--batch-size", type=positive(int), default=32, metavar="N", help="texts per forward pass (default: %(default)s)")
     add(
         "--max-new-tokens",
@@ -289,15 +280,38 @@ def main(world: World, arguments: list[str]) -> None:
     if world.size > 1:
         raise UsageError(f"serve runs in one process, but the launcher started {world.size}: run it without a launcher")
     args = parser().parse_args(arguments)
-    folder = find_model_folder(args.folder)
-    Handler.model, Handler.token = Model(folder, args), secrets.token_urlsafe(24)
+    Handler.model = Model(find_model_folder(args.folder), args)
+    if args.host is None and args.port is None and ("SLURM_JOB_ID" in os.environ or "PBS_JOBID" in os.environ):
+        with Tunnel("serve") as tunnel:
+            Handler.token = tunnel.token
+            server = UnixServer(str(tunnel.socket), Handler)
+            tunnel.print_how_to_connect(f"the page of {Handler.model.task.name}")
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            tunnel.wait()
+    else:
+        serve_on_port(args)
+
+
+class UnixServer(ThreadingHTTPServer):
+    """Listens on a Unix socket of this user."""
+
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        """As HTTPServer does for an address with a port."""
+        self.socket.bind(self.server_address)
+        Path(self.server_address).chmod(0o600)
+
+
+def serve_on_port(args: argparse.Namespace) -> None:
+    """Listen on --host and --port until a signal. Raises HpctrainError if the port cannot be used."""
+    Handler.token = secrets.token_urlsafe(24)
+    host, port = args.host or "127.0.0.1", 8000 if args.port is None else args.port
     try:
-        server = ThreadingHTTPServer((args.host, args.port), Handler)
+        server = ThreadingHTTPServer((host, port), Handler)
     except (OSError, OverflowError) as error:
-        reason = first_line(error)
-        raise HpctrainError(f"{args.host}:{args.port} cannot be listened on ({reason}): give another --port, or 0") from error
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    address = f"http://{host}:{server.server_port}/?token={Handler.token}"
+        raise HpctrainError(f"{host}:{port} cannot be listened on ({first_line(error)}): give another --port, or 0") from error
+    address = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/?token={Handler.token}"
     note = args.folder / "serve.url"
     if not sys.stdout.isatty():  # the log of a job may be open to others
         try:
@@ -311,9 +325,6 @@ def main(world: World, arguments: list[str]) -> None:
         print(f"serving {Handler.model.task.name}; the address is in {note}, which you alone can read", flush=True)
     else:
         print(f"serving {Handler.model.task.name} at {address}", flush=True)
-    if "SLURM_JOB_ID" in os.environ:
-        forward = f"{server.server_port}:{args.host}:{server.server_port}"
-        print(f"on your own machine: ssh -J LOGIN_NODE -L {forward} {os.uname().nodename}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # for the end of this block
     try:
         server.serve_forever()
