@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -71,6 +73,11 @@ def test_the_median_pruner():
     assert not sweep.should_prune(SWEEP, complete[1:], trial(9, scores=[0.0]))
     losses = replace(SWEEP, direction="minimize")
     assert [sweep.should_prune(losses, complete, trial(9, scores=[loss])) for loss in (0.19, 0.21)] == [False, True]
+
+
+def test_what_prints_the_trials_does_not_wait_for_torch():
+    code = "import sys, hpctrain.sweep; print([name for name in ('torch', 'optuna', 'matplotlib') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_grid_has_each_combination_once():

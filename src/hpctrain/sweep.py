@@ -27,7 +27,6 @@ from hpctrain.cli import COMMANDS, Parser
 from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError, first_line
 from hpctrain.packages import SAFE_PYTHON
 from hpctrain.plot import folder_for_matplotlib
-from hpctrain.rendezvous import all_or_none, broadcast
 from hpctrain.runs import NOT_SCORES, PRUNED, read_json, read_metrics
 from hpctrain.sweep_file import Sweep, read_file
 from hpctrain.world import ALONE, World
@@ -203,6 +202,8 @@ def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
 
     Raises HpctrainError if the metric is not measured after each epoch.
     """
+    from hpctrain.rendezvous import all_or_none, broadcast  # imports torch
+
     pruned = False
     with all_or_none(world):
         if world.rank == 0:
