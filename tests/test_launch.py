@@ -689,6 +689,18 @@ def test_pbs(cluster):
     assert ended.state == "FAILED" and "this script has no option --mpi" in output, output
 
 
+def test_horovodrun_enters_shifter_on_the_other_node(cluster):
+    """It passes the PATH of the image on over ssh, where shifter was not found; a module's apptainer would not have been."""
+    env = {
+        "PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin",
+        "SHIFTER_SIF": "/project/hpctrain-cpu.sif",
+        "HPCTRAIN_RUNTIME": "shifter",
+    }
+    number = cluster.submit(HERE, "launch/apptainer_horovod.sh", "--launcher=horovodrun", "check", cwd=HOME, env=env)
+    ended, output = wait(cluster, number)
+    assert ended.state == "COMPLETED" and "check passed: 4 ranks on 2 hosts (horovodrun)" in output, output
+
+
 def test_shifter(cluster):
     """With a stand-in, because shifter is not available here: its command line, and the rendezvous of the ranks."""
     env = {

@@ -189,6 +189,7 @@ launch_with_horovodrun() {
     # --network-interface, because it would look for common ones by running Python outside of the containers.
     LAUNCH=("$TASK" none "${CONTAINER[@]}" ${SIF:+"$SIF"} -- horovodrun -np $((NODES * TASKS)) -H "${places%,}" --gloo
         --network-interface "${HPCTRAIN_INTERFACE:-$(find_interface)}" "$TASK" horovodrun)
+    export HPCTRAIN_HOST_PATH=$PATH
     CLEAN_UP+=(kill_horovod_ranks)
     [[ -n $DRY_RUN ]] || hide_secrets
 }
@@ -216,8 +217,11 @@ task_horovodrun() {
     # shellcheck source=/dev/null
     [[ -z ${HPCTRAIN_SECRETS:-} ]] || source "$HPCTRAIN_SECRETS"
     eval "WORDS=($HPCTRAIN_COMMAND)" # words quoted by printf %q
-    # The ranks on the first node are in the container of horovodrun.
-    [[ ${HPCTRAIN_CONTAINER_ON:-} != "$(uname -n)" ]] || WORDS=(-- "${WORDS[@]:$(index_of_command)}")
+    if [[ ${HPCTRAIN_CONTAINER_ON:-} == "$(uname -n)" ]]; then
+        WORDS=(-- "${WORDS[@]:$(index_of_command)}") # the ranks on the first node are in the container of horovodrun
+    else
+        PATH=$HPCTRAIN_HOST_PATH # that of the container, which horovodrun passes on, need not have the runtime
+    fi
     # horovodrun's ssh command has set the variables of that container here.
     # shellcheck disable=SC2086 # a list of names
     unset ${HPCTRAIN_CONTAINER_VARIABLES:-}
