@@ -18,7 +18,7 @@ FLAVOR = os.environ["FLAVOR"]
 SIF = REPOSITORY / f"hpctrain-{FLAVOR}.sif"
 HOME = "/home/alice/hpctrain"
 # maximum size in bytes; the architectures of torch's and Horovod's kernels
-SIZE = {"cu130": 3.2e9, "cu126": 3.4e9}
+SIZE = {"cu130": 3.4e9, "cu126": 3.7e9}
 ARCHITECTURES = {
     "cu130": {"sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"},
     "cu126": {"sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"},
@@ -58,6 +58,32 @@ def test_it_passes_its_check(cluster):
     shown = inside(cluster, "/opt/hpctrain/libexec/check_image.sh")
     assert "one libnccl, libcudart, libcudnn and libcublas" in shown
     assert "check: Horovod has PyTorch MPI Gloo NCCL" in shown and "check: the image works" in shown
+    assert "check: torch.compile on the CPU" in shown
+
+
+KERNEL = """
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+@triton.jit
+def double(x, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(x + i, 2 * tl.load(x + i))
+
+source = ASTSource(double, signature={"x": "*fp32", "n": "constexpr"}, constexprs={"n": 128})
+print("cubin", len(triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]))
+"""
+
+
+def test_triton_compiles_a_kernel_and_what_loads_it(cluster):
+    """What torch.compile does for a GPU: PTX and machine code for an A100, and the C code of Triton's driver with gcc."""
+    cluster.host_path("/home/alice/kernel.py").write_text(KERNEL)
+    assert int(inside(cluster, "python", "/home/alice/kernel.py").split()[1]) > 1000
+    code = "import sysconfig, triton.backends.nvidia as n; print(n.__path__[0], sysconfig.get_paths()['include'])"
+    triton, python = inside(cluster, "python", "-c", code).split()
+    inside(cluster, "gcc", "-c", "-fPIC", f"-I{triton}/include", f"-I{python}", f"{triton}/driver.c", "-o", "/tmp/driver.o")
 
 
 def test_horovod_names_nccl_mpi_and_gloo(cluster):
