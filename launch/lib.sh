@@ -24,6 +24,7 @@ TASK=$ROOT/launch/task.sh
 
 # Functions to run when the script ends, with its exit status as argument. If there are any, launch waits for the job.
 CLEAN_UP=()
+WITHIN=60 # seconds for on_every_node: a node may be dead, and Slurm not know it yet
 
 # Names of files and values of variables may hold line breaks, and what controls a terminal.
 say() {
@@ -178,6 +179,8 @@ set_program() {
 # compose WORD...: fill COMMAND with the launcher's command line that runs the words in the image, once for each rank
 compose() {
     local in_image=("${CONTAINER[@]}" ${SIF:+"${SIF_COPY:-$SIF}"} -- "$@")
+    # Nobody can know these names before the files are there: sbcast, for example, writes to a file or link of others in /tmp.
+    [[ -z ${HPCTRAIN_NODE_CONTAINER:-} ]] || HPCTRAIN_NODE_CONTAINER=/tmp/hpctrain-container-$JOB-$(random_hex)
     if [[ -n $COMMAND_IN_VARIABLE ]]; then
         HPCTRAIN_COMMAND=$(printf '%q ' "${in_image[@]}")
         export HPCTRAIN_COMMAND
@@ -185,6 +188,10 @@ compose() {
     else
         COMMAND=("${LAUNCH[@]}" "${in_image[@]}")
     fi
+}
+
+random_hex() {
+    od -An -N8 -tx1 /dev/urandom | tr -d ' \n'
 }
 
 # print_summary: print what the script resolved: site, job, runtime, launcher, fabric variables, command
@@ -230,12 +237,12 @@ set_command() {
 # CLEAN_UP, or in a batch job the decision whether it goes on.
 launch() {
     local status=0
-    # Nobody can know its name before it is there: sbcast writes to a file or link that somebody else has made in /tmp.
-    [[ -z $BROADCAST ]] || SIF_COPY=${SLURM_TMPDIR:-/tmp}/hpctrain-$JOB-$(od -An -N8 -tx1 /dev/urandom | tr -d ' \n').sif
+    [[ -z $BROADCAST ]] || SIF_COPY=${SLURM_TMPDIR:-/tmp}/hpctrain-$JOB-$(random_hex).sif
     set_command
     [[ -z $DRY_RUN ]] || { print_commands && exit; }
     [[ -z $BROADCAST ]] || broadcast_sif
     [[ -z $DIGEST_PENDING ]] || hash_in_background "$SIF"
+    [[ -z ${HPCTRAIN_NODE_CONTAINER:-} || -z ${HPCTRAIN_CONTROL:-} ]] || CLEAN_UP+=(remove_node_containers)
     [[ -n ${HPCTRAIN_CONTROL:-} ]] || ((${#CLEAN_UP[@]})) || exec "${COMMAND[@]}"
     trap clean_up EXIT
     if [[ -n ${HPCTRAIN_CONTROL:-} ]]; then
@@ -252,6 +259,12 @@ broadcast_sif() {
     trap clean_up EXIT
     CLEAN_UP+=(remove_sif_copies)
     sbcast --force "$SIF" "$SIF_COPY" || die "sbcast could not copy $SIF to $SIF_COPY on every node: make room there, or leave --broadcast out"
+}
+
+# Tasks that srun kills because another one has failed leave the folders of node_container.sh.
+remove_node_containers() {
+    # shellcheck disable=SC2016 # the shells on the nodes expand it
+    (($1 == 0)) || WITHIN=10 on_every_node bash -c 'rm -rf "/tmp/hpctrain-container-$HPCTRAIN_JOB"-*'
 }
 
 remove_sif_copies() {
@@ -272,7 +285,7 @@ clean_up() {
 
 on_every_node() {
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        srun --overlap --mem=0 --nodes="$((NODES + SPARE_NODES))" --ntasks="$((NODES + SPARE_NODES))" --quiet "$@"
+        timeout "$WITHIN" srun --overlap --mem=0 --nodes="$((NODES + SPARE_NODES))" --ntasks="$((NODES + SPARE_NODES))" --quiet "$@"
     else
         "$@"
     fi

@@ -19,6 +19,8 @@ source "$(dirname "$0")/lib/environment.sh"
 source "$(dirname "$0")/lib/launcher.sh"
 # shellcheck source=launch/lib/requeue.sh
 source "$(dirname "$0")/lib/requeue.sh"
+# shellcheck source=launch/lib/node_container.sh
+source "$(dirname "$0")/lib/node_container.sh"
 
 # Run HPCTRAIN_END_TASK on SIGTERM, which Slurm sends to every process of a step when it ends the job. Slurm waits for what holds
 # the task's output, so this holds none.
@@ -37,8 +39,11 @@ end_with_task() {
 run_shielded() {
     local status child asked
     trap handle_term TERM
-    # In parentheses: otherwise bash would have the child ignore SIGINT.
-    (exec "$@") <&0 &
+    # In parentheses: otherwise bash would have the child ignore SIGINT. The pipe of the node's container is for this shell.
+    (
+        [[ -z $ALIVE ]] || exec {ALIVE}>&-
+        exec "$@"
+    ) <&0 &
     child=$!
     until asked='' status=0 && { wait $child 2>/dev/null || status=$?; } && [[ -z $asked ]]; do :; done
     return $status
@@ -59,7 +64,7 @@ handle_term() {
 
 launcher=${1:-}
 WORDS=("${@:2}")
-WAIT_AND_REPORT=''
+WAIT_AND_REPORT='' ALIVE='' SHIELDED=''
 # The index of this task among those that one launcher process started on this node, and their number.
 HPCTRAIN_NODE_TASK=0 HPCTRAIN_NODE_TASKS=1
 
@@ -90,6 +95,9 @@ own=/tmp/hpctrain-$UID
 [[ ${HPCTRAIN_CACHE:-} != "$own"/* ]] || mkdir -m 700 "$own" 2>/dev/null || [[ ! -L $own && (-O $own || ! -e $own) ]] ||
     die "$own belongs to somebody else, who could change what you read from it: set HPCTRAIN_CACHE to a folder of your own"
 
+# Not podman-hpc: its tasks find the container of their node by the number of their parent, which is slurmstepd.
+[[ -z ${HPCTRAIN_CONTROL:-} || -z ${SLURM_JOB_ID:-} || -n ${HPCTRAIN_END_TASK:-} || -n $WAIT_AND_REPORT ]] || SHIELDED=1
+[[ -z $SHIELDED || -z ${HPCTRAIN_NODE_CONTAINER:-} || $HPCTRAIN_NODE_TASKS == 1 ]] || enter_node_container
 command=$(index_of_command)
 [[ ${WORDS[0]} == -- ]] || export HPCTRAIN_CONTAINER_ON=${HPCTRAIN_CONTAINER_ON:-$(uname -n)}
 set -- "${WORDS[@]:0:command-1}" "${WORDS[@]:command}"
@@ -100,10 +108,10 @@ status=0
 if [[ -n $WAIT_AND_REPORT ]]; then
     "$@" || status=$?
     ((status <= 128)) || echo "hpctrain: error: rank $RANK on $(uname -n) was ended by signal $((status - 128))" >&2
-elif [[ -n ${HPCTRAIN_CONTROL:-} && -n ${SLURM_JOB_ID:-} && -z ${HPCTRAIN_END_TASK:-} ]]; then
-    # Not podman-hpc: its tasks find the container of their node by the number of their parent, which is slurmstepd.
+elif [[ -n $SHIELDED ]]; then
     run_shielded "$@" || status=$?
     [[ $launcher != none || ! -d $HPCTRAIN_CONTROL ]] || echo "$status" >"$HPCTRAIN_CONTROL/status"
+    [[ -z $ALIVE ]] || leave_node_container
     # End by the same signal, for srun to report it.
     trap - TERM
     ulimit -c 0

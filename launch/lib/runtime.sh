@@ -10,6 +10,7 @@
 #   HPCTRAIN_GPU_OPTION           what hpctrain check recommends where no GPU is visible in the container
 #   HPCTRAIN_CONTAINER_VARIABLES  variables that the runtime sets inside and that are wrong on another node
 #   RUNTIME_VARIABLES             variables of its own that it needs on every node
+#   HPCTRAIN_NODE_CONTAINER       not empty: the tasks of a node may share a container (node_container.sh)
 #   HPCTRAIN_END_TASK             a command that ends, on its node, what survives the process that enters the image
 #   CLEAN_UP+=(FUNCTION)          ends the processes that outlive a failed job
 # shellcheck shell=bash
@@ -30,7 +31,7 @@ use_runtime() {
     local row name function
     RUNTIME=$1
     CONTAINER=() SIF='' DIGEST='' DIGEST_PENDING=''
-    unset HPCTRAIN_IMAGE_DIGEST HPCTRAIN_IMAGE_DIGEST_FILE HPCTRAIN_GPU_OPTION HPCTRAIN_CONTAINER_VARIABLES HPCTRAIN_END_TASK
+    unset HPCTRAIN_IMAGE_DIGEST HPCTRAIN_IMAGE_DIGEST_FILE HPCTRAIN_GPU_OPTION HPCTRAIN_CONTAINER_VARIABLES HPCTRAIN_END_TASK HPCTRAIN_NODE_CONTAINER
     for row in "${RUNTIMES[@]}" ''; do
         read -r name function <<<"$row"
         [[ $name != "$RUNTIME" ]] || break
@@ -85,6 +86,11 @@ apptainer_command() {
     if [[ -f $HPCTRAIN_IMAGE ]]; then
         SIF=$HPCTRAIN_IMAGE
         find_digest "$SIF"
+        # compose gives it its value. A dry run prints commands that may run twice.
+        if [[ -z $DRY_RUN && $RUNTIME_VERSION =~ ^apptainer\ version\ ([0-9]+)\.([0-9]+) ]] &&
+            ((BASH_REMATCH[1] > 1 || BASH_REMATCH[2] > 2)); then
+            export HPCTRAIN_NODE_CONTAINER=1
+        fi
     else # a sandbox folder
         CONTAINER+=("$HPCTRAIN_IMAGE")
     fi

@@ -1,0 +1,72 @@
+# One container on each node, which all tasks of a launch enter: the image is mounted, and unpacked by a FUSE server, once per node
+# instead of once per rank. Sourced by launch/task.sh.
+#
+# Apptainer has --sharens for that since 1.3, for processes with one parent. Here each task has a shell of its own as the parent of
+# its rank (see run_shielded), and the process that starts with --sharens ends last, whenever its rank ends. So the first task
+# starts a container that only reads from a pipe, and the tasks enter that one as an instance. The shells of all tasks have the pipe
+# open: the container ends when the last of them has ended, however it ended.
+#
+# The folder HPCTRAIN_NODE_CONTAINER on the disk of the node, whose name is new in each launch, has
+#   tasks/RANK    one for each task; the last task removes the whole folder
+#   alive         the pipe
+#   name          the name of the instance, once it can be entered; empty if there is none
+#   error         what apptainer said
+#   instances/    its record of the instance
+# shellcheck shell=bash
+
+# enter_node_container: let WORDS enter the container of this node. Where there is none, they enter the image as before.
+enter_node_container() {
+    local folder=$HPCTRAIN_NODE_CONTAINER deadline=$((SECONDS + 60)) name='' child=''
+    until mkdir "$folder/tasks/$RANK" 2>/dev/null; do
+        if (umask 077 && mkdir "$folder") 2>/dev/null; then
+            mkfifo "$folder/alive" && mkdir "$folder/tasks" "$folder/tasks/$RANK" && start_node_container || true
+            break
+        fi
+        # It may be somebody else's.
+        [[ -O $folder && ! -L $folder ]] && ((SECONDS < deadline)) || return 0
+        sleep 0.05
+    done
+    # shellcheck disable=SC2034 # task.sh reads it
+    { [[ -p $folder/alive ]] && exec {ALIVE}<>"$folder/alive"; } || return 0
+    [[ -z $child ]] || publish_node_container
+    until [[ -e $folder/name ]] || ((SECONDS >= deadline)); do
+        sleep 0.05
+    done
+    { read -r name <"$folder/name"; } 2>/dev/null || true
+    [[ -n $name ]] || return 0
+    WORDS=(env -u APPTAINER_SHARENS "APPTAINER_CONFIGDIR=$folder" "${WORDS[0]}" exec "instance://$name"
+        "${WORDS[@]:$(index_of_command)-1}")
+}
+
+# start_node_container: start the container; `child` is its process, which waits for the other end of the pipe
+start_node_container() {
+    rm -f "/dev/shm/sharens_instance_$$"
+    APPTAINER_CONFIGDIR=$folder "${WORDS[0]}" exec --sharens "${WORDS[@]:2:$(index_of_command)-3}" cat \
+        <"$folder/alive" >/dev/null 2>"$folder/error" &
+    child=$!
+    disown
+}
+
+# publish_node_container: write the name of the instance when it can be entered
+publish_node_container() {
+    # Apptainer writes a byte to this file then. Nothing else here needs the file, and a process that is killed would leave it.
+    local name=sharens_instance_$$ ready=/dev/shm/sharens_instance_$$
+    until [[ -O $ready && -s $ready ]]; do
+        if ((SECONDS >= deadline)) || ! kill -0 "$child" 2>/dev/null; then
+            echo "hpctrain: on $(uname -n) each rank mounts the image: apptainer --sharens: $(head -n 1 "$folder/error")" >&2
+            kill "$child" 2>/dev/null || true
+            name=''
+            break
+        fi
+        sleep 0.02
+    done
+    rm -f "$ready"
+    echo "$name" >"$folder/name.part"
+    mv "$folder/name.part" "$folder/name"
+}
+
+# leave_node_container: the rank has ended
+leave_node_container() {
+    rmdir "$HPCTRAIN_NODE_CONTAINER/tasks/$RANK" "$HPCTRAIN_NODE_CONTAINER/tasks" 2>/dev/null || return 0
+    rm -rf "$HPCTRAIN_NODE_CONTAINER"
+}

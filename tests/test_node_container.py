@@ -1,0 +1,126 @@
+"""One container on each node: the image is mounted once per node, and nobody loses it, or leaves it, however a rank ends."""
+
+import os
+import re
+import time
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+HOME = "/home/alice/hpctrain"
+LEFT = """
+ls -d /tmp/hpctrain-container-* /dev/shm/sharens_* 2>/dev/null
+pgrep -u alice -fl '^(/usr/bin/squashfuse|Apptainer|appinit)'
+"""
+
+COUNT = """
+import os, time
+from pathlib import Path
+local, job = os.environ["LOCAL_RANK"], os.environ["HPCTRAIN_JOB"]
+here = Path(f"here-{job}-{os.uname().nodename}")
+here.mkdir(exist_ok=True)
+(here / local).touch()
+while len(list(here.iterdir())) < int(os.environ["LOCAL_WORLD_SIZE"]):
+    time.sleep(0.1)
+names = [path.read_bytes().split(b"\\0")[0] for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+print("mounts", sum(b"squashfuse" in name for name in names), Path("/proc/1").owner(), flush=True)
+time.sleep(2)  # for all to count
+"""
+# Once `go` is there, it reads modules that nothing has read before, and waits for the other rank that is left.
+READ = """
+import os, time
+from pathlib import Path
+folder, rank = Path("kill-test"), os.environ["RANK"]
+(folder / f"part-{rank}").write_text(os.environ["APPTAINER_INSTANCE"] + f" {rank} {os.getpid()}")
+(folder / f"part-{rank}").rename(folder / f"started-{rank}")
+while not (folder / "go").exists():
+    time.sleep(0.1)
+import sqlite3, tarfile, xml.dom.minidom, mpi4py.futures
+(folder / f"read-{rank}").touch()
+while len(list(folder.glob("read-*"))) < 2:
+    time.sleep(0.1)
+"""
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.1)
+
+
+def left(cluster, node):
+    return cluster.exec(node, "sh", "-c", LEFT, check=False).stdout
+
+
+def test_each_node_mounts_the_image_once(cluster):
+    cluster.host_path(f"{HOME}/count.py").write_text(COUNT)
+    options = ["--nodes=2", "--ntasks-per-node=4", "--nodelist=n1,n2", "--exclusive"]
+    job = cluster.wait(cluster.submit(*options, "launch/apptainer_ddp.sh", "./count.py", cwd=HOME))
+    output = cluster.host_path(f"{HOME}/slurm-{job.id}.out").read_text()
+    assert job.state == "COMPLETED" and re.findall(r"mounts (\d+)", output) == ["1"] * 8, output
+    for node in job.nodes:
+        wait_for(lambda node=node: not left(cluster, node))
+
+
+def test_a_job_that_is_canceled_or_fails_leaves_nothing(cluster):
+    program = "import os, sys, time\nprint('sleeps', flush=True)\ntime.sleep(600)\n"
+    cluster.host_path(f"{HOME}/sleep.py").write_text(program)
+    fails = program.replace("600", "1 if os.environ['RANK'] == '0' else 600") + "sys.exit(1)\n"
+    cluster.host_path(f"{HOME}/fail.py").write_text(fails)
+    options = ["--nodes=2", "--ntasks-per-node=2", "launch/apptainer_ddp.sh"]
+    failing = cluster.submit("--nodelist=n3,n4", *options, "./fail.py", cwd=HOME)
+    number = cluster.submit("--nodelist=n1,n2", *options, "./sleep.py", cwd=HOME)
+    output = cluster.host_path(f"{HOME}/slurm-{number}.out")
+    wait_for(lambda: output.exists() and output.read_text().count("sleeps") == 4)
+    assert f"hpctrain-container-{number}" in left(cluster, "n2")
+    cluster.exec("login", "scancel", str(number), user="alice")
+    assert cluster.wait(number).state == "CANCELLED" and cluster.wait(failing).state == "FAILED"
+    for node in ("n1", "n2", "n3", "n4"):
+        wait_for(lambda node=node: not left(cluster, node))
+
+
+def tasks(cluster, words, path=""):
+    """Start three tasks of one node by hand, without srun, which would kill the others when one has ended."""
+    script = f"""
+        cd {HOME} && export PATH={path}$PATH HPCTRAIN_NODE_CONTAINER=/tmp/hpctrain-container-0-{os.urandom(4).hex()}
+        export HPCTRAIN_CONTROL=/tmp SLURM_JOB_ID=1 HPCTRAIN_WORLD_SIZE=3 HPCTRAIN_TASKS_PER_NODE=3 SLURM_NODEID=0
+        for rank in 0 1 2; do
+            SLURM_PROCID=$rank SLURM_LOCALID=$rank launch/task.sh srun apptainer exec hpctrain-cpu.sif -- {words} &
+        done
+        wait"""
+    return cluster.start("n4", "bash", "-c", script, user="alice")
+
+
+def test_a_killed_task_takes_the_image_from_no_other(cluster):
+    folder = cluster.host_path(f"{HOME}/kill-test")
+    cluster.exec("login", "mkdir", f"{HOME}/kill-test", user="alice")
+    cluster.host_path(f"{HOME}/read.py").write_text(READ)
+    running = tasks(cluster, "python ./read.py")
+    wait_for(lambda: len(list(folder.glob("started-*"))) == 3)
+    started = [path.read_text().split() for path in folder.glob("started-*")]
+    first = started[0][0].removeprefix("sharens_instance_")  # the shell that has started the container
+    of_first = cluster.exec("n4", "cat", f"/proc/{first}/environ").stdout
+    victim, pid = next((rank, pid) for _, rank, pid in started if f"SLURM_PROCID={rank}" not in of_first)
+    cluster.exec("n4", "kill", "-KILL", first, pid)
+    (folder / "go").touch()
+    wait_for(lambda: len(list(folder.glob("read-*"))) == 2)
+    assert not (folder / f"read-{victim}").exists()
+    running.wait(60)
+    folder_of_killed = re.compile("/tmp/hpctrain-container-0.*\n")  # a shell that is killed cannot remove it
+    wait_for(lambda: not folder_of_killed.sub("", left(cluster, "n4")))
+    cluster.exec("n4", "sh", "-c", "rm -r /tmp/hpctrain-container-0-*")
+
+
+def test_without_a_common_container_each_task_has_its_own(cluster):
+    """As where /proc has hidepid, and Apptainer is installed with setuid."""
+    folder = cluster.host_path(HOME)
+    (folder / "refuses").mkdir()
+    wrapper = folder / "refuses/apptainer"
+    wrapper.write_text('#!/bin/sh\n[ "$2" != --sharens ] || { echo "FATAL: no" >&2; exit 255; }\nexec /usr/bin/apptainer "$@"\n')
+    wrapper.chmod(0o755)
+    words = f"sh -c 'echo ${{APPTAINER_INSTANCE:-own}} >>{HOME}/own-containers'"
+    tasks(cluster, words, f"{HOME}/refuses:").wait(120)
+    assert (folder / "own-containers").read_text().split() == ["own"] * 3
+    wait_for(lambda: not left(cluster, "n4"))
