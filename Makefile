@@ -62,6 +62,7 @@ benchmark: venv sif cluster  ## measure container against bare node, job start-u
 	.venv/bin/python benchmarks/container.py
 	.venv/bin/python benchmarks/launch.py
 	.venv/bin/python benchmarks/checkpoint.py
+	.venv/bin/python benchmarks/restart.py
 	.venv/bin/python benchmarks/nlp.py $(if $(NSMC),--data $(NSMC))
 
 # The image build leaves a core idle half of the time, and needs neither of the other two. Each target prints its output when

@@ -1,0 +1,112 @@
+"""The time from a fault to the first new step of the job that Slurm requeued, part by part.
+
+    python benchmarks/restart.py
+
+On the test cluster, an ordinary user submits train_ddp for 2 nodes with 2 ranks each. Its last rank kills itself (SIGKILL) after
+three epochs. Each part starts where the one before it ends, at the last rank, because all ranks wait for that one. Slurm's own
+part, from the request to requeue the job to the start of its script, depends on the site, and is shown apart.
+
+This file is the program of that job as well.
+"""
+
+import time
+
+began = time.time()
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import re  # noqa: E402
+import signal  # noqa: E402
+import statistics  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from contextlib import contextmanager  # noqa: E402
+from datetime import datetime  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+HOME = "/home/alice/hpctrain"
+SLURM, LAST = "Slurm: end the job, requeue it, start it", "data, run folder, resume, first step"
+
+
+def be_a_rank() -> None:
+    """Train. In the first attempt the last rank kills itself; in the second one, every rank prints when each part ended."""
+    marks = {"srun, container, Python": began}
+    from hpctrain import entry
+    from hpctrain.run import Run
+    from hpctrain.vision import train_ddp
+    from hpctrain.world import detect, restart_count
+
+    marks["imports"] = time.time()
+    process_group, step = train_ddp.process_group, Run.step
+    world = detect()
+
+    @contextmanager
+    def marked_process_group(*args: Any) -> Iterator[None]:  # noqa: ANN401
+        with process_group(*args):
+            marks["rendezvous of the ranks"] = time.time()
+            yield
+
+    def marked_step(run: Run, *args: Any, **values: float) -> None:  # noqa: ANN401
+        step(run, *args, **values)
+        if restart_count() and LAST not in marks:
+            marks[LAST] = time.time()
+            print("marks", json.dumps(marks), flush=True)
+        if not restart_count() and world.rank == world.size - 1 and (run.folder / "checkpoints/epoch-0003.pt").exists():
+            print("killed", time.time(), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train_ddp.process_group, Run.step = marked_process_group, marked_step
+    entry.main(lambda world: train_ddp.main(world, sys.argv[1:]))
+
+
+def restart(cluster: Any, name: str) -> dict[str, float]:  # noqa: ANN401 - a Cluster
+    """Run one job; return the seconds of each part, in order."""
+    number = cluster.submit(
+        "launch/apptainer_ddp.sh", "benchmarks/restart.py", "--out", f"runs/{name}", "--epochs", "4", cwd=HOME
+    )
+    output, asked = cluster.host_path(f"{HOME}/slurm-{number}.out"), 0.0
+    while not asked:
+        time.sleep(0.01)
+        if output.exists() and ": requeuing the job" in output.read_text():
+            asked = time.time()
+    ended, text = cluster.wait(number), output.read_text()
+    if ended.state != "COMPLETED":
+        sys.exit(f"benchmark: job {number} is {ended.state}:\n{text}")
+    script, took = re.findall(r"began (\S+), ready (\d+) ms later", text)[1]
+    started = datetime.fromisoformat(script).timestamp()
+    ranks = [json.loads(found) for found in re.findall(r"marks (\{.*\})", text)]
+    last = float(re.search(r"killed (\S+)", text)[1])
+    ends = {"end of the attempt: srun, launch script": asked, SLURM: started, "launch script": started + int(took) / 1000}
+    ends |= {part: max(rank[part] for rank in ranks) for part in ranks[0]}
+    parts = {}
+    for part, end in ends.items():
+        parts[part] = end - last
+        last = end
+    return parts | {"all": sum(parts.values()), "all without Slurm": sum(parts.values()) - parts[SLURM]}
+
+
+def main() -> None:
+    """Print each turn, and the median, least and most of each part."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
+    from slurm_cluster import REPOSITORY, Cluster
+
+    parser = argparse.ArgumentParser(description="Measure the time from a fault to the first new step of the requeued job.")
+    parser.add_argument("--turns", type=int, default=5, help="jobs (default: %(default)s)")
+    turns = parser.parse_args().turns
+    sif = REPOSITORY / "hpctrain-cpu.sif"
+    seen = []
+    with Cluster(nodes=2, binds={sif: f"/project/{sif.name}"}) as cluster:
+        cluster.install("alice")
+        for turn in range(turns):
+            seen.append(restart(cluster, f"turn-{turn}"))
+            print(f"turn {turn + 1}: {seen[-1]['all']:.2f} s, without Slurm {seen[-1]['all without Slurm']:.2f} s", flush=True)
+    print(f"\n{'seconds, of ' + str(turns) + ' turns':42}  median   least    most")
+    for part in seen[0]:
+        values = [parts[part] for parts in seen]
+        print(f"{part:42}{statistics.median(values):8.2f}{min(values):8.2f}{max(values):8.2f}")
+
+
+if __name__ == "__main__":
+    be_a_rank() if "HPCTRAIN_JOB" in os.environ else main()
