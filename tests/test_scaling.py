@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -83,6 +84,22 @@ def test_a_job_for_each_number_of_ranks(tmp_path):
 def test_invalid_use_is_one_line(tmp_path, words, message):
     done = submit(tmp_path, *words)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_the_model_of_start_up():
+    """The table of docs/scale.md is what the script prints, and the figures of a site count."""
+
+    def rows(*options):
+        command = [sys.executable, REPOSITORY / "benchmarks/startup_model.py", *options]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert options or "\n".join(lines) in (REPOSITORY / "docs/scale.md").read_text()
+        return [[float(cell.strip(" s").replace(",", "")) for cell in line.split("|")[1:8]] for line in lines[2:]]
+
+    assert [row[0] for row in rows()] == [8, 512, 4096]
+    # 1 GB read by 100 nodes at 10 GB/s; 10 blocks of 100 MB, to 10 nodes each over 1 GB/s, on 2 levels, each written at 1 GB/s
+    numbers = ["--read-mb=1000", "--image-mb=1000", "--file-system=10", "--node=1", "--link=1", "--disk=1", "--fanout=10"]
+    (row,) = rows("--nodes=100", "--ranks-per-node=10", "--fixed=1", "--block-mb=100", "--latency-ms=0", "--rank-ms=2", *numbers)
+    assert row == [100, 1000, 10, 1 + 10 * 2 * 1.1, 2, 1 + 10 + 2, 1 + 23 + 1 + 2]
 
 
 @pytest.mark.slow
