@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.world import ALONE, World
 
 NEVER = Interval.parse("1000h")
+
+NO_BEST = Path("none")
 
 
 @pytest.fixture
@@ -74,7 +77,7 @@ def test_a_time_that_is_due(folder, monkeypatch):
         now += 0.1
         if saver.is_due(step, last=False):
             due.append(now)
-            saver.save(checkpoint.path_of(folder, 1, step), state(1), best_epoch=0)
+            saver.save(checkpoint.path_of(folder, 1, step), state(1), NO_BEST)
     saver.wait()
     assert len(due) == 3
     assert all(60 <= later - earlier <= 60 + 2 * checkpointer.PERIOD for earlier, later in zip([0, *due], due, strict=False))
@@ -127,7 +130,7 @@ def test_the_state_of_the_optimizer_is_that_of_the_save_although_it_is_copied_la
     current = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
     expected = copy.deepcopy(current)
     began = time.monotonic()
-    saver.save(checkpoint.path_of(folder, 1), current, 0)
+    saver.save(checkpoint.path_of(folder, 1), current, NO_BEST)
     blocked = time.monotonic() - began
     step()
     assert blocked < 1.5 <= time.monotonic() - began
@@ -172,9 +175,9 @@ def test_a_slow_disk_makes_the_next_save_wait_and_drops_none(folder, monkeypatch
     monkeypatch.setattr(checkpoint, "save", slow)
     saver = make(folder)
     begun = time.monotonic()
-    saver.save(checkpoint.path_of(folder, 1), state(1), 0)
+    saver.save(checkpoint.path_of(folder, 1), state(1), NO_BEST)
     assert writing.wait(60) and time.monotonic() - begun < 1.5 and names(folder) == []
-    saver.save(checkpoint.path_of(folder, 2), state(2), 0)
+    saver.save(checkpoint.path_of(folder, 2), state(2), NO_BEST)
     assert time.monotonic() - begun > 1.5 and "epoch-0001.pt" in names(folder)
     saver.wait()
     weights = [checkpoint.load(checkpoint.path_of(folder, n), torch.device("cpu"))["model"]["weight"][0] for n in (1, 2)]
@@ -183,8 +186,8 @@ def test_a_slow_disk_makes_the_next_save_wait_and_drops_none(folder, monkeypatch
 
 def test_weights_that_are_not_finite_are_not_saved(folder):
     saver = make(folder)
-    saver.save(checkpoint.path_of(folder, 1), state(1), 0)
-    saver.save(checkpoint.path_of(folder, 2), state(float("nan")), 0)
+    saver.save(checkpoint.path_of(folder, 1), state(1), NO_BEST)
+    saver.save(checkpoint.path_of(folder, 2), state(float("nan")), NO_BEST)
     with pytest.raises(HpctrainError, match=r"epoch-0002.pt are not finite: training diverged, use a smaller --lr"):
         saver.wait()
     assert names(folder) == ["epoch-0001.pt"]
@@ -199,12 +202,12 @@ def test_a_write_that_fails_is_due_at_the_next_decision_and_raised_once(folder, 
 
     with monkeypatch.context() as context:
         context.setattr(checkpoint, "save", fail)
-        saver.save(checkpoint.path_of(folder, 1), state(1), 0)
+        saver.save(checkpoint.path_of(folder, 1), state(1), NO_BEST)
         saver._writer.join()
     assert saver.is_due(1, last=False)
     with pytest.raises(HpctrainError, match="the disk is full"):
-        saver.wait() if raised_by == "wait" else saver.save(checkpoint.path_of(folder, 2), state(2), 0)
-    saver.save(checkpoint.path_of(folder, 3), state(3), 0)
+        saver.wait() if raised_by == "wait" else saver.save(checkpoint.path_of(folder, 2), state(2), NO_BEST)
+    saver.save(checkpoint.path_of(folder, 3), state(3), NO_BEST)
     saver.wait()
     assert names(folder) == ["epoch-0003.pt"]
 
@@ -223,7 +226,7 @@ def test_a_file_system_that_cannot_be_written_for_a_while(folder, monkeypatch, c
 
     monkeypatch.setattr(os, "fsync", fsync)
     saver = make(folder)
-    saver.save(checkpoint.path_of(folder, 1), state(1), 0)
+    saver.save(checkpoint.path_of(folder, 1), state(1), NO_BEST)
     if lasts == 3:
         saver.wait()
         assert names(folder) == ["epoch-0001.pt"]
@@ -264,7 +267,7 @@ def test_a_job_that_lost_the_folder_while_it_wrote_leaves_nothing(folder):
             raise HpctrainError("job 8 continues this run")
 
     saver = Checkpointer(ALONE, folder, NEVER, 3, check)
-    saver.save(checkpoint.path_of(folder, 1), state(1), 0)
+    saver.save(checkpoint.path_of(folder, 1), state(1), NO_BEST)
     saver.wait()
     with pytest.MonkeyPatch.context() as context:
         intact = checkpoint.is_intact
@@ -275,7 +278,7 @@ def test_a_job_that_lost_the_folder_while_it_wrote_leaves_nothing(folder):
             return intact(path)
 
         context.setattr(checkpoint, "is_intact", is_intact)
-        saver.save(checkpoint.path_of(folder, 2), state(2), 0)
+        saver.save(checkpoint.path_of(folder, 2), state(2), NO_BEST)
         with pytest.raises(HpctrainError, match="job 8 continues"):
             saver.wait()
     assert names(folder) == ["epoch-0001.pt"]
@@ -285,7 +288,7 @@ def test_the_newest_and_the_best_are_kept(folder):
     (folder / "checkpoints/notes.pt").touch()  # somebody else's
     saver = make(folder, keep=2)
     for epoch, step in ((1, 0), (2, 0), (3, 5), (3, 10), (3, 0), (4, 7)):
-        saver.save(checkpoint.path_of(folder, epoch, step), state(epoch), best_epoch=1)
+        saver.save(checkpoint.path_of(folder, epoch, step), state(epoch), checkpoint.path_of(folder, 1))
     saver.wait()
     assert names(folder) == ["epoch-0001.pt", "epoch-0003.pt", "epoch-0004-step-000007.pt", "notes.pt"]
 

@@ -1,4 +1,4 @@
-"""Options of fine-tuning that change how long and on what is trained: --patience and --class-weights."""
+"""Options of fine-tuning that change how long and on what is trained: --patience, --eval-every, --class-weights."""
 
 import json
 import os
@@ -138,7 +138,7 @@ def test_training_ends_after_epochs_without_a_better_score(stopped):
     assert best > 1 and last == best + 2 < 12
     assert result(stopped)["epochs"] == last
     log = (stopped / "logs/rank-0000.log").read_text()
-    assert f"stopped after epoch {last}: no better validation_accuracy for 2 epochs" in log
+    assert f"stopped after epoch {last}: no better validation_accuracy for 2 evaluations" in log
     assert f"epoch {best} has the best validation_accuracy: using its weights" in log
     state = torch.load(stopped / f"checkpoints/epoch-{best:04d}.pt", weights_only=True)["model"]
     kept = load_file(stopped / "model/model.safetensors")
@@ -227,6 +227,77 @@ def test_two_ranks_stop_at_the_same_epoch_with_the_same_losses(rare, config, tmp
     assert done.returncode == 0, done.stderr[-3000:]
     two = tmp_path / "two"
     assert result(two)["epochs"] == result(alone)["epochs"] == 3
-    assert "stopped after epoch 3: no better validation_f1 for 2 epochs" in done.stdout
+    assert "stopped after epoch 3: no better validation_f1 for 2 evaluations" in done.stdout
     losses = [[line["train_loss"] for line in metrics(run) if "train_loss" in line] for run in (two, alone)]
     assert len(losses[0]) == 15 and losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# --- --eval-every ---
+
+# 10 steps an epoch; evaluations after step 4, 8, 10 (of the first epoch), 12, 16, 20 (of the second one) and so on.
+EVERY = ("--epochs", 12, "--seed", 2, *PATIENT[4:])
+EVERY_FOUR = (*EVERY, "--patience", 3, "--eval-every", 4)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory, config):
+    """A run whose best evaluation is within an epoch, and which stalls within another one."""
+    return train("classify", tmp_path_factory.mktemp("evaluated") / "run", *EVERY_FOUR, "--from-scratch", config)
+
+
+def find_best_evaluation(run):
+    found = [(line["validation_accuracy"], -line["validation_loss"], line["step"]) for line in validations(run)]
+    return max(found, key=lambda line: line[:2])[2], [step for *_, step in found]
+
+
+def test_evaluations_within_epochs_select_the_weights_and_end_the_run(evaluated):
+    best, steps = find_best_evaluation(evaluated)
+    assert steps == [step for step in range(1, 121) if step % 4 == 0 or step % 10 == 0][: len(steps)] and len(steps) < 36
+    assert best == steps[-4] and best % 10 and steps[-1] % 10
+    assert result(evaluated)["epochs"] == steps[-1] // 10
+    log = (evaluated / "logs/rank-0000.log").read_text()
+    place = "step {} of epoch {}"
+    stalled, chosen = (place.format(step % 10, step // 10 + 1) for step in (steps[-1], best))
+    assert f"stopped after {stalled}: no better validation_accuracy for 3 evaluations" in log
+    assert f"{chosen} has the best validation_accuracy: using its weights" in log
+    state = torch.load(checkpoint.path_of(evaluated, best // 10 + 1, best % 10), weights_only=True)["model"]
+    kept = load_file(evaluated / "model/model.safetensors")
+    assert kept and all(torch.equal(kept[name], state[name]) for name in kept)
+
+
+def test_evaluations_do_not_change_what_is_trained(evaluated, config, tmp_path):
+    """Nor the losses of the training."""
+    plain = train("classify", tmp_path / "run", *EVERY, "--from-scratch", config)
+    states = [torch.load(run / "checkpoints/epoch-0003.pt", weights_only=True)["model"] for run in (evaluated, plain)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    lines = [{line["step"]: line["train_loss"] for line in metrics(run) if "train_loss" in line} for run in (evaluated, plain)]
+    assert len(lines[0]) == 16 and lines[0].items() <= lines[1].items()
+
+
+@pytest.mark.parametrize("kept", ["the best", "the last", "nothing after the first epoch"])
+def test_run_resumed_after_an_evaluation_ends_alike(kept, evaluated, config, tmp_path):
+    best, steps = find_best_evaluation(evaluated)
+    folder = tmp_path / "run"
+    shutil.copytree(evaluated, folder)
+    last = {"the best": best, "the last": steps[-1]}.get(kept, 10)
+    newest = checkpoint.path_of(folder, -(-last // 10), last % 10)
+    assert newest.exists()
+    paths = checkpoint.list_newest_first(folder)
+    for path in paths[: paths.index(newest)]:
+        path.unlink()
+    (folder / "result.json").unlink()
+    train("classify", folder, *EVERY_FOUR, "--from-scratch", config, "--resume", folder)
+    assert result(folder)["weights_sha256"] == result(evaluated)["weights_sha256"] and scores(folder) == scores(evaluated)
+    own, others = ([line | {"seconds": 0} for line in validations(run)] for run in (folder, evaluated))
+    assert own == others
+
+
+@pytest.mark.slow
+def test_two_ranks_evaluate_within_epochs(rare, config, tmp_path):
+    """As in the test of --patience: the first evaluation is the best, and the third one ends the run."""
+    options = ("--epochs", 9, "--patience", 2, "--eval-every", 3, "--accumulate", 2, *RARE[2:4], "--lr", 1e-30)
+    words = ["nlp.classify", *map(str, (*options, "--data", rare, "--from-scratch", config)), "--out", "two"]
+    done = warm_start.run(warm_start.torchrun_ranks(2, words, dict(os.environ)), tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "stopped after step 9 of epoch 1: no better validation_accuracy for 2 evaluations" in done.stdout
+    assert [line["step"] for line in validations(tmp_path / "two")] == [3, 6, 9]

@@ -72,7 +72,7 @@ class Decisions:
 
 
 class Checkpointer:
-    """Saves the checkpoints of a run folder. `keep` is the number of the newest ones to keep, beside that of the best epoch.
+    """Saves the checkpoints of a run folder. `keep` is the number of the newest ones to keep, beside the best one.
 
     `check` is called before a checkpoint gets its final name; it raises HpctrainError if this job may no longer write.
     `resume_with`: see report_saved(). If `in_parts` is set, every rank saves its own part; otherwise rank 0 saves all.
@@ -121,8 +121,10 @@ class Checkpointer:
             report_saved(self._resume_with)
         return self.stop or any(late for _, late, _ in savers)
 
-    def save(self, path: Path, state: dict[str, Any], best_epoch: int) -> None:
+    def save(self, path: Path, state: dict[str, Any], best: Path) -> None:
         """Copy `state`, and start to write it; on one rank, or on each if `in_parts`. A checkpoint being written is waited for.
+
+        `best` is the checkpoint of the best evaluation, which is kept.
 
         Tensors outside of state["model"] must not change before the next optimizer.step().
 
@@ -139,7 +141,7 @@ class Checkpointer:
         self._saved = time.monotonic()
         self._copied.clear()
         # Not a daemon: where an error ends the program, entry.py waits until the checkpoint is written.
-        arguments = (path, self._copy, pairs[of_model:], best_epoch)
+        arguments = (path, self._copy, pairs[of_model:], best)
         self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._writer.start()
 
@@ -160,7 +162,7 @@ class Checkpointer:
         if error:
             raise error
 
-    def _write(self, path: Path, state: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], best_epoch: int) -> None:
+    def _write(self, path: Path, state: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], best: Path) -> None:
         try:
             copy_tensors(pairs)
         finally:
@@ -173,11 +175,11 @@ class Checkpointer:
             if self.in_parts:
                 # The last checkpoint is complete by now, on every rank. Whether this one will be is not known here.
                 if self._last:
-                    self._remove_old(self._last, path, best_epoch)
+                    self._remove_old(self._last, path, best)
                 self._save_or_retry(checkpoint_parts.path_of_rank(path, self._world.rank, self._world.size), state)
             else:
                 self._save_or_retry(path, state)
-                self._remove_old(path, path, best_epoch)
+                self._remove_old(path, path, best)
             self._written, self._last = True, path
         except HpctrainError as error:
             self._error = error
@@ -186,12 +188,12 @@ class Checkpointer:
                 f"{path.parent}: an old checkpoint cannot be removed ({error.strerror}): check the folder"
             )
 
-    def _remove_old(self, complete: Path, current: Path, best_epoch: int) -> None:
-        """Remove all but the newest ones, a `complete` one, the one that is being written, and that of the best epoch."""
+    def _remove_old(self, complete: Path, current: Path, best: Path) -> None:
+        """Remove all but the newest ones, a `complete` one, the one that is being written, and the best one."""
         if self._world.rank != 0:
             return
         others = [path for path in checkpoint.list_newest_first(self._folder) if path != current or path == complete]
-        kept = {*others[: self._keep], complete, current, checkpoint.path_of(self._folder, best_epoch)}
+        kept = {*others[: self._keep], complete, current, best}
         for old in others:
             if old not in kept:
                 checkpoint.remove(old)

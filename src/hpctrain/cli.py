@@ -89,7 +89,7 @@ def trainer_parser(trainer: str, description: str) -> Parser:
         type=positive(int),
         default=3,
         metavar="N",
-        help="keep the newest N checkpoints and that of the best epoch (default: %(default)s)",
+        help="keep the newest N checkpoints and the one with the best score (default: %(default)s)",
     )
     add(
         "--on-nan",

@@ -55,7 +55,9 @@ class TrainerFolder(RunFolder):
 
     `batch_size` is the global one. `bare` maps the LightningModule to the model inside it. Each checkpoint has the weights of
     that model as "model", under the same names as the checkpoints of the other trainers. `score` gets the metrics that the
-    module logged in an evaluation; the epoch with the highest score is the best.
+    module logged in an evaluation; the one with the highest score is the best. With `evaluate_every`, evaluations also follow
+    every so many steps of the run, and a checkpoint where one is the best so far. A run that stalls there has no further step:
+    the module skips the batches that are left, see on_train_epoch_end().
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class TrainerFolder(RunFolder):
     ) -> None:
         super().__init__(run.folder)
         self._run, self._batch_size, self._bare, self._score = run, args.batch_size, bare, score
+        self._evaluate_every: int | None = getattr(args, "eval_every", None)
 
     def resume(self, trainer: Trainer) -> dict[str, Any]:
         """The state of the checkpoint that the run was resumed from."""
@@ -83,17 +86,38 @@ class TrainerFolder(RunFolder):
             batch = trainer.strategy.batch_to_device(batch, module.device)
             settle_buckets(trainer.strategy.model, lambda: trainer.strategy.training_step(batch, 0))
 
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """Count the optimizer steps, and let an evaluation follow if it is due."""
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        if self._evaluate_every:  # Lightning evaluates after a batch whose number is a multiple of val_check_batch
+            is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+            is_due = is_step and self._run.global_step % self._evaluate_every == 0
+            trainer.val_check_batch = batch_idx + 1 if is_due else trainer.num_training_batches
+
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Copy rank 0's batch normalization, which is saved, to all ranks, which evaluate with it."""
         if trainer.state.fn == "fit":
-            self._end_epoch()
+            if self._is_within_epoch(trainer):
+                self._run.start_evaluation()
+            else:
+                self._end_epoch()
         if trainer.world_size > 1:
             for buffer in module.buffers():
                 dist.broadcast(buffer, src=0)
 
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Write the metrics. The checkpoint of an evaluation within an epoch follows before the next step: see RunFolder."""
+        super().on_validation_end(trainer, module)
+        if trainer.state.fn == "fit" and self._is_within_epoch(trainer):
+            self._must_save |= self._run.end_evaluation(self._score(self._metrics))
+
+    def _is_within_epoch(self, trainer: Trainer) -> bool:
+        return not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Save a checkpoint of the epoch, and end the training if its score was one too many that is no better."""
-        super().on_train_epoch_end(trainer, module)
+        """Save a checkpoint of the epoch, unless the run has stalled within it, and end the training if the run has stalled."""
+        if not self._run.has_stalled:
+            super().on_train_epoch_end(trainer, module)
         trainer.should_stop = self._run.has_stalled
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:

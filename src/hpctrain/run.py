@@ -29,6 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hpctrain import checkpoint
+from hpctrain.best import Best, describe_position
 from hpctrain.checkpointer import Checkpointer, Interval
 from hpctrain.config import add_image_digest, add_resumption, compare_options, weighty_options, write_config, write_json
 from hpctrain.digests import weights_sha256
@@ -55,7 +56,7 @@ NOT_PRINTED = {"peak_memory_mb", "gpu_percent"}
 class Run:
     """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank writes its own log.
 
-    `epoch` is the number of finished epochs, `best_epoch` the one with the best score so far. A trainer may set `patience`, and
+    `epoch` is the number of finished epochs, `best` the evaluation with the best score so far. A trainer may set `patience`, and
     end the training when the run `has_stalled`. `prune`, if set, decides on all ranks whether the run ends after an epoch.
     `in_parts`: each rank saves its own part of the model (sharding.py).
 
@@ -65,7 +66,7 @@ class Run:
         start_epoch()                             in each epoch
             time_data()                           around its batches
             check_gradients()                     before each optimizer step
-            step(), and save() if must_save()     after it
+            step(), and save() if must_save()     after it; between them start_evaluation(), metrics(), end_evaluation()
         end_epoch()
         metrics() and save()                      after the evaluation
         finish()                                  once
@@ -103,17 +104,16 @@ class Run:
         every = Interval.parse(args.checkpoint_every)
         self._checkpointer = Checkpointer(world, self.folder, every, args.keep_checkpoints, self._owner.check, self._resume_with)
         self._bar: tqdm | None = None
-        self.epoch = self.best_epoch = 0
+        self.epoch, self.best = 0, Best()
         self.patience: int | None = None
         self.in_parts = False
         self.tokens_per_example: float | None = None  # for the speed in result.json, as the share of padding
         self.padding_share: float | None = None
         self._flops: float | None = None
-        self._best_score: list[float] = []
         # The position within the next epoch, and what was summed since the last line of metrics.
         self._step = self._steps = self._examples = 0
         self._loss_sum: Tensor | float = 0.0
-        self._unlogged, self._since = 0, time.perf_counter()
+        self._unlogged, self._since, self._paused = 0, time.perf_counter(), 0.0
         self._started = time.monotonic()
 
     def resume(
@@ -147,7 +147,7 @@ class Run:
         with all_or_none(self.world):
             state = checkpoint.open_lazily(self.resume_from) if self.in_parts else checkpoint.load(self.resume_from, device)
         self.epoch, self._step = state["epoch"], state["step"]
-        self.best_epoch, self._best_score = state["best"]
+        self.best.load(state["best"], self.epoch)
         if (self.epoch >= epochs or self.has_stalled) and self.epoch <= finished_epochs(self.resume_from.parent.parent):
             if restart_count() > 0 or self._args.resume == AUTO:  # Slurm may requeue a job that has completed
                 self.print(f"{self.folder} has {self.epoch} epochs already: nothing to do")
@@ -244,9 +244,25 @@ class Run:
         return self.epoch * self._steps + self._step
 
     @property
+    def position(self) -> str:
+        """Where the training is, for the log: after an epoch, or after a step of one."""
+        return describe_position(self.epoch + (self._step > 0), self._step)
+
+    @property
     def has_stalled(self) -> bool:
-        """Whether the last `patience` epochs had no better score, the same on every rank: then the training is to end."""
-        return self.patience is not None and self.epoch - self.best_epoch >= self.patience
+        """Whether the last `patience` evaluations had no better score, the same on every rank: then the training is to end."""
+        return self.patience is not None and self.best.since >= self.patience
+
+    def start_evaluation(self) -> None:
+        """Pause the watchdog and the clock of the steps for an evaluation within an epoch."""
+        self._watchdog.pause()
+        self._paused = time.perf_counter()
+
+    def end_evaluation(self, score: tuple[float, ...]) -> bool:
+        """Count the evaluation. Returns whether save() is to follow: if it is the best one, or the run has stalled."""
+        self._since += time.perf_counter() - self._paused
+        self._times.start()
+        return self.best.add(self.epoch + 1, self._step, score) or self.has_stalled
 
     def must_save(self) -> bool:
         """Whether to call save() after this step. A collective call, once after each step."""
@@ -261,8 +277,8 @@ class Run:
         self._watchdog.pause()
         path = checkpoint.path_of(self.folder, self.epoch + (self._step > 0), self._step)
         self._checkpointer.clear(path)  # no rank writes before gather()
-        if score is not None and list(score) > self._best_score:
-            self.best_epoch, self._best_score = self.epoch, list(score)
+        if score is not None:
+            self.best.add(self.epoch, 0, score)
         losses = gather(self.world, float(self._loss_sum))
         self._check_finite(train_loss=sum(losses))  # weights that are not finite must not become the newest checkpoint
         self._wait_for_checkpoint()  # it is complete, on all ranks, before the next one takes its place
@@ -273,7 +289,7 @@ class Run:
                     "step": self._step,
                     "steps": self._steps,
                     "global_step": self.global_step,
-                    "best": (self.best_epoch, self._best_score),
+                    "best": self.best.state(),
                     "losses": losses,
                     "unlogged": self._unlogged,
                     "skipped": self._nonfinite.skipped,
@@ -281,9 +297,8 @@ class Run:
                     "seconds": time.monotonic() - self._started,
                     "options": weighty_options(self._args),
                 }
-                self._checkpointer.save(
-                    path, checkpoint.with_plain_names(state, self._nonfinite.model) | position, self.best_epoch
-                )
+                best = checkpoint.path_of(self.folder, self.best.epoch, self.best.step)
+                self._checkpointer.save(path, checkpoint.with_plain_names(state, self._nonfinite.model) | position, best)
         if self.epoch >= self._args.epochs or self.has_stalled:
             return
         if score is not None and Run.prune and Run.prune(self.world):

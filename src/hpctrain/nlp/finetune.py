@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hpctrain import checkpoint
 from hpctrain.batches import steps_per_epoch
+from hpctrain.best import describe_position
 from hpctrain.config import versions
 from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError
@@ -42,7 +43,7 @@ from hpctrain.world import World
 
 
 def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.<task>` with these arguments: read, tokenize, train, test, and save the model of the best epoch."""
+    """Run `hpctrain nlp.<task>` with these arguments: read, tokenize, train, test, and save the best model."""
     args = parse_options(task, arguments)
     group = world.in_groups_of(args.tensor_parallel)  # the place of this rank in the order of the data
     quiet()
@@ -107,8 +108,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                 )
             metric = f"validation_{module.choose_metric(examples['validation'])}"
             if run.has_stalled and run.epoch < args.epochs:
-                run.print(f"stopped after epoch {run.epoch}: no better {metric} for {args.patience} epochs")
-            if weights := load_best_epoch(metric, run):
+                run.print(f"stopped after {run.position}: no better {metric} for {args.patience} evaluations")
+            if weights := load_best(metric, run):
                 load_weights(model, weights) if sharded else model.load_state_dict(weights)
         # The only use of the test set.
         trainer.test(module, module.make_evaluation_loader("test", examples, features, padding), verbose=False)
@@ -229,16 +230,17 @@ def run_empty(model: torch.nn.Module, length: int) -> dict[str, Tensor]:
 # --- after training ---
 
 
-def load_best_epoch(metric: str, run: Run) -> dict[str, Tensor] | None:
-    """The weights of the epoch with the best validation score, None if that is the last. A collective call."""
-    if run.best_epoch == run.epoch:
+def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
+    """The weights of the evaluation with the best validation score, None if that is the last. A collective call."""
+    best = run.best
+    if best.since == 0:
         return None
-    path = checkpoint.path_of(run.folder, run.best_epoch)
-    if run.resume_from and not path.exists():  # an epoch of the earlier run, whose folder may be another
-        path = checkpoint.path_of(run.resume_from.parent.parent, run.best_epoch)
+    path = checkpoint.path_of(run.folder, best.epoch, best.step)
+    if run.resume_from and not path.exists():  # of the earlier run, whose folder may be another
+        path = checkpoint.path_of(run.resume_from.parent.parent, best.epoch, best.step)
     with all_or_none(run.world):
         state = checkpoint.open_lazily(path) if run.in_parts else checkpoint.load(path, torch.device("cpu"))
-    run.print(f"epoch {run.best_epoch} has the best {metric}: using its weights")
+    run.print(f"{describe_position(best.epoch, best.step)} has the best {metric}: using its weights")
     return state["model"]
 
 

@@ -68,8 +68,13 @@ class FineTuneModule(LightningModule):
         """
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
-    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Seed dropout by seed, epoch, batch and rank alone, so that a resumed run draws the same masks."""
+    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> int | None:
+        """Seed dropout by seed, epoch, batch and rank alone, so that a resumed run draws the same masks.
+
+        Returns -1, with which Lightning leaves out the rest of an epoch, if the run has stalled within it.
+        """
+        if self._run.has_stalled:
+            return -1
         seed_step(self._args.seed, self.current_epoch, batch_idx, self._group)
 
     def forward(self, batch: dict[str, Any]) -> transformers.utils.ModelOutput:

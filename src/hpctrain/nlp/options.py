@@ -55,7 +55,13 @@ def make_parser(task: Task) -> Parser:
         "--patience",
         type=positive(int),
         metavar="N",
-        help="end the training after N epochs without a better validation score (default: train all --epochs)",
+        help="end the training after N evaluations without a better validation score (default: train all --epochs)",
+    )
+    add(
+        "--eval-every",
+        type=positive(int),
+        metavar="N",
+        help="score the validation set after every N steps, too (default: after each epoch only)",
     )
     add(
         "--batch-size",
