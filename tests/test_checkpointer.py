@@ -298,7 +298,7 @@ def test_a_checkpoint_in_parts_leaves_the_last_complete_one_until_all_ranks_have
     saver = Checkpointer(World(0, 2, 0, 2, 0, 1, "torchrun"), folder, NEVER, 1, lambda: None)
     saver.in_parts = True
     for epoch in (1, 2, 3):
-        saver.save(checkpoint.path_of(folder, epoch), state(epoch), best_epoch=0)
+        saver.save(checkpoint.path_of(folder, epoch), state(epoch), NO_BEST)
         saver.wait()
         if epoch < 3:
             shutil.copy(*(folder / f"checkpoints/epoch-000{epoch}.pt/rank-000{rank}-of-0002.pt" for rank in (0, 1)))

@@ -15,8 +15,8 @@ from hpctrain import checkpoint, run, speed
 from hpctrain.checkpoint import with_plain_names
 from hpctrain.cli import trainer_parser
 from hpctrain.nlp import classify
-from hpctrain.nlp.features import Features
-from hpctrain.nlp.sampling import BatchSampler, FeatureDataset
+from hpctrain.nlp.lightning_module import FineTuneModule
+from hpctrain.nlp.sampling import FeatureDataset
 from hpctrain.runs import read_metrics
 from hpctrain.vision import train_ddp
 from hpctrain.vision.data import Images
@@ -38,7 +38,8 @@ def test_times_are_those_of_the_steps_alone(monkeypatch):
     figures = times.figures(64)
     expected = {"step_ms_p50": 10, "step_ms_p95": 100, "examples_per_s": 64 * 20 / 0.38}
     assert figures == pytest.approx(expected, rel=1e-3)
-    assert times.figures(64, 2.5) == pytest.approx(expected | {"tokens_per_s": 2.5 * 64 * 20 / 0.38}, rel=1e-3)
+    of_texts = {"tokens_per_s": 950 / 0.38, "padding_share": 0.05}
+    assert times.figures(64, 950, 1000) == pytest.approx(expected | of_texts, rel=1e-3)
 
 
 def test_waiting_for_data_is_a_share_of_the_steps(monkeypatch):
@@ -153,17 +154,34 @@ def test_a_line_of_metrics_has_memory_and_use_and_the_log_has_not(tmp_path, monk
     assert re.fullmatch(r"epoch 1 step 1  train_loss 2\.5  examples_per_s [\d.e+]+  0 s left", printed)
 
 
-def test_result_has_tokens_without_padding(tmp_path, capfd):
-    options = ["--epochs", "1", "--limit", "64", "--batch-size", "16", "--out", str(tmp_path / "run")]
-    classify.main(ALONE, options)
-    mean = float(re.search(r"train: .* \(mean ([0-9.]+),", capfd.readouterr().out)[1])
+def count_tokens(monkeypatch, counts):
+    """Let each training step count what the model gets."""
+
+    def forward(module, batch, plain=FineTuneModule.forward):
+        if module.training and module.trainer.training:
+            counts.append((len(batch["input_ids"]), int(batch["attention_mask"].sum()), batch["attention_mask"].numel()))
+        return plain(module, batch)
+
+    monkeypatch.setattr(FineTuneModule, "forward", forward)
+
+
+def test_result_has_tokens_without_padding(tmp_path, monkeypatch):
+    """Of the examples that were trained on: one of 65 is left out in each epoch, and an evaluation is not training."""
+    counts = []
+    count_tokens(monkeypatch, counts)
+    options = ["--epochs", "2", "--limit", "65", "--batch-size", "16", "--accumulate", "2", "--eval-every", "3"]
+    classify.main(ALONE, [*options, "--out", str(tmp_path / "run")])
+    figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
+    examples, real, padded = map(sum, zip(*counts, strict=True))
+    assert examples == 2 * 64
+    assert figures["tokens_per_s"] / figures["examples_per_s"] == pytest.approx(real / examples, rel=1e-4)
+    assert 0 < figures["padding_share"] == pytest.approx(1 - real / padded, abs=1e-4)
+
+
+def test_tokens_are_those_of_all_ranks(tmp_path):
+    options = ["nlp.classify", "--epochs", "1", "--limit", "64", "--batch-size", "16", "--out", "run"]
+    done = warm_start.run(warm_start.torchrun_ranks(2, options, dict(os.environ)), tmp_path)
+    assert done.returncode == 0, done.stderr
+    mean = float(re.search(r"train: .* \(mean ([0-9.]+),", done.stdout)[1])  # 64 of 64 examples are trained on
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
     assert figures["tokens_per_s"] / figures["examples_per_s"] == pytest.approx(mean, abs=0.06)
-    assert 0 < figures["padding_share"] < 0.5
-
-
-def test_padding_is_that_of_what_a_rank_computes_at_once():
-    texts = Features.from_lists({"input_ids": [[1], [1, 2, 3], [1], [1, 2, 3]]}, {"units": [1] * 4})
-    world = ALONE
-    assert BatchSampler(texts, world, batch_size=4, seed=1).padding_share() == pytest.approx(4 / 12)
-    assert BatchSampler(texts, world, batch_size=1, seed=1).padding_share() == 0

@@ -116,9 +116,9 @@ class TrainerFolder(RunFolder):
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Save a checkpoint of the epoch, unless the run has stalled within it, and end the training if the run has stalled."""
-        if not self._run.has_stalled:
+        if not self._run.best.has_stalled:
             super().on_train_epoch_end(trainer, module)
-        trainer.should_stop = self._run.has_stalled
+        trainer.should_stop = self._run.best.has_stalled
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Nothing: the trainer finishes the run."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hpctrain import checkpoint
-from hpctrain.best import Best, describe_position
+from hpctrain.best import Best
 from hpctrain.checkpointer import Checkpointer, Interval
 from hpctrain.config import add_image_digest, add_resumption, compare_options, weighty_options, write_config, write_json
 from hpctrain.digests import weights_sha256
@@ -45,7 +45,7 @@ from hpctrain.redaction import hide_secrets
 from hpctrain.rendezvous import all_or_none, broadcast, gather
 from hpctrain.requeue import report_saved, report_stopped
 from hpctrain.run_folder import AUTO, finished_epochs, prepare_folder
-from hpctrain.speed import StepTimes, T, gather_most, gpu_percent, peak_memory
+from hpctrain.speed import StepTimes, T, gather_most, gather_tokens, gpu_percent, peak_memory
 from hpctrain.watchdog import Watchdog
 from hpctrain.world import World, restart_count
 
@@ -56,9 +56,9 @@ NOT_PRINTED = {"peak_memory_mb", "gpu_percent"}
 class Run:
     """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank writes its own log.
 
-    `epoch` is the number of finished epochs, `best` the evaluation with the best score so far. A trainer may set `patience`, and
-    end the training when the run `has_stalled`. `prune`, if set, decides on all ranks whether the run ends after an epoch.
-    `in_parts`: each rank saves its own part of the model (sharding.py).
+    `epoch` is the number of finished epochs. A trainer may set `best.patience`, and end the training when `best.has_stalled`.
+    `prune`, if set, decides on all ranks whether the run ends after an epoch. `in_parts`: each rank saves its own part of the
+    model (sharding.py).
 
     A trainer calls, in this order,
 
@@ -105,15 +105,12 @@ class Run:
         self._checkpointer = Checkpointer(world, self.folder, every, args.keep_checkpoints, self._owner.check, self._resume_with)
         self._bar: tqdm | None = None
         self.epoch, self.best = 0, Best()
-        self.patience: int | None = None
         self.in_parts = False
-        self.tokens_per_example: float | None = None  # for the speed in result.json, as the share of padding
-        self.padding_share: float | None = None
         self._flops: float | None = None
         # The position within the next epoch, and what was summed since the last line of metrics.
         self._step = self._steps = self._examples = 0
         self._loss_sum: Tensor | float = 0.0
-        self._unlogged, self._since, self._paused = 0, time.perf_counter(), 0.0
+        self._unlogged, self._since = 0, time.perf_counter()
         self._started = time.monotonic()
 
     def resume(
@@ -148,7 +145,7 @@ class Run:
             state = checkpoint.open_lazily(self.resume_from) if self.in_parts else checkpoint.load(self.resume_from, device)
         self.epoch, self._step = state["epoch"], state["step"]
         self.best.load(state["best"], self.epoch)
-        if (self.epoch >= epochs or self.has_stalled) and self.epoch <= finished_epochs(self.resume_from.parent.parent):
+        if (self.epoch >= epochs or self.best.has_stalled) and self.epoch <= finished_epochs(self.resume_from.parent.parent):
             if restart_count() > 0 or self._args.resume == AUTO:  # Slurm may requeue a job that has completed
                 self.print(f"{self.folder} has {self.epoch} epochs already: nothing to do")
                 self._leave()
@@ -243,26 +240,16 @@ class Run:
         """The optimizer steps since the start of training; all epochs have the same number of them."""
         return self.epoch * self._steps + self._step
 
-    @property
-    def position(self) -> str:
-        """Where the training is, for the log: after an epoch, or after a step of one."""
-        return describe_position(self.epoch + (self._step > 0), self._step)
-
-    @property
-    def has_stalled(self) -> bool:
-        """Whether the last `patience` evaluations had no better score, the same on every rank: then the training is to end."""
-        return self.patience is not None and self.best.since >= self.patience
-
     def start_evaluation(self) -> None:
-        """Pause the watchdog and the clock of the steps for an evaluation within an epoch."""
+        """Pause the watchdog, and the clock of the steps, for an evaluation within an epoch."""
         self._watchdog.pause()
-        self._paused = time.perf_counter()
+        self._since -= time.perf_counter()
 
     def end_evaluation(self, score: tuple[float, ...]) -> bool:
         """Count the evaluation. Returns whether save() is to follow: if it is the best one, or the run has stalled."""
-        self._since += time.perf_counter() - self._paused
-        self._times.start()
-        return self.best.add(self.epoch + 1, self._step, score) or self.has_stalled
+        self._since += time.perf_counter()
+        self.times.start()
+        return self.best.add(self.epoch + 1, self._step, score) or self.best.has_stalled
 
     def must_save(self) -> bool:
         """Whether to call save() after this step. A collective call, once after each step."""
@@ -299,7 +286,7 @@ class Run:
                 }
                 best = checkpoint.path_of(self.folder, self.best.epoch, self.best.step)
                 self._checkpointer.save(path, checkpoint.with_plain_names(state, self._nonfinite.model) | position, best)
-        if self.epoch >= self._args.epochs or self.has_stalled:
+        if self.epoch >= self._args.epochs or self.best.has_stalled:
             return
         if score is not None and Run.prune and Run.prune(self.world):
             self._wait_for_checkpoint()
@@ -375,11 +362,11 @@ class Run:
         self._watchdog.stop()
         self._wait_for_checkpoint()
         self.log(f"peak memory of this rank: {peak_memory(self._device):.1f} MB")
-        most = gather_most(self.world, self._device, self.times)
+        tokens, most = gather_tokens(self.world, self.times), gather_most(self.world, self._device, self.times)
         if self.world.rank != 0:
             return
         self._owner.check()
-        speed = self.times.figures(self._examples, self.tokens_per_example, self.padding_share)
+        speed = self.times.figures(self._examples, *tokens)
         if self._flops and "examples_per_s" in speed:
             name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
             speed |= utilization(speed["examples_per_s"] * self._flops / self.world.size, name, self._args.precision)

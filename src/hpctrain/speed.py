@@ -26,6 +26,8 @@ class StepTimes:
     def __init__(self, profile: Profile | None = None) -> None:
         self._profile = profile
         self._seconds = array("f")
+        self.tokens = [0, 0]  # of this rank in all steps, without and with padding, if it trains on texts
+        self._tokens = [0, 0]  # in the present one
         self._last = self._waiting = self._waited = 0.0
         self._knows_data = False
 
@@ -37,6 +39,10 @@ class StepTimes:
         """This much of the present step went by before its data were there."""
         self._waiting += seconds
         self._knows_data = True
+
+    def count_tokens(self, real: int, padded: int) -> None:
+        """The present step has so many tokens on this rank, without and with padding."""
+        self._tokens = [self._tokens[0] + real, self._tokens[1] + padded]
 
     def time_data(self, batches: Iterable[T]) -> Iterator[T]:
         """These batches, one by one; how long each was waited for."""
@@ -59,6 +65,8 @@ class StepTimes:
         if not (self._profile and self._profile.is_running):
             self._seconds.append(now - self._last)
             self._waited += waited
+            self.tokens = [total + own for total, own in zip(self.tokens, self._tokens, strict=True)]
+        self._tokens = [0, 0]
         if self._profile:
             page = self._profile.step(waited, left)
             now = time.perf_counter()
@@ -70,23 +78,28 @@ class StepTimes:
         """The share of the steps' time in which they waited for their data; None if wait() was never called."""
         return self._waited / sum(self._seconds) if self._knows_data and self._seconds else None
 
-    def figures(self, examples: int, tokens: float | None = None, padding_share: float | None = None) -> dict[str, float]:
+    def figures(self, examples: int, tokens: int = 0, padded: int = 0) -> dict[str, float]:
         """Median and 95th percentile in ms, and what was trained on per second; {} without steps.
 
-        `examples` are those of a step; `tokens` those of an example that are not padding, if examples are texts,
-        and `padding_share` the share of all tokens that are.
+        `examples` are those of a step. If they are texts, `tokens` are those of all steps and ranks without padding, and `padded`
+        those with it.
         """
         if not self._seconds:
             return {}
         ordered = sorted(self._seconds)
-        per_second = examples * len(ordered) / sum(ordered)
+        seconds = sum(ordered)
+        of_texts = {"tokens_per_s": round(tokens / seconds, 3), "padding_share": round(1 - tokens / padded, 4)} if padded else {}
         return {
             "step_ms_p50": round(1e3 * statistics.median(ordered), 3),
             "step_ms_p95": round(1e3 * ordered[int(0.95 * (len(ordered) - 1) + 0.5)], 3),
-            "examples_per_s": round(per_second, 3),
-            **({} if tokens is None else {"tokens_per_s": round(per_second * tokens, 3)}),
-            **({} if padding_share is None else {"padding_share": round(padding_share, 4)}),
+            "examples_per_s": round(examples * len(ordered) / seconds, 3),
+            **of_texts,
         }
+
+
+def gather_tokens(world: World, times: StepTimes) -> list[int]:
+    """The tokens of all ranks, without and with padding. A collective call."""
+    return [sum(counts) for counts in zip(*gather(world, times.tokens), strict=True)]
 
 
 def gather_most(world: World, device: torch.device, times: StepTimes) -> dict[str, float]:

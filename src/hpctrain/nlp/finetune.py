@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 
 from hpctrain import checkpoint
 from hpctrain.batches import steps_per_epoch
-from hpctrain.best import describe_position
 from hpctrain.config import versions
 from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError
@@ -51,7 +50,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
     with process_group(world, device):
         examples = read_examples(task, args, world)
         run = Run(world, f"nlp.{task.name}", args, device)
-        run.patience = args.patience
+        run.best.patience = args.patience
         sharded = run.in_parts = args.strategy == "fsdp" and world.size > 1
         folder = get_initial_model(task, args, run, examples["train"])
         with all_or_none(world):
@@ -88,14 +87,13 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         )  # fmt: skip
         if args.epochs:
             state = run.resume(torch.device("cpu"), args.epochs, model, "state_dict", free=())
-            if state and (run.epoch >= args.epochs or run.has_stalled):  # resumed after the last epoch
+            if state and (run.epoch >= args.epochs or run.best.has_stalled):  # resumed after the last epoch
                 if not sharded:
                     model.load_state_dict(state["model"])
                 elif world.rank == 0:
                     load_weights(model, state["model"])
             else:
                 sampler = BatchSampler(train, group, args.batch_size, args.seed, args.accumulate)
-                run.tokens_per_example, run.padding_share = float(train.lengths.mean()), sampler.padding_share()
                 run.count_flops(lambda: count_text_flops(model, train.lengths, run_empty))
                 if state:
                     sampler.skip(run.epoch + 1, state["step"])
@@ -107,8 +105,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                     ckpt_path=run.resume_from,
                 )
             metric = f"validation_{module.choose_metric(examples['validation'])}"
-            if run.has_stalled and run.epoch < args.epochs:
-                run.print(f"stopped after {run.position}: no better {metric} for {args.patience} evaluations")
+            if run.best.has_stalled and run.epoch < args.epochs:
+                run.print(f"stopped after {run.best.latest}: no better {metric} for {args.patience} evaluations")
             if weights := load_best(metric, run):
                 load_weights(model, weights) if sharded else model.load_state_dict(weights)
         # The only use of the test set.
@@ -240,7 +238,7 @@ def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
         path = checkpoint.path_of(run.resume_from.parent.parent, best.epoch, best.step)
     with all_or_none(run.world):
         state = checkpoint.open_lazily(path) if run.in_parts else checkpoint.load(path, torch.device("cpu"))
-    run.print(f"{describe_position(best.epoch, best.step)} has the best {metric}: using its weights")
+    run.print(f"{best.place} has the best {metric}: using its weights")
     return state["model"]
 
 

@@ -73,13 +73,16 @@ class FineTuneModule(LightningModule):
 
         Returns -1, with which Lightning leaves out the rest of an epoch, if the run has stalled within it.
         """
-        if self._run.has_stalled:
+        if self._run.best.has_stalled:
             return -1
         seed_step(self._args.seed, self.current_epoch, batch_idx, self._group)
+        if self._run.world.rank % self._args.tensor_parallel == 0:  # of each group of ranks one
+            self._run.times.count_tokens(batch["real"], batch["input_ids"].numel())
+        return None
 
     def forward(self, batch: dict[str, Any]) -> transformers.utils.ModelOutput:
         """The model's output for a batch, without the columns that are not inputs of the model."""
-        not_inputs = {"units", "index", "weight", *self._task.extra}
+        not_inputs = {"units", "index", "weight", "real", *self._task.extra}
         return self.model(**{name: value for name, value in batch.items() if name not in not_inputs})
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:

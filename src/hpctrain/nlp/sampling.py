@@ -55,16 +55,6 @@ def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int = 0, r
     return iter(order[rank::ranks].split(batch_size))
 
 
-def real_token_share(lengths: Sequence[int], batches: Iterable[Tensor]) -> float:
-    """The fraction of tokens that are not padding, if each of these batches is padded to its longest example."""
-    lengths = torch.as_tensor(lengths)
-    real = padded = 0
-    for batch in batches:
-        real += int(lengths[batch].sum())
-        padded += len(batch) * int(lengths[batch].max())
-    return real / padded
-
-
 class FeatureDataset(Dataset):
     """Features, one batch at a time: an item is a pair of indices [b] and a dictionary with further entries of the batch."""
 
@@ -82,7 +72,10 @@ def make_loader(features: Features, padding: dict[str, int], sampler: Iterable[A
 
 
 class BatchSampler(Sampler):
-    """The training batches of this rank in the current epoch, each in `accumulate` parts, with the weight of each part's loss."""
+    """The training batches of this rank in the current epoch, each in `accumulate` parts.
+
+    Beside each part are the weight of its loss, and "real", its tokens without padding.
+    """
 
     def __init__(self, features: Features, world: World, batch_size: int, seed: int, accumulate: int = 1) -> None:
         self._features, self._world = features, world
@@ -97,10 +90,6 @@ class BatchSampler(Sampler):
     def examples_of(self, epoch: int, step: int) -> Tensor:
         """The examples of this rank in a step, counted from 0, of an epoch, counted from 1."""
         return self._parts_of_rank(self._batches(epoch)[step])
-
-    def padding_share(self) -> float:
-        """The fraction of the tokens of the first epoch, on all ranks, that are padding."""
-        return 1 - real_token_share(self._features.lengths, self._batches(1).flatten(0, 1))
 
     def _batches(self, epoch: int) -> Tensor:
         parts = self._world.size * self._accumulate
@@ -118,11 +107,11 @@ class BatchSampler(Sampler):
 
     def __iter__(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         parts = self._world.size * self._accumulate
-        units = torch.from_numpy(self._features.values["units"].copy())
+        units, lengths = torch.from_numpy(self._features.values["units"].copy()), torch.from_numpy(self._features.lengths)
         skip = self._skip[1] if self._epoch == self._skip[0] else 0
         for batch in self._batches(self._epoch)[skip:]:
             # The model returns the mean over the labels of a part. DDP averages over the ranks, and Lightning over the parts of
             # a step. Weighted by its share of the labels, the sum is the mean over the labels of the whole batch.
             total = int(units[batch].sum())
             for index in self._parts_of_rank(batch):
-                yield index, {"weight": int(units[index].sum()) * parts / total}
+                yield index, {"weight": int(units[index].sum()) * parts / total, "real": int(lengths[index].sum())}
