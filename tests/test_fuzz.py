@@ -32,6 +32,7 @@ pytestmark = pytest.mark.slow
 
 SAMPLES = Path(data.__file__).parent / "samples"
 TASKS = [module.TASK for module in (classify, pair, ner, qa, generate)]
+TASKS += [classify.TASK.for_problem("multi-label"), pair.TASK.for_problem("regression")]
 FILES = sorted(path for path in SAMPLES.glob("*/*") if path.is_file())
 BEGINNINGS = {path: path.read_bytes()[:2000] for path in FILES if path.suffix != ".json"}
 BREAKS = [
@@ -105,6 +106,7 @@ def make_tables():
         write(table, sink)
         contents[f".{suffix}"] = sink.getvalue().to_pybytes()
     contents[".csv"] = 'text,label,first,second\n나,1,"a\nb","c,""d"\nb,2,x,y\n'.encode()
+    contents[".tsv"] = 'text\tlabel\tfirst\tsecond\n나\t1\t"a\tb\nb\t2\tx\ty"\n'.encode()
     return contents | {".json": json.dumps(rows).encode(), ".jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()}
 
 
@@ -129,7 +131,7 @@ def test_any_table_is_read_or_refused(name, data):
 def test_a_table_that_is_whole_is_read(tmp_path):
     for suffix, content in TABLES.items():
         (tmp_path / f"train{suffix}").write_bytes(content)
-        for task in TASKS[:2] if suffix == ".csv" else TASKS:
+        for task in TASKS[:2] if suffix in (".csv", ".tsv") else TASKS:
             assert task.read(tmp_path / f"train{suffix}", None, {field: field for field in task.fields})
 
 

@@ -21,22 +21,23 @@ from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp import data, finetune, options
 from hpctrain.nlp.features import Features, encode_texts
+from hpctrain.nlp.problems import MultiLabel, Regression
 from hpctrain.nlp.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.world import World
 
 
 class Document(NamedTuple):
-    """A text and its class, both exactly as in the file. The text may be empty."""
+    """A text, which may be empty, and its class; with --problem several classes, or a number."""
 
     id: str
     text: str
-    label: str
+    label: str | tuple[str, ...] | float
     location: str = ""
 
 
 class Classify(Task):
-    """Assign one class to a text."""
+    """Assign one class to a text. for_problem() has the same task with several classes, or a number."""
 
     name = "classify"
     title = "Text classification"
@@ -47,6 +48,15 @@ class Classify(Task):
     pipeline_tag = "text-classification"
     selection_metric = "accuracy"
 
+    def for_problem(self, problem: str | None) -> Task:
+        """The same task for labels of another kind, see --problem."""
+        kind = {"multi-label": MultiLabel, "regression": Regression}.get(problem or "")
+        return type(f"{kind.__name__}{type(self).__name__}", (kind, type(self)), {})() if kind else self
+
+    def get_label(self, location: str, item: object, key: str, expected: str) -> str | tuple[str, ...] | float:
+        """The label of an example. Raises HpctrainError."""
+        return data.get_label(location, item, key, expected)
+
     def read(
         self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
     ) -> list[Document]:
@@ -54,12 +64,12 @@ class Classify(Task):
 
         def make(location: str, line: str) -> Document:
             id_, text, label = data.split_fields(location, line, data.NSMC_COLUMNS)
-            return Document(id_, text, data.get_label(location, {"label": label}, "label", ""), location)
+            return Document(id_, text, self.get_label(location, {"label": label}, "label", ""), location)
 
         def make_from_json(location: str, item: dict[str, Any]) -> Document:
             expected = "an object with text and label"
             text = data.get_field(location, item, "document" if "document" in item else "text", str, expected)
-            return Document(location.rpartition(", ")[2], text, data.get_label(location, item, "label", expected), location)
+            return Document(location.rpartition(", ")[2], text, self.get_label(location, item, "label", expected), location)
 
         if columns:
             return read_columns(path, columns, make_from_json, skipped)
@@ -85,17 +95,21 @@ class Classify(Task):
         """One feature for each example. A text that is too long is truncated at its end; of a pair, the longer text first."""
         texts = [self.get_texts(example) for example in examples]
         encodings = list(encode_texts(tokenizer, [text if len(text) > 1 else text[0] for text in texts], max_length))
-        number = {label: i for i, label in enumerate(labels)}
-        targets = [number.get(example.label, IGNORED) for example in examples]
         columns = {"input_ids": [encoding.ids for encoding in encodings]}
         # For a single text they are all 0, the default of the models.
         if "token_type_ids" in tokenizer.model_input_names:
             columns["token_type_ids"] = [encoding.type_ids for encoding in encodings]
         return Features.from_lists(
             columns,
-            {"labels": targets, "units": [target != IGNORED for target in targets]},
+            self.make_targets(examples, labels),
             cut=[i for i, encoding in enumerate(encodings) if encoding.overflowing],
         )
+
+    def make_targets(self, examples: Sequence[Document], labels: list[str]) -> dict[str, Sequence[Any]]:
+        """The values of the features that the loss needs: the number of each class, and whether there is one."""
+        number = {label: i for i, label in enumerate(labels)}
+        targets = [number.get(example.label, IGNORED) for example in examples]
+        return {"labels": targets, "units": [target != IGNORED for target in targets]}
 
     def compute_loss(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> Tensor:
         """The model's own loss, or the mean over the labels of their losses, each times the weight of its class.

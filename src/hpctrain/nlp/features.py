@@ -33,7 +33,8 @@ class Features(NamedTuple):
 
     starts: [n + 1], feature i has the tokens from starts[i] to starts[i + 1]
     tokens: by name, one value for each token, [all tokens]
-    values: by name, one value for each feature, [n]; "units" is the number of labels that its loss is the mean of
+    values: by name, one value for each feature, [n], or several, [n, k]; "units" is the number of labels that its loss is the
+        mean of
     example: [n], the index of the example that a feature belongs to
     cut: the indices of the examples that were truncated
     lost: the indices of the examples whose answer no prediction can be
@@ -50,7 +51,7 @@ class Features(NamedTuple):
     def from_lists(
         cls,
         tokens: Mapping[str, Sequence[Sequence[int]]],
-        values: Mapping[str, Sequence[int]],
+        values: Mapping[str, Sequence[Any] | ndarray],
         *,
         example: Sequence[int] | None = None,
         cut: Sequence[int] = (),
@@ -62,7 +63,7 @@ class Features(NamedTuple):
         return cls(
             numpy.cumsum([0, *map(len, first)], dtype=numpy.int64),
             flat,
-            {name: numpy.asarray(column, numpy.int64) for name, column in values.items()},
+            {name: numpy.asarray(column, _number_type(numpy.asarray(column))) for name, column in values.items()},
             numpy.arange(len(first)) if example is None else numpy.asarray(example, numpy.int64),
             numpy.asarray(cut, numpy.int64),
             numpy.asarray(lost, numpy.int64),
@@ -76,7 +77,7 @@ class Features(NamedTuple):
     def batch(self, index: Tensor, padding: Mapping[str, int]) -> dict[str, Tensor]:
         """The features of `index` [b], padded on the right to the longest: tokens and attention_mask [b, longest], values [b].
 
-        `padding` has the padding value of each column of tokens, 0 if missing. All tensors are int64.
+        `padding` has the padding value of each column of tokens, 0 if missing. All tensors are int64, those of fractions float32.
         """
         rows = index.numpy()
         starts = self.starts[rows]
@@ -86,7 +87,11 @@ class Features(NamedTuple):
         place = numpy.where(mask, starts[:, None] + position, 0)
         arrays = {name: numpy.where(mask, flat[place], padding.get(name, 0)) for name, flat in self.tokens.items()}
         arrays |= {"attention_mask": mask} | {name: column[rows] for name, column in self.values.items()}
-        return {name: torch.from_numpy(array.astype(numpy.int64)) for name, array in arrays.items()}
+        return {name: torch.from_numpy(array.astype(_number_type(array))) for name, array in arrays.items()}
+
+
+def _number_type(array: ndarray) -> type:
+    return numpy.float32 if array.dtype.kind == "f" else numpy.int64
 
 
 def encode_texts(

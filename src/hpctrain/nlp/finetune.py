@@ -44,6 +44,7 @@ from hpctrain.world import World
 def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
     """Run `hpctrain nlp.<task>` with these arguments: read, tokenize, train, test, and save the best model."""
     args = parse_options(task, arguments)
+    task = task.for_problem(args.problem)
     group = world.in_groups_of(args.tensor_parallel)  # the place of this rank in the order of the data
     quiet()
     device = choose_device(world, args.device)
@@ -63,7 +64,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             if uses_lora(args):
                 model = add_lora(task, model, folder, args)
         if labels:
-            run.print(f"{len(labels)} labels{origin}: {data.list_names(labels)}")
+            run.print(f"{len(labels)} label{'s'[: len(labels) > 1]}{origin}: {data.list_names(labels)}")
         if uses_lora(args):
             run.print(f"LoRA: {count_parameters(model)}")
         features = tokenize_splits(task, folder, tokenizer, labels, examples, args, run)

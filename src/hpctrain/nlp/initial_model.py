@@ -46,7 +46,9 @@ def choose_labels(task: Task, folder: Path, train: list[Any]) -> tuple[list[str]
     known = read_labels(folder, task) if needed else []
     if known and set(needed) <= set(known):
         return known, " of the model"
-    if len(needed) == 1:
+    if task.problem == "multi-label" and not needed:
+        raise HpctrainError("no training example has a label: check --data")
+    if len(needed) == 1 and task.problem != "regression":
         raise HpctrainError(f"all training examples have the same label, {needed[0]!r}: check --data")
     if not known:
         return needed, ""
@@ -74,8 +76,8 @@ def load_model(
     refuse_adapter(folder)
     torch.manual_seed(args.seed)
     heads = {"num_labels": len(labels), "id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
-    # a model for several labels of one text, or for a number, would compute another loss
-    heads["problem_type"] = "single_label_classification"
+    # a model that was trained for labels of another kind would compute another loss
+    heads["problem_type"] = task.problem_type
     common = {"dtype": torch.float32, "trust_remote_code": False, "attn_implementation": "sdpa"}
     try:
         if empty:
@@ -122,7 +124,8 @@ def load_model(
         enable({"use_reentrant": False})
     model.config.use_cache = False  # the cache of keys and values is for generation only
     model.config.hpctrain = {
-        "task": task.name, "labels": labels, "max_length": args.max_length, "stride": args.stride, "positions": positions,
+        "task": task.name, "problem": task.problem, "labels": labels, "max_length": args.max_length, "stride": args.stride,
+        "positions": positions,
     }  # fmt: skip
     return model
 

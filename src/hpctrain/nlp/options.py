@@ -131,6 +131,12 @@ def make_parser(task: Task) -> Parser:
     )
     if task.one_label:
         add(
+            "--problem",
+            choices=["multi-label", "regression"],
+            help="multi-label: an example has any number of classes, a list or with commas between them; regression: its label "
+            "is a number (default: it has one class)",
+        )
+        add(
             "--class-weights",
             choices=["balanced"],
             help="balanced: weigh the loss of an example by examples / (classes * examples of its class), for rare classes",
@@ -175,6 +181,9 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
     args = make_parser(task).parse_args(arguments)
     args.stride = getattr(args, "stride", None) or min(task.stride, args.max_length // 3)
     args.class_weights = getattr(args, "class_weights", None)
+    args.problem, args.pack = getattr(args, "problem", None), getattr(args, "pack", None)
+    if args.class_weights and args.problem:
+        raise UsageError(f"--class-weights is for examples of one class: leave it out with --problem {args.problem}")
     args.columns = parse_columns(task, getattr(args, "columns", None))
     if args.columns and not args.data:
         raise UsageError("--columns needs --data: give the folder or the file of the tables")

@@ -1,7 +1,8 @@
-"""Classify sentence pairs, as in KLUE-NLI and KorNLI:
+"""Classify sentence pairs, as in KLUE-NLI and KorNLI, or give them a number, as in KorSTS:
 
     hpctrain nlp.pair                                                  sample data, tiny model from scratch
     hpctrain nlp.pair --data klue-nli-v1.1 --model klue/bert-base
+    hpctrain nlp.pair --data KorSTS --problem regression --model klue/bert-base
 
 On two nodes, in the container, with Slurm:
 
@@ -20,16 +21,17 @@ from hpctrain.nlp.tables import read_columns
 from hpctrain.world import World
 
 KORNLI_COLUMNS = ("sentence1", "sentence2", "gold_label")
+KORSTS_COLUMNS = ("genre", "filename", "year", "id", "score", "sentence1", "sentence2")
 KLUE_NAMES = ("premise", "hypothesis", "gold_label")
 
 
 class Pair(NamedTuple):
-    """Two sentences and their relation, such as "entailment"."""
+    """Two sentences and their relation, such as "entailment"; with --problem several classes, or a number."""
 
     id: str
     first: str
     second: str
-    label: str
+    label: str | tuple[str, ...] | float
     location: str = ""
 
 
@@ -38,12 +40,18 @@ class PairClassify(Classify):
 
     name = "pair"
     title = "Sentence pair classification"
-    formats = "KLUE-NLI: JSON list; KorNLI: tsv with sentence1, sentence2, gold_label; jsonl with the names of either"
+    formats = (
+        "KLUE-NLI and KLUE-STS: JSON list; KorNLI: tsv with sentence1, sentence2, gold_label; KorSTS: tsv; jsonl with the names "
+        "of either"
+    )
     fields = ("first", "second", "label")
     inputs = ("first", "second")
 
     def read(self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None) -> list[Pair]:
-        """Read the JSON list of KLUE-NLI (errors name the guid), or the tsv of KorNLI or JSON Lines (errors name the line)."""
+        """Read the JSON list of KLUE (errors name the guid), or a tsv of KorNLI or KorSTS or JSON Lines (errors name the line).
+
+        KLUE-STS has a number and a class for each pair, from the number.
+        """
         expected = "KLUE-NLI's list of objects with guid, premise, hypothesis and gold_label"
         if columns:
             expected = "two texts and a label"
@@ -57,13 +65,16 @@ class PairClassify(Classify):
             names = KORNLI_COLUMNS if isinstance(item, dict) and "sentence1" in item else KLUE_NAMES
             *names, label = self.fields if columns else names
             first, second = (data.get_field(location, item, key, str, expected) for key in names)
-            return Pair(id_, first, second, data.get_label(location, item, label, expected), location)
+            if not columns and isinstance(item, dict) and isinstance(item.get("labels"), dict):  # of KLUE-STS
+                item, label = item["labels"], "label" if self.problem == "regression" else "binary-label"
+            return Pair(id_, first, second, self.get_label(location, item, label, expected), location)
 
         def make_from_json(location: str, item: dict[str, Any]) -> Pair:
             return make_from_object(location.rpartition(", ")[2], location, item)
 
-        def make_from_kornli(location: str, line: str) -> Pair:
-            fields = dict(zip(KORNLI_COLUMNS, data.split_fields(location, line, KORNLI_COLUMNS), strict=True))
+        def make_from_tsv(location: str, line: str) -> Pair:
+            fields = dict(zip(names, data.split_fields(location, line, names), strict=True))
+            fields.setdefault("gold_label", fields.get("score", ""))
             return make_from_object(location.rpartition(", ")[2], location, fields)
 
         if columns:
@@ -72,7 +83,10 @@ class PairClassify(Classify):
             return data.read_json_lines(path, make_from_json, skipped)
         if data.read_text(path).lstrip().startswith(("[", "{")):
             return data.read_examples(path, make_from_klue, enumerate(data.read_json(path, list, expected)), skipped)
-        return data.read_examples(path, make_from_kornli, data.read_table(path, KORNLI_COLUMNS), skipped)
+        names = KORSTS_COLUMNS if data.read_lines(path)[0].split("\t") == list(KORSTS_COLUMNS) else KORNLI_COLUMNS
+        if names == KORSTS_COLUMNS and self.problem != "regression":
+            raise HpctrainError(f"{path}: its labels are numbers, as in KorSTS: give --problem regression")
+        return data.read_examples(path, make_from_tsv, data.read_table(path, names), skipped)
 
     def make_example(self, texts: Sequence[str]) -> Pair:
         """Two sentences with the relation unknown."""

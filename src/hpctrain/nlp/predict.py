@@ -100,7 +100,7 @@ def find_task(folder: Path) -> tuple[Task, dict[str, Any]]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["hpctrain"]
         command = f"nlp.{config['task']}"
         if command in COMMANDS:
-            return import_module(COMMANDS[command][0]).TASK, config
+            return import_module(COMMANDS[command][0]).TASK.for_problem(config.get("problem", "")), config
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise HpctrainError(

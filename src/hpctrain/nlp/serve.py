@@ -241,6 +241,11 @@ def show_answer(row: tuple[str, ...], answer: dict[str, Any]) -> str:
         width = round(100 * answer["probability"])
         text = f"{html.escape(answer['label'])}<small>{answer['probability']:.1%}</small>"
         return f'{text}<span class="bar"><span style="width:{width}%"></span></span>'
+    if "labels" in answer:
+        found = zip(answer["labels"], answer["probabilities"], strict=True)
+        return "\n".join(f"{html.escape(label)}<small>{p:.1%}</small>" for label, p in found) or "<small>no class</small>"
+    if "score" in answer:
+        return f"{answer['score']:.4g}"
     if "generated" in answer:
         return f"{html.escape(row[0])}<mark>{html.escape(answer['generated'])}</mark>"
     return html.escape(json.dumps(answer, ensure_ascii=False, indent=2))

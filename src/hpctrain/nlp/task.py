@@ -34,7 +34,12 @@ class Task(ABC):
     title: ClassVar[str]  # for --help and the model card
     formats: ClassVar[str]  # what --data reads, for --help
     fields: ClassVar[tuple[str, ...]] = ()  # of an example in a table, for --columns; () for a task without this option
-    one_label: ClassVar[bool] = False  # whether each feature has one label, "labels" of its values; then it has --class-weights
+    problem: ClassVar[str] = ""  # the kind of labels, see --problem, if not one class
+    problem_type: ClassVar[str] = "single_label_classification"  # the same in the words of transformers
+    one_label: ClassVar[bool] = (
+        False  # whether each feature has one label, "labels" of its values: with --class-weights, --problem
+    )
+    can_pack: ClassVar[bool] = False  # whether a row may have several features; the first label of each is IGNORED: with --pack
     model: ClassVar[type]  # AutoModelFor... of transformers
     pipeline_tag: ClassVar[str]  # the task's name on the Hugging Face hub
     kind: ClassVar[str] = "bert"  # the architecture that --from-scratch creates: bert or gpt2
@@ -56,6 +61,10 @@ class Task(ABC):
         """The folder of the sample data, None if the task has none."""
         folder = SAMPLES / self.name
         return folder if folder.is_dir() else None
+
+    def for_problem(self, problem: str | None) -> "Task":
+        """The task for a kind of labels; itself, if it has no --problem."""
+        return self
 
     # --- examples ---
 
