@@ -55,7 +55,7 @@ def similar(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def many(colors, config, tmp_path_factory):
-    options = ("--columns", "text=text", "--problem", "multi-label", "--epochs", 6, "--batch-size", 8, "--lr", 5e-3)
+    options = ("--columns", "text=text", "--problem", "multi-label", "--epochs", 12, "--batch-size", 8, "--lr", 5e-3)
     out = tmp_path_factory.mktemp("many") / "run"
     return train("classify", out, *options, "--data", colors, "--from-scratch", config)
 

@@ -89,6 +89,47 @@ class Features(NamedTuple):
         arrays |= {"attention_mask": mask} | {name: column[rows] for name, column in self.values.items()}
         return {name: torch.from_numpy(array.astype(_number_type(array))) for name, array in arrays.items()}
 
+    def pack(self, index: Tensor, padding: Mapping[str, int]) -> dict[str, Tensor]:
+        """The features of `index` [b], several in a row: tokens and position_ids [rows, longest], values [b].
+
+        No row is longer than the longest feature. The position_ids of a feature begin at 0, by which the models of transformers
+        keep it apart from others in its row; those of the padding begin at 0 as well. `padding` is that of batch().
+        """
+        indices = index.numpy()
+        lengths = self.starts[indices + 1] - self.starts[indices]
+        rows = pack_rows(lengths.tolist())
+        longest = int(lengths.max())
+        arrays = {name: numpy.full((len(rows), longest), padding.get(name, 0), numpy.int64) for name in self.tokens}
+        positions = numpy.zeros((len(rows), longest), numpy.int64)
+        for row, members in enumerate(rows):
+            end = 0
+            for i in members:
+                begin, end = end, end + int(lengths[i])
+                first = self.starts[indices[i]]
+                for name, flat in self.tokens.items():
+                    arrays[name][row, begin:end] = flat[first : first + lengths[i]]
+                positions[row, begin:end] = numpy.arange(end - begin)
+            positions[row, end:] = numpy.arange(longest - end)
+        arrays |= {"position_ids": positions} | {name: column[indices] for name, column in self.values.items()}
+        return {name: torch.from_numpy(array.astype(_number_type(array))) for name, array in arrays.items()}
+
+
+def pack_rows(lengths: Sequence[int]) -> list[list[int]]:
+    """Put these lengths into few rows that are as long as the longest: each into the first row with room, the longest first.
+
+    Returns the numbers of the lengths in each row (first-fit decreasing: at most 22 % more rows than the best packing, and one).
+    """
+    room, rows = [], []
+    longest = max(lengths)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((row for row, free in enumerate(room) if lengths[i] <= free), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(longest)
+        rows[row].append(i)
+        room[row] -= lengths[i]
+    return rows
+
 
 def _number_type(array: ndarray) -> type:
     return numpy.float32 if array.dtype.kind == "f" else numpy.int64

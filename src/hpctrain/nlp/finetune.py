@@ -28,7 +28,7 @@ from hpctrain.flops import count_text_flops
 from hpctrain.lightning_plugins import JsonStrategy, make_trainer, quiet
 from hpctrain.nlp import data
 from hpctrain.nlp.features import Features, load_or_make, make_cache_key
-from hpctrain.nlp.initial_model import check_tokens, choose_labels, get_initial_model, load_model
+from hpctrain.nlp.initial_model import check_packing, check_tokens, choose_labels, get_initial_model, load_model
 from hpctrain.nlp.lightning_module import FineTuneModule
 from hpctrain.nlp.lora import add_lora, count_parameters, uses_lora
 from hpctrain.nlp.memory import check_memory
@@ -60,6 +60,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             labels, origin = choose_labels(task, folder, examples["train"])
             empty = sharded and world.rank != 0 and not args.lora_from  # shard() takes weights from rank 0; peft needs some
             model = load_model(task, folder, tokenizer, labels, args, empty)
+            if args.pack and not empty:
+                check_packing(folder, model)
             model.config.hpctrain["settings"] = task.collect_settings(examples["train"])
             if uses_lora(args):
                 model = add_lora(task, model, folder, args)
@@ -101,7 +103,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                     del state  # as large as the model and its optimizer
                 trainer.fit(
                     module,
-                    make_loader(train, padding, sampler),
+                    make_loader(train, padding, sampler, args.pack),
                     module.make_evaluation_loader("validation", examples, features, padding),
                     ckpt_path=run.resume_from,
                 )

@@ -46,6 +46,7 @@ class Generate(Task):
     title = "Text generation"
     formats = "plain text, one paragraph per line; or NSMC, with a prompt for each label; jsonl with text"
     fields = ("text",)
+    can_pack = True
     model = AutoModelForCausalLM
     pipeline_tag = "text-generation"
     kind = "gpt2"

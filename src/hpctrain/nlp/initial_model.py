@@ -139,3 +139,18 @@ def check_tokens(folder: Path, model: torch.nn.Module, features: dict[str, Featu
             f"{folder}: its tokenizer has the token {last}, but its model only {count} tokens: they do not belong together, "
             "fetch or copy the folder again"
         )
+
+
+@torch.no_grad()
+def check_packing(folder: Path, model: torch.nn.Module) -> None:
+    """Raise HpctrainError if what the model computes for a text depends on another one before it in a packed row."""
+    first, second = torch.tensor([[3, 1, 2, 0]]), torch.tensor([[1, 2, 0]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    model.eval()
+    packed = model(input_ids=torch.cat([first, second], 1), position_ids=positions).logits[:, 4:]
+    alone = model(input_ids=second).logits
+    model.train()
+    if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max())):
+        raise HpctrainError(
+            f"{folder}: its architecture ({model.config.model_type}) does not keep the texts of a row apart: leave out --pack"
+        )

@@ -115,6 +115,13 @@ def make_parser(task: Task) -> Parser:
         metavar="TOKENS",
         help="maximum length of a text or window in tokens (default: %(default)s)",
     )
+    if task.can_pack:
+        add(
+            "--pack",
+            action="store_true",
+            default=None,
+            help="train on several short texts in one row, without attention between them, where they would be padded",
+        )
     if task.stride:
         add(
             "--stride",

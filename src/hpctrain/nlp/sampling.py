@@ -56,19 +56,23 @@ def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int = 0, r
 
 
 class FeatureDataset(Dataset):
-    """Features, one batch at a time: an item is a pair of indices [b] and a dictionary with further entries of the batch."""
+    """Features, one batch at a time: an item is a pair of indices [b] and a dictionary with further entries of the batch.
 
-    def __init__(self, features: Features, padding: dict[str, int]) -> None:
-        self._features, self._padding = features, padding
+    With `pack`, each batch is packed.
+    """
+
+    def __init__(self, features: Features, padding: dict[str, int], pack: bool) -> None:
+        self._make_batch, self._padding = features.pack if pack else features.batch, padding
 
     def __getitem__(self, item: tuple[Tensor, dict[str, Any]]) -> dict[str, Any]:
         index, more = item
-        return self._features.batch(index, self._padding) | more
+        return self._make_batch(index, self._padding) | more
 
 
-def make_loader(features: Features, padding: dict[str, int], sampler: Iterable[Any]) -> DataLoader:
-    """Load the batches that a sampler yields, into pinned memory if there is a GPU."""
-    return DataLoader(FeatureDataset(features, padding), sampler=sampler, batch_size=None, pin_memory=torch.cuda.is_available())
+def make_loader(features: Features, padding: dict[str, int], sampler: Iterable[Any], pack: bool = False) -> DataLoader:
+    """Load the batches that a sampler yields, into pinned memory if there is a GPU. With `pack` a row has several features."""
+    dataset = FeatureDataset(features, padding, pack)
+    return DataLoader(dataset, sampler=sampler, batch_size=None, pin_memory=torch.cuda.is_available())
 
 
 class BatchSampler(Sampler):
