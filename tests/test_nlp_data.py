@@ -513,6 +513,11 @@ def test_split_files_are_found_by_their_published_names(tmp_path):
     for word in ("dev", "val", "valid", "validation"):
         names = [f"{word}.txt", "a_test.txt", "a_train.txt"]
         assert found(*names) == {"validation": names[:1], "test": names[1:2], "train": names[2:]}
+    assert found("eng.testa", "eng.testb", "eng.train") == {
+        "train": ["eng.train"],
+        "validation": ["eng.testa"],
+        "test": ["eng.testb"],
+    }
     assert found("eng.valid", "eng.train", "eng.test") == {
         "train": ["eng.train"],
         "validation": ["eng.valid"],

@@ -103,6 +103,11 @@ def test_what_is_too_long_is_truncated_or_left_out(tokenizer):
         ({"instruction": "색?", "input": "눈", "output": "하얀색"}, (("user", "색?\n\n눈"), ("assistant", "하얀색"))),
         ({"instruction": "색?", "input": "", "output": "하얀색"}, (("user", "색?"), ("assistant", "하얀색"))),
         ({"prompt": "색?", "completion": "하얀색"}, (("user", "색?"), ("assistant", "하얀색"))),
+        ({"instruction": "색?", "context": "눈", "response": "하얀색"}, (("user", "색?\n\n눈"), ("assistant", "하얀색"))),
+        (
+            {"id": "x", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            (("user", "a"), ("assistant", "b")),
+        ),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
             (("user", "a"), ("assistant", "b")),
@@ -125,9 +130,10 @@ def test_published_forms_are_read(tmp_path, item, messages):
         ('{"text": "a"}', "line 1 has no 'messages' of type list"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: it has no answer of the assistant"),
         (
-            '{"messages": [{"role": "human", "content": "a"}]}',
-            "line 1, message 1: the role is 'human', not one of system, user, assist",
+            '{"messages": [{"role": "tool", "content": "a"}]}',
+            "line 1, message 1: the role is 'tool', not one of system, user, assist",
         ),
+        ('{"conversations": [{"from": "tool", "value": "a"}]}', "message 1: the role is 'tool', not one of system, user, assist"),
         ('{"messages": [{"role": "user"}]}', "line 1, message 1 has no 'content' of type str"),
         ('{"messages": ["a"]}', "line 1, message 1 has no 'role' of type str"),
         ('{"instruction": "a", "output": 3}', "line 1 has no 'output' of type str"),

@@ -29,6 +29,8 @@ ROWS = [{"n": i, "review": text, "stars": i % 2} for i, text in enumerate(TEXTS)
 WRITERS = {
     "csv": lambda frame, path: frame.to_csv(path, index=False),
     "csv with marks around all": lambda frame, path: frame.to_csv(path, index=False, quoting=csv.QUOTE_ALL, encoding="utf-8-sig"),
+    "csv with semicolons": lambda frame, path: frame.to_csv(path, index=False, sep=";"),
+    "csv with tabs": lambda frame, path: frame.to_csv(path, index=False, sep="\t", lineterminator="\r\n"),
     "jsonl": lambda frame, path: frame.to_json(path, orient="records", lines=True),
     "json": lambda frame, path: frame.to_json(path, orient="records", indent=1),
     "json of lines": lambda frame, path: datasets.Dataset.from_pandas(frame).to_json(path),
@@ -50,6 +52,18 @@ def test_each_format_gives_the_same_examples(name, tmp_path):
     assert [(example.text, example.label) for example in found] == [(text, str(i % 2)) for i, text in enumerate(TEXTS)]
     assert [example.id for example in found] == [example.location.removeprefix(f"{path}, ") for example in found]
     assert [example.text for example in generate.TASK.read(path, None, {"text": "review"})] == TEXTS
+
+
+def test_tsv_has_no_quotation_marks(tmp_path):
+    """As the files of XNLI and GLUE, which have a mark at the beginning of a field."""
+    path = tmp_path / "xnli.dev.tsv"
+    path.write_bytes('\ufefflanguage\tgold_label\tsentence1\tsentence2\r\nen\tneutral\t"Mama\u2028, he said.\ta "b\r\n'.encode())
+    found = pair.TASK.read(path, None, {"first": "sentence1", "second": "sentence2", "label": "gold_label"})
+    assert [tuple(example) for example in found] == [("line 2", '"Mama\u2028, he said.', 'a "b', "neutral", f"{path}, line 2")]
+    for line, message in (("en\tneutral\ta\tb\tc", "line 2: more fields than the header has"), ("en\tneutral\ta", "no column")):
+        path.write_text(f"language\tgold_label\tsentence1\tsentence2\n{line}\n")
+        with pytest.raises(HpctrainError, match=message):
+            pair.TASK.read(path, None, {"first": "sentence1", "second": "sentence2", "label": "gold_label"})
 
 
 def test_location_is_where_the_row_begins(tmp_path):
@@ -131,7 +145,7 @@ MISSING = r"no column 'stars', but review, sterne"
     ("name", "content", "message", "left"),
     [
         ("a.csv", "review,sterne\n좋다,1\n", rf"a\.csv: {MISSING}: give --columns FIELD=COLUMN with one of these", 0),
-        ("a.csv", "review;stars\n좋다;1\n", r"no column 'review', but review;stars: give --columns", 0),
+        ("a.csv", "review|stars\n좋다|1\n", r"no column 'review', but review\|stars: give --columns", 0),
         ("a.csv", "review,stars,stars\n좋다,1,1\n", "it has several columns 'stars': rename all but one", 0),
         ("a.csv", "review,stars\n좋다,1\n\n나쁘다\n", r"line 3: its column 'stars' has no value: fix the line", 1),
         ("a.csv", "review,stars\n좋다,1\n좋다, 참,1\n", r"line 3: more fields than the header has: quote a field", 1),
@@ -148,7 +162,7 @@ MISSING = r"no column 'stars', but review, sterne"
         ("a.json", '[{"review": "a", "stars": 1}', r"a\.json, line 1: not valid JSON", 0),
         ("a.parquet", b"PAR1", r"a\.parquet: not a file of Parquet that can be read \(.*\): download the file again", 0),
         ("a.arrow", b"", r"a\.arrow: not a file of Arrow that can be read \(.*\): download the file again", 0),
-        ("a.xlsx", b"PK", r"a\.xlsx: not a table that --columns reads \(\.arrow, \.csv, \.json, \.jsonl, \.parquet\)", 0),
+        ("a.xlsx", b"PK", r"a\.xlsx: not a table that --columns reads \(\.arrow, \.csv, \.json, \.jsonl, \.parquet, \.tsv\)", 0),
     ],
 )  # fmt: skip
 def test_invalid_table_is_one_line(name, content, message, left, tmp_path):
@@ -242,7 +256,7 @@ def test_without_columns_the_error_leads_to_the_option(tmp_path):
     make_folder(tmp_path, train=ROWS, test=ROWS)
     with pytest.raises(HpctrainError, match=r"\(found no data file; --columns reads test\.csv, train\.csv\)"):
         data.load_splits(classify.TASK, tmp_path)
-    with pytest.raises(HpctrainError, match=r"'n,review,stars' \(--columns FIELD=COLUMN reads a csv with others\)"):
+    with pytest.raises(HpctrainError, match=r"'n,review,stars' \(--columns FIELD=COLUMN reads a table with others\)"):
         data.load_splits(classify.TASK, tmp_path / "train.csv")
     for name, save in (("a.parquet", "parquet"), ("a.arrow", "arrow"), ("b.arrow", "arrow of datasets")):
         WRITERS[save](pandas.DataFrame(ROWS), tmp_path / name)

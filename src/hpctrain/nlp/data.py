@@ -18,11 +18,12 @@ import torch
 from hpctrain.errors import HpctrainError, UsageError, first_line, one_line
 from hpctrain.nlp.task import Task
 
-# Words in file names that identify the split, and the suffixes of data files.
-SPLITS = {"train": "train", **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"), "test": "test"}
+# Words in file names that identify the split (testa and testb: CoNLL-2003), and the suffixes of data files.
+OF_VALIDATION = ("validation", "valid", "val", "dev", "testa")
+SPLITS = {"train": "train", **dict.fromkeys(OF_VALIDATION, "validation"), "test": "test", "testb": "test"}
 JSON_LINES = ".jsonl"  # a JSON object in each line
 SUFFIXES = {".txt", ".tsv", ".json", JSON_LINES, ".conll", ".bio", *(f".{word}" for word in SPLITS)}
-TABLES = {".csv", ".json", JSON_LINES, ".parquet", ".arrow"}  # what --columns reads, see tables.py
+TABLES = {".csv", ".tsv", ".json", JSON_LINES, ".parquet", ".arrow"}  # what --columns reads, see tables.py
 TABLES_BELOW = ("*/data-*.arrow", "*/*.parquet")  # others there are not data: state.json, cache-*.arrow
 NSMC_COLUMNS = ("id", "document", "label")
 MAGIC_OF_TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")  # the first bytes of Parquet, of a file and of a stream of Arrow
@@ -248,7 +249,7 @@ def read_table(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, str]
     header, *lines = read_lines(path)
     if header.split("\t") != list(columns):
         expected = f"expected the column names {', '.join(columns)}, separated by tabs"
-        hint = " (--columns FIELD=COLUMN reads a csv with others)" if path.suffix == ".csv" else ""
+        hint = " (--columns FIELD=COLUMN reads a table with others)" if path.suffix in TABLES else ""
         raise line_error(f"{path}, line 1", f"{expected}, but found {header[:80]!r}{hint}")
     for number, line in enumerate(lines, 2):
         yield f"{path}, line {number}", line

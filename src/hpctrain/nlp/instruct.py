@@ -24,6 +24,7 @@ from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.world import World
 
 ROLES = ("system", "user", "assistant")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 # For tokenizers that have none; it is saved with the model. An answer ends with the token for the end of a text.
 TEMPLATE = (
     "{{ bos_token or eos_token }}{% for message in messages %}{{ '' if loop.first else '\\n' }}"
@@ -44,7 +45,10 @@ class Instruct(Generate):
 
     name = "instruct"
     title = "Instruction tuning"
-    formats = "jsonl or a JSON list with messages (role, content), with instruction, input, output, or with prompt, completion"
+    formats = (
+        "jsonl or a JSON list with messages (role, content), with conversations (from, value), with instruction, input, output, "
+        "or with prompt, completion"
+    )
     fields = ("messages",)
     max_length = 512
     lost_text = "whose answers begin after --max-length, so nothing is learned from them"
@@ -118,24 +122,30 @@ class Instruct(Generate):
 
 
 def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
-    """A conversation from messages (role, content), from instruction, input and output (Alpaca), or from prompt and completion.
+    """A conversation from messages (role, content), or one of the other forms in which they are published.
 
+    These are conversations (from, value) of ShareGPT, instruction, input and output of Alpaca, instruction, context and response
+    of Dolly, and prompt and completion.
     Raises HpctrainError, naming the location, unless it has an answer of the assistant.
     """
     expected = "an object with messages, with instruction and output, or with prompt and completion"
     if isinstance(item, dict) and "instruction" in item:
         asked = data.get_field(location, item, "instruction", str, expected)
-        if item.get("input"):
-            asked += "\n\n" + data.get_field(location, item, "input", str, expected)
-        messages = [("user", asked), ("assistant", data.get_field(location, item, "output", str, expected))]
+        more, answer = ("context", "response") if "response" in item else ("input", "output")
+        if item.get(more):
+            asked += "\n\n" + data.get_field(location, item, more, str, expected)
+        messages = [("user", asked), ("assistant", data.get_field(location, item, answer, str, expected))]
     elif isinstance(item, dict) and "prompt" in item:
         pair = [data.get_field(location, item, name, str, expected) for name in ("prompt", "completion")]
         messages = list(zip(("user", "assistant"), pair, strict=True))
     else:
         messages = []
-        for i, message in enumerate(data.get_field(location, item, "messages", list, expected)):
+        key = "conversations" if isinstance(item, dict) and "messages" not in item and "conversations" in item else "messages"
+        for i, message in enumerate(data.get_field(location, item, key, list, expected)):
             place = f"{location}, message {i + 1}"
-            role, text = (data.get_field(place, message, name, str, "a role and its content") for name in ("role", "content"))
+            names = ("from", "value") if isinstance(message, dict) and "from" in message else ("role", "content")
+            role, text = (data.get_field(place, message, name, str, "a role and its content") for name in names)
+            role = SHAREGPT_ROLES.get(role, role)
             if role not in ROLES:
                 raise data.line_error(place, f"the role is {data.shorten(role)!r}, not one of {', '.join(ROLES)}")
             messages.append((role, text))

@@ -1,4 +1,4 @@
-"""Read tables with columns of any names (--columns): csv, JSON, Parquet and Arrow, as pandas and the library datasets write them.
+"""Read tables with columns of any names (--columns): csv, tsv, JSON, Parquet and Arrow.
 
 A task asks for fields, such as text and label, and --columns says in which column each of them is.
 """
@@ -38,6 +38,8 @@ def read_columns(
         )
     elif path.suffix == ".csv":
         rows = _iterate_csv(path, columns)
+    elif path.suffix == ".tsv":
+        rows = _iterate_tsv(path, columns)
     elif path.suffix in data.TABLES:
         rows = _iterate_arrow(path, columns)
     else:
@@ -52,7 +54,7 @@ def _pick_fields(location: str, row: object, columns: Mapping[str, str]) -> dict
     if not isinstance(row, dict):
         raise data.line_error(location, "not a JSON object")
     if None in row:  # csv.DictReader collects them there
-        raise data.line_error(location, "more fields than the header has: quote a field that has a comma in it")
+        raise data.line_error(location, "more fields than the header has: quote a field of a csv that has a comma in it")
     for column in columns.values():
         if row.get(column) is None:
             problem = f"its column {column!r} has no value" if column in row else _describe_columns(column, list(row))
@@ -74,11 +76,16 @@ def _describe_columns(column: str, names: Sequence[str]) -> str:
 
 
 def _iterate_csv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """The location and the fields of each row below the header; a field in quotation marks may have commas and line breaks."""
+    """The location and the fields of each row below the header; a field in quotation marks may have separators and line breaks.
+
+    Fields are separated by commas, or by what the header has instead of them: semicolons or tabs.
+    """
+    text, line = data.read_text(path), 1
+    header = text.partition("\n")[0]
+    separator = next((each for each in ",;\t" if each in header), ",")
     # strict: otherwise a quotation mark that is not closed would make one field of the rest of the file. Python's limit for
     # the length of a field ends that early.
-    rows = csv.DictReader(io.StringIO(data.read_text(path), newline=""), strict=True)
-    line = 1
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
         _check_columns(path, columns, rows.fieldnames or [])
         line = rows.line_num + 1
@@ -87,6 +94,17 @@ def _iterate_csv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, 
             line = rows.line_num + 1
     except csv.Error as error:
         raise data.line_error(f"{path}, line {line}", f"not valid csv ({error}): is a quotation mark not closed?") from error
+
+
+def _iterate_tsv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str | None, Any]]]:
+    """The location and the fields of each row below the header. A quotation mark is text, as in the tsv of XNLI and GLUE."""
+    header, *lines = data.read_lines(path)
+    names = header.split("\t")
+    _check_columns(path, columns, names)
+    for number, line in enumerate(lines, 2):
+        fields = line.split("\t")
+        row: dict[str | None, Any] = dict(zip(names, fields, strict=False))
+        yield f"{path}, line {number}", row | ({None: fields} if len(fields) > len(names) else {})
 
 
 def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
