@@ -5,8 +5,10 @@
     python benchmarks/nlp.py --data nsmc --size base --precision bf16      on a GPU
 
 All ways get the same tokens, initial weights, AdamW, learning rates, gradient clipping, batch size, and number of examples. They
-differ in which examples share a batch, in the padding, and in the loop around the model. Only that loop is timed: from the first
-forward pass to the end of the last step. Each turn has its own seed, so that the losses show what is chance.
+differ in which examples share a batch, in the padding, and in the loop around the model. Speeds are those of that loop alone:
+from the first forward pass to the end of the last step. The time from end to end is that loop with the tokenizing of the training
+reviews before it and the evaluation after it, as each way does them. Each turn has its own seed, so that the losses show what is
+chance.
 
 On a shared machine, set OMP_NUM_THREADS=1: threads that wait for each other waste most of their time there.
 """
@@ -18,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import find_spec
@@ -29,6 +31,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.optim import AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -65,6 +68,7 @@ class Setting(NamedTuple):
     labels: list[str]
     train: Features
     held_out: Features
+    texts: list[data.Example]  # of `train`
 
     @property
     def share(self) -> int:
@@ -181,6 +185,18 @@ WAYS: dict[str, Callable[[Setting, PreTrainedModel], None]] = {
 }
 
 
+def tokenize(setting: Setting, way: str) -> None:
+    """Tokenize the training reviews as this way does: one at a time and padded, all at once, or as `hpctrain nlp.classify`."""
+    tokenizer, longest, texts = setting.tokenizer, setting.args.max_length, [review.text for review in setting.texts]
+    if way.startswith("(a)"):
+        for text in texts:
+            tokenizer(text, padding="max_length", truncation=True, max_length=longest)
+    elif way.startswith("(b"):
+        tokenizer(texts, truncation=True, max_length=longest)
+    else:
+        TASK.tokenize(tokenizer, setting.texts, setting.labels, longest, 0)
+
+
 # --- measuring ---
 
 
@@ -224,16 +240,25 @@ class Meter:
         examples, real, tokens = total.tolist()
         assert examples == self._setting.steps * self._setting.args.batch_size, f"{examples} examples"
         seconds = self.ended - self.began
-        return {"examples/s": examples / seconds, "real tokens/s": real / seconds, "share": real / tokens}
+        return {"examples/s": examples / seconds, "real tokens/s": real / seconds, "share": real / tokens, "train s": seconds}
 
 
 @torch.inference_mode()
-def evaluate(setting: Setting, model: PreTrainedModel) -> dict[str, float]:
-    """Loss and accuracy over the held-out reviews in fp32, with the same code for all ways."""
+def evaluate(setting: Setting, model: PreTrainedModel, way: str) -> dict[str, float]:
+    """Loss and accuracy over the held-out reviews in fp32, with the batches of this way and otherwise the same code.
+
+    (a) pads to --max-length and (b) to the longest review of a batch, both in the order of the file; (c) sorts by length.
+    """
     model.eval()
+    world, lengths = setting.world, setting.held_out.lengths
+    in_order = iter(torch.arange(world.rank, len(lengths), world.size).split(64))
     sums = torch.zeros(3, dtype=torch.float64, device=setting.device)
-    for index in evaluation_batches(setting.held_out.lengths, 64, setting.world.rank, setting.world.size):
+    for index in evaluation_batches(lengths, 64, world.rank, world.size) if way.startswith("(c)") else in_order:
         batch = setting.held_out.batch(index, {"input_ids": setting.tokenizer.pad_token_id})
+        if way.startswith("(a)"):
+            missing = setting.args.max_length - batch["input_ids"].shape[1]
+            for name in ("input_ids", "attention_mask", *({"token_type_ids"} & batch.keys())):
+                batch[name] = pad(batch[name], (0, missing), value=setting.tokenizer.pad_token_id if name == "input_ids" else 0)
         batch = {name: column.to(setting.device) for name, column in batch.items() if name != "units"}
         output = model(**batch)
         right = (output.logits.argmax(1) == batch["labels"]).sum()
@@ -251,8 +276,15 @@ def measure(setting: Setting, way: str, seed: int, out: Path) -> dict[str, float
     model = load_model(TASK, Path(args.model), setting.tokenizer, setting.labels, args)
     meter = Meter(setting, model)
     with redirect_stdout(sys.stderr):  # the progress of the trainers
+        began = time.perf_counter()
+        tokenize(setting, way)
+        tokenized = time.perf_counter()
         WAYS[way](setting, model)
-    numbers = meter.read() | evaluate(setting, model.to(setting.device))
+    numbers = meter.read() | {"tokenize s": tokenized - began}
+    began = time.perf_counter()
+    numbers |= evaluate(setting, model.to(setting.device), way)
+    numbers["evaluate s"] = time.perf_counter() - began
+    numbers["end to end s"] = sum(numbers[f"{part} s"] for part in ("tokenize", "train", "evaluate"))
     if setting.device.type == "cuda":
         torch.cuda.empty_cache()
     return numbers
@@ -297,7 +329,7 @@ def prepare(args: argparse.Namespace, world: World, device: torch.device, folder
         load_or_make(make_cache_key(part), partial(TASK.tokenize, tokenizer, part, labels, args.max_length, 0), world)
         for part in parts.values()
     )
-    return Setting(world, device, options, tokenizer, labels, train, held_out)
+    return Setting(world, device, options, tokenizer, labels, train, held_out, parts["train"])
 
 
 def take_first(features: Features, n: int) -> Features:
@@ -308,25 +340,30 @@ def take_first(features: Features, n: int) -> Features:
 
 
 def format_table(results: dict[str, list[dict[str, float]]]) -> str:
-    """A Markdown table of medians over the turns.
+    """A Markdown table of medians over the turns, with the lowest and the highest value in parentheses.
 
     Ratios are taken within a turn, because the speed of the machine may change between turns.
     """
     lines = [
         "| way | examples/s | relative to (a) | (c) relative to it | real tokens/s | share of real tokens "
-        "| evaluation loss (range) | accuracy |",
-        "|---|---|---|---|---|---|---|---|",
+        "| end to end, s: tokenize + train + evaluate | evaluation loss | accuracy |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
+
+    def spread(values: Iterable[float], digits: int) -> str:
+        found = sorted(values)
+        return f"{statistics.median(found):.{digits}f} ({found[0]:.{digits}f} to {found[-1]:.{digits}f})"
+
     (first, *_, last) = results.values()
     for way, turns in results.items():
         median = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
         speeds = [[turn["examples/s"] for turn in some] for some in (turns, first, last)]
-        of_a = statistics.median(this / a for this, a, _ in zip(*speeds, strict=True))
-        of_it = statistics.median(c / this for this, _, c in zip(*speeds, strict=True))
-        losses = [turn["loss"] for turn in turns]
+        of_a = spread((this / a for this, a, _ in zip(*speeds, strict=True)), 2)
+        of_it = spread((c / this for this, _, c in zip(*speeds, strict=True)), 2)
+        parts = " + ".join(f"{median[f'{part} s']:.1f}" for part in ("tokenize", "train", "evaluate"))
         lines.append(
-            f"| {way} | {median['examples/s']:.1f} | {of_a:.2f} | {of_it:.2f} | {median['real tokens/s']:,.0f} | "
-            f"{median['share']:.3f} | {median['loss']:.4f} ({min(losses):.4f} to {max(losses):.4f}) | {median['accuracy']:.4f} |"
+            f"| {way} | {spread(speeds[0], 0)} | {of_a} | {of_it} | {median['real tokens/s']:,.0f} | {median['share']:.3f} | "
+            f"{median['end to end s']:.1f}: {parts} | {spread((turn['loss'] for turn in turns), 4)} | {median['accuracy']:.4f} |"
         )
     return "\n".join(lines)
 
@@ -375,7 +412,8 @@ def main() -> None:
     with process_group(world, device), tempfile.TemporaryDirectory(prefix="hpctrain-") as temporary:
         folder = Path(broadcast(world, temporary))
         setting = prepare(args, world, device, folder)
-        short = setting._replace(train=take_first(setting.train, min(setting.steps, WARM_UP) * args.batch_size))
+        few = min(setting.steps, WARM_UP) * args.batch_size
+        short = setting._replace(train=take_first(setting.train, few), texts=setting.texts[:few])
         for way in ways:
             measure(short, way, args.seed, folder / f"warm-up-{way[:4]}")
         for turn in range(args.turns):
