@@ -13,16 +13,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 import transformers
 from conftest import DATA
-from huggingface_hub import metadata_load
+from huggingface_hub import ModelCard, metadata_load
 
 from hpctrain.digests import weights_sha256
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp import classify, data, features, ner, qa
-from hpctrain.nlp.hub import resolve_model
+from hpctrain.nlp.hub import resolve_data, resolve_model
 from hpctrain.nlp.model_folder import check_sizes, load_tokenizer, make_card, save_model
 from hpctrain.nlp.scratch import SIZES, create_model, make_config
 from hpctrain.world import World
@@ -50,7 +51,7 @@ __main__.main()
 
 
 class Hub(ThreadingHTTPServer):
-    """A stand-in for huggingface.co with one model: only the routes that huggingface_hub uses to download it.
+    """A stand-in for huggingface.co with one model or data set: only the routes that huggingface_hub uses to download it.
 
     `requests` counts the requests for files by method and name. `errors` maps a part of a path to the status and the
     X-Error-Code of the answer, and `breaks` a file to the number of bytes after which the connection breaks.
@@ -74,6 +75,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub, path = self.server, self.path.partition("?")[0]
+        path = path.replace("/api/datasets/", "/api/models/").removeprefix("/datasets")
         for part, (status, code) in hub.errors.items():
             if part in path:
                 return self.answer(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
@@ -266,6 +268,52 @@ def test_refusal_by_the_hub_is_one_line(command, part, status, code, message, hu
     line = error_line(run(*command, hub=hub, home=tmp_path / "home", cwd=tmp_path))
     assert NAME in line and message in line and (command[0] == "fetch" or f"hpctrain fetch {NAME} DIR" in line)
     assert not (tmp_path / "kc").exists()
+
+
+# --- data sets of the hub ---
+
+
+@pytest.mark.slow
+def test_data_set_of_the_hub_is_downloaded_once_and_named_in_the_card(hub, tmp_path):
+    """In the hub's layout, with a script that is not run, and with another part whose files are not this one's."""
+    folder, kinds = tmp_path / "files", datasets.ClassLabel(names=["negative", "positive"])
+    (folder / "films").mkdir(parents=True)
+    for split, rows in (("train", 40), ("test", 8)):
+        columns = {
+            "review": [f"영화 {i} {'좋다' if i % 2 else '나쁘다'}" for i in range(rows)],
+            "kind": [i % 2 for i in range(rows)],
+        }
+        table = datasets.Dataset.from_dict(columns).cast_column("kind", kinds)
+        table.to_parquet(folder / f"films/{split}-00000-of-00001.parquet")
+    hub.files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.parquet")}
+    hub.files |= {"README.md": b"---", "films.py": b"raise SystemExit(9)", "books/train-00000-of-00001.parquet": b"PAR1"}
+    options = ("--columns", "text=review", "label=kind", "--from-scratch", "tiny", "--epochs", 1, "--batch-size", 8)
+    where = {"cwd": tmp_path, "home": tmp_path / "home", "HPCTRAIN_CACHE": str(tmp_path / "cache")}
+    done = run("nlp.classify", "--data", f"{NAME}/films", *options, "--out", "online", hub=hub, **where)
+    assert done.status == 0, done.err
+    assert "2 labels: negative, positive" in done.out
+    assert not any(name.endswith((".py", ".md")) for _, name in hub.requests)
+    card = ModelCard.load(tmp_path / "online/model/README.md")
+    assert card.data.datasets == [NAME] and f"fine-tuned on `{NAME}/films`" in card.text
+    again = run("nlp.classify", "--data", f"{NAME}/films", *options, "--out", "offline", hub=None, HF_HUB_OFFLINE="1", **where)
+    assert again.status == 0, again.err
+    sums = [json.loads((tmp_path / f"{name}/result.json").read_text())["weights_sha256"] for name in ("online", "offline")]
+    assert sums[0] == sums[1]
+    line = error_line_of(run("nlp.classify", "--data", f"{NAME}/songs", *options, "--out", "no", hub=hub, **where))
+    assert f"{NAME}: no folder songs in this data set, but books, films: name one of them" in line
+
+
+def error_line_of(done):
+    """The last line of a run that has failed after it printed others."""
+    assert done.status == 1 and "Traceback" not in done.err, done
+    return done.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["no", "/no/data", "a/b/c/d", "../no", "no one/x"])
+def test_data_that_are_nowhere_are_one_line(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HpctrainError, match=r"cannot be read \(No such file or directory\): give --data a folder or a file, or"):
+        resolve_data(Path(name), ALONE)
 
 
 # --- hpctrain fetch ---

@@ -28,6 +28,7 @@ from hpctrain.flops import count_text_flops
 from hpctrain.lightning_plugins import JsonStrategy, make_trainer, quiet
 from hpctrain.nlp import data
 from hpctrain.nlp.features import Features, load_or_make, make_cache_key
+from hpctrain.nlp.hub import resolve_data
 from hpctrain.nlp.initial_model import check_packing, check_tokens, choose_labels, get_initial_model, load_model
 from hpctrain.nlp.lightning_module import FineTuneModule
 from hpctrain.nlp.lora import add_lora, count_parameters, uses_lora
@@ -134,14 +135,15 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
 def read_examples(task: Task, args: argparse.Namespace, world: World) -> dict[str, list[Any]]:
     """The examples of "train", "validation" and "test"; a split without a file is taken from the training data."""
     skipped: list[HpctrainError] | None = None if args.strict else []
+    path = resolve_data(args.data, world) if args.data else None
     with all_or_none(world):
-        splits = data.load_splits(task, args.data, skipped, args.columns)
+        splits = data.load_splits(task, path, skipped, args.columns)
         if "test" not in splits:  # --data is a single file; its test set must not depend on --seed
             splits["train"], splits["test"] = data.split_examples(task, splits["train"], args.validation_split, seed=0)
         if "validation" not in splits:
             splits["train"], splits["validation"] = data.split_examples(task, splits["train"], args.validation_split, args.seed)
         splits = {name: splits[name][: args.limit] for name in ("train", "validation", "test")}
-        remarks = [data.describe_skipped(skipped or ()), data.describe_unused(args.data, tables=args.columns is not None)]
+        remarks = [data.describe_skipped(skipped or ()), data.describe_unused(path, tables=args.columns is not None)]
     if world.rank == 0:
         print(*(f"{remark}\n" for remark in remarks if remark), sep="", end="", flush=True)
     return splits
@@ -282,6 +284,6 @@ def save_result(
 
 
 def _hide_folders(value: Any) -> str:  # noqa: ANN401 - the value of an option
-    """An option for the model card, which may be published: of a file or folder only its name."""
+    """An option for the model card, which may be published: of a file or folder only its name, of the hub the whole."""
     path = Path(str(value))
-    return path.absolute().name if isinstance(value, Path) or path.exists() else str(value)
+    return path.absolute().name if path.exists() or path.is_absolute() else str(value)

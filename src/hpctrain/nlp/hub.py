@@ -1,9 +1,13 @@
-"""Find a model by the name of a folder or of a repository on the Hugging Face hub; `hpctrain fetch` downloads one beforehand."""
+"""Find a model or a data set by the name of a folder or of a repository on the Hugging Face hub.
+
+`hpctrain fetch` downloads a model beforehand.
+"""
 
 import os
+import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,14 +35,15 @@ NEEDED = [
 ]  # fmt: skip
 # ... and pickled weights only if there are no others.
 PICKLES = ["pytorch_model.bin*", "pytorch_model-?????-of-?????.bin"]
+# Of a data set, the tables, and texts.
+DATA_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+DATA = ["*.parquet", "*.arrow", "*.csv", "*.tsv", "*.jsonl", "*.json", "*.txt"]
 
 
 def resolve_model(name: str, world: World) -> Path:
     """The folder of a model on this node; `name` is a folder, or a name on the hub such as beomi/kcbert-base. Collective.
 
-    Rank 0 downloads a model of the hub into the usual cache (HF_HOME). Then the first rank of each other node does so if the
-    model is not in the cache there, because a cache may be on a node's local disk. All use the same commit.
-    Raises HpctrainError that names the command to fetch the model beforehand.
+    See _resolve() for models of the hub. Raises HpctrainError that names the command to fetch the model beforehand.
     """
     is_folder = gather(world, Path(name).is_dir())
     with all_or_none(world):
@@ -47,16 +52,53 @@ def resolve_model(name: str, world: World) -> Path:
                 raise HpctrainError(f"{name}: no such folder on {os.uname().nodename}: put it where all nodes can read it")
             return validate_folder(Path(name))
         _validate_name(name)
+    return _resolve(name, world, _find_in_cache, _download_to_cache)
+
+
+def resolve_data(path: Path, world: World) -> Path:
+    """The folder or the file of a data set on this node; `path` is one, or a name on the hub. A collective call.
+
+    On the hub it is owner/name, or owner/name/folder if the data set has several parts, such as klue/klue/nli. See _resolve().
+    Raises HpctrainError that says what to give instead.
+    """
+    exists = gather(world, path.exists())
+    with all_or_none(world):
+        if any(exists):
+            if not exists[world.rank]:
+                raise HpctrainError(f"{path}: not on {os.uname().nodename}: put it where all nodes can read it")
+            return path
+        owner, name, part = (*path.parts, "", "")[:3]
+        if not name or path.is_absolute() or len(path.parts) > 3 or not DATA_NAME.fullmatch(f"{owner}/{name}"):
+            raise HpctrainError(
+                f"{path}: cannot be read (No such file or directory): give --data a folder or a file, or the name of a data set "
+                "on the hub (OWNER/NAME)"
+            )
+    snapshot = _resolve(f"{owner}/{name}", world, _find_data_in_cache, _download_data)
+    with all_or_none(world):
+        if not (snapshot / part).is_dir():
+            found = ", ".join(sorted(each.name for each in snapshot.iterdir() if each.is_dir())) or "none"
+            raise HpctrainError(f"{owner}/{name}: no folder {part} in this data set, but {found}: name one of them")
+    return snapshot / part
+
+
+def _resolve(
+    name: str, world: World, find: Callable[[str, str], Path | None], download: Callable[[str, str | None], Path]
+) -> Path:
+    """The folder of a repository on this node. A collective call.
+
+    Rank 0 downloads it into the usual cache (HF_HOME). Then the first rank of each other node does so if it is not in the cache
+    there, because a cache may be on a node's local disk. All use the same commit.
+    """
     snapshot = None
     with all_or_none(world):
         if world.rank == 0:
-            snapshot = _download_to_cache(name)
+            snapshot = download(name, None)
     commit = gather(world, snapshot.name if snapshot else "")[0]
     with all_or_none(world):
         if world.local_rank == 0 and world.rank != 0:
-            snapshot = _find_in_cache(name, commit) or _download_to_cache(name, commit)
+            snapshot = find(name, commit) or download(name, commit)
     with all_or_none(world):
-        snapshot = snapshot or _find_in_cache(name, commit)
+        snapshot = snapshot or find(name, commit)
         if snapshot is None:
             raise HpctrainError(
                 f"{name}: the first rank on {os.uname().nodename} has it in its cache, but this rank does not find it in "
@@ -124,6 +166,26 @@ def _find_in_cache(name: str, commit: str) -> Path | None:
         return None
 
 
+def _find_data_in_cache(name: str, commit: str | None) -> Path | None:
+    """The folder of a commit of a data set in the cache if it is there, without any network access."""
+    try:
+        where = {"repo_type": "dataset", "revision": commit, "allow_patterns": DATA}
+        return Path(snapshot_download(name, local_files_only=True, **where))
+    except errors.LocalEntryNotFoundError:
+        return None
+
+
+def _download_data(name: str, commit: str | None = None) -> Path:
+    with _explain_errors(f"{name} (not a folder here)", "download it where there is internet, then give --data DIR", "data set"):
+        folder = Path(snapshot_download(name, repo_type="dataset", revision=commit, allow_patterns=DATA))
+        if not any(path.is_file() for path in folder.rglob("*")):
+            raise HpctrainError(
+                f"{name}: this data set has no tables ({', '.join(DATA)}), and code of data sets is not run: "
+                "download its files, and give --data DIR"
+            )
+        return folder
+
+
 def _download_to_cache(name: str, commit: str | None = None) -> Path:
     remedy = f"fetch it on a machine with internet access (hpctrain fetch {name} DIR), then give --model DIR"
     with _explain_errors(f"{name} (not a folder here)", remedy):
@@ -131,7 +193,7 @@ def _download_to_cache(name: str, commit: str | None = None) -> Path:
 
 
 @contextmanager
-def _explain_errors(what: str, remedy: str) -> Iterator[None]:
+def _explain_errors(what: str, remedy: str, kind: str = "model") -> Iterator[None]:
     """Turn any error of a download into an HpctrainError with its reason and the remedy."""
     try:
         with warnings.catch_warnings():
@@ -144,7 +206,7 @@ def _explain_errors(what: str, remedy: str) -> Iterator[None]:
         if isinstance(error, errors.GatedRepoError):
             reason = f"gated: accept its terms at {hub} and log in (hf auth login, or HF_TOKEN)"
         elif isinstance(error, errors.RepositoryNotFoundError):
-            reason = f"{hub} has no such model, or it is private (then log in: hf auth login, or HF_TOKEN)"
+            reason = f"{hub} has no such {kind}, or it is private (then log in: hf auth login, or HF_TOKEN)"
         elif isinstance(error, errors.RevisionNotFoundError):
             reason = f"{hub} has no such revision of it"
         elif is_disk_error(error):

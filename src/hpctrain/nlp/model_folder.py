@@ -239,6 +239,7 @@ def make_card(
         library_name="peft" if adapter else "transformers",
         pipeline_tag=task.pipeline_tag,
         base_model=base if is_hub_name else None,
+        datasets=["/".join(data.split("/")[:2])] if "/" in data else None,  # other data have the name of a file
         model_name=title,
         eval_results=[
             EvalResult(task.pipeline_tag, Path(data).name, Path(data).name, name, float(value))
