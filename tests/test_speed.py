@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+import traceback
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import warm_start
 from conftest import write_digits
 
 from hpctrain import checkpoint, run, speed
+from hpctrain.batches import seed_torch
 from hpctrain.checkpoint import with_plain_names
 from hpctrain.cli import trainer_parser
 from hpctrain.nlp import classify
@@ -185,3 +187,13 @@ def test_tokens_are_those_of_all_ranks(tmp_path):
     mean = float(re.search(r"train: .* \(mean ([0-9.]+),", done.stdout)[1])  # 64 of 64 examples are trained on
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
     assert figures["tokens_per_s"] / figures["examples_per_s"] == pytest.approx(mean, abs=0.06)
+
+
+@pytest.mark.parametrize("number", [0, 5, -(2**63), 2**63 - 1])
+def test_seed_of_a_step_is_that_of_torch_without_its_cost(number, monkeypatch):
+    """torch formats the stack for each kind of device that it has not found."""
+    torch.manual_seed(number)
+    expected = torch.rand(3)
+    monkeypatch.setattr(traceback, "format_stack", None)
+    seed_torch(number)
+    assert torch.equal(torch.rand(3), expected)

@@ -175,4 +175,11 @@ def _random_numbers_of(*key: int) -> Iterator[None]:
 
 def seed_step(seed: int, epoch: int, step: int, world: World) -> None:
     """Seed torch by (seed, epoch, step, rank) alone, before the step: a resumed run then has the same dropout."""
-    torch.manual_seed(hash((seed, epoch, step, world.rank)))
+    seed_torch(hash((seed, epoch, step, world.rank)))
+
+
+def seed_torch(number: int) -> None:
+    """As torch.manual_seed(), for each step: that formats the stack for every kind of device that is not there, in 0.25 ms."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)

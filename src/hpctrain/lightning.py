@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from hpctrain import checkpoint
-from hpctrain.batches import ResumableBatches, SeededByKey
+from hpctrain.batches import ResumableBatches, SeededByKey, seed_torch
 from hpctrain.checkpointer import Interval
 from hpctrain.entry import print_errors_in_one_line
 from hpctrain.errors import UsageError, first_line
@@ -226,7 +226,7 @@ class RunFolder(Checkpoint):
     def _seed(self, trainer: Trainer, batch_idx: int, stage: str) -> None:
         """Seed random numbers by (seed, epoch, batch, rank) alone: "before" a step, for its batch, and "in" it."""
         number = hash((self._args.seed, trainer.current_epoch, batch_idx, self._run.world.rank, stage == "in"))
-        torch.manual_seed(number)
+        seed_torch(number)
         random.seed(number)
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(number % 2**32)
