@@ -6,6 +6,7 @@ import re
 import sys
 import time
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,6 +155,18 @@ def test_a_line_of_metrics_has_memory_and_use_and_the_log_has_not(tmp_path, monk
     assert (line["train_loss"], line["peak_memory_mb"], line["gpu_percent"]) == (2.5, 1234.6, 87.0)
     printed = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"epoch 1 step 1  train_loss 2\.5  examples_per_s [\d.e+]+  0 s left", printed)
+
+
+def test_tokens_of_steps_in_a_profile_do_not_count():
+    profile = SimpleNamespace(is_running=True, step=lambda waited, left: "")
+    times = speed.StepTimes(profile)
+    times.count_tokens(5, 6)
+    times.step()
+    profile.is_running = False
+    times.count_tokens(2, 3)  # two parts of a step
+    times.count_tokens(1, 1)
+    times.step()
+    assert times.tokens == [3, 4]
 
 
 def count_tokens(monkeypatch, counts):

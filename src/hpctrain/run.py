@@ -57,8 +57,7 @@ class Run:
     """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank writes its own log.
 
     `epoch` is the number of finished epochs. A trainer may set `best.patience`, and end the training when `best.has_stalled`.
-    `prune`, if set, decides on all ranks whether the run ends after an epoch. `in_parts`: each rank saves its own part of the
-    model (sharding.py).
+    `prune`, if set, decides on all ranks whether the run ends after an epoch. `in_parts`: each rank saves its part (sharding.py).
 
     A trainer calls, in this order,
 
@@ -104,8 +103,7 @@ class Run:
         every = Interval.parse(args.checkpoint_every)
         self._checkpointer = Checkpointer(world, self.folder, every, args.keep_checkpoints, self._owner.check, self._resume_with)
         self._bar: tqdm | None = None
-        self.epoch, self.best = 0, Best()
-        self.in_parts = False
+        self.epoch, self.best, self.in_parts = 0, Best(), False
         self._flops: float | None = None
         # The position within the next epoch, and what was summed since the last line of metrics.
         self._step = self._steps = self._examples = 0
