@@ -9,12 +9,17 @@
 #   sbatch launch/jupyter.sh tensorboard runs                       TensorBoard of all run folders
 #   sbatch launch/jupyter.sh serve runs/names                       the page of a model
 #   salloc --nodes=1 --ntasks-per-node=1, then launch/jupyter.sh
+#   qsub launch/jupyter.sh                                          in a PBS job; with more words as for pbs_ddp.sh
 #
 #SBATCH --job-name=hpctrain-jupyter
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
+#PBS -N hpctrain-jupyter
+#PBS -l select=1:ncpus=2:mpiprocs=1
+#PBS -l walltime=02:00:00
+#PBS -j oe
 set -euo pipefail
 
 # Slurm runs a copy of this file, so the other files are not beside it.
@@ -25,8 +30,14 @@ source "$lib"
 
 parse_options jupyter.sh "$@"
 [[ ${ARGUMENTS[0]:-} == @(tensorboard|serve) ]] || ARGUMENTS=(jupyter "${ARGUMENTS[@]}")
-read_slurm_job
+if [[ -n ${PBS_NODEFILE:-} ]]; then
+    read_pbs_job
+    launcher=mpirun
+else
+    read_slurm_job
+    launcher=srun
+fi
 use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
 set_program
-use_launcher srun
+use_launcher "$launcher"
 launch

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 from conftest import BARE_PYTHON
@@ -22,6 +23,13 @@ connection = http.client.HTTPConnection("localhost")
 connection.sock = socket.socket(socket.AF_UNIX)
 connection.sock.connect(sys.argv[1])
 connection.request("GET", "/api/status")
+print(connection.getresponse().status)
+"""
+# Asks TensorBoard through the tunnel for its runs, with a cookie.
+OPEN = """
+import http.client, sys
+connection = http.client.HTTPConnection("localhost", 8888)
+connection.request("GET", "/data/runs", headers={"Cookie": sys.argv[1]})
 print(connection.getresponse().status)
 """
 # As a browser does: runs a cell through the socket of a kernel, and prints what the cell prints.
@@ -52,19 +60,40 @@ print(torch.__version__, "RANK" in os.environ, "SLURM_PROCID" in os.environ)
 """
 
 
+def words_of_the_log(cluster, log, says):
+    """The ssh command of a job's log, its socket and its node, when the log says this."""
+    deadline = time.monotonic() + 300
+    while says not in (text := log.read_text() if log.exists() else ""):
+        assert time.monotonic() < deadline and "error" not in text, text
+        time.sleep(1)
+    command = re.search(r"ssh -N -L 8888:(\S+/socket) -J alice@login alice@(n\d)", text)
+    return text, command[0], command[1], command[2]
+
+
+@contextmanager
+def opened(cluster, command):
+    """The ssh command runs on the login node."""
+    tunnel = cluster.start("login", *command.split(), user="alice")
+    try:
+        deadline = time.monotonic() + 60
+        listens = "import socket; socket.create_connection(('localhost', 8888))"
+        while cluster.exec("login", "python3", "-c", listens, user="alice", check=False).returncode:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        yield
+    finally:
+        tunnel.send_signal(signal.SIGTERM)
+        tunnel.wait()
+
+
 @pytest.mark.slow
 def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
     job = cluster.submit("launch/jupyter.sh", cwd=HOME)
     private = f"{HOME}/runs/jupyter/{job}"
     log = cluster.host_path(f"{HOME}/slurm-{job}.out")
-    deadline = time.monotonic() + 300
-    while "Jupyter Server" not in (text := log.read_text() if log.exists() else ""):
-        assert time.monotonic() < deadline and "error" not in text, text
-        time.sleep(1)
+    text, command, socket, node = words_of_the_log(cluster, log, "Jupyter Server")
     token = cluster.host_path(f"{private}/token").read_text().strip()
-    command = re.search(r"ssh -N -L 8888:(\S+/socket) -J alice@login alice@(n\d)", text)
     assert f"give the token in {private}/token" in text
-    socket, node = command[1], command[2]
 
     # nobody else
     assert token not in text
@@ -75,17 +104,8 @@ def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
     assert cluster.exec(node, *ask, user="alice").stdout == "403\n"
     assert "8888" not in cluster.exec(node, "ss", "-ltn").stdout
 
-    tunnel = cluster.start("login", *command[0].split(), user="alice")
-    try:
-        deadline = time.monotonic() + 60
-        listens = "import urllib.request; urllib.request.urlopen('http://localhost:8888/api')"
-        while cluster.exec("login", "python3", "-c", listens, user="alice", check=False).returncode:
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+    with opened(cluster, command):
         printed = cluster.exec("login", BARE_PYTHON, "-c", BROWSER, token, CELL, user="alice", cwd=HOME).stdout
-    finally:
-        tunnel.send_signal(signal.SIGTERM)
-        tunnel.wait()
     assert printed.startswith("2.13.0+cpu False False\n") and "2 ranks on 1 nodes (torchrun)" in printed, printed
     assert cluster.host_path(f"{HOME}/runs/of-a-cell/result.json").exists()
 
@@ -93,6 +113,28 @@ def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
     wait(cluster, job, HOME)
     wait_until_idle(cluster, job)
     assert not cluster.host_path(f"{private}/token").exists()
+    assert cluster.exec(node, "test", "-e", socket, check=False).returncode != 0
+
+
+@pytest.mark.slow
+def test_tensorboard_in_a_pbs_job_through_the_command_of_the_log(cluster):
+    """By qsub over Slurm. From another user and from another node nothing reaches it; with ssh and the token its user does."""
+    cluster.exec("login", "mkdir", "-p", f"{HOME}/runs", user="alice")
+    qsub = ["qsub", "-N", "board", "-l", "select=1:ncpus=1:mpiprocs=1", "-l", "walltime=00:10:00"]
+    line = f"{HOME}/launch/jupyter.sh tensorboard runs\n"
+    job = int(cluster.exec("login", *qsub, user="alice", cwd=HOME, input=line).stdout)
+    text, command, socket, node = words_of_the_log(cluster, cluster.host_path(f"{HOME}/board.o{job}"), "Then open")
+    token = cluster.host_path(re.search(r"give the token in (\S+)", text)[1]).read_text().strip()
+    ask = ["python3", "-c", ASK, socket]
+    assert "PermissionError" in cluster.exec(node, *ask, user="bob", check=False).stderr
+    assert "FileNotFoundError" in cluster.exec("n2" if node == "n1" else "n1", *ask, user="alice", check=False).stderr
+    assert cluster.exec(node, *ask, user="alice").stdout == "403\n"
+    with opened(cluster, command):
+        for given, status in (("wrong", "403"), (token, "200")):
+            words = ["python3", "-c", OPEN, f"token={given}"]
+            assert cluster.exec("login", *words, user="alice").stdout == f"{status}\n"
+    cluster.exec("login", "qdel", str(job), user="alice")
+    wait_until_idle(cluster, job)
     assert cluster.exec(node, "test", "-e", socket, check=False).returncode != 0
 
 
@@ -119,10 +161,41 @@ def test_a_kernel_names_the_image(tmp_path):
     assert path == tmp_path / "kernels/my-image/kernel.json"
     kernel = json.loads(path.read_text())
     assert kernel["argv"][:4] == ["apptainer", "exec", "--nv", "/images/my image.sif"] and kernel["display_name"] == "my image"
-    with pytest.raises(HpctrainError, match="--kernel works in a container of apptainer or singularity only"):
+    with pytest.raises(HpctrainError, match="--kernel cannot tell the image: run it in a container of apptainer"):
         jupyter.write_kernel({})
     with pytest.raises(HpctrainError, match="set JUPYTER_DATA_DIR to a folder of your own"):
         jupyter.write_kernel(env | {"JUPYTER_DATA_DIR": "/proc"})
+
+
+def test_a_kernel_of_shifter(tmp_path):
+    env = {"HPCTRAIN_IMAGE": "registry/me/hpctrain:cu130", "JUPYTER_DATA_DIR": str(tmp_path)}
+    shifter = env | {"HPCTRAIN_RUNTIME": "shifter", "HPCTRAIN_SHIFTER_MODULES": "gpu,nccl-plugin"}
+    kernel = json.loads(jupyter.write_kernel(shifter).read_text())
+    program = ["python", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    assert kernel["argv"] == ["shifter", "--image=registry/me/hpctrain:cu130", "--module=gpu,nccl-plugin", *program]
+    assert kernel["display_name"] == "hpctrain:cu130" and (tmp_path / "kernels/hpctrain-cu130/kernel.json").exists()
+
+
+def start_kernel(cluster, name, env):
+    """What a kernel prints that Jupyter's own client starts on the login node, as a JupyterHub would."""
+    program = f"""
+from jupyter_client.manager import start_new_kernel
+manager, client = start_new_kernel(kernel_name="{name}", startup_timeout=300)
+client.execute_interactive("import os, torch; print(os.getcwd(), torch.__file__)", timeout=120)
+manager.shutdown_kernel(now=True)
+"""
+    return cluster.exec("login", BARE_PYTHON, "-c", program, user="alice", cwd=HOME, env=env).stdout.split()
+
+
+@pytest.mark.slow
+def test_a_kernel_in_shifter(cluster):
+    """With the stand-in: its command line."""
+    env = {"PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin", "SHIFTER_SIF": "/project/hpctrain-cpu.sif"}
+    named = {"HPCTRAIN_RUNTIME": "shifter", "HPCTRAIN_IMAGE": "hpctrain:in-shifter"}
+    write = ["shifter", "--image=hpctrain:in-shifter", "hpctrain", "jupyter", "--kernel"]
+    cluster.exec("login", *write, user="alice", cwd=HOME, env=env | named)
+    folder, torch = start_kernel(cluster, "hpctrain-in-shifter", env)
+    assert folder == HOME and torch.startswith("/opt/hpctrain/lib/python3.11/site-packages/torch/")
 
 
 def test_a_notebook_is_no_rank():

@@ -31,6 +31,10 @@ OF_THE_LAUNCHER = (
     "SLURM_NODEID",
     "SLURM_GTIDS",
     "PMI",
+    "OMPI_COMM_WORLD_",
+    "OMPI_UNIVERSE_",
+    "OMPI_MCA_orte_",
+    "PRTE_",
     "TORCHELASTIC_",
     "MASTER_",
 )
@@ -87,17 +91,23 @@ def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
 def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
     """Write kernel.json for a JupyterHub of the site, whose notebooks then run in this image; returns its path.
 
-    Raises HpctrainError if this process is not in a container of Apptainer.
+    The image is that of HPCTRAIN_RUNTIME and HPCTRAIN_IMAGE, as for the launch scripts, or by default that of the container of
+    Apptainer in which this process is. Raises HpctrainError if it is in none.
     """
-    image = env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER")
-    if not image:
+    runtime, image = env.get("HPCTRAIN_RUNTIME", "apptainer"), env.get("HPCTRAIN_IMAGE", "")
+    if runtime == "shifter" and image:
+        modules = [f"--module={env['HPCTRAIN_SHIFTER_MODULES']}"] if env.get("HPCTRAIN_SHIFTER_MODULES") else []
+        enter = ["shifter", f"--image={image}", *modules]
+    elif image := env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER", ""):
+        enter = ["apptainer" if "APPTAINER_CONTAINER" in env else "singularity", "exec", "--nv", image]
+    else:
         raise HpctrainError(
-            "--kernel works in a container of apptainer or singularity only, and this is none: apptainer exec SIF hpctrain"
+            "--kernel cannot tell the image: run it in a container of apptainer (apptainer exec SIF hpctrain jupyter ...), "
+            "or set HPCTRAIN_RUNTIME=shifter and HPCTRAIN_IMAGE to the image's name"
         )
-    program = "apptainer" if "APPTAINER_CONTAINER" in env else "singularity"
-    name = Path(image).stem
+    name = image.rpartition("/")[2].removesuffix(".sif")
     kernel = {
-        "argv": [program, "exec", "--nv", image, "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "argv": [*enter, "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         "display_name": name,
         "language": "python",
         "metadata": {"debugger": True},
