@@ -221,7 +221,7 @@ print_commands() {
         fi
     done < <(forwarded_names)
     [[ -z $left_out ]] || printf '# not printed, because they may be secrets:%s\n' "$left_out"
-    [[ -z $BROADCAST ]] || printf 'sbcast --force %q %q\n' "$SIF" "$SIF_COPY"
+    [[ -z $BROADCAST ]] || printf 'sbcast --force --compress=none %q %q\n' "$SIF" "$SIF_COPY"
     printf '%q ' "${COMMAND[@]}"
     printf '\n'
 }
@@ -258,7 +258,8 @@ launch() {
 broadcast_sif() {
     trap clean_up EXIT
     CLEAN_UP+=(remove_sif_copies)
-    sbcast --force "$SIF" "$SIF_COPY" || die "sbcast could not copy $SIF to $SIF_COPY on every node: make room there, or leave --broadcast out"
+    # A SIF is compressed already; slurm.conf may have Compression=lz4 (docs/scale.md).
+    sbcast --force --compress=none "$SIF" "$SIF_COPY" || die "sbcast could not copy $SIF to $SIF_COPY on every node: make room there, or leave --broadcast out"
 }
 
 # Tasks that srun kills because another one has failed leave the folders of node_container.sh.
