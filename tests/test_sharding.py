@@ -123,6 +123,10 @@ def test_the_weights_are_those_of_ddp(words, whole, tmp_path):
     # Each rank writes its quarter, and each tensor once.
     sizes = [path.stat().st_size for path in (whole / "checkpoints/epoch-0002.pt").iterdir()]
     assert len(sizes) == 4 and max(sizes) < 0.35 * (ddp / "checkpoints/epoch-0002.pt").stat().st_size
+    model = AutoModelForSequenceClassification.from_pretrained(whole / "model")
+    first = checkpoint.load(whole / "checkpoints/epoch-0001.pt", CPU)["model"]
+    checkpoint.load_weights(model, whole / "checkpoints/epoch-0001.pt")  # as scripts of users do
+    assert all(torch.equal(weight, parts) for weight, parts in zip(model.state_dict().values(), first.values(), strict=True))
     saved = AutoModelForSequenceClassification.from_pretrained(whole / "model").state_dict()
     best = checkpoint.load(checkpoint.path_of(whole, json.loads((whole / "result.json").read_text())["epochs"]), CPU)["model"]
     assert saved.keys() == best.keys()
