@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from hpctrain import checkpoint, checkpointer
 from hpctrain.checkpointer import Checkpointer, Interval, copy_tensors, plan_copy
@@ -315,3 +316,30 @@ def test_checkpoints_in_the_order_of_training(folder):
     for epoch, step in order:
         checkpoint.path_of(folder, epoch, step).touch()
     assert checkpoint.list_newest_first(folder) == [checkpoint.path_of(folder, *place) for place in reversed(order)]
+
+
+def test_a_fused_optimizer_goes_on_from_a_copy_of_channels_last_weights():
+    """It takes the values of weights and momentum in their order in memory, which differed after a resume."""
+
+    def make():
+        torch.manual_seed(1)
+        model = torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.arange(200.0).sin().reshape(2, 4, 5, 5)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = make()
+    step(model, optimizer)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    contiguous = tree_map_only(torch.Tensor, torch.Tensor.contiguous, state)  # an earlier copy of another order
+    copied, pairs = plan_copy(state, contiguous)
+    copy_tensors(pairs)
+    resumed, optimizer_of_resumed = make()
+    resumed.load_state_dict(copied["model"])
+    optimizer_of_resumed.load_state_dict(copied["optimizer"])
+    step(model, optimizer)
+    step(resumed, optimizer_of_resumed)
+    assert torch.equal(model.weight, resumed.weight)

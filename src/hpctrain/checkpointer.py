@@ -229,8 +229,9 @@ def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, 
         key = _memory(tensor)
         if key not in targets:
             fits = isinstance(target, Tensor) and (target.shape, target.dtype) == (tensor.shape, tensor.dtype)
-            if not fits or id(target) in used:
-                target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            # A fused optimizer takes for granted that its state is in the order of the weights (channels last) in memory.
+            if not fits or id(target) in used or target.stride() != tensor.stride():
+                target = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             used.add(id(target))
             targets[key] = target
             pairs.append((target, tensor.detach()))
