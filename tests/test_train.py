@@ -18,10 +18,11 @@ import warm_start
 from conftest import SIF, write_digits
 
 from hpctrain import checkpoint
-from hpctrain.vision import recipe
+from hpctrain.errors import UsageError
+from hpctrain.vision import data, recipe, train_fsdp
 from hpctrain.vision.model import ResNet50
 from hpctrain.vision.train_horovod import learning_rate
-from hpctrain.world import World
+from hpctrain.world import ALONE, World
 
 SRC = slurm_cluster.REPOSITORY / "src"
 PYTHON = [sys.executable, "-m", "hpctrain"]
@@ -213,10 +214,24 @@ def test_sigterm_ends_lightning_at_once(tmp_path):
         assert process.wait(timeout=60) == -signal.SIGTERM
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_fast_kernels_on_a_cpu_are_on_request(fast):
+    args = recipe.parse(recipe.vision_parser("train_ddp", ""), ["--fast-kernels"] * fast)
+    training_set, _ = data.load(None)
+    model = recipe.build_model(args, training_set, torch.device("cpu"))
+    optimizer = recipe.make_optimizer(args, model.parameters())
+    assert model.conv2.weight.is_contiguous(memory_format=torch.channels_last) == fast
+    assert [bool(group["fused"]) for group in optimizer.param_groups] == [fast]
+    assert recipe.uses_fast_kernels(args, torch.device("cuda"))
+    if fast:
+        with pytest.raises(UsageError, match="--fast-kernels is not for train_fsdp"):
+            train_fsdp.main(ALONE, ["--fast-kernels"])
+
+
 @pytest.mark.slow
 def test_bf16_is_another_computation_and_the_same_in_lightning(few, tmp_path):
     """On few images: convolutions in bf16 are slow on a CPU that cannot compute in it."""
-    cases = [("fp32", "train_ddp", ()), ("bf16", "train_ddp", ("--precision", "bf16"))]
+    cases = [("fp32", "train_ddp", ()), ("bf16", "train_ddp", ("--precision", "bf16", "--fast-kernels"))]
     for name, trainer, options in [*cases, ("lightning", "train_lightning", cases[1][2])]:
         train(1, "--data", few, "--batch-size", 8, "--epochs", 2, *options, "--out", name, cwd=tmp_path, trainer=trainer)
     fp32, bf16, lightning = (result(tmp_path / name) for name in ("fp32", "bf16", "lightning"))

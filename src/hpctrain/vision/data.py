@@ -9,6 +9,7 @@ import importlib.util
 import math
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,8 +46,9 @@ class Images(NamedTuple):
 
     def batches(self, indices: Iterable[Tensor], device: torch.device, side: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """batch() of each index in turn; the epoch does not matter."""
+        here = Images(self.pixels.to(device), self.labels.to(device))  # on a GPU, only the indices are copied in a step
         for index in indices:
-            yield self.batch(index, device, side)
+            yield here.batch(index.to(device, non_blocking=True), device, side)
 
     def read(self, index: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """The examples of `index`: pixels [b, 28, 28] uint8, labels [b] int64; the epoch does not matter."""
@@ -62,11 +64,17 @@ def to_images(pixels: Tensor, side: int) -> Tensor:
     if pixels.dim() == 3:
         images = pixels[:, None].float().div(127.5).sub(1)
     else:
-        mean, std = (torch.tensor(values, device=pixels.device)[:, None, None] for values in (RGB_MEAN, RGB_STD))
+        mean, std = _mean_and_std(pixels.device)
         images = pixels.float().sub(mean).div(std)
     if images.shape[2:] != (side, side):
         images = torch.nn.functional.interpolate(images, (side, side), mode="bilinear")
     return images
+
+
+@cache
+def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Those of ImageNet, [3, 1, 1] each. Kept, because to copy them to a GPU would wait for it in each step."""
+    return tuple(torch.tensor(values, device=device)[:, None, None] for values in (RGB_MEAN, RGB_STD))
 
 
 def load(folder: Path | None) -> tuple[Images, Images]:

@@ -73,6 +73,10 @@ def vision_parser(trainer: str, description: str) -> Parser:
     add("--lr", type=positive(float), help=f"learning rate (default: {default('lr')})")
     add("--lr-decay", type=positive(float), help=f"factor on the learning rate after each epoch (default: {default('lr_decay')})")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast with fp32 weights (default: %(default)s)")
+    add(
+        "--fast-kernels", action="store_true",
+        help="on a CPU too: channels-last convolutions and a fused optimizer, which are faster and round otherwise",
+    )  # fmt: skip
     return parser
 
 
@@ -114,7 +118,13 @@ def build_model(args: argparse.Namespace, training_set: Images | ImageFolder, de
     if device.type == "cuda":  # not on a CPU: its algorithms are deterministic, and the call imports the compiler for two seconds
         torch.use_deterministic_algorithms(True, warn_only=True)
     model = RECIPES[args.model].model
-    return (model() if model is MnistNet else model(training_set.channels, len(training_set.classes))).to(device)
+    built = (model() if model is MnistNet else model(training_set.channels, len(training_set.classes))).to(device)
+    return built.to(memory_format=torch.channels_last) if uses_fast_kernels(args, device) else built
+
+
+def uses_fast_kernels(args: argparse.Namespace, device: torch.device) -> bool:
+    """Whether images are in memory channels last, and one kernel updates all weights: with --fast-kernels, and on every GPU."""
+    return device.type == "cuda" or args.fast_kernels
 
 
 def count_flops(model: nn.Module, training_set: Images | ImageFolder, args: argparse.Namespace) -> int | None:
@@ -125,7 +135,10 @@ def count_flops(model: nn.Module, training_set: Images | ImageFolder, args: argp
 
 def make_optimizer(args: argparse.Namespace, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Create the optimizer of the model's recipe, with --lr."""
-    return RECIPES[args.model].optimizer(parameters, lr=args.lr)
+    parameters = list(parameters)
+    is_sharded = hasattr(parameters[0], "to_local")  # a DTensor, of which _fused_sgd_() has no parts (torch 2.13)
+    fused = {"fused": True} if uses_fast_kernels(args, parameters[0].device) and not is_sharded else {}
+    return RECIPES[args.model].optimizer(parameters, lr=args.lr, **fused)
 
 
 @torch.no_grad()

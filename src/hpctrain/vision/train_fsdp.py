@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from hpctrain.batches import evaluation_batches, steps_per_epoch, training_batches
 from hpctrain.cli import Parser, add_device
 from hpctrain.device import choose_device
+from hpctrain.errors import UsageError
 from hpctrain.rendezvous import process_group
 from hpctrain.run import Run
 from hpctrain.sharding import copy_without_weights, gather_model, load_optimizer, load_weights, shard, split
@@ -33,7 +34,10 @@ from hpctrain.world import World
 
 def main(world: World, arguments: list[str]) -> None:
     """Train with the options at the end of this file."""
-    train(world, recipe.parse(parser(), arguments))
+    args = recipe.parse(parser(), arguments)
+    if args.fast_kernels:
+        raise UsageError("--fast-kernels is not for train_fsdp, which cannot shard channels-last weights: leave it out")
+    train(world, args)
 
 
 def train(world: World, args: argparse.Namespace) -> None:
@@ -49,6 +53,7 @@ def train(world: World, args: argparse.Namespace) -> None:
         whole = model
         run.in_parts = world.size > 1  # each rank saves its part of a checkpoint
         if run.in_parts:
+            model.to(memory_format=torch.contiguous_format)  # fully_shard() takes no other order
             whole = copy_without_weights(model)
             shard(model, device)
         optimizer = recipe.make_optimizer(args, model.parameters())
