@@ -10,48 +10,61 @@ give the very same. The speed of text models comes from nlp.py, beside a tutoria
 """
 
 import argparse
+import copy
 import json
 import os
 import platform
+import random
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain import checkpoint
 from hpctrain.config import versions
+from hpctrain.digests import weights_sha256
 from hpctrain.nlp.model_folder import save_model
-from hpctrain.nlp.scratch import create_model
+from hpctrain.nlp.scratch import create_model, make_config
 from hpctrain.plot import folder_for_matplotlib
+from hpctrain.vision.data import load_digits
+from hpctrain.vision.model import MnistNet
 
 HPCTRAIN = [sys.executable, "-m", "hpctrain"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "hpctrain"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
 TASKS = ("classify", "pair", "ner", "qa", "generate", "instruct")
+# Without TF32, in which cuDNN computes convolutions of fp32 by default. A CPU has nothing of the kind.
+EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
 CLOSE = 0.01  # the largest difference of a weight, or the difference of a test loss, between CPU and GPU
 # Layers, hidden size, heads, key-value heads, size of the feed-forward layer: those of Llama 3.2 1B
 # (huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json), and a tiny one. The vocabulary is that of the sample data.
 LLAMA = {False: (16, 2048, 32, 8, 8192), True: (2, 64, 4, 2, 128)}
-TIMEOUT = 600  # seconds for a command
+TIMEOUT = 300  # seconds for a command
+WINDOW = 384  # tokens of a window of KorQuAD, whose contexts fill most windows
 
 
 class Failed(Exception):
     """A command failed, or a figure is not what it has to be."""
 
 
-def run(command: list[str], *options: object) -> str:
-    """Run a command; returns its output. Raises Failed, with the last lines of its output."""
+def run(command: list[str], *options: object, **variables: str) -> str:
+    """Run a command, with more environment variables; returns its output. Raises Failed, with the last lines of its output."""
     words = [*command, *map(str, options)]
+    env = os.environ | variables
     try:
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT)
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT, env=env)
     except subprocess.TimeoutExpired as error:
         raise Failed(f"{' '.join(words)}: no end after {TIMEOUT} s") from error
     if done.returncode:
@@ -59,11 +72,25 @@ def run(command: list[str], *options: object) -> str:
     return done.stdout
 
 
-def train(folder: Path, trainer: str, device: str, *options: object, start: list[str] = HPCTRAIN) -> dict[str, Any]:
+def train(folder: Path, trainer: str, device: str, *options: object, **variables: str) -> dict[str, Any]:
     """Run a trainer on this device with this run folder; returns its result.json."""
     where = ["--accelerator", "gpu" if device == "cuda" else device] if trainer == "train_lightning" else ["--device", device]
-    run([*start, trainer], *where, *options, *([] if "--resume" in options else ["--out", folder]))
+    run([*HPCTRAIN, trainer], *where, *options, *([] if "--resume" in options else ["--out", folder]), **variables)
     return json.loads((folder / "result.json").read_text())
+
+
+def speed(folder: Path) -> dict[str, float]:
+    """The speed of a finished run without its start: the median over its lines of metrics but the first.
+
+    At each line the GPU has finished its steps. In the steps before the first one, libraries choose their kernels.
+    """
+    figures = json.loads((folder / "result.json").read_text())["speed"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    _, *rates = [line["examples_per_s"] for line in lines if "examples_per_s" in line]
+    need(len(rates) > 1, f"the run has {len(rates) + 1} lines of metrics with a speed: too few steps")
+    warm = statistics.median(rates) / figures["examples_per_s"]
+    per_second = {name: value * warm for name, value in figures.items() if name.endswith(("_per_s", "_per_gpu")) or name == "mfu"}
+    return figures | per_second
 
 
 def difference(folder: Path, other: Path) -> float:
@@ -81,30 +108,61 @@ def need(holds: bool, what: str) -> None:
 def check_trainer(work: Path, trainer: str, device: str) -> dict[str, float]:
     """Train on the digits: nearly the weights of the CPU, and after a resumption the same, bit for bit."""
     cpu = train(work / "cpu", trainer, "cpu", "--epochs", 2)
-    gpu = train(work / "gpu", trainer, device, "--epochs", 2)
+    gpu = train(work / "gpu", trainer, device, "--epochs", 2, **EXACT)
     largest = difference(work / "cpu", work / "gpu")
     need(largest <= CLOSE, f"a weight differs by {largest:.3g} from the CPU's, more than {CLOSE}")
-    train(work / "parts", trainer, device, "--epochs", 1)
-    parts = train(work / "parts", trainer, device, "--epochs", 2, "--resume", work / "parts")
+    train(work / "parts", trainer, device, "--epochs", 1, **EXACT)
+    parts = train(work / "parts", trainer, device, "--epochs", 2, "--resume", work / "parts", **EXACT)
     need(parts["weights_sha256"] == gpu["weights_sha256"], "a resumed run has other weights than a run in one piece")
     return {"largest_difference": largest, "cpu_accuracy": cpu["test_accuracy"], "accuracy": gpu["test_accuracy"]}
 
 
 def check_task(work: Path, task: str, device: str) -> dict[str, float]:
-    """Fine-tune on a part of the sample data in fp32, on the CPU and on the device: nearly the same loss."""
-    options = ["--epochs", 1, "--limit", 64, "--precision", "fp32"]
+    """Fine-tune on a part of the sample data in fp32, on the CPU and on the device: nearly the same loss.
+
+    The model has no dropout: a GPU draws other random numbers than a CPU.
+    """
+    kind = "gpt2" if task in ("generate", "instruct") else "bert"
+    config = make_config("tiny", kind).to_dict()
+    config |= {name: 0.0 for name in config if name.endswith(("dropout", "dropout_prob", "pdrop"))}
+    (work / "config.json").write_text(json.dumps(config))
+    options = ["--epochs", 1, "--limit", 64, "--precision", "fp32", "--from-scratch", work / "config.json"]
     cpu = train(work / "cpu", f"nlp.{task}", "cpu", *options)["test_loss"]
-    gpu = train(work / "gpu", f"nlp.{task}", device, *options)["test_loss"]
+    gpu = train(work / "gpu", f"nlp.{task}", device, *options, **EXACT)["test_loss"]
     need(abs(cpu - gpu) <= CLOSE, f"the test loss is {gpu:.4f}, and {cpu:.4f} on the CPU")
     return {"cpu_loss": cpu, "loss": gpu}
 
 
-def nccl(work: Path, device: str) -> dict[str, float]:
-    """Train by torchrun, through the collectives of one rank (NCCL on a GPU): the weights of a run without them."""
-    alone = train(work / "alone", "train_ddp", device, "--epochs", 1)
-    ddp = train(work / "ddp", "train_ddp", device, "--epochs", 1, start=TORCHRUN)
-    need(alone["weights_sha256"] == ddp["weights_sha256"], "DDP on one rank gives other weights than one process without it")
-    return {"accuracy": ddp["test_accuracy"]}
+def nccl(device: str) -> dict[str, float]:
+    """DDP on one rank of NCCL, in a process of its own (nccl_rank): hpctrain itself needs no process group for one rank."""
+    return json.loads(run(TORCHRUN, __file__, "--nccl-rank", device).splitlines()[-1])
+
+
+def nccl_rank(device: torch.device) -> dict[str, float]:
+    """DDP gives the weights of a model without it, bit for bit; every collective of one rank returns its input."""
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    images, labels = torch.randn(64, 1, 28, 28, device=device), torch.randint(10, (64,), device=device)
+    plain = MnistNet().to(device)
+    models = [plain, DistributedDataParallel(copy.deepcopy(plain))]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+        for _ in range(5):
+            optimizer.zero_grad()
+            cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    need(weights_sha256(plain) == weights_sha256(models[1].module), "DDP on one rank gives other weights than a model without it")
+    values = torch.randn(2**22, device=device)
+    result = values.clone()
+    dist.all_reduce(result)
+    gathered = [torch.empty_like(values)]
+    dist.all_gather(gathered, values)
+    need(torch.equal(result, values) and torch.equal(gathered[0], values), "a collective of one rank changed its input")
+    dist.destroy_process_group()
+    return {"ranks": 1}
 
 
 def bf16(work: Path, device: str, dry_run: bool) -> dict[str, float]:
@@ -117,25 +175,56 @@ def bf16(work: Path, device: str, dry_run: bool) -> dict[str, float]:
 
 
 def resnet(work: Path, size: int, device: str, dry_run: bool) -> dict[str, float]:
-    """The speed of ResNet-50 on images of this size, in bf16: the digits, enlarged."""
-    batch = 128 if dry_run else 256
-    shape = [
-        "--model",
-        "resnet50",
-        "--image-size",
-        32 if dry_run else size,
-        "--batch-size",
-        batch,
-        "--epochs",
-        1 if dry_run else 5,
+    """The speed of ResNet-50 on images of this size, in bf16: the digits, repeated and enlarged."""
+    batch = 16 if dry_run else 256
+    write_digits(work / "data", batch * (12 if dry_run else 40))
+    options = ["--data", work / "data", "--model", "resnet50", "--image-size", 32 if dry_run else size]
+    train(work / "run", "train_ddp", device, *options, "--batch-size", batch, "--epochs", 1, "--precision", "bf16")
+    return speed(work / "run")
+
+
+def write_digits(folder: Path, train: int) -> None:
+    """Write this many digits for training as MNIST's files, the bundled ones repeated, and 64 for the evaluation."""
+    folder.mkdir()
+    for part, images, n in zip(("train", "t10k"), load_digits(), (train, 64), strict=True):
+        number = torch.arange(n) % len(images)
+        for name, values in (("images-idx3", images.pixels[number]), ("labels-idx1", images.labels[number].byte())):
+            header = bytes([0, 0, 8, values.dim()]) + b"".join(length.to_bytes(4, "big") for length in values.shape)
+            (folder / f"{part}-{name}-ubyte").write_bytes(header + values.numpy().tobytes())
+
+
+def bert_qa(work: Path, device: str, dry_run: bool) -> dict[str, float]:
+    """The speed of BERT-large (the shape of KcBERT's) on questions about long texts, whose windows are nearly all full."""
+    words = [f"{chr(0xAC00 + n)}{chr(0xAC00 + n * 7 % 11000)}" for n in range(0, 11000, 5)]
+    chance = random.Random(1)
+    texts = [" ".join(chance.choices(words, k=300)) for _ in range(24 if dry_run else 240)]
+    paragraphs = [
+        {"context": text, "qas": [{"id": str(n), "question": text[:9], "answers": [{"text": text[:5], "answer_start": 0}]}]}
+        for n, text in enumerate(texts)
     ]
-    return train(work / "run", "train_ddp", device, *shape, "--precision", "bf16")["speed"]
+    (work / "data").mkdir()
+    for name, part in (("train", paragraphs[4:]), ("dev", paragraphs[:4])):
+        content = {"version": "1", "data": [{"title": str(n), "paragraphs": [one]} for n, one in enumerate(part)]}
+        (work / f"data/{name}.json").write_text(json.dumps(content))
+    layers, hidden = (2, 64) if dry_run else (24, 1024)
+    config = {"model_type": "bert", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": hidden // 64}
+    (work / "shape.json").write_text(json.dumps(config | {"intermediate_size": 4 * hidden, "vocab_size": 30_000}))
+    create_model(work / "model", str(work / "shape.json"), "bert", texts, 1, WINDOW)
+    options = ["--data", work / "data", "--model", work / "model", "--epochs", 1, "--batch-size", 4 if dry_run else 16]
+    train(work / "run", "nlp.qa", device, *options, "--max-length", WINDOW, "--precision", "bf16", "--keep-checkpoints", 1)
+    return speed(work / "run")
 
 
 def llama(work: Path, lora: bool, device: str, dry_run: bool) -> dict[str, float]:
     """The speed of instruction tuning of a Llama model of a billion weights, whole or with LoRA."""
     layers, hidden, heads, key_values, inner = LLAMA[dry_run]
-    create_model(work / "tokenizer", "tiny", "gpt2", ["All that trains a tokenizer trains a tokenizer."], 1, 512)
+    chance = random.Random(1)
+    lines = [" ".join(str(chance.randrange(1000)) for _ in range(240)) for _ in range(48 if dry_run else 320)]
+    with (work / "data.jsonl").open("w") as file:
+        for line in lines:
+            messages = [{"role": "user", "content": line[:40]}, {"role": "assistant", "content": line}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    create_model(work / "tokenizer", "tiny", "gpt2", lines, 1, 512)
     tokenizer = transformers.AutoTokenizer.from_pretrained(work / "tokenizer")
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
@@ -144,14 +233,15 @@ def llama(work: Path, lora: bool, device: str, dry_run: bool) -> dict[str, float
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     save_model(work / "model", transformers.LlamaForCausalLM(config), tokenizer)
-    options = ["--model", work / "model", "--epochs", 1 if dry_run else 3, "--limit", 32 if dry_run else 1000]
-    options += [*(["--lora-rank", 8] if lora else []), "--precision", "bf16"]
-    return train(work / "run", "nlp.instruct", device, *options)["speed"]
+    options = ["--data", work / "data.jsonl", "--model", work / "model", "--epochs", 1, "--batch-size", 4 if dry_run else 16]
+    options += [*(["--lora-rank", 8] if lora else []), "--precision", "bf16", "--keep-checkpoints", 1]
+    train(work / "run", "nlp.instruct", device, *options)
+    return speed(work / "run")
 
 
-def texts(size: str, length: int, data: Path | None, device: str, dry_run: bool) -> dict[str, float]:
-    """Examples per second of each way of nlp.py, and the ratios of hpctrain to the others."""
-    options = ["--size", "tiny" if dry_run else size, "--max-length", length, "--precision", "bf16", "--device", device]
+def texts(data: Path | None, device: str, dry_run: bool) -> dict[str, float]:
+    """Examples per second of each way of nlp.py on reviews, and the ratios of hpctrain to the others."""
+    options = ["--size", "tiny" if dry_run else "base", "--precision", "bf16", "--device", device]
     options += ["--examples", 64 if dry_run else 3200, "--held-out", 64 if dry_run else 640, "--turns", 1 if dry_run else 3]
     options += ["--data", data.resolve()] if data else []
     output = run([sys.executable, str(Path(__file__).with_name("nlp.py"))], *options)
@@ -164,21 +254,47 @@ def texts(size: str, length: int, data: Path | None, device: str, dry_run: bool)
     return medians | {"times the tutorial": own / others[0], "times the best other": own / max(others)}
 
 
-def cases(data: Path | None, device: str, dry_run: bool) -> Iterator[tuple[str, Any]]:
-    """The name of each case, and a function of a folder that does not exist yet, which returns its figures."""
-    trainers = ["train_single", "train_ddp", "train_lightning", *(["train_horovod"] if find_spec("horovod") else [])]
+def checks(device: str, dry_run: bool) -> Iterator[tuple[str, Any]]:
+    """The name of each check, and a function of an empty folder, which returns its figures."""
+    trainers = [
+        "train_single",
+        "train_ddp",
+        "train_fsdp",
+        "train_lightning",
+        *(["train_horovod"] if find_spec("horovod") else []),
+    ]
     for trainer in trainers:
         yield f"{trainer}, CPU, GPU, resumed", lambda work, trainer=trainer: check_trainer(work, trainer, device)
-    yield "train_ddp, one rank of NCCL", lambda work: nccl(work, device)
+    yield "DDP, one rank of NCCL", lambda _: nccl(device)
     yield "train_ddp, bf16", lambda work: bf16(work, device, dry_run)
     for task in TASKS:
         yield f"nlp.{task}, CPU and GPU", lambda work, task=task: check_task(work, task, device)
+
+
+def measurements(data: Path | None, device: str, dry_run: bool) -> Iterator[tuple[str, Any]]:
+    """The same for what is measured, and must have the GPU for itself."""
     for size in (128, 224):
         yield f"ResNet-50, {size} pixels", lambda work, size=size: resnet(work, size, device, dry_run)
-    for size, length in (("base", 128), ("large", 384)):
-        yield f"BERT-{size}, {length} tokens", lambda _, size=size, length=length: texts(size, length, data, device, dry_run)
+    yield "BERT-base, reviews", lambda _: texts(data, device, dry_run)
+    yield f"BERT-large, {WINDOW} tokens", lambda work: bert_qa(work, device, dry_run)
     for lora in (True, False):
         yield f"Llama 1B, {'LoRA' if lora else 'whole'}", lambda work, lora=lora: llama(work, lora, device, dry_run)
+
+
+def run_case(case: str, measure: Callable[[Path], dict[str, float]]) -> dict[str, Any]:
+    """Run a case in a folder of its own, and print a line about it. No error of it must cost the others their results."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hpctrain-gpu-") as work:
+        try:
+            result: dict[str, Any] = {"case": case, "figures": measure(Path(work))}
+        except Failed as error:
+            result = {"case": case, "failed": str(error)}
+        except Exception as error:
+            result = {"case": case, "failed": f"{type(error).__name__}: {error}"}
+    result["seconds"] = round(time.monotonic() - start, 1)
+    text = result.get("failed") or "  ".join(f"{key} {value:.4g}" for key, value in result["figures"].items())
+    print(f"{'FAILED' if 'failed' in result else 'ok':6} {case:28} {result['seconds']:6} s  {text}", flush=True)
+    return result
 
 
 def draw(path: Path, title: str, results: list[dict[str, Any]]) -> None:
@@ -206,27 +322,22 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, with tiny sizes: shows only that everything runs")
     parser.add_argument("--data", type=Path, help="folder of NSMC for the text models (default: the sample data, repeated)")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the result (default: %(default)s)")
+    parser.add_argument("--nccl-rank", type=torch.device, metavar="DEVICE", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.nccl_rank:
+        device = torch.device("cuda", 0) if args.nccl_rank.type == "cuda" else args.nccl_rank
+        print(json.dumps(nccl_rank(device)))
+        return
     if not args.dry_run and not torch.cuda.is_available():
         sys.exit("gpu.py: torch sees no GPU here: run it on a node with one, or with --dry-run on a CPU")
     device = "cpu" if args.dry_run else "cuda"
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, a dry run"
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    results, began = [], time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hpctrain-gpu-") as temporary:
-        for number, (case, measure) in enumerate(cases(args.data, device, args.dry_run)):
-            start = time.monotonic()
-            work = Path(temporary, str(number))
-            work.mkdir()
-            try:
-                result: dict[str, Any] = {"case": case, "figures": measure(work)}
-            except Failed as error:
-                result = {"case": case, "failed": str(error)}
-            result["seconds"] = round(time.monotonic() - start, 1)
-            results.append(result)
-            text = result.get("failed") or "  ".join(f"{key} {value:.4g}" for key, value in result["figures"].items())
-            print(f"{'FAILED' if 'failed' in result else 'ok':6} {case:28} {result['seconds']:6} s  {text}", flush=True)
+    began = time.monotonic()
+    with ThreadPoolExecutor(max(1, min(4, len(os.sched_getaffinity(0)) // 4))) as pool:  # the checks mostly import, on CPUs
+        results = list(pool.map(lambda case: run_case(*case), checks(device, args.dry_run)))
+    results += [run_case(*case) for case in measurements(args.data, device, args.dry_run)]
     record = {"device": name, "date": time.strftime("%Y-%m-%d"), "command": sys.argv[1:], "versions": versions()}
     record |= {"seconds": round(time.monotonic() - began), "cases": results}
     (args.out / "gpu.json").write_text(json.dumps(record, indent=1) + "\n")

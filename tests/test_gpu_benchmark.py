@@ -27,18 +27,20 @@ def test_a_dry_run_in_the_image(site):
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((here / "runs/gpu/gpu.json").read_text())
     cases = {case["case"]: case["figures"] for case in record["cases"]}
-    trainers = ["train_single", "train_ddp", "train_lightning", "train_horovod"]
+    trainers = ["train_single", "train_ddp", "train_fsdp", "train_lightning", "train_horovod"]
     assert {f"{trainer}, CPU, GPU, resumed" for trainer in trainers} < set(cases)
     assert {f"nlp.{task}, CPU and GPU" for task in ("classify", "pair", "ner", "qa", "generate", "instruct")} < set(cases)
     assert cases["ResNet-50, 224 pixels"]["examples_per_s"] > 0
-    assert len(cases["BERT-base, 128 tokens"]) >= 3
+    assert cases["DDP, one rank of NCCL"] == {"ranks": 1}
+    assert len(cases["BERT-base, reviews"]) >= 3
+    assert cases["BERT-large, 384 tokens"]["padding_share"] < 0.25
     assert cases["Llama 1B, LoRA"]["tokens_per_s"] > 0
     assert (here / "runs/gpu/gpu.png").stat().st_size > 10_000
     shutil.rmtree(here)
 
 
 def test_wrong_results_are_seen(tmp_path, monkeypatch):
-    def train(folder, trainer, device, *options, start=gpu.HPCTRAIN):
+    def train(folder, trainer, device, *options, **variables):
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         shift = {"cpu": 0.0, "gpu": difference, "parts": difference}.get(folder.name, 0.0)
         torch.save({"model": {"weight": torch.ones(2) + shift}}, folder / "checkpoints/epoch-0002.pt")
@@ -53,6 +55,19 @@ def test_wrong_results_are_seen(tmp_path, monkeypatch):
     difference, digest = 0.0, "b"
     with pytest.raises(gpu.Failed, match="a resumed run has other weights"):
         gpu.check_trainer(tmp_path / "3", "train_ddp", "cuda")
+
+
+def test_the_start_of_a_run_is_no_part_of_its_speed(tmp_path):
+    figures = {"examples_per_s": 50.0, "tflops_per_gpu": 5.0, "mfu": 0.2, "step_ms_p50": 10.0}
+    (tmp_path / "result.json").write_text(json.dumps({"speed": figures}))
+    rates = [10.0, 90.0, 100.0, 110.0]  # of the first line, and of the others
+    lines = [{"step": 1, "test_loss": 1.0}, *({"examples_per_s": rate} for rate in rates)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    warm = {"examples_per_s": 100.0, "tflops_per_gpu": 10.0, "mfu": 0.4, "step_ms_p50": 10.0}
+    assert gpu.speed(tmp_path) == pytest.approx(warm)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[1]) + "\n")
+    with pytest.raises(gpu.Failed, match="too few steps"):
+        gpu.speed(tmp_path)
 
 
 def test_a_command_that_fails_is_named():

@@ -1,0 +1,135 @@
+"""Train MNIST's net and ResNet-50 on this CPU in three ways that take turns in one run: a tutorial's loop, and hpctrain twice.
+
+    python benchmarks/vision.py
+
+    (a) tutorial        a DataLoader of PIL images with their transforms, fp32, `loss.item()` in each step
+    (b) hpctrain        hpctrain train_single, with the allocator's settings of the launch scripts
+    (c) hpctrain, bf16  the same with --precision bf16 --fast-kernels
+
+All ways get the same images, model, optimizer and batch size. Each turn of a way is a process of its own, because the allocator
+reads its settings when a process starts. The time of a step is the median of the times from step to step, loading included.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+
+from hpctrain.vision.data import load_digits, load_mnist
+from hpctrain.vision.recipe import RECIPES
+
+WAYS = {"(a) tutorial": None, "(b) hpctrain": [], "(c) hpctrain, bf16": ["--precision", "bf16", "--fast-kernels"]}
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "536870912"}  # of launch/lib/job.sh
+# Training images, epochs and batch size.
+SIZES = {"mnist": (1280, 4, 32), "resnet50": (192, 1, 32)}
+
+
+class PilImages(Dataset):
+    """Images as torchvision's MNIST returns them, with its transforms Resize, ToTensor and Normalize."""
+
+    def __init__(self, folder: Path, side: int) -> None:
+        self._images, self._side = load_mnist(folder)[0], side
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        image = Image.fromarray(self._images.pixels[number].numpy())
+        if image.size != (self._side, self._side):
+            image = image.resize((self._side, self._side), Image.Resampling.BILINEAR)
+        pixels = torch.from_numpy(numpy.array(image)).float().div(255)[None]
+        return pixels.sub(0.1307).div(0.3081), int(self._images.labels[number])
+
+
+def train_as_in_tutorials(model_name: str, folder: Path) -> None:
+    """Train, and print the median time of a step in milliseconds."""
+    recipe = RECIPES[model_name]
+    _, epochs, batch_size = SIZES[model_name]
+    loader = DataLoader(PilImages(folder, recipe.side), batch_size, shuffle=True, drop_last=True)
+    torch.manual_seed(1)
+    model = recipe.model()
+    optimizer = recipe.optimizer(model.parameters(), lr=recipe.lr)
+    times = []
+    for _ in range(epochs):
+        running, last = 0.0, time.perf_counter()
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            running += loss.item()
+            now = time.perf_counter()
+            times.append(now - last)
+            last = now
+    print(1e3 * statistics.median(times))
+
+
+def write_idx(folder: Path, train: int) -> None:
+    """Write this many of the bundled digits as MNIST's files, and half a batch for the evaluation."""
+    folder.mkdir()
+    for part, images, n in zip(("train", "t10k"), load_digits(), (train, 16), strict=True):
+        for name, values in (("images-idx3", images.pixels[:n]), ("labels-idx1", images.labels[:n].byte())):
+            header = bytes([0, 0, 8, values.dim()]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+            (folder / f"{part}-{name}-ubyte").write_bytes(header + values.numpy().tobytes())
+
+
+def measure(model: str, way: str, folder: Path, out: Path) -> float:
+    """The median of a step in milliseconds, in a process of its own."""
+    options = WAYS[way]
+    env = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    if options is None:
+        command = [sys.executable, __file__, "--model", model, "--tutorial", str(folder)]
+        return float(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    _, epochs, batch_size = SIZES[model]
+    command = [sys.executable, "-m", "hpctrain", "train_single", "--model", model, "--data", str(folder), "--out", str(out)]
+    command += ["--epochs", str(epochs), "--batch-size", str(batch_size), "--device", "cpu", *options]
+    subprocess.run(command, env=env | ALLOCATOR, check=True, stdout=subprocess.DEVNULL)
+    return json.loads((out / "result.json").read_text())["speed"]["step_ms_p50"]
+
+
+def main() -> None:
+    """Run all ways in turns, so that other load on the machine affects them equally; print a table of medians for each model."""
+    parser = argparse.ArgumentParser(description="Compare training of images on a CPU: a tutorial's loop, and hpctrain.")
+    parser.add_argument("--model", choices=RECIPES, help="only this model (default: both)")
+    parser.add_argument("--turns", type=int, default=3, help="runs of each way (default: %(default)s)")
+    parser.add_argument("--tutorial", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.tutorial:
+        train_as_in_tutorials(args.model, args.tutorial)
+        return
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as temporary:
+        for model in [args.model] if args.model else RECIPES:
+            folder = Path(temporary, model)
+            write_idx(folder, SIZES[model][0])
+            steps: dict[str, list[float]] = {way: [] for way in WAYS}
+            for turn in range(args.turns):
+                for number, way in enumerate(sorted(WAYS, reverse=turn % 2 == 1)):  # the order is reversed in every second turn
+                    steps[way].append(measure(model, way, folder, Path(temporary, f"{model}-{turn}-{number}")))
+                    print(f"{model} turn {turn + 1}  {way:18}  {steps[way][-1]:8.2f} ms", flush=True)
+            batch_size = SIZES[model][2]
+            print(f"\n{model}, batches of {batch_size}, {torch.get_num_threads()} threads, medians of {args.turns} turns:\n")
+            print("| way | ms a step (range) | images/s | (a) in times of it (range) |\n|---|---|---|---|")
+            for way, values in steps.items():
+                ratios = [plain / own for plain, own in zip(steps["(a) tutorial"], values, strict=True)]
+                median, ratio = statistics.median(values), statistics.median(ratios)
+                print(
+                    f"| {way} | {median:.2f} ({min(values):.2f} to {max(values):.2f}) | {1e3 * batch_size / median:.1f} "
+                    f"| {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+                )
+            print()
+
+
+if __name__ == "__main__":
+    main()
