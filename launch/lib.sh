@@ -284,9 +284,12 @@ clean_up() {
     exit $status
 }
 
+# on_every_node COMMAND...: run this program on the nodes of the job that are left
 on_every_node() {
+    local count
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        timeout "$WITHIN" srun --overlap --mem=0 --nodes="$((NODES + SPARE_NODES))" --ntasks="$((NODES + SPARE_NODES))" --quiet "$@"
+        count=$(nodes_left | wc -l)
+        timeout "$WITHIN" srun --overlap --mem=0 --nodes="$count" --ntasks="$count" --quiet "$@"
     else
         "$@"
     fi

@@ -62,6 +62,27 @@ handle_term() {
     fi
 }
 
+# end_left_overs: end the processes that still have the output of this task after ten seconds, such as the server of an image. sshd
+# waits for them with the end of the connection, and horovodrun waits for that.
+end_left_overs() {
+    local key value process seconds parent=$$ spared=' ' left
+    [[ -p /proc/$$/fd/1 && -p /proc/$$/fd/2 ]] || return 0 # no pipes of this task alone
+    while [[ -r /proc/$parent/status ]]; do # this task, and what started it: they end by themselves
+        spared+="$parent "
+        while read -r key value; do [[ $key != PPid: ]] || parent=$value; done <"/proc/$parent/status"
+    done
+    for seconds in {0..10}; do
+        left=()
+        for process in /proc/[0-9]*; do
+            [[ $process/fd/1 -ef /proc/$$/fd/1 || $process/fd/2 -ef /proc/$$/fd/2 ]] || continue
+            [[ $spared == *" ${process#/proc/} "* ]] || left+=("${process#/proc/}")
+        done
+        ((${#left[@]})) || return 0
+        ((seconds == 10)) || sleep 1
+    done
+    kill -KILL "${left[@]}" 2>/dev/null || true
+}
+
 launcher=${1:-}
 WORDS=("${@:2}")
 WAIT_AND_REPORT='' ALIVE='' SHIELDED=''
@@ -108,6 +129,7 @@ status=0
 if [[ -n $WAIT_AND_REPORT ]]; then
     "$@" || status=$?
     ((status <= 128)) || echo "hpctrain: error: rank $RANK on $(uname -n) was ended by signal $((status - 128))" >&2
+    end_left_overs
 elif [[ -n $SHIELDED ]]; then
     run_shielded "$@" || status=$?
     [[ $launcher != none || ! -d $HPCTRAIN_CONTROL ]] || echo "$status" >"$HPCTRAIN_CONTROL/status"

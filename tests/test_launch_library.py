@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -338,6 +339,29 @@ def test_sigterm_to_a_task(programs, tmp_path, shown, folder, ends):
         task.terminate()
     assert task.returncode == (-signal.SIGTERM if ends == "signal" else 5)
     assert (tmp_path / "control/stop").exists() == (ends == "stop")
+
+
+def test_what_a_rank_of_horovodrun_leaves_does_not_keep_its_connection(tmp_path):
+    """sshd closes a connection when nobody has the output of its command; horovodrun waits for that, and so does this test."""
+    words = ["--", "bash", "-c", f"sleep 300 & echo $! >{tmp_path}/left; kill -KILL $$"]
+    env = BARE | {"HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CROSS_RANK": "0", "HPCTRAIN_WORLD_SIZE": "2"}
+    env |= {
+        "HPCTRAIN_TASKS_PER_NODE": "2",
+        "MASTER_PORT": "1",
+        "HPCTRAIN_HOST_PATH": BARE["PATH"],
+        "HPCTRAIN_COMMAND": shlex.join(words),
+    }
+    done = subprocess.run([REPOSITORY / "launch/task.sh", "horovodrun"], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 137 and re.search(r"rank 1 on \S+ was ended by signal 9", done.stderr), done.stderr
+    assert not Path(f"/proc/{(tmp_path / 'left').read_text().strip()}/fd/1").exists()
+
+
+def test_the_end_of_a_job_does_not_wait_for_a_node_that_does_not_answer(tmp_path):
+    for name, text in {"srun": "exec sleep 300", "scontrol": "echo NodeList=n1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{BARE['PATH']}", "SLURM_JOB_ID": "7"}
+    assert library("WITHIN=1; on_every_node true", **env).returncode == 124
 
 
 # Help and options
