@@ -226,6 +226,76 @@ def test_each_job_of_a_pbs_array_has_a_port(programs, tmp_path):
     assert len(ports) == 3
 
 
+QSTAT = """Job Id: 17.srv
+    Job_Name = hpctrain
+    job_state = R
+    run_count = 3
+    Account_Name = st-pi-1
+    Resource_List.select = 2:ncpus=2:mpiprocs=2
+    Resource_List.walltime = {}
+    Variable_List = PBS_O_HOME=/home/alice,PBS_O_QUEUE=workq,HPCTRAIN_IMAGE=/a,
+\t_long_name,HPCTRAIN_ROOT=/b,WORD=two, words
+    project = _pbs_project_default
+"""
+MPIRUN = """#!/bin/bash
+[[ $1 != --version ]] || { echo 'mpirun (Open MPI) 4.1.0' && exit; }
+echo '--resume runs/x' >"$HPCTRAIN_CONTROL/saved"
+[[ $WORD != fault ]] || exit 137
+[[ $HPCTRAIN_PBS_RERUNS == 2 ]] || exit 1
+echo trains >&2
+for ((i = 0; i < 300; i++)); do
+    [[ ! -e $HPCTRAIN_CONTROL/stop ]] || { sleep 2 && touch "$HPCTRAIN_CONTROL/stopped" && exit; }
+    sleep 0.1
+done
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["walltime", "fault", "fault again", "qdel", "walltime unknown", "no qsub"])
+def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
+    """With programs of PBS that only print and record; no PBS was at hand."""
+    texts = {
+        "mpirun": MPIRUN,
+        "qsub": f'#!/bin/bash\nprintf "%s\\n" "$@" "$(cat)" "$HPCTRAIN_RESTARTS" >{tmp_path}/asked\necho 18.srv\n',
+    }
+    limit = {"walltime": "00:00:16", "walltime unknown": "unlimited"}.get(case, "00:30:00")
+    texts["qstat"] = f"#!/bin/bash\n[[ $1 == -f && $2 == 17.srv ]] && cat {tmp_path}/shown\n"
+    (tmp_path / "shown").write_text(QSTAT.format(limit))
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    if case == "no qsub":
+        (tmp_path / "qsub").unlink()
+    env = programs | {
+        "PBS_ENVIRONMENT": "PBS_BATCH",
+        "PBS_JOBID": "17.srv",
+        "PBS_O_WORKDIR": str(tmp_path),
+        "PBS_O_QUEUE": "workq",
+    }
+    env |= {"PBS_NODEFILE": str(tmp_path / "nodes"), "WORD": "fault" if case.startswith("fault") or case == "no qsub" else "w"}
+    env |= {"HPCTRAIN_RESTARTS": "10"} if case == "fault again" else {}
+    script = [REPOSITORY / "launch/pbs_ddp.sh", "train_ddp", "--out", "a b"]
+    with subprocess.Popen(script, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        if case in ("qdel", "walltime unknown"):
+            assert job.stderr.readline() == "trains\n"
+            job.terminate()
+        said = job.stdout.read().splitlines()[-1]
+    resumed = f"{REPOSITORY}/launch/pbs_ddp.sh train_ddp --out a\\ b --resume runs/x"
+    if case in ("walltime", "fault"):
+        reason = "the ranks have saved a checkpoint and stopped" if case == "walltime" else "restart 1 of at most 10"
+        assert reason in said and said.endswith(": job 18.srv continues the run")
+        assert (tmp_path / "asked").read_text().splitlines() == [
+            "-j", "oe", "-W", "depend=afterany:17.srv", "-l", "select=2:ncpus=2:mpiprocs=2", "-l", f"walltime={limit}",
+            "-N", "hpctrain", "-A", "st-pi-1", "-q", "workq", "-v", "HPCTRAIN_RESTARTS,HPCTRAIN_IMAGE,HPCTRAIN_ROOT,WORD",
+            f"exec {resumed}", "1",
+        ]  # fmt: skip
+    else:
+        assert said.endswith(f"continue with echo {shlex.quote(resumed)} | qsub"), said
+        assert ("HPCTRAIN_REQUEUES allows no more" in said) == (case == "fault again")
+        assert not (tmp_path / "asked").exists()
+    assert job.returncode == (137 if "WORD" in env and env["WORD"] == "fault" else 75)
+
+
 @pytest.mark.parametrize(
     ("script", "env", "message"),
     [

@@ -12,7 +12,7 @@ import pytest
 from hpctrain import rendezvous
 from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, print_error
-from hpctrain.world import World, detect, job_id
+from hpctrain.world import World, detect, job_id, restart_count
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "17",
@@ -182,6 +182,10 @@ def test_job_id():
     assert job_id(SLURM_BATCH | {"SLURM_ARRAY_JOB_ID": "16", "SLURM_ARRAY_TASK_ID": "2"}) == "16_2"
     assert job_id({"PBS_JOBID": "17.server"}) == "17.server"
     assert len(job_id({})) == len("20261120-113500")
+
+
+def test_restarts_of_slurm_and_of_pbs():
+    assert [restart_count(env) for env in ({}, {"SLURM_RESTART_COUNT": "2"}, {"HPCTRAIN_PBS_RERUNS": "1"})] == [0, 2, 1]
 
 
 def test_a_gpu_that_is_not_there():

@@ -91,7 +91,7 @@ visible_gpus() {
 export_job_env() {
     local number
     NODES=${#HOSTS[@]}
-    check_numbers SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_RESTART_COUNT
+    check_numbers SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_RESTART_COUNT HPCTRAIN_RESTARTS
     [[ $JOB =~ ^[][A-Za-z0-9_-]+$ ]] ||
         die "'$JOB' is not the number of a job: unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
     ((GPUS == 0 || GPUS == TASKS)) || say "warning: $GPUS GPUs but $TASKS tasks per node: give --ntasks-per-node=$GPUS"

@@ -10,8 +10,9 @@
 # A signal to the ranks would also reach squashfuse, and without the image they end with "Bus error".
 # shellcheck shell=bash
 
-STOPPING='' # not empty: the job is to stop
+STOPPING='' # not empty: the job is to stop, because of this signal
 STOP_AT=0   # then the ranks are asked to stop, in SECONDS
+WALLTIME='' # of a PBS job, in seconds, if qstat tells it here
 KILL_AT=''  # then ranks that have not stopped are killed, in SECONDS
 
 # open_control: create HPCTRAIN_CONTROL in a batch job. A job of salloc or qsub -I has none: its user sees how it ends.
@@ -23,16 +24,45 @@ open_control() {
     export HPCTRAIN_CONTROL
     trap 'rm -rf "$HPCTRAIN_CONTROL"' EXIT
     trap request_stop USR1
+    [[ -z ${PBS_JOBID:-} ]] || read_pbs_fields
     [[ -z $EARLY_STOP ]] || request_stop
 }
 
-# request_stop: the trap for USR1 (sbatch --signal) and TERM (PBS at the end of the walltime, Slurm when it ends the job)
+# read_pbs_fields: PBS announces the end of the walltime by SIGTERM, seconds before SIGKILL. So this script gets USR1 two minutes
+# before it, as by sbatch --signal. And where PBS has run this job before, the ranks resume.
+read_pbs_fields() {
+    [[ ! $(pbs_field run_count) =~ ^[1-9][0-9]{0,8}$ ]] || export HPCTRAIN_PBS_RERUNS=$((BASH_REMATCH[0] - 1))
+    [[ $(pbs_field Resource_List.walltime) =~ ^([0-9]+):([0-9]+):([0-9]+)$ ]] || return 0
+    WALLTIME=$((10#${BASH_REMATCH[1]} * 3600 + 10#${BASH_REMATCH[2]} * 60 + 10#${BASH_REMATCH[3]}))
+    (
+        trap 'kill $!; exit' TERM
+        sleep $((WALLTIME > 120 ? WALLTIME - 120 : 0)) &
+        wait $!
+        kill -USR1 $$
+    ) </dev/null >/dev/null 2>&1 &
+    TIMER=$!
+    CLEAN_UP+=(end_timer)
+}
+
+end_timer() {
+    kill "$TIMER" 2>/dev/null
+}
+
+# request_stop [TERM]: the trap for USR1 (sbatch --signal), and for TERM (PBS at the end of the walltime and at qdel, Slurm when it
+# ends the job)
 request_stop() {
     local start end limit left
     [[ -z $STOPPING ]] || return 0
-    STOPPING=1 STOP_AT=$SECONDS
-    if start=$(date -d "$(job_field StartTime)" +%s 2>/dev/null) && end=$(date -d "$(job_field EndTime)" +%s 2>/dev/null); then
+    STOPPING=${1:-USR1} STOP_AT=$SECONDS
+    start=$(job_field StartTime) end=$(job_field EndTime)
+    if [[ $STOPPING == TERM ]]; then
+        : # now
+    elif [[ -n $WALLTIME ]]; then
+        limit=$WALLTIME left=$((WALLTIME - SECONDS))
+    elif [[ -n $start && -n $end ]] && start=$(date -d "$start" +%s 2>/dev/null) && end=$(date -d "$end" +%s 2>/dev/null); then
         limit=$((end - start)) left=$((end - $(date +%s)))
+    fi
+    if [[ -n ${limit:-} ]]; then
         # Slurm sends the signal at the start of a job whose time limit is not longer than --signal. Such a job trains for half of it.
         ((limit > 240 || left <= limit / 2)) || STOP_AT=$((SECONDS + left - limit / 2))
         # The last third of the time is for ending the ranks and requeuing the job.
@@ -48,7 +78,8 @@ ask_to_stop() {
 # run_launcher: run COMMAND and return its exit status. It runs in the background, because bash runs traps between commands only.
 run_launcher() {
     local status=0 launcher
-    trap request_stop USR1 TERM
+    trap request_stop USR1
+    trap 'request_stop TERM' TERM
     "${COMMAND[@]}" &
     launcher=$!
     [[ -n $STOPPING ]] || wait "$launcher" || status=$?
@@ -114,7 +145,7 @@ guard_batch_script() {
 
 # conclude STATUS: requeue the job whose launcher ended with STATUS, or say why it does not go on. Returns the script's exit status.
 conclude() {
-    local status=$1 control=$HPCTRAIN_CONTROL restarts=${SLURM_RESTART_COUNT:-0} option='' why=''
+    local status=$1 control=$HPCTRAIN_CONTROL restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}} option='' why='' number
     trap '' USR1 TERM # a requeue ends this script
     { read -r option <"$control/saved"; } 2>/dev/null || true
     if [[ -e $control/stopped && $status == @(0|75) ]] || [[ -e $control/stop && $status == 75 ]]; then
@@ -148,10 +179,40 @@ conclude() {
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         say "$why: requeuing the job"
         scontrol requeue "$(job_id)" || say "Slurm does not requeue the job: $(how_to_resume)"
+    elif number=$(submit_again "$restarts"); then
+        say "$why: job $number continues the run"
     else
         say "$why: $(how_to_resume)"
     fi
     return "$status"
+}
+
+# submit_again RESTARTS: submit another PBS job like this one, which begins after it and continues the run, and print its number. PBS
+# lets only operators requeue a running job. Not after TERM, because the user may have deleted the job.
+submit_again() {
+    local name value names=HPCTRAIN_RESTARTS options=(-j oe -W "depend=afterany:$PBS_JOBID")
+    [[ $STOPPING != TERM && $PBS_JOBID != *'['* ]] && command -v qsub >/dev/null || return 1
+    value=$(pbs_field Resource_List.select) && [[ -n $value ]] || return 1
+    options+=(-l "select=$value")
+    for name in walltime place; do
+        value=$(pbs_field "Resource_List.$name")
+        [[ -z $value ]] || options+=(-l "$name=$value")
+    done
+    for name in '-N Job_Name' '-A Account_Name' '-P project'; do
+        value=$(pbs_field "${name#* }")
+        [[ -z $value || $value == _pbs_project_default ]] || options+=("${name% *}" "$value")
+    done
+    [[ -z ${PBS_O_QUEUE:-} ]] || options+=(-q "$PBS_O_QUEUE")
+    # The variables that the user gave qsub. Their values may hold commas, and -v takes them from here.
+    while read -r name; do
+        [[ ! -v $name ]] || names+=,$name
+    done < <(pbs_field Variable_List | tr , '\n' | sed -n '/^PBS_/d;s/^\([A-Za-z_][A-Za-z0-9_]*\)=.*/\1/p')
+    HPCTRAIN_RESTARTS=$(($1 + 1)) qsub "${options[@]}" -v "$names" <<<"exec $(words_to_resume)"
+}
+
+# pbs_field NAME: print this field of qstat -f, which folds long lines
+pbs_field() {
+    qstat -f "$PBS_JOBID" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g' | sed -n "s/^ *$1 = //p" || true
 }
 
 # job_id: print the number of the job; of a task of an array ARRAY_TASK, because one task has the number of the whole array
@@ -169,10 +230,17 @@ job_field() {
     [[ -z ${SLURM_JOB_ID:-} ]] || scontrol show job "$(job_id)" 2>/dev/null | grep -oP "\b$1=\K\S+" || true
 }
 
-# how_to_resume: print the command that continues the run in another job. `option` is what rank 0 wrote to saved.
+# words_to_resume: print the launch script and its arguments that continue the run. `option` is what rank 0 wrote to saved.
+words_to_resume() {
+    local words
+    words=$(printf '%q ' "$ROOT/launch/$SCRIPT" "${OPTIONS_GIVEN[@]}" "${ARGUMENTS[@]}")
+    echo "${words%"$option "}$option"
+}
+
+# how_to_resume: print the command that continues the run in another job
 how_to_resume() {
     local words
-    words="$(printf '%q ' "$ROOT/launch/$SCRIPT" "${OPTIONS_GIVEN[@]}" "${ARGUMENTS[@]}")$option"
+    words=$(words_to_resume)
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         echo "continue with sbatch $words"
     else

@@ -188,8 +188,8 @@ def job_id(env: Mapping[str, str] = os.environ) -> str:
 
 
 def restart_count(env: Mapping[str, str] = os.environ) -> int:
-    """How often Slurm has started this job again, after a node failure or a preemption."""
-    return int(env.get("SLURM_RESTART_COUNT") or 0)
+    """How often Slurm or PBS has started this job again, after a node failure or a preemption."""
+    return int(env.get("SLURM_RESTART_COUNT") or env.get("HPCTRAIN_PBS_RERUNS") or 0)
 
 
 def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:
