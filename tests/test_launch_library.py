@@ -656,5 +656,5 @@ def test_the_list_of_the_scripts_own_variables_is_complete():
     assigned |= set(re.findall(r"mapfile -t ([A-Z_]+)", text))
     exported = {name for line in re.findall(r"\bexport (.*)", text) for name in re.findall(r"\b([A-Z][A-Z_]*)\b", line)}
     others = {"IFS", "REPLY", "OWN_NAMES", "USERS_VARIABLES", "VARIABLE", "KEY"}  # the last two are in messages
-    found = {name for name in assigned - exported - others if not name.startswith(("HPCTRAIN_", "SLURM_", "PBS_"))}
+    found = {name for name in assigned - exported - others if not name.startswith(("APPTAINER_", "HPCTRAIN_", "SLURM_", "PBS_"))}
     assert found <= set(own_names()), found - set(own_names())
