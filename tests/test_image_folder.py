@@ -374,6 +374,7 @@ def digest(folder):
     [
         ("train_ddp", "shards", 4),
         ("train_lightning", "images", 2),
+        ("train_horovod", "shards", 2),
     ],
 )
 def test_a_run_cut_within_an_epoch_is_resumed_bit_for_bit(request, tmp_path, trainer, data, ranks):
