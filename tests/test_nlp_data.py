@@ -531,7 +531,7 @@ def test_files_that_are_not_used_are_named(tmp_path):
         (tmp_path / name).touch()
     assert data.describe_unused(tmp_path) == (
         f"{tmp_path}: not used: README.md, ratings.txt "
-        "(a data file has one of the words train, validation, valid, val, dev, test in its name)"
+        "(a data file has one of the words train, validation, valid, val, dev, testa, test, testb in its name)"
     )
     (tmp_path / "ratings.txt").unlink()
     (tmp_path / "README.md").unlink()
