@@ -176,7 +176,7 @@ def test_missing_column_and_value_of_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"review": ["a", None], "stars": [1, 0]}), path)
     assert_error(read, path, "row 2: its column 'review' has no value", 1)
     parquet.write_table(pyarrow.table({"review": ["a"], "stars": [0.5]}), path)
-    assert_error(read, path, "row 1 has no 'label' of type str: expected an object with text and label", 0)
+    assert_error(read, path, "row 1: the label is a number, not one class: give --problem regression", 0)
 
 
 def test_text_outside_of_its_memory_is_refused(tmp_path):
