@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 HOME = "/home/alice/hpctrain"
 LEFT = """
-ls -d /tmp/hpctrain-container-* /dev/shm/sharens_* 2>/dev/null
+ls -d /tmp/hpctrain-container-{}-* /dev/shm/sharens_* 2>/dev/null
 pgrep -u alice -fl '^(/usr/bin/squashfuse|Apptainer|appinit)'
 """
 
@@ -50,8 +50,8 @@ def wait_for(condition, seconds=120):
         time.sleep(0.1)
 
 
-def left(cluster, node):
-    return cluster.exec(node, "sh", "-c", LEFT, check=False).stdout
+def left(cluster, node, job=0):
+    return cluster.exec(node, "sh", "-c", LEFT.format(job), check=False).stdout
 
 
 def test_each_node_mounts_the_image_once(cluster):
@@ -61,7 +61,7 @@ def test_each_node_mounts_the_image_once(cluster):
     output = cluster.host_path(f"{HOME}/slurm-{job.id}.out").read_text()
     assert job.state == "COMPLETED" and re.findall(r"mounts (\d+)", output) == ["1"] * 8, output
     for node in job.nodes:
-        wait_for(lambda node=node: not left(cluster, node))
+        wait_for(lambda node=node: not left(cluster, node, job.id))
 
 
 def test_a_job_that_is_canceled_or_fails_leaves_nothing(cluster):
@@ -74,11 +74,11 @@ def test_a_job_that_is_canceled_or_fails_leaves_nothing(cluster):
     number = cluster.submit("--nodelist=n1,n2", *options, "./sleep.py", cwd=HOME)
     output = cluster.host_path(f"{HOME}/slurm-{number}.out")
     wait_for(lambda: output.exists() and output.read_text().count("sleeps") == 4)
-    assert f"hpctrain-container-{number}" in left(cluster, "n2")
+    assert f"hpctrain-container-{number}" in left(cluster, "n2", number)
     cluster.exec("login", "scancel", str(number), user="alice")
     assert cluster.wait(number).state == "CANCELLED" and cluster.wait(failing).state == "FAILED"
-    for node in ("n1", "n2", "n3", "n4"):
-        wait_for(lambda node=node: not left(cluster, node))
+    for node, job in (("n1", number), ("n2", number), ("n3", failing), ("n4", failing)):
+        wait_for(lambda node=node, job=job: not left(cluster, node, job))
 
 
 def tasks(cluster, words, path=""):
