@@ -5,10 +5,14 @@ launch/lib/requeue.sh.
 """
 
 import json
+import os
 import re
 import time
+from functools import partial
 
 import pytest
+import warm_start
+from test_own_trainer import EXAMPLES, result, run_script
 
 pytestmark = pytest.mark.slow
 
@@ -262,6 +266,33 @@ def test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to(clust
     assert weights[0] == weights[1]
     steps = [[json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
     assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_trainer_of_a_user_ends_with_the_weights_of_a_run_that_nothing_happened_to(cluster, tmp_path, name):
+    """An example with more and slower data, on two nodes: asked to stop within an epoch, as before a time limit, and requeued."""
+    text = EXAMPLES[name].read_text()
+    changes = [("512", "4096"), ("epochs=3", "epochs=2"), ("\nimport torch\n", "\nimport time\n\nimport torch\n")]
+    changes.append((getitem := re.search(r"    def __getitem__.*\n", text)[0], f"{getitem}        time.sleep(0.002)\n"))
+    for before, after in changes:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    script = folder(cluster, f"long_{name}.py")
+    script.write_text(text)
+    number = cluster.submit(*HERE, "--ntasks-per-node=1", SCRIPT, script.name, cwd=HOME, env=BARE | {"OMP_NUM_THREADS": "1"})
+    run = folder(cluster, f"runs/{name}-{number}")
+    wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text())
+    cluster.exec("login", "scancel", "--signal=USR1", "--batch", str(number), user="alice")
+    job = cluster.wait(number)
+    output = folder(cluster, f"slurm-{number}.out").read_text(errors="replace")  # a bar of tqdm may be cut
+    assert (job.state, int(shown(cluster, number, "Restarts"))) == ("COMPLETED", 1), output
+    assert said(output) == ["hpctrain: the ranks have saved a checkpoint and stopped: requeuing the job"]
+    step = re.search(r"resuming from runs/\S+/checkpoint-(\d+)|resuming after epoch \d+ and (\d+) steps", output)
+    assert step and int(step[1] or step[2]) % 128, output
+    ranks = warm_start.torchrun_ranks(2, [], os.environ | {"HPCTRAIN_JOB": "7"}, partial(run_script, script))
+    whole = warm_start.run(ranks, tmp_path)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert json.loads((run / "result.json").read_text())["weights_sha256"] == result(name, tmp_path)
 
 
 def test_a_trainer_that_diverges_is_not_requeued(cluster):
