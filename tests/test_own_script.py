@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from slurm_cluster import REPOSITORY
+from test_train import in_image
 from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.utils.data import Dataset
@@ -347,3 +348,13 @@ def test_a_trainer_of_transformers_joins_on_cpus_or_the_end_says_so(tmp_path):
         assert (done.returncode, done.stdout) == (0, f"DistributedType.{kind}\n"), done.stderr
         alone = "hpctrain: 2 ranks ran this script, and accelerate, which transformers uses, let each train alone"
         assert (alone in done.stderr) == (kind == "NO"), done.stderr
+
+
+@pytest.mark.slow
+def test_horovod_that_srun_started(tmp_path):
+    """Where MPI and horovodrun are missing, it does not know the other ranks."""
+    launcher = in_image("python", RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, HPCTRAIN_WORLD_SIZE=2)
+    code = "import horovod.torch as hvd; hvd.init(); print(hvd.size())"
+    done = subprocess.run([*launcher, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stdout + done.stderr
+    assert "hpctrain: 2 ranks ran this script, and rank 0 never joined the others" in done.stderr, done.stderr

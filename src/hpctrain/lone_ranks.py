@@ -7,6 +7,7 @@ So this imports little.
 import atexit
 import os
 import sys
+import threading
 from typing import Any
 
 from hpctrain.errors import UsageError, print_error
@@ -77,9 +78,13 @@ def watch_rank_0() -> None:
         distributed_c10d._new_process_group_helper = original
         return original(*args, **kwargs)
 
+    def ask_horovod() -> None:
+        nonlocal joined
+        joined = joined or _joined_by_horovod()
+
     def report() -> None:
         failed = hasattr(sys, "last_type")  # Python has printed a traceback
-        if not (joined or failed or _joined_by_horovod() or _joined_by_mpi()):
+        if not (joined or failed or _joined_by_mpi()):
             print_error(
                 f"hpctrain: {ranks} ranks ran this script, and rank 0 never joined the others: each did the same work alone. "
                 "Call torch.distributed.init_process_group(), or start a script for Horovod by launch/apptainer_horovod.sh; "
@@ -93,6 +98,8 @@ def watch_rank_0() -> None:
 
     distributed_c10d._new_process_group_helper = join
     atexit.register(report)
+    # Python calls this before the functions of atexit, of which Horovod's shutdown comes first.
+    threading._register_atexit(ask_horovod)
 
 
 def _is_alone_in_accelerate() -> bool:
@@ -101,7 +108,7 @@ def _is_alone_in_accelerate() -> bool:
 
 
 def _joined_by_horovod() -> bool:
-    """Whether Horovod has several ranks, or had: after its shutdown it does not tell."""
+    """Whether Horovod has several ranks, or had: after a shutdown by the script it does not tell."""
     hvd = sys.modules.get("horovod.torch")
     return hvd is not None and (not hvd.is_initialized() or hvd.size() > 1)
 
