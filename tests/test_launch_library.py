@@ -296,6 +296,13 @@ def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
     assert job.returncode == (137 if "WORD" in env and env["WORD"] == "fault" else 75)
 
 
+@pytest.mark.parametrize("number", ["x", "-1", "08"])
+def test_an_invalid_number_of_restarts(number):
+    done = library("open_control", HPCTRAIN_REQUEUES=number)
+    message = f"hpctrain: error: HPCTRAIN_REQUEUES is '{number}': set it to a number of restarts"
+    assert done.returncode != 0 and done.stderr.splitlines() == [message]
+
+
 @pytest.mark.parametrize(
     ("script", "env", "message"),
     [

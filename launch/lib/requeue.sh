@@ -17,7 +17,7 @@ KILL_AT=''  # then ranks that have not stopped are killed, in SECONDS
 
 # open_control: create HPCTRAIN_CONTROL in a batch job. A job of salloc or qsub -I has none: its user sees how it ends.
 open_control() {
-    [[ ${HPCTRAIN_REQUEUES:=10} =~ ^[0-9]+$ ]] || die "HPCTRAIN_REQUEUES is '$HPCTRAIN_REQUEUES': set it to a number of restarts"
+    [[ ${HPCTRAIN_REQUEUES:=10} =~ ^(0|[1-9][0-9]{0,8})$ ]] || die "HPCTRAIN_REQUEUES is '$HPCTRAIN_REQUEUES': set it to a number of restarts"
     [[ -z $DRY_RUN && (${ENVIRONMENT:-} == BATCH || ${PBS_ENVIRONMENT:-} == PBS_BATCH) ]] || return 0
     # All runtimes show /tmp in the image. They do not show SLURM_TMPDIR.
     HPCTRAIN_CONTROL=$(mktemp -d /tmp/hpctrain-control.XXXXXXXX) || die "/tmp of $(hostname) cannot be written: exclude this node"
