@@ -54,7 +54,7 @@ run_shielded() {
 # shellcheck disable=SC2329 # the trap calls it
 handle_term() {
     asked=1
-    [[ -d $HPCTRAIN_CONTROL ]] || return 0
+    has_control || return 0
     if [[ $(job_field JobState) == RUNNING && $(job_field PreemptTime) == None ]]; then
         kill -TERM "$child" 2>/dev/null || true
     else
@@ -132,7 +132,7 @@ if [[ -n $WAIT_AND_REPORT ]]; then
     end_left_overs
 elif [[ -n $SHIELDED ]]; then
     run_shielded "$@" || status=$?
-    [[ $launcher != none || ! -d $HPCTRAIN_CONTROL ]] || echo "$status" >"$HPCTRAIN_CONTROL/status"
+    [[ $launcher != none ]] || ! has_control || echo "$status" >"$HPCTRAIN_CONTROL/status"
     [[ -z $ALIVE ]] || leave_node_container
     # End by the same signal, for srun to report it.
     trap - TERM

@@ -230,6 +230,149 @@ def test_the_launch_scripts_make_a_secret_and_print_none(tmp_path):
     assert secrets[0] != secrets[1]
 
 
+# Everybody who reaches the store of torchrun's rendezvous can list its keys.
+PICKLER = (
+    EVIL
+    + """
+import base64, os, pickle, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("localhost", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=60))
+while not (keys := [key for key in store.list_keys() if "torch.rendezvous." in key]):
+    time.sleep(0.1)
+store.set(keys[0], base64.b64encode(pickle.dumps(Evil())).decode())
+print("has written", flush=True)
+os._exit(0)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_a_pickle_at_the_rendezvous_of_torchrun_is_not_executed(tmp_path, nodes):
+    """torchrun waits for its second node, or with --min-nodes for a moment whether one comes."""
+    port, env = free_port(), os.environ | {"HPCTRAIN_JOB_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", f"--nnodes={nodes}", "--nproc-per-node=1", "--rdzv-id=17"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--no-python", "sleep", "60"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, text=True, **streams) as torchrun:
+        try:
+            code = [sys.executable, "-c", PICKLER, port]
+            stranger = subprocess.run(code, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+            output, _ = torchrun.communicate(timeout=100)
+        finally:
+            torchrun.kill()
+    assert stranger.stdout == "has written\n", stranger.stderr
+    assert not (tmp_path / "executed").exists()
+    assert torchrun.returncode == 1 and "something that is not a torchrun of this job wrote to its rendezvous" in output, output
+
+
+@pytest.mark.slow
+def test_torchruns_of_a_job_agree_with_a_secret(tmp_path):
+    port = free_port()
+    command = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=17"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--no-python", "sh", "-c", "echo rank $RANK"]
+    env = os.environ | {"HPCTRAIN_JOB_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
+    nodes = [subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        assert sorted(node.communicate(timeout=100)[0] for node in nodes) == ["rank 0\n", "rank 1\n"]
+    finally:
+        for node in nodes:
+            node.kill()
+
+
+# ---- files and links of another user ----
+
+BY_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make files for another user")
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """Give a file, a link, or a folder to another user; returns it."""
+
+    def give(path):
+        for each in [path, *path.rglob("*")]:
+            os.chown(each, 1234, 1234, follow_symlinks=False)
+        return path
+
+    (tmp_path / "mine").write_text("mine")
+    yield give
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@BY_ROOT
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_of_somebody_else_does_not_stop_a_job(tmp_path, monkeypatch, theirs, is_link):
+    """Its name, on a node where the launch script has none, can be seen on the node where it has one."""
+    from hpctrain import requeue
+
+    control = tmp_path / "control"
+    control.mkdir(mode=0o777)
+    (control / "stop").touch()
+    for name in ("status", "saved"):
+        (control / name).symlink_to(tmp_path / "mine")
+    if is_link:
+        control.rename(tmp_path / "folder")
+        control.symlink_to(tmp_path / "folder")
+        os.chown(control, 1234, 1234, follow_symlinks=False)
+    else:
+        theirs(control)
+    monkeypatch.setenv("HPCTRAIN_CONTROL", str(control))
+    assert not requeue.stop_requested()
+    requeue.report_saved(None)
+    requeue.report_failed()
+    env = os.environ | {"SLURM_JOB_ID": "17", "HPCTRAIN_CACHE": str(tmp_path)}
+    subprocess.run([REPOSITORY / "launch/task.sh", "none", "--", "true"], env=env, check=True, timeout=100)
+    assert sorted(path.name for path in control.iterdir()) == ["saved", "status", "stop"]
+
+
+@BY_ROOT
+def test_no_container_is_entered_that_somebody_else_names(tmp_path, theirs):
+    """The folder has everything that the tasks of this node expect, before the first of them has made it."""
+    folder = tmp_path / "container"
+    (folder / "tasks").mkdir(parents=True)
+    (folder / "name").write_text("theirs\n")
+    os.mkfifo(folder / "alive")
+    theirs(folder)
+    code = f"""
+        set -euo pipefail
+        source {REPOSITORY}/launch/lib/launcher.sh
+        source {REPOSITORY}/launch/lib/node_container.sh
+        ALIVE='' WORDS=(apptainer exec x.sif -- true)
+        enter_node_container
+        echo "${{WORDS[*]}}$ALIVE"
+    """
+    env = os.environ | {"HPCTRAIN_NODE_CONTAINER": str(folder), "RANK": "1"}
+    done = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "apptainer exec x.sif -- true\n", done.stderr
+
+
+@BY_ROOT
+@pytest.mark.parametrize("name", [f".probe.{os.getpid()}", "metrics.jsonl", "logs/rank-0.log", "token"])
+def test_links_in_a_run_folder_that_others_can_write(tmp_path, theirs, name):
+    """Their names can be predicted."""
+    from hpctrain import atomic, tunnel
+
+    (tmp_path / "logs").mkdir()
+    link = tmp_path / name
+    link.symlink_to(tmp_path / "mine")
+    theirs(link)
+    if name == "token":
+        with tunnel.Tunnel("serve", tmp_path) as opened:
+            assert link.read_text() == opened.token + "\n" and not link.is_symlink()
+    elif name.startswith(".probe"):
+        from argparse import Namespace
+
+        from hpctrain.errors import HpctrainError
+        from hpctrain.run_folder import prepare_folder
+
+        with pytest.raises(HpctrainError, match=r"cannot be written \(File exists\)"):
+            prepare_folder("train_ddp", Namespace(out=tmp_path, resume=None))
+    else:
+        with pytest.raises(PermissionError, match="a link that another user made"):
+            atomic.open_to_append(link)
+
+
 # ---- models ----
 
 

@@ -1,6 +1,7 @@
 """Examples of tar files: order, content, workers and a resume; and tar files that are damaged or of another kind."""
 
 import io
+import subprocess
 import tarfile
 
 import pytest
@@ -76,3 +77,12 @@ def test_a_tar_file_that_was_cut_after_the_start(shards):
     shards[1].write_bytes(shards[1].read_bytes()[:520])
     with pytest.raises(HpctrainError, match=r"train-000001\.tar: ends within a/005.cls"):
         dataset[5]
+
+
+def test_a_sparse_file_is_refused(tmp_path):
+    """Its size, here 4 TB, is not what the tar file has of it."""
+    with (tmp_path / "0.jpg").open("wb") as file:
+        file.truncate(2**42)
+    subprocess.run(["tar", "--sparse", "-cf", "train.tar", "0.jpg"], cwd=tmp_path, check=True)
+    with pytest.raises(HpctrainError, match=r"train\.tar: 0\.jpg is a sparse file: make this tar file without --sparse"):
+        TarShards([tmp_path / "train.tar"])

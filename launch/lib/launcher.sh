@@ -69,7 +69,8 @@ launch_with_torchrun() {
         ((MIN_NODES == 0)) || make_elastic
     fi
     LAUNCH+=("$TASK" none)
-    PYTHON=(python -m torch.distributed.run --nnodes="$range" --nproc-per-node="$TASKS" --max-restarts="$MAX_RESTARTS"
+    resolve_folder "$ROOT" # the name by which it is bound
+    PYTHON=(python "$REPLY/launch/lib/torchrun.py" --nnodes="$range" --nproc-per-node="$TASKS" --max-restarts="$MAX_RESTARTS"
         "${rendezvous[@]}")
 }
 

@@ -22,10 +22,11 @@ enter_node_container() {
             mkfifo "$folder/alive" && mkdir "$folder/tasks" "$folder/tasks/$RANK" && start_node_container || true
             break
         fi
-        # It may be somebody else's.
-        [[ -O $folder && ! -L $folder ]] && ((SECONDS < deadline)) || return 0
+        is_own "$folder" && ((SECONDS < deadline)) || return 0
         sleep 0.05
     done
+    # It may be somebody else's, who saw its name on another node, and has everything in it that is expected here.
+    is_own "$folder" || return 0
     # shellcheck disable=SC2034 # task.sh reads it
     { [[ -p $folder/alive ]] && exec {ALIVE}<>"$folder/alive"; } || return 0
     [[ -z $child ]] || publish_node_container
@@ -36,6 +37,10 @@ enter_node_container() {
     [[ -n $name ]] || return 0
     WORDS=(env -u APPTAINER_SHARENS "APPTAINER_CONFIGDIR=$folder" "${WORDS[0]}" exec "instance://$name"
         "${WORDS[@]:$(index_of_command)-1}")
+}
+
+is_own() {
+    [[ -O $1 && ! -L $1 ]]
 }
 
 # start_node_container: start the container; `child` is its process, which waits for the other end of the pipe

@@ -28,6 +28,12 @@ open_control() {
     [[ -z $EARLY_STOP ]] || request_stop
 }
 
+# has_control: whether this node has that folder. On another node somebody else can make one of its name, whose links point to files
+# of this user.
+has_control() {
+    [[ -d $HPCTRAIN_CONTROL && -O $HPCTRAIN_CONTROL && ! -L $HPCTRAIN_CONTROL ]]
+}
+
 # read_pbs_fields: PBS announces the end of the walltime by SIGTERM, seconds before SIGKILL. So this script gets USR1 two minutes
 # before it, as by sbatch --signal. And where PBS has run this job before, the ranks resume.
 read_pbs_fields() {

@@ -50,6 +50,16 @@ def _check_link(path: Path) -> None:
         raise PermissionError(errno.EPERM, "a link that another user made", str(path))
 
 
+def open_to_append(path: Path) -> IO[str]:
+    """Open a text file, in UTF-8, which grows in its place; created if there is none. Links of other users raise OSError."""
+    _check_link(path)
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    return open(os.path.realpath(path) if path.is_symlink() else path, "a", encoding="utf-8", opener=opener)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a whole text file, in UTF-8."""
     with file(path) as opened:

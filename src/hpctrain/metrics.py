@@ -58,7 +58,7 @@ class Metrics:
 
     def _open(self) -> None:
         self._board: SummaryWriter | None = None
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = atomic.open_to_append(self._path)
 
     def _show(self, step: float, values: dict[str, float]) -> None:
         if self._board is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from hpctrain import atomic
 from hpctrain.errors import HpctrainError, print_error
 from hpctrain.redaction import hide_secrets
 from hpctrain.world import World
@@ -21,7 +22,7 @@ def open_log(path: Path, world: World) -> IO[str]:
     Of the exception that the death of another rank causes, stderr gets one line.
     """
     try:
-        log = path.open("a", encoding="utf-8")
+        log = atomic.open_to_append(path)
     except OSError as error:
         raise HpctrainError(f"{path}: cannot be written ({error.strerror}): is {path.parent} shared by all nodes?") from error
     faulthandler.enable(log)

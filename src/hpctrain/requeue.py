@@ -14,6 +14,7 @@ torchrun numbers the nodes by their names. On other nodes, and without a launch 
 
 import os
 import shlex
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from hpctrain import atomic
 
 def stop_requested() -> bool:
     """Whether the launch script has asked this job to save and to end, as the ranks on its node can see."""
-    folder = os.environ.get("HPCTRAIN_CONTROL")
-    return bool(folder) and Path(folder, "stop").exists()
+    folder = _folder()
+    return folder is not None and (folder / "stop").exists()
 
 
 def report_saved(resume_with: Path | None) -> None:
@@ -41,8 +42,17 @@ def report_failed() -> None:
     _write("failed", "")
 
 
-def _write(name: str, text: str) -> None:
+def _folder() -> Path | None:
+    """The folder, if this node has it. On another node somebody else may have made one of that name in /tmp."""
     folder = Path(os.environ.get("HPCTRAIN_CONTROL", ""))
-    if folder.is_absolute() and folder.is_dir():
+    with suppress(OSError):
+        status = folder.lstat()
+        if folder.is_absolute() and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            return folder
+    return None
+
+
+def _write(name: str, text: str) -> None:
+    if folder := _folder():
         with suppress(OSError):  # a full /tmp is no reason to end the training
             atomic.write_text(folder / name, text)

@@ -48,7 +48,8 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
             for part in [folder / "checkpoints", *checkpoint.list_newest_first(folder)]:  # a sharded one is a folder
                 atomic.remove_leftovers(part)
         probe = folder / f".probe.{os.getpid()}"
-        probe.write_bytes(bytes(16_000))
+        with probe.open("xb") as file:  # no link of somebody else's
+            file.write(bytes(16_000))
         probe.unlink()
     except OSError as error:
         raise HpctrainError(

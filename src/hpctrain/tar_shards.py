@@ -95,6 +95,8 @@ def _examples_in(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
                 stem, _, extension = name.partition(".")
                 if not member.isfile() or not stem or not extension:  # folders, and hidden files such as ._NAME of macOS
                     continue
+                if member.issparse():  # its content is not in one place
+                    raise HpctrainError(f"{path}: {member.name} is a sparse file: make this tar file without --sparse")
                 key = f"{folder}/{stem}" if folder else stem
                 if not examples or examples[-1][0] != key:
                     examples.append((key, {}))

@@ -52,8 +52,9 @@ class Tunnel:
             refuse_throw_away(self._folder)
             self.token_file = self._folder.resolve() / "token"
             self.token_file.unlink(missing_ok=True)
-            self.token_file.touch(mode=0o600, exist_ok=False)
-            self.token_file.write_text(self.token + "\n", encoding="ascii")
+            # Opened once: in a folder of others, what has this name can be another file a moment later.
+            with os.fdopen(os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(self.token + "\n")
         except OSError as error:
             raise HpctrainError(
                 f"{self._folder}: cannot be written ({error.strerror}): start this in a folder of your own, or name one by --out"

@@ -1,0 +1,43 @@
+"""torchrun with signed states of its rendezvous, for launch/lib/launcher.sh.
+
+The torchruns of a job agree on its nodes by a pickle in a store, whose port has no password. Whoever writes another pickle there
+runs code in each of them. Here the pickle is behind its HMAC-SHA256 with HPCTRAIN_JOB_SECRET, and one without it is not read.
+
+This runs in any image, whose version of hpctrain may be another one. So it imports nothing of hpctrain.
+"""
+
+import hmac
+import os
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+LENGTH = 32  # bytes of a signature
+
+
+def sign(content: bytes) -> bytes:
+    """The signature of a state."""
+    return hmac.digest(os.environ["HPCTRAIN_JOB_SECRET"].encode(), b"torchrun " + content, "sha256")
+
+
+def dumps(state: object) -> bytes:
+    """The pickle of a state behind its signature."""
+    content = pickle.dumps(state)
+    return sign(content) + content
+
+
+def loads(signed: bytes) -> Any:  # noqa: ANN401 - as pickle.loads()
+    """The state of dumps(). Raises PickleError if its signature is wrong."""
+    content = signed[LENGTH:]
+    if not hmac.compare_digest(signed[:LENGTH], sign(content)):
+        raise pickle.PickleError("something that is not a torchrun of this job wrote to its rendezvous, which is not read")
+    return pickle.loads(content)
+
+
+if __name__ == "__main__":
+    if os.environ.get("HPCTRAIN_JOB_SECRET") and hasattr(dynamic_rendezvous, "pickle"):
+        dynamic_rendezvous.pickle = SimpleNamespace(dumps=dumps, loads=loads, PickleError=pickle.PickleError)
+    run.main()
