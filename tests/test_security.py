@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -345,6 +346,31 @@ def test_no_container_is_entered_that_somebody_else_names(tmp_path, theirs):
     env = os.environ | {"HPCTRAIN_NODE_CONTAINER": str(folder), "RANK": "1"}
     done = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, timeout=100)
     assert done.stdout == "apptainer exec x.sif -- true\n", done.stderr
+
+
+@BY_ROOT
+def test_a_name_of_apptainer_that_somebody_else_has_taken():
+    """The ranks of the node start without a common container, and at once."""
+    # Both shells are one process.
+    code = f"""
+        touch "$shm"$$
+        exec setpriv --reuid=1234 --regid=1234 --clear-groups bash -c '
+            set -euo pipefail
+            source {REPOSITORY}/launch/lib/launcher.sh
+            source {REPOSITORY}/launch/lib/node_container.sh
+            WORDS=(sleep exec x.sif -- true)
+            enter_node_container
+            echo "$SECONDS ${{WORDS[*]}} $shm$$"
+            leave_node_container'
+    """
+    # not in the folders of pytest, which are for its user alone
+    folder = f"/tmp/hpctrain-container-0-{os.urandom(8).hex()}"
+    env = os.environ | {"HPCTRAIN_NODE_CONTAINER": folder, "RANK": "0", "shm": "/dev/shm/sharens_instance_"}
+    done = subprocess.run(["bash", "-c", code], cwd="/", env=env, capture_output=True, text=True, timeout=100)
+    seconds, *words, taken = done.stdout.split() or pytest.fail(done.stderr)
+    Path(taken).unlink()
+    assert int(seconds) < 30 and words == ["sleep", "exec", "x.sif", "--", "true"] and not Path(folder).exists()
+    assert re.fullmatch(r"hpctrain: on .* each rank mounts the image: .*Operation not permitted\n", done.stderr), done.stderr
 
 
 @BY_ROOT

@@ -45,7 +45,12 @@ is_own() {
 
 # start_node_container: start the container; `child` is its process, which waits for the other end of the pipe
 start_node_container() {
-    rm -f "/dev/shm/sharens_instance_$$"
+    # Somebody else may have taken this name of Apptainer's, in which Apptainer waits for a byte.
+    if ! rm -f "/dev/shm/sharens_instance_$$" 2>"$folder/error"; then
+        false &
+        child=$!
+        return
+    fi
     APPTAINER_CONFIGDIR=$folder "${WORDS[0]}" exec --sharens "${WORDS[@]:2:$(index_of_command)-3}" cat \
         <"$folder/alive" >/dev/null 2>"$folder/error" &
     child=$!
@@ -65,7 +70,7 @@ publish_node_container() {
         fi
         sleep 0.02
     done
-    rm -f "$ready"
+    rm -f "$ready" 2>/dev/null || true
     echo "$name" >"$folder/name.part"
     mv "$folder/name.part" "$folder/name"
 }
