@@ -198,15 +198,15 @@ dist.PrefixStore = lambda prefix, store: print(prefix) or make(prefix, store)
 def test_signatures_hold_for_one_rank_and_one_purpose(monkeypatch):
     from hpctrain import rendezvous
 
-    plain = rendezvous._seal("id", "id of", 1).encode()
-    assert rendezvous._verify(plain, "id of", 1) == "id"
+    plain = rendezvous.seal("id", "id of", 1).encode()
+    assert rendezvous.verify(plain, "id of", 1) == "id"
     monkeypatch.setenv("HPCTRAIN_JOB_SECRET", SECRET)
-    entry = rendezvous._seal("id", "id of", 1).encode()
-    assert rendezvous._verify(entry, "id of", 1) == "id"
-    assert not any(rendezvous._verify(entry, *context) for context in (("id of", 2), ("joined by", 1), ()))
-    assert rendezvous._verify(plain, "id of", 1) is None and rendezvous._verify(entry[:-1], "id of", 1) is None
+    entry = rendezvous.seal("id", "id of", 1).encode()
+    assert rendezvous.verify(entry, "id of", 1) == "id"
+    assert not any(rendezvous.verify(entry, *context) for context in (("id of", 2), ("joined by", 1), ()))
+    assert rendezvous.verify(plain, "id of", 1) is None and rendezvous.verify(entry[:-1], "id of", 1) is None
     monkeypatch.setenv("HPCTRAIN_JOB_SECRET", SECRET[::-1])
-    assert rendezvous._verify(entry, "id of", 1) is None and rendezvous._verify(b"\xff", "id of", 1) is None
+    assert rendezvous.verify(entry, "id of", 1) is None and rendezvous.verify(b"\xff", "id of", 1) is None
 
 
 def test_the_launch_scripts_make_a_secret_and_print_none(tmp_path):
@@ -280,6 +280,23 @@ def test_torchruns_of_a_job_agree_with_a_secret(tmp_path):
     finally:
         for node in nodes:
             node.kill()
+
+
+def test_a_verdict_and_news_of_a_stranger_are_ignored(tmp_path):
+    """Who lists the keys of the store knows the prefix. The second rank would end at once, without a word."""
+    watch = """
+import time
+from hpctrain.watchdog import Watchdog
+dog = Watchdog(world, 6, sys.stderr)
+store = rendezvous.connect_again()
+if world.rank == 0:
+    for key, text in {"verdict": "end", "news of 0": "5", "news of 1": "[]"}.items():
+        store.set(key, text)
+""".strip()
+    work = "for _ in range(40): dog.step(); time.sleep(0.1)\ndog.stop(); print('done')"
+    code = rank("\n".join(watch.splitlines() + work.splitlines()).replace("\n", "\n        "))
+    done = start_ranks(tmp_path, code, code, HPCTRAIN_JOB_SECRET=SECRET)
+    assert done == [(0, "done\n", "")] * 2
 
 
 # ---- files and links of another user ----

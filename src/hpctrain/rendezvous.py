@@ -159,14 +159,14 @@ def _wait_for_all_ranks(world: World, store: dist.Store, address: str) -> dist.S
                 for key in {_own_key("id of", rank), f"id of {rank}"}:
                     if not store.check([key]):
                         continue
-                    its_id = _verify(store.get(key), "id of", rank)
+                    its_id = verify(store.get(key), "id of", rank)
                     if its_id:
-                        store.set(f"answer to {its_id}", _seal(start_id, "answer to", its_id))
+                        store.set(f"answer to {its_id}", seal(start_id, "answer to", its_id))
                     elif rank not in strangers:
                         strangers.add(rank)
                         _warn_of_stranger(f"rank {rank}", address)
                 key = f"{start_id} joined by {rank}"
-                if store.check([key]) and _verify(store.get(key), "joined by", rank) == start_id:
+                if store.check([key]) and verify(store.get(key), "joined by", rank) == start_id:
                     missing.remove(rank)
             time.sleep(0.02)
         message = ""
@@ -175,14 +175,14 @@ def _wait_for_all_ranks(world: World, store: dist.Store, address: str) -> dist.S
                 f"{format_ranks(missing)} of {world.size} did not join at {address} within {JOIN_TIMEOUT.seconds} s "
                 f"({format_ranks(set(range(world.size)) - missing)} did): check that every rank started, and look at its node"
             )
-        store.set(f"{start_id} error", _seal(message, "error", start_id))
+        store.set(f"{start_id} error", seal(message, "error", start_id))
         if message:
             time.sleep(1)  # for the other ranks to read it before the store ends with this process
             raise HpctrainError(message)
     else:
-        store.set(_own_key("id of", world.rank), _seal(start_id, "id of", world.rank))
+        store.set(_own_key("id of", world.rank), seal(start_id, "id of", world.rank))
         its_id = _read_from_rank_0(store, f"answer to {start_id}", ("answer to", start_id), address)
-        store.set(f"{its_id} joined by {world.rank}", _seal(its_id, "joined by", world.rank))
+        store.set(f"{its_id} joined by {world.rank}", seal(its_id, "joined by", world.rank))
         if _read_from_rank_0(store, f"{its_id} error", ("error", its_id), address):
             raise SystemExit(0)  # rank 0 prints it: see all_or_none()
         start_id = its_id
@@ -206,7 +206,7 @@ def _read_from_rank_0(store: dist.Store, key: str, context: tuple[object, ...], 
     deadline = time.monotonic() + timeout.total_seconds()
     warned = False
     store.wait([key], timeout)
-    while (text := _verify(store.get(key), *context)) is None:
+    while (text := verify(store.get(key), *context)) is None:
         if not warned:
             warned = True
             _warn_of_stranger("rank 0", address)
@@ -231,14 +231,14 @@ def _own_key(*parts: object) -> str:
     return _sign("key", *parts) or " ".join(map(str, parts))
 
 
-def _seal(text: str, *context: object) -> str:
+def seal(text: str, *context: object) -> str:
     """The text behind its signature, which holds in this context only: an entry cannot be copied to another place."""
     signature = _sign(text, *context)
     return f"{signature} {text}" if signature else text
 
 
-def _verify(entry: bytes, *context: object) -> str | None:
-    """The text of _seal(), or None if its signature is wrong."""
+def verify(entry: bytes, *context: object) -> str | None:
+    """The text of seal(), or None if its signature is wrong."""
     content = entry.decode(errors="replace")
     signature, _, text = content.partition(" ")
     expected = _sign(text, *context)

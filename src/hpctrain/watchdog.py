@@ -2,7 +2,8 @@
 
 Otherwise the ranks wait for one that is stopped, or whose node or network is gone, until their collective times out, after half
 an hour. From the first step on, a thread of each rank tells rank 0 through the store of the rendezvous that the rank is alive,
-which step it has finished, and which line it executes. A second thread judges: it does no input or output that could hang.
+which step it has finished, and which line it executes. What others write there is not signed, and ignored. A second thread
+judges: it does no input or output that could hang.
 
 A rank is lost when its news do not change for `limit` seconds. If nothing on its node answers, the node itself may be dead.
 Then the scheduler gets the time that it takes to notice (HPCTRAIN_NODE_TIMEOUT, from the launch scripts): it requeues the job,
@@ -27,7 +28,7 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from hpctrain.errors import HpctrainError, print_error
-from hpctrain.rendezvous import connect_again, gather
+from hpctrain.rendezvous import connect_again, gather, seal, verify
 from hpctrain.world import World
 
 NEWS_PER_LIMIT, JUDGMENTS_PER_LIMIT = 12, 30
@@ -86,12 +87,13 @@ class Watchdog:
             news: News = (count, self._steps, self._is_training(), describe_line(self._main))
             try:
                 store = store or connect_again()
-                store.set(f"news of {self._world.rank}", json.dumps(news))
+                store.set(f"news of {self._world.rank}", seal(json.dumps(news), "news of", self._world.rank))
                 told = [rank for rank in self._watched if rank in self._news or store.check([f"news of {rank}"])]
                 if told:
                     texts = store.multi_get([f"news of {rank}" for rank in told])
-                    self._news |= {rank: tuple(json.loads(text)) for rank, text in zip(told, texts, strict=True)}
-                over = self._world.rank != 0 and store.check(["verdict"])
+                    verified = {rank: verify(text, "news of", rank) for rank, text in zip(told, texts, strict=True)}
+                    self._news |= {rank: tuple(json.loads(text)) for rank, text in verified.items() if text is not None}
+                over = self._world.rank != 0 and store.check(["verdict"]) and verify(store.get("verdict"), "verdict") is not None
             except (dist.DistError, RuntimeError, ValueError, HpctrainError):
                 store = None  # connect again; the judge notices if that does not help
                 continue
@@ -169,7 +171,7 @@ class Watchdog:
 
     def _tell_verdict(self) -> None:
         with suppress(dist.DistError, RuntimeError, ValueError):
-            connect_again().set("verdict", "end")
+            connect_again().set("verdict", seal("end", "verdict"))
 
     def _dump(self) -> None:
         """Write the stacks of all threads into the log of this rank, once."""
