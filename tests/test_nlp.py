@@ -158,6 +158,17 @@ def test_resumed_run_ends_with_the_same_weights(task, tmp_path):
     assert result(cut)["weights_sha256"] == result(whole)["weights_sha256"] and scores(cut) == scores(whole)
 
 
+def test_an_attempt_that_failed_leaves_no_model_to_the_next_one(trained, config, tmp_path):
+    """--resume auto without a checkpoint starts anew, with the data and the options of now."""
+    first = tmp_path / "a.txt"
+    first.write_text("id\tdocument\tlabel\n" + "1\t좋다\t1\n" * 20)
+    out = tmp_path / "run"
+    with pytest.raises(HpctrainError, match="all training examples have the same label"):
+        train("classify", out, *FOUR, "--from-scratch", "tiny", "--seed", 2, "--data", first)
+    train("classify", out, *FOUR, "--from-scratch", config, "--resume", "auto")
+    assert result(out)["weights_sha256"] == result(trained)["weights_sha256"] and scores(out) == scores(trained)
+
+
 def test_an_epoch_that_is_over_by_other_options_is_refused(tmp_path):
     """Lightning would train the rest of it, which is nothing, without a word."""
     options = ["--epochs", 1, "--limit", 40, "--from-scratch", "tiny", "--checkpoint-every", 4]

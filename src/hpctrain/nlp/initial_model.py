@@ -26,7 +26,9 @@ def get_initial_model(task: Task, args: argparse.Namespace, run: Run, train: lis
         return resolve_model(args.model, run.world)
     folder = run.folder / "from-scratch"
     with all_or_none(run.world):
-        if run.world.rank == 0 and not folder.exists():  # it exists if the run is resumed
+        # It belongs to the checkpoint that a run is resumed from. Without one it is of an attempt that failed, perhaps with other
+        # options or data, and is replaced.
+        if run.world.rank == 0 and not (run.resume_from and folder.exists()):
             texts = list(dict.fromkeys(text for example in train for text in task.get_texts(example)))
             vocabulary = create_model(folder, args.from_scratch, task.kind, texts, args.seed, args.max_length)
             run.print(
