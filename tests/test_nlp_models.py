@@ -25,7 +25,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.nlp import classify, data, features, ner, qa
 from hpctrain.nlp.hub import resolve_data, resolve_model
 from hpctrain.nlp.model_folder import check_sizes, load_tokenizer, make_card, save_model
-from hpctrain.nlp.scratch import SIZES, create_model, make_config
+from hpctrain.nlp.scratch import LONGEST_WORD, SIZES, create_model, cut_words, make_config
 from hpctrain.world import World
 
 ALONE = World(0, 1, 0, 1, 0, 1, "single")
@@ -443,6 +443,17 @@ def test_bert_from_scratch_keeps_hangul_case_and_accents(tmp_path, small_config)
     assert "##나" not in tokenizer("##나").tokens()
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_tokenizer_trained_on_a_million_characters_without_white_space(kind, tmp_path):
+    """The trainers of tokenizers would take hours for such a word, such as an image in base64."""
+    long = "가나" * 500_000
+    create_model(tmp_path / "m", "tiny", kind, ["가나 다라", long], 1, 128)
+    tokenizer = load_tokenizer(tmp_path / "m")
+    assert "가나" in tokenizer.decode(tokenizer("가나")["input_ids"])
+    assert cut_words(long).replace("\n", "") == long and max(map(len, cut_words(long).split("\n"))) == LONGEST_WORD
+    assert [cut_words(text) for text in (*TEXTS, "가" * LONGEST_WORD, " ")] == [*TEXTS, "가" * LONGEST_WORD, " "]
+
+
 def test_gpt2_from_scratch_encodes_any_text_and_has_its_own_padding_token(gpt2):
     tokenizer = load_tokenizer(gpt2)
     text = "처음 보는 글: Ünïcödé 🎬 龍!"
@@ -527,7 +538,7 @@ def test_unusable_config_or_texts_are_named(small_config, tmp_path):
         make("big")
     with pytest.raises(HpctrainError, match=r"config\.json: its model_type is 'bert', but this task needs 'gpt2'"):
         make(small_config, "gpt2")
-    with pytest.raises(HpctrainError, match=r"all 2 are empty"):
+    with pytest.raises(HpctrainError, match=r"all of them are empty"):
         make("tiny", texts=["", " "])
     broken = tmp_path / "config.json"
     broken.write_text('{"model_type": "bert", "hidden_size": 33, "num_attention_heads": 2}')

@@ -1,6 +1,7 @@
 """Models from scratch: random weights, and a tokenizer trained on the training texts (--from-scratch)."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ SIZES = {
     "base": Size(12, 768, 32000),
 }
 POSITIONS = 512  # positions of a model; a multiple of it if --max-length needs more
+LONGEST_WORD = 1000  # characters without white space among them that a tokenizer is trained on
 KINDS = {"bert": ("BertConfig", "BertModel"), "gpt2": ("GPT2Config", "GPT2LMHeadModel")}
 
 
@@ -48,9 +50,7 @@ def create_model(folder: Path, config: str, kind: str, texts: Sequence[str], see
     Raises HpctrainError: a configuration of another kind, no text, a folder that cannot be written.
     """
     if not any(text.strip() for text in texts):
-        raise HpctrainError(
-            f"--from-scratch trains a tokenizer on the training texts, but all {len(texts)} are empty: check --data"
-        )
+        raise HpctrainError("--from-scratch trains a tokenizer on the training texts, but all of them are empty: check --data")
     settings = make_config(config, kind)
     tokenizer = _train_tokenizer(kind, texts, settings.vocab_size)
     settings.vocab_size = len(tokenizer)
@@ -98,11 +98,20 @@ def make_config(config: str, kind: str) -> "PretrainedConfig":
         raise HpctrainError(f"{path}: not the configuration of a {kind} model ({describe_error(error)}): fix the file") from error
 
 
+def cut_words(text: str) -> str:
+    """The text, with a line break after each LONGEST_WORD characters that have no white space among them.
+
+    The time of the tokenizers' trainers grows with the square of a word: a text of a million such characters takes hours.
+    """
+    return re.sub(rf"\S{{{LONGEST_WORD}}}(?=\S)", r"\g<0>\n", text)
+
+
 def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTrainedTokenizerFast":
     """A tokenizer with at most `vocabulary` subword tokens, but at least all single bytes or common characters.
 
     It is a function of the texts alone.
     """
+    texts = [cut_words(text) for text in texts]
     # A word that occurs once gets no token of its own: the model would memorize it.
     options = {"vocab_size": vocabulary, "min_frequency": 2, "show_progress": False}
     if kind == "gpt2":
