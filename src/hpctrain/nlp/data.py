@@ -27,6 +27,7 @@ TABLES = {".csv", ".tsv", ".json", JSON_LINES, ".parquet", ".arrow"}  # what --c
 TABLES_BELOW = ("*/data-*.arrow", "*/*.parquet")  # others there are not data: state.json, cache-*.arrow
 NSMC_COLUMNS = ("id", "document", "label")
 MAGIC_OF_TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")  # the first bytes of Parquet, of a file and of a stream of Arrow
+MAGIC_OF_PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"(\xb5/\xfd": "zstd"}
 MAX_ERRORS = 100  # of a file that are kept
 SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which is no text
 
@@ -207,6 +208,10 @@ def read_text(path: Path) -> str:
         raise HpctrainError(f"{path}: cannot be read ({error.strerror}): give --data a folder or a file") from error
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16 -t utf-8")
+    if content[1:4:2] == b"\0\0" and content[:1] != b"\0":  # what begins with ASCII, such as a header, without a mark
+        raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16le -t utf-8")
+    if packed := next((name for magic, name in MAGIC_OF_PACKED.items() if content.startswith(magic)), None):
+        raise HpctrainError(f"{path}: compressed with {packed}, not text: unpack the file first")
     if content.startswith(MAGIC_OF_TABLES):
         raise HpctrainError(f"{path}: a table of Parquet or Arrow, not text: name its columns with --columns FIELD=COLUMN")
     try:
