@@ -153,7 +153,7 @@ def test_empty_documents_nan_quotes_and_unicode_separators_are_text(tmp_path):
         (NSMC_HEADER.encode() + "1\t좋다\t1\n".encode("cp949"), "line 2: not UTF-8", 0),
         ((NSMC_HEADER + "1\t좋다\t1\n").encode("utf-16"), "UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16", 0),
         ((NSMC_HEADER + "1\t좋다\t1\n").encode("utf-16-le"), "UTF-16, not UTF-8: convert .* -f utf-16le -t utf-8", 0),
-        (gzip.compress(NSMC_HEADER.encode()), r"ratings\.txt: compressed with gzip, not text: unpack the file first", 0),
+        (gzip.compress(NSMC_HEADER.encode(), mtime=0), r"ratings\.txt: compressed with gzip, not text: unpack the file first", 0),
     ],
 )
 def test_error_in_a_tsv_names_the_line(tmp_path, content, message, left):
