@@ -79,6 +79,23 @@ def test_the_digest_goes_into_the_configuration_of_this_start(tmp_path, monkeypa
     assert config(tmp_path / "run", "config.2.json")["image_digest"] == DIGEST
 
 
+@pytest.mark.parametrize(("width", "error"), [(1, "has 1 epochs already"), (2, "weight")])
+def test_a_finished_run_that_refuses_to_be_resumed_stays_as_it_was(tmp_path, width, error):
+    """`hpctrain runs` would show it as stopped otherwise."""
+    opened, model = start(tmp_path / "run"), torch.nn.Linear(2, 1)
+    opened.resume(torch.device("cpu"), 1, model)
+    opened.start_epoch(1, 1, 1)
+    opened.step(torch.tensor(1.0))
+    opened.end_epoch()
+    opened.save({"model": model.state_dict(), "optimizer": {}})
+    finish(opened)
+    before = sorted((tmp_path / "run").iterdir())
+    again = start(tmp_path / "run", resume=tmp_path / "run")
+    with pytest.raises(HpctrainError, match=error):
+        again.resume(torch.device("cpu"), 1, torch.nn.Linear(2, width))
+    assert sorted((tmp_path / "run").iterdir()) == before
+
+
 @pytest.mark.parametrize("content", [None, "", "sha256:abc", "\0\xff"])
 def test_a_digest_that_is_not_known_in_time_is_left_out(tmp_path, monkeypatch, content):
     monkeypatch.setenv("HPCTRAIN_IMAGE_DIGEST_FILE", str(tmp_path / "digest"))

@@ -44,7 +44,7 @@ from hpctrain.rank_log import open_log
 from hpctrain.redaction import hide_secrets
 from hpctrain.rendezvous import all_or_none, broadcast, gather
 from hpctrain.requeue import report_saved, report_stopped
-from hpctrain.run_folder import AUTO, finished_epochs, prepare_folder
+from hpctrain.run_folder import AUTO, finished_epochs, prepare_folder, withdraw_if_refused
 from hpctrain.speed import StepTimes, T, gather_most, gather_tokens, gpu_percent, peak_memory
 from hpctrain.watchdog import Watchdog
 from hpctrain.world import World, restart_count
@@ -92,9 +92,8 @@ class Run:
         with all_or_none(world):
             if world.rank == 0:
                 self._config = write_config(self.folder, world, trainer, args, device)
-        if world.rank == 0:
-            self.print(f"run folder {self.folder}, {world.size} ranks on {world.nodes} nodes ({world.launcher}), {device.type}")
-            self._metrics = Metrics(self.folder, vars(args).get("wandb", False))
+                self.print(f"run folder {folder}, {world.size} ranks on {world.nodes} nodes ({world.launcher}), {device.type}")
+                self._metrics = Metrics(self.folder, vars(args).get("wandb", False))
         self._watchdog = Watchdog(world, args.watchdog, self._log)
         self._args, self._device = args, device
         self.times = StepTimes(make_profile(args, self.folder / "profile", trainer, world, device))
@@ -134,23 +133,24 @@ class Run:
             if self.world.rank == 0:
                 self._metrics.rewind(0)
             return None
-        chosen = ""
-        with all_or_none(self.world):
-            if self.world.rank == 0:
-                chosen = str(checkpoint.find_fitting(self.resume_from, model, entry))
-        self.resume_from = Path(broadcast(self.world, chosen))
-        with all_or_none(self.world):
-            state = checkpoint.open_lazily(self.resume_from) if self.in_parts else checkpoint.load(self.resume_from, device)
-        self.epoch, self._step = state["epoch"], state["step"]
-        self.best.load(state["best"], self.epoch)
-        if (self.epoch >= epochs or self.best.has_stalled) and self.epoch <= finished_epochs(self.resume_from.parent.parent):
-            if restart_count() > 0 or self._args.resume == AUTO:  # Slurm may requeue a job that has completed
-                self.print(f"{self.folder} has {self.epoch} epochs already: nothing to do")
-                self._leave()
-            larger = "larger --epochs" if self.epoch >= epochs else "larger --patience, with --force,"
-            raise UsageError(f"{self.folder} has {self.epoch} epochs already: give a {larger} to continue")
-        if text := compare_options(self._args, state["options"], free, self.resume_from):
-            self.print(f"--force: continuing with {text}")
+        with withdraw_if_refused(self._config if self.world.rank == 0 else None, self._owner):
+            chosen = ""
+            with all_or_none(self.world):
+                if self.world.rank == 0:
+                    chosen = str(checkpoint.find_fitting(self.resume_from, model, entry))
+            self.resume_from = Path(broadcast(self.world, chosen))
+            with all_or_none(self.world):
+                state = checkpoint.open_lazily(self.resume_from) if self.in_parts else checkpoint.load(self.resume_from, device)
+            self.epoch, self._step = state["epoch"], state["step"]
+            self.best.load(state["best"], self.epoch)
+            if (self.epoch >= epochs or self.best.has_stalled) and self.epoch <= finished_epochs(self.resume_from.parent.parent):
+                if restart_count() > 0 or self._args.resume == AUTO:  # Slurm may requeue a job that has completed
+                    self.print(f"{self.folder} has {self.epoch} epochs already: nothing to do")
+                    self._leave()
+                larger = "larger --epochs" if self.epoch >= epochs else "larger --patience, with --force,"
+                raise UsageError(f"{self.folder} has {self.epoch} epochs already: give a {larger} to continue")
+            if text := compare_options(self._args, state["options"], free, self.resume_from):
+                self.print(f"--force: continuing with {text}")
         self._steps, self._unlogged, self._nonfinite.skipped = state["steps"], state["unlogged"], state["skipped"]
         losses = state["losses"]
         # On another number of ranks each takes an equal part of their sum.

@@ -4,6 +4,8 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain import atomic, checkpoint
@@ -58,6 +60,21 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
     if own:
         resume = checkpoint.find_newest(folder)  # the last owner may have written until now
     return folder, resume, owner
+
+
+@contextmanager
+def withdraw_if_refused(config: Path | None, owner: Owner) -> Iterator[None]:
+    """Leave a run that refuses to be resumed as it was: without an owner, and without `config`, the config.N.json of this start.
+
+    `config` is None on ranks other than 0, which do nothing.
+    """
+    try:
+        yield
+    except HpctrainError:
+        if config:
+            config.unlink(missing_ok=True)
+            owner.release()
+        raise
 
 
 def finished_epochs(folder: Path) -> float:
