@@ -207,3 +207,16 @@ def test_values_that_are_not_finite_are_left_out(tmp_path):
 )
 def test_a_time_as_people_say_it(seconds, text):
     assert format_seconds(seconds) == text
+
+
+def test_a_reader_that_ends_and_folders_of_others(tmp_path):
+    """No traceback: of `hpctrain runs | head`, and of a colleague's run, whose folder is for its user alone."""
+    make_run(tmp_path / "run")
+    command = [sys.executable, "-m", "hpctrain"]
+    with subprocess.Popen([*command, "runs", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 141)
+    (tmp_path / "run/config.json").unlink()
+    (tmp_path / "run/config.json").mkdir()
+    done = subprocess.run([*command, "report", tmp_path / "run"], capture_output=True, text=True)
+    assert done.returncode == 1 and "config.json: cannot be read" in done.stderr and done.stderr.count("\n") == 1

@@ -33,6 +33,7 @@ def main(function: Callable[[World], object], world: World | None = None) -> NoR
         world = world or detect()
         rank = world.rank
         function(world)
+        sys.stdout.flush()
     except HpctrainError as error:
         status = _report(error, rank)
     except (ImportError, AttributeError):
@@ -41,6 +42,13 @@ def main(function: Callable[[World], object], world: World | None = None) -> NoR
         raise
     except EndEarly:
         pass
+    except BrokenPipeError:  # the reader of the output has ended, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
+    except KeyboardInterrupt:
+        status = 130
+        if rank == 0:
+            print_error("hpctrain: interrupted")
     except SystemExit as end:
         if end.code != REQUEUE:
             report_failed()  # another rank prints the error, or the script has

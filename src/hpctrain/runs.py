@@ -32,13 +32,12 @@ def find(folder: Path) -> Iterator[Path]:
 
 def read_configs(run: Path) -> list[dict[str, Any]]:
     """What config.json says, and config.2.json and so on of a run that was resumed. Raises HpctrainError, naming the file."""
-    paths = [run / "config.json"]
-    while (following := run / f"config.{len(paths) + 1}.json").exists():
-        paths.append(following)
-    configs = [read_json(path) for path in paths]
-    for path, config in zip(paths, configs, strict=True):
-        if not isinstance(config.get("options"), dict):
+    configs, path = [], run / "config.json"
+    while not configs or path.exists():  # the folder may be closed to this user: reading says so
+        configs.append(read_json(path))
+        if not isinstance(configs[-1].get("options"), dict):
             raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
+        path = run / f"config.{len(configs) + 1}.json"
     return configs
 
 
@@ -158,5 +157,5 @@ def main(world: World, arguments: list[str]) -> None:
     args = parser().parse_args(arguments)
     rows = [summarize(run) for run in find(args.folder)]
     if not rows:
-        raise HpctrainError(f"{args.folder}: no run folder in it, which has a config.json: name another folder")
+        raise HpctrainError(f"{args.folder}: no run folder in it that you can read, with a config.json: name another folder")
     print(json.dumps(rows, indent=2) if args.json else table(rows, args.folder))
