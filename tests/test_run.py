@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -256,3 +257,20 @@ def test_a_checkpoint_of_another_model_is_skipped_and_none_that_fits_is_one_line
     done = hpctrain(tmp_path, *command, "--model", "resnet50", "--batch-size", "8", "--resume", "run", "--out", "other")
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert "run: none of its checkpoints can be resumed from (the newest, epoch-0002.pt: it is of another model: " in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_before_its_first_checkpoint(small, tmp_path):
+    """Ctrl-C gives one line, and what refuses to begin again names the command that does."""
+    command = [sys.executable, "-m", "hpctrain", "train_single", "--data", small, "--epochs", "9999", "--out", "run"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert any(line.startswith("epoch 1 ") for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        assert (process.stderr.read(), process.wait()) == ("hpctrain: interrupted\n", 130)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    refused = hpctrain(tmp_path, "train_single", "--data", small, "--epochs", "1", "--out", "run")
+    assert refused.returncode == 1 and "continue that run with --resume auto --out run" in refused.stderr
+    refused = hpctrain(tmp_path, "train_single", "--data", small, "--epochs", "1", "--resume", "run")
+    assert refused.returncode == 1 and "start that run again with --resume auto --out run" in refused.stderr
+    done = hpctrain(tmp_path, "train_single", "--data", small, "--epochs", "1", "--resume", "auto", "--out", "run")
+    assert done.returncode == 0, done.stderr

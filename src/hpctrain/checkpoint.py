@@ -79,7 +79,10 @@ def find_newest(folder: Path) -> Path:
         corrupt.append(path.name)
     if corrupt:
         raise HpctrainError(f"{folder}: every checkpoint in it is corrupt ({', '.join(corrupt)}): start without --resume")
-    raise HpctrainError(f"{folder}: no checkpoint to resume from (checkpoints/epoch-*.pt): name a run folder that has one")
+    raise HpctrainError(
+        f"{folder}: no checkpoint to resume from (checkpoints/epoch-*.pt): name a run folder that has one, or start that run "
+        f"again with --resume auto --out {folder}"
+    )
 
 
 def find_fitting(newest: Path, model: torch.nn.Module, entry: str) -> Path:

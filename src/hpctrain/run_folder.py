@@ -30,7 +30,10 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
     if earlier_run and not again and (not source or source.resolve() != folder.resolve()):
         again = restart_count() > 0 or (torchrun_restarts() and Owner(folder).is_of_this_launch())
         if not (again and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()):
-            raise HpctrainError(f"{folder} holds a run already: give another --out, or continue that run with --resume {folder}")
+            option = "" if checkpoint.list_newest_first(folder) else f"auto --out {folder}"
+            raise HpctrainError(
+                f"{folder} holds a run already: give another --out, or continue that run with --resume {option or folder}"
+            )
         # Slurm or torchrun has started the job again, with the same command line.
     if again and checkpoint.list_newest_first(folder):
         source = folder
