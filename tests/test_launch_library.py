@@ -296,6 +296,13 @@ def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
     assert job.returncode == (137 if "WORD" in env and env["WORD"] == "fault" else 75)
 
 
+def test_check_without_a_script(programs):
+    done = dry_run("check.sh", programs, "train_ddp")
+    assert done.returncode == 0, done.stderr
+    commands = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("srun ")]
+    assert commands == ["check", "train_ddp"], done.stdout
+
+
 @pytest.mark.parametrize("number", ["x", "-1", "08"])
 def test_an_invalid_number_of_restarts(number):
     done = library("open_control", HPCTRAIN_REQUEUES=number)
