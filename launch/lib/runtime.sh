@@ -73,7 +73,8 @@ apptainer_command() {
     local program path
     find_folders_to_bind
     program=$(command -v apptainer || command -v singularity) ||
-        die "neither apptainer nor singularity is on the PATH of $(hostname): load your site's module (HPCTRAIN_MODULES)"
+        die "neither apptainer nor singularity is on the PATH of $(hostname): load your site's module (HPCTRAIN_MODULES)," \
+            "or export HPCTRAIN_RUNTIME=none to run without a container"
     : "${HPCTRAIN_IMAGE:=$ROOT/hpctrain-$HPCTRAIN_FLAVOR.sif}"
     [[ -e $HPCTRAIN_IMAGE ]] || die "$HPCTRAIN_IMAGE: no such image: run make sif, or set HPCTRAIN_IMAGE to yours"
     RUNTIME_VERSION=$("$program" --version)
