@@ -352,7 +352,7 @@ def test_gpus_on_nodes_that_differ():
     ],
 )
 def test_gpus_without_the_network_that_nccl_should_use(monkeypatch, capsys, nccl, nodes, refused):
-    line = {**GPU, "nodes": nodes, "network": nccl.name, "nccl": nccl.description}
+    line = {**GPU, "nodes": nodes, "network": nccl.name, "nccl": nccl.description, "start": 1.0, "mount": ""}
     monkeypatch.setattr(check, "predict_network", lambda: nccl)
     monkeypatch.setattr(check, "rank_report", lambda *_: line)
     monkeypatch.setattr(check, "placement_problems", lambda _: [])

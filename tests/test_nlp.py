@@ -277,7 +277,7 @@ def test_padding_does_not_change_the_output(task, tmp_path):
     args = parse_options(module, ["--epochs", "0"])
     model = initial_model.load_model(module, tmp_path / "model", tokenizer, labels, args).eval()
     made = module.tokenize(tokenizer, examples, labels, module.max_length, module.stride)
-    step = FineTuneModule(module, model, labels, args, None, 1)
+    step = FineTuneModule(module, model, labels, args, SimpleNamespace(world=ALONE), 1)
     padding = {**module.padding, "input_ids": tokenizer.pad_token_id}
     with torch.no_grad():
         alone, both = (step(made.batch(torch.tensor(rows), padding)) for rows in ([0], [0, len(made.lengths) - 1]))

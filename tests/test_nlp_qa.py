@@ -16,6 +16,7 @@ from hpctrain.nlp.answer_scores import score_korquad, score_squad
 from hpctrain.nlp.lightning_module import FineTuneModule
 from hpctrain.nlp.qa import MAX_ANSWER, NO_ANSWER, TASK, TOP_SPANS
 from hpctrain.nlp.squad import UNANSWERABLE, Answer, Question
+from hpctrain.world import ALONE
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 KORQUAD = DATA / "korquad_v1" / "KorQuAD_v1.0_dev.json"
@@ -359,7 +360,7 @@ def test_metric_that_selects_the_epoch_fits_the_language():
     assert TASK.choose_metric([Question("q", "", "", "", [Answer("1998", 0)])]) == "f1_char"
     answers = [{"answer": "The Beatles"}]
     assert TASK.score([english], answers) == {"exact_match": 1, "f1_char": pytest.approx(2 * 7 / 17), "f1_word": 1}
-    step = FineTuneModule(TASK, torch.nn.Linear(1, 1), [], None, None, 1)
+    step = FineTuneModule(TASK, torch.nn.Linear(1, 1), [], SimpleNamespace(tensor_parallel=1), SimpleNamespace(world=ALONE), 1)
     metrics = {"validation_f1_char": 0.2, "validation_f1_word": 0.1, "validation_loss": 3.0}
     for example, best in ((korean, 0.2), (english, 0.1)):
         step._sets["validation"] = ([example], None)
