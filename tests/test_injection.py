@@ -226,7 +226,9 @@ def test_a_number_that_is_none_is_refused(name, value):
 def test_an_option_is_taken_or_refused_in_one_line(script, word):
     option = {"apptainer_mpi.sh": "--mpi=", "apptainer_horovod.sh": "--launcher=", "apptainer_torchrun.sh": "--max-restarts="}
     with a_shell() as run:
-        assert is_refused(run(LAUNCH / script, "--dry-run", option.get(script, "") + word + "x"))
+        # For check.sh, the name of a script, which stands first.
+        words = ["--dry-run", option[script] + word + "x"] if script in option else [f"_{word}x"]
+        assert is_refused(run(LAUNCH / script, *words))
         if not word.startswith("--dry-run"):
             assert is_refused(run(LAUNCH / script, f"-{word}"))
 
@@ -293,6 +295,7 @@ print(shlex.quote(sys.stdin.read()))'); $TASK horovodrun"
         """
         ranks = {"HOROVOD_RANK": "0", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_CROSS_RANK": "0"}
         ranks |= {"HPCTRAIN_WORLD_SIZE": "1", "HPCTRAIN_TASKS_PER_NODE": "1", "MASTER_PORT": "1"}
+        ranks |= {"HPCTRAIN_HOST_PATH": f"{run.top}/bin:{os.environ['PATH']}"}
         done = run("bash", "-c", script, "-", *words, HF_TOKEN=secret, **ranks)
         assert done.returncode == 0 and done.stderr == "", done.stderr
         got, _, variables = what_a_rank_got(done.stdout)

@@ -26,7 +26,10 @@ def make_tokenizer(texts, vocabulary=8000, names=("input_ids", "token_type_ids",
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(**{"strip_accents": False, "lowercase": False, **normalizer})
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=SPECIAL, show_progress=False)
+    # Two rounds, so that the same texts give the same tokens: see scratch.py.
+    tokenizer.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=0, special_tokens=SPECIAL, show_progress=False))
+    known = SPECIAL + sorted(token for token in tokenizer.get_vocab() if token.startswith("##"))
+    trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=known, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     special = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", special)

@@ -23,7 +23,7 @@ from hpctrain import atomic
 
 def stop_requested() -> bool:
     """Whether the launch script has asked this job to save and to end, as the ranks on its node can see."""
-    folder = _folder()
+    folder = control_folder()
     return folder is not None and (folder / "stop").exists()
 
 
@@ -42,8 +42,8 @@ def report_failed() -> None:
     _write("failed", "")
 
 
-def _folder() -> Path | None:
-    """The folder, if this node has it. On another node somebody else may have made one of that name in /tmp."""
+def control_folder() -> Path | None:
+    """HPCTRAIN_CONTROL, if this node has it. On another node somebody else may have made one of that name in /tmp."""
     folder = Path(os.environ.get("HPCTRAIN_CONTROL", ""))
     with suppress(OSError):
         status = folder.lstat()
@@ -53,6 +53,6 @@ def _folder() -> Path | None:
 
 
 def _write(name: str, text: str) -> None:
-    if folder := _folder():
+    if folder := control_folder():
         with suppress(OSError):  # a full /tmp is no reason to end the training
             atomic.write_text(folder / name, text)

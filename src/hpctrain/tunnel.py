@@ -22,7 +22,7 @@ from urllib.parse import parse_qs
 
 from hpctrain.errors import HpctrainError
 from hpctrain.node_checks import refuse_throw_away
-from hpctrain.requeue import stop_requested
+from hpctrain.requeue import control_folder, stop_requested
 from hpctrain.world import job_id
 
 # A request without the token gets this page, whose form sends the token as ?token=.
@@ -59,8 +59,9 @@ class Tunnel:
             raise HpctrainError(
                 f"{self._folder}: cannot be written ({error.strerror}): start this in a folder of your own, or name one by --out"
             ) from error
-        # On the disk of the node: a socket works in no other place, and its name must be short. For this user alone.
-        self.private = Path(tempfile.mkdtemp(prefix=f"hpctrain-{self._name}.", dir="/tmp"))
+        # On the disk of the node: a socket works in no other place, and its name must be short. For this user alone. In a batch
+        # job it is in a folder that the launch script removes, as a job that is canceled can kill this process first.
+        self.private = Path(tempfile.mkdtemp(prefix=f"hpctrain-{self._name}.", dir=control_folder() or "/tmp"))
         self.socket = self.private / "socket"
         return self
 

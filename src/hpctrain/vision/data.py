@@ -46,7 +46,8 @@ class Images(NamedTuple):
 
     def batches(self, indices: Iterable[Tensor], device: torch.device, side: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """batch() of each index in turn; the epoch does not matter."""
-        here = Images(self.pixels.to(device), self.labels.to(device))  # on a GPU, only the indices are copied in a step
+        # On a GPU, only the indices are copied in a step.
+        here = type(self)(self.pixels.to(device), self.labels.to(device))
         for index in indices:
             yield here.batch(index.to(device, non_blocking=True), device, side)
 
