@@ -371,14 +371,14 @@ def node_dies(sif):
             if node == "n2":
                 cluster.boot("n2")
                 cluster.exec("login", "scontrol", "update", "nodename=n2", "state=resume", check=False)
-        spare_dies_first(cluster)
+        two_nodes_die(cluster)
     weights, losses, steps = zip(*results, strict=True)
     assert len(set(weights[:3])) == 1 and steps == steps[:1] * 4
     assert losses[3] == pytest.approx(losses[0], rel=1e-4)  # another number of ranks: to rounding
 
 
-def spare_dies_first(cluster):
-    """The spare node, which watches that of the batch script, and then that one. The third one requeues the job."""
+def two_nodes_die(cluster):
+    """That of the batch script, and the spare one at the same time. The third one requeues the job."""
     text = "import os, time\nprint('waits', flush=True)\nos.environ.get('SLURM_RESTART_COUNT') or time.sleep(1000)\n"
     folder(cluster, "waits.py").write_text(text)
     number = cluster.submit("--no-kill", "--nodes=3", SCRIPT, "--spare-nodes=1", "waits.py", cwd=HOME)
@@ -389,10 +389,9 @@ def spare_dies_first(cluster):
         nonlocal crashed
         if "waits" in line and not crashed:
             crashed = True
-            cluster.crash("n3")
-            wait_until(lambda: " NodeList=n[1-2]" in cluster.exec(*show).stdout)
             wait_until(lambda: cluster.exec("n2", "pgrep", "-f", "[s]control requeue", check=False).returncode == 0)
-            cluster.crash("n1")
+            for node in ("n3", "n1"):
+                cluster.crash(node)
             wait_until(lambda: "Restarts=1" in cluster.exec(*show).stdout)
             for node in ("n1", "n3"):
                 cluster.boot(node)

@@ -448,6 +448,61 @@ def test_the_end_of_a_job_does_not_wait_for_a_node_that_does_not_answer(tmp_path
     assert library("WITHIN=1; on_every_node true", **env).returncode == 124
 
 
+SHOWN = "JobId=7 JobState=RUNNING Requeue=1 Restarts={} BatchFlag=1 PreemptTime=None NodeList=n[{}] "
+
+
+@pytest.fixture
+def shown(tmp_path):
+    """What `scontrol show job` prints in a script that finds this PATH; `scontrol requeue` and srun write into the file asked."""
+    texts = {
+        "scontrol": f"""
+case $1:$2 in
+show:job) cat {tmp_path}/shown ;;
+show:hostnames) echo "$3" | tr -d 'n[]' | sed 's/[0-9]/n&/g' | tr , '\\n' ;;
+requeue:7) echo requeue >>{tmp_path}/asked ;;
+esac""",
+        "srun": f"""
+echo "${{*%% bash*}}" | head -n 1 >>{tmp_path}/asked
+until [ "$1" = --quiet ]; do shift; done
+shift
+SLURM_PROCID=0 SLURM_NTASKS=2 "$@" &
+SLURM_PROCID=1 SLURM_NTASKS=2 "$@" &
+wait""",
+        "sleep": f"[ ! -e {tmp_path}/over ] && exec /bin/sleep 0.2",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def show(restarts, nodes):
+        (tmp_path / "shown").write_text(SHOWN.format(restarts, nodes))
+        return {"PATH": f"{tmp_path}:{BARE['PATH']}", "SLURM_JOB_ID": "7"}
+
+    return show
+
+
+@pytest.mark.parametrize(("attempt", "restarts", "requeued"), [("", 0, True), ("2", 2, True), ("", 1, False), ("2", 3, False)])
+def test_an_attempt_that_slurm_has_replaced_does_not_requeue_the_next_one(shown, tmp_path, attempt, restarts, requeued):
+    """Its node was cut off; Slurm started the job again on others, and then the network came back."""
+    (tmp_path / "saved").touch()
+    more = {"SLURM_RESTART_COUNT": attempt} if attempt else {}
+    script = f"HPCTRAIN_CONTROL={tmp_path} SPARE_NODES=1 NODES=2 HOSTS=(n1 n2) SCRIPT=x; replace_nodes || conclude 137"
+    done = library(script, **shown(restarts, "1,2" if requeued else "2,3"), HPCTRAIN_REQUEUES="9", **more)
+    assert done.returncode == 137 and (tmp_path / "asked").exists() == requeued, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("restarts", "nodes", "requeued"), [(0, "1,2,3", False), (0, "2,3", True), (1, "2,3", False)])
+def test_every_other_node_watches_the_first_one(shown, tmp_path, restarts, nodes, requeued):
+    """And asks for a new start of the attempt that it belongs to, not of the next one."""
+    env = shown(0, "1,2,3")
+    text = shlex.quote(SHOWN.format(restarts, nodes))
+    change = f"/bin/sleep 1; echo {text} >{tmp_path}/shown; /bin/sleep 2; touch {tmp_path}/over; wait"
+    done = library(f"SPARE_NODES=1 HOSTS=(n1 n2); guard_batch_script; {change}", **env)
+    first, *rest = (tmp_path / "asked").read_text().splitlines()
+    assert first == "--overlap --mem=0 --no-kill --nodes=2 --ntasks=2 --exclude=n1 --quiet", done.stderr
+    assert ("requeue" in rest) == requeued, rest
+
+
 # Help and options
 
 

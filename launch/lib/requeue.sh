@@ -14,6 +14,7 @@ STOPPING='' # not empty: the job is to stop, because of this signal
 STOP_AT=0   # then the ranks are asked to stop, in SECONDS
 WALLTIME='' # of a PBS job, in seconds, if qstat tells it here
 KILL_AT=''  # then ranks that have not stopped are killed, in SECONDS
+ATTEMPT=${SLURM_RESTART_COUNT:-0} # replace_nodes changes the variable
 
 # open_control: create HPCTRAIN_CONTROL in a batch job. A job of salloc or qsub -I has none: its user sees how it ends.
 open_control() {
@@ -107,7 +108,7 @@ run_launcher() {
 # Slurm has taken a node that has failed from a job of sbatch --no-kill, and has ended the step that ran there.
 replace_nodes() {
     local left host failed=''
-    ((SPARE_NODES > 0)) && [[ -z $STOPPING && ! -e $HPCTRAIN_CONTROL/failed ]] || return 1
+    ((SPARE_NODES > 0)) && [[ -z $STOPPING && ! -e $HPCTRAIN_CONTROL/failed ]] && is_current || return 1
     mapfile -t left < <(nodes_left)
     for host in "${HOSTS[@]}"; do
         [[ " ${left[*]} " == *" $host "* ]] || failed+=" $host"
@@ -133,20 +134,29 @@ ignore_failed_nodes() {
 }
 
 # guard_batch_script: where the node of this script fails, Slurm does not requeue a job of sbatch --no-kill, and its other nodes
-# would idle until the time limit. So the last node watches the first one. Where that one fails, the last of the others does.
+# would idle until the time limit. So they look at the first one, one of them every ten seconds.
 guard_batch_script() {
-    local node
+    local others
     ((SPARE_NODES + MIN_NODES)) || return 0
     while sleep 10; do
-        node=$(nodes_left | tail -n 1) || continue
-        [[ $node != "${HOSTS[0]}" ]] || break
-        # shellcheck disable=SC2016 # the shell on that node expands it
-        srun --overlap --mem=0 --nodes=1 --ntasks=1 --nodelist="$node" --quiet bash -c '
-            while sleep 10; do
-                nodes=$(scontrol show job "$1" | grep -oP "\bNodeList=\K\S+") && hosts=$(scontrol show hostnames "$nodes") || continue
-                grep -qxF "$2" <<<"$hosts" || exec scontrol requeue "$1"
-            done' guard "$(job_id)" "${HOSTS[0]}" || true
+        mapfile -t others < <(nodes_left | grep -vxF "${HOSTS[0]}")
+        { ((${#others[@]})) && is_current; } || continue
+        # shellcheck disable=SC2016 # the shells on those nodes expand it
+        srun --overlap --mem=0 --no-kill --nodes=${#others[@]} --ntasks=${#others[@]} --exclude="${HOSTS[0]}" --quiet bash -c '
+            seconds=$(((SLURM_PROCID + 1) * 10))
+            while sleep "$seconds"; do
+                seconds=$((SLURM_NTASKS * 10))
+                shown=$(scontrol show job "$1") || continue
+                [[ $shown == *" Restarts=$2 "* ]] || exit
+                nodes=$(grep -oP "\bNodeList=\K\S+" <<<"$shown") && hosts=$(scontrol show hostnames "$nodes") || continue
+                grep -qxF "$3" <<<"$hosts" || ! scontrol requeue "$1" || exit
+            done' guard "$(job_id)" "$ATTEMPT" "${HOSTS[0]}" || true
     done &
+}
+
+# is_current: whether Slurm runs this attempt of the job. Where this node was cut off, it may have started another one elsewhere.
+is_current() {
+    [[ $(job_field JobState) == RUNNING && $(job_field Restarts) == "$ATTEMPT" ]]
 }
 
 # conclude STATUS: requeue the job whose launcher ended with STATUS, or say why it does not go on. Returns the script's exit status.
@@ -160,7 +170,7 @@ conclude() {
     elif ((status == 0)); then
         return 0
     fi
-    if [[ -n ${SLURM_JOB_ID:-} && $(job_field JobState) != RUNNING ]]; then # canceled, or requeued already
+    if [[ -n ${SLURM_JOB_ID:-} ]] && ! is_current; then # canceled, or requeued already
         [[ ! -e $control/saved ]] || say "Slurm has ended the job: $(how_to_resume)"
         return "$status"
     elif [[ -n $why ]]; then
