@@ -8,9 +8,12 @@ import socket
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import warm_start
+from conftest import BARE_PYTHON
 from slurm_cluster import REPOSITORY
 
 from hpctrain.packages import SAFE_PYTHON, failed_import
@@ -156,7 +159,8 @@ STRANGER = """
 import os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-store = dist.TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=60))
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=60))
 for number in range(1200):
     store.set("id of 1", "11112222333344445555666677778888")
     if store.check(["answer to 11112222333344445555666677778888"]):
@@ -414,6 +418,111 @@ def test_links_in_a_run_folder_that_others_can_write(tmp_path, theirs, name):
     else:
         with pytest.raises(PermissionError, match="a link that another user made"):
             atomic.open_to_append(link)
+
+
+# ---- another user of the cluster ----
+
+HOME = "/home/alice/hpctrain"
+# train_ddp, in which rank 1 joins when bob has written to the store, and no rank goes on after an epoch until bob is done.
+ATTACKED = """
+import os, sys, time
+from pathlib import Path
+import hpctrain
+from hpctrain.vision import train_ddp
+start = hpctrain.Run.start_epoch
+def wait(self, epoch, *rest):
+    if epoch == 2:
+        print("waits for bob", flush=True)
+        while not all(hpctrain.gather(self.world, Path("attacked").exists())):
+            time.sleep(0.1)
+    return start(self, epoch, *rest)
+hpctrain.Run.start_epoch = wait
+while os.environ["RANK"] == "1" and not Path("/project/stranger has written").exists():
+    time.sleep(0.1)
+hpctrain.main(lambda world: train_ddp.main(world, sys.argv[1:]))
+"""
+GARBAGE = """
+import os, pickle, socket, struct, sys
+from contextlib import suppress
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/executed",)
+payloads = [bytes(65536), os.urandom(65536), b"GET / HTTP/1.1\\r\\n\\r\\n", pickle.dumps(Evil()), b""]
+payloads.append(struct.pack("<BIBQ", 0, 0x3C85F7CE, 1, 2**60))  # the greeting of a TCPStore, and a key of this length
+connections = []  # all of them stay open until the end
+for target in sys.argv[1:]:
+    host, port = target.split(":")
+    for payload in payloads:
+        connections.append(socket.create_connection((host, int(port)), timeout=10))
+        with suppress(OSError):  # closed by the job
+            connections[-1].sendall(payload)
+print(len(connections))
+"""
+
+
+def listening(cluster, node, number):
+    """Where the processes of a job listen on a node, as HOST:PORT, and the secret of the job."""
+    mine = f"grep -slzx SLURM_JOB_ID={number} /proc/[0-9]*/environ | cut -d/ -f3"
+    secret = f"cat $({mine} | sed 's,.*,/proc/&/environ,') | tr '\\0' '\\n' | sed -n 's/^HPCTRAIN_JOB_SECRET=//p' | sort -u"
+    script = f"ss -Htlnp; echo; {mine}; pgrep -f 'slurmstepd: .{number}[.]'; echo; {secret}"
+    sockets, processes, secret = cluster.exec(node, "bash", "-c", script).stdout.split("\n\n")
+    mine = {f"pid={process}," for process in processes.split()}
+    found = [line.split()[3].rpartition(":") for line in sockets.splitlines() if any(text in line for text in mine)]
+    return {f"{node if host in ('*', '0.0.0.0', '[::]') else host}:{port}" for host, _, port in found}, secret.strip()
+
+
+@pytest.mark.slow
+def test_another_user_of_the_cluster_changes_nothing_in_a_running_job(cluster, tmp_path):
+    """bob, on the login node and on one of the job's, joins, sends garbage, looks for the secret, and writes into folders."""
+    home = cluster.host_path(HOME)
+    (home / "attacked.py").write_text(ATTACKED)
+    command = ["launch/apptainer_ddp.sh", "attacked.py", f"--data={HOME}/digits", "--epochs=2", "--out=runs/attacked"]
+    number = cluster.submit("--hold", "--nodelist=n1,n2", *command, cwd=HOME, env={"OMP_NUM_THREADS": "1"})
+    address = {"MASTER_ADDR": "n1", "MASTER_PORT": str(20000 + number * 8 % 12000)}
+    with ThreadPoolExecutor() as pool:
+
+        def bob(host, *words, **env):
+            return cluster.exec(host, *words, user="bob", env=env, cwd="/project", check=False).stdout
+
+        def attack():
+            (first, secret), (second, _) = (listening(cluster, node, number) for node in ("n1", "n2"))
+            ports = sorted(first | second)
+            assert f"n1:{address['MASTER_PORT']}" in ports and len(ports) > 4 and re.fullmatch("[0-9a-f]{32}", secret), ports
+            sent = pool.map(lambda host: bob(host, BARE_PYTHON, "-c", GARBAGE, *ports), ("login", "n2"))
+            read = f"cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline {HOME}/slurm-{number}.out; ls -l /proc/[0-9]*/fd; ps -eo args"
+            folders = f"/tmp/hpctrain-control.* /tmp/hpctrain-container-* {HOME}/runs/attacked"
+            change = "touch $folder/stop; ln -s /etc/passwd $folder/saved; rm -r $folder"
+            write = f"shopt -s nullglob; for folder in {folders}; do echo $folder; {change}; done"
+            for node in ("n1", "n2"):
+                found = bob(node, "bash", "-c", read)
+                assert "attacked.py" in found and secret not in found
+                found = bob(node, "bash", "-c", f"({write}) 2>&1")
+                assert ("hpctrain-control" in found) == (node == "n1") and "hpctrain-container" in found, found
+                assert found.count("denied") + found.count("not permitted") >= 6, found
+            assert list(sent) == [f"{6 * len(ports)}\n"] * 2
+
+        def look(line):
+            if "waits for bob" in line and not (home / "attacked").exists():
+                try:
+                    attack()
+                finally:
+                    (home / "attacked").touch()
+
+        joined = pool.map(lambda host: bob(host, BARE_PYTHON, "-c", STRANGER, **address), ("login", "n2"))
+        ranks = warm_start.torchrun_ranks(
+            4, ["train_ddp", f"--data={home}/digits", *command[3:4], "--out=whole"], dict(os.environ)
+        )
+        whole = pool.submit(warm_start.run, ranks, tmp_path)
+        cluster.exec("login", "scontrol", "release", str(number))
+        ended = cluster.wait(number, on_line=look)
+        output = (home / f"slurm-{number}.out").read_text()
+        assert ended.state == "COMPLETED" and (home / "attacked").exists(), output
+        assert "something that is not a rank of this job answered as rank 1" in output and list(joined) == ["", ""], output
+        assert whole.result().returncode == 0
+    results = [json.loads((folder / "result.json").read_text()) for folder in (tmp_path / "whole", home / "runs/attacked")]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    executed = [cluster.exec(node, "ls", "/tmp/executed", check=False).returncode for node in ("login", "n1", "n2")]
+    assert executed == [2, 2, 2]
 
 
 # ---- models ----
