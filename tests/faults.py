@@ -36,6 +36,7 @@ SMALL_SIZE = "400m"
 OPTIONS = ["--checkpoint-every=1s", "--watchdog=10"]
 BARE = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"}
 PODMAN = {"SCRATCH": "/project/alice"}
+SHIFTER = {"PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin", "SHIFTER_SIF": "/project/hpctrain-cpu.sif"}
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,15 @@ def kill_rank_0(run: Experiment) -> None:
     run.kill("KILL", 0)
 
 
+def kill_rank_0_while_it_saves(run: Experiment) -> None:
+    """When the file of a checkpoint is there and has not got its final name yet."""
+    node, pid = run.pid(0)
+    part = f"{run.parent}/{run.name}/checkpoints/.*.tmp"
+    look = f"files=({part}); ((${{#files[@]}}))"
+    if not run.root(node, f"shopt -s nullglob; until {look}; do :; done; kill -KILL {pid}; {look} && echo left"):
+        raise RuntimeError("the checkpoint was complete")
+
+
 def kill_rank_0_often(run: Experiment) -> None:
     """At random moments of its saves, which take the most of each second."""
     moments = random.Random(1)
@@ -376,6 +386,12 @@ class Fault:
 
 
 WITH_SPARE = replace(DDP, command="launch/apptainer_ddp.sh --spare-nodes=1 train_ddp --epochs=8")
+PODMAN_WITH_SPARE = Way(
+    "train_ddp", "srun", "podman-hpc", "launch/podman_hpc_ddp.sh --spare-nodes=1 train_ddp --epochs=8", PODMAN
+)
+SHIFTER_WITH_SPARE = Way(
+    "train_ddp", "srun", "shifter (stand-in)", "launch/shifter_ddp.sh --spare-nodes=1 train_ddp --epochs=8", SHIFTER
+)
 ON_FEWER = Way(
     "train_ddp", "torchrun", "apptainer", "launch/apptainer_torchrun.sh --max-restarts=1 --min-nodes=1 train_ddp --epochs=8"
 )
@@ -389,14 +405,16 @@ FOR_ALL = {  # these happen in every one of WAYS
     "SIGKILL of rank 0": Fault(kill_rank_0),
     "SIGSTOP of a rank (--watchdog 10)": Fault(stop_a_rank),
 }
+SPARE_IN_JOB = "node crashed, with a spare in the job (--spare-nodes=1)"
 FAULTS = FOR_ALL | {
+    "SIGKILL of rank 0 while it saves": Fault(kill_rank_0_while_it_saves),
     "SIGKILL of rank 0, 20 times while it saves": Fault(kill_rank_0_often, env={"HPCTRAIN_REQUEUES": "20"}, way=LONG),
     "SIGKILL of the launcher": Fault(kill_the_launcher),
     "SIGSTOP of the launcher, time limit 4 min": Fault(stop_the_launcher, ["--nodelist=n1,n2", "--time=4"]),
     "slurmd of a node killed, started after 25 s": Fault(kill_slurmd),
     "network of a node down for 60 s": Fault(unplug, SPARE),
     "node crashed, with a spare": Fault(crash, SPARE),
-    "node crashed, with a spare in the job (--spare-nodes=1)": Fault(crash, ["--no-kill", "--nodes=3"], way=WITH_SPARE),
+    SPARE_IN_JOB: Fault(crash, ["--no-kill", "--nodes=3"], way=WITH_SPARE),
     "node crashed, on with the other one (--min-nodes=1)": Fault(crash, ["--no-kill", "--nodelist=n1,n2"], way=ON_FEWER),
     "node crashed, no spare; booted after 30 s": Fault(crash_and_boot),
     "slurmctld restarted": Fault(restart_slurmctld),
@@ -413,6 +431,11 @@ FAULTS = FOR_ALL | {
     "a second job in the same run folder": Fault(start_another_job),
     "scancel by the user": Fault(cancel),
 }
+IN_OTHER_WAYS = [
+    ("SIGKILL of rank 0 while it saves", WAYS[-1]),
+    (SPARE_IN_JOB, PODMAN_WITH_SPARE),
+    (SPARE_IN_JOB, SHIFTER_WITH_SPARE),
+]
 
 
 # ---- the table ----
@@ -476,9 +499,9 @@ class Laboratory:
     def wait_until_whole(self) -> None:
         """Boot and reconnect what a fault left, and wait until all nodes are idle."""
         for node in (f"n{i}" for i in range(1, self.cluster.nodes + 1)):
-            self.cluster.link(node, up=True)
             if self.cluster.command("exec", f"{node}:root", "true", check=False).returncode != 0:
-                self.cluster.boot(node)
+                self.cluster.boot(node)  # it has no link before
+            self.cluster.link(node, up=True)
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             self.cluster.exec("login", "scontrol", "update", "nodename=ALL", "state=resume", check=False)
@@ -535,6 +558,7 @@ def main() -> None:
     args = parser.parse_args()
     cells = [(name, fault, fault.way) for name, fault in FAULTS.items()]
     cells += [(name, fault, way) for way in WAYS[1:] for name, fault in FOR_ALL.items()]
+    cells += [(name, FAULTS[name], way) for name, way in IN_OTHER_WAYS]
     cells = [
         cell for cell in cells if re.search(args.only, " | ".join([cell[0], cell[2].trainer, cell[2].launcher, cell[2].runtime]))
     ]
@@ -545,6 +569,7 @@ def main() -> None:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL_SIZE},mode=1777", "small", small], check=True)
         subprocess.run(["tcc", "-shared", "-o", f"{small}/clock.so", "-"], input=CLOCK, text=True, check=True)
         binds = {sif: f"/project/{sif.name}", tar: f"/project/{tar.name}", small: SMALL, **bare_binds(sif)}
+        binds[REPOSITORY / "tests/standins"] = "/opt/standins"
         try:
             with Cluster(nodes=4, binds=binds) as cluster:
                 cluster.install("alice")
