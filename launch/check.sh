@@ -7,6 +7,8 @@
 #   sbatch launch/check.sh apptainer_mpi.sh --mpi=pmix              check with another script and its options
 #   sbatch launch/check.sh apptainer_ddp.sh train_ddp --epochs 90   check, then train in the same job
 #
+# Options are those of SCRIPT, by default of apptainer_ddp.sh: its own are listed here.
+#
 #SBATCH --job-name=hpctrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
@@ -22,9 +24,8 @@ lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/
 # shellcheck source=launch/lib.sh
 source "$lib"
 
-[[ ${1:-} != --help && ${1:-} != -h ]] || { usage && exit; }
+[[ ${1:-} != --help && ${1:-} != -h ]] || { SCRIPT=apptainer_ddp.sh && usage && exit; }
 script=$ROOT/launch/apptainer_ddp.sh
-# Without a script, the options are those of apptainer_ddp.sh.
 [[ ${1:--} == -* ]] || { script=$ROOT/launch/$1 && shift; }
 [[ -f $script && -x $script ]] || die "$script: no such script: give the name of one in launch/ first, such as apptainer_mpi.sh"
 options=()

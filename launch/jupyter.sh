@@ -29,7 +29,9 @@ lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/
 source "$lib"
 
 parse_options jupyter.sh "$@"
-[[ ${ARGUMENTS[0]:-} == @(tensorboard|serve) ]] || ARGUMENTS=(jupyter "${ARGUMENTS[@]}")
+((${#ARGUMENTS[@]})) || ARGUMENTS=(jupyter)
+[[ ${ARGUMENTS[0]} == @(jupyter|tensorboard|serve) ]] ||
+    die "${ARGUMENTS[0]}: this script starts only JupyterLab (no argument), tensorboard FOLDER or serve RUN: use another one for training"
 if [[ -n ${PBS_NODEFILE:-} ]]; then
     read_pbs_job
     launcher=mpirun

@@ -36,6 +36,12 @@ die() {
     exit 2
 }
 
+# counted NUMBER NOUN: print "1 node" or "2 nodes"
+counted() {
+    printf '%s %s' "$1" "$2"
+    (($1 == 1)) || printf s
+}
+
 # shellcheck source=launch/lib/site.sh
 source "$ROOT/launch/lib/site.sh"
 # shellcheck source=launch/lib/job.sh
@@ -51,11 +57,19 @@ source "$ROOT/launch/lib/requeue.sh"
 
 # ---- options ----
 
-# A row for each option: the option, the scripts that have it (* for all, else with commas), and its line of --help.
+# list_names ROW...: the first word of each row, as in "a, b or c"
+list_names() {
+    local text
+    text=$(printf ', %s' "${@%% *}")
+    text=${text#, }
+    printf %s "${text%, *} or ${text##*, }"
+}
+
+# A row for each option: the option, the scripts that have it (patterns, with commas), and its line of --help.
 # --max-restarts=3 sets MAX_RESTARTS=3; an option without a value sets 1.
 OPTIONS=(
     '--dry-run | * | print the commands, to paste into the shell of a job, and run nothing'
-    '--broadcast | * | first copy the SIF to the local disk of each node (sbcast): faster on many nodes'
+    '--broadcast | apptainer_*.sh,jupyter.sh | first copy the SIF to the local disk of each node (sbcast): faster on many nodes'
     '--mpi=HOW | apptainer_mpi.sh | mpirun, or a PMI that srun offers (srun --mpi=list): pmix, pmi2, cray_shasta. Default: the PMI
         of the MPI library in the image if srun offers it, else, for Open MPI, mpirun. HPCTRAIN_MPI sets it for a site.'
     '--launcher=HOW | apptainer_horovod.sh | srun, mpirun or horovodrun. With srun and mpirun, a script of your own connects its
@@ -68,6 +82,28 @@ OPTIONS=(
     '--spare-nodes=N | apptainer_ddp.sh,modules_ddp.sh,podman_hpc_ddp.sh,shifter_ddp.sh | keep N nodes of the job idle. When another
         node fails, the job goes on at once with one of them. Submit with sbatch --no-kill and N more --nodes'
     '--help | * | print this text'
+)
+# A row for each variable that the user may set, in the same way.
+SETTINGS=(
+    "HPCTRAIN_IMAGE | !(modules_ddp.sh) | the image: a SIF or a sandbox folder; for podman-hpc and shifter a name"
+    "HPCTRAIN_FLAVOR | !(modules_ddp.sh) | the flavor of the default image: hpctrain-FLAVOR.sif or hpctrain:FLAVOR (default cpu)"
+    "HPCTRAIN_RUNTIME | !(modules_ddp.sh,podman_hpc_ddp.sh,shifter_ddp.sh) | the runtime: $(list_names "${RUNTIMES[@]}") (default apptainer)"
+    "HPCTRAIN_BIND | !(modules_ddp.sh,shifter_ddp.sh) | folders to bind into the image beside the home and the current folder,
+        separated by spaces; missing ones are skipped"
+    "HPCTRAIN_PACKAGES | !(modules_ddp.sh) | one folder, of your own packages on top of the image; see hpctrain add --help"
+    "HPCTRAIN_MODULES | * | modules to load first, separated by spaces, such as apptainer; without a container such as cuda and pytorch"
+    "HPCTRAIN_PODMAN_MODULES | !(modules_ddp.sh,shifter_ddp.sh) | for podman-hpc: its modules, separated by spaces, such as: gpu nccl"
+    "HPCTRAIN_SHIFTER_MODULES | !(modules_ddp.sh,podman_hpc_ddp.sh) | for shifter: its modules, separated by commas, such as: gpu,nccl-plugin"
+    "HPCTRAIN_PYTHON_ENV | !(podman_hpc_ddp.sh,shifter_ddp.sh) | without a container: the folder of a venv, or the name or folder
+        of a conda environment"
+    "HPCTRAIN_MPI | apptainer_mpi.sh,apptainer_horovod.sh | the --mpi of a site, where none is given"
+    "HPCTRAIN_INTERFACE | apptainer_horovod.sh | for horovodrun: the network interface (default: that of the first node's address)"
+    "HPCTRAIN_TASKS | local.sh | the number of ranks (default: one per GPU, or one)"
+    "HPCTRAIN_REQUEUES | !(local.sh,jupyter.sh) | how often a job is requeued after a fault (default 10)"
+    "HPCTRAIN_CACHE | * | the folder of caches (default: cache in SCRATCH, or without that in /tmp of each node)"
+    "HPCTRAIN_NODE_TIMEOUT | !(local.sh,pbs_ddp.sh) | seconds after which Slurm has noticed a dead node (default: its SlurmdTimeout + 60)"
+    "HPCTRAIN_SITE | * | the site whose defaults to use: a file of launch/sites (default: detected)"
+    "SBATCH_... | !(local.sh,pbs_ddp.sh) | any default for sbatch, such as SBATCH_ACCOUNT or SBATCH_PARTITION; set it before sbatch"
 )
 # shellcheck disable=SC2034 # MPI and LAUNCHER are read by the scripts
 DRY_RUN='' BROADCAST='' MPI='' LAUNCHER=auto MAX_RESTARTS=0 MIN_NODES=0 SPARE_NODES=0 OPTIONS_GIVEN=() ARGUMENTS=() SIF_COPY=''
@@ -85,7 +121,7 @@ parse_options() {
             read_row "$row"
             [[ ${option%%=*} == "${1%%=*}" ]] || continue
             found=1
-            [[ $scripts == '*' || ,$scripts, == *",$SCRIPT,"* ]] ||
+            script_has "$scripts" ||
                 die "this script has no option ${1%%=*}; --help lists those that it has"
             value=1
             if [[ $option == *=* ]]; then
@@ -112,42 +148,32 @@ read_row() {
     help=${help# }
 }
 
-# The text of --help: the comment at the head of the script without its #SBATCH and #PBS lines, its options, and the settings.
-usage() {
-    local row option scripts help
-    sed -n '2,/^[^#]/{/^#\(SBATCH\|PBS\)/d;s/^# \{0,1\}//p}' "$0"
-    echo 'Options, before the name of the trainer or script:'
-    for row in "${OPTIONS[@]}"; do
-        read_row "$row"
-        [[ $scripts == '*' || ,$scripts, == *",${SCRIPT:-},"* ]] || continue
-        printf '  %-18s' "$option"
-        fold -s -w 100 <<<"$help" | sed 's/ *$//;2,$s/^/                    /'
-    done
-    cat <<END
-
-Settings, from the environment (source launch/site.sh sets those of your site):
-  HPCTRAIN_IMAGE       the image: a SIF or a sandbox folder; for podman-hpc and shifter a name
-  HPCTRAIN_FLAVOR      the flavor of the default image: hpctrain-FLAVOR.sif or hpctrain:FLAVOR (default cpu)
-  HPCTRAIN_RUNTIME     the runtime, instead of the script's own: $(list_names "${RUNTIMES[@]}")
-  HPCTRAIN_BIND        folders to bind into the image beside the home and the current folder; missing ones are skipped
-  HPCTRAIN_PACKAGES    folder of your own packages on top of the image; see hpctrain add --help
-  HPCTRAIN_MODULES     modules to load first, such as apptainer; without a container such as cuda and pytorch
-  HPCTRAIN_PYTHON_ENV  without a container: the folder of a venv, or the name or folder of a conda environment
-  HPCTRAIN_REQUEUES    how often a job is requeued after a fault (default 10)
-  HPCTRAIN_SITE        the site whose defaults to use: a file of launch/sites (default: detected)
-  SBATCH_...           any default for sbatch, such as SBATCH_ACCOUNT or SBATCH_PARTITION; set it before sbatch
-
-Submit from the hpctrain folder, or from anywhere with HPCTRAIN_ROOT set to it. Paths are relative to where you submit.
-A job of sbatch saves a checkpoint before its time limit, and Slurm requeues it: docs/results.md.
-END
+# script_has PATTERN[,PATTERN]...: whether the name of the launch script is one of those
+script_has() {
+    [[ $SCRIPT == @(${1//,/|}) ]]
 }
 
-# list_names ROW...: the first word of each row, as in "a, b or c"
-list_names() {
-    local text
-    text=$(printf ', %s' "${@%% *}")
-    text=${text#, }
-    printf %s "${text%, *} or ${text##*, }"
+# print_rows WIDTH ROW...: print those of the script, with a first column of this width
+print_rows() {
+    local row option scripts help width=$1
+    for row in "${@:2}"; do
+        read_row "$row"
+        script_has "$scripts" || continue
+        printf '  %-*s' "$width" "$option"
+        fold -s -w $((118 - width)) <<<"$help" | sed "s/ *\$//;2,\$s/^/$(printf '%*s' $((width + 2)) '')/"
+    done
+}
+
+# The text of --help: the comment at the head of the script without its #SBATCH and #PBS lines, its options, and the settings.
+usage() {
+    sed -n '2,/^[^#]/{/^#\(SBATCH\|PBS\)/d;s/^# \{0,1\}//p}' "$0"
+    echo 'Options, before the name of the trainer or script:'
+    print_rows 18 "${OPTIONS[@]}"
+    printf '\nSettings, from the environment (source launch/site.sh sets those of your site):\n'
+    print_rows 26 "${SETTINGS[@]}"
+    printf '\n%s\n' 'Start from the hpctrain folder, or from anywhere with HPCTRAIN_ROOT set to it. Paths are relative to where you start.'
+    ! grep -q '^#SBATCH --requeue' "$0" ||
+        echo 'A job of sbatch saves a checkpoint before its time limit, and Slurm requeues it: docs/results.md.'
 }
 
 # load_site: set the defaults of HPCTRAIN_SITE, or of the detected site, for variables that the user has not set
@@ -201,7 +227,7 @@ print_summary() {
         [[ $name != @(NCCL|FI|UCX|GLOO)_* ]] || fabric+=" $name=${!name}"
     done
     say "site $HPCTRAIN_SITE, job $JOB${SLURM_RESTART_COUNT:+ (restart $SLURM_RESTART_COUNT)}," \
-        "$NODES nodes x $TASKS tasks x $THREADS threads, $GPUS GPUs per node, on ${HOSTS[*]}"
+        "$(counted "$NODES" node) x $(counted "$TASKS" task) x $(counted "$THREADS" thread), $(counted "$GPUS" GPU) per node, on ${HOSTS[*]}"
     say "runtime $RUNTIME ($RUNTIME_VERSION), image $HPCTRAIN_IMAGE${DIGEST:+ $DIGEST}"
     say "launcher $LAUNCHER_TEXT, rendezvous $MASTER_ADDR:$MASTER_PORT"
     say "fabric variables:${fabric:- none}"

@@ -6,8 +6,6 @@
 #   source launch/site.sh perlmutter
 #   sbatch --account=m1234 launch/podman_hpc_ddp.sh train_ddp --epochs 3
 #
-# HPCTRAIN_PODMAN_MODULES lists podman-hpc's modules, such as "gpu nccl".
-#
 #SBATCH --job-name=hpctrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2

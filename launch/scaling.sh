@@ -6,6 +6,8 @@
 #   launch/scaling.sh runs/strong 1,2,4,8 4 launch/apptainer_ddp.sh train_ddp --data mnist --epochs 2 --batch-size 512
 #   launch/scaling.sh --weak runs/weak 1,2,4,8 4 launch/apptainer_ddp.sh train_ddp --data mnist --epochs 2 --batch-size 64
 #
+# mnist is a folder with MNIST's four idx files; docs/trainers.md says where they come from.
+#
 #   --weak   the batch size is that of a rank, and grows with the ranks (weak scaling); without, that of all together (strong)
 #   --gpus   ask for a GPU for each rank
 #
@@ -45,6 +47,7 @@ size=${words[batch]:-}
 for n in $ranks; do
     ((n < per_node || n % per_node == 0)) || die "$n ranks do not fill nodes of $per_node: leave out $n"
 done
+command -v sbatch >/dev/null || die "there is no sbatch on the PATH of $(hostname): run this on a login node of a Slurm cluster"
 for n in $ranks; do
     tasks=$((n < per_node ? n : per_node))
     [[ -z $weak ]] || words[batch]=$((size * n))

@@ -6,8 +6,6 @@
 #   source launch/site.sh perlmutter
 #   HPCTRAIN_IMAGE=docker:registry/hpctrain:TAG sbatch --account=m1234 launch/shifter_ddp.sh train_ddp --epochs 3
 #
-# HPCTRAIN_SHIFTER_MODULES lists shifter's modules, such as gpu,nccl-plugin.
-#
 #SBATCH --job-name=hpctrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2

@@ -1,3 +1,4 @@
+#!/bin/bash
 # The defaults of your site, for this shell: what sbatch and the launch scripts read from the environment. For bash and zsh.
 #
 #   source launch/site.sh perlmutter     those of launch/sites/perlmutter.env
@@ -10,6 +11,18 @@
 if [ -z "${BASH_VERSION:-}${ZSH_VERSION:-}" ]; then
     echo 'hpctrain: error: launch/site.sh is for bash and zsh: source it there' >&2
     return 1
+fi
+case ${1:-} in
+-h | --help)
+    sed -n '2,/^[^#]/{/^# shellcheck/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]:-$0}"
+    [ "${BASH_SOURCE[0]:-}" != "$0" ] || exit 0
+    return 0
+    ;;
+esac
+# Started as a program it would set the variables of a shell that ends at once. zsh has no BASH_SOURCE.
+if [ "${BASH_SOURCE[0]:-}" = "$0" ]; then
+    echo "hpctrain: error: $0 sets variables of your shell: run source $0${1:+ $1}" >&2
+    exit 2
 fi
 # Not the cd of the user, who may have a function of that name, or a CDPATH.
 _hpctrain_root=$(CDPATH='' builtin cd "$(dirname "${BASH_SOURCE[0]:-$0}")/.." >/dev/null && pwd)

@@ -288,6 +288,7 @@ def test_more_ranks_than_gpus_and_an_old_driver(monkeypatch):
     assert list(gpu_checks.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "2"})) == [
         "4 ranks on a node with 2 GPUs for this job: start one rank per GPU (--ntasks-per-node)"
     ]
+    assert next(gpu_checks.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "1"})).startswith("4 ranks on a node with 1 GPU for")
     assert list(gpu_checks.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "4"})) == []
 
     def init():
@@ -494,7 +495,7 @@ MEET = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 @pytest.mark.slow
 def test_ring_and_all_reduce_over_mpi(sif):
     status, output = in_the_image(*MPIRUN, "python", "-m", "hpctrain", "check", MASTER_PORT="29511", **MEET)
-    assert status == 0 and "check passed: 2 ranks on 1 hosts (openmpi)" in output, output
+    assert status == 0 and "check passed: 2 ranks on 1 host (openmpi)" in output, output
     assert "correct over MPI, too (Open MPI v4" in output
 
 

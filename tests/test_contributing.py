@@ -159,7 +159,7 @@ def test_add_a_trainer(project):
     together = run(
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "hpctrain", *options, "runs/two", cwd=project
     )
-    assert "1 ranks on 1 nodes" in alone and "2 ranks on 1 nodes" in together
+    assert "1 rank on 1 node (" in alone and "2 ranks on 1 node (" in together
     for name in ("alone", "two"):
         result = json.loads((project / f"runs/{name}/result.json").read_text())
         assert result["test_loss"] < 0.05 and (project / f"runs/{name}/curves.png").exists()

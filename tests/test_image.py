@@ -64,7 +64,7 @@ def test_the_check_at_the_end_of_the_build_passes_again(cluster):
     assert int(re.search(r"check: (\d+) packages import", said)[1]) > 80
     for way in ("mpi4py, mpirun", "Horovod over MPI, mpirun", "Horovod over Gloo, horovodrun"):
         assert f"check: {way}: size 2, sum 3\n" in said
-    assert "check passed: 2 ranks on 1 hosts (torchrun), ring and all-reduce correct" in said
+    assert "check passed: 2 ranks on 1 host (torchrun), ring and all-reduce correct" in said
 
 
 def test_no_compiler_no_setuid_nothing_writable(cluster):

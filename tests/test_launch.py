@@ -221,7 +221,7 @@ BAD_INPUT = {
     ),
     "no torch without a container": (["check"], {"HPCTRAIN_RUNTIME": "none"}, "n1 has no torch: set HPCTRAIN_MODULES"),
     "missing script": (["./nothing.py"], {}, "./nothing.py: no such script"),
-    "missing image": (["check"], {"HPCTRAIN_IMAGE": "/project/nothing.sif"}, "/project/nothing.sif: no such image: run make sif"),
+    "missing image": (["check"], {"HPCTRAIN_IMAGE": "/project/nothing.sif"}, "/project/nothing.sif: no such image: set "),
     "missing data": (["train_ddp", "--data", "/project/nothing"], {}, "/project/nothing: no such folder"),
     "broken data": (["train_ddp", "--data", "/project/broken"], {}, "train-images-idx3-ubyte: not an idx file"),
     "a batch that cannot be shared": (["train_ddp", "--batch-size", "30"], {}, "4 ranks cannot share it evenly"),

@@ -215,6 +215,89 @@ def test_a_folder_that_no_container_can_have_is_one_line(programs, tmp_path, nam
     assert "a container cannot have a folder whose name holds a comma, a colon or a line break" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("BIND", "/usr:/etc", "separate folders by spaces, not by commas or colons"),
+        ("BIND", "/usr,/etc", "separate folders by spaces, not by commas or colons"),
+        ("BIND", "/usr:/mnt:ro", "separate folders by spaces, not by commas or colons"),
+        ("PACKAGES", "/usr:/etc", "give one folder"),
+    ],
+)
+def test_folders_in_the_way_of_apptainer_or_of_path(programs, name, value, message):
+    """They were taken for one folder that does not exist, which is skipped."""
+    done = dry_run("local.sh", programs | {f"HPCTRAIN_{name}": value}, "check")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+    assert f"HPCTRAIN_{name}={value}: {message}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({}, "{}/hpctrain-cpu.sif: no such image: run make sif, or set HPCTRAIN_IMAGE to yours"),
+        ({"HPCTRAIN_FLAVOR": "cu130"}, "{}/hpctrain-cu130.sif: no such image: run make sif FLAVOR=cu130, or"),
+        ({"HPCTRAIN_FLAVOR": "cpu-mpich"}, "{}/hpctrain-cpu-mpich.sif: no such image: run make sif MPI=mpich, or"),
+        ({"HPCTRAIN_FLAVOR": "cuda"}, "HPCTRAIN_FLAVOR is 'cuda': choose one of cpu cpu-mpich cu126 cu126-mpich cu130 "),
+        ({"HPCTRAIN_FLAVOR": "mpich"}, "HPCTRAIN_FLAVOR is 'mpich': choose one of cpu cpu-mpich"),
+        ({"HPCTRAIN_FLAVOR": "cuda", "HPCTRAIN_RUNTIME": "shifter"}, "HPCTRAIN_FLAVOR is 'cuda': choose one of cpu"),
+        ({"HPCTRAIN_IMAGE": "mine.sif"}, "mine.sif: no such image: set HPCTRAIN_IMAGE to yours, or unset it for hpctrain-cpu"),
+    ],
+)
+def test_an_image_that_is_not_there(project, programs, env, message):
+    """Each said: run make sif."""
+    shutil.copytree(REPOSITORY / "containers/locks", project / "containers/locks")
+    own = {"HPCTRAIN_ROOT": str(project), "HPCTRAIN_IMAGE": "", "PATH": f"{programs['PATH']}:{REPOSITORY}/tests/standins"}
+    done = dry_run("local.sh", programs | own | env, "check")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and message.format(project) in done.stderr, done
+
+
+def test_a_flavor_that_an_installation_does_not_have(project, programs):
+    """It has no locks, only images."""
+    (project / "hpctrain-cu130-mpich.sif").touch()
+    done = dry_run("local.sh", programs | {"HPCTRAIN_ROOT": str(project), "HPCTRAIN_IMAGE": ""}, "check")
+    assert done.stderr.endswith("HPCTRAIN_FLAVOR is 'cpu': choose one of cu130-mpich\n"), done
+
+
+def test_a_pmi_without_slurm(programs, tmp_path):
+    """The error held the shell's own: srun: command not found."""
+    for name in ("bash", "sed", "seq", "dirname", "awk", "tr", "date", "id", "uname", "hostname", "tail", "env", "python"):
+        (tmp_path / name).symlink_to(shutil.which(name, path=BARE["PATH"]))
+    done = dry_run("apptainer_mpi.sh", programs | {"PATH": str(tmp_path)}, "--mpi=pmix", "check")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+    assert "there is no srun on the PATH of " in done.stderr and "or use --mpi=mpirun" in done.stderr
+
+
+def test_jupyter_starts_no_trainer(programs):
+    done = dry_run("jupyter.sh", programs, "train_ddp")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+    assert "train_ddp: this script starts only JupyterLab (no argument), tensorboard FOLDER or serve RUN" in done.stderr
+    for words in ([], ["tensorboard", "runs"]):
+        done = dry_run("jupyter.sh", programs, *words)
+        assert done.stdout.split()[-len(words) - 3 :][-3:] == ["-m", "hpctrain", *(words or ["jupyter"])][-3:], done
+
+
+def test_one_of_a_kind_has_no_plural(programs):
+    """The log began with "1 nodes x 1 tasks"."""
+    said = dry_run("local.sh", programs | {"HPCTRAIN_TASKS": "1"}, "check").stdout
+    assert re.search(r"job \d+, 1 node x 1 task x \d+ threads?, 0 GPUs per node, on localhost\n", said), said
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("status", [0, 75])
+def test_an_attempt_that_stops_and_has_saved_nothing_is_the_last(programs, tmp_path, status, saved):
+    """It was requeued again and again."""
+    (tmp_path / "control").mkdir()
+    for name in ("stop", "stopped", *(["saved"] if saved else [])):
+        (tmp_path / "control" / name).touch()
+    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$1" = show ] && echo JobState=RUNNING PreemptTime=None || echo "$@"\n')
+    env = programs | {"HPCTRAIN_CONTROL": str(tmp_path / "control"), "SLURM_JOB_ID": "7"}
+    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES=10"
+    done = subprocess.run(["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True)
+    requeued = "hpctrain: the ranks have saved a checkpoint and stopped: requeuing the job\nrequeue 7\n"
+    refused = "hpctrain: not requeued: exit status 75 before this attempt has saved a checkpoint\n"
+    assert (done.returncode, done.stdout) == (75, requeued if saved else refused), done
+
+
 def test_each_job_of_a_pbs_array_has_a_port(programs, tmp_path):
     """Their numbers are like 17[4], which is no number to the shell."""
     ports = set()
@@ -510,13 +593,63 @@ def help_of(script):
     return subprocess.run([REPOSITORY / "launch" / script, "--help"], env=BARE, capture_output=True, text=True, check=True).stdout
 
 
-def test_help_lists_the_options_of_the_script_and_no_others():
-    own = {"apptainer_mpi.sh": "--mpi=HOW", "apptainer_horovod.sh": "--launcher=HOW", "apptainer_torchrun.sh": "--max-restarts=N"}
-    own |= dict.fromkeys(("apptainer_ddp.sh", "podman_hpc_ddp.sh"), "--spare-nodes=N")
-    own["apptainer_torchrun.sh"] += " --min-nodes=N"
-    for script in (*own, "local.sh", "check.sh"):
-        options = set(re.findall(r"^  (--\S+)", help_of(script), re.M))
-        assert options == {"--dry-run", "--broadcast", "--help", *own.get(script, "").split()}
+SCRIPTS = [path.name for path in (REPOSITORY / "launch").glob("*.sh") if "\nparse_options " in path.read_text()]
+
+
+@pytest.mark.parametrize("script", sorted([*SCRIPTS, "check.sh"]))
+def test_help_lists_the_options_that_the_script_takes_and_no_others(programs, tmp_path, script):
+    """--broadcast was in the help of every script."""
+    stand_ins = {
+        "apptainer": '[ "$1" = exec ] && echo 2.13.0 || echo apptainer version 0',
+        "srun": "echo MPI plugin types are... none pmi2 pmix",
+        "podman-hpc": "echo sha256:abc",
+        "podman": "echo podman version 0",
+        "shifter": "",
+        "shifterimg": "echo abc",
+        "python": "echo Python 3",
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "image.sif").touch()
+    given = {"--mpi=HOW": "--mpi=pmix", "--launcher=HOW": "--launcher=mpirun"}
+    listed = [option for option in re.findall(r"^  (--\S+)", help_of(script), re.M) if option != "--help"]
+    words = [given.get(option, option.replace("=N", "=1")) for option in listed]
+    done = dry_run(script, programs | {"HPCTRAIN_IMAGE": str(tmp_path / "image.sif"), "HPCTRAIN_CACHE": str(tmp_path)}, *words)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    others = [option for option in all_options() if option not in [*listed, "--help"]]
+    taken = f'for i in {" ".join(others)}; do (parse_options {script.replace("check", "apptainer_ddp")} "$i") && echo "$i"; done'
+    assert library(f"{taken}; true").stdout == ""
+
+
+def all_options():
+    return library('printf "%s\\n" "${OPTIONS[@]%% *}"').stdout.split()
+
+
+def test_help_lists_the_settings_of_the_script():
+    """Those of local.sh lacked HPCTRAIN_TASKS, and had what only sbatch reads."""
+    local, ddp = (set(re.findall(r"^  ([A-Z_]+)", help_of(script), re.M)) for script in ("local.sh", "apptainer_ddp.sh"))
+    assert local - ddp == {"HPCTRAIN_TASKS"} and ddp - local == {"HPCTRAIN_REQUEUES", "HPCTRAIN_NODE_TIMEOUT", "SBATCH_"}
+    assert "sbatch" not in help_of("local.sh").lower()
+    assert [script for script in ("local.sh", "pbs_ddp.sh") if "--broadcast" in help_of(script)] == []
+
+
+# What the launch scripts set for themselves and their ranks.
+OF_THE_JOB = {
+    *("COMMAND", "CONTAINER_ON", "CONTAINER_VARIABLES", "CONTROL", "END_TASK", "GPU_OPTION", "HOST_PATH", "IMAGE_DIGEST"),
+    *("IMAGE_DIGEST_FILE", "JOB", "JOB_SECRET", "MIN_WORLD_SIZE", "MPI_LIBRARY", "NODE_CONTAINER", "NODE_TASK", "NODE_TASKS"),
+    *("PBS_RERUNS", "RESTARTS", "SECRETS", "TASKS_PER_NODE", "WORLD_SIZE"),
+}
+
+
+def test_the_documents_have_every_option_and_every_variable():
+    """A variable that a launch script reads is one of the job, or it is a setting, in --help and in docs/."""
+    pages = "".join(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))
+    scripts = "".join(path.read_text() for path in (REPOSITORY / "launch").rglob("*.sh") if path.parent.name != "modulefiles")
+    read = set(re.findall(r"\bHPCTRAIN_[A-Z_]*[A-Z]\b", scripts)) - {f"HPCTRAIN_{name}" for name in OF_THE_JOB}
+    settings = set(library('printf "%s\\n" "${SETTINGS[@]%% *}"').stdout.split()) - {"SBATCH_..."}
+    assert read == settings | {"HPCTRAIN_ROOT"}
+    assert [name for name in [*sorted(read), *all_options()] if not re.search(rf"`{name}\b", pages)] == []
 
 
 @pytest.mark.parametrize(
@@ -724,6 +857,6 @@ def test_the_list_of_the_scripts_own_variables_is_complete():
     assigned = set(re.findall(r"(?:^|(?<=[ ;(]))([A-Z][A-Z_]*)\+?=", text, re.M))
     assigned |= set(re.findall(r"mapfile -t ([A-Z_]+)", text))
     exported = {name for line in re.findall(r"\bexport (.*)", text) for name in re.findall(r"\b([A-Z][A-Z_]*)\b", line)}
-    others = {"IFS", "REPLY", "OWN_NAMES", "USERS_VARIABLES", "VARIABLE", "KEY"}  # the last two are in messages
+    others = {"IFS", "REPLY", "OWN_NAMES", "USERS_VARIABLES", "VARIABLE", "KEY", "FLAVOR"}  # the last three are in messages
     found = {name for name in assigned - exported - others if not name.startswith(("APPTAINER_", "HPCTRAIN_", "SLURM_", "PBS_"))}
     assert found <= set(own_names()), found - set(own_names())

@@ -43,8 +43,8 @@ if case == "usage":
     sys.exit(2 if rank == 0 else 0)
 while not told.exists():
     if rank == 0 and (control / "stop").exists() and case not in ("ignores", "canceled"):
+        (control / "saved").write_text("--resume runs/x\\n")
         if case != "status":
-            (control / "saved").write_text("--resume runs/x\\n")
             (control / "stopped").touch()
         print(f"asked after {time.monotonic() - began:.0f} s", flush=True)
         told.touch()
@@ -173,7 +173,7 @@ def test_a_killed_rank_after_a_checkpoint(ended):
 def test_a_job_that_fails_again_and_again(ended):
     state, restarts, output = ended("again")
     assert (state, restarts) == ("FAILED", 1), output
-    assert "not requeued: exit status N after 1 restarts, HPCTRAIN_REQUEUES allows no more" in said(output)[-1]
+    assert "not requeued: exit status N after 1 restart, HPCTRAIN_REQUEUES allows no more" in said(output)[-1]
 
 
 def test_exit_status_75_after_the_request_to_stop(ended):

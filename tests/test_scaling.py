@@ -1,6 +1,7 @@
 """launch/scaling.sh and hpctrain scaling."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -84,6 +85,16 @@ def test_a_job_for_each_number_of_ranks(tmp_path):
 def test_invalid_use_is_one_line(tmp_path, words, message):
     done = submit(tmp_path, *words)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_without_slurm_it_is_one_line(tmp_path):
+    """The shell said: sbatch: command not found."""
+    for name in ("bash", "ls", "hostname"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    words = [SCRIPT, "runs/none", "1", "4", "launch/local.sh", "train_ddp"]
+    done = subprocess.run(words, cwd=REPOSITORY, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
+    assert "there is no sbatch on the PATH of " in done.stderr and "a login node of a Slurm cluster" in done.stderr
 
 
 def test_the_model_of_start_up():

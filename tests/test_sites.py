@@ -175,6 +175,21 @@ def test_a_site_that_does_not_exist(launch, name):
     assert "HPCTRAIN_SITE" not in env and "HPCTRAIN_FLAVOR" not in env
 
 
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help(launch, option):
+    """It was taken for the name of a site."""
+    sourced, _ = source(launch, option, then='echo "${HPCTRAIN_SITE-unset}"', shell=("bash", "-euc"))
+    started = subprocess.run([launch / "site.sh", option], env=BARE, capture_output=True, text=True)
+    assert sourced.stdout == f"{started.stdout}unset\n" and "source launch/site.sh perlmutter " in started.stdout
+    assert (started.returncode, started.stderr, sourced.stderr) == (0, "", "")
+
+
+def test_started_as_a_program_it_says_how_it_is_used(launch):
+    done = subprocess.run([launch / "site.sh", "neuron"], env=BARE, capture_output=True, text=True)
+    message = f"hpctrain: error: {launch}/site.sh sets variables of your shell: run source {launch}/site.sh neuron\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
 # Detection of the site
 
 

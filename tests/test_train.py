@@ -353,10 +353,10 @@ def test_scripts_of_users(script):
 
 @pytest.mark.slow
 def test_check():
-    for launcher, ranks in ((PYTHON, 1), ([*TORCHRUN, "-m", "hpctrain"], 2)):
+    for launcher, ranks, text in ((PYTHON, 1, "1 rank"), ([*TORCHRUN, "-m", "hpctrain"], 2, "2 ranks")):
         done = run(launcher, "check", cwd=Path("/tmp"))
         assert done.returncode == 0, done.stderr
-        assert f"check passed: {ranks} ranks on 1 hosts" in done.stdout
+        assert f"check passed: {text} on 1 host (" in done.stdout
         assert f"rank {ranks - 1} of {ranks}" in done.stdout
 
 

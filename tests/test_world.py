@@ -12,7 +12,7 @@ import pytest
 from hpctrain import rendezvous
 from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, print_error
-from hpctrain.world import World, detect, job_id, restart_count
+from hpctrain.world import ALONE, World, detect, job_id, restart_count
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "17",
@@ -94,6 +94,11 @@ def test_every_launcher_gives_rank_3_of_4(env, launcher):
 @pytest.mark.parametrize("env", [{}, SLURM_BATCH | {"SLURM_NTASKS": "1"}, {"SLURM_JOB_ID": "17"}])
 def test_one_process_alone(env):
     assert detect(env) == World(0, 1, 0, 1, 0, 1, "single")
+
+
+def test_one_of_a_kind_has_no_plural():
+    """The log and `check` said "1 ranks on 1 nodes"."""
+    assert (World(0, 4, 0, 2, 0, 2, "slurm").extent, ALONE.extent) == ("4 ranks on 2 nodes", "1 rank on 1 node")
 
 
 def test_torchrun_goes_on_with_fewer_nodes():

@@ -12,7 +12,7 @@ read_slurm_job() {
         mapfile -t HOSTS < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null)
         ((${#HOSTS[@]})) ||
             die "scontrol names no nodes for SLURM_JOB_NODELIST='${SLURM_JOB_NODELIST:-}': run this in a job, and in no container"
-        ((SPARE_NODES < ${#HOSTS[@]})) || die "--spare-nodes=$SPARE_NODES of the job's ${#HOSTS[@]} nodes: ask for more (sbatch --nodes)"
+        ((SPARE_NODES < ${#HOSTS[@]})) || die "--spare-nodes=$SPARE_NODES of the job's $(counted ${#HOSTS[@]} node): ask for more (sbatch --nodes)"
         HOSTS=("${HOSTS[@]:0:${#HOSTS[@]}-SPARE_NODES}")
         # Passed to srun again, because without it Slurm packs the first node full: 3 + 1 tasks on two nodes of three slots.
         spread=${SLURM_NTASKS_PER_NODE:-${SLURM_TASKS_PER_NODE:-1}}
@@ -45,7 +45,7 @@ read_pbs_job() {
         ((${#HOSTS[@]})) || die "$PBS_NODEFILE, the PBS_NODEFILE of this job, names no nodes: submit it again"
         TASKS=$(grep -c . "$PBS_NODEFILE")
         ((TASKS % ${#HOSTS[@]} == 0)) ||
-            die "PBS gave ${#HOSTS[@]} nodes $TASKS slots, not the same number each: give select=N:mpiprocs=M (or nodes=N:ppn=M)"
+            die "PBS gave $(counted ${#HOSTS[@]} node) $(counted "$TASKS" slot), not the same number each: give select=N:mpiprocs=M (or nodes=N:ppn=M)"
         TASKS=$((TASKS / ${#HOSTS[@]}))
     elif [[ -n $DRY_RUN ]]; then
         fake_allocation PBS select mpiprocs
@@ -94,7 +94,7 @@ export_job_env() {
     check_numbers SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_RESTART_COUNT HPCTRAIN_RESTARTS
     [[ $JOB =~ ^[][A-Za-z0-9_-]+$ ]] ||
         die "'$JOB' is not the number of a job: unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
-    ((GPUS == 0 || GPUS == TASKS)) || say "warning: $GPUS GPUs but $TASKS tasks per node: give --ntasks-per-node=$GPUS"
+    ((GPUS == 0 || GPUS == TASKS)) || say "warning: $(counted "$GPUS" GPU) but $(counted "$TASKS" task) per node: give --ntasks-per-node=$GPUS"
     export HPCTRAIN_JOB=$JOB HPCTRAIN_WORLD_SIZE=$((NODES * TASKS)) HPCTRAIN_TASKS_PER_NODE=$TASKS
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$THREADS}
     # Otherwise glibc returns the memory of large tensors to the kernel at every step, and the step takes a fifth longer on a CPU.

@@ -58,7 +58,7 @@ task_srun() {
 
 launch_with_torchrun() {
     local rendezvous range=$NODES
-    LAUNCHER_TEXT="torchrun on each node, at most $MAX_RESTARTS restarts"
+    LAUNCHER_TEXT="torchrun on each node, at most $(counted "$MAX_RESTARTS" restart)"
     if [[ ${HOSTS[0]} == localhost ]]; then
         rendezvous=(--standalone)
     else
@@ -77,7 +77,7 @@ launch_with_torchrun() {
 # make_elastic: let torchrun go on with the nodes that are left when one fails; sets `range`
 make_elastic() {
     local version
-    ((MIN_NODES <= NODES)) || die "--min-nodes=$MIN_NODES of the job's $NODES nodes: ask for more (sbatch --nodes)"
+    ((MIN_NODES <= NODES)) || die "--min-nodes=$MIN_NODES of the job's $(counted "$NODES" node): ask for more (sbatch --nodes)"
     ((MAX_RESTARTS)) || die "--min-nodes=$MIN_NODES: give --max-restarts=N as well, because the nodes that are left restart the ranks"
     version=$("${CONTAINER[@]}" ${SIF:+"$SIF"} python -c 'from importlib.metadata import version; print(version("torch"))') ||
         die "$HPCTRAIN_IMAGE: its version of torch cannot be read (the reason is above): leave --min-nodes out"
@@ -85,7 +85,7 @@ make_elastic() {
         die "--min-nodes needs torch 2.13, and $HPCTRAIN_IMAGE has $version, whose torchrun crashes when a node is gone" \
             "(pytorch/pytorch#182221): leave it out, and Slurm requeues the job, or use another image"
     range=$MIN_NODES:$NODES
-    LAUNCHER_TEXT+=", on at least $MIN_NODES nodes"
+    LAUNCHER_TEXT+=", on at least $(counted "$MIN_NODES" node)"
     LAUNCH+=(--no-kill)
     export HPCTRAIN_MIN_WORLD_SIZE=$((MIN_NODES * TASKS))
     # The ranks that are left need not wait until Slurm has noticed.
@@ -102,6 +102,8 @@ import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | tail -n 1) || true
+    [[ $how == @(auto|mpirun) ]] || command -v srun >/dev/null ||
+        die "there is no srun on the PATH of $(hostname), which starts the ranks with --mpi=$how: run this where Slurm is, or use --mpi=mpirun"
     offered=$(srun --mpi=list 2>&1 | tr -s '\n\t ' ' ' || true)
     if [[ $how == auto ]]; then
         case "$library:$offered" in

@@ -165,8 +165,9 @@ conclude() {
     trap '' USR1 TERM # a requeue ends this script
     { read -r option <"$control/saved"; } 2>/dev/null || true
     if [[ -e $control/stopped && $status == @(0|75) ]] || [[ -e $control/stop && $status == 75 ]]; then
-        why='the ranks have saved a checkpoint and stopped'
         ((status)) || status=75 # for Slurm or PBS the job has completed only if it has no work left
+        # A job whose attempts save nothing would go on for ever.
+        [[ ! -e $control/saved ]] || why='the ranks have saved a checkpoint and stopped'
     elif ((status == 0)); then
         return 0
     fi
@@ -189,7 +190,7 @@ conclude() {
         # Of ranks that all exit with 75, srun kills some: it kills the others when the first one exits.
         why="exit status $status after a checkpoint or the request to stop, restart $((restarts + 1)) of at most $HPCTRAIN_REQUEUES (HPCTRAIN_REQUEUES)"
     else
-        say "not requeued: exit status $status after $restarts restarts, HPCTRAIN_REQUEUES allows no more: $(how_to_resume)"
+        say "not requeued: exit status $status after $(counted "$restarts" restart), HPCTRAIN_REQUEUES allows no more: $(how_to_resume)"
         return "$status"
     fi
     if [[ -n ${SLURM_JOB_ID:-} ]]; then

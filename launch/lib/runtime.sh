@@ -39,6 +39,7 @@ use_runtime() {
     [[ -n $function ]] || die "HPCTRAIN_RUNTIME is '$RUNTIME': choose $(list_names "${RUNTIMES[@]}")"
     load_modules
     if [[ -n ${HPCTRAIN_PACKAGES:-} && $RUNTIME != none ]]; then
+        [[ $HPCTRAIN_PACKAGES != *[,:]* ]] || die "HPCTRAIN_PACKAGES=$HPCTRAIN_PACKAGES: give one folder, whose name holds no comma or colon"
         [[ -d $HPCTRAIN_PACKAGES ]] ||
             die "HPCTRAIN_PACKAGES=$HPCTRAIN_PACKAGES is not a folder on $(hostname): create it with hpctrain add, in the image"
         resolve_folder "$HPCTRAIN_PACKAGES"
@@ -70,13 +71,20 @@ load_modules() {
 }
 
 apptainer_command() {
-    local program path
+    local program path make='make sif'
     find_folders_to_bind
     program=$(command -v apptainer || command -v singularity) ||
         die "neither apptainer nor singularity is on the PATH of $(hostname): load your site's module (HPCTRAIN_MODULES)," \
             "or export HPCTRAIN_RUNTIME=none to run without a container"
+    [[ -z ${HPCTRAIN_IMAGE:-} || -e $HPCTRAIN_IMAGE ]] ||
+        die "$HPCTRAIN_IMAGE: no such image: set HPCTRAIN_IMAGE to yours, or unset it for hpctrain-$HPCTRAIN_FLAVOR.sif"
     : "${HPCTRAIN_IMAGE:=$ROOT/hpctrain-$HPCTRAIN_FLAVOR.sif}"
-    [[ -e $HPCTRAIN_IMAGE ]] || die "$HPCTRAIN_IMAGE: no such image: run make sif, or set HPCTRAIN_IMAGE to yours"
+    if [[ ! -e $HPCTRAIN_IMAGE ]]; then
+        check_flavor
+        [[ ${HPCTRAIN_FLAVOR%-mpich} == cpu ]] || make+=" FLAVOR=${HPCTRAIN_FLAVOR%-mpich}"
+        [[ $HPCTRAIN_FLAVOR != *-mpich ]] || make+=' MPI=mpich'
+        die "$HPCTRAIN_IMAGE: no such image: run $make, or set HPCTRAIN_IMAGE to yours"
+    fi
     RUNTIME_VERSION=$("$program" --version)
     CONTAINER=("${program##*/}" exec)
     # --nv goes before the image. Without a GPU it has no effect and no message, so it is given only if the job has GPUs.
@@ -107,6 +115,7 @@ shifter_command() {
     # It prints nothing about an image that it does not have, and on stdout that its gateway does not answer ("ERROR: ...", "err 28").
     DIGEST=$(shifterimg lookup "$HPCTRAIN_IMAGE" 2>/dev/null) || [[ -z $DIGEST ]] ||
         die "shifterimg lookup: ${DIGEST%.}: the gateway of the images does not answer, so try again later"
+    [[ $DIGEST || $HPCTRAIN_IMAGE != "hpctrain:${HPCTRAIN_FLAVOR:-}" ]] || check_flavor
     [[ $DIGEST =~ ^(sha256:)?[0-9a-f]+$ ]] ||
         die "$HPCTRAIN_IMAGE: shifter has no such image: shifterimg pull it, or set HPCTRAIN_IMAGE (shifterimg images lists yours)"
     DIGEST=sha256:${DIGEST#sha256:}
@@ -126,6 +135,7 @@ podman_hpc_command() {
         die "there is no podman-hpc on the PATH of $(hostname): use a launch script for a runtime of this site"
     : "${HPCTRAIN_IMAGE:=hpctrain:$HPCTRAIN_FLAVOR}"
     DIGEST=$(podman-hpc images --format '{{.Digest}}' "$HPCTRAIN_IMAGE" 2>&1 | tail -n 1) || true
+    [[ $DIGEST == sha256:* || $HPCTRAIN_IMAGE != "hpctrain:${HPCTRAIN_FLAVOR:-}" ]] || check_flavor
     [[ $DIGEST == sha256:* ]] ||
         die "$HPCTRAIN_IMAGE: podman-hpc has no such image on $(hostname): podman-hpc pull it" \
             "(after podman-hpc build or load: podman-hpc migrate), or set HPCTRAIN_IMAGE"
@@ -192,11 +202,23 @@ bare_command() {
 
 # ---- what several runtimes use ----
 
+# check_flavor: where its image is missing, die if HPCTRAIN_FLAVOR is not the name of a flavor. The project has a .in file for each
+# flavor, an installation its SIFs.
+check_flavor() {
+    local known
+    mapfile -t known < <(cd "$ROOT" && {
+        grep -ls '^torch==' containers/locks/*.in | sed 's/\.in$//p;s/$/-mpich/' || true
+        compgen -G 'hpctrain-*.sif'
+    } | sed 's/.*\///;s/^hpctrain-//;s/\.sif$//' | sort -u)
+    ((${#known[@]} == 0)) || [[ " ${known[*]} " == *" $HPCTRAIN_FLAVOR "* ]] ||
+        die "HPCTRAIN_FLAVOR is '$HPCTRAIN_FLAVOR': choose one of ${known[*]}"
+}
+
 # check_driver: die if the driver of this node is too old for the image. Only the image's name says here what it was built for.
 check_driver() {
     local name=${HPCTRAIN_IMAGE##*/} driver oldest advice='no image of hpctrain runs with it: ask your site for a newer one'
     if [[ $name =~ (^|[:_-])cpu([-.]|$) ]]; then
-        say "warning: $HPCTRAIN_IMAGE is for CPUs, and this job has $GPUS GPUs per node: set HPCTRAIN_FLAVOR to cu130 or cu126"
+        say "warning: $HPCTRAIN_IMAGE is for CPUs, and this job has $(counted "$GPUS" GPU) per node: set HPCTRAIN_FLAVOR to cu130 or cu126"
     fi
     [[ $name =~ (^|[:_-])cu1([23]) ]] || return 0
     oldest=$((BASH_REMATCH[2] == 3 ? 580 : 525)) # for all of CUDA 12, by its minor-version compatibility
@@ -211,6 +233,8 @@ check_driver() {
 find_folders_to_bind() {
     local path paths
     FOLDERS=()
+    [[ ${HPCTRAIN_BIND:-} != *[,:]* ]] ||
+        die "HPCTRAIN_BIND=$HPCTRAIN_BIND: separate folders by spaces, not by commas or colons; each keeps its path in the image"
     split_list "${HPCTRAIN_BIND:-}" paths
     for path in "$PWD" "$ROOT" "${HPCTRAIN_PACKAGES:-}" "${paths[@]}"; do
         [[ -d $path && -x $path ]] || continue

@@ -102,7 +102,7 @@ def measure(
     memory = min(gather(world, free_memory(world, device)))
     hosts = gather(world, os.uname().nodename)
     results: list[dict[str, Any]] = []
-    title = f"{name}, {world.size} ranks on {world.nodes} nodes"
+    title = f"{name}, {world.extent}"
     show(world, f"{title}; time of the slowest rank, median of {ROUNDS} rounds")
     show(world, f"{'operation':15} {'bytes':>12} {'time (us)':>12} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}")
     for operation in chosen:

@@ -38,7 +38,7 @@ from hpctrain.node_checks import (
     shorten,
 )
 from hpctrain.rendezvous import JOIN_TIMEOUT, format_ranks, gather, process_group
-from hpctrain.world import World
+from hpctrain.world import World, counted
 
 START_SECONDS = seconds_since_start()  # with torch imported
 
@@ -102,7 +102,7 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
         for line in [*describe_start(reports), *describe_networks(reports), *isolation_warnings(reports)]:
             print(line)
     end_on_problems(world, hosts, problems, [*consistency_problems(reports), *placement_problems(reports)])
-    passed = [f"check passed: {world.size} ranks on {len(set(hosts))} hosts ({world.launcher})"]
+    passed = [f"check passed: {counted(world.size, 'rank')} on {counted(len(set(hosts)), 'host')} ({world.launcher})"]
     if world.size > 1:
         with capture_nccl_log() as logged_network:
             group = dist.new_group(backend="nccl") if device.type == "cuda" else None

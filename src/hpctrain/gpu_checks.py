@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hpctrain.errors import first_line
-from hpctrain.world import World
+from hpctrain.world import World, counted
 
 
 def gpu_problems(world: World, wanted: str, env: Mapping[str, str] = os.environ) -> Iterator[str]:
@@ -19,7 +19,8 @@ def gpu_problems(world: World, wanted: str, env: Mapping[str, str] = os.environ)
         # With --gpus-per-task=1 a rank sees one GPU; SLURM_GPUS_ON_NODE counts all of the job on the node.
         gpus = int(env.get("SLURM_GPUS_ON_NODE") or torch.cuda.device_count())
         if world.local_size > gpus:
-            yield f"{world.local_size} ranks on a node with {gpus} GPUs for this job: start one rank per GPU (--ntasks-per-node)"
+            found = f"{counted(world.local_size, 'rank')} on a node with {counted(gpus, 'GPU')}"
+            yield f"{found} for this job: start one rank per GPU (--ntasks-per-node)"
         return
     names = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
     allocated = [f"{name}={env[name]}" for name in names if env.get(name, "") not in ("", "-1", "NoDevFiles")]

@@ -92,7 +92,7 @@ class Run:
         with all_or_none(world):
             if world.rank == 0:
                 self._config = write_config(self.folder, world, trainer, args, device)
-                self.print(f"run folder {folder}, {world.size} ranks on {world.nodes} nodes ({world.launcher}), {device.type}")
+                self.print(f"run folder {folder}, {world.extent} ({world.launcher}), {device.type}")
                 self._metrics = Metrics(self.folder, vars(args).get("wandb", False))
         self._watchdog = Watchdog(world, args.watchdog, self._log)
         self._args, self._device = args, device

@@ -19,6 +19,11 @@ from hpctrain.errors import HpctrainError, UsageError
 NOT_A_STEP = {"4294967291", "4294967290", "batch", "interactive"}
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as "1 node" or "2 nodes"."""
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
 @dataclass(frozen=True)
 class World:
     """The place of this process among all processes of the job.
@@ -39,6 +44,11 @@ class World:
     def launcher_command(self) -> str:
         """The command that the user started the ranks with, for error messages."""
         return {"slurm": "srun", "openmpi": "mpirun", "mpich": "mpiexec"}.get(self.launcher, self.launcher)
+
+    @property
+    def extent(self) -> str:
+        """How many ranks and nodes there are, such as "4 ranks on 2 nodes"."""
+        return f"{counted(self.size, 'rank')} on {counted(self.nodes, 'node')}"
 
     def in_groups_of(self, number: int) -> "World":
         """The place of this rank's group among groups of so many consecutive ranks. Raises UsageError if a rank is left over."""
