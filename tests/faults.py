@@ -392,8 +392,9 @@ PODMAN_WITH_SPARE = Way(
 SHIFTER_WITH_SPARE = Way(
     "train_ddp", "srun", "shifter (stand-in)", "launch/shifter_ddp.sh --spare-nodes=1 train_ddp --epochs=8", SHIFTER
 )
+# Not 8 epochs: on fewer ranks rounding is another one, and what it changes grows with every step.
 ON_FEWER = Way(
-    "train_ddp", "torchrun", "apptainer", "launch/apptainer_torchrun.sh --max-restarts=1 --min-nodes=1 train_ddp --epochs=8"
+    "train_ddp", "torchrun", "apptainer", "launch/apptainer_torchrun.sh --max-restarts=1 --min-nodes=1 train_ddp --epochs=3"
 )
 LONG = Way("train_ddp", "srun", "apptainer", "launch/apptainer_ddp.sh train_ddp --epochs=60")
 SPARE = ["--exclude=n3"]  # n1 and n2, and n4 as a spare
