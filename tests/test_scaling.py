@@ -114,20 +114,23 @@ def test_the_model_of_start_up():
 
 
 @pytest.mark.slow
-def test_one_and_two_ranks_on_the_cluster(cluster):
+def test_two_launchers_with_one_and_two_ranks_on_the_cluster(cluster):
     home = "/home/alice/hpctrain"
     write_digits(cluster.host_path(f"{home}/scaling-digits"))
-    trainer = ["launch/modules_ddp.sh", "train_ddp", "--data=scaling-digits", "--epochs=1", "--batch-size=32"]
     env = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain", "OMP_NUM_THREADS": "1"}
-    submitted = cluster.exec(
-        "login", "launch/scaling.sh", "runs/scaling", "1,2", "1", *trainer, user="alice", cwd=home, env=env
-    ).stdout
-    numbers = [int(line.split()[-1]) for line in submitted.splitlines() if line.startswith("Submitted batch job")]
-    assert [cluster.wait(number).state for number in numbers] == ["COMPLETED"] * 2
+    trainer = ["train_ddp", "--data=scaling-digits", "--epochs=1", "--batch-size=32"]
+    numbers = []
+    for name, script in (("srun", "modules_ddp.sh"), ("torchrun", "apptainer_torchrun.sh")):
+        words = ["launch/scaling.sh", f"runs/scaling/{name}", "1,2", "1", f"launch/{script}", *trainer]
+        submitted = cluster.exec("login", *words, user="alice", cwd=home, env=env).stdout
+        numbers += [int(line.split()[-1]) for line in submitted.splitlines() if line.startswith("Submitted batch job")]
+    assert [cluster.wait(number).state for number in numbers] == ["COMPLETED"] * 4
     scaling.main(ALONE, [str(cluster.host_path(f"{home}/runs/scaling"))])
     rows = json.loads(cluster.host_path(f"{home}/runs/scaling/scaling.json").read_text())
     assert [tuple(row[name] for name in ("launcher", "ranks", "nodes", "batch_size")) for row in rows] == [
         ("srun", 1, 1, 32),
         ("srun", 2, 2, 32),
+        ("torchrun", 1, 1, 32),
+        ("torchrun", 2, 2, 32),
     ]
-    assert 0 < rows[1]["efficiency"] < 3
+    assert 0 < rows[1]["efficiency"] < 3 and 0 < rows[3]["efficiency"] < 3
