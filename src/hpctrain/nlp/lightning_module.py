@@ -9,6 +9,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from hpctrain.batches import seed_step
@@ -58,7 +59,11 @@ class FineTuneModule(LightningModule):
         ]
         optimizer = AdamW(groups, lr=self._args.lr, fused=True)
         warmup = round(self._args.warmup * self._steps)
-        scheduler = transformers.get_linear_schedule_with_warmup(optimizer, warmup, self._steps)
+
+        def factor(step: int) -> float:  # that of transformers' get_linear_schedule_with_warmup(), whose module imports peft
+            return step / warmup if step < warmup else max(0.0, (self._steps - step) / max(1, self._steps - warmup))
+
+        scheduler = LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:  # noqa: ANN401
