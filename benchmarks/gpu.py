@@ -174,11 +174,11 @@ def bf16(work: Path, device: str, dry_run: bool) -> dict[str, float]:
     return accuracy
 
 
-def resnet(work: Path, size: int, device: str, dry_run: bool) -> dict[str, float]:
+def resnet(work: Path, size: int, device: str, dry_run: bool, *more: str) -> dict[str, float]:
     """The speed of ResNet-50 on images of this size, in bf16: the digits, repeated and enlarged."""
     batch = 16 if dry_run else 256
     write_digits(work / "data", batch * (12 if dry_run else 40))
-    options = ["--data", work / "data", "--model", "resnet50", "--image-size", 32 if dry_run else size]
+    options = ["--data", work / "data", "--model", "resnet50", "--image-size", 32 if dry_run else size, *more]
     train(work / "run", "train_ddp", device, *options, "--batch-size", batch, "--epochs", 1, "--precision", "bf16")
     return speed(work / "run")
 
@@ -193,7 +193,7 @@ def write_digits(folder: Path, train: int) -> None:
             (folder / f"{part}-{name}-ubyte").write_bytes(header + values.numpy().tobytes())
 
 
-def bert_qa(work: Path, device: str, dry_run: bool) -> dict[str, float]:
+def bert_qa(work: Path, device: str, dry_run: bool, *more: str) -> dict[str, float]:
     """The speed of BERT-large (the shape of KcBERT's) on questions about long texts, whose windows are nearly all full."""
     words = [f"{chr(0xAC00 + n)}{chr(0xAC00 + n * 7 % 11000)}" for n in range(0, 11000, 5)]
     chance = random.Random(1)
@@ -210,7 +210,7 @@ def bert_qa(work: Path, device: str, dry_run: bool) -> dict[str, float]:
     config = {"model_type": "bert", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": hidden // 64}
     (work / "shape.json").write_text(json.dumps(config | {"intermediate_size": 4 * hidden, "vocab_size": 30_000}))
     create_model(work / "model", str(work / "shape.json"), "bert", texts, 1, WINDOW)
-    options = ["--data", work / "data", "--model", work / "model", "--epochs", 1, "--batch-size", 4 if dry_run else 16]
+    options = ["--data", work / "data", "--model", work / "model", "--epochs", 1, "--batch-size", 4 if dry_run else 16, *more]
     train(work / "run", "nlp.qa", device, *options, "--max-length", WINDOW, "--precision", "bf16", "--keep-checkpoints", 1)
     return speed(work / "run")
 
@@ -277,6 +277,9 @@ def measurements(data: Path | None, device: str, dry_run: bool) -> Iterator[tupl
         yield f"ResNet-50, {size} pixels", lambda work, size=size: resnet(work, size, device, dry_run)
     yield "BERT-base, reviews", lambda _: texts(data, device, dry_run)
     yield f"BERT-large, {WINDOW} tokens", lambda work: bert_qa(work, device, dry_run)
+    for option in [] if dry_run else ["--compile", "--deterministic"]:
+        yield f"ResNet-50, {option}", lambda work, option=option: resnet(work, 224, device, dry_run, option)
+        yield f"BERT-large, {option}", lambda work, option=option: bert_qa(work, device, dry_run, option)
     for lora in (True, False):
         yield f"Llama 1B, {'LoRA' if lora else 'whole'}", lambda work, lora=lora: llama(work, lora, device, dry_run)
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,6 +130,17 @@ def test_bf16_reaches_the_loss_of_fp32(trained, config, tmp_path):
     assert load_file(half / "model/model.safetensors")["classifier.weight"].dtype == torch.float32
     assert result(half)["weights_sha256"] != result(trained)["weights_sha256"]
     assert scores(half)["test_loss"] == pytest.approx(scores(trained)["test_loss"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_compiled_training_has_the_losses_of_one_that_is_not(trained, config, tmp_path, monkeypatch):
+    """With the same kernels for batches of all lengths. Those of C++ would take a minute."""
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    run = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--compile")
+    losses = [[line["train_loss"] for line in metrics(folder) if "train_loss" in line] for folder in (run, trained)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # and that of check_compiler()
 
 
 def test_model_starts_in_training_mode_with_dropout():

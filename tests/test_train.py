@@ -1,6 +1,7 @@
 """The trainers in one process and on two ranks, and train_horovod in the image. What launchers do is in tests/test_matrix.py."""
 
 import argparse
+import copy
 import json
 import os
 import re
@@ -17,10 +18,10 @@ import torch
 import warm_start
 from conftest import SIF, write_digits
 
-from hpctrain import checkpoint
-from hpctrain.errors import UsageError
+from hpctrain import checkpoint, kernels
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.vision import data, recipe, train_fsdp
-from hpctrain.vision.model import ResNet50
+from hpctrain.vision.model import MnistNet, ResNet50
 from hpctrain.vision.train_horovod import learning_rate
 from hpctrain.world import ALONE, World
 
@@ -226,6 +227,71 @@ def test_fast_kernels_on_a_cpu_are_on_request(fast):
     if fast:
         with pytest.raises(UsageError, match="--fast-kernels is not for train_fsdp"):
             train_fsdp.main(ALONE, ["--fast-kernels"])
+        with pytest.raises(UsageError, match="--compile is not for train_fsdp"):
+            train_fsdp.main(ALONE, ["--compile"])
+
+
+@pytest.mark.slow
+def test_compiled_training_is_the_same_to_rounding_and_its_checkpoints_are_plain(runs, tmp_path):
+    """On two ranks, from a checkpoint of a run that was not compiled."""
+    shutil.copytree(runs / "two", tmp_path / "run")
+    for name in ("result.json", "checkpoints/epoch-0002.pt"):
+        (tmp_path / "run" / name).unlink()
+    cache = tmp_path / "kernels"
+    out = train(2, "--epochs", 2, "--resume", "run", "--compile", cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    assert "resuming after epoch 1" in out and list(cache.rglob("*.cpp"))
+    assert json.loads((tmp_path / "run/config.2.json").read_text())["options"]["compile"]
+    compiled, plain = (metrics(folder) for folder in (tmp_path / "run", runs / "two"))
+    for name in ("train_loss", "test_loss"):
+        assert [x[name] for x in compiled if name in x] == pytest.approx([x[name] for x in plain if name in x], rel=1e-3)
+    MnistNet().load_state_dict(weights(tmp_path / "run", 2))
+    assert list(weights(tmp_path / "run", 2)) == list(weights(runs / "two", 2))
+
+
+def test_only_training_is_compiled_and_a_copy_is_not(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: lambda *inputs: (calls.append(dynamic), function(*inputs))[1])
+    model = MnistNet()
+    names = list(model.state_dict())
+    kernels.compile_training(model, dynamic=True)
+    images = torch.zeros(1, 1, 28, 28)
+    copy.deepcopy(model).train()(images)
+    model.eval()(images)
+    assert calls == [] and list(model.state_dict()) == names
+    model.train()(images)
+    assert calls == [True]
+
+
+@pytest.mark.slow
+def test_compile_without_a_compiler_is_one_line(tmp_path):
+    done = run(1, "train_ddp", "--compile", cwd=tmp_path, PATH="/nonexistent", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kernels"))
+    assert done.returncode == 1 and not (tmp_path / "runs").exists()
+    assert re.fullmatch(r"hpctrain: error: --compile: torch cannot compile here \(.*\): it needs g\+\+ and .*\n", done.stderr)
+
+
+def test_compiled_kernels_of_another_user_are_not_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    os.chown(tmp_path, 1, 1)
+    with pytest.raises(HpctrainError, match=f"{tmp_path} belongs to another user: set TORCHINDUCTOR_CACHE_DIR"):
+        kernels.check_compiler(argparse.Namespace(compile=True))
+
+
+@pytest.mark.slow
+def test_deterministic_has_the_same_weights_on_a_cpu_and_refuses_what_is_not(runs, tmp_path):
+    train(1, "--epochs", 1, "--out", "run", cwd=tmp_path)
+    train(1, "--epochs", 2, "--resume", "run", "--deterministic", cwd=tmp_path)
+    assert result(tmp_path / "run")["weights_sha256"] == result(runs / "one")["weights_sha256"]
+    refused = """
+import argparse, os, torch
+from hpctrain import entry, kernels, world
+kernels.make_deterministic(argparse.Namespace(deterministic=False), torch.device("cuda"), on_gpu=True)
+assert torch.is_deterministic_algorithms_warn_only_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+kernels.make_deterministic(argparse.Namespace(deterministic=True), torch.device("cpu"))
+entry.main(lambda _: torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2)), world.ALONE)
+"""
+    done = subprocess.run([sys.executable, "-c", refused], capture_output=True, text=True)
+    line = "hpctrain: error: --deterministic: put_ does not have a deterministic implementation: leave the option out\n"
+    assert (done.returncode, done.stderr) == (1, line)
 
 
 @pytest.mark.slow
@@ -406,6 +472,7 @@ BAD_INPUT = [
     (["train_ddp", "--data", "nowhere"], 1, "nowhere: no such folder"),
     (["train_ddp", "--resume", "nowhere"], 1, "nowhere: no checkpoint to resume from"),
     (["train_ddp", "--out", "/proc/run"], 1, "/proc/run: cannot be written"),
+    (["train_ddp", "--compile", "--strategy", "dp"], 2, "--compile is not for --strategy dp"),
 ]
 
 

@@ -116,6 +116,21 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_kernels(parser: argparse.ArgumentParser) -> None:
+    """Add --compile and --deterministic: see kernels.py."""
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="make the kernels of training steps with torch.compile, at the first step; they round otherwise; needs g++",
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="fail at an operation that could give other bits in another run; on a CPU all give the same (default: on a GPU, "
+        "image classifiers warn)",
+    )
+
+
 def seconds(text: str) -> float:
     """An argparse type: a finite number of seconds, or 0."""
     value = float(text)

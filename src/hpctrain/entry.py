@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from hpctrain.errors import EndEarly, HpctrainError, UsageError, print_error
+from hpctrain.errors import EndEarly, HpctrainError, UsageError, first_line, print_error
 from hpctrain.node_checks import shadowed_packages
 from hpctrain.redaction import hide_secrets
 from hpctrain.requeue import report_failed
@@ -36,6 +36,10 @@ def main(function: Callable[[World], object], world: World | None = None) -> NoR
         sys.stdout.flush()
     except HpctrainError as error:
         status = _report(error, rank)
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" not in (text := first_line(error)):
+            raise
+        status = _report(HpctrainError(f"--deterministic: {text.partition(',')[0]}: leave the option out"), rank)
     except (ImportError, AttributeError):
         for text in shadowed_packages():  # may be why
             print_error(f"hpctrain: error: {text}")

@@ -25,6 +25,7 @@ from hpctrain.config import versions
 from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError
 from hpctrain.flops import count_text_flops
+from hpctrain.kernels import check_compiler, compile_training, make_deterministic
 from hpctrain.lightning_plugins import JsonStrategy, make_trainer, quiet
 from hpctrain.nlp import data
 from hpctrain.nlp.features import Features, load_or_make, make_cache_key
@@ -55,7 +56,9 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         run.best.patience = args.patience
         sharded = run.in_parts = args.strategy == "fsdp" and world.size > 1
         folder = get_initial_model(task, args, run, examples["train"])
+        make_deterministic(args, device)
         with all_or_none(world):
+            check_compiler(args)
             check_memory(folder, args, world, device)
             tokenizer = load_tokenizer(folder)
             labels, origin = choose_labels(task, folder, examples["train"])
@@ -79,6 +82,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         epoch_steps = steps_per_epoch(len(train.lengths), args.batch_size, group, args.accumulate) if args.epochs else 0
         weights = balance_classes(labels, train, run) if args.class_weights else None
         module = FineTuneModule(task, model, labels, args, run, steps=args.epochs * epoch_steps, class_weights=weights)
+        if args.compile:
+            compile_training(model, dynamic=True)  # batches are as long as their longest text
         strategy = JsonStrategy
         if sharded:
             from hpctrain.nlp.tensor_parallel import choose_strategy, load_weights  # imports much of torch, few runs need it

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.cli import Parser, add_device, positive, trainer_parser
+from hpctrain.cli import Parser, add_device, add_kernels, positive, trainer_parser
 from hpctrain.errors import UsageError
 from hpctrain.nlp.data import TABLES
 from hpctrain.nlp.scratch import SIZES
@@ -180,6 +180,7 @@ def make_parser(task: Task) -> Parser:
         default="auto",
         help="fp32, or bf16 autocast; auto: bf16 on a GPU that supports it, else fp32 (default: %(default)s)",
     )
+    add_kernels(parser)
     add_device(parser)
     return parser
 
@@ -214,6 +215,8 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
         args.strategy = "fsdp"
         if args.lora_rank or args.lora_from:
             raise UsageError("--tensor-parallel splits no LoRA matrices: leave it out, --strategy fsdp shards them")
+    if args.compile and args.strategy == "fsdp":
+        raise UsageError("--compile is not for --strategy fsdp and --tensor-parallel: leave it out")
     for name, value in (DEFAULTS if args.model else FROM_SCRATCH_DEFAULTS if args.data else SAMPLE_DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)

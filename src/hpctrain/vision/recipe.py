@@ -14,8 +14,9 @@ from torch.optim import SGD, Adam, Optimizer
 
 from hpctrain import flops
 from hpctrain.batches import evaluation_batches
-from hpctrain.cli import Parser, positive, trainer_parser
+from hpctrain.cli import Parser, add_kernels, positive, trainer_parser
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.kernels import check_compiler, compile_training, make_deterministic
 from hpctrain.rendezvous import all_or_none, gather
 from hpctrain.vision import data
 from hpctrain.vision.data import Images
@@ -77,6 +78,7 @@ def vision_parser(trainer: str, description: str) -> Parser:
         "--fast-kernels", action="store_true",
         help="on a CPU too: channels-last convolutions and a fused optimizer, which are faster and round otherwise",
     )  # fmt: skip
+    add_kernels(parser)
     return parser
 
 
@@ -102,6 +104,7 @@ def load_data(args: argparse.Namespace, world: World) -> tuple[Images, Images] |
     mine = [world.node_rank, cpus[0], cpus[-1], len(cpus)]
     sharing = gather(world, mine).count(mine)  # ranks that may use the same CPUs: all of a node, unless the launcher binds them
     with all_or_none(world):
+        check_compiler(args)
         in_folders = is_image_folder(args.data)
         if in_folders and args.model == "mnist":
             raise HpctrainError(f"--data {args.data} has color images, and --model mnist takes MNIST's: add --model resnet50")
@@ -115,11 +118,13 @@ def load_data(args: argparse.Namespace, world: World) -> tuple[Images, Images] |
 def build_model(args: argparse.Namespace, training_set: Images | ImageFolder, device: torch.device) -> nn.Module:
     """Create the model on `device`; its initial weights depend on --seed alone."""
     torch.manual_seed(args.seed)
-    if device.type == "cuda":  # not on a CPU: its algorithms are deterministic, and the call imports the compiler for two seconds
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    make_deterministic(args, device, on_gpu=True)
     model = RECIPES[args.model].model
     built = (model() if model is MnistNet else model(training_set.channels, len(training_set.classes))).to(device)
-    return built.to(memory_format=torch.channels_last) if uses_fast_kernels(args, device) else built
+    built = built.to(memory_format=torch.channels_last) if uses_fast_kernels(args, device) else built
+    if args.compile:
+        compile_training(built)
+    return built
 
 
 def uses_fast_kernels(args: argparse.Namespace, device: torch.device) -> bool:

@@ -128,4 +128,6 @@ def parse(parser: Parser, arguments: list[str], world: World) -> argparse.Namesp
     args = recipe.parse(parser, arguments)
     if args.strategy == "dp" and world.size > 1:
         raise UsageError(f"--strategy dp is for one process, but {world.launcher_command} started {world.size}: use no launcher")
+    if args.strategy == "dp" and args.compile:
+        raise UsageError("--compile is not for --strategy dp, which copies the model to each GPU in each step: leave out one")
     return args

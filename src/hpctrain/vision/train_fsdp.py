@@ -37,6 +37,8 @@ def main(world: World, arguments: list[str]) -> None:
     args = recipe.parse(parser(), arguments)
     if args.fast_kernels:
         raise UsageError("--fast-kernels is not for train_fsdp, which cannot shard channels-last weights: leave it out")
+    if args.compile:
+        raise UsageError("--compile is not for train_fsdp, whose weights would no longer be those of train_ddp: leave it out")
     train(world, args)
 
 

@@ -11,8 +11,8 @@ Two nodes with 2 ranks each, on Slurm:
 
 Horovod's ranks connect over Gloo under every launcher, and need no MPI. With HOROVOD_CONTROLLER=mpi and mpirun they
 connect over MPI, and use it for all-reduces on CPUs; --use-adasum needs that. Horovod fuses tensors that are ready at the
-same time into one all-reduce. HOROVOD_FUSION_THRESHOLD=0 turns that off, which makes the weights equal bit for bit from
-run to run.
+same time into one all-reduce. HOROVOD_FUSION_THRESHOLD=0, also set by --deterministic, turns that off, which makes the weights
+equal bit for bit from run to run.
 """
 
 import argparse
@@ -40,6 +40,8 @@ def main(world: World, arguments: list[str]) -> None:
     """Train with the options at the end of this file."""
     args = parse(arguments, world)
     device = choose_device(world, args.device)
+    if args.deterministic:
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
     # The process group is for the run folder and for errors. It uses Gloo on GPUs, too: torch and Horovod would conflict in NCCL.
     with process_group(world, torch.device("cpu")), horovod(world) as hvd:
         training_set, test_set = recipe.load_data(args, world)
