@@ -77,6 +77,14 @@ def test_the_state(tmp_path):
     assert runs.summarize(folder)["state"] == "stopped"
 
 
+def test_the_speed_of_a_finished_run_is_that_of_its_result(tmp_path):
+    """The last line of metrics has that of a fifth of an epoch."""
+    folder = make_run(tmp_path / "run")
+    for content, speed in (({"examples_per_s": 80.25}, 80.25), ({}, 99.5), (None, 99.5)):
+        (folder / "result.json").write_text(json.dumps({"speed": content}))
+        assert runs.summarize(folder)["examples_per_s"] == speed
+
+
 def test_without_a_score_the_loss_is_shown(tmp_path):
     folder = make_run(tmp_path / "run", lines=[{"epoch": 1, "step": 5, "train_loss": 0.5}])
     assert (runs.summarize(folder)["score"], runs.summarize(folder)["value"]) == ("train_loss", 0.5)

@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -200,6 +202,38 @@ def test_24_trials_4_at_a_time_of_which_5_are_killed(tmp_path, monkeypatch):
     before = (sweep.trial_folder(tmp_path / "out", 3) / "result.json").stat().st_mtime
     assert run_task(tmp_path, 3, 120) and "trial 3 has ended already" in (tmp_path / "3.out").read_text()
     assert (sweep.trial_folder(tmp_path / "out", 3) / "result.json").stat().st_mtime == before
+
+
+def test_options_that_the_trainer_refuses_are_found_before_a_trial(tmp_path, monkeypatch):
+    """Each value of each parameter, and the words of the command."""
+    monkeypatch.chdir(tmp_path)
+    for before, after, message in (
+        ("lr: {", "lrr: {", r"search.yaml: hpctrain train_single: unrecognized arguments: --lrr=0.001: did you mean --lr\?"),
+        ("[stop, skip]", "[stop, skipp]", "argument --on-nan: invalid choice: 'skipp'"),
+        ("--epochs 1", "--epochs 1 --modle x", r"unrecognized arguments: --modle x: did you mean --model\?"),
+    ):
+        path = write(tmp_path, FILE.replace(before, after))
+        with pytest.raises(UsageError, match=message):
+            sweep.main(ALONE, [str(path)])
+        assert [entry.name for entry in tmp_path.iterdir()] == ["search.yaml"]
+
+
+def test_a_sweep_ends_when_its_first_trials_have_the_same_error(tmp_path, monkeypatch, capfd):
+    path, out = write(tmp_path, trials=9), ["--out", str(tmp_path / "out")]
+    here = SimpleNamespace(run=lambda command, check: suppress_errors(sweep.main, command[command.index("sweep") + 1 :]))
+    monkeypatch.setattr(sweep, "subprocess", here)
+    with pytest.raises(HpctrainError, match=r"the first 3 trials end with the same error \(.*: no such folder.*\): correct "):
+        sweep.main(ALONE, [str(path), *out])
+    assert re.findall(r"^trial (\d): ", capfd.readouterr().out, re.M) == ["0", "1", "2"]
+    (sweep.trial_folder(tmp_path / "out", 5)).mkdir()
+    (sweep.trial_folder(tmp_path / "out", 5) / sweep.DIVERGED).touch()  # one that worked
+    with pytest.raises(HpctrainError, match="8 of 9 trials have not ended"):
+        sweep.main(ALONE, [str(path), *out])
+
+
+def suppress_errors(main, words):
+    with suppress(HpctrainError):
+        main(ALONE, words)
 
 
 def run_here(monkeypatch):

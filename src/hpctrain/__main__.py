@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 
 from hpctrain import __version__
-from hpctrain.cli import COMMANDS, GROUPS
+from hpctrain.cli import COMMANDS, GROUPS, did_you_mean
 
 
 def help_text() -> str:
@@ -49,9 +49,8 @@ def main() -> None:
 
     def run(world: World) -> None:
         if name not in COMMANDS:
-            raise UsageError(
-                f"there is no command {name!r}: choose from {', '.join(COMMANDS)}, or give a launch script a .py file"
-            )
+            choices = did_you_mean(name, COMMANDS) or f"choose from {', '.join(COMMANDS)}, or give a launch script a .py file"
+            raise UsageError(f"there is no command {name!r}: {choices}")
         import_module(COMMANDS[name][0]).main(world, arguments)
 
     # A shell runs this command when it starts, also a shell inside a job, where detect() could raise an error.

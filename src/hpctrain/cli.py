@@ -1,6 +1,8 @@
 """The table of commands, and what their argument parsers share."""
 
 import argparse
+import difflib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,9 +53,23 @@ COMMANDS = {
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError, so that one rank prints the error and not all of them."""
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # noqa: ANN401 - as in argparse
+        """Parse the command line. Raises UsageError, which names the option that is most like an unknown one."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            option = next((word for word in unknown if word.startswith("-")), "").partition("=")[0]
+            guess = did_you_mean(option, [name for action in self._actions for name in action.option_strings])
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{guess and f': {guess}'}")
+        return found
+
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the message and exiting."""
         raise UsageError(f"{self.prog}: {message} ({self.prog} --help lists the options)")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question with the known word that is most like a mistyped one; "" if none is."""
+    return "".join(f"did you mean {found}?" for found in difflib.get_close_matches(word, known, n=1))
 
 
 def trainer_parser(trainer: str, description: str) -> Parser:

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,12 @@ def summarize(run: Path) -> dict[str, Any]:
     """A row of the table: state, job, position, score, speed, start and image of a run. Raises HpctrainError."""
     configs = read_configs(run)
     last = configs[-1]
-    lines = read_metrics(run, TAIL)
+    lines, state = read_metrics(run, TAIL), _state(run, str(last.get("started")))
     found = [item for line in lines for item in line.items() if item[0] not in NOT_SCORES and "/" not in item[0]]
     score, value = ([item for item in found if item[0] != "train_loss"] or found or [(None, None)])[-1]
     return {
         "run": str(run),
-        "state": _state(run, str(last.get("started"))),
+        "state": state,
         "trainer": configs[0].get("trainer"),
         "job": last.get("job"),
         "starts": len(configs),
@@ -98,7 +99,7 @@ def summarize(run: Path) -> dict[str, Any]:
         "step": lines[-1]["step"] if lines else 0,
         "score": score,
         "value": value,
-        "examples_per_s": next((line["examples_per_s"] for line in reversed(lines) if "examples_per_s" in line), None),
+        "examples_per_s": _speed(run, state, lines),
         "started": configs[0].get("started"),
         "image_digest": last.get("image_digest"),
     }
@@ -119,6 +120,16 @@ def _state(run: Path, started: str) -> str:
     except (OSError, ValueError):
         return "stopped"
     return "finished" if finished >= begun else "stopped"  # resumed for more epochs since
+
+
+def _speed(run: Path, state: str, lines: list[dict[str, float]]) -> float | None:
+    """The examples per second of a finished run as a whole, of another one between its last lines of metrics."""
+    if state == "finished":
+        with suppress(HpctrainError):
+            speed = read_json(run / "result.json").get("speed")
+            if isinstance(speed, dict) and isinstance(speed.get("examples_per_s"), int | float):
+                return speed["examples_per_s"]
+    return next((line["examples_per_s"] for line in reversed(lines) if "examples_per_s" in line), None)
 
 
 def table(rows: list[dict[str, Any]], folder: Path) -> str:

@@ -28,9 +28,11 @@ from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError, 
 from hpctrain.packages import SAFE_PYTHON
 from hpctrain.plot import folder_for_matplotlib
 from hpctrain.runs import NOT_SCORES, PRUNED, read_json, read_metrics
-from hpctrain.sweep_file import Sweep, read_file
+from hpctrain.sweep_file import Sweep, check_options, read_file
 from hpctrain.world import ALONE, World
 
+FAILED = "error.txt"  # in the folder of a trial that an error has ended
+SAME_ERRORS = 3  # of the first trials: the others would have it as well
 DIVERGED = "diverged.txt"  # in the folder of a trial whose parameters do not let it train
 WAIT = 120  # s, for the parameters of rank 0
 
@@ -164,6 +166,7 @@ def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
         return
     if world.rank == 0:
         _keep_sweep(sweep, folder)
+        (path / FAILED).unlink(missing_ok=True)
         if not (path / "parameters.json").exists():
             parameters = suggest(sweep, read_trials(sweep, folder), number)
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -190,6 +193,10 @@ def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
     except DivergedError as error:  # on rank 0; the others have ended
         atomic.write_text(path / DIVERGED, f"{error}\n")
         print(f"trial {number} has no result: {error}", flush=True)
+    except Exception as error:
+        if world.rank == 0:
+            atomic.write_text(path / FAILED, first_line(error).replace(str(path), "FOLDER"))  # for run_all() to compare
+        raise
     if world.rank == 0:
         trials = read_trials(sweep, folder)
         print(_describe_progress(sweep, trials), flush=True)
@@ -236,12 +243,21 @@ def _keep_sweep(sweep: Sweep, folder: Path) -> None:
 
 
 def run_all(file: Path, sweep: Sweep, folder: Path) -> None:
-    """Run the trials without a result one after the other, in this machine's own processes. Raises HpctrainError if some fail."""
+    """Run the trials without a result one after the other, in this machine's own processes.
+
+    Raises HpctrainError if some fail, and at once if the first ones all fail with the same error.
+    """
     _keep_sweep(sweep, folder)
+    errors: list[str] = []
     for number in range(sweep.trials):
         if not has_ended(folder, number):
             command = [*SAFE_PYTHON, "-m", "hpctrain", "sweep", str(file), "--out", str(folder), "--trial", str(number)]
             subprocess.run(command, check=False)
+            failed = trial_folder(folder, number) / FAILED
+            errors.append(failed.read_text(encoding="utf-8") if failed.exists() else "")
+            none_has_ended = not any(has_ended(folder, other) for other in range(sweep.trials))
+            if none_has_ended and errors[0] and errors == SAME_ERRORS * errors[:1]:
+                raise HpctrainError(f"the first {SAME_ERRORS} trials end with the same error ({errors[0]}): correct {file}")
     missing = [number for number in range(sweep.trials) if not has_ended(folder, number)]
     if missing:
         raise HpctrainError(
@@ -349,7 +365,9 @@ def main(world: World, arguments: list[str]) -> None:
     if args.show:
         if world.rank == 0:
             show(sweep, folder)
-    elif number is not None:
+        return
+    check_options(args.file, sweep)
+    if number is not None:
         if not 0 <= number < sweep.trials:
             raise UsageError(f"there is no trial {number}: {args.file} has {sweep.trials}, so give --array=0-{sweep.trials - 1}")
         run_trial(sweep, folder, number, world)

@@ -3,10 +3,11 @@
 import math
 import shlex
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cli import COMMANDS
+from hpctrain.cli import COMMANDS, did_you_mean
 from hpctrain.errors import UsageError
 
 OWN = {"out", "resume"}  # options that a trial sets itself
@@ -57,7 +58,7 @@ def read_file(path: Path) -> Sweep:
     given = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
     trainers = [name for name, (_, group, _) in COMMANDS.items() if group in ("train", "fine-tune")]
     for text, fits in (
-        (f"command {trainer!r}: choose from {', '.join(trainers)}", trainer in trainers),
+        (f"command {trainer!r}: {did_you_mean(trainer, trainers) or 'choose from ' + ', '.join(trainers)}", trainer in trainers),
         ("--out and --resume are the sweep's own: leave them out", not OWN & {*given, *sweep.parameters}),
         (f"direction {sweep.direction!r}: choose from {', '.join(DIRECTIONS)}", sweep.direction in DIRECTIONS),
         (f"sampler {sweep.sampler!r}: choose from {', '.join(SAMPLERS)}", sweep.sampler in SAMPLERS),
@@ -75,6 +76,21 @@ def read_file(path: Path) -> Sweep:
         if sweep.sampler == "grid" and "values" not in form:
             raise UsageError(f"{path}: parameter {name}: sampler grid needs values for each")
     return sweep
+
+
+def check_options(path: Path, sweep: Sweep) -> None:
+    """Let the parser of the trainer read each value of each parameter. Raises UsageError, naming the file.
+
+    This imports the trainer, which takes seconds.
+    """
+    parser = import_module(COMMANDS[sweep.command[0]][0]).parser()
+    values = {name: form.get("values") or [form["low"], form["high"]] for name, form in sweep.parameters.items()}
+    for number in range(max(map(len, values.values()))):
+        options = [f"--{name}={each[min(number, len(each) - 1)]}" for name, each in values.items()]
+        try:
+            parser.parse_args([*sweep.command[1:], *options])
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
 
 
 def _check_parameter(place: str, form: Any) -> None:  # noqa: ANN401 - what YAML has there
