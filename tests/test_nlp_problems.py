@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import numpy
 import pandas
@@ -67,6 +68,17 @@ REGRESSION = ("--problem", "regression", "--batch-size", 10, "--lr", 5e-3)
 def number(similar, config, tmp_path_factory):
     out = tmp_path_factory.mktemp("number") / "run"
     return train("pair", out, *REGRESSION, "--epochs", 8, "--data", similar, "--from-scratch", config)
+
+
+def test_a_resume_with_another_problem_is_refused_by_its_name(number, tmp_path):
+    """Its model has another last layer, whose size says nothing to the user who gave the wrong option."""
+    run = shutil.copytree(number, tmp_path / "run")
+    rows = [{"sentence1": "빨강", "sentence2": "파랑", "gold_label": i % 2} for i in range(40)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = [*REGRESSION[2:], "--epochs", 8, "--data", path, "--from-scratch", "tiny", "--resume", "auto"]
+    with pytest.raises(HpctrainError, match=r"of another model: .*, because of .*--problem None instead of regression"):
+        train("pair", run, *words)
 
 
 # --- scores ---

@@ -5,6 +5,7 @@ not check it and this file does, so a truncated file or a flipped bit is found b
 a model of which each rank holds a part is a folder of such files: see checkpoint_parts.py.
 """
 
+import argparse
 import copy
 import re
 import shutil
@@ -20,6 +21,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils._pytree import tree_map_only
 
 from hpctrain import atomic, checkpoint_parts
+from hpctrain.config import list_other_options
 from hpctrain.errors import HpctrainError, first_line
 
 
@@ -85,16 +87,19 @@ def find_newest(folder: Path) -> Path:
     )
 
 
-def find_fitting(newest: Path, model: torch.nn.Module, entry: str) -> Path:
+def find_fitting(
+    newest: Path, model: torch.nn.Module, entry: str, args: argparse.Namespace | None = None, free: tuple[str, ...] = ()
+) -> Path:
     """The newest checkpoint of this model, from `newest` on backwards in its folder; prints why others are skipped.
 
-    It has an entry of this name beside "model", "epoch" and "step", as the checkpoints of the trainer that asks have.
+    It has an entry of this name beside "model", "epoch" and "step", as the checkpoints of the trainer that asks have. The
+    reason for one of another model has the options that differ from `args`, except for the `free` ones.
     Raises HpctrainError that names the folder and `newest` if none fits.
     """
     problems: dict[str, str] = {}
     paths = list_newest_first(newest.parent.parent)
     for path in paths[paths.index(newest) :]:
-        problem = _describe_misfit(path, model, entry)
+        problem = _describe_misfit(path, model, entry, args, free)
         if not problem:
             for name, text in problems.items():
                 print(f"hpctrain: skipping {name} in {path.parent} ({text}), resuming from {path.name}", flush=True)
@@ -107,7 +112,9 @@ def find_fitting(newest: Path, model: torch.nn.Module, entry: str) -> Path:
     )
 
 
-def _describe_misfit(path: Path, model: torch.nn.Module, entry: str) -> str:
+def _describe_misfit(
+    path: Path, model: torch.nn.Module, entry: str, args: argparse.Namespace | None, free: tuple[str, ...]
+) -> str:
     """Why a checkpoint is not one of this model; "" if it is."""
     if not is_intact(path):
         return "corrupt"
@@ -120,7 +127,11 @@ def _describe_misfit(path: Path, model: torch.nn.Module, entry: str) -> str:
         return "it is of another trainer"
     own, saved = ({name: tuple(value.shape) for name, value in part.items()} for part in (model.state_dict(), weights))
     differing = next((name for name in [*own, *saved] if own.get(name) != saved.get(name)), None)
-    return f"it is of another model: {differing} is {saved.get(differing)}, not {own.get(differing)}" if differing else ""
+    if not differing:
+        return ""
+    others = list_other_options(args, state.get("options", {}), free) if args else ""
+    cause = f", because of {others}" if others else ""
+    return f"it is of another model: {differing} is {saved.get(differing)}, not {own.get(differing)}{cause}"
 
 
 def load(path: Path, device: torch.device) -> dict[str, Any]:

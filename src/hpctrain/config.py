@@ -57,15 +57,20 @@ def weighty_options(args: argparse.Namespace) -> dict[str, str]:
     return {name: str(value) for name, value in vars(args).items() if name not in _FREE_OPTIONS}
 
 
-def compare_options(args: argparse.Namespace, saved: dict[str, str], free: tuple[str, ...], checkpoint: Path) -> str:
-    """The options that change the weights and are not those of the checkpoint, as a text; "" if there are none.
+def list_other_options(args: argparse.Namespace, saved: dict[str, str], free: tuple[str, ...]) -> str:
+    """The options that change the weights and are not those that a checkpoint has, as a text; "" if there are none.
 
-    `free` names others that may differ. Raises UsageError if there are some, unless --force is given.
+    `free` names others that may differ.
     """
     own = weighty_options(args)
     # An option that the earlier version did not have yet is as if it was not given.
     names = [name for name in sorted({*own, *saved} - {*free}) if own.get(name, "None") != saved.get(name, "None")]
-    text = ", ".join(f"--{name.replace('_', '-')} {own.get(name)} instead of {saved.get(name)}" for name in names)
+    return ", ".join(f"--{name.replace('_', '-')} {own.get(name)} instead of {saved.get(name)}" for name in names)
+
+
+def compare_options(args: argparse.Namespace, saved: dict[str, str], free: tuple[str, ...], checkpoint: Path) -> str:
+    """The text of list_other_options(). Raises UsageError if there are some, unless --force is given."""
+    text = list_other_options(args, saved, free)
     if text and not args.force:
         raise UsageError(
             f"{checkpoint} was saved with other options: {text}: give those of that run, or --force to go on with these"

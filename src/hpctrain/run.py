@@ -137,7 +137,7 @@ class Run:
             chosen = ""
             with all_or_none(self.world):
                 if self.world.rank == 0:
-                    chosen = str(checkpoint.find_fitting(self.resume_from, model, entry))
+                    chosen = str(checkpoint.find_fitting(self.resume_from, model, entry, self._args, free))
             self.resume_from = Path(broadcast(self.world, chosen))
             with all_or_none(self.world):
                 state = checkpoint.open_lazily(self.resume_from) if self.in_parts else checkpoint.load(self.resume_from, device)
