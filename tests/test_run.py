@@ -97,6 +97,31 @@ def test_a_finished_run_that_refuses_to_be_resumed_stays_as_it_was(tmp_path, wid
     assert sorted((tmp_path / "run").iterdir()) == before
 
 
+def test_a_start_that_failed_before_its_first_step_leaves_its_folder_to_the_next(tmp_path):
+    start(tmp_path / "run")
+    opened = start(tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").glob("config*")) == ["config.json"]
+    opened.metrics(train_loss=1.0)
+    with pytest.raises(HpctrainError, match="holds a run already"):
+        start(tmp_path / "run")
+    start(tmp_path / "other")
+    (tmp_path / "other/notes.txt").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "bert"}')
+    for name in ("other", "model"):
+        with pytest.raises(HpctrainError, match="holds a run already"):
+            start(tmp_path / name)
+
+
+def test_resume_auto_without_out_is_for_jobs(tmp_path, monkeypatch):
+    """Elsewhere each start would have another folder, and begin anew."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HpctrainError, match="--resume auto needs --out here"):
+        start(None, run.AUTO)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert start(None, run.AUTO).folder == Path("runs/test/17")
+
+
 @pytest.mark.parametrize("content", [None, "", "sha256:abc", "\0\xff"])
 def test_a_digest_that_is_not_known_in_time_is_left_out(tmp_path, monkeypatch, content):
     monkeypatch.setenv("HPCTRAIN_IMAGE_DIGEST_FILE", str(tmp_path / "digest"))

@@ -4,18 +4,21 @@ import argparse
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpctrain import atomic, checkpoint
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.node_checks import refuse_throw_away
 from hpctrain.owner import Owner
-from hpctrain.world import job_id, restart_count, torchrun_restarts
+from hpctrain.world import in_job, job_id, restart_count, torchrun_restarts
 
 # --resume auto: resume from the run folder itself if it has a checkpoint
 AUTO = Path("auto")
+# What a run folder has before its first step, beside its configurations.
+BEGINNING = {"owner.json", "metrics.jsonl", "checkpoints", "logs", "from-scratch"}
 
 
 def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path | None, Owner]:
@@ -23,13 +26,17 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
 
     Raises HpctrainError.
     """
+    if args.resume == AUTO and not args.out and not in_job():
+        raise UsageError("--resume auto needs --out here: without a job of Slurm or PBS, each start has a new run folder")
     source = None if args.resume == AUTO else args.resume
     folder = args.out or source or Path("runs") / trainer / job_id()
     earlier_run = (folder / "config.json").exists()
-    again = args.resume == AUTO
+    again, failed_start = args.resume == AUTO, False
     if earlier_run and not again and (not source or source.resolve() != folder.resolve()):
         again = restart_count() > 0 or (torchrun_restarts() and Owner(folder).is_of_this_launch())
-        if not (again and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()):
+        again = again and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()
+        failed_start = not again and _is_failed_start(folder)
+        if not again and not failed_start:
             option = "" if checkpoint.list_newest_first(folder) else f"auto --out {folder}"
             raise HpctrainError(
                 f"{folder} holds a run already: give another --out, or continue that run with --resume {option or folder}"
@@ -47,6 +54,8 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
         refuse_throw_away(folder)
         owner = Owner(folder)
         owner.acquire()
+        for path in folder.glob("config*.json") if failed_start else ():
+            path.unlink()
         for part in ("checkpoints", "logs"):
             (folder / part).mkdir(parents=True, exist_ok=True)
         if earlier_run:
@@ -63,6 +72,15 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
     if own:
         resume = checkpoint.find_newest(folder)  # the last owner may have written until now
     return folder, resume, owner
+
+
+def _is_failed_start(folder: Path) -> bool:
+    """Whether a folder has only the beginning of a run, which an error has ended before its first line of metrics."""
+    with suppress(OSError, ValueError):
+        known = all(path.name in BEGINNING or re.fullmatch(r"config(\.\d+)?\.json", path.name) for path in folder.iterdir())
+        empty = (folder / "metrics.jsonl").stat().st_size == 0 and not any((folder / "checkpoints").iterdir())
+        return known and empty and "trainer" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return False
 
 
 @contextmanager

@@ -197,6 +197,11 @@ def job_id(env: Mapping[str, str] = os.environ) -> str:
     return env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or time.strftime("%Y%m%d-%H%M%S")
 
 
+def in_job(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether a scheduler has started this, so that job_id() is the same when it starts it again."""
+    return bool(env.get("SLURM_JOB_ID") or env.get("PBS_JOBID"))
+
+
 def restart_count(env: Mapping[str, str] = os.environ) -> int:
     """How often Slurm or PBS has started this job again, after a node failure or a preemption."""
     return int(env.get("SLURM_RESTART_COUNT") or env.get("HPCTRAIN_PBS_RERUNS") or 0)
