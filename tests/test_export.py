@@ -77,13 +77,16 @@ def name_of(item):
 
 
 @pytest.mark.slow
-def test_wandb(tmp_path):
+def test_wandb(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     folder = make_run(tmp_path / "runs/17", starts=2, lines=LINES, lr=0.5)
     (folder / "result.json").write_text(json.dumps({"test_accuracy": 0.75, "epochs": 2}))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     for _ in range(2):  # the second replaces the first
         done = run("export", "wandb", folder, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
+    assert [*(tmp_path / "tmp").iterdir()] == []
     (written,) = (folder / "wandb").iterdir()
     assert done.stdout == f"wandb sync {written}\n"
     found = list(records(next(written.glob("*.wandb"))))

@@ -278,12 +278,21 @@ def test_torchruns_of_a_job_agree_with_a_secret(tmp_path):
     command = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=17"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--no-python", "sh", "-c", "echo rank $RANK"]
     env = os.environ | {"HPCTRAIN_JOB_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
+    env |= {"TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
     nodes = [subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         assert sorted(node.communicate(timeout=100)[0] for node in nodes) == ["rank 0\n", "rank 1\n"]
     finally:
         for node in nodes:
             node.kill()
+    assert [*(tmp_path / "tmp").iterdir()] == []
+    command = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--standalone", "--no-python", "sh", "-c", "echo; sleep 60"]
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as torchrun:
+        torchrun.stdout.readline()
+        assert [*(tmp_path / "tmp").iterdir()] != []
+        torchrun.terminate()
+    assert torchrun.returncode != 0 and [*(tmp_path / "tmp").iterdir()] == []
 
 
 def test_a_verdict_and_news_of_a_stranger_are_ignored(tmp_path):

@@ -9,6 +9,8 @@ This runs in any image, whose version of hpctrain may be another one. So it impo
 import hmac
 import os
 import pickle
+import sys
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,4 +42,7 @@ def loads(signed: bytes) -> Any:  # noqa: ANN401 - as pickle.loads()
 if __name__ == "__main__":
     if os.environ.get("HPCTRAIN_JOB_SECRET") and hasattr(dynamic_rendezvous, "pickle"):
         dynamic_rendezvous.pickle = SimpleNamespace(dumps=dumps, loads=loads, PickleError=pickle.PickleError)
-    run.main()
+    # Without a folder, torchrun makes /tmp/torchelastic_* and leaves it there.
+    with tempfile.TemporaryDirectory(prefix="hpctrain-torchrun.") as logs:
+        sys.argv[1:1] = [f"--log-dir={logs}"]
+        run.main()

@@ -8,7 +8,7 @@ from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, first_line
 from hpctrain.metrics import NOT_SHOWN
 from hpctrain.runs import read_configs, read_metrics, summarize
-from hpctrain.wandb_log import result_numbers, start_wandb
+from hpctrain.wandb_log import folder_for_wandb, result_numbers, start_wandb
 from hpctrain.world import World
 
 
@@ -40,7 +40,7 @@ def to_wandb(run: Path) -> str:
     Its id comes from config.json, so that a later export of the same run replaces the earlier one at W&B.
     """
     rows = steps(run)
-    with atomic.folder(run / "wandb") as folder:
+    with folder_for_wandb(), atomic.folder(run / "wandb") as folder:
         try:
             logged = start_wandb(run, folder, "offline")
             for row in rows:

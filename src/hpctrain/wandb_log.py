@@ -12,7 +12,10 @@ import select
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +63,22 @@ class Mirror:
 def _print_failure(run: Path, reason: str) -> None:
     text = f"{reason}: the training goes on without, and this makes an offline run of all metrics: hpctrain export wandb {run}"
     print_error(f"hpctrain: --wandb: {hide_secrets(text)}")
+
+
+@contextmanager
+def folder_for_wandb() -> Iterator[None]:
+    """Give wandb a folder for its temporary ones, two of which it makes when it is imported, and remove them all at the end.
+
+    wandb itself removes them when the interpreter is finalized, which processes of hpctrain are not: see entry.py.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpctrain-wandb.") as folder:
+        tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = None
+            if "wandb" in sys.modules and hasattr(sys.modules["wandb"], "teardown"):
+                sys.modules["wandb"].teardown()  # ends its process, which has its socket there
 
 
 def start_wandb(run: Path, folder: Path, mode: str) -> "wandb.Run":
@@ -164,7 +183,8 @@ def main() -> None:
     """Follow the run folder that the command line names."""
     run = Path(sys.argv[1])
     try:
-        follow(run)
+        with folder_for_wandb():
+            follow(run)
     except Exception as error:
         _print_failure(run, first_line(error))
         os._exit(1)
