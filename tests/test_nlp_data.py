@@ -1,9 +1,12 @@
 """Reading published data sets, valid and invalid; splitting them; batches of similar length and their distribution to ranks."""
 
+import argparse
 import gzip
 import json
+import os
 import re
 from itertools import pairwise, permutations, product
+from pathlib import Path
 
 import numpy
 import pytest
@@ -13,14 +16,16 @@ from seqeval.metrics import f1_score
 from seqeval.scheme import IOB2, Entities
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.nlp import classify, data, generate, ner, pair, qa, sampling
+from hpctrain.nlp import classify, data, generate, ner, pair, predict, qa, sampling
 from hpctrain.nlp.bio import Entity, from_bio, split_units, to_bio
 from hpctrain.nlp.classify import Document
 from hpctrain.nlp.generate import Passage
+from hpctrain.nlp.hub import resolve_data, resolve_model
 from hpctrain.nlp.ner import Sentence
 from hpctrain.nlp.pair import Pair
 from hpctrain.nlp.squad import Answer, Question
 from hpctrain.nlp.task import SAMPLES
+from hpctrain.world import ALONE
 
 TASKS = {module.TASK.name: module.TASK for module in (classify, pair, ner, qa, generate)}
 NSMC_HEADER = "id\tdocument\tlabel\n"
@@ -603,13 +608,35 @@ def test_questions_are_split_by_article():
     [
         (0.0, "ab", "is not between 0 and 1"),
         (1.0, "ab", "is not between 0 and 1"),
-        (0.5, "aa", "of 1 articles leaves a part empty"),
+        (0.5, "aa", "--data has 2 examples of 1 articles, too few to split: add more"),
+        (0.5, "a", "--data has 1 example, too few to split: add more"),
+        (0.1, "ab", "--validation-split 0.1 of 2 examples leaves a part empty: give another fraction"),
     ],
 )
 def test_split_with_an_empty_part_is_refused(share, titles, message):
     questions = [Question(str(i), title, "", "?", []) for i, title in enumerate(titles)]
     with pytest.raises(UsageError, match=message):
         data.split_examples(qa.TASK, questions, share, seed=0)
+
+
+def test_too_little_or_other_than_text_is_one_clear_line(tmp_path):
+    """What is no file, what would be looked up on the hub by mistake, and what is not UTF-8, with a mark and without."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in (
+        (tmp_path / "pipe", "pipe: a pipe or a device: write the data into a file"),
+        (Path("reviews/train.tsv"), r"reviews/train.tsv: cannot be read \(No such file or directory\)"),
+        (Path("klue/nli.json"), "klue/nli.json: cannot be read"),
+    ):
+        with pytest.raises(HpctrainError, match=message):
+            resolve_data(path, ALONE)
+    (tmp_path / "file").touch()
+    for name in (str(tmp_path / "file"), "models/config.json", "kcbert/model.safetensors"):
+        with pytest.raises(HpctrainError, match=f"{name}: neither a folder nor a model name"):
+            resolve_model(name, ALONE)
+    for encoding in ("utf-16", "utf-16-le"):
+        (tmp_path / "texts.txt").write_bytes("good\n".encode(encoding))
+        with pytest.raises(HpctrainError, match=r"texts\.txt: UTF-16, not UTF-8: convert the file"):
+            list(predict.read_rows(argparse.Namespace(file=tmp_path / "texts.txt"), classify.TASK))
 
 
 # --- the real data ---

@@ -147,7 +147,10 @@ def split_examples(task: Task, examples: Sequence[Any], fraction: float, seed: i
             break
         validation.update(members[group])
     if not 0 < len(validation) < len(examples):
-        what = f"{len(examples)} examples" + (f" of {len(members)} {task.groups}" if len(members) < len(examples) else "")
+        count = f"{len(examples)} example{'s'[: len(examples) != 1]}"
+        what = count + (f" of {len(members)} {task.groups}" if len(members) < len(examples) else "")
+        if len(members) < 2:
+            raise UsageError(f"--data has {what}, too few to split: add more, or a file for each of train, validation and test")
         raise UsageError(f"--validation-split {fraction} of {what} leaves a part empty: give another fraction, or more data")
     return (
         [example for i, example in enumerate(examples) if i not in validation],
@@ -206,6 +209,14 @@ def read_text(path: Path) -> str:
         content = path.read_bytes()
     except OSError as error:
         raise HpctrainError(f"{path}: cannot be read ({error.strerror}): give --data a folder or a file") from error
+    text = decode_text(path, content)
+    if not text.strip():
+        raise HpctrainError(f"{path}: the file is empty: download it again")
+    return text
+
+
+def decode_text(path: Path, content: bytes) -> str:
+    """The text in a file with this content, without a byte order mark. Raises HpctrainError if it is not UTF-8."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16 -t utf-8")
     if content[1:4:2] == b"\0\0" and content[:1] != b"\0":  # what begins with ASCII, such as a header, without a mark
@@ -215,13 +226,10 @@ def read_text(path: Path) -> str:
     if content.startswith(MAGIC_OF_TABLES):
         raise HpctrainError(f"{path}: a table of Parquet or Arrow, not text: name its columns with --columns FIELD=COLUMN")
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
         raise HpctrainError(f"{path}, line {number}: not UTF-8: convert the file, e.g. iconv -f cp949 -t utf-8") from error
-    if not text.strip():
-        raise HpctrainError(f"{path}: the file is empty: download it again")
-    return text
 
 
 def read_lines(path: Path) -> list[str]:

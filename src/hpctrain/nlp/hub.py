@@ -20,6 +20,7 @@ from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.digests import write_digests
 from hpctrain.errors import HpctrainError
+from hpctrain.nlp.data import SUFFIXES, TABLES
 from hpctrain.nlp.model_folder import describe_error, is_disk_error, validate_folder
 from hpctrain.rendezvous import all_or_none, gather
 from hpctrain.world import World
@@ -37,6 +38,7 @@ NEEDED = [
 PICKLES = ["pytorch_model.bin*", "pytorch_model-?????-of-?????.bin"]
 # Of a data set, the tables, and texts.
 DATA_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+OF_FILES = {".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt"}  # no name of a model ends so
 DATA = ["*.parquet", "*.arrow", "*.csv", "*.tsv", "*.jsonl", "*.json", "*.txt"]
 
 
@@ -66,9 +68,12 @@ def resolve_data(path: Path, world: World) -> Path:
         if any(exists):
             if not exists[world.rank]:
                 raise HpctrainError(f"{path}: not on {os.uname().nodename}: put it where all nodes can read it")
+            if not (path.is_dir() or path.is_file()):
+                raise HpctrainError(f"{path}: a pipe or a device: write the data into a file, and give that to --data")
             return path
         owner, name, part = (*path.parts, "", "")[:3]
-        if not name or path.is_absolute() or len(path.parts) > 3 or not DATA_NAME.fullmatch(f"{owner}/{name}"):
+        of_file = path.suffix in SUFFIXES | TABLES  # no name on the hub ends so
+        if of_file or not name or path.is_absolute() or len(path.parts) > 3 or not DATA_NAME.fullmatch(f"{owner}/{name}"):
             raise HpctrainError(
                 f"{path}: cannot be read (No such file or directory): give --data a folder or a file, or the name of a data set "
                 "on the hub (OWNER/NAME)"
@@ -140,6 +145,8 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
 
 def _validate_name(name: str) -> None:
     try:
+        if Path(name).exists() or Path(name).suffix in OF_FILES:
+            raise errors.HFValidationError
         validate_repo_id(name)
     except errors.HFValidationError as error:
         raise HpctrainError(

@@ -25,8 +25,8 @@ def make_parser(task: Task) -> Parser:
         "--data",
         type=Path,
         metavar="PATH",
-        help=f"folder with the published files, or a single file, which is then split; or the name of a data set on the Hugging "
-        f"Face hub, OWNER/NAME or OWNER/NAME/FOLDER; {task.formats} "
+        help=f"train on the files in this folder, as they were published, or on a single file, which is then split; or on a "
+        f"data set of the Hugging Face hub, OWNER/NAME or OWNER/NAME/FOLDER; {task.formats} "
         f"({'default: sample data' if task.samples else 'required'})",
     )
     if task.fields:

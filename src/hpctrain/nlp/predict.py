@@ -21,7 +21,7 @@ from hpctrain import atomic
 from hpctrain.cli import COMMANDS, Parser, add_device, positive
 from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, UsageError, first_line
-from hpctrain.nlp.data import SURROGATE
+from hpctrain.nlp.data import SURROGATE, decode_text
 from hpctrain.nlp.lora import ADAPTER_CONFIG, load_adapter
 from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer
 from hpctrain.nlp.task import Task
@@ -137,9 +137,9 @@ def read_rows(args: argparse.Namespace, task: Task) -> Iterator[tuple[str, ...]]
         yield from (tuple(args.text[i : i + len(names)]) for i in range(0, len(args.text), len(names)))
         return
     try:
-        text = args.file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise HpctrainError(f"{args.file}: cannot be read ({error}): give --file a text file in UTF-8") from error
+        text = decode_text(args.file, args.file.read_bytes())
+    except OSError as error:
+        raise HpctrainError(f"{args.file}: cannot be read ({error.strerror}): give --file a text file in UTF-8") from error
     lines = text.removesuffix("\n").split("\n") if text else []  # an empty line is a text too
     if not lines:
         raise HpctrainError(f"{args.file}: the file is empty: put one text on each line")
@@ -167,7 +167,7 @@ def parser() -> Parser:
         prog="hpctrain predict", description="Answer texts with a fine-tuned model. Prints one JSON object per line."
     )
     add = options.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="model folder of a run, such as runs/nlp.classify/17/model")
+    add("folder", type=Path, metavar="FOLDER", help="run folder of a fine-tuning, such as runs/nlp.classify/17, or its model/")
     add(
         "text",
         nargs="*",
