@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slurm_cluster import REPOSITORY
 
 from hpctrain import completion
 from hpctrain.cli import COMMANDS, GROUPS
@@ -103,6 +104,14 @@ def test_every_command_has_a_group_and_a_line_that_stands_alone(parsers):
     for name, parser in parsers.items():
         assert parser.prog == f"hpctrain {name}" and parser.description
         assert [action.dest for action in parser._actions if not action.help] == []
+
+
+def test_every_command_and_every_option_stands_in_a_page(parsers):
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    assert [name for name in COMMANDS if not re.search(rf"(hpctrain |`|launch/\S+ ){re.escape(name)}\b", text)] == []
+    options = {option for parser in parsers.values() for action in parser._actions for option in action.option_strings}
+    assert [option for option in sorted(options - {"-h", "--help"}) if not re.search(rf"{option}(?![\w-])", text)] == []
 
 
 @pytest.mark.slow

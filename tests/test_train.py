@@ -457,7 +457,7 @@ def test_train_single_trains_as_train_ddp_does(runs, tmp_path):
 BAD_INPUT = [
     (["no_such_trainer"], 2, "there is no command 'no_such_trainer': choose from train_ddp"),
     (["train_dpp"], 2, "there is no command 'train_dpp': did you mean train_ddp?"),
-    (["train_ddp", "--batch-sise=8"], 2, "unrecognized arguments: --batch-sise=8: did you mean --batch-size? (hpctrain train_ddp"),
+    (["train_ddp", "--batch-sise=8"], 2, "unrecognized arguments: --batch-sise=8: did you mean --batch-size? (hpctrain"),
     (["train_ddp", "--epochs", "none"], 2, "argument --epochs: invalid int value: 'none'"),
     (["train_ddp", "--epochs", "0"], 2, "0 is not above zero"),
     (["train_ddp", "--lr", "nan"], 2, "nan is not above zero"),

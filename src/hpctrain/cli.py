@@ -33,7 +33,7 @@ COMMANDS = {
     "nlp.generate": ("hpctrain.nlp.generate", "fine-tune", "fine-tune a model to continue a text"),
     "nlp.instruct": ("hpctrain.nlp.instruct", "fine-tune", "fine-tune a model to answer, by conversations"),
     "sweep": ("hpctrain.sweep", "use", "search hyperparameters: each task of a job array is a trial"),
-    "predict": ("hpctrain.nlp.predict", "use", "apply a fine-tuned model to texts"),
+    "predict": ("hpctrain.nlp.predict", "use", "answer texts with a fine-tuned model, as JSON lines"),
     "serve": ("hpctrain.nlp.serve", "use", "show a fine-tuned model as a web page and a JSON service"),
     "fetch": ("hpctrain.nlp.hub", "use", "download a model from the Hugging Face hub, for nodes without internet"),
     "tensorboard": ("hpctrain.tensorboard", "use", "run TensorBoard on a compute node, for you alone"),

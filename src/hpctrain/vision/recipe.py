@@ -58,8 +58,8 @@ def vision_parser(trainer: str, description: str) -> Parser:
     add("--model", choices=RECIPES, default="mnist", help="model to train (default: %(default)s)")
     add(
         "--data", type=Path, metavar="FOLDER",
-        help="folder with MNIST's four idx files, or for resnet50 with train/ and val/ of class folders or tar files with JPEG "
-        "or PNG (default: the digits in scikit-learn)",
+        help="train on the images in this folder: MNIST's four idx files, or for resnet50 train/ and val/ with class folders "
+        "or tar files of JPEG or PNG (default: the digits in scikit-learn)",
     )  # fmt: skip
     add(
         "--image-size", type=positive(int), metavar="PIXELS",
@@ -76,7 +76,7 @@ def vision_parser(trainer: str, description: str) -> Parser:
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast with fp32 weights (default: %(default)s)")
     add(
         "--fast-kernels", action="store_true",
-        help="on a CPU too: channels-last convolutions and a fused optimizer, which are faster and round otherwise",
+        help="train faster on a CPU, with other rounding: channels-last convolutions, a fused optimizer (always on GPUs)",
     )  # fmt: skip
     add_kernels(parser)
     return parser
