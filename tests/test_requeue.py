@@ -43,8 +43,8 @@ if case == "usage":
     sys.exit(2 if rank == 0 else 0)
 while not told.exists():
     if rank == 0 and (control / "stop").exists() and case not in ("ignores", "canceled"):
-        (control / "saved").write_text("--resume runs/x\\n")
         if case != "status":
+            (control / "saved").write_text("--resume runs/x\\n")
             (control / "stopped").touch()
         print(f"asked after {time.monotonic() - began:.0f} s", flush=True)
         told.touch()

@@ -166,7 +166,7 @@ conclude() {
     { read -r option <"$control/saved"; } 2>/dev/null || true
     if [[ -e $control/stopped && $status == @(0|75) ]] || [[ -e $control/stop && $status == 75 ]]; then
         ((status)) || status=75 # for Slurm or PBS the job has completed only if it has no work left
-        # A job whose attempts save nothing would go on for ever.
+        # A job whose attempts save nothing would go on for ever, so HPCTRAIN_REQUEUES limits them.
         [[ ! -e $control/saved ]] || why='the ranks have saved a checkpoint and stopped'
     elif ((status == 0)); then
         return 0
@@ -181,7 +181,7 @@ conclude() {
         return "$status"
     elif [[ $(job_field PreemptTime) == *:* ]]; then
         why='the job is preempted'
-    elif [[ ! -e $control/saved ]] && ! { [[ -e $control/stop ]] && ((status >= 128)); }; then
+    elif [[ ! -e $control/saved ]] && ! { [[ -e $control/stop ]] && ((status == 75 || status >= 128)); }; then
         say "not requeued: exit status $status before this attempt has saved a checkpoint"
         return "$status"
     elif [[ -n $STOPPING && -e $control/saved ]]; then
