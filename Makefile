@@ -74,11 +74,12 @@ benchmark: venv sif cluster  ## measure container against bare node, job start-u
 	    echo 'Building image, SIF, virtual environment and cluster, two at a time; each prints its output when it ends.'
 	+@$(MAKE) --jobs=2 --output-sync=target --no-print-directory sif venv cluster .test-tools
 
-# networks, file systems and small libraries for the tests of hpctrain check; a reader of modulefiles; a browser
+# networks, file systems and small libraries for the tests of hpctrain check; a reader of modulefiles; a browser; torch.compile
 .test-tools:
 	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null && command -v tcc >/dev/null && command -v openssl >/dev/null && \
-		command -v chromium >/dev/null && [ -e /usr/share/lmod/lmod/libexec/lmod ] || \
-		containers/install_host_packages.sh iproute2 btrfs-progs tcc openssl lmod chromium
+		command -v chromium >/dev/null && [ -e /usr/share/lmod/lmod/libexec/lmod ] && command -v g++ >/dev/null && \
+		[ -e /usr/include/python3.11/Python.h ] || \
+		containers/install_host_packages.sh iproute2 btrfs-progs tcc openssl lmod chromium g++ python3.11-dev
 
 ##@ Build
 
