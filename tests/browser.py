@@ -1,5 +1,7 @@
 """Chromium without a window, for tests of what people see. It is controlled over two pipes, by the DevTools protocol."""
 
+import base64
+import io
 import json
 import os
 import shutil
@@ -8,23 +10,25 @@ import tempfile
 import time
 from typing import Any
 
+from PIL import Image
+
 # Nothing that asks a network for anything but the page.
 OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 OPTIONS += ["--disable-component-update", "--disable-sync", "--remote-debugging-pipe"]
 
 
 class Browser:
-    """A page of a new Chromium, in a with block."""
+    """A page of a new Chromium, in a with block. `prefix` is a command before its own, such as nsenter."""
 
-    def __init__(self) -> None:
-        self._number = 0
+    def __init__(self, *prefix: str) -> None:
+        self._number, self._prefix = 0, prefix
 
     def __enter__(self) -> "Browser":
         self._profile = tempfile.mkdtemp(prefix="hpctrain-chromium.")
         ours, theirs = os.pipe(), os.pipe()
         script = 'exec 3<&"$1" 4>&"$2"; shift 2; exec "$@"'  # the descriptors that Chromium reads and writes
         command = ["bash", "-c", script, "-", str(ours[0]), str(theirs[1])]
-        command += ["chromium", *OPTIONS, f"--user-data-dir={self._profile}", "about:blank"]
+        command += [*self._prefix, "chromium", *OPTIONS, f"--user-data-dir={self._profile}", "about:blank"]
         self._process = subprocess.Popen(command, pass_fds=(ours[0], theirs[1]), stderr=subprocess.DEVNULL)
         os.close(ours[0])
         os.close(theirs[1])
@@ -76,6 +80,16 @@ class Browser:
         """Go to an address, and wait until its page is there."""
         self.ask("Page.navigate", url=address)
         self.wait_for("document.readyState == 'complete'")
+
+    def press_shift_enter(self) -> None:
+        """Press the keys that run a cell of a notebook."""
+        for kind in ("rawKeyDown", "keyUp"):
+            self.ask("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", modifiers=8, windowsVirtualKeyCode=13)
+
+    def take_picture(self) -> Image.Image:
+        """What the page shows, in 256 colors: the pictures of the documents are small."""
+        png = base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"])
+        return Image.open(io.BytesIO(png)).convert("RGB").quantize()
 
     def evaluate(self, script: str) -> Any:
         """The value of a JavaScript expression; None while a page is being replaced."""

@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from browser import Browser
 from conftest import BARE_PYTHON
 from test_launch import HOME, wait, wait_until_idle
 
@@ -32,31 +33,12 @@ connection = http.client.HTTPConnection("localhost", 8888)
 connection.request("GET", "/data/runs", headers={"Cookie": sys.argv[1]})
 print(connection.getresponse().status)
 """
-# As a browser does: runs a cell through the socket of a kernel, and prints what the cell prints.
-BROWSER = """
-import json, sys, urllib.request, uuid
-import websocket
-token, code = sys.argv[1:]
-def ask(path, data=None):
-    request = urllib.request.Request("http://localhost:8888" + path, data, {"Authorization": "token " + token})
-    return json.load(urllib.request.urlopen(request))
-kernel = ask("/api/kernels", b"{}")["id"]
-channels = websocket.create_connection(f"ws://localhost:8888/api/kernels/{kernel}/channels?token={token}", timeout=300)
-head = {"msg_id": uuid.uuid4().hex, "msg_type": "execute_request", "session": "s", "username": "", "version": "5.3"}
-content = {"code": code, "silent": False, "store_history": False, "user_expressions": {}, "allow_stdin": False}
-channels.send(json.dumps({"header": head, "parent_header": {}, "metadata": {}, "content": content, "channel": "shell"}))
-while True:
-    message = json.loads(channels.recv())
-    if message["parent_header"].get("msg_id") != head["msg_id"]:
-        continue
-    print(message["content"].get("text", "") or "\\n".join(message["content"].get("traceback", [])), end="")
-    if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
-        break
-"""
 CELL = """
 import os, torch
+from IPython.display import Image
 print(torch.__version__, "RANK" in os.environ, "SLURM_PROCID" in os.environ)
-!torchrun --standalone --nproc-per-node 2 -m hpctrain train_ddp --data digits --epochs 1 --out runs/of-a-cell
+!torchrun --standalone --nproc-per-node 2 -m hpctrain train_ddp --epochs 2 --out runs/of-a-cell
+Image("runs/of-a-cell/curves.png")
 """
 
 
@@ -86,6 +68,29 @@ def opened(cluster, command):
         tunnel.wait()
 
 
+def run_in_jupyterlab(browser, token, code):
+    """Log in, run a cell of a new notebook that ends with a picture, and return what it prints."""
+    browser.resize(1280, 780)
+    browser.open("http://localhost:8888/lab")
+    browser.wait_for("document.querySelector('#password_input')")
+    browser.click("#password_input")
+    browser.ask("Input.insertText", text=token)
+    browser.click("#login_submit")
+    launcher = ".jp-LauncherCard[data-category='Notebook']"
+    browser.wait_for(f"document.querySelector({launcher!r})")
+    browser.click(launcher)
+    browser.wait_for("document.body.innerText.includes('Python 3 (ipykernel) | Idle')")
+    browser.click(".jp-Notebook .cm-content")
+    browser.wait_for("document.activeElement.matches('.cm-content')")
+    browser.ask("Input.insertText", text=code)
+    browser.press_shift_enter()
+    browser.wait_for("document.querySelector('.jp-OutputArea img')?.naturalWidth")
+    if path := os.environ.get("HPCTRAIN_PICTURE"):  # docs/jupyter.png
+        browser.take_picture().save(path, optimize=True)
+    assert not browser.evaluate("document.querySelector('.Toastify__toast')?.innerText")
+    return browser.evaluate("document.querySelector('.jp-OutputArea').innerText")
+
+
 @pytest.mark.slow
 def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
     job = cluster.submit("launch/jupyter.sh", cwd=HOME)
@@ -104,10 +109,10 @@ def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
     assert cluster.exec(node, *ask, user="alice").stdout == "403\n"
     assert "8888" not in cluster.exec(node, "ss", "-ltn").stdout
 
-    with opened(cluster, command):
-        printed = cluster.exec("login", BARE_PYTHON, "-c", BROWSER, token, CELL, user="alice", cwd=HOME).stdout
+    login = (cluster.state / "machines/login/pid").read_text().split()[0]
+    with opened(cluster, command), Browser("nsenter", f"--net=/proc/{login}/ns/net") as browser:
+        printed = run_in_jupyterlab(browser, token, CELL.strip())
     assert printed.startswith("2.13.0+cpu False False\n") and "2 ranks on 1 node (torchrun)" in printed, printed
-    assert cluster.host_path(f"{HOME}/runs/of-a-cell/result.json").exists()
 
     cluster.exec("login", "scancel", str(job), user="alice")
     wait(cluster, job, HOME)
@@ -176,15 +181,39 @@ def test_a_kernel_of_shifter(tmp_path):
     assert kernel["display_name"] == "hpctrain:cu130" and (tmp_path / "kernels/hpctrain-cu130/kernel.json").exists()
 
 
+def test_a_kernel_of_podman_hpc(tmp_path):
+    env = {"HPCTRAIN_RUNTIME": "podman-hpc", "HPCTRAIN_IMAGE": "me/hpctrain:cu130", "JUPYTER_DATA_DIR": str(tmp_path)}
+    env |= {"HPCTRAIN_PODMAN_MODULES": "gpu nccl", "HPCTRAIN_BIND": "/usr /none"}
+    kernel = json.loads(jupyter.write_kernel(env).read_text())
+    assert kernel["argv"][4:9] == ["--gpu", "--nccl", "--volume=/usr:/usr", "me/hpctrain:cu130", "python"]
+
+
 def start_kernel(cluster, name, env):
-    """What a kernel prints that Jupyter's own client starts on the login node, as a JupyterHub would."""
+    """What a kernel prints that Jupyter's own client starts on the login node, as a JupyterHub would, and then interrupts."""
     program = f"""
 from jupyter_client.manager import start_new_kernel
 manager, client = start_new_kernel(kernel_name="{name}", startup_timeout=300)
-client.execute_interactive("import os, torch; print(os.getcwd(), torch.__file__)", timeout=120)
-manager.shutdown_kernel(now=True)
+def interrupt(message):
+    if message["content"].get("name") == "stdout":
+        print(message["content"]["text"])
+        manager.interrupt_kernel()
+cell = "import os, time, torch; print(os.getcwd(), torch.__file__, flush=True); time.sleep(300)"
+print(client.execute_interactive(cell, timeout=120, output_hook=interrupt)["content"]["ename"])
+manager.shutdown_kernel()
 """
-    return cluster.exec("login", BARE_PYTHON, "-c", program, user="alice", cwd=HOME, env=env).stdout.split()
+    done = cluster.exec("login", BARE_PYTHON, "-c", program, user="alice", cwd=HOME, env=env)
+    folder, torch, error = done.stdout.split()[-3:]  # after what the kernel itself prints when it starts
+    assert torch.startswith("/opt/hpctrain/lib/python3.11/site-packages/torch/") and error == "KeyboardInterrupt", done
+    return folder
+
+
+@pytest.mark.slow
+def test_a_kernel_in_podman_hpc(cluster, podman_image):
+    named = {"HPCTRAIN_RUNTIME": "podman-hpc", "HPCTRAIN_IMAGE": "hpctrain:cpu", "HPCTRAIN_BIND": "/project /none"}
+    write = [BARE_PYTHON, "-m", "hpctrain", "jupyter", "--kernel"]
+    cluster.exec("login", *write, user="alice", cwd=HOME, env=podman_image | named)
+    assert start_kernel(cluster, "hpctrain-cpu", podman_image) == HOME
+    assert not cluster.exec("login", "podman-hpc", "ps", "--all", "--quiet", user="alice", env=podman_image).stdout
 
 
 @pytest.mark.slow
@@ -194,8 +223,7 @@ def test_a_kernel_in_shifter(cluster):
     named = {"HPCTRAIN_RUNTIME": "shifter", "HPCTRAIN_IMAGE": "hpctrain:in-shifter"}
     write = ["shifter", "--image=hpctrain:in-shifter", "hpctrain", "jupyter", "--kernel"]
     cluster.exec("login", *write, user="alice", cwd=HOME, env=env | named)
-    folder, torch = start_kernel(cluster, "hpctrain-in-shifter", env)
-    assert folder == HOME and torch.startswith("/opt/hpctrain/lib/python3.11/site-packages/torch/")
+    assert start_kernel(cluster, "hpctrain-in-shifter", env) == HOME
 
 
 def test_a_notebook_is_no_rank():

@@ -46,6 +46,12 @@ OF_THE_LAUNCHER += (
     "HPCTRAIN_NODE_TASK",
 )
 OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
+# Otherwise JupyterLab asks everybody whether it may fetch news.
+LAB_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
+# A container has its own environment, and is in the folder / unless told: the notebook's folder is known when it starts.
+ENTER_PODMAN_HPC = """\
+exec podman-hpc run --rm --userns=keep-id --network=host --ipc=host --env HOME \
+--volume /tmp:/tmp --volume "$HOME:$HOME" --workdir "$PWD" "$@\""""
 
 
 def main(world: World, arguments: list[str]) -> None:
@@ -66,6 +72,11 @@ def serve(args: argparse.Namespace) -> None:
     with Tunnel("jupyter", args.out) as tunnel:
         environment = without_launcher(os.environ)
         environment |= {"JUPYTER_TOKEN": tunnel.token, "JUPYTER_RUNTIME_DIR": str(tunnel.private)}
+        settings = tunnel.private / "labconfig/default_setting_overrides.json"
+        settings.parent.mkdir()
+        settings.write_text(json.dumps(LAB_SETTINGS))
+        folders = (str(tunnel.private), environment.get("JUPYTER_CONFIG_PATH"))
+        environment["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
         command = [*SAFE_PYTHON, "-m", "jupyterlab", "--no-browser", f"--ServerApp.sock={tunnel.socket}"]
         # Kernels listen on sockets in the private folder, too.
         command += ["--ServerApp.sock_mode=0600", "--KernelManager.transport=ipc", f"--ServerApp.root_dir={Path.cwd()}"]
@@ -98,12 +109,16 @@ def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
     if runtime == "shifter" and image:
         modules = [f"--module={env['HPCTRAIN_SHIFTER_MODULES']}"] if env.get("HPCTRAIN_SHIFTER_MODULES") else []
         enter = ["shifter", f"--image={image}", *modules]
+    elif runtime == "podman-hpc" and image:
+        modules = [f"--{module}" for module in env.get("HPCTRAIN_PODMAN_MODULES", "").split()]
+        folders = [f"--volume={path}:{path}" for path in env.get("HPCTRAIN_BIND", "").split() if Path(path).is_dir()]
+        enter = ["sh", "-c", ENTER_PODMAN_HPC, "sh", *modules, *folders, image]
     elif image := env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER", ""):
         enter = ["apptainer" if "APPTAINER_CONTAINER" in env else "singularity", "exec", "--nv", image]
     else:
         raise HpctrainError(
             "--kernel cannot tell the image: run it in a container of apptainer (apptainer exec SIF hpctrain jupyter ...), "
-            "or set HPCTRAIN_RUNTIME=shifter and HPCTRAIN_IMAGE to the image's name"
+            "or set HPCTRAIN_RUNTIME to shifter or podman-hpc, and HPCTRAIN_IMAGE to the image's name"
         )
     name = image.rpartition("/")[2].removesuffix(".sif")
     kernel = {
