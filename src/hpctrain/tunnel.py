@@ -61,7 +61,9 @@ class Tunnel:
             ) from error
         # On the disk of the node: a socket works in no other place, and its name must be short. For this user alone. In a batch
         # job it is in a folder that the launch script removes, as a job that is canceled can kill this process first.
-        self.private = Path(tempfile.mkdtemp(prefix=f"hpctrain-{self._name}.", dir=control_folder() or "/tmp"))
+        control = control_folder()
+        prefix = f"{self._name}." if control else f"hpctrain-{self._name}."
+        self.private = Path(tempfile.mkdtemp(prefix=prefix, dir=control or "/tmp"))
         self.socket = self.private / "socket"
         return self
 
