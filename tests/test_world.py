@@ -321,7 +321,7 @@ def test_a_store_with_the_connections_of_hundreds_of_ranks():
     done = subprocess.run(
         ["unshare", "--net", "sh", "-c", command, sys.executable, CROWD], capture_output=True, text=True, timeout=200
     )
-    assert done.stdout == "[0, 1]\n" * 2, done.stderr
+    assert done.stdout.replace("\n", "") == "[0, 1]" * 2, done.stderr  # two processes print, and their lines can mix
 
 
 def test_a_name_that_does_not_resolve_is_an_error_at_once():
