@@ -338,6 +338,7 @@ def node_dies(sif):
     results = []
     with_spare = (["--no-kill", "--nodes=3"], [SCRIPT, "--spare-nodes=1"])
     elastic = (["--no-kill"], ["launch/apptainer_torchrun.sh", "--max-restarts=1", "--min-nodes=1"])
+    starts = ["srun", "--nodes=1", "--nodelist=n2", "true"]
     cases = ((([], [SCRIPT]), "n2", 1), (with_spare, "n2", 0), (with_spare, "n1", 1), (elastic, "n2", 0))
     with Cluster(nodes=3, binds={sif: f"/project/{sif.name}"}) as cluster:
         cluster.install("alice")
@@ -371,6 +372,8 @@ def node_dies(sif):
             if node == "n2":
                 cluster.boot("n2")
                 cluster.exec("login", "scontrol", "update", "nodename=n2", "state=resume", check=False)
+                # Its slurmd may not listen yet, and a job that cannot be launched is not requeued.
+                wait_until(lambda: cluster.exec("login", *starts, user="alice", cwd=HOME, check=False).returncode == 0)
         two_nodes_die(cluster)
     weights, losses, steps = zip(*results, strict=True)
     assert len(set(weights[:3])) == 1 and steps == steps[:1] * 4
