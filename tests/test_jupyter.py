@@ -113,6 +113,7 @@ def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
     with opened(cluster, command), Browser("nsenter", f"--net=/proc/{login}/ns/net") as browser:
         printed = run_in_jupyterlab(browser, token, CELL.strip())
     assert printed.startswith("2.13.0+cpu False False\n") and "2 ranks on 1 node (torchrun)" in printed, printed
+    assert cluster.host_path(f"{HOME}/runs/of-a-cell/result.json").exists()
 
     cluster.exec("login", "scancel", str(job), user="alice")
     wait(cluster, job, HOME)

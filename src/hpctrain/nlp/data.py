@@ -17,6 +17,7 @@ import torch
 
 from hpctrain.errors import HpctrainError, UsageError, first_line, one_line
 from hpctrain.nlp.task import Task
+from hpctrain.world import counted
 
 # Words in file names that identify the split (testa and testb: CoNLL-2003), and the suffixes of data files.
 OF_VALIDATION = ("validation", "valid", "val", "dev", "testa")
@@ -147,8 +148,7 @@ def split_examples(task: Task, examples: Sequence[Any], fraction: float, seed: i
             break
         validation.update(members[group])
     if not 0 < len(validation) < len(examples):
-        count = f"{len(examples)} example{'s'[: len(examples) != 1]}"
-        what = count + (f" of {len(members)} {task.groups}" if len(members) < len(examples) else "")
+        what = counted(len(examples), "example") + (f" of {len(members)} {task.groups}" if len(members) < len(examples) else "")
         if len(members) < 2:
             raise UsageError(f"--data has {what}, too few to split: add more, or a file for each of train, validation and test")
         raise UsageError(f"--validation-split {fraction} of {what} leaves a part empty: give another fraction, or more data")
