@@ -9,9 +9,11 @@ import pytest
 pytestmark = pytest.mark.slow
 
 HOME = "/home/alice/hpctrain"
+# Not the servers of podman-hpc's images: its wrapper of fuse-overlayfs misses the end of a container now and then, on a busy
+# machine, and other tests leave them here.
 LEFT = """
 ls -d /tmp/hpctrain-container-{}-* /dev/shm/sharens_* 2>/dev/null
-pgrep -u alice -fl '^(/usr/bin/squashfuse|Apptainer|appinit)'
+pgrep -u alice -fl '^(/usr/bin/squashfuse.* /var/lib/apptainer/|Apptainer|appinit)'
 """
 
 COUNT = """
@@ -23,8 +25,9 @@ here.mkdir(exist_ok=True)
 (here / local).touch()
 while len(list(here.iterdir())) < int(os.environ["LOCAL_WORLD_SIZE"]):
     time.sleep(0.1)
-names = [path.read_bytes().split(b"\\0")[0] for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-print("mounts", sum(b"squashfuse" in name for name in names), Path("/proc/1").owner(), flush=True)
+commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+mounts = sum(b"squashfuse" in each.split(b"\\0")[0] and b"/var/lib/apptainer/" in each for each in commands)
+print("mounts", mounts, Path("/proc/1").owner(), flush=True)
 time.sleep(2)  # for all to count
 """
 # Once `go` is there, it reads modules that nothing has read before, and waits for the other rank that is left.
