@@ -11,13 +11,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hpctrain.errors import HpctrainError, UsageError, first_line, one_line
-from hpctrain.nlp.task import Task
 from hpctrain.world import counted
+
+if TYPE_CHECKING:  # it imports all of transformers, and `hpctrain fetch` needs none
+    from hpctrain.nlp.task import Task
 
 # Words in file names that identify the split (testa and testb: CoNLL-2003), and the suffixes of data files.
 OF_VALIDATION = ("validation", "valid", "val", "dev", "testa")
@@ -39,7 +41,7 @@ Example = TypeVar("Example")
 
 
 def load_splits(
-    task: Task, data: Path | None, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+    task: "Task", data: Path | None, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
 ) -> dict[str, list[Any]]:
     """Read the examples of each split from the files in a folder, or from the task's sample data if `data` is None.
 
@@ -127,7 +129,7 @@ def describe_unused(folder: Path | None, tables: bool = False) -> str:
     return f"{folder}: not used: {list_names(unused)} ({why})" if unused else ""
 
 
-def split_examples(task: Task, examples: Sequence[Any], fraction: float, seed: int) -> tuple[list[Any], list[Any]]:
+def split_examples(task: "Task", examples: Sequence[Any], fraction: float, seed: int) -> tuple[list[Any], list[Any]]:
     """Divide examples at random into a training and a validation part; validation gets `fraction` of them.
 
     The division depends on the seed alone, and both parts keep the order of the file. Examples of one group (Task.group) stay
