@@ -1,5 +1,6 @@
 """Images in class folders and tar files: which are read, how, and that a resumed run sees the same augmented images."""
 
+import inspect
 import io
 import json
 import os
@@ -344,7 +345,10 @@ class Small(torch.nn.Module):
     def __init__(self, channels, classes):
         super().__init__()
         self.layers = torch.nn.Sequential(
-            torch.nn.AdaptiveAvgPool2d(4), torch.nn.Flatten(), torch.nn.Linear(16 * channels, classes)
+            torch.nn.AdaptiveAvgPool2d(4),
+            torch.nn.BatchNorm2d(channels),
+            torch.nn.Flatten(),
+            torch.nn.Linear(16 * channels, classes),
         )
 
     def forward(self, images):
@@ -355,12 +359,26 @@ def use_small_model():
     recipe.RECIPES["resnet50"] = recipe.RECIPES["resnet50"]._replace(model=Small)
 
 
+IN_IMAGE = f"""
+import torch
+from hpctrain.__main__ import main
+from hpctrain.vision import recipe
+
+{inspect.getsource(Small)}
+{inspect.getsource(use_small_model)}
+if __name__ == "__main__":
+    use_small_model()
+    main()
+"""
+
+
 def train(trainer, images, cwd, *words, ranks=2):
-    """On ranks in the image, which has Horovod, or on ranks with a small model that have their imports behind them."""
+    """With a small model, on ranks in the image, which has Horovod, or on ranks that have their imports behind them."""
     words = ["--model", "resnet50", "--data", images, "--image-size", 16, "--batch-size", 4, "--checkpoint-every", 1, *words]
     arguments = [trainer, *map(str, words), "--epochs", "2", "--keep-checkpoints", "99"]
     if trainer == "train_horovod":
-        return run(in_image("torchrun", f"--nproc-per-node={ranks}", "-m", "hpctrain"), *arguments, cwd=cwd)
+        (cwd / "small.py").write_text(IN_IMAGE)
+        return run(in_image("mpirun", "-np", str(ranks), "python", "small.py"), *arguments, cwd=cwd)
     return warm_start.run(warm_start.torchrun_ranks(ranks, arguments, dict(os.environ), use_small_model), cwd)
 
 
