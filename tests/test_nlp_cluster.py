@@ -56,7 +56,7 @@ def test_four_ranks_on_two_nodes_score_as_one_process_does(cluster, task, tmp_pa
 
 def test_sample_training_and_predict_need_only_the_image(cluster):
     """The model that comes out answers in the container."""
-    ended, output = job(cluster, "nlp.ner", "--out", "runs/sample")
+    ended, output = job(cluster, "nlp.ner", "--epochs", "1", "--out", "runs/sample")
     assert ended.state == "COMPLETED", output
     command = ["apptainer", "exec", "hpctrain-cpu.sif", "hpctrain", "predict", "runs/sample", "김민수는 서울에 산다."]
     done = cluster.exec("login", *command, user="alice", cwd=HOME)
