@@ -47,6 +47,10 @@ assert [name for name in {not_used} if name in sys.modules] == []
 """)
 
 
+def test_fetch_does_not_import_the_models():
+    run("import sys, hpctrain.nlp.hub\nassert 'transformers.modeling_utils' not in sys.modules")
+
+
 @pytest.mark.slow
 def test_what_the_first_step_waits_for(tmp_path):
     """Each file is a request to the file system, from every rank. On 2026-11-24, 48 modules and 100 files besides torch's."""

@@ -77,7 +77,8 @@ def test_a_job_that_is_canceled_or_fails_leaves_nothing(cluster):
     number = cluster.submit("--nodelist=n1,n2", *options, "./sleep.py", cwd=HOME)
     output = cluster.host_path(f"{HOME}/slurm-{number}.out")
     wait_for(lambda: output.exists() and output.read_text().count("sleeps") == 4)
-    assert f"hpctrain-container-{number}" in left(cluster, "n2", number)
+    running = left(cluster, "n2", number)
+    assert f"hpctrain-container-{number}" in running and "squashfuse" in running
     cluster.exec("login", "scancel", str(number), user="alice")
     assert cluster.wait(number).state == "CANCELLED" and cluster.wait(failing).state == "FAILED"
     for node, job in (("n1", number), ("n2", number), ("n3", failing), ("n4", failing)):
