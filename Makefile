@@ -33,7 +33,7 @@ demo: sif cluster  ## train from the container on a Slurm cluster of two nodes o
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: .test-prerequisites  ## run all tests; PYTEST= adds options of pytest
-	.venv/bin/python -m pytest $(TWO_FILES) --durations=20 $(PYTEST)
+	.venv/bin/python -m pytest -m slow $(TWO_FILES) --durations=20 $(PYTEST)
 
 test-fast: venv .test-tools  ## run the tests that need neither the image nor the cluster
 	.venv/bin/python -m pytest -m 'not slow' $(TWO_FILES) --durations=20 $(PYTEST)
@@ -65,14 +65,15 @@ benchmark: venv sif cluster  ## measure container against bare node, job start-u
 	.venv/bin/python benchmarks/restart.py
 	.venv/bin/python benchmarks/nlp.py $(if $(NSMC),--data $(NSMC))
 
-# The image build leaves a core idle half of the time, and needs neither of the other two. Each target prints its output when
-# it ends, so that the lines of two do not mix. On a full disk every test after the first large ones would fail in its own way.
+# The image build leaves a core idle half of the time, and needs none of the others: the fast tests run beside it. Each target
+# prints its output when it ends, so that the lines of two do not mix. On a full disk every test after the first large ones would
+# fail in its own way.
 .test-prerequisites:
 	@[ -e $(SIF) ] || [ "$$(df -Pk . | awk 'END { print $$4 }')" -ge 20000000 ] || \
 		{ echo "make: the image, the cluster and the tests need 20 GB on the disk of $(CURDIR), which has less: free some" >&2; exit 1; }
 	+@$(MAKE) --question --no-print-directory sif venv cluster 2>/dev/null || \
 	    echo 'Building image, SIF, virtual environment and cluster, two at a time; each prints its output when it ends.'
-	+@$(MAKE) --jobs=2 --output-sync=target --no-print-directory sif venv cluster .test-tools
+	+@$(MAKE) --jobs=2 --output-sync=target --no-print-directory sif cluster test-fast
 
 # networks, file systems and small libraries for the tests of hpctrain check; a reader of modulefiles; a browser; torch.compile
 .test-tools:
