@@ -1,12 +1,14 @@
 """Shared fixtures: the real data, the image, and a test cluster with the project in a user's home folder."""
 
+import gzip
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import slurm_cluster
-from slurm_cluster import REPOSITORY, Cluster, bare_binds
+from slurm_cluster import BUILD, REPOSITORY, Cluster, bare_binds
 
 SIF = REPOSITORY / "hpctrain-cpu.sif"
 DATA = Path(os.environ.get("HPCTRAIN_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
@@ -35,6 +37,22 @@ def write_images(folder: Path, both: tuple, train: int, test: int) -> Path:
             header = bytes([0, 0, 8, values.dim()]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
             (folder / f"{part}-{name}-ubyte").write_bytes(header + values.numpy().tobytes())
     return folder
+
+
+def write_fewer(source: Path, target: Path) -> None:
+    """Write a part of the bundled digits, or one of four examples of a file of samples."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.suffix == ".gz":
+        lines = gzip.decompress(source.read_bytes()).splitlines(keepends=True)
+        target.write_bytes(gzip.compress(b"".join(lines[:640])))  # 16 steps an epoch: --profile needs 15
+    elif source.suffix == ".json":
+        content = json.loads(source.read_text())
+        few = content | {"data": content["data"][::4]} if isinstance(content, dict) else content[::4]
+        target.write_text(json.dumps(few, ensure_ascii=False))
+    else:
+        end = "\n\n" if source.suffix == ".tsv" else "\n"
+        head, *examples = source.read_text().strip().split(end)
+        target.write_text(end.join([head, *examples[::4]]) + "\n")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -123,6 +141,17 @@ def site(sif: Path) -> Iterator[Cluster]:
 def cluster(site: Cluster) -> Cluster:
     """The fixture `site` under the name that most tests use."""
     return site
+
+
+@pytest.fixture(scope="session")
+def few_examples(site: Cluster) -> dict[str, str]:
+    """The variable with which the image has a part of its digits and samples, for jobs that are not about the scores."""
+    packages = "opt/hpctrain/lib/python3.11/site-packages"
+    digits, samples = "sklearn/datasets/data/digits.csv.gz", "hpctrain/nlp/samples"
+    for pattern in (digits, *(f"{samples}/{task}/*" for task in ("classify", "generate", "instruct", "ner", "pair", "qa"))):
+        for source in (BUILD / "bare" / packages).glob(pattern):
+            write_fewer(source, site.host_path("/project/few") / source.relative_to(BUILD / "bare" / packages))
+    return {"APPTAINER_BIND": ",".join(f"/project/few/{path}:/{packages}/{path}" for path in (digits, samples))}
 
 
 @pytest.fixture(scope="session")

@@ -94,7 +94,7 @@ def look_at_demo(output):
 # ended N...: wait until the jobs that these lines submitted have ended.
 FUNCTIONS = rf"""
 out={HOME}/readme
-room() {{ flock 8; while (($(squeue --noheader --me | wc -l) >= {AT_ONCE})); do sleep 0.3; done; }}
+room() {{ flock 8; while (($(squeue --noheader --me | wc -l) >= {AT_ONCE})); do sleep 1; done; }}
 ended() {{
     local job
     for line; do
@@ -107,8 +107,30 @@ exec 8>>$out/lock
 """
 
 
+@pytest.fixture
+def smaller_jobs(cluster, few_examples):
+    """The variables for smaller jobs. Meanwhile the launch scripts start one rank on a node unless the command says otherwise.
+
+    Each rank imports torch. test_matrix.py and test_launch.py look at the ranks that the scripts start by themselves.
+    """
+    changes = {
+        "\n#SBATCH --ntasks-per-node=2\n": "\n#SBATCH --ntasks-per-node=1\n",
+        # qsub passes no variables on
+        "\n#PBS -j oe\n": "\n#PBS -j oe\n" + "".join(f"export {name}={value}\n" for name, value in few_examples.items()),
+    }
+    scripts = {path: path.read_text() for path in cluster.host_path(HOME).glob("launch/*.sh")}
+    assert all(any(line in text for text in scripts.values()) for line in changes)
+    for path, text in scripts.items():
+        for line, other in changes.items():
+            text = text.replace(line, other)
+        path.write_text(text)
+    yield few_examples
+    for path, text in scripts.items():
+        path.write_text(text)
+
+
 @pytest.mark.timeout(1800)  # two minutes on two idle cores, ten beside seven other test runs
-def test_on_the_cluster(cluster):
+def test_on_the_cluster(cluster, smaller_jobs):
     """Pages and jobs run beside each other, but a line that names a folder in runs/ waits for the job that writes it."""
     home = cluster.host_path(HOME)
     (home / "mine.py").write_text("import sys\nprint(sys.argv[1:])\n")
@@ -133,7 +155,7 @@ def test_on_the_cluster(cluster):
 
     def type_page(page):
         shell = ["bash", f"{HOME}/readme/{page}.sh"]
-        return cluster.exec("login", *shell, user="alice", cwd=HOME, check=False).stderr
+        return cluster.exec("login", *shell, user="alice", cwd=HOME, env=smaller_jobs, check=False).stderr
 
     with ThreadPoolExecutor(len(ON_CLUSTER)) as readers:
         said = "".join(readers.map(type_page, ON_CLUSTER))
