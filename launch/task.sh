@@ -111,10 +111,14 @@ if [[ $launcher != none ]]; then
 fi
 export HPCTRAIN_NODE_TASK HPCTRAIN_NODE_TASKS
 
-# Without scratch the cache is in /tmp of each node (launch/sites/generic.env), where others can make a folder of that name.
+# Others can make a folder of this name first. Without scratch the cache is in it (launch/sites/generic.env), and so is what
+# torch.compile runs: torch makes the folder of its kernels at import, and its own default is such a name, too.
 own=/tmp/hpctrain-$UID
-[[ ${HPCTRAIN_CACHE:-} != "$own"/* ]] || mkdir -m 700 "$own" 2>/dev/null || [[ ! -L $own && (-O $own || ! -e $own) ]] ||
-    die "$own belongs to somebody else, who could change what you read from it: set HPCTRAIN_CACHE to a folder of your own"
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$own/inductor}
+for name in HPCTRAIN_CACHE TORCHINDUCTOR_CACHE_DIR; do
+    [[ ${!name:-} != "$own"/* ]] || mkdir -m 700 "$own" 2>/dev/null || [[ ! -L $own && (-O $own || ! -e $own) ]] ||
+        die "$own belongs to somebody else, who could change what you read from it: set $name to a folder of your own"
+done
 
 # Not podman-hpc: its tasks find the container of their node by the number of their parent, which is slurmstepd.
 [[ -z ${HPCTRAIN_CONTROL:-} || -z ${SLURM_JOB_ID:-} || -n ${HPCTRAIN_END_TASK:-} || -n $WAIT_AND_REPORT ]] || SHIELDED=1

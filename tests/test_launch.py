@@ -164,6 +164,23 @@ def test_a_script_whose_ranks_work_alone_is_told_so(cluster):
     assert output.count("hpctrain: 2 ranks ran this script, and rank 0 never joined the others") == 1, output
 
 
+@pytest.mark.parametrize("runtime", ["apptainer", "none"])
+def test_no_rank_runs_kernels_of_a_folder_that_others_can_make(cluster, runtime):
+    """By default torch.compile runs what is in /tmp/torchinductor_USER."""
+    cluster.exec("n1", "rm", "-rf", "/tmp/torchinductor_alice")
+    folder(cluster, "kernels.py").write_text(
+        "import os, torch._dynamo.package\n"  # what makes the folder
+        "from torch._inductor.runtime.cache_dir_utils import cache_dir\n"
+        "print('kernels in', cache_dir(), os.listdir('/tmp'), flush=True)\n"
+    )
+    env = {"HPCTRAIN_RUNTIME": runtime, "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"}
+    ended, output = job(cluster, "kernels.py", options=("--nodes=1", "--nodelist=n1"), env=env)
+    user = cluster.exec("n1", "id", "-u", "alice").stdout.strip()
+    assert ended.state == "COMPLETED" and output.count(f"kernels in /tmp/hpctrain-{user}/inductor ") == 2, output
+    assert "torchinductor_alice" not in output
+    assert cluster.exec("n1", "stat", "-c", "%U %a", f"/tmp/hpctrain-{user}").stdout == "alice 700\n"
+
+
 def test_horovod_is_started_and_shut_down_again_and_again(cluster):
     """Over Gloo. Before the patch of its rendezvous, init() connected to addresses of the one before, after some cycles."""
     cycles = "import horovod.torch as hvd\nfor _ in range(40):\n    hvd.init()\n    assert hvd.size() == 4\n    hvd.shutdown()\n"

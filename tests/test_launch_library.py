@@ -464,8 +464,9 @@ def test_a_folder_that_the_user_cannot_enter_is_skipped():
     assert done.stdout.splitlines() == ["/", "/usr"] and done.stderr == ""
 
 
+@pytest.mark.parametrize("asked", ["HPCTRAIN_CACHE", "TORCHINDUCTOR_CACHE_DIR"])
 @pytest.mark.parametrize("trick", ["folder", "link", None])
-def test_a_cache_in_tmp_that_somebody_else_made_is_refused(trick):
+def test_a_cache_in_tmp_that_somebody_else_made_is_refused(trick, asked):
     if os.getuid() != 0:
         pytest.skip("needs root, to be two users")
     number = 2_000_000_000 + os.getpid()  # of a user that this machine does not have
@@ -482,15 +483,25 @@ def test_a_cache_in_tmp_that_somebody_else_made_is_refused(trick):
             own.symlink_to(f"{folder}/theirs")
         user = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups"]
         command = [*user, f"{folder}/launch/task.sh", "none", "--", "stat", "-c", "%u %a", own]
+        # Each of them is in that folder unless the user sets it; HPCTRAIN_CACHE by the file of the site.
+        env = {"HPCTRAIN_CACHE": f"{own}/cache"} if asked == "HPCTRAIN_CACHE" else {"HPCTRAIN_CACHE": "/scratch/cache"}
         try:
-            done = subprocess.run(command, env=BARE | {"HPCTRAIN_CACHE": f"{own}/cache"}, capture_output=True, text=True, cwd="/")
+            done = subprocess.run(command, env=BARE | env, capture_output=True, text=True, cwd="/")
         finally:
             own.unlink() if own.is_symlink() else own.rmdir()
     if trick:
         assert done.returncode == 127 and done.stderr.count("\n") == 1
-        assert f"{own} belongs to somebody else" in done.stderr and "set HPCTRAIN_CACHE" in done.stderr
+        assert f"{own} belongs to somebody else" in done.stderr and f"set {asked} to" in done.stderr
     else:
         assert done.stdout == f"{number} 700\n", done.stderr
+
+
+@pytest.mark.parametrize("theirs", ["/mine/kernels", "", None])
+def test_the_kernels_of_torch_are_in_a_folder_of_the_user(theirs):
+    env = BARE | {"HPCTRAIN_CACHE": "/scratch/cache"} | ({} if theirs is None else {"TORCHINDUCTOR_CACHE_DIR": theirs})
+    command = [REPOSITORY / "launch/task.sh", "none", "--", "printenv", "TORCHINDUCTOR_CACHE_DIR"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stdout == (theirs or f"/tmp/hpctrain-{os.getuid()}/inductor") + "\n", done.stderr
 
 
 @pytest.mark.parametrize(
