@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 from conftest import DATA
-from huggingface_hub import ModelCard, metadata_load
+from huggingface_hub import ModelCard, constants, metadata_load
 
 from hpctrain.digests import weights_sha256
 from hpctrain.errors import HpctrainError
@@ -314,6 +314,19 @@ def test_data_that_are_nowhere_are_one_line(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HpctrainError, match=r"cannot be read \(No such file or directory\): give --data a folder or a file, or"):
         resolve_data(Path(name), ALONE)
+
+
+@pytest.mark.parametrize("name", ["models/x", "models/x/train"])
+def test_data_that_may_be_a_path_or_of_the_hub_are_told_as_both(name, tmp_path, monkeypatch):
+    """models/x is a folder in the second case."""
+    (tmp_path / Path(name).parent).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HpctrainError) as caught:
+        resolve_data(Path(name), ALONE)
+    said = str(caught.value)
+    assert said.startswith(f"{name} (no such file or folder here, so a data set on the hub): not in the cache "), said
+    assert said.endswith(": correct the path, or download the data set where there is internet and give --data DIR"), said
 
 
 # --- hpctrain fetch ---

@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def resolve_data(path: Path, world: World) -> Path:
                 f"{path}: cannot be read (No such file or directory): give --data a folder or a file, or the name of a data set "
                 "on the hub (OWNER/NAME)"
             )
-    snapshot = _resolve(f"{owner}/{name}", world, _find_data_in_cache, _download_data)
+    snapshot = _resolve(f"{owner}/{name}", world, _find_data_in_cache, partial(_download_data, path))
     with all_or_none(world):
         if not (snapshot / part).is_dir():
             found = ", ".join(sorted(each.name for each in snapshot.iterdir() if each.is_dir())) or "none"
@@ -182,8 +183,10 @@ def _find_data_in_cache(name: str, commit: str | None) -> Path | None:
         return None
 
 
-def _download_data(name: str, commit: str | None = None) -> Path:
-    with _explain_errors(f"{name} (not a folder here)", "download it where there is internet, then give --data DIR", "data set"):
+def _download_data(path: Path, name: str, commit: str | None = None) -> Path:
+    """Download a data set into the cache. `path` is the argument of --data, which may be a path with a mistake in it."""
+    remedy = "correct the path, or download the data set where there is internet and give --data DIR"
+    with _explain_errors(f"{path} (no such file or folder here, so a data set on the hub)", remedy, "data set"):
         folder = Path(snapshot_download(name, repo_type="dataset", revision=commit, allow_patterns=DATA))
         if not any(path.is_file() for path in folder.rglob("*")):
             raise HpctrainError(
