@@ -13,6 +13,10 @@ import pytest
 from conftest import IMAGE_TAR
 from slurm_cluster import REPOSITORY
 
+from hpctrain import packages
+from hpctrain.errors import UsageError
+from hpctrain.world import World
+
 pytestmark = pytest.mark.slow
 
 HOME = "/home/alice/hpctrain"
@@ -287,6 +291,13 @@ def test_packages_that_do_not_fit_the_image_are_refused(site, added):
         done = added("einops", check=False, env=env)
         assert done.returncode != 0 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert sorted(folder.glob("packages/**/*")) == before
+
+
+def test_packages_in_a_folder_that_no_container_can_mount_are_refused(monkeypatch, tmp_path):
+    for name in ("a:b", "a,b"):
+        monkeypatch.setenv("HPCTRAIN_PACKAGES", str(tmp_path / name))
+        with pytest.raises(UsageError, match=f"/{name}: give a folder whose path holds no comma or colon"):
+            packages.main(World(0, 1, 0, 1, 0, 1, "single"), ["einops"])
 
 
 def test_a_package_that_cannot_be_imported_or_breaks_the_image_is_refused(site, added):

@@ -145,6 +145,8 @@ def main(world: "World", arguments: list[str]) -> None:
         raise UsageError("add takes the arguments of uv pip install, and runs in one process: hpctrain add einops")
     if not target:
         raise UsageError("add needs a folder: export HPCTRAIN_PACKAGES=FOLDER, here and before you submit jobs")
+    if {",", ":"} & set(os.path.realpath(target)):  # PYTHONPATH cannot name it, and no container can mount it
+        raise UsageError(f"HPCTRAIN_PACKAGES={target.parent}: give a folder whose path holds no comma or colon")
     if str(site_packages(target)) not in sys.path:
         raise UsageError(f"{sys.executable} does not search HPCTRAIN_PACKAGES, only an image's Python does: use pip install")
     try:
