@@ -1,6 +1,7 @@
 """MNIST files, intact and malformed; the order of the data, and which rank gets which example."""
 
 import gzip
+import os
 import random
 import struct
 import subprocess
@@ -82,6 +83,13 @@ def test_a_truncated_gz_is_named(folder):
 def test_no_folder(tmp_path):
     with pytest.raises(HpctrainError, match="no such folder"):
         data.load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mknod], ids=["pipe", "file"])
+def test_what_is_there_and_no_folder(tmp_path, make):
+    make(tmp_path / "it")
+    with pytest.raises(HpctrainError, match="it: not a folder: --data takes a folder"):
+        data.load(tmp_path / "it")
 
 
 def test_real_mnist(mnist):

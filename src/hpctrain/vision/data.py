@@ -89,7 +89,8 @@ def load(folder: Path | None) -> tuple[Images, Images]:
 def load_mnist(folder: Path) -> tuple[Images, Images]:
     """MNIST (60,000 + 10,000 images) from the four files of Y. LeCun's page, plain or .gz. Raises HpctrainError."""
     if not folder.is_dir():
-        raise HpctrainError(f"{folder}: no such folder: --data takes a folder with MNIST's four idx files, plain or .gz")
+        wrong = "not a folder" if folder.exists() else "no such folder"
+        raise HpctrainError(f"{folder}: {wrong}: --data takes a folder with MNIST's four idx files, plain or .gz")
     train, test = (
         Images(_read_idx(folder, f"{part}-images-idx3-ubyte", 3), _read_idx(folder, f"{part}-labels-idx1-ubyte", 1).long())
         for part in ("train", "t10k")
