@@ -63,12 +63,26 @@ IDS = ["ddp-1", "ddp-4", "lightning-4", "horovod-4", "classify-1", "ner-2"]
 FSDP = pytest.param("train_fsdp", 4, marks=pytest.mark.slow)
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A function that returns the folder of a run of a case that was not cut, with checkpoints every 3 steps."""
+    folders = {}
+
+    def folder_of(trainer, launcher):
+        case = trainer, str(launcher)
+        if case not in folders:
+            cwd = tmp_path_factory.mktemp("whole")
+            start(launcher, trainer, "--checkpoint-every", 3, "--keep-checkpoints", 99, "--out", cwd / "run", cwd=cwd)
+            folders[case] = cwd / "run"
+        return folders[case]
+
+    return folder_of
+
+
 @pytest.mark.parametrize(("trainer", "launcher"), [*CASES, FSDP], ids=[*IDS, "fsdp-4"])
-def test_a_run_cut_within_an_epoch(tmp_path, trainer, launcher):
+def test_a_run_cut_within_an_epoch(tmp_path, whole_run, trainer, launcher):
     """Bit for bit, in the first epoch and in the second, after a line of metrics and before one."""
-    whole = tmp_path / "whole"
-    saving = ("--checkpoint-every", 3, "--keep-checkpoints", 99)
-    start(launcher, trainer, *saving, "--out", whole, cwd=tmp_path)
+    whole = whole_run(trainer, launcher)
     within = [name for name in names(whole) if "step" in name]
     assert {name[:10] for name in within} == {"epoch-0001", "epoch-0002"}
     # A start of four ranks in the image takes ten seconds of both cores.
@@ -84,14 +98,10 @@ def test_a_run_cut_within_an_epoch(tmp_path, trainer, launcher):
         assert_equal(cut, whole)
 
 
-FSDP = pytest.param("train_fsdp", 4, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(("trainer", "launcher"), [*CASES, FSDP], ids=[*IDS, "fsdp-4"])
-def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path, trainer, launcher):
+def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path, whole_run, trainer, launcher):
     """Again and again, right after each start, as in a job that is preempted at once; with the command line of the first."""
     control = tmp_path / "control"
-    start(launcher, trainer, "--out", "whole", cwd=tmp_path)
     last = 1 if launcher is HOROVOD_FOUR or trainer == "train_fsdp" else 2
     for restart in range(last + 1):
         control.mkdir()
@@ -111,7 +121,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path, trainer, launche
         else:
             assert set(told) <= {"saved"}
         shutil.rmtree(control)
-    assert_equal(tmp_path / "cut", tmp_path / "whole")
+    assert_equal(tmp_path / "cut", whole_run(trainer, launcher))
 
 
 @pytest.mark.slow
