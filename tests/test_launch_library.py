@@ -305,6 +305,17 @@ def test_attempts_that_stop_and_save_nothing_are_counted(programs, tmp_path, sta
     assert done.returncode == 75 and end in done.stdout, done
 
 
+def test_preemptions_are_not_counted(programs, tmp_path):
+    """Slurm requeues a preempted job itself, whatever its script does (PreemptMode=REQUEUE)."""
+    (tmp_path / "control").mkdir()
+    shown = "JobState=RUNNING Restarts=5 PreemptTime=2026-11-20T12:00:00"
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
+    env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "5"}
+    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES=1"
+    done = subprocess.run(["bash", "-euc", f"{source}; conclude 143"], env=env, capture_output=True, text=True)
+    assert done.returncode == 143 and "the job is preempted: requeuing the job\nrequeue 7\n" in done.stdout, done
+
+
 def test_each_job_of_a_pbs_array_has_a_port(programs, tmp_path):
     """Their numbers are like 17[4], which is no number to the shell."""
     ports = set()
