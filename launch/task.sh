@@ -56,7 +56,7 @@ handle_term() {
     asked=1
     has_control || return 0
     if [[ $(job_field JobState) == RUNNING && $(job_field PreemptTime) == None ]]; then
-        kill -TERM "$child" 2>/dev/null || true
+        kill -TERM "${child:-}" 2>/dev/null || true # none before it starts and after it has ended
     else
         touch "$HPCTRAIN_CONTROL/stop"
     fi

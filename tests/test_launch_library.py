@@ -507,6 +507,18 @@ def test_a_cache_in_tmp_that_somebody_else_made_is_refused(trick, asked):
         assert done.stdout == f"{number} 700\n", done.stderr
 
 
+def test_a_signal_after_the_end_of_the_ranks_says_nothing():
+    """run_shielded has returned by then, and its variables are gone."""
+    functions = (
+        "set -eu; source <(sed -n '/^handle_term() {/,/^}/p' launch/task.sh)\n"
+        "has_control() { :; }\njob_field() { [[ $1 == JobState ]] && echo RUNNING || echo None; }\n"
+    )
+    done = subprocess.run(
+        ["bash", "-c", functions + "trap handle_term TERM; kill -TERM $$; echo on"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
+
+
 @pytest.mark.parametrize("theirs", ["/mine/kernels", "", None])
 def test_the_kernels_of_torch_are_in_a_folder_of_the_user(theirs):
     env = BARE | {"HPCTRAIN_CACHE": "/scratch/cache"} | ({} if theirs is None else {"TORCHINDUCTOR_CACHE_DIR": theirs})
