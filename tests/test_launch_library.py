@@ -513,9 +513,8 @@ def test_a_signal_after_the_end_of_the_ranks_says_nothing():
         "set -eu; source <(sed -n '/^handle_term() {/,/^}/p' launch/task.sh)\n"
         "has_control() { :; }\njob_field() { [[ $1 == JobState ]] && echo RUNNING || echo None; }\n"
     )
-    done = subprocess.run(
-        ["bash", "-c", functions + "trap handle_term TERM; kill -TERM $$; echo on"], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    script = functions + "trap handle_term TERM; kill -TERM $$; echo on"
+    done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
 
 
