@@ -73,7 +73,7 @@ benchmark: venv sif cluster  ## measure container against bare node, job start-u
 		{ echo "make: the image, the cluster and the tests need 20 GB on the disk of $(CURDIR), which has less: free some" >&2; exit 1; }
 	+@$(MAKE) --question --no-print-directory sif venv cluster 2>/dev/null || \
 	    echo 'Building image, SIF, virtual environment and cluster, two at a time; each prints its output when it ends.'
-	+@$(MAKE) --jobs=2 --output-sync=target --no-print-directory sif cluster test-fast
+	+@$(MAKE) --jobs=2 --output-sync=target --no-print-directory sif venv cluster test-fast
 
 # networks, file systems and small libraries for the tests of hpctrain check; a reader of modulefiles; a browser; torch.compile
 .test-tools:

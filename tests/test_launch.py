@@ -178,7 +178,7 @@ def test_no_rank_runs_kernels_of_a_folder_that_others_can_make(cluster, runtime)
         "from torch._inductor.runtime.cache_dir_utils import cache_dir\n"
         "print('kernels in', cache_dir(), os.listdir('/tmp'), flush=True)\n"
     )
-    env = {"HPCTRAIN_RUNTIME": runtime, "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"}
+    env = BARE | {"HPCTRAIN_RUNTIME": runtime}
     ended, output = job(cluster, "kernels.py", options=("--nodes=1", "--nodelist=n1"), env=env)
     user = cluster.exec("n1", "id", "-u", "alice").stdout.strip()
     assert ended.state == "COMPLETED" and output.count(f"kernels in /tmp/hpctrain-{user}/inductor ") == 2, output
