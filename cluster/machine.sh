@@ -103,8 +103,12 @@ enter_root() {
 # connect NAME: set up the network. The login node has a bridge, and each compute node a veth pair from its eth0 to it. File 7
 # is the network namespace of the login node.
 connect() {
-    local name=$1 address
+    local name=$1 address bytes mac
     address=$(getent hosts "$name" | cut -d ' ' -f 1)
+    # A node that is switched on again has the MAC address it had. With another one, nodes that remember the old one do not reach
+    # it for up to a minute.
+    IFS=. read -ra bytes <<<"$address"
+    printf -v mac '02:00:%02x:%02x:%02x:%02x' "${bytes[@]}"
     ip link set lo up
     if [[ $name == login ]]; then
         ip link add bridge type bridge forward_delay 0
@@ -115,7 +119,7 @@ connect() {
     local in_login=(nsenter --net=/proc/self/fd/7)
     # The kernel may not have removed the veth of a crashed node of this name yet.
     "${in_login[@]}" ip link delete "$name" 2>/dev/null || true
-    ip link add eth0 type veth peer name "$name" netns /proc/self/fd/7
+    ip link add eth0 address "$mac" type veth peer name "$name" netns /proc/self/fd/7
     "${in_login[@]}" ip link set "$name" master bridge up
     ip address add "$address/24" dev eth0
     ip link set eth0 up

@@ -304,6 +304,18 @@ def test_the_network_of_a_node_can_be_disconnected(cluster):
 
 
 @needs_cluster
+def test_others_reach_a_node_at_once_when_it_is_switched_on_again(cluster):
+    """As a real one, it has the address that they remember. With another one it took up to 50 seconds."""
+    connect = ["python3", "-c", "import socket; socket.create_connection(('n2', 6818), 3)"]
+    for again in (True, False):
+        cluster.exec("n1", *connect)
+        if again:
+            cluster.crash("n2")
+            cluster.boot("n2")
+    wait_until(lambda: node_states(cluster)["n2"] == "idle")
+
+
+@needs_cluster
 def test_two_clusters_side_by_side(cluster):
     with Cluster(nodes=1) as other:
         assert processes(other.state)
