@@ -398,6 +398,7 @@ def node_dies(sif):
                 # Its slurmd may not listen yet, and a job that cannot be launched is not requeued.
                 wait_until(lambda: cluster.exec("login", *starts, user="alice", cwd=HOME, check=False).returncode == 0)
         two_nodes_die(cluster)
+        a_node_is_not_reached(cluster)
     weights, losses, steps = zip(*results, strict=True)
     assert len(set(weights[:3])) == 1 and steps == steps[:1] * 4
     # With another number of ranks to rounding, whose effect grows from the crash on: 0.6 % was seen after eight epochs.
@@ -425,6 +426,16 @@ def two_nodes_die(cluster):
 
     ended = cluster.wait(number, on_line=act)
     assert crashed and ended.state == "COMPLETED" and "Restarts=1" in cluster.exec(*show).stdout
+
+
+def a_node_is_not_reached(cluster):
+    """Slurm does not know it yet, and starts a job there, which has saved nothing."""
+    folder(cluster, "starts.py").write_text("print('started', flush=True)\n")
+    cluster.link("n2", up=False)
+    number = cluster.submit(HERE, SCRIPT, "starts.py", cwd=HOME, env=BARE)
+    ended = cluster.wait(number, on_line=lambda line: cluster.link("n2", up=True) if "requeuing the job" in line else None)
+    output = folder(cluster, f"slurm-{number}.out").read_text()
+    assert ended.state == "COMPLETED" and output.rpartition("(restart 1)")[2].count("started") == 4, output
 
 
 def test_a_job_whose_node_dies_resumes_from_its_last_checkpoint(in_background):

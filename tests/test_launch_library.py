@@ -305,6 +305,19 @@ def test_attempts_that_stop_and_save_nothing_are_counted(programs, tmp_path, sta
     assert done.returncode == 75 and end in done.stdout, done
 
 
+@pytest.mark.parametrize(("status", "requeued"), [(233, True), (1, False), (137, False)])
+def test_a_node_that_srun_does_not_reach_is_no_fault_of_the_program(programs, tmp_path, status, requeued):
+    """The job was FAILED, as no checkpoint had been saved. Its ranks on the other nodes may have started."""
+    shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
+    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=1"
+    done = subprocess.run(
+        ["bash", "-euc", f"{source}; conclude {status}"], env=programs | {"SLURM_JOB_ID": "7"}, capture_output=True, text=True
+    )
+    assert done.returncode == status and ("requeue 7\n" in done.stdout) == requeued, done
+    assert ("does not reach, restart 1 of at most 1 (HPCTRAIN_REQUEUES): requeuing" in done.stdout) == requeued, done
+
+
 def test_preemptions_are_not_counted(programs, tmp_path):
     """Slurm requeues a preempted job itself, whatever its script does (PreemptMode=REQUEUE)."""
     (tmp_path / "control").mkdir()

@@ -15,6 +15,7 @@ STOP_AT=0   # then the ranks are asked to stop, in SECONDS
 WALLTIME='' # of a PBS job, in seconds, if qstat tells it here
 KILL_AT=''  # then ranks that have not stopped are killed, in SECONDS
 ATTEMPT=${SLURM_RESTART_COUNT:-0} # replace_nodes changes the variable
+UNREACHED=233 # srun's exit status if it could not start the tasks of a node: Slurm's error 1001, of which a status has 8 bits
 
 # open_control: create HPCTRAIN_CONTROL in a batch job. A job of salloc or qsub -I has none: its user sees how it ends.
 open_control() {
@@ -181,14 +182,16 @@ conclude() {
         return "$status"
     elif [[ $(job_field PreemptTime) == *:* ]]; then
         why='the job is preempted'
-    elif [[ ! -e $control/saved ]] && ! { [[ -e $control/stop ]] && ((status == 75 || status >= 128)); }; then
+    elif [[ ! -e $control/saved ]] && ((status != UNREACHED)) && ! { [[ -e $control/stop ]] && ((status == 75 || status >= 128)); }; then
         say "not requeued: exit status $status before this attempt has saved a checkpoint"
         return "$status"
     elif [[ -n $STOPPING && -e $control/saved ]]; then
         why="exit status $status after the request to stop"
     elif ((restarts < HPCTRAIN_REQUEUES)); then
         # Of ranks that all exit with 75, srun kills some: it kills the others when the first one exits.
-        why="exit status $status after a checkpoint or the request to stop, restart $((restarts + 1)) of at most $HPCTRAIN_REQUEUES (HPCTRAIN_REQUEUES)"
+        why="exit status $status after a checkpoint or the request to stop"
+        ((status != UNREACHED)) || why="exit status $status, as after a node that srun does not reach"
+        why+=", restart $((restarts + 1)) of at most $HPCTRAIN_REQUEUES (HPCTRAIN_REQUEUES)"
     else
         say "not requeued: exit status $status after $(counted "$restarts" restart), HPCTRAIN_REQUEUES allows no more: $(how_to_resume)"
         return "$status"
