@@ -34,11 +34,12 @@ end_with_task() {
     ) </dev/null >/dev/null 2>&1 &
 }
 
-# run_shielded COMMAND...: run the command as a child, and return its exit status. Slurm sends SIGTERM to the tasks of a job that it
-# preempts. With proctrack/cgroup it sends it to them alone, so that the ranks and the server of the image have time to save.
-run_shielded() {
+# run_as_child TRAP COMMAND...: run the command as a child, with a function as the trap for SIGTERM, and return its exit status
+run_as_child() {
     local status child asked
-    trap handle_term TERM
+    # shellcheck disable=SC2064 # the name of the function
+    trap "$1" TERM
+    shift
     # In parentheses: otherwise bash would have the child ignore SIGINT. The pipe of the node's container is for this shell.
     (
         [[ -z $ALIVE ]] || exec {ALIVE}>&-
@@ -49,14 +50,22 @@ run_shielded() {
     return $status
 }
 
-# Only the tasks on the node of rank 0 have the folder. srun sends SIGTERM also when another rank has failed: then there is nothing
-# to wait for.
-# shellcheck disable=SC2329 # the trap calls it
-handle_term() {
+# Without it the child would live on. horovodrun waits for the end of what it has sent SIGTERM, and of all that has its output.
+# shellcheck disable=SC2329 # a trap calls it
+pass_on_term() {
+    asked=1
+    kill -TERM "${child:-}" 2>/dev/null || true # none before it starts and after it has ended
+}
+
+# Slurm sends SIGTERM to the tasks of a job that it preempts. With proctrack/cgroup it sends it to them alone, so that the ranks and
+# the server of the image have time to save. Only the tasks on the node of rank 0 have the folder. srun sends SIGTERM also when
+# another rank has failed: then there is nothing to wait for.
+# shellcheck disable=SC2329 # a trap calls it
+shield_from_term() {
     asked=1
     has_control || return 0
     if [[ $(job_field JobState) == RUNNING && $(job_field PreemptTime) == None ]]; then
-        kill -TERM "${child:-}" 2>/dev/null || true # none before it starts and after it has ended
+        pass_on_term
     else
         touch "$HPCTRAIN_CONTROL/stop"
     fi
@@ -131,11 +140,11 @@ command -v "$1" >/dev/null || die "there is no $1 on the PATH: load its module b
 [[ -z ${HPCTRAIN_END_TASK:-} || $HPCTRAIN_NODE_TASK != 0 ]] || end_with_task
 status=0
 if [[ -n $WAIT_AND_REPORT ]]; then
-    "$@" || status=$?
+    run_as_child pass_on_term "$@" || status=$?
     ((status <= 128)) || echo "hpctrain: error: rank $RANK on $(uname -n) was ended by signal $((status - 128))" >&2
     end_left_overs
 elif [[ -n $SHIELDED ]]; then
-    run_shielded "$@" || status=$?
+    run_as_child shield_from_term "$@" || status=$?
     [[ $launcher != none ]] || ! has_control || echo "$status" >"$HPCTRAIN_CONTROL/status"
     [[ -z $ALIVE ]] || leave_node_container
     # End by the same signal, for srun to report it.

@@ -520,13 +520,14 @@ def test_a_cache_in_tmp_that_somebody_else_made_is_refused(trick, asked):
         assert done.stdout == f"{number} 700\n", done.stderr
 
 
-def test_a_signal_after_the_end_of_the_ranks_says_nothing():
-    """run_shielded has returned by then, and its variables are gone."""
+@pytest.mark.parametrize("trap", ["pass_on_term", "shield_from_term"])
+def test_a_signal_after_the_end_of_the_ranks_says_nothing(trap):
+    """run_as_child has returned by then, and its variables are gone."""
     functions = (
-        "set -eu; source <(sed -n '/^handle_term() {/,/^}/p' launch/task.sh)\n"
+        "set -eu; source <(sed -n '/_term() {/,/^}/p' launch/task.sh)\n"
         "has_control() { :; }\njob_field() { [[ $1 == JobState ]] && echo RUNNING || echo None; }\n"
     )
-    script = functions + "trap handle_term TERM; kill -TERM $$; echo on"
+    script = functions + f"trap {trap} TERM; kill -TERM $$; echo on"
     done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
 

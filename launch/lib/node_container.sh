@@ -2,7 +2,7 @@
 # instead of once per rank. Sourced by launch/task.sh.
 #
 # Apptainer has --sharens for that since 1.3, for processes with one parent. Here each task has a shell of its own as the parent of
-# its rank (see run_shielded), and the process that starts with --sharens ends last, whenever its rank ends. So the first task
+# its rank (shield_from_term), and the process that starts with --sharens ends last, whenever its rank ends. So the first task
 # starts a container that only reads from a pipe, and the tasks enter that one as an instance. The shells of all tasks have the pipe
 # open: the container ends when the last of them has ended, however it ended.
 #
