@@ -605,7 +605,7 @@ shift
 SLURM_PROCID=0 SLURM_NTASKS=2 "$@" &
 SLURM_PROCID=1 SLURM_NTASKS=2 "$@" &
 wait""",
-        "sleep": f"[ ! -e {tmp_path}/over ] && exec /bin/sleep 0.2",
+        "sleep": f"echo sleep >>{tmp_path}/asked; [ ! -e {tmp_path}/over ] && exec /bin/sleep 0.2",
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -630,7 +630,7 @@ def test_an_attempt_that_slurm_has_replaced_does_not_requeue_the_next_one(shown,
 
 @pytest.mark.parametrize(("restarts", "nodes", "requeued"), [(0, "1,2,3", False), (0, "2,3", True), (1, "2,3", False)])
 def test_every_other_node_watches_the_first_one(shown, tmp_path, restarts, nodes, requeued):
-    """And asks for a new start of the attempt that it belongs to, not of the next one."""
+    """From the start, and asks for a new start of the attempt that it belongs to, not of the next one."""
     env = shown(0, "1,2,3")
     text = shlex.quote(SHOWN.format(restarts, nodes))
     change = f"/bin/sleep 1; echo {text} >{tmp_path}/shown; /bin/sleep 2; touch {tmp_path}/over; wait"

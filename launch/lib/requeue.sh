@@ -137,22 +137,25 @@ ignore_failed_nodes() {
 # guard_batch_script: where the node of this script fails, Slurm does not requeue a job of sbatch --no-kill, and its other nodes
 # would idle until the time limit. So they look at the first one, one of them every ten seconds.
 guard_batch_script() {
-    local others
     ((SPARE_NODES + MIN_NODES)) || return 0
-    while sleep 10; do
-        mapfile -t others < <(nodes_left | grep -vxF "${HOSTS[0]}")
-        { ((${#others[@]})) && is_current; } || continue
-        # shellcheck disable=SC2016 # the shells on those nodes expand it
-        srun --overlap --mem=0 --no-kill --nodes=${#others[@]} --ntasks=${#others[@]} --exclude="${HOSTS[0]}" --quiet bash -c '
-            seconds=$(((SLURM_PROCID + 1) * 10))
-            while sleep "$seconds"; do
-                seconds=$((SLURM_NTASKS * 10))
-                shown=$(scontrol show job "$1") || continue
-                [[ $shown == *" Restarts=$2 "* ]] || exit
-                nodes=$(grep -oP "\bNodeList=\K\S+" <<<"$shown") && hosts=$(scontrol show hostnames "$nodes") || continue
-                grep -qxF "$3" <<<"$hosts" || ! scontrol requeue "$1" || exit
-            done' guard "$(job_id)" "$ATTEMPT" "${HOSTS[0]}" || true
-    done &
+    while watch_from_other_nodes; sleep 10; do :; done &
+}
+
+# watch_from_other_nodes: returns when the step ends, for example because one of its nodes has failed
+watch_from_other_nodes() {
+    local others
+    mapfile -t others < <(nodes_left | grep -vxF "${HOSTS[0]}")
+    { ((${#others[@]})) && is_current; } || return 0
+    # shellcheck disable=SC2016 # the shells on those nodes expand it
+    srun --overlap --mem=0 --no-kill --nodes=${#others[@]} --ntasks=${#others[@]} --exclude="${HOSTS[0]}" --quiet bash -c '
+        seconds=$(((SLURM_PROCID + 1) * 10))
+        while sleep "$seconds"; do
+            seconds=$((SLURM_NTASKS * 10))
+            shown=$(scontrol show job "$1") || continue
+            [[ $shown == *" Restarts=$2 "* ]] || exit
+            nodes=$(grep -oP "\bNodeList=\K\S+" <<<"$shown") && hosts=$(scontrol show hostnames "$nodes") || continue
+            grep -qxF "$3" <<<"$hosts" || ! scontrol requeue "$1" || exit
+        done' guard "$(job_id)" "$ATTEMPT" "${HOSTS[0]}" || true
 }
 
 # is_current: whether Slurm runs this attempt of the job. Where this node was cut off, it may have started another one elsewhere.
