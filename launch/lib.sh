@@ -205,7 +205,7 @@ set_program() {
 # compose WORD...: fill COMMAND with the launcher's command line that runs the words in the image, once for each rank
 compose() {
     local in_image=("${CONTAINER[@]}" ${SIF:+"${SIF_COPY:-$SIF}"} -- "$@")
-    # Nobody can know these names before the files are there: sbcast, for example, writes to a file or link of others in /tmp.
+    # Nobody can know this name before the folder is there.
     [[ -z ${HPCTRAIN_NODE_CONTAINER:-} ]] || HPCTRAIN_NODE_CONTAINER=/tmp/hpctrain-container-$JOB-$(random_hex)
     if [[ -n $COMMAND_IN_VARIABLE ]]; then
         HPCTRAIN_COMMAND=$(printf '%q ' "${in_image[@]}")
@@ -247,7 +247,7 @@ print_commands() {
         fi
     done < <(forwarded_names)
     [[ -z $left_out ]] || printf '# not printed, because they may be secrets:%s\n' "$left_out"
-    [[ -z $BROADCAST ]] || printf 'sbcast --force --compress=none %q %q\n' "$SIF" "$SIF_COPY"
+    [[ -z $BROADCAST ]] || printf 'sbcast --compress=none %q %q\n' "$SIF" "$SIF_COPY"
     printf '%q ' "${COMMAND[@]}"
     printf '\n'
 }
@@ -284,8 +284,13 @@ launch() {
 broadcast_sif() {
     trap clean_up EXIT
     CLEAN_UP+=(remove_sif_copies)
-    # A SIF is compressed already; slurm.conf may have Compression=lz4 (docs/scale.md).
-    sbcast --force --compress=none "$SIF" "$SIF_COPY" || die "sbcast could not copy $SIF to $SIF_COPY on every node: make room there, or leave --broadcast out"
+    # A SIF is compressed already; slurm.conf may have Compression=lz4 (docs/scale.md). Not --force: others see the name in ps, and
+    # would get the image into a file or link of theirs, which they can change.
+    sbcast --compress=none "$SIF" "$SIF_COPY" && return
+    say "warning: sbcast could not copy $SIF to $SIF_COPY on every node, so they read $SIF itself" >&2
+    remove_sif_copies || true
+    SIF_COPY=''
+    set_command
 }
 
 # Tasks that srun kills because another one has failed leave the folders of node_container.sh.
@@ -295,7 +300,7 @@ remove_node_containers() {
 }
 
 remove_sif_copies() {
-    on_every_node rm -f "$SIF_COPY"
+    [[ -z $SIF_COPY ]] || on_every_node rm -f "$SIF_COPY"
 }
 
 clean_up() {

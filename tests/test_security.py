@@ -534,6 +534,37 @@ def test_another_user_of_the_cluster_changes_nothing_in_a_running_job(cluster, t
     assert executed == [2, 2, 2]
 
 
+@pytest.mark.slow
+def test_no_image_is_entered_that_another_user_can_write(cluster):
+    """bob reads the name of the copy of --broadcast in ps, and makes it on both nodes before sbcast does, which waits for him."""
+    home, planted = cluster.host_path(HOME), cluster.host_path("/project/alice/planted")
+    wrapper = cluster.host_path("/project/alice/bin") / "sbcast"
+    wrapper.parent.mkdir()
+    wrapper.write_text('#!/bin/sh\nuntil [ -e /project/alice/planted ]; do sleep 0.1; done\nexec /usr/bin/sbcast "$@"\n')
+    wrapper.chmod(0o755)
+    (home / "mine").write_text("mine")
+    env = {"PATH": "/project/alice/bin:/usr/local/bin:/usr/bin:/bin"}
+    options = ["--nodelist=n1,n2", "--ntasks-per-node=1"]
+    number = cluster.submit(*options, "launch/apptainer_ddp.sh", "--broadcast", "check", cwd=HOME, env=env)
+
+    def bob(node, script, *words):
+        return cluster.exec(node, "bash", "-c", script, "bob", *words, user="bob").stdout
+
+    look = f"ps -eo args | grep -oP '(?<= )/tmp/hpctrain-{number}-[0-9a-f]+[.]sif'"
+    name = bob("n1", f"until {look}; do sleep 0.1; done").split()[0]
+    bob("n1", 'ln -s "$1" "$2"', f"{HOME}/mine", name)
+    bob("n2", 'touch "$1" && chmod 666 "$1"', name)
+    planted.touch()
+    ended = cluster.wait(number)
+    output = (home / f"slurm-{number}.out").read_text()
+    left = [cluster.exec(node, "stat", "-c", "%U %F", name).stdout for node in ("n1", "n2")]
+    for node in ("n1", "n2"):
+        cluster.exec(node, "rm", name)
+    assert left == ["bob symbolic link\n", "bob regular empty file\n"] and (home / "mine").read_text() == "mine", output
+    assert ended.state == "COMPLETED" and "check passed: 2 ranks" in output, output
+    assert "hpctrain: warning: sbcast could not copy" in output and output.count(f"{name} --") == 1, output
+
+
 # ---- models ----
 
 
