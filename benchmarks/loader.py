@@ -1,19 +1,21 @@
-"""Images per second of the loader for class folders, against PyTorch's own DataLoader with the same decoding and transforms.
+"""Images per second of the loader, from class folders and from tar files, against PyTorch's own with the same transforms.
 
     python benchmarks/loader.py [--images 400] [--workers 2] [--rounds 5]
 
-The other one is DataLoader(shuffle by DistributedSampler, batch_size, num_workers) over a dataset of single images, collated in
-the worker. The images are JPEG files of 500 x 375 pixels, ImageNet's usual size, made in a temporary folder. The two take turns,
-one epoch each; the medians, the smallest and the largest value, and the ratio of each pair of turns are printed. On a machine
-that others use, look at the images per processor second.
+The other one is DataLoader(shuffle by DistributedSampler, batch_size, num_workers) over a dataset of single images in class
+folders, collated in the worker. The images are JPEG files of 500 x 375 pixels, ImageNet's usual size, made in a temporary folder.
+They take turns, one epoch each; the medians, the smallest and the largest value, and the ratio to PyTorch's of each round are
+printed. On a machine that others use, look at the images per processor second.
 """
 
 import argparse
 import os
 import random
 import statistics
+import tarfile
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -24,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hpctrain.batches import training_batches
 from hpctrain.vision.data import to_images
-from hpctrain.vision.folder import ImageFolder, decode, random_resized_crop
+from hpctrain.vision.folder import ImageFolder, ImageShards, decode, random_resized_crop
 from hpctrain.world import ALONE
 
 SIDE, BATCH = 224, 32
@@ -54,30 +56,48 @@ def make_images(folder: Path, number: int) -> None:
         small.resize((500, 375), Image.Resampling.BICUBIC).save(path, quality=90)
 
 
+def write_shards(images: ImageFolder, folder: Path) -> list[Path]:
+    """Write the same images into four tar files, as WebDataset's writer would."""
+    paths = [folder / f"train-{shard}.tar" for shard in range(4)]
+    for shard, path in enumerate(paths):
+        with tarfile.open(path, "w") as tar:
+            for number in range(shard, len(images), len(paths)):
+                label = folder / "label.cls"
+                label.write_text(str(int(images.labels[number])))
+                tar.add(images.path(number), f"{number:05d}.jpg")
+                tar.add(label, f"{number:05d}.cls")
+    return paths
+
+
 def main() -> None:
-    """Print the images per second of both."""
+    """Print the images per second of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as folder:
         make_images(Path(name), args.images)
         size = sum(path.stat().st_size for path in Path(name).rglob("*.jpg")) / args.images
         images = ImageFolder(Path(name), SIDE, 1, args.workers)
+        shards = ImageShards(write_shards(images, Path(folder)), SIDE, 1, args.workers)
         cpu = torch.device("cpu")
         sampler = DistributedSampler(images, num_replicas=1, rank=0, shuffle=True, drop_last=True)
         plain = DataLoader(PlainDataset(images), BATCH, sampler=sampler, num_workers=args.workers, drop_last=True)
 
-        def epoch_of_ours(epoch: int) -> int:
-            indices = training_batches(len(images), BATCH, 1, epoch, ALONE)
-            return sum(len(labels) for _, labels in images.batches(indices, cpu, SIDE, epoch))
+        def epoch_of_ours(source: ImageFolder, epoch: int) -> int:
+            indices = training_batches(len(source), BATCH, 1, epoch, ALONE)
+            return sum(len(labels) for _, labels in source.batches(indices, cpu, SIDE, epoch))
 
         def epoch_of_plain(epoch: int) -> int:
             sampler.set_epoch(epoch)
             return sum(len(to_images(pixels, SIDE)) for pixels, _ in plain)
 
-        runs = {"hpctrain": epoch_of_ours, "plain": epoch_of_plain}
+        runs = {
+            "folders": partial(epoch_of_ours, images),
+            "tar files": partial(epoch_of_ours, shards),
+            "PyTorch's": epoch_of_plain,
+        }
         rates = {(unit, name): [] for unit in ("second", "processor second") for name in runs}
         for epoch in range(args.rounds + 1):
             for name in sorted(runs, reverse=epoch % 2 == 0):
@@ -89,10 +109,11 @@ def main() -> None:
     print(f"{args.images} images of {size / 1000:.0f} kB, batch {BATCH}, {args.workers} workers, {args.rounds} rounds")
     for unit in ("second", "processor second"):
         rows = {name: rates[unit, name] for name in runs}
-        rows["ratio"] = [ours / other for ours, other in zip(*rows.values(), strict=True)]
+        for name in ("folders", "tar files"):
+            rows[f"ratio of {name}"] = [ours / other for ours, other in zip(rows[name], rows["PyTorch's"], strict=True)]
         for name, values in rows.items():
             values = f"median {statistics.median(values):7.3f}  from {min(values):7.3f} to {max(values):7.3f}"
-            print(f"{'' if name == 'ratio' else f'images per {unit}':28} {name:8} {values}")
+            print(f"{'' if name.startswith('ratio') else f'images per {unit}':28} {name:18} {values}")
 
 
 def processor_seconds() -> float:

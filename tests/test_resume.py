@@ -61,6 +61,7 @@ IDS = ["ddp-1", "ddp-4", "lightning-4", "horovod-4", "classify-1", "ner-2"]
 
 
 FSDP = pytest.param("train_fsdp", 4, marks=pytest.mark.slow)
+EIGHT = pytest.param("train_ddp", 8, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def whole_run(tmp_path_factory):
     return folder_of
 
 
-@pytest.mark.parametrize(("trainer", "launcher"), [*CASES, FSDP], ids=[*IDS, "fsdp-4"])
+@pytest.mark.parametrize(("trainer", "launcher"), [*CASES, FSDP, EIGHT], ids=[*IDS, "fsdp-4", "ddp-8"])
 def test_a_run_cut_within_an_epoch(tmp_path, whole_run, trainer, launcher):
     """Bit for bit, in the first epoch and in the second, after a line of metrics and before one."""
     whole = whole_run(trainer, launcher)
