@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import warm_start
 from conftest import write_digits
+from matplotlib.figure import Figure
 
 from hpctrain import runs, sweep
 from hpctrain.errors import HpctrainError, UsageError
@@ -54,6 +55,15 @@ def test_suggestions_are_in_range_and_the_same_again():
     assert len({parameters["lr"] for parameters in first}) == 12
     assert all(1e-3 <= parameters["lr"] <= 0.1 and parameters["seed"] in (1, 2, 3) for parameters in first)
     assert {parameters["on-nan"] for parameters in first} == {"stop", "skip"}
+
+
+def test_the_picture_names_the_values_of_a_choice(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: drawn.extend(figure.axes))
+    sweep._draw(SWEEP, [trial(0, 0.5), trial(1, 0.7)], tmp_path / "sweep.png")
+    axis = next(axis for axis in drawn if axis.get_xlabel() == "on-nan")
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["stop", "skip"]
+    assert axis.get_xlim()[0] < 0 and axis.get_xlim()[1] > 1  # also the value that no trial had
 
 
 def test_suggestions_follow_the_results_and_keep_away_from_what_runs():

@@ -331,9 +331,10 @@ def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:
         at = form["values"].index if "values" in form else float
         axis.plot([at(value) for value in seen], values, "o")
         axis.plot([at(best.parameters[name])], [best.value], "*", markersize=14, label="best")
+        axis.set(xlabel=name, xscale="log" if form.get("log") else "linear")  # a scale brings its own ticks
         if "values" in form:
             axis.set_xticks(range(len(form["values"])), [str(value) for value in form["values"]])
-        axis.set(xlabel=name, xscale="log" if form.get("log") else "linear")
+            axis.set_xlim(-0.5, len(form["values"]) - 0.5)
         axis.legend()
     for axis in (first, *others):
         axis.grid(alpha=0.3)
