@@ -129,6 +129,13 @@ def test_users_may_run_containers(cluster):
 
 
 @needs_cluster
+def test_a_job_has_the_limit_of_core_files_of_its_user(cluster):
+    """As at a site: slurmd raises its own, and each program that a signal ends would leave its memory in the user's folder."""
+    done = cluster.exec("login", "bash", "-c", "ulimit -Sc 0; srun bash -c 'ulimit -Sc'", user="alice")
+    assert done.stdout == "0\n"
+
+
+@needs_cluster
 def test_submit_and_wait(cluster):
     lines = []
     job = cluster.wait(cluster.submit("-N2", script="#!/bin/sh\necho first\nsrun hostname\nexit 4\n"), on_line=lines.append)

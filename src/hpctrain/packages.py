@@ -172,7 +172,7 @@ def main(world: "World", arguments: list[str]) -> None:
         added = [dist.name for dist in distributions(path=[str(site_packages(prefix))])]
         if replaced := sorted({dist.name for dist in there} & set(added)):
             raise HpctrainError(f"{', '.join(replaced)} would be installed a second time; the folder and the image are unchanged")
-        print(f"hpctrain: importing {len(added)} new packages, then those of the image", flush=True)
+        print("hpctrain: importing the new packages, then those of the image", flush=True)
         if failure := failed_import(site_packages(prefix)):
             raise HpctrainError(f"{failure}; the folder and the image are unchanged")
         _move_files(prefix, target)
