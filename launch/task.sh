@@ -120,13 +120,21 @@ if [[ $launcher != none ]]; then
 fi
 export HPCTRAIN_NODE_TASK HPCTRAIN_NODE_TASKS
 
-# Others can make a folder of this name first. Without scratch the cache is in it (launch/sites/generic.env), and so is what
-# torch.compile runs: torch makes the folder of its kernels at import, and its own default is such a name, too.
+# The caches that are in /tmp by default (launch/sites/generic.env), and the kernels of torch.compile: torch makes their folder at
+# import, and its own default is a name that others can make first, too. Where somebody else has the name, the tasks of the node
+# use another folder of this user, or make one whose name nobody else can know before.
 own=/tmp/hpctrain-$UID
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$own/inductor}
-for name in HPCTRAIN_CACHE TORCHINDUCTOR_CACHE_DIR; do
-    [[ ${!name:-} != "$own"/* ]] || mkdir -m 700 "$own" 2>/dev/null || [[ ! -L $own && (-O $own || ! -e $own) ]] ||
-        die "$own belongs to somebody else, who could change what you read from it: set $name to a folder of your own"
+for name in HPCTRAIN_CACHE HF_HOME TORCH_HOME MPLCONFIGDIR TORCHINDUCTOR_CACHE_DIR; do
+    if [[ ${!name:-} != "$own"/* ]] || make_own "$own"; then continue; fi
+    random=$own.$(printf %s "$(uname -n) ${HPCTRAIN_JOB_SECRET:-}" | sha256sum | cut -c -16)
+    for other in "$random" "$own".* "$random"; do
+        [[ ! -d $other || -L $other || ! -O $other ]] || break
+    done
+    make_own "$other" || die "$own and $other belong to somebody else: set $name to a folder of your own"
+    [[ $name != TORCHINDUCTOR_CACHE_DIR || $HPCTRAIN_NODE_TASK != 0 ]] ||
+        echo "hpctrain: warning: on $(uname -n) $own belongs to somebody else: caches are in $other instead" >&2
+    export "$name=$other${!name#"$own"}"
 done
 
 # Not podman-hpc: its tasks find the container of their node by the number of their parent, which is slurmstepd.

@@ -488,36 +488,84 @@ def test_a_folder_that_the_user_cannot_enter_is_skipped():
     assert done.stdout.splitlines() == ["/", "/usr"] and done.stderr == ""
 
 
-@pytest.mark.parametrize("asked", ["HPCTRAIN_CACHE", "TORCHINDUCTOR_CACHE_DIR"])
-@pytest.mark.parametrize("trick", ["folder", "link", None])
-def test_a_cache_in_tmp_that_somebody_else_made_is_refused(trick, asked):
+@pytest.mark.parametrize("trick", ["folder", "link", "both", None])
+def test_a_folder_in_tmp_that_somebody_else_made_is_not_used(trick):
+    """All tasks of a job use another one, which the next job finds. "both": as if its name, made from the secret, were known."""
     if os.getuid() != 0:
         pytest.skip("needs root, to be two users")
     number = 2_000_000_000 + os.getpid()  # of a user that this machine does not have
     own = Path(f"/tmp/hpctrain-{number}")
+    names = ["HPCTRAIN_CACHE", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR"]
+    env = BARE | {"HPCTRAIN_CACHE": f"{own}/cache", "HF_HOME": f"{own}/cache/huggingface", "HPCTRAIN_JOB_SECRET": "17" * 16}
+    user = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups"]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         shutil.copytree(REPOSITORY / "launch", f"{folder}/launch")
-        Path(folder, "theirs").mkdir()
-        os.chown(f"{folder}/theirs", number, number)
-        if trick == "folder":
-            own.mkdir()
-            own.chmod(0o777)
-        elif trick == "link":
-            own.symlink_to(f"{folder}/theirs")
-        user = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups"]
-        command = [*user, f"{folder}/launch/task.sh", "none", "--", "stat", "-c", "%u %a", own]
-        # Each of them is in that folder unless the user sets it; HPCTRAIN_CACHE by the file of the site.
-        env = {"HPCTRAIN_CACHE": f"{own}/cache"} if asked == "HPCTRAIN_CACHE" else {"HPCTRAIN_CACHE": "/scratch/cache"}
+
+        def task(secret):
+            command = [*user, f"{folder}/launch/task.sh", "none", "--", "printenv", *names]
+            return subprocess.run(command, env=env | secret, capture_output=True, text=True, cwd="/")
+
+        def folders():
+            return sorted(Path("/tmp").glob(f"{own.name}*"))
+
         try:
-            done = subprocess.run(command, env=BARE | env, capture_output=True, text=True, cwd="/")
+            if trick == "link":
+                Path(folder, "mine").mkdir()
+                os.chown(f"{folder}/mine", number, number)
+                own.symlink_to(f"{folder}/mine")
+            elif trick:
+                own.mkdir()
+                own.chmod(0o777)
+            (own.with_suffix(".000")).mkdir()  # not the user's either
+            if trick == "both":
+                hidden = hashlib.sha256(f"{os.uname().nodename} {env['HPCTRAIN_JOB_SECRET']}".encode()).hexdigest()[:16]
+                own.with_suffix(f".{hidden}").mkdir()
+            done = [task({}), task({}), task({"HPCTRAIN_JOB_SECRET": "18" * 16})]
+            found = [path for path in folders() if path.lstat().st_uid == number]
+            assert not trick or list(own.iterdir()) == []
+            assert len(found) == (0 if trick == "both" and done[2].returncode else 1)
+            modes = {path: path.stat().st_mode & 0o777 for path in found}
         finally:
-            own.unlink() if own.is_symlink() else own.rmdir()
-    if trick:
-        assert done.returncode == 127 and done.stderr.count("\n") == 1
-        assert f"{own} belongs to somebody else" in done.stderr and f"set {asked} to" in done.stderr
-    else:
-        assert done.stdout == f"{number} 700\n", done.stderr
+            for path in folders():
+                path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    if trick == "both":
+        assert done[0].returncode == 127 and done[0].stderr.count("\n") == 1
+        assert f"{own} and {own}.{hidden} belong to somebody else: set HPCTRAIN_CACHE to" in done[0].stderr
+        done = done[2:]
+    (used,) = modes
+    assert modes[used] == 0o700 and (used == own) == (trick is None)
+    for each in done:
+        assert each.stdout.split() == [f"{used}/cache", f"{used}/cache/huggingface", f"{used}/inductor"], each.stderr
+        text = f"hpctrain: warning: on {os.uname().nodename} {own} belongs to somebody else: caches are in {used} instead\n"
+        assert each.stderr == (text if trick else "")
+
+
+def test_no_digest_is_written_into_a_folder_of_somebody_else(image):
+    """A folder with the name of the user's in /tmp, in which everything is prepared."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to be two users")
+    number = 2_000_000_000 + os.getpid()
+    own = Path(f"/tmp/hpctrain-{number}")
+    digests = own / "cache/digests"
+    digests.mkdir(parents=True)
+    for path in (own, own / "cache", digests):
+        path.chmod(0o777)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        shutil.copytree(REPOSITORY / "launch", f"{folder}/launch")
+        shutil.copy(image, f"{folder}/x.sif")
+        script = f"source {folder}/launch/lib.sh; find_digest {folder}/x.sif; hash_in_background {folder}/x.sif; sleep 3"
+        user = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups"]
+        try:
+            done = subprocess.run(
+                [*user, "bash", "-euc", f"{script}; echo file ${{HPCTRAIN_IMAGE_DIGEST_FILE:-none}}"],
+                env=BARE | {"HPCTRAIN_CACHE": f"{own}/cache"}, capture_output=True, text=True, cwd="/",
+            )  # fmt: skip
+            left = list(digests.iterdir())
+        finally:
+            shutil.rmtree(own)
+    assert done.stdout.endswith(f"{digest_of(image)}\nfile none\n") and left == [], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("trap", ["pass_on_term", "shield_from_term"])

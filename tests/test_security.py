@@ -565,6 +565,25 @@ def test_no_image_is_entered_that_another_user_can_write(cluster):
     assert "hpctrain: warning: sbcast could not copy" in output and output.count(f"{name} --") == 1, output
 
 
+@pytest.mark.slow
+def test_a_job_trains_although_another_user_has_its_folders_in_tmp(cluster):
+    """On one node bob has a folder in which everybody may write, on the other one a link to a folder of alice's."""
+    nodes, own = ("n1", "n2"), "/tmp/hpctrain-" + cluster.exec("login", "id", "-u", "alice").stdout.strip()
+    for node, script in zip(nodes, ("umask 0; mkdir -p $0/cache/digests", "ln -s /project/alice/mine $0"), strict=True):
+        cluster.exec(node, "bash", "-c", "rm -rf $0*", own)
+        cluster.exec(node, "bash", "-c", script, own, user="bob")
+    cluster.exec("login", "mkdir", "/project/alice/mine", user="alice")
+    command = ["launch/apptainer_ddp.sh", "train_ddp", "--data=digits", "--epochs=1", "--out=runs/taken"]
+    number = cluster.submit("--nodelist=n1,n2", "--ntasks-per-node=1", *command, cwd=HOME)
+    ended = cluster.wait(number)
+    output = (cluster.host_path(HOME) / f"slurm-{number}.out").read_text()
+    found = [cluster.exec(node, "bash", "-c", "find -L $0 -type f; stat -c '%U %a' $0.*; true", own).stdout for node in nodes]
+    for node in nodes:
+        cluster.exec(node, "bash", "-c", "rm -rf $0*", own)
+    assert ended.state == "COMPLETED" and output.count(f"{own} belongs to somebody else: caches are in {own}.") == 2, output
+    assert found == ["alice 700\n"] * 2, found
+
+
 # ---- models ----
 
 

@@ -33,7 +33,8 @@ is_file_of() {
 # hash_in_background SIF: print the digest when it is known, and record it; HPCTRAIN_IMAGE_DIGEST_FILE names the file to come
 hash_in_background() {
     # a cache for its user alone, if it is made here
-    if (umask 077 && mkdir -p "${DIGEST_FILE%/*}") 2>/dev/null && [[ -w ${DIGEST_FILE%/*} ]]; then
+    if { [[ $DIGEST_FILE != "/tmp/hpctrain-$UID"/* ]] || make_own "/tmp/hpctrain-$UID"; } &&
+        (umask 077 && mkdir -p "${DIGEST_FILE%/*}") 2>/dev/null && [[ -w ${DIGEST_FILE%/*} ]]; then
         export HPCTRAIN_IMAGE_DIGEST_FILE=$DIGEST_FILE
     fi
     # The inner & detaches it: the launcher, which replaces this script by exec, does not get it as a child.
@@ -53,7 +54,7 @@ hash_and_record() {
     # Not if the SIF could not be read, or was replaced since find_digest.
     [[ $digest =~ ^sha256:[0-9a-f]{64}$ && $(stat -c '%s %.9Y' "$sif") == "$DIGEST_STAMP" ]] || return 0
     say "image $sif $digest"
-    write_record "$DIGEST_FILE" "$digest"
+    [[ -z ${HPCTRAIN_IMAGE_DIGEST_FILE:-} ]] || write_record "$DIGEST_FILE" "$digest"
     write_record "$sif.digest" "$digest $DIGEST_STAMP"
 }
 

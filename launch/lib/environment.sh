@@ -1,4 +1,5 @@
-# What the user exported under a name that these scripts use as well. Sourced first by launch/lib.sh, and by launch/task.sh.
+# What the user exported under a name that these scripts use as well, and the user's folder in /tmp. Sourced first by launch/lib.sh,
+# and by launch/task.sh.
 # shellcheck shell=bash
 
 # A user may export TASK=mrpc for the program. Bash would export its own TASK instead.
@@ -20,3 +21,8 @@ keep_users_variables() {
     done < <(compgen -e)
 }
 keep_users_variables
+
+# make_own FOLDER: create it for this user alone, unless it exists. Fails if it belongs to somebody else, as one in /tmp may.
+make_own() {
+    mkdir -m 700 "$1" 2>/dev/null || [[ ! -L $1 && (-O $1 || ! -e $1) ]]
+}
