@@ -268,7 +268,7 @@ def test_two_ranks_are_pruned_together(tmp_path, trainer, capfd):
     arguments = ["sweep", str(path), "--out", "out", "--trial", "5"]
     done = warm_start.run(warm_start.torchrun_ranks(2, arguments, dict(os.environ)), tmp_path)
     assert done.returncode == 0 and "trial 5 pruned after epoch 1, test_accuracy 0." in done.stdout, done.stdout + done.stderr
-    assert "5 of 6 trials have a result, 1 were pruned; best" in done.stdout
+    assert "5 of 6 trials have a result, 1 pruned; best" in done.stdout
     folder = sweep.trial_folder(tmp_path / "out", 5)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch-0001.pt"]
     assert not (folder / "result.json").exists()
@@ -293,7 +293,7 @@ def test_a_search_with_pruning_is_the_same_again(tmp_path, monkeypatch, capfd):
     one, two = (sweep.read_trials(sweep.read_file(path), tmp_path / out) for out in ("one", "two"))
     assert one == two and {trial.state for trial in one} == {"complete", "pruned"}
     count = sum(trial.state == "pruned" for trial in one)
-    assert f"{7 - count} of 7 trials have a result, {count} were pruned; best test_loss" in capfd.readouterr().out
+    assert f"{7 - count} of 7 trials have a result, {count} pruned; best test_loss" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -321,6 +321,12 @@ def test_one_after_the_other_and_a_trial_that_diverges(tmp_path, monkeypatch, ca
     assert "3 of 3" not in said and "has no result: " in said and "diverged" in said
     kept = [[sweep.read_trials(sweep.read_file(path), tmp_path / out)] for out in ("one", "two")]
     assert kept[0] == kept[1]
+    states = {trial.number: trial.state for trial in kept[0][0]}
+    assert "diverged" in states.values()
+    for number, state in states.items():
+        folder = sweep.trial_folder(tmp_path / "one", number)
+        (folder / "owner.json").unlink(missing_ok=True)  # a minute after the process of the trial has ended
+        assert runs.summarize(folder)["state"] == ("finished" if state == "complete" else state)
     start = time.monotonic()
     sweep.main(ALONE, [str(path), "--out", "one"])  # what diverged is not tried again
     assert time.monotonic() - start < 5

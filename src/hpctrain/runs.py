@@ -16,6 +16,7 @@ from hpctrain.world import World
 # The entries of a line of metrics that are neither losses nor scores.
 NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s", "peak_memory_mb", "gpu_percent"}
 PRUNED = "pruned.txt"  # in the folder of a trial that its sweep has ended early
+DIVERGED = "diverged.txt"  # in that of a trial whose parameters do not let it train
 # An owner changes the time stamp of owner.json every two seconds; clocks of nodes and file servers differ by less than this.
 SIGN_OF_LIFE = 60.0  # s
 # More than the last lines of metrics.jsonl, which has a few hundred bytes a line.
@@ -106,14 +107,15 @@ def summarize(run: Path) -> dict[str, Any]:
 
 
 def _state(run: Path, started: str) -> str:
-    """finished, running, pruned (by its sweep), or stopped: the run has work left, and no job works on it now."""
+    """finished, running, pruned or diverged (in a sweep), or stopped: the run has work left, and no job works on it now."""
     try:
         if time.time() - (run / "owner.json").stat().st_mtime < SIGN_OF_LIFE:
             return "running"
     except OSError:
         pass
-    if (run / PRUNED).exists():
-        return "pruned"
+    for name in (PRUNED, DIVERGED):
+        if (run / name).exists():
+            return Path(name).stem
     try:
         finished = (run / "result.json").stat().st_mtime
         begun = datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp()

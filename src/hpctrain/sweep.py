@@ -27,13 +27,12 @@ from hpctrain.cli import COMMANDS, Parser
 from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError, first_line
 from hpctrain.packages import SAFE_PYTHON
 from hpctrain.plot import folder_for_matplotlib
-from hpctrain.runs import NOT_SCORES, PRUNED, read_json, read_metrics
+from hpctrain.runs import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
 from hpctrain.sweep_file import Sweep, check_options, read_file
 from hpctrain.world import ALONE, World
 
 FAILED = "error.txt"  # in the folder of a trial that an error has ended
 SAME_ERRORS = 3  # of the first trials: the others would have it as well
-DIVERGED = "diverged.txt"  # in the folder of a trial whose parameters do not let it train
 WAIT = 120  # s, for the parameters of rank 0
 
 
@@ -284,7 +283,7 @@ def _describe_progress(sweep: Sweep, trials: list[Trial]) -> str:
     count = sum(trial.value is not None for trial in trials)
     pruned = sum(trial.state == "pruned" for trial in trials)
     best = _best(sweep, trials)
-    text = f"{count} of {sweep.trials} trials have a result" + (f", {pruned} were pruned" if pruned else "")
+    text = f"{count} of {sweep.trials} trials have a result" + (f", {pruned} pruned" if pruned else "")
     if best:
         text += f"; best {sweep.metric} {best.value:.4g} of trial {best.number}: {_describe(best.parameters)}"
     return text
