@@ -124,7 +124,7 @@ def test_wandb(tmp_path, monkeypatch):
 def test_invalid_input_is_one_line(tmp_path):
     empty = make_run(tmp_path / "empty", lines=[])
     cases = [
-        (["export", "csv", tmp_path / "none"], "none/config.json: cannot be read"),
+        (["export", "csv", tmp_path / "none"], "none/config.json: cannot be read (No such file or directory): name a run"),
         (["export", "csv", empty], "empty/metrics.jsonl has no line yet: wait for the first"),
         (["export", "xlsx", empty], "invalid choice: 'xlsx'"),
     ]

@@ -138,6 +138,8 @@ def test_invalid_files_are_one_line(tmp_path, before, after, message):
 
 def test_invalid_use_is_one_line(tmp_path, monkeypatch):
     path, out = write(tmp_path), ["--out", str(tmp_path / "out")]
+    with pytest.raises(UsageError, match=r"none.yaml: cannot be read as YAML \(No such file or directory\): see docs/sweep.md"):
+        sweep.main(ALONE, [str(tmp_path / "none.yaml")])
     with pytest.raises(UsageError, match=r"there is no trial 4: .*has 4, so give --array=0-3"):
         sweep.main(ALONE, [str(path), "--trial", "4"])
     with pytest.raises(

@@ -33,6 +33,11 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def reason(error: BaseException) -> str:
+    """Why a file cannot be read, for a message that names the file: str() of an OSError names it, too, and its number."""
+    return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())[:200]
+
+
 def print_error(text: str) -> None:
     """Print lines to stderr in one write: print() makes two, and the line of another rank may come between them."""
     sys.stderr.write(f"{text}\n")

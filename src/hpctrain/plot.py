@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpctrain import atomic
 from hpctrain.cli import Parser
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, reason
 from hpctrain.runs import NOT_SCORES, points
 from hpctrain.world import World
 
@@ -41,7 +41,7 @@ def _draw(folder: Path) -> Path:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     except (OSError, json.JSONDecodeError) as error:
         raise HpctrainError(
-            f"{folder}/metrics.jsonl cannot be read ({error}): give a run folder, such as runs/train_ddp/17"
+            f"{folder}/metrics.jsonl cannot be read ({reason(error)}): give a run folder, such as runs/train_ddp/17"
         ) from error
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     axes = figure.subplots(1, 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cli import Parser
-from hpctrain.errors import HpctrainError, one_line
+from hpctrain.errors import HpctrainError, one_line, reason
 from hpctrain.world import World
 
 # The entries of a line of metrics that are neither losses nor scores.
@@ -48,7 +48,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise HpctrainError(f"{path}: cannot be read ({error}): name a run folder, such as runs/train_ddp/17") from error
+        raise HpctrainError(f"{path}: cannot be read ({reason(error)}): name a run folder, such as runs/train_ddp/17") from error
     if not isinstance(content, dict):
         raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
     return content

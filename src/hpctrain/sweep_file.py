@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cli import COMMANDS, did_you_mean
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, reason
 
 OWN = {"out", "resume"}  # options that a trial sets itself
 SAMPLERS = ("tpe", "random", "grid")
@@ -38,7 +38,7 @@ def read_file(path: Path) -> Sweep:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())[:200]}): see docs/sweep.md") from error
+        raise UsageError(f"{path}: cannot be read as YAML ({reason(error)}): see docs/sweep.md") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path}: not a list of keys and values: see docs/sweep.md")
     keys = Sweep.__dataclass_fields__
