@@ -312,6 +312,30 @@ if world.rank == 0:
     assert done == [(0, "done\n", "")] * 2
 
 
+def test_a_rank_that_is_lost_is_noticed_although_its_old_news_are_told_again(tmp_path):
+    """Whoever reads two of its signed news in the store can set them in turns."""
+    watch = """
+import time
+from hpctrain.watchdog import Watchdog
+dog = Watchdog(world, 6, sys.stderr)
+store = rendezvous.connect_again()
+dog.step()
+if world.rank == 1:
+    old = []
+    while len(old) < 2:
+        time.sleep(0.1)
+        if store.check(["news of 1"]) and (text := store.get("news of 1")) not in old: old.append(text)
+    dog.stop()
+for number in range(200):
+    time.sleep(0.1)
+    if world.rank == 1: store.set("news of 1", old[number // 10 % 2])
+print("not noticed")
+""".strip()
+    code = rank(watch.replace("\n", "\n        "))
+    (status, out, error), _ = start_ranks(tmp_path, code, code, HPCTRAIN_JOB_SECRET=SECRET)
+    assert status == 1 and out == "" and "rank 1 on" in error and "has not answered for" in error, error
+
+
 # ---- files and links of another user ----
 
 BY_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make files for another user")
@@ -401,6 +425,26 @@ def test_a_name_of_apptainer_that_somebody_else_has_taken():
     Path(taken).unlink()
     assert int(seconds) < 30 and words == ["sleep", "exec", "x.sif", "--", "true"] and not Path(folder).exists()
     assert re.fullmatch(r"hpctrain: on .* each rank mounts the image: .*Operation not permitted\n", done.stderr), done.stderr
+
+
+@BY_ROOT
+@pytest.mark.parametrize("who", ["mine", "theirs"])
+def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, theirs, who):
+    """Where others can write the submit folder, they can replace the file whose name horovodrun shows in ps."""
+    (tmp_path / "secrets").write_text(f"export HF_TOKEN=from-the-file; touch {tmp_path}/executed\n")
+    if who == "theirs":
+        theirs(tmp_path / "secrets")
+    env = {"HPCTRAIN_SECRETS": str(tmp_path / "secrets"), "HPCTRAIN_COMMAND": "-- printenv HF_TOKEN ", "MASTER_PORT": "1"}
+    env |= {"HPCTRAIN_HOST_PATH": os.environ["PATH"], "HPCTRAIN_WORLD_SIZE": "1", "HPCTRAIN_TASKS_PER_NODE": "1"}
+    env |= {f"HOROVOD_{name}": "0" for name in ("RANK", "LOCAL_RANK", "CROSS_RANK")}
+    command = [REPOSITORY / "launch/task.sh", "horovodrun"]
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=100)
+    assert (tmp_path / "executed").exists() == (who == "mine")
+    if who == "mine":
+        assert (done.returncode, done.stdout) == (0, "from-the-file\n"), done.stderr
+    else:
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (127, "", 1), done.stderr
+        assert f"{tmp_path}/secrets belongs to somebody else: submit from a folder of your own" in done.stderr
 
 
 @BY_ROOT

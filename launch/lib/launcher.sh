@@ -200,16 +200,19 @@ launch_with_horovodrun() {
 # horovodrun writes its whole environment on the command lines of ssh, which every user of a node can read. Variables that may be
 # secrets travel in a file for this user alone.
 hide_secrets() {
-    local name
-    HPCTRAIN_SECRETS=$(mktemp "$PWD/.hpctrain-$JOB.XXXXXXXX") || die "$PWD: cannot be written: submit from a folder of your own"
+    local name line lines=''
+    HPCTRAIN_SECRETS=$PWD/.hpctrain-$JOB.$(random_hex)
     export HPCTRAIN_SECRETS
-    CLEAN_UP+=(remove_secrets)
-    trap clean_up EXIT
     for name in $(compgen -e); do
         if [[ $name == HPCTRAIN_SECRETS ]] || ! is_secret "$name"; then continue; fi
-        printf 'export %s=%q\n' "$name" "${!name}" >>"$HPCTRAIN_SECRETS"
+        printf -v line 'export %s=%q\n' "$name" "${!name}"
+        lines+=$line
         unset "$name"
     done
+    CLEAN_UP+=(remove_secrets)
+    trap clean_up EXIT
+    # Opened once, by noclobber as a new file: where others can write this folder, they can replace it.
+    (umask 077 && set -C && printf %s "$lines" >"$HPCTRAIN_SECRETS") || die "$PWD: cannot be written: submit from a folder of your own"
 }
 
 remove_secrets() {
@@ -217,8 +220,14 @@ remove_secrets() {
 }
 
 task_horovodrun() {
-    # shellcheck source=/dev/null
-    [[ -z ${HPCTRAIN_SECRETS:-} ]] || source "$HPCTRAIN_SECRETS"
+    local file
+    if [[ -n ${HPCTRAIN_SECRETS:-} ]]; then
+        exec {file}<"$HPCTRAIN_SECRETS"
+        [[ -O /dev/fd/$file ]] || die "$HPCTRAIN_SECRETS belongs to somebody else: submit from a folder of your own"
+        # shellcheck source=/dev/null
+        source "/dev/fd/$file"
+        exec {file}<&-
+    fi
     eval "WORDS=($HPCTRAIN_COMMAND)" # words quoted by printf %q
     if [[ ${HPCTRAIN_CONTAINER_ON:-} == "$(uname -n)" ]]; then
         WORDS=(-- "${WORDS[@]:$(index_of_command)}") # the ranks on the first node are in the container of horovodrun

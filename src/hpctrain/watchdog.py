@@ -34,7 +34,7 @@ from hpctrain.world import World
 NEWS_PER_LIMIT, JUDGMENTS_PER_LIMIT = 12, 30
 MOST_RANKS_SHOWN = 8
 
-# What a rank tells: a number that always rises, its finished steps, whether it is within an epoch, its line.
+# What a rank tells: its clock, which only rises, its finished steps, whether it is within an epoch, its line.
 News = tuple[int, int, bool, str]
 
 
@@ -81,10 +81,9 @@ class Watchdog:
 
     def _exchange(self) -> None:
         """Tell this rank's news, and read those of the ranks that it watches, until the end."""
-        store, count = None, 0
+        store = None
         while not self._ended.wait(self._limit / NEWS_PER_LIMIT):
-            count += 1
-            news: News = (count, self._steps, self._is_training(), describe_line(self._main))
+            news: News = (time.monotonic_ns(), self._steps, self._is_training(), describe_line(self._main))
             try:
                 store = store or connect_again()
                 store.set(f"news of {self._world.rank}", seal(json.dumps(news), "news of", self._world.rank))
@@ -92,7 +91,9 @@ class Watchdog:
                 if told:
                     texts = store.multi_get([f"news of {rank}" for rank in told])
                     verified = {rank: verify(text, "news of", rank) for rank, text in zip(told, texts, strict=True)}
-                    self._news |= {rank: tuple(json.loads(text)) for rank, text in verified.items() if text is not None}
+                    told_now = {rank: tuple(json.loads(text)) for rank, text in verified.items() if text is not None}
+                    # Others can set earlier news again, so that a lost rank seems to live.
+                    self._news |= {rank: each for rank, each in told_now.items() if each > self._news.get(rank, ())}
                 over = self._world.rank != 0 and store.check(["verdict"]) and verify(store.get("verdict"), "verdict") is not None
             except (dist.DistError, RuntimeError, ValueError, HpctrainError):
                 store = None  # connect again; the judge notices if that does not help
