@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 from slurm_cluster import REPOSITORY
@@ -63,6 +65,30 @@ def test_keys_are_known_and_values_parse(launch, site):
 
 def test_only_generic_is_without_a_way_to_detect_it():
     assert [path.stem for path in SITES if "SITE_DETECT" not in keys(path)] == ["generic"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+@pytest.mark.parametrize("name", ["bash", "zsh"])
+def test_a_folder_in_tmp_that_somebody_else_made_is_told(name):
+    if not shutil.which(name):
+        pytest.skip(f"there is no {name}")
+    number = 2_000_000_000 + os.getpid()  # of a user that this machine does not have
+    own = Path(f"/tmp/hpctrain-{number}")
+    user = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups"]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        shutil.copytree(REPOSITORY / "launch", f"{folder}/launch")
+        command = [*user, name, "-c", f"source {folder}/launch/site.sh generic; stat -c '%u %a' {own}"]
+        done = []
+        for is_theirs in (True, False):
+            if is_theirs:
+                own.mkdir()
+            try:
+                done.append(subprocess.run(command, env=BARE, capture_output=True, text=True, cwd="/"))
+            finally:
+                own.rmdir()
+    assert f"hpctrain: warning: {own} belongs to somebody else: set HPCTRAIN_CACHE, " in done[0].stderr
+    assert done[1].stdout == f"{number} 700\n" and done[1].stderr == "", done[1].stderr
 
 
 # Precedence

@@ -159,7 +159,7 @@ hpctrain_load_site() {
         local -
         set +f
     fi
-    local sites=$1/launch/sites name=${3:-} file known _hpctrain_reply _hpctrain_missing _hpctrain_why=named
+    local sites=$1/launch/sites name=${3:-} file known own _hpctrain_reply _hpctrain_missing _hpctrain_why=named
     if [ -z "$name" ]; then
         _hpctrain_detect "$sites" || return 1
         name=$_hpctrain_reply
@@ -180,6 +180,14 @@ hpctrain_load_site() {
     _hpctrain_read "$file" check && _hpctrain_read "$sites/generic.env" check || return 1
     _hpctrain_read "$file" "$2" && _hpctrain_read "$sites/generic.env" "$2" || return 1
     export HPCTRAIN_SITE="$name"
+    # What this shell starts reads models and texts there. Jobs take another folder instead (launch/task.sh).
+    case $2:${HPCTRAIN_CACHE:-} in
+    "shell:/tmp/hpctrain-$UID/"*)
+        own=/tmp/hpctrain-$UID
+        mkdir -m 700 "$own" 2>/dev/null || { [ -O "$own" ] && [ ! -L "$own" ]; } ||
+            echo "hpctrain: warning: $own belongs to somebody else: set HPCTRAIN_CACHE, HF_HOME, TORCH_HOME and MPLCONFIGDIR to others" >&2
+        ;;
+    esac
     if [ "$_hpctrain_why" != named ] && [ "$2" = shell ]; then
         known=$(builtin cd "$sites" >/dev/null && printf '%s ' *.env | sed 's/\.env//g; s/generic //')
         echo "hpctrain: site $name (${_hpctrain_why:-detected none of ${known% }})" >&2
