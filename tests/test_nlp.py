@@ -133,11 +133,13 @@ def test_bf16_reaches_the_loss_of_fp32(trained, config, tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_training_has_the_losses_of_one_that_is_not(trained, config, tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", [[], ["--gradient-checkpointing"]])
+def test_compiled_training_has_the_losses_of_one_that_is_not(trained, config, tmp_path, monkeypatch, more):
     """With the same kernels for batches of all lengths. Those of C++ would take a minute."""
     torch._dynamo.utils.counters.clear()
+    torch._dynamo.reset()  # forget what other tests compiled
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    run = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--compile")
+    run = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--compile", *more)
     losses = [[line["train_loss"] for line in metrics(folder) if "train_loss" in line] for folder in (run, trained)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # and that of check_compiler()

@@ -46,6 +46,20 @@ def train_ranks(folder: Path, count, *words, setup=None):
     return folder / "run"
 
 
+def compile_quickly():
+    """Without the kernels of C++, which take a minute. Each graph is a line in the file `graphs`."""
+    real = torch.compile
+
+    def backend(graph, inputs):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        with Path("graphs").open("a") as file:
+            file.write(f"rank {os.environ['RANK']}\n")
+        return aot_eager(graph, inputs)
+
+    torch.compile = lambda function, **options: real(function, backend=backend, **options)
+
+
 def spoil_a_step():
     """Rank 1 has a loss that is not a number in the third part of the batches."""
     real = FineTuneModule.training_step
@@ -200,6 +214,15 @@ def test_an_adapter_is_whole_and_bf16_trains(whole, words, tmp_path):
     torch.testing.assert_close(*adapters, rtol=1e-4, atol=1e-5)
     rough = train_ranks(tmp_path / "bf16", 2, *words, "--strategy", "fsdp", "--precision", "bf16")
     assert losses(rough) == pytest.approx(losses(whole), rel=0.02) and losses(rough) != losses(whole)
+
+
+@pytest.mark.slow
+def test_compiled_layers_have_the_losses_of_those_that_are_not(whole, words, tmp_path):
+    """Both layers have the same graph, one more for another size of batch; the third is that of check_compiler()."""
+    compiled = train_ranks(tmp_path, 2, *words, "--strategy", "fsdp", "--compile", setup=compile_quickly)
+    assert losses(compiled) == pytest.approx(losses(whole), rel=1e-4)
+    graphs = (tmp_path / "graphs").read_text().splitlines()
+    assert graphs.count("rank 0") == graphs.count("rank 1") == 3  # hooks of FSDP would cut it into more
 
 
 @pytest.mark.slow

@@ -227,18 +227,18 @@ def test_fast_kernels_on_a_cpu_are_on_request(fast):
     if fast:
         with pytest.raises(UsageError, match="--fast-kernels is not for train_fsdp"):
             train_fsdp.main(ALONE, ["--fast-kernels"])
-        with pytest.raises(UsageError, match="--compile is not for train_fsdp"):
-            train_fsdp.main(ALONE, ["--compile"])
 
 
 @pytest.mark.slow
-def test_compiled_training_is_the_same_to_rounding_and_its_checkpoints_are_plain(runs, tmp_path):
+@pytest.mark.parametrize("trainer", ["train_ddp", "train_fsdp"])
+def test_compiled_training_is_the_same_to_rounding_and_its_checkpoints_are_plain(runs, tmp_path, trainer):
     """On two ranks, from a checkpoint of a run that was not compiled."""
     shutil.copytree(runs / "two", tmp_path / "run")
     for name in ("result.json", "checkpoints/epoch-0002.pt"):
         (tmp_path / "run" / name).unlink()
     cache = tmp_path / "kernels"
-    out = train(2, "--epochs", 2, "--resume", "run", "--compile", cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    options = ("--epochs", 2, "--resume", "run", "--compile")
+    out = train(2, *options, cwd=tmp_path, trainer=trainer, TORCHINDUCTOR_CACHE_DIR=str(cache))
     assert "resuming after epoch 1" in out and list(cache.rglob("*.cpp"))
     assert json.loads((tmp_path / "run/config.2.json").read_text())["options"]["compile"]
     compiled, plain = (metrics(folder) for folder in (tmp_path / "run", runs / "two"))
@@ -379,6 +379,16 @@ def test_horovod_gives_the_weights_and_metrics_of_ddp_under_every_launcher(runs,
     """Bit for bit: tensor fusion is off, and with two ranks every sum has two terms."""
     train(launcher, "--epochs", 2, "--out", "run", cwd=tmp_path, trainer="train_horovod")
     assert result(tmp_path / "run")["weights_sha256"] == result(runs / "two")["weights_sha256"]
+    assert same_metrics(tmp_path / "run", runs / "two")
+
+
+@pytest.mark.slow
+def test_compiled_training_with_horovod_is_that_of_ddp(runs, sif, tmp_path):
+    """The CPU image has no compiler: the graphs are made, but not the kernels of C++."""
+    code = "import functools, sys, torch; torch.compile = functools.partial(torch.compile, backend='aot_eager'); "
+    code += "from hpctrain.__main__ import main; sys.argv[0] = 'hpctrain'; main()"
+    launcher = in_image("torchrun", "--nproc-per-node=2", "--no-python", "python", "-c", code)
+    train(launcher, "--epochs", 2, "--compile", "--out", "run", cwd=tmp_path, trainer="train_horovod")
     assert same_metrics(tmp_path / "run", runs / "two")
 
 

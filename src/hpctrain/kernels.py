@@ -39,11 +39,24 @@ def check_compiler(args: argparse.Namespace) -> None:
         ) from error
 
 
-def compile_training(model: nn.Module, *, dynamic: bool | None = None) -> None:
+def compile_training(model: nn.Module, *, dynamic: bool | None = None, sharded: bool = False) -> None:
     """Let torch.compile make the kernels of training steps, at the first one; in evaluation mode the model computes as before.
 
     So evaluations, settle_buckets() and generate(), whose inputs have other shapes, do not compile kernels of their own. The
     names of the weights stay, and copies are not compiled. `dynamic`: the same kernels for inputs of all shapes.
+
+    `sharded`: the model is given to sharding.shard() afterwards. Each block that FSDP gathers is then compiled by itself: within
+    a compiled model, its hooks would cut the graph.
     """
-    plain, compiled = model._call_impl, torch.compile(model._call_impl, dynamic=dynamic)
-    model._compiled_call_impl = lambda *inputs, **named: (compiled if model.training else plain)(*inputs, **named)
+    blocks = []
+    if sharded:
+        from hpctrain.sharding import find_blocks  # imports much of torch
+
+        blocks = find_blocks(model)
+    for block in blocks or [model]:
+        _compile(block, dynamic)
+
+
+def _compile(module: nn.Module, dynamic: bool | None) -> None:
+    plain, compiled = module._call_impl, torch.compile(module._call_impl, dynamic=dynamic)
+    module._compiled_call_impl = lambda *inputs, **named: (compiled if module.training else plain)(*inputs, **named)

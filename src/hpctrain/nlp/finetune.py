@@ -83,7 +83,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         weights = balance_classes(labels, train, run) if args.class_weights else None
         module = FineTuneModule(task, model, labels, args, run, steps=args.epochs * epoch_steps, class_weights=weights)
         if args.compile:
-            compile_training(model, dynamic=True)  # batches are as long as their longest text
+            compile_training(model, dynamic=True, sharded=sharded)  # batches are as long as their longest text
         strategy = JsonStrategy
         if sharded:
             from hpctrain.nlp.tensor_parallel import choose_strategy, load_weights  # imports much of torch, few runs need it

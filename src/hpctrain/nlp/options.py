@@ -215,8 +215,8 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
         args.strategy = "fsdp"
         if args.lora_rank or args.lora_from:
             raise UsageError("--tensor-parallel splits no LoRA matrices: leave it out, --strategy fsdp shards them")
-    if args.compile and args.strategy == "fsdp":
-        raise UsageError("--compile is not for --strategy fsdp and --tensor-parallel: leave it out")
+    if args.compile and args.tensor_parallel > 1:
+        raise UsageError("--compile is not for --tensor-parallel: leave out one")
     for name, value in (DEFAULTS if args.model else FROM_SCRATCH_DEFAULTS if args.data else SAMPLE_DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)

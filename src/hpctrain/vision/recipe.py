@@ -115,15 +115,17 @@ def load_data(args: argparse.Namespace, world: World) -> tuple[Images, Images] |
         return load_folder(args.data, args.image_size, args.seed, args.workers) if in_folders else data.load(args.data)
 
 
-def build_model(args: argparse.Namespace, training_set: Images | ImageFolder, device: torch.device) -> nn.Module:
-    """Create the model on `device`; its initial weights depend on --seed alone."""
+def build_model(
+    args: argparse.Namespace, training_set: Images | ImageFolder, device: torch.device, *, sharded: bool = False
+) -> nn.Module:
+    """Create the model on `device`; its initial weights depend on --seed alone. `sharded`: see compile_training()."""
     torch.manual_seed(args.seed)
     make_deterministic(args, device, on_gpu=True)
     model = RECIPES[args.model].model
     built = (model() if model is MnistNet else model(training_set.channels, len(training_set.classes))).to(device)
     built = built.to(memory_format=torch.channels_last) if uses_fast_kernels(args, device) else built
     if args.compile:
-        compile_training(built)
+        compile_training(built, sharded=sharded)
     return built
 
 

@@ -37,8 +37,6 @@ def main(world: World, arguments: list[str]) -> None:
     args = recipe.parse(parser(), arguments)
     if args.fast_kernels:
         raise UsageError("--fast-kernels is not for train_fsdp, which cannot shard channels-last weights: leave it out")
-    if args.compile:
-        raise UsageError("--compile is not for train_fsdp, whose weights would no longer be those of train_ddp: leave it out")
     train(world, args)
 
 
@@ -50,10 +48,10 @@ def train(world: World, args: argparse.Namespace) -> None:
         steps = steps_per_epoch(len(training_set), args.batch_size, world)
         run = Run(world, "train_fsdp", args, device)
 
-        model = recipe.build_model(args, training_set, device)
+        run.in_parts = world.size > 1  # each rank saves its part of a checkpoint
+        model = recipe.build_model(args, training_set, device, sharded=run.in_parts)
         run.count_flops(lambda: recipe.count_flops(model, training_set, args))
         whole = model
-        run.in_parts = world.size > 1  # each rank saves its part of a checkpoint
         if run.in_parts:
             model.to(memory_format=torch.contiguous_format)  # fully_shard() takes no other order
             whole = copy_without_weights(model)
