@@ -395,7 +395,7 @@ def node_dies(sif):
             if node == "n2":
                 cluster.boot("n2")
                 cluster.exec("login", "scontrol", "update", "nodename=n2", "state=resume", check=False)
-                # Its slurmd may not listen yet, and a job that cannot be launched is not requeued.
+                # Its slurmd may not listen yet, and a job that cannot be launched is requeued: one restart more than expected.
                 wait_until(lambda: cluster.exec("login", *starts, user="alice", cwd=HOME, check=False).returncode == 0)
         two_nodes_die(cluster)
         a_node_is_not_reached(cluster)
