@@ -205,6 +205,46 @@ run.os._exit(0)
     assert exists == "False"
 
 
+def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path):
+    """A real one, with no byte left for metrics.jsonl, TensorBoard and the log of the rank. Such a run was FAILED at once."""
+    if os.geteuid() != 0:
+        pytest.skip("a small file system needs root")
+    code = """
+import os, sys; sys.path[:0] = [sys.argv[1]]
+import json, threading
+from pathlib import Path
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from hpctrain import metrics
+from test_run import run, start
+metrics.RETRY_EVERY = 0.1
+folder = Path("small/run")
+opened = start(folder)
+for step in range(1, 400):
+    opened.metrics(train_loss=float(step))
+    if step == 100:
+        filler = open("small/filler", "wb", buffering=0)
+        size = 1 << 20
+        while size:
+            try:
+                filler.write(bytes(size))
+            except OSError:
+                size //= 2
+        threading.Timer(2, lambda: os.truncate("small/filler", 0)).start()
+opened.finish(run.torch.nn.Linear(2, 1))
+steps = [json.loads(line)["train_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+board = [point.value for point in EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("train_loss")]
+assert steps == board == [*range(1, 400)], (steps, board)
+assert (folder / "logs/rank-0000.log").read_text().count("train_loss") == 399
+run.os._exit(0)
+"""
+    script = 'mkdir small; mount -t tmpfs -o size=4m none small; exec "$@"'
+    command = ["unshare", "--mount", "bash", "-ec", script, "-", sys.executable, "-c", code, Path(__file__).parent]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("hpctrain: ")]
+    assert said == "hpctrain: small/run/metrics.jsonl: cannot be written (No space left on device); trying again for 300 s"
+
+
 # ---- resume ----
 
 

@@ -16,6 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+# A file system may be full, read-only or gone for a while: writing is tried again every so many seconds, for so many.
+RETRY_EVERY, RETRY_FOR = 5.0, 300.0
+
 
 @contextmanager
 def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:

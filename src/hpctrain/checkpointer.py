@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from hpctrain import checkpoint, checkpoint_parts
+from hpctrain.atomic import RETRY_EVERY, RETRY_FOR
 from hpctrain.errors import DivergedError, HpctrainError
 from hpctrain.rendezvous import gather
 from hpctrain.requeue import report_saved, stop_requested
@@ -26,9 +27,6 @@ from hpctrain.world import World
 
 # The ranks decide about every PERIOD seconds, and never more than MOST_STEPS steps apart, in case the steps become slower.
 PERIOD, MOST_STEPS = 2.0, 500
-
-# A file system may be full, read-only or gone for a while: writing is tried again every so many seconds, for so many.
-RETRY_EVERY, RETRY_FOR = 5.0, 300.0
 
 _UNITS = {"s": 1, "min": 60, "h": 3600}
 

@@ -5,7 +5,9 @@ import os
 import platform
 import re
 import sys
+import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -29,7 +31,7 @@ def open_log(path: Path, world: World) -> IO[str]:
     default_hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        print(hide_secrets("".join(traceback.format_exception(kind, error, trace))), end="", file=log, flush=True)
+        _write(log, "".join(traceback.format_exception(kind, error, trace)))
         # What Gloo and NCCL say when another rank has died. Its own error is the one to read, not this stack of every other rank.
         if world.size > 1 and re.search("Connection (closed|reset) by peer|Broken pipe|ncclRemoteError", str(error)):
             print_error(
@@ -41,3 +43,13 @@ def open_log(path: Path, world: World) -> IO[str]:
 
     sys.excepthook = hook
     return log
+
+
+def write_line(log: IO[str], text: str) -> None:
+    """Write a line with the time of day."""
+    _write(log, f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def _write(log: IO[str], text: str) -> None:
+    with suppress(OSError):  # a full disk, maybe for a while only, is no reason to end the training
+        print(hide_secrets(text), end="", file=log, flush=True)

@@ -40,7 +40,7 @@ from hpctrain.nonfinite import NonFinite
 from hpctrain.owner import Owner
 from hpctrain.plot import plot
 from hpctrain.profile import NO_PROFILE, make_profile
-from hpctrain.rank_log import open_log
+from hpctrain.rank_log import open_log, write_line
 from hpctrain.redaction import hide_secrets
 from hpctrain.rendezvous import all_or_none, broadcast, gather
 from hpctrain.requeue import report_saved, report_stopped
@@ -93,7 +93,7 @@ class Run:
             if world.rank == 0:
                 self._config = write_config(self.folder, world, trainer, args, device)
                 self.print(f"run folder {folder}, {world.extent} ({world.launcher}), {device.type}")
-                self._metrics = Metrics(self.folder, vars(args).get("wandb", False))
+                self._metrics = Metrics(self.folder, vars(args).get("wandb", False), self._owner.check)
         self._watchdog = Watchdog(world, args.watchdog, self._log)
         self._args, self._device = args, device
         self.times = StepTimes(make_profile(args, self.folder / "profile", trainer, world, device))
@@ -397,4 +397,4 @@ class Run:
 
     def log(self, text: str) -> None:
         """Write a line to the log of this rank."""
-        print(time.strftime("%H:%M:%S"), hide_secrets(text), file=self._log, flush=True)
+        write_line(self._log, text)

@@ -77,7 +77,7 @@ class RunFolder(TrainerCallback):
             self._owner = Owner(self.folder)
             self._owner.acquire()
             checkpoint = self._newest_whole()
-            self._metrics = Metrics(self.folder)
+            self._metrics = Metrics(self.folder, check=self._owner.check)
             step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
             lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
             kept = [line for line in lines if line["step"] <= step]  # a resumed run repeats the steps of the others
