@@ -286,7 +286,11 @@ broadcast_sif() {
     CLEAN_UP+=(remove_sif_copies)
     # A SIF is compressed already; slurm.conf may have Compression=lz4 (docs/scale.md). Not --force: others see the name in ps, and
     # would get the image into a file or link of theirs, which they can change.
-    sbcast --compress=none "$SIF" "$SIF_COPY" && return
+    if sbcast --compress=none "$SIF" "$SIF_COPY"; then
+        # With spare nodes other ranks may need it, after these have ended.
+        ((SPARE_NODES)) || export HPCTRAIN_SIF_COPY=$SIF_COPY
+        return
+    fi
     say "warning: sbcast could not copy $SIF to $SIF_COPY on every node, so they read $SIF itself" >&2
     remove_sif_copies || true
     SIF_COPY=''

@@ -63,6 +63,8 @@ pass_on_term() {
 # shellcheck disable=SC2329 # a trap calls it
 shield_from_term() {
     asked=1
+    # What has it open keeps it. A job that Slurm ends can start nothing that would remove it.
+    [[ -z ${HPCTRAIN_SIF_COPY:-} ]] || rm -f "$HPCTRAIN_SIF_COPY"
     has_control || return 0
     if [[ $(job_field JobState) == RUNNING && $(job_field PreemptTime) == None ]]; then
         pass_on_term

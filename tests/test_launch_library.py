@@ -598,16 +598,22 @@ def test_the_kernels_of_torch_are_in_a_folder_of_the_user(theirs):
     ],
 )
 def test_sigterm_to_a_task(programs, tmp_path, shown, folder, ends):
-    """Slurm sends it to the tasks, not to their children, when it preempts a job, ends it, or when a rank has failed."""
+    """Slurm sends it to the tasks, not to their children, when it preempts a job, ends it, or when a rank has failed.
+
+    In a job that it ends the batch script can start nothing that would remove the copies of --broadcast from the nodes.
+    """
     (tmp_path / "control").mkdir()
+    (tmp_path / "copy.sif").touch()
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho {shown}\n")
     env = programs | {"HPCTRAIN_CONTROL": str(tmp_path / folder), "SLURM_JOB_ID": "7"}
+    env |= {"HPCTRAIN_SIF_COPY": str(tmp_path / "copy.sif")}
     rank = ["bash", "-c", "echo started; sleep 3; exit 5"]
     with subprocess.Popen([REPOSITORY / "launch/task.sh", "none", "--", *rank], env=env, stdout=subprocess.PIPE) as task:
         task.stdout.readline()
         task.terminate()
     assert task.returncode == (-signal.SIGTERM if ends == "signal" else 5)
     assert (tmp_path / "control/stop").exists() == (ends == "stop")
+    assert not (tmp_path / "copy.sif").exists()
 
 
 def test_what_a_rank_of_horovodrun_leaves_does_not_keep_its_connection(tmp_path):
@@ -742,7 +748,7 @@ def test_help_lists_the_settings_of_the_script():
 OF_THE_JOB = {
     *("COMMAND", "CONTAINER_ON", "CONTAINER_VARIABLES", "CONTROL", "END_TASK", "GPU_OPTION", "HOST_PATH", "IMAGE_DIGEST"),
     *("IMAGE_DIGEST_FILE", "JOB", "JOB_SECRET", "MIN_WORLD_SIZE", "MPI_LIBRARY", "NODE_CONTAINER", "NODE_TASK", "NODE_TASKS"),
-    *("PBS_RERUNS", "RESTARTS", "SECRETS", "TASKS_PER_NODE", "WORLD_SIZE"),
+    *("PBS_RERUNS", "RESTARTS", "SECRETS", "SIF_COPY", "TASKS_PER_NODE", "WORLD_SIZE"),
 }
 
 
