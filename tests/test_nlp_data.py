@@ -298,6 +298,27 @@ def test_conll_may_have_iobes_tags_comments_and_other_spaces_in_tokens(tmp_path)
     assert ner.TASK.collect_labels(sentences) == ["O", "B-LC", "B-PS", "B-QT", "I-LC", "I-PS", "I-QT"]
 
 
+@pytest.mark.parametrize("last, single, inside", ["LUI", "ESM"])
+def test_conll_may_have_bilou_or_bmes_tags(tmp_path, last, single, inside):
+    lines = f"New B-LC\nYork {last}-LC\nAnna {single}-PS\nBo B-PS\nB {inside}-PS\nLi {last}-PS\n"
+    (sentence,) = ner.TASK.read(write(tmp_path / "a.conll", lines))
+    assert [tuple(entity) for entity in sentence.entities] == [(0, 8, "LC"), (9, 13, "PS"), (14, 21, "PS")]
+
+
+def test_conll_with_an_empty_token_is_not_tagged_by_character(tmp_path):
+    """As two files of the Broad Twitter Corpus. Of 2,000 sentences 4 were left, with the spaces of a text as its tokens."""
+    skipped = []
+    sentences = ner.TASK.read(write(tmp_path / "h.conll", "New\tB-LC\nYork\tI-LC\n\nx\tO\n \tO\n\n"), skipped)
+    assert [(s.text, s.by_token) for s in sentences] == [("New York", True)]
+    assert "line 5: expected a token and its tag" in str(skipped[0])
+
+
+def test_numbered_tokens_of_germeval_are_not_taken_for_the_tokens(tmp_path):
+    lines = "#\thttp://a\n1\tSchartau\tB-PER\tO\n2\tsagte\tO\tO\n\n#\thttp://b\n1\tBerlin\tB-LOC\tO\n"
+    assert_error(ner.TASK.read, write(tmp_path / "g.tsv", lines), "its first column numbers the tokens: .* cut -f 2,3", left=0)
+    assert len(ner.TASK.read(write(tmp_path / "a.conll", "1 O\n\n1 O\n"))) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "marked", "entities"),
     [

@@ -33,8 +33,9 @@ from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.world import World
 
 SEPARATOR = "␞"  # U+241E, between a text and the same text with its entities marked
-TAG = r"(?:O|[BIES]-\S+)"
-FROM_IOBES = {"E": "I", "S": "B"}  # the last unit of an entity, and an entity of a single one
+TAG = r"(?:O|[BIESLUM]-\S+)"
+# The last unit of an entity, an entity of a single one, and what is between: IOBES (E, S), BILOU (L, U), BMES (M, E, S).
+TO_BIO = {"E": "I", "L": "I", "S": "B", "U": "B", "M": "I"}
 BLANKS = " \t"  # around the fields of CoNLL; other white space, such as U+00A0, is part of a token
 DOCUMENT_START = "-DOCSTART-"  # a line of CoNLL-2003 between documents
 
@@ -58,8 +59,8 @@ class Ner(Task):
     name = "ner"
     title = "Named entity recognition"
     formats = (
-        "KLUE-NER: tsv by character; lines of text␞text with <span:TAG>; CoNLL: a token and its tag per line (BIO or IOBES); "
-        "jsonl with tokens, tags or with text, entities"
+        "KLUE-NER: tsv by character; lines of text␞text with <span:TAG>; CoNLL: a token and its tag per line (BIO, IOBES, BILOU "
+        "or BMES); jsonl with tokens, tags or with text, entities"
     )
     fields = ("tokens", "tags")
     model = AutoModelForTokenClassification
@@ -111,8 +112,9 @@ def find_entities(text):
         if SEPARATOR in first:
             numbered = ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line)
             return data.read_examples(path, _parse_marked_line, numbered, skipped)
-        # Only the format with one character per line has a line for a space.
-        by_character = filled[0].startswith("## ") or any(line.startswith(" \t") for line in lines)
+        # Only the format with one character per line has a line for a space; but a token of CoNLL may be empty by mistake.
+        has_characters = sum(len(line.partition("\t")[0]) == 1 for line in filled) * 2 > len(filled)
+        by_character = filled[0].startswith("## ") or (has_characters and any(line.startswith(" \t") for line in lines))
         if not by_character and not first.startswith(DOCUMENT_START) and not _ends_with_tag(first):
             raise HpctrainError(
                 f"{path}: unknown format for named entities: each line should have a character, a tab and its tag (KLUE-NER, "
@@ -122,7 +124,12 @@ def find_entities(text):
         def make(id_: str, numbered: list[tuple[int, str]]) -> Sentence:
             return _make_sentence(path, id_, numbered, by_character)
 
-        return data.read_examples(path, make, _split_sentences(lines, by_character), skipped)
+        sentences = data.read_examples(path, make, _split_sentences(lines, by_character), skipped)
+        if not by_character and all(map(_is_numbering, sentences)) and any(" " in sentence.text for sentence in sentences):
+            raise HpctrainError(
+                f"{path}: its first column numbers the tokens: keep the columns of the token and of its tag, e.g. cut -f 2,3"
+            )
+        return sentences
 
     def make_example(self, texts: Sequence[str], by_token: bool = False) -> Sentence:
         """A sentence with the entities unknown; `by_token` as in the training data."""
@@ -265,7 +272,7 @@ def _make_sentence(path: Path, id_: str, numbered: list[tuple[int, str]], by_cha
                 raise data.line_error(location, "expected a token and its tag, separated by a space or a tab")
             tag = others[-1]
         if not re.fullmatch(TAG, tag):
-            raise data.line_error(location, f"the tag is {tag[:80]!r}, not O, B-TYPE or I-TYPE (in IOBES also E- or S-TYPE)")
+            raise data.line_error(location, f"the tag is {tag[:80]!r}, not O, B-TYPE or I-TYPE (or of IOBES, BILOU or BMES)")
         units.append(unit)
         tags.append(tag)
     first_line = f"line {numbered[0][0]}"
@@ -273,10 +280,15 @@ def _make_sentence(path: Path, id_: str, numbered: list[tuple[int, str]], by_cha
 
 
 def _join_units(id_: str, units: list[str], tags: list[str], by_token: bool, location: str) -> Sentence:
-    """The sentence of these units and their tags in BIO or IOBES."""
+    """The sentence of these units and their tags in BIO, IOBES, BILOU or BMES."""
     text = (" " if by_token else "").join(units)
-    tags = [FROM_IOBES.get(tag[0], tag[0]) + tag[1:] for tag in tags]
+    tags = [TO_BIO.get(tag[0], tag[0]) + tag[1:] for tag in tags]
     return Sentence(id_, text, from_bio(split_units(text, by_token), tags), by_token, location)
+
+
+def _is_numbering(sentence: Sentence) -> bool:
+    """Whether the tokens of a sentence are 1, 2, 3, ..., as in the first column of GermEval and CoNLL-U."""
+    return all(token == str(i) for i, token in enumerate(sentence.text.split(" "), 1))
 
 
 def _ends_with_tag(line: str) -> bool:
@@ -296,7 +308,7 @@ def _make_from_json(location: str, item: dict[str, Any]) -> Sentence:
         tokens, tags = (data.get_field(location, item, key, list, expected) for key in ("tokens", "tags"))
         valid = len(tokens) == len(tags) > 0 and all(isinstance(token, str) for token in tokens)
         if not valid or not all(isinstance(tag, str) and re.fullmatch(TAG, tag) for tag in tags):
-            raise data.line_error(location, "expected a tag (O, B-TYPE, I-TYPE; in IOBES also E- and S-TYPE) for each token")
+            raise data.line_error(location, "expected a tag (O, B-TYPE, I-TYPE; or of IOBES, BILOU or BMES) for each token")
         if any(not unit or " " in unit or data.SURROGATE.search(unit) for unit in tokens + tags):
             raise data.line_error(location, "a token is empty, or has a space or half of a character in it")
         return _join_units(id_, tokens, tags, True, location)
