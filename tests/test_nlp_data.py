@@ -245,11 +245,20 @@ def test_json_and_tsv_give_the_same_pairs(tmp_path):
 KLUE_PAIR = '{"guid": "b", "premise": "가", "hypothesis": "나", "gold_label": "neutral"}'
 
 
+def test_pair_without_agreement_is_skipped_whatever_the_format(tmp_path):
+    """The label - of SNLI is no class."""
+    lines = "".join(json.dumps({"sentence1": "a", "sentence2": "b", "gold_label": label}) + "\n" for label in ("-", "neutral"))
+    path = write(tmp_path / "snli_1.0_dev.jsonl", lines)
+    for columns in (None, {"first": "sentence1", "second": "sentence2", "label": "gold_label"}):
+        assert [example.label for example in pair.TASK.read(path, [], columns)] == ["neutral"]
+
+
 @pytest.mark.parametrize(
     ("content", "message", "left"),
     [
         (KORNLI_HEADER + "가\t나\tneutral\n가\t나\n", r"data\.tsv, line 3: 2 fields, but the header has 3", 1),
         (KORNLI_HEADER + "가\t나\t\n가\t나\tneutral\n", "line 2: the gold_label is empty", 1),
+        (KORNLI_HEADER + "가\t나\t-\n가\t나\tneutral\n", "line 2: the gold_label is -: its annotators did not agree", 1),
         ('[\n{"guid": "a",\n}]', "line 3: not valid JSON", 0),
         (
             '[{"guid": "a", "premise": "가", "gold_label": "neutral"}, ' + KLUE_PAIR + "]",
@@ -553,6 +562,16 @@ def test_split_files_are_found_by_their_published_names(tmp_path):
         "test": ["eng.test"],
     }
     assert found("train.txt", "valid.txt") == {"train": ["train.txt"], "test": ["valid.txt"]}  # KMOU
+
+
+def test_data_set_in_two_formats_is_not_read_twice(tmp_path):
+    """As SNLI, with .jsonl and .txt, and Multilingual Sentiments, with .csv and .tsv."""
+    for name in ("a_train.csv", "a_train.tsv", "a_test.csv", "a_test.tsv"):
+        (tmp_path / name).touch()
+    message = r"a_test\.csv and a_test\.tsv are the same data in two formats: move one to another folder"
+    with pytest.raises(HpctrainError, match=message):
+        data.find_split_files(tmp_path, tables=True)
+    assert data.find_split_files(tmp_path)["train"] == [tmp_path / "a_train.tsv"]
 
 
 def test_files_that_are_not_used_are_named(tmp_path):

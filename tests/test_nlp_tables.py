@@ -148,7 +148,7 @@ MISSING = r"no column 'stars', but review, sterne"
         ("a.csv", "review|stars\n좋다|1\n", r"no column 'review', but review\|stars: give --columns", 0),
         ("a.csv", "review,stars,stars\n좋다,1,1\n", "it has several columns 'stars': rename all but one", 0),
         ("a.csv", "review,stars\n좋다,1\n\n나쁘다\n", r"line 3: its column 'stars' has no value: fix the line", 1),
-        ("a.csv", "review,stars\n좋다,1\n좋다, 참,1\n", r"line 3: more fields than the header has: quote a field", 1),
+        ("a.csv", "review,stars\n좋다,1\n좋다, 참,1\n", r"line 3: more fields than the header has: in a csv, quote", 1),
         ("a.csv", "review,stars\n좋다,1\n좋다,\n", r"line 3: the label is empty", 1),
         ("a.csv", 'review,stars\n좋다,1\n"좋다,1\n나쁘다,0\n', r"line 3: not valid csv .*is a quotation mark not closed\?", 0),
         ("a.csv", 'review,stars\n"' + "x\n" * 80_000, r"line 2: not valid csv \(field larger than field limit", 0),

@@ -86,7 +86,8 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
     With `tables` the files are TABLES. If the folder has none of a split, they are those one folder below, where the hub and
     the library datasets have them: plain_text/train-00000-of-00001.parquet, train/data-00000-of-00001.arrow.
 
-    Raises HpctrainError that lists the files if there is no training or test file.
+    Raises HpctrainError that lists the files if there is no training or test file, or if there are two of one name, such as
+    train.csv and train.tsv: the same data in two formats.
     """
     suffixes = TABLES if tables else SUFFIXES
     try:
@@ -112,10 +113,16 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
 
 def _group_by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
     splits: dict[str, list[Path]] = {}
+    seen: dict[tuple[str, Path], Path] = {}
     for path in sorted(files):
         words = re.split(r"[^a-z]+", str(path.relative_to(folder)).lower())
         if name := next((SPLITS[word] for word in words if word in SPLITS), None):
             splits.setdefault(name, []).append(path)
+            other = seen.setdefault((name, path.with_suffix("")), path)
+            if other is not path:
+                raise HpctrainError(
+                    f"{folder}: {other.name} and {path.name} are the same data in two formats: move one to another folder"
+                )
     return splits
 
 

@@ -65,6 +65,8 @@ class PairClassify(Classify):
             names = KORNLI_COLUMNS if isinstance(item, dict) and "sentence1" in item else KLUE_NAMES
             *names, label = self.fields if columns else names
             first, second = (data.get_field(location, item, key, str, expected) for key in names)
+            if "gold_label" in (label, (columns or {}).get("label")) and item.get(label) == "-":
+                raise HpctrainError(f"{location}: the gold_label is -: its annotators did not agree; remove the example")
             if not columns and isinstance(item, dict) and isinstance(item.get("labels"), dict):  # of KLUE-STS
                 item, label = item["labels"], "label" if self.problem == "regression" else "binary-label"
             return Pair(id_, first, second, self.get_label(location, item, label, expected), location)

@@ -54,7 +54,7 @@ def _pick_fields(location: str, row: object, columns: Mapping[str, str]) -> dict
     if not isinstance(row, dict):
         raise data.line_error(location, "not a JSON object")
     if None in row:  # csv.DictReader collects them there
-        raise data.line_error(location, "more fields than the header has: quote a field of a csv that has a comma in it")
+        raise data.line_error(location, "more fields than the header has: in a csv, quote a field that has a comma in it")
     for column in columns.values():
         if row.get(column) is None:
             problem = f"its column {column!r} has no value" if column in row else _describe_columns(column, list(row))
