@@ -318,6 +318,18 @@ def test_a_node_that_srun_does_not_reach_is_no_fault_of_the_program(programs, tm
     assert ("does not reach, restart 1 of at most 1 (HPCTRAIN_REQUEUES): requeuing" in done.stdout) == requeued, done
 
 
+@pytest.mark.parametrize(("status", "restarts", "requeued"), [(137, 1, True), (137, 2, False), (1, 1, False)])
+def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(programs, tmp_path, status, restarts, requeued):
+    """A job with a checkpoint was FAILED: Slurm killed the ranks of its second attempt within a second of their start."""
+    shown = f"JobState=RUNNING Restarts={restarts} PreemptTime=None"
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
+    env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=2"
+    done = subprocess.run(["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True)
+    assert done.returncode == status and ("requeue 7\n" in done.stdout) == requeued, done
+    assert ("while a restart began, restart 2 of at most 2 (HPCTRAIN_REQUEUES): requeuing" in done.stdout) == requeued, done
+
+
 def test_preemptions_are_not_counted(programs, tmp_path):
     """Slurm requeues a preempted job itself, whatever its script does (PreemptMode=REQUEUE)."""
     (tmp_path / "control").mkdir()

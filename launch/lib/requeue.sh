@@ -185,7 +185,8 @@ conclude() {
         return "$status"
     elif [[ $(job_field PreemptTime) == *:* ]]; then
         why='the job is preempted'
-    elif [[ ! -e $control/saved ]] && ((status != UNREACHED)) && ! { [[ -e $control/stop ]] && ((status == 75 || status >= 128)); }; then
+    elif [[ ! -e $control/saved ]] && ((status != UNREACHED)) && ! { ((status >= 128)) && ((restarts)); } &&
+        ! { [[ -e $control/stop ]] && ((status == 75 || status >= 128)); }; then
         say "not requeued: exit status $status before this attempt has saved a checkpoint"
         return "$status"
     elif [[ -n $STOPPING && -e $control/saved ]]; then
@@ -193,6 +194,8 @@ conclude() {
     elif ((restarts < HPCTRAIN_REQUEUES)); then
         # Of ranks that all exit with 75, srun kills some: it kills the others when the first one exits.
         why="exit status $status after a checkpoint or the request to stop"
+        # A restart of a job that has a checkpoint: a node may have failed while its ranks were starting.
+        [[ -e $control/saved || -e $control/stop ]] || why="exit status $status while a restart began"
         ((status != UNREACHED)) || why="exit status $status, as after a node that srun does not reach"
         why+=", restart $((restarts + 1)) of at most $HPCTRAIN_REQUEUES (HPCTRAIN_REQUEUES)"
     else
