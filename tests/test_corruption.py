@@ -6,12 +6,14 @@ import shutil
 import numpy
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from hpctrain import checkpoint
+from hpctrain import checkpoint, checkpoint_parts, digests
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp import features
 from hpctrain.nlp.model_folder import load_tokenizer
 from hpctrain.nlp.scratch import create_model
+from hpctrain.transformers import RunFolder
 from hpctrain.world import ALONE
 
 FLIPS = 40  # of each format
@@ -57,6 +59,49 @@ def test_checkpoints(tmp_path):
         else:
             assert same(loaded, state)
     assert refused > FLIPS / 2
+
+
+def test_checkpoints_in_parts(tmp_path):
+    """The files of two ranks: with a flipped bit in one of them, the checkpoint before is the newest, or nothing has changed."""
+    state = {"epoch": 1, "step": 0, "model": {"weight": torch.randn(20, 30)}, "optimizer": {"momentum": torch.randn(20, 30)}}
+    for epoch in (1, 2):
+        for rank in (0, 1):
+            part = checkpoint_parts.path_of_rank(checkpoint.path_of(tmp_path, epoch), rank, 2)
+            part.parent.mkdir(parents=True, exist_ok=True)
+            checkpoint.save(part, state | {"epoch": epoch})
+    older, newest = (checkpoint.path_of(tmp_path, epoch) for epoch in (1, 2))
+    contents = {path: path.read_bytes() for path in newest.iterdir()}
+    chance, skipped = random.Random(4), 0
+    for _ in range(FLIPS):
+        for path, content in contents.items():
+            path.write_bytes(content)
+        flip_a_bit(chance.choice(sorted(contents)), chance)
+        found = checkpoint.find_newest(tmp_path)
+        skipped += found == older
+        assert found == older or same(checkpoint.load(found, torch.device("cpu")), state | {"epoch": 2})
+    assert skipped > FLIPS / 2
+
+
+def test_checkpoints_of_a_trainer_of_transformers(tmp_path, monkeypatch):
+    """They are folders of transformers, with the digests of hpctrain."""
+    monkeypatch.setattr(RunFolder, "__init__", lambda self: None)
+    run = RunFolder()
+    run.folder, run._world = tmp_path, ALONE
+    for step in (5, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        torch.save({"momentum": torch.randn(30)}, folder / "optimizer.pt")
+        save_file({"weight": torch.randn(30)}, folder / "model.safetensors")
+        (folder / "trainer_state.json").write_text('{"global_step": 10}')
+        digests.write_digests(folder)
+    assert run._newest_whole() == folder
+    contents = {path: path.read_bytes() for path in folder.iterdir()}
+    chance = random.Random(5)
+    for _ in range(FLIPS):
+        for path, content in contents.items():
+            path.write_bytes(content)
+        flip_a_bit(chance.choice(sorted(contents)), chance)
+        assert run._newest_whole() == tmp_path / "checkpoint-5"
 
 
 def test_model_folders(tmp_path):

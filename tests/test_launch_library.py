@@ -330,6 +330,21 @@ def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(programs, tmp_
     assert ("while a restart began, restart 2 of at most 2 (HPCTRAIN_REQUEUES): requeuing" in done.stdout) == requeued, done
 
 
+def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_continues(programs, tmp_path):
+    """As after sbatch --no-requeue."""
+    for name in ("saved", "stopped"):
+        (tmp_path / name).write_text("--resume runs/x\n")
+    shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown}\n')
+    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x.sh; HPCTRAIN_REQUEUES=1"
+    done = subprocess.run(
+        ["bash", "-euc", f"{source}; ARGUMENTS=(train_ddp --out 'a b'); conclude 0"],
+        env=programs | {"SLURM_JOB_ID": "7"}, capture_output=True, text=True,
+    )  # fmt: skip
+    said = f"Slurm does not requeue the job: continue with sbatch {REPOSITORY}/launch/x.sh train_ddp --out a\\ b --resume runs/x"
+    assert done.returncode == 75 and done.stdout.splitlines()[-1] == f"hpctrain: {said}", done
+
+
 def test_preemptions_are_not_counted(programs, tmp_path):
     """Slurm requeues a preempted job itself, whatever its script does (PreemptMode=REQUEUE)."""
     (tmp_path / "control").mkdir()

@@ -171,6 +171,23 @@ def test_a_dataset_that_gives_a_batch_at_once():
     assert examples(AtOnce(), num_workers=2, skip=2) == whole[8:]
 
 
+def test_an_arrow_file_of_hugging_face_is_resumed_with_workers(tmp_path):
+    """Mapped into memory, with a random transform."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"number": list(range(12))}).save_to_disk(tmp_path)
+    mapped = datasets.Dataset.from_file(str(next(tmp_path.glob("*.arrow"))))
+
+    def augment(rows):
+        return rows | {"random": [torch.rand(1).item() for _ in rows["number"]]}
+
+    def read(**options):
+        return [(example["number"], example["random"]) for example in examples(mapped.with_transform(augment), **options)]
+
+    whole = read()
+    assert sorted(number for number, _ in whole) == list(range(12)) and len({value for _, value in whole}) == 12
+    assert read(num_workers=2) == whole and read(num_workers=1, skip=1) == whole[4:] and read(epoch=2) != whole
+
+
 def test_a_batch_that_the_ranks_cannot_share():
     with pytest.raises(hpctrain.UsageError, match="--batch-size 5 is the global batch"):
         examples(batch_size=5, world=World(0, 2, 0, 2, 0, 1, "slurm"))

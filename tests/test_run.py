@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -243,6 +244,27 @@ run.os._exit(0)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("hpctrain: ")]
     assert said == "hpctrain: small/run/metrics.jsonl: cannot be written (No space left on device); trying again for 300 s"
+
+
+def test_the_log_of_10_000_steps_is_short(tmp_path, capsys):
+    """No bar, and each line about training has the speed and the time that is left."""
+    args = argparse.Namespace(
+        out=tmp_path / "run", resume=None, epochs=20, watchdog=0, checkpoint_every="10min", keep_checkpoints=3, force=False,
+        on_nan="stop",
+    )  # fmt: skip
+    opened = run.Run(ALONE, "test", args, torch.device("cpu"))
+    loss = torch.tensor(0.5)
+    for epoch in range(1, 21):
+        opened.start_epoch(epoch, 500, 32)
+        for _ in range(500):
+            opened.step(loss, learning_rate=0.001)
+        opened.end_epoch()
+        opened.metrics(test_loss=0.5, test_accuracy=0.75)
+    opened.finish(torch.nn.Linear(2, 1), test_accuracy=0.75)
+    said = capsys.readouterr()
+    assert len(said.out) + len(said.err) < 200_000 and "\r" not in said.out + said.err
+    training = [line for line in said.out.splitlines() if "train_loss" in line]
+    assert len(training) == 100 and all(re.search(r"examples_per_s \S+  .* left$", line) for line in training), training[:2]
 
 
 # ---- resume ----

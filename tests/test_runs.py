@@ -107,6 +107,15 @@ def test_a_folder_with_a_broken_config_is_named(tmp_path, text):
         runs.main(ALONE, [str(tmp_path)])
 
 
+def test_a_thousand_folders_take_less_than_a_second(tmp_path, capsys):
+    """Of processor time, as other tests run at the same time."""
+    for number in range(1000):
+        make_run(tmp_path / f"train_ddp/{number}")
+    start = time.process_time()
+    runs.main(ALONE, [str(tmp_path)])
+    assert time.process_time() - start < 1 and len(capsys.readouterr().out.splitlines()) == 1001
+
+
 def test_no_run_folder(tmp_path):
     with pytest.raises(HpctrainError, match=f"{tmp_path}: no run folder in it"):
         runs.main(ALONE, [str(tmp_path)])
