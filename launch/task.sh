@@ -34,6 +34,28 @@ end_with_task() {
     ) </dev/null >/dev/null 2>&1 &
 }
 
+# end_with_connection: kill this rank when its connection of ssh has ended before it, as after scancel. It is in no step of Slurm,
+# which ends horovodrun alone.
+end_with_connection() {
+    local key value process sshd=$$
+    until [[ $(<"/proc/$sshd/comm") == sshd* ]]; do
+        while read -r key value; do [[ $key != PPid: ]] || process=$value; done <"/proc/$sshd/status" || return 0
+        sshd=$process
+        ((sshd > 1)) || return 0 # on the first node
+    done
+    (
+        while [[ -d /proc/$sshd ]]; do
+            sleep 1
+            kill -0 $$ || exit
+        done
+        ${HPCTRAIN_END_TASK:-} || true
+        for process in /proc/[0-9]*; do
+            [[ ${process#/proc/} != "$BASHPID" ]] && grep -qszx "HOROVOD_RANK=$RANK" "$process/environ" &&
+                grep -qszx "HPCTRAIN_JOB=$HPCTRAIN_JOB" "$process/environ" && kill -KILL "${process#/proc/}" || true
+        done
+    ) </dev/null >/dev/null 2>&1 &
+}
+
 # run_as_child TRAP COMMAND...: run the command as a child, with a function as the trap for SIGTERM, and return its exit status
 run_as_child() {
     local status child asked
@@ -150,6 +172,7 @@ command -v "$1" >/dev/null || die "there is no $1 on the PATH: load its module b
 [[ -z ${HPCTRAIN_END_TASK:-} || $HPCTRAIN_NODE_TASK != 0 ]] || end_with_task
 status=0
 if [[ -n $WAIT_AND_REPORT ]]; then
+    end_with_connection
     run_as_child pass_on_term "$@" || status=$?
     ((status <= 128)) || echo "hpctrain: error: rank $RANK on $(uname -n) was ended by signal $((status - 128))" >&2
     end_left_overs

@@ -658,6 +658,33 @@ def test_what_a_rank_of_horovodrun_leaves_does_not_keep_its_connection(tmp_path)
     assert not Path(f"/proc/{(tmp_path / 'left').read_text().strip()}/fd/1").exists()
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_rank_of_horovodrun_ends_with_its_connection(tmp_path):
+    """After scancel, too: Slurm ends horovodrun on the first node, and knows nothing of what sshd has started on the others."""
+    (tmp_path / "sshd").symlink_to("/bin/bash")
+    rank = f"echo $$ >{tmp_path}/rank.part; mv {tmp_path}/rank.part {tmp_path}/rank; sleep 300 & wait"
+    env = BARE | {"HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CROSS_RANK": "0", "HPCTRAIN_WORLD_SIZE": "2"}
+    env |= {"HPCTRAIN_TASKS_PER_NODE": "2", "HPCTRAIN_JOB": os.urandom(4).hex(), "MASTER_PORT": "1"}
+    env |= {"HPCTRAIN_HOST_PATH": BARE["PATH"], "HPCTRAIN_COMMAND": shlex.join(["--", "bash", "-c", rank])}
+    command = [tmp_path / "sshd", "-c", f"{REPOSITORY}/launch/task.sh horovodrun; true"]
+    other = subprocess.Popen(["sleep", "300"], env=env | {"HOROVOD_RANK": "0"})
+    try:
+        with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) as connection:
+            wait_until(lambda: (tmp_path / "rank").exists())
+            pid = (tmp_path / "rank").read_text().strip()
+            connection.kill()
+        wait_until(lambda: not Path(f"/proc/{pid}/fd/1").exists())
+        assert other.poll() is None
+    finally:
+        other.kill()
+
+
 def test_the_end_of_a_job_does_not_wait_for_a_node_that_does_not_answer(tmp_path):
     for name, text in {"srun": "exec sleep 300", "scontrol": "echo NodeList=n1"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
