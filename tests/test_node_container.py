@@ -59,10 +59,10 @@ def left(cluster, node, job=0):
 
 def test_each_node_mounts_the_image_once(cluster):
     cluster.host_path(f"{HOME}/count.py").write_text(COUNT)
-    options = ["--nodes=2", "--ntasks-per-node=4", "--nodelist=n1,n2", "--exclusive"]
+    options = ["--nodes=2", "--ntasks-per-node=8", "--overcommit", "--nodelist=n1,n2", "--exclusive"]
     job = cluster.wait(cluster.submit(*options, "launch/apptainer_ddp.sh", "./count.py", cwd=HOME))
     output = cluster.host_path(f"{HOME}/slurm-{job.id}.out").read_text()
-    assert job.state == "COMPLETED" and re.findall(r"mounts (\d+)", output) == ["1"] * 8, output
+    assert job.state == "COMPLETED" and re.findall(r"mounts (\d+)", output) == ["1"] * 16, output
     for node in job.nodes:
         wait_for(lambda node=node: not left(cluster, node, job.id))
 
