@@ -180,7 +180,7 @@ def bf16(work: Path, device: str, dry_run: bool) -> dict[str, float]:
 
 def resnet(work: Path, size: int, device: str, dry_run: bool, *more: str) -> dict[str, float]:
     """The speed of ResNet-50 on images of this size, in bf16: the digits, repeated and enlarged."""
-    batch = 16 if dry_run else 256
+    batch = 4 if dry_run else 256
     write_digits(work / "data", batch * (12 if dry_run else 40))
     options = ["--data", work / "data", "--model", "resnet50", "--image-size", 32 if dry_run else size, *more]
     train(work / "run", "train_ddp", device, *options, "--batch-size", batch, "--epochs", 1, "--precision", "bf16")

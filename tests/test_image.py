@@ -7,6 +7,7 @@ import shutil
 import subprocess
 
 import pytest
+from conftest import write_digits
 from slurm_cluster import CLUSTER_SH, REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -15,6 +16,13 @@ pytestmark = pytest.mark.slow
 def inside(cluster, *command, check=True, **options):
     """Run a command in the image, as alice on a node."""
     return cluster.exec("n1", "apptainer", "exec", "/project/hpctrain-cpu.sif", *command, user="alice", check=check, **options)
+
+
+@pytest.fixture(scope="module")
+def digits(cluster):
+    """A small data set in /project."""
+    write_digits(cluster.host_path("/project/digits"))
+    return "/project/digits"
 
 
 def test_size(sif):
@@ -134,17 +142,17 @@ def test_variables_of_the_hosts_python_are_ignored(cluster):
     assert re.fullmatch(r"mine\n/opt/hpctrain/.*\n", inside(cluster, *code, env=env).stdout)
 
 
-def test_a_home_that_cannot_be_written(cluster):
+def test_a_home_that_cannot_be_written(cluster, digits):
     done = cluster.exec(
-        "n1", "apptainer", "exec", "--no-home", "--home", "/nonexistent", "/project/hpctrain-cpu.sif",
-        "hpctrain", "train_ddp", "--epochs", "1", "--out", "/tmp/no-home", user="alice", cwd="/tmp",
+        "n1", "apptainer", "exec", "--no-home", "--home", "/nonexistent", "--bind", "/project", "/project/hpctrain-cpu.sif",
+        "hpctrain", "train_ddp", "--data", digits, "--epochs", "1", "--out", "/tmp/no-home", user="alice", cwd="/tmp",
     )  # fmt: skip
     assert "curves.png are in /tmp/no-home" in done.stdout
 
 
-def test_a_run_folder_that_ends_with_the_container_is_refused(cluster):
+def test_a_run_folder_that_ends_with_the_container_is_refused(cluster, digits):
     contained = ["apptainer", "exec", "--containall", "--bind", "/project", "/project/hpctrain-cpu.sif"]
-    train = [*contained, "hpctrain", "train_ddp", "--epochs", "1", "--out"]
+    train = [*contained, "hpctrain", "train_ddp", "--data", digits, "--epochs", "1", "--out"]
     for folder in ("runs/contained", "/tmp/contained"):
         done = cluster.exec("n1", *train, folder, user="alice", check=False)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
