@@ -1,7 +1,7 @@
 """A model of the time from sbatch to the first step on many nodes, from measured pieces and from the figures of a site.
 
     python benchmarks/startup_model.py
-    python benchmarks/startup_model.py --image-mb 2879 --read-mb 700 --file-system 100 --link 25
+    python benchmarks/startup_model.py --image-mb 3057 --read-mb 700 --file-system 100 --link 25
 
 docs/scale.md has the table of the defaults, and says which of them are measured and which are assumed.
 """
@@ -52,7 +52,7 @@ def main() -> None:
     add("--block-mb", type=float, default=8, help="block of sbcast (default: %(default)s)")
     add("--latency-ms", type=float, default=1, help="for a message from one level to the next (default: %(default)s)")
     add("--rank-ms", type=float, default=0.15, help="rank 0 needs for each rank at the rendezvous (default: %(default)s)")
-    add("--fixed", type=float, default=8.2, help="seconds that do not depend on the number of nodes (default: %(default)s)")
+    add("--fixed", type=float, default=4.5, help="seconds that do not depend on the number of nodes (default: %(default)s)")
     args = parser.parse_args()
     print("| nodes | ranks | read the image | broadcast it | rendezvous | first step | with --broadcast | ezpz |")
     print("|---|---|---|---|---|---|---|---|")
