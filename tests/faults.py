@@ -283,7 +283,7 @@ print("done")
 
 def read_only(run: Experiment) -> None:
     """In the container of rank 0."""
-    place = f"{run.parent}/{run.name}/checkpoints"
+    place = f"{run.parent}/{run.name}"
     node, pid = run.pid(0)
     inside = f"nsenter --target {pid} --mount -- /opt/hpctrain/bin/python -c '{READ_ONLY}' {place}"  # the image has no mount
     if "done" not in run.root(node, inside):
@@ -293,13 +293,15 @@ def read_only(run: Experiment) -> None:
 def fill(run: Experiment) -> None:
     big = run.cluster.host_path(f"{SMALL}/big")
     with big.open("ab") as file:
-        # Old checkpoints are removed meanwhile.
-        while run.after("No space left", run.happened) is None and big.stat().st_size < 1 << 30:
+        # To the last byte. Old checkpoints are removed meanwhile.
+        size = 1 << 20
+        while run.after("No space left", run.happened) is None or time.monotonic() - run.happened < 20:
             try:
-                os.write(file.fileno(), bytes(1 << 20))
+                os.write(file.fileno(), bytes(size))
+                size = 1 << 20
             except OSError:
-                time.sleep(0.05)
-    time.sleep(20)
+                size = max(size // 2, 1)
+                time.sleep(0.001 if size > 1 else 0.05)
     big.unlink()
 
 
@@ -420,14 +422,13 @@ FAULTS = FOR_ALL | {
     "node crashed, no spare; booted after 30 s": Fault(crash_and_boot),
     "slurmctld restarted": Fault(restart_slurmctld),
     "disk full for 20 s": Fault(fill, parent=SMALL),
-    "checkpoints read-only for 60 s": Fault(read_only),
+    "run folder read-only for 60 s": Fault(read_only),
     "newest checkpoint truncated": Fault(harm(lambda path: path.write_bytes(path.read_bytes()[:-1000]))),
     "a bit of the newest checkpoint flipped": Fault(harm(flip)),
     "newest checkpoint replaced by a pickle with code": Fault(harm(put_pickle)),
     "clock stepped back an hour, for 60 s": Fault(
         step_the_clock,
-        env={"LD_PRELOAD": f"{SMALL}/clock.so", "CLOCK_STEPPED": f"{SMALL}/stepped"},
-        way=Way("train_ddp", "srun", "none", "launch/modules_ddp.sh train_ddp --epochs=8", BARE),
+        env={"APPTAINERENV_LD_PRELOAD": f"{SMALL}/clock.so", "CLOCK_STEPPED": f"{SMALL}/stepped"},
     ),
     "a second job in the same run folder": Fault(start_another_job),
     "scancel by the user": Fault(cancel),
