@@ -607,6 +607,15 @@ def test_a_signal_after_the_end_of_the_ranks_says_nothing(trap):
     assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
 
 
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_the_secrets_of_horovodrun_are_gone_when_slurm_ends_the_job(tmp_path, name):
+    """It may kill the script before that has cleaned up. Before a time limit the ranks go on, and may need them."""
+    (tmp_path / "secrets").touch()
+    done = library(f"HPCTRAIN_CONTROL={tmp_path}; request_stop {name}", HPCTRAIN_SECRETS=str(tmp_path / "secrets"))
+    assert done.returncode == 0 and (tmp_path / "stop").exists(), done.stderr
+    assert (tmp_path / "secrets").exists() == (name == "USR1")
+
+
 @pytest.mark.parametrize("theirs", ["/mine/kernels", "", None])
 def test_the_kernels_of_torch_are_in_a_folder_of_the_user(theirs):
     env = BARE | {"HPCTRAIN_CACHE": "/scratch/cache"} | ({} if theirs is None else {"TORCHINDUCTOR_CACHE_DIR": theirs})

@@ -62,6 +62,8 @@ request_stop() {
     local start end limit left
     [[ -z $STOPPING ]] || return 0
     STOPPING=${1:-USR1} STOP_AT=$SECONDS
+    # The ranks have read it, and this script may be killed before it cleans up.
+    [[ $STOPPING != TERM || -z ${HPCTRAIN_SECRETS:-} ]] || rm -f "$HPCTRAIN_SECRETS"
     start=$(job_field StartTime) end=$(job_field EndTime)
     if [[ $STOPPING == TERM ]]; then
         : # now
