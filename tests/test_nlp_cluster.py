@@ -84,16 +84,30 @@ def test_a_sharded_model_on_two_nodes(cluster):
     assert all(torch.equal(saved[name], weight) for name, weight in whole.items())
 
 
-def test_a_model_split_in_two_on_two_nodes(cluster):
-    """Tensor parallelism within a node and FSDP between the nodes: the losses of one process."""
+@pytest.fixture(scope="module")
+def instruct_words(cluster):
+    """The words of a run of nlp.instruct on a tiny model."""
     make_model(folder(cluster, "qwen3"), "qwen3")
-    options = ["--data", "instruct", "--epochs", "1", "--limit", "64", "--batch-size", "8", "--max-length", "64"]
     shutil.copytree(instruct.TASK.samples, folder(cluster, "instruct"))
-    words = ["nlp.instruct", "--model", "qwen3", *options]
-    ended, output = job(cluster, *words, "--tensor-parallel", "2", "--out", "runs/split")
+    options = ["--data", "instruct", "--epochs", "1", "--limit", "64", "--batch-size", "8", "--max-length", "64"]
+    return ["nlp.instruct", "--model", "qwen3", *options]
+
+
+@pytest.mark.parametrize(
+    ("options", "alone"),
+    [
+        pytest.param(["--tensor-parallel", "2"], [], id="tensor-parallel"),
+        pytest.param(["--strategy", "fsdp", "--lora-rank", "4"], ["--lora-rank", "4"], id="lora"),
+    ],
+)
+def test_a_model_split_over_two_nodes_gives_the_loss_of_one_process(cluster, instruct_words, request, options, alone):
+    """Tensor parallelism within a node and FSDP between the nodes; and an adapter over a model that is sharded."""
+    run = f"runs/{request.node.callspec.id}"
+    ended, output = job(cluster, *instruct_words, *options, "--out", run)
     assert ended.state == "COMPLETED" and "4 ranks on 2 nodes (slurm)" in output, output
     cwd = folder(cluster, ".")
-    done = warm_start.run([warm_start.Rank([*words, "--out", "runs/alone"], dict(os.environ))], cwd)
+    done = warm_start.run([warm_start.Rank([*instruct_words, *alone, "--out", f"{run}-alone"], dict(os.environ))], cwd)
     assert done.returncode == 0, done.stderr
-    of_four, of_one = (scores(cwd / "runs" / name)["test_loss"] for name in ("split", "alone"))
+    of_four, of_one = (scores(cwd / each)["test_loss"] for each in (run, f"{run}-alone"))
     assert of_four == pytest.approx(of_one, rel=1e-4)
+    assert (cwd / run / "model/adapter_model.safetensors").exists() == bool(alone)
