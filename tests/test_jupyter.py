@@ -123,6 +123,19 @@ def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
 
 
 @pytest.mark.slow
+def test_in_the_allocation_of_salloc(cluster):
+    """Where the site starts the shell of salloc on the compute node, as a step of the job."""
+    log = cluster.host_path(f"{HOME}/salloc.log")
+    step = f"srun --ntasks=1 apptainer exec {HOME}/hpctrain-cpu.sif hpctrain jupyter --out {HOME}/runs/salloc"
+    shell = cluster.start("login", "bash", "-c", f"exec salloc --nodes=1 {step} >{HOME}/salloc.log 2>&1", user="alice")
+    text, _, socket, node = words_of_the_log(cluster, log, "Jupyter Server")
+    assert cluster.exec(node, "python3", "-c", ASK, socket, user="alice").stdout == "403\n"
+    cluster.exec("login", "scancel", re.search(r"Granted job allocation (\d+)", text)[1], user="alice")
+    shell.wait(timeout=60)
+    assert not list(cluster.host_path(f"{HOME}/runs/salloc").rglob("token"))
+
+
+@pytest.mark.slow
 def test_tensorboard_in_a_pbs_job_through_the_command_of_the_log(cluster):
     """By qsub over Slurm. From another user and from another node nothing reaches it; with ssh and the token its user does."""
     cluster.exec("login", "mkdir", "-p", f"{HOME}/runs", user="alice")
