@@ -88,6 +88,17 @@ def test_files_and_labels_are_in_the_order_of_torchvision(copy):
     assert len(test) == 6
 
 
+def test_files_that_are_not_read_are_told(copy, capsys):
+    """torchvision reads .webp and .bmp as well."""
+    for name in ("train/dog/a.webp", "train/dog/b.webp", "train/dog/more.x/c", "train/a.jpg", "train/dog/.hidden"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).touch()
+    args = recipe.parse(recipe.vision_parser("train_ddp", ""), ["--model=resnet50", f"--data={copy}", "--workers=0"])
+    recipe.load_data(args, ALONE)
+    told = f"{copy}/train: not used: 4 files (2 .webp, 1 .jpg, 1 without a suffix): only JPEG and PNG in class folders are read\n"
+    assert capsys.readouterr().out == told
+
+
 def corner(path, **at):
     """The color of the upper left corner of a decoded file, each channel rounded to a multiple of 51."""
     return tuple(round(channel / 51) * 51 for channel in decode(path).getpixel((1, 1)))

@@ -35,6 +35,7 @@ class Images(NamedTuple):
     channels = 1
     classes = range(CLASSES)
     workers = 0
+    unused = ""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -117,7 +118,10 @@ def _read_idx(folder: Path, name: str, dimensions: int) -> Tensor:
     """
     path = next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
     if path is None:
-        raise HpctrainError(f"{folder}/{name}: no such file, nor {name}.gz: --data takes a folder with MNIST's four idx files")
+        raise HpctrainError(
+            f"{folder}/{name}: no such file, nor {name}.gz: --data takes a folder with MNIST's four idx files, or for --model "
+            "resnet50 one with train/ and val/, which have class folders or tar files of JPEG or PNG"
+        )
     packed = path.suffix == ".gz"
     try:
         with gzip.open(path) if packed else path.open("rb") as file:

@@ -13,6 +13,7 @@ import random
 import struct
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError, first_line, one_line
 from hpctrain.tar_shards import TarShards
 from hpctrain.vision.data import Images, to_images
+from hpctrain.world import counted
 
 if TYPE_CHECKING:  # importing Pillow would hold up MNIST's first step
     from PIL import Image
@@ -41,19 +43,23 @@ class ImageFolder:
 
     `seed` selects the augmentation of a training set; an evaluation set has None. Images are cropped to `side` x `side` pixels,
     by `workers` processes, or by this one if that is 0. `classes` are the names of the classes in the order of their labels.
+    `unused` says how many files are not read, and which; "" if there are none.
     """
 
     channels = 3
+    unused = ""
 
     def __init__(self, folder: Path, side: int, seed: int | None, workers: int) -> None:
         """Read the names of all files. Raises HpctrainError, naming the folder, if one cannot be read or has no image."""
         self._folder, self._side, self._seed, self.workers = folder, side, seed, workers
-        self.classes = sorted(entry.name for entry in _scan(folder) if entry.is_dir() and not entry.name.startswith("."))
+        entries = [entry for entry in _scan(folder) if not entry.name.startswith(".")]
+        self.classes = sorted(entry.name for entry in entries if entry.is_dir())
         if not self.classes:
             raise HpctrainError(f"{folder}: has no class folders: put the images of each class into a folder of their own")
         names, sizes = [], []
+        unused = Counter(Path(entry.name).suffix for entry in entries if entry.is_file())
         for name in self.classes:
-            found = list(_images_in(folder / name))
+            found = list(_images_in(folder / name, unused))
             if not found:
                 raise HpctrainError(f"{folder / name}: has no JPEG or PNG file: remove this class, or add its images")
             names += found
@@ -61,6 +67,10 @@ class ImageFolder:
         # An array: a list of a million strings would be copied into the memory of each worker, as their reference counts change.
         self._names = numpy.array([os.fsencode(name.relative_to(folder)) for name in names])
         self.labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        if unused:
+            kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in unused.most_common(5))
+            count = counted(unused.total(), "file")
+            self.unused = f"{folder}: not used: {count} ({one_line(kinds)}): only JPEG and PNG in class folders are read"
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -213,16 +223,23 @@ def _scan(folder: Path) -> list[os.DirEntry]:
         raise HpctrainError(f"{folder}: cannot be read ({first_line(error)}): check the path and its permissions") from error
 
 
-def _images_in(folder: Path) -> Iterator[Path]:
-    """All images in a class folder and its subfolders, in the order of torchvision's ImageFolder. Raises HpctrainError."""
+def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
+    """All images in a class folder and its subfolders, in the order of torchvision's ImageFolder. Raises HpctrainError.
+
+    Other files are counted in `unused` by their suffix.
+    """
 
     def fail(error: OSError) -> None:
         raise HpctrainError(f"{error.filename}: cannot be read ({first_line(error)}): check its permissions") from error
 
     for place, _, names in sorted(os.walk(folder, onerror=fail, followlinks=True)):
         for name in sorted(names):
-            if name.lower().endswith(SUFFIXES) and not name.startswith("."):  # macOS leaves ._NAME.jpg, which is no image
+            if name.startswith("."):  # macOS leaves ._NAME.jpg, which is no image
+                continue
+            if name.lower().endswith(SUFFIXES):
                 yield Path(place, name)
+            else:
+                unused[Path(name).suffix] += 1
 
 
 def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":

@@ -112,7 +112,10 @@ def load_data(args: argparse.Namespace, world: World) -> tuple[Images, Images] |
             args.workers = min(MOST_WORKERS, len(cpus) // sharing - 1) if in_folders and len(cpus) > sharing else 0
         if args.image_size is None:
             args.image_size = FOLDER_SIDE if in_folders else RECIPES[args.model].side
-        return load_folder(args.data, args.image_size, args.seed, args.workers) if in_folders else data.load(args.data)
+        sets = load_folder(args.data, args.image_size, args.seed, args.workers) if in_folders else data.load(args.data)
+    for unused in [part.unused for part in sets if world.rank == 0 and part.unused]:
+        print(unused, flush=True)
+    return sets
 
 
 def build_model(
