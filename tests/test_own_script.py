@@ -319,6 +319,23 @@ def test_a_rank_ends_after_the_threads_of_torch(tmp_path):
     assert "terminate called without an active exception" in done.stderr, "the script no longer shows the fault"
 
 
+def test_a_rank_keeps_the_groups_that_its_script_destroys(tmp_path):
+    """Examples of accelerate, whose model is freed after that, never ended: DDP freed the group, and waited for its threads."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import gc, weakref, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', world_size=1)\n"
+        "group = weakref.ref(dist.group.WORLD)\n"
+        "dist.destroy_process_group()\n"
+        "gc.collect()\n"
+        "print(group() is not None)\n"
+    )
+    env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for ranks, kept in (("2", "True"), ("1", "False")):
+        done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=env | {"HPCTRAIN_WORLD_SIZE": ranks})
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{kept}\n", "")
+
+
 # ---- a script that never joins the other ranks ----
 
 SCRIPTS = {

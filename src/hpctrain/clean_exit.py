@@ -1,16 +1,21 @@
-"""Lets the threads of torch finish before Python ends, in every rank of a user's script.
+"""Lets the threads of torch finish before Python ends, and keeps their groups until then, in every rank of a user's script.
 
 torch calls wait_at_exit() by its entry point (see pyproject.toml), in every script that imports it. So this imports little.
 """
 
 import atexit
+import functools
 import os
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 INTERVAL_S = 0.002
 # A thread of the user's own that never rests must not hold up the end for longer.
 LIMIT_S = 1.0
+# Groups of Gloo that the script has destroyed.
+_kept_groups: list[Any] = []
 
 
 def wait_at_exit() -> None:
@@ -21,7 +26,32 @@ def wait_at_exit() -> None:
     the training: github.com/pytorch/pytorch/pull/179291. DDP keeps these threads beyond destroy_process_group().
     """
     if int(os.environ.get("HPCTRAIN_WORLD_SIZE") or 1) > 1 and "RANK" in os.environ:
+        atexit.register(_kept_groups.clear)  # after wait_for_threads()
         atexit.register(wait_for_threads)
+        keep_destroyed_groups()
+
+
+def keep_destroyed_groups() -> None:
+    """Keep each process group that the script destroys until its end.
+
+    The destructor of a Gloo group waits for its threads. Where DDP has the last reference, it holds Python's lock meanwhile,
+    and a thread that needs it to free a tensor waits forever (torch 2.13). So a rank never ended that freed its model after
+    destroy_process_group(), as at the end of a function; rendezvous.process_group() keeps the group of hpctrain's trainers.
+    """
+    from torch.distributed import distributed_c10d
+
+    destroy = getattr(distributed_c10d, "destroy_process_group", None)
+    if destroy is None:  # a torch without torch.distributed
+        return
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: Any = None) -> None:  # noqa: ANN401 - of torch
+        if group is None or group is distributed_c10d.GroupMember.WORLD:
+            _kept_groups.extend(distributed_c10d._world.pg_map)
+        destroy(group)
+
+    sys.modules["torch.distributed"].destroy_process_group = destroy_process_group
+    distributed_c10d.destroy_process_group = destroy_process_group
 
 
 def wait_for_threads() -> None:
