@@ -234,6 +234,12 @@ def test_error_in_json_lines_names_the_line(task, line, message, tmp_path):
     assert_error(TASKS[task].read, write(tmp_path / "train.jsonl", line + "\n"), message, left=0)
 
 
+def test_label_may_be_true_or_false(tmp_path):
+    """It is named as pandas writes it into a csv."""
+    lines = '{"text": "a", "label": true}\n{"text": "b", "label": false}\n'
+    assert [document.label for document in classify.TASK.read(write(tmp_path / "a.jsonl", lines))] == ["True", "False"]
+
+
 def test_json_and_tsv_give_the_same_pairs(tmp_path):
     items = [{"guid": "a", "premise": '"곧 온다', "hypothesis": "온다.", "gold_label": "entailment", "source": "x"}]
     from_json = pair.TASK.read(write(tmp_path / "a.json", json.dumps(items)))
@@ -427,6 +433,18 @@ def test_answer_may_start_at_the_first_character(tmp_path):
     assert question == Question(
         "q1", "글", "가나다 라마", "무엇?", [Answer("가나다", 0)], False, f"{tmp_path}/a.json, question q1"
     )
+
+
+def test_title_may_be_missing_and_id_may_be_a_number(tmp_path):
+    """As in COVID-QA. The questions of an article stay in one part when the data are split."""
+    content = squad()
+    del content["data"][0]["title"]
+    content["data"] *= 2
+    content = json.loads(json.dumps(content))
+    for number, article in enumerate(content["data"]):
+        article["paragraphs"][0]["qas"][0]["id"] = number
+    questions = qa.TASK.read(write(tmp_path / "a.json", json.dumps(content)))
+    assert [(question.id, question.title) for question in questions] == [("0", "data[0]"), ("1", "data[1]")]
 
 
 def test_question_of_squad_2_may_have_no_answer(tmp_path):

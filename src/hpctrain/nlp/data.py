@@ -314,12 +314,12 @@ def get_field(location: str, item: object, key: str, type_: type, expected: str)
 
 
 def get_label(location: str, item: object, key: str, expected: str) -> str:
-    """`item[key]`, a text or a number, without white space around it; it must not be empty."""
+    """`item[key]`, a text, an integer, or true or false, without white space around it; it must not be empty."""
     value = item.get(key) if isinstance(item, dict) else None
     for type_, what, problem in ((float, "a number", "regression"), (list, "a list", "multi-label")):
         if type(value) is type_:
             raise HpctrainError(f"{location}: the {key} is {what}, not one class: give --problem {problem}")
-    label = str(value) if type(value) is int else get_field(location, item, key, str, expected).strip()
+    label = str(value) if isinstance(value, int) else get_field(location, item, key, str, expected).strip()
     if not label:
         raise HpctrainError(f"{location}: the {key} is empty: add it, or remove the example from the file")
     return label

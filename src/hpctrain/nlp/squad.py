@@ -47,6 +47,8 @@ def read_questions(
     seen = set()
 
     def make(where: str, title: str, context: str, item: object) -> Question:
+        if isinstance(item, dict) and type(item.get("id")) is int:  # as in COVID-QA
+            item = item | {"id": str(item["id"])}
         id_ = _get(where, item, "id", str)
         location = f"{path}, question {data.shorten(id_)}"
         text = _get(location, item, "question", str)
@@ -97,7 +99,9 @@ def _read_answers(location: str, context: str, item: dict[str, Any]) -> list[Ans
 def _iterate_questions(path: Path) -> Iterator[tuple[str, str, str, object]]:
     """The position of each question in the file, the title and the context it belongs to, and its JSON value."""
     for a, article in enumerate(_get(f"{path}", data.read_json(path, dict, EXPECTED), "data", list)):
-        title = _get(f"{path}, data[{a}]", article, "title", str)
+        # COVID-QA has no titles. What is no object fails below.
+        untitled = isinstance(article, dict) and "title" not in article
+        title = f"data[{a}]" if untitled else _get(f"{path}, data[{a}]", article, "title", str)
         for p, paragraph in enumerate(_get(f"{path}, data[{a}]", article, "paragraphs", list)):
             where = f"{path}, data[{a}].paragraphs[{p}]"
             context = _get(where, paragraph, "context", str)
