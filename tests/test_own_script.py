@@ -311,12 +311,17 @@ def test_a_rank_ends_after_the_threads_of_torch(tmp_path):
         "dist.all_reduce(torch.zeros(1), async_op=True).get_future().then(free_slowly)\n"
         "dist.destroy_process_group()\n"
     )
-    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "HPCTRAIN_WORLD_SIZE": "2"}
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     env = os.environ | env
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=env)
+
+    def run(ranks):
+        return subprocess.run([sys.executable, path], capture_output=True, text=True, env=env | {"HPCTRAIN_WORLD_SIZE": ranks})
+
+    done = run("2")
     assert (done.returncode, done.stderr) == (0, "")
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=env | {"HPCTRAIN_WORLD_SIZE": "1"})
-    assert "terminate called without an active exception" in done.stderr, "the script no longer shows the fault"
+    # On a busy machine Python may take longer to end than the thread.
+    shown = any("terminate called without an active exception" in run("1").stderr for _ in range(5))
+    assert shown, "the script no longer shows the fault"
 
 
 def test_a_rank_keeps_the_groups_that_its_script_destroys(tmp_path):
