@@ -57,6 +57,13 @@ def left(cluster, node, job=0):
     return cluster.exec(node, "sh", "-c", LEFT.format(job), check=False).stdout
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_old_locks(cluster):
+    """Remove the empty files that apptainer leaves when it is killed while it starts, as in jobs of other tests."""
+    for node in ("n1", "n2", "n3", "n4"):
+        cluster.exec(node, "sh", "-c", "rm -f /dev/shm/sharens_*")
+
+
 def test_each_node_mounts_the_image_once(cluster):
     cluster.host_path(f"{HOME}/count.py").write_text(COUNT)
     options = ["--nodes=2", "--ntasks-per-node=8", "--overcommit", "--nodelist=n1,n2", "--exclusive"]
