@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -350,7 +351,9 @@ def test_a_checkpoint_of_another_model_is_skipped_and_none_that_fits_is_one_line
 def test_a_run_that_is_interrupted_before_its_first_checkpoint(small, tmp_path):
     """Ctrl-C gives one line, and what refuses to begin again names the command that does."""
     command = [sys.executable, "-m", "hpctrain", "train_single", "--data", small, "--epochs", "9999", "--out", "run"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    takes_it = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background of a shell ignore it
+    with subprocess.Popen(command, cwd=tmp_path, **pipes, preexec_fn=takes_it) as process:
         assert any(line.startswith("epoch 1 ") for line in process.stdout)
         process.send_signal(signal.SIGINT)
         assert (process.stderr.read(), process.wait()) == ("hpctrain: interrupted\n", 130)
