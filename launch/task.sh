@@ -34,13 +34,19 @@ end_with_task() {
     ) </dev/null >/dev/null 2>&1 &
 }
 
+# parent_of PROCESS: set REPLY to the process that started it
+parent_of() {
+    local key value
+    while read -r key value; do [[ $key != PPid: ]] || REPLY=$value; done <"/proc/$1/status"
+}
+
 # end_with_connection: kill this rank when its connection of ssh has ended before it, as after scancel. It is in no step of Slurm,
 # which ends horovodrun alone.
 end_with_connection() {
-    local key value process sshd=$$
+    local process sshd=$$
     until [[ $(<"/proc/$sshd/comm") == sshd* ]]; do
-        while read -r key value; do [[ $key != PPid: ]] || process=$value; done <"/proc/$sshd/status" || return 0
-        sshd=$process
+        parent_of "$sshd" || return 0
+        sshd=$REPLY
         ((sshd > 1)) || return 0 # on the first node
     done
     (
@@ -98,11 +104,12 @@ shield_from_term() {
 # end_left_overs: end the processes that still have the output of this task after ten seconds, such as the server of an image. sshd
 # waits for them with the end of the connection, and horovodrun waits for that.
 end_left_overs() {
-    local key value process seconds parent=$$ spared=' ' left
+    local process seconds parent=$$ spared=' ' left
     [[ -p /proc/$$/fd/1 && -p /proc/$$/fd/2 ]] || return 0 # no pipes of this task alone
     while [[ -r /proc/$parent/status ]]; do # this task, and what started it: they end by themselves
         spared+="$parent "
-        while read -r key value; do [[ $key != PPid: ]] || parent=$value; done <"/proc/$parent/status"
+        parent_of "$parent"
+        parent=$REPLY
     done
     for seconds in {0..10}; do
         left=()

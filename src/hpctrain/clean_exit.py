@@ -14,7 +14,7 @@ from typing import Any
 INTERVAL_S = 0.002
 # A thread of the user's own that never rests must not hold up the end for longer.
 LIMIT_S = 1.0
-# Groups of Gloo that the script has destroyed.
+# Groups that the script has destroyed.
 _kept_groups: list[Any] = []
 
 
