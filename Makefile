@@ -76,11 +76,12 @@ benchmark: venv sif cluster  ## measure container against bare node, job start-u
 	+@$(MAKE) --jobs=2 --output-sync=target --no-print-directory sif venv cluster test-fast
 
 # networks, file systems and small libraries for the tests of hpctrain check; a reader of modulefiles; a browser; torch.compile
-.test-tools:
+.test-tools: venv
 	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null && command -v tcc >/dev/null && command -v openssl >/dev/null && \
 		command -v chromium >/dev/null && [ -e /usr/share/lmod/lmod/libexec/lmod ] && command -v g++ >/dev/null && \
 		[ -e /usr/include/python3.11/Python.h ] || \
 		containers/install_host_packages.sh iproute2 btrfs-progs tcc openssl lmod chromium g++ python3.11-dev
+	@[ -e .venv/lib/python3.11/site-packages/hpctrain_fork_lock.so ] || containers/install/fork_lock.sh .venv
 
 ##@ Build
 

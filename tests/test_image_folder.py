@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import struct
+import sys
 import tarfile
 import zlib
 
@@ -18,7 +19,7 @@ import warm_start
 from PIL import Image
 from test_train import in_image, run
 
-from hpctrain.batches import training_batches
+from hpctrain.batches import can_fork_beside_threads, training_batches
 from hpctrain.errors import HpctrainError
 from hpctrain.vision import recipe
 from hpctrain.vision.folder import center_crop, decode, load_folder, random_resized_crop
@@ -297,6 +298,20 @@ def test_augmentation_depends_on_seed_epoch_and_example_alone(images):
     train, _ = load(images)
     assert not torch.equal(train.read(torch.tensor([0]), epoch=1)[0], train.read(torch.tensor([0]), epoch=2)[0])
     assert not torch.equal(train.read(torch.tensor([0]), epoch=1)[0], load(images, seed=2)[0].read(torch.tensor([0]), epoch=1)[0])
+
+
+@pytest.mark.parametrize("data", ["images", "shards"])
+def test_where_a_worker_that_is_forked_could_hang_it_is_not(request, monkeypatch, data):
+    folder = request.getfixturevalue(data)
+    forked = batches(folder, 1)
+    monkeypatch.delitem(sys.modules, "hpctrain_fork_lock", raising=False)
+    monkeypatch.setattr(sys, "version_info", (3, 11, 2, "final", 0))
+    with monkeypatch.context() as without_fork:
+        without_fork.delattr(os, "fork")
+        assert equal(batches(folder, 1), forked)
+    for version, can in {(3, 10, 14): False, (3, 10, 15): True, (3, 11, 9): False, (3, 11, 10): True, (3, 12, 0): True}.items():
+        monkeypatch.setattr(sys, "version_info", version)
+        assert can_fork_beside_threads() == can
 
 
 def test_an_error_of_a_worker_is_one_line(copy):

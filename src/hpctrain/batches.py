@@ -80,6 +80,16 @@ def data_loader(
     return DataLoader(_Seeded(dataset, seed, epoch), batch_sampler=batches, generator=torch.Generator(), **options)
 
 
+def can_fork_beside_threads() -> bool:
+    """Whether workers of a DataLoader may be forked, as they are by default.
+
+    In Python before 3.10.15 and 3.11.10 a process that forks while a thread of torch or Horovod enters Python has a child that
+    hangs (github.com/python/cpython/issues/112275). The images have no such fault: containers/install/fork_lock.c.
+    """
+    version = sys.version_info[:3]
+    return version >= (3, 11, 10) or (3, 10, 15) <= version < (3, 11) or "hpctrain_fork_lock" in sys.modules
+
+
 class _Seeded(Dataset):
     """A dataset whose random numbers for an example depend on (seed, epoch, example) alone."""
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from hpctrain.batches import can_fork_beside_threads
 from hpctrain.errors import HpctrainError, first_line, one_line
 from hpctrain.tar_shards import TarShards
 from hpctrain.vision.data import Images, to_images
@@ -147,6 +148,8 @@ class ImageLoader(DataLoader):
     def __init__(self, images: Images | ImageFolder, sampler: Iterable[tuple[int, Tensor]], pin_memory: bool = False) -> None:
         # Without a generator of its own, the loader draws a number of those that the model uses.
         options = {"batch_size": None, "num_workers": images.workers, "pin_memory": pin_memory, "generator": torch.Generator()}
+        if images.workers and not can_fork_beside_threads():
+            options["multiprocessing_context"] = "forkserver"
         super().__init__(ImageDataset(images), sampler=sampler, **options)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
