@@ -1,7 +1,7 @@
 #!/bin/bash
 # Run a trainer on every task of a Slurm job, each in the container: srun starts the tasks, apptainer enters the image.
 #
-# usage: sbatch [SBATCH OPTION]... launch/apptainer_ddp.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/apptainer_ddp.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   sbatch launch/apptainer_ddp.sh                                  train_ddp on digits, 2 nodes with 2 tasks each
 #   sbatch launch/apptainer_ddp.sh train_ddp --epochs 3             a bundled trainer and its options

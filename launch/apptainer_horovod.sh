@@ -1,7 +1,7 @@
 #!/bin/bash
 # Run a Horovod script, each rank in the container.
 #
-# usage: sbatch [SBATCH OPTION]... launch/apptainer_horovod.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/apptainer_horovod.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   sbatch launch/apptainer_horovod.sh                              train_horovod on digits
 #   sbatch launch/apptainer_horovod.sh --launcher=horovodrun ./mine.py --anything "a b"

@@ -2,7 +2,7 @@
 # Run a trainer, or any MPI program in Python, over MPI: srun or the host's mpirun starts the ranks, each in the container.
 # Before it runs anything, it checks that MPI gives one world of all ranks.
 #
-# usage: sbatch [SBATCH OPTION]... launch/apptainer_mpi.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/apptainer_mpi.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   sbatch launch/apptainer_mpi.sh check                            all-reduce and ring over torch and over MPI
 #   sbatch launch/apptainer_mpi.sh --mpi=mpirun train_horovod

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Run a trainer with torchrun: srun starts one torchrun on each node, in the container, and that starts the ranks of its node.
 #
-# usage: sbatch [SBATCH OPTION]... launch/apptainer_torchrun.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/apptainer_torchrun.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   sbatch launch/apptainer_torchrun.sh train_ddp --epochs 3
 #   sbatch launch/apptainer_torchrun.sh --max-restarts=3 ./mine.py --anything "a b"

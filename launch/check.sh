@@ -1,7 +1,7 @@
 #!/bin/bash
 # Check every rank of a job before a long run: hpctrain check with one of the other scripts and, if it passes, the run itself.
 #
-# usage: sbatch [SBATCH OPTION]... launch/check.sh [SCRIPT] [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/check.sh [SCRIPT] [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   sbatch launch/check.sh                                          check with apptainer_ddp.sh, and no more
 #   sbatch launch/check.sh apptainer_mpi.sh --mpi=pmix              check with another script and its options
@@ -29,7 +29,7 @@ script=$ROOT/launch/apptainer_ddp.sh
 [[ ${1:--} == -* ]] || { script=$ROOT/launch/$1 && shift; }
 [[ -f $script && -x $script ]] || die "$script: no such script: give the name of one in launch/ first, such as apptainer_mpi.sh"
 options=()
-while [[ ${1:-} == -* ]]; do
+while [[ ${1:-} == -* && $1 != -m ]]; do
     options+=("$1")
     shift
 done

@@ -108,13 +108,13 @@ SETTINGS=(
 # shellcheck disable=SC2034 # MPI and LAUNCHER are read by the scripts
 DRY_RUN='' BROADCAST='' MPI='' LAUNCHER=auto MAX_RESTARTS=0 MIN_NODES=0 SPARE_NODES=0 OPTIONS_GIVEN=() ARGUMENTS=() SIF_COPY=''
 
-# parse_options SCRIPT [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
+# parse_options SCRIPT [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 # SCRIPT is the name of the launch script, because Slurm runs a copy of it under another name.
 parse_options() {
     local row option scripts help value name found
     SCRIPT=$1
     shift
-    while [[ ${1:-} == -* ]]; do
+    while [[ ${1:-} == -* && $1 != -m ]]; do
         [[ $1 != -h && $1 != --help ]] || { usage && exit; }
         found=''
         for row in "${OPTIONS[@]}"; do
@@ -184,7 +184,8 @@ load_site() {
 
 # ---- the program ----
 
-# set_program [TRAINER]: fill PROGRAM with Python's arguments for ARGUMENTS: a bundled trainer by its name, or the user's .py file
+# set_program [TRAINER]: fill PROGRAM with Python's arguments for ARGUMENTS: a bundled trainer by its name, or the user's .py file or
+# -m MODULE
 set_program() {
     ((${#ARGUMENTS[@]})) || ARGUMENTS=("${1:-train_ddp}")
     case ${ARGUMENTS[0]} in
@@ -192,12 +193,31 @@ set_program() {
         [[ -r ${ARGUMENTS[0]} ]] || die "${ARGUMENTS[0]}: no such script in $PWD: paths are relative to where you submit"
         PROGRAM=("${ARGUMENTS[@]}")
         ;;
+    -m)
+        ((${#ARGUMENTS[@]} > 1)) || die '-m: give the name of a module after it, as for python -m'
+        PROGRAM=("${ARGUMENTS[@]}")
+        ;;
+    python* | */python* | torchrun | accelerate | fabric | deepspeed | composer | mpirun | mpiexec | srun | horovodrun)
+        die "${ARGUMENTS[0]}: this script starts Python and all ranks itself: write $(program_alone)"
+        ;;
     *)
         PROGRAM=(-m hpctrain "${ARGUMENTS[@]}")
         # Otherwise python -m would import a token.py or random.py of the current folder in place of Python's own.
         export PYTHONSAFEPATH=1
         ;;
     esac
+}
+
+# program_alone: print the command line without the words of a launcher that ARGUMENTS has before its program
+program_alone() {
+    local index
+    for index in "${!ARGUMENTS[@]}"; do
+        if [[ ${ARGUMENTS[index]} == *.py || (${ARGUMENTS[index]} == -m && -n ${ARGUMENTS[index + 1]:-}) ]]; then
+            echo "launch/$SCRIPT$(printf ' %q' "${ARGUMENTS[@]:index}")"
+            return
+        fi
+    done
+    echo "launch/$SCRIPT SCRIPT.py"
 }
 
 # ---- launch ----

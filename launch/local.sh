@@ -1,7 +1,7 @@
 #!/bin/bash
 # Run a trainer on this machine, without a scheduler: torchrun starts one rank per GPU, with the container or without.
 #
-# usage: launch/local.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
+# usage: launch/local.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   launch/local.sh                                                 train_ddp on digits, one rank per GPU, or one
 #   HPCTRAIN_TASKS=4 launch/local.sh train_ddp --epochs 3           4 ranks

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Run a trainer on every task of a Slurm job without a container: with the Python of modules, a venv or conda.
 #
-# usage: sbatch [SBATCH OPTION]... launch/modules_ddp.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/modules_ddp.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   HPCTRAIN_MODULES="cuda pytorch" sbatch launch/modules_ddp.sh train_ddp --epochs 3
 #   HPCTRAIN_PYTHON_ENV=~/my-venv sbatch launch/modules_ddp.sh ./mine.py --anything "a b"

@@ -2,7 +2,7 @@
 # Run a trainer on every slot of a PBS job, each in the container: mpirun starts the ranks, apptainer enters the image.
 #
 # usage: qsub [QSUB OPTION]... launch/pbs_ddp.sh                  train_ddp on digits, 2 nodes with 2 ranks each
-#        echo "$PWD/launch/pbs_ddp.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]..." | qsub [QSUB OPTION]...
+#        echo "$PWD/launch/pbs_ddp.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]..." | qsub [QSUB OPTION]...
 #
 #   qsub -l select=4:ncpus=24:ngpus=4:mpiprocs=4 launch/pbs_ddp.sh
 #   echo "$PWD/launch/pbs_ddp.sh train_ddp --epochs 3" | qsub -l select=2:ncpus=2:mpiprocs=2 -l walltime=00:30:00

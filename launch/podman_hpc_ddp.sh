@@ -1,7 +1,7 @@
 #!/bin/bash
 # Run a trainer on every task of a Slurm job, each in the container: srun starts the tasks, podman-hpc enters the image (NERSC).
 #
-# usage: sbatch [SBATCH OPTION]... launch/podman_hpc_ddp.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/podman_hpc_ddp.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   source launch/site.sh perlmutter
 #   sbatch --account=m1234 launch/podman_hpc_ddp.sh train_ddp --epochs 3

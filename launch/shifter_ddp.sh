@@ -1,7 +1,7 @@
 #!/bin/bash
 # Run a trainer on every task of a Slurm job, each in the container: srun starts the tasks, shifter enters the image (NERSC).
 #
-# usage: sbatch [SBATCH OPTION]... launch/shifter_ddp.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/shifter_ddp.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   source launch/site.sh perlmutter
 #   HPCTRAIN_IMAGE=docker:registry/hpctrain:TAG sbatch --account=m1234 launch/shifter_ddp.sh train_ddp --epochs 3

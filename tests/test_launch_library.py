@@ -277,6 +277,36 @@ def test_jupyter_starts_no_trainer(programs):
         assert done.stdout.split()[-len(words) - 3 :][-3:] == ["-m", "hpctrain", *(words or ["jupyter"])][-3:], done
 
 
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ("python -u train.py --lr 1", " train.py --lr 1"),
+        ("/usr/bin/python3 -m pkg.train x", " -m pkg.train x"),
+        ("torchrun --nproc-per-node 2 train.py", " train.py"),
+        ("accelerate launch --config_file a.yaml train.py 'a b'", " train.py a\\ b"),
+        ("fabric run train.py --devices=2", " train.py --devices=2"),
+        ("mpirun -np 4 ./train", " SCRIPT.py"),
+        ("python -m", " SCRIPT.py"),
+    ],
+)
+def test_a_launcher_as_the_program_is_one_line_that_says_what_to_write(programs, words, instead):
+    """It was "there is no command 'torchrun'", with a list of all commands."""
+    done = dry_run("apptainer_torchrun.sh", programs, *shlex.split(words))
+    name = words.split()[0]
+    message = f"{name}: this script starts Python and all ranks itself: write launch/apptainer_torchrun.sh{instead}"
+    assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {message}\n")
+
+
+def test_a_module_is_started_as_by_python(programs):
+    done = dry_run("apptainer_ddp.sh", programs, "-m", "pkg.train", "--dry-run")
+    assert shlex.split(done.stdout.splitlines()[-1])[-5:] == ["--", "python", "-m", "pkg.train", "--dry-run"], done
+    assert "PYTHONSAFEPATH" not in done.stdout
+    for words, answer in (("-m pkg.train", "yes"), ("-m hpctrain check", "no"), ("a.py", "yes"), ("-c 1", "no")):
+        assert library(f"WORDS=(x -- python {words}); is_users_script && echo yes || echo no").stdout == f"{answer}\n"
+    done = dry_run("apptainer_ddp.sh", programs, "-m")
+    assert done.returncode == 2 and "-m: give the name of a module after it" in done.stderr
+
+
 def test_one_of_a_kind_has_no_plural(programs):
     """The log began with "1 nodes x 1 tasks"."""
     said = dry_run("local.sh", programs | {"HPCTRAIN_TASKS": "1"}, "check").stdout

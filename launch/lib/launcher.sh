@@ -276,7 +276,8 @@ index_of_command() {
 
 # Whether the task runs a script of the user's, which may read its rank from the launcher's variables.
 is_users_script() {
-    [[ ${WORDS[$(index_of_command) + 1]:-} == *.py ]]
+    local program=("${WORDS[@]:$(index_of_command) + 1}")
+    [[ ${program[0]:-} == *.py || (${program[0]:-} == -m && ${program[1]:-} != hpctrain) ]]
 }
 
 # Set the variables by which Lightning and hpctrain detect torchrun. Lightning checks them before Slurm's, in which every task of
