@@ -289,7 +289,7 @@ launch() {
     [[ -z $BROADCAST ]] || broadcast_sif
     [[ -z $DIGEST_PENDING ]] || hash_in_background "$SIF"
     [[ -z ${HPCTRAIN_NODE_CONTAINER:-} || -z ${HPCTRAIN_CONTROL:-} ]] || CLEAN_UP+=(remove_node_containers)
-    [[ -n ${HPCTRAIN_CONTROL:-} ]] || ((${#CLEAN_UP[@]})) || exec "${COMMAND[@]}"
+    [[ -n ${HPCTRAIN_CONTROL:-} ]] || ((${#CLEAN_UP[@]})) || [[ -n $MPI_HINT ]] || exec "${COMMAND[@]}"
     trap clean_up EXIT
     if [[ -n ${HPCTRAIN_CONTROL:-} ]]; then
         guard_batch_script
@@ -336,6 +336,7 @@ clean_up() {
         conclude "$status" || status=$?
         rm -rf "$HPCTRAIN_CONTROL"
     fi
+    [[ -z ${MPI_HINT:-} ]] || ((status == 0)) || say "$MPI_HINT"
     exit $status
 }
 

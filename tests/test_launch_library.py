@@ -307,6 +307,28 @@ def test_a_module_is_started_as_by_python(programs):
     assert done.returncode == 2 and "-m: give the name of a module after it" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("script", "line", "status", "told"),
+    [
+        ("apptainer_ddp.sh", "    from mpi4py import MPI", 1, "mpi4py"),
+        ("apptainer_torchrun.sh", "import horovod.torch as hvd", 143, "horovod"),
+        ("apptainer_ddp.sh", "import horovod.torch as hvd", 0, ""),
+        ("apptainer_ddp.sh", "# import mpi4py", 1, ""),
+    ],
+)
+def test_a_script_for_mpi_that_fails_under_srun_is_told_by_what_to_start_it(programs, tmp_path, script, line, status, told):
+    """The last words were those of Open MPI, which advise to build Slurm again."""
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
+    (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "mine.py").write_text(f"import os\n{line}\n")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    command = [REPOSITORY / "launch" / script, "mine.py"]
+    done = subprocess.run(command, env=programs | job, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    last = done.stdout.splitlines()[-1]
+    hint = f"hpctrain: if MPI did not start above: mine.py imports {told}, so submit it by launch/apptainer_mpi.sh or launch/"
+    assert last.startswith(hint if told else "hpctrain: command: "), done.stdout
+
+
 def test_one_of_a_kind_has_no_plural(programs):
     """The log began with "1 nodes x 1 tasks"."""
     said = dry_run("local.sh", programs | {"HPCTRAIN_TASKS": "1"}, "check").stdout

@@ -25,7 +25,7 @@ LAUNCHERS=(
 
 # use_launcher NAME [ARGUMENT]...
 use_launcher() {
-    LAUNCHER_USED=("$@") LAUNCH=() PYTHON=(python) COMMAND_IN_VARIABLE=''
+    LAUNCHER_USED=("$@") LAUNCH=() PYTHON=(python) COMMAND_IN_VARIABLE='' MPI_HINT=''
     "launch_with_$1" "${@:2}"
 }
 
@@ -33,8 +33,19 @@ use_launcher() {
 
 launch_with_srun() {
     LAUNCHER_TEXT='srun, one task per rank'
+    set_mpi_hint
     set_srun "$TASKS"
     LAUNCH+=("$TASK" srun)
+}
+
+# set_mpi_hint: fill MPI_HINT, the last line of a job that fails, if the program is a script for MPI. Without a PMI, Open MPI ends it
+# with the advice to build Slurm again.
+set_mpi_hint() {
+    local name
+    [[ ${PROGRAM[0]:-} == *.py ]] || return 0
+    name=$(grep -Eom1 '^[[:blank:]]*(import|from)[[:blank:]]+(horovod|mpi4py)\b' "${PROGRAM[0]}") || return 0
+    MPI_HINT="if MPI did not start above: ${PROGRAM[0]} imports ${name##*[[:blank:]]}, so submit it by launch/apptainer_mpi.sh or"
+    MPI_HINT+=' launch/apptainer_horovod.sh'
 }
 
 # set_srun TASKS_PER_NODE [OPTION]...: fill LAUNCH. When a task fails, srun kills the others at once. When one ends without an
@@ -63,6 +74,7 @@ launch_with_torchrun() {
         rendezvous=(--standalone)
     else
         set_srun 1
+        set_mpi_hint
         rendezvous=(--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$JOB")
         # Without it the workers share the store of the rendezvous, and no restart over two nodes recovered (torch 2.13).
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
