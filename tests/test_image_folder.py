@@ -229,6 +229,12 @@ def test_tar_files_give_the_batches_of_class_folders(images, shards):
     assert equal(batches(shards, 1, skip=1), batches(images, 0, skip=1))
 
 
+def test_tar_files_may_have_their_suffix_in_capitals(shards, tmp_path):
+    renamed = shutil.copytree(shards, tmp_path / "renamed")
+    (renamed / "train/008.tar").rename(renamed / "train/008.TAR")
+    assert equal(batches(renamed, 0), batches(shards, 0))
+
+
 WRONG_SHARDS = {
     "no label": (["0.jpg", "1.jpg"], "000.tar: its examples have jpg: they need one JPEG or PNG file and its label in .cls"),
     "two images": (["0.jpg", "0.png", "0.cls"], "its examples have cls, jpg, png: they need one JPEG"),

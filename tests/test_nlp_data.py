@@ -212,6 +212,8 @@ def test_json_lines_are_read(task, item, expected, tmp_path):
     path = write(tmp_path / "train.jsonl", f"\n{json.dumps(item)}\n\n")
     (found,) = TASKS[task].read(path)
     assert found._replace(location="") == expected and found.location.startswith(f"{path}, ")
+    (of_capitals,) = TASKS[task].read(path.rename(tmp_path / "TRAIN.JSONL"))
+    assert of_capitals._replace(location="") == expected
 
 
 @pytest.mark.parametrize(
@@ -580,6 +582,7 @@ def test_split_files_are_found_by_their_published_names(tmp_path):
         "test": ["eng.test"],
     }
     assert found("train.txt", "valid.txt") == {"train": ["train.txt"], "test": ["valid.txt"]}  # KMOU
+    assert found("TRAIN.TXT", "Valid.Json") == {"train": ["TRAIN.TXT"], "test": ["Valid.Json"]}
 
 
 def test_data_set_in_two_formats_is_not_read_twice(tmp_path):

@@ -51,7 +51,8 @@ def test_each_format_gives_the_same_examples(name, tmp_path):
     found = classify.TASK.read(path, None, COLUMNS)
     assert [(example.text, example.label) for example in found] == [(text, str(i % 2)) for i, text in enumerate(TEXTS)]
     assert [example.id for example in found] == [example.location.removeprefix(f"{path}, ") for example in found]
-    assert [example.text for example in generate.TASK.read(path, None, {"text": "review"})] == TEXTS
+    of_capitals = path.rename(tmp_path / path.name.upper())
+    assert [example.text for example in generate.TASK.read(of_capitals, None, {"text": "review"})] == TEXTS
 
 
 def test_tsv_has_no_quotation_marks(tmp_path):

@@ -75,7 +75,7 @@ class Classify(Task):
 
         if columns:
             return read_columns(path, columns, make_from_json, skipped)
-        if path.suffix == data.JSON_LINES:
+        if path.suffix.lower() == data.JSON_LINES:
             return data.read_json_lines(path, make_from_json, skipped)
         return data.read_examples(path, make, data.read_table(path, data.NSMC_COLUMNS), skipped)
 

@@ -91,7 +91,7 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
     """
     suffixes = TABLES if tables else SUFFIXES
     try:
-        files = [path for path in folder.iterdir() if path.suffix in suffixes and not path.is_fifo()]
+        files = [path for path in folder.iterdir() if path.suffix.lower() in suffixes and not path.is_fifo()]
         splits = _group_by_split(folder, files)
         if tables and not splits:
             files += [path for pattern in TABLES_BELOW for path in folder.glob(pattern)]
@@ -103,7 +103,7 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
     for name, such_as in (("train", "ratings_train.txt or klue-nli-v1.1_train.json"), ("test", "ratings_test.txt or *_dev.json")):
         if name not in splits:
             found = list_names(sorted(path.name for path in files)) or "no data file"
-            others = list_names(sorted(path.name for path in folder.iterdir() if path.suffix in TABLES - suffixes))
+            others = list_names(sorted(path.name for path in folder.iterdir() if path.suffix.lower() in TABLES - suffixes))
             raise HpctrainError(
                 f"{folder}: no {name} file, such as {such_as} (found {found}{others and f'; --columns reads {others}'}): "
                 "add one, or give --data a single file, which is then split"
@@ -271,7 +271,7 @@ def read_table(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, str]
     header, *lines = read_lines(path)
     if header.split("\t") != list(columns):
         expected = f"expected the column names {', '.join(columns)}, separated by tabs"
-        hint = " (--columns FIELD=COLUMN reads a table with others)" if path.suffix in TABLES else ""
+        hint = " (--columns FIELD=COLUMN reads a table with others)" if path.suffix.lower() in TABLES else ""
         raise line_error(f"{path}, line 1", f"{expected}, but found {header[:80]!r}{hint}")
     for number, line in enumerate(lines, 2):
         yield f"{path}, line {number}", line

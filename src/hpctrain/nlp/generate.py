@@ -65,7 +65,7 @@ class Generate(Task):
 
         if columns:
             return read_columns(path, columns, make_from_json, skipped)
-        if path.suffix == data.JSON_LINES:
+        if path.suffix.lower() == data.JSON_LINES:
             return data.read_json_lines(path, make_from_json, skipped)
         lines = data.read_lines(path)
         if lines[0].split("\t") != list(data.NSMC_COLUMNS):

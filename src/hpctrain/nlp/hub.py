@@ -73,7 +73,7 @@ def resolve_data(path: Path, world: World) -> Path:
                 raise HpctrainError(f"{path}: a pipe or a device: write the data into a file, and give that to --data")
             return path
         owner, name, part = (*path.parts, "", "")[:3]
-        of_file = path.suffix in SUFFIXES | TABLES  # no name on the hub ends so
+        of_file = path.suffix.lower() in SUFFIXES | TABLES  # no name on the hub ends so
         if of_file or not name or path.is_absolute() or len(path.parts) > 3 or not DATA_NAME.fullmatch(f"{owner}/{name}"):
             raise HpctrainError(
                 f"{path}: cannot be read (No such file or directory): give --data a folder or a file, or the name of a data set "

@@ -104,7 +104,7 @@ def find_entities(text):
         """
         if columns:
             return read_columns(path, columns, _make_from_json, skipped)
-        if path.suffix == data.JSON_LINES:
+        if path.suffix.lower() == data.JSON_LINES:
             return data.read_json_lines(path, _make_from_json, skipped)
         lines = data.read_lines(path)
         filled = [line for line in lines if line.strip()]  # there is one: read_lines() refuses an empty file

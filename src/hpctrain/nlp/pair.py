@@ -81,7 +81,7 @@ class PairClassify(Classify):
 
         if columns:
             return read_columns(path, columns, make_from_json, skipped)
-        if path.suffix == data.JSON_LINES:
+        if path.suffix.lower() == data.JSON_LINES:
             return data.read_json_lines(path, make_from_json, skipped)
         if data.read_text(path).lstrip().startswith(("[", "{")):
             return data.read_examples(path, make_from_klue, enumerate(data.read_json(path, list, expected)), skipped)

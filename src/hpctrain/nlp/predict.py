@@ -145,7 +145,7 @@ def read_rows(args: argparse.Namespace, task: Task) -> Iterator[tuple[str, ...]]
         raise HpctrainError(f"{args.file}: the file is empty: put one text on each line")
     for number, line in enumerate(lines, 1):
         line = line.removesuffix("\r")
-        if args.file.suffix == ".jsonl":
+        if args.file.suffix.lower() == ".jsonl":
             try:
                 values = json.loads(line)
                 row = tuple(values[name] for name in names)

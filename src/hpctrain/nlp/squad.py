@@ -66,7 +66,7 @@ def read_questions(
 
     if columns:
         questions = read_columns(path, columns, make_from_json, skipped)
-    elif path.suffix == data.JSON_LINES:
+    elif path.suffix.lower() == data.JSON_LINES:
         questions = data.read_json_lines(path, make_from_json, skipped)
     else:
         questions = data.read_examples(path, make, _iterate_questions(path), skipped)

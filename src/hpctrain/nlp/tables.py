@@ -29,18 +29,18 @@ def read_columns(
     def make_from_row(location: str, row: object) -> Example:
         return make(location, _pick_fields(location, row, columns))
 
-    is_json = path.suffix in (".json", data.JSON_LINES)
+    is_json = path.suffix.lower() in (".json", data.JSON_LINES)
     if is_json and not data.read_text(path).lstrip().startswith("["):  # pandas and datasets write lines into .json as well
         return data.read_json_lines(path, make_from_row, skipped)
     if is_json:
         rows: Iterator[tuple[str, Any]] = (
             (f"{path}, [{i}]", row) for i, row in enumerate(data.read_json(path, list, "a list of objects"))
         )
-    elif path.suffix == ".csv":
+    elif path.suffix.lower() == ".csv":
         rows = _iterate_csv(path, columns)
-    elif path.suffix == ".tsv":
+    elif path.suffix.lower() == ".tsv":
         rows = _iterate_tsv(path, columns)
-    elif path.suffix in data.TABLES:
+    elif path.suffix.lower() in data.TABLES:
         rows = _iterate_arrow(path, columns)
     else:
         raise HpctrainError(
@@ -116,7 +116,7 @@ def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str
     names, number = list(columns.values()), 0
     try:
         with pyarrow.OSFile(str(path)) as file:
-            schema, batches = _open_parquet(file, names) if path.suffix == ".parquet" else _open_arrow(file)
+            schema, batches = _open_parquet(file, names) if path.suffix.lower() == ".parquet" else _open_arrow(file)
             _check_columns(path, columns, schema.names)
             classes = {name: _find_class_names(schema.metadata, name) for name in names}
             for batch in batches:

@@ -188,7 +188,7 @@ def load_folder(folder: Path, side: int, seed: int, workers: int) -> tuple[Image
     if evaluation is None:
         names = ", ".join(f"{name}/" for name in EVALUATION)
         raise HpctrainError(f"{folder}: has {TRAINING}/ but none of {names}: put class folders for evaluation into one of them")
-    tar_files = [sorted(part.glob("*.tar")) for part in (folder / TRAINING, evaluation)]
+    tar_files = [sorted(part.glob("*.[tT][aA][rR]")) for part in (folder / TRAINING, evaluation)]
     if any(tar_files):
         return _load_shards(folder, evaluation.name, tar_files, side, seed, workers)
     train, test = ImageFolder(folder / TRAINING, side, seed, workers), ImageFolder(evaluation, side, None, workers)
