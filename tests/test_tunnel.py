@@ -95,6 +95,17 @@ def test_the_lines_of_the_log():
     assert " -J " not in tunnel.how_to_connect(*paths, env={"USER": "a"})
 
 
+def test_only_a_folder_of_its_own_is_removed_at_the_end(tmp_path):
+    """Each job of jupyter.sh left an empty folder in runs."""
+    (tmp_path / "theirs").mkdir()
+    for name in ("new", "used", "theirs"):
+        with tunnel.Tunnel("jupyter", tmp_path / name):
+            assert (tmp_path / name / "token").exists()
+            if name == "used":
+                (tmp_path / name / "notes").touch()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["theirs", "used", "used/notes"]
+
+
 def test_a_folder_that_cannot_be_written(tmp_path):
     with pytest.raises(HpctrainError, match="/proc/x: cannot be written"), tunnel.Tunnel("jupyter", Path("/proc/x")):
         pass

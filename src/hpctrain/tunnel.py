@@ -47,6 +47,7 @@ class Tunnel:
         self.token = secrets.token_urlsafe(32)
 
     def __enter__(self) -> "Tunnel":
+        self._is_new = not self._folder.exists()
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             refuse_throw_away(self._folder)
@@ -70,6 +71,9 @@ class Tunnel:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         shutil.rmtree(self.private, ignore_errors=True)
         self.token_file.unlink(missing_ok=True)
+        if self._is_new:
+            with suppress(OSError):  # the user may have put something there
+                self.token_file.parent.rmdir()
 
     def print_how_to_connect(self, title: str, path: str = "/") -> None:
         """Print the lines for the log of the job."""
