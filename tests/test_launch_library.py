@@ -528,11 +528,23 @@ def test_an_invalid_number_of_restarts(number):
             "scontrol names no nodes for SLURM_JOB_NODELIST=''",
         ),
         ("apptainer_ddp.sh", {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "{}/none"}, "{}/none, where you submitted"),
+        (
+            "apptainer_ddp.sh",
+            {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "{}", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
+            "srun started this script 4 times: submit it with sbatch launch/apptainer_ddp.sh, or run it inside salloc",
+        ),
     ],
 )
 def test_half_of_a_job_ends_with_one_line(programs, tmp_path, script, env, message):
     done = dry_run(script, programs | {name: value.format(tmp_path) for name, value in env.items()})
     assert done.returncode != 0 and message.format(tmp_path) in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_the_other_tasks_of_srun_say_nothing(programs, tmp_path):
+    """The srun of each task waited for the nodes of the others, until the time limit."""
+    job = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
+    done = dry_run("apptainer_ddp.sh", programs | job)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
 def test_an_older_bash():

@@ -6,6 +6,11 @@
 read_slurm_job() {
     local spread timeout
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        # The srun of each task would wait for the others until the time limit.
+        if [[ ${SLURM_STEP_NUM_TASKS:-1} != 1 ]]; then
+            [[ ${SLURM_PROCID:-0} == 0 ]] || exit 2
+            die "srun started this script $SLURM_STEP_NUM_TASKS times: submit it with sbatch launch/$SCRIPT, or run it inside salloc"
+        fi
         enter_submit_folder "${SLURM_SUBMIT_DIR:?}"
         JOB=$SLURM_JOB_ID
         # On the host, because there is no scontrol in the image.
