@@ -4,14 +4,17 @@ import html.parser
 import json
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from hpctrain import report, runs
+from hpctrain import plot, report, runs
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.metrics import format_seconds
 from hpctrain.world import ALONE
@@ -99,12 +102,50 @@ def test_a_long_file_of_metrics_is_read_from_its_end(tmp_path):
     assert len(runs.read_metrics(folder)) == 5000 and 50 < len(runs.read_metrics(folder, runs.TAIL)) < 300
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"options": 5}', "\udcff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"options": 5}', '{"options": {}, "world": [1]}', "\udcff"])
 def test_a_folder_with_a_broken_config_is_named(tmp_path, text):
     make_run(tmp_path / "run")
     (tmp_path / "run/config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(HpctrainError, match=rf"{tmp_path}/run/config.json: (cannot be read|not a file of hpctrain)"):
         runs.main(ALONE, [str(tmp_path)])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "huge"])
+@pytest.mark.parametrize("name", ["config.json", "config.2.json", "metrics.jsonl", "result.json"])
+def test_what_somebody_else_put_in_the_place_of_a_file_is_not_read_without_end(tmp_path, name, kind):
+    folder = make_run(tmp_path / "run")
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        with (folder / name).open("wb") as file:
+            file.truncate(2**42)
+    signal.alarm(60)  # a reader of a pipe waits for its writer
+    for read in (runs.summarize, plot.plot, report.read):
+        with suppress(HpctrainError):
+            read(folder)
+    signal.alarm(0)
+    with pytest.raises(OSError, match="not a plain file"):
+        runs.open_plain(Path("/dev/zero"))
+
+
+def test_metrics_that_are_no_numbers_are_left_out(tmp_path, capsys):
+    lines = [{"epoch": 1, "step": 1, "train_loss": 2.0}, {"epoch": [1], "step": 1}, {"epoch": 1, "step": 10**400}, 5]
+    lines.append({"epoch": 1, "step": 2, "test_accuracy": "\x1b[2J", "train_loss": 1.0, "examples_per_s": {}, "seconds": None})
+    folder = make_run(tmp_path / "run", lines=lines)
+    (folder / "metrics.jsonl").write_text("[" * 100_000 + "\n" + (folder / "metrics.jsonl").read_text())
+    (folder / "result.json").write_text(f'{{"speed": {{"examples_per_s": {10**400}}}}}')
+    assert runs.read_metrics(folder) == [lines[0], {"epoch": 1, "step": 2, "train_loss": 1.0}]
+    for main, options in ((runs.main, []), (plot.main, []), (report.main, ["--out", str(tmp_path / "page.html")])):
+        main(ALONE, [str(folder), *options])
+    assert re.search("train_loss 1 +- ", capsys.readouterr().out)
+
+
+def test_a_plot_in_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    folder = make_run(tmp_path / "run")
+    (folder / "curves.png").symlink_to("/proc/self/no-such-file")
+    with pytest.raises(HpctrainError, match=r"run/curves.png: cannot be written \("):
+        plot.main(ALONE, [str(folder)])
 
 
 def test_a_thousand_folders_take_less_than_a_second(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """hpctrain plot: the losses and scores of a run over its steps, as a picture."""
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, reason
-from hpctrain.runs import NOT_SCORES, points
+from hpctrain.runs import NOT_SCORES, points, read_metrics
 from hpctrain.world import World
 
 
@@ -37,12 +36,9 @@ def folder_for_matplotlib() -> Iterator[None]:
 def _draw(folder: Path) -> Path:
     from matplotlib.figure import Figure  # not pyplot, which keeps what it draws
 
-    try:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    except (OSError, json.JSONDecodeError) as error:
-        raise HpctrainError(
-            f"{folder}/metrics.jsonl cannot be read ({reason(error)}): give a run folder, such as runs/train_ddp/17"
-        ) from error
+    lines = read_metrics(folder)
+    if not lines and not (folder / "metrics.jsonl").is_file():
+        raise HpctrainError(f"{folder}/metrics.jsonl cannot be read: give a run folder, such as runs/train_ddp/17")
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     axes = figure.subplots(1, 2)
     names = dict.fromkeys(name for line in lines for name in line if name not in NOT_SCORES and "/" not in name)
@@ -77,5 +73,9 @@ def parser() -> Parser:
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Draw curves.png and print its path."""
-    print(plot(parser().parse_args(arguments).run))
+    """Draw curves.png and print its path. Raises HpctrainError."""
+    run = parser().parse_args(arguments).run
+    try:
+        print(plot(run))
+    except OSError as error:  # a run of somebody else
+        raise HpctrainError(f"{run}/curves.png: cannot be written ({reason(error)}): use hpctrain report --out") from error

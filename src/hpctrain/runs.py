@@ -1,13 +1,15 @@
 """hpctrain runs: a table of the run folders below a folder."""
 
+import errno
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, one_line, reason
@@ -21,6 +23,8 @@ DIVERGED = "diverged.txt"  # in that of a trial whose parameters do not let it t
 SIGN_OF_LIFE = 60.0  # s
 # More than the last lines of metrics.jsonl, which has a few hundred bytes a line.
 TAIL = 8192  # bytes
+# A file of a run that is read whole has less; a metrics.jsonl of this size has a million lines.
+MOST = 2**28  # bytes
 
 
 def find(folder: Path) -> Iterator[Path]:
@@ -37,7 +41,10 @@ def read_configs(run: Path) -> list[dict[str, Any]]:
     configs, path = [], run / "config.json"
     while not configs or path.exists():  # the folder may be closed to this user: reading says so
         configs.append(read_json(path))
-        if not isinstance(configs[-1].get("options"), dict):
+        last = configs[-1]
+        if not isinstance(last.get("options"), dict) or not all(
+            isinstance(last.get(x) or {}, dict) for x in ("world", "versions")
+        ):
             raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
         path = run / f"config.{len(configs) + 1}.json"
     return configs
@@ -46,7 +53,8 @@ def read_configs(run: Path) -> list[dict[str, Any]]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a run folder. Raises HpctrainError, naming the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with open_plain(path) as file:
+            content = json.loads(read_whole(file))
     except (OSError, ValueError, RecursionError) as error:
         raise HpctrainError(f"{path}: cannot be read ({reason(error)}): name a run folder, such as runs/train_ddp/17") from error
     if not isinstance(content, dict):
@@ -54,27 +62,51 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def open_plain(path: Path) -> IO[bytes]:
+    """Open a file for reading. Raises OSError; also for a pipe or a device, such as a link to /dev/zero, which never end."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a plain file")
+    return file
+
+
+def read_whole(file: IO[bytes]) -> bytes:
+    """The content of a file. Raises OSError if it is too large for one of a run: somebody else may have made it."""
+    if os.fstat(file.fileno()).st_size > MOST:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    return file.read()
+
+
 def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl, of its last `tail` bytes if given. A line that is being written is left out."""
+    """The lines of metrics.jsonl, of its last `tail` bytes if given. A line that is being written is left out.
+
+    So is what is no number, or one that is too large to draw.
+    """
     try:
-        with (run / "metrics.jsonl").open("rb") as file:
+        with open_plain(run / "metrics.jsonl") as file:
             if tail is not None and file.seek(0, os.SEEK_END) > tail:
                 file.seek(-tail, os.SEEK_END)
-                file.readline()
+                content = file.read(tail).partition(b"\n")[2]
             else:
                 file.seek(0)
-            content = file.read()
+                content = read_whole(file)
     except OSError:
         return []
     lines = []
     for text in content.splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(line, dict) and {"epoch", "step"} <= line.keys():
+        line = {name: value for name, value in line.items() if _is_number(value)} if isinstance(line, dict) else {}
+        if {"epoch", "step"} <= line.keys():
             lines.append(line)
     return lines
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def points(lines: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
@@ -129,7 +161,7 @@ def _speed(run: Path, state: str, lines: list[dict[str, float]]) -> float | None
     if state == "finished":
         with suppress(HpctrainError):
             speed = read_json(run / "result.json").get("speed")
-            if isinstance(speed, dict) and isinstance(speed.get("examples_per_s"), int | float):
+            if isinstance(speed, dict) and _is_number(speed.get("examples_per_s")):
                 return speed["examples_per_s"]
     return next((line["examples_per_s"] for line in reversed(lines) if "examples_per_s" in line), None)
 
