@@ -448,6 +448,27 @@ def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, theirs, wh
 
 
 @BY_ROOT
+@pytest.mark.parametrize("name", ["checkpoints", "logs", "tensorboard"])
+def test_no_folder_of_a_run_is_a_link_of_somebody_else(tmp_path, theirs, name):
+    """By a link to the checkpoints of another run of yours, those would be overwritten, and the oldest removed."""
+    from argparse import Namespace
+
+    from hpctrain import checkpoint
+    from hpctrain.errors import HpctrainError
+    from hpctrain.run_folder import prepare_folder
+
+    for folder in ("run", "other"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "other")
+    prepare_folder("train_ddp", Namespace(out=tmp_path / "run", resume=None))[2].release()  # a link of your own is kept
+    theirs(tmp_path / "run" / name)
+    with pytest.raises(HpctrainError, match=r"run: cannot be written .a link that another user made"):
+        prepare_folder("train_ddp", Namespace(out=tmp_path / "run", resume=None))
+    with pytest.raises(HpctrainError, match=r"could not be written .*a link that another user made"):  # made later
+        checkpoint.save(tmp_path / "run" / name / "epoch-0001.pt", {})
+
+
+@BY_ROOT
 @pytest.mark.parametrize("name", [".probe", "metrics.jsonl", "logs/rank-0.log", "token"])
 def test_links_in_a_run_folder_that_others_can_write(tmp_path, theirs, name):
     """Their names can be predicted."""

@@ -27,7 +27,7 @@ def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     Text is UTF-8. To check what was written before it gets its final name, flush the file and read `Path(opened.name)`.
     A device or a pipe at `path`, such as /dev/null, is written to directly.
     """
-    _check_link(path)
+    check_link(path)
     encoding = None if "b" in mode else "utf-8"
     if path.exists() and not path.is_file():
         with path.open(mode, encoding=encoding) as opened:
@@ -48,14 +48,15 @@ def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
             temporary.unlink()
 
 
-def _check_link(path: Path) -> None:
+def check_link(path: Path) -> None:
+    """Raise PermissionError if the path is a link of another user: it could point to any file or folder of this one."""
     if path.is_symlink() and path.lstat().st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "a link that another user made", str(path))
 
 
 def open_to_append(path: Path) -> IO[str]:
     """Open a text file, in UTF-8, which grows in its place; created if there is none. Links of other users raise OSError."""
-    _check_link(path)
+    check_link(path)
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
@@ -75,7 +76,7 @@ def folder(path: Path, replace: bool = True) -> Iterator[Path]:
 
     The block gets the path of the temporary folder, which is empty. Parents of `path` are created.
     """
-    _check_link(path)
+    check_link(path)
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))

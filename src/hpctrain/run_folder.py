@@ -52,6 +52,8 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
         # For its user alone, with all that is in it. A folder that exists keeps its permissions.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_throw_away(folder)
+        for name in ("checkpoints", "logs", "tensorboard"):  # old checkpoints are removed
+            atomic.check_link(folder / name)
         owner = Owner(folder)
         owner.acquire()
         for path in folder.glob("config*.json") if failed_start else ():
