@@ -79,7 +79,7 @@ def name_of(item):
 @pytest.mark.slow
 def test_wandb(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    folder = make_run(tmp_path / "runs/17", starts=2, lines=LINES, lr=0.5)
+    folder = make_run(tmp_path / "my runs/17", starts=2, lines=LINES, lr=0.5)
     (folder / "result.json").write_text(json.dumps({"test_accuracy": 0.75, "epochs": 2}))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -88,7 +88,7 @@ def test_wandb(tmp_path, monkeypatch):
         assert (done.returncode, done.stderr) == (0, "")
     assert [*(tmp_path / "tmp").iterdir()] == []
     (written,) = (folder / "wandb").iterdir()
-    assert done.stdout == f"wandb sync {written}\n"
+    assert done.stdout == f"wandb sync '{written}'\n"
     found = list(records(next(written.glob("*.wandb"))))
 
     history = {}

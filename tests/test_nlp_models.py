@@ -295,9 +295,10 @@ def test_data_set_of_the_hub_is_downloaded_once_and_named_in_the_card(hub, tmp_p
     assert not any(name.endswith((".py", ".md")) for _, name in hub.requests)
     card = ModelCard.load(tmp_path / "online/model/README.md")
     assert card.data.datasets == [NAME] and f"fine-tuned on `{NAME}/films`" in card.text
-    again = run("nlp.classify", "--data", f"{NAME}/films", *options, "--out", "offline", hub=None, HF_HUB_OFFLINE="1", **where)
+    again = run("nlp.classify", "--data", f"{NAME}/films", *options, "--out", "off line", hub=None, HF_HUB_OFFLINE="1", **where)
     assert again.status == 0, again.err
-    sums = [json.loads((tmp_path / f"{name}/result.json").read_text())["weights_sha256"] for name in ("online", "offline")]
+    assert "use it: hpctrain predict 'off line/model' TEXT\n" in again.out
+    sums = [json.loads((tmp_path / f"{name}/result.json").read_text())["weights_sha256"] for name in ("online", "off line")]
     assert sums[0] == sums[1]
     line = error_line_of(run("nlp.classify", "--data", f"{NAME}/songs", *options, "--out", "no", hub=hub, **where))
     assert f"{NAME}: no folder songs in this data set, but books, films: name one of them" in line

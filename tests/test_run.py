@@ -106,13 +106,14 @@ def test_a_start_that_failed_before_its_first_step_leaves_its_folder_to_the_next
     opened.metrics(train_loss=1.0)
     with pytest.raises(HpctrainError, match="holds a run already"):
         start(tmp_path / "run")
-    start(tmp_path / "other")
-    (tmp_path / "other/notes.txt").touch()
+    start(tmp_path / "an other")
+    (tmp_path / "an other/notes.txt").touch()
+    with pytest.raises(HpctrainError, match=f"with --resume auto --out '{tmp_path}/an other'$"):
+        start(tmp_path / "an other")
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"model_type": "bert"}')
-    for name in ("other", "model"):
-        with pytest.raises(HpctrainError, match="holds a run already"):
-            start(tmp_path / name)
+    with pytest.raises(HpctrainError, match="holds a run already"):
+        start(tmp_path / "model")
 
 
 def test_resume_auto_without_out_is_for_jobs(tmp_path, monkeypatch):

@@ -66,6 +66,9 @@ def test_a_job_for_each_number_of_ranks(tmp_path):
         "sbatch --nodes=2 --ntasks-per-node=4 launch/apptainer_ddp.sh train_ddp --batch-size 64 --out runs/none/8-ranks",
         "when the jobs have ended: hpctrain scaling runs/none",
     ]
+    # as `module load hpctrain` has them: on the PATH
+    done = submit(tmp_path, "runs/none", "1", "4", "sbatch", "train_ddp")
+    assert done.stdout.startswith(f"sbatch --nodes=1 --ntasks-per-node=1 {tmp_path}/sbatch train_ddp --out")
     done = submit(tmp_path, "--weak", "--gpus", "runs/none", "8", "4", *words)
     assert "--ntasks-per-node=4 --gpus-per-node=4 launch/apptainer_ddp.sh train_ddp --batch-size 512 --out" in done.stdout
 

@@ -1,6 +1,7 @@
 """hpctrain export: the metrics of a run for other tools, each step once however often its job was started."""
 
 import csv
+import shlex
 from pathlib import Path
 
 from hpctrain import atomic
@@ -57,7 +58,7 @@ def to_wandb(run: Path) -> str:
         for other in (folder / "wandb").iterdir():  # links to logs
             other.unlink()
         (folder / "wandb").rmdir()
-    return f"wandb sync {run}/wandb/{name}"
+    return f"wandb sync {shlex.quote(f'{run}/wandb/{name}')}"
 
 
 def to_tensorboard(run: Path) -> str:

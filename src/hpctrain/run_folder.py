@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,10 +38,9 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
         again = again and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()
         failed_start = not again and _is_failed_start(folder)
         if not again and not failed_start:
-            option = "" if checkpoint.list_newest_first(folder) else f"auto --out {folder}"
-            raise HpctrainError(
-                f"{folder} holds a run already: give another --out, or continue that run with --resume {option or folder}"
-            )
+            auto = "" if checkpoint.list_newest_first(folder) else "auto --out "
+            again_with = f"--resume {auto}{shlex.quote(str(folder))}"
+            raise HpctrainError(f"{folder} holds a run already: give another --out, or continue that run with {again_with}")
         # Slurm or torchrun has started the job again, with the same command line.
     if again and checkpoint.list_newest_first(folder):
         source = folder

@@ -45,7 +45,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
         row["speedup"] = row["examples_per_s"] / base["examples_per_s"]
         row["efficiency"] = row["speedup"] * base["ranks"] / row["ranks"]
     if not rows:
-        raise HpctrainError(f"{folder}: no run with a result in it: submit them by launch/scaling.sh, and wait for their end")
+        raise HpctrainError(f"{folder}: no run with a result in it: submit them with launch/scaling.sh, and wait for their end")
     return rows
 
 

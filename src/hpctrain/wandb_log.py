@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import select
+import shlex
 import shutil
 import subprocess
 import sys
@@ -137,7 +138,8 @@ def _start_where_possible(run: Path) -> "wandb.Run":
             mode, reason = "offline", f" ({first_line(error)})"
             _remove_pieces(run)
     logged = start_wandb(run, run, mode)
-    print(f"hpctrain: --wandb: {mode}{hide_secrets(reason)}; to upload it: wandb sync {Path(logged.dir).parent}", flush=True)
+    upload = f"wandb sync {shlex.quote(str(Path(logged.dir).parent))}"
+    print(f"hpctrain: --wandb: {mode}{hide_secrets(reason)}; to upload it: {upload}", flush=True)
     return logged
 
 

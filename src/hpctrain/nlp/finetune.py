@@ -9,6 +9,7 @@ over the labels of the whole batch: ranks have equal numbers of examples, but no
 
 import argparse
 import math
+import shlex
 import time
 from functools import partial
 from pathlib import Path
@@ -131,7 +132,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                 save_result(task, model, tokenizer, args, run, scores, examples["test"])
         run.finish(model, **scores)
         inputs = " ".join(map(str.upper, task.inputs))
-        run.print(f"model saved in {run.folder}/model; use it: hpctrain predict {run.folder}/model {inputs}")
+        saved = f"{run.folder}/model"
+        run.print(f"model saved in {saved}; use it: hpctrain predict {shlex.quote(saved)} {inputs}")
 
 
 # --- before training ---
