@@ -127,6 +127,7 @@ def test_grid_has_each_combination_once():
         (FILE, "{command: a, metric: b, direction: c, parameters: 5}", "give a command line as command, and the range"),
         (FILE, "- a", "not a list of keys and values"),
         (FILE, "a: [", "cannot be read as YAML"),
+        (FILE, "a: &a [1]\nseed: [*a, *a]", "cannot be read as YAML (it has an alias: write its value instead)"),
         (FILE, "", "not a list of keys and values"),
     ],
 )

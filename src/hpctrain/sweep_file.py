@@ -36,7 +36,11 @@ def read_file(path: Path) -> Sweep:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        # A file of a few lines would otherwise unfold to gigabytes.
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ValueError("it has an alias: write its value instead")
+        content = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read as YAML ({reason(error)}): see docs/sweep.md") from error
     if not isinstance(content, dict):
