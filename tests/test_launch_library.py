@@ -540,6 +540,13 @@ def test_half_of_a_job_ends_with_one_line(programs, tmp_path, script, env, messa
     assert done.returncode != 0 and message.format(tmp_path) in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+def test_a_job_submitted_from_another_folder_names_what_is_missing(programs, tmp_path):
+    """It said: or export HPCTRAIN_ROOT, which a new user exported without a value."""
+    done = dry_run("apptainer_ddp.sh", programs | {"HPCTRAIN_ROOT": "", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)})
+    line = f"no {tmp_path}/launch/lib.sh: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first\n"
+    assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {line}")
+
+
 def test_the_other_tasks_of_srun_say_nothing(programs, tmp_path):
     """The srun of each task waited for the nodes of the others, until the time limit."""
     job = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
