@@ -290,7 +290,8 @@ def read_json(path: Path, type_: type, expected: str) -> Any:  # noqa: ANN401 - 
     try:
         value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
-        raise HpctrainError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}): download the file again") from error
+        problem = f"line {error.lineno}: not valid JSON ({error.msg})"
+        raise HpctrainError(f"{path}, {problem}: download the file again, or give --data {expected}") from error
     except ValueError as error:  # a number of more than 4,300 digits
         raise HpctrainError(f"{path}: not valid JSON ({first_line(error)}): download the file again") from error
     except RecursionError as error:
