@@ -427,24 +427,37 @@ def test_a_name_of_apptainer_that_somebody_else_has_taken():
     assert re.fullmatch(r"hpctrain: on .* each rank mounts the image: .*Operation not permitted\n", done.stderr), done.stderr
 
 
-@BY_ROOT
-@pytest.mark.parametrize("who", ["mine", "theirs"])
-def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, theirs, who):
+@pytest.mark.parametrize("replaced_by", [None, "a file", "a link", "a pipe"])
+def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, replaced_by):
     """Where others can write the submit folder, they can replace the file whose name horovodrun shows in ps."""
-    (tmp_path / "secrets").write_text(f"export HF_TOKEN=from-the-file; touch {tmp_path}/executed\n")
-    if who == "theirs":
-        theirs(tmp_path / "secrets")
-    env = {"HPCTRAIN_SECRETS": str(tmp_path / "secrets"), "HPCTRAIN_COMMAND": "-- printenv HF_TOKEN ", "MASTER_PORT": "1"}
+    code = f"set -euo pipefail; source {REPOSITORY}/launch/lib.sh; JOB=7; trap() {{ :; }}; hide_secrets; echo $HPCTRAIN_SECRETS"
+    own = os.environ | {"HF_TOKEN": "from the file"}
+    made = subprocess.run(["bash", "-c", code], cwd=tmp_path, env=own, capture_output=True, text=True, check=True)
+    secrets = Path(made.stdout.strip())
+    assert secrets.stat().st_mode & 0o777 == 0o600 and secrets.parent == tmp_path
+    (tmp_path / "mine").write_text(f"touch {tmp_path}/executed\n")  # what somebody else wrote, and this user copied
+    if replaced_by:
+        secrets.unlink()
+    if replaced_by == "a file":
+        shutil.copy(tmp_path / "mine", secrets)
+    elif replaced_by == "a link":
+        secrets.symlink_to(tmp_path / "mine")
+    elif replaced_by == "a pipe":
+        os.mkfifo(secrets)
+        (tmp_path / "timeout").write_text('#!/bin/sh\nexec /usr/bin/timeout 0.5 "$2" "$3" "$4" "$5"\n')
+        (tmp_path / "timeout").chmod(0o755)
+    env = {"HPCTRAIN_SECRETS": str(secrets), "HPCTRAIN_COMMAND": "-- printenv HF_TOKEN ", "MASTER_PORT": "1"}
     env |= {"HPCTRAIN_HOST_PATH": os.environ["PATH"], "HPCTRAIN_WORLD_SIZE": "1", "HPCTRAIN_TASKS_PER_NODE": "1"}
     env |= {f"HOROVOD_{name}": "0" for name in ("RANK", "LOCAL_RANK", "CROSS_RANK")}
+    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HPCTRAIN_JOB": "7"}
     command = [REPOSITORY / "launch/task.sh", "horovodrun"]
     done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=100)
-    assert (tmp_path / "executed").exists() == (who == "mine")
-    if who == "mine":
-        assert (done.returncode, done.stdout) == (0, "from-the-file\n"), done.stderr
+    assert not (tmp_path / "executed").exists()
+    if not replaced_by:
+        assert (done.returncode, done.stdout) == (0, "from the file\n"), done.stderr
     else:
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (127, "", 1), done.stderr
-        assert f"{tmp_path}/secrets belongs to somebody else: submit from a folder of your own" in done.stderr
+        assert f"{secrets} is not the file that this job wrote: submit from a folder of your own" in done.stderr
 
 
 @BY_ROOT

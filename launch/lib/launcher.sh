@@ -212,19 +212,25 @@ launch_with_horovodrun() {
 # horovodrun writes its whole environment on the command lines of ssh, which every user of a node can read. Variables that may be
 # secrets travel in a file for this user alone.
 hide_secrets() {
-    local name line lines=''
-    HPCTRAIN_SECRETS=$PWD/.hpctrain-$JOB.$(random_hex)
-    export HPCTRAIN_SECRETS
+    local name line lines
+    lines="# $(random_hex)"$'\n'
     for name in $(compgen -e); do
         if [[ $name == HPCTRAIN_SECRETS ]] || ! is_secret "$name"; then continue; fi
         printf -v line 'export %s=%q\n' "$name" "${!name}"
         lines+=$line
         unset "$name"
     done
+    HPCTRAIN_SECRETS=$PWD/.hpctrain-$JOB.$(digest_of "$lines")
+    export HPCTRAIN_SECRETS
     CLEAN_UP+=(remove_secrets)
     trap clean_up EXIT
-    # Opened once, by noclobber as a new file: where others can write this folder, they can replace it.
+    # Opened once, by noclobber as a new file. Where others can write this folder, they can replace it, also by a link to a file of
+    # this user, or by a pipe. So its name says what it has.
     (umask 077 && set -C && printf %s "$lines" >"$HPCTRAIN_SECRETS") || die "$PWD: cannot be written: submit from a folder of your own"
+}
+
+digest_of() {
+    printf %s "$1" | sha256sum | cut -c -32
 }
 
 remove_secrets() {
@@ -232,13 +238,13 @@ remove_secrets() {
 }
 
 task_horovodrun() {
-    local file
+    local lines
     if [[ -n ${HPCTRAIN_SECRETS:-} ]]; then
-        exec {file}<"$HPCTRAIN_SECRETS"
-        [[ -O /dev/fd/$file ]] || die "$HPCTRAIN_SECRETS belongs to somebody else: submit from a folder of your own"
-        # shellcheck source=/dev/null
-        source "/dev/fd/$file"
-        exec {file}<&-
+        lines=$(timeout 10 head -c 10000000 "$HPCTRAIN_SECRETS" && echo .) || true
+        lines=${lines%.}
+        [[ $HPCTRAIN_SECRETS == *."$(digest_of "$lines")" ]] ||
+            die "$HPCTRAIN_SECRETS is not the file that this job wrote: submit from a folder of your own"
+        eval "$lines"
     fi
     eval "WORDS=($HPCTRAIN_COMMAND)" # words quoted by printf %q
     if [[ ${HPCTRAIN_CONTAINER_ON:-} == "$(uname -n)" ]]; then
