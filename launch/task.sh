@@ -41,7 +41,7 @@ parent_of() {
 }
 
 # end_with_connection: kill this rank when its connection of ssh has ended before it, as after scancel. It is in no step of Slurm,
-# which ends horovodrun alone.
+# which ends horovodrun alone. See kill_horovod_ranks.
 end_with_connection() {
     local process sshd=$$
     until [[ $(<"/proc/$sshd/comm") == sshd* ]]; do
@@ -57,7 +57,7 @@ end_with_connection() {
         ${HPCTRAIN_END_TASK:-} || true
         for process in /proc/[0-9]*; do
             [[ ${process#/proc/} != "$BASHPID" ]] && grep -qszx "HOROVOD_RANK=$RANK" "$process/environ" &&
-                grep -qszx "HPCTRAIN_JOB=$HPCTRAIN_JOB" "$process/environ" && kill -KILL "${process#/proc/}" || true
+                grep -qszx "SLURM_JOB_ID=$HPCTRAIN_JOB" "$process/environ" && kill -KILL "${process#/proc/}" || true
         done
     ) </dev/null >/dev/null 2>&1 &
 }

@@ -750,19 +750,22 @@ def test_a_rank_of_horovodrun_ends_with_its_connection(tmp_path):
     (tmp_path / "sshd").symlink_to("/bin/bash")
     rank = f"echo $$ >{tmp_path}/rank.part; mv {tmp_path}/rank.part {tmp_path}/rank; sleep 300 & wait"
     env = BARE | {"HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CROSS_RANK": "0", "HPCTRAIN_WORLD_SIZE": "2"}
-    env |= {"HPCTRAIN_TASKS_PER_NODE": "2", "HPCTRAIN_JOB": os.urandom(4).hex(), "MASTER_PORT": "1"}
+    job = os.urandom(4).hex()
+    env |= {"HPCTRAIN_TASKS_PER_NODE": "2", "HPCTRAIN_JOB": job, "SLURM_JOB_ID": job, "MASTER_PORT": "1"}
     env |= {"HPCTRAIN_HOST_PATH": BARE["PATH"], "HPCTRAIN_COMMAND": shlex.join(["--", "bash", "-c", rank])}
     command = [tmp_path / "sshd", "-c", f"{REPOSITORY}/launch/task.sh horovodrun; true"]
-    other = subprocess.Popen(["sleep", "300"], env=env | {"HOROVOD_RANK": "0"})
+    # another rank, and a job that this one has submitted
+    others = [subprocess.Popen(["sleep", "300"], env=env | own) for own in ({"HOROVOD_RANK": "0"}, {"SLURM_JOB_ID": "7"})]
     try:
         with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) as connection:
             wait_until(lambda: (tmp_path / "rank").exists())
             pid = (tmp_path / "rank").read_text().strip()
             connection.kill()
         wait_until(lambda: not Path(f"/proc/{pid}/fd/1").exists())
-        assert other.poll() is None
+        assert [other.poll() for other in others] == [None, None]
     finally:
-        other.kill()
+        for other in others:
+            other.kill()
 
 
 def test_the_end_of_a_job_does_not_wait_for_a_node_that_does_not_answer(tmp_path):

@@ -262,12 +262,13 @@ task_horovodrun() {
     WAIT_AND_REPORT=1
 }
 
-# Processes that horovodrun started over ssh keep running when the connection ends.
+# Processes that horovodrun started over ssh keep running when the connection ends. A job that a rank has submitted has the variables
+# of the rank, but a SLURM_JOB_ID of its own.
 kill_horovod_ranks() {
     # shellcheck disable=SC2016 # the shells on the nodes expand them
     (($1 == 0)) || on_every_node bash -c '
         for process in /proc/[0-9]*; do
-            if grep -qsz "^HOROVOD_RANK=" "$process/environ" && grep -qszx "HPCTRAIN_JOB=$HPCTRAIN_JOB" "$process/environ"; then
+            if grep -qsz "^HOROVOD_RANK=" "$process/environ" && grep -qszx "SLURM_JOB_ID=$HPCTRAIN_JOB" "$process/environ"; then
                 kill -KILL "${process#/proc/}" 2>/dev/null
             fi
         done
