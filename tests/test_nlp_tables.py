@@ -160,7 +160,7 @@ MISSING = r"no column 'stars', but review, sterne"
         ("a.jsonl", '{"review": "a", "stars": 1}\n{"review": "a", "stars": null}', "line 2: its column 'stars' has no value", 1),
         ("a.jsonl", '{"review": "a", "stars": 1}\n{"review": 3, "stars": 1}', "line 2 has no 'text' of type str", 1),
         ("a.json", '[{"review": "a", "stars": 1}, 3]', r"a\.json, \[1\]: not a JSON object", 1),
-        ("a.json", '[{"review": "a", "stars": 1}', r"a\.json, not valid JSON .* again, or give --data a list of objects", 0),
+        ("a.json", '[{"review": "a", "stars": 1}', r"json, line 1: not valid JSON .* or give --data a list of objects", 0),
         ("a.parquet", b"PAR1", r"a\.parquet: not a file of Parquet that can be read \(.*\): download the file again", 0),
         ("a.arrow", b"", r"a\.arrow: not a file of Arrow that can be read \(.*\): download the file again", 0),
         ("a.xlsx", b"PK", r"a\.xlsx: not a table that --columns reads \(\.arrow, \.csv, \.json, \.jsonl, \.parquet, \.tsv\)", 0),

@@ -88,6 +88,14 @@ def test_the_speed_of_a_finished_run_is_that_of_its_result(tmp_path):
         assert runs.summarize(folder)["examples_per_s"] == speed
 
 
+def test_the_score_that_selects_the_best_epoch_is_shown(tmp_path):
+    """It was the last one: the recall of nlp.ner."""
+    earlier = {"epoch": 1, "step": 5, "validation_loss": 1.9, "validation_f1": 0.25, "validation_recall": 0.5}
+    last = {"epoch": 1, "step": 5, "test_loss": 2.0, "test_f1": 0.75, "test_recall": 1.0, "test_f1/PS": 0.0}
+    row = runs.summarize(make_run(tmp_path / "run", lines=[earlier, last]))
+    assert (row["score"], row["value"]) == ("test_f1", 0.75)
+
+
 def test_without_a_score_the_loss_is_shown(tmp_path):
     folder = make_run(tmp_path / "run", lines=[{"epoch": 1, "step": 5, "train_loss": 0.5}])
     assert (runs.summarize(folder)["score"], runs.summarize(folder)["value"]) == ("train_loss", 0.5)

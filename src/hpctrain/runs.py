@@ -114,13 +114,18 @@ def points(lines: list[dict[str, float]], name: str) -> list[tuple[float, float]
     return sorted({line["step"]: line[name] for line in lines if name in line}.items())
 
 
+def _score(lines: list[dict[str, float]]) -> tuple[str | None, float | None]:
+    """The first score of the last line that has one, which is the one that selects the best epoch; otherwise the last loss."""
+    found = [item for line in reversed(lines) for item in line.items() if item[0] not in NOT_SCORES and "/" not in item[0]]
+    return min(found, key=lambda item: (item[0].endswith("_loss"), item[0] == "train_loss"), default=(None, None))
+
+
 def summarize(run: Path) -> dict[str, Any]:
     """A row of the table: state, job, position, score, speed, start and image of a run. Raises HpctrainError."""
     configs = read_configs(run)
     last = configs[-1]
     lines, state = read_metrics(run, TAIL), _state(run, str(last.get("started")))
-    found = [item for line in lines for item in line.items() if item[0] not in NOT_SCORES and "/" not in item[0]]
-    score, value = ([item for item in found if item[0] != "train_loss"] or found or [(None, None)])[-1]
+    score, value = _score(lines)
     return {
         "run": str(run),
         "state": state,
