@@ -348,6 +348,7 @@ SCRIPTS = {
     "an error before": "import torch; raise ValueError",
     "torch": "import torch.distributed as dist; dist.init_process_group('gloo', world_size=1); dist.destroy_process_group()",
     "DeviceMesh": "import torch; torch.distributed.init_device_mesh('cpu', (1,)); torch.distributed.destroy_process_group()",
+    "rpc": "import torch.distributed.rpc as rpc; rpc.init_rpc('a', rank=0, world_size=1); rpc.shutdown()",
     "a process of a script": "import os, subprocess as s, sys, torch; s.run([sys.executable, '-c', 'import torch']); os._exit(0)",
 }
 

@@ -84,7 +84,7 @@ def watch_rank_0() -> None:
 
     def report() -> None:
         failed = hasattr(sys, "last_type")  # Python has printed a traceback
-        if not (joined or failed or _joined_by_mpi()):
+        if not (joined or failed or _joined_by_mpi() or _joined_by_rpc()):
             print_error(
                 f"hpctrain: {ranks} ranks ran this script, and rank 0 never joined the others: each did the same work alone. "
                 "Call torch.distributed.init_process_group(), or start a script for Horovod by launch/apptainer_horovod.sh; "
@@ -111,6 +111,12 @@ def _joined_by_horovod() -> bool:
     """Whether Horovod has several ranks, or had: after a shutdown by the script it does not tell."""
     hvd = sys.modules.get("horovod.torch")
     return hvd is not None and (not hvd.is_initialized() or hvd.size() > 1)
+
+
+def _joined_by_rpc() -> bool:
+    """Whether torch.distributed.rpc has connected the ranks, which it does without a process group; also after its shutdown."""
+    rpc = sys.modules.get("torch.distributed.rpc.api")
+    return bool(getattr(rpc, "_ALL_WORKER_NAMES", None))
 
 
 def _joined_by_mpi() -> bool:
