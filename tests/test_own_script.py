@@ -346,6 +346,7 @@ def test_a_rank_keeps_the_groups_that_its_script_destroys(tmp_path):
 SCRIPTS = {
     "alone": "import torch",
     "an error before": "import torch; raise ValueError",
+    "a wrong option": "import argparse, torch; argparse.ArgumentParser().parse_args(['--wrong'])",
     "torch": "import torch.distributed as dist; dist.init_process_group('gloo', world_size=1); dist.destroy_process_group()",
     "DeviceMesh": "import torch; torch.distributed.init_device_mesh('cpu', (1,)); torch.distributed.destroy_process_group()",
     "rpc": "import torch.distributed.rpc as rpc; rpc.init_rpc('a', rank=0, world_size=1); rpc.shutdown()",

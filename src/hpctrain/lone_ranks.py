@@ -8,7 +8,7 @@ import atexit
 import os
 import sys
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 from hpctrain.errors import UsageError, print_error
 
@@ -70,7 +70,13 @@ def watch_rank_0() -> None:
     if original is None:
         return
     os.environ["HPCTRAIN_RANK_0"] = str(os.getpid())
-    joined = False
+    joined = exited = False
+    original_exit = sys.exit
+
+    def leave(status: object = None) -> NoReturn:
+        nonlocal exited
+        exited = exited or status not in (None, 0)
+        original_exit(status)
 
     def join(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of torch
         nonlocal joined
@@ -83,7 +89,7 @@ def watch_rank_0() -> None:
         joined = joined or _joined_by_horovod()
 
     def report() -> None:
-        failed = hasattr(sys, "last_type")  # Python has printed a traceback
+        failed = exited or hasattr(sys, "last_type")  # Python has printed a traceback
         if not (joined or failed or _joined_by_mpi() or _joined_by_rpc()):
             print_error(
                 f"hpctrain: {ranks} ranks ran this script, and rank 0 never joined the others: each did the same work alone. "
@@ -97,6 +103,7 @@ def watch_rank_0() -> None:
             )
 
     distributed_c10d._new_process_group_helper = join
+    sys.exit = leave  # argparse and others report a wrong option, and call it
     atexit.register(report)
     # Python calls this before the functions of atexit, of which Horovod's shutdown comes first.
     threading._register_atexit(ask_horovod)
