@@ -1,6 +1,7 @@
 """A checkpoint is complete and verified, or not there."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -31,18 +32,24 @@ def test_what_is_saved_is_loaded(run):
     assert torch.load(path)["epoch"] == 1  # a plain file of torch.save()
 
 
-@pytest.mark.parametrize("harm", ["flip", "truncate", "empty"])
+@pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "pipe"])
 def test_a_corrupt_checkpoint_is_skipped(run, harm, capsys):
     good, bad = save(run, 1), save(run, 2)
     content = bytearray(bad.read_bytes())
     if harm == "flip":
         content[len(content) // 2] ^= 1  # inside the tensor, where torch.load() does not notice it
-    bad.write_bytes({"flip": content, "truncate": content[:-100], "empty": b""}[harm])
+    bad.unlink()
+    if harm == "pipe":  # of somebody else
+        os.mkfifo(bad)
+        signal.alarm(60)
+    else:
+        bad.write_bytes({"flip": content, "truncate": content[:-100], "empty": b""}[harm])
     assert checkpoint.find_newest(run) == good
     assert "epoch-0002.pt" in capsys.readouterr().out
     good.unlink()
     with pytest.raises(HpctrainError, match="every checkpoint in it is corrupt"):
         checkpoint.find_newest(run)
+    signal.alarm(0)
 
 
 def test_no_checkpoint(run):

@@ -171,6 +171,8 @@ def is_intact(path: Path) -> bool:
         if path.is_dir():
             with ThreadPoolExecutor() as threads:
                 return all(threads.map(is_intact, checkpoint_parts.find_files(path)))
+        if not path.is_file():  # a pipe would be waited for
+            return False
         with zipfile.ZipFile(path) as archive:
             # torch.save() compresses nothing. A record that is compressed is not from it, and may unpack to any size.
             stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
