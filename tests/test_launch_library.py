@@ -312,6 +312,7 @@ def test_a_module_is_started_as_by_python(programs):
     [
         ("apptainer_ddp.sh", "    from mpi4py import MPI", 1, "mpi4py"),
         ("apptainer_torchrun.sh", "import horovod.torch as hvd", 143, "horovod"),
+        ("apptainer_ddp.sh", "from dask_mpi import initialize", 1, "dask_mpi"),
         ("apptainer_ddp.sh", "import horovod.torch as hvd", 0, ""),
         ("apptainer_ddp.sh", "# import mpi4py", 1, ""),
     ],

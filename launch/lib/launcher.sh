@@ -43,7 +43,7 @@ launch_with_srun() {
 set_mpi_hint() {
     local name
     [[ ${PROGRAM[0]:-} == *.py ]] || return 0
-    name=$(grep -Eom1 '^[[:blank:]]*(import|from)[[:blank:]]+(horovod|mpi4py)\b' "${PROGRAM[0]}") || return 0
+    name=$(grep -Eom1 '^[[:blank:]]*(import|from)[[:blank:]]+(horovod|mpi4py|dask_mpi)\b' "${PROGRAM[0]}") || return 0
     MPI_HINT="if MPI did not start above: ${PROGRAM[0]} imports ${name##*[[:blank:]]}, so submit it by launch/apptainer_mpi.sh or"
     MPI_HINT+=' launch/apptainer_horovod.sh'
 }
