@@ -625,7 +625,7 @@ def test_predict_agrees_with_the_scored_test_set(models, capfd, tmp_path):
 @pytest.mark.parametrize(
     ("task", "arguments", "message"),
     [
-        ("pair", ["one text"], "1 texts given, but each answer of pair needs first and second"),
+        ("pair", ["one text"], "1 text given, but each answer of pair needs first and second"),
         ("classify", [], "0 texts given, but each answer of classify needs text"),
         ("classify", ["a", "--file", "b"], "TEXT and --file exclude each other: give only one"),
         ("classify", ["--file", "missing.txt"], "missing.txt: cannot be read"),

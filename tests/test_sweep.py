@@ -333,6 +333,7 @@ def test_one_after_the_other_and_a_trial_that_diverges(tmp_path, monkeypatch, ca
     start = time.monotonic()
     sweep.main(ALONE, [str(path), "--out", "one"])  # what diverged is not tried again
     assert time.monotonic() - start < 5
+    assert "picture: one/sweep.png" in capfd.readouterr().out
 
 
 @pytest.mark.slow

@@ -263,6 +263,8 @@ def run_all(file: Path, sweep: Sweep, folder: Path) -> None:
             f"{len(missing)} of {sweep.trials} trials have not ended ({', '.join(map(str, missing[:10]))}): "
             "see what they printed, and run this again"
         )
+    if not errors:  # otherwise the last trial has shown them
+        show(sweep, folder)
 
 
 def _choose(sweep: Sweep) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from hpctrain.nlp.data import SURROGATE, decode_text
 from hpctrain.nlp.lora import ADAPTER_CONFIG, load_adapter
 from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer
 from hpctrain.nlp.task import Task
-from hpctrain.world import World
+from hpctrain.world import World, counted
 
 CHUNK = 2048  # texts that are sorted by length together and answered at a time
 
@@ -129,7 +129,7 @@ def read_rows(args: argparse.Namespace, task: Task) -> Iterator[tuple[str, ...]]
     if not args.file:
         if not args.text or len(args.text) % len(names):
             raise UsageError(
-                f"{len(args.text)} texts given, but each answer of {task.name} needs {' and '.join(names)}: "
+                f"{counted(len(args.text), 'text')} given, but each answer of {task.name} needs {' and '.join(names)}: "
                 "give them one after the other, or use --file"
             )
         if any(map(SURROGATE.search, args.text)):  # Python's form of bytes that are not UTF-8
