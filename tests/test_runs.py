@@ -135,6 +135,9 @@ def test_what_somebody_else_put_in_the_place_of_a_file_is_not_read_without_end(t
     signal.alarm(0)
     with pytest.raises(OSError, match="not a plain file"):
         runs.open_plain(Path("/dev/zero"))
+    if name == "metrics.jsonl":  # no picture of nothing
+        with pytest.raises(HpctrainError, match=r"metrics.jsonl cannot be read \((not a plain file|File too large)\)"):
+            plot.plot(folder)
 
 
 def test_metrics_that_are_no_numbers_are_left_out(tmp_path, capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, reason
-from hpctrain.runs import NOT_SCORES, points, read_metrics
+from hpctrain.runs import NOT_SCORES, load_metrics, points
 from hpctrain.world import World
 
 
@@ -36,9 +36,12 @@ def folder_for_matplotlib() -> Iterator[None]:
 def _draw(folder: Path) -> Path:
     from matplotlib.figure import Figure  # not pyplot, which keeps what it draws
 
-    lines = read_metrics(folder)
-    if not lines and not (folder / "metrics.jsonl").is_file():
-        raise HpctrainError(f"{folder}/metrics.jsonl cannot be read: give a run folder, such as runs/train_ddp/17")
+    try:
+        lines = load_metrics(folder)
+    except OSError as error:
+        raise HpctrainError(
+            f"{folder}/metrics.jsonl cannot be read ({reason(error)}): give a run folder, such as runs/train_ddp/17"
+        ) from error
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     axes = figure.subplots(1, 2)
     names = dict.fromkeys(name for line in lines for name in line if name not in NOT_SCORES and "/" not in name)

@@ -79,20 +79,25 @@ def read_whole(file: IO[bytes]) -> bytes:
 
 
 def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl, of its last `tail` bytes if given. A line that is being written is left out.
-
-    So is what is no number, or one that is too large to draw.
-    """
+    """As load_metrics(); none if the file cannot be read."""
     try:
-        with open_plain(run / "metrics.jsonl") as file:
-            if tail is not None and file.seek(0, os.SEEK_END) > tail:
-                file.seek(-tail, os.SEEK_END)
-                content = file.read(tail).partition(b"\n")[2]
-            else:
-                file.seek(0)
-                content = read_whole(file)
+        return load_metrics(run, tail)
     except OSError:
         return []
+
+
+def load_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl, of its last `tail` bytes if given. A line that is being written is left out.
+
+    So is what is no number, or one that is too large to draw. Raises OSError.
+    """
+    with open_plain(run / "metrics.jsonl") as file:
+        if tail is not None and file.seek(0, os.SEEK_END) > tail:
+            file.seek(-tail, os.SEEK_END)
+            content = file.read(tail).partition(b"\n")[2]
+        else:
+            file.seek(0)
+            content = read_whole(file)
     lines = []
     for text in content.splitlines():
         try:
