@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hpctrain import checkpoint, checkpointer
+from hpctrain import atomic, checkpoint, checkpointer
 from hpctrain.checkpointer import Checkpointer, Interval, copy_tensors, plan_copy
 from hpctrain.errors import HpctrainError
 from hpctrain.world import ALONE, World
@@ -215,8 +215,8 @@ def test_a_write_that_fails_is_due_at_the_next_decision_and_raised_once(folder, 
 
 @pytest.mark.parametrize("lasts", [3, 1000])
 def test_a_file_system_that_cannot_be_written_for_a_while(folder, monkeypatch, capsys, lasts):
-    monkeypatch.setattr(checkpointer, "RETRY_EVERY", 0.05)
-    monkeypatch.setattr(checkpointer, "RETRY_FOR", 3.0)
+    monkeypatch.setattr(atomic, "RETRY_EVERY", 0.05)
+    monkeypatch.setattr(atomic, "RETRY_FOR", 3.0)
     real, calls = os.fsync, []
 
     def fsync(descriptor):

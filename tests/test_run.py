@@ -217,9 +217,9 @@ import os, sys; sys.path[:0] = [sys.argv[1]]
 import json, threading
 from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from hpctrain import metrics
+from hpctrain import atomic
 from test_run import run, start
-metrics.RETRY_EVERY = 0.1
+atomic.RETRY_EVERY = 0.1
 folder = Path("small/run")
 opened = start(folder)
 for step in range(1, 400):

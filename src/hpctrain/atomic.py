@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,22 @@ from typing import IO, Any
 
 # A file system may be full, read-only or gone for a while: writing is tried again every so many seconds, for so many.
 RETRY_EVERY, RETRY_FOR = 5.0, 300.0
+
+
+class Retry:
+    """For a loop that tries again what could not be written, until wait() raises the error."""
+
+    def __init__(self) -> None:
+        self._began, self._told = time.monotonic(), False
+
+    def wait(self, error: Exception, problem: str) -> None:
+        """Print the problem, once, and wait until it is time to try again. Raises `error` after RETRY_FOR seconds."""
+        if time.monotonic() - self._began > RETRY_FOR:
+            raise error
+        if not self._told:
+            self._told = True
+            print(f"hpctrain: {problem}; trying again for {RETRY_FOR:g} s", flush=True)
+        time.sleep(RETRY_EVERY)
 
 
 @contextmanager

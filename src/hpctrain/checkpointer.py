@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from hpctrain import checkpoint, checkpoint_parts
-from hpctrain.atomic import RETRY_EVERY, RETRY_FOR
+from hpctrain.atomic import Retry
 from hpctrain.errors import DivergedError, HpctrainError
 from hpctrain.rendezvous import gather
 from hpctrain.requeue import report_saved, stop_requested
@@ -197,19 +197,14 @@ class Checkpointer:
                 checkpoint.remove(old)
 
     def _save_or_retry(self, path: Path, state: dict[str, Any]) -> None:
-        began, told = time.monotonic(), False
+        retry = Retry()
         while True:
             try:
-                checkpoint.save(path, state, self._check)
-                return
+                return checkpoint.save(path, state, self._check)
             except HpctrainError as error:
-                cannot_write = isinstance(error.__cause__, OSError | RuntimeError)
-                if not cannot_write or time.monotonic() - began > RETRY_FOR:
+                if not isinstance(error.__cause__, OSError | RuntimeError):
                     raise
-                if not told:
-                    told = True
-                    print(f"hpctrain: {error}; trying again for {RETRY_FOR:g} s", flush=True)
-                time.sleep(RETRY_EVERY)
+                retry.wait(error, str(error))
 
 
 def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, Tensor]]]:  # noqa: ANN401

@@ -3,14 +3,12 @@
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain import atomic
-from hpctrain.atomic import RETRY_EVERY, RETRY_FOR
 from hpctrain.wandb_log import Mirror
 
 if TYPE_CHECKING:
@@ -63,17 +61,12 @@ class Metrics:
 
     def _flush(self) -> None:
         """Write what is in memory, where a part of it that could not be written stays. Raises OSError."""
-        began, told = time.monotonic(), False
+        retry = atomic.Retry()
         while True:
             try:
                 return self._file.flush()
             except OSError as error:
-                if time.monotonic() - began > RETRY_FOR:
-                    raise
-                if not told:
-                    told, why = True, f"cannot be written ({error.strerror})"
-                    print(f"hpctrain: {self._path}: {why}; trying again for {RETRY_FOR:g} s", flush=True)
-                time.sleep(RETRY_EVERY)
+                retry.wait(error, f"{self._path}: cannot be written ({error.strerror})")
                 self._check()
 
     def _close_files(self) -> None:
