@@ -5,9 +5,12 @@ So this imports little.
 """
 
 import atexit
+import contextlib
 import os
+import select
 import sys
 import threading
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hpctrain.errors import UsageError, print_error
@@ -50,8 +53,8 @@ def callbacks_of_pytorch_lightning() -> list[Any]:
 def watch_rank_0() -> None:
     """For `import torch`: lets rank 0 of a job say at its end that it never joined the other ranks.
 
-    Such a script trains N times on its own, with exit status 0. It may be meant so, and is no error. Does nothing in processes
-    that the script starts, or without a launch script.
+    Such a script trains N times on its own, with exit status 0. It may be meant so, and is no error. Does nothing without a
+    launch script. A process that the script starts, as by torch.multiprocessing.spawn(), tells it that it has joined.
 
     accelerate, and with it the Trainer of transformers, sees one rank on CPUs unless it is told that there is no GPU. With a
     torch that is built for CPUs it is told so, on every rank.
@@ -61,7 +64,8 @@ def watch_rank_0() -> None:
         return
     if sys.modules["torch"].accelerator.current_accelerator() is None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    if os.environ.get("RANK") != "0" or "HPCTRAIN_RANK_0" in os.environ:
+    script = os.environ.get("HPCTRAIN_RANK_0")
+    if os.environ.get("RANK") != "0" and not script:
         return
     from torch.distributed import distributed_c10d
 
@@ -69,8 +73,9 @@ def watch_rank_0() -> None:
     original = getattr(distributed_c10d, "_new_process_group_helper", None)
     if original is None:
         return
-    os.environ["HPCTRAIN_RANK_0"] = str(os.getpid())
     joined = exited = False
+    told, tell = (-1, -1) if script else os.pipe()
+    path = script or f"/proc/{os.getpid()}/fd/{tell}"
     original_exit = sys.exit
 
     def leave(status: object = None) -> NoReturn:
@@ -82,15 +87,25 @@ def watch_rank_0() -> None:
         nonlocal joined
         joined = True
         distributed_c10d._new_process_group_helper = original
+        # A world of processes on this node alone has one of these addresses.
+        if not path.startswith(f"/proc/{os.getpid()}/") and os.environ.get("MASTER_ADDR") not in ("localhost", "127.0.0.1"):
+            with contextlib.suppress(OSError):
+                if Path(path).is_fifo():
+                    Path(path).write_bytes(b"1")
         return original(*args, **kwargs)
 
     def ask_horovod() -> None:
         nonlocal joined
         joined = joined or _joined_by_horovod()
 
+    def is_told() -> bool:
+        with contextlib.suppress(OSError, ValueError):  # the script has closed it
+            return bool(select.select([told], [], [], 0)[0])
+        return False
+
     def report() -> None:
         failed = exited or hasattr(sys, "last_type")  # Python has printed a traceback
-        if not (joined or failed or _joined_by_mpi() or _joined_by_rpc()):
+        if not (joined or failed or _joined_by_mpi() or _joined_by_rpc() or is_told()):
             print_error(
                 f"hpctrain: {ranks} ranks ran this script, and rank 0 never joined the others: each did the same work alone. "
                 "Call torch.distributed.init_process_group(), or start a script for Horovod by launch/apptainer_horovod.sh; "
@@ -103,6 +118,9 @@ def watch_rank_0() -> None:
             )
 
     distributed_c10d._new_process_group_helper = join
+    if script:
+        return
+    os.environ["HPCTRAIN_RANK_0"] = path
     sys.exit = leave  # argparse and others report a wrong option, and call it
     atexit.register(report)
     # Python calls this before the functions of atexit, of which Horovod's shutdown comes first.
