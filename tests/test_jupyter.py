@@ -186,6 +186,18 @@ def test_a_kernel_names_the_image(tmp_path):
         jupyter.write_kernel(env | {"JUPYTER_DATA_DIR": "/proc"})
 
 
+def test_a_kernel_of_another_image_is_kept(tmp_path):
+    """Two images with one file name: the second took the place of the first."""
+    paths = [
+        jupyter.write_kernel({"APPTAINER_CONTAINER": f"/{folder}/hpctrain-cpu.sif", "JUPYTER_DATA_DIR": str(tmp_path)})
+        for folder in ("mine", "group", "mine")
+    ]
+    assert [path.parent.name for path in paths] == ["hpctrain-cpu", "hpctrain-cpu-2", "hpctrain-cpu"]
+    kernels = [json.loads(path.read_text()) for path in paths]
+    assert [kernel["display_name"] for kernel in kernels] == ["hpctrain-cpu", "hpctrain-cpu 2", "hpctrain-cpu"]
+    assert "/mine/hpctrain-cpu.sif" in kernels[0]["argv"] and "/group/hpctrain-cpu.sif" in kernels[1]["argv"]
+
+
 def test_a_kernel_of_shifter(tmp_path):
     env = {"HPCTRAIN_IMAGE": "registry/me/hpctrain:cu130", "JUPYTER_DATA_DIR": str(tmp_path)}
     shifter = env | {"HPCTRAIN_RUNTIME": "shifter", "HPCTRAIN_SHIFTER_MODULES": "gpu,nccl-plugin"}

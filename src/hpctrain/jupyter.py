@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import chain, count
 from pathlib import Path
 
 from hpctrain import atomic
@@ -102,6 +103,8 @@ def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
 def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
     """Write kernel.json for a JupyterHub of the site, whose notebooks then run in this image; returns its path.
 
+    It has the name of the image, with a number where that is the kernel of another image.
+
     The image is that of HPCTRAIN_RUNTIME and HPCTRAIN_IMAGE, as for the launch scripts, or by default that of the container of
     Apptainer in which this process is. Raises HpctrainError if it is in none.
     """
@@ -120,15 +123,19 @@ def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
             "--kernel cannot tell the image: run it in a container of apptainer (apptainer exec SIF hpctrain jupyter ...), "
             "or set HPCTRAIN_RUNTIME to shifter or podman-hpc, and HPCTRAIN_IMAGE to the image's name"
         )
-    name = image.rpartition("/")[2].removesuffix(".sif")
+    data = Path(env.get("JUPYTER_DATA_DIR") or Path.home() / ".local/share/jupyter")
+    first = image.rpartition("/")[2].removesuffix(".sif")
+    for name in chain([first], (f"{first} {number}" for number in count(2))):
+        folder = "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in name)
+        path = data / "kernels" / folder / "kernel.json"
+        if not path.exists() or _enters(path, image):
+            break
     kernel = {
         "argv": [*enter, "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         "display_name": name,
         "language": "python",
         "metadata": {"debugger": True},
     }
-    data = Path(env.get("JUPYTER_DATA_DIR") or Path.home() / ".local/share/jupyter")
-    path = data / "kernels" / "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in name) / "kernel.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, json.dumps(kernel, indent=1) + "\n")
@@ -137,6 +144,14 @@ def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
             f"{path}: cannot be written ({error.strerror}): set JUPYTER_DATA_DIR to a folder of your own"
         ) from error
     return path
+
+
+def _enters(path: Path, image: str) -> bool:
+    """Whether a kernel.json starts a kernel in this image."""
+    try:
+        return image in json.loads(path.read_text(encoding="utf-8"))["argv"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def parser() -> Parser:
