@@ -7,7 +7,6 @@ for task in classify pair ner qa generate; do .venv/bin/hpctrain nlp.$task --out
 import argparse
 import sys
 import threading
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from browser import Browser
@@ -34,7 +33,7 @@ def take(browser: Browser, folder: Path, texts: tuple[str, ...], scheme: str) ->
     """The page of a model with its answer to texts."""
     args = argparse.Namespace(device="cpu", batch_size=1, max_new_tokens=16)
     serve.Handler.model, serve.Handler.token = serve.Model(find_model_folder(folder), args), "x"
-    server = ThreadingHTTPServer(("127.0.0.1", 0), serve.Handler)
+    server = serve.Server(("127.0.0.1", 0), serve.Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     browser.prefer(scheme)
     browser.open(f"http://127.0.0.1:{server.server_port}/?token=x")

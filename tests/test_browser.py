@@ -2,7 +2,6 @@
 
 import argparse
 import threading
-from http.server import ThreadingHTTPServer
 
 import pytest
 from browser import Browser
@@ -48,7 +47,7 @@ def test_the_page_of_a_model_asks_for_the_token_and_marks_the_answer(tmp_path, m
     args = argparse.Namespace(device="cpu", batch_size=8, max_new_tokens=4)
     monkeypatch.setattr(serve.Handler, "model", serve.Model(tmp_path, args), raising=False)
     monkeypatch.setattr(serve.Handler, "token", "the-token", raising=False)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), serve.Handler)
+    server = serve.Server(("127.0.0.1", 0), serve.Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with Browser() as browser:
         browser.resize(360, 900)

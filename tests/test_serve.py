@@ -6,12 +6,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.server import ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def ask(task, tmp_path, monkeypatch):
     args = argparse.Namespace(device="cpu", batch_size=8, max_new_tokens=4)
     monkeypatch.setattr(serve.Handler, "model", serve.Model(tmp_path, args), raising=False)
     monkeypatch.setattr(serve.Handler, "token", "the-token", raising=False)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), serve.Handler)
+    server = serve.Server(("127.0.0.1", 0), serve.Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def send(method, path, body=None, headers=None):
@@ -110,6 +111,12 @@ def test_requests_that_are_no_json_or_too_large(ask):
     assert ask("DELETE", "/")[0].status == 501
 
 
+def test_many_programs_connect_at_once():
+    with serve.Server(("127.0.0.1", 0), serve.Handler) as server, ExitStack() as clients:  # it does not accept any yet
+        for _ in range(100):
+            clients.enter_context(socket.create_connection(server.server_address, timeout=5))
+
+
 def test_an_error_of_the_model_is_a_message(ask):
     assert post(ask, {"question": "fails", "context": "b"}) == (422, {"error": "this model cannot: use another"})
     status, answer = post(ask, {"question": "crashes", "context": "b"})
@@ -121,7 +128,7 @@ def test_nobody_gets_in_without_the_token(ask, task):
     for headers in ({}, {"Authorization": "Bearer the-toke"}, {"Cookie": "token=x"}, {"Cookie": "\x01;=;"}):
         for method, path, body in (("GET", "/", None), ("POST", "/", "question=a&context=b"), ("POST", "/answer", "{}")):
             response, text = ask(method, path, body, headers)
-            assert response.status == 403 and "the token is missing" in text
+            assert response.status == 403 and "the token is missing or not of this server" in text
     assert ask("GET", "/?token=wrong", headers={})[0].status == 403
     assert task.sizes == []
 

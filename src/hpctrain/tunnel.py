@@ -30,7 +30,7 @@ TOKEN_PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>Token</title>
 <style>:root { color-scheme: light dark } body { font: 16px/1.6 system-ui, sans-serif; margin: 2rem auto; padding: 1rem;
 max-width: 30rem } input, button { font: inherit; box-sizing: border-box; width: 100%; padding: .4rem; margin-top: .5rem }</style>
-<p>Here the token is missing. Paste it from the file that the log of the job names.
+<p>Here the token is missing or not of this server. Paste it from the file that the log names.
 <form action="/"><input type="password" name="token" aria-label="Token" autofocus><button>Open</button></form>
 """
 

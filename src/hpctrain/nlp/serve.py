@@ -139,7 +139,10 @@ class Handler(BaseHTTPRequestHandler):
         """The page with an answer, or the answers as JSON."""
         if not self._is_allowed():
             self.close_connection = True  # the body of the request is not read
-            self._send_error(HTTPStatus.FORBIDDEN, "the token is missing: open the address that hpctrain serve has printed")
+            self._send_error(
+                HTTPStatus.FORBIDDEN,
+                "the token is missing or not of this server: send that of its address in a header, Authorization: Bearer TOKEN",
+            )
             return
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > LARGEST_BODY:
@@ -297,7 +300,13 @@ def main(world: World, arguments: list[str]) -> None:
         serve_on_port(args)
 
 
-class UnixServer(ThreadingHTTPServer):
+class Server(ThreadingHTTPServer):
+    """A thread for each connection."""
+
+    request_queue_size = 128  # connections that wait for theirs; with Python's 5, Linux resets some of 200 programs
+
+
+class UnixServer(Server):
     """Listens on a Unix socket of this user."""
 
     address_family = socket.AF_UNIX
@@ -313,7 +322,7 @@ def serve_on_port(args: argparse.Namespace) -> None:
     Handler.token = secrets.token_urlsafe(24)
     host, port = args.host or "127.0.0.1", 8000 if args.port is None else args.port
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        server = Server((host, port), Handler)
     except (OSError, OverflowError) as error:
         raise HpctrainError(f"{host}:{port} cannot be listened on ({first_line(error)}): give another --port, or 0") from error
     address = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/?token={Handler.token}"
