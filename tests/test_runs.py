@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import math
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain import plot, report, runs
+from hpctrain import export, plot, report, runs
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.metrics import format_seconds
 from hpctrain.world import ALONE
@@ -150,6 +151,32 @@ def test_metrics_that_are_no_numbers_are_left_out(tmp_path, capsys):
     for main, options in ((runs.main, []), (plot.main, []), (report.main, ["--out", str(tmp_path / "page.html")])):
         main(ALONE, [str(folder), *options])
     assert re.search("train_loss 1 +- ", capsys.readouterr().out)
+
+
+def test_a_run_folder_of_somebody_else_gives_no_traceback(tmp_path, capsys):
+    """Formulas that are none, halves of characters, numbers beyond each axis, and what is no number."""
+    odd = [math.inf, math.nan, 1e308, -1e308, 2**70]
+    lines = [
+        {"epoch": 1, "step": 1, "seconds": 1, "train_loss": 2.0, name: value} for name in ("step", "seconds") for value in odd
+    ]
+    lines += [{"epoch": value, "step": 2, "test_loss": value, "$\\frac{$": 1, "$\\frac{$_loss": 1} for value in (*odd, 2)]
+    lines[-1] |= {"half \ud800": 1, "\x1b[2J": 1, "x" * 5000: 1, "=HYPERLINK(1)": 5}
+    folder = make_run(tmp_path / "$\\frac{$ \udcff", lines=lines, starts=10)
+    for number, value in enumerate([*odd, "x", [], {}], 3):
+        path = folder / f"config.{number}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"resumed_at": value}))
+    report.main(ALONE, [str(folder), str(folder), "--out", str(tmp_path / "page.html")])
+    report.main(ALONE, [str(folder), "--out", str(tmp_path / "page.png")])
+    assert plot.plot(folder).stat().st_size > 10_000
+    export.to_csv(folder)
+    assert (folder / "metrics.csv").read_text().splitlines()[0].endswith(",$\\frac{$,$\\frac{$_loss,'=HYPERLINK(1)")
+
+
+def test_more_metrics_than_anybody_looks_at_take_no_hours(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plot, "MOST_METRICS", 3)
+    content = report.read(make_run(tmp_path / "run", lines=[{"epoch": 1, "step": 1} | {f"m{i}": i for i in range(9)}]))
+    assert report.metric_names([content]) == ["m0", "m1", "m2"]
+    assert capsys.readouterr().out == "hpctrain: the first 3 of 9 metrics are drawn; hpctrain export csv has all\n"
 
 
 def test_a_plot_in_a_folder_that_cannot_be_written_is_one_line(tmp_path):

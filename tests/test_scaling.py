@@ -49,6 +49,30 @@ def test_what_kind_of_scaling_it_is(tmp_path):
         scaling.main(ALONE, [str(tmp_path / "nothing")])
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("world", []), ("world", {"size": 1}), ("size", 0), ("size", "4"), ("size", 2**70), ("launcher", []), ("batch_size", [1]),
+        ("speed", "examples_per_s"), ("step_ms_p50", "\x1b[2J"), ("step_ms_p50", None), ("examples_per_s", 0),
+        ("examples_per_s", float("nan")), ("examples_per_s", 10**400),
+    ],
+)  # fmt: skip
+def test_a_run_that_somebody_else_has_made_is_one_line(tmp_path, place, value):
+    write_run(tmp_path, 2, 200.0)
+    for path in tmp_path.glob("*/*.json"):
+        content = json.loads(path.read_text())
+        for part in (content, *list(content.values())):
+            part |= {place: value} if place in part else {}
+        path.write_text(json.dumps(content))
+    with pytest.raises(HpctrainError, match=r"slurm-2: config.json or result.json is not of hpctrain: remove this run"):
+        scaling.main(ALONE, [str(tmp_path)])
+
+
+def test_names_that_are_no_formulas(tmp_path):
+    write_run(tmp_path / "$\\frac{$", 2, 200.0, "half \udcff $\\frac{$")
+    scaling.main(ALONE, [str(tmp_path / "$\\frac{$")])
+
+
 def submit(tmp_path, *words):
     """Run the script with an sbatch that prints its arguments."""
     (tmp_path / "sbatch").write_text('#!/bin/sh\necho sbatch "$@"\n')

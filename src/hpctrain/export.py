@@ -30,7 +30,8 @@ def to_csv(run: Path) -> str:
     columns = list(dict.fromkeys(["epoch", "step", *(name for row in rows for name in row)]))
     with atomic.file(run / "metrics.csv") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
+        # A spreadsheet would take a name that begins so for a formula, and compute it.
+        writer.writerow({name: f"'{name}" if name[:1] in {*"=+-@"} else name for name in columns})
         writer.writerows(rows)
     return f"{run}/metrics.csv"
 

@@ -8,15 +8,29 @@ from pathlib import Path
 
 from hpctrain import atomic
 from hpctrain.cli import Parser
-from hpctrain.errors import HpctrainError, reason
+from hpctrain.errors import HpctrainError, one_line, reason
 from hpctrain.runs import NOT_SCORES, load_metrics, points
 from hpctrain.world import World
+
+MOST_METRICS = 100  # each takes a tenth of a second or more
 
 
 def plot(folder: Path) -> Path:
     """Draw curves.png in a run folder; returns its path. Raises HpctrainError if there are no metrics."""
     with folder_for_matplotlib():
         return _draw(folder)
+
+
+def plain(text: str) -> str:
+    """A name as a picture shows it: matplotlib takes what is between two $ for a formula, and cannot draw half of a character."""
+    return one_line(text).replace("$", r"\$")
+
+
+def the_first(names: list[str]) -> list[str]:
+    """As many metrics as a picture or a page can have. Says so if there are more."""
+    if len(names) > MOST_METRICS:
+        print(f"hpctrain: the first {MOST_METRICS} of {len(names):,} metrics are drawn; hpctrain export csv has all", flush=True)
+    return names[:MOST_METRICS]
 
 
 @contextmanager
@@ -44,14 +58,15 @@ def _draw(folder: Path) -> Path:
         ) from error
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     axes = figure.subplots(1, 2)
-    names = dict.fromkeys(name for line in lines for name in line if name not in NOT_SCORES and "/" not in name)
+    found = dict.fromkeys(name for line in lines for name in line if name not in NOT_SCORES and "/" not in name)
+    names = the_first([*found])
     for axis, of_loss, title in zip(axes, (True, False), ("loss", "score"), strict=True):
         for name in names:
             if name.endswith("_loss") != of_loss:
                 continue
             axis.plot(
                 *zip(*points(lines, name), strict=True),
-                label=name.replace("_", " "),
+                label=plain(name.replace("_", " ")),
                 marker=None if name == "train_loss" else "o",
             )
         axis.set(xlabel="step", title=title)
@@ -61,7 +76,7 @@ def _draw(folder: Path) -> Path:
     if "test_accuracy" in names:
         best = max((line.get("test_accuracy", 0.0), line["epoch"]) for line in lines)
         axes[1].set_title(f"accuracy: best {best[0]:.4f} after epoch {best[1]}")
-    figure.suptitle(str(folder))
+    figure.suptitle(plain(str(folder)))
     path = folder / "curves.png"
     with atomic.file(path, "wb") as file:
         figure.savefig(file, format="png", dpi=110)

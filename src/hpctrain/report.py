@@ -11,8 +11,8 @@ from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.metrics import format_seconds
-from hpctrain.plot import folder_for_matplotlib
-from hpctrain.runs import points, read_configs, read_metrics, summarize
+from hpctrain.plot import folder_for_matplotlib, plain, the_first
+from hpctrain.runs import is_number, points, read_configs, read_metrics, summarize
 from hpctrain.world import World
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def metric_names(runs: list[Content]) -> list[str]:
     """The metrics that a chart shows, in order; "score/part" is a detail of a score and has none."""
     found = dict.fromkeys(name for run in runs for line in run.lines for name in line if "/" not in name)
     scores = [name for name in found if name not in (*FIRST, *LAST, "epoch", "step", "seconds")]
-    return [name for name in (*FIRST, *scores, *LAST) if name in found]
+    return the_first([name for name in (*FIRST, *scores, *LAST) if name in found])
 
 
 def draw(axis: "Axes", runs: list[Content], name: str) -> None:
@@ -85,9 +85,9 @@ def draw(axis: "Axes", runs: list[Content], name: str) -> None:
         if found:
             axis.plot(*zip(*found, strict=True), color=color, marker="o" if len(found) < 30 else None, markersize=3)
         for config in run.configs[1:]:
-            if "resumed_at" in config:
+            if is_number(config.get("resumed_at")):
                 axis.axvline(config["resumed_at"], color=color, linestyle=":", linewidth=2)
-    axis.set(xlabel="step", title=TITLES.get(name, name.replace("_", " ")))
+    axis.set(xlabel="step", title=TITLES.get(name, plain(name.replace("_", " "))))
     values = [value for run in runs for _, value in points(run.lines, name)]
     if name.endswith("_loss") and 0 < 20 * min(values) < max(values) < math.inf:
         axis.set_yscale("log")
@@ -177,7 +177,7 @@ def picture(runs: list[Content]) -> bytes:
     for axis in axes.flat[len(names) :]:
         axis.axis("off")
     marks = [Line2D([], [], color=COLORS[number % len(COLORS)]) for number in range(len(runs))]
-    figure.legend(marks, [run.row["run"] for run in runs], loc="outside upper left", ncols=3)
+    figure.legend(marks, [plain(run.row["run"]) for run in runs], loc="outside upper left", ncols=3)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
     return content.getvalue()
@@ -200,7 +200,7 @@ def main(world: World, arguments: list[str]) -> None:
         raise UsageError(f"--out {args.out}: give a name that ends in .html or .png")
     runs = [read(run) for run in args.run]
     with folder_for_matplotlib():
-        content = picture(runs) if args.out.suffix == ".png" else page(runs).encode()
+        content = picture(runs) if args.out.suffix == ".png" else page(runs).encode(errors="backslashreplace")
     try:
         with atomic.file(args.out, "wb") as file:
             file.write(content)

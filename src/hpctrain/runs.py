@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import stat
 import time
@@ -25,6 +26,8 @@ SIGN_OF_LIFE = 60.0  # s
 TAIL = 8192  # bytes
 # A file of a run that is read whole has less; a metrics.jsonl of this size has a million lines.
 MOST = 2**28  # bytes
+# Names of metrics that are longer, and numbers of which the axis of a chart cannot have the range, are no metrics.
+LONGEST_NAME, LARGEST = 200, 1e307
 
 
 def find(folder: Path) -> Iterator[Path]:
@@ -89,7 +92,7 @@ def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
 def load_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
     """The lines of metrics.jsonl, of its last `tail` bytes if given. A line that is being written is left out.
 
-    So is what is no number, or one that is too large to draw. Raises OSError.
+    So is what is no number, or one that is too large to draw, and what has no name that can be shown. Raises OSError.
     """
     with open_plain(run / "metrics.jsonl") as file:
         if tail is not None and file.seek(0, os.SEEK_END) > tail:
@@ -104,14 +107,21 @@ def load_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
             line = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        line = {name: value for name, value in line.items() if _is_number(value)} if isinstance(line, dict) else {}
+        line = {name: value for name, value in line.items() if _is_metric(name, value)} if isinstance(line, dict) else {}
         if {"epoch", "step"} <= line.keys():
             lines.append(line)
     return lines
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
+def _is_metric(name: str, value: object) -> bool:
+    if name in ("epoch", "step", "seconds"):
+        return is_number(value) and math.isfinite(value)
+    return is_number(value) and name.isprintable() and len(name) <= LONGEST_NAME
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of JSON is a number that a chart can have; NaN and infinity, of a run that diverged, are numbers, too."""
+    return (isinstance(value, int) and abs(value) < 2**63) or (isinstance(value, float) and not LARGEST < abs(value) < math.inf)
 
 
 def points(lines: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
@@ -171,7 +181,7 @@ def _speed(run: Path, state: str, lines: list[dict[str, float]]) -> float | None
     if state == "finished":
         with suppress(HpctrainError):
             speed = read_json(run / "result.json").get("speed")
-            if isinstance(speed, dict) and _is_number(speed.get("examples_per_s")):
+            if isinstance(speed, dict) and is_number(speed.get("examples_per_s")):
                 return speed["examples_per_s"]
     return next((line["examples_per_s"] for line in reversed(lines) if "examples_per_s" in line), None)
 

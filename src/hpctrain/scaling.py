@@ -1,20 +1,22 @@
 """hpctrain scaling: how the throughput of a trainer grows with its ranks, as a table, JSON and a picture."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from hpctrain import atomic
 from hpctrain.cli import Parser
-from hpctrain.errors import HpctrainError
-from hpctrain.plot import folder_for_matplotlib
-from hpctrain.runs import find, read_configs, read_json
+from hpctrain.errors import HpctrainError, one_line
+from hpctrain.plot import folder_for_matplotlib, plain
+from hpctrain.runs import find, is_number, read_configs, read_json
 from hpctrain.world import World
 
 COLUMNS = {
     "launcher": "LAUNCHER", "ranks": "RANKS", "nodes": "NODES", "batch_size": "BATCH", "step_ms": "STEP (MS)",
     "examples_per_s": "EXAMPLES/S", "speedup": "SPEEDUP", "efficiency": "EFFICIENCY",
 }  # fmt: skip
+NO_NUMBERS = {"launcher", "batch_size"}
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
@@ -28,16 +30,22 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
         config = read_configs(run)[-1]
         speed = read_json(run / "result.json").get("speed") if (run / "result.json").exists() else None
         if not speed or "examples_per_s" not in speed:
-            print(f"{run}: left out, as it has no result yet", flush=True)
+            print(f"{one_line(str(run))}: left out, as it has no result yet", flush=True)
             continue
-        world = World(**config["world"])
-        rows.append(
-            {
-                "launcher": world.launcher_command, "ranks": world.size, "nodes": world.nodes,
+        try:
+            world = World(**config["world"])
+            row = {
+                "launcher": one_line(world.launcher_command), "ranks": world.size, "nodes": world.nodes,
                 "batch_size": config["options"].get("batch_size"), "step_ms": speed["step_ms_p50"],
                 "examples_per_s": speed["examples_per_s"],
-            }
-        )  # fmt: skip
+            }  # fmt: skip
+            valid = all(is_number(row[name]) and 0 < row[name] < math.inf for name in COLUMNS.keys() & row.keys() - NO_NUMBERS)
+            valid = valid and type(row["batch_size"]) in (int, type(None))
+        except (AttributeError, KeyError, TypeError):
+            valid = False
+        if not valid:
+            raise HpctrainError(f"{run}: config.json or result.json is not of hpctrain: remove this run, or move it elsewhere")
+        rows.append(row)
     rows.sort(key=lambda row: (row["launcher"], row["ranks"]))
     first: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -79,10 +87,10 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     for launcher in dict.fromkeys(row["launcher"] for row in rows):
         own = [row for row in rows if row["launcher"] == launcher]
         ranks = [row["ranks"] for row in own]
-        (line,) = axes[0].plot(ranks, [row["examples_per_s"] for row in own], "o-", label=launcher)
+        (line,) = axes[0].plot(ranks, [row["examples_per_s"] for row in own], "o-", label=plain(launcher))
         ideal = [own[0]["examples_per_s"] * n / ranks[0] for n in ranks]
-        axes[0].plot(ranks, ideal, "--", color=line.get_color(), alpha=0.5, label=f"{launcher}, ideal")
-        axes[1].plot(ranks, [100 * row["efficiency"] for row in own], "o-", label=launcher)
+        axes[0].plot(ranks, ideal, "--", color=line.get_color(), alpha=0.5, label=f"{plain(launcher)}, ideal")
+        axes[1].plot(ranks, [100 * row["efficiency"] for row in own], "o-", label=plain(launcher))
     axes[0].set(xscale="log", yscale="log", ylabel="examples/s")
     axes[1].set(xscale="log", ylabel="efficiency (%)", ylim=(0, None))
     ticks = sorted({row["ranks"] for row in rows})
@@ -92,7 +100,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         axis.set_xlabel("ranks")
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.suptitle(title)
+    figure.suptitle(plain(title))
     with atomic.file(path, "wb") as file:
         figure.savefig(file, format="png", dpi=110)
 
@@ -109,7 +117,7 @@ def main(world: World, arguments: list[str]) -> None:
     folder = parser().parse_args(arguments).folder
     rows = read_rows(folder)
     title = f"{folder}: {describe(rows)}"
-    print(title, table(rows), sep="\n")
+    print(one_line(title), table(rows), sep="\n")
     try:
         atomic.write_text(folder / "scaling.json", json.dumps(rows, indent=2) + "\n")
         with folder_for_matplotlib():
