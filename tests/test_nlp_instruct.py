@@ -62,6 +62,14 @@ def test_all_answers_are_learned_and_nothing_else(tokenizer):
     )
 
 
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_what_the_assistant_says_first_is_no_answer(tokenizer, monkeypatch, template):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    greeting = Conversation((("assistant", "파란색"), ("user", "눈?"), ("assistant", "하얀색")))
+    answers, text = learned(tokenizer, greeting, 400)
+    assert len(answers) == 1 and answers[0].startswith("하얀색") and "파란색" in text
+
+
 def test_the_template_of_the_tokenizer_is_used(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)
     answers, text = learned(tokenizer, TWO_TURNS, 400)
@@ -112,6 +120,15 @@ def test_what_is_too_long_is_truncated_or_left_out(tokenizer):
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
             (("user", "a"), ("assistant", "b")),
         ),
+        (  # UltraChat, No Robots
+            {"prompt": "a", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            (("user", "a"), ("assistant", "b")),
+        ),
+        (
+            {"system": "짧게.", "tools": "[]", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            (("system", "짧게."), ("user", "a"), ("assistant", "b")),
+        ),
+        ({"instruction": "a", "output": "b", "system": "", "history": []}, (("user", "a"), ("assistant", "b"))),
     ],
 )
 def test_published_forms_are_read(tmp_path, item, messages):
@@ -138,6 +155,16 @@ def test_published_forms_are_read(tmp_path, item, messages):
         ('{"messages": ["a"]}', "line 1, message 1 has no 'role' of type str"),
         ('{"instruction": "a", "output": 3}', "line 1 has no 'output' of type str"),
         ('{"prompt": "a", "completion": ""}', "line 1: it has no answer of the assistant"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: it has no answer of the assistant"),
+        (
+            '{"tools": [{}], "messages": []}',
+            "line 1 has 'tools', which nlp.instruct does not read: write them into a message, or",
+        ),
+        (
+            '{"instruction": "a", "output": "b", "history": [["c", "d"]]}',
+            "line 1 has 'history', which nlp.instruct does not read",
+        ),
+        ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', "line 1, message 1 has 'tool_calls', which"),
         ("[3]", r"\[0\] has no 'messages' of type list"),
         ("[", "not valid JSON"),
     ],

@@ -126,40 +126,54 @@ def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
 
     These are conversations (from, value) of ShareGPT, instruction, input and output of Alpaca, instruction, context and response
     of Dolly, and prompt and completion.
-    Raises HpctrainError, naming the location, unless it has an answer of the assistant.
+    Raises HpctrainError, naming the location, unless it has an answer of the assistant, and for what is not read and changes
+    the answers.
     """
     expected = "an object with messages, with instruction and output, or with prompt and completion"
-    if isinstance(item, dict) and "instruction" in item:
+    has = item if isinstance(item, dict) else {}
+    _refuse_unread(location, has, "tools", "functions", "history")
+    key = next((key for key in ("messages", "conversations") if key in has), None)
+    if key is None and "instruction" in has:
         asked = data.get_field(location, item, "instruction", str, expected)
         more, answer = ("context", "response") if "response" in item else ("input", "output")
         if item.get(more):
             asked += "\n\n" + data.get_field(location, item, more, str, expected)
         messages = [("user", asked), ("assistant", data.get_field(location, item, answer, str, expected))]
-    elif isinstance(item, dict) and "prompt" in item:
+    elif key is None and "prompt" in has:  # with messages, it is the first of them (UltraChat)
         pair = [data.get_field(location, item, name, str, expected) for name in ("prompt", "completion")]
         messages = list(zip(("user", "assistant"), pair, strict=True))
     else:
         messages = []
-        key = "conversations" if isinstance(item, dict) and "messages" not in item and "conversations" in item else "messages"
-        for i, message in enumerate(data.get_field(location, item, key, list, expected)):
+        for i, message in enumerate(data.get_field(location, item, key or "messages", list, expected)):
             place = f"{location}, message {i + 1}"
+            _refuse_unread(place, message if isinstance(message, dict) else {}, "tool_calls", "function_call")
             names = ("from", "value") if isinstance(message, dict) and "from" in message else ("role", "content")
             role, text = (data.get_field(place, message, name, str, "a role and its content") for name in names)
             role = SHAREGPT_ROLES.get(role, role)
             if role not in ROLES:
                 raise data.line_error(place, f"the role is {data.shorten(role)!r}, not one of {', '.join(ROLES)}")
             messages.append((role, text))
-    if not any(role == "assistant" and text for role, text in messages):
+    if has.get("system"):  # LLaMA-Factory
+        messages.insert(0, ("system", data.get_field(location, item, "system", str, expected)))
+    if not any(role == "assistant" and text for role, text in messages[1:]):
         raise data.line_error(location, "it has no answer of the assistant")
     return Conversation(tuple(messages), location)
+
+
+def _refuse_unread(location: str, item: dict[str, Any], *keys: str) -> None:
+    """Raise HpctrainError for an object that has something under one of these keys: the model would not see it."""
+    if found := next((key for key in keys if item.get(key) not in (None, "", "[]", [], {})), None):
+        raise HpctrainError(
+            f"{location} has {found!r}, which nlp.instruct does not read: write them into a message, or remove them"
+        )
 
 
 def render(tokenizer: PreTrainedTokenizerFast, example: Conversation) -> tuple[str, list[tuple[int, int]]]:
     """A conversation in the chat template of the tokenizer, and where its answers begin and end, in characters.
 
-    An answer begins where the template would ask for one. Raises HpctrainError if the template refuses the conversation, or
-    writes a message in another way once others follow, or than it asks for an answer: the model would learn what it never has
-    to write.
+    An answer begins where the template would ask for one; what the assistant says first answers nothing. Raises HpctrainError
+    if the template refuses the conversation, or writes a message in another way once others follow, or than it asks for an
+    answer: the model would learn what it never has to write.
     """
     answers, before = [], ""
     for i, (role, _) in enumerate(example.messages, 1):
@@ -169,7 +183,7 @@ def render(tokenizer: PreTrainedTokenizerFast, example: Conversation) -> tuple[s
                 f"{example.location}: the chat template of the tokenizer changes messages {i - 1} and before when message {i} "
                 "follows: leave out such conversations, or change chat_template.jinja in the folder of --model"
             )
-        if role == "assistant":
+        if role == "assistant" and i > 1:
             prompt = _apply(tokenizer, example.messages[: i - 1], answer=True, location=example.location)
             if not text.startswith(prompt):
                 raise HpctrainError(
