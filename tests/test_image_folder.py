@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import struct
 import sys
 import tarfile
@@ -158,6 +159,14 @@ def test_a_broken_image_is_named(images, tmp_path, kind):
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
 
 
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "0.jpg")
+    signal.alarm(60)
+    with pytest.raises(HpctrainError, match=r"0.jpg: cannot be read as a JPEG or PNG .*not a plain file"):
+        decode(tmp_path / "0.jpg")
+    signal.alarm(0)
+
+
 def test_damaged_images_are_read_or_refused_in_one_line(images, tmp_path):
     """400 random changes of bytes and lengths."""
     chance = random.Random(1)
@@ -241,6 +250,7 @@ WRONG_SHARDS = {
     "word": (["0.jpg", "0.cls=cat"], "000.tar: 0.cls has no label: it must be an integer from 0"),
     "negative": (["0.jpg", "0.cls=-1"], "000.tar: 0.cls has no label"),
     "large": (["0.jpg", "0.cls=12345678901"], "000.tar: 0.cls has no label"),
+    "a hundred million classes": (["0.jpg", "0.cls=99999999"], "000.tar: 0.cls has the label 99999999, but labels are the numb"),
 }
 
 

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+import signal
 from itertools import pairwise, permutations, product
 from pathlib import Path
 
@@ -678,6 +679,18 @@ def test_split_with_an_empty_part_is_refused(share, titles, message):
     questions = [Question(str(i), title, "", "?", []) for i, title in enumerate(titles)]
     with pytest.raises(UsageError, match=message):
         data.split_examples(qa.TASK, questions, share, seed=0)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".parquet", ".arrow"])
+def test_devices_and_pipes_of_a_data_set_are_not_read(tmp_path, suffix):
+    """An archive can have links to devices that never end."""
+    signal.alarm(60)
+    (tmp_path / f"train{suffix}").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / f"test{suffix}")
+    for name in ("train", "test"):
+        with pytest.raises(HpctrainError, match=rf"{name}{suffix}: .*not a plain file"):
+            classify.TASK.read(tmp_path / f"{name}{suffix}", None, suffix != ".txt" and {"text": "text", "label": "label"})
+    signal.alarm(0)
 
 
 def test_too_little_or_other_than_text_is_one_clear_line(tmp_path):

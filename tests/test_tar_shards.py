@@ -1,6 +1,8 @@
 """Examples of tar files: order, content, workers and a resume; and tar files that are damaged or of another kind."""
 
 import io
+import os
+import signal
 import subprocess
 import tarfile
 
@@ -65,6 +67,49 @@ def test_a_wrong_tar_file_is_named(shards, change, message):
     with pytest.raises(HpctrainError, match=message) as error:
         TarShards(shards)
     assert str(error.value).startswith(f"{shards[1]}: ") and "\n" not in str(error.value)
+
+
+def header(name, content=b"", size=None, kind=tarfile.REGTYPE, charge=0):
+    """A member of a tar file, whose header may lie about its size, in the form for numbers of any size."""
+    member = tarfile.TarInfo(name)
+    member.size, member.type = len(content), kind
+    block = bytearray(member.tobuf(tarfile.GNU_FORMAT)[-512:])
+    if size is not None:
+        block[124:136] = (size + (1 << 95 if size >= 0 else 1 << 96)).to_bytes(12, "big")
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % (sum(block) + charge)
+    return bytes(block) + content + bytes(-len(content) % 512)
+
+
+LYING = {
+    "negative size": header("x.cls", size=-512),
+    "negative size of a header": header("x", size=-1024, kind=tarfile.XHDTYPE),
+    "size beyond the end": header("x.cls", size=2**50),
+    "endless header": header("x", b"99999999999 size=1\n", kind=tarfile.XHDTYPE) + header("x.cls", size=2**50),
+    "sparse": header("x", b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n", kind=tarfile.XHDTYPE) + header("x.cls", b"a"),
+    "chain": header("././@LongLink", b"a\0", kind=tarfile.GNUTYPE_LONGNAME) * 3000,
+    "damaged header": header("x.cls", b"1", charge=1) + header("y.cls", b"1"),
+}
+
+
+@pytest.mark.parametrize("kind", LYING)
+def test_a_tar_file_that_lies_is_one_line(tmp_path, kind):
+    """Without end, with a traceback, or without the examples behind a damaged header, which tarfile takes for the end."""
+    path = tmp_path / "a.tar"
+    path.write_bytes(header("w.cls", b"0") + LYING[kind] + bytes(1024))
+    signal.alarm(60)
+    with pytest.raises(HpctrainError, match="cannot be read as an uncompressed tar file") as error:
+        TarShards([path])
+    signal.alarm(0)
+    assert str(error.value).startswith(f"{path}: ") and str(error.value).isprintable()
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.tar")
+    signal.alarm(60)
+    with pytest.raises(HpctrainError, match="not a plain file"):
+        TarShards([tmp_path / "a.tar"])
+    signal.alarm(0)
 
 
 def test_a_tar_file_without_examples(tmp_path):

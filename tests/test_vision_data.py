@@ -3,6 +3,7 @@
 import gzip
 import os
 import random
+import signal
 import struct
 import subprocess
 import sys
@@ -70,6 +71,16 @@ def test_a_broken_file_is_named(folder, name, content, message):
     with pytest.raises(HpctrainError, match=message) as error:
         data.load(folder)
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("end", ["", ".gz"])
+def test_a_pipe_is_not_waited_for(folder, end):
+    (folder / "train-images-idx3-ubyte").unlink()
+    os.mkfifo(folder / f"train-images-idx3-ubyte{end}")
+    signal.alarm(60)
+    with pytest.raises(HpctrainError, match=r"ubyte(\.gz)?: cannot be read \(.*not a plain file\)"):
+        data.load(folder)
+    signal.alarm(0)
 
 
 def test_a_truncated_gz_is_named(folder):

@@ -14,6 +14,7 @@ import numpy
 from torch.utils.data import Dataset
 
 from hpctrain.errors import HpctrainError, first_line
+from hpctrain.runs import open_plain
 
 
 class TarShards(Dataset):
@@ -85,11 +86,20 @@ class TarShards(Dataset):
         return contents
 
 
+class _Header(tarfile.TarInfo):
+    """A header of a tar file. A negative size is an error: tarfile would go back, and read the same headers without end."""
+
+    def _block(self, count: int) -> int:
+        if count < 0:
+            raise tarfile.ReadError("negative size")
+        return super()._block(count)
+
+
 def _examples_in(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
     """The key of each example of a tar file, and the offset and size of the file with each extension. Raises HpctrainError."""
     examples: list[tuple[str, dict[str, tuple[int, int]]]] = []
     try:
-        with tarfile.open(path, "r:") as tar:
+        with open_plain(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
             for member in tar:
                 folder, _, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
@@ -101,7 +111,12 @@ def _examples_in(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
                 if not examples or examples[-1][0] != key:
                     examples.append((key, {}))
                 examples[-1][1][extension] = member.offset_data, member.size
-    except (OSError, tarfile.TarError) as error:
+            file.seek(tar.offset)
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile ends without an error there
+                raise tarfile.ReadError("damaged header")
+    except HpctrainError:
+        raise
+    except Exception as error:  # tarfile raises exceptions of many kinds for damaged files
         raise HpctrainError(
             f"{path}: cannot be read as an uncompressed tar file ({first_line(error)}): unpack a .tar.gz with gunzip, "
             "or copy the file again"

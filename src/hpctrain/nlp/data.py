@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hpctrain.errors import HpctrainError, UsageError, first_line, one_line
+from hpctrain.runs import open_plain
 from hpctrain.world import counted
 
 if TYPE_CHECKING:  # it imports all of transformers, and `hpctrain fetch` needs none
@@ -215,7 +216,8 @@ def line_error(location: str, problem: str) -> HpctrainError:
 def read_text(path: Path) -> str:
     """The text of a file, without a byte order mark. Raises HpctrainError if it is empty or not UTF-8."""
     try:
-        content = path.read_bytes()
+        with open_plain(path) as file:
+            content = file.read()
     except OSError as error:
         raise HpctrainError(f"{path}: cannot be read ({error.strerror}): give --data a folder or a file") from error
     text = decode_text(path, content)

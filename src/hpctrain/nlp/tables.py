@@ -13,6 +13,7 @@ from typing import Any
 from hpctrain.errors import HpctrainError, first_line
 from hpctrain.nlp import data
 from hpctrain.nlp.data import Example
+from hpctrain.runs import open_plain
 
 ROWS = 1_000  # of Parquet and Arrow that are in memory as Python objects at a time
 
@@ -115,7 +116,7 @@ def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str
         raise HpctrainError(f"{path}: reading it needs pyarrow: install pyarrow, or convert the file to .jsonl") from error
     names, number = list(columns.values()), 0
     try:
-        with pyarrow.OSFile(str(path)) as file:
+        with open_plain(path), pyarrow.OSFile(str(path)) as file:
             schema, batches = _open_parquet(file, names) if path.suffix.lower() == ".parquet" else _open_arrow(file)
             _check_columns(path, columns, schema.names)
             classes = {name: _find_class_names(schema.metadata, name) for name in names}

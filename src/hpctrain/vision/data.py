@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import HpctrainError
+from hpctrain.runs import open_plain
 
 SIDE = 28  # pixels
 CLASSES = 10
@@ -124,7 +125,7 @@ def _read_idx(folder: Path, name: str, dimensions: int) -> Tensor:
         )
     packed = path.suffix == ".gz"
     try:
-        with gzip.open(path) if packed else path.open("rb") as file:
+        with open_plain(path) as plain, gzip.GzipFile(fileobj=plain) if packed else plain as file:
             header = file.read(4 + 4 * dimensions)
             if header[:4] != bytes([0, 0, 8, dimensions]) or len(header) < 4 + 4 * dimensions:
                 raise HpctrainError(

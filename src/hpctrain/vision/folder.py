@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.batches import can_fork_beside_threads
 from hpctrain.errors import HpctrainError, first_line, one_line
+from hpctrain.runs import open_plain
 from hpctrain.tar_shards import TarShards
 from hpctrain.vision.data import Images, to_images
 from hpctrain.world import counted
@@ -34,6 +35,8 @@ if TYPE_CHECKING:  # importing Pillow would hold up MNIST's first step
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 MOST_DIGITS = 9  # of a label, with the end of its line
+# Tar files with fewer examples have no more classes. A label alone says how many there are, and a model has an output for each.
+MOST_CLASSES = 100_000
 TRAINING, EVALUATION = "train", ("val", "valid", "test")  # names of the parts of a data folder
 # What Pillow raises for files that are damaged, in addition to OSError.
 DAMAGED = (SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
@@ -126,7 +129,11 @@ class ImageShards(ImageFolder):
             raise HpctrainError(f"{paths[0]}: its examples have {found}: they need one JPEG or PNG file and its label in .cls")
         self._extension = images[0]
         self.labels = torch.tensor([self._label(*label) for label in enumerate(self._shards.read_all("cls"))])
-        self.classes = [str(label) for label in range(int(self.labels.max()) + 1)]
+        largest = int(self.labels.argmax())
+        if self.labels[largest] >= max(MOST_CLASSES, len(self.labels)):
+            place = f"{self._shards.path(largest)}: {self._shards.key(largest)}.cls"
+            raise HpctrainError(f"{place} has the label {self.labels[largest]}, but labels are the numbers of classes, from 0")
+        self.classes = [str(label) for label in range(int(self.labels[largest]) + 1)]
 
     def _label(self, number: int, text: bytes) -> int:
         if not text.strip().isdigit() or len(text) > MOST_DIGITS:
@@ -254,7 +261,8 @@ def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damaged EXIF data
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(source, formats=["JPEG", "PNG"]) as file:
+            opened = open_plain(source) if isinstance(source, Path) else source
+            with opened, Image.open(opened, formats=["JPEG", "PNG"]) as file:
                 image = ImageOps.exif_transpose(file)
                 if image.mode.startswith("I"):  # 16 bits of gray, which convert() would clip and not scale
                     image = Image.fromarray((numpy.asarray(image) // 256).astype(numpy.uint8))
