@@ -14,6 +14,7 @@ from conftest import write_digits
 from peft import PeftModel
 from test_nlp import NO_DROPOUT, SHAPE, metrics, result, scores, train
 from test_nlp import cache as cache  # a fixture, for each test
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,9 +26,9 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from hpctrain import checkpoint
+from hpctrain import checkpoint, sharding
 from hpctrain.checkpoint_parts import Pieces
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp import classify, finetune, memory
 from hpctrain.nlp.lightning_module import FineTuneModule
 from hpctrain.nlp.options import parse_options
@@ -74,6 +75,17 @@ def let_rank_0_load():
     """Other ranks may not load the model."""
     if os.environ["RANK"] != "0":
         AutoModelForSequenceClassification.from_pretrained = None
+
+
+def require_offload():
+    """Every block is sharded with its parts on the CPU."""
+    real = sharding.fully_shard
+
+    def fully_shard(*arguments, offload_policy, **options):
+        assert isinstance(offload_policy, CPUOffloadPolicy)
+        return real(*arguments, offload_policy=offload_policy, **options)
+
+    sharding.fully_shard = fully_shard
 
 
 def fail_on_rank_1():
@@ -147,8 +159,17 @@ def test_the_weights_are_those_of_ddp(words, whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "strategy"), [(4, "fsdp"), (3, "fsdp"), (2, "ddp")])
-def test_a_run_cut_within_an_epoch_goes_on_with_any_number_of_ranks(words, whole, tmp_path, count, strategy):
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (4, ["--strategy", "fsdp"]),
+        (4, ["--cpu-offload"]),
+        (3, ["--strategy", "fsdp"]),
+        (2, ["--strategy", "ddp"]),
+    ],
+    ids=lambda value: str(value).strip("[]"),
+)
+def test_a_run_cut_within_an_epoch_goes_on_with_any_number_of_ranks(words, whole, tmp_path, count, options):
     cut = tmp_path / "run"
     shutil.copytree(whole, cut)
     (cut / "result.json").unlink()
@@ -156,7 +177,8 @@ def test_a_run_cut_within_an_epoch_goes_on_with_any_number_of_ranks(words, whole
     (cut / "checkpoints/epoch-0002.pt/rank-0001-of-0004.pt").unlink()
     flip_a_bit(cut / "checkpoints/epoch-0002-step-000003.pt/rank-0003-of-0004.pt")
     assert checkpoint.find_newest(cut).name == "epoch-0002-step-000001.pt"
-    train_ranks(tmp_path, count, *words, "--strategy", strategy, "--resume", "run")
+    setup = require_offload if "--cpu-offload" in options else None
+    train_ranks(tmp_path, count, *words, *options, "--resume", "run", setup=setup)
     first, second = (checkpoint.load(run / "checkpoints/epoch-0002.pt", CPU) for run in (cut, whole))
     tolerance = {"rtol": 0, "atol": 0} if count == 4 else {"rtol": 1e-3, "atol": 1e-4}
     for part in ("model", "optimizer_states"):
@@ -263,6 +285,7 @@ def test_what_cannot_fit_is_refused_before_it_is_loaded(config, tmp_path, monkey
         (["--lora-rank", "4"], ALONE, 4, "take --strategy fsdp on 2 ranks or more (docs"),
         (["--epochs", "0"], ALONE, 4, "take --strategy fsdp on 2 ranks or more (docs"),
         (["--strategy", "fsdp"], World(0, 4, 0, 4, 0, 1, "torchrun"), 4, "take --strategy fsdp on 5 ranks or more, or"),
+        (["--cpu-offload"], World(0, 4, 0, 4, 0, 1, "torchrun"), 4, "take --strategy fsdp on 5 ranks or more, or"),
     ):
         args = parse_options(classify.TASK, ["--model", str(folder), *words])
         monkeypatch.setattr(memory, "free_memory", lambda *_, limit=each * count: limit)
@@ -271,9 +294,17 @@ def test_what_cannot_fit_is_refused_before_it_is_loaded(config, tmp_path, monkey
         with pytest.raises(HpctrainError) as caught:
             memory.check_memory(folder, args, world, CPU)
         assert f"{count:,} weights of " in str(caught.value) and advice in str(caught.value)
+    args = parse_options(classify.TASK, ["--model", str(folder), "--strategy", "fsdp"])
+    with pytest.raises(HpctrainError, match="which freezes them, or --cpu-offload "):
+        memory.check_memory(folder, args, World(0, 4, 0, 4, 0, 1, "torchrun"), torch.device("cuda"))
     monkeypatch.setattr(finetune, "load_model", None)
     with pytest.raises(HpctrainError, match=r"rank 0 can have 0\.00 GB"):
         train("classify", tmp_path / "no", "--model", folder)
+
+
+def test_parts_in_the_memory_of_the_node_need_two_ranks(tmp_path):
+    with pytest.raises(UsageError, match="--cpu-offload is for the parts of --strategy fsdp, and one rank has all of them"):
+        train("classify", tmp_path / "run", "--cpu-offload")
 
 
 def test_a_tensor_in_pieces_is_read_in_any_other_pieces():

@@ -82,8 +82,9 @@ def test_what_cannot_be_split_is_refused_in_one_line(llama, tmp_path):
     words = ["--model", str(llama), "--tensor-parallel", "2"]
     with pytest.raises(UsageError, match="--tensor-parallel splits no LoRA matrices: leave it out"):
         parse_options(instruct.TASK, [*words, "--lora-rank", "4"])
-    with pytest.raises(UsageError, match="--compile is not for --tensor-parallel: leave out one"):
-        parse_options(instruct.TASK, [*words, "--compile"])
+    for option in ("--compile", "--cpu-offload"):
+        with pytest.raises(UsageError, match=f"{option} is not for --tensor-parallel: leave out one"):
+            parse_options(instruct.TASK, [*words, option])
     with pytest.raises(UsageError, match="--tensor-parallel 2 does not divide the number of ranks, 1"):
         train("instruct", tmp_path / "run", *words)
 

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from hpctrain import rendezvous
 from hpctrain.device import choose_device
@@ -312,6 +313,20 @@ os._exit(0)
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
+@pytest.mark.parametrize(
+    ("device", "cpu_tensors", "backend"),
+    [("cpu", True, "gloo"), ("cuda:1", False, "nccl"), ("cuda:1", True, "cpu:gloo,cuda:nccl")],
+)
+def test_the_backend_follows_the_device(monkeypatch, device, cpu_tensors, backend):
+    """There is no GPU here, so the group is not made."""
+    made = []
+    monkeypatch.setattr(rendezvous, "_connect_store", lambda _: None)
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda backend, **options: made.append(backend))
+    monkeypatch.setattr(rendezvous.dist, "destroy_process_group", lambda: None)
+    with rendezvous.process_group(World(0, 2, 0, 2, 0, 1, "torchrun"), torch.device(device), cpu_tensors):
+        assert made == [backend]
+
+
 def test_a_store_with_the_connections_of_hundreds_of_ranks():
     """Of which rank 0 has more than it may have open files, unless it asks for more.
 

@@ -41,17 +41,17 @@ atexit.register(_kept_groups.clear)
 
 
 @contextmanager
-def process_group(world: World, device: torch.device) -> Iterator[None]:
+def process_group(world: World, device: torch.device, cpu_tensors: bool = False) -> Iterator[None]:
     """Initialize the default process group for the block; a world of one rank needs none.
 
-    The backend follows the device: nccl on CUDA, gloo on CPU. Raises HpctrainError, naming the missing ranks, if not
-    all of them join within JOIN_TIMEOUT.
+    The backend follows the device: nccl on CUDA, gloo on CPU. With `cpu_tensors`, collectives on CUDA take tensors of the CPU,
+    too, by gloo. Raises HpctrainError, naming the missing ranks, if not all of them join within JOIN_TIMEOUT.
     """
     if world.size == 1:
         postpone_compiler()
         yield
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = ("cpu:gloo,cuda:nccl" if cpu_tensors else "nccl") if device.type == "cuda" else "gloo"
     options = {"device_id": device} if device.type == "cuda" else {}
     _raise_file_limit()
     store = _connect_store(world)
@@ -67,7 +67,7 @@ def process_group(world: World, device: torch.device) -> Iterator[None]:
         # The destructor of a Gloo group waits for its threads, and holds the GIL meanwhile where the last reference is that of
         # DDP's reducer (torch 2.13) or any (2.7.1). A thread that needs the GIL to free its last tensor then deadlocks. A
         # reference keeps the destructor from running.
-        if backend == "gloo":
+        if "gloo" in backend:
             _kept_groups.append(dist.group.WORLD)
         if not ends_at_once:
             dist.destroy_process_group()

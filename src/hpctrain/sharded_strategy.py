@@ -19,7 +19,7 @@ with import_of_lightning():
 class ShardedStrategy(JsonStrategy):
     """Shards the `model` of a LightningModule over all ranks, for a Trainer. In bf16, weights are gathered as bf16 as well.
 
-    `tensor_parallel` and `styles` are those of shard().
+    `tensor_parallel`, `styles` and `cpu_offload` are those of shard().
     """
 
     def __init__(
@@ -28,10 +28,11 @@ class ShardedStrategy(JsonStrategy):
         *,
         tensor_parallel: int = 1,
         styles: Mapping[str, ParallelStyle] | None = None,
+        cpu_offload: bool = False,
         **options: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(world, **options)
-        self._options = {"tensor_parallel": tensor_parallel, "styles": styles}
+        self._options = {"tensor_parallel": tensor_parallel, "styles": styles, "cpu_offload": cpu_offload}
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the model, if it is not yet, and make its optimizer. Lightning calls this to train and to test."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_module
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -29,13 +29,15 @@ def shard(
     device: torch.device,
     *,
     bf16: bool = False,
+    cpu_offload: bool = False,
     tensor_parallel: int = 1,
     styles: Mapping[str, ParallelStyle] | None = None,
 ) -> None:
     """Shard a model, block by block, and move the parts to the device. A collective call.
 
     The weights are those of rank 0. Other ranks may have the model on the meta device: they never hold more than a block of it.
-    With `bf16`, weights are gathered as bf16.
+    With `bf16`, weights are gathered as bf16. With `cpu_offload`, the parts of weights and gradients stay in the memory of the
+    node, and only what is gathered is on the device.
 
     Groups of `tensor_parallel` ranks compute the same examples: each rank its columns or rows of the layers that `styles` names,
     and all of the other layers. What a rank has of a weight then is sharded over the groups.
@@ -50,6 +52,7 @@ def shard(
     else:
         mesh = init_device_mesh(device.type, (ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     in_styles = {model.get_submodule(name): style for name, style in (styles or {}).items()}
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)  # of a tied weight there are several
     for module in model.modules():
@@ -65,7 +68,7 @@ def shard(
             if group is not None and module._parameters and module not in done:
                 done.add(module)
                 parallelize_module(module, group, in_styles.get(module) or Whole(Replicate()))
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
 
 def _receive(tensor: Tensor, device: torch.device, places: list[tuple[nn.Module, str]], group: DeviceMesh | None) -> None:

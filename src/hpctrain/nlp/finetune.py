@@ -24,7 +24,7 @@ from hpctrain import checkpoint
 from hpctrain.batches import steps_per_epoch
 from hpctrain.config import versions
 from hpctrain.device import choose_device
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.flops import count_text_flops
 from hpctrain.kernels import check_compiler, compile_training, make_deterministic
 from hpctrain.lightning_plugins import JsonStrategy, make_trainer, quiet
@@ -47,11 +47,13 @@ from hpctrain.world import World
 def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
     """Run `hpctrain nlp.<task>` with these arguments: read, tokenize, train, test, and save the best model."""
     args = parse_options(task, arguments)
+    if args.cpu_offload and world.size == 1:
+        raise UsageError("--cpu-offload is for the parts of --strategy fsdp, and one rank has all of them: start two or more")
     task = task.for_problem(args.problem)
     group = world.in_groups_of(args.tensor_parallel)  # the place of this rank in the order of the data
     quiet()
     device = choose_device(world, args.device)
-    with process_group(world, device):
+    with process_group(world, device, cpu_tensors=args.cpu_offload):
         examples = read_examples(task, args, world)
         run = Run(world, f"nlp.{task.name}", args, device)
         run.best.patience = args.patience
@@ -90,7 +92,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             from hpctrain.nlp.tensor_parallel import choose_strategy, load_weights  # imports much of torch, few runs need it
 
             with all_or_none(world):
-                strategy = choose_strategy(model, args.tensor_parallel)
+                strategy = choose_strategy(model, args.tensor_parallel, args.cpu_offload)
         trainer = make_trainer(
             run, args, device, lambda module: module.model, module.score,
             accumulate_grad_batches=args.accumulate, strategy=strategy,

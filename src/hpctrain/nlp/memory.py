@@ -42,7 +42,8 @@ def check_memory(folder: Path, args: argparse.Namespace, world: World, device: t
     Activations are not counted: what passes may still be too large.
     """
     sizes = read_sizes(folder)
-    count, limit = sum(sizes.values()), free_memory(world, device)
+    place = torch.device("cpu") if args.cpu_offload else device
+    count, limit = sum(sizes.values()), free_memory(world, place)
     each = TRAINED if args.epochs and not uses_lora(args) else FROZEN
     ranks = world.size if args.strategy == "fsdp" else 1
     share, spread = count / ranks, f" on {ranks} ranks" if ranks > 1 else ""
@@ -55,6 +56,8 @@ def check_memory(folder: Path, args: argparse.Namespace, world: World, device: t
         advice = f"--strategy fsdp on {-(-int(share * each * ranks) // max(limit, 1))} ranks or more"
         if each == TRAINED and args.tensor_parallel == 1:
             advice += ", or --lora-rank 16, which freezes them"
+        if place.type == "cuda" and world.size > 1 and args.tensor_parallel == 1:
+            advice += ", or --cpu-offload"
         raise HpctrainError(
             f"{folder}: {count:,} weights of {each} bytes{spread} are {needed / 1e9:.2f} GB, and rank {world.rank} can have "
             f"{limit / 1e9:.2f} GB: take {advice} (docs/large-models.md)"

@@ -85,6 +85,12 @@ def make_parser(task: Task) -> Parser:
         "(default: %(default)s)",
     )
     add(
+        "--cpu-offload",
+        action="store_true",
+        help="keep the weights, gradients and optimizer in the memory of the node, and on the GPU what a layer needs while it "
+        "computes; sets --strategy fsdp, and takes longer",
+    )
+    add(
         "--tensor-parallel",
         type=positive(int),
         default=1,
@@ -211,12 +217,13 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
         raise UsageError("--lora-from trains an adapter with its own rank and layers: leave out --lora-rank and --lora-target")
     if (args.lora_target or args.lora_merge) and not (args.lora_rank or args.lora_from):
         raise UsageError("--lora-target and --lora-merge need --lora-rank: give the rank, such as 8")
-    if args.tensor_parallel > 1:
+    if args.cpu_offload or args.tensor_parallel > 1:
         args.strategy = "fsdp"
-        if args.lora_rank or args.lora_from:
-            raise UsageError("--tensor-parallel splits no LoRA matrices: leave it out, --strategy fsdp shards them")
-    if args.compile and args.tensor_parallel > 1:
-        raise UsageError("--compile is not for --tensor-parallel: leave out one")
+    if args.tensor_parallel > 1 and (args.lora_rank or args.lora_from):
+        raise UsageError("--tensor-parallel splits no LoRA matrices: leave it out, --strategy fsdp shards them")
+    for option, given in (("--compile", args.compile), ("--cpu-offload", args.cpu_offload)):
+        if given and args.tensor_parallel > 1:
+            raise UsageError(f"{option} is not for --tensor-parallel: leave out one")
     for name, value in (DEFAULTS if args.model else FROM_SCRATCH_DEFAULTS if args.data else SAMPLE_DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)

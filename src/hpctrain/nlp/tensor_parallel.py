@@ -24,10 +24,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def choose_strategy(model: torch.nn.Module, number: int) -> Callable[..., ShardedStrategy]:
+def choose_strategy(model: torch.nn.Module, number: int, cpu_offload: bool) -> Callable[..., ShardedStrategy]:
     """The strategy of a Trainer for a sharded model whose layers are split over this number of ranks. Raises HpctrainError."""
     if number == 1:
-        return ShardedStrategy
+        return partial(ShardedStrategy, cpu_offload=cpu_offload)
     return partial(ShardedStrategy, tensor_parallel=number, styles=choose_styles(model, number))
 
 
