@@ -202,7 +202,7 @@ QUESTION = {"question": "무엇?", "context": "가나다 라마"}
         ),
         (
             "qa",
-            QUESTION | {"answers": {"text": ["라마"], "answer_start": [4]}},
+            QUESTION | {"title": None, "answers": {"text": ["라마"], "answer_start": [4]}},
             Question("line 2", "가나다 라마", "가나다 라마", "무엇?", [Answer("라마", 4)]),
         ),
         ("qa", QUESTION | {"answers": []}, Question("line 2", "가나다 라마", "가나다 라마", "무엇?", [Answer("", 0)], True)),
@@ -448,6 +448,10 @@ def test_title_may_be_missing_and_id_may_be_a_number(tmp_path):
         article["paragraphs"][0]["qas"][0]["id"] = number
     questions = qa.TASK.read(write(tmp_path / "a.json", json.dumps(content)))
     assert [(question.id, question.title) for question in questions] == [("0", "data[0]"), ("1", "data[1]")]
+    for article in content["data"]:
+        article["title"] = ""  # otherwise all articles would be one, which cannot be split
+    questions = qa.TASK.read(write(tmp_path / "a.json", json.dumps(content)))
+    assert [question.title for question in questions] == ["data[0]", "data[1]"]
 
 
 def test_question_of_squad_2_may_have_no_answer(tmp_path):

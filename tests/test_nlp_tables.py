@@ -1,5 +1,6 @@
 """Tables with columns of any names (--columns): each format, classes by name, missing columns, damaged files."""
 
+import argparse
 import csv
 import json
 import re
@@ -15,7 +16,7 @@ from pyarrow import feather, parquet
 from test_nlp_data import assert_error, write
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.nlp import classify, data, finetune, generate, ner, pair, qa
+from hpctrain.nlp import classify, data, finetune, generate, ner, pair, predict, qa
 from hpctrain.nlp.bio import Entity
 from hpctrain.nlp.options import make_parser, parse_options
 from hpctrain.nlp.squad import UNANSWERABLE, Answer
@@ -124,6 +125,11 @@ def test_words_and_tags_and_answers_as_data_sets_of_the_hub_have_them(tmp_path):
     make_dataset(rows).to_parquet(tmp_path / "qa.parquet")
     found = qa.TASK.read(tmp_path / "qa.parquet", None, {"question": "q", "context": "context", "answers": "answers"})
     assert [one.answers for one in found] == [[Answer("나", 1)], UNANSWERABLE] and all(one.optional for one in found)
+    with pytest.raises(HpctrainError, match=r"\.parquet: a table of Parquet or Arrow, not text: convert it to \.jsonl"):
+        list(predict.read_rows(argparse.Namespace(file=tmp_path / "qa.parquet"), qa.TASK))
+    path = write(tmp_path / "qa.csv", "question,context,answers\n?,a,\"['a']\"\n")
+    with pytest.raises(HpctrainError, match=r"line 2: its answers are a text: .* so write \.jsonl or \.parquet"):
+        qa.TASK.read(path, None, {name: name for name in qa.TASK.fields})
 
 
 def test_batches_and_row_groups_follow_each_other(tmp_path):
@@ -255,7 +261,8 @@ def test_folders_of_the_library_datasets_and_of_the_hub_are_read(tmp_path):
 
 def test_without_columns_the_error_leads_to_the_option(tmp_path):
     make_folder(tmp_path, train=ROWS, test=ROWS)
-    with pytest.raises(HpctrainError, match=r"\(found no data file; --columns reads test\.csv, train\.csv\)"):
+    message = r"\(found no data file\): give --columns FIELD=COLUMN, which reads test\.csv, train\.csv, or"
+    with pytest.raises(HpctrainError, match=message):
         data.load_splits(classify.TASK, tmp_path)
     with pytest.raises(HpctrainError, match=r"'n,review,stars' \(--columns FIELD=COLUMN reads a table with others\)"):
         data.load_splits(classify.TASK, tmp_path / "train.csv")

@@ -106,8 +106,9 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
             found = list_names(sorted(path.name for path in files)) or "no data file"
             others = list_names(sorted(path.name for path in folder.iterdir() if path.suffix.lower() in TABLES - suffixes))
             raise HpctrainError(
-                f"{folder}: no {name} file, such as {such_as} (found {found}{others and f'; --columns reads {others}'}): "
-                "add one, or give --data a single file, which is then split"
+                f"{folder}: no {name} file, such as {such_as} (found {found}): "
+                f"{others and f'give --columns FIELD=COLUMN, which reads {others}, '}"
+                f"{'or ' if others else ''}add one, or give --data a single file, which is then split"
             )
     return splits
 
@@ -226,8 +227,11 @@ def read_text(path: Path) -> str:
     return text
 
 
-def decode_text(path: Path, content: bytes) -> str:
-    """The text in a file with this content, without a byte order mark. Raises HpctrainError if it is not UTF-8."""
+def decode_text(path: Path, content: bytes, for_tables: str = "name its columns with --columns FIELD=COLUMN") -> str:
+    """The text in a file with this content, without a byte order mark. Raises HpctrainError if it is not UTF-8.
+
+    `for_tables` is what to do with a table of Parquet or Arrow.
+    """
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16 -t utf-8")
     if content[1:4:2] == b"\0\0" and content[:1] != b"\0":  # what begins with ASCII, such as a header, without a mark
@@ -235,7 +239,7 @@ def decode_text(path: Path, content: bytes) -> str:
     if packed := next((name for magic, name in MAGIC_OF_PACKED.items() if content.startswith(magic)), None):
         raise HpctrainError(f"{path}: compressed with {packed}, not text: unpack the file first")
     if content.startswith(MAGIC_OF_TABLES):
-        raise HpctrainError(f"{path}: a table of Parquet or Arrow, not text: name its columns with --columns FIELD=COLUMN")
+        raise HpctrainError(f"{path}: a table of Parquet or Arrow, not text: {for_tables}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

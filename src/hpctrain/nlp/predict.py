@@ -137,7 +137,7 @@ def read_rows(args: argparse.Namespace, task: Task) -> Iterator[tuple[str, ...]]
         yield from (tuple(args.text[i : i + len(names)]) for i in range(0, len(args.text), len(names)))
         return
     try:
-        text = decode_text(args.file, args.file.read_bytes())
+        text = decode_text(args.file, args.file.read_bytes(), for_tables="convert it to .jsonl")
     except OSError as error:
         raise HpctrainError(f"{args.file}: cannot be read ({error.strerror}): give --file a text file in UTF-8") from error
     lines = text.removesuffix("\n").split("\n") if text else []  # an empty line is a text too

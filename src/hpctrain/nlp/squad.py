@@ -62,7 +62,7 @@ def read_questions(
         item = {"id": location.rpartition(", ")[2], **item}
         context = _get(location, item, "context", str)
         # Questions of one text are kept together if there are no titles.
-        return make(location, _get(location, {"title": context, **item}, "title", str), context, item)
+        return make(location, _get(location, item, "title", str) if item.get("title") else context, context, item)
 
     if columns:
         questions = read_columns(path, columns, make_from_json, skipped)
@@ -78,6 +78,8 @@ def _read_answers(location: str, context: str, item: dict[str, Any]) -> list[Ans
     if item.get("is_impossible") is True:
         return UNANSWERABLE
     listed = item.get("answers")
+    if isinstance(listed, str):
+        raise HpctrainError(f"{location}: its answers are a text: a csv or tsv cannot have lists, so write .jsonl or .parquet")
     if isinstance(listed, dict):  # two lists, as the library datasets writes them
         columns = [_get(location, listed, key, list) for key in ("text", "answer_start")]
         listed = [{"text": text, "answer_start": start} for text, start in zip(*columns, strict=False)]
@@ -99,8 +101,8 @@ def _read_answers(location: str, context: str, item: dict[str, Any]) -> list[Ans
 def _iterate_questions(path: Path) -> Iterator[tuple[str, str, str, object]]:
     """The position of each question in the file, the title and the context it belongs to, and its JSON value."""
     for a, article in enumerate(_get(f"{path}", data.read_json(path, dict, EXPECTED), "data", list)):
-        # COVID-QA has no titles. What is no object fails below.
-        untitled = isinstance(article, dict) and "title" not in article
+        # COVID-QA has no titles, others have empty ones. What is no object fails below.
+        untitled = isinstance(article, dict) and not article.get("title")
         title = f"data[{a}]" if untitled else _get(f"{path}, data[{a}]", article, "title", str)
         for p, paragraph in enumerate(_get(f"{path}, data[{a}]", article, "paragraphs", list)):
             where = f"{path}, data[{a}].paragraphs[{p}]"
