@@ -196,6 +196,26 @@ def test_text_outside_of_its_memory_is_refused(tmp_path):
     assert_error(read, path, r"a\.arrow: not a file of Arrow that can be read \(.*\): download the file again", 0)
 
 
+@pytest.mark.parametrize("kind", ["one text in many rows", "many rows of nothing"])
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_small_file_is_not_unpacked_to_gigabytes(suffix, kind, tmp_path):
+    """A kilobyte can give a million rows, or 20 GB of texts."""
+    rows = 20_000 if kind == "one text in many rows" else 1_000_000
+    texts = pyarrow.array(["x" * 1_000_000] if rows == 20_000 else [""])
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array(numpy.zeros(rows, numpy.int32)), texts)
+    table, path = pyarrow.table({"review": column, "stars": column}), tmp_path / f"train.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(table, path, compression="zstd")
+    else:
+        feather.write_feather(table, path, compression="zstd")
+    assert path.stat().st_size < 100_000
+    tracemalloc.start()
+    with pytest.raises(HpctrainError, match=rf"train.{suffix}: unpacks to over 1000 times its size"):
+        classify.TASK.read(path, [], COLUMNS)
+    assert tracemalloc.get_traced_memory()[1] < 200e6
+    tracemalloc.stop()
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_only_a_few_rows_are_in_memory_beside_the_examples(suffix, tmp_path):
     table = pyarrow.table({"text": [f"{i:08} 글" for i in range(20_000)]})

@@ -15,7 +15,9 @@ from hpctrain.nlp import data
 from hpctrain.nlp.data import Example
 from hpctrain.runs import open_plain
 
-ROWS = 1_000  # of Parquet and Arrow that are in memory as Python objects at a time
+ROWS = 1_000  # of Parquet that are read at a time
+# What a file of Parquet or Arrow may unpack to, as a multiple of its size, and what a row counts for beside its texts.
+MAX_RATIO, ROW = 1_000, 100
 
 
 def read_columns(
@@ -115,6 +117,7 @@ def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str
     except ImportError as error:  # the images have it
         raise HpctrainError(f"{path}: reading it needs pyarrow: install pyarrow, or convert the file to .jsonl") from error
     names, number = list(columns.values()), 0
+    room = MAX_RATIO * path.stat().st_size + 2**20
     try:
         with open_plain(path), pyarrow.OSFile(str(path)) as file:
             schema, batches = _open_parquet(file, names) if path.suffix.lower() == ".parquet" else _open_arrow(file)
@@ -123,10 +126,15 @@ def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str
             for batch in batches:
                 chosen = batch.select(names)
                 chosen.validate(full=True)  # otherwise a damaged file could be read outside of its memory
-                for start in range(0, len(chosen), ROWS):
-                    for row in chosen.slice(start, ROWS).to_pylist():
-                        number += 1
-                        yield f"{path}, row {number}", {name: _name_classes(row[name], classes[name]) for name in names}
+                for scalars in zip(*chosen.columns, strict=True):  # one row at a time: a text may be there once for many rows
+                    row = dict(zip(names, (scalar.as_py() for scalar in scalars), strict=True))
+                    number += 1
+                    room -= ROW + _count_size(list(row.values()))
+                    if room < 0:
+                        raise HpctrainError(
+                            f"{path}: unpacks to over {MAX_RATIO} times its size: convert it to .jsonl, if it is right"
+                        )
+                    yield f"{path}, row {number}", {name: _name_classes(row[name], classes[name]) for name in names}
     except HpctrainError:
         raise
     except Exception as error:  # pyarrow raises exceptions of many kinds for damaged files
@@ -136,11 +144,22 @@ def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str
         ) from error
 
 
+def _count_size(value: Any) -> int:  # noqa: ANN401 - any value of a column
+    """About the memory that a value takes, in bytes."""
+    if isinstance(value, list):
+        return sum(map(_count_size, value))
+    return len(value) if isinstance(value, str) else 8
+
+
 def _open_parquet(file: Any, names: list[str]) -> tuple[Any, Iterable[Any]]:  # noqa: ANN401 - pyarrow is imported lazily
     """The schema and the record batches of a file of Parquet."""
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(file)
+    schema = parquet.ParquetFile(file).schema
+    leaves = map(schema.column, range(len(schema)))
+    # Otherwise a text that is there once for many rows would be copied for each of them. In lists this would be slow.
+    texts = [leaf.path for leaf in leaves if leaf.path in names and leaf.logical_type.type == "STRING"]
+    table = parquet.ParquetFile(file, read_dictionary=texts)
     return table.schema_arrow, table.iter_batches(ROWS, columns=names, use_threads=False)
 
 
