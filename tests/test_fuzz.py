@@ -4,9 +4,11 @@ Hypothesis makes the content: any bytes, real files with changes, and JSON with 
 HPCTRAIN_TEST_EXAMPLES=1000 tries that many of each.
 """
 
+import argparse
 import gzip
 import json
 import os
+import shutil
 import struct
 import tempfile
 import tracemalloc
@@ -22,8 +24,8 @@ from pyarrow import feather, ipc, parquet
 
 from hpctrain import checkpoint
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp import classify, data, generate, ner, pair, predict, qa
-from hpctrain.nlp.model_folder import refuse_code, validate_folder
+from hpctrain.nlp import classify, data, finetune, generate, ner, pair, predict, qa
+from hpctrain.nlp.model_folder import load_tokenizer, refuse_code, validate_folder
 from hpctrain.nlp.scratch import create_model
 from hpctrain.vision import data as images
 from hpctrain.world import ALONE
@@ -319,6 +321,38 @@ def test_any_json_of_a_model_is_used_or_refused(model, name, capsys):
         check()
     finally:
         path.write_text(text)
+
+
+SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+PANICS = {
+    "a pattern without end": {"pre_tokenizer": SPLIT},
+    "a template of two texts": {
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [], "special_tokens": {},
+        }
+    },
+    "a long prefix": {
+        "model": {
+            "type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]], "continuing_subword_prefix": "x" * 10,
+            "dropout": None, "unk_token": None, "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": False,
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PANICS)
+def test_a_tokenizer_that_panics_is_one_line(model, tmp_path, kind, capfd):
+    """The panics of its library in Rust are no subclasses of Exception."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    for name, change in (("tokenizer.json", PANICS[kind]), ("tokenizer_config.json", {"tokenizer_class": "TokenizersBackend"})):
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
+    text = "a" * 50 + "!"
+    with pytest.raises(HpctrainError, match=r"its model cannot answer these texts|the tokenizer cannot be loaded") as error:
+        predict.main(ALONE, [str(folder), text, "--device", "cpu"])
+    assert str(error.value).isprintable()
+    with pytest.raises(HpctrainError, match=r"its tokenizer cannot tokenize the data|the tokenizer cannot be loaded"):
+        args = argparse.Namespace(max_length=64, stride=0)
+        finetune._tokenize(classify.TASK, folder, load_tokenizer(folder), [classify.Document("", text, "0")], ["0"], args)
 
 
 @pytest.mark.parametrize(("key", "new"), [("labels", []), ("labels", 1), ("settings", {"by_token": True}), ("max_length", "x")])

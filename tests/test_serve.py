@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -39,7 +40,13 @@ class Pairs:
             raise HpctrainError("this model cannot: use another")
         if any(question == "crashes" for question, _ in rows):
             raise IndexError("index out of range")
+        if any(question == "panics" for question, _ in rows):
+            raise PanicException("index out of bounds")
         return [{"answer": context[:3], "start": 0, "score": 0.75} for _, context in rows], 0
+
+
+class PanicException(BaseException):
+    """As the one of libraries in Rust."""
 
 
 class Anything:
@@ -73,6 +80,7 @@ def ask(task, tmp_path, monkeypatch):
         response = connection.getresponse()
         text = response.read().decode()
         connection.close()
+        response.server = server.server_address
         return response, text
 
     yield send
@@ -104,7 +112,7 @@ def test_json_that_is_invalid(ask, content):
 def test_requests_that_are_no_json_or_too_large(ask):
     assert ask("POST", "/answer", b"{\xff")[0].status == 400
     assert ask("POST", "/answer", "[" * 10**5)[0].status == 400
-    for length in (str(serve.LARGEST_BODY + 1), "-1", "x"):
+    for length in (str(serve.LARGEST_BODY + 1), "-1", "x", "1" * 5000):
         headers = {"Authorization": "Bearer the-token", "Content-Length": length}
         assert ask("POST", "/answer", None, headers)[0].status == 413
     assert ask("POST", "/nothing", "{}")[0].status == 404 and ask("GET", "/nothing")[0].status == 404
@@ -117,10 +125,21 @@ def test_many_programs_connect_at_once():
             clients.enter_context(socket.create_connection(server.server_address, timeout=5))
 
 
+def test_a_client_that_ends_early_leaves_no_stack_in_the_log(ask, capfd):
+    address = ask("GET", "/")[0].server
+    for request in (b"GE", b"GET / HTTP/1.1\r\n\r\n" * 1000):
+        with socket.create_connection(address) as client:
+            client.sendall(request)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+    time.sleep(0.5)
+    assert ask("GET", "/")[0].status == 200 and capfd.readouterr().err == ""
+
+
 def test_an_error_of_the_model_is_a_message(ask):
     assert post(ask, {"question": "fails", "context": "b"}) == (422, {"error": "this model cannot: use another"})
-    status, answer = post(ask, {"question": "crashes", "context": "b"})
-    assert status == 422 and "the model cannot answer this (" in answer["error"]
+    for question in ("crashes", "panics"):
+        status, answer = post(ask, {"question": question, "context": "b"})
+        assert status == 422 and "the model cannot answer this (" in answer["error"]
     assert post(ask, {"question": "a", "context": "bcde"})[1]["answer"] == "bcd"
 
 

@@ -1,6 +1,8 @@
 """Errors that a user can fix, which end a command with one line instead of a traceback."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class HpctrainError(Exception):
@@ -25,6 +27,17 @@ def one_line(text: str) -> str:
 
 class EndEarly(SystemExit):
     """The end of a process without an error: its job goes on later from the checkpoint just saved, or has nothing to do."""
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise a panic of a library in Rust as RuntimeError: its own class is a BaseException, which `except Exception` misses."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(first_line(error)) from error
 
 
 def first_line(error: BaseException) -> str:

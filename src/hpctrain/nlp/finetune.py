@@ -24,7 +24,7 @@ from hpctrain import checkpoint
 from hpctrain.batches import steps_per_epoch
 from hpctrain.config import versions
 from hpctrain.device import choose_device
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError, UsageError, one_line, panics_as_errors
 from hpctrain.flops import count_text_flops
 from hpctrain.kernels import check_compiler, compile_training, make_deterministic
 from hpctrain.lightning_plugins import JsonStrategy, make_trainer, quiet
@@ -212,7 +212,8 @@ def _tokenize(
     args: argparse.Namespace,
 ) -> Features:
     try:
-        return task.tokenize(tokenizer, examples, labels, args.max_length, args.stride)
+        with panics_as_errors():
+            return task.tokenize(tokenizer, examples, labels, args.max_length, args.stride)
     except HpctrainError:
         raise
     except Exception as error:  # the tokenizers of damaged files raise exceptions of many kinds
@@ -281,7 +282,7 @@ def save_result(
         pipeline_tokenizer=bool(pipeline_tokenizer),
         adapter=uses_lora(args) and not args.lora_merge,
     )
-    samples = task.generate_samples(model, tokenizer, test)
+    samples = [one_line(text) for text in task.generate_samples(model, tokenizer, test)]  # a token may control a terminal
     task.prepare_tokenizer(tokenizer, args.max_length)
     if samples:
         card += "\n## Samples\n\n" + "".join(f"- {text}\n" for text in samples)

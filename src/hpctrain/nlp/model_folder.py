@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hpctrain import atomic
 from hpctrain.digests import check_digests, write_digests
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError, first_line, panics_as_errors
 from hpctrain.redaction import hide_secrets
 
 if TYPE_CHECKING:  # importing a class of transformers takes seconds, and `hpctrain fetch` needs none
@@ -117,7 +117,8 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     refuse_code(folder, config)
     check_sizes(folder / "config.json", config)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with panics_as_errors():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the loaders of the many tokenizers raise exceptions of many kinds
         raise HpctrainError(
             f"{folder}: the tokenizer cannot be loaded ({describe_error(error)}): fetch or copy the folder again"
@@ -252,8 +253,9 @@ def make_card(
     words = " ".join(name.upper() for name in task.inputs)
     load = f'from transformers import AutoTokenizer, {loader}\n\ntokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
     if adapter:
+        quoted = json.dumps(base, ensure_ascii=False)  # people copy this code, and a folder may have any name
         load = f"from peft import PeftModel\n{load.replace('AutoTokenizer, ', 'AutoConfig, AutoTokenizer, ', 1)}"
-        load += f'model = {loader}.from_pretrained("{base}", config=AutoConfig.from_pretrained("FOLDER"))\n'
+        load += f'model = {loader}.from_pretrained({quoted}, config=AutoConfig.from_pretrained("FOLDER"))\n'
         load += 'model = PeftModel.from_pretrained(model, "FOLDER")'
     else:
         load += f'model = {loader}.from_pretrained("FOLDER")'

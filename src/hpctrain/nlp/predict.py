@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from hpctrain import atomic
 from hpctrain.cli import COMMANDS, Parser, add_device, positive
 from hpctrain.device import choose_device
-from hpctrain.errors import HpctrainError, UsageError, first_line
+from hpctrain.errors import HpctrainError, UsageError, first_line, panics_as_errors
 from hpctrain.nlp.data import SURROGATE, decode_text
 from hpctrain.nlp.lora import ADAPTER_CONFIG, load_adapter
 from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer
@@ -81,7 +81,8 @@ def write_answers(
     with tqdm(total=len(rows), desc="predict", unit="text", disable=None if len(rows) > args.batch_size else True) as bar:
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
-            answers, cut = task.answer(model, tokenizer, chunk, config, args, first)
+            with panics_as_errors():
+                answers, cut = task.answer(model, tokenizer, chunk, config, args, first)
             truncated += cut
             for row, answer in zip(chunk, answers, strict=True):
                 out.write(json.dumps(dict(zip(task.inputs, row, strict=True)) | answer, ensure_ascii=False) + "\n")

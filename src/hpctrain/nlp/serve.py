@@ -26,7 +26,7 @@ from urllib.parse import parse_qs
 
 from hpctrain.cli import Parser, add_device, positive
 from hpctrain.device import choose_device
-from hpctrain.errors import HpctrainError, UsageError, first_line
+from hpctrain.errors import HpctrainError, UsageError, first_line, panics_as_errors
 from hpctrain.nlp.data import SURROGATE
 from hpctrain.nlp.model_folder import describe_error, load_tokenizer
 from hpctrain.nlp.predict import find_model_folder, find_task, load_model
@@ -34,6 +34,7 @@ from hpctrain.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
 from hpctrain.world import ALONE, World
 
 LARGEST_BODY = 2**20  # bytes of a request
+MOST_DIGITS = 100  # of a length; Python refuses to read thousands
 MOST_ROWS = 256  # examples of a request
 # Of entity types, in the order in which they appear; told apart also by people who cannot see red or green (see report.py).
 COLORS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#0072b2")
@@ -100,7 +101,8 @@ class Model:
         self._args.seed = next(self._numbers)  # another text at each request
         rows = [row for rows, _ in requests for row in rows]
         try:
-            answers, _ = self.task.answer(self._model, self._tokenizer, rows, self._config, self._args, 0)
+            with panics_as_errors():
+                answers, _ = self.task.answer(self._model, self._tokenizer, rows, self._config, self._args, 0)
         except Exception as error:
             if last:
                 text = (
@@ -145,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
             )
             return
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > LARGEST_BODY:
+        if not length.isdecimal() or len(length) > MOST_DIGITS or int(length) > LARGEST_BODY:
             self.close_connection = True
             self._send_error(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request has at most {LARGEST_BODY:,} bytes, with Content-Length"
@@ -304,6 +306,11 @@ class Server(ThreadingHTTPServer):
     """A thread for each connection."""
 
     request_queue_size = 128  # connections that wait for theirs; with Python's 5, Linux resets some of 200 programs
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - of the standard library
+        """Log an error, but no stack for each client that ends its connection early, which anybody on the node can do."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class UnixServer(Server):
