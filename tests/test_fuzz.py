@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import shutil
+import signal
 import struct
 import tempfile
 import tracemalloc
@@ -353,6 +354,18 @@ def test_a_tokenizer_that_panics_is_one_line(model, tmp_path, kind, capfd):
     with pytest.raises(HpctrainError, match=r"its tokenizer cannot tokenize the data|the tokenizer cannot be loaded"):
         args = argparse.Namespace(max_length=64, stride=0)
         finetune._tokenize(classify.TASK, folder, load_tokenizer(folder), [classify.Document("", text, "0")], ["0"], args)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"])
+def test_a_pipe_in_a_model_folder_is_not_waited_for(model, tmp_path, name):
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    signal.alarm(60)
+    for read in (validate_folder, lambda folder: predict.main(ALONE, [str(folder), "x", "--device", "cpu"])):
+        with pytest.raises(HpctrainError, match=f"model/{name}: a pipe or a device"):
+            read(folder)
+    signal.alarm(0)
 
 
 @pytest.mark.parametrize(("key", "new"), [("labels", []), ("labels", 1), ("settings", {"by_token": True}), ("max_length", "x")])

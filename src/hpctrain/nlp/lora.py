@@ -13,7 +13,7 @@ import transformers
 
 from hpctrain.errors import HpctrainError, first_line
 from hpctrain.nlp.hub import find_model
-from hpctrain.nlp.model_folder import read_json_object
+from hpctrain.nlp.model_folder import read_json_object, refuse_pipes
 from hpctrain.nlp.task import Task
 
 ADAPTER_CONFIG = "adapter_config.json"  # is in the folder of an adapter, and in no other
@@ -72,6 +72,7 @@ def _continue_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
     """The model with the adapter of a folder, to be trained. Raises HpctrainError, naming the folder."""
     from peft import PeftModel
 
+    refuse_pipes(folder)
     config = read_json_object(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise HpctrainError(f"{folder}: an adapter of type {config.get('peft_type')}: --lora-from needs one of LoRA")

@@ -41,6 +41,7 @@ def validate_folder(folder: Path) -> Path:
 
     Of a safetensors file, header and size are compared, but not all of its content.
     """
+    refuse_pipes(folder)
     for wanted, names in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS)):
         if not any((folder / name).exists() for name in names):
             raise HpctrainError(
@@ -65,6 +66,13 @@ def validate_folder(folder: Path) -> Path:
             except (OSError, SafetensorError) as error:
                 raise HpctrainError(f"{folder / part}: damaged ({error}): fetch or copy it again") from error
     return folder
+
+
+def refuse_pipes(folder: Path) -> None:
+    """Raise HpctrainError for a pipe or a device in a folder: some readers wait for it without end, others pass over it."""
+    for path in folder.glob("*"):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise HpctrainError(f"{path}: a pipe or a device, which no model has: fetch or copy the folder again")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

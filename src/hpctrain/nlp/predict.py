@@ -23,7 +23,7 @@ from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, UsageError, first_line, panics_as_errors
 from hpctrain.nlp.data import SURROGATE, decode_text
 from hpctrain.nlp.lora import ADAPTER_CONFIG, load_adapter
-from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer
+from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer, refuse_pipes
 from hpctrain.nlp.task import Task
 from hpctrain.world import World, counted
 
@@ -91,8 +91,10 @@ def write_answers(
 
 
 def find_model_folder(folder: Path) -> Path:
-    """The model folder in a run folder; another folder as it is."""
-    return folder / "model" if (folder / "model/config.json").exists() else folder
+    """The model folder in a run folder; another folder as it is. Raises HpctrainError if it has a pipe or a device."""
+    found = folder / "model" if (folder / "model/config.json").exists() else folder
+    refuse_pipes(found)
+    return found
 
 
 def find_task(folder: Path) -> tuple[Task, dict[str, Any]]:
