@@ -1,9 +1,11 @@
 """A checkpoint is complete and verified, or not there."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -69,6 +71,18 @@ def test_a_write_that_fails_leaves_the_earlier_checkpoint_and_nothing_else(run, 
     with pytest.raises(HpctrainError, match=r"epoch-0002.pt: the checkpoint could not be written .*No space left"):
         save(run, 2)
     assert [path.name for path in (run / "checkpoints").iterdir()] == [good.name]
+
+
+def test_a_full_disk_is_named_although_torch_does_not(run, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, content):
+            if len(content) > 1000:  # what is small still fits
+                raise OSError(122, "Disk quota exceeded")
+            return super().write(content)
+
+    monkeypatch.setattr(atomic, "file", lambda *_: nullcontext(Full()))
+    with pytest.raises(HpctrainError, match=r"could not be written \(\[Errno 122\] Disk quota exceeded\): free some space there"):
+        save(run, 1)
 
 
 @pytest.mark.parametrize("name", ["save", "load"])

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import time
 
 import pytest
@@ -51,6 +52,17 @@ def test_a_folder_that_was_released_is_free_at_once(tmp_path, capsys):
     assert not (tmp_path / "owner.json").exists()
     acquired(tmp_path).release()
     assert capsys.readouterr().out == ""
+
+
+def test_an_owner_that_cannot_be_written_leaves_no_file(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            acquired(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_owner_that_shows_no_sign_of_life_is_dead(tmp_path, monkeypatch, capsys):

@@ -59,9 +59,11 @@ def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: 
             if not is_intact(Path(file.name)):
                 raise OSError("the file read back is not the one written")
             check()
-    except (OSError, RuntimeError) as error:  # torch.save() reports a full disk as RuntimeError
+    except (OSError, RuntimeError) as error:
+        # torch.save() reports a full disk as a RuntimeError that says nothing of it, beside the OSError of the file.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise HpctrainError(
-            f"{path}: the checkpoint could not be written ({first_line(error)}): free some space there, or use --out"
+            f"{path}: the checkpoint could not be written ({first_line(cause)}): free some space there, or use --out"
         ) from error
 
 

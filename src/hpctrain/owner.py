@@ -41,7 +41,12 @@ class Owner:
         text = json.dumps(self._own) + "\n"
         try:
             with self._path.open("x", encoding="utf-8") as file:  # of two that begin at the same time, one fails
-                file.write(text)
+                try:
+                    file.write(text)
+                    file.flush()
+                except OSError:  # a full disk: the next start would watch whether an owner lives that never was
+                    self._path.unlink(missing_ok=True)
+                    raise
         except FileExistsError:
             earlier = self._read()
             if earlier is not None and not self._is_dead(earlier):
