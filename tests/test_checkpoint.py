@@ -54,6 +54,35 @@ def test_a_corrupt_checkpoint_is_skipped(run, harm, capsys):
     signal.alarm(0)
 
 
+def test_a_checkpoint_of_somebody_else_is_one_line(run):
+    """It loads, as it has tensors and plain values alone, but not those of a run."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    path = checkpoint.path_of(run, 1)
+    good = {"epoch": 1, "step": 0, "best": [1, [0.5], 0, 1, 1, [1, 0]], "losses": [0.0], "seconds": 1.5, "options": {}}
+    good |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint.save(path, good)
+    assert checkpoint.find_fitting(path, model, "optimizer") == path
+    checkpoint.load_optimizer(optimizer, good, path)
+    wrong = [("epoch", x) for x in ("x", -1, 2**40, float("nan"), [1], True, None)] + [("step", "x"), ("seconds", "x")]
+    wrong += [("options", []), ("best", "x"), ("best", [1, 2, 3]), ("best", [1, ["x"]]), ("losses", ["x"]), ("losses", 1.0)]
+    sparse = {name: value.to_sparse() for name, value in model.state_dict().items()}
+    wrong += [("model", dict.fromkeys(model.state_dict(), "x")), ("model", sparse)]
+    for name, value in wrong:
+        checkpoint.save(path, good | {name: value})
+        with pytest.raises(HpctrainError, match=r"none of its checkpoints can be resumed from .*epoch-0001.pt: it") as error:
+            checkpoint.find_fitting(path, model, "optimizer")
+        assert str(error.value).isprintable()
+    group = optimizer.state_dict()["param_groups"][0]
+    odd = [{"state": {}, "param_groups": []}, {"state": {0: {"momentum_buffer": torch.ones(3, 3)}}, "param_groups": [group]}]
+    odd.append({"state": {0: {"momentum_buffer": torch.ones(1, 1).expand(1, 2)}}, "param_groups": [group]})
+    for state in ("x", *odd, {"state": {0: "x"}, "param_groups": [group]}):
+        with pytest.raises(HpctrainError, match=r"epoch-0001.pt: not the optimizer of this model"):
+            checkpoint.load_optimizer(optimizer, {"optimizer": state}, path)
+
+
 def test_no_checkpoint(run):
     with pytest.raises(HpctrainError, match="no checkpoint to resume from"):
         checkpoint.find_newest(run)

@@ -128,13 +128,54 @@ def _describe_misfit(
     weights = state.get("model") if isinstance(state, dict) else None
     if not isinstance(weights, dict) or not {"epoch", "step", entry} <= state.keys():
         return "it is of another trainer"
-    own, saved = ({name: tuple(value.shape) for name, value in part.items()} for part in (model.state_dict(), weights))
+    if not _has_position(state):
+        return "its position is none that hpctrain writes"
+    own, saved = ({name: _shape_of(value) for name, value in part.items()} for part in (model.state_dict(), weights))
     differing = next((name for name in [*own, *saved] if own.get(name) != saved.get(name)), None)
     if not differing:
         return ""
     others = list_other_options(args, state.get("options", {}), free) if args else ""
     cause = f", because of {others}" if others else ""
     return f"it is of another model: {differing} is {saved.get(differing)}, not {own.get(differing)}{cause}"
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | str:  # noqa: ANN401 - a file of somebody else may have anything there
+    """The shape of a tensor or of its Pieces."""
+    dense = getattr(value, "layout", torch.strided) is torch.strided
+    return tuple(value.shape) if dense and hasattr(value, "shape") else "no dense tensor"
+
+
+def _has_position(state: dict[str, Any]) -> bool:
+    """Whether what a checkpoint says of its run, beside weights, is of the kinds that Run.save() writes."""
+    numbers = [state.get(name, 0) for name in ("epoch", "step", "steps", "unlogged", "skipped", "lines")]
+    losses, options = state.get("losses", []), state.get("options", {})
+    match state.get("best", [0, []]):
+        case [int(), list() as score] | [int(), list() as score, int(), int(), int(), [int(), int()]]:
+            return (
+                all(type(number) is int and 0 <= number < 2**31 for number in numbers)
+                and (isinstance(losses, list) and isinstance(options, dict))
+                and all(isinstance(value, int | float) for value in [*score, *losses, state.get("seconds", 0)])
+            )
+    return False
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path) -> None:
+    """Load the entry "optimizer" of a checkpoint. Raises HpctrainError, naming the file, if it is not of this model."""
+    try:
+        optimizer.load_state_dict(state["optimizer"])
+        for parameter, values in optimizer.state.items():
+            for value in values.values():
+                if isinstance(value, torch.Tensor) and value.dim() and not _has_place(value, parameter):
+                    raise ValueError("a tensor of another shape")
+    except Exception as error:  # a file of somebody else may have anything there
+        raise HpctrainError(
+            f"{path}: not the optimizer of this model ({first_line(error)[:200]}): resume from another run folder"
+        ) from error
+
+
+def _has_place(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a tensor has the shape of a parameter, and memory of its own for each element."""
+    return value.shape == parameter.shape and value.untyped_storage().nbytes() >= value.nbytes
 
 
 def load(path: Path, device: torch.device) -> dict[str, Any]:

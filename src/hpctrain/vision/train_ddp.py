@@ -29,10 +29,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hpctrain.batches import steps_per_epoch, training_batches
 from hpctrain.buckets import settle_buckets
+from hpctrain.checkpoint import load_optimizer
 from hpctrain.cli import Parser, add_device
 from hpctrain.device import choose_device
 from hpctrain.errors import UsageError
-from hpctrain.rendezvous import process_group
+from hpctrain.rendezvous import all_or_none, process_group
 from hpctrain.run import Run
 from hpctrain.vision import recipe
 from hpctrain.world import World
@@ -59,7 +60,8 @@ def train(world: World, args: argparse.Namespace) -> None:
 
         if state := run.resume(device, args.epochs, model):
             model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            with all_or_none(world):
+                load_optimizer(optimizer, state, run.resume_from)
 
         def make_state() -> dict[str, Any]:
             return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

@@ -26,11 +26,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hpctrain.batches import steps_per_epoch, training_batches
+from hpctrain.checkpoint import load_optimizer
 from hpctrain.cli import Parser, add_device, positive
 from hpctrain.device import choose_device
 from hpctrain.errors import UsageError
 from hpctrain.horovod import horovod
-from hpctrain.rendezvous import process_group
+from hpctrain.rendezvous import all_or_none, process_group
 from hpctrain.run import Run
 from hpctrain.vision import recipe
 from hpctrain.world import World
@@ -65,7 +66,8 @@ def main(world: World, arguments: list[str]) -> None:
         if state := run.resume(device, args.epochs, model):
             model.load_state_dict(state["model"])
             # Every rank has read it from the same file. hvd.broadcast_optimizer_state() would send it as a pickle.
-            optimizer.load_state_dict(state["optimizer"])
+            with all_or_none(world):
+                load_optimizer(optimizer, state, run.resume_from)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
         def make_state() -> dict[str, Any]:
