@@ -96,6 +96,8 @@ def test_grid_has_each_combination_once():
     grid = sweep.Sweep(["x"], "m", "minimize", {"a": {"values": [1, 2]}, "b": {"values": ["x", "y"]}}, sampler="grid")
     found = [tuple(sweep.suggest(grid, [], number).values()) for number in range(5)]
     assert found == [(1, "x"), (1, "y"), (2, "x"), (2, "y"), (1, "x")]
+    large = sweep.Sweep(["x"], "m", "minimize", {f"p{i}": {"values": [*range(99)]} for i in range(99)}, sampler="grid")
+    assert [sweep.suggest(large, [], 100)[name] for name in ("p0", "p97", "p98")] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,9 @@ def test_grid_has_each_combination_once():
         ("  seed: {", "  resume: {", "--out and --resume are the sweep's own"),
         ("--epochs 1", "--lr=3", "parameter lr is in command as well"),
         ("maximize", "up", "direction 'up': choose from minimize, maximize"),
-        ("TRIALS", "0", "trials 0: give a number from 1"),
+        ("TRIALS", "0", "trials 0: give a number from 1 to 10,000"),
+        ("TRIALS", "1000000000", "trials 1000000000: give a number from 1 to 10,000"),
+        ("metric: test_accuracy", r'metric: "\e[2J"', r"metric '\x1b[2J': give a name in result.json"),
         ("TRIALS", "4\nsampler: annealing", "sampler 'annealing': choose from tpe, random, grid"),
         ("TRIALS", "4\nsampler: grid", "parameter lr: sampler grid needs values"),
         ("TRIALS", "4\npruner: mean", "pruner 'mean': choose from none, median"),
@@ -135,6 +139,18 @@ def test_invalid_files_are_one_line(tmp_path, before, after, message):
     with pytest.raises(UsageError) as caught:
         sweep.read_file(write(tmp_path, FILE.replace(before, after)))
     assert message in str(caught.value)
+
+
+def test_names_that_are_no_formulas_are_drawn(tmp_path, capsys):
+    odd = r"$\frac{$"
+    search = sweep.Sweep(["x"], odd, "minimize", {"a": {"values": [odd, "\x1b[2J"]}}, trials=1)
+    trial = tmp_path / odd / "trial-000"
+    trial.mkdir(parents=True)
+    (trial / "parameters.json").write_text(json.dumps({"a": "\x1b[2J"}))
+    (trial / "result.json").write_text(json.dumps({odd: 1.5}))
+    sweep.show(search, tmp_path / odd)
+    assert (tmp_path / odd / "sweep.png").stat().st_size > 10_000
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_invalid_use_is_one_line(tmp_path, monkeypatch):

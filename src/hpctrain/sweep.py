@@ -24,9 +24,9 @@ from typing import Any
 
 from hpctrain import atomic
 from hpctrain.cli import COMMANDS, Parser
-from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError, first_line
+from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError, first_line, one_line
 from hpctrain.packages import SAFE_PYTHON
-from hpctrain.plot import folder_for_matplotlib
+from hpctrain.plot import folder_for_matplotlib, plain
 from hpctrain.runs import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
 from hpctrain.sweep_file import Sweep, check_options, read_file
 from hpctrain.world import ALONE, World
@@ -95,8 +95,11 @@ def suggest(sweep: Sweep, trials: list[Trial], number: int) -> dict[str, Any]:
     Those without a result yet count as bad ones for TPE (constant liar), so that trials at the same time differ.
     """
     if sweep.sampler == "grid":
-        combinations = [*itertools.product(*(form["values"] for form in sweep.parameters.values()))]
-        return dict(zip(sweep.parameters, combinations[number % len(combinations)], strict=True))
+        chosen = {}
+        for name, form in reversed(sweep.parameters.items()):  # not all combinations, which a short file can have without end
+            number, place = divmod(number, len(form["values"]))
+            chosen[name] = form["values"][place]
+        return {name: chosen[name] for name in sweep.parameters}
 
     optuna = _import_optuna("take sampler: grid")
     seed = (sweep.seed * 1_000_003 + number) % 2**32
@@ -276,9 +279,8 @@ def _best(sweep: Sweep, trials: list[Trial]) -> Trial | None:
 
 
 def _describe(parameters: dict[str, Any]) -> str:
-    return "  ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in parameters.items()
-    )
+    texts = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in parameters.items())
+    return one_line("  ".join(texts))
 
 
 def _describe_progress(sweep: Sweep, trials: list[Trial]) -> str:
@@ -321,7 +323,7 @@ def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:
     first.plot(numbers, values, "o", label="trial")
     first.step(numbers, [*itertools.accumulate(values, _choose(sweep))], where="post", label="best so far")
     first.xaxis.set_major_locator(MaxNLocator(integer=True))
-    first.set(xlabel="trial", ylabel=sweep.metric.replace("_", " "))
+    first.set(xlabel="trial", ylabel=plain(sweep.metric.replace("_", " ")))
     first.legend()
     best = _best(sweep, trials)
     for axis, (name, form) in itertools.zip_longest(others, sweep.parameters.items(), fillvalue=(None, None)):
@@ -334,12 +336,12 @@ def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:
         axis.plot([at(best.parameters[name])], [best.value], "*", markersize=14, label="best")
         axis.set(xlabel=name, xscale="log" if form.get("log") else "linear")  # a scale brings its own ticks
         if "values" in form:
-            axis.set_xticks(range(len(form["values"])), [str(value) for value in form["values"]])
+            axis.set_xticks(range(len(form["values"])), [plain(str(value)) for value in form["values"]])
             axis.set_xlim(-0.5, len(form["values"]) - 0.5)
         axis.legend()
     for axis in (first, *others):
         axis.grid(alpha=0.3)
-    figure.suptitle(str(path.parent))
+    figure.suptitle(plain(str(path.parent)))
     with atomic.file(path, "wb") as file:
         figure.savefig(file, format="png", dpi=110)
 

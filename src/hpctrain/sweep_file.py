@@ -12,6 +12,7 @@ from hpctrain.errors import UsageError, reason
 
 OWN = {"out", "resume"}  # options that a trial sets itself
 SAMPLERS = ("tpe", "random", "grid")
+MOST_TRIALS = 10_000  # a trial looks for the folders of all others
 PRUNERS = ("none", "median")
 DIRECTIONS = ("minimize", "maximize")
 FORMS = "{low: 1e-5, high: 1e-2, log: true}, {low: 1, high: 8, step: 1} or {values: [16, 32]}"
@@ -67,9 +68,15 @@ def read_file(path: Path) -> Sweep:
         (f"direction {sweep.direction!r}: choose from {', '.join(DIRECTIONS)}", sweep.direction in DIRECTIONS),
         (f"sampler {sweep.sampler!r}: choose from {', '.join(SAMPLERS)}", sweep.sampler in SAMPLERS),
         (f"pruner {sweep.pruner!r}: choose from {', '.join(PRUNERS)}", sweep.pruner in PRUNERS),
-        (f"trials {sweep.trials!r}: give a number from 1", type(sweep.trials) is int and sweep.trials > 0),
+        (
+            f"trials {sweep.trials!r}: give a number from 1 to {MOST_TRIALS:,}",
+            type(sweep.trials) is int and 0 < sweep.trials <= MOST_TRIALS,
+        ),
         (f"seed {sweep.seed!r}: give an integer", type(sweep.seed) is int),
-        (f"metric {sweep.metric!r}: give a name in result.json, such as test_loss", isinstance(sweep.metric, str)),
+        (
+            f"metric {sweep.metric!r}: give a name in result.json, such as test_loss",
+            isinstance(sweep.metric, str) and sweep.metric.isprintable(),
+        ),
     ):
         if not fits:
             raise UsageError(f"{path}: {text}")
