@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -50,6 +51,20 @@ def test_tensorboard(tmp_path):
     (folder / "owner.json").write_text("{}")  # a job has it open
     refused = run("export", "tensorboard", folder, cwd=tmp_path)
     assert refused.returncode == 1 and "is running, and writes its" in refused.stderr and written.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_full_disk_is_one_line(tmp_path, name):
+    if os.geteuid() != 0:
+        pytest.skip("a small file system needs root")
+    make_run(tmp_path / "17", lines=LINES)
+    script = 'mkdir small; mount -t tmpfs -o size=300k none small; cp -r 17 small; cat /dev/zero >small/filler || "$@"'
+    command = ["unshare", "--mount", "bash", "-ec", script, "-", sys.executable, "-m", "hpctrain", "export", name, "small/17"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 2, done.stderr  # with that of cat
+    assert "hpctrain: error: small/17: " in done.stderr and "No space left on device" in done.stderr.splitlines()[1]
 
 
 def records(path):

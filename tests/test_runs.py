@@ -316,12 +316,16 @@ def test_a_time_as_people_say_it(seconds, text):
 
 
 def test_a_reader_that_ends_and_folders_of_others(tmp_path):
-    """No traceback: of `hpctrain runs | head`, and of a colleague's run, whose folder is for its user alone."""
+    """No traceback: of `hpctrain runs | head`, on a full disk, and of a colleague's run, whose folder is for its user alone."""
     make_run(tmp_path / "run")
     command = [sys.executable, "-m", "hpctrain"]
     with subprocess.Popen([*command, "runs", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == (b"", 141)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*command, "runs", tmp_path], stdout=full, stderr=subprocess.PIPE, text=True)
+    text = "hpctrain: error: the output cannot be written (No space left on device): free some space there\n"
+    assert (done.returncode, done.stderr) == (1, text)
     (tmp_path / "run/config.json").unlink()
     (tmp_path / "run/config.json").mkdir()
     done = subprocess.run([*command, "report", tmp_path / "run"], capture_output=True, text=True)

@@ -4,6 +4,7 @@ The commands of hpctrain run by main(), and scripts of users may. In a script th
 well once it has used a name of `import hpctrain`: see print_errors_in_one_line().
 """
 
+import errno
 import functools
 import os
 import sys
@@ -49,6 +50,11 @@ def main(function: Callable[[World], object], world: World | None = None) -> NoR
     except BrokenPipeError:  # the reader of the output has ended, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename:  # print() names no file
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = _report(HpctrainError(f"the output cannot be written ({error.strerror}): free some space there"), rank)
     except KeyboardInterrupt:
         status = 130
         if rank == 0:

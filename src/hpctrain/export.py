@@ -7,7 +7,7 @@ from pathlib import Path
 from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, first_line
-from hpctrain.metrics import NOT_SHOWN
+from hpctrain.metrics import NOT_SHOWN, hide_errors_of_writers
 from hpctrain.runs import read_configs, read_metrics, summarize
 from hpctrain.wandb_log import folder_for_wandb, result_numbers, start_wandb
 from hpctrain.world import World
@@ -69,6 +69,7 @@ def to_tensorboard(run: Path) -> str:
     from torch.utils.tensorboard import SummaryWriter
 
     rows = steps(run)
+    hide_errors_of_writers()
     with atomic.folder(run / "tensorboard") as folder, SummaryWriter(folder) as board:
         for row in rows:
             for name in row.keys() - NOT_SHOWN:

@@ -89,7 +89,7 @@ class Metrics:
             from torch.utils.tensorboard import SummaryWriter  # takes up to a second to import: after the first step, on rank 0
 
             self._board = SummaryWriter(self._board_folder)
-            _hide_errors_of_writers()
+            hide_errors_of_writers()
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 
@@ -102,7 +102,7 @@ class Metrics:
                 self._show(line["step"], {name: line[name] for name in line if name not in NOT_SHOWN})
 
 
-def _hide_errors_of_writers() -> None:
+def hide_errors_of_writers() -> None:
     """Let the thread of a SummaryWriter print no stack when it cannot write; the next call of the writer raises the error."""
     default_hook = threading.excepthook
 

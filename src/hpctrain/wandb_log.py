@@ -7,6 +7,7 @@ started again sends the same steps to the same W&B run, whose id comes from conf
 
 import hashlib
 import json
+import logging
 import os
 import select
 import shlex
@@ -89,6 +90,7 @@ def start_wandb(run: Path, folder: Path, mode: str) -> "wandb.Run":
     HpctrainError if there is no wandb or the run folder is none, and whatever wandb raises.
     """
     os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+    logging.raiseExceptions = False  # on a full disk, each line of wandb's own log would print a stack
     try:
         import wandb
     except ImportError as error:
