@@ -25,7 +25,7 @@ from pyarrow import feather, ipc, parquet
 
 from hpctrain import checkpoint
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp import classify, data, finetune, generate, ner, pair, predict, qa
+from hpctrain.nlp import classify, data, finetune, generate, memory, ner, pair, predict, qa
 from hpctrain.nlp.model_folder import load_tokenizer, refuse_code, validate_folder
 from hpctrain.nlp.scratch import create_model
 from hpctrain.vision import data as images
@@ -365,6 +365,25 @@ def test_a_pipe_in_a_model_folder_is_not_waited_for(model, tmp_path, name):
     for read in (validate_folder, lambda folder: predict.main(ALONE, [str(folder), "x", "--device", "cpu"])):
         with pytest.raises(HpctrainError, match=f"model/{name}: a pipe or a device"):
             read(folder)
+    signal.alarm(0)
+
+
+def test_only_the_files_of_weights_that_are_loaded_are_read(model, tmp_path):
+    """Others, such as consolidated.safetensors of the hub, counted as memory, and a header that lies was read whole."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    sizes = memory.read_sizes(folder)
+    (folder / "consolidated.safetensors").write_bytes(b"\xff" * 7 + b"\x7f")
+    assert memory.read_sizes(folder) == sizes and sum(sizes.values()) > 1000
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(sizes, "model-00001-of-00001.safetensors")}))
+    assert memory.read_sizes(validate_folder(folder)) == sizes
+    (folder / "parts").mkdir()
+    os.mkfifo(folder / "parts/pipe.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(sizes, "parts/pipe.safetensors")}))
+    signal.alarm(60)
+    with pytest.raises(HpctrainError, match=r"pipe.safetensors, a part of the weights, is missing"):
+        validate_folder(folder)
     signal.alarm(0)
 
 

@@ -12,6 +12,7 @@ import transformers
 from hpctrain.device import free_memory
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.lora import uses_lora
+from hpctrain.nlp.model_folder import list_parts
 from hpctrain.world import World
 
 # Bytes of a weight in fp32: of a frozen one itself; of a trained one also its gradient and the two moments of AdamW.
@@ -21,11 +22,14 @@ FROZEN, TRAINED = 4, 16
 def read_sizes(folder: Path) -> dict[str, int]:
     """The number of values of each weight in the model files of a folder, by their headers; of pickled ones as if in fp32."""
     sizes = {}
-    for path in folder.glob("*.safetensors"):
+    for path in (folder / part for part in list_parts(folder)):  # others, such as consolidated.safetensors, are not loaded
+        if path.suffix != ".safetensors":
+            sizes[path.name] = path.stat().st_size // FROZEN
+            continue
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         sizes |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return sizes or {path.name: path.stat().st_size // FROZEN for path in folder.glob("pytorch_model*.bin")}
+    return sizes
 
 
 def count_split(folder: Path, sizes: dict[str, int]) -> int:

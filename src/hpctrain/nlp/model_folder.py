@@ -49,15 +49,8 @@ def validate_folder(folder: Path) -> Path:
                 "as hpctrain fetch and save_pretrained() write it"
             )
     read_json_object(folder / "config.json")
-    weights = next(name for name in WEIGHTS if (folder / name).exists())
-    parts = [weights]
-    if weights.endswith(".json"):
-        index = read_json_object(folder / weights).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(part, str) for part in index.values()):
-            raise HpctrainError(f"{folder / weights}: its weight_map names no files: fetch or copy it again")
-        parts = sorted(set(index.values()))
-    for part in parts:
-        if not (folder / part).exists():
+    for part in list_parts(folder):
+        if not (folder / part).is_file():
             raise HpctrainError(f"{folder}: {part}, a part of the weights, is missing: fetch or copy the folder again")
         if part.endswith(".safetensors"):
             try:
@@ -66,6 +59,17 @@ def validate_folder(folder: Path) -> Path:
             except (OSError, SafetensorError) as error:
                 raise HpctrainError(f"{folder / part}: damaged ({error}): fetch or copy it again") from error
     return folder
+
+
+def list_parts(folder: Path) -> list[str]:
+    """The names of the files of weights that from_pretrained() reads. Raises HpctrainError if their list is broken."""
+    weights = next(name for name in WEIGHTS if (folder / name).exists())
+    if not weights.endswith(".json"):
+        return [weights]
+    index = read_json_object(folder / weights).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(part, str) for part in index.values()):
+        raise HpctrainError(f"{folder / weights}: its weight_map names no files: fetch or copy it again")
+    return sorted(set(index.values()))
 
 
 def refuse_pipes(folder: Path) -> None:
