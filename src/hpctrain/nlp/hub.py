@@ -53,6 +53,8 @@ def resolve_model(name: str, world: World) -> Path:
         if any(is_folder):
             if not is_folder[world.rank]:
                 raise HpctrainError(f"{name}: no such folder on {os.uname().nodename}: put it where all nodes can read it")
+            if Path(name, "model/config.json").is_file():
+                raise HpctrainError(f"{name}: a run folder, whose model is one folder below: give {Path(name) / 'model'}")
             return validate_folder(Path(name))
         _validate_name(name)
     return _resolve(name, world, _find_in_cache, _download_to_cache)
