@@ -147,6 +147,7 @@ def save_model(run, epoch, **state):
         ({"model": torch.nn.Linear(2, 1, bias=False).state_dict()}, "it is of another model: bias is None, not (1,)"),
         ({"model": torch.nn.Linear(2, 1)}, "it cannot be loaded: Weights only load failed"),
         ({"model": 1}, "it is of another trainer"),
+        ({"model": torch.nn.Linear(2, 1).state_dict() | {"\x1b[2J": torch.ones(1)}}, r"it is of another model: \x1b[2J is (1,),"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_skipped_for_an_older_one(run, state, reason, capsys):

@@ -262,8 +262,10 @@ def test_the_log_of_10_000_steps_is_short(tmp_path, capsys):
             opened.step(loss, learning_rate=0.001)
         opened.end_epoch()
         opened.metrics(test_loss=0.5, test_accuracy=0.75)
+    opened.print("the first: train\x1b[2J.txt\nhpctrain: all is well")  # the name of a file
     opened.finish(torch.nn.Linear(2, 1), test_accuracy=0.75)
     said = capsys.readouterr()
+    assert r"the first: train\x1b[2J.txt\nhpctrain: all is well" in said.out
     assert len(said.out) + len(said.err) < 200_000 and "\r" not in said.out + said.err
     training = [line for line in said.out.splitlines() if "train_loss" in line]
     assert len(training) == 100 and all(re.search(r"examples_per_s \S+  .* left$", line) for line in training), training[:2]

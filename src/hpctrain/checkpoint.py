@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from hpctrain import atomic, checkpoint_parts
 from hpctrain.config import list_other_options
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError, first_line, one_line
 
 
 def path_of(folder: Path, epoch: int, step: int = 0) -> Path:
@@ -105,7 +105,8 @@ def find_fitting(
         problem = _describe_misfit(path, model, entry, args, free)
         if not problem:
             for name, text in problems.items():
-                print(f"hpctrain: skipping {name} in {path.parent} ({text}), resuming from {path.name}", flush=True)
+                line = f"hpctrain: skipping {name} in {path.parent} ({text}), resuming from {path.name}"
+                print(one_line(line), flush=True)
             return path
         problems[path.name] = problem
     name, text = next(iter(problems.items()))

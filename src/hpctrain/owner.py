@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import atomic
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, one_line
 from hpctrain.world import job_id, restart_count
 
 BEAT = 2.0  # s
@@ -50,7 +50,8 @@ class Owner:
         except FileExistsError:
             earlier = self._read()
             if earlier is not None and not self._is_dead(earlier):
-                print(f"hpctrain: {_name(earlier)} wrote in {self._path.parent}: watching whether it still does", flush=True)
+                line = f"hpctrain: {_name(earlier)} wrote in {self._path.parent}: watching whether it still does"
+                print(one_line(line), flush=True)  # the file may be of somebody else
                 self._watch()
             atomic.write_text(self._path, text)
         threading.Thread(target=self._beat, daemon=True).start()

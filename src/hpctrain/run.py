@@ -33,7 +33,7 @@ from hpctrain.best import Best
 from hpctrain.checkpointer import Checkpointer, Interval
 from hpctrain.config import add_image_digest, add_resumption, compare_options, weighty_options, write_config, write_json
 from hpctrain.digests import weights_sha256
-from hpctrain.errors import EndEarly, HpctrainError, UsageError
+from hpctrain.errors import EndEarly, HpctrainError, UsageError, one_line
 from hpctrain.flops import utilization
 from hpctrain.metrics import Metrics, format_seconds
 from hpctrain.nonfinite import NonFinite
@@ -389,12 +389,12 @@ class Run:
         self._owner.release()
 
     def print(self, text: str) -> None:
-        """Print a line on rank 0, above the progress bar; every rank logs it."""
+        """Print a line on rank 0, above the progress bar; every rank logs it. A name in it may control no terminal."""
         self.log(text)
         if self.world.rank == 0:
-            tqdm.write(hide_secrets(text), file=sys.stdout)
+            tqdm.write(hide_secrets(one_line(text)), file=sys.stdout)
             sys.stdout.flush()
 
     def log(self, text: str) -> None:
         """Write a line to the log of this rank."""
-        write_line(self._log, text)
+        write_line(self._log, one_line(text))

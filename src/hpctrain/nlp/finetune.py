@@ -154,7 +154,7 @@ def read_examples(task: Task, args: argparse.Namespace, world: World) -> dict[st
         splits = {name: splits[name][: args.limit] for name in ("train", "validation", "test")}
         remarks = [data.describe_skipped(skipped or ()), data.describe_unused(path, tables=args.columns is not None)]
     if world.rank == 0:
-        print(*(f"{remark}\n" for remark in remarks if remark), sep="", end="", flush=True)
+        print(*(f"{one_line(remark)}\n" for remark in remarks if remark), sep="", end="", flush=True)
     return splits
 
 
