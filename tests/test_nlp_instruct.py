@@ -165,6 +165,7 @@ def test_published_forms_are_read(tmp_path, item, messages):
             "line 1 has 'history', which nlp.instruct does not read",
         ),
         ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', "line 1, message 1 has 'tool_calls', which"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "line 1, message 1: its weight is not 1, and"),
         ("[3]", r"\[0\] has no 'messages' of type list"),
         ("[", "not valid JSON"),
     ],

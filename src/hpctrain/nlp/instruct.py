@@ -152,6 +152,8 @@ def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
             role = SHAREGPT_ROLES.get(role, role)
             if role not in ROLES:
                 raise data.line_error(place, f"the role is {data.shorten(role)!r}, not one of {', '.join(ROLES)}")
+            if role == "assistant" and message.get("weight", 1) != 1:  # OpenAI: 0 for an answer that is not to be learned
+                raise data.line_error(place, "its weight is not 1, and nlp.instruct learns all answers alike: leave it out")
             messages.append((role, text))
     if has.get("system"):  # LLaMA-Factory
         messages.insert(0, ("system", data.get_field(location, item, "system", str, expected)))
