@@ -6,6 +6,7 @@ HPCTRAIN_TEST_EXAMPLES=1000 tries that many of each.
 
 import argparse
 import gzip
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import tempfile
 import tracemalloc
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -385,6 +387,14 @@ def test_only_the_files_of_weights_that_are_loaded_are_read(model, tmp_path):
     with pytest.raises(HpctrainError, match=r"pipe.safetensors, a part of the weights, is missing"):
         validate_folder(folder)
     signal.alarm(0)
+
+
+def test_an_answer_controls_no_terminal():
+    """A label of somebody else's model, or a text that it generates."""
+    label, out = "\x1b[2J\x9b2J\x7f", io.StringIO()
+    task = SimpleNamespace(inputs=("text",), answer=lambda *_: ([{"label": label}], 0))
+    predict.write_answers(task, None, None, {}, [("a",)], argparse.Namespace(batch_size=1), out)
+    assert out.getvalue()[:-1].isprintable() and json.loads(out.getvalue()) == {"text": "a", "label": label}
 
 
 @pytest.mark.parametrize(("key", "new"), [("labels", []), ("labels", 1), ("settings", {"by_token": True}), ("max_length", "x")])

@@ -28,6 +28,8 @@ from hpctrain.nlp.task import Task
 from hpctrain.world import World, counted
 
 CHUNK = 2048  # texts that are sorted by length together and answered at a time
+# What controls a terminal and json.dumps() leaves as it is: DEL, and the second set of control characters.
+CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
 
 
 def main(world: World, arguments: list[str]) -> None:
@@ -85,7 +87,8 @@ def write_answers(
                 answers, cut = task.answer(model, tokenizer, chunk, config, args, first)
             truncated += cut
             for row, answer in zip(chunk, answers, strict=True):
-                out.write(json.dumps(dict(zip(task.inputs, row, strict=True)) | answer, ensure_ascii=False) + "\n")
+                line = json.dumps(dict(zip(task.inputs, row, strict=True)) | answer, ensure_ascii=False)
+                out.write(line.translate(CONTROLS) + "\n")
             bar.update(len(chunk))
     return truncated
 
