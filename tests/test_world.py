@@ -311,8 +311,6 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
 @pytest.mark.parametrize(
     ("device", "cpu_tensors", "backend"),
     [("cpu", True, "gloo"), ("cuda:1", False, "nccl"), ("cuda:1", True, "cpu:gloo,cuda:nccl")],
@@ -327,6 +325,8 @@ def test_the_backend_follows_the_device(monkeypatch, device, cpu_tensors, backen
         assert made == [backend]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
 def test_a_store_with_the_connections_of_hundreds_of_ranks():
     """Of which rank 0 has more than it may have open files, unless it asks for more.
 
