@@ -175,6 +175,7 @@ def train_with_hpctrain(setting: Setting, model: PreTrainedModel) -> None:
     padding = {**TASK.padding, "input_ids": setting.tokenizer.pad_token_id}
     loader = make_loader(train, padding, BatchSampler(train, world, args.batch_size, args.seed, args.accumulate))
     make_trainer(run, args, setting.device, lambda module: module.model, module.score).fit(module, loader)
+    run.finish(model)  # waits until the checkpoint is written: this folder is temporary
 
 
 WAYS: dict[str, Callable[[Setting, PreTrainedModel], None]] = {

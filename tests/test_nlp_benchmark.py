@@ -8,18 +8,20 @@ from slurm_cluster import REPOSITORY
 
 
 def run(*options):
-    """Run the benchmark; returns the rows of its table as dictionaries of text, by the name of the way, and its whole output."""
+    """Run the benchmark; returns the rows of its table as dictionaries of text, by the name of the way, and both its outputs."""
     command = [*options, REPOSITORY / "benchmarks/nlp.py", "--size", "tiny", "--examples", "64", "--turns", "1"]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
-    return {row[0]: dict(zip(lines[0], row, strict=True)) for row in lines[1:]}, done.stdout
+    return {row[0]: dict(zip(lines[0], row, strict=True)) for row in lines[1:]}, done.stdout, done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
 def test_benchmark_trains_all_ways_and_hpctrain_pads_least(launcher):
-    rows, output = run(*launcher)
+    rows, output, progress = run(*launcher)
+    # The warm-up and the turn: each waited for its checkpoint, whose folder is temporary.
+    assert progress.count("checkpoints and curves.png are in") == 2
     ways = ["(a) tutorial", "(b1) Trainer", "(b2) Trainer, group_by_length", "(c) hpctrain"]
     if find_spec("accelerate") is None:
         assert "pip install accelerate" in output
