@@ -18,6 +18,7 @@ import pytest
 from hpctrain import export, plot, report, runs
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.metrics import format_seconds
+from hpctrain.plain_file import open_plain
 from hpctrain.world import ALONE
 
 DIGEST = "sha256:" + 64 * "ab"
@@ -135,7 +136,7 @@ def test_what_somebody_else_put_in_the_place_of_a_file_is_not_read_without_end(t
             read(folder)
     signal.alarm(0)
     with pytest.raises(OSError, match="not a plain file"):
-        runs.open_plain(Path("/dev/zero"))
+        open_plain(Path("/dev/zero"))
     if name == "metrics.jsonl":  # no picture of nothing
         with pytest.raises(HpctrainError, match=r"metrics.jsonl cannot be read \((not a plain file|File too large)\)"):
             plot.plot(folder)

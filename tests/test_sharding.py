@@ -207,6 +207,23 @@ def test_a_part_that_cannot_be_written_ends_the_run_and_keeps_the_last_complete_
 
 
 @pytest.mark.slow
+def test_the_optimizer_of_another_model_is_one_line(tmp_path):
+    write_digits(tmp_path / "digits", 64, 8)
+    words = ["train_fsdp", "--data", "digits", "--batch-size", "32"]
+    path = train_ranks(tmp_path, 1, *words, "--epochs", 1) / "checkpoints/epoch-0001.pt"
+    state = checkpoint.load(path, CPU)
+    for values in state["optimizer"]["state"].values():
+        values["momentum_buffer"] = values["momentum_buffer"][:1]
+    checkpoint.save(path, state)
+    (tmp_path / "run/result.json").unlink()
+    for count in (1, 2):
+        words[1:] = ["--epochs", "2", "--resume", "run"]
+        done = warm_start.run(warm_start.torchrun_ranks(count, words, dict(os.environ)), tmp_path)
+        assert done.returncode == 1 and "Traceback" not in done.stderr
+        assert "epoch-0001.pt: not the optimizer of this model (a tensor of another shape)" in done.stderr
+
+
+@pytest.mark.slow
 def test_tied_weights_dropout_accumulation_and_skipped_steps(tmp_path):
     """A language model, whose output layer is its embedding."""
     words = ["nlp.generate", "--epochs", 1, "--limit", 40, "--batch-size", 8, "--max-length", 32, "--accumulate", 2]

@@ -160,10 +160,15 @@ def _has_position(state: dict[str, Any]) -> bool:
     return False
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path) -> None:
-    """Load the entry "optimizer" of a checkpoint. Raises HpctrainError, naming the file, if it is not of this model."""
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path, split: Callable[[Any], Any] = lambda entry: entry
+) -> None:
+    """Load the entry "optimizer" of a checkpoint. Raises HpctrainError, naming the file, if it is not of this model.
+
+    `split` maps the entry to this rank's part of it.
+    """
     try:
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(split(state["optimizer"]))
         for parameter, values in optimizer.state.items():
             for value in values.values():
                 if isinstance(value, torch.Tensor) and value.dim() and not _has_place(value, parameter):
@@ -176,7 +181,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path
 
 def _has_place(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether a tensor has the shape of a parameter, and memory of its own for each element."""
-    return value.shape == parameter.shape and value.untyped_storage().nbytes() >= value.nbytes
+    own = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor, this rank's part
+    return value.shape == parameter.shape and own.untyped_storage().nbytes() >= own.nbytes
 
 
 def load(path: Path, device: torch.device) -> dict[str, Any]:

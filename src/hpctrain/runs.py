@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import IO, Any
 
 from hpctrain.cli import Parser
 from hpctrain.errors import HpctrainError, one_line, reason
+from hpctrain.plain_file import open_plain
 from hpctrain.world import World
 
 # The entries of a line of metrics that are neither losses nor scores.
@@ -63,15 +63,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
     return content
-
-
-def open_plain(path: Path) -> IO[bytes]:
-    """Open a file for reading. Raises OSError; also for a pipe or a device, such as a link to /dev/zero, which never end."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a plain file")
-    return file
 
 
 def read_whole(file: IO[bytes]) -> bytes:

@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from hpctrain.lazy_imports import import_of_lightning
 from hpctrain.lightning_plugins import JsonStrategy
-from hpctrain.sharding import copy_without_weights, gather_model, is_sharded, load_optimizer, load_weights, shard, split
+from hpctrain.sharding import copy_without_weights, gather_model, is_sharded, load_weights, shard, split, split_state
 from hpctrain.world import World
 
 with import_of_lightning():
@@ -63,7 +63,7 @@ class ShardedStrategy(JsonStrategy):
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         """Load this rank's part of the state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer(optimizer, state)
+            optimizer.load_state_dict(split_state(optimizer, state))
 
     def gather_model(self) -> nn.Module:
         """The model as it was before it was sharded, with its weights, in the memory of rank 0. A collective call."""

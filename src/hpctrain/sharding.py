@@ -156,11 +156,11 @@ def split(state: Any) -> Any:  # noqa: ANN401 - nested dictionaries, lists and t
     return tree_map_only(DTensor, split_one, state)
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of a checkpoint into the optimizer of a model that is sharded or not."""
+def split_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of an optimizer's state in a checkpoint, for the optimizer of a model that is sharded or not."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     parts = {i: {name: _part(x, weights[i]) for name, x in entry.items()} for i, entry in state["state"].items()}
-    optimizer.load_state_dict(state | {"state": parts})
+    return state | {"state": parts}
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor | Pieces]) -> None:

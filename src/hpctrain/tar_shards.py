@@ -14,7 +14,7 @@ import numpy
 from torch.utils.data import Dataset
 
 from hpctrain.errors import HpctrainError, first_line
-from hpctrain.runs import open_plain
+from hpctrain.plain_file import open_plain
 
 
 class TarShards(Dataset):

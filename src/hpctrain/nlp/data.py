@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hpctrain.errors import HpctrainError, UsageError, first_line, one_line
-from hpctrain.runs import open_plain
+from hpctrain.plain_file import open_plain
 from hpctrain.world import counted
 
 if TYPE_CHECKING:  # it imports all of transformers, and `hpctrain fetch` needs none

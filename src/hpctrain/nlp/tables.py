@@ -13,7 +13,7 @@ from typing import Any
 from hpctrain.errors import HpctrainError, first_line
 from hpctrain.nlp import data
 from hpctrain.nlp.data import Example
-from hpctrain.runs import open_plain
+from hpctrain.plain_file import open_plain
 
 ROWS = 1_000  # of Parquet that are read at a time
 # What a file of Parquet or Arrow may unpack to, as a multiple of its size, and what a row counts for beside its texts.

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.batches import can_fork_beside_threads
 from hpctrain.errors import HpctrainError, first_line, one_line
-from hpctrain.runs import open_plain
+from hpctrain.plain_file import open_plain
 from hpctrain.tar_shards import TarShards
 from hpctrain.vision.data import Images, to_images
 from hpctrain.world import counted

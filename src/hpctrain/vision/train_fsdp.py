@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hpctrain.batches import evaluation_batches, steps_per_epoch, training_batches
+from hpctrain.checkpoint import load_optimizer
 from hpctrain.cli import Parser, add_device
 from hpctrain.device import choose_device
 from hpctrain.errors import UsageError
 from hpctrain.rendezvous import process_group
 from hpctrain.run import Run
-from hpctrain.sharding import copy_without_weights, gather_model, load_optimizer, load_weights, shard, split
+from hpctrain.sharding import copy_without_weights, gather_model, load_weights, shard, split, split_state
 from hpctrain.vision import recipe
 from hpctrain.world import World
 
@@ -61,7 +62,7 @@ def train(world: World, args: argparse.Namespace) -> None:
 
         if state := run.resume(device, args.epochs, model):
             load_weights(model, state["model"])
-            load_optimizer(optimizer, state["optimizer"])
+            load_optimizer(optimizer, state, run.resume_from, partial(split_state, optimizer))
 
         def make_state() -> dict[str, Any]:
             return split({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
