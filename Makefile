@@ -28,15 +28,15 @@ demo: sif cluster  ## train from the container on a Slurm cluster of two nodes o
 	@command -v python3 >/dev/null || containers/install_host_packages.sh python3
 	python3 cluster/demo.py
 
-# Jobs spend a part of their time waiting, so three test files run at a time on two cores, in the order of conftest.py. The tests
-# of a file share fixtures.
-THREE_FILES := -n 3 --dist loadfile --no-loadscope-reorder
+# Test files run side by side, in the order of conftest.py, because tests wait for a part of their time. The tests of a file share
+# fixtures. A third one of the slow files gains nothing on two cores: it starts a third cluster.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 test: .test-prerequisites  ## run all tests; PYTEST= adds options of pytest
-	.venv/bin/python -m pytest -m slow $(THREE_FILES) --durations=20 $(PYTEST)
+	.venv/bin/python -m pytest -m slow -n 2 $(BY_FILE) --durations=20 $(PYTEST)
 
 test-fast: venv .test-tools  ## run the tests that need neither the image nor the cluster
-	.venv/bin/python -m pytest -m 'not slow' $(THREE_FILES) --durations=20 $(PYTEST)
+	.venv/bin/python -m pytest -m 'not slow' -n 3 $(BY_FILE) --durations=20 $(PYTEST)
 
 test-mpich: venv cluster  ## build the image with MPICH and test it, also with other MPIs of its ABI
 	$(MAKE) sif MPI=mpich

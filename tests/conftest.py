@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-table", action="store_true", help="let test_matrix.py write its results into README.md")
 
 
-# The files that take minutes, longest first: otherwise the last of them runs alone, beside an idle core.
+# The files that take minutes, longest first: otherwise the last of them would run alone.
 LONG_FILES = [
     "launch",
     "image",
@@ -70,17 +70,21 @@ LONG_FILES = [
     "requeue",
     "publish",
     "gpu_benchmark",
+    "launch_library",
     "train",
+    "watchdog",
+    "notebooks",
+    "security",
     "resume",
     "nlp_models",
-    "sanity",
-    "world",
+    "own_script",
     "check",
+    "wandb",
 ]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the fast tests first; where two files run at a time, the files that take minutes."""
+    """Run the fast tests first; where several files run at a time, the files that take minutes."""
 
     def order(item: pytest.Item) -> tuple[int, bool]:
         name = item.path.stem.removeprefix("test_")

@@ -35,6 +35,7 @@ def test_sizes():
     assert [bench.size_in_bytes(text) for text in ("4", "1K", "64k", "1G")] == [4, 1024, 65536, 2**30]
 
 
+@pytest.mark.slow
 def test_four_ranks(tmp_path):
     done = run(tmp_path, 4, "--max-size", "256K", "--out", "out")
     assert done.returncode == 0, done.stderr
@@ -53,6 +54,7 @@ def test_four_ranks(tmp_path):
     assert again.returncode == 1 and re.search("error: .*out holds a result already: give another --out\n$", again.stderr)
 
 
+@pytest.mark.slow
 def test_three_ranks_have_sizes_that_they_can_share(tmp_path):
     done = run(tmp_path, 3, "--max-size", "4K", "--operations", "all-gather", "reduce-scatter", "--out", "out")
     assert done.returncode == 0, done.stderr

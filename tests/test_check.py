@@ -303,6 +303,7 @@ def test_more_ranks_than_gpus_and_an_old_driver(monkeypatch):
     assert "cannot use /dev/nvidia0 (The NVIDIA driver on your system is too old (found version 11040).): use an image" in said
 
 
+@pytest.mark.slow
 def test_ranks_that_differ(tmp_path):
     """Rank 1 has an older mpi4py, another image and other NCCL variables."""
     older = tmp_path / "older/mpi4py-3.1.0.dist-info"

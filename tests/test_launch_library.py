@@ -724,6 +724,7 @@ def test_sigterm_to_a_task(programs, tmp_path, shown, folder, ends):
     assert not (tmp_path / "copy.sif").exists()
 
 
+@pytest.mark.slow
 def test_what_a_rank_of_horovodrun_leaves_does_not_keep_its_connection(tmp_path):
     """sshd closes a connection when nobody has the output of its command; horovodrun waits for that, and so does this test."""
     words = ["--", "bash", "-c", f"sleep 300 & echo $! >{tmp_path}/left; kill -KILL $$"]

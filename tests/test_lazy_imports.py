@@ -91,6 +91,7 @@ assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 
     run(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "use",
     [

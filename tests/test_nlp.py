@@ -521,6 +521,7 @@ KEYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_predict_gives_the_same_answers_for_arguments_and_files(task, models, capfd, tmp_path):
     words = QUESTIONS[task]

@@ -223,6 +223,7 @@ def test_all_ranks_take_the_commit_of_rank_0(hub, bert, tmp_path):
     assert [Path(d.out.strip()).name for d in done] == [COMMIT] * 4, done
 
 
+@pytest.mark.slow
 def test_hub_error_is_printed_once_for_all_ranks(tmp_path):
     done = ranks(NAME, None, [tmp_path / "a", tmp_path / "b"], per_node=1, HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set" in error_line(done[0])
@@ -254,6 +255,7 @@ def test_error_without_internet_names_fetch(tmp_path):
     assert "the download from http://127.0.0.1:9 failed (ConnectError" in line and remedy in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "part", "status", "code", "message"),
     [

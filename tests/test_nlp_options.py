@@ -78,6 +78,7 @@ def rare(tmp_path_factory):
 RARE = ("--epochs", 8, "--batch-size", 20, "--lr", 3e-3)
 
 
+@pytest.mark.slow
 def test_rare_class_is_found(rare, config, tmp_path, capfd):
     """Most examples with its word are of the other class; with weights they count less than those of the rare one."""
     recalls, runs = [], []

@@ -196,6 +196,7 @@ def test_text_outside_of_its_memory_is_refused(tmp_path):
     assert_error(read, path, r"a\.arrow: not a file of Arrow that can be read \(.*\): download the file again", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one text in many rows", "many rows of nothing"])
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_a_small_file_is_not_unpacked_to_gigabytes(suffix, kind, tmp_path):

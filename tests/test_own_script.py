@@ -358,6 +358,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_rank_0_says_at_its_end_that_it_never_joined(tmp_path, script):
     path = tmp_path / "script.py"

@@ -65,6 +65,7 @@ def test_an_owner_that_cannot_be_written_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_owner_that_shows_no_sign_of_life_is_dead(tmp_path, monkeypatch, capsys):
     """Clocks of nodes differ: a time stamp in the future is no sign of life, and one of last year no sign of death."""
     for stamp in (0, 4_000_000_000):

@@ -230,6 +230,7 @@ def test_resume_auto_starts_and_goes_on_with_one_command(tmp_path):
     assert_equal(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_in_no_checkpoint(tmp_path):
     """It is noticed before the next line of metrics."""
     options = ["--lr", "1e30", "--checkpoint-every", "1", "--batch-size", "8", "--out", "run"]

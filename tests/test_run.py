@@ -208,6 +208,7 @@ run.os._exit(0)
     assert exists == "False"
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path):
     """A real one, with no byte left for metrics.jsonl, TensorBoard and the log of the rank. Such a run was FAILED at once."""
     if os.geteuid() != 0:

@@ -295,6 +295,7 @@ def test_torchruns_of_a_job_agree_with_a_secret(tmp_path):
     assert torchrun.returncode != 0 and [*(tmp_path / "tmp").iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_verdict_and_news_of_a_stranger_are_ignored(tmp_path):
     """Who lists the keys of the store knows the prefix. The second rank would end at once, without a word."""
     watch = """
@@ -312,6 +313,7 @@ if world.rank == 0:
     assert done == [(0, "done\n", "")] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_is_noticed_although_its_old_news_are_told_again(tmp_path):
     """Whoever reads two of its signed news in the store can set them in turns."""
     watch = """

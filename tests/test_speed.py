@@ -114,6 +114,7 @@ def need_memory():
         torch.ones(200_000_000)  # 800 MB
 
 
+@pytest.mark.slow
 def test_result_has_the_memory_of_the_rank_that_needs_most(tmp_path):
     data = write_digits(tmp_path / "data")
     arguments = ["train_ddp", "--data", str(data), "--epochs", "1", "--out", "run"]

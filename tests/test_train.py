@@ -436,6 +436,7 @@ def test_check():
         assert f"rank {ranks - 1} of {ranks}" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_missing_main_address_is_an_error(tmp_path):
     step = {
         "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0",
@@ -445,6 +446,7 @@ def test_a_missing_main_address_is_an_error(tmp_path):
     assert done.returncode == 1 and "MASTER_ADDR and MASTER_PORT are not set" in done.stderr
 
 
+@pytest.mark.slow
 def test_train_single_under_srun_is_an_error_with_the_right_command(tmp_path):
     """Rank 0 prints it. Rank 1 exits quietly, so that srun does not kill rank 0 before that."""
     step = {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
@@ -457,6 +459,7 @@ def test_train_single_under_srun_is_an_error_with_the_right_command(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_train_single_trains_as_train_ddp_does(runs, tmp_path):
     train(1, "--epochs", 2, "--out", "single", cwd=tmp_path, trainer="train_single")
     assert result(tmp_path / "single")["weights_sha256"] == result(runs / "one")["weights_sha256"]
@@ -521,6 +524,7 @@ def test_one_of_two_ranks_prints_the_error(tmp_path, args, message):
     assert done.returncode != 0 and "hpctrain/__main__.py" not in done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_of_an_earlier_run_is_overwritten(runs, tmp_path):
     before = {path: path.read_bytes() for path in (runs / "one").rglob("*") if path.is_file()}
     done = run(1, "train_ddp", "--out", runs / "one", cwd=tmp_path)
