@@ -77,9 +77,14 @@ LONG_FILES = [
     "security",
     "resume",
     "nlp_models",
-    "own_script",
     "check",
     "wandb",
+    "install",
+    "sweep",
+    "contributing",
+    "own_script",
+    "sanity",
+    "world",
 ]
 
 
