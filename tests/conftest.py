@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-table", action="store_true", help="let test_matrix.py write its results into README.md")
 
 
-# The files that take minutes, longest first: otherwise the last of them would run alone.
+# The files that take longest, first: otherwise the last of them would run alone. Of the fast tests, launch_library takes longest.
 LONG_FILES = [
     "launch",
     "image",
