@@ -150,7 +150,9 @@ SHARED_RUN = [
     "podman-hpc", "shared-run", "--label=hpctrain.test", "--userns=keep-id", "--network=host", "--ipc=host", "--volume=/tmp:/tmp",
     "--volume=/home/alice:/home/alice", "--workdir=/home/alice", "-e", "SLURM_*", "-e", "PMIX_*", "hpctrain:cpu",
 ]  # fmt: skip
-SRUN = ["srun", "--nodes=2", "--ntasks-per-node=2", "--mpi=pmix", "--kill-on-bad-exit=1"]
+# Slurm gives a job other nodes while an earlier one has not ended completely, as after a failed step.
+HERE = "--nodelist=n1,n2"
+SRUN = ["srun", HERE, "--ntasks-per-node=2", "--mpi=pmix", "--kill-on-bad-exit=1"]
 
 
 @pytest.fixture
@@ -181,7 +183,7 @@ def test_containers_outlive_a_failed_step_until_they_are_removed(site, podman_hp
     fail = 'if [ "$SLURM_PROCID" = 3 ]; then sleep 1; exit 7; fi; sleep 1000'
     assert podman_hpc(*SRUN, *SHARED_RUN, "sh", "-c", fail, check=False).returncode != 0
     assert containers_left(site) > 0
-    podman_hpc("srun", "--nodes=2", "podman-hpc", "rm", "--force", "--time=0", "--filter=label=hpctrain.test")
+    podman_hpc("srun", HERE, "podman-hpc", "rm", "--force", "--time=0", "--filter=label=hpctrain.test")
     wait_until(lambda: containers_left(site) == 0)
 
 
