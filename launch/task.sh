@@ -26,7 +26,7 @@ source "$(dirname "$0")/lib/node_container.sh"
 # the task's output, so this holds none.
 end_with_task() {
     (
-        trap '$HPCTRAIN_END_TASK; exit' TERM
+        trap 'bash -c "$HPCTRAIN_END_TASK"; exit' TERM
         while kill -0 $$; do
             sleep 1 &
             wait $! || true
@@ -54,7 +54,7 @@ end_with_connection() {
             sleep 1
             kill -0 $$ || exit
         done
-        ${HPCTRAIN_END_TASK:-} || true
+        bash -c "${HPCTRAIN_END_TASK:-}" || true
         for process in /proc/[0-9]*; do
             [[ ${process#/proc/} != "$BASHPID" ]] && grep -qszx "HOROVOD_RANK=$RANK" "$process/environ" &&
                 grep -qszx "SLURM_JOB_ID=$HPCTRAIN_JOB" "$process/environ" && kill -KILL "${process#/proc/}" || true

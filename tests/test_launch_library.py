@@ -770,6 +770,24 @@ def test_a_rank_of_horovodrun_ends_with_its_connection(tmp_path):
             other.kill()
 
 
+def test_a_container_of_podman_that_is_still_being_made_is_removed_too(tmp_path):
+    """podman run ignores SIGTERM. Where Slurm tracks processes by their parents, it outlives the step that Slurm ends."""
+    folder = tmp_path.resolve()
+    for name, text in {
+        "podman": f"case $1 in --version) echo 5 ;; run) touch {folder}/begun; sleep 1; touch {folder}/container ;; esac",
+        "podman-hpc": f"case $1 in images) echo sha256:0 ;; rm) rm {folder}/container ;; esac",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = os.urandom(4).hex()
+    env = {"PATH": f"{tmp_path}:{BARE['PATH']}", "HPCTRAIN_IMAGE": "i"}
+    words = ["run", "--rm", "-d", "--label", f"hpctrain.job={job}", "--userns=keep-id", "i"]
+    with subprocess.Popen([tmp_path / "podman", *words], env=BARE | env):
+        wait_until(lambda: (tmp_path / "begun").exists())
+        done = library(f"JOB={job} GPUS=0; use_runtime podman-hpc; remove_podman_containers 1", **env)
+    assert not done.stderr and not (tmp_path / "container").exists(), done.stderr
+
+
 def test_the_end_of_a_job_does_not_wait_for_a_node_that_does_not_answer(tmp_path):
     for name, text in {"srun": "exec sleep 300", "scontrol": "echo NodeList=n1"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")

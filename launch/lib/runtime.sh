@@ -166,14 +166,15 @@ podman_hpc_command() {
     export HPCTRAIN_GPU_OPTION='--gpu (podman-hpc; HPCTRAIN_PODMAN_MODULES)'
     unset_host_python
     # Processes in its containers keep running when podman-hpc is ended: by the task itself, where Slurm ends the job and lets
-    # it start nothing more, and after srun has killed the tasks, where one of them failed.
-    export HPCTRAIN_END_TASK="podman-hpc rm --force --time 0 --filter label=hpctrain.job=$JOB"
+    # it start nothing more, and after srun has killed the tasks, where one of them failed. podman run ignores SIGTERM: while one
+    # still makes a container (a second on a busy node), rm would not see it.
+    HPCTRAIN_END_TASK="for i in {1..40}; do pgrep -u $UID -f '[p]odman run .*--label hpctrain.job=$JOB ' >/dev/null && sleep 0.1 || break; done"
+    export HPCTRAIN_END_TASK+="; podman-hpc rm --force --time 0 --filter label=hpctrain.job=$JOB"
     CLEAN_UP+=(remove_podman_containers)
 }
 
 remove_podman_containers() {
-    # shellcheck disable=SC2086 # words
-    (($1 == 0)) || on_every_node $HPCTRAIN_END_TASK >/dev/null
+    (($1 == 0)) || on_every_node bash -c "$HPCTRAIN_END_TASK" >/dev/null
 }
 
 # No container: the python that modules, a venv or a conda environment put on the PATH.
