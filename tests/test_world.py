@@ -325,6 +325,27 @@ def test_the_backend_follows_the_device(monkeypatch, device, cpu_tensors, backen
         assert made == [backend]
 
 
+def test_two_ranks_on_one_gpu_are_one_line(monkeypatch):
+    """The error is what torch 2.11 raised on a node with one GPU."""
+    text = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage, NCCL version 2.28.9
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60
+"""
+
+    def init_process_group(*_, **__):
+        raise torch.distributed.DistBackendError(text)
+
+    monkeypatch.setattr(rendezvous, "_connect_store", lambda world: None)
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", init_process_group)
+    message = (
+        r"rank 1 of 2 on .*, cuda:0: NCCL cannot start \(Duplicate GPU .* device 60\): give each rank a GPU of its own \(--gpus"
+    )
+    world = World(1, 2, 1, 2, 0, 1, "torchrun")
+    with pytest.raises(HpctrainError, match=message), rendezvous.process_group(world, torch.device("cuda", 0)):
+        pass
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
 def test_a_store_with_the_connections_of_hundreds_of_ranks():

@@ -55,7 +55,18 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
     options = {"device_id": device} if device.type == "cuda" else {}
     _raise_file_limit()
     store = _connect_store(world)
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT, **options)
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT, **options
+        )
+    except (
+        dist.DistBackendError
+    ) as error:  # its last line is what NCCL says, such as "Duplicate GPU detected : rank 0 and rank 1"
+        raise HpctrainError(
+            f"rank {world.rank} of {world.size} on {os.uname().nodename}, {device}: NCCL cannot start "
+            f"({str(error).strip().splitlines()[-1]}): give each rank a GPU of its own (--gpus-per-node as large as "
+            "--ntasks-per-node), and set NCCL_DEBUG=WARN to see more"
+        ) from error
     postpone_compiler()
     ends_at_once = False
     try:
