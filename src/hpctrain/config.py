@@ -26,7 +26,7 @@ from hpctrain.world import World, job_id
 # --data with as many examples is not noticed: jobs copy their data to folders that are named after the job.
 _FREE_OPTIONS = {"out", "resume", "force", "data", "watchdog", "checkpoint_every", "keep_checkpoints", "strict", "on_nan"}
 _FREE_OPTIONS |= {"device", "devices", "num_nodes", "accelerator", "workers", "strategy", "gradient_checkpointing", "wandb"}
-_FREE_OPTIONS |= {"tensor_parallel", "cpu_offload", "profile", "compile", "deterministic"}
+_FREE_OPTIONS |= {"tensor_parallel", "cpu_offload", "profile", "compile", "cuda_graphs", "deterministic"}
 
 
 def write_config(folder: Path, world: World, trainer: str, args: argparse.Namespace, device: torch.device) -> Path:

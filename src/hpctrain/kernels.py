@@ -39,17 +39,17 @@ def check_compiler(args: argparse.Namespace) -> None:
         ) from error
 
 
-def compile_training(model: nn.Module, *, dynamic: bool | None = None, sharded: bool = False) -> None:
+def compile_training(model: nn.Module, *, dynamic: bool | None = None, by_block: bool = False) -> None:
     """Let torch.compile make the kernels of training steps, at the first one; in evaluation mode the model computes as before.
 
     So evaluations, settle_buckets() and generate(), whose inputs have other shapes, do not compile kernels of their own. The
     names of the weights stay, and copies are not compiled. `dynamic`: the same kernels for inputs of all shapes.
 
-    `sharded`: the model is given to sharding.shard() afterwards. Each block that FSDP gathers is then compiled by itself: within
-    a compiled model, its hooks would cut the graph.
+    `by_block`: compile each layer of a transformer by itself. They are alike, so it takes as long as for one of them, whereas the
+    whole BERT-large took more than two minutes. For FSDP it has to be so: within a compiled model, its hooks would cut the graph.
     """
     blocks = []
-    if sharded:
+    if by_block:
         from hpctrain.sharding import find_blocks  # imports much of torch
 
         blocks = find_blocks(model)

@@ -74,7 +74,7 @@ class Features(NamedTuple):
         """Tokens of each feature, [n]."""
         return numpy.diff(self.starts)
 
-    def batch(self, index: Tensor, padding: Mapping[str, int]) -> dict[str, Tensor]:
+    def batch(self, index: Tensor, padding: Mapping[str, int], multiple: int = 1) -> dict[str, Tensor]:
         """The features of `index` [b], padded on the right to the longest: tokens and attention_mask [b, longest], values [b].
 
         `padding` has the padding value of each column of tokens, 0 if missing. All tensors are int64, those of fractions float32.
@@ -82,7 +82,7 @@ class Features(NamedTuple):
         rows = index.numpy()
         starts = self.starts[rows]
         lengths = self.starts[rows + 1] - starts
-        position = numpy.arange(lengths.max(initial=0))
+        position = numpy.arange(-(-lengths.max(initial=0) // multiple) * multiple)
         mask = position < lengths[:, None]
         place = numpy.where(mask, starts[:, None] + position, 0)
         arrays = {name: numpy.where(mask, flat[place], padding.get(name, 0)) for name, flat in self.tokens.items()}

@@ -38,6 +38,7 @@ from hpctrain.nlp.memory import check_memory
 from hpctrain.nlp.model_folder import describe_error, load_tokenizer, make_card, save_model
 from hpctrain.nlp.options import parse_options
 from hpctrain.nlp.sampling import BatchSampler, make_loader
+from hpctrain.nlp.step_graphs import MULTIPLE
 from hpctrain.nlp.task import Task
 from hpctrain.rendezvous import all_or_none, process_group
 from hpctrain.run import Run
@@ -49,10 +50,14 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
     args = parse_options(task, arguments)
     if args.cpu_offload and world.size == 1:
         raise UsageError("--cpu-offload is for the parts of --strategy fsdp, and one rank has all of them: start two or more")
+    if args.cuda_graphs and world.size > 1:
+        raise UsageError(f"--cuda-graphs is for one rank, and there are {world.size}: leave it out")
     task = task.for_problem(args.problem)
     group = world.in_groups_of(args.tensor_parallel)  # the place of this rank in the order of the data
     quiet()
     device = choose_device(world, args.device)
+    if args.cuda_graphs and device.type != "cuda":
+        raise UsageError("--cuda-graphs needs a GPU, and this rank computes on the CPU: leave it out")
     with process_group(world, device, cpu_tensors=args.cpu_offload):
         examples = read_examples(task, args, world)
         run = Run(world, f"nlp.{task.name}", args, device)
@@ -86,7 +91,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         weights = balance_classes(labels, train, run) if args.class_weights else None
         module = FineTuneModule(task, model, labels, args, run, steps=args.epochs * epoch_steps, class_weights=weights)
         if args.compile:
-            compile_training(model, dynamic=True, sharded=sharded)  # batches are as long as their longest text
+            compile_training(model, dynamic=True, by_block=True)  # batches are as long as their longest text
         strategy = JsonStrategy
         if sharded:
             from hpctrain.nlp.tensor_parallel import choose_strategy, load_weights  # imports much of torch, few runs need it
@@ -112,7 +117,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                     del state  # as large as the model and its optimizer
                 trainer.fit(
                     module,
-                    make_loader(train, padding, sampler, args.pack),
+                    make_loader(train, padding, sampler, args.pack, MULTIPLE if args.cuda_graphs else 1),
                     module.make_evaluation_loader("validation", examples, features, padding),
                     ckpt_path=run.resume_from,
                 )

@@ -16,6 +16,7 @@ from hpctrain.batches import seed_step
 from hpctrain.lazy_imports import import_of_lightning
 from hpctrain.nlp.features import Features
 from hpctrain.nlp.sampling import evaluation_batches, make_loader
+from hpctrain.nlp.step_graphs import StepGraphs
 from hpctrain.nlp.task import Task
 from hpctrain.rendezvous import broadcast, gather
 from hpctrain.run import Run
@@ -47,6 +48,7 @@ class FineTuneModule(LightningModule):
         self._group = run.world.in_groups_of(args.tensor_parallel)  # the ranks of a group compute the same examples
         self._sets: dict[str, tuple[list[Any], Features]] = {}
         self._predictions: list[tuple[int, Any]] = []
+        self._graphs: StepGraphs | None = None  # with --cuda-graphs, from the first step on
 
     # --- training ---
 
@@ -87,15 +89,40 @@ class FineTuneModule(LightningModule):
 
     def forward(self, batch: dict[str, Any]) -> transformers.utils.ModelOutput:
         """The model's output for a batch, without the columns that are not inputs of the model."""
-        not_inputs = {"units", "index", "weight", "real", *self._task.extra}
+        not_inputs = {"units", "index", "weight", "is_padded", *self._task.extra}
+        if not batch.get("is_padded", True):
+            not_inputs.add("attention_mask")  # the model would ask the GPU whether there is any padding, and wait
         return self.model(**{name: value for name, value in batch.items() if name not in not_inputs})
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """The loss of one part of a global batch; BatchSampler explains the weight."""
+        batch = {name: value for name, value in batch.items() if name != "real"} | {
+            "is_padded": batch["real"] < batch["input_ids"].numel()
+        }
+        if not self._args.cuda_graphs:
+            return self._compute_loss(batch)
+        if self._graphs is None:
+            self._graphs = StepGraphs(self.parameters(), self._compute_loss)
+        return self._graphs.run(batch)
+
+    def _compute_loss(self, batch: dict[str, Any]) -> Tensor:
         output = self(batch)
         if self.class_weights is not None:
             batch = {**batch, "class_weights": self.class_weights}
         return self._task.compute_loss(output, batch) * batch["weight"]
+
+    def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        """Compute the gradients, unless the graph of the step has them already."""
+        if self._graphs is None:
+            loss.backward()
+        else:
+            self._graphs.give_gradients()
+
+    def on_train_end(self) -> None:
+        """Free the memory of the graphs and of the optimizer, which Lightning would copy to the host, a second for each GB."""
+        self._graphs = None
+        for optimizer in self.trainer.optimizers:
+            optimizer.state.clear()
 
     # --- evaluation ---
 

@@ -5,6 +5,7 @@ examples on any number of ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
@@ -61,17 +62,19 @@ class FeatureDataset(Dataset):
     With `pack`, each batch is packed.
     """
 
-    def __init__(self, features: Features, padding: dict[str, int], pack: bool) -> None:
-        self._make_batch, self._padding = features.pack if pack else features.batch, padding
+    def __init__(self, features: Features, padding: dict[str, int], pack: bool, multiple: int) -> None:
+        self._make_batch, self._padding = features.pack if pack else partial(features.batch, multiple=multiple), padding
 
     def __getitem__(self, item: tuple[Tensor, dict[str, Any]]) -> dict[str, Any]:
         index, more = item
         return self._make_batch(index, self._padding) | more
 
 
-def make_loader(features: Features, padding: dict[str, int], sampler: Iterable[Any], pack: bool = False) -> DataLoader:
+def make_loader(
+    features: Features, padding: dict[str, int], sampler: Iterable[Any], pack: bool = False, multiple: int = 1
+) -> DataLoader:
     """Load the batches that a sampler yields, into pinned memory if there is a GPU. With `pack` a row has several features."""
-    dataset = FeatureDataset(features, padding, pack)
+    dataset = FeatureDataset(features, padding, pack, multiple)
     return DataLoader(dataset, sampler=sampler, batch_size=None, pin_memory=torch.cuda.is_available())
 
 

@@ -128,7 +128,7 @@ def build_model(
     built = (model() if model is MnistNet else model(training_set.channels, len(training_set.classes))).to(device)
     built = built.to(memory_format=torch.channels_last) if uses_fast_kernels(args, device) else built
     if args.compile:
-        compile_training(built, sharded=sharded)
+        compile_training(built, by_block=sharded)
     return built
 
 

@@ -1,0 +1,96 @@
+"""--cuda-graphs: the thousands of kernels of a training step, recorded once, which a GPU then starts by itself.
+
+A short text keeps a GPU busy for less time than a processor needs to start each kernel on it. The kernels, and the random numbers
+of dropout, are those of a step without graphs, so the weights are the same, bit for bit.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import HpctrainError, first_line
+
+MULTIPLE = 8  # tokens: batches are padded to a multiple of it, so that there are few shapes to record
+
+
+class _Recorded(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
+    inputs: dict[str, Tensor]
+
+
+class StepGraphs:
+    """Forward and backward pass in a graph for each shape of a batch; `compute_loss` maps a batch to its loss."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], compute_loss: Callable[[dict[str, Any]], Tensor]) -> None:
+        self._parameters, self._compute_loss = list(parameters), compute_loss
+        self._gradients: list[Tensor] = []  # into which all graphs write
+        self._recorded: dict[Any, _Recorded] = {}
+        self._pool: Any = None
+
+    def run(self, batch: dict[str, Any]) -> Tensor:
+        """The loss of a batch; its gradients are computed, too. Raises HpctrainError if the steps cannot be recorded."""
+        key = tuple((name, value.shape if isinstance(value, Tensor) else value) for name, value in batch.items())
+        if key not in self._recorded:
+            state = torch.cuda.get_rng_state()
+            try:
+                self._recorded[key] = self._record(batch)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise HpctrainError(
+                    f"--cuda-graphs: the steps of this model cannot be recorded ({first_line(error)}): leave it out"
+                ) from error
+            torch.cuda.set_rng_state(state)
+        graph, loss, inputs = self._recorded[key]
+        for name, column in inputs.items():
+            column.copy_(batch[name])
+        graph.replay()
+        return loss.clone()
+
+    def give_gradients(self) -> None:
+        """Give the parameters their gradients of the last run()."""
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def _record(self, batch: dict[str, Any]) -> _Recorded:
+        inputs = {name: value.clone() for name, value in batch.items() if isinstance(value, Tensor)}
+        whole = batch | inputs
+        # First without recording: libraries prepare themselves in their first call, which must not be part of a graph.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._compute(whole)
+        torch.cuda.current_stream().wait_stream(side)
+        if not self._gradients:
+            self._parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
+            self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
+        self.give_gradients()
+        return _Recorded(*self._capture(whole), inputs)
+
+    def _capture(self, batch: dict[str, Any]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        # transformers takes this for a trace, in which it makes a mask where there is nothing to mask; attention is slow with it.
+        needs_mask = batch.get("is_padded", True) or "attention_mask" not in batch
+        masks = nullcontext() if needs_mask else patch("transformers.masking_utils.is_tracing", lambda *_: False, create=True)
+        # thread_local: the thread that writes a checkpoint may use the GPU meanwhile
+        with masks, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            loss = self._pass(batch)
+        self._pool = graph.pool()
+        return graph, loss
+
+    def _pass(self, batch: dict[str, Any]) -> Tensor:
+        torch._foreach_zero_(self._gradients)
+        return self._compute(batch)
+
+    def _compute(self, batch: dict[str, Any]) -> Tensor:
+        torch.clear_autocast_cache()  # the weights in bf16, of which each graph has to make its own
+        loss = self._compute_loss(batch)
+        with torch.autocast("cuda", enabled=False):  # as in a step without graphs
+            loss.backward()
+        torch.clear_autocast_cache()
+        return loss.detach()
