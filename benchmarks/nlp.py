@@ -2,19 +2,20 @@
 
     python benchmarks/nlp.py --data nsmc
     torchrun --nproc-per-node 2 benchmarks/nlp.py --data nsmc
-    python benchmarks/nlp.py --data nsmc --size base --precision bf16      on a GPU
+    python benchmarks/nlp.py --data nsmc --size base --precision bf16 --kernels      on a GPU
 
 All ways get the same tokens, initial weights, AdamW, learning rates, gradient clipping, batch size, and number of examples. They
 differ in which examples share a batch, in the padding, and in the loop around the model. Speeds are those of that loop alone:
 from the first forward pass to the end of the last step. The time from end to end is that loop with the tokenizing of the training
 reviews before it and the evaluation after it, as each way does them. Each turn has its own seed, so that the losses show what is
-chance.
+chance. With --kernels, all ways first train on as many examples again that are not timed: kernels are compiled and recorded.
 
 On a shared machine, set OMP_NUM_THREADS=1: threads that wait for each other waste most of their time there.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -39,6 +40,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hpctrain.cli import positive
 from hpctrain.device import choose_device
+from hpctrain.kernels import compile_training
 from hpctrain.lightning_plugins import make_trainer, quiet
 from hpctrain.nlp import data
 from hpctrain.nlp.classify import TASK
@@ -49,6 +51,7 @@ from hpctrain.nlp.model_folder import load_tokenizer
 from hpctrain.nlp.options import parse_options
 from hpctrain.nlp.sampling import BatchSampler, evaluation_batches, make_loader
 from hpctrain.nlp.scratch import SIZES, create_model
+from hpctrain.nlp.step_graphs import MULTIPLE
 from hpctrain.rendezvous import all_or_none, broadcast, process_group
 from hpctrain.run import Run
 from hpctrain.world import World, detect
@@ -56,6 +59,9 @@ from hpctrain.world import World, detect
 # Layers, hidden size and vocabulary of KcBERT; the other sizes are those of --from-scratch.
 KCBERT = {"base": (12, 768, 30_000), "large": (24, 1024, 30_000)}
 WARM_UP = 4  # steps of each way before the first turn, while torch chooses its kernels
+
+
+See = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # shows a batch to the Meter, before it is on the GPU
 
 
 class Setting(NamedTuple):
@@ -69,6 +75,7 @@ class Setting(NamedTuple):
     train: Features
     held_out: Features
     texts: list[data.Example]  # of `train`
+    untimed: int  # the first steps
 
     @property
     def share(self) -> int:
@@ -115,7 +122,7 @@ class PaddedDataset(Dataset):
         return {name: torch.tensor(value) for name, value in self._rows[i].items()}
 
 
-def train_as_in_tutorials(setting: Setting, model: PreTrainedModel) -> None:
+def train_as_in_tutorials(setting: Setting, model: PreTrainedModel, see: See) -> None:
     """As in notebooks for NSMC: fp32, every review padded to --max-length."""
     args, world = setting.args, setting.world
     torch.manual_seed(args.seed)
@@ -132,22 +139,26 @@ def train_as_in_tutorials(setting: Setting, model: PreTrainedModel) -> None:
     parallel = torch.nn.parallel.DistributedDataParallel(model) if world.size > 1 else model
     for batch in loader:
         optimizer.zero_grad()
-        loss = parallel(**{name: column.to(setting.device) for name, column in batch.items()}).loss
+        loss = parallel(**{name: column.to(setting.device) for name, column in see(batch).items()}).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
 
 
-def train_with_trainer(setting: Setting, model: PreTrainedModel, order: str) -> None:
+def train_with_trainer(setting: Setting, model: PreTrainedModel, see: See, order: str, compiled: bool = False) -> None:
     """The Trainer of transformers with its defaults: padded to the longest text of a batch, batches sampled in this order."""
     args = setting.args
+    collate = transformers.DataCollatorWithPadding(setting.tokenizer)
+    os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"] = "true"  # otherwise it compiles anew for the second length, and again for more
+    precision = getattr(torch.backends, "fp32_precision", None)
     trainer = transformers.Trainer(
         model=model,
         args=transformers.TrainingArguments(
             output_dir=str(args.out),
             use_cpu=setting.device.type == "cpu",
             bf16=args.precision == "bf16",
+            torch_compile=compiled,
             num_train_epochs=1,
             per_device_train_batch_size=setting.share,
             dataloader_drop_last=True,
@@ -162,27 +173,38 @@ def train_with_trainer(setting: Setting, model: PreTrainedModel, order: str) -> 
             log_level="error",
         ),
         train_dataset=make_rows(setting.train),
-        processing_class=setting.tokenizer,
+        data_collator=lambda rows: see(collate(rows)),
     )
     trainer.train()
+    if precision:  # with torch_compile the Trainer has changed it, and Lightning, which asks for it in the old way, would fail
+        torch.backends.fp32_precision = precision
 
 
-def train_with_hpctrain(setting: Setting, model: PreTrainedModel) -> None:
+def train_with_hpctrain(setting: Setting, model: PreTrainedModel, see: See, compiled: bool = False, graphs: bool = False) -> None:
     """As `hpctrain nlp.classify` does."""
     args, world, train = setting.args, setting.world, setting.train
+    args.cuda_graphs = graphs
     run = Run(world, "nlp.classify", args, setting.device)
     module = FineTuneModule(TASK, model, setting.labels, args, run, setting.steps)
+    if compiled:
+        compile_training(model, dynamic=True, by_block=True)
     padding = {**TASK.padding, "input_ids": setting.tokenizer.pad_token_id}
-    loader = make_loader(train, padding, BatchSampler(train, world, args.batch_size, args.seed, args.accumulate))
+    sampler = BatchSampler(train, world, args.batch_size, args.seed, args.accumulate)
+    loader = make_loader(train, padding, sampler, multiple=MULTIPLE if graphs else 1)
+    convert, loader.collate_fn = loader.collate_fn, lambda batch: see(convert(batch))
     make_trainer(run, args, setting.device, lambda module: module.model, module.score).fit(module, loader)
     run.finish(model)  # waits until the checkpoint is written: this folder is temporary
 
 
-WAYS: dict[str, Callable[[Setting, PreTrainedModel], None]] = {
+WAYS: dict[str, Callable[[Setting, PreTrainedModel, See], None]] = {
     "(a) tutorial": train_as_in_tutorials,
     "(b1) Trainer": partial(train_with_trainer, order="random"),
     "(b2) Trainer, group_by_length": partial(train_with_trainer, order="group_by_length"),
+    "(b3) Trainer, group_by_length, torch_compile": partial(train_with_trainer, order="group_by_length", compiled=True),
     "(c) hpctrain": train_with_hpctrain,
+    "(d) hpctrain --compile": partial(train_with_hpctrain, compiled=True),
+    "(e1) hpctrain --cuda-graphs": partial(train_with_hpctrain, graphs=True),
+    "(e2) hpctrain --compile --cuda-graphs": partial(train_with_hpctrain, compiled=True, graphs=True),
 }
 
 
@@ -202,44 +224,50 @@ def tokenize(setting: Setting, way: str) -> None:
 
 
 class Meter:
-    """Counts the tokens that the model gets and times all steps, with hooks of torch and therefore equally for all ways."""
+    """Counts the tokens of the batches, in see(), and times the steps, with hooks of torch and therefore equally for all ways."""
 
     def __init__(self, setting: Setting, model: PreTrainedModel) -> None:
-        self._setting, self._left = setting, setting.steps
-        self._seen: list[Tensor] = []  # examples, tokens without padding, and all tokens of each forward pass
-        self.began, self.ended = 0.0, float("nan")
-        self._hooks = [
-            model.register_forward_pre_hook(self._forward, with_kwargs=True),
-            register_optimizer_step_post_hook(self._step),
-        ]
+        self._setting, self._done = setting, 0
+        self._seen: list[tuple[int, int, int]] = []  # examples, tokens without padding, and all tokens of each batch
+        self.began = self.ended = float("nan")
+        self._hooks = [register_optimizer_step_post_hook(self._step)]
+        if not setting.untimed:
+            self._hooks.append(model.register_forward_pre_hook(self._start))
+
+    def see(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Count a batch, and return it."""
+        tokens = batch["input_ids"]
+        self._seen.append((len(tokens), int(batch["attention_mask"].sum()), tokens.numel()))
+        return batch
 
     def _now(self) -> float:
         if self._setting.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _forward(self, model: PreTrainedModel, _: tuple, inputs: dict[str, Any]) -> None:
-        self.began = self.began or self._now()
-        if not model.training:  # the example with which hpctrain arranges DDP's buckets costs time, and trains nothing
-            return
-        mask = inputs["attention_mask"]
-        self._seen.append(torch.stack([mask.new_tensor(len(mask)), mask.sum(), mask.new_tensor(mask.numel())]))
+    def _start(self, *_: Any) -> None:  # noqa: ANN401
+        if math.isnan(self.began):
+            self.began = self._now()
 
     def _step(self, *_: Any) -> None:  # noqa: ANN401
-        self._left -= 1
-        if self._left == 0:  # anything after the last step is not training
+        self._done += 1
+        if self._done == self._setting.untimed:
+            self.began = self._now()
+        if self._done == self._setting.steps:  # anything after the last step is not training
             self.ended = self._now()
 
     def read(self) -> dict[str, float]:
         """Remove the hooks; returns the numbers over all ranks."""
         for hook in self._hooks:
             hook.remove()
-        assert self._left == 0, f"{self._left} of {self._setting.steps} steps are missing"
-        total = torch.stack(self._seen).sum(0)
-        if self._setting.world.size > 1:
+        setting, timed = self._setting, self._setting.steps - self._setting.untimed
+        assert self._done == setting.steps, f"{self._done} of {setting.steps} steps"
+        # The last ones: hpctrain arranges DDP's buckets with an example of the first batch, which it reads twice.
+        total = torch.tensor(self._seen[-timed:], device=setting.device).sum(0)
+        if setting.world.size > 1:
             dist.all_reduce(total)
         examples, real, tokens = total.tolist()
-        assert examples == self._setting.steps * self._setting.args.batch_size, f"{examples} examples"
+        assert examples == timed * setting.args.batch_size, f"{examples} examples"
         seconds = self.ended - self.began
         return {"examples/s": examples / seconds, "real tokens/s": real / seconds, "share": real / tokens, "train s": seconds}
 
@@ -248,13 +276,13 @@ class Meter:
 def evaluate(setting: Setting, model: PreTrainedModel, way: str) -> dict[str, float]:
     """Loss and accuracy over the held-out reviews in fp32, with the batches of this way and otherwise the same code.
 
-    (a) pads to --max-length and (b) to the longest review of a batch, both in the order of the file; (c) sorts by length.
+    (a) pads to --max-length and (b) to the longest review of a batch, both in the order of the file; hpctrain sorts by length.
     """
     model.eval()
     world, lengths = setting.world, setting.held_out.lengths
     in_order = iter(torch.arange(world.rank, len(lengths), world.size).split(64))
     sums = torch.zeros(3, dtype=torch.float64, device=setting.device)
-    for index in evaluation_batches(lengths, 64, world.rank, world.size) if way.startswith("(c)") else in_order:
+    for index in evaluation_batches(lengths, 64, world.rank, world.size) if way.startswith(("(c", "(d", "(e")) else in_order:
         batch = setting.held_out.batch(index, {"input_ids": setting.tokenizer.pad_token_id})
         if way.startswith("(a)"):
             missing = setting.args.max_length - batch["input_ids"].shape[1]
@@ -280,7 +308,7 @@ def measure(setting: Setting, way: str, seed: int, out: Path) -> dict[str, float
         began = time.perf_counter()
         tokenize(setting, way)
         tokenized = time.perf_counter()
-        WAYS[way](setting, model)
+        WAYS[way](setting, model, meter.see)
     numbers = meter.read() | {"tokenize s": tokenized - began}
     began = time.perf_counter()
     numbers |= evaluate(setting, model.to(setting.device), way)
@@ -324,13 +352,14 @@ def prepare(args: argparse.Namespace, world: World, device: torch.device, folder
             flush=True,
         )
     os.environ["HPCTRAIN_CACHE"] = str(folder / "cache")
-    wanted = args.examples // args.batch_size * args.batch_size
+    untimed = args.examples // args.batch_size if args.kernels else 0
+    wanted = (args.examples // args.batch_size + untimed) * args.batch_size
     parts = {"train": (texts * -(-wanted // len(texts)))[:wanted], "test": reviews["test"][: args.held_out]}
     train, held_out = (
         load_or_make(make_cache_key(part), partial(TASK.tokenize, tokenizer, part, labels, args.max_length, 0), world)
         for part in parts.values()
     )
-    return Setting(world, device, options, tokenizer, labels, train, held_out, parts["train"])
+    return Setting(world, device, options, tokenizer, labels, train, held_out, parts["train"], untimed)
 
 
 def take_first(features: Features, n: int) -> Features:
@@ -346,7 +375,7 @@ def format_table(results: dict[str, list[dict[str, float]]]) -> str:
     Ratios are taken within a turn, because the speed of the machine may change between turns.
     """
     lines = [
-        "| way | examples/s | relative to (a) | (c) relative to it | real tokens/s | share of real tokens "
+        f"| way | examples/s | relative to (a) | {list(results)[-1][:3]} relative to it | real tokens/s | share of real tokens "
         "| end to end, s: tokenize + train + evaluate | evaluation loss | accuracy |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -391,8 +420,9 @@ def main() -> None:
         "--precision",
         choices=["fp32", "bf16"],
         default="fp32",
-        help="precision of (b) and (c); (a) uses fp32 (default: %(default)s)",
+        help="precision of all ways but (a), which uses fp32 (default: %(default)s)",
     )
+    add("--kernels", action="store_true", help="also with compiled kernels, on a GPU recorded in CUDA graphs")
     add("--turns", type=positive(int), default=3, help="number of runs of each way (default: %(default)s)")
     add("--seed", type=int, default=1, help="seed of the first turn (default: %(default)s)")
     add(
@@ -406,15 +436,16 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     world = detect()
     device = choose_device(world, args.device)
-    ways = list(WAYS)
-    if find_spec("accelerate") is None:
+    left_out = ("(d",) if device.type == "cuda" else ("(e",)
+    ways = [way for way in WAYS if not way.startswith(left_out if args.kernels else ("(b3", "(d", "(e"))]
+    if skipped := find_spec("accelerate") is None:
         ways = [way for way in ways if not way.startswith("(b")]
     results: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     with process_group(world, device), tempfile.TemporaryDirectory(prefix="hpctrain-") as temporary:
         folder = Path(broadcast(world, temporary))
         setting = prepare(args, world, device, folder)
         few = min(setting.steps, WARM_UP) * args.batch_size
-        short = setting._replace(train=take_first(setting.train, few), texts=setting.texts[:few])
+        short = setting._replace(train=take_first(setting.train, few), texts=setting.texts[:few], untimed=0)
         for way in ways:
             measure(short, way, args.seed, folder / f"warm-up-{way[:4]}")
         for turn in range(args.turns):
@@ -431,7 +462,7 @@ def main() -> None:
             f"{world.size} x {device.type} with {torch.get_num_threads()} threads, medians of {args.turns}:\n\n"
             f"{format_table(results)}"
         )
-        if len(ways) < len(WAYS):
+        if skipped:
             print("\n(b) was skipped: Hugging Face's Trainer needs accelerate, which is not installed: pip install accelerate")
 
 

@@ -44,7 +44,8 @@ def test_wrong_results_are_seen(tmp_path, monkeypatch):
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         (folder / "result.json").touch()
         shift = {"cpu": 0.0, "cuda": difference, "parts": difference}.get(folder.name, 0.0)
-        torch.save({"model": {"weight": torch.ones(2) + shift}}, folder / "checkpoints/epoch-0002.pt")
+        for epoch in (1, 2):
+            torch.save({"model": {"weight": torch.ones(2) + shift}}, folder / f"checkpoints/epoch-000{epoch}.pt")
         return {"test_accuracy": 0.9, "weights_sha256": digest if "--resume" in options else "a"}
 
     monkeypatch.setattr(gpu, "train", train)
@@ -74,3 +75,15 @@ def test_the_start_of_a_run_is_no_part_of_its_speed(tmp_path):
 def test_a_command_that_fails_is_named():
     with pytest.raises(gpu.Failed, match="exit code 3: last words"):
         gpu.run([sys.executable, "-c", "print('last words'); raise SystemExit(3)"])
+    with pytest.raises(gpu.Failed, match=r"exit code 3: ValueError: the reason$"):
+        gpu.run([sys.executable, "-c", "print('ValueError: the reason'); print('=====\\n' * 9); raise SystemExit(3)"])
+
+
+def test_a_second_run_does_what_failed_or_is_missing_if_it_is_of_the_same_gpu_and_versions(tmp_path):
+    record = {"device": "NVIDIA H200", "command": [], "versions": {"torch": "2.13.0"}}
+    path = tmp_path / "gpu.json"
+    assert gpu.read_earlier(path, record) == []
+    passed, failed = {"case": "one", "figures": {}, "seconds": 1.0}, {"case": "two", "failed": "error", "seconds": 1.0}
+    path.write_text(json.dumps(record | {"cases": [passed, failed]}))
+    assert gpu.read_earlier(path, record) == [passed]
+    assert gpu.read_earlier(path, record | {"device": "NVIDIA A100"}) == []
