@@ -336,9 +336,16 @@ def draw(path: Path, title: str, results: list[dict[str, Any]]) -> None:
 
         figure = Figure(figsize=(9, 1 + 0.35 * len(rows)), layout="constrained")
         axes = figure.subplots()
-        bars = axes.barh([name for name, _ in rows], [value for _, value in rows])
-        axes.bar_label(bars, fmt="{:,.4g}")
-        axes.set(title=title, xlabel="examples per second", xscale="log")
+        values = [value for _, value in rows]
+        bars = axes.barh([name for name, _ in rows], values)
+        axes.bar_label(bars, labels=[f"{value:,.0f}" for value in values], padding=3)
+        axes.set(
+            title=title,
+            xlabel="examples per second",
+            xscale="log",
+            xlim=(min(values, default=1) / 10, max(values, default=1) * 3),
+        )
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.invert_yaxis()
         figure.savefig(path)
 
