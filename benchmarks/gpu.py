@@ -36,7 +36,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain import checkpoint
-from hpctrain.config import versions, write_json
+from hpctrain.config import revision, versions, write_json
 from hpctrain.digests import weights_sha256
 from hpctrain.nlp.model_folder import save_model
 from hpctrain.nlp.scratch import create_model, make_config
@@ -52,7 +52,7 @@ CLOSE = 0.01  # the largest difference of a weight, or the difference of a test 
 # Layers, hidden size, heads, key-value heads, size of the feed-forward layer: those of Llama 3.2 1B
 # (huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json), and a tiny one. The vocabulary is that of the sample data.
 LLAMA = {False: (16, 2048, 32, 8, 8192), True: (2, 64, 4, 2, 128)}
-TIMEOUT = 300  # seconds for a command
+TIMEOUT = 600  # seconds for a command
 WINDOW = 384  # tokens of a window of KorQuAD, whose contexts fill most windows
 
 
@@ -140,11 +140,11 @@ def check_task(work: Path, task: str, device: str) -> dict[str, float]:
     return {"cpu_loss": cpu, "loss": gpu}
 
 
-def graphs(work: Path, device: str, dry_run: bool) -> dict[str, float]:
-    """Fine-tune with and without CUDA graphs, with dropout, on texts that all fill --max-length: the same bits."""
+def graphs(work: Path, task: str, device: str, dry_run: bool) -> dict[str, float]:
+    """Fine-tune with and without CUDA graphs, with dropout, in batches that all have --max-length tokens: the same bits."""
     options = ["--epochs", 2, "--limit", 64, "--max-length", 8, "--deterministic"]
     more = {"plain": [], "graphs": [] if dry_run else ["--cuda-graphs"]}
-    results = {name: train(work / name, "nlp.classify", device, *options, *words) for name, words in more.items()}
+    results = {name: train(work / name, f"nlp.{task}", device, *options, *words) for name, words in more.items()}
     same = len({result["weights_sha256"] for result in results.values()}) == 1
     need(same, "with --cuda-graphs the weights are others than without it")
     return {name: result["test_loss"] for name, result in results.items()}
@@ -266,7 +266,7 @@ def texts(data: Path | None, device: str, dry_run: bool) -> dict[str, float]:
     options += [] if dry_run else ["--kernels"]
     output = run([sys.executable, str(Path(__file__).with_name("nlp.py"))], *options)
     figures: dict[str, list[float]] = {}
-    for way, value in re.findall(r"^turn \d+  (\S.*?)  +.*?examples/s ([\d.e+]+)", output, re.M):
+    for way, value in re.findall(r"^turn \d+  (\(.*?) +examples/s ([\d.e+]+)", output, re.M):
         figures.setdefault(way.strip(), []).append(float(value))
     need(len(figures) > 1, f"nlp.py printed no speed: {output.splitlines()[-1]}")
     medians = {way: statistics.median(values) for way, values in figures.items()}
@@ -288,7 +288,8 @@ def checks(device: str, dry_run: bool) -> Iterator[tuple[str, Any]]:
         yield f"{trainer}, CPU, GPU, resumed", lambda work, trainer=trainer: check_trainer(work, trainer, device)
     yield "DDP, one rank of NCCL", lambda _: nccl(device)
     yield "train_ddp, bf16", lambda work: bf16(work, device, dry_run)
-    yield "nlp.classify, CUDA graphs", lambda work: graphs(work, device, dry_run)
+    for task in ("classify", "generate"):
+        yield f"nlp.{task}, CUDA graphs", lambda work, task=task: graphs(work, task, device, dry_run)
     for task in TASKS:
         yield f"nlp.{task}, CPU and GPU", lambda work, task=task: check_task(work, task, device)
 
@@ -318,7 +319,7 @@ def run_case(case: str, measure: Callable[[Path], dict[str, float]]) -> dict[str
             result = {"case": case, "failed": str(error)}
         except Exception as error:
             result = {"case": case, "failed": f"{type(error).__name__}: {error}"}
-    result["seconds"] = round(time.monotonic() - start, 1)
+    result |= {"date": time.strftime("%Y-%m-%d"), "seconds": round(time.monotonic() - start, 1)}
     text = result.get("failed") or "  ".join(f"{key} {value:.4g}" for key, value in result["figures"].items())
     print(f"{'FAILED' if 'failed' in result else 'ok':6} {case:28} {result['seconds']:6} s  {text}", flush=True)
     return result
@@ -367,7 +368,8 @@ def main() -> None:
     device = "cpu" if args.dry_run else "cuda"
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, a dry run"
     args.out.mkdir(parents=True, exist_ok=True)
-    record = {"device": name, "date": time.strftime("%Y-%m-%d"), "command": sys.argv[1:], "versions": versions()}
+    record = {"device": name, "date": time.strftime("%Y-%m-%d"), "command": sys.argv[1:]}
+    record |= {"versions": versions() | {"transformers": transformers.__version__}, "revision": revision()}
     results = read_earlier(args.out / "gpu.json", record)
     found = {result["case"] for result in results}
 
@@ -395,12 +397,12 @@ def main() -> None:
 
 
 def read_earlier(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases that passed in an earlier run, if it was on the same device, with the same versions and options."""
+    """The cases that passed in an earlier run, if it was on the same device, with the same versions, revision and options."""
     try:
         earlier = json.loads(path.read_text())
     except FileNotFoundError:
         return []
-    if any(earlier[key] != record[key] for key in ("device", "command", "versions")):
+    if any(earlier.get(key) != record[key] for key in ("device", "command", "versions", "revision")):
         return []
     return [result for result in earlier["cases"] if "failed" not in result]
 

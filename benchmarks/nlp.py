@@ -8,7 +8,8 @@ All ways get the same tokens, initial weights, AdamW, learning rates, gradient c
 differ in which examples share a batch, in the padding, and in the loop around the model. Speeds are those of that loop alone:
 from the first forward pass to the end of the last step. The time from end to end is that loop with the tokenizing of the training
 reviews before it and the evaluation after it, as each way does them. Each turn has its own seed, so that the losses show what is
-chance. With --kernels, all ways first train on as many examples again that are not timed: kernels are compiled and recorded.
+chance. With --kernels, all ways first train on as many examples again that are not timed: kernels are compiled and recorded,
+except those of shapes that come later.
 
 On a shared machine, set OMP_NUM_THREADS=1: threads that wait for each other waste most of their time there.
 """
@@ -190,7 +191,7 @@ def train_with_hpctrain(setting: Setting, model: PreTrainedModel, see: See, comp
         compile_training(model, dynamic=True, by_block=True)
     padding = {**TASK.padding, "input_ids": setting.tokenizer.pad_token_id}
     sampler = BatchSampler(train, world, args.batch_size, args.seed, args.accumulate)
-    loader = make_loader(train, padding, sampler, multiple=MULTIPLE if graphs else 1)
+    loader = make_loader(train, padding, sampler, multiple=(MULTIPLE, args.max_length) if graphs else (1, 0))
     convert, loader.collate_fn = loader.collate_fn, lambda batch: see(convert(batch))
     make_trainer(run, args, setting.device, lambda module: module.model, module.score).fit(module, loader)
     run.finish(model)  # waits until the checkpoint is written: this folder is temporary
@@ -210,14 +211,16 @@ WAYS: dict[str, Callable[[Setting, PreTrainedModel, See], None]] = {
 
 def tokenize(setting: Setting, way: str) -> None:
     """Tokenize the training reviews as this way does: one at a time and padded, all at once, or as `hpctrain nlp.classify`."""
-    tokenizer, longest, texts = setting.tokenizer, setting.args.max_length, [review.text for review in setting.texts]
+    tokenizer, longest = setting.tokenizer, setting.args.max_length
+    reviews = setting.texts[setting.untimed * setting.args.batch_size :]  # as many as those whose training is timed
+    texts = [review.text for review in reviews]
     if way.startswith("(a)"):
         for text in texts:
             tokenizer(text, padding="max_length", truncation=True, max_length=longest)
     elif way.startswith("(b"):
         tokenizer(texts, truncation=True, max_length=longest)
     else:
-        TASK.tokenize(tokenizer, setting.texts, setting.labels, longest, 0)
+        TASK.tokenize(tokenizer, reviews, setting.labels, longest, 0)
 
 
 # --- measuring ---

@@ -80,10 +80,25 @@ def test_a_command_that_fails_is_named():
 
 
 def test_a_second_run_does_what_failed_or_is_missing_if_it_is_of_the_same_gpu_and_versions(tmp_path):
-    record = {"device": "NVIDIA H200", "command": [], "versions": {"torch": "2.13.0"}}
+    record = {"device": "NVIDIA H200", "command": [], "versions": {"torch": "2.13.0"}, "revision": "a"}
     path = tmp_path / "gpu.json"
     assert gpu.read_earlier(path, record) == []
     passed, failed = {"case": "one", "figures": {}, "seconds": 1.0}, {"case": "two", "failed": "error", "seconds": 1.0}
     path.write_text(json.dumps(record | {"cases": [passed, failed]}))
     assert gpu.read_earlier(path, record) == [passed]
-    assert gpu.read_earlier(path, record | {"device": "NVIDIA A100"}) == []
+    for other in ({"device": "NVIDIA A100"}, {"revision": "b"}):
+        assert gpu.read_earlier(path, record | other) == []
+
+
+def test_the_speed_of_each_way_is_read(monkeypatch):
+    ways = ["(a) tutorial", "(b3) Trainer, group_by_length, torch_compile", "(e2) hpctrain --compile --cuda-graphs"]
+    lines = [
+        f"turn {turn}  {way:30} examples/s {10 * number + turn}  share 0.9" for number, way in enumerate(ways) for turn in (1, 3)
+    ]
+    monkeypatch.setattr(gpu, "run", lambda *_: "\n".join(lines))
+    figures = gpu.texts(None, "cuda", False)
+    assert figures == {
+        **{f"{way}, examples/s": 10 * number + 2 for number, way in enumerate(ways)},
+        "times the tutorial": 11,
+        "times the best other": 22 / 12,
+    }

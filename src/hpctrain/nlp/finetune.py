@@ -38,7 +38,7 @@ from hpctrain.nlp.memory import check_memory
 from hpctrain.nlp.model_folder import describe_error, load_tokenizer, make_card, save_model
 from hpctrain.nlp.options import parse_options
 from hpctrain.nlp.sampling import BatchSampler, make_loader
-from hpctrain.nlp.step_graphs import MULTIPLE
+from hpctrain.nlp.step_graphs import MULTIPLE, check_layers
 from hpctrain.nlp.task import Task
 from hpctrain.rendezvous import all_or_none, process_group
 from hpctrain.run import Run
@@ -74,6 +74,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             model = load_model(task, folder, tokenizer, labels, args, empty)
             if args.pack and not empty:
                 check_packing(folder, model)
+            if args.cuda_graphs:
+                check_layers(model.config)
             model.config.hpctrain["settings"] = task.collect_settings(examples["train"])
             if uses_lora(args):
                 model = add_lora(task, model, folder, args)
@@ -117,7 +119,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                     del state  # as large as the model and its optimizer
                 trainer.fit(
                     module,
-                    make_loader(train, padding, sampler, args.pack, MULTIPLE if args.cuda_graphs else 1),
+                    make_loader(train, padding, sampler, args.pack, (MULTIPLE, args.max_length) if args.cuda_graphs else (1, 0)),
                     module.make_evaluation_loader("validation", examples, features, padding),
                     ckpt_path=run.resume_from,
                 )

@@ -91,7 +91,7 @@ class FineTuneModule(LightningModule):
         """The model's output for a batch, without the columns that are not inputs of the model."""
         not_inputs = {"units", "index", "weight", "is_padded", *self._task.extra}
         if not batch.get("is_padded", True):
-            not_inputs.add("attention_mask")  # the model would ask the GPU whether there is any padding, and wait
+            not_inputs.add("attention_mask")  # BERT would ask the GPU whether there is any padding, and wait
         return self.model(**{name: value for name, value in batch.items() if name not in not_inputs})
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -119,10 +119,11 @@ class FineTuneModule(LightningModule):
             self._graphs.give_gradients()
 
     def on_train_end(self) -> None:
-        """Free the memory of the graphs and of the optimizer, which Lightning would copy to the host, a second for each GB."""
+        """Free the graphs, the gradients and the optimizer, which Lightning would copy to the host, seconds for each GB."""
         self._graphs = None
         for optimizer in self.trainer.optimizers:
             optimizer.state.clear()
+            optimizer.zero_grad()
 
     # --- evaluation ---
 

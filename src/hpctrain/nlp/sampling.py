@@ -62,7 +62,7 @@ class FeatureDataset(Dataset):
     With `pack`, each batch is packed.
     """
 
-    def __init__(self, features: Features, padding: dict[str, int], pack: bool, multiple: int) -> None:
+    def __init__(self, features: Features, padding: dict[str, int], pack: bool, multiple: tuple[int, int]) -> None:
         self._make_batch, self._padding = features.pack if pack else partial(features.batch, multiple=multiple), padding
 
     def __getitem__(self, item: tuple[Tensor, dict[str, Any]]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class FeatureDataset(Dataset):
 
 
 def make_loader(
-    features: Features, padding: dict[str, int], sampler: Iterable[Any], pack: bool = False, multiple: int = 1
+    features: Features, padding: dict[str, int], sampler: Iterable[Any], pack: bool = False, multiple: tuple[int, int] = (1, 0)
 ) -> DataLoader:
     """Load the batches that a sampler yields, into pinned memory if there is a GPU. With `pack` a row has several features."""
     dataset = FeatureDataset(features, padding, pack, multiple)

@@ -5,16 +5,17 @@ of dropout, are those of a step without graphs, so the weights are the same, bit
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from hpctrain.errors import HpctrainError, first_line
 
 MULTIPLE = 8  # tokens: batches are padded to a multiple of it, so that there are few shapes to record
+MOST = 100  # shapes, each of which takes memory; batches of further ones are computed without a graph
 
 
 class _Recorded(NamedTuple):
@@ -28,6 +29,7 @@ class StepGraphs:
 
     def __init__(self, parameters: Iterable[nn.Parameter], compute_loss: Callable[[dict[str, Any]], Tensor]) -> None:
         self._parameters, self._compute_loss = list(parameters), compute_loss
+        self._used: list[nn.Parameter] = []  # those that have a gradient,
         self._gradients: list[Tensor] = []  # into which all graphs write
         self._recorded: dict[Any, _Recorded] = {}
         self._pool: Any = None
@@ -35,16 +37,12 @@ class StepGraphs:
     def run(self, batch: dict[str, Any]) -> Tensor:
         """The loss of a batch; its gradients are computed, too. Raises HpctrainError if the steps cannot be recorded."""
         key = tuple((name, value.shape if isinstance(value, Tensor) else value) for name, value in batch.items())
+        if key not in self._recorded and len(self._recorded) == MOST:
+            self.give_gradients()
+            return self._pass(batch)
         if key not in self._recorded:
             state = torch.cuda.get_rng_state()
-            try:
-                self._recorded[key] = self._record(batch)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                raise HpctrainError(
-                    f"--cuda-graphs: the steps of this model cannot be recorded ({first_line(error)}): leave it out"
-                ) from error
+            self._recorded[key] = self._record(batch)
             torch.cuda.set_rng_state(state)
         graph, loss, inputs = self._recorded[key]
         for name, column in inputs.items():
@@ -54,7 +52,7 @@ class StepGraphs:
 
     def give_gradients(self) -> None:
         """Give the parameters their gradients of the last run()."""
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+        for parameter, gradient in zip(self._used, self._gradients, strict=True):
             parameter.grad = gradient
 
     def _record(self, batch: dict[str, Any]) -> _Recorded:
@@ -66,19 +64,25 @@ class StepGraphs:
         with torch.cuda.stream(side):
             self._compute(whole)
         torch.cuda.current_stream().wait_stream(side)
+        used = [parameter for parameter in self._parameters if parameter.grad is not None]
         if not self._gradients:
-            self._parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
-            self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
+            self._used, self._gradients = used, [torch.zeros_like(parameter) for parameter in used]
+        elif len(used) != len(self._used):
+            raise HpctrainError("--cuda-graphs: which weights this model trains depends on the batch: leave it out")
         self.give_gradients()
-        return _Recorded(*self._capture(whole), inputs)
+        try:
+            return _Recorded(*self._capture(whole), inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise HpctrainError(
+                f"--cuda-graphs: the steps of this model cannot be recorded ({first_line(error)}): leave it out"
+            ) from error
 
     def _capture(self, batch: dict[str, Any]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
-        # transformers takes this for a trace, in which it makes a mask where there is nothing to mask; attention is slow with it.
-        needs_mask = batch.get("is_padded", True) or "attention_mask" not in batch
-        masks = nullcontext() if needs_mask else patch("transformers.masking_utils.is_tracing", lambda *_: False, create=True)
-        # thread_local: the thread that writes a checkpoint may use the GPU meanwhile
-        with masks, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # thread_local: other threads may use the GPU meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self._pass(batch)
         self._pool = graph.pool()
         return graph, loss
@@ -89,8 +93,27 @@ class StepGraphs:
 
     def _compute(self, batch: dict[str, Any]) -> Tensor:
         torch.clear_autocast_cache()  # the weights in bf16, of which each graph has to make its own
-        loss = self._compute_loss(batch)
+        with _choose_mask(batch):
+            loss = self._compute_loss(batch)
         with torch.autocast("cuda", enabled=False):  # as in a step without graphs
             loss.backward()
         torch.clear_autocast_cache()
         return loss.detach()
+
+
+def _choose_mask(batch: dict[str, Any]) -> Any:  # noqa: ANN401 - a context manager of mock
+    """Decide whether transformers makes a mask, as it does in a trace, or none, with which attention is faster.
+
+    Without this it would ask the GPU for the padding, and for texts that are packed in rows, which cannot be recorded.
+    """
+    if batch.get("is_padded", True) or "attention_mask" not in batch:
+        return patch.multiple(masking_utils, create=True, is_tracing=lambda *_: True)
+    none = {"is_tracing": lambda *_: False, "find_packed_sequence_indices": lambda *_: None}
+    return patch.multiple(masking_utils, create=True, **none)
+
+
+def check_layers(config: Any) -> None:  # noqa: ANN401 - of any model of transformers
+    """Raise HpctrainError for a model with LayerDrop, which chooses the layers of a step on the processor."""
+    for name, value in config.to_dict().items():
+        if name.endswith("layerdrop") and value:
+            raise HpctrainError(f"--cuda-graphs is not for {name} {value} in the config.json of the model: leave out one")
