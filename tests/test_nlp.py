@@ -589,6 +589,14 @@ def test_log_says_whether_a_question_or_an_answer_is_too_long(config, tmp_path, 
     assert "test: 1 of 39 examples with a question" not in shown
 
 
+def test_options_of_predict_may_stand_between_the_folder_and_the_texts():
+    for words in (["--seed", "3", "첫째", "둘째"], ["첫째", "--seed", "3", "둘째"], ["첫째", "둘째", "--seed", "3"]):
+        args = predict.parser().parse_args(["model", *words])
+        assert (args.folder, args.text, args.seed) == (Path("model"), ["첫째", "둘째"], 3)
+    with pytest.raises(UsageError, match=r"unrecognized arguments: --sed 3 첫째: did you mean --seed\?"):
+        predict.parser().parse_args(["model", "--sed", "3", "첫째"])
+
+
 @pytest.mark.parametrize("length", [512, 513, 10_000])
 def test_text_longer_than_the_positions_is_refused(models, length):
     """With 512, it depended on the seed whether the text ended before."""

@@ -55,7 +55,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # noqa: ANN401 - as in argparse
         """Parse the command line. Raises UsageError, which names the option that is most like an unknown one."""
-        found, unknown = self.parse_known_args(args, namespace)
+        # Where any number of words may stand, argparse by itself takes none of them after an option.
+        many = any(action.nargs in ("*", "+") and not action.option_strings for action in self._actions)
+        found, unknown = (self.parse_known_intermixed_args if many else self.parse_known_args)(args, namespace)
         if unknown:
             option = next((word for word in unknown if word.startswith("-")), "").partition("=")[0]
             guess = did_you_mean(option, [name for action in self._actions for name in action.option_strings])
