@@ -1,5 +1,6 @@
 """A checkpoint is complete and verified, or not there."""
 
+import copy
 import io
 import os
 import signal
@@ -9,8 +10,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from conftest import POSITION
 
-from hpctrain import atomic, checkpoint
+from hpctrain import atomic, checkpoint, checkpoint_parts
 from hpctrain.errors import HpctrainError
 
 
@@ -61,8 +63,7 @@ def test_a_checkpoint_of_somebody_else_is_one_line(run):
     model(torch.ones(2)).sum().backward()
     optimizer.step()
     path = checkpoint.path_of(run, 1)
-    good = {"epoch": 1, "step": 0, "best": [1, [0.5], 0, 1, 1, [1, 0]], "losses": [0.0], "seconds": 1.5, "options": {}}
-    good |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    good = POSITION | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     checkpoint.save(path, good)
     assert checkpoint.find_fitting(path, model, "optimizer") == path
     checkpoint.load_optimizer(optimizer, good, path)
@@ -70,6 +71,8 @@ def test_a_checkpoint_of_somebody_else_is_one_line(run):
     wrong += [("options", []), ("best", "x"), ("best", [1, 2, 3]), ("best", [1, ["x"]]), ("losses", ["x"]), ("losses", 1.0)]
     sparse = {name: value.to_sparse() for name, value in model.state_dict().items()}
     wrong += [("model", dict.fromkeys(model.state_dict(), "x")), ("model", sparse)]
+    meta = {name: value.to("meta") for name, value in model.state_dict().items()}
+    wrong += [("model", meta), ("options", {1: "x"}), *((name, None) for name in POSITION)]
     for name, value in wrong:
         checkpoint.save(path, good | {name: value})
         with pytest.raises(HpctrainError, match=r"none of its checkpoints can be resumed from .*epoch-0001.pt: it") as error:
@@ -78,9 +81,13 @@ def test_a_checkpoint_of_somebody_else_is_one_line(run):
     group = optimizer.state_dict()["param_groups"][0]
     odd = [{"state": {}, "param_groups": []}, {"state": {0: {"momentum_buffer": torch.ones(3, 3)}}, "param_groups": [group]}]
     odd.append({"state": {0: {"momentum_buffer": torch.ones(1, 1).expand(1, 2)}}, "param_groups": [group]})
+    odd += [{"state": {0: {"momentum_buffer": value}}, "param_groups": [group]} for value in ("x", torch.tensor(1.0))]
+    odd.append({"state": {0: {"momentum_buffer": torch.ones(1).expand(10**15)}}, "param_groups": [group]})
     for state in ("x", *odd, {"state": {0: "x"}, "param_groups": [group]}):
         with pytest.raises(HpctrainError, match=r"epoch-0001.pt: not the optimizer of this model"):
-            checkpoint.load_optimizer(optimizer, {"optimizer": state}, path)
+            checkpoint.load_optimizer(optimizer, {"optimizer": state}, path, copy.deepcopy)
+    checkpoint.load_optimizer(optimizer, {"optimizer": {"state": {}, "param_groups": [group | {"momentum": "x"}]}}, path)
+    assert optimizer.param_groups[0]["momentum"] == 0.9
 
 
 def test_no_checkpoint(run):
@@ -135,7 +142,7 @@ def test_code_is_never_loaded(run):
 
 def save_model(run, epoch, **state):
     path = checkpoint.path_of(run, epoch)
-    checkpoint.save(path, {"epoch": epoch, "step": 0, "model": torch.nn.Linear(2, 1).state_dict(), "optimizer": {}} | state)
+    checkpoint.save(path, POSITION | {"epoch": epoch, "model": torch.nn.Linear(2, 1).state_dict(), "optimizer": {}} | state)
     return path
 
 
@@ -160,6 +167,22 @@ def test_a_checkpoint_that_does_not_fit_is_skipped_for_an_older_one(run, state, 
     good.unlink()
     with pytest.raises(HpctrainError, match=r"none of its checkpoints can be resumed from \(the newest, epoch-0002.pt: it "):
         checkpoint.find_fitting(bad, torch.nn.Linear(2, 1), "optimizer")
+
+
+def test_files_of_ranks_that_do_not_belong_together_are_skipped(run, capsys):
+    """They come from another run or from another step, or their names promise more ranks than there are."""
+    good, bad = save_model(run, 1), checkpoint.path_of(run, 2)
+    model = torch.nn.Linear(2, 1)
+    for change in ({}, {"epoch": 3}, {"losses": [0.5]}, {"options": {"lr": "2"}}):
+        for rank, more in enumerate(({}, change)):
+            content = POSITION | {"model": model.state_dict(), "optimizer": {}} | more
+            checkpoint.save(checkpoint_parts.path_of_rank(bad, rank, 2), content)
+        assert checkpoint.find_fitting(bad, model, "optimizer") == (good if change else bad)
+        said = capsys.readouterr().out
+        assert not change or f"its files are of different checkpoints ({next(iter(change))})" in said
+    for path in bad.iterdir():
+        path.rename(bad / f"rank-0000-of-{10**12}.pt")
+    assert checkpoint.find_newest(run) == good
 
 
 def test_a_checkpoint_of_another_trainer_is_skipped(run, capsys):

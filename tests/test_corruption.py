@@ -6,6 +6,7 @@ import shutil
 import numpy
 import pytest
 import torch
+from conftest import POSITION
 from safetensors.torch import save_file
 
 from hpctrain import checkpoint, checkpoint_parts, digests
@@ -43,7 +44,7 @@ def test_checkpoints(tmp_path):
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(8, 20)).sum().backward()
     optimizer.step()
-    state = {"epoch": 3, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = POSITION | {"epoch": 3, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     chance, refused = random.Random(1), 0
     for _ in range(FLIPS):
         path = checkpoint.path_of(tmp_path, 3)

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import pyarrow
 import pytest
 import torch
+from conftest import POSITION
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pyarrow import feather, ipc, parquet
@@ -443,7 +444,7 @@ def make_checkpoint():
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint.path_of(Path(folder), 1)
         path.parent.mkdir()
-        checkpoint.save(path, {"epoch": 1, "step": 0, "model": torch.nn.Linear(2, 1).state_dict(), "optimizer": {}})
+        checkpoint.save(path, POSITION | {"model": torch.nn.Linear(2, 1).state_dict(), "optimizer": {}})
         return path.read_bytes()
 
 

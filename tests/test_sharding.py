@@ -333,6 +333,11 @@ def test_a_tensor_in_pieces_is_read_in_any_other_pieces():
     assert pieces.region([5, 0], [0, 7]).shape == (0, 7)
     with pytest.raises(ValueError, match=r"pieces of a tensor of shape \(5, 7\) are missing"):
         Pieces(parts[:2])
+    for harm in ({"offset": [4, 0]}, {"offset": [-1, 0]}, {"offset": [0]}, {"part": torch.empty(2, 7, device="meta")}):
+        with pytest.raises(ValueError, match=r"tensor of shape|argument"):  # the rest would be what was in memory
+            Pieces([parts[0] | harm, *parts[1:]])
+    with pytest.raises(ValueError, match="is not in it"):
+        Pieces([parts[0] | {"part": torch.ones(1).expand(2, 7)}, *parts[1:]])
 
 
 def test_blocks_are_the_layers_of_a_model():

@@ -142,20 +142,20 @@ def _describe_misfit(
 
 def _shape_of(value: Any) -> tuple[int, ...] | str:  # noqa: ANN401 - a file of somebody else may have anything there
     """The shape of a tensor or of its Pieces."""
-    dense = getattr(value, "layout", torch.strided) is torch.strided
-    return tuple(value.shape) if dense and hasattr(value, "shape") else "no dense tensor"
+    dense = checkpoint_parts.has_memory(value) if isinstance(value, torch.Tensor) else hasattr(value, "shape")
+    return tuple(value.shape) if dense else "no dense tensor"
 
 
 def _has_position(state: dict[str, Any]) -> bool:
     """Whether what a checkpoint says of its run, beside weights, is of the kinds that Run.save() writes."""
-    numbers = [state.get(name, 0) for name in ("epoch", "step", "steps", "unlogged", "skipped", "lines")]
-    losses, options = state.get("losses", []), state.get("options", {})
-    match state.get("best", [0, []]):
+    numbers = [state.get(name) for name in ("epoch", "step", "steps", "unlogged", "skipped", "lines")]
+    losses, options = state.get("losses"), state.get("options")
+    match state.get("best"):
         case [int(), list() as score] | [int(), list() as score, int(), int(), int(), [int(), int()]]:
             return (
                 all(type(number) is int and 0 <= number < 2**31 for number in numbers)
-                and (isinstance(losses, list) and isinstance(options, dict))
-                and all(isinstance(value, int | float) for value in [*score, *losses, state.get("seconds", 0)])
+                and (isinstance(losses, list) and isinstance(options, dict) and all(isinstance(name, str) for name in options))
+                and all(isinstance(value, int | float) for value in [*score, *losses, state.get("seconds")])
             )
     return False
 
@@ -165,24 +165,23 @@ def load_optimizer(
 ) -> None:
     """Load the entry "optimizer" of a checkpoint. Raises HpctrainError, naming the file, if it is not of this model.
 
-    `split` maps the entry to this rank's part of it.
+    `split` maps the entry to this rank's part of it. The options of the optimizer, such as its momentum, stay its own.
     """
     try:
-        optimizer.load_state_dict(split(state["optimizer"]))
+        saved, own = state["optimizer"], optimizer.state_dict()["param_groups"]
+        groups = [mine | {"params": group["params"]} for mine, group in zip(own, saved["param_groups"], strict=True)]
+        tensors = [value for values in saved["state"].values() for value in values.values() if isinstance(value, torch.Tensor)]
+        if not all(map(checkpoint_parts.has_memory, tensors)):  # split() copies
+            raise ValueError("a tensor without values of its own")
+        optimizer.load_state_dict(split(saved | {"param_groups": groups}))
         for parameter, values in optimizer.state.items():
-            for value in values.values():
-                if isinstance(value, torch.Tensor) and value.dim() and not _has_place(value, parameter):
+            for name, value in values.items():
+                if name != "step" and value is not None and getattr(value, "shape", None) != parameter.shape:
                     raise ValueError("a tensor of another shape")
     except Exception as error:  # a file of somebody else may have anything there
         raise HpctrainError(
             f"{path}: not the optimizer of this model ({first_line(error)[:200]}): resume from another run folder"
         ) from error
-
-
-def _has_place(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a tensor has the shape of a parameter, and memory of its own for each element."""
-    own = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor, this rank's part
-    return value.shape == parameter.shape and own.untyped_storage().nbytes() >= own.nbytes
 
 
 def load(path: Path, device: torch.device) -> dict[str, Any]:

@@ -27,11 +27,18 @@ def path_of_rank(folder: Path, rank: int, size: int) -> Path:
 def find_files(folder: Path) -> list[Path]:
     """The files of all ranks, in their order. Raises OSError if one is missing."""
     sizes = {int(match[1]) for path in folder.iterdir() if (match := re.fullmatch(r"rank-\d+-of-(\d+)\.pt", path.name))}
-    files = [path_of_rank(folder, rank, size) for size in sizes for rank in range(size)]
-    missing = [path.name for path in files if not path.is_file()]
-    if len(sizes) != 1 or missing:
-        raise FileNotFoundError(f"incomplete: it lacks {missing[0] if missing else 'the file of a rank'}")
+    if len(sizes) != 1 or not 0 < (size := sizes.pop()) <= len(list(folder.iterdir())):
+        raise FileNotFoundError("incomplete: it lacks the file of a rank")
+    files = [path_of_rank(folder, rank, size) for rank in range(size)]
+    if missing := [path.name for path in files if not path.is_file()]:
+        raise FileNotFoundError(f"incomplete: it lacks {missing[0]}")
     return files
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own for each element. A file of somebody else may have others."""
+    dense = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return dense and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 class Pieces:
@@ -44,6 +51,10 @@ class Pieces:
         self._dtype = parts[0]["part"].dtype
         if sum(piece.numel() for piece in self._pieces.values()) != self.shape.numel():
             raise ValueError(f"pieces of a tensor of shape {tuple(self.shape)} are missing")
+        for offset, piece in self._pieces.items():
+            inside = all(0 <= a <= whole - n for a, n, whole in zip(offset, piece.shape, self.shape, strict=True))
+            if not inside or not has_memory(piece):
+                raise ValueError(f"a piece of a tensor of shape {tuple(self.shape)} is not in it")
 
     def region(self, offset: Sequence[int], size: Sequence[int]) -> Tensor:
         """A copy of the part of this size that begins at `offset`."""
@@ -69,8 +80,11 @@ def read(folder: Path) -> dict[str, Any]:
 
     Other values are those of rank 0. Raises OSError, and the errors of torch.load() and of states that do not belong together.
     """
-    files = find_files(folder)
-    return _merge([torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in files])
+    states = [torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in find_files(folder)]
+    for name in ("epoch", "step", "global_step", "losses", "options"):  # the same on all ranks
+        if any(str(state.get(name)) != str(states[0].get(name)) for state in states):
+            raise ValueError(f"its files are of different checkpoints ({name})")
+    return _merge(states)
 
 
 def _merge(states: list[Any]) -> Any:  # noqa: ANN401 - nested dictionaries, lists and tensors
