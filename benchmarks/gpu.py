@@ -40,6 +40,7 @@ from hpctrain.config import revision, versions, write_json
 from hpctrain.digests import weights_sha256
 from hpctrain.nlp.model_folder import save_model
 from hpctrain.nlp.scratch import create_model, make_config
+from hpctrain.plain_file import open_plain
 from hpctrain.plot import folder_for_matplotlib
 from hpctrain.vision.data import load_digits
 from hpctrain.vision.model import MnistNet
@@ -398,14 +399,24 @@ def main() -> None:
 
 
 def read_earlier(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases that passed in an earlier run, if it was on the same device, with the same versions, revision and options."""
+    """The cases that passed in an earlier run, if it was on the same device, with the same versions, revision and options.
+
+    Exits if the file is not one that this program has written: it would be overwritten.
+    """
     try:
-        earlier = json.loads(path.read_text())
+        with open_plain(path) as file:
+            earlier = json.load(file)
+        if any(earlier.get(key) != record[key] for key in ("device", "command", "versions", "revision")):
+            return []
+        passed = [result for result in earlier["cases"] if "failed" not in result]
+        kinds = {"case": str, "seconds": int | float, "figures": dict}
+        if not all(isinstance(result[name], kind) for result in passed for name, kind in kinds.items()):
+            raise ValueError("its cases are of another kind")
+        return passed
     except FileNotFoundError:
         return []
-    if any(earlier.get(key) != record[key] for key in ("device", "command", "versions", "revision")):
-        return []
-    return [result for result in earlier["cases"] if "failed" not in result]
+    except Exception as error:
+        sys.exit(f"gpu.py: {path} cannot be gone on with ({type(error).__name__}: {error}): remove it, or give another --out")
 
 
 if __name__ == "__main__":

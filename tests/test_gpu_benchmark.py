@@ -1,6 +1,7 @@
 """benchmarks/gpu.py, without a GPU: it runs whole in the image, and sees wrong results."""
 
 import json
+import os
 import shutil
 import sys
 
@@ -88,6 +89,14 @@ def test_a_second_run_does_what_failed_or_is_missing_if_it_is_of_the_same_gpu_an
     assert gpu.read_earlier(path, record) == [passed]
     for other in ({"device": "NVIDIA A100"}, {"revision": "b"}):
         assert gpu.read_earlier(path, record | other) == []
+    for content in ("", "[]", "{", json.dumps(record), json.dumps(record | {"cases": [{"case": "one"}]})):
+        path.write_text(content)
+        with pytest.raises(SystemExit, match=r"^gpu\.py: .*gpu\.json cannot be gone on with .*: remove it, or give another"):
+            gpu.read_earlier(path, record)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(SystemExit, match="not a plain file"):
+        gpu.read_earlier(path, record)
 
 
 def test_the_speed_of_each_way_is_read(monkeypatch):
