@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import warnings
 
 import torch
 from torch import nn
@@ -48,6 +49,8 @@ def compile_training(model: nn.Module, *, dynamic: bool | None = None, by_block:
     `by_block`: compile each layer of a transformer by itself. They are alike, so it takes as long as for one of them, whereas the
     whole BERT-large took more than two minutes. For FSDP it has to be so: within a compiled model, its hooks would cut the graph.
     """
+    # DDP compares the strides of dimensions of size 1, too, which kernels for 1x1 convolutions choose freely.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     blocks = []
     if by_block:
         from hpctrain.sharding import find_blocks  # imports much of torch
