@@ -32,7 +32,7 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp import classify, finetune, memory
 from hpctrain.nlp.lightning_module import FineTuneModule
 from hpctrain.nlp.options import parse_options
-from hpctrain.sharding import copy_without_weights, find_blocks
+from hpctrain.sharding import copy_without_weights, find_blocks, split_state
 from hpctrain.world import ALONE, World
 
 CPU = torch.device("cpu")
@@ -338,6 +338,12 @@ def test_a_tensor_in_pieces_is_read_in_any_other_pieces():
             Pieces([parts[0] | harm, *parts[1:]])
     with pytest.raises(ValueError, match="is not in it"):
         Pieces([parts[0] | {"part": torch.ones(1).expand(2, 7)}, *parts[1:]])
+
+
+def test_a_tensor_of_a_checkpoint_that_would_fill_the_memory_is_not_copied():
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters())
+    with pytest.raises(ValueError, match="a tensor without values of its own"):
+        split_state(optimizer, {"state": {0: {"momentum_buffer": torch.ones(1).expand(10**15)}}, "param_groups": []})
 
 
 def test_blocks_are_the_layers_of_a_model():

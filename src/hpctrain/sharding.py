@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map_only
 
-from hpctrain.checkpoint_parts import Pieces
+from hpctrain.checkpoint_parts import Pieces, has_memory
 
 
 def shard(
@@ -181,7 +181,11 @@ def _part(saved: Any, like: Any) -> Any:  # noqa: ANN401 - a tensor, Pieces, or 
         return DTensor.from_local(local.to(like.device), *place, run_check=False, shape=like.shape, stride=like.stride())
     if isinstance(saved, Pieces):
         return saved.whole()
-    return saved.clone() if isinstance(saved, Tensor) else saved  # it may be mapped from a file
+    if isinstance(saved, Tensor):
+        if not has_memory(saved):  # a copy may have any size
+            raise ValueError("a tensor without values of its own")
+        return saved.clone()  # it may be mapped from a file
+    return saved
 
 
 def _region(tensor: DTensor) -> tuple[list[int], list[int]]:
