@@ -420,4 +420,7 @@ def read_earlier(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("gpu.py: interrupted; the same command runs what is missing")

@@ -22,8 +22,11 @@ def make_deterministic(args: argparse.Namespace, device: torch.device, *, on_gpu
         torch.utils.deterministic.fill_uninitialized_memory = False  # a twentieth of a step, for programs that read such memory
 
 
-def check_compiler(args: argparse.Namespace) -> None:
-    """With --compile, compile a line. Raises HpctrainError if torch cannot, or would load code that another user can write."""
+def check_compiler(args: argparse.Namespace, rank: int = 0) -> None:
+    """With --compile, compile a line. Raises HpctrainError if torch cannot, or would load code that another user can write.
+
+    Rank 0 says that the first step will take long.
+    """
     if not args.compile:
         return
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -38,6 +41,8 @@ def check_compiler(args: argparse.Namespace) -> None:
             f"--compile: torch cannot compile here ({first_line(error)}): it needs g++ and the headers of Python, which the CUDA "
             "images have and the CPU image has not; add them, or leave --compile out"
         ) from error
+    if rank == 0:
+        print("--compile: kernels are made at the first step, which may take minutes", flush=True)
 
 
 def compile_training(model: nn.Module, *, dynamic: bool | None = None, by_block: bool = False) -> None:

@@ -66,7 +66,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         folder = get_initial_model(task, args, run, examples["train"])
         make_deterministic(args, device)
         with all_or_none(world):
-            check_compiler(args)
+            check_compiler(args, world.rank)
             check_memory(folder, args, world, device)
             tokenizer = load_tokenizer(folder)
             labels, origin = choose_labels(task, folder, examples["train"])

@@ -104,7 +104,7 @@ def load_data(args: argparse.Namespace, world: World) -> tuple[Images, Images] |
     mine = [world.node_rank, cpus[0], cpus[-1], len(cpus)]
     sharing = gather(world, mine).count(mine)  # ranks that may use the same CPUs: all of a node, unless the launcher binds them
     with all_or_none(world):
-        check_compiler(args)
+        check_compiler(args, world.rank)
         in_folders = is_image_folder(args.data)
         if in_folders and args.model == "mnist":
             raise HpctrainError(f"--data {args.data} has color images, and --model mnist takes MNIST's: add --model resnet50")
