@@ -27,11 +27,13 @@ def path_of_rank(folder: Path, rank: int, size: int) -> Path:
 def find_files(folder: Path) -> list[Path]:
     """The files of all ranks, in their order. Raises OSError if one is missing."""
     sizes = {int(match[1]) for path in folder.iterdir() if (match := re.fullmatch(r"rank-\d+-of-(\d+)\.pt", path.name))}
-    if len(sizes) != 1 or not 0 < (size := sizes.pop()) <= len(list(folder.iterdir())):
+    files: list[Path] = []
+    for rank in range(max(sizes, default=0)):  # a name may give any number of ranks, so that the first missing one ends this
+        files.append(path_of_rank(folder, rank, max(sizes)))
+        if not files[-1].is_file():
+            raise FileNotFoundError(f"incomplete: it lacks {files[-1].name}")
+    if len(sizes) != 1 or not files:
         raise FileNotFoundError("incomplete: it lacks the file of a rank")
-    files = [path_of_rank(folder, rank, size) for rank in range(size)]
-    if missing := [path.name for path in files if not path.is_file()]:
-        raise FileNotFoundError(f"incomplete: it lacks {missing[0]}")
     return files
 
 

@@ -59,9 +59,8 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT, **options
         )
-    except (
-        dist.DistBackendError
-    ) as error:  # its last line is what NCCL says, such as "Duplicate GPU detected : rank 0 and rank 1"
+    except dist.DistBackendError as error:
+        # Its last line is what NCCL says, such as "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60".
         raise HpctrainError(
             f"rank {world.rank} of {world.size} on {os.uname().nodename}, {device}: NCCL cannot start "
             f"({str(error).strip().splitlines()[-1]}): give each rank a GPU of its own (--gpus-per-node as large as "
