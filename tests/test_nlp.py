@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -93,6 +94,20 @@ FOUR = ("--epochs", 4, "--batch-size", 8, "--lr", 2e-3, "--limit", 120)  # of 21
 
 
 # --- training ---
+
+
+def test_sigterm_ends_a_rank_at_once(config, tmp_path, monkeypatch):
+    """Lightning's handler starts a collective, in which a rank would wait for others that are in another one."""
+    handlers = set()
+    real = FineTuneModule.forward
+
+    def forward(self, batch):
+        handlers.add((self.trainer.state.stage, signal.getsignal(signal.SIGTERM)))
+        return real(self, batch)
+
+    monkeypatch.setattr(FineTuneModule, "forward", forward)
+    train("classify", tmp_path / "run", "--epochs", 1, "--limit", 8, "--from-scratch", config)
+    assert handlers == {(stage, signal.SIG_DFL) for stage in ("train", "validate", "test")}
 
 
 def test_learning_rate_rises_to_its_peak_then_falls_to_zero(trained):

@@ -177,6 +177,10 @@ class RunFolder(Checkpoint):
             if self._run.world.rank == 0:
                 _check_loadable(self._checkpoints.state)
 
+    def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Let SIGTERM end this process: Trainer.test() has set Lightning's handler again."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     def _prepare_loader(self, trainer: Trainer) -> None:
         loader = trainer.train_dataloader
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
