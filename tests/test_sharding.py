@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -344,6 +345,18 @@ def test_a_tensor_of_a_checkpoint_that_would_fill_the_memory_is_not_copied():
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters())
     with pytest.raises(ValueError, match="a tensor without values of its own"):
         split_state(optimizer, {"state": {0: {"momentum_buffer": torch.ones(1).expand(10**15)}}, "param_groups": []})
+
+
+def test_a_model_without_values_reads_none(monkeypatch):
+    """It gets those of rank 0 when it is sharded. A rank would otherwise have the whole model in memory, and torch would warn."""
+    whole = torch.ones(2, 2)
+    weights = {"weight": Pieces([{"part": whole, "offset": [0, 0], "shape": [2, 2]}]), "bias": torch.ones(2)}
+    model = torch.nn.Linear(2, 2)
+    sharding.load_weights(model, weights)
+    assert torch.equal(model.weight, whole)
+    monkeypatch.setattr(Pieces, "whole", None)
+    with warnings.catch_warnings(action="error"):
+        sharding.load_weights(model.to("meta"), weights)
 
 
 def test_blocks_are_the_layers_of_a_model():

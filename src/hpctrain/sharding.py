@@ -164,7 +164,12 @@ def split_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor | Pieces]) -> None:
-    """Load the weights of a checkpoint into a model that is sharded or not."""
+    """Load the weights of a checkpoint into a model that is sharded or not.
+
+    One on the meta device reads none: shard() gives it those of rank 0.
+    """
+    if any(weight.is_meta for weight in model.parameters()):
+        return
     own = model.state_dict()
     model.load_state_dict({name: _part(weight, own.get(name)) for name, weight in weights.items()})
 

@@ -107,10 +107,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         if args.epochs:
             state = run.resume(torch.device("cpu"), args.epochs, model, "state_dict", free=())
             if state and (run.epoch >= args.epochs or run.best.has_stalled):  # resumed after the last epoch
-                if not sharded:
-                    model.load_state_dict(state["model"])
-                elif world.rank == 0:
-                    load_weights(model, state["model"])
+                load_weights(model, state["model"]) if sharded else model.load_state_dict(state["model"])
             else:
                 sampler = BatchSampler(train, group, args.batch_size, args.seed, args.accumulate)
                 run.count_flops(lambda: count_text_flops(model, train.lengths, run_empty))
