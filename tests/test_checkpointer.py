@@ -311,6 +311,18 @@ def test_a_checkpoint_in_parts_leaves_the_last_complete_one_until_all_ranks_have
     assert checkpoint.find_newest(folder).name == "epoch-0002.pt"
 
 
+def test_the_best_checkpoint_stays_until_all_ranks_have_written_a_better_one(folder):
+    """A job that dies meanwhile is resumed from epoch 3, whose best one is that of epoch 1."""
+    saver = Checkpointer(World(0, 2, 0, 2, 0, 1, "torchrun"), folder, NEVER, 1, lambda: None)
+    saver.in_parts = True
+    for epoch, best in ((1, 1), (2, 1), (3, 1), (4, 4), (5, 4)):
+        saver.save(checkpoint.path_of(folder, epoch), state(epoch), checkpoint.path_of(folder, best))
+        saver.wait()
+        if epoch == 4:
+            assert names(folder) == ["epoch-0001.pt", "epoch-0003.pt", "epoch-0004.pt"]
+    assert names(folder) == ["epoch-0004.pt", "epoch-0005.pt"]
+
+
 def test_checkpoints_in_the_order_of_training(folder):
     order = [(2, 0), (9999, 0), (10000, 999_999), (10000, 1_000_000), (10000, 0), (10001, 1)]
     for epoch, step in order:

@@ -80,7 +80,8 @@ class Checkpointer:
         self, world: World, folder: Path, every: Interval, keep: int, check: Callable[[], None], resume_with: Path | None = None
     ) -> None:
         self.in_parts = False
-        self._world, self._last = world, None
+        self._world = world
+        self._last: tuple[Path, Path] | None = None  # the last checkpoint written, and the best one then
         self.stop = False  # the launch script has asked for the end, on every rank
         self._folder, self._every, self._keep, self._check, self._resume_with = folder, every, keep, check, resume_with
         self._decisions = Decisions(world)
@@ -173,12 +174,13 @@ class Checkpointer:
             if self.in_parts:
                 # The last checkpoint is complete by now, on every rank. Whether this one will be is not known here.
                 if self._last:
-                    self._remove_old(self._last, path, best)
+                    complete, earlier_best = self._last
+                    self._remove_old(complete, path, earlier_best, best)
                 self._save_or_retry(checkpoint_parts.path_of_rank(path, self._world.rank, self._world.size), state)
             else:
                 self._save_or_retry(path, state)
                 self._remove_old(path, path, best)
-            self._written, self._last = True, path
+            self._written, self._last = True, (path, best)
         except HpctrainError as error:
             self._error = error
         except OSError as error:
@@ -186,12 +188,12 @@ class Checkpointer:
                 f"{path.parent}: an old checkpoint cannot be removed ({error.strerror}): check the folder"
             )
 
-    def _remove_old(self, complete: Path, current: Path, best: Path) -> None:
-        """Remove all but the newest ones, a `complete` one, the one that is being written, and the best one."""
+    def _remove_old(self, complete: Path, current: Path, *best: Path) -> None:
+        """Remove all but the newest ones, a `complete` one, the one that is being written, and the best ones of both."""
         if self._world.rank != 0:
             return
         others = [path for path in checkpoint.list_newest_first(self._folder) if path != current or path == complete]
-        kept = {*others[: self._keep], complete, current, best}
+        kept = {*others[: self._keep], complete, current, *best}
         for old in others:
             if old not in kept:
                 checkpoint.remove(old)
