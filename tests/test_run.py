@@ -43,6 +43,14 @@ def finish(opened):
     opened.finish(torch.nn.Linear(2, 1), test_accuracy=0.5)
 
 
+def test_the_result_is_written_last(tmp_path, monkeypatch):
+    """A start after it finds nothing to do."""
+    monkeypatch.setattr(run, "plot", lambda folder: sys.exit(1))  # killed there
+    with pytest.raises(SystemExit):
+        finish(start(tmp_path / "run"))
+    assert not (tmp_path / "run/result.json").exists()
+
+
 def test_curves_without_a_score_and_without_a_home(tmp_path):
     """Nothing on stderr, where matplotlib spoke of a legend without artists and of a folder for its cache."""
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "step": 5, "seconds": 1.0, "train_loss": 1.0}\n')

@@ -377,10 +377,10 @@ class Run:
             "weights_sha256": weights_sha256(checkpoint.unwrap(model)),
             "speed": speed,
         }
-        write_json(self.folder / "result.json", result)
         add_image_digest(self._config)
         self._metrics.close()
         plot(self.folder)
+        write_json(self.folder / "result.json", result)  # last: a run that has it has nothing left to do
         self.print("  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  in {result['seconds']:.1f} s")
         self.print("  ".join(f"{name} {value:.4g}" for name, value in speed.items()))
         if getattr(self._args, "profile", False) and not (self.folder / "profile").exists():
