@@ -206,6 +206,12 @@ with atomic.file(Path(sys.argv[1]), "wb") as file:
     kept = {".x.tmp", ".epoch-0002.pt.0123456789ab.tmp.gz", "epoch-0002.pt.0123456789ab.tmp", ".a.0123456789AB.tmp"}
     for name in kept:
         (folder / name).touch()
-    (folder / ".folder.0123456789ab.tmp").mkdir()
+    (folder / ".link.0123456789ab.tmp").symlink_to(run)
+    for name in (".model.0123456789ab.tmp", ".model.0123456789ab.old", ".other.0123456789ab.old"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(name)
+    (folder / "model").mkdir()
     atomic.remove_leftovers(folder)
-    assert not leftover.exists() and {path.name for path in folder.iterdir()} == kept | {".folder.0123456789ab.tmp"}
+    assert not leftover.exists()
+    assert {path.name for path in folder.iterdir()} == kept | {".link.0123456789ab.tmp", "model", "other"}
+    assert (folder / "other/config.json").read_text() == ".other.0123456789ab.old"  # it was to be replaced

@@ -317,14 +317,16 @@ def test_a_run_that_died_after_its_last_checkpoint_is_finished(small, tmp_path, 
     shutil.rmtree(folder / "model", ignore_errors=True)
     if trainer == "nlp.ner":  # it wrote the scores of the test set after its last checkpoint
         (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:-1]))
-    leftover = folder / "checkpoints/.epoch-0002.pt.0123456789ab.tmp"
-    leftover.touch()
+    leftovers = [folder / "checkpoints/.epoch-0002.pt.0123456789ab.tmp", folder / ".model.0123456789ab.tmp/config.json"]
+    for leftover in leftovers:
+        leftover.parent.mkdir(exist_ok=True)
+        leftover.touch()
     done = hpctrain(tmp_path, *command, "--resume", "run")
     assert done.returncode == 0 and "resuming after epoch 2 of run/checkpoints/epoch-0002.pt" in done.stdout, done.stderr
     after = json.loads((folder / "result.json").read_text())
     of_the_start = {"seconds": 0, "speed": 0}
     assert before | of_the_start == after | of_the_start and after["epochs"] == 2
-    assert (folder / "curves.png").exists() and not leftover.exists()
+    assert (folder / "curves.png").exists() and not any(leftover.exists() for leftover in leftovers)
     assert (folder / "model/config.json").exists() == (trainer == "nlp.ner")
     again = (folder / "metrics.jsonl").read_text().splitlines()
     without_seconds = [{**json.loads(line), "seconds": 0} for line in again]

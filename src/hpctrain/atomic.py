@@ -131,9 +131,20 @@ def rename_folder(finished: Path, path: Path, replace: bool = True) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the files that killed writers have left in a folder. Nobody may be writing there."""
-    for path in folder.glob(".*.tmp"):
-        if re.fullmatch(r"\..{1,32}\.[0-9a-f]{12}\.tmp", path.name) and path.is_file() and not path.is_symlink():
+    """Remove what killed writers have left in a folder. Nobody may be writing there.
+
+    An earlier folder that was to be replaced gets its name back, unless the new one has it.
+    """
+    for path in folder.glob(".*.*"):
+        match = re.fullmatch(r"\.(.{1,32})\.[0-9a-f]{12}\.(tmp|old)", path.name)
+        if not match or path.is_symlink():
+            continue
+        place = path.with_name(match[1])
+        if match[2] == "old" and not place.exists():
+            path.rename(place)
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
             path.unlink(missing_ok=True)
 
 
