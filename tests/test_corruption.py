@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -10,8 +11,9 @@ from conftest import POSITION
 from safetensors.torch import save_file
 
 from hpctrain import checkpoint, checkpoint_parts, digests
+from hpctrain.best import Best
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp import features
+from hpctrain.nlp import features, finetune
 from hpctrain.nlp.model_folder import load_tokenizer
 from hpctrain.nlp.scratch import create_model
 from hpctrain.transformers import RunFolder
@@ -60,6 +62,40 @@ def test_checkpoints(tmp_path):
         else:
             assert same(loaded, state)
     assert refused > FLIPS / 2
+
+
+def test_weights_that_a_script_loads(tmp_path):
+    """Also from a file that is not of hpctrain; one of torch before 1.6 has no checksums, and loads."""
+    saved, loaded, path = torch.nn.Linear(20, 30), torch.nn.Linear(20, 30), tmp_path / "file.pt"
+    chance, refused = random.Random(2), 0
+    for _ in range(FLIPS):
+        torch.save({"state_dict": saved.state_dict()}, path)
+        flip_a_bit(path, chance)
+        try:
+            checkpoint.load_weights(loaded, path)
+        except HpctrainError:
+            refused += 1
+        else:
+            assert same(dict(loaded.state_dict()), dict(saved.state_dict()))
+    assert refused > FLIPS / 2
+    torch.save(saved.state_dict(), path, _use_new_zipfile_serialization=False)
+    checkpoint.load_weights(loaded, path)
+
+
+def test_the_best_weights_of_a_fine_tuning(tmp_path):
+    """Its checkpoint may have been damaged since it was saved."""
+    run = SimpleNamespace(world=ALONE, folder=tmp_path, best=Best(), resume_from=None, in_parts=False, print=print)
+    run.best.add(1, 0, (0.9,))
+    run.best.add(2, 0, (0.8,))
+    path = checkpoint.path_of(tmp_path, 1)
+    path.parent.mkdir()
+    checkpoint.save(path, {"model": {"weight": torch.arange(4096.0)}})
+    assert torch.equal(finetune.load_best("f1", run)["weight"], torch.arange(4096.0))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(HpctrainError, match=r"epoch-0001.pt: damaged since it was written"):
+        finetune.load_best("f1", run)
 
 
 def test_checkpoints_in_parts(tmp_path):

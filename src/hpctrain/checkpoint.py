@@ -230,12 +230,20 @@ def is_intact(path: Path) -> bool:
         return False
 
 
+def check_intact(path: Path) -> None:
+    """Raise HpctrainError, naming the file, if it or a file in the folder is not as it was written."""
+    if not is_intact(path):
+        raise HpctrainError(f"{path}: damaged since it was written, or incomplete: copy it again, or take another checkpoint")
+
+
 def load_weights(model: torch.nn.Module, path: Path) -> None:
     """Load weights into a model, in place: of a checkpoint of hpctrain or Lightning, or of a file that has nothing else.
 
     DistributedDataParallel, DataParallel and torch.compile put a prefix before each name; the model and the file may each have
-    one. Raises HpctrainError that names the file, if it does not fit the model.
+    one. Raises HpctrainError that names the file, if it is damaged or does not fit the model.
     """
+    if path.is_dir() or zipfile.is_zipfile(path):  # others have no checksum
+        check_intact(path)
     content = load(path, torch.device("cpu"))
     if not isinstance(content, dict):
         content = {}

@@ -248,7 +248,10 @@ def run_empty(model: torch.nn.Module, length: int) -> dict[str, Tensor]:
 
 
 def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
-    """The weights of the evaluation with the best validation score, None if that is the last. A collective call."""
+    """The weights of the evaluation with the best validation score, None if that is the last. A collective call.
+
+    Raises HpctrainError, naming the checkpoint, if it is damaged.
+    """
     best = run.best
     if best.since == 0:
         return None
@@ -256,6 +259,8 @@ def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
     if run.resume_from and not path.exists():  # of the earlier run, whose folder may be another
         path = checkpoint.path_of(run.resume_from.parent.parent, best.epoch, best.step)
     with all_or_none(run.world):
+        if run.world.rank == 0:
+            checkpoint.check_intact(path)
         state = checkpoint.open_lazily(path) if run.in_parts else checkpoint.load(path, torch.device("cpu"))
     run.print(f"{best.place} has the best {metric}: using its weights")
     return state["model"]
