@@ -17,15 +17,6 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def print_shadowed_packages() -> None:
-    """Print which packages hide those of the environment: they may be why an import or an attribute failed."""
-    from hpctrain.errors import print_error
-    from hpctrain.node_checks import shadowed_packages
-
-    for text in shadowed_packages():
-        print_error(f"hpctrain: error: {text}")
-
-
 def main() -> None:
     """Run the command that the command line names.
 
