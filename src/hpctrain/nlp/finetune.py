@@ -42,7 +42,7 @@ from hpctrain.nlp.step_graphs import MULTIPLE, check_layers
 from hpctrain.nlp.task import Task
 from hpctrain.rendezvous import all_or_none, process_group
 from hpctrain.run import Run
-from hpctrain.world import World
+from hpctrain.world import World, counted
 
 
 def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
@@ -80,7 +80,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             if uses_lora(args):
                 model = add_lora(task, model, folder, args)
         if labels:
-            run.print(f"{len(labels)} label{'s'[: len(labels) > 1]}{origin}: {data.list_names(labels)}")
+            run.print(f"{counted(len(labels), 'label')}{origin}: {data.list_names(labels)}")
         if uses_lora(args):
             run.print(f"LoRA: {count_parameters(model)}")
         features = tokenize_splits(task, folder, tokenizer, labels, examples, args, run)
@@ -96,7 +96,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             compile_training(model, dynamic=True, by_block=True)  # batches are as long as their longest text
         strategy = JsonStrategy
         if sharded:
-            from hpctrain.nlp.tensor_parallel import choose_strategy, load_weights  # imports much of torch, few runs need it
+            from hpctrain.nlp.tensor_parallel import choose_strategy  # imports much of torch, few runs need it
+            from hpctrain.sharding import load_weights
 
             with all_or_none(world):
                 strategy = choose_strategy(model, args.tensor_parallel, args.cpu_offload)

@@ -12,7 +12,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from hpctrain.errors import HpctrainError
 from hpctrain.sharded_strategy import ShardedStrategy
 from hpctrain.sharding import Whole
-from hpctrain.sharding import load_weights as load_weights
 
 # The last one is of norms over each head: a rank has some of the heads, so their dimension is split.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {

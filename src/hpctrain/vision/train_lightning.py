@@ -31,7 +31,7 @@ from hpctrain.rendezvous import process_group
 from hpctrain.run import Run
 from hpctrain.vision import data, recipe
 from hpctrain.vision.folder import ImageLoader
-from hpctrain.world import World
+from hpctrain.world import World, counted
 
 with import_of_lightning():
     from lightning.pytorch import LightningModule
@@ -163,11 +163,11 @@ def parse(arguments: list[str], world: World) -> argparse.Namespace:
     args = recipe.parse(parser(), arguments)
     command = world.launcher_command
     if args.devices not in (None, world.local_size):
-        ranks = f"{world.local_size} rank{'s' if world.local_size > 1 else ''} on this node"
+        ranks = f"{counted(world.local_size, 'rank')} on this node"
         started = f"without a launcher there is {ranks}" if world.launcher == "single" else f"{command} started {ranks}"
         raise UsageError(f"--devices {args.devices}, but {started}: make them equal, or leave --devices out")
     if args.num_nodes not in (None, world.nodes):
-        nodes = f"{world.nodes} node{'s' if world.nodes > 1 else ''}"
+        nodes = counted(world.nodes, "node")
         started = f"without a launcher there is {nodes}" if world.launcher == "single" else f"{command} started ranks on {nodes}"
         raise UsageError(f"--num-nodes {args.num_nodes}, but {started}: make them equal, or leave --num-nodes out")
     args.devices, args.num_nodes = world.local_size, world.nodes
