@@ -298,11 +298,9 @@ class RunFolder(Checkpoint):
             self._run.end_epoch()
 
     def _dump(self, trainer: Trainer) -> None:
-        """Let Lightning collect its state, on rank 0."""
+        """Let Lightning collect its state, on rank 0: it calls on_save_checkpoint(), and there _RunCheckpoints."""
         self._saving = True
-        trainer.save_checkpoint(
-            self._checkpoints.folder, weights_only=False
-        )  # calls on_save_checkpoint(), and _RunCheckpoints on rank 0
+        trainer.save_checkpoint(self._checkpoints.folder, weights_only=False)
         self._saving = False
 
     def _save(self, trainer: Trainer, score: tuple[float, ...] | None = None) -> None:

@@ -1,6 +1,6 @@
 """What the launch script and the ranks tell each other, so that a job ends in time and goes on later.
 
-The launch script names a folder of this job in HPCTRAIN_CONTROL, on its own node. It has up to four files:
+The launch script names a folder of this job in HPCTRAIN_CONTROL, on its own node. The files there:
 
     stop       by the launch script: the time limit is near, or the job is being preempted. Save and end.
     saved      by a rank, after each checkpoint: the option that resumes from it, or nothing if the same command does.

@@ -36,9 +36,7 @@ class Task(ABC):
     fields: ClassVar[tuple[str, ...]] = ()  # of an example in a table, for --columns; () for a task without this option
     problem: ClassVar[str] = ""  # the kind of labels, see --problem, if not one class
     problem_type: ClassVar[str] = "single_label_classification"  # the same in the words of transformers
-    one_label: ClassVar[bool] = (
-        False  # whether each feature has one label, "labels" of its values: with --class-weights, --problem
-    )
+    one_label: ClassVar[bool] = False  # whether each feature has one label, in its values: with --class-weights, --problem
     can_pack: ClassVar[bool] = False  # whether a row may have several features; the first label of each is IGNORED: with --pack
     model: ClassVar[type]  # AutoModelFor... of transformers
     pipeline_tag: ClassVar[str]  # the task's name on the Hugging Face hub
