@@ -52,7 +52,6 @@ from hpctrain.nlp.model_folder import load_tokenizer
 from hpctrain.nlp.options import parse_options
 from hpctrain.nlp.sampling import BatchSampler, evaluation_batches, make_loader
 from hpctrain.nlp.scratch import SIZES, create_model
-from hpctrain.nlp.step_graphs import MULTIPLE
 from hpctrain.rendezvous import all_or_none, broadcast, process_group
 from hpctrain.run import Run
 from hpctrain.world import World, detect
@@ -191,7 +190,7 @@ def train_with_hpctrain(setting: Setting, model: PreTrainedModel, see: See, comp
         compile_training(model, dynamic=True, by_block=True)
     padding = {**TASK.padding, "input_ids": setting.tokenizer.pad_token_id}
     sampler = BatchSampler(train, world, args.batch_size, args.seed, args.accumulate)
-    loader = make_loader(train, padding, sampler, multiple=(MULTIPLE, args.max_length) if graphs else (1, 0))
+    loader = make_loader(train, padding, sampler, round_up_to=args.max_length if graphs else 0)
     convert, loader.collate_fn = loader.collate_fn, lambda batch: see(convert(batch))
     make_trainer(run, args, setting.device, lambda module: module.model, module.score).fit(module, loader)
     run.finish(model)  # waits until the checkpoint is written: this folder is temporary

@@ -55,9 +55,8 @@ def test_a_graph_for_each_shape_gives_the_weights_of_steps_without_graphs(tmp_pa
     trainers, weights = [], []
     make = nlp.make_trainer
     monkeypatch.setattr(nlp, "make_trainer", lambda *words: trainers.append(make(*words)) or trainers[-1])
-    monkeypatch.setattr(nlp, "MULTIPLE", 8)
     loader = nlp.make_loader
-    monkeypatch.setattr(nlp, "make_loader", lambda *words, multiple: loader(*words, multiple=(8, 64)))
+    monkeypatch.setattr(nlp, "make_loader", lambda *words, round_up_to: loader(*words, round_up_to=64))
     for graphs in (False, True):
         setting.args.out = tmp_path / f"{graphs}"
         model = nlp.load_model(classify.TASK, tmp_path / "model", setting.tokenizer, setting.labels, setting.args)
@@ -136,11 +135,11 @@ def test_graphs_are_for_one_rank():
 
 def test_batches_are_padded_to_a_multiple():
     features = Features.from_lists({"input_ids": [[1, 2, 3], [4]]}, {"units": [1, 1]})
-    batch = features.batch(torch.tensor([0, 1]), {"input_ids": 9}, multiple=(4, 64))
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 9], [4, 9, 9, 9]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
-    batch = features.batch(torch.tensor([0, 1]), {}, multiple=(4, 3))  # --max-length, beyond which a model may have no positions
-    assert batch["input_ids"].shape == (2, 3)
+    batch = features.batch(torch.tensor([0, 1]), {"input_ids": 9}, round_up_to=64)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 9, 9, 9, 9, 9], [4, 9, 9, 9, 9, 9, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
+    # --max-length, beyond which a model may have no positions
+    assert [features.batch(torch.tensor([0, 1]), {}, most)["input_ids"].shape[1] for most in (0, 3, 5)] == [3, 3, 5]
 
 
 def test_a_model_gets_a_mask_only_where_there_is_padding():

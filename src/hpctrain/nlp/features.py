@@ -25,6 +25,7 @@ from hpctrain.rendezvous import all_or_none
 from hpctrain.world import World
 
 VERSION = 3  # of the files in the cache; increase it when their content changes
+MULTIPLE = 8  # tokens: --cuda-graphs pads batches to a multiple of it, so that there are few shapes to record
 CHUNK = 10_000  # texts passed to the tokenizer in one call, for its threads to share
 
 
@@ -74,17 +75,17 @@ class Features(NamedTuple):
         """Tokens of each feature, [n]."""
         return numpy.diff(self.starts)
 
-    def batch(self, index: Tensor, padding: Mapping[str, int], multiple: tuple[int, int] = (1, 0)) -> dict[str, Tensor]:
+    def batch(self, index: Tensor, padding: Mapping[str, int], round_up_to: int = 0) -> dict[str, Tensor]:
         """The features of `index` [b], padded on the right to the longest: tokens and attention_mask [b, longest], values [b].
 
         `padding` has the padding value of each column of tokens, 0 if missing. All tensors are int64, those of fractions float32.
-        With `multiple` (m, most), the length is rounded up to a multiple of m, as far as `most` allows.
+        The length is rounded up to a multiple of MULTIPLE, but not beyond `round_up_to`.
         """
         rows = index.numpy()
         starts = self.starts[rows]
         lengths = self.starts[rows + 1] - starts
         longest = lengths.max(initial=0)
-        position = numpy.arange(max(longest, min(multiple[1], -(-longest // multiple[0]) * multiple[0])))
+        position = numpy.arange(max(longest, min(round_up_to, -(-longest // MULTIPLE) * MULTIPLE)))
         mask = position < lengths[:, None]
         place = numpy.where(mask, starts[:, None] + position, 0)
         arrays = {name: numpy.where(mask, flat[place], padding.get(name, 0)) for name, flat in self.tokens.items()}

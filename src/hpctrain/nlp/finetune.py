@@ -38,7 +38,7 @@ from hpctrain.nlp.memory import check_memory
 from hpctrain.nlp.model_folder import describe_error, load_tokenizer, make_card, save_model
 from hpctrain.nlp.options import parse_options
 from hpctrain.nlp.sampling import BatchSampler, make_loader
-from hpctrain.nlp.step_graphs import MULTIPLE, check_layers
+from hpctrain.nlp.step_graphs import check_layers
 from hpctrain.nlp.task import Task
 from hpctrain.rendezvous import all_or_none, process_group
 from hpctrain.run import Run
@@ -117,7 +117,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                     del state  # as large as the model and its optimizer
                 trainer.fit(
                     module,
-                    make_loader(train, padding, sampler, args.pack, (MULTIPLE, args.max_length) if args.cuda_graphs else (1, 0)),
+                    make_loader(train, padding, sampler, args.pack, args.max_length if args.cuda_graphs else 0),
                     module.make_evaluation_loader("validation", examples, features, padding),
                     ckpt_path=run.resume_from,
                 )

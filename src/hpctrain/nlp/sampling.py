@@ -62,8 +62,8 @@ class FeatureDataset(Dataset):
     With `pack`, each batch is packed.
     """
 
-    def __init__(self, features: Features, padding: dict[str, int], pack: bool, multiple: tuple[int, int]) -> None:
-        self._make_batch, self._padding = features.pack if pack else partial(features.batch, multiple=multiple), padding
+    def __init__(self, features: Features, padding: dict[str, int], pack: bool, round_up_to: int) -> None:
+        self._make_batch, self._padding = features.pack if pack else partial(features.batch, round_up_to=round_up_to), padding
 
     def __getitem__(self, item: tuple[Tensor, dict[str, Any]]) -> dict[str, Any]:
         index, more = item
@@ -71,10 +71,13 @@ class FeatureDataset(Dataset):
 
 
 def make_loader(
-    features: Features, padding: dict[str, int], sampler: Iterable[Any], pack: bool = False, multiple: tuple[int, int] = (1, 0)
+    features: Features, padding: dict[str, int], sampler: Iterable[Any], pack: bool = False, round_up_to: int = 0
 ) -> DataLoader:
-    """Load the batches that a sampler yields, into pinned memory if there is a GPU. With `pack` a row has several features."""
-    dataset = FeatureDataset(features, padding, pack, multiple)
+    """Load the batches that a sampler yields, into pinned memory if there is a GPU. With `pack` a row has several features.
+
+    `round_up_to`: see Features.batch().
+    """
+    dataset = FeatureDataset(features, padding, pack, round_up_to)
     return DataLoader(dataset, sampler=sampler, batch_size=None, pin_memory=torch.cuda.is_available())
 
 

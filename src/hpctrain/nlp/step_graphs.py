@@ -14,7 +14,6 @@ from transformers import masking_utils
 
 from hpctrain.errors import HpctrainError, first_line
 
-MULTIPLE = 8  # tokens: batches are padded to a multiple of it, so that there are few shapes to record
 MOST = 100  # shapes, each of which takes memory; batches of further ones are computed without a graph
 
 
