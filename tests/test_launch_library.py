@@ -1123,7 +1123,8 @@ def test_the_list_of_the_scripts_own_variables_is_complete():
     text = re.sub(r"^ *#.*$", "", text, flags=re.M)
     assigned = set(re.findall(r"(?:^|(?<=[ ;(]))([A-Z][A-Z_]*)\+?=", text, re.M))
     assigned |= set(re.findall(r"mapfile -t ([A-Z_]+)", text))
-    exported = {name for line in re.findall(r"\bexport (.*)", text) for name in re.findall(r"\b([A-Z][A-Z_]*)\b", line)}
-    others = {"IFS", "REPLY", "OWN_NAMES", "USERS_VARIABLES", "VARIABLE", "KEY", "FLAVOR"}  # the last three are in messages
+    exported = {name for line in re.findall(r"\bexport (.*)", text) for name in re.findall(r"(?<![\w${])([A-Z][A-Z_]*)\b", line)}
+    in_messages = {"VARIABLE", "KEY", "FLAVOR"}
+    others = {"IFS", "PATH", "REPLY", "OWN_NAMES", "USERS_VARIABLES", *in_messages}
     found = {name for name in assigned - exported - others if not name.startswith(("APPTAINER_", "HPCTRAIN_", "SLURM_", "PBS_"))}
     assert found <= set(own_names()), found - set(own_names())
