@@ -317,6 +317,27 @@ def test_padding_does_not_change_the_output(task, tmp_path):
     assert torch.allclose(beside[(slice(0, 1), *width)], first, atol=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", [None, 5])
+def test_classifier_of_the_last_token_knows_what_padding_is(wrong, tmp_path):
+    """Llama, GPT-2 and others classify by the last token that is not padding, as config.json says; many have none there."""
+    rows = [Document("", text, label) for text, label in (("정말 재미있다, 또 보고 싶다", "1"), ("별로", "0"))]
+    create_model(tmp_path / "m", "tiny", "gpt2", [row.text for row in rows], 1, 64)
+    for name in ("config.json", "tokenizer_config.json"):
+        settings = json.loads((tmp_path / "m" / name).read_text()) | ({"pad_token_id": wrong} if name == "config.json" else {})
+        settings.pop("pad_token", None)
+        (tmp_path / "m" / name).write_text(json.dumps(settings))
+    (tmp_path / "m/SHA256SUMS").unlink()
+    tokenizer = load_tokenizer(tmp_path / "m")
+    args = parse_options(classify.TASK, ["--epochs", "0", "--max-length", "64"])
+    model = initial_model.load_model(classify.TASK, tmp_path / "m", tokenizer, ["0", "1"], args).eval()
+    made = classify.TASK.tokenize(tokenizer, rows, ["0", "1"], 64, 0)
+    padding = {**classify.TASK.padding, "input_ids": tokenizer.pad_token_id}
+    both, alone = (made.batch(torch.tensor(index), padding) for index in ([0, 1], [1]))
+    logits = [model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits for batch in (both, alone)]
+    assert torch.allclose(logits[0][1:], logits[1], atol=1e-5)
+
+
 # --- the cache of tokenized texts ---
 
 

@@ -117,6 +117,8 @@ def load_model(
             f"--max-length {args.max_length} is too long for {folder}, which has {positions} positions: "
             f"give --max-length {positions}"
         )
+    if task.pipeline_tag == "text-classification":  # Llama, GPT-2 and others take the last token that is not this one
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.train()  # from_pretrained() turns dropout off, and Lightning does not turn it on
     if args.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
