@@ -167,6 +167,20 @@ def read_rows(args: argparse.Namespace, task: Task) -> Iterator[tuple[str, ...]]
         yield row
 
 
+def add_answer_options(options: Parser) -> None:
+    """Add the options of Task.answer() that `hpctrain serve` has as well."""
+    add = options.add_argument
+    add("--batch-size", type=positive(int), default=32, metavar="N", help="texts per forward pass (default: %(default)s)")
+    add(
+        "--max-new-tokens",
+        type=positive(int),
+        default=64,
+        metavar="N",
+        help="maximum length of a generated text, nlp.generate and nlp.instruct (default: %(default)s)",
+    )
+    add_device(options)
+
+
 def parser() -> Parser:
     """The options of `hpctrain predict`."""
     options = Parser(
@@ -186,14 +200,6 @@ def parser() -> Parser:
         help="answer each line of this file instead: a text, or two texts separated by a tab; in .jsonl, an object",
     )
     add("--out", type=Path, metavar="FILE", help="write the answers to this file, which appears when complete (default: stdout)")
-    add("--batch-size", type=positive(int), default=32, metavar="N", help="texts per forward pass (default: %(default)s)")
-    add_device(options)
-    add(
-        "--max-new-tokens",
-        type=positive(int),
-        default=64,
-        metavar="N",
-        help="maximum length of a generated text, nlp.generate and nlp.instruct (default: %(default)s)",
-    )
+    add_answer_options(options)
     add("--seed", type=int, default=1, help="seed for sampling, nlp.generate and nlp.instruct (default: %(default)s)")
     return options

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
-from hpctrain.cli import Parser, add_device, positive
+from hpctrain.cli import Parser
 from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, UsageError, first_line, panics_as_errors
 from hpctrain.nlp.data import SURROGATE
 from hpctrain.nlp.model_folder import describe_error, load_tokenizer
-from hpctrain.nlp.predict import find_model_folder, find_task, load_model
+from hpctrain.nlp.predict import add_answer_options, find_model_folder, find_task, load_model
 from hpctrain.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
 from hpctrain.world import ALONE, World
 
@@ -271,17 +271,12 @@ def parser() -> Parser:
     options = Parser(prog="hpctrain serve", description="Show a fine-tuned model as a web page and a JSON service.")
     add = options.add_argument
     add("folder", type=Path, metavar="RUN", help="run folder or model folder, such as runs/nlp.classify/17")
-    add("--host", help="address to listen on; others than 127.0.0.1 are open to the network (default: in a job a Unix socket)")
-    add("--port", type=int, help="port to listen on; 0: any that is free (default: 8000; in a job a Unix socket)")
-    add("--batch-size", type=positive(int), default=32, metavar="N", help="texts per forward pass (default: %(default)s)")
     add(
-        "--max-new-tokens",
-        type=positive(int),
-        default=64,
-        metavar="N",
-        help="maximum length of a generated text, nlp.generate and nlp.instruct (default: %(default)s)",
+        "--host",
+        help="address to listen on; others than 127.0.0.1 are open to the network (default: 127.0.0.1; in a job a Unix socket)",
     )
-    add_device(options)
+    add("--port", type=int, help="port to listen on; 0: any that is free (default: 8000; in a job a Unix socket)")
+    add_answer_options(options)
     return options
 
 
