@@ -48,7 +48,7 @@ def train(cluster: Cluster, user: str, command: list[str], name: str) -> tuple[f
 
 
 def main() -> None:
-    """Alternate both, so that other load on the machine affects both; print the medians and their ratio."""
+    """Alternate the ways, so that other load on the machine affects all; print the medians and their ratios."""
     parser = argparse.ArgumentParser(description="Measure a training step and the start-up, in the container and outside.")
     parser.add_argument("--turns", type=int, default=7, help="runs of each way (default: %(default)s)")
     turns = parser.parse_args().turns
