@@ -207,8 +207,9 @@ def test_published_forms_of_numbers_and_classes(tmp_path, similar):
     assert NUMBER.read(path)[0][1:4] == ("가", "나", 3.7)
     assert pair.TASK.read(path)[0].label == "1"
     lines = tmp_path / "a.jsonl"
-    lines.write_text('{"text": "가", "label": ["b", "a", "b"]}\n{"text": "나", "label": []}\n{"text": "다", "label": "x, 3"}\n')
-    assert [example.label for example in MANY.read(lines)] == [("a", "b"), (), ("3", "x")]
+    labels = (["b", "a", "b"], [], "x, 3", "[x], y")
+    lines.write_text("".join(json.dumps({"text": "가", "label": label}) + "\n" for label in labels))
+    assert [example.label for example in MANY.read(lines)] == [("a", "b"), (), ("3", "x"), ("[x]", "y")]
     pandas.DataFrame({"text": ["가", "나"], "label": [[1, 0], []]}).to_parquet(tmp_path / "a.parquet")
     found = MANY.read(tmp_path / "a.parquet", None, {"text": "text", "label": "label"})
     assert [example.label for example in found] == [("0", "1"), ()]
@@ -227,6 +228,14 @@ def test_published_forms_of_numbers_and_classes(tmp_path, similar):
             "line 1: the label is a list, not one class: give --problem multi-label",
         ),
         (MANY, '{"text": "a", "label": [1.5]}', "line 1: the label is a number, not one class"),
+        *(
+            (MANY, f'{{"text": "a", "label": {flags}}}', "line 1: the label has a 0 or 1 for each class")
+            for flags in ("[0, 1, 0]", "[0.0, 1.0]", "[true, false, false]")
+        ),
+        *(
+            (MANY, f'{{"text": "a", "label": "{text}"}}', "line 1: the label is the text of a list")
+            for text in ("['b', 'c']", "[]", " [0. 1.]")
+        ),
         (MANY, '{"text": "a", "label": {"a": 1}}', "line 1 has no 'label' of type list, or text with commas"),
         (MANY, '{"text": "a", "label": [""]}', "line 1: the label is empty"),
         (NUMBER, '{"premise": "a", "hypothesis": "b", "gold_label": "n/a"}', "line 1: the gold_label is .*'n/a'.*, not a number"),

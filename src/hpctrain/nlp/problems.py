@@ -5,6 +5,7 @@ labels.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,12 @@ class MultiLabel:
     def get_label(self, location: str, item: object, key: str, expected: str) -> tuple[str, ...]:
         """The classes of `item[key]`: a list, or a text with commas between them. It may be empty."""
         value = item.get(key) if isinstance(item, dict) else None
+        # Two more ways in which classes are kept. They would be read as the classes 0 and 1, and as ['a' and 'b'].
+        if isinstance(value, list) and all(type(each) in (int, float, bool) and each in (0, 1) for each in value):
+            if len(value) > len(set(value)) or any(type(each) is float for each in value):
+                raise HpctrainError(f"{location}: the {key} has a 0 or 1 for each class: give a list of its classes")
+        elif isinstance(value, str) and re.fullmatch(r"\[\s*(['\"\d].*)?\]", value.strip(), re.DOTALL):
+            raise HpctrainError(f"{location}: the {key} is the text of a list: write the classes with commas between them (a,b)")
         if not isinstance(value, list):
             value = [part for part in str(value).split(",") if part.strip()] if type(value) in (str, int) else None
         if value is None:
