@@ -70,6 +70,19 @@ def test_what_the_assistant_says_first_is_no_answer(tokenizer, monkeypatch, temp
     assert len(answers) == 1 and answers[0].startswith("하얀색") and "파란색" in text
 
 
+def test_of_a_prompt_that_is_a_list_nothing_is_learned(tokenizer, tmp_path):
+    """As trl does with its conversational prompt and completion."""
+    messages = [{"role": role, "content": text} for role, text in TWO_TURNS.messages]
+    item = {"prompt": messages[1:-1], "completion": messages[-1:]}
+    lines = [item, item | {"system": "짧게."}, {"prompt": messages[:-1], "completion": messages[-1:]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = TASK.read(tmp_path / "a.jsonl")
+    assert [example.messages for example in read] == [TWO_TURNS.messages[1:], TWO_TURNS.messages, TWO_TURNS.messages]
+    for example in read:
+        answers, text = learned(tokenizer, example, 400)
+        assert len(answers) == 1 and answers[0].startswith("하얀색") and "파란색" in text
+
+
 def test_the_template_of_the_tokenizer_is_used(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)
     answers, text = learned(tokenizer, TWO_TURNS, 400)
@@ -155,6 +168,8 @@ def test_published_forms_are_read(tmp_path, item, messages):
         ('{"messages": ["a"]}', "line 1, message 1 has no 'role' of type str"),
         ('{"instruction": "a", "output": 3}', "line 1 has no 'output' of type str"),
         ('{"prompt": "a", "completion": ""}', "line 1: it has no answer of the assistant"),
+        ('{"prompt": "a", "completion": "b", "label": false}', "line 1: its label is false, so the completion is"),
+        ('{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}', "line 1 has no 'completion' of type list"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: it has no answer of the assistant"),
         (
             '{"tools": [{}], "messages": []}',

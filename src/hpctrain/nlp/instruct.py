@@ -34,9 +34,10 @@ TEMPLATE = (
 
 
 class Conversation(NamedTuple):
-    """Messages, each with its role and its text."""
+    """Messages, each with its role and its text. Nothing is learned from the first `context` of them."""
 
     messages: tuple[tuple[str, str], ...]
+    context: int = 1
     location: str = ""
 
 
@@ -125,12 +126,12 @@ def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
     """A conversation from messages (role, content), or one of the other forms in which they are published.
 
     These are conversations (from, value) of ShareGPT, instruction, input and output of Alpaca, instruction, context and response
-    of Dolly, and prompt and completion.
+    of Dolly, and prompt and completion, which are texts, or lists of messages: then only those of the completion are learned.
     Raises HpctrainError, naming the location, unless it has an answer of the assistant, and for what is not read and changes
     the answers.
     """
     expected = "an object with messages, with instruction and output, or with prompt and completion"
-    has = item if isinstance(item, dict) else {}
+    has, context = item if isinstance(item, dict) else {}, 1
     _refuse_unread(location, has, "tools", "functions", "history")
     key = next((key for key in ("messages", "conversations") if key in has), None)
     if key is None and "instruction" in has:
@@ -140,26 +141,39 @@ def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
             asked += "\n\n" + data.get_field(location, item, more, str, expected)
         messages = [("user", asked), ("assistant", data.get_field(location, item, answer, str, expected))]
     elif key is None and "prompt" in has:  # with messages, it is the first of them (UltraChat)
-        pair = [data.get_field(location, item, name, str, expected) for name in ("prompt", "completion")]
-        messages = list(zip(("user", "assistant"), pair, strict=True))
+        if has.get("label") is False:  # KTO
+            raise HpctrainError(f"{location}: its label is false, so the completion is not to be learned: remove such examples")
+        kind = list if isinstance(has["prompt"], list) else str
+        prompt, completion = (data.get_field(location, item, name, kind, expected) for name in ("prompt", "completion"))
+        if kind is str:
+            messages = [("user", prompt), ("assistant", completion)]
+        else:
+            messages, context = _read_messages(location, prompt + completion), max(1, len(prompt))
     else:
-        messages = []
-        for i, message in enumerate(data.get_field(location, item, key or "messages", list, expected)):
-            place = f"{location}, message {i + 1}"
-            _refuse_unread(place, message if isinstance(message, dict) else {}, "tool_calls", "function_call")
-            names = ("from", "value") if isinstance(message, dict) and "from" in message else ("role", "content")
-            role, text = (data.get_field(place, message, name, str, "a role and its content") for name in names)
-            role = SHAREGPT_ROLES.get(role, role)
-            if role not in ROLES:
-                raise data.line_error(place, f"the role is {data.shorten(role)!r}, not one of {', '.join(ROLES)}")
-            if role == "assistant" and message.get("weight", 1) != 1:  # OpenAI: 0 for an answer that is not to be learned
-                raise data.line_error(place, "its weight is not 1, and nlp.instruct learns all answers alike: leave it out")
-            messages.append((role, text))
+        messages = _read_messages(location, data.get_field(location, item, key or "messages", list, expected))
     if has.get("system"):  # LLaMA-Factory
         messages.insert(0, ("system", data.get_field(location, item, "system", str, expected)))
-    if not any(role == "assistant" and text for role, text in messages[1:]):
+        context += context > 1
+    if not any(role == "assistant" and text for role, text in messages[context:]):
         raise data.line_error(location, "it has no answer of the assistant")
-    return Conversation(tuple(messages), location)
+    return Conversation(tuple(messages), context, location)
+
+
+def _read_messages(location: str, items: list[Any]) -> list[tuple[str, str]]:
+    """The role and the text of each message. Raises HpctrainError, naming its place."""
+    messages = []
+    for i, message in enumerate(items):
+        place = f"{location}, message {i + 1}"
+        _refuse_unread(place, message if isinstance(message, dict) else {}, "tool_calls", "function_call")
+        names = ("from", "value") if isinstance(message, dict) and "from" in message else ("role", "content")
+        role, text = (data.get_field(place, message, name, str, "a role and its content") for name in names)
+        role = SHAREGPT_ROLES.get(role, role)
+        if role not in ROLES:
+            raise data.line_error(place, f"the role is {data.shorten(role)!r}, not one of {', '.join(ROLES)}")
+        if role == "assistant" and message.get("weight", 1) != 1:  # OpenAI: 0 for an answer that is not to be learned
+            raise data.line_error(place, "its weight is not 1, and nlp.instruct learns all answers alike: leave it out")
+        messages.append((role, text))
+    return messages
 
 
 def _refuse_unread(location: str, item: dict[str, Any], *keys: str) -> None:
@@ -185,7 +199,7 @@ def render(tokenizer: PreTrainedTokenizerFast, example: Conversation) -> tuple[s
                 f"{example.location}: the chat template of the tokenizer changes messages {i - 1} and before when message {i} "
                 "follows: leave out such conversations, or change chat_template.jinja in the folder of --model"
             )
-        if role == "assistant" and i > 1:
+        if role == "assistant" and i > example.context:
             prompt = _apply(tokenizer, example.messages[: i - 1], answer=True, location=example.location)
             if not text.startswith(prompt):
                 raise HpctrainError(
