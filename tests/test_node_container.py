@@ -13,7 +13,7 @@ HOME = "/home/alice/hpctrain"
 # machine, and other tests leave them here.
 LEFT = """
 ls -d /tmp/hpctrain-container-{}-* /dev/shm/sharens_* 2>/dev/null
-pgrep -u alice -fl '^(/usr/bin/squashfuse.* /var/lib/apptainer/|Apptainer|appinit)'
+pgrep -u alice -fl '^(/usr/bin/squashfuse.*/apptainer/mnt/|Apptainer|appinit)'
 """
 
 COUNT = """
@@ -26,7 +26,7 @@ here.mkdir(exist_ok=True)
 while len(list(here.iterdir())) < int(os.environ["LOCAL_WORLD_SIZE"]):
     time.sleep(0.1)
 commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-mounts = sum(b"squashfuse" in each.split(b"\\0")[0] and b"/var/lib/apptainer/" in each for each in commands)
+mounts = sum(b"squashfuse" in each.split(b"\\0")[0] and b"/apptainer/mnt/" in each for each in commands)
 print("mounts", mounts, Path("/proc/1").owner(), flush=True)
 time.sleep(2)  # for all to count
 """
