@@ -45,10 +45,18 @@ def finish(opened):
 
 def test_the_result_is_written_last(tmp_path, monkeypatch):
     """A start after it finds nothing to do."""
-    monkeypatch.setattr(run, "plot", lambda folder: sys.exit(1))  # killed there
+    monkeypatch.setattr(run, "try_to_plot", lambda folder: sys.exit(1))  # killed there
     with pytest.raises(SystemExit):
         finish(start(tmp_path / "run"))
     assert not (tmp_path / "run/result.json").exists()
+
+
+def test_a_result_without_its_picture(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run/curves.png").mkdir(parents=True)  # cannot be replaced
+    finish(start(tmp_path / "run"))
+    assert json.loads((tmp_path / "run/result.json").read_text())["test_accuracy"] == 0.5
+    text = f"hpctrain: curves.png is not drawn (Is a directory): see hpctrain plot {tmp_path}/run\n"
+    assert text in capsys.readouterr().out
 
 
 def test_curves_without_a_score_and_without_a_home(tmp_path):

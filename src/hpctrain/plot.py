@@ -1,6 +1,7 @@
 """hpctrain plot: the losses and scores of a run over its steps, as a picture."""
 
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,14 @@ def plot(folder: Path) -> Path:
     """Draw curves.png in a run folder; returns its path. Raises HpctrainError if there are no metrics."""
     with folder_for_matplotlib():
         return _draw(folder)
+
+
+def try_to_plot(folder: Path) -> None:
+    """Draw curves.png at the end of a run, or print why not: no result must be lost for its picture."""
+    try:
+        plot(folder)
+    except Exception as error:  # also matplotlib's own
+        print(f"hpctrain: curves.png is not drawn ({reason(error)}): see hpctrain plot {shlex.quote(str(folder))}", flush=True)
 
 
 def plain(text: str) -> str:

@@ -38,7 +38,7 @@ from hpctrain.flops import utilization
 from hpctrain.metrics import Metrics, format_seconds
 from hpctrain.nonfinite import NonFinite
 from hpctrain.owner import Owner
-from hpctrain.plot import plot
+from hpctrain.plot import try_to_plot
 from hpctrain.profile import NO_PROFILE, make_profile
 from hpctrain.rank_log import open_log, write_line
 from hpctrain.redaction import hide_secrets
@@ -379,7 +379,7 @@ class Run:
         }
         add_image_digest(self._config)
         self._metrics.close()
-        plot(self.folder)
+        try_to_plot(self.folder)
         write_json(self.folder / "result.json", result)  # last: a run that has it has nothing left to do
         self.print("  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  in {result['seconds']:.1f} s")
         self.print("  ".join(f"{name} {value:.4g}" for name, value in speed.items()))
