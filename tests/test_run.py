@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain import run
+from hpctrain import checkpoint, checkpoint_parts, run
 from hpctrain.errors import HpctrainError
 from hpctrain.world import ALONE
 
@@ -139,6 +139,28 @@ def test_resume_auto_without_out_is_for_jobs(tmp_path, monkeypatch):
         start(None, run.AUTO)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert start(None, run.AUTO).folder == Path("runs/test/17")
+
+
+def test_a_run_that_died_while_it_wrote_its_first_checkpoint_in_parts_begins_again(tmp_path):
+    folder = tmp_path / "run"
+    first = start(folder)
+    first.metrics(train_loss=1.0)
+    part = checkpoint_parts.path_of_rank(checkpoint.path_of(folder, 1), 0, 2)
+    checkpoint.save(part, {})
+    first._owner.release()
+    with pytest.raises(
+        HpctrainError, match=f"no checkpoint to resume from .* or start that run again with --resume auto --out {folder}"
+    ):
+        start(folder, resume=folder)
+    with pytest.raises(HpctrainError, match=f"continue that run with --resume auto --out {folder}"):
+        start(folder)
+    again = start(folder, run.AUTO)
+    assert again.resume(torch.device("cpu"), 1, torch.nn.Linear(2, 1)) is None
+    assert (folder / "metrics.jsonl").read_text() == ""
+    part.write_text("corrupt")
+    part.with_name("rank-0001-of-0002.pt").touch()
+    with pytest.raises(HpctrainError, match="every checkpoint in it is corrupt"):
+        start(folder, run.AUTO)
 
 
 @pytest.mark.parametrize("content", [None, "", "sha256:abc", "\0\xff"])

@@ -37,6 +37,21 @@ def list_newest_first(folder: Path) -> list[Path]:
     return sorted(order, key=order.__getitem__, reverse=True)
 
 
+def has_complete(folder: Path) -> bool:
+    """Whether a run folder has a checkpoint, with the files of all ranks: a job may have died while it wrote its first one."""
+    return any(map(_has_all_files, list_newest_first(folder)))
+
+
+def _has_all_files(path: Path) -> bool:
+    try:
+        checkpoint_parts.find_files(path)
+    except FileNotFoundError:
+        return False
+    except OSError:  # it is a file, or cannot be read
+        pass
+    return True
+
+
 def remove(path: Path) -> None:
     """Remove a checkpoint. Raises OSError."""
     if path.is_dir():
@@ -82,7 +97,7 @@ def find_newest(folder: Path) -> Path:
                 )
             return path
         corrupt.append(path.name)
-    if corrupt:
+    if has_complete(folder):
         raise HpctrainError(f"{folder}: every checkpoint in it is corrupt ({', '.join(corrupt)}): start without --resume")
     raise HpctrainError(
         f"{folder}: no checkpoint to resume from (checkpoints/epoch-*.pt): name a run folder that has one, or start that run "

@@ -38,11 +38,11 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
         again = again and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()
         failed_start = not again and _is_failed_start(folder)
         if not again and not failed_start:
-            auto = "" if checkpoint.list_newest_first(folder) else "auto --out "
+            auto = "" if checkpoint.has_complete(folder) else "auto --out "
             again_with = f"--resume {auto}{shlex.quote(str(folder))}"
             raise HpctrainError(f"{folder} holds a run already: give another --out, or continue that run with {again_with}")
         # Slurm or torchrun has started the job again, with the same command line.
-    if again and checkpoint.list_newest_first(folder):
+    if again and checkpoint.has_complete(folder):
         source = folder
     own = source is not None and source.resolve() == folder.resolve()
     resume = None
