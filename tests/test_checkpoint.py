@@ -68,7 +68,15 @@ def test_a_checkpoint_of_somebody_else_is_one_line(run):
     assert checkpoint.find_fitting(path, model, "optimizer") == path
     checkpoint.load_optimizer(optimizer, good, path)
     wrong = [("epoch", x) for x in ("x", -1, 2**40, float("nan"), [1], True, None)] + [("step", "x"), ("seconds", "x")]
-    wrong += [("options", []), ("best", "x"), ("best", [1, 2, 3]), ("best", [1, ["x"]]), ("losses", ["x"]), ("losses", 1.0)]
+    wrong += [
+        ("options", []),
+        ("best", "x"),
+        ("best", [1, 2, 3]),
+        ("best", [1, ["x"]]),
+        ("losses", ["x"]),
+        ("losses", 1.0),
+        ("losses", []),
+    ]
     sparse = {name: value.to_sparse() for name, value in model.state_dict().items()}
     wrong += [("model", dict.fromkeys(model.state_dict(), "x")), ("model", sparse)]
     meta = {name: value.to("meta") for name, value in model.state_dict().items()}

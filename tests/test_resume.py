@@ -165,21 +165,22 @@ def test_the_launch_script_is_on_another_node_than_rank_0(tmp_path):
 
 @pytest.mark.slow
 def test_four_ranks_go_on_as_two_within_an_epoch(tmp_path):
-    """To rounding."""
-    train(4, "--epochs", 1, "--checkpoint-every", 4, "--keep-checkpoints", 99, "--out", "four", cwd=tmp_path)
+    """To rounding, after the first of the two steps of a line of metrics."""
+    train(4, "--epochs", 1, "--checkpoint-every", 3, "--keep-checkpoints", 99, "--out", "four", cwd=tmp_path)
     for name in names(tmp_path / "four"):
-        if name != "epoch-0001-step-000004.pt":
+        if name != "epoch-0001-step-000003.pt":
             (tmp_path / "four/checkpoints" / name).unlink()
     (tmp_path / "four/result.json").unlink()
     whole = train(4, "--epochs", 1, "--out", "whole", cwd=tmp_path)
     assert whole
     out = train(2, "--epochs", 1, "--resume", "four", cwd=tmp_path)
-    assert "resuming after epoch 0 and 4 steps" in out
+    assert "resuming after epoch 0 and 3 steps" in out
     for name, weight in weights(tmp_path / "whole", 1).items():
         torch.testing.assert_close(weights(tmp_path / "four", 1)[name], weight, rtol=1e-4, atol=1e-5)
     ours, theirs = lines(tmp_path / "four"), lines(tmp_path / "whole")
     assert [(line["epoch"], line["step"], set(line)) for line in ours] == [(x["epoch"], x["step"], set(x)) for x in theirs]
-    assert ours[0]["train_loss"] == pytest.approx(theirs[0]["train_loss"], rel=1e-4)
+    losses = ([line["train_loss"] for line in each if "train_loss" in line] for each in (ours, theirs))
+    assert next(losses) == pytest.approx(next(losses), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -169,7 +169,12 @@ def _has_position(state: dict[str, Any]) -> bool:
         case [int(), list() as score] | [int(), list() as score, int(), int(), int(), [int(), int()]]:
             return (
                 all(type(number) is int and 0 <= number < 2**31 for number in numbers)
-                and (isinstance(losses, list) and isinstance(options, dict) and all(isinstance(name, str) for name in options))
+                and (
+                    isinstance(losses, list)
+                    and losses != []
+                    and isinstance(options, dict)
+                    and all(isinstance(name, str) for name in options)
+                )
                 and all(isinstance(value, int | float) for value in [*score, *losses, state.get("seconds")])
             )
     return False

@@ -153,8 +153,8 @@ class Run:
                 self.print(f"--force: continuing with {text}")
         self._steps, self._unlogged, self._nonfinite.skipped = state["steps"], state["unlogged"], state["skipped"]
         losses = state["losses"]
-        # On another number of ranks each takes an equal part of their sum.
-        self._loss_sum = losses[self.world.rank] if len(losses) == self.world.size else sum(losses) / self.world.size
+        # On another number of ranks each takes their mean: the line of metrics has the mean over the ranks.
+        self._loss_sum = losses[self.world.rank] if len(losses) == self.world.size else sum(losses) / len(losses)
         self._started = time.monotonic() - state["seconds"]
         if self.world.rank == 0:
             own = self.resume_from.parent.parent.resolve() == self.folder.resolve()
