@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -418,6 +419,18 @@ def test_features_that_another_job_wrote_meanwhile_are_not_replaced(cache):
     assert made.tokens["input_ids"].tolist() == [1]
     assert [(cache / "twice/starts.npy").stat().st_ino] == inodes
     assert not list(cache.glob(".twice*"))
+
+
+def test_what_killed_jobs_have_left_in_the_cache_is_removed_after_a_day(cache):
+    """A job of today may still be writing."""
+    left = [cache / f".{name}.0123456789ab.tmp" for name in ("yesterday", "today")]
+    for folder in left:
+        folder.mkdir(parents=True)
+        (folder / "starts.npy").touch()
+    os.utime(left[0], (time.time() - 90_000,) * 2)
+    features.load_or_make("new", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE)
+    assert [folder.exists() for folder in left] == [False, True]
+    shutil.rmtree(left[1])
 
 
 def test_unwritable_cache_is_an_error_with_its_path(tmp_path, monkeypatch):

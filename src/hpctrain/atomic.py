@@ -130,22 +130,23 @@ def rename_folder(finished: Path, path: Path, replace: bool = True) -> None:
     shutil.rmtree(earlier, ignore_errors=True)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers have left in a folder. Nobody may be writing there.
+def remove_leftovers(folder: Path, age: float = 0) -> None:
+    """Remove what killed writers have left in a folder, and not changed for `age` seconds. Nobody may be writing these.
 
     An earlier folder that was to be replaced gets its name back, unless the new one has it.
     """
     for path in folder.glob(".*.*"):
         match = re.fullmatch(r"\.(.{1,32})\.[0-9a-f]{12}\.(tmp|old)", path.name)
-        if not match or path.is_symlink():
-            continue
-        place = path.with_name(match[1])
-        if match[2] == "old" and not place.exists():
-            path.rename(place)
-        elif path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another job has removed it
+            if not match or path.is_symlink() or (age and path.stat().st_mtime > time.time() - age):
+                continue
+            place = path.with_name(match[1])
+            if match[2] == "old" and not place.exists():
+                path.rename(place)
+            elif path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def sync(path: Path) -> None:

@@ -61,8 +61,7 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
         for part in ("checkpoints", "logs"):
             (folder / part).mkdir(parents=True, exist_ok=True)
         for part in [folder, folder / "checkpoints", *checkpoint.list_newest_first(folder)]:  # a sharded one is a folder
-            if part.is_dir():
-                atomic.remove_leftovers(part)
+            atomic.remove_leftovers(part)
         probe = folder / f".probe.{os.getpid()}"
         with probe.open("xb") as file:  # no link of somebody else's
             file.write(bytes(16_000))

@@ -213,6 +213,7 @@ def _write_features(folder: Path, features: Features) -> None:
     try:
         # $HPCTRAIN_CACHE, for its user alone unless it exists: the texts may be confidential.
         folder.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        atomic.remove_leftovers(folder.parent, age=86_400)  # other jobs write there
         with atomic.folder(folder, replace=False) as unfinished:
             for name, array in columns.items():
                 numpy.save(unfinished / f"{name}.npy", array)
