@@ -137,12 +137,12 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
         raise HpctrainError(f"{folder} already exists: use it with --model {folder}, or give another folder")
     with _explain_errors(name, "check the name and the connection, then run the command again"):
         commit = HfApi().model_info(name, revision=revision).sha
-    partial = folder.with_name(f".{folder.name}.{commit}.partial")
-    with _explain_errors(name, f"run the same command again, and it continues from {partial}"):
-        _download_snapshot(name, commit, local_dir=partial)
-        shutil.rmtree(partial / ".cache")  # the hub's record of what has been downloaded
-        write_digests(partial)
-        atomic.rename_folder(partial, folder, replace=False)
+    unfinished = folder.with_name(f".{folder.name}.{commit}.partial")
+    with _explain_errors(name, f"run the same command again, and it continues from {unfinished}"):
+        _download_snapshot(name, commit, local_dir=unfinished)
+        shutil.rmtree(unfinished / ".cache")  # the hub's record of what has been downloaded
+        write_digests(unfinished)
+        atomic.rename_folder(unfinished, folder, replace=False)
     return commit
 
 

@@ -21,7 +21,7 @@ from hpctrain import atomic
 from hpctrain.cli import COMMANDS, Parser, add_device, positive
 from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, UsageError, first_line, panics_as_errors
-from hpctrain.nlp.data import SURROGATE, decode_text
+from hpctrain.nlp.data import JSON_LINES, SURROGATE, decode_text
 from hpctrain.nlp.lora import ADAPTER_CONFIG, load_adapter
 from hpctrain.nlp.model_folder import describe_error, describe_pickle_error, load_tokenizer, refuse_pipes
 from hpctrain.nlp.task import Task
@@ -151,7 +151,7 @@ def read_rows(args: argparse.Namespace, task: Task) -> Iterator[tuple[str, ...]]
         raise HpctrainError(f"{args.file}: the file is empty: put one text on each line")
     for number, line in enumerate(lines, 1):
         line = line.removesuffix("\r")
-        if args.file.suffix.lower() == ".jsonl":
+        if args.file.suffix.lower() == JSON_LINES:
             try:
                 values = json.loads(line)
                 row = tuple(values[name] for name in names)

@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
 RECIPES = {
     # The batch is small because 1,437 digits need many steps; docs/trainers.md has values for MNIST.
     "mnist": Recipe(MnistNet, 28, partial(SGD, momentum=0.9, nesterov=True), epochs=10, batch_size=32, lr=0.03, lr_decay=0.8),
-    # As in the benchmark of HPC_helper.
+    # Model, size of the images and optimizer are those of github.com/DSL-Lab/HPC_helper (main.py).
     "resnet50": Recipe(ResNet50, 128, Adam, epochs=5, batch_size=256, lr=0.001, lr_decay=1.0),
 }
 FOLDER_SIDE = 224  # pixels, for JPEG and PNG unless --image-size is given
