@@ -19,6 +19,7 @@ from hpctrain import checkpoint
 from hpctrain.errors import UsageError
 from hpctrain.nlp import classify, data, finetune, ner, pair
 from hpctrain.nlp.options import parse_options
+from hpctrain.world import World
 
 
 @pytest.fixture(scope="module")
@@ -302,3 +303,10 @@ def test_two_ranks_evaluate_within_epochs(rare, config, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "stopped after step 9 of epoch 1: no better validation_accuracy for 2 evaluations" in done.stdout
     assert [line["step"] for line in validations(tmp_path / "two")] == [3, 6, 9]
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused_before_the_data_are_read():
+    """Tokenizing may take hours."""
+    world = World(0, 2, 0, 2, 0, 1, "torchrun")
+    with pytest.raises(UsageError, match="--batch-size 33 is the global batch, and 2 ranks cannot share it evenly"):
+        finetune.fine_tune(classify.TASK, world, ["--batch-size", "33"])

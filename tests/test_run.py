@@ -113,6 +113,10 @@ def test_a_finished_run_that_refuses_to_be_resumed_stays_as_it_was(tmp_path, wid
     with pytest.raises(HpctrainError, match=error):
         again.resume(torch.device("cpu"), 1, torch.nn.Linear(2, width))
     assert sorted((tmp_path / "run").iterdir()) == before
+    (tmp_path / "run/checkpoints/epoch-0001.pt").write_bytes(b"")
+    with pytest.raises(HpctrainError, match="every checkpoint in it is corrupt"):
+        start(tmp_path / "run", resume=tmp_path / "run")
+    assert sorted((tmp_path / "run").iterdir()) == before
 
 
 def test_a_start_that_failed_before_its_first_step_leaves_its_folder_to_the_next(tmp_path):

@@ -18,12 +18,8 @@ from hpctrain.errors import UsageError
 from hpctrain.world import World
 
 
-def steps_per_epoch(examples: int, batch_size: int, world: World, accumulate: int = 1) -> int:
-    """The number of global batches in an epoch. The remainder, less than a batch, is dropped: other examples each epoch.
-
-    Raises UsageError where the ranks cannot share a batch evenly, in `accumulate` parts each, or there are fewer examples than
-    one batch.
-    """
+def check_batch_size(batch_size: int, world: World, accumulate: int = 1) -> None:
+    """Raise UsageError where the ranks cannot share a global batch evenly, in `accumulate` parts each."""
     parts = world.size * accumulate
     if batch_size % parts:
         near = max(parts, batch_size // parts * parts)
@@ -32,6 +28,14 @@ def steps_per_epoch(examples: int, batch_size: int, world: World, accumulate: in
             f"--batch-size {batch_size} is the global batch, and {ranks} cannot share it evenly: "
             f"use a multiple of {parts}, such as {near}"
         )
+
+
+def steps_per_epoch(examples: int, batch_size: int, world: World, accumulate: int = 1) -> int:
+    """The number of global batches in an epoch. The remainder, less than a batch, is dropped: other examples each epoch.
+
+    Raises UsageError as check_batch_size() does, or where there are fewer examples than one batch.
+    """
+    check_batch_size(batch_size, world, accumulate)
     if batch_size > examples:
         raise UsageError(f"--batch-size {batch_size} is more than the {examples} training examples: use a smaller one")
     return examples // batch_size

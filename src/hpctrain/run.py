@@ -133,7 +133,7 @@ class Run:
             if self.world.rank == 0:
                 self._metrics.rewind(0)
             return None
-        with withdraw_if_refused(self._config if self.world.rank == 0 else None, self._owner):
+        with withdraw_if_refused(self._owner, self._config if self.world.rank == 0 else None):
             chosen = ""
             with all_or_none(self.world):
                 if self.world.rank == 0:

@@ -71,7 +71,8 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
             f"{folder}: cannot be written ({error.strerror}): use --out to name a folder that you can write to"
         ) from error
     if own:
-        resume = checkpoint.find_newest(folder)  # the last owner may have written until now
+        with withdraw_if_refused(owner):
+            resume = checkpoint.find_newest(folder)  # the last owner may have written until now
     return folder, resume, owner
 
 
@@ -85,17 +86,14 @@ def _is_failed_start(folder: Path) -> bool:
 
 
 @contextmanager
-def withdraw_if_refused(config: Path | None, owner: Owner) -> Iterator[None]:
-    """Leave a run that refuses to be resumed as it was: without an owner, and without `config`, the config.N.json of this start.
-
-    `config` is None on ranks other than 0, which do nothing.
-    """
+def withdraw_if_refused(owner: Owner, config: Path | None = None) -> Iterator[None]:
+    """Leave a run that refuses to be resumed as it was: without an owner and without `config`, a config.N.json of this start."""
     try:
         yield
     except HpctrainError:
         if config:
             config.unlink(missing_ok=True)
-            owner.release()
+        owner.release()
         raise
 
 

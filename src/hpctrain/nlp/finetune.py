@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from hpctrain import checkpoint
-from hpctrain.batches import steps_per_epoch
+from hpctrain.batches import check_batch_size, steps_per_epoch
 from hpctrain.config import versions
 from hpctrain.device import choose_device
 from hpctrain.errors import HpctrainError, UsageError, one_line, panics_as_errors
@@ -54,6 +54,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         raise UsageError(f"--cuda-graphs is for one rank, and there are {world.size}: leave it out")
     task = task.for_problem(args.problem)
     group = world.in_groups_of(args.tensor_parallel)  # the place of this rank in the order of the data
+    if args.epochs:
+        check_batch_size(args.batch_size, group, args.accumulate)  # before hours of reading and tokenizing
     quiet()
     device = choose_device(world, args.device)
     if args.cuda_graphs and device.type != "cuda":
