@@ -10,7 +10,7 @@ from hpctrain.errors import UsageError
 
 # The groups of `hpctrain --help`, in its order.
 GROUPS = {
-    "train": "Train an image classifier (MNIST, digits):",
+    "train": "Train an image classifier (digits, MNIST, class folders, tar files):",
     "fine-tune": "Fine-tune a model of transformers on texts:",
     "use": "Use models and packages:",
     "inspect": "Inspect nodes and runs:",

@@ -1,1 +1,1 @@
-"""Image classification on MNIST or digits: one data file, one model file, and a trainer for each framework."""
+"""Image classification on digits, MNIST, class folders and tar files: data, models, and a trainer for each framework."""
