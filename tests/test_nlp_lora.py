@@ -1,5 +1,6 @@
 """--lora-rank: an adapter that peft loads, with the scores of the log."""
 
+import argparse
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from test_nlp import cache as cache  # a fixture, for each test
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.nlp import classify, predict
+from hpctrain.nlp import classify, lora, predict
 from hpctrain.nlp.options import parse_options
 
 DATA = classify.TASK.samples
@@ -126,6 +127,7 @@ def test_an_adapter_that_does_not_fit_is_one_line(base, run, tmp_path):
         parse_options(classify.TASK, ["--model", "x", "--lora-from", "y", "--lora-rank", "4"])
     other = tmp_path / "other"
     shutil.copytree(run / "model", other)
+    (other / "SHA256SUMS").unlink()
     config = other / "adapter_config.json"
     for text, message in (
         ('"peft_type": "IA3"', "other: an adapter of type IA3: --lora-from needs one of LoRA"),
@@ -138,6 +140,21 @@ def test_an_adapter_that_does_not_fit_is_one_line(base, run, tmp_path):
             train("classify", tmp_path / name.strip('"'), "--data", DATA, "--model", base, "--lora-from", other)
     with pytest.raises(HpctrainError, match=r"nothing/adapter_config.json: cannot be read"):
         train("classify", tmp_path / "no", "--data", DATA, "--model", base, "--lora-from", tmp_path / "nothing")
+
+
+def test_a_flipped_bit_in_an_adapter_or_its_model_is_found(base, run, tmp_path):
+    for source, name in ((run / "model", "adapter_model.safetensors"), (base, "model.safetensors")):
+        shutil.copytree(source, tmp_path / name)
+        content = bytearray((tmp_path / name / name).read_bytes())
+        content[-9] ^= 1
+        (tmp_path / name / name).write_bytes(content)
+    damaged = tmp_path / "adapter_model.safetensors"
+    with pytest.raises(HpctrainError, match=r"adapter_model.safetensors: not the file that was written"):
+        lora.add_lora(classify.TASK, None, base, argparse.Namespace(lora_from=damaged))
+    config = damaged / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(base.resolve()), str(tmp_path / "model.safetensors")))
+    with pytest.raises(HpctrainError, match=r"/model.safetensors: not the file that was written"):
+        predict.load_model(classify.TASK, damaged)
 
 
 def test_invalid_use_is_one_line(base, run, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from hpctrain.digests import check_digests
 from hpctrain.errors import HpctrainError, first_line
 from hpctrain.nlp.hub import find_model
 from hpctrain.nlp.model_folder import read_json_object, refuse_pipes
@@ -73,6 +74,7 @@ def _continue_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
     from peft import PeftModel
 
     refuse_pipes(folder)
+    check_digests(folder)
     config = read_json_object(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise HpctrainError(f"{folder}: an adapter of type {config.get('peft_type')}: --lora-from needs one of LoRA")
@@ -112,7 +114,8 @@ def count_parameters(model: torch.nn.Module) -> str:
 def load_adapter(task: Task, folder: Path) -> torch.nn.Module:
     """The model of an adapter that hpctrain has written, in fp32, with the adapter merged into its weights.
 
-    The base model is looked up as --model is. Raises HpctrainError if it is not found, or of the errors of peft and transformers.
+    The base model is looked up as --model is. Raises HpctrainError if it is not found or damaged, and the errors of peft and
+    transformers.
     """
     from peft import PeftModel
 
@@ -125,6 +128,7 @@ def load_adapter(task: Task, folder: Path) -> torch.nn.Module:
         raise HpctrainError(
             f"{folder}: an adapter, whose model is not found: {error}, or change base_model_name_or_path in {ADAPTER_CONFIG}"
         ) from error
+    check_digests(base_folder)
     base = task.model.from_pretrained(base_folder, config=config, dtype=torch.float32, trust_remote_code=False)
     with without_warnings():
         return PeftModel.from_pretrained(base, folder).merge_and_unload()
