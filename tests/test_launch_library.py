@@ -297,6 +297,16 @@ def test_a_launcher_as_the_program_is_one_line_that_says_what_to_write(programs,
     assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {message}\n")
 
 
+@pytest.mark.parametrize(("fault", "how"), [("exit 3", "ended with status 3"), ("kill -9 $$$$", "was killed by signal 9")])
+def test_torchrun_says_in_one_line_which_rank_failed(fault, how):
+    """It ended with a traceback of its own, in which the error of the rank was hard to find."""
+    torchrun = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--standalone", "--no-python", "sh", "-c"]
+    done = subprocess.run([*torchrun, f"echo my error >&2; {fault}"], env=BARE, capture_output=True, text=True, timeout=300)
+    first, *log, last = done.stderr.splitlines()
+    assert (done.returncode, first) == (1, "my error") and not any("Traceback" in line for line in log), done.stderr
+    assert re.fullmatch(rf"hpctrain: rank 0 was the first to fail here: process \d+ {how}, see its lines above", last)
+
+
 def test_a_module_is_started_as_by_python(programs):
     done = dry_run("apptainer_ddp.sh", programs, "-m", "pkg.train", "--dry-run")
     assert shlex.split(done.stdout.splitlines()[-1])[-5:] == ["--", "python", "-m", "pkg.train", "--dry-run"], done

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 LENGTH = 32  # bytes of a signature
@@ -45,4 +46,9 @@ if __name__ == "__main__":
     # Without a folder, torchrun makes /tmp/torchelastic_* and leaves it there.
     with tempfile.TemporaryDirectory(prefix="hpctrain-torchrun.") as logs:
         sys.argv[1:1] = [f"--log-dir={logs}"]
-        run.main()
+        try:
+            run.main()
+        except ChildFailedError as error:  # a traceback of torchrun would hide the lines of the rank
+            rank, failure = error.get_first_failure()
+            how = f"was killed by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
+            sys.exit(f"hpctrain: rank {rank} was the first to fail here: process {failure.pid} {how}, see its lines above")
