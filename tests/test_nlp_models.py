@@ -26,6 +26,7 @@ from hpctrain.nlp import classify, data, features, ner, qa
 from hpctrain.nlp.hub import resolve_data, resolve_model
 from hpctrain.nlp.model_folder import check_sizes, load_tokenizer, make_card, save_model
 from hpctrain.nlp.scratch import LONGEST_WORD, SIZES, create_model, cut_words, make_config
+from hpctrain.vision.data import load_mnist
 from hpctrain.world import World
 
 ALONE = World(0, 1, 0, 1, 0, 1, "single")
@@ -424,6 +425,20 @@ def test_model_folder_is_validated_and_missing_parts_are_named(bert, tmp_path):
 def test_invalid_model_name_is_refused(name):
     with pytest.raises(HpctrainError, match="neither a folder nor a model name"):
         resolve_model(name, ALONE)
+
+
+def test_a_folder_that_is_not_mounted_in_the_container(tmp_path, monkeypatch):
+    """Outside it is there, and "no such folder" was hard to believe."""
+    monkeypatch.setenv("APPTAINER_CONTAINER", "/images/hpctrain-cpu.sif")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("/scratch/data")
+    hint = r"export HPCTRAIN_BIND=/scratch/data \(apptainer exec --bind /scratch/data\)$"
+    for path in (Path("/scratch/data/mnist"), Path("link/mnist")):
+        for load in (load_mnist, lambda path: resolve_data(path, ALONE), lambda path: resolve_model(str(path.absolute()), ALONE)):
+            with pytest.raises(HpctrainError, match=hint):
+                load(path)
+    with pytest.raises(HpctrainError, match=r"plain or \.gz$"):
+        load_mnist(tmp_path / "nothing")
 
 
 # --- from scratch ---

@@ -1,8 +1,10 @@
 """Errors that a user can fix, which end a command with one line instead of a traceback."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class HpctrainError(Exception):
@@ -49,6 +51,14 @@ def first_line(error: BaseException) -> str:
 def reason(error: BaseException) -> str:
     """Why a file cannot be read, for a message that names the file: str() of an OSError names it, too, and its number."""
     return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())[:200]
+
+
+def hint_unmounted(path: str | Path) -> str:
+    """What to add to an error about a path that is missing: in a container, its folder may only not be mounted."""
+    folder = Path(os.path.realpath(path)).parent  # of a link, that of its target
+    if folder.exists() or not os.environ.keys() & {"APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"}:
+        return ""
+    return f"; if it is there outside of the container, export HPCTRAIN_BIND={folder} (apptainer exec --bind {folder})"
 
 
 def print_error(text: str) -> None:

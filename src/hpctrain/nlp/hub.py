@@ -20,7 +20,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from hpctrain import atomic
 from hpctrain.cli import Parser
 from hpctrain.digests import write_digests
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, hint_unmounted
 from hpctrain.nlp.data import SUFFIXES, TABLES
 from hpctrain.nlp.model_folder import describe_error, is_disk_error, validate_folder
 from hpctrain.rendezvous import all_or_none, gather
@@ -75,11 +75,12 @@ def resolve_data(path: Path, world: World) -> Path:
                 raise HpctrainError(f"{path}: a pipe or a device: write the data into a file, and give that to --data")
             return path
         owner, name, part = (*path.parts, "", "")[:3]
-        of_file = path.suffix.lower() in SUFFIXES | TABLES  # no name on the hub ends so
-        if of_file or not name or path.is_absolute() or len(path.parts) > 3 or not DATA_NAME.fullmatch(f"{owner}/{name}"):
+        local = path.suffix.lower() in SUFFIXES | TABLES  # no name on the hub ends so
+        local |= path.resolve() != Path.cwd() / path  # a link leads nowhere
+        if local or not name or path.is_absolute() or len(path.parts) > 3 or not DATA_NAME.fullmatch(f"{owner}/{name}"):
             raise HpctrainError(
                 f"{path}: cannot be read (No such file or directory): give --data a folder or a file, or the name of a data set "
-                "on the hub (OWNER/NAME)"
+                f"on the hub (OWNER/NAME){hint_unmounted(path)}"
             )
     snapshot = _resolve(f"{owner}/{name}", world, _find_data_in_cache, partial(_download_data, path))
     with all_or_none(world):
@@ -154,6 +155,7 @@ def _validate_name(name: str) -> None:
     except errors.HFValidationError as error:
         raise HpctrainError(
             f"{name}: neither a folder nor a model name: give an existing folder, or a name on the hub such as beomi/kcbert-base"
+            f"{hint_unmounted(name)}"
         ) from error
 
 

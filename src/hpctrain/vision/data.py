@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, hint_unmounted
 from hpctrain.plain_file import open_plain
 
 SIDE = 28  # pixels
@@ -91,8 +91,8 @@ def load(folder: Path | None) -> tuple[Images, Images]:
 def load_mnist(folder: Path) -> tuple[Images, Images]:
     """MNIST (60,000 + 10,000 images) from the four files of Y. LeCun's page, plain or .gz. Raises HpctrainError."""
     if not folder.is_dir():
-        wrong = "not a folder" if folder.exists() else "no such folder"
-        raise HpctrainError(f"{folder}: {wrong}: --data takes a folder with MNIST's four idx files, plain or .gz")
+        wrong, hint = ("not a folder", "") if folder.exists() else ("no such folder", hint_unmounted(folder))
+        raise HpctrainError(f"{folder}: {wrong}: --data takes a folder with MNIST's four idx files, plain or .gz" + hint)
     train, test = (
         Images(_read_idx(folder, f"{part}-images-idx3-ubyte", 3), _read_idx(folder, f"{part}-labels-idx1-ubyte", 1).long())
         for part in ("train", "t10k")
