@@ -14,17 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source containers/build_functions.sh
 
 flavor=cpu mpi=openmpi from=image output=
-while (($#)); do
-    case $1 in
-        -h | --help) usage && exit ;;
-        --flavor | --mpi | --from | --output)
-            [[ -n ${2:-} ]] || die "$1 needs a value (see --help)"
-            declare "${1#--}=$2"
-            shift 2
-            ;;
-        *) die "unknown argument $1 (see --help)" ;;
-    esac
-done
+parse_options flavor mpi from output -- "$@"
 [[ $from == image || $from == def ]] || die "--from must be image or def, not $from"
 name=$(image_name "$flavor" "$mpi")
 output=$(realpath -m "${output:-hpctrain-$name.sif}")

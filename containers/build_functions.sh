@@ -3,6 +3,23 @@
 # shellcheck source=containers/install/step_functions.sh
 source containers/install/step_functions.sh
 
+# parse_options NAME... -- ARGUMENT...: set the variable NAME for each --NAME VALUE among the arguments; --help ends the script.
+parse_options() {
+    local names=' '
+    while [[ $1 != -- ]]; do
+        names+="--$1 "
+        shift
+    done
+    shift
+    while (($#)); do
+        [[ $1 != -h && $1 != --help ]] || { usage && exit; }
+        [[ $names == *" $1 "* ]] || die "unknown argument $1 (see --help)"
+        [[ -n ${2:-} ]] || die "$1 needs a value (see --help)"
+        declare -g "${1#--}=$2"
+        shift 2
+    done
+}
+
 # ca_bundle: print the file of certificates that this machine trusts. A build gets it as a secret: pip has its own list and
 # would not trust a network that rewrites TLS.
 ca_bundle() {

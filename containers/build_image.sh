@@ -16,17 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source containers/build_functions.sh
 
 flavor=cpu mpi=openmpi tool=
-while (($#)); do
-    case $1 in
-        -h | --help) usage && exit ;;
-        --flavor | --mpi | --tool)
-            [[ -n ${2:-} ]] || die "$1 needs a value (see --help)"
-            declare "${1#--}=$2"
-            shift 2
-            ;;
-        *) die "unknown argument $1 (see --help)" ;;
-    esac
-done
+parse_options flavor mpi tool -- "$@"
 name=$(image_name "$flavor" "$mpi")
 
 # tool_works TOOL: a docker client alone is not enough. Its daemon must answer, and --build-context needs buildx.

@@ -11,17 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source containers/build_functions.sh
 
 flavor=cpu registry=
-while (($#)); do
-    case $1 in
-        -h | --help) usage && exit ;;
-        --flavor | --registry)
-            [[ -n ${2:-} ]] || die "$1 needs a value (see --help)"
-            declare "${1#--}=$2"
-            shift 2
-            ;;
-        *) die "unknown argument $1 (see --help)" ;;
-    esac
-done
+parse_options flavor registry -- "$@"
 [[ -n $registry ]] || die "give --registry NAME (make push REGISTRY=NAME), such as ghcr.io/somebody/hpctrain"
 [[ $registry =~ ^[A-Za-z0-9.-]+(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)+$ ]] ||
     die "--registry $registry is not HOST[:PORT]/PATH in lower case without a tag, such as ghcr.io/somebody/hpctrain"

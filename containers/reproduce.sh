@@ -13,17 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source containers/build_functions.sh
 
 flavor=cpu mpi=openmpi
-while (($#)); do
-    case $1 in
-        -h | --help) usage && exit ;;
-        --flavor | --mpi)
-            [[ -n ${2:-} ]] || die "$1 needs a value (see --help)"
-            declare "${1#--}=$2"
-            shift 2
-            ;;
-        *) die "unknown argument $1 (see --help)" ;;
-    esac
-done
+parse_options flavor mpi -- "$@"
 name=hpctrain-$(image_name "$flavor" "$mpi")
 command -v buildah >/dev/null || die "buildah is not installed, the tool that can use a separate store; apt-get install buildah"
 work=$(mktemp -d)
