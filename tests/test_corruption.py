@@ -79,7 +79,7 @@ def test_weights_that_a_script_loads(tmp_path):
             assert same(dict(loaded.state_dict()), dict(saved.state_dict()))
     assert refused > FLIPS / 2
     torch.save(saved.state_dict(), path, _use_new_zipfile_serialization=False)
-    checkpoint.load_weights(loaded, path)
+    checkpoint.load_weights(loaded, str(path))
 
 
 def test_the_best_weights_of_a_fine_tuning(tmp_path):

@@ -256,12 +256,13 @@ def check_intact(path: Path) -> None:
         raise HpctrainError(f"{path}: damaged since it was written, or incomplete: copy it again, or take another checkpoint")
 
 
-def load_weights(model: torch.nn.Module, path: Path) -> None:
+def load_weights(model: torch.nn.Module, path: str | Path) -> None:
     """Load weights into a model, in place: of a checkpoint of hpctrain or Lightning, or of a file that has nothing else.
 
     DistributedDataParallel, DataParallel and torch.compile put a prefix before each name; the model and the file may each have
     one. Raises HpctrainError that names the file, if it is damaged or does not fit the model.
     """
+    path = Path(path)
     if path.is_dir() or zipfile.is_zipfile(path):  # others have no checksum
         check_intact(path)
     content = load(path, torch.device("cpu"))
