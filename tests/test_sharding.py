@@ -315,6 +315,14 @@ def test_what_cannot_fit_is_refused_before_it_is_loaded(config, tmp_path, monkey
     args = parse_options(classify.TASK, ["--model", str(folder), "--strategy", "fsdp"])
     with pytest.raises(HpctrainError, match="which freezes them, or --cpu-offload "):
         memory.check_memory(folder, args, World(0, 4, 0, 4, 0, 1, "torchrun"), torch.device("cuda"))
+    # The adapter of --lora-from is loaded into a whole model, on each rank of a node.
+    args = parse_options(classify.TASK, ["--model", str(folder), "--strategy", "fsdp", "--lora-from", "adapter"])
+    world = World(5, 8, 1, 4, 1, 2, "slurm")
+    monkeypatch.setattr(memory, "free_memory", lambda *_: 4 * count)
+    memory.check_memory(folder, args, world, CPU)
+    monkeypatch.setattr(memory, "free_memory", lambda *_: 4 * count - 1)
+    with pytest.raises(HpctrainError, match=r"each of the 4 ranks on a node loads them all .*: take fewer ranks on a node "):
+        memory.check_memory(folder, args, world, CPU)
     monkeypatch.setattr(finetune, "load_model", None)
     with pytest.raises(HpctrainError, match=r"rank 0 can have 0\.00 GB"):
         train("classify", tmp_path / "no", "--model", folder)

@@ -67,9 +67,12 @@ def check_memory(folder: Path, args: argparse.Namespace, world: World, device: t
             f"{limit / 1e9:.2f} GB: take {advice} (docs/large-models.md)"
         )
     host = free_memory(world, torch.device("cpu")) * world.local_size
-    if ranks > 1 and world.rank == 0 and count * FROZEN > host:
+    loaders = world.local_size if args.lora_from else 1
+    if ranks > 1 and (args.lora_from or world.rank == 0) and count * FROZEN * loaders > host:
+        who, advice = "Rank 0 loads", "a first node with more memory"
+        if args.lora_from:
+            who, advice = f"For --lora-from each of the {loaders} ranks on a node loads", "fewer ranks on a node"
         raise HpctrainError(
-            f"{folder}: {count:,} weights of {FROZEN} bytes are {count * FROZEN / 1e9:.2f} GB. Rank 0 loads them all before it "
-            f"gives each rank its part, and its node has {host / 1e9:.2f} GB: take a first node with more memory "
-            "(docs/large-models.md)"
+            f"{folder}: {count:,} weights of {FROZEN} bytes are {count * FROZEN / 1e9:.2f} GB. {who} them all before it "
+            f"gives each rank its part, and its node has {host / 1e9:.2f} GB: take {advice} (docs/large-models.md)"
         )
