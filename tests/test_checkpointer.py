@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hpctrain import atomic, checkpoint, checkpointer
+from hpctrain import atomic, checkpoint, checkpoint_parts, checkpointer
 from hpctrain.checkpointer import Checkpointer, Interval, copy_tensors, plan_copy
 from hpctrain.errors import HpctrainError
 from hpctrain.world import ALONE, World
@@ -309,6 +309,22 @@ def test_a_checkpoint_in_parts_leaves_the_last_complete_one_until_all_ranks_have
         folder / "checkpoints/epoch-0003.pt/rank-0000-of-0002.pt", folder / "checkpoints/epoch-0003.pt/rank-0000-of-0004.pt"
     )
     assert checkpoint.find_newest(folder).name == "epoch-0002.pt"
+
+
+def test_a_checkpoint_of_the_job_that_owns_the_folder_by_now_is_not_removed(folder):
+    """Ranks that live on after a requeue come to the same step later."""
+
+    def check():
+        raise HpctrainError("job 2 continues this run")
+
+    saver = Checkpointer(World(0, 2, 0, 2, 0, 1, "torchrun"), folder, NEVER, 1, check)
+    saver.in_parts = True
+    path = checkpoint.path_of(folder, 1)
+    checkpoint.save(checkpoint_parts.path_of_rank(path, 0, 2), {})
+    saver.clear(path)
+    assert path.exists()
+    with pytest.raises(HpctrainError, match="job 2 continues"):
+        saver.save(path, state(1), NO_BEST)
 
 
 def test_the_best_checkpoint_stays_until_all_ranks_have_written_a_better_one(folder):

@@ -147,7 +147,8 @@ class Checkpointer:
     def clear(self, path: Path) -> None:
         """On rank 0, remove what an earlier run left at the path of a checkpoint and this one cannot replace file by file."""
         if self._world.rank == 0 and (self.in_parts or path.is_dir()):
-            with suppress(OSError):  # writing will fail then, and say why
+            with suppress(OSError, HpctrainError):  # writing will fail then, and say why
+                self._check()  # it may be of a job that owns the folder by now
                 checkpoint.remove(path)
 
     def _wait_for_copy(self, *_: Any) -> None:  # noqa: ANN401
