@@ -13,6 +13,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -96,6 +97,50 @@ def test_the_digest_goes_into_the_configuration_of_this_start(tmp_path, monkeypa
     finish(start(tmp_path / "run", resume=tmp_path / "run"))
     assert config(tmp_path / "run")["image_digest"] is None
     assert config(tmp_path / "run", "config.2.json")["image_digest"] == DIGEST
+
+
+def test_values_of_numpy_and_torch_are_numbers_in_the_files(tmp_path, capsys):
+    opened, model = start(tmp_path / "run"), torch.nn.Linear(2, 1)
+    opened.resume(torch.device("cpu"), 1, model)
+    opened.start_epoch(1, 1, 1)
+    opened.step(model(torch.ones(2)).square().mean())
+    opened.end_epoch()
+    opened.metrics(test_accuracy=torch.tensor(0.5), test_f1=numpy.float32(0.25))
+    opened.save({"model": model.state_dict(), "optimizer": {}}, score=(numpy.float64(0.5), torch.tensor(0.25)))
+    opened.finish(model, test_accuracy=torch.tensor(0.5), test_f1=numpy.float32(0.25))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for values in (lines[-1], json.loads((tmp_path / "run/result.json").read_text())):
+        assert (values["test_accuracy"], values["test_f1"]) == (0.5, 0.25)
+    path = tmp_path / "run/checkpoints/epoch-0001.pt"
+    assert checkpoint.find_fitting(path, model, "optimizer") == path
+    start(tmp_path / "other").finish(model)
+    assert "\nin 0." in capsys.readouterr().out
+
+
+def test_a_loss_that_is_a_number_and_not_finite(tmp_path):
+    opened = start(tmp_path / "run")
+    opened.start_epoch(1, 1, 1)
+    with pytest.raises(HpctrainError, match=r"at epoch 1, step 1, since step 1 on rank 0: training diverged"):
+        opened.step(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"model": {}}, "run.save.. got no 'optimizer', without which no run can be resumed"),
+        ({"net": {}, "optimizer": {}}, "run.save.. got no state_dict.. of the model as 'model'"),
+        ({"model": torch.nn.Linear(2, 1), "optimizer": {}}, "run.save.. got no state_dict.. of the model as 'model'"),
+        ({"model": {}, "optimizer": {}, "args": argparse.Namespace()}, "more than tensors and plain values .*Namespace"),
+        ({"model": {}, "optimizer": {}, "random": numpy.random.get_state()}, "more than tensors and plain values .*numpy"),
+    ],
+)
+def test_a_state_that_could_not_be_resumed_from_is_refused_when_it_is_saved(tmp_path, state, message):
+    """The run would have been lost when its job was requeued."""
+    opened = start(tmp_path / "run")
+    opened.resume(torch.device("cpu"), 1, torch.nn.Linear(2, 1))
+    opened.end_epoch()
+    with pytest.raises(HpctrainError, match=message):
+        opened.save(state)
 
 
 @pytest.mark.parametrize(("width", "error"), [(1, "has 1 epochs already"), (2, "weight")])

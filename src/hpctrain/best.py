@@ -40,9 +40,10 @@ class Best:
         """Count an evaluation at this position. Returns whether its score is the highest so far; the first one is."""
         self._evaluations += 1
         self._latest = [epoch, step]
-        if list(score) <= self._score:
+        score = [float(value) for value in score]  # also of numpy and torch
+        if score <= self._score:
             return False
-        self.epoch, self.step, self._score, self._number = epoch, step, list(score), self._evaluations
+        self.epoch, self.step, self._score, self._number = epoch, step, score, self._evaluations
         return True
 
     def state(self) -> list[int | list[float] | list[int]]:

@@ -7,6 +7,8 @@ a model of which each rank holds a part is a folder of such files: see checkpoin
 
 import argparse
 import copy
+import io
+import pickle
 import re
 import shutil
 import sys
@@ -22,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from hpctrain import atomic, checkpoint_parts
 from hpctrain.config import list_other_options
-from hpctrain.errors import HpctrainError, first_line, one_line
+from hpctrain.errors import HpctrainError, UsageError, first_line, one_line
 
 
 def path_of(folder: Path, epoch: int, step: int = 0) -> Path:
@@ -80,6 +82,31 @@ def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: 
         raise HpctrainError(
             f"{path}: the checkpoint could not be written ({first_line(cause)}): free some space there, or use --out"
         ) from error
+
+
+def check_loadable(state: dict[str, Any], where: str) -> None:
+    """Raise UsageError for a state that could be saved but not loaded: checkpoints are tensors and plain values, never code."""
+    file = io.BytesIO()
+    torch.save(tree_map_only(torch.Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype), state), file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))  # after advice on how to load it all the same
+        text = found[1] if found else first_line(error)
+        raise UsageError(
+            f"the checkpoints would hold more than tensors and plain values ({text[:200]}): remove it from {where}, "
+            "or call torch.serialization.add_safe_globals()"
+        ) from None
+
+
+def check_resumable(state: dict[str, Any], entry: str | None) -> None:
+    """Raise UsageError for the state of a run that find_fitting() would not take; `entry` is None if it will not be asked."""
+    if entry and not isinstance(state.get("model"), dict):
+        raise UsageError("run.save() got no state_dict() of the model as 'model', without which no run can be resumed")
+    if entry and entry not in state:
+        raise UsageError(f"run.save() got no {entry!r}, without which no run can be resumed")
+    check_loadable(state, "the state for run.save()")
 
 
 def find_newest(folder: Path) -> Path:
@@ -290,7 +317,7 @@ def without_prefix(weights: dict[str, Any], model: torch.nn.Module) -> dict[str,
 
 def with_plain_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     """The state of a checkpoint, with without_prefix() of its entry "model"."""
-    return state | {"model": without_prefix(state["model"], model)} if "model" in state else state
+    return state | {"model": without_prefix(state["model"], model)} if isinstance(state.get("model"), dict) else state
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:

@@ -80,6 +80,7 @@ class Checkpointer:
         self, world: World, folder: Path, every: Interval, keep: int, check: Callable[[], None], resume_with: Path | None = None
     ) -> None:
         self.in_parts = False
+        self.entry: str | None = None  # that a resume needs beside the model
         self._world = world
         self._last: tuple[Path, Path] | None = None  # the last checkpoint written, and the best one then
         self.stop = False  # the launch script has asked for the end, on every rank
@@ -127,10 +128,12 @@ class Checkpointer:
 
         Tensors outside of state["model"] must not change before the next optimizer.step().
 
-        Raises HpctrainError if that one could not be written, and what `check` raises.
+        Raises HpctrainError if that one could not be written, and what check_resumable() and `check` raise.
         """
         self.wait()
         self._check()
+        if self._copy is None and not self.in_parts:
+            checkpoint.check_resumable(state, self.entry)
         # A forward pass may change the model, by the statistics of batch normalization. The rest of the state, that of the
         # optimizer, changes in optimizer.step() only, which waits for the thread that copies it.
         model = state.get("model", {})

@@ -5,10 +5,8 @@ the last ones never. RunFolder leaves out the batches that are done, and makes o
 of seed, epoch and step. So a resumed run has the weights of one that was never stopped, bit for bit.
 """
 
-import io
 import math
 import os
-import pickle
 import random
 import signal
 import sys
@@ -24,7 +22,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -32,7 +29,7 @@ from hpctrain import checkpoint
 from hpctrain.batches import ResumableBatches, SeededByKey, seed_torch
 from hpctrain.checkpointer import Interval
 from hpctrain.entry import print_errors_in_one_line
-from hpctrain.errors import UsageError, first_line
+from hpctrain.errors import UsageError
 from hpctrain.rendezvous import all_or_none, broadcast, main_address
 from hpctrain.run import Run
 from hpctrain.run_folder import AUTO
@@ -175,7 +172,7 @@ class RunFolder(Checkpoint):
         with all_or_none(self._run.world):
             self._dump(trainer)
             if self._run.world.rank == 0:
-                _check_loadable(self._checkpoints.state)
+                checkpoint.check_loadable(self._checkpoints.state, "save_hyperparameters() or on_save_checkpoint()")
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Let SIGTERM end this process: Trainer.test() has set Lightning's handler again."""
@@ -341,18 +338,3 @@ class _RunCheckpoints(CheckpointIO):
 def _give_generator(loader: DataLoader) -> None:
     if loader.generator is None:
         loader.generator = torch.Generator()
-
-
-def _check_loadable(state: dict[str, Any]) -> None:
-    """Raise UsageError for a state that could be saved but not loaded: checkpoints are tensors and plain values, never code."""
-    file = io.BytesIO()
-    torch.save(apply_to_collection(state, Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype)), file)
-    file.seek(0)
-    try:
-        torch.load(file, weights_only=True)
-    except pickle.UnpicklingError as error:
-        text = " ".join(str(error).split("\n")[1].split()) if "\n" in str(error) else first_line(error)
-        raise UsageError(
-            f"the checkpoints would hold more than tensors and plain values ({text[:200]}): remove it from "
-            "save_hyperparameters() or on_save_checkpoint(), or call torch.serialization.add_safe_globals()"
-        ) from None

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain import atomic
 from hpctrain.wandb_log import Mirror
@@ -119,3 +119,8 @@ def format_seconds(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def plain_numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """The values, those of numpy and torch as numbers of Python."""
+    return {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}

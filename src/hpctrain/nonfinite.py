@@ -37,11 +37,16 @@ class NonFinite:
         self._first_step, self._examples_of, self._losses = first_step, examples_of, []
         self._keep_buffers()
 
-    def add(self, step: int, loss: Tensor) -> None:
-        """Remember the loss of this rank in a step of the epoch, counted from 0, without waiting for a GPU to compute it."""
+    def add(self, step: int, loss: Tensor) -> Tensor:
+        """Remember the loss of this rank in a step of the epoch, counted from 0, without waiting for a GPU to compute it.
+
+        Returns it without its graph, which would keep the activations of the step.
+        """
+        loss = torch.as_tensor(loss).detach()
         self._losses.append((step, loss))
         if len(self._losses) >= MOST_LOSSES and torch.stack([loss for _, loss in self._losses]).isfinite().all():
             self._losses = []
+        return loss
 
     def clear(self) -> None:
         """Forget the losses, which were finite."""
@@ -73,7 +78,8 @@ class NonFinite:
             return f", since step {number} on all ranks, so it was the gradients of step {number - 1}"
         rank, examples = ranks[0]
         shown = ", ".join(map(str, examples[:MOST_EXAMPLES])) + (", ..." if len(examples) > MOST_EXAMPLES else "")
-        return f", since step {number} on rank {rank} with the training examples {shown} (counted from 0)"
+        examples_there = f" with the training examples {shown} (counted from 0)" if shown else ""
+        return f", since step {number} on rank {rank}{examples_there}"
 
     def check_gradients(self) -> bool:
         """With --on-nan skip: whether the gradients are finite. If not they are removed, and the optimizer changes nothing then.

@@ -35,7 +35,7 @@ from hpctrain.config import add_image_digest, add_resumption, compare_options, w
 from hpctrain.digests import weights_sha256
 from hpctrain.errors import EndEarly, HpctrainError, UsageError, one_line
 from hpctrain.flops import utilization
-from hpctrain.metrics import Metrics, format_seconds
+from hpctrain.metrics import Metrics, format_seconds, plain_numbers
 from hpctrain.nonfinite import NonFinite
 from hpctrain.owner import Owner
 from hpctrain.plot import try_to_plot
@@ -128,7 +128,7 @@ class Run:
         its options differ in others than the `free` ones and those that never matter, unless --force is given.
         """
         self._nonfinite.model = model = checkpoint.unwrap(model)
-        self._checkpointer.in_parts = self.in_parts
+        self._checkpointer.in_parts, self._checkpointer.entry = self.in_parts, entry
         if self.resume_from is None:
             if self.world.rank == 0:
                 self._metrics.rewind(0)
@@ -213,8 +213,7 @@ class Run:
         """
         if not self._nonfinite.is_skipping:
             self._unlogged += 1
-            self._loss_sum = self._loss_sum + loss
-            self._nonfinite.add(self._step, loss)
+            self._loss_sum = self._loss_sum + self._nonfinite.add(self._step, loss)
         self._step += 1
         if page := self.times.step(left=self._steps - self._step):
             self.print(f"profile: {page}")
@@ -320,6 +319,7 @@ class Run:
         Every rank passes the same values, which are over all ranks. Raises HpctrainError if one is not finite.
         """
         self._watchdog.pause()  # a file system may stall
+        values = plain_numbers(values)
         self._check_finite(**values)
         if self.world.rank != 0:
             return
@@ -370,7 +370,7 @@ class Run:
             speed |= utilization(speed["examples_per_s"] * self._flops / self.world.size, name, self._args.precision)
         speed |= most
         result = {
-            **values,
+            **(values := plain_numbers(values)),
             **({"skipped_steps": self._nonfinite.skipped} if self._nonfinite.skipped else {}),
             "epochs": self.epoch,
             "seconds": round(time.monotonic() - self._started, 3),
@@ -381,7 +381,7 @@ class Run:
         self._metrics.close()
         try_to_plot(self.folder)
         write_json(self.folder / "result.json", result)  # last: a run that has it has nothing left to do
-        self.print("  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  in {result['seconds']:.1f} s")
+        self.print("  ".join([*(f"{name} {value:.4f}" for name, value in values.items()), f"in {result['seconds']:.1f} s"]))
         self.print("  ".join(f"{name} {value:.4g}" for name, value in speed.items()))
         if getattr(self._args, "profile", False) and not (self.folder / "profile").exists():
             self.print(NO_PROFILE)
