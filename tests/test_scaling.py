@@ -17,11 +17,11 @@ from hpctrain.world import ALONE, World
 SCRIPT = REPOSITORY / "launch/scaling.sh"
 
 
-def write_run(folder, ranks, speed, launcher="slurm", batch_size=64):
+def write_run(folder, ranks, speed, launcher="slurm", batch_size=64, trainer="train_ddp"):
     run = folder / f"{launcher}-{ranks}"
     run.mkdir(parents=True)
     world = asdict(World(0, ranks, 0, min(ranks, 4), 0, -(-ranks // 4), launcher))
-    (run / "config.json").write_text(json.dumps({"options": {"batch_size": batch_size}, "world": world}))
+    (run / "config.json").write_text(json.dumps({"trainer": trainer, "options": {"batch_size": batch_size}, "world": world}))
     if speed:
         (run / "result.json").write_text(json.dumps({"speed": {"step_ms_p50": 10.0, "examples_per_s": speed}}))
 
@@ -49,6 +49,16 @@ def test_what_kind_of_scaling_it_is(tmp_path):
         scaling.main(ALONE, [str(tmp_path / "nothing")])
 
 
+def test_runs_of_several_trainers_are_not_compared(tmp_path):
+    """As in the folder runs, for which it printed a speedup of one over the other."""
+    write_run(tmp_path, 4, 300.0, "openmpi", trainer="train_horovod")  # with another launcher it is a curve of its own
+    write_run(tmp_path, 2, 200.0)
+    assert len(scaling.read_rows(tmp_path)) == 2
+    write_run(tmp_path, 4, 9.0, trainer="nlp.ner")
+    with pytest.raises(HpctrainError, match=r"slurm-4 is of nlp.ner and another run with srun of train_ddp: compare runs of one"):
+        scaling.main(ALONE, [str(tmp_path)])
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [
@@ -61,7 +71,7 @@ def test_a_run_that_somebody_else_has_made_is_one_line(tmp_path, place, value):
     write_run(tmp_path, 2, 200.0)
     for path in tmp_path.glob("*/*.json"):
         content = json.loads(path.read_text())
-        for part in (content, *list(content.values())):
+        for part in (content, *(each for each in content.values() if isinstance(each, dict))):
             part |= {place: value} if place in part else {}
         path.write_text(json.dumps(content))
     with pytest.raises(HpctrainError, match=r"slurm-2: config.json or result.json is not of hpctrain: remove this run"):

@@ -45,11 +45,16 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
             valid = False
         if not valid:
             raise HpctrainError(f"{run}: config.json or result.json is not of hpctrain: remove this run, or move it elsewhere")
-        rows.append(row)
+        rows.append(row | {"trainer": config.get("trainer"), "run": str(run)})
     rows.sort(key=lambda row: (row["launcher"], row["ranks"]))
     first: dict[str, dict[str, Any]] = {}
     for row in rows:
         base = first.setdefault(row["launcher"], row)
+        if row["trainer"] != base["trainer"]:
+            raise HpctrainError(
+                f"{row['run']} is of {row['trainer']} and another run with {row['launcher']} of {base['trainer']}: "
+                "compare runs of one trainer, as launch/scaling.sh makes them"
+            )
         row["speedup"] = row["examples_per_s"] / base["examples_per_s"]
         row["efficiency"] = row["speedup"] * base["ranks"] / row["ranks"]
     if not rows:
