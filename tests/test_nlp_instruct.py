@@ -3,17 +3,19 @@
 import json
 import os
 
+import pandas
 import pytest
 import warm_start
 from test_nlp import cache as cache  # a fixture, for each test
 from test_nlp import metrics, train
 from transformers import AutoTokenizer
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp import instruct, scratch
 from hpctrain.nlp.data import load_splits
 from hpctrain.nlp.instruct import TASK, Conversation
 from hpctrain.nlp.model_folder import load_tokenizer
+from hpctrain.nlp.options import parse_columns
 from hpctrain.nlp.task import IGNORED
 
 CHATML = (
@@ -152,6 +154,31 @@ def test_published_forms_are_read(tmp_path, item, messages):
     ):
         (tmp_path / name).write_text(text)
         assert [example.messages for example in TASK.read(tmp_path / name)] == [messages]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "asked"),
+    [
+        ({"instruction": "색?", "input": "눈", "output": "하얀색"}, ["input=input"], "색?\n\n눈"),  # tatsu-lab/alpaca
+        ({"instruction": "색?", "input": "", "output": "하얀색"}, ["instruction=instruction"], "색?"),
+        ({"instruction": "색?", "context": "눈", "response": "하얀색"}, ["response=response"], "색?\n\n눈"),
+        ({"q": "색?", "a": "하얀색"}, ["prompt=q", "completion=a"], "색?"),
+        ({"prompt": [{"role": "user", "content": "색?"}], "answer": [{"role": "assistant", "content": "하얀색"}]},
+         ["completion=answer"], "색?"),
+    ],
+)  # fmt: skip
+def test_tables_may_have_the_columns_of_any_published_form(tmp_path, row, columns, asked):
+    table = pandas.DataFrame([row])
+    table.to_parquet(tmp_path / "a.parquet")
+    table.to_json(tmp_path / "a.jsonl", orient="records", lines=True)
+    for name in ("a.parquet", "a.jsonl"):
+        read = TASK.read(tmp_path / name, None, parse_columns(TASK, columns))
+        assert [example.messages for example in read] == [(("user", asked), ("assistant", "하얀색"))]
+
+
+def test_columns_of_several_forms_are_one_line():
+    with pytest.raises(UsageError, match=r"--columns .*; fields are messages; or prompt, completion; or instruction, input, "):
+        parse_columns(TASK, ["prompt=a", "output=b"])
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ class Instruct(Generate):
         "or with prompt, completion"
     )
     fields = ("messages",)
+    other_fields = (("prompt", "completion"), ("instruction", "input", "output"), ("instruction", "context", "response"))
     max_length = 512
     lost_text = "whose answers begin after --max-length, so nothing is learned from them"
 

@@ -35,7 +35,7 @@ def make_parser(task: Task) -> Parser:
             nargs="+",
             metavar="FIELD=COLUMN",
             help=f"read --data as tables ({', '.join(sorted(TABLES))}), each field in the column of this name; "
-            f"fields: {', '.join(task.fields)} (default of a field: the column of its own name)",
+            f"fields: {list_fields(task)} (default of a field: the column of its own name)",
         )
     add(
         "--model",
@@ -249,10 +249,16 @@ def parse_columns(task: Task, texts: list[str] | None) -> dict[str, str] | None:
     """The column of each field of the task, from texts FIELD=COLUMN; None without any. Raises UsageError."""
     if not texts:
         return None
-    columns = {}
+    columns: dict[str, str] = {}
     for text in texts:
         field, _, column = text.partition("=")
-        if field not in task.fields or not column or field in columns:
-            raise UsageError(f"--columns {text}: give each field once, as FIELD=COLUMN; fields are {', '.join(task.fields)}")
+        fitting = [fields for fields in (task.fields, *task.other_fields) if {*columns, field} <= {*fields}]
+        if not fitting or not column or field in columns:
+            raise UsageError(f"--columns {text}: give each field once, as FIELD=COLUMN; fields are {list_fields(task)}")
         columns[field] = column
-    return {field: columns.get(field, field) for field in task.fields}
+    return {field: columns.get(field, field) for field in fitting[0]}
+
+
+def list_fields(task: Task) -> str:
+    """The names for --columns."""
+    return "; or ".join(map(", ".join, (task.fields, *task.other_fields)))

@@ -34,6 +34,7 @@ class Task(ABC):
     title: ClassVar[str]  # for --help and the model card
     formats: ClassVar[str]  # what --data reads, for --help
     fields: ClassVar[tuple[str, ...]] = ()  # of an example in a table, for --columns; () for a task without this option
+    other_fields: ClassVar[tuple[tuple[str, ...], ...]] = ()  # that an example may have instead
     problem: ClassVar[str] = ""  # the kind of labels, see --problem, if not one class
     problem_type: ClassVar[str] = "single_label_classification"  # the same in the words of transformers
     one_label: ClassVar[bool] = False  # whether each feature has one label, in its values: with --class-weights, --problem
