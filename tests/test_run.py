@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from hpctrain import checkpoint, checkpoint_parts, run
+from hpctrain.config import write_json
 from hpctrain.errors import HpctrainError
+from hpctrain.run_folder import find_earlier_checkpoint
 from hpctrain.world import ALONE
 
 DIGEST = "sha256:" + "ab" * 32
@@ -210,6 +212,20 @@ def test_a_run_that_died_while_it_wrote_its_first_checkpoint_in_parts_begins_aga
     part.with_name("rank-0001-of-0002.pt").touch()
     with pytest.raises(HpctrainError, match="every checkpoint in it is corrupt"):
         start(folder, run.AUTO)
+
+
+def test_the_best_checkpoint_is_found_in_the_folders_of_earlier_runs(tmp_path):
+    """A run that was resumed into another folder, where it was killed and resumed again."""
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder, before in zip(folders, [tmp_path / "third", *folders], strict=False):
+        (folder / "checkpoints").mkdir(parents=True)
+        write_json(folder / "config.json", {})
+        write_json(folder / "config.2.json", {"resumed_from": str(checkpoint.path_of(before, 1))})
+    best = checkpoint.path_of(folders[0], 1, 3)
+    best.touch()
+    assert find_earlier_checkpoint([folders[2], folders[1]], 1, 3) == best
+    assert find_earlier_checkpoint([folders[2]], 1, 3) == best
+    assert find_earlier_checkpoint([folders[2]], 1, 4) == checkpoint.path_of(folders[2], 1, 4)
 
 
 @pytest.mark.parametrize("content", [None, "", "sha256:abc", "\0\xff"])

@@ -147,6 +147,11 @@ class RunFolder(Checkpoint):
         world = World(*places, trainer.node_rank, trainer.num_nodes, detect().launcher)
         return Run(world, "lightning", self._args, trainer.strategy.root_device)
 
+    @property
+    def resume_from(self) -> Path | None:
+        """The checkpoint that the run resumes from, in its folder or in that of another run."""
+        return self._run and self._run.resume_from
+
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
         """The newest checkpoint that fits, in CPU memory; None in a new run. A collective call. Raises HpctrainError."""
         self._state = self._run.resume(CPU, trainer.max_epochs, trainer.lightning_module, "state_dict")
@@ -326,7 +331,7 @@ class _RunCheckpoints(CheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ANN401
         """Load the checkpoint that the run resumes from. Lightning calls this on every rank. Raises HpctrainError."""
-        if Path(path).parent.resolve() == self.folder.resolve():
+        if path == self._callback.resume_from or Path(path).parent.resolve() == self.folder.resolve():
             return self._callback.resume(self._trainer) or {}
         return self._others.load_checkpoint(path, map_location, weights_only)
 

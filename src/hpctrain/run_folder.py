@@ -97,6 +97,21 @@ def withdraw_if_refused(owner: Owner, config: Path | None = None) -> Iterator[No
         raise
 
 
+def find_earlier_checkpoint(folders: list[Path], epoch: int, step: int) -> Path:
+    """The path of a checkpoint in one of these run folders, or in that of a run which one of them was resumed from, and so on."""
+    folders = [*folders]
+    for folder in folders:  # and those that are added meanwhile
+        path = checkpoint.path_of(folder, epoch, step)
+        if path.exists():
+            return path
+        for config in folder.glob("config*.json"):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                earlier = Path(json.loads(config.read_text(encoding="utf-8"))["resumed_from"]).parent.parent
+                if earlier not in folders:
+                    folders.append(earlier)
+    return checkpoint.path_of(folders[0], epoch, step)
+
+
 def finished_epochs(folder: Path) -> float:
     """The epochs of the result in a run folder; 0 if it has none, infinity if the result does not say."""
     try:

@@ -42,6 +42,7 @@ from hpctrain.nlp.step_graphs import check_layers
 from hpctrain.nlp.task import Task
 from hpctrain.rendezvous import all_or_none, process_group
 from hpctrain.run import Run
+from hpctrain.run_folder import find_earlier_checkpoint
 from hpctrain.world import World, counted
 
 
@@ -258,9 +259,8 @@ def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
     best = run.best
     if best.since == 0:
         return None
-    path = checkpoint.path_of(run.folder, best.epoch, best.step)
-    if run.resume_from and not path.exists():  # of the earlier run, whose folder may be another
-        path = checkpoint.path_of(run.resume_from.parent.parent, best.epoch, best.step)
+    earlier = [run.resume_from.parent.parent] if run.resume_from else []  # of another run, perhaps
+    path = find_earlier_checkpoint([run.folder, *earlier], best.epoch, best.step)
     with all_or_none(run.world):
         if run.world.rank == 0:
             checkpoint.check_intact(path)
