@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hpctrain.cli import COMMANDS
 from hpctrain.errors import HpctrainError, UsageError
@@ -337,6 +337,16 @@ def test_classifier_of_the_last_token_knows_what_padding_is(wrong, tmp_path):
     both, alone = (made.batch(torch.tensor(index), padding) for index in ([0, 1], [1]))
     logits = [model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits for batch in (both, alone)]
     assert torch.allclose(logits[0][1:], logits[1], atol=1e-5)
+
+
+def test_a_model_none_of_whose_weights_fit_the_task_is_not_to_be_fetched_again(tmp_path):
+    """transformers has question answering with Llama, but under names that weights of Llama do not have."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 99}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
+    tokenizer = SimpleNamespace(model_max_length=384, pad_token_id=0)
+    args = parse_options(qa.TASK, ["--epochs", "0"])
+    with pytest.raises(HpctrainError, match=r"none of its weights is one of LlamaForQuestionAnswering, which nlp.qa needs: give"):
+        initial_model.load_model(qa.TASK, tmp_path, tokenizer, [], args)
 
 
 # --- the cache of tokenized texts ---

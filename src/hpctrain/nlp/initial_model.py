@@ -103,6 +103,11 @@ def load_model(
     missing = sorted(
         name for name in loading["missing_keys"] if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name
     )
+    if missing and len(missing) == len(model.base_model.state_dict()):
+        raise HpctrainError(
+            f"{folder}: none of its weights is one of {type(model).__name__}, which nlp.{task.name} needs: give another --model, "
+            "such as klue/bert-base"
+        )
     if missing:
         raise HpctrainError(
             f"{folder}: {len(missing)} weights of the {model.config.model_type} model are missing, such as {missing[0]}: "
