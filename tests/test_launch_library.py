@@ -307,6 +307,15 @@ def test_torchrun_says_in_one_line_which_rank_failed(fault, how):
     assert re.fullmatch(rf"hpctrain: rank 0 was the first to fail here: process \d+ {how}, see its lines above", last)
 
 
+def test_torchrun_without_the_first_node_is_one_line():
+    torchrun = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--nnodes=2", "--rdzv-id=1", "--rdzv-backend=c10d"]
+    torchrun += ["--rdzv-endpoint=localhost:1", "--rdzv-conf=is_host=0,read_timeout=1", "--no-python", "true"]
+    done = subprocess.run(torchrun, env=BARE, capture_output=True, text=True, timeout=300)
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert re.fullmatch(r"hpctrain: torchrun on \S+ has no connection to the first node \(.+\): see its lines", last)
+
+
 def test_a_module_is_started_as_by_python(programs):
     done = dry_run("apptainer_ddp.sh", programs, "-m", "pkg.train", "--dry-run")
     assert shlex.split(done.stdout.splitlines()[-1])[-5:] == ["--", "python", "-m", "pkg.train", "--dry-run"], done

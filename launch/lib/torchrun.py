@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, dynamic_rendezvous
 
 LENGTH = 32  # bytes of a signature
 
@@ -52,3 +52,6 @@ if __name__ == "__main__":
             rank, failure = error.get_first_failure()
             how = f"was killed by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
             sys.exit(f"hpctrain: rank {rank} was the first to fail here: process {failure.pid} {how}, see its lines above")
+        except RendezvousConnectionError as error:  # on the other nodes, when the torchrun of the first one has ended
+            why = str(error.__cause__ or error).partition("\n")[0]
+            sys.exit(f"hpctrain: torchrun on {os.uname().nodename} has no connection to the first node ({why}): see its lines")
