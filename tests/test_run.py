@@ -108,7 +108,10 @@ def test_values_of_numpy_and_torch_are_numbers_in_the_files(tmp_path, capsys):
     opened.step(model(torch.ones(2)).square().mean())
     opened.end_epoch()
     opened.metrics(test_accuracy=torch.tensor(0.5), test_f1=numpy.float32(0.25))
-    opened.save({"model": model.state_dict(), "optimizer": {}}, score=(numpy.float64(0.5), torch.tensor(0.25)))
+    state = {"model": model.state_dict(), "optimizer": {}}
+    opened.save(state, score=torch.tensor(0.5))
+    opened.save(state, score=(numpy.float64(0.75), torch.tensor(0.25)))
+    assert opened.best.state()[1] == [0.75, 0.25]
     opened.finish(model, test_accuracy=torch.tensor(0.5), test_f1=numpy.float32(0.25))
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     for values in (lines[-1], json.loads((tmp_path / "run/result.json").read_text())):

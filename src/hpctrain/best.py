@@ -36,11 +36,11 @@ class Best:
         """The position of the last evaluation, for the log."""
         return _describe(*self._latest)
 
-    def add(self, epoch: int, step: int, score: Sequence[float]) -> bool:
+    def add(self, epoch: int, step: int, score: float | Sequence[float]) -> bool:
         """Count an evaluation at this position. Returns whether its score is the highest so far; the first one is."""
         self._evaluations += 1
         self._latest = [epoch, step]
-        score = [float(value) for value in score]  # also of numpy and torch
+        score = [float(value) for value in (score if isinstance(score, Sequence) else [score])]  # also of numpy and torch
         if score <= self._score:
             return False
         self.epoch, self.step, self._score, self._number = epoch, step, score, self._evaluations

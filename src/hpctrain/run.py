@@ -252,7 +252,7 @@ class Run:
         """Whether to call save() after this step. A collective call, once after each step."""
         return self._checkpointer.is_due(self.global_step, last=self._step >= self._steps)
 
-    def save(self, state: dict[str, Any], score: tuple[float, ...] | None = None) -> None:
+    def save(self, state: dict[str, Any], score: float | tuple[float, ...] | None = None) -> None:
         """Save a checkpoint, written in the background. A collective call. Raises HpctrainError.
 
         After an epoch `score` is that of its evaluation: the highest one is the best. If the launch script has asked for the
