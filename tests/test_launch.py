@@ -798,7 +798,7 @@ time.sleep(1000)
 FAULTS = {"kill": KILLED, "raise": RAISES}
 WHO = {  # how each launcher names a rank that was killed
     "srun": r"n2: task 3: Killed",
-    "torchrun": r"rank +: 3 (.*\n)+.*Signal 9 \(SIGKILL\)",
+    "torchrun": r"rank 3 was the first to fail on n2: process \d+ was killed by signal 9",
     "mpirun": r"rank 3 with PID \d+ on node n2 exited on\s+signal 9",
     "srun + PMI": r"n2: task 3: Killed",
     "horovodrun": r"rank 3 on n2 was ended by signal 9",

@@ -304,7 +304,14 @@ def test_torchrun_says_in_one_line_which_rank_failed(fault, how):
     done = subprocess.run([*torchrun, f"echo my error >&2; {fault}"], env=BARE, capture_output=True, text=True, timeout=300)
     first, *log, last = done.stderr.splitlines()
     assert (done.returncode, first) == (1, "my error") and not any("Traceback" in line for line in log), done.stderr
-    assert re.fullmatch(rf"hpctrain: rank 0 was the first to fail here: process \d+ {how}, see its lines above", last)
+    assert re.fullmatch(rf"hpctrain: rank 0 was the first to fail on \S+: process \d+ {how}, see its lines above", last)
+
+
+def test_torchrun_that_is_ended_says_so_in_one_line():
+    torchrun = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--standalone", "--no-python", "sh", "-c"]
+    done = subprocess.run([*torchrun, "kill -TERM $PPID; sleep 60"], env=BARE, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert re.fullmatch(r"hpctrain: torchrun on \S+ was ended by signal 15", done.stderr.splitlines()[-1])
 
 
 def test_torchrun_without_the_first_node_is_one_line():

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, dynamic_rendezvous
 
@@ -46,12 +47,15 @@ if __name__ == "__main__":
     # Without a folder, torchrun makes /tmp/torchelastic_* and leaves it there.
     with tempfile.TemporaryDirectory(prefix="hpctrain-torchrun.") as logs:
         sys.argv[1:1] = [f"--log-dir={logs}"]
+        node = os.uname().nodename
         try:
             run.main()
         except ChildFailedError as error:  # a traceback of torchrun would hide the lines of the rank
             rank, failure = error.get_first_failure()
             how = f"was killed by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
-            sys.exit(f"hpctrain: rank {rank} was the first to fail here: process {failure.pid} {how}, see its lines above")
+            sys.exit(f"hpctrain: rank {rank} was the first to fail on {node}: process {failure.pid} {how}, see its lines above")
         except RendezvousConnectionError as error:  # on the other nodes, when the torchrun of the first one has ended
             why = str(error.__cause__ or error).partition("\n")[0]
-            sys.exit(f"hpctrain: torchrun on {os.uname().nodename} has no connection to the first node ({why}): see its lines")
+            sys.exit(f"hpctrain: torchrun on {node} has no connection to the first node ({why}): see its lines")
+        except SignalException as error:  # Slurm ends the job, or the node of another rank has failed
+            sys.exit(f"hpctrain: torchrun on {node} was ended by signal {int(error.sigval)}")
