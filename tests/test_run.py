@@ -226,9 +226,12 @@ def test_the_best_checkpoint_is_found_in_the_folders_of_earlier_runs(tmp_path):
         write_json(folder / "config.2.json", {"resumed_from": str(checkpoint.path_of(before, 1))})
     best = checkpoint.path_of(folders[0], 1, 3)
     best.touch()
+    os.mkfifo(folders[1] / "config.3.json")  # of somebody else
+    signal.alarm(60)
     assert find_earlier_checkpoint([folders[2], folders[1]], 1, 3) == best
     assert find_earlier_checkpoint([folders[2]], 1, 3) == best
     assert find_earlier_checkpoint([folders[2]], 1, 4) == checkpoint.path_of(folders[2], 1, 4)
+    signal.alarm(0)
 
 
 @pytest.mark.parametrize("content", [None, "", "sha256:abc", "\0\xff"])

@@ -14,6 +14,7 @@ from hpctrain import atomic, checkpoint
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.node_checks import refuse_throw_away
 from hpctrain.owner import Owner
+from hpctrain.runs import read_json
 from hpctrain.world import in_job, job_id, restart_count, torchrun_restarts
 
 # --resume auto: resume from the run folder itself if it has a checkpoint
@@ -105,8 +106,8 @@ def find_earlier_checkpoint(folders: list[Path], epoch: int, step: int) -> Path:
         if path.exists():
             return path
         for config in folder.glob("config*.json"):
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                earlier = Path(json.loads(config.read_text(encoding="utf-8"))["resumed_from"]).parent.parent
+            with suppress(HpctrainError, KeyError, TypeError):
+                earlier = Path(read_json(config)["resumed_from"]).parent.parent
                 if earlier not in folders:
                     folders.append(earlier)
     return checkpoint.path_of(folders[0], epoch, step)
