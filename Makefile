@@ -40,20 +40,20 @@ test-fast: venv .test-tools  ## run the tests that need neither the image nor th
 
 test-mpich: venv cluster  ## build the image with MPICH and test it, also with other MPIs of its ABI
 	$(MAKE) sif MPI=mpich
-	.venv/bin/python -m pytest tests/mpich.py $(PYTEST)
+	.venv/bin/python -m pytest tests/containers/mpich.py $(PYTEST)
 
 test-cuda: venv cluster  ## build the image of FLAVOR=cu130 or cu126 and test it with ranks on CPUs
 	$(MAKE) sif
-	FLAVOR=$(FLAVOR) .venv/bin/python -m pytest tests/cuda_images.py $(PYTEST)
+	FLAVOR=$(FLAVOR) .venv/bin/python -m pytest tests/containers/cuda.py $(PYTEST)
 
 test-gpu:  ## check and measure on one GPU all that needs one, in $(SIF) (FLAVOR=cu130 or cu126, NSMC=FOLDER)
 	apptainer exec --nv $(SIF) python benchmarks/gpu.py $(if $(NSMC),--data $(NSMC))
 
-faults: venv sif cluster .test-tools  ## let every fault of tests/faults.py happen to a job, and write docs/faults.md; takes two hours
-	.venv/bin/python tests/faults.py $(if $(ONLY),--only '$(ONLY)')
+faults: venv sif cluster .test-tools  ## let every fault of tests/tools/faults.py happen to a job, and write docs/faults.md; takes two hours
+	.venv/bin/python tests/tools/faults.py $(if $(ONLY),--only '$(ONLY)')
 
 soak: venv sif cluster  ## train for 20 minutes with a random fault each minute; SEED=1
-	.venv/bin/python tests/faults.py --soak 20 --seed $(or $(SEED),1)
+	.venv/bin/python tests/tools/faults.py --soak 20 --seed $(or $(SEED),1)
 
 lint: venv  ## run ruff, shellcheck and the other checks of source files
 	.venv/bin/python -m pytest -q tests/test_lint.py

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from hpctrain import checkpoint
-from hpctrain.checkpointer import Checkpointer, Interval
+from hpctrain.checkpoints import checkpoint
+from hpctrain.checkpoints.saver import Checkpointer, Interval
+from hpctrain.distributed.world import ALONE
 from hpctrain.vision import recipe
-from hpctrain.world import ALONE
 
 INTERVAL = 600  # s: the default of --checkpoint-every
 

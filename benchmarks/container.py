@@ -15,19 +15,18 @@ process, less the time from opening the run folder to the result.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from conftest import BARE_PYTHON, SIF
 from slurm_cluster import Cluster, bare_binds
 
+from tests.helpers import BARE_PYTHON, MEMORY_AND_THREADS, SIF
+
 BATCH = 32
-ENV = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")}  # of conftest
 UNPACKED = "/opt/unpacked"
 CHROOT = f"""for folder in proc dev home tmp; do mount --rbind /$folder {UNPACKED}/$folder; done
 exec chroot --userspec=1000:1000 {UNPACKED} env HOME=/home/alice sh -c 'cd && exec "$@"' sh "$@"
@@ -38,7 +37,7 @@ def train(cluster: Cluster, user: str, command: list[str], name: str) -> tuple[f
     """Train once; return the median of a step in milliseconds, and the start-up in seconds."""
     start = time.monotonic()
     options = ["--epochs", "6", "--batch-size", str(BATCH), "--out", f"runs/{name}"]
-    cluster.exec("n1", *command, "-m", "hpctrain", "train_ddp", *options, user=user, env=ENV)
+    cluster.exec("n1", *command, "-m", "hpctrain", "train_ddp", *options, user=user, env=MEMORY_AND_THREADS)
     wall = time.monotonic() - start
     folder = cluster.state / "home/alice/runs" / name
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

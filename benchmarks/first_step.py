@@ -22,9 +22,9 @@ from collections.abc import Iterator  # noqa: E402
 from contextlib import contextmanager  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
-from hpctrain.run import Run  # noqa: E402
+from hpctrain.distributed.world import detect  # noqa: E402
+from hpctrain.run.run import Run  # noqa: E402
 from hpctrain.vision import train_ddp  # noqa: E402
-from hpctrain.world import detect  # noqa: E402
 
 marks["import the rest"] = time.time()
 process_group = train_ddp.process_group

@@ -35,13 +35,13 @@ import transformers
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain import checkpoint
-from hpctrain.config import revision, versions, write_json
-from hpctrain.digests import weights_sha256
-from hpctrain.nlp.model_folder import save_model
-from hpctrain.nlp.scratch import create_model, make_config
-from hpctrain.plain_file import open_plain
-from hpctrain.plot import folder_for_matplotlib
+from hpctrain.checkpoints import checkpoint
+from hpctrain.commands.plot import folder_for_matplotlib
+from hpctrain.files.digests import weights_sha256
+from hpctrain.files.plain import open_plain
+from hpctrain.nlp.models.model_folder import save_model
+from hpctrain.nlp.models.scratch import create_model, make_config
+from hpctrain.run.config import revision, versions, write_json
 from hpctrain.vision.data import load_digits
 from hpctrain.vision.model import MnistNet
 

@@ -15,10 +15,11 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from conftest import SIF
 from slurm_cluster import Cluster, bare_binds
+
+from tests.helpers import SIF
 
 HOME = "/home/alice/hpctrain"
 SCRIPT = "benchmarks/first_step.py"

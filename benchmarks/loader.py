@@ -24,10 +24,10 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from hpctrain.batches import training_batches
+from hpctrain.distributed.world import ALONE
+from hpctrain.training.batches import training_batches
 from hpctrain.vision.data import to_images
 from hpctrain.vision.folder import ImageFolder, ImageShards, decode, random_resized_crop
-from hpctrain.world import ALONE
 
 SIDE, BATCH = 224, 32
 

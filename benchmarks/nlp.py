@@ -40,21 +40,21 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hpctrain.cli import positive
-from hpctrain.device import choose_device
-from hpctrain.kernels import compile_training
-from hpctrain.lightning_plugins import make_trainer, quiet
-from hpctrain.nlp import data
-from hpctrain.nlp.classify import TASK
-from hpctrain.nlp.features import Features, load_or_make, make_cache_key
-from hpctrain.nlp.initial_model import load_model
-from hpctrain.nlp.lightning_module import FineTuneModule
-from hpctrain.nlp.model_folder import load_tokenizer
-from hpctrain.nlp.options import parse_options
-from hpctrain.nlp.sampling import BatchSampler, evaluation_batches, make_loader
-from hpctrain.nlp.scratch import SIZES, create_model
-from hpctrain.rendezvous import all_or_none, broadcast, process_group
-from hpctrain.run import Run
-from hpctrain.world import World, detect
+from hpctrain.distributed.device import choose_device
+from hpctrain.distributed.rendezvous import all_or_none, broadcast, process_group
+from hpctrain.distributed.world import World, detect
+from hpctrain.lightning.trainer import make_trainer, quiet
+from hpctrain.nlp.batches.features import Features, load_or_make, make_cache_key
+from hpctrain.nlp.batches.sampling import BatchSampler, evaluation_batches, make_loader
+from hpctrain.nlp.data import formats
+from hpctrain.nlp.models.initial_model import load_model
+from hpctrain.nlp.models.model_folder import load_tokenizer
+from hpctrain.nlp.models.scratch import SIZES, create_model
+from hpctrain.nlp.tasks.classify import TASK
+from hpctrain.nlp.training.lightning_module import FineTuneModule
+from hpctrain.nlp.training.options import parse_options
+from hpctrain.run.run import Run
+from hpctrain.training.kernels import compile_training
 
 # Layers, hidden size and vocabulary of KcBERT; the other sizes are those of --from-scratch.
 KCBERT = {"base": (12, 768, 30_000), "large": (24, 1024, 30_000)}
@@ -74,7 +74,7 @@ class Setting(NamedTuple):
     labels: list[str]
     train: Features
     held_out: Features
-    texts: list[data.Example]  # of `train`
+    texts: list[formats.Example]  # of `train`
     untimed: int  # the first steps
 
     @property
@@ -326,7 +326,7 @@ def measure(setting: Setting, way: str, seed: int, out: Path) -> dict[str, float
 
 def prepare(args: argparse.Namespace, world: World, device: torch.device, folder: Path) -> Setting:
     """Write tokenizer and initial weights into `folder`, which all ranks share, and tokenize the reviews."""
-    reviews = data.load_splits(TASK, args.data, [])  # malformed lines are skipped
+    reviews = formats.load_splits(TASK, args.data, [])  # malformed lines are skipped
     texts = reviews["train"]
     with all_or_none(world):  # the others wait for the folder
         if world.rank == 0:

@@ -33,10 +33,10 @@ SLURM, LAST = "Slurm: end the job, requeue it, start it", "data, run folder, res
 def be_a_rank() -> None:
     """Train. In the first attempt the last rank kills itself; in the second one, every rank prints when each part ended."""
     marks = {"srun, container, Python": began}
-    from hpctrain import entry
-    from hpctrain.run import Run
+    from hpctrain.distributed import entry
+    from hpctrain.distributed.world import detect, restart_count
+    from hpctrain.run.run import Run
     from hpctrain.vision import train_ddp
-    from hpctrain.world import detect, restart_count
 
     marks["imports"] = time.time()
     process_group, step = train_ddp.process_group, Run.step

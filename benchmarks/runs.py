@@ -13,8 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from test_runs import make_run
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
+from tests.commands.test_runs import make_run
 
 READ = "import pathlib, sys; print(sum(len(path.read_bytes()) for path in pathlib.Path(sys.argv[1]).glob('*/*/*.json*')))"
 

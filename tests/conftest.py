@@ -1,7 +1,5 @@
 """Shared fixtures: the real data, the image, and a test cluster with the project in a user's home folder."""
 
-import gzip
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,54 +8,10 @@ import pytest
 import slurm_cluster
 from slurm_cluster import BUILD, REPOSITORY, Cluster, bare_binds
 
-SIF = REPOSITORY / "hpctrain-cpu.sif"
-DATA = Path(os.environ.get("HPCTRAIN_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
-STANDINS = REPOSITORY / "tests/standins"
-IMAGE_TAR = REPOSITORY / "build/hpctrain-cpu.tar"
-# the Python environment of the image on a node without a container: see the fixture `site`
-BARE_PYTHON = "/opt/hpctrain/bin/python"
+from tests.helpers import DATA, IMAGE_TAR, MEMORY_AND_THREADS, SIF, STANDINS, write_digits, write_fewer
 
-# Before a test imports torch. Threads that wait for a core that another test uses spin, and a run takes three times as long.
-# The launch scripts set the other two as well.
-os.environ |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "536870912"}
-
-
-# What a checkpoint says of its run.
-POSITION = {"epoch": 1, "step": 0, "steps": 4, "best": [1, [0.5], 0, 1, 1, [1, 0]], "losses": [0.0], "unlogged": 0, "skipped": 0}
-POSITION |= {"lines": 0, "seconds": 1.5, "options": {}}
-
-
-def write_digits(folder: Path, train: int = 320, test: int = 80) -> Path:
-    """Write some of the bundled digits in the format of MNIST, for runs that are not about the accuracy."""
-    from hpctrain.vision.data import load_digits
-
-    return write_images(folder, load_digits(), train, test)
-
-
-def write_images(folder: Path, both: tuple, train: int, test: int) -> Path:
-    """Write the first images of a training set and of a test set in the format of MNIST."""
-    folder.mkdir()
-    for part, images, n in zip(("train", "t10k"), both, (train, test), strict=True):
-        for name, values in (("images-idx3", images.pixels[:n]), ("labels-idx1", images.labels[:n].to(images.pixels.dtype))):
-            header = bytes([0, 0, 8, values.dim()]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
-            (folder / f"{part}-{name}-ubyte").write_bytes(header + values.numpy().tobytes())
-    return folder
-
-
-def write_fewer(source: Path, target: Path) -> None:
-    """Write a part of the bundled digits, or one of four examples of a file of samples."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if source.suffix == ".gz":
-        lines = gzip.decompress(source.read_bytes()).splitlines(keepends=True)
-        target.write_bytes(gzip.compress(b"".join(lines[:640])))  # 16 steps an epoch: --profile needs 15
-    elif source.suffix == ".json":
-        content = json.loads(source.read_text())
-        few = content | {"data": content["data"][::4]} if isinstance(content, dict) else content[::4]
-        target.write_text(json.dumps(few, ensure_ascii=False))
-    else:
-        end = "\n\n" if source.suffix == ".tsv" else "\n"
-        head, *examples = source.read_text().strip().split(end)
-        target.write_text(end.join([head, *examples[::4]]) + "\n")
+# Before a test imports torch.
+os.environ |= MEMORY_AND_THREADS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,31 +19,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-table", action="store_true", help="let test_matrix.py write its results into README.md")
 
 
-# The files that take longest, first: otherwise the last of them would run alone. Of the fast tests, launch_library takes longest.
+# The files that take longest, first: otherwise the last of them would run alone. Of the fast tests, launch/test_library does.
 LONG_FILES = [
-    "launch",
-    "image",
-    "matrix",
-    "readme",
-    "nlp_cluster",
-    "requeue",
-    "publish",
-    "gpu_benchmark",
-    "launch_library",
-    "train",
-    "watchdog",
-    "notebooks",
-    "security",
-    "resume",
-    "nlp_models",
-    "check",
-    "wandb",
-    "install",
-    "sweep",
-    "contributing",
-    "own_script",
-    "sanity",
-    "world",
+    "launch/test_launch.py",
+    "containers/test_image.py",
+    "launch/test_matrix.py",
+    "docs/test_readme.py",
+    "nlp/test_cluster.py",
+    "launch/test_requeue.py",
+    "containers/test_publish.py",
+    "benchmarks/test_gpu.py",
+    "launch/test_library.py",
+    "vision/test_train.py",
+    "distributed/test_watchdog.py",
+    "docs/test_notebooks.py",
+    "test_security.py",
+    "run/test_resume.py",
+    "nlp/models/test_models.py",
+    "commands/check/test_check.py",
+    "run/test_wandb.py",
+    "containers/test_install.py",
+    "commands/test_sweep.py",
+    "docs/test_contributing.py",
+    "test_own_script.py",
+    "containers/test_sanity.py",
+    "distributed/test_world.py",
 ]
 
 
@@ -97,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Run the fast tests first; where several files run at a time, the files that take minutes."""
 
     def order(item: pytest.Item) -> tuple[int, bool]:
-        name = item.path.stem.removeprefix("test_")
+        name = str(item.path.relative_to(REPOSITORY / "tests"))
         place = LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
         return place if hasattr(config, "workerinput") else 0, item.get_closest_marker("slow") is not None
 

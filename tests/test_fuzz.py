@@ -21,22 +21,25 @@ from types import SimpleNamespace
 import pyarrow
 import pytest
 import torch
-from conftest import POSITION
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pyarrow import feather, ipc, parquet
 
-from hpctrain import checkpoint
+from hpctrain.checkpoints import checkpoint
+from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp import classify, data, finetune, generate, memory, ner, pair, predict, qa
-from hpctrain.nlp.model_folder import load_tokenizer, refuse_code, validate_folder
-from hpctrain.nlp.scratch import create_model
+from hpctrain.nlp.models import memory
+from hpctrain.nlp.models.model_folder import load_tokenizer, refuse_code, validate_folder
+from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.task import SAMPLES
+from hpctrain.nlp.tasks import classify, generate, ner, pair, qa
+from hpctrain.nlp.training import finetune
+from hpctrain.nlp.use import predict
 from hpctrain.vision import data as images
-from hpctrain.world import ALONE
+from tests.helpers import POSITION
 
 pytestmark = pytest.mark.slow
 
-SAMPLES = Path(data.__file__).parent / "samples"
 TASKS = [module.TASK for module in (classify, pair, ner, qa, generate)]
 TASKS += [classify.TASK.for_problem("multi-label"), pair.TASK.for_problem("regression")]
 FILES = sorted(path for path in SAMPLES.glob("*/*") if path.is_file())

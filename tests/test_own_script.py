@@ -14,13 +14,13 @@ import numpy
 import pytest
 import torch
 from slurm_cluster import REPOSITORY
-from test_train import in_image
 from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.utils.data import Dataset
 
 import hpctrain
-from hpctrain.world import ALONE, World
+from hpctrain.distributed.world import ALONE, World
+from tests.vision.test_train import in_image
 
 STEPS = sorted((REPOSITORY / "examples/own-script").glob("*.py"))
 

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import warm_start
-from conftest import BARE_PYTHON
 from slurm_cluster import REPOSITORY
 
-from hpctrain.packages import SAFE_PYTHON, failed_import
+from hpctrain.commands.add import SAFE_PYTHON, failed_import
+from tests.helpers import BARE_PYTHON
+from tests.tools import warm_start
 
 # Unpickled, it creates the file `executed`; every test of pickles looks for that file.
 EVIL = """
@@ -59,9 +59,9 @@ def start_ranks(cwd, *codes, command=(), **env):
 RANK = """
 import os, sys, torch
 import torch.distributed as dist
-from hpctrain import rendezvous
+from hpctrain.distributed import rendezvous
 from hpctrain.errors import HpctrainError
-from hpctrain.world import detect
+from hpctrain.distributed.world import detect
 world = detect()
 with rendezvous.process_group(world, torch.device("cpu")):
     try:
@@ -135,7 +135,7 @@ def test_no_trainer_unpickles_what_a_rank_sends(tmp_path, trainer):
 def test_predictions_keep_their_bits(task):
     import numpy
 
-    from hpctrain.nlp.lightning_module import pack_predictions, unpack_predictions
+    from hpctrain.nlp.training.lightning_module import pack_predictions, unpack_predictions
 
     random = numpy.random.default_rng(1)
     make = {
@@ -200,7 +200,7 @@ dist.PrefixStore = lambda prefix, store: print(prefix) or make(prefix, store)
 
 
 def test_signatures_hold_for_one_rank_and_one_purpose(monkeypatch):
-    from hpctrain import rendezvous
+    from hpctrain.distributed import rendezvous
 
     plain = rendezvous.seal("id", "id of", 1).encode()
     assert rendezvous.verify(plain, "id of", 1) == "id"
@@ -300,7 +300,7 @@ def test_a_verdict_and_news_of_a_stranger_are_ignored(tmp_path):
     """Who lists the keys of the store knows the prefix. The second rank would end at once, without a word."""
     watch = """
 import time
-from hpctrain.watchdog import Watchdog
+from hpctrain.distributed.watchdog import Watchdog
 dog = Watchdog(world, 6, sys.stderr)
 store = rendezvous.connect_again()
 if world.rank == 0:
@@ -318,7 +318,7 @@ def test_a_rank_that_is_lost_is_noticed_although_its_old_news_are_told_again(tmp
     """Whoever reads two of its signed news in the store can set them in turns."""
     watch = """
 import time
-from hpctrain.watchdog import Watchdog
+from hpctrain.distributed.watchdog import Watchdog
 dog = Watchdog(world, 6, sys.stderr)
 store = rendezvous.connect_again()
 dog.step()
@@ -361,26 +361,26 @@ def theirs(tmp_path):
 @pytest.mark.parametrize("is_link", [False, True])
 def test_a_folder_of_somebody_else_does_not_stop_a_job(tmp_path, monkeypatch, theirs, is_link):
     """Its name, on a node where the launch script has none, can be seen on the node where it has one."""
-    from hpctrain import requeue
+    from hpctrain.distributed import control
 
-    control = tmp_path / "control"
-    control.mkdir(mode=0o777)
-    (control / "stop").touch()
+    folder = tmp_path / "control"
+    folder.mkdir(mode=0o777)
+    (folder / "stop").touch()
     for name in ("status", "saved"):
-        (control / name).symlink_to(tmp_path / "mine")
+        (folder / name).symlink_to(tmp_path / "mine")
     if is_link:
-        control.rename(tmp_path / "folder")
-        control.symlink_to(tmp_path / "folder")
-        os.chown(control, 1234, 1234, follow_symlinks=False)
+        folder.rename(tmp_path / "folder")
+        folder.symlink_to(tmp_path / "folder")
+        os.chown(folder, 1234, 1234, follow_symlinks=False)
     else:
-        theirs(control)
-    monkeypatch.setenv("HPCTRAIN_CONTROL", str(control))
-    assert not requeue.stop_requested()
-    requeue.report_saved(None)
-    requeue.report_failed()
+        theirs(folder)
+    monkeypatch.setenv("HPCTRAIN_CONTROL", str(folder))
+    assert not control.stop_requested()
+    control.report_saved(None)
+    control.report_failed()
     env = os.environ | {"SLURM_JOB_ID": "17", "HPCTRAIN_CACHE": str(tmp_path)}
     subprocess.run([REPOSITORY / "launch/task.sh", "none", "--", "true"], env=env, check=True, timeout=100)
-    assert sorted(path.name for path in control.iterdir()) == ["saved", "status", "stop"]
+    assert sorted(path.name for path in folder.iterdir()) == ["saved", "status", "stop"]
 
 
 @BY_ROOT
@@ -468,9 +468,9 @@ def test_no_folder_of_a_run_is_a_link_of_somebody_else(tmp_path, theirs, name):
     """By a link to the checkpoints of another run of yours, those would be overwritten, and the oldest removed."""
     from argparse import Namespace
 
-    from hpctrain import checkpoint
+    from hpctrain.checkpoints import checkpoint
     from hpctrain.errors import HpctrainError
-    from hpctrain.run_folder import prepare_folder
+    from hpctrain.run.folder import prepare_folder
 
     for folder in ("run", "other"):
         (tmp_path / folder).mkdir()
@@ -487,7 +487,8 @@ def test_no_folder_of_a_run_is_a_link_of_somebody_else(tmp_path, theirs, name):
 @pytest.mark.parametrize("name", [".probe", "metrics.jsonl", "logs/rank-0.log", "token"])
 def test_links_in_a_run_folder_that_others_can_write(tmp_path, theirs, name):
     """Their names can be predicted."""
-    from hpctrain import atomic, tunnel
+    from hpctrain.files import atomic
+    from hpctrain.servers import tunnel
 
     (tmp_path / "logs").mkdir()
     link = tmp_path / (f".probe.{os.getpid()}" if name == ".probe" else name)
@@ -500,7 +501,7 @@ def test_links_in_a_run_folder_that_others_can_write(tmp_path, theirs, name):
         from argparse import Namespace
 
         from hpctrain.errors import HpctrainError
-        from hpctrain.run_folder import prepare_folder
+        from hpctrain.run.folder import prepare_folder
 
         with pytest.raises(HpctrainError, match=r"cannot be written \(File exists\)"):
             prepare_folder("train_ddp", Namespace(out=tmp_path, resume=None))
@@ -677,11 +678,12 @@ def hpctrain(cwd, *words, stdin="", **env):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The folder of a small model of nlp.classify."""
-    from hpctrain.nlp import classify, data
-    from hpctrain.nlp.scratch import create_model
+    from hpctrain.nlp.data import formats
+    from hpctrain.nlp.models.scratch import create_model
+    from hpctrain.nlp.tasks import classify
 
     folder = tmp_path_factory.mktemp("model") / "model"
-    texts = [document.text for document in data.load_splits(classify.TASK, None)["train"]]
+    texts = [document.text for document in formats.load_splits(classify.TASK, None)["train"]]
     config = folder.with_name("config.json")
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 600}
     config.write_text(json.dumps({"model_type": "bert"} | shape))
@@ -756,12 +758,14 @@ def test_a_pickle_of_a_model_is_not_executed(copy, tmp_path, command):
 
 def test_json_that_is_nested_too_deeply_is_one_line(tmp_path):
     from hpctrain.errors import HpctrainError
-    from hpctrain.nlp import data, pair, predict, qa
-    from hpctrain.nlp.model_folder import read_json_object
+    from hpctrain.nlp.data import formats
+    from hpctrain.nlp.models.model_folder import read_json_object
+    from hpctrain.nlp.tasks import pair, qa
+    from hpctrain.nlp.use import predict
 
     path = tmp_path / "train.json"
     path.write_text("[" * 200_000 + "]" * 200_000)
-    for read in (pair.TASK.read, qa.TASK.read, read_json_object, lambda path: data.read_json(path, list, "a list")):
+    for read in (pair.TASK.read, qa.TASK.read, read_json_object, lambda path: formats.read_json(path, list, "a list")):
         with pytest.raises(HpctrainError, match=r"train\.json: .*") as error:
             read(path)
         assert "\n" not in str(error.value)
@@ -774,7 +778,7 @@ def test_json_that_is_nested_too_deeply_is_one_line(tmp_path):
 
 
 def test_secrets_are_hidden(monkeypatch):
-    from hpctrain.redaction import hide_secrets
+    from hpctrain.files.redaction import hide_secrets
 
     for name, value in {"HF_TOKEN": "hf_abcdefgh", "my_api_key": "sesame-street", "SHORT_KEY": "1", "HOME": "/home"}.items():
         monkeypatch.setenv(name, value)

@@ -25,7 +25,7 @@ site=$root$prefix/lib/python3.11/site-packages
 # checked-hash: Python notices an edited source file, because users mount their own over it.
 compile_bytecode "$prefix/bin/python" "$site/hpctrain" checked-hash
 # Python runs this line when it starts: it appends the user's packages (hpctrain add) to sys.path.
-echo 'import os; os.environ.get("HPCTRAIN_PACKAGES") and __import__("hpctrain.packages").packages.add_to_sys_path()' \
+echo 'import os; os.environ.get("HPCTRAIN_PACKAGES") and __import__("hpctrain.commands.add").commands.add.add_to_sys_path()' \
     >"$site/hpctrain-packages.pth"
 # Importing every command creates caches, which belong neither into the image nor into the home of whoever builds it.
 home=$(mktemp -d)

@@ -9,7 +9,7 @@
 #   COMMAND_IN_VARIABLE  not empty: the command of a rank goes to the tasks in HPCTRAIN_COMMAND, not on the command line
 #   CLEAN_UP+=(FUNCTION) ends the processes that outlive a failed job
 # A function task_NAME, where there is one, runs in each task before it enters the image. Without one the task gets the variables
-# of torchrun, by which hpctrain (src/hpctrain/world.py) detects its rank.
+# of torchrun, by which hpctrain (src/hpctrain/distributed/world.py) detects its rank.
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by lib.sh and task.sh
 

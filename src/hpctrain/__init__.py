@@ -14,26 +14,26 @@ except PackageNotFoundError:  # run from a source tree without an installation
     __version__ = "0+unknown"
 
 _MODULES = {
-    "all_or_none": "rendezvous",
-    "broadcast": "rendezvous",
-    "choose_device": "device",
-    "data_loader": "batches",
-    "detect": "world",
-    "evaluation_batches": "batches",
-    "gather": "rendezvous",
+    "all_or_none": "distributed.rendezvous",
+    "broadcast": "distributed.rendezvous",
+    "choose_device": "distributed.device",
+    "data_loader": "training.batches",
+    "detect": "distributed.world",
+    "evaluation_batches": "training.batches",
+    "gather": "distributed.rendezvous",
     "HpctrainError": "errors",
-    "load_weights": "checkpoint",
-    "main": "entry",
-    "process_group": "rendezvous",
-    "Run": "run",
-    "seed_step": "batches",
-    "settle_buckets": "buckets",
-    "steps_per_epoch": "batches",
-    "TarShards": "tar_shards",
+    "load_weights": "checkpoints.checkpoint",
+    "main": "distributed.entry",
+    "process_group": "distributed.rendezvous",
+    "Run": "run.run",
+    "seed_step": "training.batches",
+    "settle_buckets": "training.buckets",
+    "steps_per_epoch": "training.batches",
+    "TarShards": "training.tar_shards",
     "trainer_parser": "cli",
-    "training_batches": "batches",
+    "training_batches": "training.batches",
     "UsageError": "errors",
-    "World": "world",
+    "World": "distributed.world",
 }
 __all__ = list(_MODULES)
 
@@ -41,7 +41,7 @@ __all__ = list(_MODULES)
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever has the name
     if name not in _MODULES:
         raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
-    from hpctrain.entry import print_errors_in_one_line
+    from hpctrain.distributed.entry import print_errors_in_one_line
 
     print_errors_in_one_line()
     value = globals()[name] = getattr(import_module(f"hpctrain.{_MODULES[name]}"), name)

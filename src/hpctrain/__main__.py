@@ -32,9 +32,9 @@ def main() -> None:
         print(__version__)
         return
 
-    from hpctrain import entry
+    from hpctrain.distributed import entry
+    from hpctrain.distributed.world import ALONE, World
     from hpctrain.errors import UsageError
-    from hpctrain.world import ALONE, World
 
     name = arguments.pop(0)
 

@@ -26,27 +26,31 @@ COMMANDS = {
     "train_fsdp": ("hpctrain.vision.train_fsdp", "train", "train with the model sharded over all ranks (PyTorch FSDP2)"),
     "train_horovod": ("hpctrain.vision.train_horovod", "train", "train with Horovod, on any number of ranks"),
     "train_single": ("hpctrain.vision.train_single", "train", "train in one process, without a launcher"),
-    "nlp.classify": ("hpctrain.nlp.classify", "fine-tune", "fine-tune a model to classify texts (NSMC)"),
-    "nlp.pair": ("hpctrain.nlp.pair", "fine-tune", "fine-tune a model to classify sentence pairs (KLUE-NLI, KorNLI)"),
-    "nlp.ner": ("hpctrain.nlp.ner", "fine-tune", "fine-tune a model to recognize named entities (KLUE-NER, CoNLL)"),
-    "nlp.qa": ("hpctrain.nlp.qa", "fine-tune", "fine-tune a model to answer questions from a text (KorQuAD, SQuAD)"),
-    "nlp.generate": ("hpctrain.nlp.generate", "fine-tune", "fine-tune a model to continue a text"),
-    "nlp.instruct": ("hpctrain.nlp.instruct", "fine-tune", "fine-tune a model to answer, by conversations"),
-    "sweep": ("hpctrain.sweep", "use", "search hyperparameters: each task of a job array is a trial"),
-    "predict": ("hpctrain.nlp.predict", "use", "answer texts with a fine-tuned model, as JSON lines"),
-    "serve": ("hpctrain.nlp.serve", "use", "show a fine-tuned model as a web page and a JSON service"),
-    "fetch": ("hpctrain.nlp.hub", "use", "download a model from the Hugging Face hub, for nodes without internet"),
-    "tensorboard": ("hpctrain.tensorboard", "use", "run TensorBoard on a compute node, for you alone"),
-    "jupyter": ("hpctrain.jupyter", "use", "run JupyterLab on a compute node, for you alone"),
-    "add": ("hpctrain.packages", "use", "install Python packages into a folder, on top of the image"),
-    "completion": ("hpctrain.completion", "use", "print shell completion for bash or zsh"),
-    "check": ("hpctrain.check", "inspect", "check every rank's node, software and folders, and the network between them"),
-    "bench": ("hpctrain.bench", "inspect", "measure how fast the ranks exchange data: bandwidth by operation and size"),
-    "scaling": ("hpctrain.scaling", "inspect", "compare runs on 1, 2, 4, ... ranks: throughput, speedup, efficiency"),
-    "runs": ("hpctrain.runs", "inspect", "list runs: state, position, score, speed"),
-    "report": ("hpctrain.report", "inspect", "compare runs on one HTML page"),
-    "export": ("hpctrain.export", "inspect", "write the metrics of runs as CSV, or for TensorBoard or Weights & Biases"),
-    "plot": ("hpctrain.plot", "inspect", "draw the losses and scores of a run as curves.png"),
+    "nlp.classify": ("hpctrain.nlp.tasks.classify", "fine-tune", "fine-tune a model to classify texts (NSMC)"),
+    "nlp.pair": ("hpctrain.nlp.tasks.pair", "fine-tune", "fine-tune a model to classify sentence pairs (KLUE-NLI, KorNLI)"),
+    "nlp.ner": ("hpctrain.nlp.tasks.ner", "fine-tune", "fine-tune a model to recognize named entities (KLUE-NER, CoNLL)"),
+    "nlp.qa": ("hpctrain.nlp.tasks.qa", "fine-tune", "fine-tune a model to answer questions from a text (KorQuAD, SQuAD)"),
+    "nlp.generate": ("hpctrain.nlp.tasks.generate", "fine-tune", "fine-tune a model to continue a text"),
+    "nlp.instruct": ("hpctrain.nlp.tasks.instruct", "fine-tune", "fine-tune a model to answer, by conversations"),
+    "sweep": ("hpctrain.commands.sweep", "use", "search hyperparameters: each task of a job array is a trial"),
+    "predict": ("hpctrain.nlp.use.predict", "use", "answer texts with a fine-tuned model, as JSON lines"),
+    "serve": ("hpctrain.nlp.use.serve", "use", "show a fine-tuned model as a web page and a JSON service"),
+    "fetch": ("hpctrain.nlp.models.hub", "use", "download a model from the Hugging Face hub, for nodes without internet"),
+    "tensorboard": ("hpctrain.servers.tensorboard", "use", "run TensorBoard on a compute node, for you alone"),
+    "jupyter": ("hpctrain.servers.jupyter", "use", "run JupyterLab on a compute node, for you alone"),
+    "add": ("hpctrain.commands.add", "use", "install Python packages into a folder, on top of the image"),
+    "completion": ("hpctrain.commands.completion", "use", "print shell completion for bash or zsh"),
+    "check": (
+        "hpctrain.commands.check.check",
+        "inspect",
+        "check every rank's node, software and folders, and the network between them",
+    ),
+    "bench": ("hpctrain.commands.bench", "inspect", "measure how fast the ranks exchange data: bandwidth by operation and size"),
+    "scaling": ("hpctrain.commands.scaling", "inspect", "compare runs on 1, 2, 4, ... ranks: throughput, speedup, efficiency"),
+    "runs": ("hpctrain.commands.runs", "inspect", "list runs: state, position, score, speed"),
+    "report": ("hpctrain.commands.report", "inspect", "compare runs on one HTML page"),
+    "export": ("hpctrain.commands.export", "inspect", "write the metrics of runs as CSV, or for TensorBoard or Weights & Biases"),
+    "plot": ("hpctrain.commands.plot", "inspect", "draw the losses and scores of a run as curves.png"),
 }
 
 
@@ -158,8 +162,8 @@ def seconds(text: str) -> float:
 
 
 def interval(text: str) -> str:
-    """An argparse type: the text of an Interval, see checkpointer.py. It stays a text, which config.json can hold."""
-    from hpctrain.checkpointer import Interval  # imports torch, which --help should not wait for
+    """An argparse type: the text of an Interval, see saver.py. It stays a text, which config.json can hold."""
+    from hpctrain.checkpoints.saver import Interval  # imports torch, which --help should not wait for
 
     try:
         Interval.parse(text)

@@ -14,17 +14,17 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hpctrain import atomic, digests
-from hpctrain.checkpointer import Decisions
-from hpctrain.config import add_resumption, write_config, write_json
-from hpctrain.entry import print_errors_in_one_line
+from hpctrain.checkpoints.saver import Decisions
+from hpctrain.commands.plot import plot
+from hpctrain.distributed.control import report_saved, report_stopped, stop_requested
+from hpctrain.distributed.entry import print_errors_in_one_line
+from hpctrain.distributed.rendezvous import all_or_none, broadcast
+from hpctrain.distributed.world import detect
 from hpctrain.errors import EndEarly, HpctrainError, UsageError, first_line
-from hpctrain.metrics import Metrics
-from hpctrain.owner import Owner
-from hpctrain.plot import plot
-from hpctrain.rendezvous import all_or_none, broadcast
-from hpctrain.requeue import report_saved, report_stopped, stop_requested
-from hpctrain.world import detect
+from hpctrain.files import atomic, digests
+from hpctrain.run.config import add_resumption, write_config, write_json
+from hpctrain.run.metrics import Metrics
+from hpctrain.run.owner import Owner
 
 
 class RunFolder(TrainerCallback):

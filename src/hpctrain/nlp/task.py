@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import ModelOutput
 
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp.features import Features
-from hpctrain.nlp.sampling import evaluation_batches
+from hpctrain.nlp.batches.features import Features
+from hpctrain.nlp.batches.sampling import evaluation_batches
 
 SAMPLES = Path(__file__).parent / "samples"
 IGNORED = -100  # the label that the loss of every model of transformers ignores

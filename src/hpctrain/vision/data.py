@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import HpctrainError, hint_unmounted
-from hpctrain.plain_file import open_plain
+from hpctrain.files.plain import open_plain
 
 SIDE = 28  # pixels
 CLASSES = 10

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hpctrain.batches import can_fork_beside_threads
+from hpctrain.distributed.world import counted
 from hpctrain.errors import HpctrainError, first_line, one_line
-from hpctrain.plain_file import open_plain
-from hpctrain.tar_shards import TarShards
+from hpctrain.files.plain import open_plain
+from hpctrain.training.batches import can_fork_beside_threads
+from hpctrain.training.tar_shards import TarShards
 from hpctrain.vision.data import Images, to_images
-from hpctrain.world import counted
 
 if TYPE_CHECKING:  # importing Pillow would hold up MNIST's first step
     from PIL import Image

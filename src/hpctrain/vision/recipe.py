@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, Optimizer
 
-from hpctrain import flops
-from hpctrain.batches import evaluation_batches
 from hpctrain.cli import Parser, add_kernels, positive, trainer_parser
+from hpctrain.distributed.rendezvous import all_or_none, gather
+from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.kernels import check_compiler, compile_training, make_deterministic
-from hpctrain.rendezvous import all_or_none, gather
+from hpctrain.run import flops
+from hpctrain.training.batches import evaluation_batches
+from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
 from hpctrain.vision import data
 from hpctrain.vision.data import Images
 from hpctrain.vision.folder import ImageFolder, is_image_folder, load_folder
 from hpctrain.vision.model import MnistNet, ResNet50
-from hpctrain.world import World
 
 
 class Recipe(NamedTuple):

@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hpctrain.batches import evaluation_batches, steps_per_epoch, training_batches
-from hpctrain.checkpoint import load_optimizer
+from hpctrain.checkpoints.checkpoint import load_optimizer
 from hpctrain.cli import Parser, add_device
-from hpctrain.device import choose_device
+from hpctrain.distributed.device import choose_device
+from hpctrain.distributed.rendezvous import process_group
+from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
-from hpctrain.rendezvous import process_group
-from hpctrain.run import Run
-from hpctrain.sharding import copy_without_weights, gather_model, load_weights, shard, split, split_state
+from hpctrain.run.run import Run
+from hpctrain.training.batches import evaluation_batches, steps_per_epoch, training_batches
+from hpctrain.training.sharding import copy_without_weights, gather_model, load_weights, shard, split, split_state
 from hpctrain.vision import recipe
-from hpctrain.world import World
 
 
 def main(world: World, arguments: list[str]) -> None:

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hpctrain.batches import evaluation_batches, steps_per_epoch, training_batches
 from hpctrain.cli import Parser, positive
-from hpctrain.device import choose_device
+from hpctrain.distributed.device import choose_device
+from hpctrain.distributed.lazy_imports import import_of_lightning
+from hpctrain.distributed.rendezvous import process_group
+from hpctrain.distributed.world import World, counted
 from hpctrain.errors import UsageError
-from hpctrain.lazy_imports import import_of_lightning
-from hpctrain.lightning_plugins import make_trainer, quiet
-from hpctrain.rendezvous import process_group
-from hpctrain.run import Run
+from hpctrain.lightning.trainer import make_trainer, quiet
+from hpctrain.run.run import Run
+from hpctrain.training.batches import evaluation_batches, steps_per_epoch, training_batches
 from hpctrain.vision import data, recipe
 from hpctrain.vision.folder import ImageLoader
-from hpctrain.world import World, counted
 
 with import_of_lightning():
     from lightning.pytorch import LightningModule

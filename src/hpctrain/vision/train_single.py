@@ -4,9 +4,9 @@ hpctrain train_single
 """
 
 from hpctrain.cli import Parser
+from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.vision import train_ddp
-from hpctrain.world import World
 
 
 def parser() -> Parser:

@@ -1,0 +1,328 @@
+"""Checkpoints that appear complete and verified under their final name, or not at all.
+
+A checkpoint is a plain torch.save() of a dictionary. That is a zip archive with a CRC-32 for every record. torch.load() does
+not check it and this file does, so a truncated file or a flipped bit is found before anything is trained on it. The checkpoint of
+a model of which each rank holds a part is a folder of such files: see parts.py.
+"""
+
+import argparse
+import copy
+import io
+import pickle
+import re
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.utils._pytree import tree_map_only
+
+from hpctrain.checkpoints import parts
+from hpctrain.errors import HpctrainError, UsageError, first_line, one_line
+from hpctrain.files import atomic
+from hpctrain.run.config import list_other_options
+
+
+def path_of(folder: Path, epoch: int, step: int = 0) -> Path:
+    """The path of the checkpoint of an epoch, counted from 1, or of the one after `step` steps of that epoch."""
+    return folder / "checkpoints" / (f"epoch-{epoch:04d}-step-{step:06d}.pt" if step else f"epoch-{epoch:04d}.pt")
+
+
+def list_newest_first(folder: Path) -> list[Path]:
+    """The checkpoints of a run folder, in the order of path_of() from the last epoch and step backwards."""
+    matches = [(re.fullmatch(r"epoch-(\d+)(?:-step-(\d+))?", path.stem), path) for path in (folder / "checkpoints").glob("*.pt")]
+    order = {path: (int(match[1]), int(match[2] or sys.maxsize)) for match, path in matches if match}
+    return sorted(order, key=order.__getitem__, reverse=True)
+
+
+def has_complete(folder: Path) -> bool:
+    """Whether a run folder has a checkpoint, with the files of all ranks: a job may have died while it wrote its first one."""
+    return any(map(_has_all_files, list_newest_first(folder)))
+
+
+def _has_all_files(path: Path) -> bool:
+    try:
+        parts.find_files(path)
+    except FileNotFoundError:
+        return False
+    except OSError:  # it is a file, or cannot be read
+        pass
+    return True
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint. Raises OSError."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: None) -> None:
+    """Write `state`, on one rank. `check` is called when the file is complete, before it gets its name.
+
+    Raises HpctrainError, naming the file, if it cannot be written; earlier checkpoints stay as they are.
+    """
+    try:
+        atomic.check_link(path.parent)
+        path.parent.mkdir(exist_ok=True)  # of a checkpoint in parts
+        with atomic.file(path, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            if not is_intact(Path(file.name)):
+                raise OSError("the file read back is not the one written")
+            check()
+    except (OSError, RuntimeError) as error:
+        # torch.save() reports a full disk as a RuntimeError that says nothing of it, beside the OSError of the file.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise HpctrainError(
+            f"{path}: the checkpoint could not be written ({first_line(cause)}): free some space there, or use --out"
+        ) from error
+
+
+def check_loadable(state: dict[str, Any], where: str) -> None:
+    """Raise UsageError for a state that could be saved but not loaded: checkpoints are tensors and plain values, never code."""
+    file = io.BytesIO()
+    torch.save(tree_map_only(torch.Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype), state), file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))  # after advice on how to load it all the same
+        text = found[1] if found else first_line(error)
+        raise UsageError(
+            f"the checkpoints would hold more than tensors and plain values ({text[:200]}): remove it from {where}, "
+            "or call torch.serialization.add_safe_globals()"
+        ) from None
+
+
+def check_resumable(state: dict[str, Any], entry: str | None) -> None:
+    """Raise UsageError for the state of a run that find_fitting() would not take; `entry` is None if it will not be asked."""
+    if entry and not isinstance(state.get("model"), dict):
+        raise UsageError("run.save() got no state_dict() of the model as 'model', without which no run can be resumed")
+    if entry and entry not in state:
+        raise UsageError(f"run.save() got no {entry!r}, without which no run can be resumed")
+    check_loadable(state, "the state for run.save()")
+
+
+def find_newest(folder: Path) -> Path:
+    """The last intact checkpoint of a run folder. Prints the names of corrupt ones, which it skips.
+
+    Raises HpctrainError if there is none.
+    """
+    corrupt = []
+    for path in list_newest_first(folder):
+        if is_intact(path):
+            if corrupt:
+                skipped = ", ".join(corrupt)
+                print(
+                    f"hpctrain: skipping corrupt or incomplete {skipped} in {path.parent}, resuming from {path.name}", flush=True
+                )
+            return path
+        corrupt.append(path.name)
+    if has_complete(folder):
+        raise HpctrainError(f"{folder}: every checkpoint in it is corrupt ({', '.join(corrupt)}): start without --resume")
+    raise HpctrainError(
+        f"{folder}: no checkpoint to resume from (checkpoints/epoch-*.pt): name a run folder that has one, or start that run "
+        f"again with --resume auto --out {folder}"
+    )
+
+
+def find_fitting(
+    newest: Path, model: torch.nn.Module, entry: str, args: argparse.Namespace | None = None, free: tuple[str, ...] = ()
+) -> Path:
+    """The newest checkpoint of this model, from `newest` on backwards in its folder; prints why others are skipped.
+
+    It has an entry of this name beside "model", "epoch" and "step", as the checkpoints of the trainer that asks have. The
+    reason for one of another model has the options that differ from `args`, except for the `free` ones.
+    Raises HpctrainError that names the folder and `newest` if none fits.
+    """
+    problems: dict[str, str] = {}
+    paths = list_newest_first(newest.parent.parent)
+    for path in paths[paths.index(newest) :]:
+        problem = _describe_misfit(path, model, entry, args, free)
+        if not problem:
+            for name, text in problems.items():
+                line = f"hpctrain: skipping {name} in {path.parent} ({text}), resuming from {path.name}"
+                print(one_line(line), flush=True)
+            return path
+        problems[path.name] = problem
+    name, text = next(iter(problems.items()))
+    raise HpctrainError(
+        f"{newest.parent.parent}: none of its checkpoints can be resumed from (the newest, {name}: {text}): "
+        "give the trainer and the options of that run, or start without --resume"
+    )
+
+
+def _describe_misfit(
+    path: Path, model: torch.nn.Module, entry: str, args: argparse.Namespace | None, free: tuple[str, ...]
+) -> str:
+    """Why a checkpoint is not one of this model; "" if it is."""
+    if not is_intact(path):
+        return "corrupt"
+    try:
+        state = _open(path)
+    except Exception as error:
+        return f"it cannot be loaded: {first_line(error)[:200]}"
+    weights = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(weights, dict) or not {"epoch", "step", entry} <= state.keys():
+        return "it is of another trainer"
+    if not _has_position(state):
+        return "its position is none that hpctrain writes"
+    own, saved = ({name: _shape_of(value) for name, value in part.items()} for part in (model.state_dict(), weights))
+    differing = next((name for name in [*own, *saved] if own.get(name) != saved.get(name)), None)
+    if not differing:
+        return ""
+    others = list_other_options(args, state.get("options", {}), free) if args else ""
+    cause = f", because of {others}" if others else ""
+    return f"it is of another model: {differing} is {saved.get(differing)}, not {own.get(differing)}{cause}"
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | str:  # noqa: ANN401 - a file of somebody else may have anything there
+    """The shape of a tensor or of its Pieces."""
+    dense = parts.has_memory(value) if isinstance(value, torch.Tensor) else hasattr(value, "shape")
+    return tuple(value.shape) if dense else "no dense tensor"
+
+
+def _has_position(state: dict[str, Any]) -> bool:
+    """Whether what a checkpoint says of its run, beside weights, is of the kinds that Run.save() writes."""
+    numbers = [state.get(name) for name in ("epoch", "step", "steps", "unlogged", "skipped", "lines")]
+    losses, options = state.get("losses"), state.get("options")
+    match state.get("best"):
+        case [int(), list() as score] | [int(), list() as score, int(), int(), int(), [int(), int()]]:
+            return (
+                all(type(number) is int and 0 <= number < 2**31 for number in numbers)
+                and (
+                    isinstance(losses, list)
+                    and losses != []
+                    and isinstance(options, dict)
+                    and all(isinstance(name, str) for name in options)
+                )
+                and all(isinstance(value, int | float) for value in [*score, *losses, state.get("seconds")])
+            )
+    return False
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path, split: Callable[[Any], Any] = lambda entry: entry
+) -> None:
+    """Load the entry "optimizer" of a checkpoint. Raises HpctrainError, naming the file, if it is not of this model.
+
+    `split` maps the entry to this rank's part of it. The options of the optimizer, such as its momentum, stay its own.
+    """
+    try:
+        saved, own = state["optimizer"], optimizer.state_dict()["param_groups"]
+        groups = [mine | {"params": group["params"]} for mine, group in zip(own, saved["param_groups"], strict=True)]
+        tensors = [value for values in saved["state"].values() for value in values.values() if isinstance(value, torch.Tensor)]
+        if not all(map(parts.has_memory, tensors)):  # split() copies
+            raise ValueError("a tensor without values of its own")
+        optimizer.load_state_dict(split(saved | {"param_groups": groups}))
+        for parameter, values in optimizer.state.items():
+            for name, value in values.items():
+                if name != "step" and value is not None and getattr(value, "shape", None) != parameter.shape:
+                    raise ValueError("a tensor of another shape")
+    except Exception as error:  # a file of somebody else may have anything there
+        raise HpctrainError(
+            f"{path}: not the optimizer of this model ({first_line(error)[:200]}): resume from another run folder"
+        ) from error
+
+
+def load(path: Path, device: torch.device) -> dict[str, Any]:
+    """Load a checkpoint onto `device`: tensors and plain values only, never code. Raises HpctrainError, naming the file."""
+    try:
+        if path.is_dir():
+            whole = parts.make_whole(parts.read(path))
+            return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), whole)
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # torch.load() passes on the errors of zipfile, pickle and others
+        raise _describe(path, error) from error
+
+
+def open_lazily(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint, whose weights stay on the disk until they are used: they are mapped, or Pieces.
+
+    Raises HpctrainError, naming the file.
+    """
+    try:
+        return _open(path)
+    except Exception as error:
+        raise _describe(path, error) from error
+
+
+def _open(path: Path) -> dict[str, Any]:
+    return parts.read(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _describe(path: Path, error: Exception) -> HpctrainError:
+    return HpctrainError(f"{path}: not a checkpoint that can be loaded ({first_line(error)}): resume from another run folder")
+
+
+def is_intact(path: Path) -> bool:
+    """Whether every record of the archive is there and matches its CRC-32; of a folder, whether all of its files are intact."""
+    try:
+        if path.is_dir():
+            with ThreadPoolExecutor() as threads:
+                return all(threads.map(is_intact, parts.find_files(path)))
+        if not path.is_file():  # a pipe would be waited for
+            return False
+        with zipfile.ZipFile(path) as archive:
+            # torch.save() compresses nothing. A record that is compressed is not from it, and may unpack to any size.
+            stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
+            return stored and archive.testzip() is None
+    except Exception:  # broken headers raise ValueError, RuntimeError, NotImplementedError, UnicodeDecodeError and others
+        return False
+
+
+def check_intact(path: Path) -> None:
+    """Raise HpctrainError, naming the file, if it or a file in the folder is not as it was written."""
+    if not is_intact(path):
+        raise HpctrainError(f"{path}: damaged since it was written, or incomplete: copy it again, or take another checkpoint")
+
+
+def load_weights(model: torch.nn.Module, path: str | Path) -> None:
+    """Load weights into a model, in place: of a checkpoint of hpctrain or Lightning, or of a file that has nothing else.
+
+    DistributedDataParallel, DataParallel and torch.compile put a prefix before each name; the model and the file may each have
+    one. Raises HpctrainError that names the file, if it is damaged or does not fit the model.
+    """
+    path = Path(path)
+    if path.is_dir() or zipfile.is_zipfile(path):  # others have no checksum
+        check_intact(path)
+    content = load(path, torch.device("cpu"))
+    if not isinstance(content, dict):
+        content = {}
+    found = next((content[name] for name in ("model", "state_dict") if isinstance(content.get(name), dict)), content)
+    plain = unwrap(model)
+    try:
+        plain.load_state_dict(without_prefix(found, plain))
+    except (RuntimeError, TypeError) as error:  # its first line names only the class
+        problem = " ".join(str(error).split("\n", 1)[-1].split())[:300]
+        raise HpctrainError(f"{path}: not the weights of this model ({problem}): build the model with its options") from error
+
+
+def without_prefix(weights: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """The weights under the names that they have in a model that nothing wraps, if they are those of the model wrapped."""
+    weights, own = copy.copy(weights), model.state_dict().keys()
+    if hasattr(weights, "_metadata"):  # by which load_state_dict() knows old versions
+        weights._metadata = copy.copy(weights._metadata)
+    for prefix in ("module.", "_orig_mod.", "module."):  # DDP may hold a compiled model, and be compiled
+        if weights.keys() != own and all(name.startswith(prefix) for name in weights):
+            consume_prefix_in_state_dict_if_present(weights, prefix)
+    return weights
+
+
+def with_plain_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """The state of a checkpoint, with without_prefix() of its entry "model"."""
+    return state | {"model": without_prefix(state["model"], model)} if isinstance(state.get("model"), dict) else state
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The model in DistributedDataParallel, DataParallel or torch.compile, or the model itself."""
+    while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
+        model = model.module if hasattr(model, "module") else model._orig_mod
+    return model

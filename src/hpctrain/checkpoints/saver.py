@@ -1,0 +1,269 @@
+"""When a run saves a checkpoint, and how: a copy in memory at the step, written to disk in the background.
+
+All ranks have to save at the same step. They agree on it every few seconds; between these decisions no rank waits for another
+one.
+"""
+
+import copy
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from hpctrain.checkpoints import checkpoint, parts
+from hpctrain.distributed.control import report_saved, stop_requested
+from hpctrain.distributed.rendezvous import gather
+from hpctrain.distributed.world import World
+from hpctrain.errors import DivergedError, HpctrainError
+from hpctrain.files.atomic import Retry
+
+# The ranks decide about every PERIOD seconds, and never more than MOST_STEPS steps apart, in case the steps become slower.
+PERIOD, MOST_STEPS = 2.0, 500
+
+_UNITS = {"s": 1, "min": 60, "h": 3600}
+
+
+class Interval(NamedTuple):
+    """How often a checkpoint is saved: every so many steps, or seconds; the other one is 0."""
+
+    steps: int
+    seconds: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Interval":
+        """Parse a number of steps (500) or a time (30s, 10min, 1h). Raises ValueError."""
+        match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)(s|min|h)", text)
+        if not match or not float(match[1] or match[2]):
+            raise ValueError(text)
+        return cls(int(match[1]), 0) if match[1] else cls(0, float(match[2]) * _UNITS[match[3]])
+
+
+class Decisions:
+    """When the ranks decide: about every PERIOD seconds, and at most MOST_STEPS steps apart."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._since, self._until = 0, 1
+        self._decided = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether the ranks decide after this step, the same on all of them. Call it once a step."""
+        self._since += 1
+        return self._since >= self._until
+
+    def gather(self, *values: Any) -> list[list[Any]]:  # noqa: ANN401 - JSON values
+        """The values of every rank, in rank order. A collective call, which sets when to decide again."""
+        now = time.monotonic()
+        fitting = int(PERIOD * self._since / max(now - self._decided, 1e-6))
+        next_one = min(max(fitting, 1), 2 * self._until, MOST_STEPS)
+        answers = gather(self._world, [next_one, *values])
+        self._since, self._until, self._decided = 0, answers[0][0], now
+        return [values for _, *values in answers]
+
+
+class Checkpointer:
+    """Saves the checkpoints of a run folder. `keep` is the number of the newest ones to keep, beside the best one.
+
+    `check` is called before a checkpoint gets its final name; it raises HpctrainError if this job may no longer write.
+    `resume_with`: see report_saved(). If `in_parts` is set, every rank saves its own part; otherwise rank 0 saves all.
+    """
+
+    def __init__(
+        self, world: World, folder: Path, every: Interval, keep: int, check: Callable[[], None], resume_with: Path | None = None
+    ) -> None:
+        self.in_parts = False
+        self.entry: str | None = None  # that a resume needs beside the model
+        self._world = world
+        self._last: tuple[Path, Path] | None = None  # the last checkpoint written, and the best one then
+        self.stop = False  # the launch script has asked for the end, on every rank
+        self._folder, self._every, self._keep, self._check, self._resume_with = folder, every, keep, check, resume_with
+        self._decisions = Decisions(world)
+        self._saved = time.monotonic()
+        self._copy: Any = None
+        self._writer: threading.Thread | None = None
+        self._error: HpctrainError | None = None
+        self._written = False
+        self._copied = threading.Event()
+        self._copied.set()
+        register_optimizer_step_pre_hook(self._wait_for_copy)
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """Whether all ranks save now, after `step` steps of the run. A collective call, once a step.
+
+        After the `last` step of an epoch only if the job has to stop: evaluation and a checkpoint of the epoch follow.
+        """
+        due = bool(self._every.steps) and step % self._every.steps == 0
+        if self._decisions.is_due() or last:
+            due |= self._decide()
+        return self.stop if last else due
+
+    def decide_to_stop(self) -> bool:
+        """Whether the launch script has asked for the end by now. A collective call."""
+        self._decide()
+        return self.stop
+
+    def _decide(self) -> bool:
+        """Whether a checkpoint is due, for the time or to stop. Sets `stop`."""
+        # A checkpoint that could not be written is due as well: save() raises its error.
+        late = (self._every.seconds > 0 and time.monotonic() - self._saved >= self._every.seconds) or self._error is not None
+        answers = self._decisions.gather(stop_requested(), late, self._written)
+        self.stop = any(stop for stop, *_ in answers)  # only the ranks on one node know
+        savers = answers if self.in_parts else answers[:1]
+        if all(written for _, _, written in savers):
+            report_saved(self._resume_with)
+        return self.stop or any(late for _, late, _ in savers)
+
+    def save(self, path: Path, state: dict[str, Any], best: Path) -> None:
+        """Copy `state`, and start to write it; on one rank, or on each if `in_parts`. A checkpoint being written is waited for.
+
+        `best` is the checkpoint of the best evaluation, which is kept.
+
+        Tensors outside of state["model"] must not change before the next optimizer.step().
+
+        Raises HpctrainError if that one could not be written, and what check_resumable() and `check` raise.
+        """
+        self.wait()
+        self._check()
+        if self._copy is None and not self.in_parts:
+            checkpoint.check_resumable(state, self.entry)
+        # A forward pass may change the model, by the statistics of batch normalization. The rest of the state, that of the
+        # optimizer, changes in optimizer.step() only, which waits for the thread that copies it.
+        model = state.get("model", {})
+        self._copy, pairs = plan_copy({"model": model, **state}, self._copy)
+        of_model = len({_memory(tensor) for tensor in tensors_of(model)})
+        copy_tensors(pairs[:of_model])
+        self._saved = time.monotonic()
+        self._copied.clear()
+        # Not a daemon: where an error ends the program, entry.py waits until the checkpoint is written.
+        arguments = (path, self._copy, pairs[of_model:], best)
+        self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+        self._writer.start()
+
+    def clear(self, path: Path) -> None:
+        """On rank 0, remove what an earlier run left at the path of a checkpoint and this one cannot replace file by file."""
+        if self._world.rank == 0 and (self.in_parts or path.is_dir()):
+            with suppress(OSError, HpctrainError):  # writing will fail then, and say why
+                self._check()  # it may be of a job that owns the folder by now
+                checkpoint.remove(path)
+
+    def _wait_for_copy(self, *_: Any) -> None:  # noqa: ANN401
+        self._copied.wait()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written. Raises HpctrainError if it could not be."""
+        if self._writer:
+            self._writer.join()
+        error, self._error = self._error, None
+        if error:
+            raise error
+
+    def _write(self, path: Path, state: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], best: Path) -> None:
+        try:
+            copy_tensors(pairs)
+        finally:
+            self._copied.set()
+        del pairs  # the sources
+        try:
+            # The last step may have spoilt them, after its loss was computed. The earlier checkpoint stays the newest.
+            if not all(weight.isfinite().all() for weight in tensors_of(state["model"])):
+                raise DivergedError(f"the weights to be saved in {path} are not finite: training diverged, use a smaller --lr")
+            if self.in_parts:
+                # The last checkpoint is complete by now, on every rank. Whether this one will be is not known here.
+                if self._last:
+                    complete, earlier_best = self._last
+                    self._remove_old(complete, path, earlier_best, best)
+                self._save_or_retry(parts.path_of_rank(path, self._world.rank, self._world.size), state)
+            else:
+                self._save_or_retry(path, state)
+                self._remove_old(path, path, best)
+            self._written, self._last = True, (path, best)
+        except HpctrainError as error:
+            self._error = error
+        except OSError as error:
+            self._error = HpctrainError(
+                f"{path.parent}: an old checkpoint cannot be removed ({error.strerror}): check the folder"
+            )
+
+    def _remove_old(self, complete: Path, current: Path, *best: Path) -> None:
+        """Remove all but the newest ones, a `complete` one, the one that is being written, and the best ones of both."""
+        if self._world.rank != 0:
+            return
+        others = [path for path in checkpoint.list_newest_first(self._folder) if path != current or path == complete]
+        kept = {*others[: self._keep], complete, current, *best}
+        for old in others:
+            if old not in kept:
+                checkpoint.remove(old)
+
+    def _save_or_retry(self, path: Path, state: dict[str, Any]) -> None:
+        retry = Retry()
+        while True:
+            try:
+                return checkpoint.save(path, state, self._check)
+            except HpctrainError as error:
+                if not isinstance(error.__cause__, OSError | RuntimeError):
+                    raise
+                retry.wait(error, str(error))
+
+
+def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, Tensor]]]:  # noqa: ANN401
+    """A copy of nested dictionaries, lists and tensors for the memory of the host, and pairs of tensors (target, source) in it.
+
+    The targets have no values yet. They are those of an `earlier` copy where the shapes are the same, which makes copying several
+    times as fast: the kernel need not provide new pages. Tensors that share their memory share it in the copy as well, so
+    torch.save() writes it once.
+    """
+    targets: dict[tuple, Tensor] = {}
+    used: set[int] = set()
+    pairs: list[tuple[Tensor, Tensor]] = []
+
+    def plan_tensor(tensor: Tensor, target: Any) -> Tensor:  # noqa: ANN401
+        key = _memory(tensor)
+        if key not in targets:
+            fits = isinstance(target, Tensor) and (target.shape, target.dtype) == (tensor.shape, tensor.dtype)
+            # A fused optimizer takes for granted that its state is in the order of the weights (channels last) in memory.
+            if not fits or id(target) in used or target.stride() != tensor.stride():
+                target = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            used.add(id(target))
+            targets[key] = target
+            pairs.append((target, tensor.detach()))
+        return targets[key]
+
+    def plan(value: Any, earlier: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, Tensor):
+            return plan_tensor(value, earlier)
+        if isinstance(value, dict):
+            copied = copy.copy(value)  # keeps the type, and the versions of modules in a state_dict()
+            before = earlier if isinstance(earlier, dict) else {}
+            for name in value:
+                copied[name] = plan(value[name], before.get(name))
+            return copied
+        if isinstance(value, list | tuple):
+            before = earlier if isinstance(earlier, list | tuple) and len(earlier) == len(value) else [None] * len(value)
+            return type(value)([plan(part, old) for part, old in zip(value, before, strict=True)])
+        return copy.deepcopy(value)
+
+    return plan(value, earlier), pairs
+
+
+def tensors_of(value: Any) -> list[Tensor]:  # noqa: ANN401 - nested dictionaries, lists and tensors
+    """All tensors in the value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _memory(tensor: Tensor) -> tuple:
+    """Equal for tensors that are the same values in the same memory."""
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy each source to its target."""
+    for target, source in pairs:
+        target.copy_(source)

@@ -1,0 +1,1 @@
+"""Commands of hpctrain that do not train: see cli.py."""

@@ -1,0 +1,203 @@
+"""hpctrain add: Python packages of your own on top of an image, without building another image.
+
+Python reads this module at its start in an image (hpctrain-packages.pth), so it imports the standard library only.
+"""
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distributions, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpctrain.cli import Parser
+    from hpctrain.distributed.world import World
+
+PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+
+DESCRIPTION = """\
+Install Python packages into a folder, on top of the image, with uv.
+
+    export HPCTRAIN_PACKAGES=~/packages
+    apptainer exec hpctrain-cpu.sif hpctrain add einops
+
+The packages go into a subfolder of HPCTRAIN_PACKAGES named after the Python and the torch of the image, since packages
+are built for these. The launch scripts mount it into the container. Python searches it last, so nothing in it replaces a
+package of the image. A package that needs other versions of these is refused. So is one that cannot be imported, or with
+which the image's own packages cannot be imported any more. To change the version of a package that you have added, remove
+the folder and add your packages again.
+"""
+
+# This Python, for a process of hpctrain's own: without the current folder on its sys.path, which may be one that others write to.
+SAFE_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
+
+# Run by the Python of the image: import what a folder adds, and then the packages that the image is made for, which import those
+# that they need. Print each name and what failed. Some packages import their parts when these are used, so two such parts have
+# names here. pip is a program, and importing it changes setuptools; the other names are of no package, but some wheels install
+# them.
+IMPORT_ALL = """
+import importlib, importlib.metadata, os, re, site, sys
+added = sys.argv[1]
+site.addsitedir(added)
+def names(path, wanted=None):
+    found = {}
+    for distribution in importlib.metadata.distributions(path=path):
+        if wanted is not None and distribution.name.lower() not in wanted:
+            continue
+        files = [file.parts for file in distribution.files or [] if file.suffix in (".py", ".so")]
+        for first, *others in files:
+            name = first if others else first.partition(".")[0]
+            if name.isidentifier() and name[0] != "_":
+                found[name] = distribution.name
+    return {name: found[name] for name in sorted(found.keys() - {"pip", "test", "tests", "docs", "examples", "benchmarks"})}
+new = names([added])
+required = [line for line in importlib.metadata.requires("hpctrain") if "extra == 'dev'" not in line.replace('"', "'")]
+wanted = {re.match(r"[\\w.-]+", line)[0].lower() for line in required} | {"horovod", "hpctrain", "torchmetrics", "torchvision"}
+of_image = names([path for path in sys.path if path != added], wanted)
+for name in ("transformers.models.bert.modeling_bert", "transformers.trainer"):
+    if "transformers" in of_image:
+        of_image[name] = "transformers"
+for name, package in (new | of_image).items():
+    print(f"importing {name}", flush=True)
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        text = " ".join(str(error).split())
+        print(f"failed {package}: import {name}: {type(error).__name__}: {text}"[:400], flush=True)
+        break
+os._exit(0)  # what these packages do at the end of Python is not their import
+"""
+
+
+def folder() -> Path | None:
+    """The subfolder of $HPCTRAIN_PACKAGES for this Python and this torch; None if the variable is not set."""
+    root = os.environ.get("HPCTRAIN_PACKAGES")
+    return Path(root, f"{PYTHON}-torch{version('torch')}") if root else None
+
+
+def site_packages(folder: Path) -> Path:
+    """The folder in which `pip install --prefix folder` puts modules."""
+    return folder / "lib" / PYTHON / "site-packages"
+
+
+def add_to_sys_path() -> None:
+    """Append the user's packages to sys.path. Every Python of an image calls this at its start (hpctrain-packages.pth)."""
+    if added := folder():
+        site.addsitedir(str(site_packages(added)))
+
+
+def problems() -> Iterator[str]:
+    """Yield why the packages in HPCTRAIN_PACKAGES are not available in this image."""
+    wanted = folder()
+    if wanted and not wanted.is_dir():
+        others = ", ".join(sorted(path.name for path in wanted.parent.glob("python*-torch*"))) or "nothing"
+        yield (
+            f"HPCTRAIN_PACKAGES={wanted.parent} holds {others}, not {wanted.name}: use hpctrain add in this image, or unset it"
+        )
+
+
+def import_problems() -> Iterator[str]:
+    """Yield which package cannot be imported, of those in HPCTRAIN_PACKAGES and then of the image's beside them."""
+    wanted = folder()
+    if wanted and wanted.is_dir() and (failure := failed_import(site_packages(wanted))):
+        yield f"with the packages in {wanted}: {failure}: remove the one that is wrong, or unset HPCTRAIN_PACKAGES"
+
+
+def failed_import(added: Path) -> str | None:
+    """The first import that fails of the packages in a folder and then of the image's, as "PACKAGE: ERROR"; None if all work."""
+    command = [*SAFE_PYTHON, "-W", "ignore", "-c", IMPORT_ALL, added]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    said = [line for line in done.stdout.splitlines() if line.startswith(("importing ", "failed "))]
+    last = said[-1] if said else "importing nothing"
+    if last.startswith("failed "):
+        return last.removeprefix("failed ")
+    return f"{last} ended Python with status {done.returncode}" if done.returncode != 0 else None
+
+
+def parser() -> "Parser":
+    """The arguments of `hpctrain add`, which are those of `uv pip install`."""
+    from argparse import REMAINDER, RawDescriptionHelpFormatter
+
+    from hpctrain.cli import Parser
+
+    parser = Parser(prog="hpctrain add", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "arguments", nargs=REMAINDER, metavar="ARGUMENT",
+        help="argument of uv pip install: a package name, a wheel, -r FILE, --require-hashes, --index-url URL, ...",
+    )  # fmt: skip
+    return parser
+
+
+def main(world: "World", arguments: list[str]) -> None:
+    """Install packages into folder(). Raises HpctrainError if uv refuses or an import fails; then nothing is changed."""
+    from hpctrain.errors import HpctrainError, UsageError
+
+    if arguments[:1] in (["-h"], ["--help"]):  # all other arguments are uv's
+        parser().print_help()
+        return
+    target = folder()
+    if not arguments or world.size > 1:
+        raise UsageError("add takes the arguments of uv pip install, and runs in one process: hpctrain add einops")
+    if not target:
+        raise UsageError("add needs a folder: export HPCTRAIN_PACKAGES=FOLDER, here and before you submit jobs")
+    if {",", ":"} & set(os.path.realpath(target)):  # PYTHONPATH cannot name it, and no container can mount it
+        raise UsageError(f"HPCTRAIN_PACKAGES={target.parent}: give a folder whose path holds no comma or colon")
+    if str(site_packages(target)) not in sys.path:
+        raise UsageError(f"{sys.executable} does not search HPCTRAIN_PACKAGES, only an image's Python does: use pip install")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = tempfile.TemporaryDirectory(prefix=".add.", dir=target.parent)
+    except OSError as error:
+        raise UsageError(f"{target}: {error.strerror}: set HPCTRAIN_PACKAGES to a writable folder, and bind mount it") from None
+    with work as name:
+        prefix = Path(name, "prefix")
+        there = list({dist.name: dist for dist in distributions() if dist.name}.values())
+        _describe(there, site_packages(prefix))
+        constraints = Path(name, "constraints.txt")
+        constraints.write_text("".join(f"{dist.name}=={dist.version}\n" for dist in there))
+        uv = [*SAFE_PYTHON, "-m", "uv", "pip", "install", "--prefix", prefix, "--python", sys.executable, "--compile-bytecode"]
+        # A cache on the same file system, so that uv moves files instead of copying them.
+        done = subprocess.run(
+            [*uv, "--constraint", constraints, *arguments], env=os.environ | {"UV_CACHE_DIR": str(Path(name, "cache"))}
+        )
+        if done.returncode != 0:
+            raise HpctrainError(f"uv could not install this into {target}, see above; the folder and the image are unchanged")
+        for dist in there:
+            shutil.rmtree(site_packages(prefix) / _info(dist))
+        added = [dist.name for dist in distributions(path=[str(site_packages(prefix))])]
+        if replaced := sorted({dist.name for dist in there} & set(added)):
+            raise HpctrainError(f"{', '.join(replaced)} would be installed a second time; the folder and the image are unchanged")
+        print("hpctrain: importing the new packages, then those of the image", flush=True)
+        if failure := failed_import(site_packages(prefix)):
+            raise HpctrainError(f"{failure}; the folder and the image are unchanged")
+        _move_files(prefix, target)
+
+
+def _info(distribution: Distribution) -> str:
+    """The name of the folder in site-packages that describes a package."""
+    return f"{distribution.name.replace('-', '_')}-{distribution.version}.dist-info"
+
+
+def _describe(there: list[Distribution], folder: Path) -> None:
+    """Write what uv reads of installed packages, without the packages: it then neither installs nor replaces them."""
+    for dist in there:
+        info = folder / _info(dist)
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(
+            dist.read_text("METADATA") or f"Metadata-Version: 2.1\nName: {dist.name}\nVersion: {dist.version}\n"
+        )
+        (info / "RECORD").touch()
+
+
+def _move_files(source: Path, target: Path) -> None:
+    """Move all files into another folder, those that say what is installed last: half a package would not be one."""
+    files = [path for path in source.rglob("*") if path.is_symlink() or not path.is_dir()]
+    for path in sorted(files, key=lambda path: path.parent.suffix == ".dist-info"):
+        to = target / path.relative_to(source)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(to)

@@ -1,0 +1,386 @@
+"""hpctrain bench: how fast the ranks exchange data, by size, as a table, JSON and a picture.
+
+Run it with the script of the long job, on the nodes of the long job:
+
+    sbatch launch/apptainer_ddp.sh bench
+
+The sizes and the two bandwidths are those of nccl-tests (doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests), so that the figures
+compare. The bandwidth of the algorithm is the size through the time. The bandwidth of the bus is what one link carried at least:
+it compares with that of the hardware, and does not depend on the number of ranks.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpctrain.cli import Parser, add_device
+from hpctrain.commands.check.mpi import mpi_library, mpi_name
+from hpctrain.commands.check.node import refuse_throw_away
+from hpctrain.commands.plot import folder_for_matplotlib
+from hpctrain.distributed.device import choose_device, free_memory
+from hpctrain.distributed.horovod import horovod
+from hpctrain.distributed.rendezvous import all_or_none, gather, process_group
+from hpctrain.distributed.world import World, job_id
+from hpctrain.errors import HpctrainError, UsageError, first_line
+from hpctrain.files import atomic
+from hpctrain.run.config import versions
+
+# What the bandwidth of the algorithm is multiplied by, for n ranks.
+BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "point-to-point": lambda n: 1.0,
+}
+POINT_TO_POINT = "point-to-point"
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+STEP = 4  # from a size to the next one
+BETWEEN_NODES = 2**24  # bytes: large enough for the bandwidth, and small enough to ask every node
+ROUNDS, ROUND_SECONDS, MOST_CALLS = 3, 0.2, 200
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00")  # see report.py
+
+# Makes an exchange of so many floats. The exchange returns what arrived: [groups, floats of each], see expected().
+Maker = Callable[..., Callable[[], Tensor]]
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Measure and print, on rank 0, a line for each operation and size. Raises HpctrainError if a value arrives wrong."""
+    args = parser().parse_args(arguments)
+    if world.size == 1:
+        raise UsageError("hpctrain bench: one rank has nobody to exchange data with: start it with a launch script")
+    device = choose_device(world, args.device if args.backend == "torch" else "cpu")
+    # Over Gloo on every device: it exchanges times and errors, beside what is measured.
+    with ExitStack() as stack:
+        stack.enter_context(process_group(world, torch.device("cpu")))
+        folder = args.out or Path("runs/bench") / job_id()
+        with all_or_none(world):
+            if world.rank == 0:
+                prepare(folder)
+        name, makers = stack.enter_context(BACKENDS[args.backend](world, device))
+        try:
+            measure(world, device, args, name, makers, folder)
+        except RuntimeError as error:
+            raise HpctrainError(
+                f"rank {world.rank} on {os.uname().nodename}: the exchange failed ({first_line(error)}): "
+                "look for the first error of another rank, and run hpctrain check"
+            ) from error
+
+
+def prepare(folder: Path) -> None:
+    """Create the folder of the results. Raises HpctrainError."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_throw_away(folder)
+        if (folder / "bench.json").exists():
+            raise HpctrainError(f"{folder} holds a result already: give another --out")
+    except OSError as error:
+        raise HpctrainError(f"{folder}: cannot be created ({error.strerror}): name a folder you can write to by --out") from error
+
+
+def measure(
+    world: World, device: torch.device, args: argparse.Namespace, name: str, makers: dict[str, Maker], folder: Path
+) -> None:
+    """Measure all operations, print a line for each as soon as it is there, and write bench.json and bench.png."""
+    chosen = args.operations or list(makers)
+    if unknown := [operation for operation in chosen if operation not in makers]:
+        raise UsageError(f"hpctrain bench: --backend {args.backend} has no {unknown[0]}: choose from {', '.join(makers)}")
+    largest = args.max_size or (2**30 if device.type == "cuda" else 2**26)
+    memory = min(gather(world, free_memory(world, device)))
+    hosts = gather(world, os.uname().nodename)
+    results: list[dict[str, Any]] = []
+    title = f"{name}, {world.extent}"
+    show(world, f"{title}; time of the slowest rank, median of {ROUNDS} rounds")
+    show(world, f"{'operation':15} {'bytes':>12} {'time (us)':>12} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}")
+    for operation in chosen:
+        for size in sizes(args.min_size, largest):
+            count = max(1, size // 4 // world.size) * world.size
+            if 3 * count * 4 > memory:
+                show(world, f"{operation:15} {count * 4:12} left out: it needs {3 * count * 4:,} bytes, {memory:,} are free")
+                break
+            call = makers[operation](count)
+            check_values(world, operation, count, call())
+            seconds = time_calls(world, device, call)
+            algorithm = count * 4 / seconds / 1e9
+            bus = algorithm * BUS_FACTORS[operation](world.size)
+            figures = {"seconds": seconds, "algbw_gb_per_s": algorithm, "busbw_gb_per_s": bus}
+            results.append({"operation": operation, "bytes": count * 4, **figures})
+            show(world, f"{operation:15} {count * 4:12} {seconds * 1e6:12.1f} {algorithm:13.3f} {bus:13.3f}")
+    between = []
+    if POINT_TO_POINT in chosen and world.nodes > 1:
+        between = measure_nodes(world, device, makers[POINT_TO_POINT], min(BETWEEN_NODES, memory // 3) // 4, hosts)
+    if world.rank == 0:
+        record = {"backend": name, "world": asdict(world) | {"rank": 0}, "job": job_id(), "hosts": hosts, "software": versions()}
+        record |= {"results": results, "between_nodes": between}
+        atomic.write_text(folder / "bench.json", json.dumps(record, indent=1) + "\n")
+        with folder_for_matplotlib():
+            draw(folder / "bench.png", title, results)
+        print(f"the table as JSON and a picture are in {folder}")
+
+
+def measure_nodes(world: World, device: torch.device, make: Maker, count: int, hosts: list[str]) -> list[dict[str, Any]]:
+    """The bandwidth between rank 0 and the first rank of each other node, one after the other; prints the extremes."""
+    firsts = [
+        rank for rank, (node, local) in enumerate(gather(world, (world.node_rank, world.local_rank))) if local == 0 and node
+    ]
+    between = []
+    for peer in firsts:
+        seconds = time_calls(world, device, make(count, peer=peer))
+        between.append({"node": hosts[peer], "bytes": count * 4, "seconds": seconds, "gb_per_s": count * 4 / seconds / 1e9})
+    ordered = sorted(between, key=lambda one: one["gb_per_s"])
+    slowest, middle, fastest = ordered[0], statistics.median(one["gb_per_s"] for one in between), ordered[-1]
+    show(
+        world,
+        f"{count * 4:,} bytes between {hosts[0]} and each other node: median {middle:.3f} GB/s, "
+        f"slowest {slowest['gb_per_s']:.3f} ({slowest['node']}), fastest {fastest['gb_per_s']:.3f} ({fastest['node']})",
+    )
+    return between
+
+
+def show(world: World, line: str) -> None:
+    """Print a line on rank 0, at once."""
+    if world.rank == 0:
+        print(line, flush=True)
+
+
+def sizes(smallest: int, largest: int) -> Iterator[int]:
+    """The sizes to measure, in bytes."""
+    while smallest <= largest:
+        yield smallest
+        smallest *= STEP
+
+
+def expected(operation: str, ranks: int) -> Tensor:
+    """What arrives where rank r sends r + 1 in every float: [groups, 1]."""
+    if operation == "all-gather":
+        return torch.arange(1.0, ranks + 1).unsqueeze(1)
+    return torch.tensor([[1.0 if operation in ("broadcast", POINT_TO_POINT) else ranks * (ranks + 1) / 2]])
+
+
+def check_values(world: World, operation: str, count: int, arrived: Tensor) -> None:
+    """Raise HpctrainError, which names the ranks, where other values arrived than were sent. A collective call."""
+    with all_or_none(world):
+        wrong = int((arrived != expected(operation, world.size).to(arrived.device)).sum())
+        if wrong:
+            raise HpctrainError(
+                f"{operation} of {count * 4} bytes: {wrong} of {arrived.numel()} values arrived wrong on {os.uname().nodename}: "
+                "do not train on these nodes"
+            )
+    arrived.zero_()  # a sum in place would grow with each exchange
+
+
+def time_calls(world: World, device: torch.device, call: Callable[[], object]) -> float:
+    """The seconds of a call: the median of ROUNDS, on the slowest rank. A collective call."""
+
+    def seconds(calls: int) -> float:
+        synchronize(device)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        synchronize(device)  # on a GPU, a call returns before it is done
+        return (time.perf_counter() - start) / calls
+
+    once = max(gather(world, seconds(1)))
+    calls = min(max(int(ROUND_SECONDS / once), 1), MOST_CALLS)
+    return max(gather(world, statistics.median(seconds(calls) for _ in range(ROUNDS))))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- the backends: each gives its name, and a Maker for each operation ---
+
+
+@contextmanager
+def torch_backend(world: World, device: torch.device) -> Iterator[tuple[str, dict[str, Maker]]]:
+    """The process groups of PyTorch: NCCL on GPUs, else Gloo."""
+    name = "nccl" if device.type == "cuda" else "gloo"
+    group = dist.new_group(backend=name)
+    # Their names before torch 2.13
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    yield (
+        name,
+        makers(
+            world,
+            device,
+            all_reduce=lambda values: dist.all_reduce(values, group=group),
+            all_gather=lambda arrived, own: all_gather(arrived, own, group=group),
+            reduce_scatter=lambda arrived, values: reduce_scatter(arrived, values, group=group),
+            broadcast=lambda values: dist.broadcast(values, 0, group),
+            send=lambda values, peer: dist.send(values, peer, group),
+            receive=lambda values, peer: dist.recv(values, peer, group),
+        ),
+    )
+
+
+@contextmanager
+def mpi_backend(world: World, device: torch.device) -> Iterator[tuple[str, dict[str, Maker]]]:
+    """The MPI library that mpi4py loads, on the memory of the host. Raises HpctrainError without an MPI launcher."""
+    mpi = mpi_library(world)
+    with all_or_none(world):
+        if mpi is None:
+            raise HpctrainError("--backend mpi: these ranks were not started as an MPI program: use launch/apptainer_mpi.sh")
+    mpi.Init()
+    comm = mpi.COMM_WORLD
+    with all_or_none(world):
+        if comm.size != world.size:
+            raise HpctrainError(f"MPI sees {comm.size} of {world.size} ranks: run hpctrain check with the same script")
+    yield (
+        mpi_name(mpi),
+        makers(
+            world,
+            device,
+            all_reduce=lambda values: comm.Allreduce(mpi.IN_PLACE, values.numpy()),
+            all_gather=lambda arrived, own: comm.Allgather(own.numpy(), arrived.numpy()),
+            reduce_scatter=lambda arrived, values: comm.Reduce_scatter_block(values.numpy(), arrived.numpy()),
+            broadcast=lambda values: comm.Bcast(values.numpy()),
+            send=lambda values, peer: comm.Send(values.numpy(), peer),
+            receive=lambda values, peer: comm.Recv(values.numpy(), peer),
+        ),
+    )
+    mpi.Finalize()  # otherwise mpirun reports the end of this process as a crash
+
+
+@contextmanager
+def horovod_backend(world: World, device: torch.device) -> Iterator[tuple[str, dict[str, Maker]]]:
+    """Horovod, over MPI or Gloo as train_horovod uses it. It has no exchange between two ranks."""
+
+    def make(exchange: Callable[[Tensor], Tensor], share: int = 1, groups: int = 1) -> Maker:
+        def of_size(count: int) -> Callable[[], Tensor]:
+            values = torch.full((count // share,), world.rank + 1.0)
+            return lambda: exchange(values).view(groups, -1)
+
+        return of_size
+
+    with horovod(world) as hvd:
+        yield (
+            f"Horovod {metadata.version('horovod')} over {'MPI' if os.environ.get('HOROVOD_CONTROLLER') == 'mpi' else 'Gloo'}",
+            {
+                "all-reduce": make(lambda values: hvd.allreduce_(values, op=hvd.Sum, name="all-reduce")),
+                "all-gather": make(lambda values: hvd.allgather(values, name="all-gather"), world.size, world.size),
+                "reduce-scatter": make(lambda values: hvd.reducescatter(values, op=hvd.Sum, name="reduce-scatter")),
+                "broadcast": make(lambda values: hvd.broadcast_(values, 0, name="broadcast")),
+            },
+        )
+
+
+BACKENDS = {"torch": torch_backend, "mpi": mpi_backend, "horovod": horovod_backend}
+
+
+def makers(
+    world: World,
+    device: torch.device,
+    all_reduce: Callable[[Tensor], object],
+    all_gather: Callable[[Tensor, Tensor], object],
+    reduce_scatter: Callable[[Tensor, Tensor], object],
+    broadcast: Callable[[Tensor], object],
+    send: Callable[[Tensor, int], object],
+    receive: Callable[[Tensor, int], object],
+) -> dict[str, Maker]:
+    """A Maker for each operation, of functions that exchange tensors [floats]; of two tensors, values arrive in the first."""
+
+    def full(count: int) -> Tensor:
+        return torch.full((count,), world.rank + 1.0, device=device)
+
+    def make_all_gather(count: int) -> Callable[[], Tensor]:
+        own, arrived = full(count // world.size), torch.empty(count, device=device)
+        return lambda: exchange(arrived.view(world.size, -1), all_gather, arrived, own)
+
+    def make_reduce_scatter(count: int) -> Callable[[], Tensor]:
+        values, arrived = full(count), torch.empty(count // world.size, device=device)
+        return lambda: exchange(arrived.view(1, -1), reduce_scatter, arrived, values)
+
+    def in_place(function: Callable[[Tensor], object]) -> Maker:
+        def make(count: int) -> Callable[[], Tensor]:
+            values = full(count)
+            return lambda: exchange(values.view(1, -1), function, values)
+
+        return make
+
+    def make_point_to_point(count: int, peer: int = world.local_size if world.nodes > 1 else 1) -> Callable[[], Tensor]:
+        """One way between rank 0 and `peer`, forth and back in turns; by default the first rank of the next node, if any."""
+        values = torch.full((count,), 0.0 if world.rank == peer else 1.0, device=device)
+        directions = itertools.cycle((0, peer))  # which of them sends
+
+        def call() -> Tensor:
+            sender = next(directions)
+            if world.rank in (0, peer):
+                (send if world.rank == sender else receive)(values, peer - world.rank)
+            return values.view(1, -1)
+
+        return call
+
+    return {
+        "all-reduce": in_place(all_reduce),
+        "all-gather": make_all_gather,
+        "reduce-scatter": make_reduce_scatter,
+        "broadcast": in_place(broadcast),
+        POINT_TO_POINT: make_point_to_point,
+    }
+
+
+def exchange(arrived: Tensor, function: Callable[..., object], *tensors: Tensor) -> Tensor:
+    """Call the function, and return where the values arrive."""
+    function(*tensors)
+    return arrived
+
+
+def draw(path: Path, title: str, results: list[dict[str, Any]]) -> None:
+    """A line for each operation: bandwidth of the bus over size."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axis = figure.subplots()
+    for color, operation in zip(COLORS, BUS_FACTORS, strict=True):
+        if points := [(one["bytes"], one["busbw_gb_per_s"]) for one in results if one["operation"] == operation]:
+            axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=operation)
+    lines = sorted(axis.get_lines(), key=lambda line: -line.get_ydata()[-1])  # from top to bottom, as their ends
+    figure.legend(handles=lines, loc="outside right center", frameon=False)
+    axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth in GB/s", title=title)
+    axis.grid(alpha=0.3)
+    with atomic.file(path, "wb") as file:
+        figure.savefig(file, format="png", dpi=110)
+
+
+def size_in_bytes(text: str) -> int:
+    """An argparse type: 1024, 64K, 16M or 1G, powers of two as nccl-tests takes them."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    if not number.isdecimal() or unit not in UNITS or not 4 <= int(number) * UNITS[unit] <= 2**36:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size between 4 bytes and 64G, such as 64K, 16M or 1G")
+    return int(number) * UNITS[unit]
+
+
+def parser() -> Parser:
+    """The options of `hpctrain bench`."""
+    parser = Parser(prog="hpctrain bench", description="Measure how fast the ranks exchange data, by operation and size.")
+    add = parser.add_argument
+    add_device(parser)
+    add(
+        "--backend",
+        choices=[*BACKENDS],
+        default="torch",
+        help="torch (NCCL on GPUs, else Gloo), mpi or horovod (default: %(default)s)",
+    )
+    add("--operations", nargs="+", choices=[*BUS_FACTORS], metavar="NAME", help=f"only these of {', '.join(BUS_FACTORS)}")
+    add("--min-size", type=size_in_bytes, default=1024, metavar="SIZE", help="smallest size of a message (default: 1K)")
+    add("--max-size", type=size_in_bytes, metavar="SIZE", help="largest size of a message (default: 1G on GPUs, 64M on CPUs)")
+    add("--out", type=Path, metavar="FOLDER", help="folder for bench.json and bench.png (default: runs/bench/<job id>)")
+    return parser

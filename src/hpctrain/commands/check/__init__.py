@@ -1,0 +1,1 @@
+"""`hpctrain check`: compare ranks, inspect nodes and GPUs, find NCCL's network."""

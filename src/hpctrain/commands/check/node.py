@@ -1,0 +1,225 @@
+"""Checks of the node that a rank runs on: its network address, its Python packages, and the folders that it writes to.
+
+Each check yields one line per problem, which says what is wrong and what to do. Nothing here imports torch, so that these checks
+also run where torch is broken.
+"""
+
+import errno
+import os
+import site
+import socket
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import HpctrainError
+
+if TYPE_CHECKING:
+    from hpctrain.distributed.world import World
+
+# Long enough for a slow name server or switch, and shorter than srun's --wait, after which it kills the ranks.
+CONNECT_SECONDS = 5
+# Caches of libraries, which create these folders when they first need them.
+CACHES = ("HF_HOME", "TORCH_HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME", "TMPDIR")
+
+
+def rendezvous_problems(world: "World", env: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Why this node cannot reach rank 0 at MASTER_ADDR, or other nodes cannot reach this one."""
+    if world.size == 1:
+        return
+    own = os.uname().nodename
+    if (world.nodes > 1 or world.launcher == "horovodrun") and "GLOO_SOCKET_IFNAME" not in env:
+        # Gloo gives the other ranks the address of this node's own name; Horovod's Gloo crashes if it has none.
+        addresses = [address for _, address in resolve(own)]
+        advice = "correct /etc/hosts, or set GLOO_SOCKET_IFNAME (HOROVOD_GLOO_IFACE) to the interface that connects the nodes"
+        if not addresses:
+            yield f"this node's own name, {own}, has no address: {advice}"
+        elif world.nodes > 1 and all(map(is_loopback, addresses)):
+            yield f"this node's own name, {own}, is {addresses[0]}, where no other node reaches it: {advice}"
+    name, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if not name or not port.isdecimal():
+        return  # process_group() reports that
+    found = resolve(name)
+    listed = ", ".join(address for _, address in found)
+    if not found:
+        yield (
+            f"MASTER_ADDR {name} does not resolve: set it to a name or address of the first node that this node can resolve; "
+            "in a container check that the host's /etc/hosts and /etc/resolv.conf are mounted"
+        )
+    elif world.node_rank > 0 and all(is_loopback(address) for _, address in found):
+        yield f"MASTER_ADDR {name} is {listed}, which is this node and not that of rank 0: export the address of rank 0's node"
+    elif world.rank == 0 and not any(is_local(family, address) for family, address in found):
+        yield f"MASTER_ADDR {name} ({listed}) is not an address of this node, where rank 0 runs: export the name of this node"
+    elif world.node_rank > 0 and (errors := connection_errors(found, int(port))):
+        if all(family == socket.AF_INET6 for family, _ in found):
+            yield (
+                f"MASTER_ADDR {name} has IPv6 addresses only, and this node cannot reach them ({errors}): "
+                "export the IPv4 address of the first node instead"
+            )
+        else:
+            yield (
+                f"MASTER_ADDR {name} cannot be reached ({errors}): a firewall blocks it, or it is in the wrong network; "
+                "export the address of the first node in the network that connects the nodes"
+            )
+
+
+def resolve(name: str) -> list[tuple[int, str]]:
+    """The addresses of a host name, each with its family; an empty list if it does not resolve."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        return []
+    return [(family, str(address[0])) for family, _, _, _, address in found]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether this is a loopback address; Debian's /etc/hosts gives 127.0.1.1 to the machine's own name."""
+    return address.startswith("127.") or address == "::1"
+
+
+def is_local(family: int, address: str) -> bool:
+    """Whether an interface of this node has this address."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def connection_errors(addresses: list[tuple[int, str]], port: int) -> str:
+    """Why none of these addresses can be reached; "" if one can. A refused connection counts: rank 0 may open the port later."""
+    errors = []
+    for family, address in addresses:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(CONNECT_SECONDS)
+            try:
+                probe.connect((address, port))
+                return ""
+            except ConnectionRefusedError:
+                return ""
+            except OSError as error:
+                errors.append(f"{address}: {error.strerror or error}")
+    return ", ".join(errors)
+
+
+def shadowed_packages() -> Iterator[str]:
+    """Folders before site-packages on sys.path that hide one of its packages; they may add packages that it lacks."""
+    own = [Path(entry).resolve() for entry in site.getsitepackages()]
+    standard = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
+    # Without hpctrain itself, which may run from a checkout.
+    installed = set().union(sys.stdlib_module_names, *map(importable_names, own)) - {"hpctrain"}
+    for entry in sys.path:
+        folder = Path(entry).resolve()
+        if folder in own:
+            return
+        if folder in standard or folder.parent in standard:
+            continue
+        if hidden := sorted(importable_names(folder) & installed):
+            if folder == Path(site.getusersitepackages()).resolve():
+                advice = "export PYTHONNOUSERSITE=1"
+            elif entry in os.environ.get("PYTHONPATH", "").split(":"):
+                advice = "remove that folder from PYTHONPATH, or the package from the folder"
+            else:
+                advice = "start from another folder, or rename the package"
+            yield f"{folder} hides {shorten(hidden, ', ')} of {sys.prefix}: {advice}"
+
+
+def importable_names(folder: Path) -> set[str]:
+    """The names of the modules and packages in a folder, without namespace packages, which hide no other."""
+    try:
+        entries = list(folder.iterdir())
+    except OSError:
+        return set()
+    return {
+        entry.name.partition(".")[0] for entry in entries if entry.suffix in (".py", ".so") or (entry / "__init__.py").exists()
+    }
+
+
+def file_system_problems(env: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Folders that training writes to, but where 4 MiB cannot be written: home, current folder, caches, shared memory."""
+    home = Path(env.get("HOME", "/"))
+    wanted = {"home": home, "the current folder": Path.cwd(), "shared memory": Path("/dev/shm")}
+    wanted |= {name: Path(env[name]) for name in CACHES if env.get(name)}
+    if env.get("HF_HUB_OFFLINE") == "1":  # then it is only read, and often shared by many users
+        wanted.pop("HF_HOME", None)
+    names_of: dict[Path, list[str]] = {}
+    for name, path in wanted.items():
+        while not os.access(path, os.F_OK):  # a cache is created when it is first needed
+            path = path.parent
+        names_of.setdefault(path.resolve(), []).append(name)
+    for folder, names in names_of.items():
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(os.urandom(4 << 20))
+                file.flush()
+                os.fsync(file.fileno())  # quotas and file servers may report the error only here
+        except OSError as error:
+            # A read-only home alone is not a problem; a cache in it is checked under its own variable.
+            if names != ["home"] or error.errno in (errno.ENOSPC, errno.EDQUOT):
+                yield f"{', '.join(names)} ({folder}): {explain_write_error(error, folder)}"
+
+
+def seconds_since_start() -> float:
+    """How long ago this process was started, at a resolution of 10 ms (proc_pid_stat(5))."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def image_mount(env: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> str:
+    """What mounts the SIF of this container: "squashfuse_ll", "squashfuse" or "kernel"; "" if there is none, or it is hidden.
+
+    The container covers the mount itself. Its server, if there is one, is a process of this user outside.
+    """
+    image = env.get("APPTAINER_CONTAINER", env.get("SINGULARITY_CONTAINER", ""))
+    if not image or Path(image).is_dir():
+        return ""
+    names = {}
+    for process in proc.glob("[0-9]*"):
+        try:
+            names[process.name] = (process / "comm").read_text().strip() if process.stat().st_uid == os.getuid() else ""
+        except OSError:  # it has ended
+            continue
+    for name in ("squashfuse_ll", "squashfuse"):
+        if name in names.values():
+            return name
+    # With process ids of its own, or with hidepid, the container does not show the server.
+    return "kernel" if "1" in names and names["1"] not in ("appinit", "sinit") else ""
+
+
+def refuse_throw_away(folder: Path) -> None:
+    """Raise HpctrainError if the folder is in the memory of an Apptainer container, as with --containall, and ends with it.
+
+    Apptainer has such folders in the same tmpfs as the lists of users and groups that it writes for the container.
+    """
+    if not os.environ.get("APPTAINER_CONTAINER", os.environ.get("SINGULARITY_CONTAINER")):
+        return
+    of_container = {Path(path).stat().st_dev for path in ("/etc/passwd", "/etc/group")}
+    if folder.stat().st_dev in of_container - {Path("/").stat().st_dev}:
+        raise HpctrainError(
+            f"{folder} would be gone at the end, as it is in the memory of the container: add --bind with a folder of the host,"
+            " and use --out to name one in it"
+        )
+
+
+def explain_write_error(error: OSError, folder: Path) -> str:
+    """Why nothing can be written to the folder, and what to do."""
+    state = os.statvfs(folder)
+    free = f"{state.f_bavail * state.f_frsize >> 20} MiB and {state.f_favail} inodes free, 4 MiB needed"
+    elsewhere = "or use a folder on another file system (scratch)"
+    reasons = {
+        errno.ENOSPC: f"the file system is full ({free}): delete files, {elsewhere}",
+        errno.EDQUOT: f"your quota is used up (the file system has {free}): delete files, {elsewhere}",
+        errno.EROFS: f"the file system is read-only: bind mount it writable into the container, {elsewhere}",
+        errno.EACCES: f"user {os.getuid()} may not write there: change its mode or owner, {elsewhere}",
+    }
+    return reasons.get(error.errno or 0, f"cannot be written ({error.strerror}): use another folder")
+
+
+def shorten(words: list[str], separator: str) -> str:
+    """Join the words; if there are more than eight, the first six and the number of the others."""
+    return separator.join(words if len(words) <= 8 else [*words[:6], f"... and {len(words) - 6} more"])

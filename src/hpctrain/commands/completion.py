@@ -1,0 +1,90 @@
+"""hpctrain completion: shell completion and the man page, made from the argument parsers of all commands.
+
+    source <(hpctrain completion bash)        complete hpctrain in this shell
+    hpctrain completion --write ~/.local      install completion for bash and zsh, and the man page
+
+The build of the image writes the same files into the image, and `hpctrain completion bash` prints the one that is there.
+Making them takes seconds, because it imports every command.
+"""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from hpctrain.cli import COMMANDS, Parser
+from hpctrain.commands.man_page import man_page
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.files import atomic
+
+# Where bash-completion, zsh and man look for a command that is in PREFIX/bin.
+FILES = {
+    "bash": "share/bash-completion/completions/hpctrain",
+    "zsh": "share/zsh/site-functions/_hpctrain",
+    "man": "share/man/man1/hpctrain.1",
+}
+
+
+def command_parsers() -> dict[str, Parser]:
+    """The parser of every command, in the order of COMMANDS. Imports the modules of all commands, which takes seconds."""
+    return {name: import_module(module).parser() for name, (module, _, _) in COMMANDS.items()}
+
+
+def shell_completion(shell: str, parsers: dict[str, Parser]) -> str:
+    """The completion script of bash or zsh."""
+    import shtab
+
+    hpctrain = Parser(prog="hpctrain")
+    hpctrain.add_argument("--version", action="store_true", help="print the version of hpctrain")
+    commands = hpctrain.add_subparsers(metavar="COMMAND")
+    for name, parser in parsers.items():
+        for action in parser._actions:  # argparse has no public list of them
+            if action.type is Path:
+                action.complete = shtab.FILE
+        commands.add_parser(name, help=COMMANDS[name][2], parents=[parser], add_help=False)
+    return shtab.complete(hpctrain, shell).rstrip("\n") + "\n"
+
+
+def write_files(prefix: Path) -> None:
+    """Write completion for both shells, and the man page, below `prefix`. Raises HpctrainError."""
+    parsers = command_parsers()
+    texts = {shell: shell_completion(shell, parsers) for shell in ("bash", "zsh")} | {"man": man_page(parsers)}
+    for name, text in texts.items():
+        path = prefix / FILES[name]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(path, text)
+        except OSError as error:
+            raise HpctrainError(
+                f"{path}: cannot be written ({error.strerror}): give a folder that you can write to, such as --write ~/.local"
+            ) from error
+        print(path)
+
+
+def parser() -> Parser:
+    """The options of `hpctrain completion`."""
+    parser = Parser(prog="hpctrain completion", description="Print shell completion, or install it with the man page.")
+    parser.add_argument("shell", nargs="?", choices=["bash", "zsh"], help="print the completion script of this shell")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="PREFIX",
+        help="write the completion scripts and the man page to PREFIX/share, such as ~/.local/share",
+    )
+    return parser
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Print the script of a shell, or write all files."""
+    args = parser().parse_args(arguments)
+    if (args.shell is None) == (args.write is None):
+        raise UsageError("completion takes bash, zsh or --write PREFIX: source <(hpctrain completion bash)")
+    if args.write:
+        write_files(args.write)
+        return
+    prepared = Path(sys.prefix, FILES[args.shell])
+    try:
+        text = prepared.read_text(encoding="utf-8")
+    except OSError:  # not in the image
+        text = shell_completion(args.shell, command_parsers())
+    print(text, end="")

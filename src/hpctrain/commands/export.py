@@ -1,0 +1,102 @@
+"""hpctrain export: the metrics of a run for other tools, each step once however often its job was started."""
+
+import csv
+import shlex
+from pathlib import Path
+
+from hpctrain.cli import Parser
+from hpctrain.commands.runs import read_configs, read_metrics, summarize
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError, first_line
+from hpctrain.files import atomic
+from hpctrain.run.metrics import NOT_SHOWN, hide_errors_of_writers
+from hpctrain.run.wandb import folder_for_wandb, result_numbers, start_wandb
+
+
+def steps(run: Path) -> list[dict[str, float]]:
+    """The metrics of each step, in order; of a step that was repeated after a restart, the last ones. Raises HpctrainError."""
+    read_configs(run)  # names the folder that is no run
+    merged: dict[float, dict[str, float]] = {}
+    for line in read_metrics(run):
+        merged.setdefault(line["step"], {}).update(line)
+    if not merged:
+        raise HpctrainError(f"{run}/metrics.jsonl has no line yet: wait for the first, or leave this run out")
+    return [merged[step] for step in sorted(merged)]
+
+
+def to_csv(run: Path) -> str:
+    """Write metrics.csv: a row for each step, a column for each metric; returns what to do with it."""
+    rows = steps(run)
+    columns = list(dict.fromkeys(["epoch", "step", *(name for row in rows for name in row)]))
+    with atomic.file(run / "metrics.csv") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        # A spreadsheet would take a name that begins so for a formula, and compute it.
+        writer.writerow({name: f"'{name}" if name[:1] in {*"=+-@"} else name for name in columns})
+        writer.writerows(rows)
+    return f"{run}/metrics.csv"
+
+
+def to_wandb(run: Path) -> str:
+    """Write an offline run of Weights & Biases; returns the command that uploads it.
+
+    Its id comes from config.json, so that a later export of the same run replaces the earlier one at W&B.
+    """
+    rows = steps(run)
+    with folder_for_wandb(), atomic.folder(run / "wandb") as folder:
+        try:
+            logged = start_wandb(run, folder, "offline")
+            for row in rows:
+                logged.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
+            logged.summary.update(result_numbers(run))
+            logged.finish()
+        except HpctrainError:
+            raise
+        except Exception as error:  # wandb.Error
+            raise HpctrainError(f"{run}: wandb could not write its files ({first_line(error)}): see its message above") from error
+        (written,) = folder.glob("wandb/offline-run-*")
+        name = written.name
+        written.rename(folder / name)
+        for other in (folder / "wandb").iterdir():  # links to logs
+            other.unlink()
+        (folder / "wandb").rmdir()
+    return f"wandb sync {shlex.quote(f'{run}/wandb/{name}')}"
+
+
+def to_tensorboard(run: Path) -> str:
+    """Write tensorboard/ anew, as the trainers write it; returns what shows it. Raises HpctrainError while a job writes it."""
+    if summarize(run)["state"] == "running":
+        raise HpctrainError(f"{run} is running, and writes its {run}/tensorboard itself: look there, or wait for its end")
+    from torch.utils.tensorboard import SummaryWriter
+
+    rows = steps(run)
+    hide_errors_of_writers()
+    with atomic.folder(run / "tensorboard") as folder, SummaryWriter(folder) as board:
+        for row in rows:
+            for name in row.keys() - NOT_SHOWN:
+                board.add_scalar(name, row[name], int(row["step"]))
+    return f"tensorboard --logdir {run}/tensorboard"
+
+
+FORMATS = {"csv": to_csv, "tensorboard": to_tensorboard, "wandb": to_wandb}
+
+
+def parser() -> Parser:
+    """The options of `hpctrain export`."""
+    parser = Parser(prog="hpctrain export", description="Write the metrics of runs for other tools, into their run folders.")
+    parser.add_argument(
+        "format",
+        choices=[*FORMATS],
+        help="csv: metrics.csv; tensorboard: its files, which a run has anyway; wandb: an offline run for wandb sync",
+    )
+    parser.add_argument("run", type=Path, nargs="+", help="run folder, such as runs/train_ddp/17")
+    return parser
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Write the files of each run, and print their paths or what uploads them. Raises HpctrainError."""
+    args = parser().parse_args(arguments)
+    for run in args.run:
+        try:
+            print(FORMATS[args.format](run), flush=True)
+        except OSError as error:
+            raise HpctrainError(f"{run}: cannot be written ({error.strerror}): copy the run folder to one of your own") from error

@@ -1,0 +1,209 @@
+"""hpctrain report: runs side by side on one HTML page that needs no network, or in one picture."""
+
+import html
+import io
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpctrain.cli import Parser
+from hpctrain.commands.plot import folder_for_matplotlib, plain, the_first
+from hpctrain.commands.runs import is_number, points, read_configs, read_metrics, summarize
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.files import atomic
+from hpctrain.run.metrics import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Told apart also by people who cannot see red or green, and on light and dark pages: M. Okabe and K. Ito, "Color Universal
+# Design" (2008).
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+# Stands for the color of the page's text in a picture, which is replaced: matplotlib knows no "currentColor".
+TEXT = "#010203"
+# First what people look at first; scores come between.
+FIRST, LAST = ("train_loss", "test_loss"), ("examples_per_s", "learning_rate", "peak_memory_mb", "gpu_percent")
+TITLES = {"peak_memory_mb": "peak memory (MB)", "gpu_percent": "GPU use (%)"}
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 1800px; }}
+h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1.05rem; margin-top: 1.5rem; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; }}
+th, td {{ padding: .2rem .8rem .2rem 0; text-align: left; white-space: nowrap; border-bottom: 1px solid #8884; }}
+.charts {{ display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 350px), 1fr)); }}
+.charts svg {{ width: 100%; height: auto; }}
+.color {{ display: inline-block; width: .8rem; height: .8rem; border-radius: 50%; margin-right: .4rem; }}
+</style>
+<h1>{title}</h1>
+<div class="wide">{runs}</div>
+<h2>Curves</h2>
+<p>Over optimizer steps. A dotted line marks where a run was resumed.</p>
+<div class="charts">{charts}</div>
+<h2>Differences</h2>
+{differences}
+"""
+
+
+class Content(NamedTuple):
+    """What a report shows of a run: its row of `hpctrain runs`, its configurations and the lines of its metrics."""
+
+    row: dict[str, Any]
+    configs: list[dict[str, Any]]
+    lines: list[dict[str, float]]
+
+
+def read(run: Path) -> Content:
+    """Read a run folder. Raises HpctrainError if it is none, or has no metrics yet."""
+    content = Content(summarize(run), read_configs(run), read_metrics(run))
+    if not content.lines:
+        raise HpctrainError(f"{run}/metrics.jsonl has no line yet: wait for the first, or leave this run out")
+    return content
+
+
+def metric_names(runs: list[Content]) -> list[str]:
+    """The metrics that a chart shows, in order; "score/part" is a detail of a score and has none."""
+    found = dict.fromkeys(name for run in runs for line in run.lines for name in line if "/" not in name)
+    scores = [name for name in found if name not in (*FIRST, *LAST, "epoch", "step", "seconds")]
+    return the_first([name for name in (*FIRST, *scores, *LAST) if name in found])
+
+
+def draw(axis: "Axes", runs: list[Content], name: str) -> None:
+    """Draw a metric of all runs over the steps."""
+    for number, run in enumerate(runs):
+        color = COLORS[number % len(COLORS)]
+        found = [(step, value) for step, value in points(run.lines, name) if math.isfinite(value)]
+        if found:
+            axis.plot(*zip(*found, strict=True), color=color, marker="o" if len(found) < 30 else None, markersize=3)
+        for config in run.configs[1:]:
+            if is_number(config.get("resumed_at")):
+                axis.axvline(config["resumed_at"], color=color, linestyle=":", linewidth=2)
+    axis.set(xlabel="step", title=TITLES.get(name, plain(name.replace("_", " "))))
+    values = [value for run in runs for _, value in points(run.lines, name)]
+    if name.endswith("_loss") and 0 < 20 * min(values) < max(values) < math.inf:
+        axis.set_yscale("log")
+    axis.grid(alpha=0.3)
+
+
+def chart(runs: list[Content], name: str) -> str:
+    """The chart of a metric as an SVG element, in the colors of the page."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    colors = dict.fromkeys(["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"], TEXT)
+    # Text stays text. The salt keeps the names that a chart gives its parts apart from those of the other charts.
+    with rc_context({**colors, "svg.fonttype": "none", "svg.hashsalt": name}):
+        figure = Figure(figsize=(5.6, 3.2), layout="constrained")
+        axis = figure.subplots()
+        draw(axis, runs, name)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S).replace(TEXT, "currentColor")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
+
+
+def differences(runs: list[Content]) -> list[tuple[str, ...]]:
+    """The options, versions and other facts that are not the same in all runs: a row each, its name and a value per run."""
+    facts = []
+    for run in runs:
+        config = run.configs[-1]
+        own = {f"--{name.replace('_', '-')}": value for name, value in config["options"].items() if name not in ("out", "resume")}
+        own |= {f"{name} (version)": value for name, value in (config.get("versions") or {}).items()}
+        own |= {name: config.get(name) for name in ("trainer", "device", "image_digest", "revision")}
+        world = config.get("world") or {}
+        facts.append(own | {"ranks": world.get("size"), "nodes": world.get("nodes"), "launcher": world.get("launcher")})
+    names = dict.fromkeys(name for own in facts for name in own)
+    rows = [(name, *(str(own.get(name, "")) for own in facts)) for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def page(runs: list[Content]) -> str:
+    """The report as HTML."""
+    rows = []
+    for number, run in enumerate(runs):
+        row, color = run.row, COLORS[number % len(COLORS)]
+        score = f"{row['score']} {row['value']:.4g}" if row["score"] else ""
+        position = f"epoch {row['epoch']}/{row['epochs']}, step {row['step']}"
+        time, started = format_seconds(run.lines[-1].get("seconds", 0)), str(row["started"])[:16].replace("T", " ")
+        cells = [row["state"], row["job"], position, score, time, started, row["image_digest"] or ""]
+        name = f'<td><span class="color" style="background:{color}"></span>{html.escape(row["run"])}</td>'
+        rows.append(f"<tr>{name}{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in cells)}</tr>")
+    heads = ("run", "state", "job", "position", "score", "time", "started", "image")
+    unequal = differences(runs)
+    if len(runs) == 1:
+        text = "<p>There is only one run.</p>"
+    elif not unequal:
+        text = "<p>None: options, versions, image and ranks are the same.</p>"
+    else:
+        text = _table(("", *(run.row["run"] for run in runs)), [tuple(map(html.escape, row)) for row in unequal])
+    title = "Runs" if len(runs) > 1 else str(runs[0].row["run"])
+    return PAGE.format(
+        title=html.escape(title),
+        runs=f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{''.join(rows)}</table>",
+        charts="\n".join(chart(runs, name) for name in metric_names(runs)),
+        differences=f'<div class="wide">{text}</div>',
+    )
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
+    return (
+        f"<table><tr>{head}</tr>{''.join('<tr>' + ''.join(f'<td>{text}</td>' for text in row) + '</tr>' for row in rows)}</table>"
+    )
+
+
+def picture(runs: list[Content]) -> bytes:
+    """The charts of the report as a PNG, with a legend."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    names = metric_names(runs)
+    across = min(3, len(names))
+    down = -(-len(names) // across)
+    figure = Figure(figsize=(5.6 * across, 3.2 * down + 0.5), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False)
+    for axis, name in zip(axes.flat, names, strict=False):
+        draw(axis, runs, name)
+    for axis in axes.flat[len(names) :]:
+        axis.axis("off")
+    marks = [Line2D([], [], color=COLORS[number % len(COLORS)]) for number in range(len(runs))]
+    figure.legend(marks, [plain(run.row["run"]) for run in runs], loc="outside upper left", ncols=3)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    return content.getvalue()
+
+
+def parser() -> Parser:
+    """The options of `hpctrain report`."""
+    parser = Parser(prog="hpctrain report", description="Compare runs on one HTML page, which needs no network.")
+    parser.add_argument("run", type=Path, nargs="+", help="run folder, such as runs/train_ddp/17")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), help="file to write, .html or .png (default: %(default)s)"
+    )
+    return parser
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Write the report, and print its path. Raises HpctrainError, naming the file that cannot be read or written."""
+    args = parser().parse_args(arguments)
+    if args.out.suffix not in (".html", ".png"):
+        raise UsageError(f"--out {args.out}: give a name that ends in .html or .png")
+    runs = [read(run) for run in args.run]
+    with folder_for_matplotlib():
+        content = picture(runs) if args.out.suffix == ".png" else page(runs).encode(errors="backslashreplace")
+    try:
+        with atomic.file(args.out, "wb") as file:
+            file.write(content)
+    except OSError as error:
+        raise HpctrainError(f"{args.out}: cannot be written ({error.strerror}): use --out to name another file") from error
+    print(args.out)

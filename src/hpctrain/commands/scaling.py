@@ -1,0 +1,132 @@
+"""hpctrain scaling: how the throughput of a trainer grows with its ranks, as a table, JSON and a picture."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from hpctrain.cli import Parser
+from hpctrain.commands.plot import folder_for_matplotlib, plain
+from hpctrain.commands.runs import find, is_number, read_configs, read_json
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError, one_line
+from hpctrain.files import atomic
+
+COLUMNS = {
+    "launcher": "LAUNCHER", "ranks": "RANKS", "nodes": "NODES", "batch_size": "BATCH", "step_ms": "STEP (MS)",
+    "examples_per_s": "EXAMPLES/S", "speedup": "SPEEDUP", "efficiency": "EFFICIENCY",
+}  # fmt: skip
+NO_NUMBERS = {"launcher", "batch_size"}
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """A row of COLUMNS for each finished run in a folder, in the order of launchers and ranks. Raises HpctrainError.
+
+    Speedup and efficiency compare with the run of the same launcher that has the fewest ranks: examples per second, and the same
+    per rank. That is right for strong scaling (one batch size) and for weak scaling (one batch size per rank).
+    """
+    rows = []
+    for run in find(folder):
+        config = read_configs(run)[-1]
+        speed = read_json(run / "result.json").get("speed") if (run / "result.json").exists() else None
+        if not speed or "examples_per_s" not in speed:
+            print(f"{one_line(str(run))}: left out, as it has no result yet", flush=True)
+            continue
+        try:
+            world = World(**config["world"])
+            row = {
+                "launcher": one_line(world.launcher_command), "ranks": world.size, "nodes": world.nodes,
+                "batch_size": config["options"].get("batch_size"), "step_ms": speed["step_ms_p50"],
+                "examples_per_s": speed["examples_per_s"],
+            }  # fmt: skip
+            valid = all(is_number(row[name]) and 0 < row[name] < math.inf for name in COLUMNS.keys() & row.keys() - NO_NUMBERS)
+            valid = valid and type(row["batch_size"]) in (int, type(None))
+        except (AttributeError, KeyError, TypeError):
+            valid = False
+        if not valid:
+            raise HpctrainError(f"{run}: config.json or result.json is not of hpctrain: remove this run, or move it elsewhere")
+        rows.append(row | {"trainer": config.get("trainer"), "run": str(run)})
+    rows.sort(key=lambda row: (row["launcher"], row["ranks"]))
+    first: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        base = first.setdefault(row["launcher"], row)
+        if row["trainer"] != base["trainer"]:
+            raise HpctrainError(
+                f"{row['run']} is of {row['trainer']} and another run with {row['launcher']} of {base['trainer']}: "
+                "compare runs of one trainer, as launch/scaling.sh makes them"
+            )
+        row["speedup"] = row["examples_per_s"] / base["examples_per_s"]
+        row["efficiency"] = row["speedup"] * base["ranks"] / row["ranks"]
+    if not rows:
+        raise HpctrainError(f"{folder}: no run with a result in it: submit them with launch/scaling.sh, and wait for their end")
+    return rows
+
+
+def describe(rows: list[dict[str, Any]]) -> str:
+    """Whether the runs are strong or weak scaling, by their batch sizes."""
+    if len({row["batch_size"] for row in rows}) == 1:
+        return f"strong scaling: {rows[0]['batch_size']} examples in a step"
+    per_rank = {(row["batch_size"] or 0) / row["ranks"] for row in rows}
+    return f"weak scaling: {per_rank.pop():g} examples in a step of a rank" if len(per_rank) == 1 else "different batch sizes"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as lines of text."""
+
+    def text(name: str, value: Any) -> str:  # noqa: ANN401 - of JSON
+        if name == "efficiency":
+            return f"{value:.1%}"
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    cells = [[*COLUMNS.values()], *([text(name, row[name]) for name in COLUMNS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Throughput and efficiency over the ranks, a line for each launcher, with the ideal."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps what it draws
+
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for launcher in dict.fromkeys(row["launcher"] for row in rows):
+        own = [row for row in rows if row["launcher"] == launcher]
+        ranks = [row["ranks"] for row in own]
+        (line,) = axes[0].plot(ranks, [row["examples_per_s"] for row in own], "o-", label=plain(launcher))
+        ideal = [own[0]["examples_per_s"] * n / ranks[0] for n in ranks]
+        axes[0].plot(ranks, ideal, "--", color=line.get_color(), alpha=0.5, label=f"{plain(launcher)}, ideal")
+        axes[1].plot(ranks, [100 * row["efficiency"] for row in own], "o-", label=plain(launcher))
+    axes[0].set(xscale="log", yscale="log", ylabel="examples/s")
+    axes[1].set(xscale="log", ylabel="efficiency (%)", ylim=(0, None))
+    ticks = sorted({row["ranks"] for row in rows})
+    for axis in axes:
+        axis.set_xticks(ticks, [str(n) for n in ticks])
+        axis.minorticks_off()
+        axis.set_xlabel("ranks")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle(plain(title))
+    with atomic.file(path, "wb") as file:
+        figure.savefig(file, format="png", dpi=110)
+
+
+def parser() -> Parser:
+    """The options of `hpctrain scaling`."""
+    parser = Parser(prog="hpctrain scaling", description="Compare runs on 1, 2, 4, ... ranks: throughput, speedup, efficiency.")
+    parser.add_argument("folder", type=Path, help="folder with the runs, as launch/scaling.sh makes it")
+    return parser
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Print the table; write scaling.json and scaling.png into the folder. Raises HpctrainError."""
+    folder = parser().parse_args(arguments).folder
+    rows = read_rows(folder)
+    title = f"{folder}: {describe(rows)}"
+    print(one_line(title), table(rows), sep="\n")
+    try:
+        atomic.write_text(folder / "scaling.json", json.dumps(rows, indent=2) + "\n")
+        with folder_for_matplotlib():
+            draw(rows, title, folder / "scaling.png")
+    except OSError as error:
+        raise HpctrainError(f"{folder}: cannot be written ({error.strerror}): copy it to a folder of your own") from error
+    print(f"scaling.json and scaling.png are in {folder}", flush=True)

@@ -1,0 +1,381 @@
+"""hpctrain sweep: search hyperparameters, as a job array whose tasks are the trials.
+
+Nothing coordinates the trials. Each one reads what the others have in their run folders, asks Optuna for its own parameters,
+writes them into its folder, and trains there as a run of its own. So any of them may be killed and run again. Optuna keeps no
+file: its journal can be corrupted on NFS (github.com/optuna/optuna/issues/5138).
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hpctrain.cli import COMMANDS, Parser
+from hpctrain.commands.add import SAFE_PYTHON
+from hpctrain.commands.plot import folder_for_matplotlib, plain
+from hpctrain.commands.runs import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
+from hpctrain.commands.sweep_file import Sweep, check_options, read_file
+from hpctrain.distributed.world import ALONE, World
+from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError, first_line, one_line
+from hpctrain.files import atomic
+
+FAILED = "error.txt"  # in the folder of a trial that an error has ended
+SAME_ERRORS = 3  # of the first trials: the others would have it as well
+WAIT = 120  # s, for the parameters of rank 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial that has begun, and how it is: complete, pruned, diverged or running (which it may be again after a kill).
+
+    `scores` are those after each epoch, by its number. Only a complete trial has a value.
+    """
+
+    number: int
+    parameters: dict[str, Any]
+    state: str = "running"
+    value: float | None = None
+    scores: dict[int, float] = field(default_factory=dict)
+
+
+# --- a trial ---
+
+
+def trial_folder(folder: Path, number: int) -> Path:
+    """The run folder of a trial."""
+    return folder / f"trial-{number:03d}"
+
+
+def has_ended(folder: Path, number: int) -> bool:
+    """Whether a trial has a result, was pruned, or diverged: then it would diverge again."""
+    return any((trial_folder(folder, number) / name).exists() for name in ("result.json", PRUNED, DIVERGED))
+
+
+def read_trial(sweep: Sweep, folder: Path, number: int) -> Trial:
+    """A trial that has begun. Raises HpctrainError if it is complete and has no such metric.
+
+    The value is that of result.json, or the best one after an epoch where only metrics.jsonl has the metric.
+    """
+    path = trial_folder(folder, number)
+    parameters, lines = read_json(path / "parameters.json"), read_metrics(path)
+    scores = {int(line["epoch"]): line[sweep.metric] for line in lines if sweep.metric in line}
+    if not (path / "result.json").exists():
+        state = "pruned" if (path / PRUNED).exists() else "diverged" if (path / DIVERGED).exists() else "running"
+        return Trial(number, parameters, state, scores=scores)
+    result = read_json(path / "result.json")
+    value = result.get(sweep.metric, _choose(sweep)(scores.values()) if scores else None)
+    if not isinstance(value, int | float):
+        measured = result | {name: value for line in lines for name, value in line.items() if name not in result}
+        known = ", ".join(name for name, value in measured.items() if isinstance(value, int | float))
+        raise HpctrainError(f"{path} has no {sweep.metric}: metric can be {known}")
+    return Trial(number, parameters, "complete", value, scores)
+
+
+def read_trials(sweep: Sweep, folder: Path) -> list[Trial]:
+    """The trials that have begun, in order. Raises HpctrainError."""
+    begun = [number for number in range(sweep.trials) if (trial_folder(folder, number) / "parameters.json").exists()]
+    return [read_trial(sweep, folder, number) for number in begun]
+
+
+def suggest(sweep: Sweep, trials: list[Trial], number: int) -> dict[str, Any]:
+    """The parameters of a trial, a function of the file, its number, and the trials that have begun.
+
+    Those without a result yet count as bad ones for TPE (constant liar), so that trials at the same time differ.
+    """
+    if sweep.sampler == "grid":
+        chosen = {}
+        for name, form in reversed(sweep.parameters.items()):  # not all combinations, which a short file can have without end
+            number, place = divmod(number, len(form["values"]))
+            chosen[name] = form["values"][place]
+        return {name: chosen[name] for name in sweep.parameters}
+
+    optuna = _import_optuna("take sampler: grid")
+    seed = (sweep.seed * 1_000_003 + number) % 2**32
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of constant_liar
+        tpe = sweep.sampler == "tpe"
+        sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True) if tpe else optuna.samplers.RandomSampler(seed)
+    study = optuna.create_study(direction=sweep.direction, sampler=sampler)
+    forms = _distributions(sweep)
+    study.add_trials([_for_optuna(trial, forms) for trial in trials])
+    return study.ask(forms).params
+
+
+def should_prune(sweep: Sweep, trials: list[Trial], trial: Trial) -> bool:
+    """Whether the median pruner ends a trial now: its best score is worse than the median of the complete trials by this epoch.
+
+    At first it lets five trials complete.
+    """
+    optuna = _import_optuna("leave out pruner")
+    study = optuna.create_study(direction=sweep.direction)
+    forms = _distributions(sweep)
+    study.add_trials([_for_optuna(other, forms) for other in trials if other.state == "complete"])
+    return optuna.pruners.MedianPruner().prune(study, _for_optuna(trial, forms))
+
+
+def _import_optuna(otherwise: str) -> ModuleType:
+    if find_spec("optuna") is None:
+        raise HpctrainError(f"{sys.executable} has no optuna: use the image, pip install optuna, or {otherwise}")
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _for_optuna(trial: Trial, forms: dict[str, Any]) -> Any:  # noqa: ANN401 - a FrozenTrial
+    from optuna.trial import TrialState, create_trial
+
+    state = TrialState.FAIL if trial.state == "diverged" else TrialState[trial.state.upper()]
+    values = {"value": trial.value, "intermediate_values": trial.scores}
+    return create_trial(state=state, params=trial.parameters, distributions=forms, **values)
+
+
+def _distributions(sweep: Sweep) -> dict[str, Any]:
+    try:
+        return {name: _distribution(form) for name, form in sweep.parameters.items()}
+    except (ArithmeticError, ValueError) as error:  # such as 10^28 steps
+        raise HpctrainError(f"parameters: Optuna refuses them ({first_line(error)}): give other ranges") from error
+
+
+def _distribution(form: dict[str, Any]) -> Any:  # noqa: ANN401 - one of Optuna's three classes
+    from optuna import distributions
+
+    if "values" in form:
+        return distributions.CategoricalDistribution(form["values"])
+    whole = all(type(form[name]) is int for name in ("low", "high", "step") if name in form)
+    kind = distributions.IntDistribution if whole else distributions.FloatDistribution
+    return kind(**form)
+
+
+def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
+    """Train with the parameters of a trial, on all ranks. It goes on where an earlier start of it was ended."""
+    path = trial_folder(folder, number)
+    if has_ended(folder, number):
+        if world.rank == 0:
+            print(f"trial {number} has ended already: {path}", flush=True)
+        return
+    if world.rank == 0:
+        _keep_sweep(sweep, folder)
+        (path / FAILED).unlink(missing_ok=True)
+        if not (path / "parameters.json").exists():
+            parameters = suggest(sweep, read_trials(sweep, folder), number)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            atomic.write_text(path / "parameters.json", json.dumps(parameters, indent=2) + "\n")
+    deadline = time.monotonic() + WAIT
+    while not (path / "parameters.json").exists():
+        if time.monotonic() > deadline:
+            raise HpctrainError(f"rank {world.rank} sees no {path}/parameters.json of rank 0: is it a file system of all nodes?")
+        time.sleep(0.1)
+    chosen = read_json(path / "parameters.json")
+    if world.rank == 0:
+        print(f"trial {number}: {_describe(chosen)}", flush=True)
+    options = [f"--{name}={value}" for name, value in chosen.items()]
+    name, *words = sweep.command
+    trainer = import_module(COMMANDS[name][0])
+    from hpctrain.run.run import Run  # imports torch, which --show does not need
+
+    Run.prune = partial(prune, sweep, folder, number) if sweep.pruner != "none" else None
+    try:
+        trainer.main(world, [*words, *options, "--out", str(path), "--resume", "auto"])
+    except EndEarly:  # on all ranks
+        if not (path / PRUNED).exists():
+            raise
+    except DivergedError as error:  # on rank 0; the others have ended
+        atomic.write_text(path / DIVERGED, f"{error}\n")
+        print(f"trial {number} has no result: {error}", flush=True)
+    except Exception as error:
+        if world.rank == 0:
+            atomic.write_text(path / FAILED, first_line(error).replace(str(path), "FOLDER"))  # for run_all() to compare
+        raise
+    if world.rank == 0:
+        trials = read_trials(sweep, folder)
+        print(_describe_progress(sweep, trials), flush=True)
+        if all(has_ended(folder, number) for number in range(sweep.trials)):
+            show(sweep, folder)
+
+
+def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
+    """Whether to end a trial after this epoch, the same on every rank; then PRUNED is in its folder. A collective call.
+
+    Raises HpctrainError if the metric is not measured after each epoch.
+    """
+    from hpctrain.distributed.rendezvous import all_or_none, broadcast  # imports torch
+
+    pruned = False
+    with all_or_none(world):
+        if world.rank == 0:
+            trials = read_trials(sweep, folder)
+            trial = next(trial for trial in trials if trial.number == number)
+            if not trial.scores:
+                lines = read_metrics(trial_folder(folder, number))
+                known = ", ".join(name for name in lines[-1] if name not in NOT_SCORES)
+                raise HpctrainError(f"{sweep.metric} is not measured after each epoch, as pruner needs: metric can be {known}")
+            pruned = bool(should_prune(sweep, trials, trial))  # numpy's
+            if pruned:
+                text = f"pruned after epoch {max(trial.scores)}, {sweep.metric} {trial.scores[max(trial.scores)]:.4f}"
+                atomic.write_text(trial_folder(folder, number) / PRUNED, f"{text}\n")
+                print(f"trial {number} {text}", flush=True)
+    return broadcast(world, pruned)
+
+
+def _keep_sweep(sweep: Sweep, folder: Path) -> None:
+    """Write sweep.json, or compare with it. Raises UsageError if they differ in more than the number of trials."""
+    own, path = asdict(sweep), folder / "sweep.json"
+    kept = read_json(path) if path.exists() else own
+    differing = [name for name in own if name != "trials" and own[name] != kept.get(name)]
+    if differing:
+        raise UsageError(f"{folder} is of another sweep, which differs in {', '.join(differing)}: give another --out")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    atomic.write_text(path, json.dumps(own, indent=2) + "\n")
+
+
+# --- all trials ---
+
+
+def run_all(file: Path, sweep: Sweep, folder: Path) -> None:
+    """Run the trials without a result one after the other, in this machine's own processes.
+
+    Raises HpctrainError if some fail, and at once if the first ones all fail with the same error.
+    """
+    _keep_sweep(sweep, folder)
+    errors: list[str] = []
+    for number in range(sweep.trials):
+        if not has_ended(folder, number):
+            command = [*SAFE_PYTHON, "-m", "hpctrain", "sweep", str(file), "--out", str(folder), "--trial", str(number)]
+            subprocess.run(command, check=False)
+            failed = trial_folder(folder, number) / FAILED
+            errors.append(failed.read_text(encoding="utf-8") if failed.exists() else "")
+            none_has_ended = not any(has_ended(folder, other) for other in range(sweep.trials))
+            if none_has_ended and errors[0] and errors == SAME_ERRORS * errors[:1]:
+                raise HpctrainError(f"the first {SAME_ERRORS} trials end with the same error ({errors[0]}): correct {file}")
+    missing = [number for number in range(sweep.trials) if not has_ended(folder, number)]
+    if missing:
+        raise HpctrainError(
+            f"{len(missing)} of {sweep.trials} trials have not ended ({', '.join(map(str, missing[:10]))}): "
+            "see what they printed, and run this again"
+        )
+    if not errors:  # otherwise the last trial has shown them
+        show(sweep, folder)
+
+
+def _choose(sweep: Sweep) -> Callable[..., Any]:
+    return max if sweep.direction == "maximize" else min
+
+
+def _best(sweep: Sweep, trials: list[Trial]) -> Trial | None:
+    return _choose(sweep)((trial for trial in trials if trial.value is not None), key=lambda trial: trial.value, default=None)
+
+
+def _describe(parameters: dict[str, Any]) -> str:
+    texts = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in parameters.items())
+    return one_line("  ".join(texts))
+
+
+def _describe_progress(sweep: Sweep, trials: list[Trial]) -> str:
+    count = sum(trial.value is not None for trial in trials)
+    pruned = sum(trial.state == "pruned" for trial in trials)
+    best = _best(sweep, trials)
+    text = f"{count} of {sweep.trials} trials have a result" + (f", {pruned} pruned" if pruned else "")
+    if best:
+        text += f"; best {sweep.metric} {best.value:.4g} of trial {best.number}: {_describe(best.parameters)}"
+    return text
+
+
+def show(sweep: Sweep, folder: Path) -> None:
+    """Print the trials, the best one last, and draw them in sweep.png."""
+    trials = read_trials(sweep, folder)
+    sign = 1 if sweep.direction == "maximize" else -1
+    for trial in sorted(trials, key=lambda trial: (trial.value is not None, sign * (trial.value or 0))):
+        text = f"{sweep.metric} {trial.value:.4f}" if trial.value is not None else trial.state
+        if trial.state == "pruned":
+            text = (trial_folder(folder, trial.number) / PRUNED).read_text(encoding="utf-8").strip()
+        print(f"trial {trial.number:3}  {'no result' if text == 'running' else text}  {_describe(trial.parameters)}")
+    print(_describe_progress(sweep, trials))
+    finished = [trial for trial in trials if trial.value is not None]
+    if finished:
+        with folder_for_matplotlib():
+            _draw(sweep, finished, folder / "sweep.png")
+        print(f"picture: {folder}/sweep.png", flush=True)
+
+
+def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:
+    """The values in the order of the trials with the best so far, and over each parameter."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    numbers, values = [trial.number for trial in trials], [trial.value for trial in trials]
+    columns = min(1 + len(sweep.parameters), 4)
+    rows = -(-(1 + len(sweep.parameters)) // columns)
+    figure = Figure(figsize=(4 * columns, 3.2 * rows), layout="constrained")
+    first, *others = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    first.plot(numbers, values, "o", label="trial")
+    first.step(numbers, [*itertools.accumulate(values, _choose(sweep))], where="post", label="best so far")
+    first.xaxis.set_major_locator(MaxNLocator(integer=True))
+    first.set(xlabel="trial", ylabel=plain(sweep.metric.replace("_", " ")))
+    first.legend()
+    best = _best(sweep, trials)
+    for axis, (name, form) in itertools.zip_longest(others, sweep.parameters.items(), fillvalue=(None, None)):
+        if name is None:
+            axis.set_axis_off()
+            continue
+        seen = [trial.parameters[name] for trial in trials]
+        at = form["values"].index if "values" in form else float
+        axis.plot([at(value) for value in seen], values, "o")
+        axis.plot([at(best.parameters[name])], [best.value], "*", markersize=14, label="best")
+        axis.set(xlabel=name, xscale="log" if form.get("log") else "linear")  # a scale brings its own ticks
+        if "values" in form:
+            axis.set_xticks(range(len(form["values"])), [plain(str(value)) for value in form["values"]])
+            axis.set_xlim(-0.5, len(form["values"]) - 0.5)
+        axis.legend()
+    for axis in (first, *others):
+        axis.grid(alpha=0.3)
+    figure.suptitle(plain(str(path.parent)))
+    with atomic.file(path, "wb") as file:
+        figure.savefig(file, format="png", dpi=110)
+
+
+def parser() -> Parser:
+    """The options of `hpctrain sweep`."""
+    parser = Parser(
+        prog="hpctrain sweep",
+        description="Search hyperparameters: in a job array the task is the trial, otherwise the trials run one after the other.",
+    )
+    parser.add_argument("file", type=Path, help="the sweep, in YAML: docs/sweep.md has its keys")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the trials (default: runs/FILE without .yaml)")
+    parser.add_argument("--trial", type=int, metavar="N", help="run this trial, from 0 (default: the number of the array task)")
+    parser.add_argument("--show", action="store_true", help="only print the trials, and draw sweep.png")
+    return parser
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Run a trial, or all; or show them. Raises HpctrainError."""
+    args: argparse.Namespace = parser().parse_args(arguments)
+    sweep, folder = read_file(args.file), args.out or Path("runs") / args.file.stem
+    number = args.trial
+    if number is None and "SLURM_ARRAY_TASK_ID" in os.environ:
+        number = int(os.environ["SLURM_ARRAY_TASK_ID"])
+    if args.show:
+        if world.rank == 0:
+            show(sweep, folder)
+        return
+    check_options(args.file, sweep)
+    if number is not None:
+        if not 0 <= number < sweep.trials:
+            raise UsageError(f"there is no trial {number}: {args.file} has {sweep.trials}, so give --array=0-{sweep.trials - 1}")
+        run_trial(sweep, folder, number, world)
+    elif world.size > 1 or world.launcher != ALONE.launcher:
+        raise UsageError(f"submit a sweep as a job array, such as sbatch --array=0-{sweep.trials - 1}%4 ..., or give --trial N")
+    else:
+        run_all(args.file, sweep, folder)

@@ -1,0 +1,58 @@
+"""What the launch script and the ranks tell each other, so that a job ends in time and goes on later.
+
+The launch script names a folder of this job in HPCTRAIN_CONTROL, on its own node. The files there:
+
+    stop       by the launch script: the time limit is near, or the job is being preempted. Save and end.
+    saved      by a rank, after each checkpoint: the option that resumes from it, or nothing if the same command does.
+    stopped    by a rank: the program ends because of `stop`, has saved, and has work left.
+    failed     by a rank: an error ends the program that would come again.
+
+The launch script requeues the job after `stopped`, and after a failure that is none of the program's own, if there is a
+checkpoint of this start (launch/lib/requeue.sh). Every rank calls these functions, because rank 0 may be on another node:
+torchrun numbers the nodes by their names. On other nodes, and without a launch script, they do nothing.
+"""
+
+import os
+import shlex
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from hpctrain.files import atomic
+
+
+def stop_requested() -> bool:
+    """Whether the launch script has asked this job to save and to end, as the ranks on its node can see."""
+    folder = control_folder()
+    return folder is not None and (folder / "stop").exists()
+
+
+def report_saved(resume_with: Path | None) -> None:
+    """Tell the launch script that a checkpoint is complete, in a run folder to give to --resume; None if that is not needed."""
+    _write("saved", f"--resume {shlex.quote(str(resume_with))}\n" if resume_with else "")
+
+
+def report_stopped() -> None:
+    """Tell the launch script that this program ends early, and is to be started again."""
+    _write("stopped", "")
+
+
+def report_failed() -> None:
+    """Tell the launch script that it is of no use to start this program again."""
+    _write("failed", "")
+
+
+def control_folder() -> Path | None:
+    """HPCTRAIN_CONTROL, if this node has it. On another node somebody else may have made one of that name in /tmp."""
+    folder = Path(os.environ.get("HPCTRAIN_CONTROL", ""))
+    with suppress(OSError):
+        status = folder.lstat()
+        if folder.is_absolute() and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            return folder
+    return None
+
+
+def _write(name: str, text: str) -> None:
+    if folder := control_folder():
+        with suppress(OSError):  # a full /tmp is no reason to end the training
+            atomic.write_text(folder / name, text)

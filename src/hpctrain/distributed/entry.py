@@ -1,0 +1,109 @@
+"""How the process of a rank ends: errors in one line, exit statuses that launchers understand, and no checkpoint lost.
+
+The commands of hpctrain run by main(), and scripts of users may. In a script that does not, an error of hpctrain is one line as
+well once it has used a name of `import hpctrain`: see print_errors_in_one_line().
+"""
+
+import errno
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+from hpctrain.commands.check.node import shadowed_packages
+from hpctrain.distributed.control import report_failed
+from hpctrain.distributed.world import World, detect
+from hpctrain.errors import EndEarly, HpctrainError, UsageError, first_line, print_error
+from hpctrain.files.redaction import hide_secrets
+
+# The exit status of a script that wants to be started again: see docs/own-script.md.
+REQUEUE = 75
+
+
+def main(function: Callable[[World], object], world: World | None = None) -> NoReturn:
+    """Call function(world), and end this process; `world` is the detected one unless given.
+
+    Exit status 0 after the last line of the function, and on the ranks that leave an error to rank 0; 1 after an error, and 2
+    after one in the command line, which rank 0 prints. Other exceptions are raised, for Python to print their traceback.
+    """
+    status, rank = 0, 0
+    try:
+        world = world or detect()
+        rank = world.rank
+        function(world)
+        sys.stdout.flush()
+    except HpctrainError as error:
+        status = _report(error, rank)
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" not in (text := first_line(error)):
+            raise
+        status = _report(HpctrainError(f"--deterministic: {text.partition(',')[0]}: leave the option out"), rank)
+    except (ImportError, AttributeError):
+        for text in shadowed_packages():  # may be why
+            print_error(f"hpctrain: error: {text}")
+        raise
+    except EndEarly:
+        pass
+    except BrokenPipeError:  # the reader of the output has ended, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename:  # print() names no file
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = _report(HpctrainError(f"the output cannot be written ({error.strerror}): free some space there"), rank)
+    except KeyboardInterrupt:
+        status = 130
+        if rank == 0:
+            print_error("hpctrain: interrupted")
+    except SystemExit as end:
+        if end.code != REQUEUE:
+            report_failed()  # another rank prints the error, or the script has
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print_error(end.code)
+    # An error must not lose a checkpoint that is being written in the background.
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    # Skip the finalization of the interpreter. DDP keeps threads of Gloo beyond destroy_process_group(), and a thread that
+    # frees its last tensor during finalization aborts the process: seen in 3 of 30 runs on a busy machine with torch 2.13;
+    # github.com/pytorch/pytorch/pull/179291 describes the same.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _report(error: HpctrainError, rank: int) -> int:
+    """Print an error for the user, and tell the launch script; returns the exit status."""
+    report_failed()
+    if not isinstance(error, UsageError):
+        print_error(f"hpctrain: error: {hide_secrets(str(error))}")
+        return 1
+    # Every rank has the same command line. Rank 0 prints the error and fails; the others exit with status 0, because srun kills
+    # all ranks at the first failure, perhaps before rank 0 has printed its error.
+    if rank != 0:
+        return 0
+    print_error(f"hpctrain: error: {hide_secrets(str(error))}")
+    return 2
+
+
+@functools.cache
+def print_errors_in_one_line() -> None:
+    """From now on, an HpctrainError that nothing catches ends this process as in main(); other exceptions do as before."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, HpctrainError):
+            before(kind, error, traceback)
+            return
+        try:
+            rank = detect().rank
+        except HpctrainError:
+            rank = 0
+        raise SystemExit(_report(error, rank))  # Python takes the status from it
+
+    sys.excepthook = hook

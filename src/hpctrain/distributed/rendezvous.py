@@ -1,0 +1,353 @@
+"""The process group: joining the other ranks, exchanging values with them, and agreeing on errors.
+
+Values are exchanged as JSON. torch.distributed's own functions for objects use pickle, and whoever sends a pickle runs code in
+the process that reads it.
+"""
+
+import atexit
+import hmac
+import json
+import os
+import resource
+import socket
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.distributed.lazy_imports import postpone_compiler
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError, first_line, print_error
+
+# Every rank of a job has to join within this time.
+JOIN_TIMEOUT = timedelta(seconds=60)
+# A rank waits this long for the others in a collective: rank 0 may write a checkpoint or compute scores before it joins.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+# The largest value that ranks exchange, in bytes: a length from another rank decides how much memory is allocated.
+MAX_VALUE = 2**30
+
+# Groups that are kept until the process ends: see process_group(). Then their threads are joined while they can still get the
+# GIL, which they need to free their last tensor: a thread that asks for it later aborts the process.
+_kept_groups: list[dist.ProcessGroup] = []
+# The prefix of the keys in the store, from _connect_store().
+_prefix: list[str] = []
+atexit.register(_kept_groups.clear)
+
+
+@contextmanager
+def process_group(world: World, device: torch.device, cpu_tensors: bool = False) -> Iterator[None]:
+    """Initialize the default process group for the block; a world of one rank needs none.
+
+    The backend follows the device: nccl on CUDA, gloo on CPU. With `cpu_tensors`, collectives on CUDA take tensors of the CPU,
+    too, by gloo. Raises HpctrainError, naming the missing ranks, if not all of them join within JOIN_TIMEOUT.
+    """
+    if world.size == 1:
+        postpone_compiler()
+        yield
+        return
+    backend = ("cpu:gloo,cuda:nccl" if cpu_tensors else "nccl") if device.type == "cuda" else "gloo"
+    options = {"device_id": device} if device.type == "cuda" else {}
+    _raise_file_limit()
+    store = _connect_store(world)
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT, **options
+        )
+    except dist.DistBackendError as error:
+        # Its last line is what NCCL says, such as "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60".
+        raise HpctrainError(
+            f"rank {world.rank} of {world.size} on {os.uname().nodename}, {device}: NCCL cannot start "
+            f"({str(error).strip().splitlines()[-1]}): give each rank a GPU of its own (--gpus-per-node as large as "
+            "--ntasks-per-node), and set NCCL_DEBUG=WARN to see more"
+        ) from error
+    postpone_compiler()
+    ends_at_once = False
+    try:
+        yield
+    except (HpctrainError, SystemExit):
+        ends_at_once = True  # see entry.py; to destroy a group of NCCL would wait for other ranks, which may not come
+        raise
+    finally:
+        # The destructor of a Gloo group waits for its threads, and holds the GIL meanwhile where the last reference is that of
+        # DDP's reducer (torch 2.13) or any (2.7.1). A thread that needs the GIL to free its last tensor then deadlocks. A
+        # reference keeps the destructor from running.
+        if "gloo" in backend:
+            _kept_groups.append(dist.group.WORLD)
+        if not ends_at_once:
+            dist.destroy_process_group()
+
+
+def _raise_file_limit() -> None:
+    """Let this process have as many connections as the administrator allows.
+
+    Most sites allow 1,024 open files unless a program asks for more. Rank 0 has three connections to the store from each rank,
+    and with Gloo every rank has one to each other rank.
+    """
+    with suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def main_address(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT, the address of rank 0.
+
+    Raises HpctrainError where they are not set or the name does not resolve.
+    """
+    address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise HpctrainError(
+            "MASTER_ADDR and MASTER_PORT are not set: use a script in launch/, or in the batch script "
+            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500; '
+            "on one machine, MASTER_ADDR=localhost"
+        )
+    try:
+        socket.getaddrinfo(address, int(port))
+    except (OSError, OverflowError) as error:
+        raise HpctrainError(
+            f"MASTER_ADDR is {address} and MASTER_PORT {port}, which {os.uname().nodename} cannot resolve ({error}): "
+            "set MASTER_ADDR to a name or address of rank 0's node that every node can resolve"
+        ) from error
+    return address, int(port)
+
+
+def _connect_store(world: World) -> dist.Store:
+    """Connect to the store at MASTER_ADDR:MASTER_PORT and wait there for all ranks.
+
+    Rank 0 serves the store, or torchrun's agent does. Raises HpctrainError.
+    """
+    address, port = main_address()
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            address, port, is_master=world.rank == 0 and not agent_serves, wait_for_workers=False, timeout=JOIN_TIMEOUT
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        reason = first_line(error)
+        if "EADDRINUSE" in reason:
+            raise HpctrainError(
+                f"port {port} of {os.uname().nodename} (MASTER_PORT) is in use by another process: "
+                "set MASTER_PORT to another number"
+            ) from error
+        raise HpctrainError(
+            f"rank {world.rank} of {world.size} on {os.uname().nodename} did not reach rank 0 at {address}:{port} within "
+            f"{JOIN_TIMEOUT.seconds} s ({reason}): "
+            f"check that rank 0 started, that {address} is its node, and that this node can reach it"
+        ) from error
+    try:
+        return _wait_for_all_ranks(world, store, f"{address}:{port}")
+    except (dist.DistError, RuntimeError) as error:  # the store is gone, or does not answer
+        raise HpctrainError(
+            f"rank {world.rank} of {world.size} on {os.uname().nodename} lost the connection to rank 0 at {address}:{port} "
+            f"({first_line(error)}): read the log of rank 0"
+        ) from error
+
+
+def _wait_for_all_ranks(world: World, store: dist.Store, address: str) -> dist.Store:
+    """Wait until every rank has joined; returns a store with a prefix that belongs to this start of the ranks alone.
+
+    torchrun keeps its store when it restarts the ranks, so a key such as "rank 3 has joined" may come from a rank 3 that has
+    died since. Each start of a rank therefore gets a unique id. A rank publishes its id, rank 0 answers under that id with
+    its own, and a rank that has read this answer belongs to the same start as rank 0.
+
+    Everyone who can reach the store can write to it. With a secret of the job (see _sign) each entry is signed, and entries with
+    another signature are ignored; the prefix is then a signature as well, which nobody without the secret can compute.
+    Raises HpctrainError on rank 0.
+    """
+    start_id = uuid.uuid4().hex
+    if world.rank == 0:
+        missing = set(range(1, world.size))
+        strangers: set[int] = set()
+        deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
+        while missing and time.monotonic() < deadline:
+            for rank in sorted(missing):
+                for key in {_own_key("id of", rank), f"id of {rank}"}:
+                    if not store.check([key]):
+                        continue
+                    its_id = verify(store.get(key), "id of", rank)
+                    if its_id:
+                        store.set(f"answer to {its_id}", seal(start_id, "answer to", its_id))
+                    elif rank not in strangers:
+                        strangers.add(rank)
+                        _warn_of_stranger(f"rank {rank}", address)
+                key = f"{start_id} joined by {rank}"
+                if store.check([key]) and verify(store.get(key), "joined by", rank) == start_id:
+                    missing.remove(rank)
+            time.sleep(0.02)
+        message = ""
+        if missing:
+            message = (
+                f"{format_ranks(missing)} of {world.size} did not join at {address} within {JOIN_TIMEOUT.seconds} s "
+                f"({format_ranks(set(range(world.size)) - missing)} did): check that every rank started, and look at its node"
+            )
+        store.set(f"{start_id} error", seal(message, "error", start_id))
+        if message:
+            time.sleep(1)  # for the other ranks to read it before the store ends with this process
+            raise HpctrainError(message)
+    else:
+        store.set(_own_key("id of", world.rank), seal(start_id, "id of", world.rank))
+        its_id = _read_from_rank_0(store, f"answer to {start_id}", ("answer to", start_id), address)
+        store.set(f"{its_id} joined by {world.rank}", seal(its_id, "joined by", world.rank))
+        if _read_from_rank_0(store, f"{its_id} error", ("error", its_id), address):
+            raise SystemExit(0)  # rank 0 prints it: see all_or_none()
+        start_id = its_id
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    _prefix[:] = [_sign("prefix", start_id) or start_id]
+    return dist.PrefixStore(_prefix[0], store)
+
+
+def connect_again() -> dist.Store:
+    """A connection of its own to the store of the process group, for a thread: a request waits for an earlier one of the same.
+
+    Raises DistError or RuntimeError.
+    """
+    store = dist.TCPStore(*main_address(), is_master=False, timeout=JOIN_TIMEOUT)
+    return dist.PrefixStore(f"{_prefix[0]}/threads", store)
+
+
+def _read_from_rank_0(store: dist.Store, key: str, context: tuple[object, ...], address: str) -> str:
+    """Wait for an entry that rank 0 has signed. Raises DistStoreError after a while."""
+    timeout = JOIN_TIMEOUT + timedelta(seconds=10)  # rank 0 may have started to wait a little later
+    deadline = time.monotonic() + timeout.total_seconds()
+    warned = False
+    store.wait([key], timeout)
+    while (text := verify(store.get(key), *context)) is None:
+        if not warned:
+            warned = True
+            _warn_of_stranger("rank 0", address)
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError("no answer that has the signature of this job")
+        time.sleep(0.1)
+    return text
+
+
+def _warn_of_stranger(name: str, address: str) -> None:
+    print_error(f"hpctrain: warning: something that is not a rank of this job answered as {name} at {address}, and was ignored")
+
+
+def _sign(*parts: object) -> str:
+    """HMAC-SHA256 of the parts with HPCTRAIN_JOB_SECRET, which the launch scripts make for each job; "" without it."""
+    secret = os.environ.get("HPCTRAIN_JOB_SECRET", "")
+    return hmac.new(secret.encode(), json.dumps(parts).encode(), "sha256").hexdigest() if secret else ""
+
+
+def _own_key(*parts: object) -> str:
+    """A key of the store that nobody without the job's secret knows; without a secret the parts themselves."""
+    return _sign("key", *parts) or " ".join(map(str, parts))
+
+
+def seal(text: str, *context: object) -> str:
+    """The text behind its signature, which holds in this context only: an entry cannot be copied to another place."""
+    signature = _sign(text, *context)
+    return f"{signature} {text}" if signature else text
+
+
+def verify(entry: bytes, *context: object) -> str | None:
+    """The text of seal(), or None if its signature is wrong."""
+    content = entry.decode(errors="replace")
+    signature, _, text = content.partition(" ")
+    expected = _sign(text, *context)
+    if not expected:
+        return content
+    return text if hmac.compare_digest(signature.encode(), expected.encode()) else None
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in short form, such as "rank 3" or "ranks 0-2,5"; if there are more than eight ranges, the first six."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    pieces = [str(first) if first == last else f"{first}-{last}" for first, last in parts]
+    text = ",".join(pieces if len(pieces) <= 8 else [*pieces[:6], f"... and {len(pieces) - 6} more"])
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
+
+
+def gather(world: World, value: Any) -> list[Any]:  # noqa: ANN401 - any JSON value
+    """The JSON value of every rank, in rank order, on every rank. A collective call.
+
+    Raises HpctrainError that names the rank if one of them sends something other than JSON.
+    """
+    if world.size == 1:
+        return [value]
+    content = _encode(value)
+    lengths = [torch.zeros_like(_length(content)) for _ in range(world.size)]
+    dist.all_gather(lengths, _length(content))
+    sizes = [_checked_length(rank, length) for rank, length in enumerate(lengths)]
+    # Every rank sends as many bytes as the one with the most.
+    padded = torch.nn.functional.pad(content, (0, max(sizes) - len(content)))
+    parts = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(parts, padded)
+    return [_decode(rank, part[:size]) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
+
+
+def broadcast(world: World, value: Any, source: int = 0) -> Any:  # noqa: ANN401 - any JSON value
+    """The JSON value of rank `source`, on every rank; what the others pass is ignored. A collective call.
+
+    Raises HpctrainError that names the rank if it sends something other than JSON.
+    """
+    if world.size == 1:
+        return value
+    content = _encode(value if world.rank == source else None)
+    length = _length(content)
+    dist.broadcast(length, source)
+    if world.rank != source:
+        content = content.new_empty(_checked_length(source, length))
+    dist.broadcast(content, source)
+    return _decode(source, content)
+
+
+def _encode(value: Any) -> torch.Tensor:  # noqa: ANN401 - any JSON value
+    """JSON as bytes [length] uint8, on the device of the process group: NCCL takes tensors of a GPU only."""
+    content = torch.frombuffer(bytearray(json.dumps(value), "ascii"), dtype=torch.uint8)
+    return content.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _length(content: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([len(content)], device=content.device)
+
+
+def _checked_length(rank: int, length: torch.Tensor) -> int:
+    number = int(length.item())
+    if not 0 < number <= MAX_VALUE:
+        raise HpctrainError(f"rank {rank} sent a value of {number} bytes: run the same version of hpctrain on every rank")
+    return number
+
+
+def _decode(rank: int, content: torch.Tensor) -> Any:  # noqa: ANN401 - any JSON value
+    try:
+        return json.loads(content.cpu().numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise HpctrainError(
+            f"rank {rank} sent something other than JSON, which is not read: run the same version of hpctrain on every rank"
+        ) from error
+
+
+@contextmanager
+def all_or_none(world: World) -> Iterator[None]:
+    """Run the block on every rank; if it raises HpctrainError on any of them, all ranks exit and rank 0 prints why.
+
+    Without this, ranks without an error would wait for the others in the next collective, and an error that all ranks have
+    would be printed by each of them. A collective call, which needs the process group.
+    """
+    message = None
+    try:
+        yield
+    except HpctrainError as error:
+        message = str(error)
+    messages = gather(world, message)
+    ranks = {text: [r for r, m in enumerate(messages) if m == text] for text in messages if text}
+    if not ranks:
+        return
+    if world.rank != 0:
+        # With status 0: srun kills all ranks at the first failure, perhaps before rank 0 has printed the error.
+        raise SystemExit(0)
+    everywhere = len(ranks) == 1 and len(next(iter(ranks.values()))) == world.size
+    raise HpctrainError(next(iter(ranks)) if everywhere else "; ".join(f"on {format_ranks(r)}: {m}" for m, r in ranks.items()))

@@ -1,0 +1,1 @@
+"""Files and folders: complete or not there, verified, and without secrets."""

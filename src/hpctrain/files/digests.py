@@ -1,0 +1,57 @@
+"""SHA-256 of weights, and of the files in a folder, in SHA256SUMS: `sha256sum --check SHA256SUMS` reads it as well.
+
+Neither safetensors nor numpy notices a flipped bit in its data. A folder without SHA256SUMS, such as one from elsewhere, is not
+checked.
+"""
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from hpctrain.errors import HpctrainError
+from hpctrain.files import atomic
+
+NAME = "SHA256SUMS"
+NOT_CHECKED = (NAME, "README.md")  # a user may edit a model card
+
+
+def write_digests(folder: Path) -> None:
+    """Write SHA256SUMS for the files of a folder, all at once. Raises OSError."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    lines = [f"{_digest(folder / name)}  {name}\n" for name in names if name not in NOT_CHECKED]
+    atomic.write_text(folder / NAME, "".join(lines))
+
+
+def check_digests(folder: Path) -> None:
+    """Raise HpctrainError that names the first file that is not as SHA256SUMS says. Nothing is checked without that file."""
+    sums = folder / NAME
+    try:
+        lines = sums.read_bytes().decode(errors="replace").splitlines() if sums.exists() else []
+        for line in lines:
+            digest, between, name = line[:64], line[64:66], line[66:]
+            known = between in ("  ", " *") and ".." not in Path(name).parts and (folder / name).is_file()  # *: --binary
+            if not known or _digest(folder / name) != digest:
+                raise HpctrainError(
+                    f"{folder / name}: not the file that was written, according to {NAME}: copy it or make it again, or remove "
+                    f"{NAME} if you have changed it"
+                )
+    except OSError as error:
+        raise HpctrainError(f"{folder}: cannot be read ({error.strerror}): copy it or make it again") from error
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """SHA-256 over the names, types, shapes and bytes of all parameters and buffers: equal if the weights are, bit for bit."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,75 @@
+"""A strategy of Lightning's Trainer for models of which each rank holds a part: see sharding.py."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from hpctrain.distributed.lazy_imports import import_of_lightning
+from hpctrain.distributed.world import World
+from hpctrain.lightning.trainer import JsonStrategy
+from hpctrain.training.sharding import copy_without_weights, gather_model, is_sharded, load_weights, shard, split, split_state
+
+with import_of_lightning():
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.trainer.states import TrainerFn
+
+
+class ShardedStrategy(JsonStrategy):
+    """Shards the `model` of a LightningModule over all ranks, for a Trainer. In bf16, weights are gathered as bf16 as well.
+
+    `tensor_parallel`, `styles` and `cpu_offload` are those of shard().
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        tensor_parallel: int = 1,
+        styles: Mapping[str, ParallelStyle] | None = None,
+        cpu_offload: bool = False,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(world, **options)
+        self._options = {"tensor_parallel": tensor_parallel, "styles": styles, "cpu_offload": cpu_offload}
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the model, if it is not yet, and make its optimizer. Lightning calls this to train and to test."""
+        self.accelerator.setup(trainer)
+        model = self.lightning_module.model
+        if not is_sharded(model):
+            self._skeleton = copy_without_weights(model)
+            shard(model, self.root_device, bf16=trainer.precision == "bf16-mixed", **self._options)
+        for name, buffer in self.lightning_module.named_buffers(recurse=False):
+            setattr(self.lightning_module, name, buffer.to(self.root_device))
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:  # noqa: ANN401
+        """Save the part of this rank, on every rank."""
+        self.checkpoint_io.save_checkpoint(split(checkpoint), *arguments, **options)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: a rank loads its parts, when the model is sharded."""
+        return True
+
+    def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of each weight."""
+        load_weights(self.lightning_module, checkpoint["state_dict"])
+
+    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+        """Load this rank's part of the state."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(split_state(optimizer, state))
+
+    def gather_model(self) -> nn.Module:
+        """The model as it was before it was sharded, with its weights, in the memory of rank 0. A collective call."""
+        return gather_model(self.lightning_module.model, self._skeleton)
+
+    def teardown(self) -> None:
+        """Keep the model where it is: it is tested after the training."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()

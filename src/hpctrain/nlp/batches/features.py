@@ -1,0 +1,245 @@
+"""Tokenized texts: computed once, cached on disk under a hash of everything they depend on, and memory-mapped by every rank.
+
+A text of 20 tokens takes 20 entries here, not --max-length: padding is added when a batch is built.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from numpy import ndarray
+from tokenizers import Encoding
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+from hpctrain.distributed.rendezvous import all_or_none
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.files import atomic
+from hpctrain.files.digests import check_digests, write_digests
+
+VERSION = 3  # of the files in the cache; increase it when their content changes
+MULTIPLE = 8  # tokens: --cuda-graphs pads batches to a multiple of it, so that there are few shapes to record
+CHUNK = 10_000  # texts passed to the tokenizer in one call, for its threads to share
+
+
+class Features(NamedTuple):
+    """n features: one for each example, or one for each window if examples have several windows.
+
+    starts: [n + 1], feature i has the tokens from starts[i] to starts[i + 1]
+    tokens: by name, one value for each token, [all tokens]
+    values: by name, one value for each feature, [n], or several, [n, k]; "units" is the number of labels that its loss is the
+        mean of
+    example: [n], the index of the example that a feature belongs to
+    cut: the indices of the examples that were truncated
+    lost: the indices of the examples whose answer no prediction can be
+    """
+
+    starts: ndarray
+    tokens: dict[str, ndarray]
+    values: dict[str, ndarray]
+    example: ndarray
+    cut: ndarray
+    lost: ndarray
+
+    @classmethod
+    def from_lists(
+        cls,
+        tokens: Mapping[str, Sequence[Sequence[int]]],
+        values: Mapping[str, Sequence[Any] | ndarray],
+        *,
+        example: Sequence[int] | None = None,
+        cut: Sequence[int] = (),
+        lost: Sequence[int] = (),
+    ) -> "Features":
+        """Make features from lists: each column of tokens has one list for each feature. Default: one feature an example."""
+        first = next(iter(tokens.values()))
+        flat = {name: numpy.fromiter(chain.from_iterable(lists), numpy.int32) for name, lists in tokens.items()}
+        return cls(
+            numpy.cumsum([0, *map(len, first)], dtype=numpy.int64),
+            flat,
+            {name: numpy.asarray(column, _number_type(numpy.asarray(column))) for name, column in values.items()},
+            numpy.arange(len(first)) if example is None else numpy.asarray(example, numpy.int64),
+            numpy.asarray(cut, numpy.int64),
+            numpy.asarray(lost, numpy.int64),
+        )
+
+    @property
+    def lengths(self) -> ndarray:
+        """Tokens of each feature, [n]."""
+        return numpy.diff(self.starts)
+
+    def batch(self, index: Tensor, padding: Mapping[str, int], round_up_to: int = 0) -> dict[str, Tensor]:
+        """The features of `index` [b], padded on the right to the longest: tokens and attention_mask [b, longest], values [b].
+
+        `padding` has the padding value of each column of tokens, 0 if missing. All tensors are int64, those of fractions float32.
+        The length is rounded up to a multiple of MULTIPLE, but not beyond `round_up_to`.
+        """
+        rows = index.numpy()
+        starts = self.starts[rows]
+        lengths = self.starts[rows + 1] - starts
+        longest = lengths.max(initial=0)
+        position = numpy.arange(max(longest, min(round_up_to, -(-longest // MULTIPLE) * MULTIPLE)))
+        mask = position < lengths[:, None]
+        place = numpy.where(mask, starts[:, None] + position, 0)
+        arrays = {name: numpy.where(mask, flat[place], padding.get(name, 0)) for name, flat in self.tokens.items()}
+        arrays |= {"attention_mask": mask} | {name: column[rows] for name, column in self.values.items()}
+        return {name: torch.from_numpy(array.astype(_number_type(array))) for name, array in arrays.items()}
+
+    def pack(self, index: Tensor, padding: Mapping[str, int]) -> dict[str, Tensor]:
+        """The features of `index` [b], several in a row: tokens and position_ids [rows, longest], values [b].
+
+        No row is longer than the longest feature. The position_ids of a feature begin at 0, by which the models of transformers
+        keep it apart from others in its row; those of the padding begin at 0 as well. `padding` is that of batch().
+        """
+        indices = index.numpy()
+        lengths = self.starts[indices + 1] - self.starts[indices]
+        rows = pack_rows(lengths.tolist())
+        longest = int(lengths.max())
+        arrays = {name: numpy.full((len(rows), longest), padding.get(name, 0), numpy.int64) for name in self.tokens}
+        positions = numpy.zeros((len(rows), longest), numpy.int64)
+        for row, members in enumerate(rows):
+            end = 0
+            for i in members:
+                begin, end = end, end + int(lengths[i])
+                first = self.starts[indices[i]]
+                for name, flat in self.tokens.items():
+                    arrays[name][row, begin:end] = flat[first : first + lengths[i]]
+                positions[row, begin:end] = numpy.arange(end - begin)
+            positions[row, end:] = numpy.arange(longest - end)
+        arrays |= {"position_ids": positions} | {name: column[indices] for name, column in self.values.items()}
+        return {name: torch.from_numpy(array.astype(_number_type(array))) for name, array in arrays.items()}
+
+
+def pack_rows(lengths: Sequence[int]) -> list[list[int]]:
+    """Put these lengths into few rows that are as long as the longest: each into the first row with room, the longest first.
+
+    Returns the numbers of the lengths in each row (first-fit decreasing: at most 22 % more rows than the best packing, and one).
+    """
+    room, rows = [], []
+    longest = max(lengths)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((row for row, free in enumerate(room) if lengths[i] <= free), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(longest)
+        rows[row].append(i)
+        room[row] -= lengths[i]
+    return rows
+
+
+def _number_type(array: ndarray) -> type:
+    return numpy.float32 if array.dtype.kind == "f" else numpy.int64
+
+
+def encode_texts(
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[Any],
+    max_length: int | None,
+    *,
+    cut: str = "longest_first",
+    stride: int = 0,
+    offsets: bool = False,
+) -> Iterator[Encoding]:
+    """Tokenize texts, or pairs of texts, in all threads of this process.
+
+    With max_length, special tokens are added and everything beyond max_length tokens is moved to `overflowing` of the encoding,
+    in windows that share `stride` tokens; `cut` selects which text of a pair is truncated ("only_second"). Without max_length,
+    there are no special tokens and no truncation. `offsets` adds the position of each token in its text, which is slower.
+    """
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    if max_length:
+        backend.enable_truncation(max_length, stride=stride, strategy=cut)
+    else:
+        backend.no_truncation()
+    encode_batch = backend.encode_batch if offsets else backend.encode_batch_fast
+    try:
+        with tqdm(
+            total=len(texts), desc="tokenize", unit="text", leave=False, disable=None if len(texts) > CHUNK else True
+        ) as bar:
+            for start in range(0, len(texts), CHUNK):
+                yield from encode_batch(texts[start : start + CHUNK], add_special_tokens=max_length is not None)
+                bar.update(len(texts[start : start + CHUNK]))
+    finally:
+        backend.no_truncation()  # otherwise save_pretrained() writes it into the tokenizer
+
+
+# --- the cache ---
+
+
+def make_cache_key(*parts: Any) -> str:  # noqa: ANN401 - anything whose repr() is its content
+    """SHA-256 of everything that the features depend on: another text, tokenizer or length gives another key."""
+    digest = hashlib.sha256(f"features {VERSION}".encode())
+    for part in parts:
+        # One item at a time: a single repr() of 150,000 texts would take as much memory as the texts.
+        for item in part if isinstance(part, list) else [part]:
+            digest.update(repr(item).encode(errors="surrogatepass") + b"\0")
+        digest.update(b"\1")
+    return digest.hexdigest()
+
+
+def get_cache_folder(env: Mapping[str, str] = os.environ) -> Path:
+    """$HPCTRAIN_CACHE/features, which the launch scripts set to a folder on scratch, or ~/.cache/hpctrain/features."""
+    home = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME") or Path.home()) / ".cache")
+    return Path(env.get("HPCTRAIN_CACHE") or f"{home}/hpctrain") / "features"
+
+
+def load_or_make(key: str, make: Callable[[], Features], world: World) -> Features:
+    """The features of `key` from the cache, or made by one rank of the job and cached; a collective call.
+
+    If the cache is on a local disk of each node, one rank of each further node makes them as well. They appear complete or not
+    at all, so two jobs may do this at the same time. Raises HpctrainError that names the folder if it cannot be written.
+    """
+    folder = get_cache_folder() / key
+    for is_maker in (world.rank == 0, world.local_rank == 0):
+        with all_or_none(world):
+            if is_maker and not folder.exists():
+                _write_features(folder, make())
+    with all_or_none(world):
+        return _read_features(folder, check=world.local_rank == 0)
+
+
+def _write_features(folder: Path, features: Features) -> None:
+    columns = {"starts": features.starts, "example": features.example, "cut": features.cut, "lost": features.lost}
+    columns |= {f"tokens.{name}": flat for name, flat in features.tokens.items()}
+    columns |= {f"values.{name}": column for name, column in features.values.items()}
+    try:
+        # $HPCTRAIN_CACHE, for its user alone unless it exists: the texts may be confidential.
+        folder.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        atomic.remove_leftovers(folder.parent, age=86_400)  # other jobs write there
+        with atomic.folder(folder, replace=False) as unfinished:
+            for name, array in columns.items():
+                numpy.save(unfinished / f"{name}.npy", array)
+            write_digests(unfinished)
+    except OSError as error:
+        if not folder.exists():  # otherwise another job has written the same meanwhile, and its ranks have mapped the files
+            raise HpctrainError(
+                f"{folder.parent}: the tokenized texts cannot be written ({error.strerror or error}): free some space there, or "
+                "set HPCTRAIN_CACHE to a folder on scratch"
+            ) from error
+
+
+def _read_features(folder: Path, check: bool) -> Features:
+    try:
+        if check:
+            check_digests(folder)
+        columns = {
+            path.name.removesuffix(".npy"): numpy.load(path, mmap_mode="r" if path.name.startswith("tokens.") else None)
+            for path in folder.glob("*.npy")
+        }
+        tokens, values = (
+            {name.removeprefix(prefix): array for name, array in sorted(columns.items()) if name.startswith(prefix)}
+            for prefix in ("tokens.", "values.")
+        )
+        return Features(columns["starts"], tokens, values, columns["example"], columns["cut"], columns["lost"])
+    except (HpctrainError, OSError, EOFError, ValueError, KeyError) as error:
+        raise HpctrainError(
+            f"{folder}: the tokenized texts cannot be read ({error}): remove this folder and start again"
+        ) from error

@@ -1,0 +1,1 @@
+"""Read data sets of any published format."""

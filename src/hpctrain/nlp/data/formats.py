@@ -1,0 +1,337 @@
+"""Read data sets as they are published: which file holds which split, and what the readers of the tasks have in common.
+
+Each task reads its own formats (Task.read). Nothing is dropped silently: an example that a reader cannot understand is an
+error that names the file and the line, either raised (--strict) or kept in a list `skipped` while reading continues. An error in
+the file as a whole is always raised.
+"""
+
+import codecs
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from hpctrain.distributed.world import counted
+from hpctrain.errors import HpctrainError, UsageError, first_line, one_line
+from hpctrain.files.plain import open_plain
+
+if TYPE_CHECKING:  # it imports all of transformers, and `hpctrain fetch` needs none
+    from hpctrain.nlp.task import Task
+
+# Words in file names that identify the split (testa and testb: CoNLL-2003), and the suffixes of data files.
+OF_VALIDATION = ("validation", "valid", "val", "dev", "testa")
+SPLITS = {"train": "train", **dict.fromkeys(OF_VALIDATION, "validation"), "test": "test", "testb": "test"}
+JSON_LINES = ".jsonl"  # a JSON object in each line
+SUFFIXES = {".txt", ".tsv", ".json", JSON_LINES, ".conll", ".bio", *(f".{word}" for word in SPLITS)}
+TABLES = {".csv", ".tsv", ".json", JSON_LINES, ".parquet", ".arrow"}  # what --columns reads, see tables.py
+TABLES_BELOW = ("*/data-*.arrow", "*/*.parquet")  # others there are not data: state.json, cache-*.arrow
+NSMC_COLUMNS = ("id", "document", "label")
+MAGIC_OF_TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")  # the first bytes of Parquet, of a file and of a stream of Arrow
+MAGIC_OF_PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"(\xb5/\xfd": "zstd"}
+MAX_ERRORS = 100  # of a file that are kept
+SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which is no text
+
+Example = TypeVar("Example")
+
+
+# --- splits ---
+
+
+def load_splits(
+    task: "Task", data: Path | None, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+) -> dict[str, list[Any]]:
+    """Read the examples of each split from the files in a folder, or from the task's sample data if `data` is None.
+
+    A single file is read as "train", for split_examples() to divide. With `columns` the files are tables: see Task.read().
+    Raises HpctrainError; with a list `skipped`, errors in single examples go there instead. Raises UsageError if there is no
+    `data` and the task has no sample data.
+    """
+    folder = data or task.samples
+    if folder is None:
+        raise UsageError(f"nlp.{task.name} has no sample data: give --data a folder or a file")
+
+    def read(path: Path) -> list[Any]:
+        return task.read(path, skipped, columns) if columns else task.read(path, skipped)
+
+    if folder.is_file():
+        return {"train": read(folder)}
+    splits = find_split_files(folder, tables=columns is not None)
+    return {name: [example for path in paths for example in read(path)] for name, paths in splits.items()}
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Names for a line of the log: the first 20, and how many more there are."""
+    more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
+    return ", ".join(map(shorten, names[:20])) + more
+
+
+def describe_skipped(skipped: Sequence[HpctrainError]) -> str:
+    """How many examples were skipped, and the error in the first one; "" if there are none."""
+    if not skipped:
+        return ""
+    count = f"{len(skipped):,} examples" if len(skipped) > 1 else "1 example"
+    return f"skipped {count} (an error with --strict); the first: {skipped[0]}"
+
+
+def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]]:
+    """Find the files of each split ("train", "validation", "test") by the names under which data sets are published.
+
+    A file belongs to a split if its name contains the split as a word: ratings_train.txt, klue-ner-v1.1_dev.tsv,
+    xnli.test.ko.tsv. Several files of one split, such as the two training files of KorNLI, are read one after the other. If a
+    data set publishes dev files but no test set (KLUE, KorQuAD), dev is the test set.
+
+    With `tables` the files are TABLES. If the folder has none of a split, they are those one folder below, where the hub and
+    the library datasets have them: plain_text/train-00000-of-00001.parquet, train/data-00000-of-00001.arrow.
+
+    Raises HpctrainError that lists the files if there is no training or test file, or if there are two of one name, such as
+    train.csv and train.tsv: the same data in two formats.
+    """
+    suffixes = TABLES if tables else SUFFIXES
+    try:
+        files = [path for path in folder.iterdir() if path.suffix.lower() in suffixes and not path.is_fifo()]
+        splits = _group_by_split(folder, files)
+        if tables and not splits:
+            files += [path for pattern in TABLES_BELOW for path in folder.glob(pattern)]
+            splits = _group_by_split(folder, files)
+    except OSError as error:
+        raise HpctrainError(f"{folder}: cannot be read ({error.strerror}): give --data a folder or a file") from error
+    if "test" not in splits and "validation" in splits:
+        splits["test"] = splits.pop("validation")
+    for name, such_as in (("train", "ratings_train.txt or klue-nli-v1.1_train.json"), ("test", "ratings_test.txt or *_dev.json")):
+        if name not in splits:
+            found = list_names(sorted(path.name for path in files)) or "no data file"
+            others = list_names(sorted(path.name for path in folder.iterdir() if path.suffix.lower() in TABLES - suffixes))
+            raise HpctrainError(
+                f"{folder}: no {name} file, such as {such_as} (found {found}): "
+                f"{others and f'give --columns FIELD=COLUMN, which reads {others}, '}"
+                f"{'or ' if others else ''}add one, or give --data a single file, which is then split"
+            )
+    return splits
+
+
+def _group_by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
+    splits: dict[str, list[Path]] = {}
+    seen: dict[tuple[str, Path], Path] = {}
+    for path in sorted(files):
+        words = re.split(r"[^a-z]+", str(path.relative_to(folder)).lower())
+        if name := next((SPLITS[word] for word in words if word in SPLITS), None):
+            splits.setdefault(name, []).append(path)
+            other = seen.setdefault((name, path.with_suffix("")), path)
+            if other is not path:
+                raise HpctrainError(
+                    f"{folder}: {other.name} and {path.name} are the same data in two formats: move one to another folder"
+                )
+    return splits
+
+
+def describe_unused(folder: Path | None, tables: bool = False) -> str:
+    """The files of --data that belong to no split; "" if there are none, or if --data is not a folder."""
+    if folder is None or not folder.is_dir():
+        return ""
+    used = {path for paths in find_split_files(folder, tables).values() for path in paths}
+    unused = sorted(path.name for path in folder.iterdir() if path not in used and not path.is_dir())
+    why = f"a data file has one of the words {', '.join(SPLITS)} in its name"
+    return f"{folder}: not used: {list_names(unused)} ({why})" if unused else ""
+
+
+def split_examples(task: "Task", examples: Sequence[Any], fraction: float, seed: int) -> tuple[list[Any], list[Any]]:
+    """Divide examples at random into a training and a validation part; validation gets `fraction` of them.
+
+    The division depends on the seed alone, and both parts keep the order of the file. Examples of one group (Task.group) stay
+    together, so that no paragraph of a question is in both parts; validation then gets at least its fraction.
+    Raises UsageError if a part would be empty.
+    """
+    if not 0 < fraction < 1:
+        raise UsageError(f"--validation-split {fraction} is not between 0 and 1: give a fraction such as 0.1")
+    groups: dict[tuple[bool, Hashable], list[int]] = {}
+    for i, example in enumerate(examples):
+        key = task.group(example)
+        groups.setdefault((key is None, i if key is None else key), []).append(i)
+    members = list(groups.values())
+    wanted = round(fraction * len(examples))
+    validation: set[int] = set()
+    for group in torch.randperm(len(members), generator=torch.Generator().manual_seed(seed)).tolist():
+        if len(validation) >= wanted:
+            break
+        validation.update(members[group])
+    if not 0 < len(validation) < len(examples):
+        what = counted(len(examples), "example") + (f" of {len(members)} {task.groups}" if len(members) < len(examples) else "")
+        if len(members) < 2:
+            raise UsageError(f"--data has {what}, too few to split: add more, or a file for each of train, validation and test")
+        raise UsageError(f"--validation-split {fraction} of {what} leaves a part empty: give another fraction, or more data")
+    return (
+        [example for i, example in enumerate(examples) if i not in validation],
+        [example for i, example in enumerate(examples) if i in validation],
+    )
+
+
+def find_language(texts: Iterable[str]) -> str | None:
+    """ "ko" if most letters of the texts are Hangul. Other scripts are of several languages, so None."""
+    return "ko" if are_most_letters(texts, lambda letter: "\uac00" <= letter <= "\ud7a3") else None
+
+
+def are_most_letters(texts: Iterable[str], of_script: Callable[[str], bool]) -> bool:
+    """Whether more than half of the letters of the texts are of a script."""
+    letters = Counter(of_script(letter) for text in texts for letter in text if letter.isalpha())
+    return letters[True] > letters[False]
+
+
+# --- what the readers have in common ---
+
+
+def read_examples(
+    path: Path, make: Callable[..., Example], items: Iterable[tuple[Any, ...]], skipped: list[HpctrainError] | None
+) -> list[Example]:
+    """Call `make` with each item of a file; if it raises HpctrainError, the example is skipped and the error kept in `skipped`.
+
+    Without a list `skipped` the error is raised. Always raised are errors of `items` itself, and a file without any example.
+    """
+    examples, errors = [], []
+    for item in items:
+        try:
+            examples.append(make(*item))
+        except HpctrainError as error:
+            if skipped is None:
+                raise
+            # A traceback would keep the text of the whole file in memory, and the errors of a file of blank lines would take
+            # hundreds of times its size. The number of errors stays right.
+            errors.append(error.with_traceback(None) if len(errors) < MAX_ERRORS else errors[0])
+    if errors and not examples:
+        raise HpctrainError(f"{path}: none of its {len(errors):,} examples can be read; the first: {errors[0]}")
+    if not examples:
+        raise HpctrainError(f"{path}: the file has no examples: download it again")
+    if errors:
+        skipped += errors
+    return examples
+
+
+def line_error(location: str, problem: str) -> HpctrainError:
+    """The error for a line of a text file, with advice."""
+    return HpctrainError(f"{location}: {problem}: fix the line, or download the file again")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, without a byte order mark. Raises HpctrainError if it is empty or not UTF-8."""
+    try:
+        with open_plain(path) as file:
+            content = file.read()
+    except OSError as error:
+        raise HpctrainError(f"{path}: cannot be read ({error.strerror}): give --data a folder or a file") from error
+    text = decode_text(path, content)
+    if not text.strip():
+        raise HpctrainError(f"{path}: the file is empty: download it again")
+    return text
+
+
+def decode_text(path: Path, content: bytes, for_tables: str = "name its columns with --columns FIELD=COLUMN") -> str:
+    """The text in a file with this content, without a byte order mark. Raises HpctrainError if it is not UTF-8.
+
+    `for_tables` is what to do with a table of Parquet or Arrow.
+    """
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16 -t utf-8")
+    if content[1:4:2] == b"\0\0" and content[:1] != b"\0":  # what begins with ASCII, such as a header, without a mark
+        raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16le -t utf-8")
+    if packed := next((name for magic, name in MAGIC_OF_PACKED.items() if content.startswith(magic)), None):
+        raise HpctrainError(f"{path}: compressed with {packed}, not text: unpack the file first")
+    if content.startswith(MAGIC_OF_TABLES):
+        raise HpctrainError(f"{path}: a table of Parquet or Arrow, not text: {for_tables}")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise HpctrainError(f"{path}, line {number}: not UTF-8: convert the file, e.g. iconv -f cp949 -t utf-8") from error
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file, without blank ones at its end."""
+    # Not splitlines(): it also splits at U+2028 and others, which occur inside texts.
+    text = read_text(path).replace("\r\n", "\n").rstrip("\n")
+    return text.split("\n")
+
+
+def read_json_lines(
+    path: Path, make: Callable[[str, dict[str, Any]], Example], skipped: list[HpctrainError] | None
+) -> list[Example]:
+    """read_examples() of a file that has a JSON object in each line, or a blank line; `make` gets the location and the object."""
+    lines = ((f"{path}, line {number}", line) for number, line in enumerate(read_lines(path), 1) if line.strip())
+    return read_examples(path, lambda location, line: make(location, _parse_line(location, line)), lines, skipped)
+
+
+def _parse_line(location: str, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise line_error(location, f"not valid JSON ({first_line(error)})") from error
+    if not isinstance(value, dict):
+        raise line_error(location, "not a JSON object")
+    return value
+
+
+def read_table(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """The location and the text of each line below the header of a tsv."""
+    header, *lines = read_lines(path)
+    if header.split("\t") != list(columns):
+        expected = f"expected the column names {', '.join(columns)}, separated by tabs"
+        hint = " (--columns FIELD=COLUMN reads a table with others)" if path.suffix.lower() in TABLES else ""
+        raise line_error(f"{path}, line 1", f"{expected}, but found {header[:80]!r}{hint}")
+    for number, line in enumerate(lines, 2):
+        yield f"{path}, line {number}", line
+
+
+def split_fields(location: str, line: str, columns: tuple[str, ...]) -> list[str]:
+    """The fields of a line of a tsv. There is no quoting: a quotation mark is text."""
+    fields = line.split("\t")
+    if len(fields) != len(columns):
+        raise line_error(location, f"{len(fields)} fields, but the header has {len(columns)} ({', '.join(columns)})")
+    return fields
+
+
+def read_json(path: Path, type_: type, expected: str) -> Any:  # noqa: ANN401 - any JSON value
+    """The JSON value of a file, which must be of this type and not empty; `expected` describes it in errors."""
+    try:
+        value = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        problem = f"line {error.lineno}: not valid JSON ({error.msg})"
+        raise HpctrainError(f"{path}, {problem}: download the file again, or give --data {expected}") from error
+    except ValueError as error:  # a number of more than 4,300 digits
+        raise HpctrainError(f"{path}: not valid JSON ({first_line(error)}): download the file again") from error
+    except RecursionError as error:
+        raise HpctrainError(f"{path}: its JSON is nested too deeply: download the file again") from error
+    if not isinstance(value, type_) or not value:
+        raise HpctrainError(f"{path}: not {expected}: give --data a file in this format")
+    return value
+
+
+def get_field(location: str, item: object, key: str, type_: type, expected: str) -> Any:  # noqa: ANN401 - any JSON value
+    """`item[key]`, which must be of this type; `expected` describes the whole format in errors.
+
+    JSON can escape half of a character ("\\ud83d"), which is no text and which no tokenizer takes.
+    """
+    value = item.get(key) if isinstance(item, dict) else None
+    if type(value) is not type_:  # true is an int to isinstance()
+        raise HpctrainError(f"{location} has no {key!r} of type {type_.__name__}: expected {expected}")
+    if type_ is str and SURROGATE.search(value):
+        raise HpctrainError(f"{location}: {key!r} has half of a character, {value[:80]!r}: fix the file")
+    return value
+
+
+def get_label(location: str, item: object, key: str, expected: str) -> str:
+    """`item[key]`, a text, an integer, or true or false, without white space around it; it must not be empty."""
+    value = item.get(key) if isinstance(item, dict) else None
+    for type_, what, problem in ((float, "a number", "regression"), (list, "a list", "multi-label")):
+        if type(value) is type_:
+            raise HpctrainError(f"{location}: the {key} is {what}, not one class: give --problem {problem}")
+    label = str(value) if isinstance(value, int) else get_field(location, item, key, str, expected).strip()
+    if not label:
+        raise HpctrainError(f"{location}: the {key} is empty: add it, or remove the example from the file")
+    return label
+
+
+def shorten(text: str) -> str:
+    """The beginning of a text of a file, in one line."""
+    return one_line(text if len(text) <= 80 else f"{text[:80]}...")

@@ -1,0 +1,195 @@
+"""Read tables with columns of any names (--columns): csv, tsv, JSON, Parquet and Arrow.
+
+A task asks for fields, such as text and label, and --columns says in which column each of them is.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import HpctrainError, first_line
+from hpctrain.files.plain import open_plain
+from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.formats import Example
+
+ROWS = 1_000  # of Parquet that are read at a time
+# What a file of Parquet or Arrow may unpack to, as a multiple of its size, and what a row counts for beside its texts.
+MAX_RATIO, ROW = 1_000, 100
+
+
+def read_columns(
+    path: Path, columns: Mapping[str, str], make: Callable[[str, dict[str, Any]], Example], skipped: list[HpctrainError] | None
+) -> list[Example]:
+    """read_examples() of the rows of a table; `make` gets the location of a row, and its value of each field in `columns`.
+
+    `columns` has the name of the column of each field. A value that is missing is an error of its row.
+    Raises HpctrainError that lists the columns of the file if it lacks one of these.
+    """
+
+    def make_from_row(location: str, row: object) -> Example:
+        return make(location, _pick_fields(location, row, columns))
+
+    is_json = path.suffix.lower() in (".json", formats.JSON_LINES)
+    if is_json and not formats.read_text(path).lstrip().startswith("["):  # pandas and datasets write lines into .json as well
+        return formats.read_json_lines(path, make_from_row, skipped)
+    if is_json:
+        rows: Iterator[tuple[str, Any]] = (
+            (f"{path}, [{i}]", row) for i, row in enumerate(formats.read_json(path, list, "a list of objects"))
+        )
+    elif path.suffix.lower() == ".csv":
+        rows = _iterate_csv(path, columns)
+    elif path.suffix.lower() == ".tsv":
+        rows = _iterate_tsv(path, columns)
+    elif path.suffix.lower() in formats.TABLES:
+        rows = _iterate_arrow(path, columns)
+    else:
+        raise HpctrainError(
+            f"{path}: not a table that --columns reads ({', '.join(sorted(formats.TABLES))}): convert it, or leave out --columns"
+        )
+    return formats.read_examples(path, make_from_row, rows, skipped)
+
+
+def _pick_fields(location: str, row: object, columns: Mapping[str, str]) -> dict[str, Any]:
+    """The value of each field in a row. Raises HpctrainError for a row without one of them."""
+    if not isinstance(row, dict):
+        raise formats.line_error(location, "not a JSON object")
+    if None in row:  # csv.DictReader collects them there
+        raise formats.line_error(location, "more fields than the header has: in a csv, quote a field that has a comma in it")
+    for column in columns.values():
+        if row.get(column) is None:
+            problem = f"its column {column!r} has no value" if column in row else _describe_columns(column, list(row))
+            raise formats.line_error(location, problem)
+    return {field: row[column] for field, column in columns.items()}
+
+
+def _check_columns(path: Path, columns: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raise HpctrainError if a column is not among the `names` in a file, or is there twice."""
+    for column in columns.values():
+        if column not in names:
+            raise HpctrainError(f"{path}: {_describe_columns(column, names)}: give --columns FIELD=COLUMN with one of these")
+        if names.count(column) > 1:
+            raise HpctrainError(f"{path}: it has several columns {column!r}: rename all but one")
+
+
+def _describe_columns(column: str, names: Sequence[str]) -> str:
+    return f"no column {column!r}, but {formats.list_names(names) or 'no columns at all'}"
+
+
+def _iterate_csv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """The location and the fields of each row below the header; a field in quotation marks may have separators and line breaks.
+
+    Fields are separated by commas, or by what the header has instead of them: semicolons or tabs.
+    """
+    text, line = formats.read_text(path), 1
+    header = text.partition("\n")[0]
+    separator = next((each for each in ",;\t" if each in header), ",")
+    # strict: otherwise a quotation mark that is not closed would make one field of the rest of the file. Python's limit for
+    # the length of a field ends that early.
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    try:
+        _check_columns(path, columns, rows.fieldnames or [])
+        line = rows.line_num + 1
+        for row in rows:
+            yield f"{path}, line {line}", row
+            line = rows.line_num + 1
+    except csv.Error as error:
+        raise formats.line_error(f"{path}, line {line}", f"not valid csv ({error}): is a quotation mark not closed?") from error
+
+
+def _iterate_tsv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str | None, Any]]]:
+    """The location and the fields of each row below the header. A quotation mark is text, as in the tsv of XNLI and GLUE."""
+    header, *lines = formats.read_lines(path)
+    names = header.split("\t")
+    _check_columns(path, columns, names)
+    for number, line in enumerate(lines, 2):
+        fields = line.split("\t")
+        row: dict[str | None, Any] = dict(zip(names, fields, strict=False))
+        yield f"{path}, line {number}", row | ({None: fields} if len(fields) > len(names) else {})
+
+
+def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The location and the values of each row of a Parquet or Arrow file, a few rows at a time; classes by their names."""
+    try:
+        import pyarrow
+    except ImportError as error:  # the images have it
+        raise HpctrainError(f"{path}: reading it needs pyarrow: install pyarrow, or convert the file to .jsonl") from error
+    names, number = list(columns.values()), 0
+    room = MAX_RATIO * path.stat().st_size + 2**20
+    try:
+        with open_plain(path), pyarrow.OSFile(str(path)) as file:
+            schema, batches = _open_parquet(file, names) if path.suffix.lower() == ".parquet" else _open_arrow(file)
+            _check_columns(path, columns, schema.names)
+            classes = {name: _find_class_names(schema.metadata, name) for name in names}
+            for batch in batches:
+                chosen = batch.select(names)
+                chosen.validate(full=True)  # otherwise a damaged file could be read outside of its memory
+                for scalars in zip(*chosen.columns, strict=True):  # one row at a time: a text may be there once for many rows
+                    row = dict(zip(names, (scalar.as_py() for scalar in scalars), strict=True))
+                    number += 1
+                    room -= ROW + _count_size(list(row.values()))
+                    if room < 0:
+                        raise HpctrainError(
+                            f"{path}: unpacks to over {MAX_RATIO} times its size: convert it to .jsonl, if it is right"
+                        )
+                    yield f"{path}, row {number}", {name: _name_classes(row[name], classes[name]) for name in names}
+    except HpctrainError:
+        raise
+    except Exception as error:  # pyarrow raises exceptions of many kinds for damaged files
+        kind = path.suffix.removeprefix(".").capitalize()
+        raise HpctrainError(
+            f"{path}: not a file of {kind} that can be read ({first_line(error)[:200]}): download the file again"
+        ) from error
+
+
+def _count_size(value: Any) -> int:  # noqa: ANN401 - any value of a column
+    """About the memory that a value takes, in bytes."""
+    if isinstance(value, list):
+        return sum(map(_count_size, value))
+    return len(value) if isinstance(value, str) else 8
+
+
+def _open_parquet(file: Any, names: list[str]) -> tuple[Any, Iterable[Any]]:  # noqa: ANN401 - pyarrow is imported lazily
+    """The schema and the record batches of a file of Parquet."""
+    from pyarrow import parquet
+
+    schema = parquet.ParquetFile(file).schema
+    leaves = map(schema.column, range(len(schema)))
+    # Otherwise a text that is there once for many rows would be copied for each of them. In lists this would be slow.
+    texts = [leaf.path for leaf in leaves if leaf.path in names and leaf.logical_type.type == "STRING"]
+    table = parquet.ParquetFile(file, read_dictionary=texts)
+    return table.schema_arrow, table.iter_batches(ROWS, columns=names, use_threads=False)
+
+
+def _open_arrow(file: Any) -> tuple[Any, Iterable[Any]]:  # noqa: ANN401
+    """The schema and the record batches of Arrow's IPC: of a file, or of a stream, which the library datasets writes."""
+    from pyarrow import ipc
+
+    is_stream = file.read(6) != b"ARROW1"
+    file.seek(0)
+    if is_stream:
+        stream = ipc.open_stream(file)
+        return stream.schema, stream
+    table = ipc.open_file(file)
+    return table.schema, map(table.get_batch, range(table.num_record_batches))
+
+
+def _find_class_names(metadata: Mapping[bytes, bytes] | None, column: str) -> list[str]:
+    """The names that the library datasets has written for the numbers in a column (ClassLabel), or in its lists; else []."""
+    try:
+        feature = json.loads((metadata or {})[b"huggingface"])["info"]["features"][column]
+        names = feature.get("feature", feature)["names"]
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+        return []
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
+
+
+def _name_classes(value: Any, names: list[str]) -> Any:  # noqa: ANN401 - any value of a column
+    """The names for numbers of classes, if there are names. A number without one is no value: -1 stands for no label."""
+    if isinstance(value, list):
+        return [_name_classes(each, names) for each in value]
+    if not names or type(value) is not int:
+        return value
+    return names[value] if 0 <= value < len(names) else None

@@ -1,0 +1,1 @@
+"""Get models, change them, and keep them."""

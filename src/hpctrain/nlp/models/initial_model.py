@@ -1,0 +1,165 @@
+"""The model that a fine-tuning starts from: an existing or a new one, its labels, and the checks that it fits the data."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedTokenizerFast
+
+from hpctrain.distributed.rendezvous import all_or_none
+from hpctrain.errors import HpctrainError, first_line
+from hpctrain.nlp.batches.features import Features
+from hpctrain.nlp.data import formats
+from hpctrain.nlp.models.hub import resolve_model
+from hpctrain.nlp.models.lora import refuse_adapter
+from hpctrain.nlp.models.model_folder import describe_pickle_error, read_labels
+from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.task import Task
+from hpctrain.run.run import Run
+
+
+def get_initial_model(task: Task, args: argparse.Namespace, run: Run, train: list[Any]) -> Path:
+    """The folder of the model that training starts from; --from-scratch creates it in the run folder. A collective call."""
+    if args.model:
+        return resolve_model(args.model, run.world)
+    folder = run.folder / "from-scratch"
+    with all_or_none(run.world):
+        # It belongs to the checkpoint that a run is resumed from. Without one it is of an attempt that failed, perhaps with other
+        # options or data, and is replaced.
+        if run.world.rank == 0 and not (run.resume_from and folder.exists()):
+            texts = list(dict.fromkeys(text for example in train for text in task.get_texts(example)))
+            vocabulary = create_model(folder, args.from_scratch, task.kind, texts, args.seed, args.max_length)
+            run.print(
+                f"created a {task.kind} model from scratch ({args.from_scratch}); its tokenizer has {vocabulary:,} subword "
+                "tokens, trained on the training texts"
+            )
+    return folder
+
+
+def choose_labels(task: Task, folder: Path, train: list[Any]) -> tuple[list[str], str]:
+    """The label names in the order of the model's outputs, and a remark for the log on where that order is from.
+
+    A model that is fine-tuned already keeps its own names and order if they cover the data: another order would give its
+    outputs to other labels. Otherwise the names are those of the training data.
+    """
+    needed = task.collect_labels(train)
+    known = read_labels(folder, task) if needed else []
+    if known and set(needed) <= set(known):
+        return known, " of the model"
+    if task.problem == "multi-label" and not needed:
+        raise HpctrainError("no training example has a label: check --data")
+    if len(needed) == 1 and task.problem != "regression":
+        raise HpctrainError(f"all training examples have the same label, {needed[0]!r}: check --data")
+    if not known:
+        return needed, ""
+    if len(needed) != len(known):
+        return needed, f" for a new last layer, because the model has others ({formats.list_names(known)})"
+    numbers = [str(i) for i in range(len(known))]
+    if set(needed) == set(numbers):  # in the order of numbers, also if there are more than ten
+        needed = numbers
+    return needed, f", assumed to be {formats.list_names(known)} of the model in this order"
+
+
+def load_model(
+    task: Task,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    labels: list[str],
+    args: argparse.Namespace,
+    empty: bool = False,
+) -> torch.nn.Module:
+    """The model with a head for these labels, in training mode. A head that the folder lacks is initialized from --seed.
+
+    If `empty`, it is on the meta device, without values.
+    Raises HpctrainError if the folder has no model for this task, or the model is shorter than --max-length.
+    """
+    refuse_adapter(folder)
+    torch.manual_seed(args.seed)
+    heads = {"num_labels": len(labels), "id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
+    # a model that was trained for labels of another kind would compute another loss
+    heads["problem_type"] = task.problem_type
+    common = {"dtype": torch.float32, "trust_remote_code": False, "attn_implementation": "sdpa"}
+    try:
+        if empty:
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **(heads if labels else {}))
+            with torch.device("meta"):
+                model, loading = task.model.from_config(config, **common), {"missing_keys": []}
+        else:
+            model, loading = task.model.from_pretrained(
+                folder,
+                ignore_mismatched_sizes=True,  # of a head for other labels
+                output_loading_info=True,
+                **common,
+                **(heads if labels else {}),
+            )
+    except Exception as error:  # the loaders of the many file formats raise exceptions of many kinds
+        raise HpctrainError(
+            describe_pickle_error(folder, error)
+            or f"{folder}: not a model for nlp.{task.name} ({first_line(error)}): give another --model"
+        ) from error
+    # The head may be missing, and the pooler, which masked language models do not have; but nothing below them.
+    missing = sorted(
+        name for name in loading["missing_keys"] if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name
+    )
+    if missing and len(missing) == len(model.base_model.state_dict()):
+        raise HpctrainError(
+            f"{folder}: none of its weights is one of {type(model).__name__}, which nlp.{task.name} needs: give another --model, "
+            "such as klue/bert-base"
+        )
+    if missing:
+        raise HpctrainError(
+            f"{folder}: {len(missing)} weights of the {model.config.model_type} model are missing, such as {missing[0]}: "
+            "fetch or copy it again"
+        )
+    # RoBERTa's positions begin at 2; the model_max_length of its tokenizer is the number left for tokens. That of a tokenizer
+    # which hpctrain saved is the --max-length of that run.
+    longest = getattr(model.config, "hpctrain", {}).get("positions", tokenizer.model_max_length)
+    positions = min(getattr(model.config, "max_position_embeddings", longest), longest)
+    if args.max_length > positions:
+        raise HpctrainError(
+            f"--max-length {args.max_length} is too long for {folder}, which has {positions} positions: "
+            f"give --max-length {positions}"
+        )
+    if task.pipeline_tag == "text-classification":  # Llama, GPT-2 and others take the last token that is not this one
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    model.train()  # from_pretrained() turns dropout off, and Lightning does not turn it on
+    if args.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise HpctrainError(f"{folder}: its architecture has no gradient checkpointing: leave out --gradient-checkpointing")
+        # earlier versions of transformers have the second one only, of which later ones warn
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    model.config.use_cache = False  # the cache of keys and values is for generation only
+    model.config.hpctrain = {
+        "task": task.name, "problem": task.problem, "labels": labels, "max_length": args.max_length, "stride": args.stride,
+        "positions": positions,
+    }  # fmt: skip
+    return model
+
+
+def check_tokens(folder: Path, model: torch.nn.Module, features: dict[str, Features]) -> None:
+    """Raise HpctrainError if the model has no embedding for a token of the features."""
+    count = len(model.get_input_embeddings().weight)
+    last = max(int(made.tokens["input_ids"].max(initial=0)) for made in features.values())
+    if last >= count:
+        raise HpctrainError(
+            f"{folder}: its tokenizer has the token {last}, but its model only {count} tokens: they do not belong together, "
+            "fetch or copy the folder again"
+        )
+
+
+@torch.no_grad()
+def check_packing(folder: Path, model: torch.nn.Module) -> None:
+    """Raise HpctrainError if what the model computes for a text depends on another one before it in a packed row."""
+    first, second = torch.tensor([[3, 1, 2, 0]]), torch.tensor([[1, 2, 0]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    model.eval()
+    packed = model(input_ids=torch.cat([first, second], 1), position_ids=positions).logits[:, 4:]
+    alone = model(input_ids=second).logits
+    model.train()
+    if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max())):
+        raise HpctrainError(
+            f"{folder}: its architecture ({model.config.model_type}) does not keep the texts of a row apart: leave out --pack"
+        )

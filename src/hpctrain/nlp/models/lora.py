@@ -1,0 +1,140 @@
+"""LoRA (Hu et al. 2021, arxiv.org/abs/2106.09685) by the library peft: small matrices beside the layers of a frozen model are
+trained, together with its last layer. The result is an adapter: these weights alone, and the name of the model.
+"""
+
+import argparse
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+
+from hpctrain.errors import HpctrainError, first_line
+from hpctrain.files.digests import check_digests
+from hpctrain.nlp.models.hub import find_model
+from hpctrain.nlp.models.model_folder import read_json_object, refuse_pipes
+from hpctrain.nlp.task import Task
+
+ADAPTER_CONFIG = "adapter_config.json"  # is in the folder of an adapter, and in no other
+# The names that peft has for the tasks.
+TASK_TYPES = {
+    "text-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+    "question-answering": "QUESTION_ANS",
+    "text-generation": "CAUSAL_LM",
+}
+
+
+def uses_lora(args: argparse.Namespace) -> bool:
+    """Whether the options ask for an adapter."""
+    return bool(args.lora_rank or args.lora_from)
+
+
+def add_lora(task: Task, model: torch.nn.Module, folder: Path, args: argparse.Namespace) -> torch.nn.Module:
+    """The model of a folder, frozen, with the trainable matrices of --lora-from, or of rank --lora-rank, initialized from --seed.
+
+    They are scaled by alpha / rank = 2, as in the examples of peft. The head and the pooler, which may be new, are trained whole;
+    but not the head of a language model, which is its embedding. Raises HpctrainError if the model lacks --lora-target, or does
+    not fit the adapter.
+    """
+    from peft import LoraConfig, get_peft_model  # takes a second, and few runs need it
+
+    if args.lora_from:
+        return _continue_adapter(model, args.lora_from)
+    whole: set[str] = set()
+    if model.get_output_embeddings() is None:
+        heads = (name for name, child in model.named_children() if name != model.base_model_prefix)
+        whole = {name for name in heads if any(True for _ in model.get_submodule(name).parameters())}
+        whole |= {"pooler" for name, _ in model.named_modules() if name.endswith(".pooler")}
+    is_folder = Path(args.model).is_dir()
+    config = LoraConfig(
+        task_type=TASK_TYPES[task.pipeline_tag],
+        r=args.lora_rank,
+        lora_alpha=2 * args.lora_rank,
+        target_modules="all-linear" if args.lora_target == ["all-linear"] else args.lora_target,
+        modules_to_save=sorted(whole) or None,
+        revision=None if is_folder else folder.name,  # a folder of the cache has the name of the commit
+    )
+    torch.manual_seed(args.seed)
+    try:
+        with without_warnings():
+            adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise HpctrainError(
+            f"--lora-target: {first_line(error)[:200]}: give all-linear, or names of layers, such as {list_layers(model)}"
+        ) from error
+    config.base_model_name_or_path = str(folder.resolve()) if is_folder else args.model
+    return adapted
+
+
+def _continue_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    """The model with the adapter of a folder, to be trained. Raises HpctrainError, naming the folder."""
+    from peft import PeftModel
+
+    refuse_pipes(folder)
+    check_digests(folder)
+    config = read_json_object(folder / ADAPTER_CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise HpctrainError(f"{folder}: an adapter of type {config.get('peft_type')}: --lora-from needs one of LoRA")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
+    except Exception as error:  # of many kinds, for files that are missing, damaged, or for another model
+        text = " ".join(str(error).split()) or first_line(error)
+        raise HpctrainError(f"{folder}: not an adapter of --model ({text[:200]}): give the model that it is for") from error
+    if any("missing adapter keys" in str(warning.message) for warning in caught):
+        raise HpctrainError(f"{folder}: the adapter lacks weights for --model: give the model that it is for")
+    return adapted
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Without what peft warns of on every rank: names that transformers will change, and defaults that it corrects itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def list_layers(model: torch.nn.Module) -> str:
+    """The names of the linear layers of a model, each once."""
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def count_parameters(model: torch.nn.Module) -> str:
+    """How many parameters are trained, of how many, for the log."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
+
+
+def load_adapter(task: Task, folder: Path) -> torch.nn.Module:
+    """The model of an adapter that hpctrain has written, in fp32, with the adapter merged into its weights.
+
+    The base model is looked up as --model is. Raises HpctrainError if it is not found or damaged, and the errors of peft and
+    transformers.
+    """
+    from peft import PeftModel
+
+    adapter = read_json_object(folder / ADAPTER_CONFIG)
+    name = str(adapter.get("base_model_name_or_path"))
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        base_folder = find_model(name, adapter.get("revision"))
+    except HpctrainError as error:
+        raise HpctrainError(
+            f"{folder}: an adapter, whose model is not found: {error}, or change base_model_name_or_path in {ADAPTER_CONFIG}"
+        ) from error
+    check_digests(base_folder)
+    base = task.model.from_pretrained(base_folder, config=config, dtype=torch.float32, trust_remote_code=False)
+    with without_warnings():
+        return PeftModel.from_pretrained(base, folder).merge_and_unload()
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise HpctrainError if the folder has an adapter, which is no model to train."""
+    if (folder / ADAPTER_CONFIG).exists():
+        raise HpctrainError(f"{folder}: an adapter: give the model that it is for, and --lora-from {folder}")

@@ -1,0 +1,317 @@
+"""Model folders, as from_pretrained() of transformers reads them: config.json, the weights, the tokenizer, and a model card."""
+
+import errno
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from huggingface_hub import EvalResult, ModelCardData
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from transformers.utils import logging
+
+from hpctrain.errors import HpctrainError, first_line, panics_as_errors
+from hpctrain.files import atomic
+from hpctrain.files.digests import check_digests, write_digests
+from hpctrain.files.redaction import hide_secrets
+
+if TYPE_CHECKING:  # importing a class of transformers takes seconds, and `hpctrain fetch` needs none
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from hpctrain.nlp.task import Task
+
+# transformers would warn about new heads and show progress bars on every rank. Errors are exceptions anyway.
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+# More than any published model has: GPT-3 has 96 layers, and the largest other sizes are positions, at most 10 million.
+MOST_LAYERS, LARGEST_SIZE = 1_000, 100_000_000
+SIZE = re.compile(r"layer|size|dim|head|position|emb|inner|ctx|num_|^[dn]_")  # in the names of sizes in config.json
+WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+)  # fmt: skip
+
+
+def validate_folder(folder: Path) -> Path:
+    """Return the folder if it has a configuration and all of its weights. Raises HpctrainError that names what is missing.
+
+    Of a safetensors file, header and size are compared, but not all of its content.
+    """
+    refuse_pipes(folder)
+    for wanted, names in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS)):
+        if not any((folder / name).exists() for name in names):
+            raise HpctrainError(
+                f"{folder}: no {wanted} in it: give a folder with config.json, model.safetensors and the tokenizer, "
+                "as hpctrain fetch and save_pretrained() write it"
+            )
+    read_json_object(folder / "config.json")
+    for part in list_parts(folder):
+        if not (folder / part).is_file():
+            raise HpctrainError(f"{folder}: {part}, a part of the weights, is missing: fetch or copy the folder again")
+        if part.endswith(".safetensors"):
+            try:
+                with safe_open(folder / part, "pt"):
+                    pass
+            except (OSError, SafetensorError) as error:
+                raise HpctrainError(f"{folder / part}: damaged ({error}): fetch or copy it again") from error
+    return folder
+
+
+def list_parts(folder: Path) -> list[str]:
+    """The names of the files of weights that from_pretrained() reads. Raises HpctrainError if their list is broken."""
+    weights = next(name for name in WEIGHTS if (folder / name).exists())
+    if not weights.endswith(".json"):
+        return [weights]
+    index = read_json_object(folder / weights).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(part, str) for part in index.values()):
+        raise HpctrainError(f"{folder / weights}: its weight_map names no files: fetch or copy it again")
+    return sorted(set(index.values()))
+
+
+def refuse_pipes(folder: Path) -> None:
+    """Raise HpctrainError for a pipe or a device in a folder: some readers wait for it without end, others pass over it."""
+    for path in folder.glob("*"):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise HpctrainError(f"{path}: a pipe or a device, which no model has: fetch or copy the folder again")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises HpctrainError that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise HpctrainError(f"{path}: cannot be read as JSON ({first_line(error)}): fetch or copy it again") from error
+    if not isinstance(content, dict):
+        raise HpctrainError(f"{path}: not a JSON object: fetch or copy it again")
+    return content
+
+
+def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise HpctrainError if a size in the content of a config.json is absurd: building such a model would not end."""
+    for key, value in config.items():
+        most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
+        if isinstance(value, dict) and key.endswith("_config"):  # such as text_config
+            check_sizes(path, value)
+        elif type(value) is int and value > most and SIZE.search(key):
+            raise HpctrainError(
+                f"{path}: its {key} is over {most:,}, which no model has: fix the file, or fetch or copy it again"
+            )
+
+
+def read_labels(folder: Path, task: "Task") -> list[str]:
+    """The label names of a fine-tuned model in the order of its outputs; [] if its architecture has no such outputs.
+
+    A model without names of its own has LABEL_0, LABEL_1, ... Raises HpctrainError if config.json cannot be used.
+    """
+    head = task.model.__name__.removeprefix("AutoModel")  # such as ForSequenceClassification
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if not any(name.endswith(head) for name in config.architectures or ()):
+            return []
+        return [str(config.id2label[i]) for i in sorted(config.id2label)]
+    except Exception as error:  # each field has its own check
+        raise HpctrainError(
+            f"{folder}/config.json: cannot be used ({describe_error(error)}): fetch or copy the folder again"
+        ) from error
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
+    """The tokenizer of a model folder, with a padding token. Raises HpctrainError if there is no fast tokenizer in it.
+
+    It is the first part of a folder that is loaded, so a damaged model, and one that needs code of its own, is refused here.
+    """
+    check_digests(folder)
+    config = read_json_object(folder / "config.json") if (folder / "config.json").exists() else {}
+    refuse_code(folder, config)
+    check_sizes(folder / "config.json", config)
+    try:
+        with panics_as_errors():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the loaders of the many tokenizers raise exceptions of many kinds
+        raise HpctrainError(
+            f"{folder}: the tokenizer cannot be loaded ({describe_error(error)}): fetch or copy the folder again"
+        ) from error
+    if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
+        raise HpctrainError(
+            f"{folder}: its tokenizer ({type(tokenizer).__name__}) is not a fast one, which is needed for the position of each "
+            "token in the text: use a model that has a tokenizer.json"
+        )
+    files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
+    if not any((folder / name).exists() for name in files):  # transformers 5 silently makes an empty tokenizer then
+        raise HpctrainError(
+            f"{folder}: no tokenizer in it ({' or '.join(files)}): copy it from the model that this one is based on"
+        )
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise HpctrainError(
+                f"{folder}: its tokenizer has neither a pad_token nor an eos_token: set one in tokenizer_config.json"
+            )
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so it may be any token
+    return tokenizer
+
+
+def refuse_code(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise HpctrainError if the model is of no architecture of transformers, but brings the Python code of its own."""
+    if "auto_map" not in config:
+        return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if str(config.get("model_type")) not in CONFIG_MAPPING:
+        raise HpctrainError(
+            f"{folder}: its model needs Python code of its own (auto_map in config.json), and code of models is not run: "
+            "use a model of an architecture that transformers has"
+        )
+
+
+def describe_pickle_error(folder: Path, error: BaseException) -> str:
+    """Why pickled weights cannot be loaded, in one line that names the file; "" if the weights are no pickle."""
+    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if pickles and not any(folder.glob("*.safetensors")):
+        return (
+            f"{folder / pickles[0]}: cannot be loaded ({describe_error(error)}), and code in a pickle is not run: "
+            "convert the weights to safetensors, or use a model that has model.safetensors"
+        )
+    return ""
+
+
+def save_model(
+    folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", card: str = "", pipeline_tokenizer: str = ""
+) -> None:
+    """Write a model folder, with the card as README.md, on one rank; an earlier model is replaced once this one is complete.
+
+    `pipeline_tokenizer` is the tokenizer.json of a second tokenizer, in the folder pipeline_tokenizer (Task has its use).
+
+    Raises HpctrainError that names the folder if it cannot be written, or holds something other than a model.
+    """
+    try:
+        if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
+            raise HpctrainError(f"{folder} is not empty and not a model, so it is not replaced: give another folder")
+        with atomic.folder(folder) as unfinished:
+            model.save_pretrained(unfinished)
+            if not (unfinished / "config.json").exists():  # of an adapter
+                model.config.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+            if pipeline_tokenizer:
+                _save_pipeline_tokenizer(unfinished / "pipeline_tokenizer", tokenizer, pipeline_tokenizer)
+            if card:
+                (unfinished / "README.md").write_text(card, encoding="utf-8")
+            for path in filter(Path.is_file, unfinished.rglob("*")):  # safetensors makes files that only the owner may read
+                path.chmod((unfinished / "config.json").stat().st_mode)
+            validate_folder(unfinished)
+            write_digests(unfinished)
+    except Exception as error:
+        if isinstance(error, HpctrainError) or not (isinstance(error, OSError) or is_disk_error(error)):
+            raise
+        raise HpctrainError(
+            f"{folder}: the model cannot be written ({describe_error(error)}): free some space, or give another folder"
+        ) from error
+
+
+def _save_pipeline_tokenizer(folder: Path, tokenizer: "PreTrainedTokenizerFast", content: str) -> None:
+    """Write a tokenizer folder with this tokenizer.json, and the special tokens and the maximum length of `tokenizer`.
+
+    Its class is the general one: that of a model, such as BertTokenizer, ignores the model in tokenizer.json.
+    """
+    second = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(content),
+        model_max_length=tokenizer.model_max_length,
+        model_input_names=tokenizer.model_input_names,
+        **tokenizer.special_tokens_map,
+    )
+    second.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+
+
+def make_card(
+    title: str,
+    task: "Task",
+    base: str,
+    data: str,
+    language: str | None,
+    scores: Mapping[str, float],
+    options: Mapping[str, Any],
+    versions: Mapping[str, str],
+    pipeline_tokenizer: bool = False,
+    adapter: bool = False,
+) -> str:
+    """A model card in Markdown with YAML metadata: the scores of the run, how to use the model, and how it was trained.
+
+    `base` is the model that was fine-tuned: a name on the hub, or that of a folder. `data` is the name of the data set, and
+    `language` that of its texts in ISO 639-1, None if it is not known. `pipeline_tokenizer`: whether save_model() writes one;
+    `adapter`: whether it writes an adapter of peft.
+    """
+    base, data, title = hide_secrets([base, data, title])
+    options, versions = hide_secrets([dict(options), dict(versions)])
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists()
+    metadata = ModelCardData(
+        language=language,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag=task.pipeline_tag,
+        base_model=base if is_hub_name else None,
+        datasets=["/".join(data.split("/")[:2])] if "/" in data else None,  # other data have the name of a file
+        model_name=title,
+        eval_results=[
+            EvalResult(task.pipeline_tag, Path(data).name, Path(data).name, name, float(value))
+            for name, value in scores.items()
+            if "/" not in name
+        ],
+    )
+    loader = task.model.__name__
+    text = task.pipeline_text if pipeline_tokenizer else task.card_text
+    words = " ".join(name.upper() for name in task.inputs)
+    load = f'from transformers import AutoTokenizer, {loader}\n\ntokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
+    if adapter:
+        quoted = json.dumps(base, ensure_ascii=False)  # people copy this code, and a folder may have any name
+        load = f"from peft import PeftModel\n{load.replace('AutoTokenizer, ', 'AutoConfig, AutoTokenizer, ', 1)}"
+        load += f'model = {loader}.from_pretrained({quoted}, config=AutoConfig.from_pretrained("FOLDER"))\n'
+        load += 'model = PeftModel.from_pretrained(model, "FOLDER")'
+    else:
+        load += f'model = {loader}.from_pretrained("FOLDER")'
+    return f"""---
+{metadata.to_yaml()}
+---
+
+# {title}
+
+`{base}`, fine-tuned on `{data}` with hpctrain ({task.name}).
+
+## Scores
+
+| metric | value |
+|---|---|
+{chr(10).join(f"| {name} | {value:.4f} |" for name, value in scores.items())}
+
+## Use
+
+```
+hpctrain predict FOLDER {words}
+```
+{text and f"{chr(10)}{text}{chr(10)}"}
+```python
+{load}
+```
+
+## Training
+
+```json
+{json.dumps({"options": options, "versions": versions}, indent=2, ensure_ascii=False, default=str)}
+```
+"""
+
+
+def describe_error(error: BaseException) -> str:
+    """The type and the message of an error in one line of at most 200 characters."""
+    return " ".join(f"{type(error).__name__} {error}".split())[:200]
+
+
+def is_disk_error(error: Exception) -> bool:
+    """Whether an error means that a file or folder cannot be written: a full disk, a quota, no permission.
+
+    Libraries in Rust have the error number in the message only.
+    """
+    kinds = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTEMPTY)
+    return getattr(error, "errno", None) in kinds or any(f"(os error {kind})" in str(error) for kind in kinds)

@@ -1,0 +1,1 @@
+"""One module per fine-tuning task, and what several of them need."""

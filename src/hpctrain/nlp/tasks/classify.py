@@ -1,0 +1,164 @@
+"""Classify texts, such as the film reviews of NSMC:
+
+    hpctrain nlp.classify                                              sample data, tiny model from scratch
+    hpctrain nlp.classify --data nsmc --model beomi/kcbert-base
+
+On two nodes, in the container, with Slurm:
+
+    sbatch launch/apptainer_ddp.sh nlp.classify --data nsmc --model beomi/kcbert-base
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from hpctrain.cli import Parser
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.nlp.batches.features import Features, encode_texts
+from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.tables import read_columns
+from hpctrain.nlp.task import IGNORED, Task
+from hpctrain.nlp.tasks.problems import MultiLabel, Regression
+from hpctrain.nlp.training import finetune, options
+
+
+class Document(NamedTuple):
+    """A text, which may be empty, and its class; with --problem several classes, or a number."""
+
+    id: str
+    text: str
+    label: str | tuple[str, ...] | float
+    location: str = ""
+
+
+class Classify(Task):
+    """Assign one class to a text. for_problem() has the same task with several classes, or a number."""
+
+    name = "classify"
+    title = "Text classification"
+    formats = "NSMC: tsv with id, document, label; jsonl with text, label"
+    fields = ("text", "label")
+    one_label = True
+    model = AutoModelForSequenceClassification
+    pipeline_tag = "text-classification"
+    selection_metric = "accuracy"
+
+    def for_problem(self, problem: str | None) -> Task:
+        """The same task for labels of another kind, see --problem."""
+        kind = {"multi-label": MultiLabel, "regression": Regression}.get(problem or "")
+        return type(f"{kind.__name__}{type(self).__name__}", (kind, type(self)), {})() if kind else self
+
+    def get_label(self, location: str, item: object, key: str, expected: str) -> str | tuple[str, ...] | float:
+        """The label of an example. Raises HpctrainError."""
+        return formats.get_label(location, item, key, expected)
+
+    def read(
+        self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+    ) -> list[Document]:
+        """Read the tsv of NSMC (id, document, label) or JSON Lines (text or document, label)."""
+
+        def make(location: str, line: str) -> Document:
+            id_, text, label = formats.split_fields(location, line, formats.NSMC_COLUMNS)
+            return Document(id_, text, self.get_label(location, {"label": label}, "label", ""), location)
+
+        def make_from_json(location: str, item: dict[str, Any]) -> Document:
+            expected = "an object with text and label"
+            text = formats.get_field(location, item, "document" if "document" in item else "text", str, expected)
+            return Document(location.rpartition(", ")[2], text, self.get_label(location, item, "label", expected), location)
+
+        if columns:
+            return read_columns(path, columns, make_from_json, skipped)
+        if path.suffix.lower() == formats.JSON_LINES:
+            return formats.read_json_lines(path, make_from_json, skipped)
+        return formats.read_examples(path, make, formats.read_table(path, formats.NSMC_COLUMNS), skipped)
+
+    def make_example(self, texts: Sequence[str]) -> Document:
+        """A text with the class unknown."""
+        return Document("", texts[0], "")
+
+    def get_texts(self, example: Document) -> tuple[str, ...]:
+        """One text; PairClassify returns two, which the model sees separated by [SEP]."""
+        return (example.text,)
+
+    def collect_labels(self, examples: Sequence[Document]) -> list[str]:
+        """The classes in alphabetical order."""
+        return sorted({example.label for example in examples})
+
+    def tokenize(
+        self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Document], labels: list[str], max_length: int, stride: int
+    ) -> Features:
+        """One feature for each example. A text that is too long is truncated at its end; of a pair, the longer text first."""
+        texts = [self.get_texts(example) for example in examples]
+        encodings = list(encode_texts(tokenizer, [text if len(text) > 1 else text[0] for text in texts], max_length))
+        columns = {"input_ids": [encoding.ids for encoding in encodings]}
+        # For a single text they are all 0, the default of the models.
+        if "token_type_ids" in tokenizer.model_input_names:
+            columns["token_type_ids"] = [encoding.type_ids for encoding in encodings]
+        return Features.from_lists(
+            columns,
+            self.make_targets(examples, labels),
+            cut=[i for i, encoding in enumerate(encodings) if encoding.overflowing],
+        )
+
+    def make_targets(self, examples: Sequence[Document], labels: list[str]) -> dict[str, Sequence[Any]]:
+        """The values of the features that the loss needs: the number of each class, and whether there is one."""
+        number = {label: i for i, label in enumerate(labels)}
+        targets = [number.get(example.label, IGNORED) for example in examples]
+        return {"labels": targets, "units": [target != IGNORED for target in targets]}
+
+    def compute_loss(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> Tensor:
+        """The model's own loss, or the mean over the labels of their losses, each times the weight of its class.
+
+        It is not divided by the sum of the weights, as torch does: in a batch without the rare class, that would take the low
+        weight of the others away again.
+        """
+        if "class_weights" not in batch:
+            return output.loss
+        losses = cross_entropy(output.logits, batch["labels"], batch["class_weights"], reduction="sum")
+        return losses / batch["units"].sum()
+
+    def predict(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> list[Any]:
+        """The probability of each class, [classes]."""
+        return list(output.logits.float().softmax(-1).cpu().numpy())
+
+    def make_answers(
+        self, examples: Sequence[Document], features: Features, predictions: Sequence[Any], labels: list[str]
+    ) -> list[dict[str, Any]]:
+        """The most probable class, and its probability."""
+        return [{"label": labels[p.argmax()], "probability": round(float(p.max()), 6)} for p in predictions]
+
+    def score(self, examples: Sequence[Document], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Accuracy; precision, recall and F1, each averaged over the classes that the examples have (macro)."""
+        gold, predicted = [example.label for example in examples], [answer["label"] for answer in answers]
+        right = Counter(label for label, answer in zip(gold, predicted, strict=True) if label == answer)
+        of_gold, of_predicted = Counter(gold), Counter(predicted)
+        # Not by scikit-learn, whose import takes a second. A class that was not in the training data counts too: all answers for
+        # it are wrong. So does one that is never answered: its precision is 0.
+        classes = {
+            "precision": [right[label] / max(1, of_predicted[label]) for label in of_gold],
+            "recall": [right[label] / count for label, count in of_gold.items()],
+            "f1": [2 * right[label] / (count + of_predicted[label]) for label, count in of_gold.items()],
+        }
+        macro = {name: math.fsum(values) / len(of_gold) for name, values in classes.items()}
+        return {"accuracy": right.total() / len(gold), **macro}
+
+
+TASK = Classify()
+
+
+def parser() -> Parser:
+    """The options of `hpctrain nlp.classify`."""
+    return options.make_parser(TASK)
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Run `hpctrain nlp.classify`."""
+    finetune.fine_tune(TASK, world, arguments)

@@ -1,0 +1,244 @@
+"""Teach a language model to answer, by conversations (supervised fine-tuning):
+
+    hpctrain nlp.instruct                                              sample data, tiny model from scratch
+    hpctrain nlp.instruct --data chats --model Qwen/Qwen2.5-0.5B --lora-rank 16 --max-length 1024
+
+On two nodes, in the container, with Slurm:
+
+    sbatch launch/apptainer_ddp.sh nlp.instruct --data chats --model Qwen/Qwen2.5-0.5B
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from hpctrain.cli import Parser
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError, first_line
+from hpctrain.nlp.batches.features import Features, encode_texts
+from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.tables import read_columns
+from hpctrain.nlp.task import IGNORED, Task
+from hpctrain.nlp.tasks.generate import Generate
+from hpctrain.nlp.training import finetune, options
+
+ROLES = ("system", "user", "assistant")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+# For tokenizers that have none; it is saved with the model. An answer ends with the token for the end of a text.
+TEMPLATE = (
+    "{{ bos_token or eos_token }}{% for message in messages %}{{ '' if loop.first else '\\n' }}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + (eos_token if message['role'] == 'assistant' else '') }}"
+    "{% endfor %}{{ '\\n<|assistant|>\\n' if add_generation_prompt else '' }}"
+)
+
+
+class Conversation(NamedTuple):
+    """Messages, each with its role and its text. Nothing is learned from the first `context` of them."""
+
+    messages: tuple[tuple[str, str], ...]
+    context: int = 1
+    location: str = ""
+
+
+class Instruct(Generate):
+    """Answer the messages of a user. The loss is over all answers of the assistant, not over what they answer."""
+
+    name = "instruct"
+    title = "Instruction tuning"
+    formats = (
+        "jsonl or a JSON list with messages (role, content), with conversations (from, value), with instruction, input, output, "
+        "or with prompt, completion"
+    )
+    fields = ("messages",)
+    other_fields = (("prompt", "completion"), ("instruction", "input", "output"), ("instruction", "context", "response"))
+    max_length = 512
+    lost_text = "whose answers begin after --max-length, so nothing is learned from them"
+
+    def read(
+        self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+    ) -> list[Conversation]:
+        """Read JSON Lines or a JSON list of the objects that make_conversation() takes."""
+        if columns:
+            return read_columns(path, columns, make_conversation, skipped)
+        if formats.read_text(path).lstrip().startswith("["):
+            items = enumerate(formats.read_json(path, list, "a list of objects"))
+            return formats.read_examples(path, make_conversation, ((f"{path}, [{i}]", item) for i, item in items), skipped)
+        return formats.read_json_lines(path, make_conversation, skipped)
+
+    def make_example(self, texts: Sequence[str]) -> Conversation:
+        """The message of a user, to be answered."""
+        return Conversation((("user", texts[0]),))
+
+    def get_texts(self, example: Conversation) -> tuple[str, ...]:
+        """The texts of all messages, and how the built-in template writes the roles."""
+        return tuple(f"<|{role}|>\n{text}" for role, text in example.messages)
+
+    def tokenize(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        examples: Sequence[Conversation],
+        labels: list[str],
+        max_length: int,
+        stride: int,
+    ) -> Features:
+        """The conversation in the chat template of the tokenizer, truncated. Labels are the tokens of the assistant's answers."""
+        rendered = [render(tokenizer, example) for example in examples]
+        columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+        units, example_of, cut, lost = [], [], [], []
+        encodings = encode_texts(tokenizer, [text for text, _ in rendered], None, offsets=True)
+        for i, (encoding, (_, answers)) in enumerate(zip(encodings, rendered, strict=True)):
+            is_answer = [start < end and any(first <= start < last for first, last in answers) for start, end in encoding.offsets]
+            is_answer[:1] = [False]  # nothing comes before the first token to predict it from
+            targets = [token if wanted else IGNORED for token, wanted in zip(encoding.ids, is_answer, strict=True)]
+            if len(targets) > max_length:
+                cut.append(i)
+            if not any(is_answer[:max_length]):
+                lost.append(i)
+                continue
+            columns["input_ids"].append(encoding.ids[:max_length])
+            columns["labels"].append(targets[:max_length])
+            units.append(sum(is_answer[:max_length]))
+            example_of.append(i)
+        if not units:
+            raise HpctrainError(f"no answer begins within --max-length {max_length}: give a larger one")
+        return Features.from_lists(columns, {"units": units}, example=example_of, cut=cut, lost=lost)
+
+    def encode_prompts(self, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each message of a user in the chat template, with the beginning of an answer."""
+        texts = [_apply(tokenizer, self.make_example([prompt]).messages, answer=True) for prompt in prompts]
+        return [encoding.ids for encoding in encode_texts(tokenizer, texts, None)]
+
+    def generate_samples(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Conversation]
+    ) -> list[str]:
+        """The answers to the first messages of users in four examples."""
+        asked = [next((text for role, text in example.messages if role == "user"), "") for example in examples[:4]]
+        answers = self.generate_texts(model, tokenizer, asked, 40, seed=1)
+        return [f"{prompt} -> {answer}" for prompt, answer in zip(asked, answers, strict=True)]
+
+    def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
+        """Also keep the chat template of the training."""
+        Task.prepare_tokenizer(self, tokenizer, max_length)
+        tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
+
+
+def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
+    """A conversation from messages (role, content), or one of the other forms in which they are published.
+
+    These are conversations (from, value) of ShareGPT, instruction, input and output of Alpaca, instruction, context and response
+    of Dolly, and prompt and completion, which are texts, or lists of messages: then only those of the completion are learned.
+    Raises HpctrainError, naming the location, unless it has an answer of the assistant, and for what is not read and changes
+    the answers.
+    """
+    expected = "an object with messages, with instruction and output, or with prompt and completion"
+    has, context = item if isinstance(item, dict) else {}, 1
+    _refuse_unread(location, has, "tools", "functions", "history")
+    key = next((key for key in ("messages", "conversations") if key in has), None)
+    if key is None and "instruction" in has:
+        asked = formats.get_field(location, item, "instruction", str, expected)
+        more, answer = ("context", "response") if "response" in item else ("input", "output")
+        if item.get(more):
+            asked += "\n\n" + formats.get_field(location, item, more, str, expected)
+        messages = [("user", asked), ("assistant", formats.get_field(location, item, answer, str, expected))]
+    elif key is None and "prompt" in has:  # with messages, it is the first of them (UltraChat)
+        if has.get("label") is False:  # KTO
+            raise HpctrainError(f"{location}: its label is false, so the completion is not to be learned: remove such examples")
+        kind = list if isinstance(has["prompt"], list) else str
+        prompt, completion = (formats.get_field(location, item, name, kind, expected) for name in ("prompt", "completion"))
+        if kind is str:
+            messages = [("user", prompt), ("assistant", completion)]
+        else:
+            messages, context = _read_messages(location, prompt + completion), max(1, len(prompt))
+    else:
+        messages = _read_messages(location, formats.get_field(location, item, key or "messages", list, expected))
+    if has.get("system"):  # LLaMA-Factory
+        messages.insert(0, ("system", formats.get_field(location, item, "system", str, expected)))
+        context += context > 1
+    if not any(role == "assistant" and text for role, text in messages[context:]):
+        raise formats.line_error(location, "it has no answer of the assistant")
+    return Conversation(tuple(messages), context, location)
+
+
+def _read_messages(location: str, items: list[Any]) -> list[tuple[str, str]]:
+    """The role and the text of each message. Raises HpctrainError, naming its place."""
+    messages = []
+    for i, message in enumerate(items):
+        place = f"{location}, message {i + 1}"
+        _refuse_unread(place, message if isinstance(message, dict) else {}, "tool_calls", "function_call")
+        names = ("from", "value") if isinstance(message, dict) and "from" in message else ("role", "content")
+        role, text = (formats.get_field(place, message, name, str, "a role and its content") for name in names)
+        role = SHAREGPT_ROLES.get(role, role)
+        if role not in ROLES:
+            raise formats.line_error(place, f"the role is {formats.shorten(role)!r}, not one of {', '.join(ROLES)}")
+        if role == "assistant" and message.get("weight", 1) != 1:  # OpenAI: 0 for an answer that is not to be learned
+            raise formats.line_error(place, "its weight is not 1, and nlp.instruct learns all answers alike: leave it out")
+        messages.append((role, text))
+    return messages
+
+
+def _refuse_unread(location: str, item: dict[str, Any], *keys: str) -> None:
+    """Raise HpctrainError for an object that has something under one of these keys: the model would not see it."""
+    if found := next((key for key in keys if item.get(key) not in (None, "", "[]", [], {})), None):
+        raise HpctrainError(
+            f"{location} has {found!r}, which nlp.instruct does not read: write them into a message, or remove them"
+        )
+
+
+def render(tokenizer: PreTrainedTokenizerFast, example: Conversation) -> tuple[str, list[tuple[int, int]]]:
+    """A conversation in the chat template of the tokenizer, and where its answers begin and end, in characters.
+
+    An answer begins where the template would ask for one; what the assistant says first answers nothing. Raises HpctrainError
+    if the template refuses the conversation, or writes a message in another way once others follow, or than it asks for an
+    answer: the model would learn what it never has to write.
+    """
+    answers, before = [], ""
+    for i, (role, _) in enumerate(example.messages, 1):
+        text = _apply(tokenizer, example.messages[:i], location=example.location)
+        if not text.startswith(before):
+            raise HpctrainError(
+                f"{example.location}: the chat template of the tokenizer changes messages {i - 1} and before when message {i} "
+                "follows: leave out such conversations, or change chat_template.jinja in the folder of --model"
+            )
+        if role == "assistant" and i > example.context:
+            prompt = _apply(tokenizer, example.messages[: i - 1], answer=True, location=example.location)
+            if not text.startswith(prompt):
+                raise HpctrainError(
+                    f"{example.location}: the chat template of the tokenizer asks for an answer by {prompt[len(before) :]!r} "
+                    f"and writes message {i} another way: change chat_template.jinja in the folder of --model"
+                )
+            answers.append((len(prompt), len(text)))
+        before = text
+    return before, answers
+
+
+def _apply(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[tuple[str, str]], *, answer: bool = False, location: str = "TEXT"
+) -> str:
+    """The messages in the chat template, with the beginning of an answer if wanted."""
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": role, "content": text} for role, text in messages],
+            chat_template=tokenizer.chat_template or TEMPLATE,
+            tokenize=False,
+            add_generation_prompt=answer,
+        )
+    except Exception as error:  # templates of models raise exceptions of many kinds
+        raise HpctrainError(
+            f"{location}: the chat template of the tokenizer refuses this conversation ({first_line(error)[:200]}): "
+            "leave out such conversations, or change chat_template.jinja in the folder of --model"
+        ) from error
+
+
+TASK = Instruct()
+
+
+def parser() -> Parser:
+    """The options of `hpctrain nlp.instruct`."""
+    return options.make_parser(TASK)
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Run `hpctrain nlp.instruct`."""
+    finetune.fine_tune(TASK, world, arguments)

@@ -1,0 +1,115 @@
+"""Read questions and their answers: the JSON of SQuAD 1.1, SQuAD 2.0 and KorQuAD 1.0, and JSON Lines of one question each."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpctrain.errors import HpctrainError
+from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.tables import read_columns
+
+EXPECTED = "SQuAD JSON (KorQuAD 1.0): data, paragraphs, context, qas, id, question, answers, text, answer_start"
+
+
+class Answer(NamedTuple):
+    """A span of a context, context[start : start + len(text)]."""
+
+    text: str
+    start: int
+
+
+UNANSWERABLE = [Answer("", 0)]  # the answers of a question that the context does not answer (SQuAD 2.0)
+
+
+class Question(NamedTuple):
+    """A question about a paragraph (context) of an article (title), and the answers that count as correct, at least one.
+
+    `optional`: the data have questions without an answer, so the model may give none.
+    """
+
+    id: str
+    title: str
+    context: str
+    question: str
+    answers: list[Answer]
+    optional: bool = False
+    location: str = ""
+
+
+def read_questions(
+    path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+) -> list[Question]:
+    """Read the questions of a file; errors name the question. One with is_impossible, or without answers, is UNANSWERABLE.
+
+    Each answer must be at its answer_start, except that its white space may differ (in KorQuAD's dev set all 5,774 match
+    exactly).
+    """
+    seen = set()
+
+    def make(where: str, title: str, context: str, item: object) -> Question:
+        if isinstance(item, dict) and type(item.get("id")) is int:  # as in COVID-QA
+            item = item | {"id": str(item["id"])}
+        id_ = _get(where, item, "id", str)
+        location = f"{path}, question {formats.shorten(id_)}"
+        text = _get(location, item, "question", str)
+        answers = _read_answers(location, context, item)
+        if id_ in seen:
+            raise HpctrainError(f"{location}: an earlier question has the same id: give each question its own")
+        seen.add(id_)
+        return Question(id_, title, context, text, answers, location=location)
+
+    def make_from_json(location: str, item: dict[str, Any]) -> Question:
+        item = {"id": location.rpartition(", ")[2], **item}
+        context = _get(location, item, "context", str)
+        # Questions of one text are kept together if there are no titles.
+        return make(location, _get(location, item, "title", str) if item.get("title") else context, context, item)
+
+    if columns:
+        questions = read_columns(path, columns, make_from_json, skipped)
+    elif path.suffix.lower() == formats.JSON_LINES:
+        questions = formats.read_json_lines(path, make_from_json, skipped)
+    else:
+        questions = formats.read_examples(path, make, _iterate_questions(path), skipped)
+    optional = any(question.answers == UNANSWERABLE for question in questions)
+    return [question._replace(optional=True) for question in questions] if optional else questions
+
+
+def _read_answers(location: str, context: str, item: dict[str, Any]) -> list[Answer]:
+    if item.get("is_impossible") is True:
+        return UNANSWERABLE
+    listed = item.get("answers")
+    if isinstance(listed, str):
+        raise HpctrainError(f"{location}: its answers are a text: a csv or tsv cannot have lists, so write .jsonl or .parquet")
+    if isinstance(listed, dict):  # two lists, as the library datasets writes them
+        columns = [_get(location, listed, key, list) for key in ("text", "answer_start")]
+        listed = [{"text": text, "answer_start": start} for text, start in zip(*columns, strict=False)]
+    where = f"{location}: an answer"
+    answers = [
+        Answer(_get(where, each, "text", str), _get(where, each, "answer_start", int))
+        for each in _get(location, {"answers": listed}, "answers", list)
+    ]
+    for answer, start in answers:
+        found = context[max(start, 0) : start + len(answer)]
+        if not answer.strip() or start < 0 or found.split() != answer.split():
+            raise HpctrainError(
+                f"{location}: the answer {answer[:80]!r} is not at its answer_start {start}, "
+                f"where the context has {found[:80]!r}: fix the file"
+            )
+    return answers or UNANSWERABLE
+
+
+def _iterate_questions(path: Path) -> Iterator[tuple[str, str, str, object]]:
+    """The position of each question in the file, the title and the context it belongs to, and its JSON value."""
+    for a, article in enumerate(_get(f"{path}", formats.read_json(path, dict, EXPECTED), "data", list)):
+        # COVID-QA has no titles, others have empty ones. What is no object fails below.
+        untitled = isinstance(article, dict) and not article.get("title")
+        title = f"data[{a}]" if untitled else _get(f"{path}, data[{a}]", article, "title", str)
+        for p, paragraph in enumerate(_get(f"{path}, data[{a}]", article, "paragraphs", list)):
+            where = f"{path}, data[{a}].paragraphs[{p}]"
+            context = _get(where, paragraph, "context", str)
+            for q, item in enumerate(_get(where, paragraph, "qas", list)):
+                yield f"{where}.qas[{q}]", title, context, item
+
+
+def _get(location: str, item: object, key: str, type_: type) -> Any:  # noqa: ANN401 - any JSON value
+    return formats.get_field(location, item, key, type_, EXPECTED)

@@ -1,0 +1,1 @@
+"""Train any task."""

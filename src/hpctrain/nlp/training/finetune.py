@@ -1,0 +1,313 @@
+"""Fine-tune a model of transformers for a task. All tasks share these steps; task.py has the interface of a task.
+
+fine_tune() reads from top to bottom. The options are in options.py, the model that training starts from in initial_model.py, the
+training and evaluation steps in lightning_module.py, the batches in sampling.py.
+
+Each step computes --batch-size examples, on any number of ranks and in any number of parts (--accumulate). The loss is the mean
+over the labels of the whole batch: ranks have equal numbers of examples, but not of tokens.
+"""
+
+import argparse
+import math
+import shlex
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from hpctrain.checkpoints import checkpoint
+from hpctrain.distributed.device import choose_device
+from hpctrain.distributed.rendezvous import all_or_none, process_group
+from hpctrain.distributed.world import World, counted
+from hpctrain.errors import HpctrainError, UsageError, one_line, panics_as_errors
+from hpctrain.lightning.trainer import JsonStrategy, make_trainer, quiet
+from hpctrain.nlp.batches.features import Features, load_or_make, make_cache_key
+from hpctrain.nlp.batches.sampling import BatchSampler, make_loader
+from hpctrain.nlp.data import formats
+from hpctrain.nlp.models.hub import resolve_data
+from hpctrain.nlp.models.initial_model import check_packing, check_tokens, choose_labels, get_initial_model, load_model
+from hpctrain.nlp.models.lora import add_lora, count_parameters, uses_lora
+from hpctrain.nlp.models.memory import check_memory
+from hpctrain.nlp.models.model_folder import describe_error, load_tokenizer, make_card, save_model
+from hpctrain.nlp.task import Task
+from hpctrain.nlp.training.lightning_module import FineTuneModule
+from hpctrain.nlp.training.options import parse_options
+from hpctrain.nlp.training.step_graphs import check_layers
+from hpctrain.run.config import versions
+from hpctrain.run.flops import count_text_flops
+from hpctrain.run.folder import find_earlier_checkpoint
+from hpctrain.run.run import Run
+from hpctrain.training.batches import check_batch_size, steps_per_epoch
+from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
+
+
+def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
+    """Run `hpctrain nlp.<task>` with these arguments: read, tokenize, train, test, and save the best model."""
+    args = parse_options(task, arguments)
+    if args.cpu_offload and world.size == 1:
+        raise UsageError("--cpu-offload is for the parts of --strategy fsdp, and one rank has all of them: start two or more")
+    if args.cuda_graphs and world.size > 1:
+        raise UsageError(f"--cuda-graphs is for one rank, and there are {world.size}: leave it out")
+    task = task.for_problem(args.problem)
+    group = world.in_groups_of(args.tensor_parallel)  # the place of this rank in the order of the data
+    if args.epochs:
+        check_batch_size(args.batch_size, group, args.accumulate)  # before hours of reading and tokenizing
+    quiet()
+    device = choose_device(world, args.device)
+    if args.cuda_graphs and device.type != "cuda":
+        raise UsageError("--cuda-graphs needs a GPU, and this rank computes on the CPU: leave it out")
+    with process_group(world, device, cpu_tensors=args.cpu_offload):
+        examples = read_examples(task, args, world)
+        run = Run(world, f"nlp.{task.name}", args, device)
+        run.best.patience = args.patience
+        sharded = run.in_parts = args.strategy == "fsdp" and world.size > 1
+        folder = get_initial_model(task, args, run, examples["train"])
+        make_deterministic(args, device)
+        with all_or_none(world):
+            check_compiler(args, world.rank)
+            check_memory(folder, args, world, device)
+            tokenizer = load_tokenizer(folder)
+            labels, origin = choose_labels(task, folder, examples["train"])
+            empty = sharded and world.rank != 0 and not args.lora_from  # shard() takes weights from rank 0; peft needs some
+            model = load_model(task, folder, tokenizer, labels, args, empty)
+            if args.pack and not empty:
+                check_packing(folder, model)
+            if args.cuda_graphs:
+                check_layers(model.config)
+            model.config.hpctrain["settings"] = task.collect_settings(examples["train"])
+            if uses_lora(args):
+                model = add_lora(task, model, folder, args)
+        if labels:
+            run.print(f"{counted(len(labels), 'label')}{origin}: {formats.list_names(labels)}")
+        if uses_lora(args):
+            run.print(f"LoRA: {count_parameters(model)}")
+        features = tokenize_splits(task, folder, tokenizer, labels, examples, args, run)
+        with all_or_none(world):
+            check_tokens(folder, model, features)
+
+        padding = {**task.padding, "input_ids": tokenizer.pad_token_id}
+        train = features["train"]
+        epoch_steps = steps_per_epoch(len(train.lengths), args.batch_size, group, args.accumulate) if args.epochs else 0
+        weights = balance_classes(labels, train, run) if args.class_weights else None
+        module = FineTuneModule(task, model, labels, args, run, steps=args.epochs * epoch_steps, class_weights=weights)
+        if args.compile:
+            compile_training(model, dynamic=True, by_block=True)  # batches are as long as their longest text
+        strategy = JsonStrategy
+        if sharded:
+            from hpctrain.nlp.models.tensor_parallel import choose_strategy  # imports much of torch, few runs need it
+            from hpctrain.training.sharding import load_weights
+
+            with all_or_none(world):
+                strategy = choose_strategy(model, args.tensor_parallel, args.cpu_offload)
+        trainer = make_trainer(
+            run, args, device, lambda module: module.model, module.score,
+            accumulate_grad_batches=args.accumulate, strategy=strategy,
+        )  # fmt: skip
+        if args.epochs:
+            state = run.resume(torch.device("cpu"), args.epochs, model, "state_dict", free=())
+            if state and (run.epoch >= args.epochs or run.best.has_stalled):  # resumed after the last epoch
+                load_weights(model, state["model"]) if sharded else model.load_state_dict(state["model"])
+            else:
+                sampler = BatchSampler(train, group, args.batch_size, args.seed, args.accumulate)
+                run.count_flops(lambda: count_text_flops(model, train.lengths, run_empty))
+                if state:
+                    sampler.skip(run.epoch + 1, state["step"])
+                    del state  # as large as the model and its optimizer
+                trainer.fit(
+                    module,
+                    make_loader(train, padding, sampler, args.pack, args.max_length if args.cuda_graphs else 0),
+                    module.make_evaluation_loader("validation", examples, features, padding),
+                    ckpt_path=run.resume_from,
+                )
+            metric = f"validation_{module.choose_metric(examples['validation'])}"
+            if run.best.has_stalled and run.epoch < args.epochs:
+                run.print(f"stopped after {run.best.latest}: no better {metric} for {args.patience} evaluations")
+            if weights := load_best(metric, run):
+                load_weights(model, weights) if sharded else model.load_state_dict(weights)
+        # The only use of the test set.
+        trainer.test(module, module.make_evaluation_loader("test", examples, features, padding), verbose=False)
+        scores = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("test_")}
+        for name in [name for name, value in scores.items() if not math.isfinite(value)]:
+            run.print(f"{name} is {scores.pop(name)}: left out")  # a score is optional, the model is not
+        run.metrics(**scores)
+        if sharded:
+            model = trainer.strategy.gather_model()
+        with all_or_none(world):
+            if world.rank == 0:
+                save_result(task, model, tokenizer, args, run, scores, examples["test"])
+        run.finish(model, **scores)
+        inputs = " ".join(map(str.upper, task.inputs))
+        saved = f"{run.folder}/model"
+        run.print(f"model saved in {saved}; use it: hpctrain predict {shlex.quote(saved)} {inputs}")
+
+
+# --- before training ---
+
+
+def read_examples(task: Task, args: argparse.Namespace, world: World) -> dict[str, list[Any]]:
+    """The examples of "train", "validation" and "test"; a split without a file is taken from the training data."""
+    skipped: list[HpctrainError] | None = None if args.strict else []
+    path = resolve_data(args.data, world) if args.data else None
+    with all_or_none(world):
+        splits = formats.load_splits(task, path, skipped, args.columns)
+        if "test" not in splits:  # --data is a single file; its test set must not depend on --seed
+            splits["train"], splits["test"] = formats.split_examples(task, splits["train"], args.validation_split, seed=0)
+        if "validation" not in splits:
+            splits["train"], splits["validation"] = formats.split_examples(
+                task, splits["train"], args.validation_split, args.seed
+            )
+        splits = {name: splits[name][: args.limit] for name in ("train", "validation", "test")}
+        remarks = [formats.describe_skipped(skipped or ()), formats.describe_unused(path, tables=args.columns is not None)]
+    if world.rank == 0:
+        print(*(f"{one_line(remark)}\n" for remark in remarks if remark), sep="", end="", flush=True)
+    return splits
+
+
+def tokenize_splits(
+    task: Task,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    labels: list[str],
+    examples: dict[str, list[Any]],
+    args: argparse.Namespace,
+    run: Run,
+) -> dict[str, Features]:
+    """The features of each split, from the cache or made now; prints their sizes and problems. A collective call.
+
+    Raises HpctrainError if the tokenizer of the folder fails; with --strict also if texts are truncated or have a label that is
+    not in the training data.
+    """
+    features = {}
+    vocabulary = (tokenizer.backend_tokenizer.to_str(), tokenizer.model_input_names, tokenizer.chat_template)
+    for name, part in examples.items():
+        start = time.monotonic()
+        content = [example[:-1] for example in part]  # everything but the location in a file
+        key = make_cache_key(task.name, vocabulary, labels, args.max_length, args.stride, content)
+        make = partial(_tokenize, task, folder, tokenizer, part, labels, args)
+        made = features[name] = load_or_make(key, make, run.world)
+        lengths = made.lengths
+        windows = f" in {len(lengths):,} windows" if len(lengths) != len(part) else ""
+        run.print(
+            f"{name}: {len(part):,} examples{windows}, {lengths.sum():,} tokens (mean {lengths.mean():.1f}, longest "
+            f"{lengths.max()}), tokenized or loaded in {time.monotonic() - start:.1f} s"
+        )
+
+        truncated, lost = ([part[i] for i in indices] for indices in (made.cut, made.lost))
+        unseen = [example for example in part if not set(task.collect_labels([example])) <= set(labels)] if labels else []
+        for affected, problem in (
+            (truncated, f"{task.cut_text}too long for --max-length {args.max_length} and truncated"),
+            (lost, task.lost_text),
+            (unseen, "with a label that is not in the training data, so any answer is wrong"),
+        ):
+            if affected:
+                text = f"{name}: {len(affected):,} of {len(part):,} examples {problem}; the first: {affected[0].location}"
+                with all_or_none(run.world):
+                    if args.strict:
+                        raise HpctrainError(f"{text}: fix the data, or run without --strict")
+                run.print(text)
+    return features
+
+
+def _tokenize(
+    task: Task,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: list[Any],
+    labels: list[str],
+    args: argparse.Namespace,
+) -> Features:
+    try:
+        with panics_as_errors():
+            return task.tokenize(tokenizer, examples, labels, args.max_length, args.stride)
+    except HpctrainError:
+        raise
+    except Exception as error:  # the tokenizers of damaged files raise exceptions of many kinds
+        raise HpctrainError(
+            f"{folder}: its tokenizer cannot tokenize the data ({describe_error(error)}): fetch or copy the folder again"
+        ) from error
+
+
+def balance_classes(labels: list[str], train: Features, run: Run) -> Tensor:
+    """The weight of each class, [labels], as "balanced" of scikit-learn: examples / (classes * examples of the class).
+
+    Counted are the classes that the training set has; another one, which only the model has, gets 0. Prints all of them.
+    """
+    counts = torch.bincount(torch.from_numpy(train.values["labels"].copy()), minlength=len(labels))
+    present = counts > 0
+    weights = torch.where(present, counts.sum() / (present.sum() * counts.clamp(min=1)), 0.0)
+    for label, count, weight in zip(labels, counts.tolist(), weights.tolist(), strict=True):
+        run.print(f"class {formats.shorten(label)}: {count:,} training examples, weight {weight:.4g}")
+    return weights
+
+
+def run_empty(model: torch.nn.Module, length: int) -> dict[str, Tensor]:
+    """The output of a model without values, for a text of this length in tokens."""
+    return model(input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"))
+
+
+# --- after training ---
+
+
+def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
+    """The weights of the evaluation with the best validation score, None if that is the last. A collective call.
+
+    Raises HpctrainError, naming the checkpoint, if it is damaged.
+    """
+    best = run.best
+    if best.since == 0:
+        return None
+    earlier = [run.resume_from.parent.parent] if run.resume_from else []  # of another run, perhaps
+    path = find_earlier_checkpoint([run.folder, *earlier], best.epoch, best.step)
+    with all_or_none(run.world):
+        if run.world.rank == 0:
+            checkpoint.check_intact(path)
+        state = checkpoint.open_lazily(path) if run.in_parts else checkpoint.load(path, torch.device("cpu"))
+    run.print(f"{best.place} has the best {metric}: using its weights")
+    return state["model"]
+
+
+def save_result(
+    task: Task,
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    args: argparse.Namespace,
+    run: Run,
+    scores: dict[str, float],
+    test: list[Any],
+) -> None:
+    """Save the model folder, with a model card that has the scores of this run. On one rank."""
+    model.config.use_cache = True
+    pipeline_tokenizer = task.make_pipeline_tokenizer(tokenizer, model.config.hpctrain["settings"])
+    options = {name: _hide_folders(value) for name, value in vars(args).items()}
+    card = make_card(
+        title=f"{task.title}: {run.folder.name}",
+        task=task,
+        base=options["model"] if args.model else f"from scratch ({options['from_scratch']})",
+        data=options["data"] if args.data else "the sample data of hpctrain",
+        language=formats.find_language(text for example in test for text in task.get_texts(example)),
+        scores=scores,
+        options=options,
+        versions=versions() | {"transformers": transformers.__version__},
+        pipeline_tokenizer=bool(pipeline_tokenizer),
+        adapter=uses_lora(args) and not args.lora_merge,
+    )
+    samples = [one_line(text) for text in task.generate_samples(model, tokenizer, test)]  # a token may control a terminal
+    task.prepare_tokenizer(tokenizer, args.max_length)
+    if samples:
+        card += "\n## Samples\n\n" + "".join(f"- {text}\n" for text in samples)
+        for text in samples:
+            run.print(f"sample: {text}")
+    if args.lora_merge:
+        model = model.merge_and_unload()
+    save_model(run.folder / "model", model, tokenizer, card, pipeline_tokenizer)
+
+
+def _hide_folders(value: Any) -> str:  # noqa: ANN401 - the value of an option
+    """An option for the model card, which may be published: of a file or folder only its name, of the hub the whole."""
+    path = Path(str(value))
+    return path.absolute().name if path.exists() or path.is_absolute() else str(value)

@@ -1,0 +1,1 @@
+"""Use a fine-tuned model."""

@@ -1,0 +1,205 @@
+"""Answer texts with a fine-tuned model: `hpctrain predict FOLDER TEXT...` prints one JSON object per line.
+
+hpctrain predict runs/nlp.classify/17/model "다시 보고 싶은 영화"
+hpctrain predict runs/nlp.qa/18/model "수도는?" "대한민국의 수도는 서울이다."
+hpctrain predict runs/nlp.classify/17/model --file reviews.txt --out answers.jsonl
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+from hpctrain.cli import COMMANDS, Parser, add_device, positive
+from hpctrain.distributed.device import choose_device
+from hpctrain.distributed.world import World, counted
+from hpctrain.errors import HpctrainError, UsageError, first_line, panics_as_errors
+from hpctrain.files import atomic
+from hpctrain.nlp.data.formats import JSON_LINES, SURROGATE, decode_text
+from hpctrain.nlp.models.lora import ADAPTER_CONFIG, load_adapter
+from hpctrain.nlp.models.model_folder import describe_error, describe_pickle_error, load_tokenizer, refuse_pipes
+from hpctrain.nlp.task import Task
+
+CHUNK = 2048  # texts that are sorted by length together and answered at a time
+# What controls a terminal and json.dumps() leaves as it is: DEL, and the second set of control characters.
+CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Run `hpctrain predict`, in one process."""
+    if world.size > 1:
+        raise UsageError(f"predict runs in one process, but the launcher started {world.size}: run it without a launcher")
+    args = parser().parse_args(arguments)
+    if args.file and args.text:
+        raise UsageError("TEXT and --file exclude each other: give only one")
+    device = choose_device(world, args.device)
+    folder = find_model_folder(args.folder)
+    task, config = find_task(folder)
+    rows = list(read_rows(args, task))
+
+    tokenizer = load_tokenizer(folder)
+    model = load_model(task, folder).to(device).eval()
+    try:
+        if args.out:
+            try:
+                with atomic.file(args.out) as out:
+                    truncated = write_answers(task, model, tokenizer, config, rows, args, out)
+            except OSError as error:
+                raise HpctrainError(f"{args.out}: cannot be written ({error.strerror}): give another --out") from error
+        else:
+            truncated = write_answers(task, model, tokenizer, config, rows, args, sys.stdout)
+    except (HpctrainError, OSError):
+        raise
+    except Exception as error:  # a configuration, tokenizer and weights that do not belong together; too little memory
+        raise HpctrainError(
+            f"{folder}: its model cannot answer these texts ({describe_error(error)}): copy the folder again, or give a smaller "
+            "--batch-size"
+        ) from error
+    if truncated:
+        print(
+            f"truncated {truncated:,} of {len(rows):,} texts, which are longer than {config['max_length']} tokens",
+            file=sys.stderr,
+        )
+
+
+def write_answers(
+    task: Task,
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    config: dict[str, Any],
+    rows: list[tuple[str, ...]],
+    args: argparse.Namespace,
+    out: TextIO,
+) -> int:
+    """Write one line for each row, in their order. Returns how many texts were truncated."""
+    truncated = 0
+    with tqdm(total=len(rows), desc="predict", unit="text", disable=None if len(rows) > args.batch_size else True) as bar:
+        for first in range(0, len(rows), CHUNK):
+            chunk = rows[first : first + CHUNK]
+            with panics_as_errors():
+                answers, cut = task.answer(model, tokenizer, chunk, config, args, first)
+            truncated += cut
+            for row, answer in zip(chunk, answers, strict=True):
+                line = json.dumps(dict(zip(task.inputs, row, strict=True)) | answer, ensure_ascii=False)
+                out.write(line.translate(CONTROLS) + "\n")
+            bar.update(len(chunk))
+    return truncated
+
+
+def find_model_folder(folder: Path) -> Path:
+    """The model folder in a run folder; another folder as it is. Raises HpctrainError if it has a pipe or a device."""
+    found = folder / "model" if (folder / "model/config.json").exists() else folder
+    refuse_pipes(found)
+    return found
+
+
+def find_task(folder: Path) -> tuple[Task, dict[str, Any]]:
+    """The task that a model was fine-tuned for, and the "hpctrain" part of its config.json. Raises HpctrainError."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["hpctrain"]
+        command = f"nlp.{config['task']}"
+        if command in COMMANDS:
+            return import_module(COMMANDS[command][0]).TASK.for_problem(config.get("problem", "")), config
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise HpctrainError(
+        f"{folder}: not a model fine-tuned by hpctrain: give the model folder of a run, such as runs/nlp.classify/17/model"
+    )
+
+
+def load_model(task: Task, folder: Path) -> torch.nn.Module:
+    """The model in a folder, in fp32. Raises HpctrainError if it is incomplete or damaged."""
+    try:
+        if (folder / ADAPTER_CONFIG).exists():
+            return load_adapter(task, folder)
+        return task.model.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    except HpctrainError:
+        raise
+    except Exception as error:  # the loaders of the many file formats raise exceptions of many kinds
+        raise HpctrainError(
+            describe_pickle_error(folder, error)
+            or f"{folder}: the model cannot be loaded ({first_line(error)}): copy the folder again"
+        ) from error
+
+
+def read_rows(args: argparse.Namespace, task: Task) -> Iterator[tuple[str, ...]]:
+    """The texts to answer, one tuple of task.inputs for each answer: from the command line, or from the lines of --file."""
+    names = task.inputs
+    if not args.file:
+        if not args.text or len(args.text) % len(names):
+            raise UsageError(
+                f"{counted(len(args.text), 'text')} given, but each answer of {task.name} needs {' and '.join(names)}: "
+                "give them one after the other, or use --file"
+            )
+        if any(map(SURROGATE.search, args.text)):  # Python's form of bytes that are not UTF-8
+            raise UsageError("TEXT is not UTF-8: set the locale of the terminal to UTF-8, or use --file")
+        yield from (tuple(args.text[i : i + len(names)]) for i in range(0, len(args.text), len(names)))
+        return
+    try:
+        text = decode_text(args.file, args.file.read_bytes(), for_tables="convert it to .jsonl")
+    except OSError as error:
+        raise HpctrainError(f"{args.file}: cannot be read ({error.strerror}): give --file a text file in UTF-8") from error
+    lines = text.removesuffix("\n").split("\n") if text else []  # an empty line is a text too
+    if not lines:
+        raise HpctrainError(f"{args.file}: the file is empty: put one text on each line")
+    for number, line in enumerate(lines, 1):
+        line = line.removesuffix("\r")
+        if args.file.suffix.lower() == JSON_LINES:
+            try:
+                values = json.loads(line)
+                row = tuple(values[name] for name in names)
+                valid = all(isinstance(text, str) and not SURROGATE.search(text) for text in row)
+            except (ValueError, KeyError, TypeError, RecursionError):
+                valid = False
+            expected = f"a JSON object with {' and '.join(names)}"
+        else:
+            row = tuple(line.split("\t")) if len(names) > 1 else (line,)
+            valid, expected = len(row) == len(names), f"{' and '.join(names)}, separated by a tab"
+        if not valid:
+            raise HpctrainError(f"{args.file}, line {number}: expected {expected}: fix the line")
+        yield row
+
+
+def add_answer_options(options: Parser) -> None:
+    """Add the options of Task.answer() that `hpctrain serve` has as well."""
+    add = options.add_argument
+    add("--batch-size", type=positive(int), default=32, metavar="N", help="texts per forward pass (default: %(default)s)")
+    add(
+        "--max-new-tokens",
+        type=positive(int),
+        default=64,
+        metavar="N",
+        help="maximum length of a generated text, nlp.generate and nlp.instruct (default: %(default)s)",
+    )
+    add_device(options)
+
+
+def parser() -> Parser:
+    """The options of `hpctrain predict`."""
+    options = Parser(
+        prog="hpctrain predict", description="Answer texts with a fine-tuned model. Prints one JSON object per line."
+    )
+    add = options.add_argument
+    add("folder", type=Path, metavar="FOLDER", help="run folder of a fine-tuning, such as runs/nlp.classify/17, or its model/")
+    add(
+        "text",
+        nargs="*",
+        metavar="TEXT",
+        help="text to answer; nlp.pair needs FIRST SECOND for each answer, nlp.qa QUESTION CONTEXT",
+    )
+    add(
+        "--file",
+        type=Path,
+        help="answer each line of this file instead: a text, or two texts separated by a tab; in .jsonl, an object",
+    )
+    add("--out", type=Path, metavar="FILE", help="write the answers to this file, which appears when complete (default: stdout)")
+    add_answer_options(options)
+    add("--seed", type=int, default=1, help="seed for sampling, nlp.generate and nlp.instruct (default: %(default)s)")
+    return options

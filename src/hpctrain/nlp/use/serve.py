@@ -1,0 +1,351 @@
+"""A fine-tuned model as a web page and a JSON service, for its user alone: `hpctrain serve RUN`.
+
+The page needs no script. Programs send the texts of one example, or a list of them, and get the answers of `hpctrain predict`:
+
+    curl --header "Authorization: Bearer TOKEN" --data '{"text": "다시 보고 싶은 영화"}' http://127.0.0.1:8000/answer
+"""
+
+import argparse
+import html
+import itertools
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import parse_qs
+
+from hpctrain.cli import Parser
+from hpctrain.distributed.device import choose_device
+from hpctrain.distributed.world import ALONE, World
+from hpctrain.errors import HpctrainError, UsageError, first_line, panics_as_errors
+from hpctrain.nlp.data.formats import SURROGATE
+from hpctrain.nlp.models.model_folder import describe_error, load_tokenizer
+from hpctrain.nlp.use.predict import add_answer_options, find_model_folder, find_task, load_model
+from hpctrain.servers.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
+
+LARGEST_BODY = 2**20  # bytes of a request
+MOST_DIGITS = 100  # of a length; Python refuses to read thousands
+MOST_ROWS = 256  # examples of a request
+# Of entity types, in the order in which they appear; told apart also by people who cannot see red or green (see report.py).
+COLORS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#0072b2")
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 16px/1.6 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 50rem; }}
+h1 {{ font-size: 1.3rem; }}
+label {{ display: block; margin-top: .8rem; }}
+textarea {{ box-sizing: border-box; width: 100%; font: inherit; padding: .4rem; }}
+button {{ font: inherit; margin: .8rem 0; padding: .3rem 1.2rem; }}
+.answer {{ border-top: 1px solid #8886; padding-top: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }}
+mark {{ color: inherit; background: var(--color, #e69f00); background: color-mix(in srgb, var(--color, #e69f00) 40%, transparent);
+  border-radius: .2rem; padding: .1rem .2rem; }}
+small {{ opacity: .8; margin-left: .3rem; }}
+.bar {{ display: block; height: .8rem; background: #8883; border-radius: .4rem; overflow: hidden; }}
+.bar span {{ display: block; height: 100%; background: #0072b2; }}
+.error {{ color: #d55e00; }}
+</style>
+<h1>{title}</h1>
+<form method="post" action="/" accept-charset="utf-8">{fields}<button>Answer</button></form>
+{answer}
+"""
+
+
+class Model:
+    """A fine-tuned model that answers the requests of many threads, as many at a time as fit a batch."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        """Load the model. Raises HpctrainError, naming the folder."""
+        device = choose_device(ALONE, args.device)
+        self.task, self._config = find_task(folder)
+        self._tokenizer = load_tokenizer(folder)
+        self._model = load_model(self.task, folder).to(device).eval()
+        self._args, self._numbers = args, itertools.count(1)
+        self._waiting: queue.SimpleQueue[tuple[list[tuple[str, ...]], Future]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def answer(self, rows: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+        """The answers for rows of task.inputs. Raises HpctrainError."""
+        future: Future = Future()
+        self._waiting.put((rows, future))
+        return future.result()
+
+    def _work(self) -> None:
+        while True:
+            requests = [self._waiting.get()]
+            with suppress(queue.Empty):
+                while sum(len(rows) for rows, _ in requests) < self._args.batch_size:
+                    requests.append(self._waiting.get_nowait())
+            if len(requests) > 1 and not self._try(requests):  # one bad request must not fail the others
+                for request in requests:
+                    self._try([request], last=True)
+            elif len(requests) == 1:
+                self._try(requests, last=True)
+
+    def _try(self, requests: list[tuple[list[tuple[str, ...]], Future]], last: bool = False) -> bool:
+        """Answer requests together; returns whether that succeeded. An error goes to the requests if it is the last try."""
+        self._args.seed = next(self._numbers)  # another text at each request
+        rows = [row for rows, _ in requests for row in rows]
+        try:
+            with panics_as_errors():
+                answers, _ = self.task.answer(self._model, self._tokenizer, rows, self._config, self._args, 0)
+        except Exception as error:
+            if last:
+                text = (
+                    str(error) if isinstance(error, HpctrainError) else f"the model cannot answer this ({describe_error(error)})"
+                )
+                requests[0][1].set_exception(HpctrainError(text))
+            return False
+        found = iter(answers)
+        for own, future in requests:
+            future.set_result(list(itertools.islice(found, len(own))))
+        return True
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The page at /, and the JSON service at /answer, for whoever has the token."""
+
+    model: ClassVar[Model]
+    token: ClassVar[str]
+    protocol_version = "HTTP/1.1"
+    server_version = "hpctrain"
+    sys_version = ""
+    timeout = 60  # s, for a client that sends nothing
+
+    def do_GET(self) -> None:
+        """The page. With ?token=, which the printed address has, it stores the token in a cookie."""
+        if self.path.partition("?")[0] != "/":
+            self._send_error(HTTPStatus.NOT_FOUND, "there is nothing here: the page is at /, the JSON service at /answer (POST)")
+        elif cookie := cookie_for(self.path, self.token):
+            self._send(HTTPStatus.SEE_OTHER, "", Location="/", Set_Cookie=cookie)
+        elif self._is_allowed():
+            self._send(HTTPStatus.OK, self._page())
+        else:
+            self._send(HTTPStatus.FORBIDDEN, TOKEN_PAGE)
+
+    def do_POST(self) -> None:
+        """The page with an answer, or the answers as JSON."""
+        if not self._is_allowed():
+            self.close_connection = True  # the body of the request is not read
+            self._send_error(
+                HTTPStatus.FORBIDDEN,
+                "the token is missing or not of this server: send that of its address in a header, Authorization: Bearer TOKEN",
+            )
+            return
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or len(length) > MOST_DIGITS or int(length) > LARGEST_BODY:
+            self.close_connection = True
+            self._send_error(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request has at most {LARGEST_BODY:,} bytes, with Content-Length"
+            )
+            return
+        content = self.rfile.read(int(length))
+        if self.path == "/":
+            self._answer_form(content)
+        elif self.path == "/answer":
+            self._answer_json(content)
+        else:
+            self._send_error(HTTPStatus.NOT_FOUND, "there is nothing here: POST to / or /answer")
+
+    def _answer_form(self, content: bytes) -> None:
+        names = self.model.task.inputs
+        try:
+            fields = parse_qs(content.decode(errors="replace"), keep_blank_values=True, max_num_fields=len(names))
+        except ValueError:
+            fields = {}
+        row = tuple(fields.get(name, [""])[0].replace("\r\n", "\n") for name in names)
+        try:
+            if not all(text.strip() for text in row):
+                raise HpctrainError("a field is empty: write a text in each")
+            shown = show_answer(row, self.model.answer([row])[0])
+        except HpctrainError as error:
+            shown = f'<span class="error">{html.escape(str(error))}</span>'
+        self._send(HTTPStatus.OK, self._page(row, f'<div class="answer">{shown}</div>'))
+
+    def _answer_json(self, content: bytes) -> None:
+        names = self.model.task.inputs
+        try:
+            given = json.loads(content)
+            rows = [tuple(item[name] for name in names) for item in (given if isinstance(given, list) else [given])]
+            valid = all(isinstance(text, str) and not SURROGATE.search(text) for row in rows for text in row)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            valid = False
+        if not valid or not 0 < len(rows) <= MOST_ROWS:
+            text = f"expected a JSON object with {' and '.join(names)}, or a list of at most {MOST_ROWS} of them"
+            self._send_error(HTTPStatus.BAD_REQUEST, text)
+            return
+        try:
+            answers = self.model.answer(rows)
+        except HpctrainError as error:
+            self._send_error(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
+            return
+        found = answers if isinstance(given, list) else answers[0]
+        self._send(HTTPStatus.OK, json.dumps(found, ensure_ascii=False) + "\n", "application/json")
+
+    def _is_allowed(self) -> bool:
+        return has_token(self.headers.get("Authorization", ""), self.headers.get("Cookie", ""), self.token)
+
+    def _page(self, row: tuple[str, ...] = (), answer: str = "") -> str:
+        task = self.model.task
+        fields = "".join(
+            f'<label>{name.capitalize()}<textarea name="{name}" rows="{5 if name == "context" else 2}" required>\n'
+            f"{html.escape(text)}</textarea></label>"
+            for name, text in itertools.zip_longest(task.inputs, row, fillvalue="")
+        )
+        return PAGE.format(title=html.escape(task.title), fields=fields, answer=answer)
+
+    def _send_error(self, status: HTTPStatus, text: str) -> None:
+        self._send(status, json.dumps({"error": text}, ensure_ascii=False) + "\n", "application/json")
+
+    def _send(self, status: HTTPStatus, text: str, kind: str = "text/html", **headers: str) -> None:
+        content = text.encode(errors="replace")
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'")
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: ANN401 - of the standard library
+        """Nothing: the address of a request may have the token."""
+
+
+def show_answer(row: tuple[str, ...], answer: dict[str, Any]) -> str:
+    """The answer as people look at it, in HTML: entities in the text, the answer in its context, a probability as a bar."""
+    if "entities" in answer:
+        colors: dict[str, str] = {}
+        marks = []
+        for entity in answer["entities"]:
+            color = colors.setdefault(entity["type"], COLORS[len(colors) % len(COLORS)])
+            marks.append((entity["start"], entity["end"], color, entity["type"]))
+        return _mark(row[0], marks) if marks else f"{html.escape(row[0])}\n<small>no entity</small>"
+    if "answer" in answer:
+        score = f"{answer['score']:.1%}"
+        if not answer["answer"]:
+            return f"{html.escape(row[1])}\n<small>no answer in this context ({score})</small>"
+        return _mark(row[1], [(answer["start"], answer["start"] + len(answer["answer"]), COLORS[1], score)])
+    if "label" in answer:
+        width = round(100 * answer["probability"])
+        text = f"{html.escape(answer['label'])}<small>{answer['probability']:.1%}</small>"
+        return f'{text}<span class="bar"><span style="width:{width}%"></span></span>'
+    if "labels" in answer:
+        found = zip(answer["labels"], answer["probabilities"], strict=True)
+        return "\n".join(f"{html.escape(label)}<small>{p:.1%}</small>" for label, p in found) or "<small>no class</small>"
+    if "score" in answer:
+        return f"{answer['score']:.4g}"
+    if "generated" in answer:
+        return f"{html.escape(row[0])}<mark>{html.escape(answer['generated'])}</mark>"
+    return html.escape(json.dumps(answer, ensure_ascii=False, indent=2))
+
+
+def _mark(text: str, marks: list[tuple[int, int, str, str]]) -> str:
+    """The text with parts of it marked: start, end, color and what to write beside each."""
+    parts, done = [], 0
+    for start, end, color, name in marks:
+        parts.append(html.escape(text[done:start]))
+        parts.append(f'<mark style="--color:{color}">{html.escape(text[start:end])}<small>{html.escape(name)}</small></mark>')
+        done = end
+    return "".join([*parts, html.escape(text[done:])])
+
+
+def parser() -> Parser:
+    """The options of `hpctrain serve`."""
+    options = Parser(prog="hpctrain serve", description="Show a fine-tuned model as a web page and a JSON service.")
+    add = options.add_argument
+    add("folder", type=Path, metavar="RUN", help="run folder or model folder, such as runs/nlp.classify/17")
+    add(
+        "--host",
+        help="address to listen on; others than 127.0.0.1 are open to the network (default: 127.0.0.1; in a job a Unix socket)",
+    )
+    add("--port", type=int, help="port to listen on; 0: any that is free (default: 8000; in a job a Unix socket)")
+    add_answer_options(options)
+    return options
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Serve until a signal. Raises HpctrainError if the model cannot be loaded, or the port not be used."""
+    if world.size > 1:
+        raise UsageError(f"serve runs in one process, but the launcher started {world.size}: run it without a launcher")
+    args = parser().parse_args(arguments)
+    Handler.model = Model(find_model_folder(args.folder), args)
+    if args.host is None and args.port is None and ("SLURM_JOB_ID" in os.environ or "PBS_JOBID" in os.environ):
+        with Tunnel("serve") as tunnel:
+            Handler.token = tunnel.token
+            server = UnixServer(str(tunnel.socket), Handler)
+            tunnel.print_how_to_connect(f"the page of {Handler.model.task.name}")
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            tunnel.wait()
+    else:
+        serve_on_port(args)
+
+
+class Server(ThreadingHTTPServer):
+    """A thread for each connection."""
+
+    request_queue_size = 128  # connections that wait for theirs; with Python's 5, Linux resets some of 200 programs
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - of the standard library
+        """Log an error, but no stack for each client that ends its connection early, which anybody on the node can do."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class UnixServer(Server):
+    """Listens on a Unix socket of this user."""
+
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        """As HTTPServer does for an address with a port."""
+        self.socket.bind(self.server_address)
+        Path(self.server_address).chmod(0o600)
+
+
+def serve_on_port(args: argparse.Namespace) -> None:
+    """Listen on --host and --port until a signal. Raises HpctrainError if the port cannot be used."""
+    Handler.token = secrets.token_urlsafe(24)
+    host, port = args.host or "127.0.0.1", 8000 if args.port is None else args.port
+    try:
+        server = Server((host, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise HpctrainError(f"{host}:{port} cannot be listened on ({first_line(error)}): give another --port, or 0") from error
+    address = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/?token={Handler.token}"
+    note = args.folder / "serve.url"
+    if not sys.stdout.isatty():  # the log of a job may be open to others
+        try:
+            note.unlink(missing_ok=True)
+            with os.fdopen(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(address + "\n")
+        except OSError as error:
+            raise HpctrainError(
+                f"{note}: cannot be written ({error.strerror}): copy the run folder, or use a terminal"
+            ) from error
+        print(f"serving {Handler.model.task.name}; the address is in {note}, which you alone can read", flush=True)
+    else:
+        print(f"serving {Handler.model.task.name} at {address}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # for the end of this block
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        if not sys.stdout.isatty():
+            note.unlink(missing_ok=True)

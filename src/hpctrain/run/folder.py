@@ -1,0 +1,124 @@
+"""Finding, creating and owning the folder of a run."""
+
+import argparse
+import json
+import math
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hpctrain.checkpoints import checkpoint
+from hpctrain.commands.check.node import refuse_throw_away
+from hpctrain.commands.runs import read_json
+from hpctrain.distributed.world import in_job, job_id, restart_count, torchrun_restarts
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.files import atomic
+from hpctrain.run.owner import Owner
+
+# --resume auto: resume from the run folder itself if it has a checkpoint
+AUTO = Path("auto")
+# What a run folder has before its first step, beside its configurations.
+BEGINNING = {"owner.json", "metrics.jsonl", "checkpoints", "logs", "from-scratch"}
+
+
+def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path | None, Owner]:
+    """Create the run folder and own it, on one rank. Returns it, the checkpoint to resume from, if any, and its owner.
+
+    Raises HpctrainError.
+    """
+    if args.resume == AUTO and not args.out and not in_job():
+        raise UsageError("--resume auto needs --out here: without a job of Slurm or PBS, each start has a new run folder")
+    source = None if args.resume == AUTO else args.resume
+    folder = args.out or source or Path("runs") / trainer / job_id()
+    earlier_run = (folder / "config.json").exists()
+    again, failed_start = args.resume == AUTO, False
+    if earlier_run and not again and (not source or source.resolve() != folder.resolve()):
+        again = restart_count() > 0 or (torchrun_restarts() and Owner(folder).is_of_this_launch())
+        again = again and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()
+        failed_start = not again and _is_failed_start(folder)
+        if not again and not failed_start:
+            auto = "" if checkpoint.has_complete(folder) else "auto --out "
+            again_with = f"--resume {auto}{shlex.quote(str(folder))}"
+            raise HpctrainError(f"{folder} holds a run already: give another --out, or continue that run with {again_with}")
+        # Slurm or torchrun has started the job again, with the same command line.
+    if again and checkpoint.has_complete(folder):
+        source = folder
+    own = source is not None and source.resolve() == folder.resolve()
+    resume = None
+    if source and not (own and (folder / "checkpoints").is_dir()):
+        resume = checkpoint.find_newest(source)
+    try:
+        # For its user alone, with all that is in it. A folder that exists keeps its permissions.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_throw_away(folder)
+        for name in ("checkpoints", "logs", "tensorboard"):  # old checkpoints are removed
+            atomic.check_link(folder / name)
+        owner = Owner(folder)
+        owner.acquire()
+        for path in folder.glob("config*.json") if failed_start else ():
+            path.unlink()
+        for part in ("checkpoints", "logs"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        for part in [folder, folder / "checkpoints", *checkpoint.list_newest_first(folder)]:  # a sharded one is a folder
+            atomic.remove_leftovers(part)
+        probe = folder / f".probe.{os.getpid()}"
+        with probe.open("xb") as file:  # no link of somebody else's
+            file.write(bytes(16_000))
+        probe.unlink()
+    except OSError as error:
+        raise HpctrainError(
+            f"{folder}: cannot be written ({error.strerror}): use --out to name a folder that you can write to"
+        ) from error
+    if own:
+        with withdraw_if_refused(owner):
+            resume = checkpoint.find_newest(folder)  # the last owner may have written until now
+    return folder, resume, owner
+
+
+def _is_failed_start(folder: Path) -> bool:
+    """Whether a folder has only the beginning of a run, which an error has ended before its first line of metrics."""
+    with suppress(OSError, ValueError):
+        known = all(path.name in BEGINNING or re.fullmatch(r"config(\.\d+)?\.json", path.name) for path in folder.iterdir())
+        empty = (folder / "metrics.jsonl").stat().st_size == 0 and not any((folder / "checkpoints").iterdir())
+        return known and empty and "trainer" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return False
+
+
+@contextmanager
+def withdraw_if_refused(owner: Owner, config: Path | None = None) -> Iterator[None]:
+    """Leave a run that refuses to be resumed as it was: without an owner and without `config`, a config.N.json of this start."""
+    try:
+        yield
+    except HpctrainError:
+        if config:
+            config.unlink(missing_ok=True)
+        owner.release()
+        raise
+
+
+def find_earlier_checkpoint(folders: list[Path], epoch: int, step: int) -> Path:
+    """The path of a checkpoint in one of these run folders, or in that of a run which one of them was resumed from, and so on."""
+    folders = [*folders]
+    for folder in folders:  # and those that are added meanwhile
+        path = checkpoint.path_of(folder, epoch, step)
+        if path.exists():
+            return path
+        for config in folder.glob("config*.json"):
+            with suppress(HpctrainError, KeyError, TypeError):
+                earlier = Path(read_json(config)["resumed_from"]).parent.parent
+                if earlier not in folders:
+                    folders.append(earlier)
+    return checkpoint.path_of(folders[0], epoch, step)
+
+
+def finished_epochs(folder: Path) -> float:
+    """The epochs of the result in a run folder; 0 if it has none, infinity if the result does not say."""
+    try:
+        return json.loads((folder / "result.json").read_text(encoding="utf-8")).get("epochs", math.inf)
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError):
+        return math.inf

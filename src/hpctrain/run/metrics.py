@@ -1,0 +1,126 @@
+"""The metrics of a run, as lines of metrics.jsonl and in TensorBoard."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.files import atomic
+from hpctrain.run.wandb import Mirror
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+NOT_SHOWN = {"epoch", "step", "seconds"}  # in TensorBoard
+
+
+class Metrics:
+    """The metrics of a run folder, on one rank. `lines` is their number. With `wandb` they go to Weights & Biases as well.
+
+    `check` is called while a file system cannot be written; it raises HpctrainError if this job may no longer write.
+    """
+
+    def __init__(self, folder: Path, wandb: bool = False, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
+        self._path, self._board_folder = folder / "metrics.jsonl", folder / "tensorboard"
+        self._mirror = Mirror(folder) if wandb else None
+        self.lines = 0
+        self._open()
+
+    def add(self, position: dict[str, float], values: dict[str, float]) -> None:
+        """Append a line with the position, which has "step", and the values. Raises OSError."""
+        self._file.write(json.dumps(position | values) + "\n")
+        self._flush()
+        self.lines += 1
+        if self._mirror:
+            self._mirror.start()
+        try:
+            self._show(position["step"], values)
+        except OSError:  # earlier values could not be written
+            self._show_again()
+
+    def rewind(self, lines: int) -> None:
+        """Keep the first lines alone: a resumed run repeats the steps of the others. Raises OSError."""
+        if self._file.tell() == 0:
+            return
+        self._close_files()
+        kept = self._path.read_text(encoding="utf-8").splitlines(keepends=True)[:lines]
+        atomic.write_text(self._path, "".join(kept))
+        self._open()
+        self.lines = len(kept)
+        self._show_again()
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        self._close_files()
+        if self._mirror:
+            self._mirror.close()
+
+    def _flush(self) -> None:
+        """Write what is in memory, where a part of it that could not be written stays. Raises OSError."""
+        retry = atomic.Retry()
+        while True:
+            try:
+                return self._file.flush()
+            except OSError as error:
+                retry.wait(error, f"{self._path}: cannot be written ({error.strerror})")
+                self._check()
+
+    def _close_files(self) -> None:
+        self._file.close()
+        if self._board:
+            try:
+                self._board.flush()
+            except OSError:
+                self._show_again()
+        with suppress(OSError):
+            if self._board:
+                self._board.close()
+
+    def _open(self) -> None:
+        self._board: SummaryWriter | None = None
+        self._file = atomic.open_to_append(self._path)
+
+    def _show(self, step: float, values: dict[str, float]) -> None:
+        if self._board is None:
+            from torch.utils.tensorboard import SummaryWriter  # takes up to a second to import: after the first step, on rank 0
+
+            self._board = SummaryWriter(self._board_folder)
+            hide_errors_of_writers()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def _show_again(self) -> None:
+        """Write the files of TensorBoard anew, from metrics.jsonl."""
+        self._board = None
+        shutil.rmtree(self._board_folder, ignore_errors=True)
+        with suppress(OSError):  # the next line of metrics tries again
+            for line in map(json.loads, self._path.read_text(encoding="utf-8").splitlines()):
+                self._show(line["step"], {name: line[name] for name in line if name not in NOT_SHOWN})
+
+
+def hide_errors_of_writers() -> None:
+    """Let the thread of a SummaryWriter print no stack when it cannot write; the next call of the writer raises the error."""
+    default_hook = threading.excepthook
+
+    def hook(error: threading.ExceptHookArgs) -> None:
+        if not (type(error.thread).__name__ == "_AsyncWriterThread" and isinstance(error.exc_value, OSError)):
+            default_hook(error)
+
+    threading.excepthook = hook
+
+
+def format_seconds(seconds: float) -> str:
+    """A time as people say it: 40 s, 12 min, 3 h 05 min."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def plain_numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """The values, those of numpy and torch as numbers of Python."""
+    return {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}

@@ -1,0 +1,134 @@
+"""One job writes in a run folder: its owner, which owner.json names.
+
+The owner changes the time stamp of that file every BEAT seconds. Another job that wants the folder watches the file for five
+beats. If it changes, that job is refused; if not, the owner is dead, and the job takes the folder. A restart of the same job
+takes it at once. An owner that was only thought dead, such as ranks that go on after Slurm has given up their node, finds the
+name of the other before it writes again, and ends.
+
+Nothing here needs locks, which many parallel file systems do not have, or equal clocks on the nodes.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpctrain.distributed.world import job_id, restart_count
+from hpctrain.errors import HpctrainError, one_line
+from hpctrain.files import atomic
+
+BEAT = 2.0  # s
+
+
+class Owner:
+    """The ownership of a run folder, from acquire() to release(), by one rank. Others, which check() it, give its `id`."""
+
+    def __init__(self, folder: Path, own_id: str = "") -> None:
+        self._path = folder / "owner.json"
+        self._own = {"job": job_id(), "restart": restart_count(), "host": platform.node(), "pid": os.getpid()}
+        launch = hashlib.sha256(os.environ.get("HPCTRAIN_JOB_SECRET", "").encode()).hexdigest()[:16]
+        self._own |= {"space": _process_space(), "launch": launch, "id": own_id or os.urandom(8).hex()}
+        self.id: str = self._own["id"]
+        self._released = threading.Event()
+
+    def acquire(self) -> None:
+        """Become the owner. Raises HpctrainError that names the job which is it, and OSError."""
+        text = json.dumps(self._own) + "\n"
+        try:
+            with self._path.open("x", encoding="utf-8") as file:  # of two that begin at the same time, one fails
+                try:
+                    file.write(text)
+                    file.flush()
+                except OSError:  # a full disk: the next start would watch whether an owner lives that never was
+                    self._path.unlink(missing_ok=True)
+                    raise
+        except FileExistsError:
+            earlier = self._read()
+            if earlier is not None and not self._is_dead(earlier):
+                line = f"hpctrain: {_name(earlier)} wrote in {self._path.parent}: watching whether it still does"
+                print(one_line(line), flush=True)  # the file may be of somebody else
+                self._watch()
+            atomic.write_text(self._path, text)
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def is_of_this_launch(self) -> bool:
+        """Whether the folder has an owner that the same launch script started: its ranks, before torchrun started them again."""
+        return (self._read() or {}).get("launch") == self._own["launch"]
+
+    def check(self) -> None:
+        """Raise HpctrainError if another job owns the folder by now. A file system that does not answer is no reason."""
+        with suppress(OSError):
+            now = self._read()
+            if now is None or now.get("id") != self._own["id"]:
+                new = f"{_name(now)} continues this run" if now else f"somebody has removed {self._path}"
+                raise HpctrainError(f"{self._path.parent}: {new}, so this one ends and writes nothing more")
+
+    def release(self) -> None:
+        """Leave the folder to the next job."""
+        self._released.set()
+        with suppress(OSError):
+            if (self._read() or {}).get("id") == self._own["id"]:
+                self._path.unlink()
+
+    def _read(self) -> dict[str, Any] | None:
+        """The content of owner.json; None if there is none, empty if it makes no sense."""
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _is_dead(self, earlier: dict[str, Any]) -> bool:
+        """Whether an owner is certainly no other that lives.
+
+        It is an earlier start of this job, or a process of this machine that has ended, or this process, as in a notebook.
+        """
+        if earlier.get("job") == self._own["job"] and earlier.get("restart") != self._own["restart"]:
+            return True
+        pid = earlier.get("pid")
+        return earlier.get("space") == self._own["space"] and (pid == os.getpid() or not Path(f"/proc/{pid}").exists())
+
+    def _watch(self) -> None:
+        """Return when the file has not changed for five beats. Raises HpctrainError if it does."""
+
+        def stamp() -> tuple[int, int]:
+            with self._path.open("rb") as file:  # NFS asks the server for the time stamp when a file is opened
+                status = os.fstat(file.fileno())
+            return status.st_mtime_ns, status.st_ino
+
+        with suppress(FileNotFoundError):  # it was released
+            first = stamp()
+            for _ in range(10):
+                time.sleep(BEAT / 2)
+                if stamp() != first:
+                    raise self._refusal(self._read() or {})
+
+    def _refusal(self, owner: dict[str, Any]) -> HpctrainError:
+        return HpctrainError(
+            f"{self._path.parent}: {_name(owner)} writes in this run folder: wait for its end or cancel it, or give another --out"
+        )
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT):
+            with suppress(OSError):
+                if (self._read() or {}).get("id") == self._own["id"]:
+                    os.utime(self._path)
+
+
+def _name(owner: dict[str, Any]) -> str:
+    return f"job {owner.get('job', '?')} on {owner.get('host', '?')} (process {owner.get('pid', '?')})"
+
+
+def _process_space() -> str:
+    """What identifies the machine since its start and the namespace of processes: equal if process ids mean the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + f" {Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return os.urandom(8).hex()

@@ -1,0 +1,55 @@
+"""The log of a rank, which also gets what ends the rank: uncaught exceptions, and crashes of the interpreter."""
+
+import faulthandler
+import os
+import platform
+import re
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError, print_error
+from hpctrain.files import atomic
+from hpctrain.files.redaction import hide_secrets
+
+
+def open_log(path: Path, world: World) -> IO[str]:
+    """Open the log of this rank. Uncaught exceptions go to it as well as to stderr; crashes of the interpreter go to it alone.
+
+    Of the exception that the death of another rank causes, stderr gets one line.
+    """
+    try:
+        log = atomic.open_to_append(path)
+    except OSError as error:
+        raise HpctrainError(f"{path}: cannot be written ({error.strerror}): is {path.parent} shared by all nodes?") from error
+    faulthandler.enable(log)
+    default_hook = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _write(log, "".join(traceback.format_exception(kind, error, trace)))
+        # What Gloo and NCCL say when another rank has died. Its own error is the one to read, not this stack of every other rank.
+        if world.size > 1 and re.search("Connection (closed|reset) by peer|Broken pipe|ncclRemoteError", str(error)):
+            print_error(
+                f"hpctrain: error: {path.stem} on {platform.node()} lost the connection to another rank, which has probably "
+                f"died: look for the first error of the job; the stack is in {path}"
+            )
+            os._exit(1)
+        default_hook(kind, error, trace)
+
+    sys.excepthook = hook
+    return log
+
+
+def write_line(log: IO[str], text: str) -> None:
+    """Write a line with the time of day."""
+    _write(log, f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def _write(log: IO[str], text: str) -> None:
+    with suppress(OSError):  # a full disk, maybe for a while only, is no reason to end the training
+        print(hide_secrets(text), end="", file=log, flush=True)

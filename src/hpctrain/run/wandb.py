@@ -1,0 +1,199 @@
+"""--wandb: the metrics of a run at Weights & Biases (W&B) while it trains.
+
+A process of its own follows metrics.jsonl, so nothing that W&B or its network does can end a training or slow it down. It
+logs to the service where that can be reached with a key, and into an offline run in the run folder otherwise. A job that is
+started again sends the same steps to the same W&B run, whose id comes from config.json; W&B ignores those that it has.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import select
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.commands.add import SAFE_PYTHON
+from hpctrain.commands.runs import read_configs, summarize
+from hpctrain.errors import HpctrainError, first_line, print_error
+from hpctrain.files.redaction import hide_secrets
+
+if TYPE_CHECKING:
+    import wandb
+
+LONGEST_START = 30  # s, for the service to accept the run
+LONGEST_END = 20  # s, for the last metrics to arrive after the training
+
+
+class Mirror:
+    """The process that follows the metrics of a run folder. No method raises, or waits for longer than LONGEST_END."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._is_started = folder, False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, at the first call. It has a session of its own: Ctrl-C is for the trainer."""
+        if self._is_started:
+            return
+        self._is_started = True
+        command = [*SAFE_PYTHON, "-m", "hpctrain.run.wandb", str(self._folder)]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        except OSError as error:
+            _print_failure(self._folder, first_line(error))
+
+    def close(self) -> None:
+        """Let the process send what it has not sent yet."""
+        if self._process is None:
+            return
+        try:
+            self._process.communicate(b"end\n", LONGEST_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            _print_failure(self._folder, f"W&B has not ended within {LONGEST_END} s")
+
+
+def _print_failure(run: Path, reason: str) -> None:
+    text = f"{reason}: the training goes on without, and this makes an offline run of all metrics: hpctrain export wandb {run}"
+    print_error(f"hpctrain: --wandb: {hide_secrets(text)}")
+
+
+@contextmanager
+def folder_for_wandb() -> Iterator[None]:
+    """Give wandb a folder for its temporary ones, two of which it makes when it is imported, and remove them all at the end.
+
+    wandb itself removes them when the interpreter is finalized, which processes of hpctrain are not: see entry.py.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpctrain-wandb.") as folder:
+        tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = None
+            if "wandb" in sys.modules and hasattr(sys.modules["wandb"], "teardown"):
+                sys.modules["wandb"].teardown()  # ends its process, which has its socket there
+
+
+def start_wandb(run: Path, folder: Path, mode: str) -> "wandb.Run":
+    """Start the W&B run of a run folder, in `mode` online or offline; wandb writes below `folder`.
+
+    It has the configuration of the run folder, which is without secrets, and nothing of this process or its machine. Raises
+    HpctrainError if there is no wandb or the run folder is none, and whatever wandb raises.
+    """
+    os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+    logging.raiseExceptions = False  # on a full disk, each line of wandb's own log would print a stack
+    try:
+        import wandb
+    except ImportError as error:
+        raise HpctrainError(f"wandb cannot be imported ({error}): run this in the image, or pip install wandb") from error
+    configs, summary = read_configs(run), summarize(run)
+    last = configs[-1]
+    config = {**last["options"], **{name: last.get(name) for name in ("world", "job", "image_digest", "revision")}}
+    config["resumed_at"] = [each["resumed_at"] for each in configs[1:] if "resumed_at" in each]
+    settings = wandb.Settings(
+        console="off", disable_code=True, disable_git=True, save_code=False, init_timeout=LONGEST_START,
+        x_disable_machine_info=True, x_disable_meta=True, x_disable_stats=True, x_save_requirements=False,
+    )  # fmt: skip
+    return wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "hpctrain"), dir=folder, id=identity(configs[0]), config=config, mode=mode,
+        resume="allow" if mode == "online" else None, name=f"{summary['trainer']} {summary['job']}",
+        job_type=str(summary["trainer"]), settings=settings,
+    )  # fmt: skip
+
+
+def identity(config: dict[str, Any]) -> str:
+    """The id of a run at W&B, from what never changes in its first config.json: the image's digest may be added later."""
+    stable = [config.get(name) for name in ("trainer", "job", "host", "started", "command")]
+    return hashlib.sha256(json.dumps(stable).encode()).hexdigest()[:16]
+
+
+def result_numbers(run: Path) -> dict[str, Any]:
+    """The numbers and texts of result.json; {} before the end of the run."""
+    try:
+        content = json.loads((run / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {name: value for name, value in content.items() if isinstance(value, (int, float, str))}
+
+
+def _start_where_possible(run: Path) -> "wandb.Run":
+    """Start the W&B run online if that works, else offline, or as WANDB_MODE says; prints where it is."""
+    _remove_pieces(run)  # of earlier starts of the job, whose steps the new piece gets as well
+    mode, reason = os.environ.get("WANDB_MODE", "online"), ""
+    if mode == "online":
+        try:
+            logged = start_wandb(run, run, mode)
+            print(f"hpctrain: --wandb: live at {logged.url}", flush=True)
+            return logged
+        except HpctrainError:
+            raise
+        except Exception as error:  # of the network, the service, or because there is no key
+            mode, reason = "offline", f" ({first_line(error)})"
+            _remove_pieces(run)
+    logged = start_wandb(run, run, mode)
+    upload = f"wandb sync {shlex.quote(str(Path(logged.dir).parent))}"
+    print(f"hpctrain: --wandb: {mode}{hide_secrets(reason)}; to upload it: {upload}", flush=True)
+    return logged
+
+
+def _remove_pieces(run: Path) -> None:
+    for piece in (run / "wandb").glob(f"*run-*-{identity(read_configs(run)[0])}"):
+        shutil.rmtree(piece)
+
+
+def follow(run: Path) -> None:
+    """Log the lines of metrics.jsonl as they appear, until stdin has a line or ends: the trainer is done, or dead.
+
+    A step may have several lines. It is logged when the next one begins, because W&B takes each step once; the last one of a
+    trainer that has died may lack a line, and is logged after the resume.
+    """
+    logged = _start_where_possible(run)
+    ended, text = False, b""
+    step: dict[str, float] = {}
+    with (run / "metrics.jsonl").open("rb") as file:
+        while True:
+            text += file.read()
+            *lines, text = text.split(b"\n")
+            for line in map(json.loads, lines):
+                if step and step["step"] != line["step"]:
+                    _log(logged, step)
+                    step = {}
+                step |= line
+            if ended:
+                break
+            ended = bool(select.select([sys.stdin], [], [], 1.0)[0])
+    threading.Timer(LONGEST_END, os._exit, [1]).start()
+    finished = sys.stdin.readline() != ""
+    if finished:
+        _log(logged, step)
+        logged.summary.update(result_numbers(run))
+    logged.finish(exit_code=0 if finished else 1)
+
+
+def _log(logged: "wandb.Run", step: dict[str, float]) -> None:
+    logged.log({name: value for name, value in step.items() if name != "step"}, step=int(step["step"]))
+
+
+def main() -> None:
+    """Follow the run folder that the command line names."""
+    run = Path(sys.argv[1])
+    try:
+        with folder_for_wandb():
+            follow(run)
+    except Exception as error:
+        _print_failure(run, first_line(error))
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

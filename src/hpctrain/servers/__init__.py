@@ -1,0 +1,1 @@
+"""Servers on a compute node for one user alone."""

@@ -1,0 +1,160 @@
+"""hpctrain jupyter: JupyterLab of the image on a compute node, for one user alone.
+
+    sbatch launch/jupyter.sh
+
+Nobody else reaches it: see tunnel.py. The server has the token in its environment.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from itertools import chain, count
+from pathlib import Path
+
+from hpctrain.cli import Parser
+from hpctrain.commands.add import SAFE_PYTHON
+from hpctrain.distributed.control import stop_requested
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.files import atomic
+from hpctrain.servers.tunnel import Tunnel
+
+# A notebook starts launchers of its own. What this process has from its launcher would make their ranks take its place.
+OF_THE_LAUNCHER = (
+    "SLURM_STEP",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_GTIDS",
+    "PMI",
+    "OMPI_COMM_WORLD_",
+    "OMPI_UNIVERSE_",
+    "OMPI_MCA_orte_",
+    "PRTE_",
+    "TORCHELASTIC_",
+    "MASTER_",
+    "HPCTRAIN_WORLD_SIZE",
+    "HPCTRAIN_TASKS_PER_NODE",
+    "HPCTRAIN_CONTROL",
+    "HPCTRAIN_JOB_SECRET",
+    "HPCTRAIN_NODE_TASK",
+)
+OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
+# Otherwise JupyterLab asks everybody whether it may fetch news.
+LAB_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
+# A container has its own environment, and is in the folder / unless told: the notebook's folder is known when it starts.
+ENTER_PODMAN_HPC = """\
+exec podman-hpc run --rm --userns=keep-id --network=host --ipc=host --env HOME \
+--volume /tmp:/tmp --volume "$HOME:$HOME" --workdir "$PWD" "$@\""""
+
+
+def main(world: World, arguments: list[str]) -> None:
+    """Start the server and wait for its end, or write a kernel. Raises HpctrainError."""
+    args = parser().parse_args(arguments)
+    if world.size > 1:
+        raise UsageError("hpctrain jupyter: one server is enough: use launch/jupyter.sh, or one task (srun --ntasks=1)")
+    if find_spec("jupyterlab") is None:
+        raise HpctrainError("there is no JupyterLab here: run this in the image, or pip install jupyterlab")
+    if args.kernel:
+        print(write_kernel())
+    else:
+        serve(args)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Run the server until it ends or this process gets SIGTERM."""
+    with Tunnel("jupyter", args.out) as tunnel:
+        environment = without_launcher(os.environ)
+        environment |= {"JUPYTER_TOKEN": tunnel.token, "JUPYTER_RUNTIME_DIR": str(tunnel.private)}
+        settings = tunnel.private / "labconfig/default_setting_overrides.json"
+        settings.parent.mkdir()
+        settings.write_text(json.dumps(LAB_SETTINGS))
+        folders = (str(tunnel.private), environment.get("JUPYTER_CONFIG_PATH"))
+        environment["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
+        command = [*SAFE_PYTHON, "-m", "jupyterlab", "--no-browser", f"--ServerApp.sock={tunnel.socket}"]
+        # Kernels listen on sockets in the private folder, too.
+        command += ["--ServerApp.sock_mode=0600", "--KernelManager.transport=ipc", f"--ServerApp.root_dir={Path.cwd()}"]
+        command += ["--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+        if os.geteuid() == 0:
+            command.append("--allow-root")
+        server = subprocess.Popen(command, env=environment)
+        tunnel.print_how_to_connect("JupyterLab", "/lab")
+        signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+        while server.poll() is None:
+            if stop_requested():  # of a job that is canceled, the ranks get no signal before they are killed
+                server.terminate()
+            time.sleep(1)
+    if server.returncode > 0:
+        raise HpctrainError(f"JupyterLab ended with exit status {server.returncode}: its messages are above")
+
+
+def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those by which this process is a rank."""
+    return {name: value for name, value in env.items() if name not in OF_A_RANK and not name.startswith(OF_THE_LAUNCHER)}
+
+
+def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
+    """Write kernel.json for a JupyterHub of the site, whose notebooks then run in this image; returns its path.
+
+    It has the name of the image, with a number where that is the kernel of another image.
+
+    The image is that of HPCTRAIN_RUNTIME and HPCTRAIN_IMAGE, as for the launch scripts, or by default that of the container of
+    Apptainer in which this process is. Raises HpctrainError if it is in none.
+    """
+    runtime, image = env.get("HPCTRAIN_RUNTIME", "apptainer"), env.get("HPCTRAIN_IMAGE", "")
+    if runtime == "shifter" and image:
+        modules = [f"--module={env['HPCTRAIN_SHIFTER_MODULES']}"] if env.get("HPCTRAIN_SHIFTER_MODULES") else []
+        enter = ["shifter", f"--image={image}", *modules]
+    elif runtime == "podman-hpc" and image:
+        modules = [f"--{module}" for module in env.get("HPCTRAIN_PODMAN_MODULES", "").split()]
+        folders = [f"--volume={path}:{path}" for path in env.get("HPCTRAIN_BIND", "").split() if Path(path).is_dir()]
+        enter = ["sh", "-c", ENTER_PODMAN_HPC, "sh", *modules, *folders, image]
+    elif image := env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER", ""):
+        enter = ["apptainer" if "APPTAINER_CONTAINER" in env else "singularity", "exec", "--nv", image]
+    else:
+        raise HpctrainError(
+            "--kernel cannot tell the image: run it in a container of apptainer (apptainer exec SIF hpctrain jupyter ...), "
+            "or set HPCTRAIN_RUNTIME to shifter or podman-hpc, and HPCTRAIN_IMAGE to the image's name"
+        )
+    data = Path(env.get("JUPYTER_DATA_DIR") or Path.home() / ".local/share/jupyter")
+    first = image.rpartition("/")[2].removesuffix(".sif")
+    for name in chain([first], (f"{first} {number}" for number in count(2))):
+        folder = "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in name)
+        path = data / "kernels" / folder / "kernel.json"
+        if not path.exists() or _enters(path, image):
+            break
+    kernel = {
+        "argv": [*enter, "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "display_name": name,
+        "language": "python",
+        "metadata": {"debugger": True},
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(path, json.dumps(kernel, indent=1) + "\n")
+    except OSError as error:
+        raise HpctrainError(
+            f"{path}: cannot be written ({error.strerror}): set JUPYTER_DATA_DIR to a folder of your own"
+        ) from error
+    return path
+
+
+def _enters(path: Path, image: str) -> bool:
+    """Whether a kernel.json starts a kernel in this image."""
+    try:
+        return image in json.loads(path.read_text(encoding="utf-8"))["argv"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def parser() -> Parser:
+    """The options of `hpctrain jupyter`."""
+    parser = Parser(prog="hpctrain jupyter", description="Run JupyterLab of the image on a compute node, for you alone.")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the token (default: runs/jupyter/<job id>)")
+    parser.add_argument("--kernel", action="store_true", help="write a kernel for the JupyterHub of the site instead, and exit")
+    return parser

@@ -1,0 +1,117 @@
+"""Servers on a compute node for one user alone: `hpctrain jupyter`, `tensorboard` and `serve`.
+
+A server listens on a Unix socket in a folder that only its user can enter, not on a port that everybody on the cluster can
+reach, and ssh forwards the socket. A new token is needed on top, because the other end of the tunnel is a port of the user's
+machine. It is in a file of the user's, but neither in the log nor on a command line, which everybody on the node can read.
+"""
+
+import hmac
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from http.cookies import SimpleCookie
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import parse_qs
+
+from hpctrain.commands.check.node import refuse_throw_away
+from hpctrain.distributed.control import control_folder, stop_requested
+from hpctrain.distributed.world import job_id
+from hpctrain.errors import HpctrainError
+
+# A request without the token gets this page, whose form sends the token as ?token=.
+TOKEN_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>Token</title>
+<style>:root { color-scheme: light dark } body { font: 16px/1.6 system-ui, sans-serif; margin: 2rem auto; padding: 1rem;
+max-width: 30rem } input, button { font: inherit; box-sizing: border-box; width: 100%; padding: .4rem; margin-top: .5rem }</style>
+<p>Here the token is missing or not of this server. Paste it from the file that the log names.
+<form action="/"><input type="password" name="token" aria-label="Token" autofocus><button>Open</button></form>
+"""
+
+
+class Tunnel:
+    """The socket and the token of a server, in a with block; both are gone after it.
+
+    `name` is that of the command. The token is in the file `token` of `folder`, by default runs/<name>/<job id>. Raises
+    HpctrainError.
+    """
+
+    def __init__(self, name: str, folder: Path | None = None) -> None:
+        self._name, self._folder = name, folder or Path("runs") / name / job_id()
+        self.token = secrets.token_urlsafe(32)
+
+    def __enter__(self) -> "Tunnel":
+        self._is_new = not self._folder.exists()
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refuse_throw_away(self._folder)
+            self.token_file = self._folder.resolve() / "token"
+            self.token_file.unlink(missing_ok=True)
+            # Opened once: in a folder of others, what has this name can be another file a moment later.
+            with os.fdopen(os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(self.token + "\n")
+        except OSError as error:
+            raise HpctrainError(
+                f"{self._folder}: cannot be written ({error.strerror}): start this in a folder of your own, or name one by --out"
+            ) from error
+        # On the disk of the node: a socket works in no other place, and its name must be short. For this user alone. In a batch
+        # job it is in a folder that the launch script removes, as a job that is canceled can kill this process first.
+        control = control_folder()
+        prefix = f"{self._name}." if control else f"hpctrain-{self._name}."
+        self.private = Path(tempfile.mkdtemp(prefix=prefix, dir=control or "/tmp"))
+        self.socket = self.private / "socket"
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        shutil.rmtree(self.private, ignore_errors=True)
+        self.token_file.unlink(missing_ok=True)
+        if self._is_new:
+            with suppress(OSError):  # the user may have put something there
+                self.token_file.parent.rmdir()
+
+    def print_how_to_connect(self, title: str, path: str = "/") -> None:
+        """Print the lines for the log of the job."""
+        print(how_to_connect(title, self.socket, self.token_file, path), flush=True)
+
+    def wait(self) -> None:
+        """Wait for SIGTERM, Ctrl-C, or the end of the job, while threads of this process answer requests."""
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # for the end of the with block
+        with suppress(KeyboardInterrupt):
+            while not stop_requested():  # of a job that is canceled, the ranks get no signal before they are killed
+                time.sleep(1)
+
+
+def how_to_connect(title: str, socket: Path, token_file: Path, path: str = "/", env: Mapping[str, str] = os.environ) -> str:
+    """The lines for the log: one command to paste, and what to open."""
+    user, node = env.get("USER") or str(os.getuid()), os.uname().nodename
+    login = env.get("SLURM_SUBMIT_HOST") or env.get("PBS_O_HOST")
+    jump = f" -J {user}@{login}" if login and login != node else ""
+    return (
+        f"hpctrain: {title} starts on {node}. On your own machine (with the name that it knows the login node by):\n"
+        f"    ssh -N -L 8888:{socket}{jump} {user}@{node}\n"
+        f"Then open http://localhost:8888{path} and give the token in {token_file}"
+    )
+
+
+def cookie_for(target: str, token: str) -> str:
+    """The cookie for a request whose address has ?token= and the token; "" for others."""
+    given = parse_qs(target.partition("?")[2]).get("token", [""])[0]
+    return f"token={token}; HttpOnly; SameSite=Strict; Path=/" if _is_equal(given, token) else ""
+
+
+def has_token(authorization: str, cookie: str, token: str) -> bool:
+    """Whether a request has the token, in its header Authorization or in its cookie."""
+    given = authorization.removeprefix("Bearer ")
+    with suppress(Exception):  # a cookie of somebody else that is none
+        given = given or SimpleCookie(cookie)["token"].value
+    return _is_equal(given, token)
+
+
+def _is_equal(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), token.encode())

@@ -1,0 +1,205 @@
+"""Fully sharded data parallelism (FSDP2, torch.distributed.fsdp.fully_shard): each rank holds a part of every weight, of its
+gradient and of what the optimizer keeps about it. The weights of a block are gathered while the block computes.
+
+Each rank saves its own part (parts.py). Any number of ranks can resume from such a checkpoint, sharded or not.
+"""
+
+import copy
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_module
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils._pytree import tree_map_only
+
+from hpctrain.checkpoints.parts import Pieces, has_memory
+
+
+def shard(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    bf16: bool = False,
+    cpu_offload: bool = False,
+    tensor_parallel: int = 1,
+    styles: Mapping[str, ParallelStyle] | None = None,
+) -> None:
+    """Shard a model, block by block, and move the parts to the device. A collective call.
+
+    The weights are those of rank 0. Other ranks may have the model on the meta device: they never hold more than a block of it.
+    With `bf16`, weights are gathered as bf16. With `cpu_offload`, the parts of weights and gradients stay in the memory of the
+    node, and only what is gathered is on the device.
+
+    Groups of `tensor_parallel` ranks compute the same examples: each rank its columns or rows of the layers that `styles` names,
+    and all of the other layers. What a rank has of a weight then is sharded over the groups.
+    """
+    ranks, group = dist.get_world_size(), None
+    if tensor_parallel > 1:
+        mesh = init_device_mesh(device.type, (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("data", "tensor"))
+        mesh, group = mesh["data"], mesh["tensor"]
+        # A norm is summed over the groups and then within them, in the same order on all ranks. Nothing changes a logit in place.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    else:
+        mesh = init_device_mesh(device.type, (ranks,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
+    in_styles = {model.get_submodule(name): style for name, style in (styles or {}).items()}
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)  # of a tied weight there are several
+    for module in model.modules():
+        for name, value in [*module._parameters.items(), *module._buffers.items()]:
+            places[id(value)].append((module, name))
+    done: set[nn.Module] = set()
+    for block in [*find_blocks(model), model]:
+        for tensor in [*block.parameters(), *block.buffers()]:
+            if id(tensor) in places:
+                owners = places.pop(id(tensor))
+                _receive(tensor, device, owners, None if owners[0][0] in in_styles else group)
+        for module in block.modules():
+            if group is not None and module._parameters and module not in done:
+                done.add(module)
+                parallelize_module(module, group, in_styles.get(module) or Whole(Replicate()))
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+
+
+def _receive(tensor: Tensor, device: torch.device, places: list[tuple[nn.Module, str]], group: DeviceMesh | None) -> None:
+    """Put the values that rank 0 has of a parameter or buffer into its places in the modules, on the device.
+
+    A parameter that all ranks of a `group` have becomes a DTensor.
+    """
+    values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+    dist.broadcast(values.view(torch.uint8) if values.dtype == torch.bool else values, src=0)
+    if isinstance(tensor, nn.Parameter):
+        values = values if group is None else DTensor.from_local(values, group, [Replicate()], run_check=False)
+        values = nn.Parameter(values, tensor.requires_grad)
+    for module, name in places:
+        (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = values
+
+
+class Whole(ParallelStyle):
+    """A layer that is not split: every rank of a group has its weights. `placement` says how its inputs are placed in the group.
+
+    If they are split, each rank has a part of the weights' gradients, which are summed.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self._placement = placement
+
+    def _apply(self, module: nn.Module, group: DeviceMesh) -> nn.Module:
+        return distribute_module(module, group, None, self._enter, self._leave)
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...], group: DeviceMesh) -> tuple[Any, ...]:
+        return tree_map_only(Tensor, lambda tensor: DTensor.from_local(tensor, group, [self._placement], run_check=False), inputs)
+
+    def _leave(self, module: nn.Module, output: Any, group: DeviceMesh) -> Any:  # noqa: ANN401
+        return tree_map_only(DTensor, lambda tensor: tensor.to_local(), output)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of a transformer: the elements of each list of modules that is not inside of another such list."""
+    if isinstance(model, nn.ModuleList):
+        return [block for block in model if any(True for _ in block.parameters())]
+    return [block for child in model.children() for block in find_blocks(child)]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether shard() was called for the model."""
+    return any(isinstance(weight, DTensor) for weight in model.parameters())
+
+
+def gather(state: Any) -> Any:  # noqa: ANN401 - nested dictionaries, lists and tensors
+    """The state with whole tensors in the memory of rank 0; other ranks keep their parts. A collective call."""
+    found: dict[tuple, Tensor] = {}
+
+    def gather_one(part: DTensor) -> Tensor:
+        whole = part.full_tensor().detach()
+        local = part.to_local()
+        if dist.get_rank() != 0:
+            return local
+        # Tied weights stay tied, so that a checkpoint has them once. Rank 0 has a part of every weight.
+        return found.setdefault((local.data_ptr(), local.dtype, part.shape), whole.cpu())
+
+    return tree_map_only(DTensor, gather_one, state)
+
+
+def gather_model(model: nn.Module, skeleton: nn.Module) -> nn.Module:
+    """The skeleton, which copy_without_weights() made before `model` was sharded, with all weights, in the memory of rank 0.
+
+    A collective call.
+    """
+    weights = gather(model.state_dict())
+    if dist.get_rank() == 0:
+        for name, weight in skeleton.named_parameters():
+            weight.data = weights[name]
+        for name, buffer in model.named_buffers():
+            skeleton.get_buffer(name).copy_(buffer)
+    return skeleton
+
+
+def split(state: Any) -> Any:  # noqa: ANN401 - nested dictionaries, lists and tensors
+    """The state with this rank's part of each tensor, as a checkpoint in parts has it: see parts.py."""
+
+    def split_one(tensor: DTensor) -> dict[str, Any]:
+        offset, _ = _region(tensor)
+        return {"part": tensor.to_local().detach(), "offset": offset, "shape": list(tensor.shape)}
+
+    return tree_map_only(DTensor, split_one, state)
+
+
+def split_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of an optimizer's state in a checkpoint, for the optimizer of a model that is sharded or not."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    parts = {i: {name: _part(x, weights[i]) for name, x in entry.items()} for i, entry in state["state"].items()}
+    return state | {"state": parts}
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor | Pieces]) -> None:
+    """Load the weights of a checkpoint into a model that is sharded or not.
+
+    One on the meta device reads none: shard() gives it those of rank 0.
+    """
+    if any(weight.is_meta for weight in model.parameters()):
+        return
+    own = model.state_dict()
+    model.load_state_dict({name: _part(weight, own.get(name)) for name, weight in weights.items()})
+
+
+def _part(saved: Any, like: Any) -> Any:  # noqa: ANN401 - a tensor, Pieces, or another value
+    """This rank's part of a saved tensor, if `like` is sharded and of the same shape; otherwise the whole tensor, or value."""
+    if isinstance(saved, Tensor | Pieces) and isinstance(like, DTensor) and saved.shape == like.shape:
+        offset, size = _region(like)
+        if isinstance(saved, Pieces):
+            local = saved.region(offset, size)
+        else:
+            local = saved[tuple(slice(start, start + n) for start, n in zip(offset, size, strict=True))].clone()
+        place = like.device_mesh, like.placements
+        return DTensor.from_local(local.to(like.device), *place, run_check=False, shape=like.shape, stride=like.stride())
+    if isinstance(saved, Pieces):
+        return saved.whole()
+    if isinstance(saved, Tensor):
+        if not has_memory(saved):  # a copy may have any size
+            raise ValueError("a tensor without values of its own")
+        return saved.clone()  # it may be mapped from a file
+    return saved
+
+
+def _region(tensor: DTensor) -> tuple[list[int], list[int]]:
+    """Where this rank's part of a tensor begins, and its size."""
+    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return list(offset), list(size)
+
+
+def copy_without_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters have no values yet. Buffers have theirs, and tied parameters stay tied."""
+    empty = {id(weight): nn.Parameter(weight.new_empty(0), weight.requires_grad) for weight in model.parameters()}
+    return copy.deepcopy(model, empty)

@@ -1,0 +1,226 @@
+"""A checkpoint is complete and verified, or not there."""
+
+import copy
+import io
+import os
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hpctrain.checkpoints import checkpoint, parts
+from hpctrain.errors import HpctrainError
+from hpctrain.files import atomic
+from tests.helpers import POSITION
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path
+
+
+def save(run, epoch):
+    path = checkpoint.path_of(run, epoch)
+    checkpoint.save(path, {"epoch": epoch, "step": 0, "weights": torch.arange(1000.0) * epoch})
+    return path
+
+
+def test_what_is_saved_is_loaded(run):
+    path = save(run, 1)
+    assert path == checkpoint.find_newest(run)
+    state = checkpoint.load(path, torch.device("cpu"))
+    assert state["epoch"] == 1 and torch.equal(state["weights"], torch.arange(1000.0))
+    assert torch.load(path)["epoch"] == 1  # a plain file of torch.save()
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "pipe"])
+def test_a_corrupt_checkpoint_is_skipped(run, harm, capsys):
+    good, bad = save(run, 1), save(run, 2)
+    content = bytearray(bad.read_bytes())
+    if harm == "flip":
+        content[len(content) // 2] ^= 1  # inside the tensor, where torch.load() does not notice it
+    bad.unlink()
+    if harm == "pipe":  # of somebody else
+        os.mkfifo(bad)
+        signal.alarm(60)
+    else:
+        bad.write_bytes({"flip": content, "truncate": content[:-100], "empty": b""}[harm])
+    assert checkpoint.find_newest(run) == good
+    assert "epoch-0002.pt" in capsys.readouterr().out
+    good.unlink()
+    with pytest.raises(HpctrainError, match="every checkpoint in it is corrupt"):
+        checkpoint.find_newest(run)
+    signal.alarm(0)
+
+
+def test_a_checkpoint_of_somebody_else_is_one_line(run):
+    """It loads, as it has tensors and plain values alone, but not those of a run."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    path = checkpoint.path_of(run, 1)
+    good = POSITION | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint.save(path, good)
+    assert checkpoint.find_fitting(path, model, "optimizer") == path
+    checkpoint.load_optimizer(optimizer, good, path)
+    wrong = [("epoch", x) for x in ("x", -1, 2**40, float("nan"), [1], True, None)] + [("step", "x"), ("seconds", "x")]
+    wrong += [
+        ("options", []),
+        ("best", "x"),
+        ("best", [1, 2, 3]),
+        ("best", [1, ["x"]]),
+        ("losses", ["x"]),
+        ("losses", 1.0),
+        ("losses", []),
+    ]
+    sparse = {name: value.to_sparse() for name, value in model.state_dict().items()}
+    wrong += [("model", dict.fromkeys(model.state_dict(), "x")), ("model", sparse)]
+    meta = {name: value.to("meta") for name, value in model.state_dict().items()}
+    wrong += [("model", meta), ("options", {1: "x"}), *((name, None) for name in POSITION)]
+    for name, value in wrong:
+        checkpoint.save(path, good | {name: value})
+        with pytest.raises(HpctrainError, match=r"none of its checkpoints can be resumed from .*epoch-0001.pt: it") as error:
+            checkpoint.find_fitting(path, model, "optimizer")
+        assert str(error.value).isprintable()
+    group = optimizer.state_dict()["param_groups"][0]
+    odd = [{"state": {}, "param_groups": []}, {"state": {0: {"momentum_buffer": torch.ones(3, 3)}}, "param_groups": [group]}]
+    odd.append({"state": {0: {"momentum_buffer": torch.ones(1, 1).expand(1, 2)}}, "param_groups": [group]})
+    odd += [{"state": {0: {"momentum_buffer": value}}, "param_groups": [group]} for value in ("x", torch.tensor(1.0))]
+    odd.append({"state": {0: {"momentum_buffer": torch.ones(1).expand(10**15)}}, "param_groups": [group]})
+    for state in ("x", *odd, {"state": {0: "x"}, "param_groups": [group]}):
+        with pytest.raises(HpctrainError, match=r"epoch-0001.pt: not the optimizer of this model"):
+            checkpoint.load_optimizer(optimizer, {"optimizer": state}, path, copy.deepcopy)
+    checkpoint.load_optimizer(optimizer, {"optimizer": {"state": {}, "param_groups": [group | {"momentum": "x"}]}}, path)
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+
+
+def test_no_checkpoint(run):
+    with pytest.raises(HpctrainError, match="no checkpoint to resume from"):
+        checkpoint.find_newest(run)
+    with pytest.raises(HpctrainError, match="no checkpoint to resume from"):
+        checkpoint.find_newest(run / "nowhere")
+
+
+def test_a_write_that_fails_leaves_the_earlier_checkpoint_and_nothing_else(run, monkeypatch):
+    good = save(run, 1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(HpctrainError, match=r"epoch-0002.pt: the checkpoint could not be written .*No space left"):
+        save(run, 2)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [good.name]
+
+
+def test_a_full_disk_is_named_although_torch_does_not(run, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, content):
+            if len(content) > 1000:  # what is small still fits
+                raise OSError(122, "Disk quota exceeded")
+            return super().write(content)
+
+    monkeypatch.setattr(atomic, "file", lambda *_: nullcontext(Full()))
+    with pytest.raises(HpctrainError, match=r"could not be written \(\[Errno 122\] Disk quota exceeded\): free some space there"):
+        save(run, 1)
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_an_error_without_a_message_is_named_by_its_type(run, monkeypatch, name):
+    path = save(run, 1)
+
+    def fail(*_, **__):
+        raise RuntimeError
+
+    monkeypatch.setattr(torch, name, fail)
+    with pytest.raises(HpctrainError, match=r"epoch-0001.pt: .*\(RuntimeError\)"):
+        checkpoint.save(path, {}) if name == "save" else checkpoint.load(path, torch.device("cpu"))
+
+
+def test_code_is_never_loaded(run):
+    path = run / "checkpoints" / "epoch-0009.pt"
+    torch.save({"evil": os.system}, path)
+    with pytest.raises(HpctrainError, match=r"epoch-0009.pt: not a checkpoint"):
+        checkpoint.load(path, torch.device("cpu"))
+
+
+def save_model(run, epoch, **state):
+    path = checkpoint.path_of(run, epoch)
+    checkpoint.save(path, POSITION | {"epoch": epoch, "model": torch.nn.Linear(2, 1).state_dict(), "optimizer": {}} | state)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"evil": os.system}, "it cannot be loaded: Weights only load failed"),
+        ({"model": torch.nn.Linear(3, 1).state_dict()}, "it is of another model: weight is (1, 3), not (1, 2)"),
+        ({"model": torch.nn.Linear(2, 1, bias=False).state_dict()}, "it is of another model: bias is None, not (1,)"),
+        ({"model": torch.nn.Linear(2, 1)}, "it cannot be loaded: Weights only load failed"),
+        ({"model": 1}, "it is of another trainer"),
+        ({"model": torch.nn.Linear(2, 1).state_dict() | {"\x1b[2J": torch.ones(1)}}, r"it is of another model: \x1b[2J is (1,),"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_skipped_for_an_older_one(run, state, reason, capsys):
+    good, bad = save_model(run, 1), save_model(run, 2, **state)
+    (run / "checkpoints/epoch-0003.pt").write_bytes(b"truncated")  # find_newest() has said so already
+    assert checkpoint.find_fitting(bad, torch.nn.Linear(2, 1), "optimizer") == good
+    said = capsys.readouterr().out
+    assert said.startswith(f"hpctrain: skipping epoch-0002.pt in {run}/checkpoints ({reason}") and said.count("\n") == 1
+    assert said.endswith(", resuming from epoch-0001.pt\n")
+    good.unlink()
+    with pytest.raises(HpctrainError, match=r"none of its checkpoints can be resumed from \(the newest, epoch-0002.pt: it "):
+        checkpoint.find_fitting(bad, torch.nn.Linear(2, 1), "optimizer")
+
+
+def test_files_of_ranks_that_do_not_belong_together_are_skipped(run, capsys):
+    """They come from another run or from another step, or their names promise more ranks than there are."""
+    good, bad = save_model(run, 1), checkpoint.path_of(run, 2)
+    model = torch.nn.Linear(2, 1)
+    for change in ({}, {"epoch": 3}, {"losses": [0.5]}, {"options": {"lr": "2"}}):
+        for rank, more in enumerate(({}, change)):
+            content = POSITION | {"model": model.state_dict(), "optimizer": {}} | more
+            checkpoint.save(parts.path_of_rank(bad, rank, 2), content)
+        assert checkpoint.find_fitting(bad, model, "optimizer") == (good if change else bad)
+        said = capsys.readouterr().out
+        assert not change or f"its files are of different checkpoints ({next(iter(change))})" in said
+    for path in bad.iterdir():
+        path.rename(bad / f"rank-0000-of-{10**12}.pt")
+    assert checkpoint.find_newest(run) == good
+
+
+def test_a_checkpoint_of_another_trainer_is_skipped(run, capsys):
+    good, other = save_model(run, 1, state_dict={}), save_model(run, 2)
+    assert checkpoint.find_fitting(other, torch.nn.Linear(2, 1), "state_dict") == good
+    assert "skipping epoch-0002.pt" in capsys.readouterr().out
+
+
+def test_leftovers_of_killed_writers_are_removed(run):
+    """Only names that atomic.py makes. A writer is killed by SIGKILL, which runs no finally."""
+    code = """
+import os, signal, sys
+from pathlib import Path
+from hpctrain.files import atomic
+with atomic.file(Path(sys.argv[1]), "wb") as file:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    folder = run / "checkpoints"
+    subprocess.run([sys.executable, "-c", code, folder / "epoch-0002.pt"])
+    (leftover,) = folder.iterdir()
+    kept = {".x.tmp", ".epoch-0002.pt.0123456789ab.tmp.gz", "epoch-0002.pt.0123456789ab.tmp", ".a.0123456789AB.tmp"}
+    for name in kept:
+        (folder / name).touch()
+    (folder / ".link.0123456789ab.tmp").symlink_to(run)
+    for name in (".model.0123456789ab.tmp", ".model.0123456789ab.old", ".other.0123456789ab.old"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(name)
+    (folder / "model").mkdir()
+    atomic.remove_leftovers(folder)
+    assert not leftover.exists()
+    assert {path.name for path in folder.iterdir()} == kept | {".link.0123456789ab.tmp", "model", "other"}
+    assert (folder / "other/config.json").read_text() == ".other.0123456789ab.old"  # it was to be replaced

@@ -1,0 +1,174 @@
+"""A flipped bit in anything that is stored is never loaded as something else: by a seed, so that each run flips the same ones."""
+
+import random
+import shutil
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hpctrain.checkpoints import checkpoint, parts
+from hpctrain.distributed.world import ALONE
+from hpctrain.errors import HpctrainError
+from hpctrain.files import digests
+from hpctrain.nlp.batches import features
+from hpctrain.nlp.models.model_folder import load_tokenizer
+from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.training import finetune
+from hpctrain.run.best import Best
+from hpctrain.transformers import RunFolder
+from tests.helpers import POSITION
+
+FLIPS = 40  # of each format
+
+
+def flip_a_bit(path, chance):
+    content = bytearray(path.read_bytes())
+    place = chance.randrange(len(content))
+    content[place] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def same(one, other):
+    """Whether two states are equal: dictionaries and lists of tensors and plain values."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and list(one) == list(other) and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def test_checkpoints(tmp_path):
+    """A bit of the archive that holds no content, such as a date, may be flipped."""
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(8, 20)).sum().backward()
+    optimizer.step()
+    state = POSITION | {"epoch": 3, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    chance, refused = random.Random(1), 0
+    for _ in range(FLIPS):
+        path = checkpoint.path_of(tmp_path, 3)
+        path.parent.mkdir(exist_ok=True)
+        checkpoint.save(path, state)
+        flip_a_bit(path, chance)
+        try:
+            loaded = checkpoint.load(
+                checkpoint.find_fitting(checkpoint.find_newest(tmp_path), model, "optimizer"), torch.device("cpu")
+            )
+        except HpctrainError:
+            refused += 1
+        else:
+            assert same(loaded, state)
+    assert refused > FLIPS / 2
+
+
+def test_weights_that_a_script_loads(tmp_path):
+    """Also from a file that is not of hpctrain; one of torch before 1.6 has no checksums, and loads."""
+    saved, loaded, path = torch.nn.Linear(20, 30), torch.nn.Linear(20, 30), tmp_path / "file.pt"
+    chance, refused = random.Random(2), 0
+    for _ in range(FLIPS):
+        torch.save({"state_dict": saved.state_dict()}, path)
+        flip_a_bit(path, chance)
+        try:
+            checkpoint.load_weights(loaded, path)
+        except HpctrainError:
+            refused += 1
+        else:
+            assert same(dict(loaded.state_dict()), dict(saved.state_dict()))
+    assert refused > FLIPS / 2
+    torch.save(saved.state_dict(), path, _use_new_zipfile_serialization=False)
+    checkpoint.load_weights(loaded, str(path))
+
+
+def test_the_best_weights_of_a_fine_tuning(tmp_path):
+    """Its checkpoint may have been damaged since it was saved."""
+    run = SimpleNamespace(world=ALONE, folder=tmp_path, best=Best(), resume_from=None, in_parts=False, print=print)
+    run.best.add(1, 0, (0.9,))
+    run.best.add(2, 0, (0.8,))
+    path = checkpoint.path_of(tmp_path, 1)
+    path.parent.mkdir()
+    checkpoint.save(path, {"model": {"weight": torch.arange(4096.0)}})
+    assert torch.equal(finetune.load_best("f1", run)["weight"], torch.arange(4096.0))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(HpctrainError, match=r"epoch-0001.pt: damaged since it was written"):
+        finetune.load_best("f1", run)
+
+
+def test_checkpoints_in_parts(tmp_path):
+    """The files of two ranks: with a flipped bit in one of them, the checkpoint before is the newest, or nothing has changed."""
+    state = {"epoch": 1, "step": 0, "model": {"weight": torch.randn(20, 30)}, "optimizer": {"momentum": torch.randn(20, 30)}}
+    for epoch in (1, 2):
+        for rank in (0, 1):
+            part = parts.path_of_rank(checkpoint.path_of(tmp_path, epoch), rank, 2)
+            part.parent.mkdir(parents=True, exist_ok=True)
+            checkpoint.save(part, state | {"epoch": epoch})
+    older, newest = (checkpoint.path_of(tmp_path, epoch) for epoch in (1, 2))
+    contents = {path: path.read_bytes() for path in newest.iterdir()}
+    chance, skipped = random.Random(4), 0
+    for _ in range(FLIPS):
+        for path, content in contents.items():
+            path.write_bytes(content)
+        flip_a_bit(chance.choice(sorted(contents)), chance)
+        found = checkpoint.find_newest(tmp_path)
+        skipped += found == older
+        assert found == older or same(checkpoint.load(found, torch.device("cpu")), state | {"epoch": 2})
+    assert skipped > FLIPS / 2
+
+
+def test_checkpoints_of_a_trainer_of_transformers(tmp_path, monkeypatch):
+    """They are folders of transformers, with the digests of hpctrain."""
+    monkeypatch.setattr(RunFolder, "__init__", lambda self: None)
+    run = RunFolder()
+    run.folder, run._world = tmp_path, ALONE
+    for step in (5, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        torch.save({"momentum": torch.randn(30)}, folder / "optimizer.pt")
+        save_file({"weight": torch.randn(30)}, folder / "model.safetensors")
+        (folder / "trainer_state.json").write_text('{"global_step": 10}')
+        digests.write_digests(folder)
+    assert run._newest_whole() == folder
+    contents = {path: path.read_bytes() for path in folder.iterdir()}
+    chance = random.Random(5)
+    for _ in range(FLIPS):
+        for path, content in contents.items():
+            path.write_bytes(content)
+        flip_a_bit(chance.choice(sorted(contents)), chance)
+        assert run._newest_whole() == tmp_path / "checkpoint-5"
+
+
+def test_model_folders(tmp_path):
+    """The card is for readers, and may be edited."""
+    create_model(tmp_path / "model", "tiny", "bert", ["한 줄", "두 줄"], 1, 128)
+    files = sorted(path.name for path in (tmp_path / "model").iterdir())
+    assert {"config.json", "model.safetensors", "tokenizer.json", "SHA256SUMS"} <= set(files)
+    chance = random.Random(2)
+    for _ in range(FLIPS):
+        shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+        shutil.copytree(tmp_path / "model", tmp_path / "broken")
+        flip_a_bit(tmp_path / "broken" / chance.choice(files), chance)
+        with pytest.raises(HpctrainError, match="SHA256SUMS"):
+            load_tokenizer(tmp_path / "broken")
+    load_tokenizer(tmp_path / "model")
+
+
+def test_tokenized_texts(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path))
+    columns = {"input_ids": [[1, 2, 3], [4]], "token_type_ids": [[0, 0, 1], [0]]}
+    made = features.load_or_make("key", lambda: features.Features.from_lists(columns, {"units": [1, 1]}), ALONE)
+    assert numpy.array_equal(made.tokens["input_ids"], [1, 2, 3, 4])
+    folder = tmp_path / "features/key"
+    contents = {path: path.read_bytes() for path in folder.iterdir()}
+    chance = random.Random(3)
+    for _ in range(FLIPS):
+        for path, content in contents.items():
+            path.write_bytes(content)
+        flip_a_bit(chance.choice(sorted(contents)), chance)
+        with pytest.raises(HpctrainError, match=r"key: the tokenized texts cannot be read .*remove this folder and start again"):
+            features.load_or_make("key", lambda: None, ALONE)

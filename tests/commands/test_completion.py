@@ -1,0 +1,188 @@
+"""Shell completion completes in a real bash, and the man page has every command and every option."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_cluster import REPOSITORY
+
+from hpctrain.cli import COMMANDS, GROUPS
+from hpctrain.commands import completion
+from hpctrain.commands.man_page import escape, man_page
+
+HPCTRAIN = [sys.executable, "-m", "hpctrain"]
+
+
+@pytest.fixture(scope="module")
+def parsers():
+    return completion.command_parsers()
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    """A folder with the files that the build of the image writes."""
+    folder = tmp_path_factory.mktemp("prefix")
+    done = subprocess.run([*HPCTRAIN, "completion", "--write", folder], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(folder / name) for name in completion.FILES.values()]
+    return folder
+
+
+def complete(prefix, *words):
+    """What bash offers for the last of these words, after it has loaded the completion script."""
+    script = """
+        source "$1"
+        [[ $(complete -p hpctrain) == *"-F "* ]] || exit 1
+        function=$(complete -p hpctrain | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
+        COMP_WORDS=("${@:2}") COMP_CWORD=$(($# - 2))
+        "$function" 2>/dev/null
+        printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    command = ["bash", "--norc", "-c", script, "-", prefix / completion.FILES["bash"], "hpctrain", *words]
+    done = subprocess.run(command, cwd=prefix, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_bash(prefix):
+    assert complete(prefix, "train_d") == {"train_ddp"}
+    assert complete(prefix, "") == set(COMMANDS)
+    assert complete(prefix, "train_ddp", "--ep") == {"--epochs"}
+    assert complete(prefix, "train_ddp", "--model", "res") == {"resnet50"}
+    assert complete(prefix, "nlp.pair", "--max-l") == {"--max-length"}
+    assert complete(prefix, "train_ddp", "--out", "sha") == {"share"}
+    assert complete(prefix, "completion", "") == {"bash", "zsh"}
+    assert complete(prefix, "train_ddp", "--nonsense") == set()
+
+
+def test_zsh(prefix):
+    text = (prefix / completion.FILES["zsh"]).read_text()
+    assert text.startswith("#compdef hpctrain\n")
+    for name in COMMANDS:
+        assert f"\n    {name}:" in text
+    if shutil.which("zsh"):
+        subprocess.run(["zsh", "-n", prefix / completion.FILES["zsh"]], check=True)
+
+
+def test_the_man_page_has_every_command_and_every_option(prefix, parsers):
+    text = (prefix / completion.FILES["man"]).read_text()
+    assert re.findall(r"^\.SS (.*)$", text, re.M) == [
+        escape(name) for group in GROUPS for name in COMMANDS if COMMANDS[name][1] == group
+    ]
+    sections = dict(zip(re.findall(r"^\.SS (.*)$", text, re.M), re.split(r"^\.SS .*$", text, flags=re.M)[1:], strict=True))
+    for name, parser in parsers.items():
+        for action in parser._actions:
+            for option in action.option_strings:
+                assert rf"\fB{escape(option)}\fR" in sections[escape(name)], (name, option)
+            if not action.option_strings:
+                assert escape(str(action.metavar or action.dest.upper())) in sections[escape(name)] or action.choices
+
+
+def test_the_man_page_is_rendered_without_a_warning(prefix):
+    if not shutil.which("groff"):
+        pytest.skip("no groff: apt-get install groff-base")
+    command = ["groff", "-man", "-Tutf8", "-ww", "-Kutf8", prefix / completion.FILES["man"]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    text = re.sub("\x1b\\[[0-9;]*m|.\b", "", done.stdout)
+    assert "hpctrain train_ddp [OPTION]..." in text and "--batch-size" in text and "nlp.classify" in text
+    # An example keeps its lines.
+    assert re.search(r"^ +export HPCTRAIN_PACKAGES=~/packages$", text, re.M)
+
+
+def test_every_command_has_a_group_and_a_line_that_stands_alone(parsers):
+    assert {group for _, group, _ in COMMANDS.values()} == set(GROUPS) == {"train", "fine-tune", "use", "inspect"}
+    done = subprocess.run([*HPCTRAIN, "--help"], capture_output=True, text=True, check=True)
+    for name, (_, group, text) in COMMANDS.items():
+        assert re.search(rf"^  {re.escape(name)} +{re.escape(text)}$", done.stdout, re.M)
+        assert done.stdout.index(GROUPS[group]) < done.stdout.index(f"\n  {name} ")
+        assert not re.match("the |to |and |or ", text) and len(text.split()) >= 4
+    for name, parser in parsers.items():
+        assert parser.prog == f"hpctrain {name}" and parser.description
+        assert [action.dest for action in parser._actions if not action.help] == []
+
+
+def test_every_command_and_every_option_stands_in_a_page(parsers):
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    assert [name for name in COMMANDS if not re.search(rf"(hpctrain |`|launch/\S+ ){re.escape(name)}\b", text)] == []
+    options = {option for parser in parsers.values() for action in parser._actions for option in action.option_strings}
+    assert [option for option in sorted(options - {"-h", "--help"}) if not re.search(rf"{option}(?![\w-])", text)] == []
+
+
+@pytest.mark.slow
+def test_the_files_depend_on_nothing_but_the_sources(prefix, parsers, tmp_path):
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "COLUMNS": "40", "PYTHONHASHSEED": "7", "LANG": "C"}
+    done = subprocess.run([*HPCTRAIN, "completion", "--write", tmp_path], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for name in completion.FILES.values():
+        assert (tmp_path / name).read_bytes() == (prefix / name).read_bytes()
+
+
+def test_a_prepared_file_is_printed(prefix, monkeypatch, capsys):
+    """As in the image, where the build has written it: no command is imported."""
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    monkeypatch.setattr(completion, "command_parsers", lambda: pytest.fail("made anew"))
+    for shell in ("bash", "zsh"):
+        completion.main(None, [shell])
+        assert capsys.readouterr().out == (prefix / completion.FILES[shell]).read_text()
+
+
+def test_completion_is_printed_without_a_prepared_file(prefix, monkeypatch, capsys, parsers):
+    monkeypatch.setattr(sys, "prefix", str(prefix / "nothing"))
+    monkeypatch.setattr(completion, "command_parsers", lambda: parsers)
+    completion.main(None, ["bash"])
+    assert capsys.readouterr().out == (prefix / completion.FILES["bash"]).read_text()
+
+
+def test_a_shell_inside_a_job_gets_its_completion(prefix):
+    """A shell loads it when it starts: in a shell of salloc with 4 tasks, other commands are refused without srun."""
+    env = {**os.environ, "SLURM_JOB_ID": "17", "SLURM_NTASKS": "4"}
+    code = f"""
+import sys; sys.prefix = {str(prefix)!r}
+import hpctrain.__main__
+hpctrain.__main__.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, "completion", "bash"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == (prefix / completion.FILES["bash"]).read_text(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "message"),
+    [
+        ([], 2, "completion takes bash, zsh or --write PREFIX"),
+        (["bash", "--write", "here"], 2, "completion takes bash, zsh or --write PREFIX"),
+        (["fish"], 2, "invalid choice: 'fish'"),
+    ],
+)
+def test_bad_input_is_one_line(args, status, message):
+    done = subprocess.run([*HPCTRAIN, "completion", *args], capture_output=True, text=True)
+    assert done.returncode == status and done.stderr.count("\n") == 1 and message in done.stderr
+
+
+def test_a_prefix_that_cannot_be_written_is_named(monkeypatch, parsers):
+    monkeypatch.setattr(completion, "command_parsers", lambda: parsers)
+    with pytest.raises(completion.HpctrainError, match=r"/proc/nothing/share.*: cannot be written .*--write ~/.local"):
+        completion.write_files(Path("/proc/nothing"))
+
+
+def test_text_for_groff():
+    assert escape(r"a\b --c") == r"a\eb \-\-c"
+    assert escape(".jsonl files") == r"\&.jsonl files" and escape("'quoted'") == r"\&'quoted'"
+
+
+def test_a_page_of_unusual_arguments():
+    """Positional arguments of every kind, percent signs, and paragraphs of a description."""
+    parsers = {name: completion.Parser(prog=f"hpctrain {name}") for name in COMMANDS}
+    parser = parsers["plot"] = completion.Parser(prog="hpctrain plot", description="First.\n\n    an example\n\nLast.")
+    parser.add_argument("one")
+    parser.add_argument("two", nargs="?", choices=["a", "b"], help="100 %% of %(choices)s (%(prog)s)")
+    parser.add_argument("three", nargs="*", metavar="TEXT")
+    text = man_page(parsers)
+    assert r"\fBhpctrain plot\fR [\fIOPTION\fR]... \fIONE\fR \fI[{a,b}]\fR \fI[TEXT ...]\fR" in text
+    assert "100 % of ['a', 'b'] (hpctrain plot)" in text or "100 % of a, b (hpctrain plot)" in text
+    assert "\n.nf\n.RS\nan example\n.RE\n.fi\n" in text

@@ -1,0 +1,173 @@
+"""launch/scaling.sh and hpctrain scaling."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+from slurm_cluster import REPOSITORY
+
+from hpctrain.commands import scaling
+from hpctrain.distributed.world import ALONE, World
+from hpctrain.errors import HpctrainError
+from tests.helpers import write_digits
+
+SCRIPT = REPOSITORY / "launch/scaling.sh"
+
+
+def write_run(folder, ranks, speed, launcher="slurm", batch_size=64, trainer="train_ddp"):
+    run = folder / f"{launcher}-{ranks}"
+    run.mkdir(parents=True)
+    world = asdict(World(0, ranks, 0, min(ranks, 4), 0, -(-ranks // 4), launcher))
+    (run / "config.json").write_text(json.dumps({"trainer": trainer, "options": {"batch_size": batch_size}, "world": world}))
+    if speed:
+        (run / "result.json").write_text(json.dumps({"speed": {"step_ms_p50": 10.0, "examples_per_s": speed}}))
+
+
+def test_efficiency_is_against_the_fewest_ranks_of_a_launcher(tmp_path, capsys):
+    for ranks, speed in ((2, 200.0), (4, 360.0), (8, None), (16, 800.0)):
+        write_run(tmp_path, ranks, speed)
+    write_run(tmp_path, 4, 300.0, "openmpi")
+    scaling.main(ALONE, [str(tmp_path)])
+    rows = json.loads((tmp_path / "scaling.json").read_text())
+    found = [(row["launcher"], row["ranks"], row["speedup"], row["efficiency"]) for row in rows]
+    assert found == [("mpirun", 4, 1, 1), ("srun", 2, 1, 1), ("srun", 4, 1.8, 0.9), ("srun", 16, 4, 0.5)]
+    said = capsys.readouterr().out
+    assert "slurm-8: left out, as it has no result yet" in said and "strong scaling: 64 examples in a step" in said
+    assert said.splitlines()[-2].split() == ["srun", "16", "4", "64", "10", "800", "4", "50.0%"]
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+def test_what_kind_of_scaling_it_is(tmp_path):
+    for ranks, kind, batch_size in ((1, "weak", 8), (4, "weak", 32), (1, "mixed", 8), (4, "mixed", 9)):
+        write_run(tmp_path / kind, ranks, 10.0, batch_size=batch_size)
+    assert scaling.describe(scaling.read_rows(tmp_path / "weak")) == "weak scaling: 8 examples in a step of a rank"
+    assert scaling.describe(scaling.read_rows(tmp_path / "mixed")) == "different batch sizes"
+    with pytest.raises(HpctrainError, match="nothing: no run with a result in it"):
+        scaling.main(ALONE, [str(tmp_path / "nothing")])
+
+
+def test_runs_of_several_trainers_are_not_compared(tmp_path):
+    """As in the folder runs, for which it printed a speedup of one over the other."""
+    write_run(tmp_path, 4, 300.0, "openmpi", trainer="train_horovod")  # with another launcher it is a curve of its own
+    write_run(tmp_path, 2, 200.0)
+    assert len(scaling.read_rows(tmp_path)) == 2
+    write_run(tmp_path, 4, 9.0, trainer="nlp.ner")
+    with pytest.raises(HpctrainError, match=r"slurm-4 is of nlp.ner and another run with srun of train_ddp: compare runs of one"):
+        scaling.main(ALONE, [str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("world", []), ("world", {"size": 1}), ("size", 0), ("size", "4"), ("size", 2**70), ("launcher", []), ("batch_size", [1]),
+        ("speed", "examples_per_s"), ("step_ms_p50", "\x1b[2J"), ("step_ms_p50", None), ("examples_per_s", 0),
+        ("examples_per_s", float("nan")), ("examples_per_s", 10**400),
+    ],
+)  # fmt: skip
+def test_a_run_that_somebody_else_has_made_is_one_line(tmp_path, place, value):
+    write_run(tmp_path, 2, 200.0)
+    for path in tmp_path.glob("*/*.json"):
+        content = json.loads(path.read_text())
+        for part in (content, *(each for each in content.values() if isinstance(each, dict))):
+            part |= {place: value} if place in part else {}
+        path.write_text(json.dumps(content))
+    with pytest.raises(HpctrainError, match=r"slurm-2: config.json or result.json is not of hpctrain: remove this run"):
+        scaling.main(ALONE, [str(tmp_path)])
+
+
+def test_names_that_are_no_formulas(tmp_path):
+    write_run(tmp_path / "$\\frac{$", 2, 200.0, "half \udcff $\\frac{$")
+    scaling.main(ALONE, [str(tmp_path / "$\\frac{$")])
+
+
+def submit(tmp_path, *words):
+    """Run the script with an sbatch that prints its arguments."""
+    (tmp_path / "sbatch").write_text('#!/bin/sh\necho sbatch "$@"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    return subprocess.run([SCRIPT, *words], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+
+
+def test_a_job_for_each_number_of_ranks(tmp_path):
+    words = ["launch/apptainer_ddp.sh", "train_ddp", "--batch-size", "64"]
+    done = submit(tmp_path, "runs/none", "1,2,8", "4", *words)
+    assert done.stdout.splitlines() == [
+        "sbatch --nodes=1 --ntasks-per-node=1 launch/apptainer_ddp.sh train_ddp --batch-size 64 --out runs/none/1-ranks",
+        "sbatch --nodes=1 --ntasks-per-node=2 launch/apptainer_ddp.sh train_ddp --batch-size 64 --out runs/none/2-ranks",
+        "sbatch --nodes=2 --ntasks-per-node=4 launch/apptainer_ddp.sh train_ddp --batch-size 64 --out runs/none/8-ranks",
+        "when the jobs have ended: hpctrain scaling runs/none",
+    ]
+    # as `module load hpctrain` has them: on the PATH
+    done = submit(tmp_path, "runs/none", "1", "4", "sbatch", "train_ddp")
+    assert done.stdout.startswith(f"sbatch --nodes=1 --ntasks-per-node=1 {tmp_path}/sbatch train_ddp --out")
+    done = submit(tmp_path, "--weak", "--gpus", "runs/none", "8", "4", *words)
+    assert "--ntasks-per-node=4 --gpus-per-node=4 launch/apptainer_ddp.sh train_ddp --batch-size 512 --out" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["runs/none", "1,2"], "give FOLDER RANKS RANKS_PER_NODE LAUNCH_SCRIPT TRAINER"),
+        (["runs/none", "1,x", "4", "launch/local.sh", "train_ddp"], "RANKS is '1,x'"),
+        (["runs/none", "1", "0", "launch/local.sh", "train_ddp"], "RANKS_PER_NODE is '0'"),
+        (["runs/none", "1", "4", "launch/nothing.sh", "train_ddp"], "there is no launch/nothing.sh"),
+        (["docs", "1", "4", "launch/local.sh", "train_ddp"], "docs has files already"),
+        (["runs/none", "1,6", "4", "launch/local.sh", "train_ddp"], "6 ranks do not fill nodes of 4"),
+        (["--weak", "runs/none", "6", "4", "launch/local.sh", "train_ddp"], "--weak needs --batch-size N"),
+    ],
+)
+def test_invalid_use_is_one_line(tmp_path, words, message):
+    done = submit(tmp_path, *words)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_without_slurm_it_is_one_line(tmp_path):
+    """The shell said: sbatch: command not found."""
+    for name in ("bash", "ls", "hostname"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    words = [SCRIPT, "runs/none", "1", "4", "launch/local.sh", "train_ddp"]
+    done = subprocess.run(words, cwd=REPOSITORY, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
+    assert "there is no sbatch on the PATH of " in done.stderr and "a login node of a Slurm cluster" in done.stderr
+
+
+def test_the_model_of_start_up():
+    """The table of docs/scale.md is what the script prints, and the figures of a site count."""
+
+    def rows(*options):
+        command = [sys.executable, REPOSITORY / "benchmarks/startup_model.py", *options]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert options or "\n".join(lines) in (REPOSITORY / "docs/scale.md").read_text()
+        return [[float(cell.strip(" s").replace(",", "")) for cell in line.split("|")[1:8]] for line in lines[2:]]
+
+    assert [row[0] for row in rows()] == [8, 512, 4096]
+    # 1 GB read by 100 nodes at 10 GB/s; 10 blocks of 100 MB, to 10 nodes each over 1 GB/s, on 2 levels, each written at 1 GB/s
+    numbers = ["--read-mb=1000", "--image-mb=1000", "--file-system=10", "--node=1", "--link=1", "--disk=1", "--fanout=10"]
+    (row,) = rows("--nodes=100", "--ranks-per-node=10", "--fixed=1", "--block-mb=100", "--latency-ms=0", "--rank-ms=2", *numbers)
+    assert row == [100, 1000, 10, 1 + 10 * 2 * 1.1, 2, 1 + 10 + 2, 1 + 23 + 1 + 2]
+
+
+@pytest.mark.slow
+def test_two_launchers_with_one_and_two_ranks_on_the_cluster(cluster):
+    home = "/home/alice/hpctrain"
+    write_digits(cluster.host_path(f"{home}/scaling-digits"))
+    env = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain", "OMP_NUM_THREADS": "1"}
+    trainer = ["train_ddp", "--data=scaling-digits", "--epochs=1", "--batch-size=32"]
+    numbers = []
+    for name, script in (("srun", "modules_ddp.sh"), ("torchrun", "apptainer_torchrun.sh")):
+        words = ["launch/scaling.sh", f"runs/scaling/{name}", "1,2", "1", f"launch/{script}", *trainer]
+        submitted = cluster.exec("login", *words, user="alice", cwd=home, env=env).stdout
+        numbers += [int(line.split()[-1]) for line in submitted.splitlines() if line.startswith("Submitted batch job")]
+    assert [cluster.wait(number).state for number in numbers] == ["COMPLETED"] * 4
+    scaling.main(ALONE, [str(cluster.host_path(f"{home}/runs/scaling"))])
+    rows = json.loads(cluster.host_path(f"{home}/runs/scaling/scaling.json").read_text())
+    assert [tuple(row[name] for name in ("launcher", "ranks", "nodes", "batch_size")) for row in rows] == [
+        ("srun", 1, 1, 32),
+        ("srun", 2, 2, 32),
+        ("torchrun", 1, 1, 32),
+        ("torchrun", 2, 2, 32),
+    ]
+    assert 0 < rows[1]["efficiency"] < 3 and 0 < rows[3]["efficiency"] < 3

@@ -1,0 +1,145 @@
+"""Every launcher, runtime and trainer: the shipped scripts by sbatch, on 2 nodes with 2 ranks each, and the same weights in all.
+
+The table of the README is what passed here: `pytest tests/launch/test_matrix.py --write-table` writes it.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from slurm_cluster import REPOSITORY, Cluster
+
+pytestmark = pytest.mark.slow
+
+HOME = "/home/alice/hpctrain"
+TRAINERS = ["train_ddp", "train_lightning", "train_horovod"]
+LAUNCHERS = {
+    "srun": {
+        "apptainer": ["launch/apptainer_ddp.sh"],
+        "podman-hpc": ["launch/podman_hpc_ddp.sh"],
+        "bare": ["launch/modules_ddp.sh"],
+    },
+    "torchrun": ["launch/apptainer_torchrun.sh"],
+    "mpirun": ["launch/apptainer_mpi.sh", "--mpi=mpirun"],
+    "srun + PMI": ["launch/apptainer_mpi.sh", "--mpi=pmix"],
+    "horovodrun": ["launch/apptainer_horovod.sh", "--launcher=horovodrun"],
+}
+RUNTIMES = {
+    "apptainer": {},
+    "podman-hpc": {"HPCTRAIN_RUNTIME": "podman-hpc"},
+    "bare": {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"},
+}
+# Pairs that do not work together, and why.
+EXCLUDED: dict[tuple[str, str], str] = {}
+CELLS = [(*pair, t) for pair in [(x, r) for x in LAUNCHERS for r in RUNTIMES] if pair not in EXCLUDED for t in TRAINERS]
+IN_FLIGHT = 2  # jobs at a time, beside those of the other test process: the cores import torch most of the time
+BEGIN, END = "<!-- what tests/launch/test_matrix.py saw pass -->\n", "<!-- end -->\n"
+
+
+class Cells:
+    """Runs each cell once; `ahead` submits the next cells, so that they run while a test waits for another one."""
+
+    def __init__(self, cluster: Cluster, podman_image: dict[str, str]) -> None:
+        self._cluster = cluster
+        self._podman_image = podman_image
+        self._jobs: dict[tuple, tuple[int, str]] = {}
+        self._runs: dict[tuple, Path | str] = {}
+
+    def ahead(self, cells: Iterable[tuple]) -> None:
+        for cell in cells:
+            if cell not in self._jobs:
+                self._jobs[cell] = self._submit(*cell)
+
+    def __call__(self, *cell: str | bool | int) -> Path:
+        """The run folder of a cell."""
+        self.ahead([cell])
+        if cell not in self._runs:
+            job, name = self._jobs[cell]
+            ended = self._cluster.wait(job)
+            output = self._cluster.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
+            self._runs[cell] = self._cluster.host_path(f"{HOME}/{name}") if ended.state == "COMPLETED" else output
+        run = self._runs[cell]
+        assert isinstance(run, Path), run
+        return run
+
+    def _submit(self, launcher: str, runtime: str, trainer: str, fusion: bool = False, batch_size: int = 64) -> tuple[int, str]:
+        script = LAUNCHERS[launcher]
+        script = script[runtime] if isinstance(script, dict) else script
+        env = RUNTIMES[runtime] | self._podman_image | ({} if fusion else {"HOROVOD_FUSION_THRESHOLD": "0"})
+        name = "runs/matrix/" + re.sub(r"\W+", "-", f"{launcher}-{runtime}-{trainer}-{fusion}-{batch_size}")
+        options = ["--data", "digits", "--epochs", "1", "--batch-size", str(batch_size), "--out", name]  # five steps
+        return self._cluster.submit(*script, trainer, *options, cwd=HOME, env=env), name
+
+
+@pytest.fixture(scope="module")
+def cell(cluster, podman_image):
+    """A function that runs one cell, once, and gives its run folder."""
+    return Cells(cluster, podman_image)
+
+
+def result(run):
+    return json.loads((run / "result.json").read_text())
+
+
+@pytest.mark.parametrize(("launcher", "runtime", "trainer"), CELLS)
+def test_the_same_weights_bit_for_bit(request, cell, launcher, runtime, trainer):
+    chosen = [item for item in request.session.items if getattr(item, "function", None) is request.function]
+    here = chosen.index(request.node)
+    cells = [tuple(item.callspec.params[name] for name in ("launcher", "runtime", "trainer")) for item in chosen[here:]]
+    cell.ahead(cells[:IN_FLIGHT])
+    run = cell(launcher, runtime, trainer)
+    world = json.loads((run / "config.json").read_text())["world"]
+    assert (world["size"], world["nodes"], world["local_size"]) == (4, 2, 2)
+    hosts = [log.read_text().split(" on ")[1].split(",")[0] for log in sorted((run / "logs").iterdir())]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3], hosts  # others than n1 and n2 while an earlier job ends
+    reference = result(cell("srun", "apptainer", trainer))
+    assert result(run)["weights_sha256"] == reference["weights_sha256"]
+    assert result(run)["test_loss"] == reference["test_loss"]
+
+
+def test_the_same_loss_by_every_trainer(cell):
+    """Also by train_fsdp, whose ranks communicate as those of train_ddp do: one cell of it is enough."""
+    cells = [("srun", "apptainer", trainer) for trainer in [*TRAINERS, "train_fsdp"]]
+    cell.ahead(cells)
+    results = [result(cell(*each)) for each in cells]
+    for other in results[1:]:
+        assert other["test_loss"] == pytest.approx(results[0]["test_loss"], abs=1e-5)
+
+
+def test_horovod_with_tensor_fusion(cell):
+    """Fused tensors are summed in other pieces, so in another order: the same to rounding, which grows with each step."""
+    cells = [("srun", "apptainer", "train_horovod", fusion, 104) for fusion in (False, True)]
+    cell.ahead(cells)
+    weights = [torch.load(cell(*each) / "checkpoints/epoch-0001.pt")["model"] for each in cells]
+    for name, tensor in weights[0].items():
+        assert (tensor - weights[1][name]).abs().max() <= 1e-6, name
+
+
+def test_the_table_of_the_readme_is_what_passed(cell, request):
+    mark = {}
+    for launcher, runtime, trainer in CELLS:
+        try:
+            passed = result(cell(launcher, runtime, trainer))["weights_sha256"]
+        except (AssertionError, TimeoutError):
+            passed = None
+        mark[launcher, runtime, trainer] = passed
+    reference = {trainer: mark["srun", "apptainer", trainer] for trainer in TRAINERS}
+    lines = [f"| | {' | '.join(LAUNCHERS)} |", "|---" * (len(LAUNCHERS) + 1) + "|"]
+    for trainer in TRAINERS:
+        cells = []
+        for launcher in LAUNCHERS:
+            same = [r for r in RUNTIMES if mark.get((launcher, r, trainer)) and mark[launcher, r, trainer] == reference[trainer]]
+            cells.append("all three" if len(same) == len(RUNTIMES) else ", ".join(same))
+        lines.append(f"| `{trainer}` | {' | '.join(cells)} |")
+    table = "\n".join(lines) + "\n"
+    readme = REPOSITORY / "README.md"
+    text = readme.read_text()
+    before, rest = text.split(BEGIN)
+    shown, after = rest.split(END)
+    if request.config.getoption("--write-table"):
+        readme.write_text(before + BEGIN + table + END + after)
+    else:
+        assert shown == table, "pytest tests/launch/test_matrix.py --write-table writes what passed"

@@ -1,0 +1,209 @@
+"""Trainers of Lightning and transformers in scripts of users: stopped and killed at any step, they end with the same weights."""
+
+import json
+import os
+import runpy
+import signal
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from slurm_cluster import REPOSITORY
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, Dataset
+
+from hpctrain.checkpoints import saver
+from hpctrain.training.batches import ResumableBatches, SeededByKey
+from tests.tools import warm_start
+
+EXAMPLES = {name: REPOSITORY / f"examples/{name}/train.py" for name in ("lightning", "transformers")}
+
+
+def run_script(path, prepare=None):
+    """In a rank: run a script in the place of hpctrain."""
+    if prepare:
+        prepare()
+    sys.argv = [str(path)]
+    runpy.run_path(str(path), run_name="__main__")
+    os._exit(0)
+
+
+def stop_after(steps):
+    """In a rank: ask for the end of the job after so many optimizer steps, as the launch script does; the ranks stop at once."""
+    saver.MOST_STEPS = 1
+    done = Counter()
+
+    def count(*_):
+        done["steps"] += 1
+        if done["steps"] == steps:
+            Path(os.environ["HPCTRAIN_CONTROL"], "stop").touch()
+
+    register_optimizer_step_post_hook(count)
+
+
+def kill_at_sync(number):
+    """In a rank: end without warning when this file or folder of checkpoints, counted from 1, is synced to disk."""
+    synced, fsync = Counter(), os.fsync
+
+    def count(descriptor):
+        if "/checkpoint" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            synced["files"] += 1
+            if synced["files"] == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    os.fsync = count
+
+
+def train(name, ranks, folder, prepare=None):
+    """Run an example in this folder; returns its output and what the launch script gets to know."""
+    control = folder / "control"
+    control.mkdir(parents=True, exist_ok=True)
+    for path in control.iterdir():
+        path.unlink()
+    env = dict(os.environ, HPCTRAIN_JOB="7", HPCTRAIN_CONTROL=str(control), OMP_NUM_THREADS="1")
+    started = warm_start.torchrun_ranks(ranks, [], env, setup=partial(run_script, EXAMPLES[name], prepare))
+    # A rank that was killed may leave a file under a name with a dot.
+    return warm_start.run(started, folder), {path.name for path in control.iterdir() if path.name[0] != "."}
+
+
+def result(name, folder):
+    return json.loads((folder / f"runs/{name}-7/result.json").read_text())["weights_sha256"]
+
+
+def steps_of(name, folder):
+    return [json.loads(line)["step"] for line in (folder / f"runs/{name}-7/metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_examples_are_short():
+    for path in EXAMPLES.values():
+        lines = path.read_text().splitlines()
+        assert len(lines) < 60 and 5 < sum("# hpctrain" in line for line in lines) < 20, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_within_an_epoch_with_the_same_weights(tmp_path, name, ranks):
+    """The one rank is also killed while it saves for the second time."""
+    whole, told = train(name, ranks, tmp_path / "whole")
+    assert whole.returncode == 0 and "stopped" not in told, whole.stderr
+    cut = tmp_path / "cut"
+    if ranks == 1:  # epoch 1 remains
+        killed, told = train(name, 1, cut, partial(kill_at_sync, {"lightning": 3, "transformers": 11}[name]))
+        assert killed.returncode == -signal.SIGKILL and told <= {"saved"}, killed.stdout + killed.stderr
+    for steps in [5] if ranks == 1 else [5, 18]:
+        stopped, told = train(name, ranks, cut, partial(stop_after, steps))
+        assert (stopped.returncode, told) == (0, {"stop", "saved", "stopped"}), stopped.stdout + stopped.stderr
+    again, told = train(name, ranks, cut)
+    assert (again.returncode, "stopped" in told) == (0, False), again.stdout + again.stderr
+    assert "resuming from runs/transformers-7/checkpoint-" in again.stdout or "resuming after epoch 1 and" in again.stdout
+    assert result(name, cut) == result(name, tmp_path / "whole")
+    steps = steps_of(name, cut)
+    assert steps == sorted(set(steps)) and set(steps) >= set(steps_of(name, tmp_path / "whole"))
+    if ranks == 1:
+        once_more, _ = train(name, 1, cut)
+        assert once_more.returncode == 0 and "nothing to do" in once_more.stdout, once_more.stdout + once_more.stderr
+
+
+REFUSALS = """
+import torch, sys
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, IterableDataset
+from hpctrain.errors import HpctrainError
+from hpctrain.lightning import RunFolder, WorldEnvironment
+from hpctrain.distributed.world import ALONE
+
+class Module(LightningModule):
+    def __init__(self, manual=False, plateau=False, **options):
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization, self.plateau = not manual, plateau
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, _):
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        sgd = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(sgd), "monitor": "loss"}
+        return {"optimizer": sgd, "lr_scheduler": scheduler} if self.plateau else sgd
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(4, 2))
+
+def fit(name, module=None, data=None, again=False, **options):
+    folder = RunFolder(name)
+    quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
+    options = {"max_epochs": 1} | options
+    trainer = Trainer(accelerator="cpu", devices=1, callbacks=[folder], plugins=[WorldEnvironment(ALONE)], **quiet, **options)
+    loader = DataLoader(torch.ones(4, 2) if data is None else data)
+    trainer.fit(module or Module(), loader, ckpt_path=None if again else folder.ckpt_path)
+    return folder
+
+def refuse(*arguments, **options):
+    try:
+        fit(*arguments, **options)
+    except HpctrainError as error:
+        print("refused:", error)
+
+print("trained", fit("run").ckpt_path)
+refuse("run", again=True, max_epochs=2)
+refuse("steps", max_steps=3)
+refuse("reload", reload_dataloaders_every_n_epochs=1)
+refuse("manual", Module(manual=True))
+refuse("stream", data=Stream())
+refuse("plateau", Module(plateau=True))
+refuse("code", Module(anything=print))
+try:
+    RunFolder("x", checkpoint_every="often")
+except HpctrainError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.slow
+def test_lightning_refuses_what_could_not_be_resumed(tmp_path):
+    (tmp_path / "script.py").write_text(REFUSALS)
+    rank = warm_start.Rank([], dict(os.environ), setup=partial(run_script, tmp_path / "script.py"))
+    done = warm_start.run([rank], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trained run/checkpoints/epoch-0001.pt\n" in done.stdout
+    refused = [line for line in done.stdout.splitlines() if line.startswith("refused: ")]
+    advice = ["ckpt_path=folder.ckpt_path", "max_epochs, and without max_steps", "reload_dataloaders_every_n_epochs", "automatic"]
+    advice += ["not from this DataLoader", "ReduceLROnPlateau", "save_hyperparameters()", "checkpoint_every='often'"]
+    assert len(refused) == len(advice), done.stdout
+    for line, text in zip(refused, advice, strict=True):
+        assert text in line
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index, torch.rand(1).item()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}, {"generator": torch.Generator()}])
+def test_the_batches_of_any_loader_depend_on_the_epoch_alone(options):
+    """Also where the loader, its workers or its generator have a history."""
+
+    def batches(loader, epoch, skip=0):
+        place[0] = epoch
+        inner = getattr(loader.batch_sampler, "inner", loader.batch_sampler)
+        object.__setattr__(loader, "batch_sampler", ResumableBatches(inner, lambda: place[0], 1, skip))
+        return list(loader)
+
+    def loader():
+        made = DataLoader(Noisy(), batch_size=4, shuffle=True, collate_fn=list, **options)
+        object.__setattr__(made, "dataset", SeededByKey(made.dataset, 1))
+        return made
+
+    place, used = [0], loader()
+    first, second = batches(used, 0), batches(used, 1)
+    assert sorted(index for batch in second for index, _ in batch) == list(range(12))
+    assert batches(loader(), 1, skip=1) == second[1:] and first != second
+    assert len(used.dataset) == 12 and used.batch_sampler.batch_size == 4

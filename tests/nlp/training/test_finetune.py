@@ -1,0 +1,904 @@
+"""The fine-tuning tasks as a whole: training, scores, the saved model, `hpctrain predict`, and errors.
+
+Small models, trained here from scratch on the sample data. test_ner.py and test_qa.py test a single task each.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sklearn.metrics import accuracy_score, precision_recall_fscore_support
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hpctrain.cli import COMMANDS
+from hpctrain.distributed.world import ALONE, World
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.nlp.batches import features
+from hpctrain.nlp.data import formats
+from hpctrain.nlp.models import hub, initial_model
+from hpctrain.nlp.models.model_folder import load_tokenizer
+from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.task import IGNORED, SAMPLES
+from hpctrain.nlp.tasks import classify, generate, instruct, ner, pair, qa
+from hpctrain.nlp.tasks.classify import Document
+from hpctrain.nlp.tasks.generate import Passage
+from hpctrain.nlp.training import finetune
+from hpctrain.nlp.training.lightning_module import FineTuneModule
+from hpctrain.nlp.training.options import parse_options
+from hpctrain.nlp.use import predict
+
+TASKS = {module.TASK.name: module for module in (classify, pair, ner, qa, generate, instruct)}
+
+# without randomness, so that different ways to the same numbers can be compared
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 600}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """The cache of tokenized texts for these tests."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HPCTRAIN_CACHE", str(folder))
+        patch.setenv("MPLCONFIGDIR", str(folder))  # otherwise a run in this process sets it, also for later tests
+        yield folder / "features"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    path.write_text(json.dumps({"model_type": "bert"} | SHAPE | NO_DROPOUT))
+    return path
+
+
+def train(task, out, *options):
+    """Run a fine-tuning in this process; returns its folder."""
+    hook = sys.excepthook
+    try:
+        TASKS[task].main(ALONE, [*map(str, options), "--out", str(out)])
+    finally:
+        sys.excepthook = hook  # the run has replaced it
+    return out
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def scores(folder, of="test_"):
+    return {name: value for name, value in result(folder).items() if name.startswith(of)}
+
+
+def validations(folder):
+    return [line for line in metrics(folder) if "validation_loss" in line]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, config):
+    """A run of four epochs, which other runs are compared with."""
+    return train("classify", tmp_path_factory.mktemp("trained") / "run", *FOUR, "--from-scratch", config)
+
+
+FOUR = ("--epochs", 4, "--batch-size", 8, "--lr", 2e-3, "--limit", 120)  # of 216 training and 60 test examples
+
+
+# --- training ---
+
+
+def test_sigterm_ends_a_rank_at_once(config, tmp_path, monkeypatch):
+    """Lightning's handler starts a collective, in which a rank would wait for others that are in another one."""
+    handlers = set()
+    real = FineTuneModule.forward
+
+    def forward(self, batch):
+        handlers.add((self.trainer.state.stage, signal.getsignal(signal.SIGTERM)))
+        return real(self, batch)
+
+    monkeypatch.setattr(FineTuneModule, "forward", forward)
+    train("classify", tmp_path / "run", "--epochs", 1, "--limit", 8, "--from-scratch", config)
+    assert handlers == {(stage, signal.SIG_DFL) for stage in ("train", "validate", "test")}
+
+
+def test_learning_rate_rises_to_its_peak_then_falls_to_zero(trained):
+    rates = [line["learning_rate"] for line in metrics(trained) if "learning_rate" in line]
+    top = rates.index(max(rates))
+    assert 1e-3 < rates[top] <= 2e-3 and top < len(rates) // 2
+    assert rates[: top + 1] == sorted(set(rates[: top + 1])) and rates[top:] == sorted(set(rates[top:]), reverse=True)
+    assert rates[-1] < 0.1 * rates[top]
+
+
+@pytest.mark.slow
+def test_accumulate_does_not_change_losses_and_scores(trained, config, tmp_path):
+    """Neither for classes, nor if the loss is a mean over tokens and the parts have different numbers of them."""
+    in_parts = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--accumulate", 4)
+    assert [line["step"] for line in metrics(in_parts)] == [line["step"] for line in metrics(trained)]
+    for name, value in scores(trained).items():
+        assert scores(in_parts)[name] == pytest.approx(value, abs=1e-4), name
+    for task in ("ner", "qa"):
+        options = ["--epochs", 1, "--batch-size", 8, "--lr", 1e-3, "--limit", 40, "--from-scratch", config]
+        runs = [train(task, tmp_path / f"{task}{parts}", *options, "--accumulate", parts) for parts in (1, 4)]
+        losses = [[line["train_loss"] for line in metrics(run) if "train_loss" in line] for run in runs]
+        assert losses[0] and losses[1] == pytest.approx(losses[0], rel=1e-5), task
+        assert scores(runs[1])["test_loss"] == pytest.approx(scores(runs[0])["test_loss"], rel=1e-4), task
+
+
+def test_batch_size_is_global(trained):
+    epoch = validations(trained)[0]["step"]
+    examples = int((trained / "logs/rank-0000.log").read_text().split("train: ")[1].split(" examples")[0].replace(",", ""))
+    assert epoch == examples // 8
+
+
+def test_bf16_reaches_the_loss_of_fp32(trained, config, tmp_path):
+    """Lightning's own gradient clipping refuses fused optimizers with bf16."""
+    half = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--precision", "bf16")
+    assert load_file(half / "model/model.safetensors")["classifier.weight"].dtype == torch.float32
+    assert result(half)["weights_sha256"] != result(trained)["weights_sha256"]
+    assert scores(half)["test_loss"] == pytest.approx(scores(trained)["test_loss"], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--gradient-checkpointing"]])
+def test_compiled_training_has_the_losses_of_one_that_is_not(trained, config, tmp_path, monkeypatch, more):
+    """With the same kernels for batches of all lengths. Those of C++ would take a minute."""
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.reset()  # forget what other tests compiled
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    run = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--compile", *more)
+    losses = [[line["train_loss"] for line in metrics(folder) if "train_loss" in line] for folder in (run, trained)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # and that of check_compiler()
+
+
+def test_model_starts_in_training_mode_with_dropout():
+    """from_pretrained() returns a model in evaluation mode, and Lightning does not change that."""
+    args = parse_options(classify.TASK, ["--epochs", "1"])
+    assert args.from_scratch == "tiny"
+    folder = Path(os.environ["HPCTRAIN_CACHE"]) / "tiny"
+    create_model(folder, "tiny", "bert", ["한 줄", "두 줄"], 1, 128)
+    model = initial_model.load_model(classify.TASK, folder, load_tokenizer(folder), ["0", "1"], args)
+    assert model.training and model.config.hidden_dropout_prob > 0
+    ids = torch.tensor([[2, 5, 6, 3]])
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("task", ["classify", "generate"])
+def test_resumed_run_ends_with_the_same_weights(task, tmp_path):
+    """With dropout, and although an earlier epoch is the best so far."""
+    options = ["--epochs", 3, "--batch-size", 8, "--limit", 40, "--from-scratch", "tiny"]
+    whole = train(task, tmp_path / "whole", *options)
+    cut = tmp_path / "cut"
+    shutil.copytree(whole, cut)
+    for gone in ("checkpoints/epoch-0002.pt", "checkpoints/epoch-0003.pt", "result.json", "model/model.safetensors"):
+        (cut / gone).unlink()
+    train(task, cut, *options, "--resume", cut)
+    states = [torch.load(run / "checkpoints/epoch-0003.pt", weights_only=True)["model"] for run in (whole, cut)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert result(cut)["weights_sha256"] == result(whole)["weights_sha256"] and scores(cut) == scores(whole)
+
+
+def test_an_attempt_that_failed_leaves_no_model_to_the_next_one(trained, config, tmp_path):
+    """--resume auto without a checkpoint starts anew, with the data and the options of now."""
+    first = tmp_path / "a.txt"
+    first.write_text("id\tdocument\tlabel\n" + "1\t좋다\t1\n" * 20)
+    out = tmp_path / "run"
+    with pytest.raises(HpctrainError, match="all training examples have the same label"):
+        train("classify", out, *FOUR, "--from-scratch", "tiny", "--seed", 2, "--data", first)
+    train("classify", out, *FOUR, "--from-scratch", config, "--resume", "auto")
+    assert result(out)["weights_sha256"] == result(trained)["weights_sha256"] and scores(out) == scores(trained)
+
+
+def test_an_epoch_that_is_over_by_other_options_is_refused(tmp_path):
+    """Lightning would train the rest of it, which is nothing, without a word."""
+    options = ["--epochs", 1, "--limit", 40, "--from-scratch", "tiny", "--checkpoint-every", 4]
+    run = train("classify", tmp_path / "run", *options, "--batch-size", 8)
+    (run / "checkpoints/epoch-0001.pt").unlink()
+    (run / "result.json").unlink()
+    with pytest.raises(UsageError, match="is of a run with 5 steps in an epoch, and this one has 2: give the --data"):
+        train("classify", run, *options, "--resume", run, "--batch-size", 20, "--force")
+
+
+def test_saved_model_is_the_epoch_with_the_best_validation_score(tmp_path):
+    """With a learning rate that is far too high, the last epoch is not the best."""
+    run = train("classify", tmp_path / "run", "--epochs", 3, "--batch-size", 8, "--lr", 5e-3)
+    accuracies = [line["validation_accuracy"] for line in validations(run)]
+    best = accuracies.index(max(accuracies)) + 1
+    state = torch.load(run / f"checkpoints/epoch-{best:04d}.pt", weights_only=True)["model"]
+    kept = load_file(run / "model/model.safetensors")
+    assert (run / "model/model.safetensors").stat().st_mode == (run / "model/config.json").stat().st_mode
+    assert kept and all(torch.equal(kept[name], state[name]) for name in kept)
+
+
+# --- scores ---
+
+
+def test_scores_are_in_metrics_tensorboard_and_model_card(trained):
+    names = {f"{part}_{name}" for part in ("validation", "test") for name in ("loss", "accuracy", "precision", "recall", "f1")}
+    assert {name for line in metrics(trained) for name in line} >= names | {"train_loss", "learning_rate"}
+    board = EventAccumulator(str(trained / "tensorboard")).Reload()
+    assert set(board.Tags()["scalars"]) >= names
+    card = (trained / "model/README.md").read_text()
+    assert f"| test_accuracy | {result(trained)['test_accuracy']:.4f} |" in card
+    assert (trained / "curves.png").stat().st_size > 10_000
+
+
+def test_test_set_is_scored_once_and_does_not_affect_training(trained, config, tmp_path):
+    assert [("test_loss" in line) for line in metrics(trained)] == [False] * (len(metrics(trained)) - 1) + [True]
+    folder = tmp_path / "data"
+    shutil.copytree(SAMPLES / "classify", folder)
+    lines = (folder / "ratings_test.txt").read_text().splitlines()
+    (folder / "ratings_test.txt").write_text("\n".join(lines[:9]) + "\n")
+    other = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--data", folder)
+    assert result(other)["weights_sha256"] == result(trained)["weights_sha256"]
+    losses = [[line["validation_loss"] for line in validations(run)] for run in (other, trained)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_classification_scores_match_a_computation_by_hand():
+    examples = [Document("", "", label) for label in "0001112"]
+    answers = [{"label": label} for label in "0010110"]
+    found = classify.TASK.score(examples, answers)
+    assert found["accuracy"] == pytest.approx(4 / 7)
+    # Class 0: 2 of 4 predictions and 2 of 3 examples are correct. Class 1: 2 of 3 and 2 of 3. Class 2 is never predicted.
+    assert found["precision"] == pytest.approx((2 / 4 + 2 / 3 + 0) / 3) and found["recall"] == pytest.approx(
+        (2 / 3 + 2 / 3 + 0) / 3
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_classification_scores_are_those_of_scikit_learn(seed):
+    draw = numpy.random.default_rng(seed)
+    gold, predicted = (draw.choice(labels, 40).tolist() for labels in (list("abbbd"), list("abbc")))
+    found = classify.TASK.score([Document("", "", label) for label in gold], [{"label": label} for label in predicted])
+    macro = precision_recall_fscore_support(gold, predicted, labels=sorted(set(gold)), average="macro", zero_division=0)
+    expected = dict(zip(("precision", "recall", "f1"), macro[:3], strict=True))
+    assert found == pytest.approx({"accuracy": accuracy_score(gold, predicted), **expected}, rel=1e-12)
+
+
+@torch.no_grad()
+def test_perplexity_counts_each_token_of_the_text_once_without_padding(tmp_path):
+    folder = tmp_path / "gpt"
+    passages = [*formats.load_splits(generate.TASK, None)["train"][:12], Passage("긍정: ", "좋다")]
+    create_model(folder, "tiny", "gpt2", [p.text for p in passages], 1, 64)
+    tokenizer = load_tokenizer(folder)
+    model = generate.TASK.model.from_pretrained(folder).eval()
+
+    def perplexity(max_length, batch_size):
+        made = generate.TASK.tokenize(tokenizer, passages, [], max_length, 0)
+        predictions = []
+        for rows in torch.arange(len(made.lengths)).split(batch_size):
+            batch = made.batch(rows, {**generate.TASK.padding, "input_ids": tokenizer.pad_token_id})
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            predictions += generate.TASK.predict(model(**inputs), batch)
+        answers = generate.TASK.make_answers(passages, made, predictions, [])
+        return generate.TASK.score(passages, answers)["perplexity"], [answer["tokens"] for answer in answers]
+
+    padded, tokens = perplexity(64, 13)
+    alone, _ = perplexity(64, 1)
+    assert padded == pytest.approx(alone, rel=1e-5)
+    text = [len(tokenizer(p.text, add_special_tokens=False)["input_ids"]) + 1 for p in passages]
+    assert tokens == text  # and the end token; the prompt is not counted
+    _, in_windows = perplexity(7, 4)
+    assert in_windows == text
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_padding_does_not_change_the_output(task, tmp_path):
+    """A text gets the same output alone and in a batch with a longer one."""
+    examples = sorted(
+        formats.load_splits(TASKS[task].TASK, None)["train"][:20], key=lambda x: len("".join(TASKS[task].TASK.get_texts(x)))
+    )
+    examples = [examples[0], examples[-1]]
+    module = TASKS[task].TASK
+    create_model(tmp_path / "model", "tiny", module.kind, [t for x in examples for t in module.get_texts(x)], 1, 512)
+    tokenizer = load_tokenizer(tmp_path / "model")
+    labels = module.collect_labels(examples)
+    args = parse_options(module, ["--epochs", "0"])
+    model = initial_model.load_model(module, tmp_path / "model", tokenizer, labels, args).eval()
+    made = module.tokenize(tokenizer, examples, labels, module.max_length, module.stride)
+    step = FineTuneModule(module, model, labels, args, SimpleNamespace(world=ALONE), 1)
+    padding = {**module.padding, "input_ids": tokenizer.pad_token_id}
+    with torch.no_grad():
+        alone, both = (step(made.batch(torch.tensor(rows), padding)) for rows in ([0], [0, len(made.lengths) - 1]))
+    first = alone.start_logits if task == "qa" else alone.logits
+    beside = both.start_logits if task == "qa" else both.logits
+    width = () if task in ("classify", "pair") else (slice(None, first.shape[1]),)
+    assert made.lengths[-1] > made.lengths[0]
+    assert torch.allclose(beside[(slice(0, 1), *width)], first, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", [None, 5])
+def test_classifier_of_the_last_token_knows_what_padding_is(wrong, tmp_path):
+    """Llama, GPT-2 and others classify by the last token that is not padding, as config.json says; many have none there."""
+    rows = [Document("", text, label) for text, label in (("정말 재미있다, 또 보고 싶다", "1"), ("별로", "0"))]
+    create_model(tmp_path / "m", "tiny", "gpt2", [row.text for row in rows], 1, 64)
+    for name in ("config.json", "tokenizer_config.json"):
+        settings = json.loads((tmp_path / "m" / name).read_text()) | ({"pad_token_id": wrong} if name == "config.json" else {})
+        settings.pop("pad_token", None)
+        (tmp_path / "m" / name).write_text(json.dumps(settings))
+    (tmp_path / "m/SHA256SUMS").unlink()
+    tokenizer = load_tokenizer(tmp_path / "m")
+    args = parse_options(classify.TASK, ["--epochs", "0", "--max-length", "64"])
+    model = initial_model.load_model(classify.TASK, tmp_path / "m", tokenizer, ["0", "1"], args).eval()
+    made = classify.TASK.tokenize(tokenizer, rows, ["0", "1"], 64, 0)
+    padding = {**classify.TASK.padding, "input_ids": tokenizer.pad_token_id}
+    both, alone = (made.batch(torch.tensor(index), padding) for index in ([0, 1], [1]))
+    logits = [model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits for batch in (both, alone)]
+    assert torch.allclose(logits[0][1:], logits[1], atol=1e-5)
+
+
+def test_a_model_none_of_whose_weights_fit_the_task_is_not_to_be_fetched_again(tmp_path):
+    """transformers has question answering with Llama, but under names that weights of Llama do not have."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 99}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
+    tokenizer = SimpleNamespace(model_max_length=384, pad_token_id=0)
+    args = parse_options(qa.TASK, ["--epochs", "0"])
+    with pytest.raises(HpctrainError, match=r"none of its weights is one of LlamaForQuestionAnswering, which nlp.qa needs: give"):
+        initial_model.load_model(qa.TASK, tmp_path, tokenizer, [], args)
+
+
+# --- the cache of tokenized texts ---
+
+
+def test_cache_key_depends_on_text_label_tokenizer_length_stride_and_task():
+    """Without any one of them in the key, a run would train on the wrong features."""
+    rows = [("1", "글", "0"), ("2", "둘", "1")]
+    parts = ["classify", '{"vocab": 1}', ["0", "1"], 128, 0, rows]
+    changed = [
+        ["pair", *parts[1:]],
+        [parts[0], '{"vocab": 2}', *parts[2:]],
+        [*parts[:2], ["1", "0"], *parts[3:]],
+        [*parts[:3], 64, *parts[4:]],
+        [*parts[:4], 16, parts[5]],
+        [*parts[:5], [("1", "글", "1"), rows[1]]],
+        [*parts[:5], rows[:1]],
+        [*parts[:5], rows[::-1]],
+        [*parts[:5], [("1", "글\0('2'", "0"), rows[1]]],
+    ]
+    keys = [features.make_cache_key(*each) for each in [parts, *changed]]
+    assert len(set(keys)) == len(keys) and keys[0] == features.make_cache_key(*parts)
+
+
+def test_second_run_maps_the_cached_features(trained, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(classify.Classify, "tokenize", lambda *_: pytest.fail("tokenized again"))
+    again = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config)
+    assert result(again)["weights_sha256"] == result(trained)["weights_sha256"]
+    found = features.load_or_make(
+        "key", lambda: features.Features.from_lists({"input_ids": [[1, 2], [3]]}, {"units": [1, 1]}), ALONE
+    )
+    assert isinstance(found.tokens["input_ids"], numpy.memmap)
+    assert found.batch(torch.tensor([1, 0]), {"input_ids": 9})["input_ids"].tolist() == [[3, 9], [1, 2]]
+
+
+MAKE = """
+import sys, time
+from pathlib import Path
+from hpctrain.nlp.batches.features import Features, load_or_make
+from hpctrain.distributed.rendezvous import process_group
+from hpctrain.distributed.device import choose_device
+from hpctrain.distributed.world import detect
+world = detect()
+def make():
+    with Path(sys.argv[1]).open("a") as file:
+        file.write(f"rank {world.rank}\\n")
+    time.sleep(1)
+    return Features.from_lists({"input_ids": [[1, 2, 3], [4]]}, {"units": [1, 1]})
+with process_group(world, choose_device(world, "cpu")):
+    found = load_or_make("the key", make, world)
+assert found.tokens["input_ids"].tolist() == [1, 2, 3, 4]
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_of_a_job_tokenizes_while_another_job_does_the_same(tmp_path):
+    (tmp_path / "make.py").write_text(MAKE)
+    env = os.environ | {"HPCTRAIN_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "make.py"]
+    jobs = [subprocess.Popen([*command, name], cwd=tmp_path, env=env, stderr=subprocess.PIPE) for name in ("first", "second")]
+    errors = [job.communicate()[1].decode()[-3000:] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], "\n".join(errors)
+    for name in ("first", "second"):
+        made = (tmp_path / name).read_text().splitlines() if (tmp_path / name).exists() else []
+        assert made in (["rank 0"], [])
+    assert (tmp_path / "first").exists() or (tmp_path / "second").exists()
+    assert [path.name for path in (tmp_path / "cache/features").iterdir()] == ["the key"]
+
+
+def test_features_that_another_job_wrote_meanwhile_are_not_replaced(cache):
+    """Its ranks have mapped the files: on NFS, reading a removed one fails."""
+
+    def make():
+        features.load_or_make("twice", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE)
+        inodes.append((cache / "twice/starts.npy").stat().st_ino)
+        return features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]})
+
+    inodes = []
+    made = features.load_or_make("twice", make, ALONE)
+    assert made.tokens["input_ids"].tolist() == [1]
+    assert [(cache / "twice/starts.npy").stat().st_ino] == inodes
+    assert not list(cache.glob(".twice*"))
+
+
+def test_what_killed_jobs_have_left_in_the_cache_is_removed_after_a_day(cache):
+    """A job of today may still be writing."""
+    left = [cache / f".{name}.0123456789ab.tmp" for name in ("yesterday", "today")]
+    for folder in left:
+        folder.mkdir(parents=True)
+        (folder / "starts.npy").touch()
+    os.utime(left[0], (time.time() - 90_000,) * 2)
+    features.load_or_make("new", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE)
+    assert [folder.exists() for folder in left] == [False, True]
+    shutil.rmtree(left[1])
+
+
+def test_unwritable_cache_is_an_error_with_its_path(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(HpctrainError, match=r"file/features: the tokenized texts cannot be written .*set HPCTRAIN_CACHE"):
+        features.load_or_make("key", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE)
+
+
+def test_damaged_cache_is_an_error_with_its_path(cache):
+    features.load_or_make("broken", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE)
+    (cache / "broken/starts.npy").write_bytes(b"")
+    with pytest.raises(HpctrainError, match=r"broken: the tokenized texts cannot be read .*remove this folder and start again"):
+        features.load_or_make("broken", lambda: None, ALONE)
+
+
+# --- the saved model ---
+
+
+def test_saved_model_loads_in_transformers_with_its_label_names(trained):
+    model = AutoModelForSequenceClassification.from_pretrained(trained / "model")
+    tokenizer = AutoTokenizer.from_pretrained(trained / "model")
+    assert model.config.id2label == {0: "0", 1: "1"} and model.config.label2id == {"0": 0, "1": 1}
+    examples = formats.load_splits(classify.TASK, None)["test"]
+    with torch.no_grad():
+        predicted = [model(**tokenizer(example.text, return_tensors="pt")).logits.argmax().item() for example in examples]
+    right = sum(model.config.id2label[i] == example.label for i, example in zip(predicted, examples, strict=True))
+    assert right / len(examples) == pytest.approx(result(trained)["test_accuracy"])
+
+
+def test_fine_tuned_model_keeps_its_labels_when_tested_or_trained_again(trained, tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(SAMPLES / "classify", folder)
+    lines = (folder / "ratings_train.txt").read_text().splitlines(keepends=True)
+    only = [line for line in lines[1:] if line.rstrip("\n").endswith("\t1")]
+    (folder / "ratings_train.txt").write_text("".join([lines[0], *only]))
+    again = train("classify", tmp_path / "run", "--epochs", 0, "--model", trained / "model", "--data", folder)
+    assert scores(again) == pytest.approx(scores(trained), abs=1e-6)
+    with pytest.raises(HpctrainError, match="all training examples have the same label, '1'"):
+        train("classify", tmp_path / "other", "--from-scratch", "tiny", "--data", folder)
+
+
+def copy_model(source, folder, **config):
+    """A model as from elsewhere, without hpctrain's part of config.json and without digests; with other entries."""
+    shutil.copytree(source / "model", folder)
+    (folder / "SHA256SUMS").unlink()
+    content = json.loads((folder / "config.json").read_text())
+    content.pop("hpctrain")
+    (folder / "config.json").write_text(json.dumps(content | config))
+    return folder
+
+
+def name_labels(*names):
+    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+
+
+def swap_rows(folder):
+    """Swap the two outputs of a classifier."""
+    state = load_file(folder / "model.safetensors")
+    state |= {f"classifier.{name}": state[f"classifier.{name}"].flip(0) for name in ("weight", "bias")}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_model_from_elsewhere_keeps_the_order_of_its_labels(trained, tmp_path, capsys):
+    """In alphabetical order, each answer of a classifier would count as the opposite."""
+    model = swap_rows(copy_model(trained, tmp_path / "model", **name_labels("1", "0")))
+    again = train("classify", tmp_path / "run", "--epochs", 0, "--model", model)
+    assert "2 labels of the model: 1, 0\n" in capsys.readouterr().out
+    assert result(again)["test_loss"] == pytest.approx(result(trained)["test_loss"], rel=1e-6)
+    assert json.loads((again / "model/config.json").read_text())["id2label"] == {"0": "1", "1": "0"}
+    once_more = train("classify", tmp_path / "more", "--epochs", 1, "--limit", 64, "--model", model)
+    assert json.loads((once_more / "model/config.json").read_text())["id2label"] == {"0": "1", "1": "0"}
+
+
+ELEVEN = [str(i) for i in range(11)]  # in alphabetical order, 10 would come before 2
+LABELS = [f"LABEL_{i}" for i in ELEVEN]
+
+
+@pytest.mark.parametrize(
+    ("known", "needed", "labels", "origin"),
+    [
+        (["b", "a"], ["a", "b"], ["b", "a"], " of the model"),
+        (["c", "b", "a"], ["a", "b"], ["c", "b", "a"], " of the model"),
+        (["LABEL_0", "LABEL_1"], ["a", "b"], ["a", "b"], ", assumed to be LABEL_0, LABEL_1 of the model in this order"),
+        (LABELS, ELEVEN, ELEVEN, f", assumed to be {', '.join(LABELS)} of the model in this order"),
+        (["LABEL_0"], ["a", "b"], ["a", "b"], " for a new last layer, because the model has others (LABEL_0)"),
+        (["good", "bad"], ["0", "1"], ["0", "1"], ", assumed to be good, bad of the model in this order"),
+        (None, ["0", "1"], ["0", "1"], ""),
+    ],
+    ids=["same", "more", "nameless", "eleven", "nameless, more", "others", "no head"],
+)
+def test_labels_are_those_of_the_model_if_it_has_them(known, needed, labels, origin, tmp_path):
+    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification" if known else "BertModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | (name_labels(*known) if known else {})))
+    found = initial_model.choose_labels(classify.TASK, tmp_path, [Document("", "", label) for label in sorted(needed)])
+    assert found == (labels, origin)
+
+
+def test_model_for_several_labels_of_a_text_is_trained_for_one(trained, tmp_path):
+    """Its own loss takes no numbers of classes."""
+    model = copy_model(trained, tmp_path / "model", problem_type="multi_label_classification")
+    run = train("classify", tmp_path / "run", "--epochs", 1, "--limit", 40, "--batch-size", 8, "--model", model)
+    assert json.loads((run / "model/config.json").read_text())["problem_type"] == "single_label_classification"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model for each task, trained for a few steps."""
+    folder = tmp_path_factory.mktemp("models")
+    few = ("--epochs", 1, "--batch-size", 8, "--limit", 64, "--from-scratch", "tiny")  # more than any test set has
+    return {task: train(task, folder / task, *few) / "model" for task in TASKS}
+
+
+def run_predict(capfd, *arguments):
+    """Run `hpctrain predict` in this process; returns what it prints."""
+    capfd.readouterr()
+    predict.main(ALONE, [str(argument) for argument in arguments])
+    return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+
+
+QUESTIONS = {
+    "classify": ["또 보고 싶다", ""],
+    "pair": ["비가 온다", "날씨가 맑다", "한 사람", "두 사람"],
+    "ner": ["김민수는 서울에 산다", "둘"],
+    "qa": ["누가 사나?", "김민수는 서울에 산다", "어디에?", "긴 글 " * 300],
+    "generate": ["오늘은", "내일은"],
+    "instruct": ["눈의 색은?", "개의 소리는?"],
+}
+KEYS = {
+    "classify": {"text", "label", "probability"},
+    "pair": {"first", "second", "label", "probability"},
+    "ner": {"text", "entities"},
+    "qa": {"question", "context", "answer", "start", "score"},
+    "generate": {"text", "generated"},
+    "instruct": {"text", "generated"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_predict_gives_the_same_answers_for_arguments_and_files(task, models, capfd, tmp_path):
+    words = QUESTIONS[task]
+    answers = run_predict(capfd, models[task], *words)
+    names = TASKS[task].TASK.inputs
+    assert len(answers) == 2 and all(set(each) == KEYS[task] for each in answers)
+    assert [text for each in answers for text in (each[name] for name in names)] == words
+    rows = [words[i : i + len(names)] for i in range(0, len(words), len(names))]
+    (tmp_path / "texts.txt").write_text("".join("\t".join(row) + "\n" for row in rows))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    for name in ("texts.txt", "texts.jsonl"):
+        assert run_predict(capfd, models[task].parent, "--file", tmp_path / name, "--out", tmp_path / "answers.jsonl") == []
+        assert [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()] == answers
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "texts.jsonl", "texts.txt"]
+
+
+@torch.no_grad()
+def test_tokenizer_in_transformers_gives_what_the_model_was_trained_on(models, tmp_path, capfd):
+    """It truncates at --max-length of the run, and adds the token with which a text begins."""
+    tokenizers = {task: AutoTokenizer.from_pretrained(models[task]) for task in TASKS}
+    assert {task: t.model_max_length for task, t in tokenizers.items()} == {task: m.TASK.max_length for task, m in TASKS.items()}
+    text = "긴 글 " * 200
+    (answer,) = run_predict(capfd, models["classify"], text)
+    model = AutoModelForSequenceClassification.from_pretrained(models["classify"])
+    logits = model(**tokenizers["classify"](text, truncation=True, return_tensors="pt")).logits
+    assert logits.softmax(-1).max().item() == pytest.approx(answer["probability"], abs=1e-6)
+    made = generate.TASK.tokenize(load_tokenizer(models["generate"]), [Passage("", "오늘은")], [], 64, 0)
+    tokenizer = tokenizers["generate"]
+    assert made.tokens["input_ids"].tolist() == [*tokenizer("오늘은")["input_ids"], tokenizer.eos_token_id]
+    # which does not limit the next run
+    longer = train("classify", tmp_path / "run", "--model", models["classify"], "--epochs", 0, "--max-length", 512)
+    assert AutoTokenizer.from_pretrained(longer / "model").model_max_length == 512
+
+
+def test_questions_without_an_answer_are_trained_scored_and_answered(tmp_path, capfd):
+    """Of the sample data every second question has lost its answer, as in SQuAD 2.0."""
+    for name in ("train", "dev"):
+        content = json.loads((SAMPLES / f"qa/sample-qa_{name}.json").read_text())
+        questions = [item for article in content["data"] for part in article["paragraphs"] for item in part["qas"]]
+        for i, item in enumerate(questions):
+            item |= {"is_impossible": True, "answers": []} if i % 2 else {"is_impossible": False}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    run = train("qa", tmp_path / "run", *QUICK, "--data", tmp_path, "--limit", 40)
+    assert {f"test_{name}{part}" for name in ("exact_match", "f1_char", "f1_word") for part in ("", "/HasAns", "/NoAns")} < {
+        *result(run)
+    }
+    assert json.loads((run / "model/config.json").read_text())["hpctrain"]["settings"] == {"optional": True}
+    assert {*run_predict(capfd, run, *QUESTIONS["qa"][:2])[0]} == KEYS["qa"]
+
+
+def test_log_says_whether_a_question_or_an_answer_is_too_long(config, tmp_path, capsys):
+    for name, extra in (("train", {"question": "무엇? " * 200}), ("dev", {})):
+        content = json.loads((SAMPLES / f"qa/sample-qa_{name}.json").read_text())
+        paragraph = content["data"][0]["paragraphs"][0]
+        text = " ".join(f"{i}" for i in range(100))
+        paragraph["context"] += text
+        answers = [{"text": text, "answer_start": paragraph["context"].index(text)}]
+        paragraph["qas"].append({"id": "long", "question": "?", "answers": answers} | extra)
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    train("qa", tmp_path / "run", "--epochs", 0, "--data", tmp_path, "--from-scratch", config, "--validation-split", 0.01)
+    shown = capsys.readouterr().out
+    lost = r"examples with an answer that no prediction can be, because it is longer than 64 tokens or than a window; the first: "
+    assert re.search(rf"test: 1 of .* {lost}.*dev\.json, question long", shown), shown
+    assert re.search(r"train: 1 of .* examples with a question too long for --max-length 384 and truncated; .*long", shown)
+    assert "test: 1 of 39 examples with a question" not in shown
+
+
+def test_options_of_predict_may_stand_between_the_folder_and_the_texts():
+    for words in (["--seed", "3", "첫째", "둘째"], ["첫째", "--seed", "3", "둘째"], ["첫째", "둘째", "--seed", "3"]):
+        args = predict.parser().parse_args(["model", *words])
+        assert (args.folder, args.text, args.seed) == (Path("model"), ["첫째", "둘째"], 3)
+    with pytest.raises(UsageError, match=r"unrecognized arguments: --sed 3 첫째: did you mean --seed\?"):
+        predict.parser().parse_args(["model", "--sed", "3", "첫째"])
+
+
+@pytest.mark.parametrize("length", [512, 513, 10_000])
+def test_text_longer_than_the_positions_is_refused(models, length):
+    """With 512, it depended on the seed whether the text ended before."""
+    message = rf"--max-new-tokens {length} leaves no room for a text in the 512 positions of the model: give at most 511"
+    with pytest.raises(UsageError, match=message):
+        predict.main(ALONE, [str(models["generate"]), "오늘은", "--max-new-tokens", str(length)])
+
+
+def test_text_as_long_as_the_positions_is_generated(models):
+    model = generate.TASK.model.from_pretrained(models["generate"])
+    model.config.n_positions = 16
+    for prompt in ("오늘은", "오늘은 " * 40):
+        assert generate.TASK.generate_texts(model, load_tokenizer(models["generate"]), [prompt], 15, seed=1)
+
+
+def test_model_card_has_names_instead_of_paths(config, tmp_path):
+    folder = tmp_path / "some/where/reviews"
+    shutil.copytree(SAMPLES / "classify", folder)
+    run = train("classify", tmp_path / "here/run", "--epochs", 0, "--from-scratch", config, "--data", folder)
+    card = (run / "model/README.md").read_text()
+    assert str(tmp_path) not in card and "/" not in "".join(re.findall(r"^# .*|fine-tuned on .*", card, re.MULTILINE))
+    assert "# Text classification: run\n" in card and "language: ko\n" in card
+    assert "`from scratch (config.json)`, fine-tuned on `reviews`" in card
+    again = train("classify", tmp_path / "again", "--epochs", 0, "--model", run / "model", "--data", folder)
+    assert "`model`, fine-tuned on `reviews`" in (again / "model/README.md").read_text()
+
+
+def test_predict_agrees_with_the_scored_test_set(models, capfd, tmp_path):
+    examples = formats.load_splits(classify.TASK, None)["test"]
+    (tmp_path / "texts.txt").write_text("".join(example.text + "\n" for example in examples))
+    answers = run_predict(capfd, models["classify"], "--file", tmp_path / "texts.txt", "--batch-size", 5)
+    assert classify.TASK.score(examples, answers)["accuracy"] == result(models["classify"].parent)["test_accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("task", "arguments", "message"),
+    [
+        ("pair", ["one text"], "1 text given, but each answer of pair needs first and second"),
+        ("classify", [], "0 texts given, but each answer of classify needs text"),
+        ("classify", ["a", "--file", "b"], "TEXT and --file exclude each other: give only one"),
+        ("classify", ["--file", "missing.txt"], "missing.txt: cannot be read"),
+        ("classify", ["--file", "empty.txt"], "empty.txt: the file is empty"),
+        ("pair", ["--file", "tabs.txt"], "tabs.txt, line 2: expected first and second, separated by a tab"),
+        ("pair", ["--file", "broken.jsonl"], "broken.jsonl, line 1: expected a JSON object with first and second"),
+        ("classify", ["a", "--out", "missing/out"], "missing/out: cannot be written"),
+    ],
+)
+def test_predict_explains_bad_input(task, arguments, message, models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text("")
+    Path("tabs.txt").write_text("a\tb\nc\n")
+    Path("broken.jsonl").write_text('{"first": 1}\n')
+    with pytest.raises(HpctrainError, match=re.escape(message)):
+        predict.main(ALONE, [str(models[task]), *arguments])
+
+
+def test_predict_refuses_other_and_damaged_model_folders(models, tmp_path):
+    with pytest.raises(HpctrainError, match="not a model fine-tuned by hpctrain"):
+        predict.main(ALONE, [str(tmp_path), "text"])
+    (tmp_path / "config.json").write_text('{"hpctrain": {"task": "../classify"}}')
+    with pytest.raises(HpctrainError, match="not a model fine-tuned by hpctrain"):
+        predict.main(ALONE, [str(tmp_path), "text"])
+    shutil.copytree(models["classify"], tmp_path / "model")
+    (tmp_path / "model/model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(HpctrainError, match=r"model/model.safetensors: not the file that was written, according to SHA256SUMS"):
+        predict.main(ALONE, [str(tmp_path / "model"), "text"])
+    (tmp_path / "model/SHA256SUMS").unlink()  # as in a folder from elsewhere
+    with pytest.raises(HpctrainError, match="model: the model cannot be loaded"):
+        predict.main(ALONE, [str(tmp_path / "model"), "text"])
+    with pytest.raises(UsageError, match="predict runs in one process, but the launcher started 2"):
+        predict.main(World(0, 2, 0, 2, 0, 1, "torchrun"), [str(tmp_path), "text"])
+
+
+def test_every_task_is_found_by_its_command():
+    """No other table lists the tasks: `hpctrain predict` finds them in COMMANDS."""
+    commands = {name: module for name, (module, *_) in COMMANDS.items() if name.startswith("nlp.")}
+    assert commands == {f"nlp.{name}": module.__name__ for name, module in TASKS.items()}
+    for module in TASKS.values():
+        assert module.parser().prog == f"hpctrain nlp.{module.TASK.name}"
+    assert (predict.parser().prog, hub.parser().prog) == ("hpctrain predict", "hpctrain fetch")
+
+
+# --- bad input ---
+
+
+def fail_without_message(*args, **kwargs):
+    raise ValueError
+
+
+def test_exception_without_a_message_is_named_by_its_type(models, monkeypatch, tmp_path):
+    """str(error).splitlines()[0] would be an IndexError."""
+    monkeypatch.setattr(classify.Classify, "model", SimpleNamespace(from_pretrained=fail_without_message, __name__="AutoModel"))
+    with pytest.raises(HpctrainError, match=r"model: the model cannot be loaded \(ValueError\)"):
+        predict.main(ALONE, [str(models["classify"]), "text"])
+    with pytest.raises(HpctrainError, match=r"model: not a model for nlp.classify \(ValueError\)"):
+        train("classify", tmp_path / "run", "--model", models["classify"])
+
+
+def test_task_without_sample_data_needs_data(monkeypatch):
+    monkeypatch.setattr(classify.Classify, "name", "classify_in_a_hurry")
+    with pytest.raises(UsageError, match=r"nlp\.classify_in_a_hurry has no sample data: give --data"):
+        formats.load_splits(classify.TASK, None)
+
+
+def add_lines(tmp_path, **files):
+    """The first reviews of the sample data, and in these files one more line each."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train", "test"):
+        lines = (SAMPLES / f"classify/ratings_{name}.txt").read_text().splitlines(keepends=True)[:41]
+        (folder / f"ratings_{name}.txt").write_text("".join(lines) + files.get(name, ""))
+    return folder
+
+
+QUICK = ("--epochs", 1, "--batch-size", 8, "--from-scratch", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"train": "1\t한 줄\n"}, "skipped 1 example "),
+        ({"test": "1\t글\t7\n"}, "1 of .* examples with a label that is not in the training data"),
+        ({"train": "1\t" + "긴 글 " * 300 + "\t1\n"}, "1 of .* examples too long for --max-length 128 and truncated"),
+    ],
+    ids=["broken line", "unseen label", "too long"],
+)
+def test_bad_examples_are_reported_or_with_strict_an_error(tmp_path, capsys, files, message):
+    folder = add_lines(tmp_path, **files)
+    name = {"train": "ratings_train.txt", "test": "ratings_test.txt"}[next(iter(files))]
+    number = (folder / name).read_text().count("\n")
+    train("classify", tmp_path / "run", *QUICK, "--data", folder, "--validation-split", 0.02)
+    shown = capsys.readouterr().out
+    assert re.search(message, shown) and f"{name}, line {number}" in shown, shown
+    with pytest.raises(HpctrainError, match=rf"{name}, line {number}"):
+        train("classify", tmp_path / "strict", *QUICK, "--data", folder, "--strict", "--validation-split", 0.02)
+
+
+@pytest.mark.parametrize("name", ["test", "dev"])
+def test_run_ends_with_a_model_although_a_set_has_only_unseen_labels(name, tmp_path, capsys):
+    """Its loss is a mean over no labels."""
+    folder = add_lines(tmp_path)
+    (folder / f"ratings_{name}.txt").write_text("id\tdocument\tlabel\n1\t좋다\t7\n2\t나쁘다\t8\n")
+    run = train("classify", tmp_path / "run", *QUICK, "--data", folder)
+    assert "2 of 2 examples with a label that is not in the training data" in capsys.readouterr().out
+    assert (run / "model/model.safetensors").exists() and ("test_loss" in result(run)) == (name != "test")
+    assert (result(run)["test_accuracy"] == 0) == (name == "test")
+
+
+def test_score_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capsys):
+    def score(_, examples, answers):
+        return {"accuracy": 0.5, "f1": float("nan") if len(examples) == 30 else 0.5}  # of the test set
+
+    monkeypatch.setattr(pair.PairClassify, "score", score)
+    run = train("pair", tmp_path / "run", *QUICK, "--limit", 30)
+    assert "test_f1 is nan: left out" in capsys.readouterr().out
+    assert (run / "model/model.safetensors").exists() and set(scores(run)) == {"test_loss", "test_accuracy"}
+
+
+def test_nan_loss_ends_the_run(config, tmp_path):
+    error = r"train_loss is nan at epoch \d, step \d+, since step \d+ .*: training diverged, use a smaller --lr.*run"
+    with pytest.raises(HpctrainError, match=error):
+        train("classify", tmp_path / "run", "--epochs", 3, "--batch-size", 8, "--lr", 1e30, "--from-scratch", config)
+    assert not (tmp_path / "run/model").exists()
+
+
+def test_test_split_of_a_single_file_does_not_depend_on_the_seed():
+    file = str(SAMPLES / "classify/ratings_train.txt")
+    sets = [
+        finetune.read_examples(classify.TASK, parse_options(classify.TASK, ["--data", file, "--model", "x", *seed]), ALONE)
+        for seed in (["--seed", "1"], ["--seed", "2"])
+    ]
+    assert sets[0]["test"] == sets[1]["test"] and sets[0]["validation"] != sets[1]["validation"]
+    assert not set(sets[0]["test"]) & {*sets[0]["train"], *sets[0]["validation"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "x"], "--data needs a model: give --model NAME, such as beomi/kcbert-base, or --from-scratch"),
+        (["--model", "a/b", "--from-scratch", "tiny"], "--model and --from-scratch exclude each other: give only one"),
+        (["--epochs", "-1"], "--epochs -1 is negative: give 0 or more"),
+        (["--warmup", "2"], "--warmup 2.0 is not a fraction: give a number from 0 to 1"),
+        (["--batch-size", "0"], "0 is not above zero"),
+    ],
+)
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        parse_options(classify.TASK, options)
+
+
+def test_max_length_beyond_the_positions_of_the_model_is_refused(trained, tmp_path):
+    with pytest.raises(
+        HpctrainError, match=r"--max-length 600 is too long for .*, which has 512 positions: give --max-length 512"
+    ):
+        train("classify", tmp_path / "run", "--model", trained / "model", "--max-length", 600)
+
+
+def test_model_with_missing_weights_is_refused(trained, tmp_path):
+    """transformers would only warn, and initialize them at random."""
+    shutil.copytree(trained / "model", tmp_path / "model")
+    (tmp_path / "model/SHA256SUMS").unlink()
+    state = load_file(tmp_path / "model/model.safetensors")
+    save_file(
+        {name: state[name] for name in state if "layer.1" not in name}, tmp_path / "model/model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(HpctrainError, match=r"model: 16 weights of the bert model are missing, such as bert\.encoder\.layer\.1"):
+        train("classify", tmp_path / "run", "--model", tmp_path / "model")
+
+
+def change_vocabulary(model, change):
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = change(tokenizer["model"]["vocab"])
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda vocabulary: {"[PAD]": 0}, r"its tokenizer cannot tokenize the data \(.*\): fetch or copy the folder again"),
+        (
+            lambda vocabulary: {token: i if i < 5 else i + 10_000 for token, i in vocabulary.items()},
+            r"its tokenizer has the token 10\d{3}, but its model only \d+ tokens: .* fetch or copy the folder again",
+        ),
+    ],
+    ids=["broken", "of another model"],
+)
+def test_tokenizer_that_does_not_work_is_one_line_that_names_the_folder(trained, tmp_path, change, message):
+    model = copy_model(trained, tmp_path / "model")
+    change_vocabulary(model, change)
+    with pytest.raises(HpctrainError, match=f"{model}: {message}"):
+        train("classify", tmp_path / "run", "--model", model, "--epochs", 0)
+
+
+def test_label_not_in_training_data_counts_as_wrong():
+    labels = ["0", "1"]
+    examples = [Document("", "글", "7"), Document("", "글", "1")]
+    create_model(Path(os.environ["HPCTRAIN_CACHE"]) / "seven", "tiny", "bert", ["글 글"], 1, 128)
+    tokenizer = load_tokenizer(Path(os.environ["HPCTRAIN_CACHE"]) / "seven")
+    made = classify.TASK.tokenize(tokenizer, examples, labels, 128, 0)
+    assert made.values["labels"].tolist() == [IGNORED, 1] and made.values["units"].tolist() == [0, 1]
+    assert classify.TASK.score(examples, [{"label": "1"}, {"label": "1"}])["accuracy"] == 0.5

@@ -1,0 +1,286 @@
+"""hpctrain jupyter: a server that its user reaches through ssh, and nobody else; and a kernel for a JupyterHub."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from hpctrain.errors import HpctrainError
+from hpctrain.servers import jupyter
+from tests.helpers import BARE_PYTHON
+from tests.launch.test_launch import HOME, wait, wait_until_idle
+from tests.tools.browser import Browser
+
+# Asks the server by its socket, without the token.
+ASK = """
+import http.client, socket, sys
+connection = http.client.HTTPConnection("localhost")
+connection.sock = socket.socket(socket.AF_UNIX)
+connection.sock.connect(sys.argv[1])
+connection.request("GET", "/api/status")
+print(connection.getresponse().status)
+"""
+# Asks TensorBoard through the tunnel for its runs, with a cookie.
+OPEN = """
+import http.client, sys
+connection = http.client.HTTPConnection("localhost", 8888)
+connection.request("GET", "/data/runs", headers={"Cookie": sys.argv[1]})
+print(connection.getresponse().status)
+"""
+CELL = """
+import os, torch
+from IPython.display import Image
+print(torch.__version__, "RANK" in os.environ, "SLURM_PROCID" in os.environ)
+!torchrun --standalone --nproc-per-node 2 -m hpctrain train_ddp --epochs 2 --out runs/of-a-cell
+Image("runs/of-a-cell/curves.png")
+"""
+
+
+def words_of_the_log(cluster, log, says):
+    """The ssh command of a job's log, its socket and its node, when the log says this."""
+    deadline = time.monotonic() + 300
+    while says not in (text := log.read_text() if log.exists() else ""):
+        assert time.monotonic() < deadline and "error" not in text, text
+        time.sleep(1)
+    command = re.search(r"ssh -N -L 8888:(\S+/socket) -J alice@login alice@(n\d)", text)
+    return text, command[0], command[1], command[2]
+
+
+@contextmanager
+def opened(cluster, command):
+    """The ssh command runs on the login node."""
+    tunnel = cluster.start("login", *command.split(), user="alice")
+    try:
+        deadline = time.monotonic() + 60
+        listens = "import socket; socket.create_connection(('localhost', 8888))"
+        while cluster.exec("login", "python3", "-c", listens, user="alice", check=False).returncode:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        yield
+    finally:
+        tunnel.send_signal(signal.SIGTERM)
+        tunnel.wait()
+
+
+def run_in_jupyterlab(browser, token, code):
+    """Log in, run a cell of a new notebook that ends with a picture, and return what it prints."""
+    browser.resize(1280, 780)
+    browser.open("http://localhost:8888/lab")
+    browser.wait_for("document.querySelector('#password_input')")
+    browser.click("#password_input")
+    browser.ask("Input.insertText", text=token)
+    browser.click("#login_submit")
+    launcher = ".jp-LauncherCard[data-category='Notebook']"
+    browser.wait_for(f"document.querySelector({launcher!r})")
+    browser.click(launcher)
+    browser.wait_for("document.body.innerText.includes('Python 3 (ipykernel) | Idle')")
+    browser.click(".jp-Notebook .cm-content")
+    browser.wait_for("document.activeElement.matches('.cm-content')")
+    browser.ask("Input.insertText", text=code)
+    browser.press_shift_enter()
+    browser.wait_for("document.querySelector('.jp-OutputArea img')?.naturalWidth")
+    if path := os.environ.get("HPCTRAIN_PICTURE"):  # docs/jupyter.png
+        browser.take_picture().save(path, optimize=True)
+    assert not browser.evaluate("document.querySelector('.Toastify__toast')?.innerText")
+    return browser.evaluate("document.querySelector('.jp-OutputArea').innerText")
+
+
+@pytest.mark.slow
+def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
+    job = cluster.submit("launch/jupyter.sh", cwd=HOME)
+    private = f"{HOME}/runs/jupyter/{job}"
+    log = cluster.host_path(f"{HOME}/slurm-{job}.out")
+    text, command, socket, node = words_of_the_log(cluster, log, "Jupyter Server")
+    token = cluster.host_path(f"{private}/token").read_text().strip()
+    assert f"give the token in {private}/token" in text
+
+    # nobody else
+    assert token not in text
+    assert token not in cluster.exec(node, "ps", "-eo", "args").stdout
+    assert cluster.exec("login", "cat", f"{private}/token", user="bob", check=False).returncode != 0
+    ask = ["python3", "-c", ASK, socket]
+    assert "PermissionError" in cluster.exec(node, *ask, user="bob", check=False).stderr
+    assert cluster.exec(node, *ask, user="alice").stdout == "403\n"
+    assert "8888" not in cluster.exec(node, "ss", "-ltn").stdout
+
+    login = (cluster.state / "machines/login/pid").read_text().split()[0]
+    with opened(cluster, command), Browser("nsenter", f"--net=/proc/{login}/ns/net") as browser:
+        printed = run_in_jupyterlab(browser, token, CELL.strip())
+    assert printed.startswith("2.13.0+cpu False False\n") and "2 ranks on 1 node (torchrun)" in printed, printed
+    assert cluster.host_path(f"{HOME}/runs/of-a-cell/result.json").exists()
+
+    cluster.exec("login", "scancel", str(job), user="alice")
+    wait(cluster, job, HOME)
+    wait_until_idle(cluster, job)
+    assert not cluster.host_path(f"{private}/token").exists()
+    assert cluster.exec(node, "test", "-e", socket, check=False).returncode != 0
+
+
+@pytest.mark.slow
+def test_in_the_allocation_of_salloc(cluster):
+    """Where the site starts the shell of salloc on the compute node, as a step of the job."""
+    log = cluster.host_path(f"{HOME}/salloc.log")
+    step = f"srun --ntasks=1 apptainer exec {HOME}/hpctrain-cpu.sif hpctrain jupyter --out {HOME}/runs/salloc"
+    shell = cluster.start("login", "bash", "-c", f"exec salloc --nodes=1 {step} >{HOME}/salloc.log 2>&1", user="alice")
+    text, _, socket, node = words_of_the_log(cluster, log, "Jupyter Server")
+    assert cluster.exec(node, "python3", "-c", ASK, socket, user="alice").stdout == "403\n"
+    cluster.exec("login", "scancel", re.search(r"Granted job allocation (\d+)", text)[1], user="alice")
+    shell.wait(timeout=60)
+    assert not list(cluster.host_path(f"{HOME}/runs/salloc").rglob("token"))
+
+
+@pytest.mark.slow
+def test_tensorboard_in_a_pbs_job_through_the_command_of_the_log(cluster):
+    """By qsub over Slurm. From another user and from another node nothing reaches it; with ssh and the token its user does."""
+    cluster.exec("login", "mkdir", "-p", f"{HOME}/runs", user="alice")
+    qsub = ["qsub", "-N", "board", "-l", "select=1:ncpus=1:mpiprocs=1", "-l", "walltime=00:10:00"]
+    line = f"{HOME}/launch/jupyter.sh tensorboard runs\n"
+    job = int(cluster.exec("login", *qsub, user="alice", cwd=HOME, input=line).stdout)
+    text, command, socket, node = words_of_the_log(cluster, cluster.host_path(f"{HOME}/board.o{job}"), "Then open")
+    token = cluster.host_path(re.search(r"give the token in (\S+)", text)[1]).read_text().strip()
+    ask = ["python3", "-c", ASK, socket]
+    assert "PermissionError" in cluster.exec(node, *ask, user="bob", check=False).stderr
+    assert "FileNotFoundError" in cluster.exec("n2" if node == "n1" else "n1", *ask, user="alice", check=False).stderr
+    assert cluster.exec(node, *ask, user="alice").stdout == "403\n"
+    with opened(cluster, command):
+        for given, status in (("wrong", "403"), (token, "200")):
+            words = ["python3", "-c", OPEN, f"token={given}"]
+            assert cluster.exec("login", *words, user="alice").stdout == f"{status}\n"
+    cluster.exec("login", "qdel", str(job), user="alice")
+    wait_until_idle(cluster, job)
+    assert cluster.exec(node, "test", "-e", socket, check=False).returncode != 0
+
+
+@pytest.mark.slow
+def test_a_kernel_of_a_hub_runs_in_the_image(cluster):
+    written = cluster.exec(
+        "login", "apptainer", "exec", "hpctrain-cpu.sif", "hpctrain", "jupyter", "--kernel", user="alice", cwd=HOME
+    )
+    assert written.stdout == "/home/alice/.local/share/jupyter/kernels/hpctrain-cpu/kernel.json\n"
+    program = """
+from jupyter_client.manager import start_new_kernel
+manager, client = start_new_kernel(kernel_name="hpctrain-cpu")
+client.execute_interactive("import os, torch; print(os.environ['APPTAINER_CONTAINER'], torch.__file__)", timeout=120)
+manager.shutdown_kernel(now=True)
+"""
+    done = cluster.exec("login", BARE_PYTHON, "-c", program, user="alice", cwd=HOME)
+    image, torch = done.stdout.split()
+    assert image == f"{HOME}/hpctrain-cpu.sif" and torch.startswith("/opt/hpctrain/lib/python3.11/site-packages/torch/")
+
+
+def test_a_kernel_names_the_image(tmp_path):
+    env = {"APPTAINER_CONTAINER": "/images/my image.sif", "JUPYTER_DATA_DIR": str(tmp_path)}
+    path = jupyter.write_kernel(env)
+    assert path == tmp_path / "kernels/my-image/kernel.json"
+    kernel = json.loads(path.read_text())
+    assert kernel["argv"][:4] == ["apptainer", "exec", "--nv", "/images/my image.sif"] and kernel["display_name"] == "my image"
+    with pytest.raises(HpctrainError, match="--kernel cannot tell the image: run it in a container of apptainer"):
+        jupyter.write_kernel({})
+    with pytest.raises(HpctrainError, match="set JUPYTER_DATA_DIR to a folder of your own"):
+        jupyter.write_kernel(env | {"JUPYTER_DATA_DIR": "/proc"})
+
+
+def test_a_kernel_of_another_image_is_kept(tmp_path):
+    """Two images with one file name: the second took the place of the first."""
+    paths = [
+        jupyter.write_kernel({"APPTAINER_CONTAINER": f"/{folder}/hpctrain-cpu.sif", "JUPYTER_DATA_DIR": str(tmp_path)})
+        for folder in ("mine", "group", "mine")
+    ]
+    assert [path.parent.name for path in paths] == ["hpctrain-cpu", "hpctrain-cpu-2", "hpctrain-cpu"]
+    kernels = [json.loads(path.read_text()) for path in paths]
+    assert [kernel["display_name"] for kernel in kernels] == ["hpctrain-cpu", "hpctrain-cpu 2", "hpctrain-cpu"]
+    assert "/mine/hpctrain-cpu.sif" in kernels[0]["argv"] and "/group/hpctrain-cpu.sif" in kernels[1]["argv"]
+
+
+def test_a_kernel_of_shifter(tmp_path):
+    env = {"HPCTRAIN_IMAGE": "registry/me/hpctrain:cu130", "JUPYTER_DATA_DIR": str(tmp_path)}
+    shifter = env | {"HPCTRAIN_RUNTIME": "shifter", "HPCTRAIN_SHIFTER_MODULES": "gpu,nccl-plugin"}
+    kernel = json.loads(jupyter.write_kernel(shifter).read_text())
+    program = ["python", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    assert kernel["argv"] == ["shifter", "--image=registry/me/hpctrain:cu130", "--module=gpu,nccl-plugin", *program]
+    assert kernel["display_name"] == "hpctrain:cu130" and (tmp_path / "kernels/hpctrain-cu130/kernel.json").exists()
+
+
+def test_a_kernel_of_podman_hpc(tmp_path):
+    env = {"HPCTRAIN_RUNTIME": "podman-hpc", "HPCTRAIN_IMAGE": "me/hpctrain:cu130", "JUPYTER_DATA_DIR": str(tmp_path)}
+    env |= {"HPCTRAIN_PODMAN_MODULES": "gpu nccl", "HPCTRAIN_BIND": "/usr /none"}
+    kernel = json.loads(jupyter.write_kernel(env).read_text())
+    assert kernel["argv"][4:9] == ["--gpu", "--nccl", "--volume=/usr:/usr", "me/hpctrain:cu130", "python"]
+
+
+def start_kernel(cluster, name, env):
+    """What a kernel prints that Jupyter's own client starts on the login node, as a JupyterHub would, and then interrupts."""
+    program = f"""
+from jupyter_client.manager import start_new_kernel
+manager, client = start_new_kernel(kernel_name="{name}", startup_timeout=300)
+def interrupt(message):
+    if message["content"].get("name") == "stdout":
+        print(message["content"]["text"])
+        manager.interrupt_kernel()
+cell = "import os, time, torch; print(os.getcwd(), torch.__file__, flush=True); time.sleep(300)"
+print(client.execute_interactive(cell, timeout=120, output_hook=interrupt)["content"]["ename"])
+manager.shutdown_kernel()
+"""
+    done = cluster.exec("login", BARE_PYTHON, "-c", program, user="alice", cwd=HOME, env=env)
+    folder, torch, error = done.stdout.split()[-3:]  # after what the kernel itself prints when it starts
+    assert torch.startswith("/opt/hpctrain/lib/python3.11/site-packages/torch/") and error == "KeyboardInterrupt", done
+    return folder
+
+
+@pytest.mark.slow
+def test_a_kernel_in_podman_hpc(cluster, podman_image):
+    named = {"HPCTRAIN_RUNTIME": "podman-hpc", "HPCTRAIN_IMAGE": "hpctrain:cpu", "HPCTRAIN_BIND": "/project /none"}
+    write = [BARE_PYTHON, "-m", "hpctrain", "jupyter", "--kernel"]
+    cluster.exec("login", *write, user="alice", cwd=HOME, env=podman_image | named)
+    assert start_kernel(cluster, "hpctrain-cpu", podman_image) == HOME
+    assert not cluster.exec("login", "podman-hpc", "ps", "--all", "--quiet", user="alice", env=podman_image).stdout
+
+
+@pytest.mark.slow
+def test_a_kernel_in_shifter(cluster):
+    """With the stand-in: its command line."""
+    env = {"PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin", "SHIFTER_SIF": "/project/hpctrain-cpu.sif"}
+    named = {"HPCTRAIN_RUNTIME": "shifter", "HPCTRAIN_IMAGE": "hpctrain:in-shifter"}
+    write = ["shifter", "--image=hpctrain:in-shifter", "hpctrain", "jupyter", "--kernel"]
+    cluster.exec("login", *write, user="alice", cwd=HOME, env=env | named)
+    assert start_kernel(cluster, "hpctrain-in-shifter", env) == HOME
+
+
+def test_a_notebook_is_no_rank():
+    mine = {"PATH": "/bin", "SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0", "RANKS_OF_MINE": "1"}
+    of_the_launcher = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_ID": "0",
+        "PMIX_RANK": "0",
+        "MASTER_ADDR": "n1",
+        "HPCTRAIN_WORLD_SIZE": "1",
+        "HPCTRAIN_JOB_SECRET": "x",
+    }
+    assert jupyter.without_launcher(mine | of_the_launcher) == mine
+
+
+@pytest.mark.parametrize(
+    ("env", "arguments", "message"),
+    [
+        ({}, ["--out", "/proc/x"], "/proc/x: cannot be written"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+          "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [], "one server is enough"),
+    ],
+)  # fmt: skip
+def test_invalid_input_is_one_line(env, arguments, message):
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain", "jupyter", *arguments],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -1,0 +1,595 @@
+"""The trainers in one process and on two ranks, and train_horovod in the image. test_matrix.py is about launchers."""
+
+import argparse
+import copy
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+import torch
+
+from hpctrain.checkpoints import checkpoint
+from hpctrain.distributed.world import ALONE, World
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.training import kernels
+from hpctrain.vision import data, recipe, train_fsdp
+from hpctrain.vision.model import MnistNet, ResNet50
+from hpctrain.vision.train_horovod import learning_rate
+from tests.helpers import SIF, write_digits
+from tests.tools import warm_start
+
+SRC = slurm_cluster.REPOSITORY / "src"
+PYTHON = [sys.executable, "-m", "hpctrain"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--log-dir=logs"]
+
+
+def run(launcher, *args, cwd, **env):
+    """Run hpctrain by the words of a launcher, or on a number of ranks that have their imports behind them."""
+    words, env = list(map(str, args)), os.environ | env
+    if isinstance(launcher, int):
+        ranks = [warm_start.Rank(words, env)] if launcher == 1 else warm_start.torchrun_ranks(launcher, words, env)
+        return warm_start.run(ranks, cwd)
+    return subprocess.run([*launcher, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def train(launcher, *args, cwd, trainer="train_ddp", **env):
+    """Train on few digits, unless --data is given; returns the output."""
+    if "--data" not in args:
+        args = ("--data", "digits", *args)
+        if not (cwd / "digits").exists():
+            write_digits(cwd / "digits")
+    done = run(launcher, trainer, *args, cwd=cwd, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def in_image(*command, **env):
+    """A launcher inside the image, which has Horovod, with the current sources."""
+    env = {
+        "PYTHONPATH": SRC, "OMP_NUM_THREADS": 1, "HOROVOD_FUSION_THRESHOLD": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29517,
+        "OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1, **env,
+    }  # fmt: skip
+    return [
+        str(slurm_cluster.CLUSTER_SH), "run", "-b", str(SRC), "-b", str(SIF), "--", "apptainer", "exec", "--bind", str(SRC),
+        *(word for name, value in env.items() for word in ("--env", f"{name}={value}")), str(SIF), *command,
+    ]  # fmt: skip
+
+
+HOROVOD_ALONE = in_image("python", "-m", "hpctrain")
+HOROVOD_TWO = in_image("torchrun", "--nproc-per-node=2", "-m", "hpctrain")
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder, epoch):
+    return checkpoint.load(checkpoint.path_of(folder, epoch), torch.device("cpu"))["model"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two epochs on digits with the same global batch: in one process, on two ranks, and on two ranks of a real torchrun."""
+    cwd = tmp_path_factory.mktemp("runs")
+    for name, launcher in (("one", 1), ("two", 2), ("again", [*TORCHRUN, "-m", "hpctrain"])):
+        train(launcher, "--epochs", 2, "--out", name, cwd=cwd)
+    return cwd
+
+
+@pytest.fixture
+def few(tmp_path):
+    """16 and 6 images, for a ResNet-50 on a CPU."""
+    return write_digits(tmp_path / "few", 16, 6)
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_weights_of_one_process(tmp_path):
+    """To float tolerance after few steps: rounding errors grow with each step, as ReLUs switch."""
+    for name, launcher in (("one", 1), ("two", 2)):
+        train(launcher, "--epochs", 2, "--batch-size", 106, "--out", name, cwd=tmp_path)
+    one, two = weights(tmp_path / "one", 2), weights(tmp_path / "two", 2)
+    assert list(one) == list(two)  # no "module." to strip
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
+    assert result(tmp_path / "two")["test_loss"] == pytest.approx(result(tmp_path / "one")["test_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_same_command_gives_the_same_weights_bit_for_bit(runs):
+    assert result(runs / "two")["weights_sha256"] == result(runs / "again")["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "launcher"), [("one", 1), ("two", 2)])
+def test_an_epoch_resumed_is_bit_for_bit_one_that_was_not_interrupted(runs, tmp_path, name, launcher):
+    train(launcher, "--epochs", 1, "--out", tmp_path / "half", cwd=tmp_path)
+    out = train(launcher, "--epochs", 2, "--resume", tmp_path / "half", cwd=tmp_path)
+    assert "resuming after epoch 1" in out
+    assert result(tmp_path / "half")["weights_sha256"] == result(runs / name)["weights_sha256"]
+    # The metrics continue where they stopped, and the first configuration is kept.
+    assert [line["epoch"] for line in metrics(tmp_path / "half") if "test_accuracy" in line] == [1, 2]
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["options"]["epochs"] == 1
+    assert json.loads((tmp_path / "half" / "config.2.json").read_text())["options"]["epochs"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trainer", "ranks"), [("train_ddp", 4), ("train_ddp", 8), ("train_lightning", 4)])
+def test_more_than_two_ranks_are_resumed_bit_for_bit(tmp_path, trainer, ranks):
+    """With two ranks each sum has two terms. With more, its last bits depend on where in DDP's buckets a gradient lies."""
+    for name, epochs, more in (("whole", 2, ()), ("cut", 1, ()), ("cut", 2, ("--resume", "cut"))):
+        train(ranks, "--epochs", epochs, *(more or ("--out", name)), cwd=tmp_path, trainer=trainer)
+    assert result(tmp_path / "cut")["weights_sha256"] == result(tmp_path / "whole")["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_is_resumed_in_one_process(runs, tmp_path):
+    out = train(1, "--epochs", 3, "--resume", runs / "two", "--out", tmp_path / "more", cwd=tmp_path)
+    assert "resuming after epoch 2" in out
+    assert not (runs / "two" / "checkpoints" / "epoch-0003.pt").exists()
+
+
+@pytest.mark.slow
+def test_the_run_folder(runs):
+    folder = runs / "two"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["world"]["size"] == 2 and config["world"]["launcher"] == "torchrun"
+    assert config["options"]["batch_size"] == 32 and config["versions"]["torch"] == torch.__version__
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank-0000.log", "rank-0001.log"]
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert any((folder / "tensorboard").iterdir())
+    assert metrics(folder)[0].keys() >= {"epoch", "step", "seconds", "train_loss", "examples_per_s"}
+    # Each of the 80 test examples counts once: the accuracy is a multiple of 1 / 80.
+    correct = result(folder)["test_accuracy"] * 80
+    assert correct == pytest.approx(round(correct), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_mean_over_ranks_is_that_of_the_whole_batch(runs):
+    losses = [
+        [
+            line["train_loss"]
+            for line in map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines())
+            if "train_loss" in line
+        ]
+        for name in ("one", "two")
+    ]
+    assert losses[0][:5] == pytest.approx(losses[1][:5], rel=1e-4)
+
+
+def same_metrics(one, other):
+    not_compared = ("seconds", "examples_per_s", "learning_rate", "peak_memory_mb")
+    return [{name: value for name, value in line.items() if name not in not_compared} for line in metrics(one)] == [
+        {name: value for name, value in line.items() if name not in not_compared} for line in metrics(other)
+    ]
+
+
+@pytest.mark.slow
+def test_lightning_on_two_ranks_gives_the_weights_and_metrics_of_ddp_bit_for_bit(runs, tmp_path):
+    out = train(2, "--epochs", 2, "--out", "run", cwd=tmp_path, trainer="train_lightning")
+    assert result(tmp_path / "run")["weights_sha256"] == result(runs / "two")["weights_sha256"]
+    assert same_metrics(tmp_path / "run", runs / "two")
+    assert "epoch 2 step 20  test_loss" in out and (tmp_path / "run" / "curves.png").exists()
+    assert list(weights(tmp_path / "run", 2)) == list(weights(runs / "two", 2))
+
+
+@pytest.mark.slow
+def test_fsdp_on_two_ranks_gives_the_weights_and_metrics_of_ddp_bit_for_bit(runs, tmp_path):
+    train(2, "--epochs", 2, "--out", "run", cwd=tmp_path, trainer="train_fsdp")
+    assert result(tmp_path / "run")["weights_sha256"] == result(runs / "two")["weights_sha256"]
+    assert same_metrics(tmp_path / "run", runs / "two")
+    # In bf16 as well, and with 5 test images in two batches on rank 1, but 4 in one on rank 0.
+    options = ("--data", write_digits(tmp_path / "nine", 16, 9), "--batch-size", 4, "--epochs", 1, "--precision", "bf16")
+    for trainer in ("train_ddp", "train_fsdp"):
+        train(2, *options, "--out", trainer, cwd=tmp_path, trainer=trainer)
+    assert result(tmp_path / "train_ddp")["weights_sha256"] == result(tmp_path / "train_fsdp")["weights_sha256"]
+    assert same_metrics(tmp_path / "train_ddp", tmp_path / "train_fsdp")
+    train(1, *options, "--out", "one", cwd=tmp_path, trainer="train_fsdp")
+    assert result(tmp_path / "one")["test_loss"] == pytest.approx(result(tmp_path / "train_fsdp")["test_loss"], rel=1e-2)
+
+
+@pytest.mark.slow
+def test_lightning_prints_nothing_of_its_own(runs, tmp_path):
+    write_digits(tmp_path / "digits")
+    done = run(PYTHON, "train_lightning", "--data", "digits", "--epochs", 2, "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "" and "Tip" not in done.stdout
+    assert result(tmp_path / "run")["weights_sha256"] == result(runs / "one")["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_sigterm_ends_lightning_at_once(tmp_path):
+    command = [*PYTHON, "train_lightning", "--epochs", "500", "--out", "run"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert any(line.startswith("epoch 1 ") for line in process.stdout)
+        process.terminate()
+        assert process.wait(timeout=60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_fast_kernels_on_a_cpu_are_on_request(fast):
+    args = recipe.parse(recipe.vision_parser("train_ddp", ""), ["--fast-kernels"] * fast)
+    training_set, _ = data.load(None)
+    model = recipe.build_model(args, training_set, torch.device("cpu"))
+    optimizer = recipe.make_optimizer(args, model.parameters())
+    assert model.conv2.weight.is_contiguous(memory_format=torch.channels_last) == fast
+    assert [bool(group["fused"]) for group in optimizer.param_groups] == [fast]
+    assert recipe.uses_fast_kernels(args, torch.device("cuda"))
+    if fast:
+        with pytest.raises(UsageError, match="--fast-kernels is not for train_fsdp"):
+            train_fsdp.main(ALONE, ["--fast-kernels"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["train_ddp", "train_fsdp"])
+def test_compiled_training_is_the_same_to_rounding_and_its_checkpoints_are_plain(runs, tmp_path, trainer):
+    """On two ranks, from a checkpoint of a run that was not compiled."""
+    shutil.copytree(runs / "two", tmp_path / "run")
+    for name in ("result.json", "checkpoints/epoch-0002.pt"):
+        (tmp_path / "run" / name).unlink()
+    cache = tmp_path / "kernels"
+    options = ("--epochs", 2, "--resume", "run", "--compile")
+    out = train(2, *options, cwd=tmp_path, trainer=trainer, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    assert "resuming after epoch 1" in out and list(cache.rglob("*.cpp"))
+    assert json.loads((tmp_path / "run/config.2.json").read_text())["options"]["compile"]
+    compiled, plain = (metrics(folder) for folder in (tmp_path / "run", runs / "two"))
+    for name in ("train_loss", "test_loss"):
+        assert [x[name] for x in compiled if name in x] == pytest.approx([x[name] for x in plain if name in x], rel=1e-3)
+    MnistNet().load_state_dict(weights(tmp_path / "run", 2))
+    assert list(weights(tmp_path / "run", 2)) == list(weights(runs / "two", 2))
+
+
+def test_only_training_is_compiled_and_a_copy_is_not(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: lambda *inputs: (calls.append(dynamic), function(*inputs))[1])
+    model = MnistNet()
+    names = list(model.state_dict())
+    kernels.compile_training(model, dynamic=True)
+    images = torch.zeros(1, 1, 28, 28)
+    copy.deepcopy(model).train()(images)
+    model.eval()(images)
+    assert calls == [] and list(model.state_dict()) == names
+    model.train()(images)
+    assert calls == [True]
+
+
+def test_compiled_layers_of_1x1_convolutions_do_not_warn_under_ddp():
+    """torch warns of strides in dimensions of size 1, once on each rank, in four lines."""
+    with warnings.catch_warnings(record=True) as shown:
+        kernels.compile_training(MnistNet())
+        for message in ("Grad strides do not match bucket view strides. This may", "Grads of another kind"):
+            warnings.warn(message, stacklevel=1)
+    assert [text for each in shown if (text := str(each.message)).startswith("Grad")] == ["Grads of another kind"]
+
+
+@pytest.mark.slow
+def test_compile_without_a_compiler_is_one_line(tmp_path):
+    done = run(1, "train_ddp", "--compile", cwd=tmp_path, PATH="/nonexistent", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kernels"))
+    assert done.returncode == 1 and not (tmp_path / "runs").exists()
+    assert re.fullmatch(r"hpctrain: error: --compile: torch cannot compile here \(.*\): it needs g\+\+ and .*\n", done.stderr)
+
+
+def test_compiled_kernels_of_another_user_are_not_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    os.chown(tmp_path, 1, 1)
+    with pytest.raises(HpctrainError, match=f"{tmp_path} belongs to another user: set TORCHINDUCTOR_CACHE_DIR"):
+        kernels.check_compiler(argparse.Namespace(compile=True))
+
+
+@pytest.mark.slow
+def test_deterministic_has_the_same_weights_on_a_cpu_and_refuses_what_is_not(runs, tmp_path):
+    train(1, "--epochs", 1, "--out", "run", cwd=tmp_path)
+    train(1, "--epochs", 2, "--resume", "run", "--deterministic", cwd=tmp_path)
+    assert result(tmp_path / "run")["weights_sha256"] == result(runs / "one")["weights_sha256"]
+    refused = """
+import argparse, os, torch
+from hpctrain.distributed import entry, world
+from hpctrain.training import kernels
+kernels.make_deterministic(argparse.Namespace(deterministic=False), torch.device("cuda"), on_gpu=True)
+assert torch.is_deterministic_algorithms_warn_only_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+kernels.make_deterministic(argparse.Namespace(deterministic=True), torch.device("cpu"))
+entry.main(lambda _: torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2)), world.ALONE)
+"""
+    done = subprocess.run([sys.executable, "-c", refused], capture_output=True, text=True)
+    line = "hpctrain: error: --deterministic: put_ does not have a deterministic implementation: leave the option out\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
+@pytest.mark.slow
+def test_bf16_is_another_computation_and_the_same_in_lightning(few, tmp_path):
+    """On few images: convolutions in bf16 are slow on a CPU that cannot compute in it."""
+    cases = [("fp32", "train_ddp", ()), ("bf16", "train_ddp", ("--precision", "bf16", "--fast-kernels"))]
+    for name, trainer, options in [*cases, ("lightning", "train_lightning", cases[1][2])]:
+        train(1, "--data", few, "--batch-size", 8, "--epochs", 2, *options, "--out", name, cwd=tmp_path, trainer=trainer)
+    fp32, bf16, lightning = (result(tmp_path / name) for name in ("fp32", "bf16", "lightning"))
+    assert bf16["weights_sha256"] == lightning["weights_sha256"] != fp32["weights_sha256"]
+    assert bf16["test_loss"] == pytest.approx(fp32["test_loss"], rel=0.2)
+    assert weights(tmp_path / "bf16", 2)["conv1.weight"].dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_data_parallel_in_one_process(runs, tmp_path):
+    """On a CPU, DataParallel calls the model directly. The checkpoint has no "module." in its names."""
+    train(1, "--epochs", 2, "--strategy", "dp", "--out", "run", cwd=tmp_path)
+    assert result(tmp_path / "run")["weights_sha256"] == result(runs / "one")["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trainer", "alone", "two"),
+    [("train_ddp", 1, 2), ("train_lightning", 1, 2), ("train_horovod", HOROVOD_ALONE, HOROVOD_TWO)],
+)
+def test_a_checkpoint_goes_from_two_ranks_to_one_and_back(runs, sif, tmp_path, trainer, alone, two):
+    """In both directions; both end near the uninterrupted run, and the same number of ranks gives exactly its weights."""
+    launchers = {"one": alone, "two": two}
+    for name, launcher in launchers.items():
+        train(launcher, "--epochs", 1, "--out", name, cwd=tmp_path, trainer=trainer)
+    for first, second in (("one", "two"), ("two", "one"), ("two", "two")):
+        name = f"{first}-{second}"
+        shutil.copytree(tmp_path / first, tmp_path / name)
+        out = train(launchers[second], "--epochs", 2, "--resume", name, cwd=tmp_path, trainer=trainer)
+        assert "resuming after epoch 1" in out
+        assert result(tmp_path / name)["test_loss"] == pytest.approx(result(runs / "two")["test_loss"], rel=0.05)
+        assert not any(key.startswith("module.") for key in weights(tmp_path / name, 2))
+    assert result(tmp_path / "two-two")["weights_sha256"] == result(runs / "two")["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_resnet50_is_resnet50():
+    """torchvision's has 25,557,032 parameters with 3 channels and 1000 classes; here 1 and 10."""
+    parameters = sum(p.numel() for p in ResNet50().parameters())
+    assert parameters == 25_557_032 - 2 * 64 * 7 * 7 - (2048 + 1) * 1000 + (2048 + 1) * 10
+    assert recipe.RECIPES["resnet50"].side == 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trainer", "launcher"), [("train_ddp", 2), ("train_lightning", 2), ("train_fsdp", 2), ("train_horovod", HOROVOD_TWO)]
+)
+def test_resnet50_is_saved_as_it_was_measured(few, sif, tmp_path, trainer, launcher):
+    """The metrics of two ranks, whose statistics differ, are those of the one model in the checkpoint."""
+    args = ("--model", "resnet50", "--data", few, "--batch-size", 8, "--epochs", 1, "--out", "run")
+    train(launcher, *args, cwd=tmp_path, trainer=trainer)
+    model = ResNet50().eval()
+    model.load_state_dict(weights(tmp_path / "run", 1))
+    assert model.net.resnet.embedder.embedder.normalization.num_batches_tracked == 2
+    from hpctrain.vision import data
+
+    images, labels = data.load(few)[1].batch(torch.arange(6), torch.device("cpu"), side=128)
+    assert images.shape == (6, 1, 128, 128)
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(images), labels).item()
+    assert result(tmp_path / "run")["test_loss"] == pytest.approx(loss, rel=1e-4)
+    optimizer = checkpoint.load(tmp_path / "run/checkpoints/epoch-0001.pt", torch.device("cpu"))
+    state = optimizer["optimizer"] if "optimizer" in optimizer else optimizer["optimizer_states"][0]
+    assert all(s["step"] == 2 for s in state["state"].values())  # Adam has counted the steps of training only
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        HOROVOD_TWO,
+        in_image("horovodrun", "-np", "2", "python", "-m", "hpctrain"),
+        in_image("mpirun", "-np", "2", "python", "-m", "hpctrain"),
+        in_image("mpirun", "-np", "2", "python", "-m", "hpctrain", HOROVOD_CONTROLLER="mpi"),
+    ],
+    ids=["torchrun", "horovodrun", "mpirun", "mpirun and MPI"],
+)
+def test_horovod_gives_the_weights_and_metrics_of_ddp_under_every_launcher(runs, sif, tmp_path, launcher):
+    """Bit for bit: tensor fusion is off, and with two ranks every sum has two terms."""
+    train(launcher, "--epochs", 2, "--out", "run", cwd=tmp_path, trainer="train_horovod")
+    assert result(tmp_path / "run")["weights_sha256"] == result(runs / "two")["weights_sha256"]
+    assert same_metrics(tmp_path / "run", runs / "two")
+
+
+@pytest.mark.slow
+def test_compiled_training_with_horovod_is_that_of_ddp(runs, sif, tmp_path):
+    """The CPU image has no compiler: the graphs are made, but not the kernels of C++."""
+    code = "import functools, sys, torch; torch.compile = functools.partial(torch.compile, backend='aot_eager'); "
+    code += "from hpctrain.__main__ import main; sys.argv[0] = 'hpctrain'; main()"
+    launcher = in_image("torchrun", "--nproc-per-node=2", "--no-python", "python", "-c", code)
+    train(launcher, "--epochs", 2, "--compile", "--out", "run", cwd=tmp_path, trainer="train_horovod")
+    assert same_metrics(tmp_path / "run", runs / "two")
+
+
+@pytest.mark.slow
+def test_the_options_of_horovod(runs, sif, tmp_path):
+    """A step of two batches of 16 equals one of 32; 16-bit gradients give a similar loss; Adasum trains."""
+
+    def loss(name, *args, launcher=HOROVOD_TWO):
+        train(launcher, "--epochs", 2, *args, "--out", name, cwd=tmp_path, trainer="train_horovod")
+        return result(tmp_path / name)["test_loss"]
+
+    exact = result(runs / "two")["test_loss"]
+    assert loss("parts", "--batch-size", 16, "--batches-per-allreduce", 2) == pytest.approx(exact, rel=0.05)
+    assert loss("predivide", "--gradient-predivide-factor", 2) == pytest.approx(exact, rel=0.05)
+    halves = loss("fp16", "--fp16-allreduce")
+    assert halves != exact and halves == pytest.approx(exact, rel=0.1)
+    mpi = in_image("mpirun", "-np", "2", "python", "-m", "hpctrain", HOROVOD_CONTROLLER="mpi")
+    assert loss("adasum", "--data", write_digits(tmp_path / "all", 1437, 360), "--use-adasum", launcher=mpi) < 0.5
+
+
+def test_the_learning_rate_warms_up_step_by_step_and_then_decays():
+    args = argparse.Namespace(lr=0.8, lr_decay=0.5, warmup_epochs=2)
+    rates = [learning_rate(step, 10, World(0, 4, 0, 4, 0, 1, "torchrun"), args) for step in range(40)]
+    assert rates[0] == pytest.approx(0.2) and rates[10] == pytest.approx(0.5) and rates[20] == pytest.approx(0.8)
+    assert all(b - a == pytest.approx(0.03) for a, b in pairwise(rates[:21]))
+    assert rates[29] == pytest.approx(0.8) and rates[30] == rates[39] == pytest.approx(0.4)
+    args.warmup_epochs = 0
+    assert learning_rate(0, 10, World(0, 4, 0, 4, 0, 1, "torchrun"), args) == 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["plain_ddp.py", "plain_lightning.py"])
+def test_scripts_of_users(script):
+    done = run(TORCHRUN, slurm_cluster.REPOSITORY / "tests/scripts" / script, cwd=Path("/tmp"))
+    said = re.findall(r"rank (\d) of 2 loss ([\d.]+)", done.stdout)
+    assert sorted(rank for rank, _ in said) == ["0", "1"] and len({loss for _, loss in said}) == 1, done.stderr
+
+
+@pytest.mark.slow
+def test_check():
+    for launcher, ranks, text in ((PYTHON, 1, "1 rank"), ([*TORCHRUN, "-m", "hpctrain"], 2, "2 ranks")):
+        done = run(launcher, "check", cwd=Path("/tmp"))
+        assert done.returncode == 0, done.stderr
+        assert f"check passed: {text} on 1 host (" in done.stdout
+        assert f"rank {ranks - 1} of {ranks}" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_missing_main_address_is_an_error(tmp_path):
+    step = {
+        "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
+    }  # fmt: skip
+    done = run(1, "train_ddp", cwd=tmp_path, **step)
+    assert done.returncode == 1 and "MASTER_ADDR and MASTER_PORT are not set" in done.stderr
+
+
+@pytest.mark.slow
+def test_train_single_under_srun_is_an_error_with_the_right_command(tmp_path):
+    """Rank 0 prints it. Rank 1 exits quietly, so that srun does not kill rank 0 before that."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    done = [run(1, "train_single", cwd=tmp_path, SLURM_PROCID=rank, SLURM_LOCALID=rank, **step) for rank in "01"]
+    message = "train_single trains in one process, but srun started 2: use train_ddp, or srun --ntasks=1"
+    assert [(each.returncode, each.stdout, each.stderr) for each in done] == [
+        (2, "", f"hpctrain: error: {message}\n"),
+        (0, "", ""),
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_train_single_trains_as_train_ddp_does(runs, tmp_path):
+    train(1, "--epochs", 2, "--out", "single", cwd=tmp_path, trainer="train_single")
+    assert result(tmp_path / "single")["weights_sha256"] == result(runs / "one")["weights_sha256"]
+    done = run(1, "train_single", "--help", cwd=tmp_path)
+    assert done.stdout.startswith("usage: hpctrain train_single ") and "--strategy" in done.stdout
+
+
+BAD_INPUT = [
+    (["no_such_trainer"], 2, "there is no command 'no_such_trainer': choose from train_ddp"),
+    (["train_dpp"], 2, "there is no command 'train_dpp': did you mean train_ddp?"),
+    (["train_ddp", "--batch-sise=8"], 2, "unrecognized arguments: --batch-sise=8: did you mean --batch-size? (hpctrain"),
+    (["train_ddp", "--epochs", "none"], 2, "argument --epochs: invalid int value: 'none'"),
+    (["train_ddp", "--epochs", "0"], 2, "0 is not above zero"),
+    (["train_ddp", "--lr", "nan"], 2, "nan is not above zero"),
+    (["train_ddp", "--lr", "inf"], 2, "inf is not finite"),
+    (["train_ddp", "--bogus"], 2, "unrecognized arguments: --bogus"),
+    (
+        ["train_lightning", "--devices", "4"],
+        2,
+        "--devices 4, but without a launcher there is 1 rank on this node: make them equal",
+    ),
+    (["train_horovod", "--use-adasum", "--gradient-predivide-factor", "2"], 2, "use one of the two"),
+    (["train_horovod"], 1, "Horovod cannot be imported (No module named 'horovod'): run this in the container"),
+    (["train_ddp", "--batch-size", "1438"], 2, "--batch-size 1438 is more than the 1437 training examples"),
+    (["train_ddp", "--data", "nowhere"], 1, "nowhere: no such folder"),
+    (["train_ddp", "--resume", "nowhere"], 1, "nowhere: no checkpoint to resume from"),
+    (["train_ddp", "--out", "/proc/run"], 1, "/proc/run: cannot be written"),
+    (["train_ddp", "--compile", "--strategy", "dp"], 2, "--compile is not for --strategy dp"),
+]
+
+
+@pytest.mark.parametrize(("args", "status", "message"), BAD_INPUT)
+def test_bad_input_is_one_line(tmp_path, args, status, message):
+    done = run(1, *args, cwd=tmp_path)
+    assert done.returncode == status
+    assert done.stderr.startswith("hpctrain: error:") and done.stderr.count("\n") == 1 and message in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["no_such_trainer"], "there is no command 'no_such_trainer'"),
+        (["train_ddp", "--batch-size", "33"], "2 ranks cannot share it evenly: use a multiple of 2, such as 32"),
+        (["train_ddp", "--data", "nowhere"], "nowhere: no such folder"),
+        (["train_ddp", "--out", "/proc/run"], "/proc/run: cannot be written"),
+        (["train_ddp", "--strategy", "dp"], "--strategy dp is for one process, but torchrun started 2"),
+        (
+            ["train_single", "--epochs", "1"],
+            "train_single trains in one process, but torchrun started 2: use train_ddp, or start",
+        ),
+        (["train_lightning", "--devices", "4"], "--devices 4, but torchrun started 2 ranks on this node"),
+        (["train_lightning", "--batch-size", "33"], "2 ranks cannot share it evenly"),
+        (["train_horovod", "--use-adasum"], "--use-adasum needs MPI"),
+    ],
+)
+def test_one_of_two_ranks_prints_the_error(tmp_path, args, message):
+    done = run(2, *args, cwd=tmp_path)
+    said = [line for line in done.stderr.splitlines() if "hpctrain: error:" in line]
+    assert len(said) == 1 and message in said[0], done.stderr
+    # torchrun prints its own traceback; hpctrain prints none.
+    assert done.returncode != 0 and "hpctrain/__main__.py" not in done.stderr
+
+
+@pytest.mark.slow
+def test_nothing_of_an_earlier_run_is_overwritten(runs, tmp_path):
+    before = {path: path.read_bytes() for path in (runs / "one").rglob("*") if path.is_file()}
+    done = run(1, "train_ddp", "--out", runs / "one", cwd=tmp_path)
+    assert done.returncode == 1 and "holds a run already" in done.stderr
+    assert before == {path: path.read_bytes() for path in (runs / "one").rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_job_that_slurm_requeues_is_resumed(tmp_path):
+    slurm = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "1"}
+    train(1, "--epochs", 1, cwd=tmp_path, **slurm)
+    out = train(1, "--epochs", 2, cwd=tmp_path, SLURM_RESTART_COUNT="1", **slurm)
+    assert "resuming after epoch 1 of runs/train_ddp/17/checkpoints/epoch-0001.pt" in out
+    another_job = slurm | {"SLURM_JOB_ID": "18", "SLURM_RESTART_COUNT": "1"}
+    for env in (slurm, another_job):
+        done = run(1, "train_ddp", "--out", "runs/train_ddp/17", cwd=tmp_path, **env)
+        assert done.returncode == 1 and "holds a run already" in done.stderr
+
+
+def test_a_bar_on_a_terminal(tmp_path):
+    command = f"stty cols 120 rows 30; {sys.executable} -m hpctrain train_ddp --data digits --epochs 1 --batch-size 8 --out run"
+    write_digits(tmp_path / "digits")
+    done = subprocess.run(["script", "-qec", command, "/dev/null"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and re.search(r"epoch 1: +\d+%\|.*step/s.*train_loss", done.stdout)
+
+
+def test_help():
+    for args in (["--help"], ["train_ddp", "--help"], ["check", "--help"], ["plot", "--help"]):
+        done = run(1, *args, cwd=Path("/tmp"))
+        assert done.returncode == 0 and "usage: hpctrain" in done.stdout
+    done = run(1, cwd=Path("/tmp"))
+    assert done.returncode == 2
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_line(tmp_path):
+    done = run(2, "train_ddp", "--epochs", "2", "--lr", "1e30", "--out", "run", cwd=tmp_path)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hpctrain: error")]
+    assert done.returncode != 0 and len(lines) == 1 and "train_loss is nan" in lines[0], done.stderr
+
+
+@pytest.mark.parametrize("home", ["/nonexistent", "home"])
+def test_plot_without_scores_says_nothing_and_leaves_nothing(tmp_path, home):
+    for part in ("run", "tmp", "home"):
+        (tmp_path / part).mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"epoch": 1, "step": 1, "seconds": 1.0, "train_loss": 0.5}\n')
+    env = {name: value for name, value in os.environ.items() if name != "MPLCONFIGDIR"}
+    command = [sys.executable, "-m", "hpctrain", "plot", "run"]
+    env |= {"HOME": str(tmp_path / home), "TMPDIR": str(tmp_path / "tmp")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "run/curves.png").exists()
+    assert not [*(tmp_path / "tmp").iterdir(), *(tmp_path / "home").iterdir()]
+
+
+def test_plot_of_something_else(tmp_path):
+    done = run(1, "plot", tmp_path, cwd=tmp_path)
+    assert done.returncode == 1 and "metrics.jsonl cannot be read" in done.stderr
