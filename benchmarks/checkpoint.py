@@ -16,7 +16,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from hpctrain.checkpoints import checkpoint
-from hpctrain.checkpoints.saver import Checkpointer, Interval
+from hpctrain.checkpoints.interval import Interval
+from hpctrain.checkpoints.saver import Checkpointer
 from hpctrain.distributed.world import ALONE
 from hpctrain.vision import recipe
 

@@ -36,11 +36,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.checkpoints import checkpoint
-from hpctrain.commands.plot import folder_for_matplotlib
 from hpctrain.files.digests import weights_sha256
 from hpctrain.files.plain import open_plain
 from hpctrain.nlp.models.model_folder import save_model
 from hpctrain.nlp.models.scratch import create_model, make_config
+from hpctrain.run.charts import folder_for_matplotlib
 from hpctrain.run.config import revision, versions, write_json
 from hpctrain.vision.data import load_digits
 from hpctrain.vision.model import MnistNet

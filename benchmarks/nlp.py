@@ -39,7 +39,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hpctrain.cli import positive
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, process_group
 from hpctrain.distributed.world import World, detect
@@ -53,6 +52,7 @@ from hpctrain.nlp.models.scratch import SIZES, create_model
 from hpctrain.nlp.tasks.classify import TASK
 from hpctrain.nlp.training.lightning_module import FineTuneModule
 from hpctrain.nlp.training.options import parse_options
+from hpctrain.options import positive
 from hpctrain.run.run import Run
 from hpctrain.training.kernels import compile_training
 

@@ -52,17 +52,6 @@ PHRASES = [
     "to go on with a text",
     "what nobody uses",
 ]
-# Names that were replaced, wherever they stand.
-WORDS = ["HPCTRAIN_ENV", r"need\.sh", r"surroundings\.py", "_call_the_roll", "a_job", "one_world", "tests/cluster"]
-# Names that are words as well: only their definitions count, without which no call works.
-SHELL_FUNCTIONS = ["go", "resolved", "planned", "environment"]
-SHELL_VARIABLES = ["INSIDE"]
-PYTHON_NAMES = {
-    *("overheard", "spoken", "contradicted", "outlived", "together", "some", "restarted"),
-    *("local", "checked", "_put", "features", "Batches"),
-}
-PYTHON_NAMES_OF_MODULES = {"hpctrain.commands.add": {"show"}}
-
 # British forms, each with what to write. A word in capitals is a name, such as Slurm's state CANCELLED.
 BRITISH = {
     r"\w*(behavi|col|endeav|fav|flav|harb|hon|lab|neighb|rum|vap)our\w*": "-or",
@@ -136,30 +125,6 @@ def test_phrases_that_puzzled_readers():
     assert not found, "\n".join(found)
 
 
-def test_names_that_were_replaced():
-    found = []
-    word = re.compile(rf"(?<![\w/])({'|'.join(WORDS)})\b")
-    shell = re.compile(rf"^ *({'|'.join(SHELL_FUNCTIONS)}) *\(\)|\b({'|'.join(SHELL_VARIABLES)})\b(?=[=\[])", re.M)
-    for name, text in OURS.items():
-        if name != "CHANGELOG.md":
-            found += [place(name, text, match) for match in word.finditer(text)]
-        if name in SHELL and name.startswith("launch/"):
-            found += [place(name, text, match) for match in shell.finditer(text)]
-    for module, tree in SOURCES.items():
-        for node in tree.body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (
-                node.name in PYTHON_NAMES or node.name in PYTHON_NAMES_OF_MODULES.get(module, ())
-            ):
-                found.append(f"{module}:{node.lineno}: {node.name}")
-            if isinstance(node, ast.FunctionDef) and node.name == "run":
-                stored = {
-                    inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
-                }
-                if "run" in stored:
-                    found.append(f"{module}:{node.lineno}: run is a variable in the function of that name")
-    assert not found, "\n".join(found)
-
-
 def british(text):
     """The British forms in a text, each as a match and what to write."""
     for form, write in BRITISH.items():
@@ -228,13 +193,6 @@ def test_the_index_lists_every_page():
 # ---- code ----
 
 
-def test_no_long_files():
-    long = {
-        name: lines for name, text in OURS.items() if name.startswith(("src/", "launch/")) and (lines := text.count("\n")) > 400
-    }
-    assert not long
-
-
 def imports(module, tree):
     """The modules of hpctrain that a module imports, also inside functions; not those for type checkers only."""
     hidden = {
@@ -259,22 +217,50 @@ def imports(module, tree):
     return found & SOURCES.keys() - {module}
 
 
-def test_modules_form_layers():
-    """No imports in circles. nlp and vision import the core, and not each other; the core imports neither."""
+# Each folder or file of src/hpctrain, and its level: CONTRIBUTING.md has the list, from the top down.
+_LEVELS = re.search(r"^Imports point down this list.*\n\n((?:    .*\n)+)", TEXTS["CONTRIBUTING.md"], re.M)[1].split("\n")[-2::-1]
+LEVELS = {name.strip(): level for level, names in enumerate(_LEVELS) for name in names.split(",")}
+
+
+def room(module):
+    """The folder or file of src/hpctrain that a module is or is in; "" for the package itself."""
+    return module.removeprefix("hpctrain").lstrip(".").partition(".")[0]
+
+
+def upward_imports(graph):
+    """The imports that do not point down, each as "A imports B". The package itself may be imported everywhere."""
+    return [
+        f"{module} imports {other}"
+        for module, others in graph.items()
+        for other in others
+        if room(module) not in ("", "__main__") and room(other) not in ("", room(module))
+        if LEVELS[room(other)] >= LEVELS[room(module)]
+    ]
+
+
+def test_imports_point_down():
+    """No imports in circles, either; inside functions as well."""
     graph = {module: imports(module, tree) for module, tree in SOURCES.items()}
-    assert len(graph) > 20 and graph["hpctrain.vision.train_ddp"] >= {"hpctrain.run.run", "hpctrain.vision.recipe"}
+    assert {room(module) for module in graph} == {*LEVELS, "", "__main__"} and len(_LEVELS) <= 10
+    assert graph["hpctrain.vision.train_ddp"] >= {"hpctrain.run.run", "hpctrain.vision.recipe"}
+    assert not upward_imports(graph)
     try:
         list(graphlib.TopologicalSorter(graph).static_order())
     except graphlib.CycleError as error:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
-    def layer(module):
-        found = re.match(r"hpctrain\.(nlp|vision|__main__)\b", module)
-        return found[1] if found else "core"
 
-    allowed = {"core": {"core"}, "nlp": {"core", "nlp"}, "vision": {"core", "vision"}, "__main__": {"core"}}
-    upward = [f"{a} imports {b}" for a, others in graph.items() for b in others if layer(b) not in allowed[layer(a)]]
-    assert not upward, "\n".join(upward)
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("hpctrain.files.atomic", "from hpctrain.run.run import Run"),
+        ("hpctrain.run.speed", "def f():\n    import hpctrain.nlp.task"),
+        ("hpctrain.vision.data", "from hpctrain.nlp import task"),
+        ("hpctrain.commands.runs", "from hpctrain.servers.tunnel import Tunnel"),
+    ],
+)
+def test_an_upward_import_is_found(module, line):
+    assert upward_imports({module: imports(module, ast.parse(line))})
 
 
 def defined(module):

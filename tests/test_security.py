@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY
 
-from hpctrain.commands.add import SAFE_PYTHON, failed_import
+from hpctrain.commands.add import failed_import
+from hpctrain.distributed.python import SAFE_PYTHON
 from tests.helpers import BARE_PYTHON
 from tests.tools import warm_start
 

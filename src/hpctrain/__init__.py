@@ -30,7 +30,7 @@ _MODULES = {
     "settle_buckets": "training.buckets",
     "steps_per_epoch": "training.batches",
     "TarShards": "training.tar_shards",
-    "trainer_parser": "cli",
+    "trainer_parser": "options",
     "training_batches": "training.batches",
     "UsageError": "errors",
     "World": "distributed.world",

@@ -5,7 +5,8 @@ import sys
 from importlib import import_module
 
 from hpctrain import __version__
-from hpctrain.cli import COMMANDS, GROUPS, did_you_mean
+from hpctrain.cli import COMMANDS, GROUPS
+from hpctrain.options import did_you_mean
 
 
 def help_text() -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hpctrain.text import first_line, one_line
+
 
 class HpctrainError(Exception):
     """A problem that the user can fix; the message is one line that says what is wrong and what to do."""
@@ -22,11 +24,6 @@ class DivergedError(HpctrainError):
     """Losses, gradients or weights that are not finite: the same options would give them again."""
 
 
-def one_line(text: str) -> str:
-    r"""The text with \n for a line break, and so on: names of files may hold those, and what controls a terminal."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 class EndEarly(SystemExit):
     """The end of a process without an error: its job goes on later from the checkpoint just saved, or has nothing to do."""
 
@@ -40,17 +37,6 @@ def panics_as_errors() -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise RuntimeError(first_line(error)) from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its type if it has no message."""
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def reason(error: BaseException) -> str:
-    """Why a file cannot be read, for a message that names the file: str() of an OSError names it, too, and its number."""
-    return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())[:200]
 
 
 def hint_unmounted(path: str | Path) -> str:

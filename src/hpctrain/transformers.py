@@ -15,16 +15,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hpctrain.checkpoints.saver import Decisions
-from hpctrain.commands.plot import plot
 from hpctrain.distributed.control import report_saved, report_stopped, stop_requested
 from hpctrain.distributed.entry import print_errors_in_one_line
 from hpctrain.distributed.rendezvous import all_or_none, broadcast
 from hpctrain.distributed.world import detect
-from hpctrain.errors import EndEarly, HpctrainError, UsageError, first_line
+from hpctrain.errors import EndEarly, HpctrainError, UsageError
 from hpctrain.files import atomic, digests
+from hpctrain.run.charts import plot
 from hpctrain.run.config import add_resumption, write_config, write_json
 from hpctrain.run.metrics import Metrics
 from hpctrain.run.owner import Owner
+from hpctrain.text import first_line
 
 
 class RunFolder(TrainerCallback):

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from hpctrain.checkpoints import checkpoint, parts
 from hpctrain.checkpoints import saver as saver_module
-from hpctrain.checkpoints.saver import Checkpointer, Interval, copy_tensors, plan_copy
+from hpctrain.checkpoints.interval import Interval
+from hpctrain.checkpoints.saver import Checkpointer, copy_tensors, plan_copy
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
@@ -247,7 +248,8 @@ import sys, time, types
 from pathlib import Path
 from hpctrain import __main__, cli
 from hpctrain.checkpoints import checkpoint
-from hpctrain.checkpoints.saver import Checkpointer, Interval
+from hpctrain.checkpoints.saver import Checkpointer
+from hpctrain.checkpoints.interval import Interval
 from hpctrain.errors import HpctrainError
 def fail(world, arguments):
     folder, real = Path(arguments[0]), checkpoint.save

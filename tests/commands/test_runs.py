@@ -19,6 +19,7 @@ from hpctrain.commands import export, plot, report, runs
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files.plain import open_plain
+from hpctrain.run import charts, reader
 from hpctrain.run.metrics import format_seconds
 
 DIGEST = "sha256:" + 64 * "ab"
@@ -71,15 +72,15 @@ def test_the_table(tmp_path):
 
 def test_the_state(tmp_path):
     folder = make_run(tmp_path / "run", result=False)
-    assert runs.summarize(folder)["state"] == "stopped"
+    assert reader.summarize(folder)["state"] == "stopped"
     (folder / "owner.json").write_text("{}")
-    assert runs.summarize(folder)["state"] == "running"
+    assert reader.summarize(folder)["state"] == "running"
     os.utime(folder / "owner.json", (0, time.time() - 100))  # its job has died
-    assert runs.summarize(folder)["state"] == "stopped"
+    assert reader.summarize(folder)["state"] == "stopped"
     (folder / "result.json").write_text("{}")
-    assert runs.summarize(folder)["state"] == "finished"
+    assert reader.summarize(folder)["state"] == "finished"
     os.utime(folder / "result.json", (0, 0))  # resumed after that, for more epochs
-    assert runs.summarize(folder)["state"] == "stopped"
+    assert reader.summarize(folder)["state"] == "stopped"
 
 
 def test_the_speed_of_a_finished_run_is_that_of_its_result(tmp_path):
@@ -87,20 +88,20 @@ def test_the_speed_of_a_finished_run_is_that_of_its_result(tmp_path):
     folder = make_run(tmp_path / "run")
     for content, speed in (({"examples_per_s": 80.25}, 80.25), ({}, 99.5), (None, 99.5)):
         (folder / "result.json").write_text(json.dumps({"speed": content}))
-        assert runs.summarize(folder)["examples_per_s"] == speed
+        assert reader.summarize(folder)["examples_per_s"] == speed
 
 
 def test_the_score_that_selects_the_best_epoch_is_shown(tmp_path):
     """It was the last one: the recall of nlp.ner."""
     earlier = {"epoch": 1, "step": 5, "validation_loss": 1.9, "validation_f1": 0.25, "validation_recall": 0.5}
     last = {"epoch": 1, "step": 5, "test_loss": 2.0, "test_f1": 0.75, "test_recall": 1.0, "test_f1/PS": 0.0}
-    row = runs.summarize(make_run(tmp_path / "run", lines=[earlier, last]))
+    row = reader.summarize(make_run(tmp_path / "run", lines=[earlier, last]))
     assert (row["score"], row["value"]) == ("test_f1", 0.75)
 
 
 def test_without_a_score_the_loss_is_shown(tmp_path):
     folder = make_run(tmp_path / "run", lines=[{"epoch": 1, "step": 5, "train_loss": 0.5}])
-    assert (runs.summarize(folder)["score"], runs.summarize(folder)["value"]) == ("train_loss", 0.5)
+    assert (reader.summarize(folder)["score"], reader.summarize(folder)["value"]) == ("train_loss", 0.5)
 
 
 def test_a_long_file_of_metrics_is_read_from_its_end(tmp_path):
@@ -108,8 +109,8 @@ def test_a_long_file_of_metrics_is_read_from_its_end(tmp_path):
     folder = make_run(tmp_path / "run", lines=lines)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 1, "step": 50')  # is being written
-    assert runs.summarize(folder)["step"] == 4999
-    assert len(runs.read_metrics(folder)) == 5000 and 50 < len(runs.read_metrics(folder, runs.TAIL)) < 300
+    assert reader.summarize(folder)["step"] == 4999
+    assert len(reader.read_metrics(folder)) == 5000 and 50 < len(reader.read_metrics(folder, reader.TAIL)) < 300
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"options": 5}', '{"options": {}, "world": [1]}', "\udcff"])
@@ -131,7 +132,7 @@ def test_what_somebody_else_put_in_the_place_of_a_file_is_not_read_without_end(t
         with (folder / name).open("wb") as file:
             file.truncate(2**42)
     signal.alarm(60)  # a reader of a pipe waits for its writer
-    for read in (runs.summarize, plot.plot, report.read):
+    for read in (reader.summarize, charts.plot, report.read):
         with suppress(HpctrainError):
             read(folder)
     signal.alarm(0)
@@ -139,7 +140,7 @@ def test_what_somebody_else_put_in_the_place_of_a_file_is_not_read_without_end(t
         open_plain(Path("/dev/zero"))
     if name == "metrics.jsonl":  # no picture of nothing
         with pytest.raises(HpctrainError, match=r"metrics.jsonl cannot be read \((not a plain file|File too large)\)"):
-            plot.plot(folder)
+            charts.plot(folder)
 
 
 def test_metrics_that_are_no_numbers_are_left_out(tmp_path, capsys):
@@ -148,7 +149,7 @@ def test_metrics_that_are_no_numbers_are_left_out(tmp_path, capsys):
     folder = make_run(tmp_path / "run", lines=lines)
     (folder / "metrics.jsonl").write_text("[" * 100_000 + "\n" + (folder / "metrics.jsonl").read_text())
     (folder / "result.json").write_text(f'{{"speed": {{"examples_per_s": {10**400}}}}}')
-    assert runs.read_metrics(folder) == [lines[0], {"epoch": 1, "step": 2, "train_loss": 1.0}]
+    assert reader.read_metrics(folder) == [lines[0], {"epoch": 1, "step": 2, "train_loss": 1.0}]
     for main, options in ((runs.main, []), (plot.main, []), (report.main, ["--out", str(tmp_path / "page.html")])):
         main(ALONE, [str(folder), *options])
     assert re.search("train_loss 1 +- ", capsys.readouterr().out)
@@ -168,13 +169,13 @@ def test_a_run_folder_of_somebody_else_gives_no_traceback(tmp_path, capsys):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"resumed_at": value}))
     report.main(ALONE, [str(folder), str(folder), "--out", str(tmp_path / "page.html")])
     report.main(ALONE, [str(folder), "--out", str(tmp_path / "page.png")])
-    assert plot.plot(folder).stat().st_size > 10_000
+    assert charts.plot(folder).stat().st_size > 10_000
     export.to_csv(folder)
     assert (folder / "metrics.csv").read_text().splitlines()[0].endswith(",$\\frac{$,$\\frac{$_loss,'=HYPERLINK(1)")
 
 
 def test_more_metrics_than_anybody_looks_at_take_no_hours(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plot, "MOST_METRICS", 3)
+    monkeypatch.setattr(charts, "MOST_METRICS", 3)
     content = report.read(make_run(tmp_path / "run", lines=[{"epoch": 1, "step": 1} | {f"m{i}": i for i in range(9)}]))
     assert report.metric_names([content]) == ["m0", "m1", "m2"]
     assert capsys.readouterr().out == "hpctrain: the first 3 of 9 metrics are drawn; hpctrain export csv has all\n"
@@ -213,12 +214,13 @@ def test_no_run_folder(tmp_path):
 
 def test_a_name_that_controls_a_terminal_is_escaped(tmp_path):
     folder = make_run(tmp_path / "a\x1b[2Jb")
-    assert r"a\x1b[2Jb" in runs.table([runs.summarize(folder)], tmp_path)
+    assert r"a\x1b[2Jb" in runs.table([reader.summarize(folder)], tmp_path)
 
 
 def test_torch_is_not_imported(tmp_path):
     code = (
-        "import hpctrain.commands.runs, hpctrain.report, sys; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+        "import hpctrain.commands.runs, hpctrain.commands.report, sys; "
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
@@ -264,7 +266,7 @@ def test_the_page(tmp_path):
 def test_memory_and_use_of_gpus_have_charts(tmp_path):
     lines = [{"epoch": 1, "step": step, "train_loss": 1.0, "peak_memory_mb": 900.0, "gpu_percent": 87.0} for step in (5, 10)]
     folder = make_run(tmp_path / "run", lines=lines)
-    assert runs.summarize(folder)["score"] == "train_loss"
+    assert reader.summarize(folder)["score"] == "train_loss"
     assert report.metric_names([report.read(folder)]) == ["train_loss", "peak_memory_mb", "gpu_percent"]
     report.main(ALONE, [str(folder), "--out", str(tmp_path / "page.html")])
     assert {"peak memory (MB)", "GPU use (%)"} <= set(Page((tmp_path / "page.html").read_text()).texts)

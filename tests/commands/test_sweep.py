@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import pytest
 from matplotlib.figure import Figure
 
-from hpctrain.commands import runs, sweep
+from hpctrain.commands import sweep
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.run import reader
 from tests.helpers import write_digits
 from tests.tools import warm_start
 
@@ -293,13 +294,13 @@ def test_two_ranks_are_pruned_together(tmp_path, trainer, capfd):
     folder = sweep.trial_folder(tmp_path / "out", 5)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch-0001.pt"]
     assert not (folder / "result.json").exists()
-    assert {line["epoch"] for line in runs.read_metrics(folder)} == {1}
+    assert {line["epoch"] for line in reader.read_metrics(folder)} == {1}
     again = warm_start.run(warm_start.torchrun_ranks(2, arguments, dict(os.environ)), tmp_path)
     assert again.returncode == 0 and "trial 5 has ended already" in again.stdout
     sweep.main(ALONE, [str(path), "--out", str(tmp_path / "out"), "--show"])
     assert "trial   5  pruned after epoch 1, test_accuracy 0." in capfd.readouterr().out
     (folder / "owner.json").unlink(missing_ok=True)
-    assert runs.summarize(folder)["state"] == "pruned"
+    assert reader.summarize(folder)["state"] == "pruned"
 
 
 @pytest.mark.slow
@@ -347,7 +348,7 @@ def test_one_after_the_other_and_a_trial_that_diverges(tmp_path, monkeypatch, ca
     for number, state in states.items():
         folder = sweep.trial_folder(tmp_path / "one", number)
         (folder / "owner.json").unlink(missing_ok=True)  # a minute after the process of the trial has ended
-        assert runs.summarize(folder)["state"] == ("finished" if state == "complete" else state)
+        assert reader.summarize(folder)["state"] == ("finished" if state == "complete" else state)
     start = time.monotonic()
     sweep.main(ALONE, [str(path), "--out", "one"])  # what diverged is not tried again
     assert time.monotonic() - start < 5

@@ -107,7 +107,7 @@ TRAINER = '''
     import torch
     import torch.distributed as dist
 
-    from hpctrain.cli import Parser
+    from hpctrain.options import Parser
     from hpctrain.distributed.rendezvous import process_group
     from hpctrain.run.run import Run
     from hpctrain.vision import recipe
@@ -172,7 +172,7 @@ TASK = '''
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.cli import Parser
+    from hpctrain.options import Parser
     from hpctrain.errors import HpctrainError
     from hpctrain.nlp.training import finetune, options
     from hpctrain.nlp.tasks.classify import Classify, Document

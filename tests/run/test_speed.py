@@ -13,13 +13,13 @@ import torch
 
 from hpctrain.checkpoints import checkpoint
 from hpctrain.checkpoints.checkpoint import with_plain_names
-from hpctrain.cli import trainer_parser
-from hpctrain.commands.runs import read_metrics
 from hpctrain.distributed.world import ALONE
 from hpctrain.nlp.batches.sampling import FeatureDataset
 from hpctrain.nlp.tasks import classify
 from hpctrain.nlp.training.lightning_module import FineTuneModule
+from hpctrain.options import trainer_parser
 from hpctrain.run import run, speed
+from hpctrain.run.reader import read_metrics
 from hpctrain.training.batches import seed_torch
 from hpctrain.vision import train_ddp
 from hpctrain.vision.data import Images

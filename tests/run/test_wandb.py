@@ -15,8 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hpctrain.commands.export import steps
-from hpctrain.commands.runs import read_metrics
 from hpctrain.run import wandb
+from hpctrain.run.reader import read_metrics
 from tests.commands.test_export import name_of, records
 from tests.helpers import write_digits
 

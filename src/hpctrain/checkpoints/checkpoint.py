@@ -5,7 +5,6 @@ not check it and this file does, so a truncated file or a flipped bit is found b
 a model of which each rank holds a part is a folder of such files: see parts.py.
 """
 
-import argparse
 import copy
 import io
 import pickle
@@ -23,9 +22,9 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils._pytree import tree_map_only
 
 from hpctrain.checkpoints import parts
-from hpctrain.errors import HpctrainError, UsageError, first_line, one_line
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
-from hpctrain.run.config import list_other_options
+from hpctrain.text import first_line, one_line
 
 
 def path_of(folder: Path, epoch: int, step: int = 0) -> Path:
@@ -134,18 +133,18 @@ def find_newest(folder: Path) -> Path:
 
 
 def find_fitting(
-    newest: Path, model: torch.nn.Module, entry: str, args: argparse.Namespace | None = None, free: tuple[str, ...] = ()
+    newest: Path, model: torch.nn.Module, entry: str, list_other_options: Callable[[dict[str, str]], str] | None = None
 ) -> Path:
     """The newest checkpoint of this model, from `newest` on backwards in its folder; prints why others are skipped.
 
-    It has an entry of this name beside "model", "epoch" and "step", as the checkpoints of the trainer that asks have. The
-    reason for one of another model has the options that differ from `args`, except for the `free` ones.
+    It has an entry of this name beside "model", "epoch" and "step", as the checkpoints of the trainer that asks have.
+    `list_other_options` gets the options that a checkpoint of another model was saved with, and names those that differ.
     Raises HpctrainError that names the folder and `newest` if none fits.
     """
     problems: dict[str, str] = {}
     paths = list_newest_first(newest.parent.parent)
     for path in paths[paths.index(newest) :]:
-        problem = _describe_misfit(path, model, entry, args, free)
+        problem = _describe_misfit(path, model, entry, list_other_options)
         if not problem:
             for name, text in problems.items():
                 line = f"hpctrain: skipping {name} in {path.parent} ({text}), resuming from {path.name}"
@@ -160,7 +159,7 @@ def find_fitting(
 
 
 def _describe_misfit(
-    path: Path, model: torch.nn.Module, entry: str, args: argparse.Namespace | None, free: tuple[str, ...]
+    path: Path, model: torch.nn.Module, entry: str, list_other_options: Callable[[dict[str, str]], str] | None
 ) -> str:
     """Why a checkpoint is not one of this model; "" if it is."""
     if not is_intact(path):
@@ -178,7 +177,7 @@ def _describe_misfit(
     differing = next((name for name in [*own, *saved] if own.get(name) != saved.get(name)), None)
     if not differing:
         return ""
-    others = list_other_options(args, state.get("options", {}), free) if args else ""
+    others = list_other_options(state.get("options", {})) if list_other_options else ""
     cause = f", because of {others}" if others else ""
     return f"it is of another model: {differing} is {saved.get(differing)}, not {own.get(differing)}{cause}"
 

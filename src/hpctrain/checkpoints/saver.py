@@ -5,13 +5,12 @@ one.
 """
 
 import copy
-import re
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from hpctrain.checkpoints import checkpoint, parts
+from hpctrain.checkpoints.interval import Interval
 from hpctrain.distributed.control import report_saved, stop_requested
 from hpctrain.distributed.rendezvous import gather
 from hpctrain.distributed.world import World
@@ -27,23 +27,6 @@ from hpctrain.files.atomic import Retry
 
 # The ranks decide about every PERIOD seconds, and never more than MOST_STEPS steps apart, in case the steps become slower.
 PERIOD, MOST_STEPS = 2.0, 500
-
-_UNITS = {"s": 1, "min": 60, "h": 3600}
-
-
-class Interval(NamedTuple):
-    """How often a checkpoint is saved: every so many steps, or seconds; the other one is 0."""
-
-    steps: int
-    seconds: float
-
-    @classmethod
-    def parse(cls, text: str) -> "Interval":
-        """Parse a number of steps (500) or a time (30s, 10min, 1h). Raises ValueError."""
-        match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)(s|min|h)", text)
-        if not match or not float(match[1] or match[2]):
-            raise ValueError(text)
-        return cls(int(match[1]), 0) if match[1] else cls(0, float(match[2]) * _UNITS[match[3]])
 
 
 class Decisions:

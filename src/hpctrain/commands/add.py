@@ -1,6 +1,7 @@
 """hpctrain add: Python packages of your own on top of an image, without building another image.
 
-Python reads this module at its start in an image (hpctrain-packages.pth), so it imports the standard library only.
+Python reads this module at its start in an image (hpctrain-packages.pth), so it imports the standard
+library and hpctrain only.
 """
 
 import os
@@ -14,9 +15,11 @@ from importlib.metadata import Distribution, distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.distributed.python import SAFE_PYTHON
+
 if TYPE_CHECKING:
-    from hpctrain.cli import Parser
     from hpctrain.distributed.world import World
+    from hpctrain.options import Parser
 
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -33,8 +36,6 @@ which the image's own packages cannot be imported any more. To change the versio
 the folder and add your packages again.
 """
 
-# This Python, for a process of hpctrain's own: without the current folder on its sys.path, which may be one that others write to.
-SAFE_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 
 # Run by the Python of the image: import what a folder adds, and then the packages that the image is made for, which import those
 # that they need. Print each name and what failed. Some packages import their parts when these are used, so two such parts have
@@ -123,7 +124,7 @@ def parser() -> "Parser":
     """The arguments of `hpctrain add`, which are those of `uv pip install`."""
     from argparse import REMAINDER, RawDescriptionHelpFormatter
 
-    from hpctrain.cli import Parser
+    from hpctrain.options import Parser
 
     parser = Parser(prog="hpctrain add", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(

@@ -26,17 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.cli import Parser, add_device
 from hpctrain.commands.check.mpi import mpi_library, mpi_name
-from hpctrain.commands.check.node import refuse_throw_away
-from hpctrain.commands.plot import folder_for_matplotlib
 from hpctrain.distributed.device import choose_device, free_memory
 from hpctrain.distributed.horovod import horovod
 from hpctrain.distributed.rendezvous import all_or_none, gather, process_group
 from hpctrain.distributed.world import World, job_id
-from hpctrain.errors import HpctrainError, UsageError, first_line
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
+from hpctrain.files.places import refuse_throw_away
+from hpctrain.options import Parser, add_device
+from hpctrain.run.charts import folder_for_matplotlib
 from hpctrain.run.config import versions
+from hpctrain.text import first_line
 
 # What the bandwidth of the algorithm is multiplied by, for n ranks.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {

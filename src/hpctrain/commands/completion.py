@@ -11,11 +11,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from hpctrain.cli import COMMANDS, Parser
+from hpctrain.cli import COMMANDS
 from hpctrain.commands.man_page import man_page
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
+from hpctrain.options import Parser
 
 # Where bash-completion, zsh and man look for a command that is in PREFIX/bin.
 FILES = {

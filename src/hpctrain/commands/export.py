@@ -4,13 +4,14 @@ import csv
 import shlex
 from pathlib import Path
 
-from hpctrain.cli import Parser
-from hpctrain.commands.runs import read_configs, read_metrics, summarize
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
+from hpctrain.options import Parser
 from hpctrain.run.metrics import NOT_SHOWN, hide_errors_of_writers
+from hpctrain.run.reader import read_configs, read_metrics, summarize
 from hpctrain.run.wandb import folder_for_wandb, result_numbers, start_wandb
+from hpctrain.text import first_line
 
 
 def steps(run: Path) -> list[dict[str, float]]:

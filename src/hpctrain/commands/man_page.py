@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator
 
 from hpctrain import __version__
-from hpctrain.cli import COMMANDS, GROUPS, Parser
+from hpctrain.cli import COMMANDS, GROUPS
+from hpctrain.options import Parser
 
 
 def man_page(parsers: dict[str, Parser]) -> str:

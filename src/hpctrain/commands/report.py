@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpctrain.cli import Parser
-from hpctrain.commands.plot import folder_for_matplotlib, plain, the_first
-from hpctrain.commands.runs import is_number, points, read_configs, read_metrics, summarize
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
+from hpctrain.options import Parser
+from hpctrain.run.charts import folder_for_matplotlib, plain, the_first
 from hpctrain.run.metrics import format_seconds
+from hpctrain.run.reader import is_number, points, read_configs, read_metrics, summarize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,12 +5,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cli import Parser
-from hpctrain.commands.plot import folder_for_matplotlib, plain
-from hpctrain.commands.runs import find, is_number, read_configs, read_json
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, one_line
+from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
+from hpctrain.options import Parser
+from hpctrain.run.charts import folder_for_matplotlib, plain
+from hpctrain.run.reader import find, is_number, read_configs, read_json
+from hpctrain.text import one_line
 
 COLUMNS = {
     "launcher": "LAUNCHER", "ranks": "RANKS", "nodes": "NODES", "batch_size": "BATCH", "step_ms": "STEP (MS)",

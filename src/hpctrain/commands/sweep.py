@@ -22,14 +22,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hpctrain.cli import COMMANDS, Parser
-from hpctrain.commands.add import SAFE_PYTHON
-from hpctrain.commands.plot import folder_for_matplotlib, plain
-from hpctrain.commands.runs import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
+from hpctrain.cli import COMMANDS
 from hpctrain.commands.sweep_file import Sweep, check_options, read_file
+from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import ALONE, World
-from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError, first_line, one_line
+from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError
 from hpctrain.files import atomic
+from hpctrain.options import Parser
+from hpctrain.run.charts import folder_for_matplotlib, plain
+from hpctrain.run.reader import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
+from hpctrain.text import first_line, one_line
 
 FAILED = "error.txt"  # in the folder of a trial that an error has ended
 SAME_ERRORS = 3  # of the first trials: the others would have it as well

@@ -7,8 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cli import COMMANDS, did_you_mean
-from hpctrain.errors import UsageError, reason
+from hpctrain.cli import COMMANDS
+from hpctrain.errors import UsageError
+from hpctrain.options import did_you_mean
+from hpctrain.text import reason
 
 OWN = {"out", "resume"}  # options that a trial sets itself
 SAMPLERS = ("tpe", "random", "grid")

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from hpctrain.commands.check.node import shadowed_packages
 from hpctrain.distributed.control import report_failed
+from hpctrain.distributed.python import shadowed_packages
 from hpctrain.distributed.world import World, detect
-from hpctrain.errors import EndEarly, HpctrainError, UsageError, first_line, print_error
+from hpctrain.errors import EndEarly, HpctrainError, UsageError, print_error
 from hpctrain.files.redaction import hide_secrets
+from hpctrain.text import first_line
 
 # The exit status of a script that wants to be started again: see docs/own-script.md.
 REQUEUE = 75

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.distributed.world import World, counted
-from hpctrain.errors import first_line
+from hpctrain.distributed.world import World
+from hpctrain.text import counted, first_line
 
 
 def gpu_problems(world: World, wanted: str, env: Mapping[str, str] = os.environ) -> Iterator[str]:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from hpctrain.distributed.lazy_imports import postpone_compiler
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, first_line, print_error
+from hpctrain.errors import HpctrainError, print_error
+from hpctrain.text import first_line
 
 # Every rank of a job has to join within this time.
 JOIN_TIMEOUT = timedelta(seconds=60)

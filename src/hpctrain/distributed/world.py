@@ -13,15 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.text import counted
 
 # Step ids in the environment of a batch script and of the shell that salloc opens on a node (slurm.h:
 # SLURM_BATCH_SCRIPT, SLURM_INTERACTIVE_STEP): one process each, however many tasks the job has.
 NOT_A_STEP = {"4294967291", "4294967290", "batch", "interactive"}
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things, such as "1 node" or "2 nodes"."""
-    return f"{number} {noun}" + "s" * (number != 1)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,17 @@
-"""PyTorch Lightning: RunFolder for Trainers of users, and the Trainer of hpctrain's own commands."""
+"""PyTorch Lightning: RunFolder and WorldEnvironment for Trainers of users, and the Trainer of hpctrain's own commands."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain.lightning.run_folder import RunFolder
+    from hpctrain.lightning.run_folder import RunFolder, WorldEnvironment
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "WorldEnvironment"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever has the name
-    # Lazy, because the modules of this package import Lightning in different ways: see lazy_imports.py.
-    if name != "RunFolder":
+    # Not at the top: trainer.py imports Lightning in another way (see lazy_imports.py), and Python imports this file before it.
+    if name not in __all__:
         raise AttributeError(f"module 'hpctrain.lightning' has no attribute {name!r}")
-    from hpctrain.lightning.run_folder import RunFolder
+    from hpctrain.lightning import run_folder
 
-    return RunFolder
+    return getattr(run_folder, name)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from hpctrain.checkpoints import checkpoint
-from hpctrain.checkpoints.saver import Interval
+from hpctrain.checkpoints.interval import Interval
 from hpctrain.distributed.entry import print_errors_in_one_line
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, main_address
 from hpctrain.distributed.world import World, detect

@@ -19,9 +19,10 @@ import torch
 
 from hpctrain import __version__
 from hpctrain.distributed.world import World, job_id
-from hpctrain.errors import HpctrainError, UsageError, first_line
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.files.redaction import hide_secrets
+from hpctrain.text import first_line
 
 # Options that may differ when a run is resumed: they do not change its weights by more than rounding. A checkpoint of another
 # --data with as many examples is not noticed: jobs copy their data to folders that are named after the job.

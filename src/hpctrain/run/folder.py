@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpctrain.checkpoints import checkpoint
-from hpctrain.commands.check.node import refuse_throw_away
-from hpctrain.commands.runs import read_json
 from hpctrain.distributed.world import in_job, job_id, restart_count, torchrun_restarts
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
+from hpctrain.files.places import refuse_throw_away
 from hpctrain.run.owner import Owner
+from hpctrain.run.reader import read_json
 
 # --resume auto: resume from the run folder itself if it has a checkpoint
 AUTO = Path("auto")

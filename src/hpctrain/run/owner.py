@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.distributed.world import job_id, restart_count
-from hpctrain.errors import HpctrainError, one_line
+from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
+from hpctrain.text import one_line
 
 BEAT = 2.0  # s
 

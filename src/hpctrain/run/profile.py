@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
+from hpctrain.text import first_line
 
 SKIPPED = 10  # steps before the profile: in the first ones, torch chooses its kernels
 STEPS = 5  # in the profile

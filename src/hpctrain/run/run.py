@@ -21,6 +21,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -29,17 +30,26 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hpctrain.checkpoints import checkpoint
-from hpctrain.checkpoints.saver import Checkpointer, Interval
-from hpctrain.commands.plot import try_to_plot
+from hpctrain.checkpoints.interval import Interval
+from hpctrain.checkpoints.saver import Checkpointer
 from hpctrain.distributed.control import report_saved, report_stopped
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, gather
 from hpctrain.distributed.watchdog import Watchdog
 from hpctrain.distributed.world import World, restart_count
-from hpctrain.errors import EndEarly, HpctrainError, UsageError, one_line
+from hpctrain.errors import EndEarly, HpctrainError, UsageError
 from hpctrain.files.digests import weights_sha256
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.run.best import Best
-from hpctrain.run.config import add_image_digest, add_resumption, compare_options, weighty_options, write_config, write_json
+from hpctrain.run.charts import try_to_plot
+from hpctrain.run.config import (
+    add_image_digest,
+    add_resumption,
+    compare_options,
+    list_other_options,
+    weighty_options,
+    write_config,
+    write_json,
+)
 from hpctrain.run.flops import utilization
 from hpctrain.run.folder import AUTO, finished_epochs, prepare_folder, withdraw_if_refused
 from hpctrain.run.metrics import Metrics, format_seconds, plain_numbers
@@ -48,6 +58,7 @@ from hpctrain.run.owner import Owner
 from hpctrain.run.profile import NO_PROFILE, make_profile
 from hpctrain.run.rank_log import open_log, write_line
 from hpctrain.run.speed import StepTimes, T, gather_most, gather_tokens, gpu_percent, peak_memory
+from hpctrain.text import one_line
 
 # Metrics that every line of metrics.jsonl has and no line of the log: they change little.
 NOT_PRINTED = {"peak_memory_mb", "gpu_percent"}
@@ -137,7 +148,8 @@ class Run:
             chosen = ""
             with all_or_none(self.world):
                 if self.world.rank == 0:
-                    chosen = str(checkpoint.find_fitting(self.resume_from, model, entry, self._args, free))
+                    others = partial(list_other_options, self._args, free=free)
+                    chosen = str(checkpoint.find_fitting(self.resume_from, model, entry, others))
             self.resume_from = Path(broadcast(self.world, chosen))
             with all_or_none(self.world):
                 state = checkpoint.open_lazily(self.resume_from) if self.in_parts else checkpoint.load(self.resume_from, device)

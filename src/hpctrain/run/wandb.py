@@ -21,10 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.commands.add import SAFE_PYTHON
-from hpctrain.commands.runs import read_configs, summarize
-from hpctrain.errors import HpctrainError, first_line, print_error
+from hpctrain.distributed.python import SAFE_PYTHON
+from hpctrain.errors import HpctrainError, print_error
 from hpctrain.files.redaction import hide_secrets
+from hpctrain.run.reader import read_configs, summarize
+from hpctrain.text import first_line
 
 if TYPE_CHECKING:
     import wandb

@@ -16,12 +16,12 @@ from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
 
-from hpctrain.cli import Parser
-from hpctrain.commands.add import SAFE_PYTHON
 from hpctrain.distributed.control import stop_requested
+from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
+from hpctrain.options import Parser
 from hpctrain.servers.tunnel import Tunnel
 
 # A notebook starts launchers of its own. What this process has from its launcher would make their ranks take its place.

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cli import Parser
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.options import Parser
 from hpctrain.servers.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
 
 Application = Callable[[dict[str, Any], Callable], Iterable[bytes]]

@@ -20,10 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import parse_qs
 
-from hpctrain.commands.check.node import refuse_throw_away
 from hpctrain.distributed.control import control_folder, stop_requested
 from hpctrain.distributed.world import job_id
 from hpctrain.errors import HpctrainError
+from hpctrain.files.places import refuse_throw_away
 
 # A request without the token gets this page, whose form sends the token as ?token=.
 TOKEN_PAGE = """<!doctype html>

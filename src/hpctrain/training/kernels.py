@@ -7,7 +7,8 @@ import warnings
 import torch
 from torch import nn
 
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError
+from hpctrain.text import first_line
 
 
 def make_deterministic(args: argparse.Namespace, device: torch.device, *, on_gpu: bool = False) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy
 from torch.utils.data import Dataset
 
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError
 from hpctrain.files.plain import open_plain
+from hpctrain.text import first_line
 
 
 class TarShards(Dataset):

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hpctrain.distributed.world import counted
-from hpctrain.errors import HpctrainError, first_line, one_line
+from hpctrain.errors import HpctrainError
 from hpctrain.files.plain import open_plain
+from hpctrain.text import counted, first_line, one_line
 from hpctrain.training.batches import can_fork_beside_threads
 from hpctrain.training.tar_shards import TarShards
 from hpctrain.vision.data import Images, to_images

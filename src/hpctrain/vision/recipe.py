@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, Optimizer
 
-from hpctrain.cli import Parser, add_kernels, positive, trainer_parser
 from hpctrain.distributed.rendezvous import all_or_none, gather
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.options import Parser, add_kernels, positive, trainer_parser
 from hpctrain.run import flops
 from hpctrain.training.batches import evaluation_batches
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic

@@ -28,11 +28,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hpctrain.checkpoints.checkpoint import load_optimizer
-from hpctrain.cli import Parser, add_device
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.rendezvous import all_or_none, process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
+from hpctrain.options import Parser, add_device
 from hpctrain.run.run import Run
 from hpctrain.training.batches import steps_per_epoch, training_batches
 from hpctrain.training.buckets import settle_buckets

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hpctrain.checkpoints.checkpoint import load_optimizer
-from hpctrain.cli import Parser, add_device
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.rendezvous import process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
+from hpctrain.options import Parser, add_device
 from hpctrain.run.run import Run
 from hpctrain.training.batches import evaluation_batches, steps_per_epoch, training_batches
 from hpctrain.training.sharding import copy_without_weights, gather_model, load_weights, shard, split, split_state

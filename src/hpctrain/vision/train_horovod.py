@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hpctrain.checkpoints.checkpoint import load_optimizer
-from hpctrain.cli import Parser, add_device, positive
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.horovod import horovod
 from hpctrain.distributed.rendezvous import all_or_none, process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
+from hpctrain.options import Parser, add_device, positive
 from hpctrain.run.run import Run
 from hpctrain.training.batches import steps_per_epoch, training_batches
 from hpctrain.vision import recipe

@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hpctrain.cli import Parser, positive
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.lazy_imports import import_of_lightning
 from hpctrain.distributed.rendezvous import process_group
-from hpctrain.distributed.world import World, counted
+from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.lightning.trainer import make_trainer, quiet
+from hpctrain.options import Parser, positive
 from hpctrain.run.run import Run
+from hpctrain.text import counted
 from hpctrain.training.batches import evaluation_batches, steps_per_epoch, training_batches
 from hpctrain.vision import data, recipe
 from hpctrain.vision.folder import ImageLoader

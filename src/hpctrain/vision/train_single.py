@@ -3,9 +3,9 @@
 hpctrain train_single
 """
 
-from hpctrain.cli import Parser
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
+from hpctrain.options import Parser
 from hpctrain.vision import train_ddp
 
 

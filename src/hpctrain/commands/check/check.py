@@ -21,24 +21,19 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from hpctrain.cli import Parser, add_device
 from hpctrain.commands import add
 from hpctrain.commands.check.mpi import mpi_library, mpi_name, mpi_problems
 from hpctrain.commands.check.nccl import Network, capture_nccl_log, compare_with_log, predict_network
-from hpctrain.commands.check.node import (
-    file_system_problems,
-    image_mount,
-    rendezvous_problems,
-    seconds_since_start,
-    shadowed_packages,
-    shorten,
-)
+from hpctrain.commands.check.node import file_system_problems, image_mount, rendezvous_problems, seconds_since_start
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.gpu import gpu_problems
+from hpctrain.distributed.python import shadowed_packages
 from hpctrain.distributed.rendezvous import JOIN_TIMEOUT, format_ranks, gather, process_group
-from hpctrain.distributed.world import World, counted
-from hpctrain.errors import HpctrainError, first_line, print_error
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError, print_error
+from hpctrain.options import Parser, add_device
 from hpctrain.run.config import versions
+from hpctrain.text import counted, first_line, shorten
 
 START_SECONDS = seconds_since_start()  # with torch imported
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from hpctrain.commands.check.node import shorten
+from hpctrain.text import shorten
 
 # The values of NCCL_SOCKET_IFNAME that NCCL tries if it is not set: the first one that matches an interface counts.
 INTERFACES = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")

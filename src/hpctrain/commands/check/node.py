@@ -6,17 +6,12 @@ also run where torch is broken.
 
 import errno
 import os
-import site
 import socket
-import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:
     from hpctrain.distributed.world import World
@@ -107,39 +102,6 @@ def connection_errors(addresses: list[tuple[int, str]], port: int) -> str:
     return ", ".join(errors)
 
 
-def shadowed_packages() -> Iterator[str]:
-    """Folders before site-packages on sys.path that hide one of its packages; they may add packages that it lacks."""
-    own = [Path(entry).resolve() for entry in site.getsitepackages()]
-    standard = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
-    # Without hpctrain itself, which may run from a checkout.
-    installed = set().union(sys.stdlib_module_names, *map(importable_names, own)) - {"hpctrain"}
-    for entry in sys.path:
-        folder = Path(entry).resolve()
-        if folder in own:
-            return
-        if folder in standard or folder.parent in standard:
-            continue
-        if hidden := sorted(importable_names(folder) & installed):
-            if folder == Path(site.getusersitepackages()).resolve():
-                advice = "export PYTHONNOUSERSITE=1"
-            elif entry in os.environ.get("PYTHONPATH", "").split(":"):
-                advice = "remove that folder from PYTHONPATH, or the package from the folder"
-            else:
-                advice = "start from another folder, or rename the package"
-            yield f"{folder} hides {shorten(hidden, ', ')} of {sys.prefix}: {advice}"
-
-
-def importable_names(folder: Path) -> set[str]:
-    """The names of the modules and packages in a folder, without namespace packages, which hide no other."""
-    try:
-        entries = list(folder.iterdir())
-    except OSError:
-        return set()
-    return {
-        entry.name.partition(".")[0] for entry in entries if entry.suffix in (".py", ".so") or (entry / "__init__.py").exists()
-    }
-
-
 def file_system_problems(env: Mapping[str, str] = os.environ) -> Iterator[str]:
     """Folders that training writes to, but where 4 MiB cannot be written: home, current folder, caches, shared memory."""
     home = Path(env.get("HOME", "/"))
@@ -191,21 +153,6 @@ def image_mount(env: Mapping[str, str] = os.environ, proc: Path = Path("/proc"))
     return "kernel" if "1" in names and names["1"] not in ("appinit", "sinit") else ""
 
 
-def refuse_throw_away(folder: Path) -> None:
-    """Raise HpctrainError if the folder is in the memory of an Apptainer container, as with --containall, and ends with it.
-
-    Apptainer has such folders in the same tmpfs as the lists of users and groups that it writes for the container.
-    """
-    if not os.environ.get("APPTAINER_CONTAINER", os.environ.get("SINGULARITY_CONTAINER")):
-        return
-    of_container = {Path(path).stat().st_dev for path in ("/etc/passwd", "/etc/group")}
-    if folder.stat().st_dev in of_container - {Path("/").stat().st_dev}:
-        raise HpctrainError(
-            f"{folder} would be gone at the end, as it is in the memory of the container: add --bind with a folder of the host,"
-            " and use --out to name one in it"
-        )
-
-
 def explain_write_error(error: OSError, folder: Path) -> str:
     """Why nothing can be written to the folder, and what to do."""
     state = os.statvfs(folder)
@@ -218,8 +165,3 @@ def explain_write_error(error: OSError, folder: Path) -> str:
         errno.EACCES: f"user {os.getuid()} may not write there: change its mode or owner, {elsewhere}",
     }
     return reasons.get(error.errno or 0, f"cannot be written ({error.strerror}): use another folder")
-
-
-def shorten(words: list[str], separator: str) -> str:
-    """Join the words; if there are more than eight, the first six and the number of the others."""
-    return separator.join(words if len(words) <= 8 else [*words[:6], f"... and {len(words) - 6} more"])

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hpctrain.distributed.world import counted
-from hpctrain.errors import HpctrainError, UsageError, first_line, one_line
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files.plain import open_plain
+from hpctrain.text import counted, first_line, one_line
 
 if TYPE_CHECKING:  # it imports all of transformers, and `hpctrain fetch` needs none
     from hpctrain.nlp.task import Task

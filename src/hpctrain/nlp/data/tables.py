@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError
 from hpctrain.files.plain import open_plain
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.formats import Example
+from hpctrain.text import first_line
 
 ROWS = 1_000  # of Parquet that are read at a time
 # What a file of Parquet or Arrow may unpack to, as a multiple of its size, and what a row counts for beside its texts.

@@ -17,7 +17,6 @@ import huggingface_hub
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from hpctrain.cli import Parser
 from hpctrain.distributed.rendezvous import all_or_none, gather
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, hint_unmounted
@@ -25,6 +24,7 @@ from hpctrain.files import atomic
 from hpctrain.files.digests import write_digests
 from hpctrain.nlp.data.formats import SUFFIXES, TABLES
 from hpctrain.nlp.models.model_folder import describe_error, is_disk_error, validate_folder
+from hpctrain.options import Parser
 
 # huggingface_hub would log every retry on every rank. Errors are exceptions anyway.
 huggingface_hub.utils.logging.set_verbosity_error()

@@ -9,7 +9,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from hpctrain.distributed.rendezvous import all_or_none
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.models.hub import resolve_model
@@ -18,6 +18,7 @@ from hpctrain.nlp.models.model_folder import describe_pickle_error, read_labels
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.task import Task
 from hpctrain.run.run import Run
+from hpctrain.text import first_line
 
 
 def get_initial_model(task: Task, args: argparse.Namespace, run: Run, train: list[Any]) -> Path:

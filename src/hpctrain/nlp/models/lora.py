@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 import transformers
 
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError
 from hpctrain.files.digests import check_digests
 from hpctrain.nlp.models.hub import find_model
 from hpctrain.nlp.models.model_folder import read_json_object, refuse_pipes
 from hpctrain.nlp.task import Task
+from hpctrain.text import first_line
 
 ADAPTER_CONFIG = "adapter_config.json"  # is in the folder of an adapter, and in no other
 # The names that peft has for the tasks.

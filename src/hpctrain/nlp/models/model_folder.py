@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers.utils import logging
 
-from hpctrain.errors import HpctrainError, first_line, panics_as_errors
+from hpctrain.errors import HpctrainError, panics_as_errors
 from hpctrain.files import atomic
 from hpctrain.files.digests import check_digests, write_digests
 from hpctrain.files.redaction import hide_secrets
+from hpctrain.text import first_line
 
 if TYPE_CHECKING:  # importing a class of transformers takes seconds, and `hpctrain fetch` needs none
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

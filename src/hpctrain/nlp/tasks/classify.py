@@ -19,7 +19,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hpctrain.cli import Parser
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features, encode_texts
@@ -28,6 +27,7 @@ from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.nlp.tasks.problems import MultiLabel, Regression
 from hpctrain.nlp.training import finetune, options
+from hpctrain.options import Parser
 
 
 class Document(NamedTuple):

@@ -20,7 +20,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutput
 
-from hpctrain.cli import Parser
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
@@ -28,6 +27,7 @@ from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.nlp.training import finetune, options
+from hpctrain.options import Parser
 
 PROMPTS = {"1": "긍정: ", "0": "부정: "}  # the prompt for each label of NSMC: positive, negative
 

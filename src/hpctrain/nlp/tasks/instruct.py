@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hpctrain.cli import Parser
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.nlp.tasks.generate import Generate
 from hpctrain.nlp.training import finetune, options
+from hpctrain.options import Parser
+from hpctrain.text import first_line
 
 ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}

@@ -22,7 +22,6 @@ import numpy
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from hpctrain.cli import Parser
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
@@ -32,6 +31,7 @@ from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.nlp.tasks.alignment import NO_UNIT, UnitAligner, make_character_tokenizer, split_windows
 from hpctrain.nlp.tasks.bio import Entity, from_bio, split_units, to_bio
 from hpctrain.nlp.training import finetune, options
+from hpctrain.options import Parser
 
 SEPARATOR = "␞"  # U+241E, between a text and the same text with its entities marked
 TAG = r"(?:O|[BIESLUM]-\S+)"

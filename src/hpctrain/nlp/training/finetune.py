@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.rendezvous import all_or_none, process_group
-from hpctrain.distributed.world import World, counted
-from hpctrain.errors import HpctrainError, UsageError, one_line, panics_as_errors
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
 from hpctrain.lightning.trainer import JsonStrategy, make_trainer, quiet
 from hpctrain.nlp.batches.features import Features, load_or_make, make_cache_key
 from hpctrain.nlp.batches.sampling import BatchSampler, make_loader
@@ -42,6 +42,7 @@ from hpctrain.run.config import versions
 from hpctrain.run.flops import count_text_flops
 from hpctrain.run.folder import find_earlier_checkpoint
 from hpctrain.run.run import Run
+from hpctrain.text import counted, one_line
 from hpctrain.training.batches import check_batch_size, steps_per_epoch
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
 

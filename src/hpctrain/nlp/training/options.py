@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.cli import Parser, add_device, add_kernels, positive, trainer_parser
 from hpctrain.errors import UsageError
 from hpctrain.nlp.data.formats import TABLES
 from hpctrain.nlp.models.scratch import SIZES
 from hpctrain.nlp.task import Task
+from hpctrain.options import Parser, add_device, add_kernels, positive, trainer_parser
 
 # A model from scratch needs a higher learning rate than a pretrained one. The sample data are small and need many steps.
 DEFAULTS = {"epochs": 3, "batch_size": 32, "lr": 5e-5}

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import masking_utils
 
-from hpctrain.errors import HpctrainError, first_line
+from hpctrain.errors import HpctrainError
+from hpctrain.text import first_line
 
 MOST = 100  # shapes, each of which takes memory; batches of further ones are computed without a graph
 

@@ -17,15 +17,17 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from hpctrain.cli import COMMANDS, Parser, add_device, positive
+from hpctrain.cli import COMMANDS
 from hpctrain.distributed.device import choose_device
-from hpctrain.distributed.world import World, counted
-from hpctrain.errors import HpctrainError, UsageError, first_line, panics_as_errors
+from hpctrain.distributed.world import World
+from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
 from hpctrain.files import atomic
 from hpctrain.nlp.data.formats import JSON_LINES, SURROGATE, decode_text
 from hpctrain.nlp.models.lora import ADAPTER_CONFIG, load_adapter
 from hpctrain.nlp.models.model_folder import describe_error, describe_pickle_error, load_tokenizer, refuse_pipes
 from hpctrain.nlp.task import Task
+from hpctrain.options import Parser, add_device, positive
+from hpctrain.text import counted, first_line
 
 CHUNK = 2048  # texts that are sorted by length together and answered at a time
 # What controls a terminal and json.dumps() leaves as it is: DEL, and the second set of control characters.

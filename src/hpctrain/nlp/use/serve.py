@@ -24,14 +24,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
-from hpctrain.cli import Parser
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.world import ALONE, World
-from hpctrain.errors import HpctrainError, UsageError, first_line, panics_as_errors
+from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
 from hpctrain.nlp.data.formats import SURROGATE
 from hpctrain.nlp.models.model_folder import describe_error, load_tokenizer
 from hpctrain.nlp.use.predict import add_answer_options, find_model_folder, find_task, load_model
+from hpctrain.options import Parser
 from hpctrain.servers.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
+from hpctrain.text import first_line
 
 LARGEST_BODY = 2**20  # bytes of a request
 MOST_DIGITS = 100  # of a length; Python refuses to read thousands

@@ -1,0 +1,46 @@
+"""The Python of a rank: how to start one that imports nothing of a stranger, and packages that hide others."""
+
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpctrain.text import shorten
+
+# This Python, for a process of hpctrain's own: without the current folder on its sys.path, which may be one that others write to.
+SAFE_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
+
+
+def shadowed_packages() -> Iterator[str]:
+    """Folders before site-packages on sys.path that hide one of its packages; they may add packages that it lacks."""
+    own = [Path(entry).resolve() for entry in site.getsitepackages()]
+    standard = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
+    # Without hpctrain itself, which may run from a checkout.
+    installed = set().union(sys.stdlib_module_names, *map(importable_names, own)) - {"hpctrain"}
+    for entry in sys.path:
+        folder = Path(entry).resolve()
+        if folder in own:
+            return
+        if folder in standard or folder.parent in standard:
+            continue
+        if hidden := sorted(importable_names(folder) & installed):
+            if folder == Path(site.getusersitepackages()).resolve():
+                advice = "export PYTHONNOUSERSITE=1"
+            elif entry in os.environ.get("PYTHONPATH", "").split(":"):
+                advice = "remove that folder from PYTHONPATH, or the package from the folder"
+            else:
+                advice = "start from another folder, or rename the package"
+            yield f"{folder} hides {shorten(hidden, ', ')} of {sys.prefix}: {advice}"
+
+
+def importable_names(folder: Path) -> set[str]:
+    """The names of the modules and packages in a folder, without namespace packages, which hide no other."""
+    try:
+        entries = list(folder.iterdir())
+    except OSError:
+        return set()
+    return {
+        entry.name.partition(".")[0] for entry in entries if entry.suffix in (".py", ".so") or (entry / "__init__.py").exists()
+    }

@@ -1,0 +1,142 @@
+"""The argument parser that commands share."""
+
+import argparse
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hpctrain.checkpoints.interval import Interval
+from hpctrain.cli import COMMANDS
+from hpctrain.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError, so that one rank prints the error and not all of them."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # noqa: ANN401 - as in argparse
+        """Parse the command line. Raises UsageError, which names the option that is most like an unknown one."""
+        # Where any number of words may stand, argparse by itself takes none of them after an option.
+        many = any(action.nargs in ("*", "+") and not action.option_strings for action in self._actions)
+        found, unknown = (self.parse_known_intermixed_args if many else self.parse_known_args)(args, namespace)
+        if unknown:
+            option = next((word for word in unknown if word.startswith("-")), "").partition("=")[0]
+            guess = did_you_mean(option, [name for action in self._actions for name in action.option_strings])
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{guess and f': {guess}'}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the message and exiting."""
+        raise UsageError(f"{self.prog}: {message} ({self.prog} --help lists the options)")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question with the known word that is most like a mistyped one; "" if none is."""
+    return "".join(f"did you mean {found}?" for found in difflib.get_close_matches(word, known, n=1))
+
+
+def trainer_parser(trainer: str, description: str) -> Parser:
+    """A parser with the options that every trainer has; Run needs them, and --epochs.
+
+    `trainer` names the default run folder. In a user's script, the program in messages is the name of the script.
+    """
+    parser = Parser(prog=f"hpctrain {trainer}" if trainer in COMMANDS else None, description=description)
+    add = parser.add_argument
+    add("--seed", type=int, default=1, help="seed of the initial weights and of the order of the data (default: %(default)s)")
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help=f"run folder (default: runs/{trainer}/<job id>, or the folder given to --resume)",
+    )
+    add(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="resume from the last intact checkpoint of this run folder; auto: of --out, or start if it has none",
+    )
+    add("--force", action="store_true", help="resume although options differ that change the result")
+    add(
+        "--checkpoint-every",
+        type=interval,
+        default="10min",
+        metavar="INTERVAL",
+        help="save within an epoch after so many steps (500), or so much time (30s, 10min, 1h) (default: %(default)s)",
+    )
+    add(
+        "--keep-checkpoints",
+        type=positive(int),
+        default=3,
+        metavar="N",
+        help="keep the newest N checkpoints and the one with the best score (default: %(default)s)",
+    )
+    add(
+        "--on-nan",
+        choices=["stop", "skip"],
+        default="stop",
+        help="when a gradient is not finite: stop, or skip the step, at most 10 in a row (default: %(default)s)",
+    )
+    add("--wandb", action="store_true", help="log to Weights & Biases too, into an offline run without a key or a network")
+    add("--profile", action="store_true", help="write what some steps spend their time on, as a trace and as a page of text")
+    add(
+        "--watchdog",
+        type=seconds,
+        default=60,
+        metavar="SECONDS",
+        help="end the job when a rank does not answer, or no step finishes, for this time; 0: never (default: %(default)g)",
+    )
+    return parser
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add --device, as choose_device() takes it."""
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one (default: %(default)s)"
+    )
+
+
+def add_kernels(parser: argparse.ArgumentParser) -> None:
+    """Add --compile and --deterministic: see kernels.py."""
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="make the kernels of training steps with torch.compile, at the first step; they round otherwise; needs g++",
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="fail at an operation that could give other bits in another run; on a CPU all give the same (default: on a GPU, "
+        "image classifiers warn)",
+    )
+
+
+def seconds(text: str) -> float:
+    """An argparse type: a finite number of seconds, or 0."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
+
+
+def interval(text: str) -> str:
+    """An argparse type: the text of an Interval. It stays a text, which config.json can hold."""
+    try:
+        Interval.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps (500) or a time (30s, 10min, 1h)") from None
+    return text
+
+
+def positive(kind: type) -> Any:  # noqa: ANN401 - an argparse type
+    """An argparse type: a finite number of this kind (int or float) above zero."""
+
+    def parse(text: str) -> Any:  # noqa: ANN401
+        value = kind(text)
+        if not value > 0:  # also refuses NaN, which compares false with every number
+            raise argparse.ArgumentTypeError(f"{text} is not above zero")
+        if value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not finite")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse prints it: "invalid int value"
+    return parse

@@ -1,0 +1,91 @@
+"""The losses and scores of a run over its steps, as a picture."""
+
+import os
+import shlex
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpctrain.errors import HpctrainError
+from hpctrain.files import atomic
+from hpctrain.run.reader import NOT_SCORES, load_metrics, points
+from hpctrain.text import one_line, reason
+
+MOST_METRICS = 100  # each takes a tenth of a second or more
+
+
+def plot(folder: Path) -> Path:
+    """Draw curves.png in a run folder; returns its path. Raises HpctrainError if there are no metrics."""
+    with folder_for_matplotlib():
+        return _draw(folder)
+
+
+def try_to_plot(folder: Path) -> None:
+    """Draw curves.png at the end of a run, or print why not: no result must be lost for its picture."""
+    try:
+        plot(folder)
+    except Exception as error:  # also matplotlib's own
+        print(f"hpctrain: curves.png is not drawn ({reason(error)}): see hpctrain plot {shlex.quote(str(folder))}", flush=True)
+
+
+def plain(text: str) -> str:
+    """A name as a picture shows it: matplotlib takes what is between two $ for a formula, and cannot draw half of a character."""
+    return one_line(text).replace("$", r"\$")
+
+
+def the_first(names: list[str]) -> list[str]:
+    """As many metrics as a picture or a page can have. Says so if there are more."""
+    if len(names) > MOST_METRICS:
+        print(f"hpctrain: the first {MOST_METRICS} of {len(names):,} metrics are drawn; hpctrain export csv has all", flush=True)
+    return names[:MOST_METRICS]
+
+
+@contextmanager
+def folder_for_matplotlib() -> Iterator[None]:
+    """Give matplotlib a folder for its cache that nobody else can have filled. A home may be read-only, or the image's."""
+    if "MPLCONFIGDIR" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="hpctrain-matplotlib.") as folder:
+        os.environ["MPLCONFIGDIR"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["MPLCONFIGDIR"]
+
+
+def _draw(folder: Path) -> Path:
+    from matplotlib.figure import Figure  # not pyplot, which keeps what it draws
+
+    try:
+        lines = load_metrics(folder)
+    except OSError as error:
+        raise HpctrainError(
+            f"{folder}/metrics.jsonl cannot be read ({reason(error)}): give a run folder, such as runs/train_ddp/17"
+        ) from error
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    axes = figure.subplots(1, 2)
+    found = dict.fromkeys(name for line in lines for name in line if name not in NOT_SCORES and "/" not in name)
+    names = the_first([*found])
+    for axis, of_loss, title in zip(axes, (True, False), ("loss", "score"), strict=True):
+        for name in names:
+            if name.endswith("_loss") != of_loss:
+                continue
+            axis.plot(
+                *zip(*points(lines, name), strict=True),
+                label=plain(name.replace("_", " ")),
+                marker=None if name == "train_loss" else "o",
+            )
+        axis.set(xlabel="step", title=title)
+        axis.grid(alpha=0.3)
+        if axis.has_data():
+            axis.legend(loc="upper right" if of_loss else "lower right")
+    if "test_accuracy" in names:
+        best = max((line.get("test_accuracy", 0.0), line["epoch"]) for line in lines)
+        axes[1].set_title(f"accuracy: best {best[0]:.4f} after epoch {best[1]}")
+    figure.suptitle(plain(str(folder)))
+    path = folder / "curves.png"
+    with atomic.file(path, "wb") as file:
+        figure.savefig(file, format="png", dpi=110)
+    return path

@@ -1,0 +1,176 @@
+"""Read run folders, of this user or of others: configurations, metrics, state and score."""
+
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from hpctrain.errors import HpctrainError
+from hpctrain.files.plain import open_plain
+from hpctrain.text import reason
+
+# The entries of a line of metrics that are neither losses nor scores.
+NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s", "peak_memory_mb", "gpu_percent"}
+PRUNED = "pruned.txt"  # in the folder of a trial that its sweep has ended early
+DIVERGED = "diverged.txt"  # in that of a trial whose parameters do not let it train
+# An owner changes the time stamp of owner.json every two seconds; clocks of nodes and file servers differ by less than this.
+SIGN_OF_LIFE = 60.0  # s
+# More than the last lines of metrics.jsonl, which has a few hundred bytes a line.
+TAIL = 8192  # bytes
+# A file of a run that is read whole has less; a metrics.jsonl of this size has a million lines.
+MOST = 2**28  # bytes
+# Names of metrics that are longer, and numbers of which the axis of a chart cannot have the range, are no metrics.
+LONGEST_NAME, LARGEST = 200, 1e307
+
+
+def find(folder: Path) -> Iterator[Path]:
+    """The run folders in a folder, or the folder itself, in the order of their names."""
+    for path, folders, files in os.walk(folder):
+        if "config.json" in files:
+            folders.clear()  # a run folder has no other in it
+            yield Path(path)
+        folders.sort()
+
+
+def read_configs(run: Path) -> list[dict[str, Any]]:
+    """What config.json says, and config.2.json and so on of a run that was resumed. Raises HpctrainError, naming the file."""
+    configs, path = [], run / "config.json"
+    while not configs or path.exists():  # the folder may be closed to this user: reading says so
+        configs.append(read_json(path))
+        last = configs[-1]
+        if not isinstance(last.get("options"), dict) or not all(
+            isinstance(last.get(x) or {}, dict) for x in ("world", "versions")
+        ):
+            raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
+        path = run / f"config.{len(configs) + 1}.json"
+    return configs
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run folder. Raises HpctrainError, naming the file."""
+    try:
+        with open_plain(path) as file:
+            content = json.loads(read_whole(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise HpctrainError(f"{path}: cannot be read ({reason(error)}): name a run folder, such as runs/train_ddp/17") from error
+    if not isinstance(content, dict):
+        raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
+    return content
+
+
+def read_whole(file: IO[bytes]) -> bytes:
+    """The content of a file. Raises OSError if it is too large for one of a run: somebody else may have made it."""
+    if os.fstat(file.fileno()).st_size > MOST:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    return file.read()
+
+
+def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
+    """As load_metrics(); none if the file cannot be read."""
+    try:
+        return load_metrics(run, tail)
+    except OSError:
+        return []
+
+
+def load_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl, of its last `tail` bytes if given. A line that is being written is left out.
+
+    So is what is no number, or one that is too large to draw, and what has no name that can be shown. Raises OSError.
+    """
+    with open_plain(run / "metrics.jsonl") as file:
+        if tail is not None and file.seek(0, os.SEEK_END) > tail:
+            file.seek(-tail, os.SEEK_END)
+            content = file.read(tail).partition(b"\n")[2]
+        else:
+            file.seek(0)
+            content = read_whole(file)
+    lines = []
+    for text in content.splitlines():
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        line = {name: value for name, value in line.items() if _is_metric(name, value)} if isinstance(line, dict) else {}
+        if {"epoch", "step"} <= line.keys():
+            lines.append(line)
+    return lines
+
+
+def _is_metric(name: str, value: object) -> bool:
+    if name in ("epoch", "step", "seconds"):
+        return is_number(value) and math.isfinite(value)
+    return is_number(value) and name.isprintable() and len(name) <= LONGEST_NAME
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of JSON is a number that a chart can have; NaN and infinity, of a run that diverged, are numbers, too."""
+    return (isinstance(value, int) and abs(value) < 2**63) or (isinstance(value, float) and not LARGEST < abs(value) < math.inf)
+
+
+def points(lines: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
+    """The steps and values of a metric. A run that was resumed may have a step twice: the last value counts."""
+    return sorted({line["step"]: line[name] for line in lines if name in line}.items())
+
+
+def _score(lines: list[dict[str, float]]) -> tuple[str | None, float | None]:
+    """The first score of the last line that has one, which is the one that selects the best epoch; otherwise the last loss."""
+    found = [item for line in reversed(lines) for item in line.items() if item[0] not in NOT_SCORES and "/" not in item[0]]
+    return min(found, key=lambda item: (item[0].endswith("_loss"), item[0] == "train_loss"), default=(None, None))
+
+
+def summarize(run: Path) -> dict[str, Any]:
+    """A row of the table: state, job, position, score, speed, start and image of a run. Raises HpctrainError."""
+    configs = read_configs(run)
+    last = configs[-1]
+    lines, state = read_metrics(run, TAIL), _state(run, str(last.get("started")))
+    score, value = _score(lines)
+    return {
+        "run": str(run),
+        "state": state,
+        "trainer": configs[0].get("trainer"),
+        "job": last.get("job"),
+        "starts": len(configs),
+        "epoch": lines[-1]["epoch"] if lines else 0,
+        "epochs": last["options"].get("epochs"),
+        "step": lines[-1]["step"] if lines else 0,
+        "score": score,
+        "value": value,
+        "examples_per_s": _speed(run, state, lines),
+        "started": configs[0].get("started"),
+        "image_digest": last.get("image_digest"),
+    }
+
+
+def _state(run: Path, started: str) -> str:
+    """finished, running, pruned or diverged (in a sweep), or stopped: the run has work left, and no job works on it now."""
+    try:
+        if time.time() - (run / "owner.json").stat().st_mtime < SIGN_OF_LIFE:
+            return "running"
+    except OSError:
+        pass
+    for name in (PRUNED, DIVERGED):
+        if (run / name).exists():
+            return Path(name).stem
+    try:
+        finished = (run / "result.json").stat().st_mtime
+        begun = datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (OSError, ValueError):
+        return "stopped"
+    return "finished" if finished >= begun else "stopped"  # resumed for more epochs since
+
+
+def _speed(run: Path, state: str, lines: list[dict[str, float]]) -> float | None:
+    """The examples per second of a finished run as a whole, of another one between its last lines of metrics."""
+    if state == "finished":
+        with suppress(HpctrainError):
+            speed = read_json(run / "result.json").get("speed")
+            if isinstance(speed, dict) and is_number(speed.get("examples_per_s")):
+                return speed["examples_per_s"]
+    return next((line["examples_per_s"] for line in reversed(lines) if "examples_per_s" in line), None)

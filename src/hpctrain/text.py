@@ -1,0 +1,27 @@
+"""How texts and numbers are shown."""
+
+
+def one_line(text: str) -> str:
+    r"""The text with \n for a line break, and so on: names of files may hold those, and what controls a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type if it has no message."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def reason(error: BaseException) -> str:
+    """Why a file cannot be read, for a message that names the file: str() of an OSError names it, too, and its number."""
+    return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())[:200]
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as "1 node" or "2 nodes"."""
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+def shorten(words: list[str], separator: str) -> str:
+    """Join the words; if there are more than eight, the first six and the number of the others."""
+    return separator.join(words if len(words) <= 8 else [*words[:6], f"... and {len(words) - 6} more"])
