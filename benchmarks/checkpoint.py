@@ -1,9 +1,11 @@
-"""What a checkpoint costs the training: how long a save blocks a step, and how much the writing slows down the steps after it.
+"""What a checkpoint costs the training: how long a save blocks a step, and how much the writing slows down
+the steps after it.
 
     .venv/bin/python benchmarks/checkpoint.py [--model resnet50] [--turns 5]
 
-One process trains on the CPU. Each turn saves once as the trainers do, a copy in memory and a thread that writes it, and once
-with all of the writing in the step. Steps without a save run between them, so all are measured side by side.
+One process trains on the CPU. Each turn saves once as the trainers do, a copy in memory and a thread that
+writes it, and once with all of the writing in the step. Steps without a save run between them, so all are
+measured side by side.
 """
 
 import argparse
@@ -26,7 +28,9 @@ INTERVAL = 600  # s: the default of --checkpoint-every
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=recipe.RECIPES, default="resnet50")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")

@@ -2,15 +2,16 @@
 
     make benchmark
 
-On one node of the test cluster, an ordinary user trains on digits with one process and one thread, alternately
+On one node of the test cluster, an ordinary user trains on digits with one process and one thread,
+alternately
 
     container   with apptainer exec
     unpacked    in the unpacked image, by chroot: the same files and the same C library, no container
     bare        with the image's Python environment on the node, which has a C library of its own
 
-The first two differ by nothing but the container. All have the allocator's settings of the launch scripts. The trainer measures
-a step (data to update, the median of the log lines of a run). Start-up is the rest: the time from the command to the end of the
-process, less the time from opening the run folder to the result.
+The first two differ by nothing but the container. All have the allocator's settings of the launch scripts.
+The trainer measures a step (data to update, the median of the log lines of a run). Start-up is the rest: the
+time from the command to the end of the process, less the time from opening the run folder to the result.
 """
 
 import argparse
@@ -42,13 +43,19 @@ def train(cluster: Cluster, user: str, command: list[str], name: str) -> tuple[f
     folder = cluster.state / "home/alice/runs" / name
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # Without the first epoch, in which torch selects its kernels.
-    steps = [1000 * BATCH / line["examples_per_s"] for line in lines if "examples_per_s" in line and line["epoch"] > 1]
+    steps = [
+        1000 * BATCH / line["examples_per_s"]
+        for line in lines
+        if "examples_per_s" in line and line["epoch"] > 1
+    ]
     return statistics.median(steps), wall - json.loads((folder / "result.json").read_text())["seconds"]
 
 
 def main() -> None:
     """Alternate the ways, so that other load on the machine affects all; print the medians and their ratios."""
-    parser = argparse.ArgumentParser(description="Measure a training step and the start-up, in the container and outside.")
+    parser = argparse.ArgumentParser(
+        description="Measure a training step and the start-up, in the container and outside."
+    )
     parser.add_argument("--turns", type=int, default=7, help="runs of each way (default: %(default)s)")
     turns = parser.parse_args().turns
     ways = {
@@ -73,7 +80,9 @@ def main() -> None:
         for way, values in found.items():
             spread = f"{min(values):.2f} to {max(values):.2f}"
             ratio = container / statistics.median(values)
-            print(f"{what:9} {way:9} {statistics.median(values):6.2f} {unit} ({spread}), {ratio:.3f} of it in the container")
+            print(
+                f"{what:9} {way:9} {statistics.median(values):6.2f} {unit} ({spread}), {ratio:.3f} of it in the container"
+            )
 
 
 if __name__ == "__main__":

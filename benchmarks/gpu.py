@@ -4,10 +4,11 @@
     python benchmarks/gpu.py --data nsmc
     python benchmarks/gpu.py --dry-run      on a CPU, with tiny sizes: shows only that everything runs
 
-It runs the commands that users run, with this Python, one after the other on one GPU, and writes gpu.json and gpu.png. The same
-command again runs what failed or is missing in that gpu.json, if it is of this GPU and these versions. A GPU adds up in another
-order than a CPU, so that only nearly the same weights are expected of the two; a resumed run is expected to give the very same.
-The speed of text models comes from nlp.py, beside a tutorial's loop and transformers' Trainer.
+It runs the commands that users run, with this Python, one after the other on one GPU, and writes gpu.json and
+gpu.png. The same command again runs what failed or is missing in that gpu.json, if it is of this GPU and
+these versions. A GPU adds up in another order than a CPU, so that only nearly the same weights are expected
+of the two; a resumed run is expected to give the very same. The speed of text models comes from nlp.py,
+beside a tutorial's loop and transformers' Trainer.
 """
 
 import argparse
@@ -51,7 +52,8 @@ TASKS = ("classify", "pair", "ner", "qa", "generate", "instruct")
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
 CLOSE = 0.01  # the largest difference of a weight, or the difference of a test loss, between CPU and GPU
 # Layers, hidden size, heads, key-value heads, size of the feed-forward layer: those of Llama 3.2 1B
-# (huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json), and a tiny one. The vocabulary is that of the sample data.
+# (huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json), and a tiny one. The vocabulary is that of
+# the sample data.
 LLAMA = {False: (16, 2048, 32, 8, 8192), True: (2, 64, 4, 2, 128)}
 TIMEOUT = 600  # seconds for a command
 WINDOW = 384  # tokens of a window of KorQuAD, whose contexts fill most windows
@@ -62,11 +64,16 @@ class Failed(Exception):
 
 
 def run(command: list[str], *options: object, **variables: str) -> str:
-    """Run a command, with more environment variables; returns its output. Raises Failed, with the last lines of its output."""
+    """Run a command, with more environment variables; returns its output.
+
+    Raises Failed, with the last lines of its output.
+    """
     words = [*command, *map(str, options)]
     env = os.environ | variables
     try:
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT, env=env)
+        done = subprocess.run(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT, env=env
+        )
     except subprocess.TimeoutExpired as error:
         raise Failed(f"{' '.join(words)}: no end after {TIMEOUT} s") from error
     if done.returncode:
@@ -78,22 +85,37 @@ def run(command: list[str], *options: object, **variables: str) -> str:
 
 def train(folder: Path, trainer: str, device: str, *options: object, **variables: str) -> dict[str, Any]:
     """Run a trainer on this device with this run folder; returns its result.json."""
-    where = ["--accelerator", "gpu" if device == "cuda" else device] if trainer == "train_lightning" else ["--device", device]
-    run([*HPCTRAIN, trainer], *where, *options, *([] if "--resume" in options else ["--out", folder]), **variables)
+    where = (
+        ["--accelerator", "gpu" if device == "cuda" else device]
+        if trainer == "train_lightning"
+        else ["--device", device]
+    )
+    run(
+        [*HPCTRAIN, trainer],
+        *where,
+        *options,
+        *([] if "--resume" in options else ["--out", folder]),
+        **variables,
+    )
     return json.loads((folder / "result.json").read_text())
 
 
 def speed(folder: Path) -> dict[str, float]:
     """The speed of a finished run without its start: the median over its lines of metrics but the first.
 
-    At each line the GPU has finished its steps. In the steps before the first one, libraries choose their kernels.
+    At each line the GPU has finished its steps. In the steps before the first one, libraries choose their
+    kernels.
     """
     figures = json.loads((folder / "result.json").read_text())["speed"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     _, *rates = [line["examples_per_s"] for line in lines if "examples_per_s" in line]
     need(len(rates) > 1, f"the run has {len(rates) + 1} lines of metrics with a speed: too few steps")
     warm = statistics.median(rates) / figures["examples_per_s"]
-    per_second = {name: value * warm for name, value in figures.items() if name.endswith(("_per_s", "_per_gpu")) or name == "mfu"}
+    per_second = {
+        name: value * warm
+        for name, value in figures.items()
+        if name.endswith(("_per_s", "_per_gpu")) or name == "mfu"
+    }
     return figures | per_second
 
 
@@ -121,8 +143,15 @@ def check_trainer(work: Path, trainer: str, device: str) -> dict[str, float]:
     for path in (work / "parts/checkpoints/epoch-0002.pt", work / "parts/result.json"):
         path.unlink()
     parts = train(work / "parts", trainer, device, "--epochs", 2, "--resume", work / "parts", **EXACT)
-    need(parts["weights_sha256"] == gpu["weights_sha256"], "a resumed run has other weights than a run in one piece")
-    return {"largest_difference": largest, "cpu_accuracy": cpu["test_accuracy"], "accuracy": gpu["test_accuracy"]}
+    need(
+        parts["weights_sha256"] == gpu["weights_sha256"],
+        "a resumed run has other weights than a run in one piece",
+    )
+    return {
+        "largest_difference": largest,
+        "cpu_accuracy": cpu["test_accuracy"],
+        "accuracy": gpu["test_accuracy"],
+    }
 
 
 def check_task(work: Path, task: str, device: str) -> dict[str, float]:
@@ -136,7 +165,11 @@ def check_task(work: Path, task: str, device: str) -> dict[str, float]:
     (work / "config.json").write_text(json.dumps(config))
     options = ["--epochs", 1, "--limit", 64, "--precision", "fp32", "--from-scratch", work / "config.json"]
     cpu = train(work / "cpu", f"nlp.{task}", "cpu", *options)["test_loss"]
-    gpu = train(work / device, f"nlp.{task}", device, *options, **EXACT)["test_loss"] if device != "cpu" else cpu
+    gpu = (
+        train(work / device, f"nlp.{task}", device, *options, **EXACT)["test_loss"]
+        if device != "cpu"
+        else cpu
+    )
     need(abs(cpu - gpu) <= CLOSE, f"the test loss is {gpu:.4f}, and {cpu:.4f} on the CPU")
     return {"cpu_loss": cpu, "loss": gpu}
 
@@ -145,7 +178,9 @@ def graphs(work: Path, task: str, device: str, dry_run: bool) -> dict[str, float
     """Fine-tune with and without CUDA graphs, with dropout, in batches that all have --max-length tokens: the same bits."""
     options = ["--epochs", 2, "--limit", 64, "--max-length", 8, "--deterministic"]
     more = {"plain": [], "graphs": [] if dry_run else ["--cuda-graphs"]}
-    results = {name: train(work / name, f"nlp.{task}", device, *options, *words) for name, words in more.items()}
+    results = {
+        name: train(work / name, f"nlp.{task}", device, *options, *words) for name, words in more.items()
+    }
     same = len({result["weights_sha256"] for result in results.values()}) == 1
     need(same, "with --cuda-graphs the weights are others than without it")
     return {name: result["test_loss"] for name, result in results.items()}
@@ -153,7 +188,11 @@ def graphs(work: Path, task: str, device: str, dry_run: bool) -> dict[str, float
 
 def nccl(device: str) -> dict[str, float]:
     """DDP on one rank of NCCL, in a process of its own (nccl_rank): hpctrain itself needs no process group for one rank."""
-    return json.loads(run([sys.executable, __file__], "--nccl-rank", device, CUBLAS_WORKSPACE_CONFIG=":4096:8").splitlines()[-1])
+    return json.loads(
+        run(
+            [sys.executable, __file__], "--nccl-rank", device, CUBLAS_WORKSPACE_CONFIG=":4096:8"
+        ).splitlines()[-1]
+    )
 
 
 def nccl_rank(device: torch.device) -> dict[str, float]:
@@ -172,13 +211,19 @@ def nccl_rank(device: torch.device) -> dict[str, float]:
             optimizer.zero_grad()
             cross_entropy(model(images), labels).backward()
             optimizer.step()
-    need(weights_sha256(plain) == weights_sha256(models[1].module), "DDP on one rank gives other weights than a model without it")
+    need(
+        weights_sha256(plain) == weights_sha256(models[1].module),
+        "DDP on one rank gives other weights than a model without it",
+    )
     values = torch.randn(2**22, device=device)
     result = values.clone()
     dist.all_reduce(result)
     gathered = [torch.empty_like(values)]
     dist.all_gather(gathered, values)
-    need(torch.equal(result, values) and torch.equal(gathered[0], values), "a collective of one rank changed its input")
+    need(
+        torch.equal(result, values) and torch.equal(gathered[0], values),
+        "a collective of one rank changed its input",
+    )
     dist.destroy_process_group()
     return {"ranks": 1}
 
@@ -186,9 +231,15 @@ def nccl_rank(device: torch.device) -> dict[str, float]:
 def bf16(work: Path, device: str, dry_run: bool) -> dict[str, float]:
     """Train on the digits in fp32 and in bf16: nearly the same accuracy."""
     epochs = ["--epochs", 3] if dry_run else []
-    both = {name: train(work / name, "train_ddp", device, "--precision", name, *epochs) for name in ("fp32", "bf16")}
+    both = {
+        name: train(work / name, "train_ddp", device, "--precision", name, *epochs)
+        for name in ("fp32", "bf16")
+    }
     accuracy = {name: result["test_accuracy"] for name, result in both.items()}
-    need(abs(accuracy["fp32"] - accuracy["bf16"]) <= 0.03, f"accuracy {accuracy}: they differ by more than 0.03")
+    need(
+        abs(accuracy["fp32"] - accuracy["bf16"]) <= 0.03,
+        f"accuracy {accuracy}: they differ by more than 0.03",
+    )
     return accuracy
 
 
@@ -197,7 +248,18 @@ def resnet(work: Path, size: int, device: str, dry_run: bool, *more: str) -> dic
     batch = 4 if dry_run else 256
     write_digits(work / "data", batch * (12 if dry_run else 40))
     options = ["--data", work / "data", "--model", "resnet50", "--image-size", 32 if dry_run else size, *more]
-    train(work / "run", "train_ddp", device, *options, "--batch-size", batch, "--epochs", 1, "--precision", "bf16")
+    train(
+        work / "run",
+        "train_ddp",
+        device,
+        *options,
+        "--batch-size",
+        batch,
+        "--epochs",
+        1,
+        "--precision",
+        "bf16",
+    )
     return speed(work / "run")
 
 
@@ -206,8 +268,13 @@ def write_digits(folder: Path, train: int) -> None:
     folder.mkdir()
     for part, images, n in zip(("train", "t10k"), load_digits(), (train, 64), strict=True):
         number = torch.arange(n) % len(images)
-        for name, values in (("images-idx3", images.pixels[number]), ("labels-idx1", images.labels[number].byte())):
-            header = bytes([0, 0, 8, values.dim()]) + b"".join(length.to_bytes(4, "big") for length in values.shape)
+        for name, values in (
+            ("images-idx3", images.pixels[number]),
+            ("labels-idx1", images.labels[number].byte()),
+        ):
+            header = bytes([0, 0, 8, values.dim()]) + b"".join(
+                length.to_bytes(4, "big") for length in values.shape
+            )
             (folder / f"{part}-{name}-ubyte").write_bytes(header + values.numpy().tobytes())
 
 
@@ -215,21 +282,57 @@ def bert_qa(work: Path, device: str, dry_run: bool, *more: str) -> dict[str, flo
     """The speed of BERT-large (the shape of KcBERT's) on questions about long texts, whose windows are nearly all full."""
     words = [f"{chr(0xAC00 + n)}{chr(0xAC00 + n * 7 % 11000)}" for n in range(0, 11000, 5)]
     chance = random.Random(1)
-    texts = [" ".join(chance.choices(words, k=300 if dry_run else 1500)) for _ in range(24 if dry_run else 240)]
+    texts = [
+        " ".join(chance.choices(words, k=300 if dry_run else 1500)) for _ in range(24 if dry_run else 240)
+    ]
     paragraphs = [
-        {"context": text, "qas": [{"id": str(n), "question": text[:9], "answers": [{"text": text[:5], "answer_start": 0}]}]}
+        {
+            "context": text,
+            "qas": [{"id": str(n), "question": text[:9], "answers": [{"text": text[:5], "answer_start": 0}]}],
+        }
         for n, text in enumerate(texts)
     ]
     (work / "data").mkdir()
     for name, part in (("train", paragraphs[4:]), ("dev", paragraphs[:4])):
-        content = {"version": "1", "data": [{"title": str(n), "paragraphs": [one]} for n, one in enumerate(part)]}
+        content = {
+            "version": "1",
+            "data": [{"title": str(n), "paragraphs": [one]} for n, one in enumerate(part)],
+        }
         (work / f"data/{name}.json").write_text(json.dumps(content))
     layers, hidden = (2, 64) if dry_run else (24, 1024)
-    config = {"model_type": "bert", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": hidden // 64}
-    (work / "shape.json").write_text(json.dumps(config | {"intermediate_size": 4 * hidden, "vocab_size": 30_000}))
+    config = {
+        "model_type": "bert",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": hidden // 64,
+    }
+    (work / "shape.json").write_text(
+        json.dumps(config | {"intermediate_size": 4 * hidden, "vocab_size": 30_000})
+    )
     create_model(work / "model", str(work / "shape.json"), "bert", texts, 1, WINDOW)
-    options = ["--data", work / "data", "--model", work / "model", "--epochs", 1, "--batch-size", 4 if dry_run else 64, *more]
-    train(work / "run", "nlp.qa", device, *options, "--max-length", WINDOW, "--precision", "bf16", "--keep-checkpoints", 1)
+    options = [
+        "--data",
+        work / "data",
+        "--model",
+        work / "model",
+        "--epochs",
+        1,
+        "--batch-size",
+        4 if dry_run else 64,
+        *more,
+    ]
+    train(
+        work / "run",
+        "nlp.qa",
+        device,
+        *options,
+        "--max-length",
+        WINDOW,
+        "--precision",
+        "bf16",
+        "--keep-checkpoints",
+        1,
+    )
     return speed(work / "run")
 
 
@@ -253,7 +356,16 @@ def llama(work: Path, lora: bool, device: str, dry_run: bool) -> dict[str, float
     with torch.device(device):  # a processor would draw a billion random numbers for half a minute
         save_model(work / "model", transformers.LlamaForCausalLM(config), tokenizer)
     torch.cuda.empty_cache()
-    options = ["--data", work / "data.jsonl", "--model", work / "model", "--epochs", 1, "--batch-size", 4 if dry_run else 16]
+    options = [
+        "--data",
+        work / "data.jsonl",
+        "--model",
+        work / "model",
+        "--epochs",
+        1,
+        "--batch-size",
+        4 if dry_run else 16,
+    ]
     options += [*(["--lora-rank", 8] if lora else []), "--precision", "bf16", "--keep-checkpoints", 1]
     train(work / "run", "nlp.instruct", device, *options)
     return speed(work / "run")
@@ -262,7 +374,14 @@ def llama(work: Path, lora: bool, device: str, dry_run: bool) -> dict[str, float
 def texts(data: Path | None, device: str, dry_run: bool) -> dict[str, float]:
     """Examples per second of each way of nlp.py on reviews, and the ratios of the fastest of hpctrain to the others."""
     options = ["--size", "tiny" if dry_run else "base", "--precision", "bf16", "--device", device]
-    options += ["--examples", 64 if dry_run else 1600, "--held-out", 64 if dry_run else 640, "--turns", 1 if dry_run else 2]
+    options += [
+        "--examples",
+        64 if dry_run else 1600,
+        "--held-out",
+        64 if dry_run else 640,
+        "--turns",
+        1 if dry_run else 2,
+    ]
     options += ["--data", data.resolve()] if data else []
     options += [] if dry_run else ["--kernels"]
     output = run([sys.executable, str(Path(__file__).with_name("nlp.py"))], *options)
@@ -271,8 +390,14 @@ def texts(data: Path | None, device: str, dry_run: bool) -> dict[str, float]:
         figures.setdefault(way.strip(), []).append(float(value))
     need(len(figures) > 1, f"nlp.py printed no speed: {output.splitlines()[-1]}")
     medians = {way: statistics.median(values) for way, values in figures.items()}
-    best = {own: max(value for way, value in medians.items() if ("hpctrain" in way) is own) for own in (True, False)}
-    ratios = {"times the tutorial": best[True] / medians["(a) tutorial"], "times the best other": best[True] / best[False]}
+    best = {
+        own: max(value for way, value in medians.items() if ("hpctrain" in way) is own)
+        for own in (True, False)
+    }
+    ratios = {
+        "times the tutorial": best[True] / medians["(a) tutorial"],
+        "times the best other": best[True] / best[False],
+    }
     return {f"{way}, examples/s": value for way, value in medians.items()} | ratios
 
 
@@ -286,7 +411,10 @@ def checks(device: str, dry_run: bool) -> Iterator[tuple[str, Any]]:
         *(["train_horovod"] if find_spec("horovod") else []),
     ]
     for trainer in trainers:
-        yield f"{trainer}, CPU, GPU, resumed", lambda work, trainer=trainer: check_trainer(work, trainer, device)
+        yield (
+            f"{trainer}, CPU, GPU, resumed",
+            lambda work, trainer=trainer: check_trainer(work, trainer, device),
+        )
     yield "DDP, one rank of NCCL", lambda _: nccl(device)
     yield "train_ddp, bf16", lambda work: bf16(work, device, dry_run)
     for task in ("classify",) if dry_run else ("classify", "generate"):
@@ -303,16 +431,25 @@ def measurements(data: Path | None, device: str, dry_run: bool) -> Iterator[tupl
         fast = ["--compile", "--cuda-graphs"]
         yield f"BERT-large, {WINDOW} tokens, compiled", lambda work: bert_qa(work, device, dry_run, *fast)
     for lora in (True, False):
-        yield f"Llama 1B, {'LoRA' if lora else 'whole'}", lambda work, lora=lora: llama(work, lora, device, dry_run)
+        yield (
+            f"Llama 1B, {'LoRA' if lora else 'whole'}",
+            lambda work, lora=lora: llama(work, lora, device, dry_run),
+        )
     if not dry_run:
         yield "ResNet-50, 224 pixels, compiled", lambda work: resnet(work, 224, device, dry_run, "--compile")
-        yield f"BERT-large, {WINDOW} tokens, --deterministic", lambda work: bert_qa(work, device, dry_run, "--deterministic")
+        yield (
+            f"BERT-large, {WINDOW} tokens, --deterministic",
+            lambda work: bert_qa(work, device, dry_run, "--deterministic"),
+        )
     yield f"BERT-large, {WINDOW} tokens", lambda work: bert_qa(work, device, dry_run)
     yield "ResNet-50, 128 pixels", lambda work: resnet(work, 128, device, dry_run)
 
 
 def run_case(case: str, measure: Callable[[Path], dict[str, float]]) -> dict[str, Any]:
-    """Run a case in a folder of its own, and print a line about it. No error of it must cost the others their results."""
+    """Run a case in a folder of its own, and print a line about it.
+
+    No error of it must cost the others their results.
+    """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hpctrain-gpu-") as work:
         try:
@@ -323,7 +460,9 @@ def run_case(case: str, measure: Callable[[Path], dict[str, float]]) -> dict[str
             result = {"case": case, "failed": f"{type(error).__name__}: {error}"}
     result |= {"date": time.strftime("%Y-%m-%d"), "seconds": round(time.monotonic() - start, 1)}
     text = result.get("failed") or "  ".join(f"{key} {value:.4g}" for key, value in result["figures"].items())
-    print(f"{'FAILED' if 'failed' in result else 'ok':6} {case:28} {result['seconds']:6} s  {text}", flush=True)
+    print(
+        f"{'FAILED' if 'failed' in result else 'ok':6} {case:28} {result['seconds']:6} s  {text}", flush=True
+    )
     return result
 
 
@@ -333,7 +472,14 @@ def draw(path: Path, title: str, results: list[dict[str, Any]]) -> None:
     for result in results:
         for name, value in result.get("figures", {}).items():
             if name == "examples_per_s" or name.endswith("examples/s"):
-                rows.append((result["case"] if name == "examples_per_s" else f"{result['case']}, {name.split(', ex')[0]}", value))
+                rows.append(
+                    (
+                        result["case"]
+                        if name == "examples_per_s"
+                        else f"{result['case']}, {name.split(', ex')[0]}",
+                        value,
+                    )
+                )
     with folder_for_matplotlib():
         from matplotlib.figure import Figure
 
@@ -356,9 +502,15 @@ def draw(path: Path, title: str, results: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Run all cases, print a line for each, and write gpu.json and gpu.png. Exits 1 if one failed."""
     parser = argparse.ArgumentParser(description="Check and measure on one GPU all that needs one.")
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU, with tiny sizes: shows only that everything runs")
-    parser.add_argument("--data", type=Path, help="folder of NSMC for the text models (default: the sample data, repeated)")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the result (default: %(default)s)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="on a CPU, with tiny sizes: shows only that everything runs"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="folder of NSMC for the text models (default: the sample data, repeated)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu"), help="folder of the result (default: %(default)s)"
+    )
     parser.add_argument("--nccl-rank", type=torch.device, metavar="DEVICE", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.nccl_rank:
@@ -399,7 +551,8 @@ def main() -> None:
 
 
 def read_earlier(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases that passed in an earlier run, if it was on the same device, with the same versions, revision and options.
+    """The cases that passed in an earlier run, if it was on the same device, with the same versions, revision
+    and options.
 
     Exits if the file is not one that this program has written: it would be overwritten.
     """
@@ -416,7 +569,9 @@ def read_earlier(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except Exception as error:
-        sys.exit(f"gpu.py: {path} cannot be gone on with ({type(error).__name__}: {error}): remove it, or give another --out")
+        sys.exit(
+            f"gpu.py: {path} cannot be gone on with ({type(error).__name__}: {error}): remove it, or give another --out"
+        )
 
 
 if __name__ == "__main__":

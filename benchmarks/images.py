@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/images.py hpctrain-*.sif
 
-On a node of the test cluster. Sizes are in MB (10^6 bytes): the files of a part, and these files compressed on their own as in
-the SIF. An ordinary user starts it. Cold means that nothing of the SIF is in the page cache, as on a node that has not run it
-yet. The disk is this machine's, not a parallel file system.
+On a node of the test cluster. Sizes are in MB (10^6 bytes): the files of a part, and these files compressed
+on their own as in the SIF. An ordinary user starts it. Cold means that nothing of the SIF is in the page
+cache, as on a node that has not run it yet. The disk is this machine's, not a parallel file system.
 """
 
 import argparse
@@ -34,7 +34,8 @@ PARTS: dict[str, str | tuple[str, ...]] = {  # a path belongs to the first part 
 }
 PACK = (
     "tar --create --null --files-from=- | "
-    "mksquashfs - /tmp/part -tar -noappend -comp zstd -Xcompression-level 9 -all-root -no-xattrs"  # as apptainer/build_sif.sh
+    # as apptainer/build_sif.sh
+    "mksquashfs - /tmp/part -tar -noappend -comp zstd -Xcompression-level 9 -all-root -no-xattrs"
 )
 STARTS = {
     "true": ["true"],
@@ -46,7 +47,17 @@ STARTS = {
 def weigh(cluster: Cluster, sif: Path) -> dict[str, tuple[int, int]]:
     """For each part, the bytes of its files, and the bytes of these files compressed."""
     offset = str(squashfs(sif))
-    cluster.exec("n1", "unsquashfs", "-quiet", "-no-progress", "-o", offset, "-d", "/project/unpacked", f"/project/{sif.name}")
+    cluster.exec(
+        "n1",
+        "unsquashfs",
+        "-quiet",
+        "-no-progress",
+        "-o",
+        offset,
+        "-d",
+        "/project/unpacked",
+        f"/project/{sif.name}",
+    )
     root = cluster.host_path("/project/unpacked")
     paths, sizes = defaultdict(list), defaultdict(int)
     for folder, folders, files in os.walk(root):
@@ -76,7 +87,9 @@ def start(cluster: Cluster, sif: Path, what: str, cold: bool) -> float:
 
 def main() -> None:
     """Measure each SIF; print the medians of its turns."""
-    parser = argparse.ArgumentParser(description="Measure the size of an image, part by part, and its start-up time.")
+    parser = argparse.ArgumentParser(
+        description="Measure the size of an image, part by part, and its start-up time."
+    )
     parser.add_argument("sif", type=Path, nargs="+", help="SIFs from make sif")
     parser.add_argument("--turns", type=int, default=5, help="starts of each kind (default: %(default)s)")
     options = parser.parse_args()
@@ -90,7 +103,8 @@ def main() -> None:
             for what in STARTS:
                 start(cluster, sif, what, cold=False)
                 cold, warm = (
-                    statistics.median(start(cluster, sif, what, cold) for _ in range(options.turns)) for cold in (True, False)
+                    statistics.median(start(cluster, sif, what, cold) for _ in range(options.turns))
+                    for cold in (True, False)
                 )
                 print(f"{what:24}{cold:8.2f}{warm:8.2f}", flush=True)
 

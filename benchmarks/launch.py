@@ -1,9 +1,10 @@
-"""The time from sbatch to the first training step, part by part, with apptainer and on the bare node, in one run.
+"""The time from sbatch to the first training step, part by part, with apptainer and on the bare node, in one
+run.
 
     make benchmark
 
-On the test cluster, an ordinary user submits the shipped scripts for 2 nodes with 2 ranks each. Each part starts where the one
-before it ends, at the last rank, because all ranks wait for that one.
+On the test cluster, an ordinary user submits the shipped scripts for 2 nodes with 2 ranks each. Each part
+starts where the one before it ends, at the last rank, because all ranks wait for that one.
 """
 
 import argparse
@@ -53,7 +54,9 @@ def launch(cluster: Cluster, way: str, name: str) -> dict[str, float]:
 
 def main() -> None:
     """Alternate the ways, so that other load on the machine affects all; print the medians."""
-    parser = argparse.ArgumentParser(description="Measure the time from sbatch to the first training step, part by part.")
+    parser = argparse.ArgumentParser(
+        description="Measure the time from sbatch to the first training step, part by part."
+    )
     parser.add_argument("--turns", type=int, default=7, help="jobs of each way (default: %(default)s)")
     turns = parser.parse_args().turns
     seen: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
@@ -67,7 +70,10 @@ def main() -> None:
                     seen[way].append(parts)
     print(f"\n{'seconds, medians of ' + str(turns):32}" + "".join(f"{way:>28}" for way in WAYS))
     for part in seen["bare"][0]:
-        print(f"{part:32}" + "".join(f"{statistics.median(parts[part] for parts in seen[way]):28.2f}" for way in WAYS))
+        print(
+            f"{part:32}"
+            + "".join(f"{statistics.median(parts[part] for parts in seen[way]):28.2f}" for way in WAYS)
+        )
 
 
 if __name__ == "__main__":

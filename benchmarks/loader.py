@@ -1,11 +1,13 @@
-"""Images per second of the loader, from class folders and from tar files, against PyTorch's own with the same transforms.
+"""Images per second of the loader, from class folders and from tar files, against PyTorch's own with the same
+transforms.
 
     python benchmarks/loader.py [--images 400] [--workers 2] [--rounds 5]
 
-The other one is DataLoader(shuffle by DistributedSampler, batch_size, num_workers) over a dataset of single images in class
-folders, collated in the worker. The images are JPEG files of 500 x 375 pixels, ImageNet's usual size, made in a temporary folder.
-They take turns, one epoch each; the medians, the smallest and the largest value, and the ratio to PyTorch's of each round are
-printed. On a machine that others use, look at the images per processor second.
+The other one is DataLoader(shuffle by DistributedSampler, batch_size, num_workers) over a dataset of single
+images in class folders, collated in the worker. The images are JPEG files of 500 x 375 pixels, ImageNet's
+usual size, made in a temporary folder. They take turns, one epoch each; the medians, the smallest and the
+largest value, and the ratio to PyTorch's of each round are printed. On a machine that others use, look at the
+images per processor second.
 """
 
 import argparse
@@ -71,7 +73,9 @@ def write_shards(images: ImageFolder, folder: Path) -> list[Path]:
 
 def main() -> None:
     """Print the images per second of each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -83,7 +87,9 @@ def main() -> None:
         shards = ImageShards(write_shards(images, Path(folder)), SIDE, 1, args.workers)
         cpu = torch.device("cpu")
         sampler = DistributedSampler(images, num_replicas=1, rank=0, shuffle=True, drop_last=True)
-        plain = DataLoader(PlainDataset(images), BATCH, sampler=sampler, num_workers=args.workers, drop_last=True)
+        plain = DataLoader(
+            PlainDataset(images), BATCH, sampler=sampler, num_workers=args.workers, drop_last=True
+        )
 
         def epoch_of_ours(source: ImageFolder, epoch: int) -> int:
             indices = training_batches(len(source), BATCH, 1, epoch, ALONE)
@@ -106,11 +112,15 @@ def main() -> None:
                 if epoch:  # the first one warms the page cache
                     rates["second", name].append(examples / (time.perf_counter() - began))
                     rates["processor second", name].append(examples / (processor_seconds() - used))
-    print(f"{args.images} images of {size / 1000:.0f} kB, batch {BATCH}, {args.workers} workers, {args.rounds} rounds")
+    print(
+        f"{args.images} images of {size / 1000:.0f} kB, batch {BATCH}, {args.workers} workers, {args.rounds} rounds"
+    )
     for unit in ("second", "processor second"):
         rows = {name: rates[unit, name] for name in runs}
         for name in ("folders", "tar files"):
-            rows[f"ratio of {name}"] = [ours / other for ours, other in zip(rows[name], rows["PyTorch's"], strict=True)]
+            rows[f"ratio of {name}"] = [
+                ours / other for ours, other in zip(rows[name], rows["PyTorch's"], strict=True)
+            ]
         for name, values in rows.items():
             values = f"median {statistics.median(values):7.3f}  from {min(values):7.3f} to {max(values):7.3f}"
             print(f"{'' if name.startswith('ratio') else f'images per {unit}':28} {name:18} {values}")

@@ -1,15 +1,17 @@
-"""Train on film reviews in four ways that take turns in one run: a tutorial's loop, Hugging Face's Trainer (twice), hpctrain.
+"""Train on film reviews in four ways that take turns in one run: a tutorial's loop, Hugging Face's Trainer
+(twice), hpctrain.
 
     python benchmarks/nlp.py --data nsmc
     torchrun --nproc-per-node 2 benchmarks/nlp.py --data nsmc
     python benchmarks/nlp.py --data nsmc --size base --precision bf16 --kernels      on a GPU
 
-All ways get the same tokens, initial weights, AdamW, learning rates, gradient clipping, batch size, and number of examples. They
-differ in which examples share a batch, in the padding, and in the loop around the model. Speeds are those of that loop alone:
-from the first forward pass to the end of the last step. The time from end to end is that loop with the tokenizing of the training
-reviews before it and the evaluation after it, as each way does them. Each turn has its own seed, so that the losses show what is
-chance. With --kernels, all ways first train on as many examples again that are not timed: kernels are compiled and recorded,
-except those of shapes that come later.
+All ways get the same tokens, initial weights, AdamW, learning rates, gradient clipping, batch size, and
+number of examples. They differ in which examples share a batch, in the padding, and in the loop around the
+model. Speeds are those of that loop alone: from the first forward pass to the end of the last step. The time
+from end to end is that loop with the tokenizing of the training reviews before it and the evaluation after
+it, as each way does them. Each turn has its own seed, so that the losses show what is chance. With --kernels,
+all ways first train on as many examples again that are not timed: kernels are compiled and recorded, except
+those of shapes that come later.
 
 On a shared machine, set OMP_NUM_THREADS=1: threads that wait for each other waste most of their time there.
 """
@@ -98,7 +100,9 @@ def make_rows(features: Features) -> list[dict[str, Any]]:
     rows = []
     for i, (start, end) in enumerate(zip(features.starts[:-1], features.starts[1:], strict=True)):
         tokens = {name: flat[start:end].tolist() for name, flat in features.tokens.items()}
-        rows.append(tokens | {"attention_mask": [1] * int(end - start), "labels": int(features.values["labels"][i])})
+        rows.append(
+            tokens | {"attention_mask": [1] * int(end - start), "labels": int(features.values["labels"][i])}
+        )
     return rows
 
 
@@ -129,7 +133,9 @@ def train_as_in_tutorials(setting: Setting, model: PreTrainedModel, see: See) ->
     model = model.to(setting.device)
     reviews = PaddedDataset(setting)
     sampler = DistributedSampler(reviews, seed=args.seed, drop_last=True) if world.size > 1 else None
-    loader = DataLoader(reviews, batch_size=setting.share, shuffle=sampler is None, sampler=sampler, drop_last=True)
+    loader = DataLoader(
+        reviews, batch_size=setting.share, shuffle=sampler is None, sampler=sampler, drop_last=True
+    )
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.01},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
@@ -146,11 +152,14 @@ def train_as_in_tutorials(setting: Setting, model: PreTrainedModel, see: See) ->
         scheduler.step()
 
 
-def train_with_trainer(setting: Setting, model: PreTrainedModel, see: See, order: str, compiled: bool = False) -> None:
+def train_with_trainer(
+    setting: Setting, model: PreTrainedModel, see: See, order: str, compiled: bool = False
+) -> None:
     """The Trainer of transformers with its defaults: padded to the longest text of a batch, batches sampled in this order."""
     args = setting.args
     collate = transformers.DataCollatorWithPadding(setting.tokenizer)
-    os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"] = "true"  # otherwise it compiles anew for the second length, and again for more
+    # otherwise it compiles anew for the second length, and again for more
+    os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"] = "true"
     precision = getattr(torch.backends, "fp32_precision", None)
     trainer = transformers.Trainer(
         model=model,
@@ -176,11 +185,15 @@ def train_with_trainer(setting: Setting, model: PreTrainedModel, see: See, order
         data_collator=lambda rows: see(collate(rows)),
     )
     trainer.train()
-    if precision:  # with torch_compile the Trainer has changed it, and Lightning, which asks for it in the old way, would fail
+    # with torch_compile the Trainer has changed it, and Lightning, which asks for it in the old way, would
+    # fail
+    if precision:
         torch.backends.fp32_precision = precision
 
 
-def train_with_hpctrain(setting: Setting, model: PreTrainedModel, see: See, compiled: bool = False, graphs: bool = False) -> None:
+def train_with_hpctrain(
+    setting: Setting, model: PreTrainedModel, see: See, compiled: bool = False, graphs: bool = False
+) -> None:
     """As `hpctrain nlp.classify` does."""
     args, world, train = setting.args, setting.world, setting.train
     args.cuda_graphs = graphs
@@ -200,7 +213,9 @@ WAYS: dict[str, Callable[[Setting, PreTrainedModel, See], None]] = {
     "(a) tutorial": train_as_in_tutorials,
     "(b1) Trainer": partial(train_with_trainer, order="random"),
     "(b2) Trainer, group_by_length": partial(train_with_trainer, order="group_by_length"),
-    "(b3) Trainer, group_by_length, torch_compile": partial(train_with_trainer, order="group_by_length", compiled=True),
+    "(b3) Trainer, group_by_length, torch_compile": partial(
+        train_with_trainer, order="group_by_length", compiled=True
+    ),
     "(c) hpctrain": train_with_hpctrain,
     "(d) hpctrain --compile": partial(train_with_hpctrain, compiled=True),
     "(e1) hpctrain --cuda-graphs": partial(train_with_hpctrain, graphs=True),
@@ -211,7 +226,8 @@ WAYS: dict[str, Callable[[Setting, PreTrainedModel, See], None]] = {
 def tokenize(setting: Setting, way: str) -> None:
     """Tokenize the training reviews as this way does: one at a time and padded, all at once, or as `hpctrain nlp.classify`."""
     tokenizer, longest = setting.tokenizer, setting.args.max_length
-    reviews = setting.texts[setting.untimed * setting.args.batch_size :]  # as many as those whose training is timed
+    # as many as those whose training is timed
+    reviews = setting.texts[setting.untimed * setting.args.batch_size :]
     texts = [review.text for review in reviews]
     if way.startswith("(a)"):
         for text in texts:
@@ -230,7 +246,8 @@ class Meter:
 
     def __init__(self, setting: Setting, model: PreTrainedModel) -> None:
         self._setting, self._done = setting, 0
-        self._seen: list[tuple[int, int, int]] = []  # examples, tokens without padding, and all tokens of each batch
+        # examples, tokens without padding, and all tokens of each batch
+        self._seen: list[tuple[int, int, int]] = []
         self.began = self.ended = float("nan")
         self._hooks = [register_optimizer_step_post_hook(self._step)]
         if not setting.untimed:
@@ -264,36 +281,54 @@ class Meter:
             hook.remove()
         setting, timed = self._setting, self._setting.steps - self._setting.untimed
         assert self._done == setting.steps, f"{self._done} of {setting.steps} steps"
-        # The last ones: hpctrain arranges DDP's buckets with an example of the first batch, which it reads twice.
+        # The last ones: hpctrain arranges DDP's buckets with an example of the first batch, which it reads
+        # twice.
         total = torch.tensor(self._seen[-timed:], device=setting.device).sum(0)
         if setting.world.size > 1:
             dist.all_reduce(total)
         examples, real, tokens = total.tolist()
         assert examples == timed * setting.args.batch_size, f"{examples} examples"
         seconds = self.ended - self.began
-        return {"examples/s": examples / seconds, "real tokens/s": real / seconds, "share": real / tokens, "train s": seconds}
+        return {
+            "examples/s": examples / seconds,
+            "real tokens/s": real / seconds,
+            "share": real / tokens,
+            "train s": seconds,
+        }
 
 
 @torch.inference_mode()
 def evaluate(setting: Setting, model: PreTrainedModel, way: str) -> dict[str, float]:
-    """Loss and accuracy over the held-out reviews in fp32, with the batches of this way and otherwise the same code.
+    """Loss and accuracy over the held-out reviews in fp32, with the batches of this way and otherwise the
+    same code.
 
-    (a) pads to --max-length and (b) to the longest review of a batch, both in the order of the file; hpctrain sorts by length.
+    (a) pads to --max-length and (b) to the longest review of a batch, both in the order of the file; hpctrain
+    sorts by length.
     """
     model.eval()
     world, lengths = setting.world, setting.held_out.lengths
     in_order = iter(torch.arange(world.rank, len(lengths), world.size).split(64))
     sums = torch.zeros(3, dtype=torch.float64, device=setting.device)
-    for index in evaluation_batches(lengths, 64, world.rank, world.size) if way.startswith(("(c", "(d", "(e")) else in_order:
+    for index in (
+        evaluation_batches(lengths, 64, world.rank, world.size)
+        if way.startswith(("(c", "(d", "(e"))
+        else in_order
+    ):
         batch = setting.held_out.batch(index, {"input_ids": setting.tokenizer.pad_token_id})
         if way.startswith("(a)"):
             missing = setting.args.max_length - batch["input_ids"].shape[1]
             for name in ("input_ids", "attention_mask", *({"token_type_ids"} & batch.keys())):
-                batch[name] = pad(batch[name], (0, missing), value=setting.tokenizer.pad_token_id if name == "input_ids" else 0)
+                batch[name] = pad(
+                    batch[name],
+                    (0, missing),
+                    value=setting.tokenizer.pad_token_id if name == "input_ids" else 0,
+                )
         batch = {name: column.to(setting.device) for name, column in batch.items() if name != "units"}
         output = model(**batch)
         right = (output.logits.argmax(1) == batch["labels"]).sum()
-        sums += torch.stack([output.loss.double() * len(index), right.double(), right.new_tensor(len(index)).double()])
+        sums += torch.stack(
+            [output.loss.double() * len(index), right.double(), right.new_tensor(len(index)).double()]
+        )
     if setting.world.size > 1:
         dist.all_reduce(sums)
     loss, right, examples = sums.tolist()
@@ -333,11 +368,22 @@ def prepare(args: argparse.Namespace, world: World, device: torch.device, folder
             shape = args.size
             if args.size in KCBERT:
                 layers, width, vocabulary = KCBERT[args.size]
-                config = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": width // 64}
+                config = {
+                    "num_hidden_layers": layers,
+                    "hidden_size": width,
+                    "num_attention_heads": width // 64,
+                }
                 config |= {"model_type": "bert", "intermediate_size": 4 * width, "vocab_size": vocabulary}
                 shape = str(folder / "shape.json")
                 Path(shape).write_text(json.dumps(config), encoding="utf-8")
-            create_model(folder / "model", shape, TASK.kind, [review.text for review in texts], args.seed, args.max_length)
+            create_model(
+                folder / "model",
+                shape,
+                TASK.kind,
+                [review.text for review in texts],
+                args.seed,
+                args.max_length,
+            )
     with all_or_none(world):
         tokenizer = load_tokenizer(folder / "model")
     options = {"--model": folder / "model", "--batch-size": args.batch_size, "--max-length": args.max_length}
@@ -358,7 +404,9 @@ def prepare(args: argparse.Namespace, world: World, device: torch.device, folder
     wanted = (args.examples // args.batch_size + untimed) * args.batch_size
     parts = {"train": (texts * -(-wanted // len(texts)))[:wanted], "test": reviews["test"][: args.held_out]}
     train, held_out = (
-        load_or_make(make_cache_key(part), partial(TASK.tokenize, tokenizer, part, labels, args.max_length, 0), world)
+        load_or_make(
+            make_cache_key(part), partial(TASK.tokenize, tokenizer, part, labels, args.max_length, 0), world
+        )
         for part in parts.values()
     )
     return Setting(world, device, options, tokenizer, labels, train, held_out, parts["train"], untimed)
@@ -368,7 +416,9 @@ def take_first(features: Features, n: int) -> Features:
     """The first n features, without copying."""
     tokens = {name: flat[: features.starts[n]] for name, flat in features.tokens.items()}
     values = {name: column[:n] for name, column in features.values.items()}
-    return Features(features.starts[: n + 1], tokens, values, features.example[:n], features.cut, features.lost)
+    return Features(
+        features.starts[: n + 1], tokens, values, features.example[:n], features.cut, features.lost
+    )
 
 
 def format_table(results: dict[str, list[dict[str, float]]]) -> str:
@@ -406,17 +456,31 @@ def main() -> None:
         description="Compare training on film reviews: a tutorial's loop, Hugging Face's Trainer, and hpctrain."
     )
     add = parser.add_argument
-    add("--data", type=Path, help="folder of NSMC (default: the sample data, repeated: only shows that everything runs)")
+    add(
+        "--data",
+        type=Path,
+        help="folder of NSMC (default: the sample data, repeated: only shows that everything runs)",
+    )
     add(
         "--size",
         choices=[*SIZES, "large"],
         default="tiny",
         help="size of the model, which is created from scratch (default: %(default)s)",
     )
-    add("--examples", type=positive(int), default=9600, help="training examples in each turn (default: %(default)s)")
+    add(
+        "--examples",
+        type=positive(int),
+        default=9600,
+        help="training examples in each turn (default: %(default)s)",
+    )
     add("--held-out", type=positive(int), default=2000, help="evaluation examples (default: %(default)s)")
     add("--batch-size", type=positive(int), default=32, help="global batch size (default: %(default)s)")
-    add("--max-length", type=positive(int), default=128, help="maximum length of a text in tokens (default: %(default)s)")
+    add(
+        "--max-length",
+        type=positive(int),
+        default=128,
+        help="maximum length of a text in tokens (default: %(default)s)",
+    )
     add("--lr", type=positive(float), default=5e-4, help="peak learning rate (default: %(default)s)")
     add(
         "--precision",
@@ -465,7 +529,9 @@ def main() -> None:
             f"{format_table(results)}"
         )
         if skipped:
-            print("\n(b) was skipped: Hugging Face's Trainer needs accelerate, which is not installed: pip install accelerate")
+            print(
+                "\n(b) was skipped: Hugging Face's Trainer needs accelerate, which is not installed: pip install accelerate"
+            )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python benchmarks/restart.py
 
-On the test cluster, an ordinary user submits train_ddp for 2 nodes with 2 ranks each. Its last rank kills itself (SIGKILL) after
-three epochs. Each part starts where the one before it ends, at the last rank, because all ranks wait for that one. Slurm's own
-part, from the request to requeue the job to the start of its script, depends on the site, and is shown apart.
+On the test cluster, an ordinary user submits train_ddp for 2 nodes with 2 ranks each. Its last rank kills
+itself (SIGKILL) after three epochs. Each part starts where the one before it ends, at the last rank, because
+all ranks wait for that one. Slurm's own part, from the request to requeue the job to the start of its script,
+depends on the site, and is shown apart.
 
 This file is the program of that job as well.
 """
@@ -31,7 +32,11 @@ SLURM, LAST = "Slurm: end the job, requeue it, start it", "data, run folder, res
 
 
 def be_a_rank() -> None:
-    """Train. In the first attempt the last rank kills itself; in the second one, every rank prints when each part ended."""
+    """Train.
+
+    In the first attempt the last rank kills itself; in the second one, every rank prints when each part
+    ended.
+    """
     marks = {"srun, container, Python": began}
     from hpctrain.distributed import entry
     from hpctrain.distributed.world import detect, restart_count
@@ -53,7 +58,11 @@ def be_a_rank() -> None:
         if restart_count() and LAST not in marks:
             marks[LAST] = time.time()
             print("marks", json.dumps(marks), flush=True)
-        if not restart_count() and world.rank == world.size - 1 and (run.folder / "checkpoints/epoch-0003.pt").exists():
+        if (
+            not restart_count()
+            and world.rank == world.size - 1
+            and (run.folder / "checkpoints/epoch-0003.pt").exists()
+        ):
             print("killed", time.time(), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -78,7 +87,11 @@ def restart(cluster: Any, name: str) -> dict[str, float]:  # noqa: ANN401 - a Cl
     started = datetime.fromisoformat(script).timestamp()
     ranks = [json.loads(found) for found in re.findall(r"marks (\{.*\})", text)]
     last = float(re.search(r"killed (\S+)", text)[1])
-    ends = {"end of the attempt: srun, launch script": asked, SLURM: started, "launch script": started + int(took) / 1000}
+    ends = {
+        "end of the attempt: srun, launch script": asked,
+        SLURM: started,
+        "launch script": started + int(took) / 1000,
+    }
     ends |= {part: max(rank[part] for rank in ranks) for part in ranks[0]}
     parts = {}
     for part, end in ends.items():
@@ -92,7 +105,9 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
     from slurm_cluster import REPOSITORY, Cluster
 
-    parser = argparse.ArgumentParser(description="Measure the time from a fault to the first new step of the requeued job.")
+    parser = argparse.ArgumentParser(
+        description="Measure the time from a fault to the first new step of the requeued job."
+    )
     parser.add_argument("--turns", type=int, default=5, help="jobs (default: %(default)s)")
     turns = parser.parse_args().turns
     sif = REPOSITORY / "hpctrain-cpu.sif"
@@ -101,7 +116,10 @@ def main() -> None:
         cluster.install("alice")
         for turn in range(turns):
             seen.append(restart(cluster, f"turn-{turn}"))
-            print(f"turn {turn + 1}: {seen[-1]['all']:.2f} s, without Slurm {seen[-1]['all without Slurm']:.2f} s", flush=True)
+            print(
+                f"turn {turn + 1}: {seen[-1]['all']:.2f} s, without Slurm {seen[-1]['all without Slurm']:.2f} s",
+                flush=True,
+            )
     print(f"\n{'seconds, of ' + str(turns) + ' turns':42}  median   least    most")
     for part in seen[0]:
         values = [parts[part] for parts in seen]

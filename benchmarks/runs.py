@@ -22,14 +22,19 @@ READ = "import pathlib, sys; print(sum(len(path.read_bytes()) for path in pathli
 
 def main() -> None:
     """Measure, and print the medians and their range."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folders", type=int, default=1000, metavar="N")
     parser.add_argument("--turns", type=int, default=5, metavar="N")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.folders):
             make_run(Path(folder) / f"train_ddp/{number}")
-        ways = {"hpctrain runs": ["-m", "hpctrain", "runs", folder], "reading the files": ["-c", READ, folder]}
+        ways = {
+            "hpctrain runs": ["-m", "hpctrain", "runs", folder],
+            "reading the files": ["-c", READ, folder],
+        }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(args.turns):
             for name, words in ways.items():

@@ -1,4 +1,5 @@
-"""Train MNIST's net and ResNet-50 on this CPU in three ways that take turns in one run: a tutorial's loop, and hpctrain twice.
+"""Train MNIST's net and ResNet-50 on this CPU in three ways that take turns in one run: a tutorial's loop,
+and hpctrain twice.
 
     python benchmarks/vision.py
 
@@ -6,8 +7,9 @@
     (b) hpctrain        hpctrain train_single, with the allocator's settings of the launch scripts
     (c) hpctrain, bf16  the same with --precision bf16 --fast-kernels
 
-All ways get the same images, model, optimizer and batch size. Each turn of a way is a process of its own, because the allocator
-reads its settings when a process starts. The time of a step is the median of the times from step to step, loading included.
+All ways get the same images, model, optimizer and batch size. Each turn of a way is a process of its own,
+because the allocator reads its settings when a process starts. The time of a step is the median of the times
+from step to step, loading included.
 """
 
 import argparse
@@ -30,8 +32,13 @@ from torch.utils.data import DataLoader, Dataset
 from hpctrain.vision.data import load_digits, load_mnist
 from hpctrain.vision.recipe import RECIPES
 
-WAYS = {"(a) tutorial": None, "(b) hpctrain": [], "(c) hpctrain, bf16": ["--precision", "bf16", "--fast-kernels"]}
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "536870912"}  # of launch/lib/job.sh
+WAYS = {
+    "(a) tutorial": None,
+    "(b) hpctrain": [],
+    "(c) hpctrain, bf16": ["--precision", "bf16", "--fast-kernels"],
+}
+# of launch/lib/job.sh
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "536870912"}
 # Training images, epochs and batch size.
 SIZES = {"mnist": (1280, 4, 32), "resnet50": (192, 1, 32)}
 
@@ -81,7 +88,9 @@ def write_idx(folder: Path, train: int) -> None:
     folder.mkdir()
     for part, images, n in zip(("train", "t10k"), load_digits(), (train, 16), strict=True):
         for name, values in (("images-idx3", images.pixels[:n]), ("labels-idx1", images.labels[:n].byte())):
-            header = bytes([0, 0, 8, values.dim()]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+            header = bytes([0, 0, 8, values.dim()]) + b"".join(
+                size.to_bytes(4, "big") for size in values.shape
+            )
             (folder / f"{part}-{name}-ubyte").write_bytes(header + values.numpy().tobytes())
 
 
@@ -93,7 +102,18 @@ def measure(model: str, way: str, folder: Path, out: Path) -> float:
         command = [sys.executable, __file__, "--model", model, "--tutorial", str(folder)]
         return float(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout)
     _, epochs, batch_size = SIZES[model]
-    command = [sys.executable, "-m", "hpctrain", "train_single", "--model", model, "--data", str(folder), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "hpctrain",
+        "train_single",
+        "--model",
+        model,
+        "--data",
+        str(folder),
+        "--out",
+        str(out),
+    ]
     command += ["--epochs", str(epochs), "--batch-size", str(batch_size), "--device", "cpu", *options]
     subprocess.run(command, env=env | ALLOCATOR, check=True, stdout=subprocess.DEVNULL)
     return json.loads((out / "result.json").read_text())["speed"]["step_ms_p50"]
@@ -101,7 +121,9 @@ def measure(model: str, way: str, folder: Path, out: Path) -> float:
 
 def main() -> None:
     """Run all ways in turns, so that other load on the machine affects them equally; print a table of medians for each model."""
-    parser = argparse.ArgumentParser(description="Compare training of images on a CPU: a tutorial's loop, and hpctrain.")
+    parser = argparse.ArgumentParser(
+        description="Compare training of images on a CPU: a tutorial's loop, and hpctrain."
+    )
     parser.add_argument("--model", choices=RECIPES, help="only this model (default: both)")
     parser.add_argument("--turns", type=int, default=3, help="runs of each way (default: %(default)s)")
     parser.add_argument("--tutorial", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
@@ -115,11 +137,16 @@ def main() -> None:
             write_idx(folder, SIZES[model][0])
             steps: dict[str, list[float]] = {way: [] for way in WAYS}
             for turn in range(args.turns):
-                for number, way in enumerate(sorted(WAYS, reverse=turn % 2 == 1)):  # the order is reversed in every second turn
-                    steps[way].append(measure(model, way, folder, Path(temporary, f"{model}-{turn}-{number}")))
+                # the order is reversed in every second turn
+                for number, way in enumerate(sorted(WAYS, reverse=turn % 2 == 1)):
+                    steps[way].append(
+                        measure(model, way, folder, Path(temporary, f"{model}-{turn}-{number}"))
+                    )
                     print(f"{model} turn {turn + 1}  {way:18}  {steps[way][-1]:8.2f} ms", flush=True)
             batch_size = SIZES[model][2]
-            print(f"\n{model}, batches of {batch_size}, {torch.get_num_threads()} threads, medians of {args.turns} turns:\n")
+            print(
+                f"\n{model}, batches of {batch_size}, {torch.get_num_threads()} threads, medians of {args.turns} turns:\n"
+            )
             print("| way | ms a step (range) | images/s | (a) in times of it (range) |\n|---|---|---|---|")
             for way, values in steps.items():
                 ratios = [plain / own for plain, own in zip(steps["(a) tutorial"], values, strict=True)]

@@ -44,7 +44,10 @@ def main() -> None:
 
 def ranks_and_hosts(run: Path) -> list[str]:
     """The host name of every rank, from the first line of its log."""
-    return [log.read_text().split(" on ", 1)[1].split(",", 1)[0] for log in sorted((run / "logs").glob("rank-*.log"))]
+    return [
+        log.read_text().split(" on ", 1)[1].split(",", 1)[0]
+        for log in sorted((run / "logs").glob("rank-*.log"))
+    ]
 
 
 if __name__ == "__main__":

@@ -62,15 +62,19 @@ def bare_binds(sif: Path) -> dict[str | Path, str | Path]:
     Then `/opt/hpctrain/bin/python` runs on the nodes, and `module load pytorch` puts its folder on PATH.
     """
     subprocess.run([EXTRACT_SH, sif, BUILD / "bare"], check=True)
-    return {BUILD / "bare" / path: f"/{path}" for path in ("opt/hpctrain", "usr/bin/python3.11", "usr/lib/python3.11")}
+    return {
+        BUILD / "bare" / path: f"/{path}"
+        for path in ("opt/hpctrain", "usr/bin/python3.11", "usr/lib/python3.11")
+    }
 
 
 class Cluster:
-    """A login node and compute nodes n1, n2, ... which run until the end of the `with` block, or of this process.
+    """A login node and compute nodes n1, n2, ... which run until the end of the `with` block, or of this
+    process.
 
-    `state` is the state folder (home/, project/, log/), which is kept; by default it is a temporary one. `cpus`, `mem` (in MB)
-    and `gpus` are what each node reports to Slurm, and `mpi` is the default of `srun --mpi`. `binds` maps files and folders of
-    the host to the path at which all nodes mount them.
+    `state` is the state folder (home/, project/, log/), which is kept; by default it is a temporary one.
+    `cpus`, `mem` (in MB) and `gpus` are what each node reports to Slurm, and `mpi` is the default of `srun
+    --mpi`. `binds` maps files and folders of the host to the path at which all nodes mount them.
     """
 
     def __init__(
@@ -128,7 +132,10 @@ class Cluster:
         timeout: float | None = None,
         cwd: str | Path | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run cluster.sh with these arguments; `cwd` is the folder for a command on a node. Raises RuntimeError."""
+        """Run cluster.sh with these arguments; `cwd` is the folder for a command on a node.
+
+        Raises RuntimeError.
+        """
         env = {**self._env, "CLUSTER_CWD": str(cwd)} if cwd else self._env
         done = subprocess.run(
             [CLUSTER_SH, *args],
@@ -156,13 +163,20 @@ class Cluster:
         input: str | None = None,
         timeout: float | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a node in a clean environment, in the user's home folder or in `cwd`. Raises RuntimeError."""
+        """Run a command on a node in a clean environment, in the user's home folder or in `cwd`.
+
+        Raises RuntimeError.
+        """
         options = [word for name, value in (env or {}).items() for word in ("-e", f"{name}={value}")]
-        return self.command("exec", *options, f"{host}:{user}", *cmd, check=check, input=input, timeout=timeout, cwd=cwd)
+        return self.command(
+            "exec", *options, f"{host}:{user}", *cmd, check=check, input=input, timeout=timeout, cwd=cwd
+        )
 
     def start(self, host: str, *cmd: str | Path, user: str = "root") -> subprocess.Popen[bytes]:
         """Start a command on a node; it runs until terminate() or the end of the node."""
-        return subprocess.Popen([CLUSTER_SH, "exec", f"{host}:{user}", *cmd], env=self._env, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(
+            [CLUSTER_SH, "exec", f"{host}:{user}", *cmd], env=self._env, stdin=subprocess.DEVNULL
+        )
 
     def submit(
         self,
@@ -177,7 +191,10 @@ class Cluster:
         return int(done.stdout.split(";")[0])
 
     def wait(self, job: int, timeout: float = 600, on_line: Callable[[str], None] | None = None) -> Job:
-        """Wait until a job has ended; pass each new line of its output to `on_line`. Raises TimeoutError after `timeout` s."""
+        """Wait until a job has ended; pass each new line of its output to `on_line`.
+
+        Raises TimeoutError after `timeout` s.
+        """
         deadline = time.monotonic() + timeout
         seen = 0
         shown = self._show(job)
@@ -188,8 +205,8 @@ class Cluster:
             time.sleep(0.2)
             if on_line:
                 seen = _pass_on(self.host_path(_field("StdOut", shown)), seen, on_line, ended=False)
-            # A command on a node costs more than a look into the log of slurmctld, which a job enters shortly before its end,
-            # and also when it is requeued.
+            # A command on a node costs more than a look into the log of slurmctld, which a job enters shortly
+            # before its end, and also when it is requeued.
             if f"JobId={job} " in self._completed.read_text() or time.monotonic() > deadline:
                 shown = self._show(job)
         if on_line:
@@ -217,7 +234,10 @@ class Cluster:
         self.exec("login", "sh", "-c", f"{unpack} && {link}", user=user)
 
     def host_path(self, path: str | Path) -> Path:
-        """The path on this host of a file in /home, /project or `binds` of the nodes. Raises ValueError for other paths."""
+        """The path on this host of a file in /home, /project or `binds` of the nodes.
+
+        Raises ValueError for other paths.
+        """
         shared = {str(self.state / name): f"/{name}" for name in ("home", "project")}
         # the innermost one: a bind may be in /project
         for source, target in sorted((shared | self._binds).items(), key=lambda pair: -len(pair[1])):
@@ -239,9 +259,11 @@ class Cluster:
 
 
 def load_for_podman_hpc(cluster: Cluster, tar: Path) -> dict[str, str]:
-    """Load /project/`tar.name` into podman-hpc as hpctrain:cpu for alice; returns the variables that select it in jobs.
+    """Load /project/`tar.name` into podman-hpc as hpctrain:cpu for alice; returns the variables that select
+    it in jobs.
 
-    That takes a minute of processor time, so its result is kept for other clusters of this machine, and for later ones.
+    That takes a minute of processor time, so its result is kept for other clusters of this machine, and for
+    later ones.
     """
     env = {"SCRATCH": "/project/alice"}
     storage, kept = cluster.host_path("/project/alice/storage"), BUILD / "podman"
@@ -251,7 +273,9 @@ def load_for_podman_hpc(cluster: Cluster, tar: Path) -> dict[str, str]:
         if kept.exists() and all(kept.stat().st_mtime > path.stat().st_mtime for path in made_from):
             subprocess.run(["cp", "-a", kept, storage], check=True)
             return env
-        cluster.exec("login", "podman-hpc", "load", "--quiet", f"--input=/project/{tar.name}", user="alice", env=env)
+        cluster.exec(
+            "login", "podman-hpc", "load", "--quiet", f"--input=/project/{tar.name}", user="alice", env=env
+        )
         cluster.exec("login", "podman-hpc", "migrate", "hpctrain:cpu", user="alice", env=env)
         # migrate returns 0 even if it fails
         assert list((storage / "overlay/l").glob("*.squash"))
@@ -263,7 +287,10 @@ def load_for_podman_hpc(cluster: Cluster, tar: Path) -> dict[str, str]:
 
 
 def _field(name: str, shown: str) -> str:
-    """One field of `scontrol show job`; only StdOut, which has a line of its own, can contain spaces. Raises ValueError."""
+    """One field of `scontrol show job`; only StdOut, which has a line of its own, can contain spaces.
+
+    Raises ValueError.
+    """
     found = re.search(rf"(?:^|\s){name}=(.*)" if name == "StdOut" else rf"(?:^|\s){name}=(\S*)", shown)
     if not found:
         raise ValueError(f"no {name} in the output of scontrol:\n{shown}")

@@ -31,7 +31,9 @@ class Archive:
             self.manifest = json.loads(self.blob(self.digest).read())
             self.config = json.loads(self.blob(self.manifest["config"]["digest"]).read())
         except (OSError, tarfile.TarError, KeyError, ValueError, IndexError) as error:
-            raise RecordError(f"{path} is not an OCI archive, or it is cut short or damaged ({error})") from None
+            raise RecordError(
+                f"{path} is not an OCI archive, or it is cut short or damaged ({error})"
+            ) from None
         self.labels: dict[str, str] = self.config.get("config", {}).get("Labels") or {}
 
     def _member(self, name: str) -> IO[bytes]:
@@ -46,16 +48,25 @@ class Archive:
 
     def check(self) -> None:
         """Raise RecordError unless the content of each blob has its digest."""
-        for digest in (self.digest, self.manifest["config"]["digest"], *(layer["digest"] for layer in self.manifest["layers"])):
+        for digest in (
+            self.digest,
+            self.manifest["config"]["digest"],
+            *(layer["digest"] for layer in self.manifest["layers"]),
+        ):
             try:
                 found = "sha256:" + sif.sha256(self.blob(digest)).hexdigest()
             except (OSError, tarfile.TarError, KeyError) as error:
                 raise RecordError(f"{self.path} is cut short or damaged ({error})") from None
             if found != digest:
-                raise RecordError(f"{self.path} is damaged or was changed: the content of blob {digest} is {found}")
+                raise RecordError(
+                    f"{self.path} is damaged or was changed: the content of blob {digest} is {found}"
+                )
 
     def files(self, wanted: Callable[[str], bool]) -> dict[str, bytes]:
-        """The content of the files whose path (opt/hpctrain/...) is wanted, after all layers. Raises RecordError."""
+        """The content of the files whose path (opt/hpctrain/...) is wanted, after all layers.
+
+        Raises RecordError.
+        """
         found: dict[str, bytes] = {}
         try:
             for layer in self.manifest["layers"]:
@@ -75,7 +86,9 @@ class Archive:
                 found = {
                     path: data
                     for path, data in found.items()
-                    if not any(path.startswith(gone) if gone.endswith("/") else path == gone for gone in removed)
+                    if not any(
+                        path.startswith(gone) if gone.endswith("/") else path == gone for gone in removed
+                    )
                 }
                 found.update(added)
         except (OSError, EOFError, zlib.error, tarfile.TarError, KeyError) as error:
@@ -88,6 +101,8 @@ def write_docker_manifest(layout: Path, name: str) -> None:
     blobs = layout / "blobs"
     index = json.loads((layout / "index.json").read_text())
     manifest = json.loads((blobs / index["manifests"][0]["digest"].replace(":", "/")).read_text())
-    paths = [f"blobs/{part['digest'].replace(':', '/')}" for part in (manifest["config"], *manifest["layers"])]
+    paths = [
+        f"blobs/{part['digest'].replace(':', '/')}" for part in (manifest["config"], *manifest["layers"])
+    ]
     text = json.dumps([{"Config": paths[0], "RepoTags": [name], "Layers": paths[1:]}])
     (layout / "manifest.json").write_text(text)

@@ -31,14 +31,22 @@ from sbom import files_in_sif, lists_packages, read_packages, spdx_document
 def provenance(archive: Archive, packages_sha256: str, context: Path, dirty: bool, builder: str) -> dict:
     """The provenance of an image: an in-toto statement v1 with a SLSA 1.0 predicate, without a build time.
 
-    `context` is the build context. Its recipe is listed file by file, its src/ as one hash over the hashes of its files.
-    `dirty` means that the context differs from the commit, `builder` names the build tool and its version.
+    `context` is the build context. Its recipe is listed file by file, its src/ as one hash over the hashes of
+    its files. `dirty` means that the context differs from the commit, `builder` names the build tool and its
+    version.
     """
-    files = {str(path.relative_to(context)): sif.digest_of(path.read_bytes()) for path in context.rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(context)): sif.digest_of(path.read_bytes())
+        for path in context.rglob("*")
+        if path.is_file()
+    }
     source = "".join(f"{files[path]}  {path}\n" for path in sorted(files) if path.startswith("src/"))
     recipe = {path: digest for path, digest in files.items() if not path.startswith((".", "src/"))}
     name, base = archive.path.stem, archive.labels.get(LABEL + "base.name", "")
-    base_digest = base.partition("@sha256:")[2] or archive.manifest.get("annotations", {}).get(LABEL + "base.digest", "")[7:]
+    base_digest = (
+        base.partition("@sha256:")[2]
+        or archive.manifest.get("annotations", {}).get(LABEL + "base.digest", "")[7:]
+    )
     revision = archive.labels.get(LABEL + "revision", "")
     return {
         "_type": "https://in-toto.io/Statement/v1",
@@ -64,12 +72,17 @@ def provenance(archive: Archive, packages_sha256: str, context: Path, dirty: boo
                 "internalParameters": {"SOURCE_DATE_EPOCH": int(os.environ["SOURCE_DATE_EPOCH"])},
                 "resolvedDependencies": [
                     {"name": "source", **({"digest": {"gitCommit": revision}} if revision else {})},
-                    {"name": base.partition("@")[0], **({"digest": {"sha256": base_digest}} if base_digest else {})},
+                    {
+                        "name": base.partition("@")[0],
+                        **({"digest": {"sha256": base_digest}} if base_digest else {}),
+                    },
                     *({"name": path, "digest": {"sha256": recipe[path]}} for path in sorted(recipe)),
                     {"name": "src", "digest": {"sha256": sif.digest_of(source.encode())}},
                 ],
             },
-            "runDetails": {"builder": {"id": "urn:hpctrain:containers/build_image.sh", "version": {"image": builder}}},
+            "runDetails": {
+                "builder": {"id": "urn:hpctrain:containers/build_image.sh", "version": {"image": builder}}
+            },
         },
     }
 
@@ -104,7 +117,9 @@ def record_image(options: argparse.Namespace) -> None:
     beside = str(options.archive.with_suffix(""))
     text = spdx_document(archive)
     write_atomically(Path(f"{beside}.spdx.json"), text)
-    statement = provenance(archive, sif.digest_of(text.encode()), options.context, options.dirty, options.builder)
+    statement = provenance(
+        archive, sif.digest_of(text.encode()), options.context, options.dirty, options.builder
+    )
     write_atomically(Path(f"{beside}.provenance.json"), json.dumps(statement, indent=1) + "\n")
     write_atomically(Path(f"{beside}.digest"), archive.digest + "\n")
 
@@ -118,7 +133,9 @@ def add_sif(options: argparse.Namespace) -> None:
     """add the SHA-256 of a SIF to the record of its image"""
     archive, statement = Archive(options.archive), read_record(options.record)
     if recorded_sha256(statement, "") != archive.digest[7:]:
-        raise RecordError(f"{options.record} belongs to another image than {archive.path}; remove one of them")
+        raise RecordError(
+            f"{options.record} belongs to another image than {archive.path}; remove one of them"
+        )
     subject = {"name": f"{parameters(statement)['name']}.sif", "digest": {"sha256": sha256_of(options.sif)}}
     statement["subject"] = [old for old in statement["subject"] if old["name"] != subject["name"]] + [subject]
     statement["predicate"]["runDetails"]["builder"]["version"]["sif"] = options.builder
@@ -145,18 +162,23 @@ def parameters(statement: dict) -> dict:
 def recorded_sha256(statement: dict, ending: str) -> str:
     """The recorded SHA-256 of the image's manifest (ending: "") or of a file (ending: ".tar", ".sif"); empty if there is none."""
     name = parameters(statement)["name"] + ending
-    return next((subject["digest"]["sha256"] for subject in statement["subject"] if subject["name"] == name), "")
+    return next(
+        (subject["digest"]["sha256"] for subject in statement["subject"] if subject["name"] == name), ""
+    )
 
 
 def verify(options: argparse.Namespace) -> None:
     """check that an image is the recorded one, or print what differs"""
     path, name = Path(options.image), options.image
     identity = "" if path.is_file() else local_image_id(name)
-    record = options.record or find_record(path if path.is_file() else Path(name.rpartition("/")[2].replace(":", "-") + ".tar"))
+    record = options.record or find_record(
+        path if path.is_file() else Path(name.rpartition("/")[2].replace(":", "-") + ".tar")
+    )
     statement = read_record(record)
     note, labels, read = "", {}, None
     if identity:
-        # A store identifies an image by its configuration, or (docker with the containerd store) by its manifest.
+        # A store identifies an image by its configuration, or (docker with the containerd store) by its
+        # manifest.
         sha256, expected = identity, recorded_sha256(statement, "")
         if sha256 == statement["subject"][0]["annotations"]["config"][7:]:
             sha256 = expected
@@ -165,7 +187,11 @@ def verify(options: argparse.Namespace) -> None:
             sha256, number = sif.unsigned_sha256(path)
         except (OSError, ValueError, struct.error) as error:
             raise RecordError(f"{name} is damaged or cannot be read: {error}") from None
-        expected, labels, read = recorded_sha256(statement, ".sif"), sif.labels(path), lambda: files_in_sif(path)
+        expected, labels, read = (
+            recorded_sha256(statement, ".sif"),
+            sif.labels(path),
+            lambda: files_in_sif(path),
+        )
         if number:
             note = f", and {number} signature{'s' * (number > 1)} that apptainer verify can check"
     else:
@@ -183,24 +209,38 @@ def verify(options: argparse.Namespace) -> None:
         raise RecordError(f"{record} has no SIF; run make sif, which adds it")
     if sha256 != expected:
         listed = record.with_name(about["name"] + ".spdx.json")
-        why = package_differences(read, listed, recorded_sha256(statement, ".spdx.json"), name) if read else []
+        why = (
+            package_differences(read, listed, recorded_sha256(statement, ".spdx.json"), name) if read else []
+        )
         raise RecordError(
-            "\n  ".join([f"{name} differs from {record}: it is sha256:{sha256}, recorded is sha256:{expected}", *why])
+            "\n  ".join(
+                [f"{name} differs from {record}: it is sha256:{sha256}, recorded is sha256:{expected}", *why]
+            )
         )
     revision = f"revision {about['revision'] or 'unknown'}{' with changes' * about['dirty']}"
     print(f"verify: {name} is {about['title']} of {record}, {revision}: sha256:{sha256}{note}")
 
 
 def find_record(image: Path) -> Path:
-    """The record for an image file of this name: beside it, or in build/. Raises RecordError if there is none."""
-    places = [folder / f"{image.stem}.provenance.json" for folder in (image.parent, Path(__file__).parent.parent / "build")]
+    """The record for an image file of this name: beside it, or in build/.
+
+    Raises RecordError if there is none.
+    """
+    places = [
+        folder / f"{image.stem}.provenance.json"
+        for folder in (image.parent, Path(__file__).parent.parent / "build")
+    ]
     for place in places:
         if place.is_file():
             return place
-    raise RecordError(f"there is no {places[0].name} beside {image} or in build/; name the record with RECORD=FILE")
+    raise RecordError(
+        f"there is no {places[0].name} beside {image} or in build/; name the record with RECORD=FILE"
+    )
 
 
-def package_differences(read: Callable[[], dict[str, bytes]], listed: Path, listed_sha256: str, image: str) -> list[str]:
+def package_differences(
+    read: Callable[[], dict[str, bytes]], listed: Path, listed_sha256: str, image: str
+) -> list[str]:
     """One line for each package in which an image differs from the SBOM beside its record, or one with the reason."""
     try:
         text = listed.read_bytes()
@@ -225,14 +265,18 @@ def package_differences(read: Callable[[], dict[str, bytes]], listed: Path, list
         if old != new:
             what = [" ".join(side) if side else "missing" for side in (new, old)]
             lines.append(f"{key[0]} {key[1]}: {what[0]}; recorded: {what[1]}")
-    return lines or ["all packages are as recorded, so other files differ or are damaged; make reproduce compares two builds"]
+    return lines or [
+        "all packages are as recorded, so other files differ or are damaged; make reproduce compares two builds"
+    ]
 
 
 def local_image_id(name: str) -> str:
     """The id of an image in the store of docker, podman or buildah. Raises RecordError if none has it."""
     for tool in ("docker", "podman", "buildah"):
         if shutil.which(tool):
-            done = subprocess.run([tool, "images", "--quiet", "--no-trunc", name], capture_output=True, text=True)
+            done = subprocess.run(
+                [tool, "images", "--quiet", "--no-trunc", name], capture_output=True, text=True
+            )
             if done.returncode == 0 and done.stdout.strip():
                 return done.stdout.split()[0].rpartition(":")[2]
     raise RecordError(f"{name} is neither a file nor an image in the store of docker, podman or buildah")
@@ -240,7 +284,9 @@ def local_image_id(name: str) -> str:
 
 def main() -> NoReturn:
     """Run a command. An error that the user can fix is one message and exit status 1."""
-    parser = argparse.ArgumentParser(prog="record.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="record.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(function: Callable[[argparse.Namespace], None], name: str) -> argparse.ArgumentParser:
@@ -264,8 +310,15 @@ def main() -> NoReturn:
     new = command(print_sbom, "sbom")
     new.add_argument("archive", type=Path)
     new = command(verify, "verify")
-    new.add_argument("image", help="an archive, a SIF, or the name of an image in the store of docker, podman or buildah")
-    new.add_argument("record", type=Path, nargs="?", help="NAME.provenance.json; by default the one beside the file or in build/")
+    new.add_argument(
+        "image", help="an archive, a SIF, or the name of an image in the store of docker, podman or buildah"
+    )
+    new.add_argument(
+        "record",
+        type=Path,
+        nargs="?",
+        help="NAME.provenance.json; by default the one beside the file or in build/",
+    )
     options = parser.parse_args()
     try:
         options.function(options)

@@ -21,7 +21,10 @@ SITE = "opt/hpctrain/lib/python3.11/site-packages"
 
 def lists_packages(path: str) -> bool:
     """Whether read_packages() needs this file of an image."""
-    return path in (DEBIAN, WHEELS) or re.fullmatch(rf"{SITE}/[^/]+\.dist-info/(METADATA|RECORD)", path) is not None
+    return (
+        path in (DEBIAN, WHEELS)
+        or re.fullmatch(rf"{SITE}/[^/]+\.dist-info/(METADATA|RECORD)", path) is not None
+    )
 
 
 class Package(NamedTuple):
@@ -36,10 +39,12 @@ class Package(NamedTuple):
 
 
 def read_packages(files: dict[str, bytes], image: str) -> list[Package]:
-    """All packages of an image, from the files that lists_packages() selects. Raises RecordError if a list is missing.
+    """All packages of an image, from the files that lists_packages() selects.
 
-    A Python package has the hash of the wheel (or source) that pip installed. A package that the build itself makes (Horovod,
-    hpctrain) has the hash of its RECORD, which contains the hash of each of its files.
+    Raises RecordError if a list is missing.
+
+    A Python package has the hash of the wheel (or source) that pip installed. A package that the build itself
+    makes (Horovod, hpctrain) has the hash of its RECORD, which contains the hash of each of its files.
     """
     for path in (DEBIAN, WHEELS):
         if path not in files:
@@ -68,18 +73,29 @@ def canonical(name: str) -> str:
 
 
 def spdx_document(archive: Archive) -> str:
-    """The SBOM of an image as an SPDX 2.3 document (spdx.github.io/spdx-spec/v2.3). It depends on the image only."""
+    """The SBOM of an image as an SPDX 2.3 document (spdx.github.io/spdx-spec/v2.3).
+
+    It depends on the image only.
+    """
     name = archive.path.stem
     version = archive.labels.get(LABEL + "version", "")
     elements = [
-        spdx_element("image", "hpctrain", version, f"pkg:oci/hpctrain@{quote(archive.digest, safe='')}", archive.digest[7:])
+        spdx_element(
+            "image",
+            "hpctrain",
+            version,
+            f"pkg:oci/hpctrain@{quote(archive.digest, safe='')}",
+            archive.digest[7:],
+        )
     ]
     elements[0]["primaryPackagePurpose"] = "CONTAINER"
     for package in read_packages(archive.files(lists_packages), str(archive.path)):
         purl = f"pkg:pypi/{package.name}@{quote(package.version)}"
         if package.kind == "deb":
             arch = package.architecture
-            purl = f"pkg:deb/debian/{quote(package.name)}@{quote(package.version)}?arch={arch}&distro=debian-12"
+            purl = (
+                f"pkg:deb/debian/{quote(package.name)}@{quote(package.version)}?arch={arch}&distro=debian-12"
+            )
         identifier = f"{package.kind}-{package.name}{package.architecture and '-' + package.architecture}"
         elements.append(spdx_element(identifier, package.name, package.version, purl, package.sha256))
         if package.file:
@@ -113,18 +129,34 @@ def spdx_element(identifier: str, name: str, version: str, purl: str, digest: st
         "downloadLocation": "NOASSERTION",
         "filesAnalyzed": False,
         **({"checksums": [{"algorithm": "SHA256", "checksumValue": digest}]} if digest else {}),
-        "externalRefs": [{"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": purl}],
+        "externalRefs": [
+            {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": purl}
+        ],
     }
 
 
 def files_in_sif(path: Path) -> dict[str, bytes]:
-    """Archive.files() for a SIF and lists_packages(), with unsquashfs of squashfs-tools. Raises RecordError if it fails."""
+    """Archive.files() for a SIF and lists_packages(), with unsquashfs of squashfs-tools.
+
+    Raises RecordError if it fails.
+    """
     if not shutil.which("unsquashfs"):
         raise RecordError("unsquashfs is not installed (Debian: squashfs-tools)")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "root"
-        command = ["unsquashfs", "-no-xattrs", "-no-progress", "-offset", str(sif.squashfs(path)), "-dest", str(root), str(path)]
-        done = subprocess.run([*command, DEBIAN, WHEELS, f"{SITE}/*.dist-info"], capture_output=True, text=True)
+        command = [
+            "unsquashfs",
+            "-no-xattrs",
+            "-no-progress",
+            "-offset",
+            str(sif.squashfs(path)),
+            "-dest",
+            str(root),
+            str(path),
+        ]
+        done = subprocess.run(
+            [*command, DEBIAN, WHEELS, f"{SITE}/*.dist-info"], capture_output=True, text=True
+        )
         if done.returncode:
             raise RecordError("its file system is damaged")
         return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""sif.py FILE.sif: rewrite the header of a SIF as a function of its content, so that two builds give the same file.
+"""sif.py FILE.sif: rewrite the header of a SIF as a function of its content, so that two builds give the same
+file.
 
-Apptainer writes the time, the user and a random UUID into it. The times become $SOURCE_DATE_EPOCH (seconds), the user becomes
-root, and the UUID a hash of the rest of the file. Run it before signing: a signature covers these fields.
+Apptainer writes the time, the user and a random UUID into it. The times become $SOURCE_DATE_EPOCH (seconds),
+the user becomes root, and the UUID a hash of the rest of the file. Run it before signing: a signature covers
+these fields.
 
-The layout is SIF version 1, as in github.com/apptainer/sif, pkg/sif/sif.go: a header of 128 bytes, then descriptors.
+The layout is SIF version 1, as in github.com/apptainer/sif, pkg/sif/sif.go: a header of 128 bytes, then
+descriptors.
 """
 
 from __future__ import annotations
@@ -47,7 +50,10 @@ def is_sif(path: Path) -> bool:
 
 
 def parts(file: BinaryIO) -> Iterator[Part]:
-    """Iterate over the descriptors in use. Raises ValueError if the file is not a SIF, or its header is damaged."""
+    """Iterate over the descriptors in use.
+
+    Raises ValueError if the file is not a SIF, or its header is damaged.
+    """
     file.seek(0)
     header = file.read(128)
     if header[MAGIC_AT : MAGIC_AT + len(MAGIC)] != MAGIC:
@@ -90,7 +96,10 @@ def squashfs(path: Path) -> int:
 
 
 def sha256(file: BinaryIO) -> hashlib._Hash:
-    """The hash of a file from its current position. Not hashlib.file_digest(): a login node may have a Python before 3.11."""
+    """The hash of a file from its current position.
+
+    Not hashlib.file_digest(): a login node may have a Python before 3.11.
+    """
     digest = hashlib.sha256()
     for block in iter(lambda: file.read(1 << 20), b""):
         digest.update(block)
@@ -103,10 +112,11 @@ def digest_of(content: bytes) -> str:
 
 
 def unsigned_sha256(path: Path) -> tuple[str, int]:
-    """The SHA-256 that a normalized SIF had before it was signed, in hexadecimal, and its number of signatures.
+    """The SHA-256 that a normalized SIF had before it was signed, in hexadecimal, and its number of
+    signatures.
 
-    Signing appends each signature, uses a free descriptor for it, and changes two sizes and the modification time in the header.
-    The rest is hashed unchanged. Raises ValueError if `path` is not a SIF.
+    Signing appends each signature, uses a free descriptor for it, and changes two sizes and the modification
+    time in the header. The rest is hashed unchanged. Raises ValueError if `path` is not a SIF.
     """
     with path.open("rb") as file:
         everything = list(parts(file))
@@ -118,7 +128,10 @@ def unsigned_sha256(path: Path) -> tuple[str, int]:
         file.seek(0)
         head = bytearray(file.read(min(part.offset for part in everything)))
         head[CREATED_AT + 8 : CREATED_AT + 16] = head[CREATED_AT : CREATED_AT + 8]
-        (free,), (data,) = struct.unpack_from("<q", head, FREE_AT), struct.unpack_from("<q", head, DATA_SIZE_AT)
+        (free,), (data,) = (
+            struct.unpack_from("<q", head, FREE_AT),
+            struct.unpack_from("<q", head, DATA_SIZE_AT),
+        )
         struct.pack_into("<q", head, FREE_AT, free + len(signatures))
         struct.pack_into("<q", head, DATA_SIZE_AT, data - sum(part.padded for part in signatures))
         for part in signatures:
@@ -130,7 +143,10 @@ def unsigned_sha256(path: Path) -> tuple[str, int]:
 
 
 def normalize(path: Path, epoch: int) -> None:
-    """Rewrite the header of `path` in place, with `epoch` (seconds) as its times. Raises ValueError if it is not a SIF."""
+    """Rewrite the header of `path` in place, with `epoch` (seconds) as its times.
+
+    Raises ValueError if it is not a SIF.
+    """
     times = struct.pack("<qq", epoch, epoch)
     with path.open("r+b") as file:
         for part in list(parts(file)):

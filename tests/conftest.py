@@ -15,11 +15,16 @@ os.environ |= MEMORY_AND_THREADS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--no-skip", action="store_true", help="treat a skipped test as a failure, as .ci/run does")
-    parser.addoption("--write-table", action="store_true", help="let test_matrix.py write its results into README.md")
+    parser.addoption(
+        "--no-skip", action="store_true", help="treat a skipped test as a failure, as .ci/run does"
+    )
+    parser.addoption(
+        "--write-table", action="store_true", help="let test_matrix.py write its results into README.md"
+    )
 
 
-# The files that take longest, first: otherwise the last of them would run alone. Of the fast tests, launch/test_library does.
+# The files that take longest, first: otherwise the last of them would run alone. Of the fast tests,
+# launch/test_library does.
 LONG_FILES = [
     "launch/test_launch.py",
     "containers/test_image.py",
@@ -85,11 +90,12 @@ def sif() -> Path:
 
 @pytest.fixture(scope="session")
 def site(sif: Path) -> Iterator[Cluster]:
-    """A cluster of four nodes. alice has the project in ~/hpctrain, with the image in it, and owns /project/alice.
+    """A cluster of four nodes. alice has the project in ~/hpctrain, with the image in it, and owns
+    /project/alice.
 
-    The nodes also have BARE_PYTHON, which `module load pytorch` puts on PATH, the archive of the image in /project for
-    podman-hpc, stand-ins for software that is not available in /opt/standins, and the real data, if any, in /project/data.
-    ~/hpctrain/digits is a small data set.
+    The nodes also have BARE_PYTHON, which `module load pytorch` puts on PATH, the archive of the image in
+    /project for podman-hpc, stand-ins for software that is not available in /opt/standins, and the real data,
+    if any, in /project/data. ~/hpctrain/digits is a small data set.
     """
     if reason := slurm_cluster.missing():
         pytest.skip(reason)
@@ -116,10 +122,17 @@ def few_examples(site: Cluster) -> dict[str, str]:
     """The variable with which the image has a part of its digits and samples, for jobs that are not about the scores."""
     packages = "opt/hpctrain/lib/python3.11/site-packages"
     digits, samples = "sklearn/datasets/data/digits.csv.gz", "hpctrain/nlp/samples"
-    for pattern in (digits, *(f"{samples}/{task}/*" for task in ("classify", "generate", "instruct", "ner", "pair", "qa"))):
+    for pattern in (
+        digits,
+        *(f"{samples}/{task}/*" for task in ("classify", "generate", "instruct", "ner", "pair", "qa")),
+    ):
         for source in (BUILD / "bare" / packages).glob(pattern):
-            write_fewer(source, site.host_path("/project/few") / source.relative_to(BUILD / "bare" / packages))
-    return {"APPTAINER_BIND": ",".join(f"/project/few/{path}:/{packages}/{path}" for path in (digits, samples))}
+            write_fewer(
+                source, site.host_path("/project/few") / source.relative_to(BUILD / "bare" / packages)
+            )
+    return {
+        "APPTAINER_BIND": ",".join(f"/project/few/{path}:/{packages}/{path}" for path in (digits, samples))
+    }
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,24 @@ STANDINS = REPOSITORY / "tests/standins"
 IMAGE_TAR = REPOSITORY / "build/hpctrain-cpu.tar"
 # the Python environment of the image on a node without a container: see the fixture `site`
 BARE_PYTHON = "/opt/hpctrain/bin/python"
-# Threads that wait for a core that another test uses spin, and a run takes three times as long. The launch scripts set the
-# other two as well.
-MEMORY_AND_THREADS = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "536870912"}
+# Threads that wait for a core that another test uses spin, and a run takes three times as long. The launch
+# scripts set the other two as well.
+MEMORY_AND_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "536870912",
+}
 
 # What a checkpoint says of its run.
-POSITION = {"epoch": 1, "step": 0, "steps": 4, "best": [1, [0.5], 0, 1, 1, [1, 0]], "losses": [0.0], "unlogged": 0, "skipped": 0}
+POSITION = {
+    "epoch": 1,
+    "step": 0,
+    "steps": 4,
+    "best": [1, [0.5], 0, 1, 1, [1, 0]],
+    "losses": [0.0],
+    "unlogged": 0,
+    "skipped": 0,
+}
 POSITION |= {"lines": 0, "seconds": 1.5, "options": {}}
 
 
@@ -33,8 +45,13 @@ def write_images(folder: Path, both: tuple, train: int, test: int) -> Path:
     """Write the first images of a training set and of a test set in the format of MNIST."""
     folder.mkdir()
     for part, images, n in zip(("train", "t10k"), both, (train, test), strict=True):
-        for name, values in (("images-idx3", images.pixels[:n]), ("labels-idx1", images.labels[:n].to(images.pixels.dtype))):
-            header = bytes([0, 0, 8, values.dim()]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+        for name, values in (
+            ("images-idx3", images.pixels[:n]),
+            ("labels-idx1", images.labels[:n].to(images.pixels.dtype)),
+        ):
+            header = bytes([0, 0, 8, values.dim()]) + b"".join(
+                size.to_bytes(4, "big") for size in values.shape
+            )
             (folder / f"{part}-{name}-ubyte").write_bytes(header + values.numpy().tobytes())
     return folder
 

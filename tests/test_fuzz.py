@@ -1,4 +1,5 @@
-"""Data files, model folders and checkpoints of any content are read, or refused in one line that names the file.
+"""Data files, model folders and checkpoints of any content are read, or refused in one line that names the
+file.
 
 Hypothesis makes the content: any bytes, real files with changes, and JSON with another value at any place.
 HPCTRAIN_TEST_EXAMPLES=1000 tries that many of each.
@@ -53,7 +54,13 @@ BREAKS = [
 def examples(number):
     """So many examples of a property, the same ones in each run."""
     number = int(os.environ.get("HPCTRAIN_TEST_EXAMPLES", number))
-    return settings(max_examples=number, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=number,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def read_or_refuse(read, path):
@@ -74,7 +81,10 @@ def read_in_all_ways(content, suffix, tasks=TASKS, columns=False):
             more = [{field: field for field in task.fields}] if columns else []
             read_or_refuse(lambda path, task=task, more=more: task.read(path, None, *more), path)
             skipped = []
-            for one in read_or_refuse(lambda path, task=task, s=skipped, more=more: task.read(path, s, *more), path) or ():
+            for one in (
+                read_or_refuse(lambda path, task=task, s=skipped, more=more: task.read(path, s, *more), path)
+                or ()
+            ):
                 assert one.location.isprintable()
                 assert all(type(text) is str and text.encode() is not None for text in task.get_texts(one))
             assert all(str(error).isprintable() for error in skipped)
@@ -87,7 +97,11 @@ def changed(draw, contents):
     for _ in range(draw(st.integers(0, 4))):
         place = draw(st.integers(0, len(content)))
         length = draw(st.sampled_from([0, 0, 1, 5, len(content)]))
-        content = content[:place] + draw(st.sampled_from(BREAKS) | st.binary(max_size=4)) + content[place + length :]
+        content = (
+            content[:place]
+            + draw(st.sampled_from(BREAKS) | st.binary(max_size=4))
+            + content[place + length :]
+        )
     return content
 
 
@@ -107,16 +121,33 @@ def test_any_text_is_read_or_refused(content):
 def make_tables():
     """The bytes of a table with the fields of all tasks, in each format, by suffix."""
     tokens = {"tokens": ["a", "b"], "tags": ["B-X", "O"], "answers": {"text": ["나"], "answer_start": [1]}}
-    rows = [{"text": "나", "label": 1, "first": "a", "second": "b", "question": "?", "context": "가나다", **tokens}] * 3
+    rows = [
+        {
+            "text": "나",
+            "label": 1,
+            "first": "a",
+            "second": "b",
+            "question": "?",
+            "context": "가나다",
+            **tokens,
+        }
+    ] * 3
     table = pyarrow.Table.from_pylist(rows)
     contents = {}
-    for suffix, write in (("parquet", parquet.write_table), ("arrow", write_stream), ("file.arrow", write_feather)):
+    for suffix, write in (
+        ("parquet", parquet.write_table),
+        ("arrow", write_stream),
+        ("file.arrow", write_feather),
+    ):
         sink = pyarrow.BufferOutputStream()
         write(table, sink)
         contents[f".{suffix}"] = sink.getvalue().to_pybytes()
     contents[".csv"] = 'text,label,first,second\n나,1,"a\nb","c,""d"\nb,2,x,y\n'.encode()
     contents[".tsv"] = 'text\tlabel\tfirst\tsecond\n나\t1\t"a\tb\nb\t2\tx\ty"\n'.encode()
-    return contents | {".json": json.dumps(rows).encode(), ".jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()}
+    return contents | {
+        ".json": json.dumps(rows).encode(),
+        ".jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode(),
+    }
 
 
 def write_stream(table, sink):
@@ -145,26 +176,68 @@ def test_a_table_that_is_whole_is_read(tmp_path):
 
 
 def make_pairs():
-    return [{"guid": str(i), "premise": "한 줄", "hypothesis": "a", "gold_label": "neutral"} for i in range(2)]
+    return [
+        {"guid": str(i), "premise": "한 줄", "hypothesis": "a", "gold_label": "neutral"} for i in range(2)
+    ]
 
 
 def make_questions():
-    questions = [{"id": str(i), "question": "?", "answers": [{"text": "나", "answer_start": 1}]} for i in range(2)]
+    questions = [
+        {"id": str(i), "question": "?", "answers": [{"text": "나", "answer_start": 1}]} for i in range(2)
+    ]
     return {"version": "1", "data": [{"title": "t", "paragraphs": [{"context": "가나다", "qas": questions}]}]}
 
 
-TEXTS = ["", " ", "나", "\n", "a\nb", "\x1b[2J", "\ud83d", "\udcff", "\0", "\ufeff", "\u2028", "x" * 5000, "$(touch canary)"]
+TEXTS = [
+    "",
+    " ",
+    "나",
+    "\n",
+    "a\nb",
+    "\x1b[2J",
+    "\ud83d",
+    "\udcff",
+    "\0",
+    "\ufeff",
+    "\u2028",
+    "x" * 5000,
+    "$(touch canary)",
+]
 VALUES = (
-    st.sampled_from([None, True, False, 0, 1, -1, 10**400, 1e308, float("inf"), float("nan"), [], {}, [[]], [{}], {"": {}}])
+    st.sampled_from(
+        [
+            None,
+            True,
+            False,
+            0,
+            1,
+            -1,
+            10**400,
+            1e308,
+            float("inf"),
+            float("nan"),
+            [],
+            {},
+            [[]],
+            [{}],
+            {"": {}},
+        ]
+    )
     | st.sampled_from(TEXTS)
-    | st.recursive(st.none() | st.integers() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+    | st.recursive(
+        st.none() | st.integers() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=3),
+        max_leaves=5,
+    )
 )
 
 
 def places(value, path=()):
     """The keys that lead to each value in a JSON value."""
     yield path
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
         yield from places(inner, (*path, key))
 
 
@@ -188,7 +261,9 @@ def another_value_somewhere(draw, value):
 @given(value=another_value_somewhere(make_pairs()) | another_value_somewhere(make_questions()))
 @example(replace(make_pairs(), (0, "premise"), "\ud83d"))
 @example(replace(make_pairs(), (0, "guid"), "a\nb\x1b[2J"))
-@example(replace(make_questions(), ("data", 0, "paragraphs", 0, "qas", 0, "answers", 0, "answer_start"), True))
+@example(
+    replace(make_questions(), ("data", 0, "paragraphs", 0, "qas", 0, "answers", 0, "answer_start"), True)
+)
 def test_any_json_is_read_or_refused(value):
     read_in_all_ways(json.dumps(value).encode(), ".json", [pair.TASK, qa.TASK])
 
@@ -197,8 +272,17 @@ LINES = [
     {"text": "나", "label": 1},
     {"premise": "나", "hypothesis": "a", "gold_label": "neutral"},
     {"tokens": ["a", "b"], "tags": ["B-X", "E-X"]},
-    {"text": "가나다", "entities": [{"start": 0, "end": 1, "type": "X"}, {"start": 1, "end": 3, "type": "X"}]},
-    {"id": "1", "question": "?", "context": "가나다", "answers": [{"text": "나", "answer_start": 1}], "is_impossible": False},
+    {
+        "text": "가나다",
+        "entities": [{"start": 0, "end": 1, "type": "X"}, {"start": 1, "end": 3, "type": "X"}],
+    },
+    {
+        "id": "1",
+        "question": "?",
+        "context": "가나다",
+        "answers": [{"text": "나", "answer_start": 1}],
+        "is_impossible": False,
+    },
     {"question": "?", "context": "가나다", "answers": {"text": ["나"], "answer_start": [1]}},
 ]
 
@@ -223,7 +307,9 @@ def test_half_a_character_is_refused_and_a_whole_one_is_read(tmp_path):
     path.write_text(json.dumps(replace(make_pairs(), (0, "premise"), "\ud83d\ude00")))
     assert pair.TASK.read(path)[0].first == "😀"
     path.write_text(json.dumps(replace(make_pairs(), (0, "premise"), "\ud83d")))
-    with pytest.raises(HpctrainError, match=r"train\.json, 0: 'premise' has half of a character, '\\ud83d': fix the file"):
+    with pytest.raises(
+        HpctrainError, match=r"train\.json, 0: 'premise' has half of a character, '\\ud83d': fix the file"
+    ):
         pair.TASK.read(path)
 
 
@@ -272,7 +358,10 @@ def test_any_idx_file_is_read_or_refused(content, packed, cut, after):
             path = Path(folder, name + ".gz" * packed)
             path.write_bytes(content)
             found = read_or_refuse(
-                lambda path, n=dimensions: images._read_idx(path.parent, path.stem if packed else path.name, n), path
+                lambda path, n=dimensions: images._read_idx(
+                    path.parent, path.stem if packed else path.name, n
+                ),
+                path,
             )
             assert found is None or (found.dim() == dimensions and found.numel() <= 10_000)
         for part in ("train", "t10k"):
@@ -289,12 +378,26 @@ def test_any_idx_file_is_read_or_refused(content, packed, cut, after):
 def model(tmp_path_factory):
     """A small model of nlp.classify, from elsewhere: without SHA256SUMS."""
     folder = tmp_path_factory.mktemp("model")
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 200}
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 200,
+    }
     (folder / "shape.json").write_text(json.dumps({"model_type": "bert", **shape}))
-    create_model(folder / "model", str(folder / "shape.json"), "bert", ["한 줄", "두 줄"], seed=1, max_length=128)
+    create_model(
+        folder / "model", str(folder / "shape.json"), "bert", ["한 줄", "두 줄"], seed=1, max_length=128
+    )
     (folder / "model/SHA256SUMS").unlink()
     config = json.loads((folder / "model/config.json").read_text())
-    config["hpctrain"] = {"task": "classify", "labels": ["0", "1"], "max_length": 128, "stride": 0, "settings": {}}
+    config["hpctrain"] = {
+        "task": "classify",
+        "labels": ["0", "1"],
+        "max_length": 128,
+        "stride": 0,
+        "settings": {},
+    }
     (folder / "model/config.json").write_text(json.dumps(config))
     return folder / "model"
 
@@ -308,7 +411,9 @@ def predict_or_refuse(folder, capsys):
 
 
 # The vocabulary is left out: docs/security.md.
-@pytest.mark.parametrize("name", ["config.json", "config.json: hpctrain", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "config.json: hpctrain", "tokenizer.json", "tokenizer_config.json"]
+)
 def test_any_json_of_a_model_is_used_or_refused(model, name, capsys):
     path = model / name.split(":")[0]
     text = path.read_text()
@@ -319,7 +424,11 @@ def test_any_json_of_a_model_is_used_or_refused(model, name, capsys):
     ]  # fmt: skip
 
     @examples(12)
-    @given(place=st.sampled_from(choices), new=VALUES, raw=st.sampled_from([None, None, None, b"", b"\xff", b"[" * 3000]))
+    @given(
+        place=st.sampled_from(choices),
+        new=VALUES,
+        raw=st.sampled_from([None, None, None, b"", b"\xff", b"[" * 3000]),
+    )
     def check(place, new, raw):
         path.write_bytes(json.dumps(replace(value, place, new)).encode() if raw is None else raw)
         predict_or_refuse(model, capsys)
@@ -351,18 +460,29 @@ PANICS = {
 def test_a_tokenizer_that_panics_is_one_line(model, tmp_path, kind, capfd):
     """The panics of its library in Rust are no subclasses of Exception."""
     folder = shutil.copytree(model, tmp_path / "model")
-    for name, change in (("tokenizer.json", PANICS[kind]), ("tokenizer_config.json", {"tokenizer_class": "TokenizersBackend"})):
+    for name, change in (
+        ("tokenizer.json", PANICS[kind]),
+        ("tokenizer_config.json", {"tokenizer_class": "TokenizersBackend"}),
+    ):
         (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
     text = "a" * 50 + "!"
-    with pytest.raises(HpctrainError, match=r"its model cannot answer these texts|the tokenizer cannot be loaded") as error:
+    with pytest.raises(
+        HpctrainError, match=r"its model cannot answer these texts|the tokenizer cannot be loaded"
+    ) as error:
         predict.main(ALONE, [str(folder), text, "--device", "cpu"])
     assert str(error.value).isprintable()
-    with pytest.raises(HpctrainError, match=r"its tokenizer cannot tokenize the data|the tokenizer cannot be loaded"):
+    with pytest.raises(
+        HpctrainError, match=r"its tokenizer cannot tokenize the data|the tokenizer cannot be loaded"
+    ):
         args = argparse.Namespace(max_length=64, stride=0)
-        finetune._tokenize(classify.TASK, folder, load_tokenizer(folder), [classify.Document("", text, "0")], ["0"], args)
+        finetune._tokenize(
+            classify.TASK, folder, load_tokenizer(folder), [classify.Document("", text, "0")], ["0"], args
+        )
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"]
+)
 def test_a_pipe_in_a_model_folder_is_not_waited_for(model, tmp_path, name):
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / name).unlink(missing_ok=True)
@@ -401,20 +521,26 @@ def test_an_answer_controls_no_terminal():
     assert out.getvalue()[:-1].isprintable() and json.loads(out.getvalue()) == {"text": "a", "label": label}
 
 
-@pytest.mark.parametrize(("key", "new"), [("labels", []), ("labels", 1), ("settings", {"by_token": True}), ("max_length", "x")])
+@pytest.mark.parametrize(
+    ("key", "new"), [("labels", []), ("labels", 1), ("settings", {"by_token": True}), ("max_length", "x")]
+)
 def test_a_configuration_that_does_not_fit_is_refused(model, key, new, capsys):
     path = model / "config.json"
     text = path.read_text()
     try:
         path.write_text(json.dumps(replace(json.loads(text), ("hpctrain", key), new)))
-        with pytest.raises(HpctrainError, match=r"its model cannot answer these texts .*: copy the folder again") as error:
+        with pytest.raises(
+            HpctrainError, match=r"its model cannot answer these texts .*: copy the folder again"
+        ) as error:
             predict.main(ALONE, [str(model), "한 줄", "두 줄", "세 줄", "--device", "cpu"])
         assert str(error.value).isprintable()
     finally:
         path.write_text(text)
 
 
-@pytest.mark.parametrize("index", [[], {}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": ["b"], "c": None}}])
+@pytest.mark.parametrize(
+    "index", [[], {}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": ["b"], "c": None}}]
+)
 def test_a_list_of_weights_that_is_broken(tmp_path, index):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -433,7 +559,9 @@ def test_a_model_with_code_and_a_broken_type(tmp_path, kind):
 )
 def test_a_line_to_answer_is_read_or_refused(model, tmp_path, line):
     (tmp_path / "rows.jsonl").write_text(line)
-    with pytest.raises(HpctrainError, match=r"rows\.jsonl, line 1: expected a JSON object with text: fix the line"):
+    with pytest.raises(
+        HpctrainError, match=r"rows\.jsonl, line 1: expected a JSON object with text: fix the line"
+    ):
         predict.main(ALONE, [str(model), "--file", str(tmp_path / "rows.jsonl"), "--device", "cpu"])
     with pytest.raises(HpctrainError, match="TEXT is not UTF-8"):
         predict.main(ALONE, [str(model), "a\udcff", "--device", "cpu"])
@@ -470,7 +598,9 @@ def test_a_checkpoint_with_any_changes_is_skipped_or_loads(changes, end):
         path.write_bytes(content)
         try:
             newest = checkpoint.find_newest(Path(folder))
-            state = checkpoint.load(checkpoint.find_fitting(newest, torch.nn.Linear(2, 1), "optimizer"), torch.device("cpu"))
+            state = checkpoint.load(
+                checkpoint.find_fitting(newest, torch.nn.Linear(2, 1), "optimizer"), torch.device("cpu")
+            )
         except HpctrainError as error:
             assert str(error).isprintable() and folder in str(error)
         else:

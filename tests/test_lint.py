@@ -12,7 +12,9 @@ from slurm_cluster import REPOSITORY, project_files
 
 TEXTS = {name: (REPOSITORY / name).read_text(errors="replace") for name in project_files()}
 SHELL = sorted(
-    name for name, text in TEXTS.items() if text.startswith("#!/bin/bash") or re.search("^# shellcheck shell=bash$", text, re.M)
+    name
+    for name, text in TEXTS.items()
+    if text.startswith("#!/bin/bash") or re.search("^# shellcheck shell=bash$", text, re.M)
 )
 SCRIPTS = [name for name in SHELL if TEXTS[name].startswith("#!") and name != ".ci/run"]
 # Those that users submit. lib.sh and task.sh are parts of them.
@@ -20,8 +22,12 @@ LAUNCH_SCRIPTS = [name for name in SCRIPTS if re.fullmatch(r"launch/(?!lib|task|
 TOOLS = Path(sys.executable).parent
 
 # Files whose words are not ours: pins, data, a license, patches. This file holds the words that it looks for.
-FOREIGN = re.compile(r"LICENSE|.*\.lock|containers/locks/.*\.debian|containers/patches/.*|src/hpctrain/nlp/samples/.+/.*|.*\.png")
-OURS = {name: text for name, text in TEXTS.items() if not FOREIGN.fullmatch(name) and name != "tests/test_lint.py"}
+FOREIGN = re.compile(
+    r"LICENSE|.*\.lock|containers/locks/.*\.debian|containers/patches/.*|src/hpctrain/nlp/samples/.+/.*|.*\.png"
+)
+OURS = {
+    name: text for name, text in TEXTS.items() if not FOREIGN.fullmatch(name) and name != "tests/test_lint.py"
+}
 MARKDOWN = {name: text for name, text in OURS.items() if name.endswith(".md")}
 SOURCES = {
     name.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", "."): ast.parse(text)
@@ -68,7 +74,9 @@ BRITISH = {
 
 
 def run(*command, cwd=REPOSITORY):
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
+    )
 
 
 def place(name, text, match):
@@ -96,12 +104,17 @@ def test_actionlint():
     assert done.returncode == 0, done.stdout + done.stderr
     for name in workflows:
         for action in re.findall(r"uses: (\S+)", TEXTS[name]):
-            assert action.startswith("./") or re.search("@[0-9a-f]{40}$", action), f"{name}: {action} is not pinned"
+            assert action.startswith("./") or re.search("@[0-9a-f]{40}$", action), (
+                f"{name}: {action} is not pinned"
+            )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_and_invalid_options(script, tmp_path):
-    """From any folder. The help of scripts that users submit has a usage line; an unknown option is an error in one line."""
+    """From any folder.
+
+    The help of scripts that users submit has a usage line; an unknown option is an error in one line.
+    """
     done = run(REPOSITORY / script, "--help", cwd=tmp_path)
     assert done.returncode == 0 and Path(script).name in done.stdout and not done.stderr
     if script in LAUNCH_SCRIPTS:
@@ -120,7 +133,10 @@ def test_phrases_that_puzzled_readers():
     gap = r"[\s#]+"
     pattern = re.compile("|".join(rf"(?<!\w){phrase.replace(' ', gap)}(?!\w)" for phrase in PHRASES), re.I)
     found = [
-        place(name, text, match) for name, text in OURS.items() if name != "CHANGELOG.md" for match in pattern.finditer(text)
+        place(name, text, match)
+        for name, text in OURS.items()
+        if name != "CHANGELOG.md"
+        for match in pattern.finditer(text)
     ]
     assert not found, "\n".join(found)
 
@@ -134,14 +150,37 @@ def british(text):
 
 
 def test_american_spelling():
-    found = [f"{place(name, text, match)} ({write})" for name, text in OURS.items() for match, write in british(text)]
+    found = [
+        f"{place(name, text, match)} ({write})"
+        for name, text in OURS.items()
+        for match, write in british(text)
+    ]
     assert not found, "\n".join(found)
 
 
 def test_british_forms_are_found():
-    for text in ("flavours", "tokenise", "an unlabelled set", "Cancelled", "licence", "was analysed", "re-initialised", "centre"):
+    for text in (
+        "flavours",
+        "tokenise",
+        "an unlabelled set",
+        "Cancelled",
+        "licence",
+        "was analysed",
+        "re-initialised",
+        "centre",
+    ):
         assert list(british(text)), text
-    for text in ("CANCELLED", "hours", "analyses", "parallelism", "license", "characteristic", "promise", "our", "emphasis"):
+    for text in (
+        "CANCELLED",
+        "hours",
+        "analyses",
+        "parallelism",
+        "license",
+        "characteristic",
+        "promise",
+        "our",
+        "emphasis",
+    ):
         assert not list(british(text)), text
 
 
@@ -201,7 +240,9 @@ def imports(module, tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for child in ast.walk(node)
     }
-    package = module if any(other.startswith(f"{module}.") for other in SOURCES) else module.rpartition(".")[0]
+    package = (
+        module if any(other.startswith(f"{module}.") for other in SOURCES) else module.rpartition(".")[0]
+    )
     found = set()
     for node in ast.walk(tree):
         if id(node) in hidden:
@@ -218,7 +259,9 @@ def imports(module, tree):
 
 
 # Each folder or file of src/hpctrain, and its level: CONTRIBUTING.md has the list, from the top down.
-_LEVELS = re.search(r"^Imports point down this list.*\n\n((?:    .*\n)+)", TEXTS["CONTRIBUTING.md"], re.M)[1].split("\n")[-2::-1]
+_LEVELS = re.search(r"^Imports point down this list.*\n\n((?:    .*\n)+)", TEXTS["CONTRIBUTING.md"], re.M)[
+    1
+].split("\n")[-2::-1]
 LEVELS = {name.strip(): level for level, names in enumerate(_LEVELS) for name in names.split(",")}
 
 
@@ -228,7 +271,10 @@ def room(module):
 
 
 def upward_imports(graph):
-    """The imports that do not point down, each as "A imports B". The package itself may be imported everywhere."""
+    """The imports that do not point down, each as "A imports B".
+
+    The package itself may be imported everywhere.
+    """
     return [
         f"{module} imports {other}"
         for module, others in graph.items()
@@ -318,7 +364,8 @@ def test_a_step_that_mounts_a_stage_is_repeated_when_the_stage_changes():
 
 def test_recipes_and_workflows_start_from_the_same_debian():
     base = re.search("ARG BASE_IMAGE=(.*@sha256:[0-9a-f]{64})", TEXTS["containers/Dockerfile"])[1]
-    assert TEXTS["apptainer/hpctrain.def"].count(f"from={base}\n") == 2  # Apptainer reads the arguments of each stage
+    # Apptainer reads the arguments of each stage
+    assert TEXTS["apptainer/hpctrain.def"].count(f"from={base}\n") == 2
     workflows = [name for name in TEXTS if name.startswith(".github/workflows/")]
     images = [image for name in workflows for image in re.findall(r"^ +image: (.*)", TEXTS[name], re.M)]
     assert len(images) == 2 and {f"docker.io/library/{image}" for image in images} == {base}

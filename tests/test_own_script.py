@@ -26,12 +26,17 @@ STEPS = sorted((REPOSITORY / "examples/own-script").glob("*.py"))
 
 
 def python(code, **env):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | env)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | env
+    )
 
 
 def run(step, ranks, *arguments, cwd):
     """Run a step of the example."""
-    launcher = [sys.executable, *(["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks > 1 else [])]
+    launcher = [
+        sys.executable,
+        *(["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks > 1 else []),
+    ]
     command = [*launcher, STEPS[step - 1], *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -46,7 +51,12 @@ def result(folder):
 
 
 def test_each_step_is_a_few_lines():
-    assert [path.name for path in STEPS] == ["1_single_gpu.py", "2_many_gpus.py", "3_run_folder.py", "4_resume.py"]
+    assert [path.name for path in STEPS] == [
+        "1_single_gpu.py",
+        "2_many_gpus.py",
+        "3_run_folder.py",
+        "4_resume.py",
+    ]
     for before, after in itertools.pairwise(STEPS):
         lines = difflib.ndiff(before.read_text().splitlines(), after.read_text().splitlines())
         assert 5 < sum(line.startswith("+ ") for line in lines) <= 32, after  # most of step 2 is indentation
@@ -67,7 +77,9 @@ def test_the_steps_train(tmp_path):
 @pytest.mark.slow
 def test_the_last_step_resumes_bit_for_bit(tmp_path):
     """With four ranks, dropout, random augmentation and workers."""
-    run(4, 4, "--epochs", 2, "--checkpoint-every", 3, "--keep-checkpoints", 99, "--out", "whole", cwd=tmp_path)
+    run(
+        4, 4, "--epochs", 2, "--checkpoint-every", 3, "--keep-checkpoints", 99, "--out", "whole", cwd=tmp_path
+    )
     cut = tmp_path / "cut"
     shutil.copytree(tmp_path / "whole", cut)
     (cut / "result.json").unlink()
@@ -101,9 +113,17 @@ def test_every_name_is_there_and_described():
 @pytest.mark.parametrize(
     ("code", "status", "stderr"),
     [
-        ("raise hpctrain.HpctrainError('no data: give --data')", 1, "hpctrain: error: no data: give --data\n"),
+        (
+            "raise hpctrain.HpctrainError('no data: give --data')",
+            1,
+            "hpctrain: error: no data: give --data\n",
+        ),
         ("raise hpctrain.UsageError('no such option')", 2, "hpctrain: error: no such option\n"),
-        ("hpctrain.trainer_parser('mine', '').parse_args(['--nonsense'])", 2, r"hpctrain: error: \S+: unrecognized arguments"),
+        (
+            "hpctrain.trainer_parser('mine', '').parse_args(['--nonsense'])",
+            2,
+            r"hpctrain: error: \S+: unrecognized arguments",
+        ),
         ("hpctrain.detect; raise ValueError('boom')", 1, "Traceback (.*\n)+ValueError: boom\n"),
         ("hpctrain.main(lambda world: print(world.size))", 0, ""),
         ("import sys; hpctrain.main(lambda world: sys.exit('stop'))", 1, "stop\n"),
@@ -113,12 +133,20 @@ def test_every_name_is_there_and_described():
 )
 def test_the_end_of_a_script(tmp_path, code, status, stderr):
     done = python(f"import hpctrain\n{code}", HPCTRAIN_CONTROL=str(tmp_path))
-    assert done.returncode == status and re.match(stderr, done.stderr) and (stderr or not done.stderr), done.stderr
+    assert done.returncode == status and re.match(stderr, done.stderr) and (stderr or not done.stderr), (
+        done.stderr
+    )
     assert (tmp_path / "failed").exists() == (stderr.startswith("hpctrain") or stderr == "stop\n")
 
 
 def test_an_error_of_usage_is_printed_by_rank_0_alone():
-    env = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    env = {
+        "TORCHELASTIC_RUN_ID": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+    }
     done = python("import hpctrain; raise hpctrain.UsageError('x')", **env, RANK="1", LOCAL_RANK="1")
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -149,7 +177,10 @@ def examples(dataset=None, **options):
 
 def test_a_loader_gives_the_same_examples_with_any_number_of_workers_and_after_a_resume():
     whole = examples()
-    assert sorted(example[0] for example in whole) == list(range(12)) and len({example[1] for example in whole}) == 12
+    assert (
+        sorted(example[0] for example in whole) == list(range(12))
+        and len({example[1] for example in whole}) == 12
+    )
     assert examples(num_workers=2) == whole
     assert examples(num_workers=1, skip=1) == whole[4:]
     both = [examples(world=World(rank, 2, rank, 2, 0, 1, "slurm"), num_workers=1) for rank in (0, 1)]
@@ -181,11 +212,18 @@ def test_an_arrow_file_of_hugging_face_is_resumed_with_workers(tmp_path):
         return rows | {"random": [torch.rand(1).item() for _ in rows["number"]]}
 
     def read(**options):
-        return [(example["number"], example["random"]) for example in examples(mapped.with_transform(augment), **options)]
+        return [
+            (example["number"], example["random"])
+            for example in examples(mapped.with_transform(augment), **options)
+        ]
 
     whole = read()
-    assert sorted(number for number, _ in whole) == list(range(12)) and len({value for _, value in whole}) == 12
-    assert read(num_workers=2) == whole and read(num_workers=1, skip=1) == whole[4:] and read(epoch=2) != whole
+    assert (
+        sorted(number for number, _ in whole) == list(range(12)) and len({value for _, value in whole}) == 12
+    )
+    assert (
+        read(num_workers=2) == whole and read(num_workers=1, skip=1) == whole[4:] and read(epoch=2) != whole
+    )
 
 
 def test_a_batch_that_the_ranks_cannot_share():
@@ -200,7 +238,10 @@ def test_dropout_depends_on_the_step_and_the_rank():
 
     second = World(1, 2, 1, 2, 0, 1, "slurm")
     assert drawn(1, 1, 5, ALONE) == drawn(1, 1, 5, ALONE)
-    assert len({drawn(1, 1, 5, ALONE), drawn(1, 1, 6, ALONE), drawn(1, 2, 5, ALONE), drawn(1, 1, 5, second)}) == 4
+    assert (
+        len({drawn(1, 1, 5, ALONE), drawn(1, 1, 6, ALONE), drawn(1, 2, 5, ALONE), drawn(1, 1, 5, second)})
+        == 4
+    )
 
 
 # ---- weights ----
@@ -228,7 +269,10 @@ def test_weights_of_anybody_load(tmp_path, make, prefix, entry):
 
 def test_weights_of_another_model_are_refused(tmp_path):
     torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "file.pt")
-    with pytest.raises(hpctrain.HpctrainError, match=r"file.pt: not the weights of this model \(.*weight.*\): build the model"):
+    with pytest.raises(
+        hpctrain.HpctrainError,
+        match=r"file.pt: not the weights of this model \(.*weight.*\): build the model",
+    ):
         hpctrain.load_weights(nn.Linear(2, 2), tmp_path / "file.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(hpctrain.HpctrainError, match=r"list.pt: not the weights of this model"):
@@ -279,13 +323,22 @@ print("trained")
 def test_a_trainer_that_would_train_alone_on_each_rank_is_refused(tmp_path, package):
     """As the defaults of Trainer do on CPUs, where each rank had its own weights at the end and exit status 0."""
     (tmp_path / "script.py").write_text(TRAINER.format(package=package))
-    env = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": 2, "RANK": 0}
+    env = {
+        "TORCHELASTIC_RUN_ID": "1",
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+        "LOCAL_WORLD_SIZE": 2,
+        "WORLD_SIZE": 2,
+        "RANK": 0,
+    }
     env |= {"LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 1, "HPCTRAIN_WORLD_SIZE": 2}
 
     def run(*words):
         env_of_rank = os.environ | {name: str(value) for name, value in env.items()}
         command = [sys.executable, tmp_path / "script.py", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=env_of_rank)
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=env_of_rank
+        )
 
     refused = run()
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -315,7 +368,9 @@ def test_a_rank_ends_after_the_threads_of_torch(tmp_path):
     env = os.environ | env
 
     def run(ranks):
-        return subprocess.run([sys.executable, path], capture_output=True, text=True, env=env | {"HPCTRAIN_WORLD_SIZE": ranks})
+        return subprocess.run(
+            [sys.executable, path], capture_output=True, text=True, env=env | {"HPCTRAIN_WORLD_SIZE": ranks}
+        )
 
     done = run("2")
     assert (done.returncode, done.stderr) == (0, "")
@@ -337,7 +392,9 @@ def test_a_rank_keeps_the_groups_that_its_script_destroys(tmp_path):
     )
     env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     for ranks, kept in (("2", "True"), ("1", "False")):
-        done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=env | {"HPCTRAIN_WORLD_SIZE": ranks})
+        done = subprocess.run(
+            [sys.executable, path], capture_output=True, text=True, env=env | {"HPCTRAIN_WORLD_SIZE": ranks}
+        )
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{kept}\n", "")
 
 
@@ -364,19 +421,32 @@ def test_rank_0_says_at_its_end_that_it_never_joined(tmp_path, script):
     path = tmp_path / "script.py"
     path.write_text(SCRIPTS[script])
     # a world of one rank, so that none is waited for, in a job of two
-    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "HPCTRAIN_WORLD_SIZE": "2"}
+    env = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+        "HPCTRAIN_WORLD_SIZE": "2",
+    }
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=os.environ | env)
-    line = "hpctrain: 2 ranks ran this script, and rank 0 never joined the others: each did the same work alone."
+    line = (
+        "hpctrain: 2 ranks ran this script, and rank 0 never joined the others: each did the same work alone."
+    )
     assert (line in done.stderr) == script.endswith("alone"), done.stderr
     if script == "alone":
         for different in ({"RANK": "1"}, {"HPCTRAIN_WORLD_SIZE": "1"}, {"HPCTRAIN_WORLD_SIZE": ""}):
-            done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=os.environ | env | different)
+            done = subprocess.run(
+                [sys.executable, path], capture_output=True, text=True, env=os.environ | env | different
+            )
             assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow
 def test_a_trainer_of_transformers_joins_on_cpus_or_the_end_says_so(tmp_path):
-    """A torch for CPUs tells accelerate that there is no GPU. Otherwise it joins the ranks, and then each trains alone."""
+    """A torch for CPUs tells accelerate that there is no GPU.
+
+    Otherwise it joins the ranks, and then each trains alone.
+    """
     path = tmp_path / "script.py"
     path.write_text(
         "from transformers import TrainingArguments; print(TrainingArguments('out').distributed_state.distributed_type)"
@@ -390,9 +460,13 @@ def test_a_trainer_of_transformers_joins_on_cpus_or_the_end_says_so(tmp_path):
         "HPCTRAIN_WORLD_SIZE": "2",
     }
     for told, kind in (({}, "MULTI_CPU"), ({"ACCELERATE_USE_CPU": "false"}, "NO")):
-        done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=os.environ | env | told, cwd=tmp_path)
+        done = subprocess.run(
+            [sys.executable, path], capture_output=True, text=True, env=os.environ | env | told, cwd=tmp_path
+        )
         assert (done.returncode, done.stdout) == (0, f"DistributedType.{kind}\n"), done.stderr
-        alone = "hpctrain: 2 ranks ran this script, and accelerate, which transformers uses, let each train alone"
+        alone = (
+            "hpctrain: 2 ranks ran this script, and accelerate, which transformers uses, let each train alone"
+        )
         assert (alone in done.stderr) == (kind == "NO"), done.stderr
 
 

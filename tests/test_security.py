@@ -104,14 +104,20 @@ def test_a_pickle_of_another_rank_is_not_executed(tmp_path, ours, theirs):
     ours, theirs = rank(ours), EVIL + rank(f"print(end=''); {theirs}")
     (status, out, error), _ = start_ranks(tmp_path, ours, theirs)
     assert not (tmp_path / "executed").exists()
-    assert (status, error) == (0, "") and out.startswith("rank 1 sent something other than JSON, which is not read: "), out
+    assert (status, error) == (0, "") and out.startswith(
+        "rank 1 sent something other than JSON, which is not read: "
+    ), out
 
 
 @pytest.mark.parametrize("length", ["2**50", "-1"])
 def test_a_length_of_another_rank_is_checked_before_memory_is_allocated(tmp_path, length):
-    theirs = f"dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2)], torch.tensor([{length}]))"
+    theirs = (
+        f"dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2)], torch.tensor([{length}]))"
+    )
     (status, out, error), _ = start_ranks(tmp_path, rank("rendezvous.gather(world, 1)"), rank(theirs))
-    assert (status, error) == (0, "") and out.startswith(f"rank 1 sent a value of {eval(length)} bytes: "), out
+    assert (status, error) == (0, "") and out.startswith(f"rank 1 sent a value of {eval(length)} bytes: "), (
+        out
+    )
 
 
 @pytest.mark.slow
@@ -149,13 +155,19 @@ def test_predictions_keep_their_bits(task):
     for (i, one), (j, other) in zip(
         numbered, unpack_predictions(json.loads(json.dumps(pack_predictions(numbered)))), strict=True
     ):
-        assert i == j and one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        assert (
+            i == j
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
 
 
 # ---- who is a rank of the job ----
 
 SECRET = "0123456789abcdef" * 2
-# Connects to the store as anyone in the network can, before or after the ranks, and writes what a rank writes.
+# Connects to the store as anyone in the network can, before or after the ranks, and writes what a rank
+# writes.
 STRANGER = """
 import os, sys, time
 from datetime import timedelta
@@ -184,7 +196,9 @@ def test_a_stranger_does_not_become_a_rank(tmp_path):
     first, second, stranger = start_ranks(tmp_path, say, LATE + say, STRANGER, **two)
     assert second == (0, "[0, 1]\n", "") and first[:2] == (0, "[0, 1]\n")
     text = "something that is not a rank of this job answered as rank 1 at localhost:"
-    assert first[2].startswith(f"hpctrain: warning: {text}") and first[2].endswith(", and was ignored\n"), first[2]
+    assert first[2].startswith(f"hpctrain: warning: {text}") and first[2].endswith(", and was ignored\n"), (
+        first[2]
+    )
     assert first[2].count("\n") == 1 and stranger[1] == ""  # it ends with its connection, or after a minute
 
 
@@ -218,11 +232,22 @@ def test_the_launch_scripts_make_a_secret_and_print_none(tmp_path):
     for name, text in (("apptainer", "#!/bin/sh\necho apptainer version 0\n"), ("image", "")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "HPCTRAIN_IMAGE": str(tmp_path / "image")}
-    env |= {"HF_TOKEN": "hf_abcdefgh", "Hf_Api_Key": "shhh", "HPCTRAIN_JOB_SECRET": SECRET, "NCCL_IB_PKEY": "0"}
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "HPCTRAIN_IMAGE": str(tmp_path / "image"),
+    }
+    env |= {
+        "HF_TOKEN": "hf_abcdefgh",
+        "Hf_Api_Key": "shhh",
+        "HPCTRAIN_JOB_SECRET": SECRET,
+        "NCCL_IB_PKEY": "0",
+    }
     script = [REPOSITORY / "launch/apptainer_ddp.sh", "--dry-run", "train_ddp"]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and not any(text in done.stdout for text in ("hf_abcdefgh", "shhh", SECRET)), done.stderr
+    assert done.returncode == 0 and not any(
+        text in done.stdout for text in ("hf_abcdefgh", "shhh", SECRET)
+    ), done.stderr
     assert "\n# not printed, because they may be secrets: HF_TOKEN HPCTRAIN_JOB_SECRET\n" in done.stdout
     assert "\nexport NCCL_IB_PKEY=0\n" in done.stdout
 
@@ -230,7 +255,9 @@ def test_the_launch_scripts_make_a_secret_and_print_none(tmp_path):
     env = {name: value for name, value in env.items() if name != "HPCTRAIN_JOB_SECRET"}
     secrets = []
     for _ in range(2):
-        *names, secret = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True).stdout.split()
+        *names, secret = subprocess.run(
+            ["bash", "-c", code], env=env, capture_output=True, text=True
+        ).stdout.split()
         assert "HPCTRAIN_JOB_SECRET" in names and len(secret) == 32 and int(secret, 16)
         secrets.append(secret)
     assert secrets[0] != secrets[1]
@@ -258,7 +285,13 @@ os._exit(0)
 def test_a_pickle_at_the_rendezvous_of_torchrun_is_not_executed(tmp_path, nodes):
     """torchrun waits for its second node, or with --min-nodes for a moment whether one comes."""
     port, env = free_port(), os.environ | {"HPCTRAIN_JOB_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", f"--nnodes={nodes}", "--nproc-per-node=1", "--rdzv-id=17"]
+    command = [
+        sys.executable,
+        REPOSITORY / "launch/lib/torchrun.py",
+        f"--nnodes={nodes}",
+        "--nproc-per-node=1",
+        "--rdzv-id=17",
+    ]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--no-python", "sleep", "60"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, cwd=tmp_path, env=env, text=True, **streams) as torchrun:
@@ -270,26 +303,54 @@ def test_a_pickle_at_the_rendezvous_of_torchrun_is_not_executed(tmp_path, nodes)
             torchrun.kill()
     assert stranger.stdout == "has written\n", stranger.stderr
     assert not (tmp_path / "executed").exists()
-    assert torchrun.returncode == 1 and "something that is not a torchrun of this job wrote to its rendezvous" in output, output
+    assert (
+        torchrun.returncode == 1
+        and "something that is not a torchrun of this job wrote to its rendezvous" in output
+    ), output
 
 
 @pytest.mark.slow
 def test_torchruns_of_a_job_agree_with_a_secret(tmp_path):
     port = free_port()
-    command = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=17"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--no-python", "sh", "-c", "echo rank $RANK"]
+    command = [
+        sys.executable,
+        REPOSITORY / "launch/lib/torchrun.py",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-id=17",
+    ]
+    command += [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}",
+        "--no-python",
+        "sh",
+        "-c",
+        "echo rank $RANK",
+    ]
     env = os.environ | {"HPCTRAIN_JOB_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
     env |= {"TMPDIR": str(tmp_path / "tmp")}
     (tmp_path / "tmp").mkdir()
-    nodes = [subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    nodes = [
+        subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
     try:
         assert sorted(node.communicate(timeout=100)[0] for node in nodes) == ["rank 0\n", "rank 1\n"]
     finally:
         for node in nodes:
             node.kill()
     assert [*(tmp_path / "tmp").iterdir()] == []
-    command = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--standalone", "--no-python", "sh", "-c", "echo; sleep 60"]
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as torchrun:
+    command = [
+        sys.executable,
+        REPOSITORY / "launch/lib/torchrun.py",
+        "--standalone",
+        "--no-python",
+        "sh",
+        "-c",
+        "echo; sleep 60",
+    ]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as torchrun:
         torchrun.stdout.readline()
         assert [*(tmp_path / "tmp").iterdir()] != []
         torchrun.terminate()
@@ -426,8 +487,12 @@ def test_a_name_of_apptainer_that_somebody_else_has_taken():
     done = subprocess.run(["bash", "-c", code], cwd="/", env=env, capture_output=True, text=True, timeout=100)
     seconds, *words, taken = done.stdout.split() or pytest.fail(done.stderr)
     Path(taken).unlink()
-    assert int(seconds) < 30 and words == ["sleep", "exec", "x.sif", "--", "true"] and not Path(folder).exists()
-    assert re.fullmatch(r"hpctrain: on .* each rank mounts the image: .*Operation not permitted\n", done.stderr), done.stderr
+    assert (
+        int(seconds) < 30 and words == ["sleep", "exec", "x.sif", "--", "true"] and not Path(folder).exists()
+    )
+    assert re.fullmatch(
+        r"hpctrain: on .* each rank mounts the image: .*Operation not permitted\n", done.stderr
+    ), done.stderr
 
 
 @pytest.mark.parametrize("replaced_by", [None, "a file", "a link", "a pipe"])
@@ -435,10 +500,13 @@ def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, replaced_b
     """Where others can write the submit folder, they can replace the file whose name horovodrun shows in ps."""
     code = f"set -euo pipefail; source {REPOSITORY}/launch/lib.sh; JOB=7; trap() {{ :; }}; hide_secrets; echo $HPCTRAIN_SECRETS"
     own = os.environ | {"HF_TOKEN": "from the file"}
-    made = subprocess.run(["bash", "-c", code], cwd=tmp_path, env=own, capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        ["bash", "-c", code], cwd=tmp_path, env=own, capture_output=True, text=True, check=True
+    )
     secrets = Path(made.stdout.strip())
     assert secrets.stat().st_mode & 0o777 == 0o600 and secrets.parent == tmp_path
-    (tmp_path / "mine").write_text(f"touch {tmp_path}/executed\n")  # what somebody else wrote, and this user copied
+    # what somebody else wrote, and this user copied
+    (tmp_path / "mine").write_text(f"touch {tmp_path}/executed\n")
     if replaced_by:
         secrets.unlink()
     if replaced_by == "a file":
@@ -450,7 +518,11 @@ def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, replaced_b
         (tmp_path / "timeout").write_text('#!/bin/sh\nexec /usr/bin/timeout 0.5 "$2" "$3" "$4" "$5"\n')
         (tmp_path / "timeout").chmod(0o755)
     env = {"HPCTRAIN_SECRETS": str(secrets), "HPCTRAIN_COMMAND": "-- printenv HF_TOKEN ", "MASTER_PORT": "1"}
-    env |= {"HPCTRAIN_HOST_PATH": os.environ["PATH"], "HPCTRAIN_WORLD_SIZE": "1", "HPCTRAIN_TASKS_PER_NODE": "1"}
+    env |= {
+        "HPCTRAIN_HOST_PATH": os.environ["PATH"],
+        "HPCTRAIN_WORLD_SIZE": "1",
+        "HPCTRAIN_TASKS_PER_NODE": "1",
+    }
     env |= {f"HOROVOD_{name}": "0" for name in ("RANK", "LOCAL_RANK", "CROSS_RANK")}
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HPCTRAIN_JOB": "7"}
     command = [REPOSITORY / "launch/task.sh", "horovodrun"]
@@ -460,7 +532,9 @@ def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, replaced_b
         assert (done.returncode, done.stdout) == (0, "from the file\n"), done.stderr
     else:
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (127, "", 1), done.stderr
-        assert f"{secrets} is not the file that this job wrote: submit from a folder of your own" in done.stderr
+        assert (
+            f"{secrets} is not the file that this job wrote: submit from a folder of your own" in done.stderr
+        )
 
 
 @BY_ROOT
@@ -476,11 +550,13 @@ def test_no_folder_of_a_run_is_a_link_of_somebody_else(tmp_path, theirs, name):
     for folder in ("run", "other"):
         (tmp_path / folder).mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "other")
-    prepare_folder("train_ddp", Namespace(out=tmp_path / "run", resume=None))[2].release()  # a link of your own is kept
+    # a link of your own is kept
+    prepare_folder("train_ddp", Namespace(out=tmp_path / "run", resume=None))[2].release()
     theirs(tmp_path / "run" / name)
     with pytest.raises(HpctrainError, match=r"run: cannot be written .a link that another user made"):
         prepare_folder("train_ddp", Namespace(out=tmp_path / "run", resume=None))
-    with pytest.raises(HpctrainError, match=r"could not be written .*a link that another user made"):  # made later
+    # made later
+    with pytest.raises(HpctrainError, match=r"could not be written .*a link that another user made"):
         checkpoint.save(tmp_path / "run" / name / "epoch-0001.pt", {})
 
 
@@ -514,7 +590,8 @@ def test_links_in_a_run_folder_that_others_can_write(tmp_path, theirs, name):
 # ---- another user of the cluster ----
 
 HOME = "/home/alice/hpctrain"
-# train_ddp, in which rank 1 joins when bob has written to the store, and no rank goes on after an epoch until bob is done.
+# train_ddp, in which rank 1 joins when bob has written to the store, and no rank goes on after an epoch until
+# bob is done.
 ATTACKED = """
 import os, sys, time
 from pathlib import Path
@@ -558,8 +635,12 @@ def listening(cluster, node, number):
     script = f"ss -Htlnp; echo; {mine}; pgrep -f 'slurmstepd: .{number}[.]'; echo; {secret}"
     sockets, processes, secret = cluster.exec(node, "bash", "-c", script).stdout.split("\n\n")
     mine = {f"pid={process}," for process in processes.split()}
-    found = [line.split()[3].rpartition(":") for line in sockets.splitlines() if any(text in line for text in mine)]
-    return {f"{node if host in ('*', '0.0.0.0', '[::]') else host}:{port}" for host, _, port in found}, secret.strip()
+    found = [
+        line.split()[3].rpartition(":") for line in sockets.splitlines() if any(text in line for text in mine)
+    ]
+    return {
+        f"{node if host in ('*', '0.0.0.0', '[::]') else host}:{port}" for host, _, port in found
+    }, secret.strip()
 
 
 @pytest.mark.slow
@@ -567,7 +648,13 @@ def test_another_user_of_the_cluster_changes_nothing_in_a_running_job(cluster, t
     """bob, on the login node and on one of the job's, joins, sends garbage, looks for the secret, and writes into folders."""
     home = cluster.host_path(HOME)
     (home / "attacked.py").write_text(ATTACKED)
-    command = ["launch/apptainer_ddp.sh", "attacked.py", f"--data={HOME}/digits", "--epochs=2", "--out=runs/attacked"]
+    command = [
+        "launch/apptainer_ddp.sh",
+        "attacked.py",
+        f"--data={HOME}/digits",
+        "--epochs=2",
+        "--out=runs/attacked",
+    ]
     number = cluster.submit("--hold", "--nodelist=n1,n2", *command, cwd=HOME, env={"OMP_NUM_THREADS": "1"})
     address = {"MASTER_ADDR": "n1", "MASTER_PORT": str(20000 + number * 8 % 12000)}
     with ThreadPoolExecutor() as pool:
@@ -578,7 +665,11 @@ def test_another_user_of_the_cluster_changes_nothing_in_a_running_job(cluster, t
         def attack():
             (first, secret), (second, _) = (listening(cluster, node, number) for node in ("n1", "n2"))
             ports = sorted(first | second)
-            assert f"n1:{address['MASTER_PORT']}" in ports and len(ports) > 4 and re.fullmatch("[0-9a-f]{32}", secret), ports
+            assert (
+                f"n1:{address['MASTER_PORT']}" in ports
+                and len(ports) > 4
+                and re.fullmatch("[0-9a-f]{32}", secret)
+            ), ports
             sent = pool.map(lambda host: bob(host, BARE_PYTHON, "-c", GARBAGE, *ports), ("login", "n2"))
             read = f"cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline {HOME}/slurm-{number}.out; ls -l /proc/[0-9]*/fd; ps -eo args"
             folders = f"/tmp/hpctrain-control.* /tmp/hpctrain-container-* {HOME}/runs/attacked"
@@ -588,7 +679,9 @@ def test_another_user_of_the_cluster_changes_nothing_in_a_running_job(cluster, t
                 found = bob(node, "bash", "-c", read)
                 assert "attacked.py" in found and secret not in found
                 found = bob(node, "bash", "-c", f"({write}) 2>&1")
-                assert ("hpctrain-control" in found) == (node == "n1") and "hpctrain-container" in found, found
+                assert ("hpctrain-control" in found) == (node == "n1") and "hpctrain-container" in found, (
+                    found
+                )
                 assert found.count("denied") + found.count("not permitted") >= 6, found
             assert list(sent) == [f"{6 * len(ports)}\n"] * 2
 
@@ -608,11 +701,19 @@ def test_another_user_of_the_cluster_changes_nothing_in_a_running_job(cluster, t
         ended = cluster.wait(number, on_line=look)
         output = (home / f"slurm-{number}.out").read_text()
         assert ended.state == "COMPLETED" and (home / "attacked").exists(), output
-        assert "something that is not a rank of this job answered as rank 1" in output and list(joined) == ["", ""], output
+        assert "something that is not a rank of this job answered as rank 1" in output and list(joined) == [
+            "",
+            "",
+        ], output
         assert whole.result().returncode == 0
-    results = [json.loads((folder / "result.json").read_text()) for folder in (tmp_path / "whole", home / "runs/attacked")]
+    results = [
+        json.loads((folder / "result.json").read_text())
+        for folder in (tmp_path / "whole", home / "runs/attacked")
+    ]
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
-    executed = [cluster.exec(node, "ls", "/tmp/executed", check=False).returncode for node in ("login", "n1", "n2")]
+    executed = [
+        cluster.exec(node, "ls", "/tmp/executed", check=False).returncode for node in ("login", "n1", "n2")
+    ]
     assert executed == [2, 2, 2]
 
 
@@ -622,7 +723,9 @@ def test_no_image_is_entered_that_another_user_can_write(cluster):
     home, planted = cluster.host_path(HOME), cluster.host_path("/project/alice/planted")
     wrapper = cluster.host_path("/project/alice/bin") / "sbcast"
     wrapper.parent.mkdir()
-    wrapper.write_text('#!/bin/sh\nuntil [ -e /project/alice/planted ]; do sleep 0.1; done\nexec /usr/bin/sbcast "$@"\n')
+    wrapper.write_text(
+        '#!/bin/sh\nuntil [ -e /project/alice/planted ]; do sleep 0.1; done\nexec /usr/bin/sbcast "$@"\n'
+    )
     wrapper.chmod(0o755)
     (home / "mine").write_text("mine")
     env = {"PATH": "/project/alice/bin:/usr/local/bin:/usr/bin:/bin"}
@@ -642,7 +745,9 @@ def test_no_image_is_entered_that_another_user_can_write(cluster):
     left = [cluster.exec(node, "stat", "-c", "%U %F", name).stdout for node in ("n1", "n2")]
     for node in ("n1", "n2"):
         cluster.exec(node, "rm", name)
-    assert left == ["bob symbolic link\n", "bob regular empty file\n"] and (home / "mine").read_text() == "mine", output
+    assert (
+        left == ["bob symbolic link\n", "bob regular empty file\n"] and (home / "mine").read_text() == "mine"
+    ), output
     assert ended.state == "COMPLETED" and "check passed: 2 ranks" in output, output
     assert "hpctrain: warning: sbcast could not copy" in output and output.count(f"{name} --") == 1, output
 
@@ -651,7 +756,9 @@ def test_no_image_is_entered_that_another_user_can_write(cluster):
 def test_a_job_trains_although_another_user_has_its_folders_in_tmp(cluster):
     """On one node bob has a folder in which everybody may write, on the other one a link to a folder of alice's."""
     nodes, own = ("n1", "n2"), "/tmp/hpctrain-" + cluster.exec("login", "id", "-u", "alice").stdout.strip()
-    for node, script in zip(nodes, ("umask 0; mkdir -p $0/cache/digests", "ln -s /project/alice/mine $0"), strict=True):
+    for node, script in zip(
+        nodes, ("umask 0; mkdir -p $0/cache/digests", "ln -s /project/alice/mine $0"), strict=True
+    ):
         cluster.exec(node, "bash", "-c", "rm -rf $0*", own)
         cluster.exec(node, "bash", "-c", script, own, user="bob")
     cluster.exec("login", "mkdir", "/project/alice/mine", user="alice")
@@ -659,10 +766,16 @@ def test_a_job_trains_although_another_user_has_its_folders_in_tmp(cluster):
     number = cluster.submit("--nodelist=n1,n2", "--ntasks-per-node=1", *command, cwd=HOME)
     ended = cluster.wait(number)
     output = (cluster.host_path(HOME) / f"slurm-{number}.out").read_text()
-    found = [cluster.exec(node, "bash", "-c", "find -L $0 -type f; stat -c '%U %a' $0.*; true", own).stdout for node in nodes]
+    found = [
+        cluster.exec(node, "bash", "-c", "find -L $0 -type f; stat -c '%U %a' $0.*; true", own).stdout
+        for node in nodes
+    ]
     for node in nodes:
         cluster.exec(node, "bash", "-c", "rm -rf $0*", own)
-    assert ended.state == "COMPLETED" and output.count(f"{own} belongs to somebody else: caches are in {own}.") == 2, output
+    assert (
+        ended.state == "COMPLETED"
+        and output.count(f"{own} belongs to somebody else: caches are in {own}.") == 2
+    ), output
     assert found == ["alice 700\n"] * 2, found
 
 
@@ -686,11 +799,19 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "model"
     texts = [document.text for document in formats.load_splits(classify.TASK, None)["train"]]
     config = folder.with_name("config.json")
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 600}
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 600,
+    }
     config.write_text(json.dumps({"model_type": "bert"} | shape))
     create_model(folder, str(config), "bert", texts, seed=1, max_length=128)
     ours = {"task": "classify", "labels": ["0", "1"], "max_length": 128, "stride": 0, "settings": {}}
-    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | {"hpctrain": ours}))
+    (folder / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | {"hpctrain": ours})
+    )
     (folder / "SHA256SUMS").unlink()  # a folder from elsewhere
     return folder
 
@@ -734,10 +855,10 @@ def test_code_of_a_model_is_not_run_and_nobody_is_asked(copy, tmp_path, command)
     (copy / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     done = hpctrain(tmp_path, *command, stdin="y\n" * 9)
     assert not (tmp_path / "executed").exists() and "[y/N]" not in done.stdout
-    message = (
-        "hpctrain: error: copy: its model needs Python code of its own (auto_map in config.json), and code of models is not run: "
+    message = "hpctrain: error: copy: its model needs Python code of its own (auto_map in config.json), and code of models is not run: "
+    assert done.returncode == 1 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, (
+        done.stderr
     )
-    assert done.returncode == 1 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
 
 
 @pytest.mark.slow
@@ -766,7 +887,12 @@ def test_json_that_is_nested_too_deeply_is_one_line(tmp_path):
 
     path = tmp_path / "train.json"
     path.write_text("[" * 200_000 + "]" * 200_000)
-    for read in (pair.TASK.read, qa.TASK.read, read_json_object, lambda path: formats.read_json(path, list, "a list")):
+    for read in (
+        pair.TASK.read,
+        qa.TASK.read,
+        read_json_object,
+        lambda path: formats.read_json(path, list, "a list"),
+    ):
         with pytest.raises(HpctrainError, match=r"train\.json: .*") as error:
             read(path)
         assert "\n" not in str(error.value)
@@ -781,7 +907,12 @@ def test_json_that_is_nested_too_deeply_is_one_line(tmp_path):
 def test_secrets_are_hidden(monkeypatch):
     from hpctrain.files.redaction import hide_secrets
 
-    for name, value in {"HF_TOKEN": "hf_abcdefgh", "my_api_key": "sesame-street", "SHORT_KEY": "1", "HOME": "/home"}.items():
+    for name, value in {
+        "HF_TOKEN": "hf_abcdefgh",
+        "my_api_key": "sesame-street",
+        "SHORT_KEY": "1",
+        "HOME": "/home",
+    }.items():
         monkeypatch.setenv(name, value)
     before = {
         "hub_token": "x", "Password": ["a", "b"], "token": None, "max_new_tokens": 64, "epochs": 1, "tokenizer": "a/b",
@@ -799,13 +930,20 @@ def test_secrets_are_hidden(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_holds_no_secret_and_is_for_its_user_alone(tmp_path):
-    """With a umask that lets others read. The token is where a user would put it by mistake: in names of folders."""
+    """With a umask that lets others read.
+
+    The token is where a user would put it by mistake: in names of folders.
+    """
     token = "hf_abcdefghijklmnop"
     (tmp_path / "there").mkdir(mode=0o755)
     for out in (f"new/{token}", "there"):
         code = "import os, sys; os.umask(0o022); os.execv(sys.executable, [sys.executable, '-m', 'hpctrain', *sys.argv[1:]])"
         words = ["nlp.ner", "--epochs", "1", "--limit", "40", "--out", out]
-        env = {"HF_TOKEN": token, "HPCTRAIN_JOB_SECRET": SECRET, "HPCTRAIN_IMAGE": "docker://me:pass@host/image"}
+        env = {
+            "HF_TOKEN": token,
+            "HPCTRAIN_JOB_SECRET": SECRET,
+            "HPCTRAIN_IMAGE": "docker://me:pass@host/image",
+        }
         done = subprocess.run(
             [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True,
             env=os.environ | env | {"HPCTRAIN_CACHE": str(tmp_path / "caches/cache"), "MPLCONFIGDIR": str(tmp_path)},
@@ -816,5 +954,7 @@ def test_a_run_holds_no_secret_and_is_for_its_user_alone(tmp_path):
             if path.is_file():
                 found.append(path.read_bytes().decode("latin-1"))
         assert not any(text in content for content in found for text in (token, SECRET, "me:pass"))
-    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in (f"new/{token}", "there", "caches/cache")}
+    modes = {
+        name: (tmp_path / name).stat().st_mode & 0o777 for name in (f"new/{token}", "there", "caches/cache")
+    }
     assert modes == {f"new/{token}": 0o700, "there": 0o755, "caches/cache": 0o700}

@@ -1,4 +1,6 @@
-"""A Trainer of Lightning of your own, with a run folder; it goes on after its time limit. Added lines are marked "hpctrain".
+"""A Trainer of Lightning of your own, with a run folder; it goes on after its time limit.
+
+Added lines are marked "hpctrain".
 
 sbatch launch/apptainer_ddp.sh examples/lightning/train.py
 """
@@ -47,7 +49,8 @@ def main(world: hpctrain.World) -> None:  # hpctrain: world
     seed_everything(1)
     loader = DataLoader(Points(), batch_size=16, shuffle=True)
     folder = RunFolder("runs/lightning-" + os.environ.get("HPCTRAIN_JOB", "mine"))  # hpctrain
-    ranks = {"devices": world.local_size, "num_nodes": world.nodes, "plugins": [WorldEnvironment(world)]}  # hpctrain
+    # hpctrain
+    ranks = {"devices": world.local_size, "num_nodes": world.nodes, "plugins": [WorldEnvironment(world)]}
     trainer = Trainer(max_epochs=3, callbacks=[folder], **ranks)  # hpctrain: callbacks, ranks
     trainer.fit(Regression(), loader, ckpt_path=folder.ckpt_path)  # hpctrain: ckpt_path
 

@@ -76,7 +76,9 @@ def main(world: hpctrain.World) -> None:
         hpctrain.settle_buckets(parallel, lambda: compute_loss(*dataset[:1]))
         for epoch in range(run.epoch + 1, args.epochs + 1):
             done = run.start_epoch(epoch, steps, args.batch_size)
-            loader = hpctrain.data_loader(dataset, args.batch_size, args.seed, epoch, world, skip=done, num_workers=2)
+            loader = hpctrain.data_loader(
+                dataset, args.batch_size, args.seed, epoch, world, skip=done, num_workers=2
+            )
             for step, (images, labels) in enumerate(run.time_data(loader), done):
                 hpctrain.seed_step(args.seed, epoch, step, world)
                 loss = compute_loss(images, labels)

@@ -1,4 +1,5 @@
-"""A training loop of your own that goes on after its time limit: plain PyTorch, and 19 lines marked with "requeue".
+"""A training loop of your own that goes on after its time limit: plain PyTorch, and 19 lines marked with
+"requeue".
 
 sbatch launch/apptainer_ddp.sh examples/requeue/train.py 3000
 """
@@ -23,7 +24,8 @@ inputs = torch.randn(64, 8)
 targets = inputs.sum(1, keepdim=True)
 
 control = Path(os.environ.get("HPCTRAIN_CONTROL", "none"))  # requeue: a folder of the first node
-checkpoint = Path(f"runs/example-{os.environ['HPCTRAIN_JOB']}.pt")  # requeue: the number of the job stays the same
+# requeue: the number of the job stays the same
+checkpoint = Path(f"runs/example-{os.environ['HPCTRAIN_JOB']}.pt")
 first = 0
 if checkpoint.exists():  # requeue
     state = torch.load(checkpoint)  # requeue
@@ -43,7 +45,8 @@ for step in range(first, steps):
         dist.all_reduce(stop)  # requeue: all ranks stop at the same step
         if stop:  # requeue
             if rank == 0:  # requeue
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}  # requeue
+                # requeue
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
                 checkpoint.parent.mkdir(exist_ok=True)  # requeue
                 torch.save(state, checkpoint)  # requeue
             dist.barrier()  # requeue

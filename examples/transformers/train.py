@@ -1,4 +1,6 @@
-"""A Trainer of transformers of your own, in a run folder; it goes on after its time limit. Added lines are marked "hpctrain".
+"""A Trainer of transformers of your own, in a run folder; it goes on after its time limit.
+
+Added lines are marked "hpctrain".
 
 sbatch launch/apptainer_ddp.sh examples/transformers/train.py
 """
@@ -31,7 +33,8 @@ def main(world: hpctrain.World) -> None:  # hpctrain: world
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = BertForSequenceClassification(BertConfig(vocab_size=100, **sizes))
     arguments = TrainingArguments(
-        output_dir="runs/transformers-" + os.environ.get("HPCTRAIN_JOB", "mine"),  # hpctrain: the same after a requeue
+        # hpctrain: the same after a requeue
+        output_dir="runs/transformers-" + os.environ.get("HPCTRAIN_JOB", "mine"),
         num_train_epochs=3,
         per_device_train_batch_size=16,
         learning_rate=1e-3,

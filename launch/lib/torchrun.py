@@ -1,7 +1,8 @@
 """torchrun with signed states of its rendezvous, for launch/lib/launcher.sh.
 
-The torchruns of a job agree on its nodes by a pickle in a store, whose port has no password. Whoever writes another pickle there
-runs code in each of them. Here the pickle is behind its HMAC-SHA256 with HPCTRAIN_JOB_SECRET, and one without it is not read.
+The torchruns of a job agree on its nodes by a pickle in a store, whose port has no password. Whoever writes
+another pickle there runs code in each of them. Here the pickle is behind its HMAC-SHA256 with
+HPCTRAIN_JOB_SECRET, and one without it is not read.
 
 This runs in any image, whose version of hpctrain may be another one. So it imports nothing of hpctrain.
 """
@@ -37,7 +38,9 @@ def loads(signed: bytes) -> Any:  # noqa: ANN401 - as pickle.loads()
     """The state of dumps(). Raises PickleError if its signature is wrong."""
     content = signed[LENGTH:]
     if not hmac.compare_digest(signed[:LENGTH], sign(content)):
-        raise pickle.PickleError("something that is not a torchrun of this job wrote to its rendezvous, which is not read")
+        raise pickle.PickleError(
+            "something that is not a torchrun of this job wrote to its rendezvous, which is not read"
+        )
     return pickle.loads(content)
 
 
@@ -52,10 +55,20 @@ if __name__ == "__main__":
             run.main()
         except ChildFailedError as error:  # a traceback of torchrun would hide the lines of the rank
             rank, failure = error.get_first_failure()
-            how = f"was killed by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
-            sys.exit(f"hpctrain: rank {rank} was the first to fail on {node}: process {failure.pid} {how}, see its lines above")
-        except RendezvousConnectionError as error:  # on the other nodes, when the torchrun of the first one has ended
+            how = (
+                f"was killed by signal {-failure.exitcode}"
+                if failure.exitcode < 0
+                else f"ended with status {failure.exitcode}"
+            )
+            sys.exit(
+                f"hpctrain: rank {rank} was the first to fail on {node}: process {failure.pid} {how}, see its lines above"
+            )
+        except (
+            RendezvousConnectionError
+        ) as error:  # on the other nodes, when the torchrun of the first one has ended
             why = str(error.__cause__ or error).partition("\n")[0]
-            sys.exit(f"hpctrain: torchrun on {node} has no connection to the first node ({why}): see its lines")
+            sys.exit(
+                f"hpctrain: torchrun on {node} has no connection to the first node ({why}): see its lines"
+            )
         except SignalException as error:  # Slurm ends the job, or the node of another rank has failed
             sys.exit(f"hpctrain: torchrun on {node} was ended by signal {int(error.sigval)}")

@@ -11,19 +11,29 @@ from hpctrain.options import did_you_mean
 
 def help_text() -> str:
     """The text of `hpctrain --help`."""
-    lines = [f"hpctrain {__version__}: distributed PyTorch training on supercomputers", "", "usage: hpctrain COMMAND [OPTION]..."]
+    lines = [
+        f"hpctrain {__version__}: distributed PyTorch training on supercomputers",
+        "",
+        "usage: hpctrain COMMAND [OPTION]...",
+    ]
     lines += ["       hpctrain COMMAND --help    list the options of a command", "       hpctrain --version"]
     for group, title in GROUPS.items():
-        lines += ["", title, *(f"  {name:17}{text}" for name, (_, where, text) in COMMANDS.items() if where == group)]
+        lines += [
+            "",
+            title,
+            *(f"  {name:17}{text}" for name, (_, where, text) in COMMANDS.items() if where == group),
+        ]
     return "\n".join(lines)
 
 
 def main() -> None:
     """Run the command that the command line names.
 
-    An error that the user can fix ends it with one line and exit status 1, or 2 where the command line is wrong.
+    An error that the user can fix ends it with one line and exit status 1, or 2 where the command line is
+    wrong.
     """
-    # With the default of 700 new objects between collections, they take a tenth of the time that torch needs to be imported.
+    # With the default of 700 new objects between collections, they take a tenth of the time that torch needs
+    # to be imported.
     gc.set_threshold(100_000, 50, 100)
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -41,11 +51,15 @@ def main() -> None:
 
     def run(world: World) -> None:
         if name not in COMMANDS:
-            choices = did_you_mean(name, COMMANDS) or f"choose from {', '.join(COMMANDS)}, or give a launch script a .py file"
+            choices = (
+                did_you_mean(name, COMMANDS)
+                or f"choose from {', '.join(COMMANDS)}, or give a launch script a .py file"
+            )
             raise UsageError(f"there is no command {name!r}: {choices}")
         import_module(COMMANDS[name][0]).main(world, arguments)
 
-    # A shell runs this command when it starts, also a shell inside a job, where detect() could raise an error.
+    # A shell runs this command when it starts, also a shell inside a job, where detect() could raise an
+    # error.
     entry.main(run, ALONE if name == "completion" else None)
 
 

@@ -9,26 +9,70 @@ GROUPS = {
 }
 
 # Each command: its module, its group, and its line in --help. The module has
-#     parser() -> Parser                 the options; the man page and shell completion are made from it as well
+# parser() -> Parser                 the options; the man page and shell completion are made from it as well
 #     main(world, arguments) -> None     runs the command
 # and is imported only when it is needed: importing torch takes a second, and --help should not wait for it.
 COMMANDS = {
-    "train_ddp": ("hpctrain.vision.train_ddp", "train", "train with PyTorch DistributedDataParallel, on any number of ranks"),
-    "train_lightning": ("hpctrain.vision.train_lightning", "train", "train with PyTorch Lightning, on any number of ranks"),
-    "train_fsdp": ("hpctrain.vision.train_fsdp", "train", "train with the model sharded over all ranks (PyTorch FSDP2)"),
+    "train_ddp": (
+        "hpctrain.vision.train_ddp",
+        "train",
+        "train with PyTorch DistributedDataParallel, on any number of ranks",
+    ),
+    "train_lightning": (
+        "hpctrain.vision.train_lightning",
+        "train",
+        "train with PyTorch Lightning, on any number of ranks",
+    ),
+    "train_fsdp": (
+        "hpctrain.vision.train_fsdp",
+        "train",
+        "train with the model sharded over all ranks (PyTorch FSDP2)",
+    ),
     "train_horovod": ("hpctrain.vision.train_horovod", "train", "train with Horovod, on any number of ranks"),
     "train_single": ("hpctrain.vision.train_single", "train", "train in one process, without a launcher"),
-    "nlp.classify": ("hpctrain.nlp.tasks.classify", "fine-tune", "fine-tune a model to classify texts (NSMC)"),
-    "nlp.pair": ("hpctrain.nlp.tasks.pair", "fine-tune", "fine-tune a model to classify sentence pairs (KLUE-NLI, KorNLI)"),
-    "nlp.ner": ("hpctrain.nlp.tasks.ner", "fine-tune", "fine-tune a model to recognize named entities (KLUE-NER, CoNLL)"),
-    "nlp.qa": ("hpctrain.nlp.tasks.qa", "fine-tune", "fine-tune a model to answer questions from a text (KorQuAD, SQuAD)"),
+    "nlp.classify": (
+        "hpctrain.nlp.tasks.classify",
+        "fine-tune",
+        "fine-tune a model to classify texts (NSMC)",
+    ),
+    "nlp.pair": (
+        "hpctrain.nlp.tasks.pair",
+        "fine-tune",
+        "fine-tune a model to classify sentence pairs (KLUE-NLI, KorNLI)",
+    ),
+    "nlp.ner": (
+        "hpctrain.nlp.tasks.ner",
+        "fine-tune",
+        "fine-tune a model to recognize named entities (KLUE-NER, CoNLL)",
+    ),
+    "nlp.qa": (
+        "hpctrain.nlp.tasks.qa",
+        "fine-tune",
+        "fine-tune a model to answer questions from a text (KorQuAD, SQuAD)",
+    ),
     "nlp.generate": ("hpctrain.nlp.tasks.generate", "fine-tune", "fine-tune a model to continue a text"),
-    "nlp.instruct": ("hpctrain.nlp.tasks.instruct", "fine-tune", "fine-tune a model to answer, by conversations"),
-    "sweep": ("hpctrain.commands.sweep", "use", "search hyperparameters: each task of a job array is a trial"),
+    "nlp.instruct": (
+        "hpctrain.nlp.tasks.instruct",
+        "fine-tune",
+        "fine-tune a model to answer, by conversations",
+    ),
+    "sweep": (
+        "hpctrain.commands.sweep",
+        "use",
+        "search hyperparameters: each task of a job array is a trial",
+    ),
     "predict": ("hpctrain.nlp.use.predict", "use", "answer texts with a fine-tuned model, as JSON lines"),
     "serve": ("hpctrain.nlp.use.serve", "use", "show a fine-tuned model as a web page and a JSON service"),
-    "fetch": ("hpctrain.nlp.models.hub", "use", "download a model from the Hugging Face hub, for nodes without internet"),
-    "tensorboard": ("hpctrain.servers.tensorboard", "use", "run TensorBoard on a compute node, for you alone"),
+    "fetch": (
+        "hpctrain.nlp.models.hub",
+        "use",
+        "download a model from the Hugging Face hub, for nodes without internet",
+    ),
+    "tensorboard": (
+        "hpctrain.servers.tensorboard",
+        "use",
+        "run TensorBoard on a compute node, for you alone",
+    ),
     "jupyter": ("hpctrain.servers.jupyter", "use", "run JupyterLab on a compute node, for you alone"),
     "add": ("hpctrain.commands.add", "use", "install Python packages into a folder, on top of the image"),
     "completion": ("hpctrain.commands.completion", "use", "print shell completion for bash or zsh"),
@@ -37,10 +81,22 @@ COMMANDS = {
         "inspect",
         "check every rank's node, software and folders, and the network between them",
     ),
-    "bench": ("hpctrain.commands.bench", "inspect", "measure how fast the ranks exchange data: bandwidth by operation and size"),
-    "scaling": ("hpctrain.commands.scaling", "inspect", "compare runs on 1, 2, 4, ... ranks: throughput, speedup, efficiency"),
+    "bench": (
+        "hpctrain.commands.bench",
+        "inspect",
+        "measure how fast the ranks exchange data: bandwidth by operation and size",
+    ),
+    "scaling": (
+        "hpctrain.commands.scaling",
+        "inspect",
+        "compare runs on 1, 2, 4, ... ranks: throughput, speedup, efficiency",
+    ),
     "runs": ("hpctrain.commands.runs", "inspect", "list runs: state, position, score, speed"),
     "report": ("hpctrain.commands.report", "inspect", "compare runs on one HTML page"),
-    "export": ("hpctrain.commands.export", "inspect", "write the metrics of runs as CSV, or for TensorBoard or Weights & Biases"),
+    "export": (
+        "hpctrain.commands.export",
+        "inspect",
+        "write the metrics of runs as CSV, or for TensorBoard or Weights & Biases",
+    ),
     "plot": ("hpctrain.commands.plot", "inspect", "draw the losses and scores of a run as curves.png"),
 }

@@ -15,10 +15,15 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError, so that one rank prints the error and not all of them."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # noqa: ANN401 - as in argparse
-        """Parse the command line. Raises UsageError, which names the option that is most like an unknown one."""
+        """Parse the command line.
+
+        Raises UsageError, which names the option that is most like an unknown one.
+        """
         # Where any number of words may stand, argparse by itself takes none of them after an option.
         many = any(action.nargs in ("*", "+") and not action.option_strings for action in self._actions)
-        found, unknown = (self.parse_known_intermixed_args if many else self.parse_known_args)(args, namespace)
+        found, unknown = (self.parse_known_intermixed_args if many else self.parse_known_args)(
+            args, namespace
+        )
         if unknown:
             option = next((word for word in unknown if word.startswith("-")), "").partition("=")[0]
             guess = did_you_mean(option, [name for action in self._actions for name in action.option_strings])
@@ -38,11 +43,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def trainer_parser(trainer: str, description: str) -> Parser:
     """A parser with the options that every trainer has; Run needs them, and --epochs.
 
-    `trainer` names the default run folder. In a user's script, the program in messages is the name of the script.
+    `trainer` names the default run folder. In a user's script, the program in messages is the name of the
+    script.
     """
     parser = Parser(prog=f"hpctrain {trainer}" if trainer in COMMANDS else None, description=description)
     add = parser.add_argument
-    add("--seed", type=int, default=1, help="seed of the initial weights and of the order of the data (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=1,
+        help="seed of the initial weights and of the order of the data (default: %(default)s)",
+    )
     add(
         "--out",
         type=Path,
@@ -76,8 +87,16 @@ def trainer_parser(trainer: str, description: str) -> Parser:
         default="stop",
         help="when a gradient is not finite: stop, or skip the step, at most 10 in a row (default: %(default)s)",
     )
-    add("--wandb", action="store_true", help="log to Weights & Biases too, into an offline run without a key or a network")
-    add("--profile", action="store_true", help="write what some steps spend their time on, as a trace and as a page of text")
+    add(
+        "--wandb",
+        action="store_true",
+        help="log to Weights & Biases too, into an offline run without a key or a network",
+    )
+    add(
+        "--profile",
+        action="store_true",
+        help="write what some steps spend their time on, as a trace and as a page of text",
+    )
     add(
         "--watchdog",
         type=seconds,
@@ -91,7 +110,10 @@ def trainer_parser(trainer: str, description: str) -> Parser:
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add --device, as choose_device() takes it."""
     parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one (default: %(default)s)"
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: a GPU if there is one (default: %(default)s)",
     )
 
 
@@ -123,7 +145,9 @@ def interval(text: str) -> str:
     try:
         Interval.parse(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps (500) or a time (30s, 10min, 1h)") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of steps (500) or a time (30s, 10min, 1h)"
+        ) from None
     return text
 
 

@@ -9,7 +9,16 @@ from slurm_cluster import REPOSITORY
 
 def run(*options):
     """Run the benchmark; returns the rows of its table as dictionaries of text, by the name of the way, and both its outputs."""
-    command = [*options, REPOSITORY / "benchmarks/nlp.py", "--size", "tiny", "--examples", "64", "--turns", "1"]
+    command = [
+        *options,
+        REPOSITORY / "benchmarks/nlp.py",
+        "--size",
+        "tiny",
+        "--examples",
+        "64",
+        "--turns",
+        "1",
+    ]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
@@ -17,7 +26,9 @@ def run(*options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+@pytest.mark.parametrize(
+    "launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]]
+)
 def test_benchmark_trains_all_ways_and_hpctrain_pads_least(launcher):
     rows, output, progress = run(*launcher)
     # The warm-up and the turn: each waited for its checkpoint, whose folder is temporary.
@@ -33,7 +44,9 @@ def test_benchmark_trains_all_ways_and_hpctrain_pads_least(launcher):
     for row in rows.values():
         total, *parts = map(float, re.split("[:+]", row["end to end, s: tokenize + train + evaluate"]))
         assert total == pytest.approx(sum(parts), abs=0.2) and all(part >= 0 for part in parts)
-        low, middle, high = (float(row["examples/s"].replace("(", "").replace(")", "").split()[i]) for i in (1, 0, 3))
+        low, middle, high = (
+            float(row["examples/s"].replace("(", "").replace(")", "").split()[i]) for i in (1, 0, 3)
+        )
         assert low <= middle <= high
     # initial weights and reviews are the same, and two steps change little
     losses = [float(row["evaluation loss"].split()[0]) for row in rows.values()]

@@ -68,7 +68,10 @@ def test_a_checkpoint_of_somebody_else_is_one_line(run):
     checkpoint.save(path, good)
     assert checkpoint.find_fitting(path, model, "optimizer") == path
     checkpoint.load_optimizer(optimizer, good, path)
-    wrong = [("epoch", x) for x in ("x", -1, 2**40, float("nan"), [1], True, None)] + [("step", "x"), ("seconds", "x")]
+    wrong = [("epoch", x) for x in ("x", -1, 2**40, float("nan"), [1], True, None)] + [
+        ("step", "x"),
+        ("seconds", "x"),
+    ]
     wrong += [
         ("options", []),
         ("best", "x"),
@@ -84,18 +87,28 @@ def test_a_checkpoint_of_somebody_else_is_one_line(run):
     wrong += [("model", meta), ("options", {1: "x"}), *((name, None) for name in POSITION)]
     for name, value in wrong:
         checkpoint.save(path, good | {name: value})
-        with pytest.raises(HpctrainError, match=r"none of its checkpoints can be resumed from .*epoch-0001.pt: it") as error:
+        with pytest.raises(
+            HpctrainError, match=r"none of its checkpoints can be resumed from .*epoch-0001.pt: it"
+        ) as error:
             checkpoint.find_fitting(path, model, "optimizer")
         assert str(error.value).isprintable()
     group = optimizer.state_dict()["param_groups"][0]
-    odd = [{"state": {}, "param_groups": []}, {"state": {0: {"momentum_buffer": torch.ones(3, 3)}}, "param_groups": [group]}]
+    odd = [
+        {"state": {}, "param_groups": []},
+        {"state": {0: {"momentum_buffer": torch.ones(3, 3)}}, "param_groups": [group]},
+    ]
     odd.append({"state": {0: {"momentum_buffer": torch.ones(1, 1).expand(1, 2)}}, "param_groups": [group]})
-    odd += [{"state": {0: {"momentum_buffer": value}}, "param_groups": [group]} for value in ("x", torch.tensor(1.0))]
+    odd += [
+        {"state": {0: {"momentum_buffer": value}}, "param_groups": [group]}
+        for value in ("x", torch.tensor(1.0))
+    ]
     odd.append({"state": {0: {"momentum_buffer": torch.ones(1).expand(10**15)}}, "param_groups": [group]})
     for state in ("x", *odd, {"state": {0: "x"}, "param_groups": [group]}):
         with pytest.raises(HpctrainError, match=r"epoch-0001.pt: not the optimizer of this model"):
             checkpoint.load_optimizer(optimizer, {"optimizer": state}, path, copy.deepcopy)
-    checkpoint.load_optimizer(optimizer, {"optimizer": {"state": {}, "param_groups": [group | {"momentum": "x"}]}}, path)
+    checkpoint.load_optimizer(
+        optimizer, {"optimizer": {"state": {}, "param_groups": [group | {"momentum": "x"}]}}, path
+    )
     assert optimizer.param_groups[0]["momentum"] == 0.9
 
 
@@ -113,7 +126,9 @@ def test_a_write_that_fails_leaves_the_earlier_checkpoint_and_nothing_else(run, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(HpctrainError, match=r"epoch-0002.pt: the checkpoint could not be written .*No space left"):
+    with pytest.raises(
+        HpctrainError, match=r"epoch-0002.pt: the checkpoint could not be written .*No space left"
+    ):
         save(run, 2)
     assert [path.name for path in (run / "checkpoints").iterdir()] == [good.name]
 
@@ -126,7 +141,10 @@ def test_a_full_disk_is_named_although_torch_does_not(run, monkeypatch):
             return super().write(content)
 
     monkeypatch.setattr(atomic, "file", lambda *_: nullcontext(Full()))
-    with pytest.raises(HpctrainError, match=r"could not be written \(\[Errno 122\] Disk quota exceeded\): free some space there"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"could not be written \(\[Errno 122\] Disk quota exceeded\): free some space there",
+    ):
         save(run, 1)
 
 
@@ -151,7 +169,10 @@ def test_code_is_never_loaded(run):
 
 def save_model(run, epoch, **state):
     path = checkpoint.path_of(run, epoch)
-    checkpoint.save(path, POSITION | {"epoch": epoch, "model": torch.nn.Linear(2, 1).state_dict(), "optimizer": {}} | state)
+    checkpoint.save(
+        path,
+        POSITION | {"epoch": epoch, "model": torch.nn.Linear(2, 1).state_dict(), "optimizer": {}} | state,
+    )
     return path
 
 
@@ -159,11 +180,20 @@ def save_model(run, epoch, **state):
     ("state", "reason"),
     [
         ({"evil": os.system}, "it cannot be loaded: Weights only load failed"),
-        ({"model": torch.nn.Linear(3, 1).state_dict()}, "it is of another model: weight is (1, 3), not (1, 2)"),
-        ({"model": torch.nn.Linear(2, 1, bias=False).state_dict()}, "it is of another model: bias is None, not (1,)"),
+        (
+            {"model": torch.nn.Linear(3, 1).state_dict()},
+            "it is of another model: weight is (1, 3), not (1, 2)",
+        ),
+        (
+            {"model": torch.nn.Linear(2, 1, bias=False).state_dict()},
+            "it is of another model: bias is None, not (1,)",
+        ),
         ({"model": torch.nn.Linear(2, 1)}, "it cannot be loaded: Weights only load failed"),
         ({"model": 1}, "it is of another trainer"),
-        ({"model": torch.nn.Linear(2, 1).state_dict() | {"\x1b[2J": torch.ones(1)}}, r"it is of another model: \x1b[2J is (1,),"),
+        (
+            {"model": torch.nn.Linear(2, 1).state_dict() | {"\x1b[2J": torch.ones(1)}},
+            r"it is of another model: \x1b[2J is (1,),",
+        ),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_skipped_for_an_older_one(run, state, reason, capsys):
@@ -171,10 +201,15 @@ def test_a_checkpoint_that_does_not_fit_is_skipped_for_an_older_one(run, state, 
     (run / "checkpoints/epoch-0003.pt").write_bytes(b"truncated")  # find_newest() has said so already
     assert checkpoint.find_fitting(bad, torch.nn.Linear(2, 1), "optimizer") == good
     said = capsys.readouterr().out
-    assert said.startswith(f"hpctrain: skipping epoch-0002.pt in {run}/checkpoints ({reason}") and said.count("\n") == 1
+    assert (
+        said.startswith(f"hpctrain: skipping epoch-0002.pt in {run}/checkpoints ({reason}")
+        and said.count("\n") == 1
+    )
     assert said.endswith(", resuming from epoch-0001.pt\n")
     good.unlink()
-    with pytest.raises(HpctrainError, match=r"none of its checkpoints can be resumed from \(the newest, epoch-0002.pt: it "):
+    with pytest.raises(
+        HpctrainError, match=r"none of its checkpoints can be resumed from \(the newest, epoch-0002.pt: it "
+    ):
         checkpoint.find_fitting(bad, torch.nn.Linear(2, 1), "optimizer")
 
 
@@ -212,7 +247,12 @@ with atomic.file(Path(sys.argv[1]), "wb") as file:
     folder = run / "checkpoints"
     subprocess.run([sys.executable, "-c", code, folder / "epoch-0002.pt"])
     (leftover,) = folder.iterdir()
-    kept = {".x.tmp", ".epoch-0002.pt.0123456789ab.tmp.gz", "epoch-0002.pt.0123456789ab.tmp", ".a.0123456789AB.tmp"}
+    kept = {
+        ".x.tmp",
+        ".epoch-0002.pt.0123456789ab.tmp.gz",
+        "epoch-0002.pt.0123456789ab.tmp",
+        ".a.0123456789AB.tmp",
+    }
     for name in kept:
         (folder / name).touch()
     (folder / ".link.0123456789ab.tmp").symlink_to(run)

@@ -36,7 +36,11 @@ def same(one, other):
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        return isinstance(other, dict) and list(one) == list(other) and all(same(one[name], other[name]) for name in one)
+        return (
+            isinstance(other, dict)
+            and list(one) == list(other)
+            and all(same(one[name], other[name]) for name in one)
+        )
     if isinstance(one, list):
         return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
@@ -57,7 +61,8 @@ def test_checkpoints(tmp_path):
         flip_a_bit(path, chance)
         try:
             loaded = checkpoint.load(
-                checkpoint.find_fitting(checkpoint.find_newest(tmp_path), model, "optimizer"), torch.device("cpu")
+                checkpoint.find_fitting(checkpoint.find_newest(tmp_path), model, "optimizer"),
+                torch.device("cpu"),
             )
         except HpctrainError:
             refused += 1
@@ -86,7 +91,9 @@ def test_weights_that_a_script_loads(tmp_path):
 
 def test_the_best_weights_of_a_fine_tuning(tmp_path):
     """Its checkpoint may have been damaged since it was saved."""
-    run = SimpleNamespace(world=ALONE, folder=tmp_path, best=Best(), resume_from=None, in_parts=False, print=print)
+    run = SimpleNamespace(
+        world=ALONE, folder=tmp_path, best=Best(), resume_from=None, in_parts=False, print=print
+    )
     run.best.add(1, 0, (0.9,))
     run.best.add(2, 0, (0.8,))
     path = checkpoint.path_of(tmp_path, 1)
@@ -102,7 +109,12 @@ def test_the_best_weights_of_a_fine_tuning(tmp_path):
 
 def test_checkpoints_in_parts(tmp_path):
     """The files of two ranks: with a flipped bit in one of them, the checkpoint before is the newest, or nothing has changed."""
-    state = {"epoch": 1, "step": 0, "model": {"weight": torch.randn(20, 30)}, "optimizer": {"momentum": torch.randn(20, 30)}}
+    state = {
+        "epoch": 1,
+        "step": 0,
+        "model": {"weight": torch.randn(20, 30)},
+        "optimizer": {"momentum": torch.randn(20, 30)},
+    }
     for epoch in (1, 2):
         for rank in (0, 1):
             part = parts.path_of_rank(checkpoint.path_of(tmp_path, epoch), rank, 2)
@@ -161,7 +173,9 @@ def test_model_folders(tmp_path):
 def test_tokenized_texts(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path))
     columns = {"input_ids": [[1, 2, 3], [4]], "token_type_ids": [[0, 0, 1], [0]]}
-    made = features.load_or_make("key", lambda: features.Features.from_lists(columns, {"units": [1, 1]}), ALONE)
+    made = features.load_or_make(
+        "key", lambda: features.Features.from_lists(columns, {"units": [1, 1]}), ALONE
+    )
     assert numpy.array_equal(made.tokens["input_ids"], [1, 2, 3, 4])
     folder = tmp_path / "features/key"
     contents = {path: path.read_bytes() for path in folder.iterdir()}
@@ -170,5 +184,8 @@ def test_tokenized_texts(tmp_path, monkeypatch):
         for path, content in contents.items():
             path.write_bytes(content)
         flip_a_bit(chance.choice(sorted(contents)), chance)
-        with pytest.raises(HpctrainError, match=r"key: the tokenized texts cannot be read .*remove this folder and start again"):
+        with pytest.raises(
+            HpctrainError,
+            match=r"key: the tokenized texts cannot be read .*remove this folder and start again",
+        ):
             features.load_or_make("key", lambda: None, ALONE)

@@ -54,7 +54,8 @@ def names(folder):
 
 
 @pytest.mark.parametrize(
-    ("text", "steps", "seconds"), [("500", 500, 0), ("30s", 0, 30), ("1.5min", 0, 90), ("10min", 0, 600), ("2h", 0, 7200)]
+    ("text", "steps", "seconds"),
+    [("500", 500, 0), ("30s", 0, 30), ("1.5min", 0, 90), ("10min", 0, 600), ("2h", 0, 7200)],
 )
 def test_intervals(text, steps, seconds):
     assert Interval.parse(text) == (steps, seconds)
@@ -84,7 +85,10 @@ def test_a_time_that_is_due(folder, monkeypatch):
             saver.save(checkpoint.path_of(folder, 1, step), state(1), NO_BEST)
     saver.wait()
     assert len(due) == 3
-    assert all(60 <= later - earlier <= 60 + 2 * saver_module.PERIOD for earlier, later in zip([0, *due], due, strict=False))
+    assert all(
+        60 <= later - earlier <= 60 + 2 * saver_module.PERIOD
+        for earlier, later in zip([0, *due], due, strict=False)
+    )
 
 
 def test_the_end_that_the_launch_script_asks_for(folder, tmp_path, monkeypatch):
@@ -108,9 +112,12 @@ def test_a_copy_does_not_change_with_the_original():
         model.weight.fill_(9)
     original["list"][0].fill_(9)
     original["list"].append(1)
-    assert torch.equal(copied["model"]["weight"], torch.ones(3)) and torch.equal(copied["list"][0], torch.ones(2))
+    assert torch.equal(copied["model"]["weight"], torch.ones(3)) and torch.equal(
+        copied["list"][0], torch.ones(2)
+    )
     assert copied["list"][1] == (1, "a") and len(copied["list"]) == 2 and copied["number"] == 5
-    assert copied["model"]._metadata == original["model"]._metadata  # by which load_state_dict() knows old versions
+    # by which load_state_dict() knows old versions
+    assert copied["model"]._metadata == original["model"]._metadata
 
 
 def test_the_state_of_the_optimizer_is_that_of_the_save_although_it_is_copied_later(folder, monkeypatch):
@@ -142,7 +149,9 @@ def test_the_state_of_the_optimizer_is_that_of_the_save_although_it_is_copied_la
     saved = checkpoint.load(checkpoint.path_of(folder, 1), torch.device("cpu"))
     assert all(torch.equal(saved["model"][name], value) for name, value in expected["model"].items())
     for number, entries in expected["optimizer"]["state"].items():
-        assert all(torch.equal(saved["optimizer"]["state"][number][name], value) for name, value in entries.items())
+        assert all(
+            torch.equal(saved["optimizer"]["state"][number][name], value) for name, value in entries.items()
+        )
     assert saved["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
 
 
@@ -184,7 +193,10 @@ def test_a_slow_disk_makes_the_next_save_wait_and_drops_none(folder, monkeypatch
     saver.save(checkpoint.path_of(folder, 2), state(2), NO_BEST)
     assert time.monotonic() - begun > 1.5 and "epoch-0001.pt" in names(folder)
     saver.wait()
-    weights = [checkpoint.load(checkpoint.path_of(folder, n), torch.device("cpu"))["model"]["weight"][0] for n in (1, 2)]
+    weights = [
+        checkpoint.load(checkpoint.path_of(folder, n), torch.device("cpu"))["model"]["weight"][0]
+        for n in (1, 2)
+    ]
     assert weights == [1, 2]  # the second copy did not change the first, although it is in the same memory
 
 
@@ -192,7 +204,9 @@ def test_weights_that_are_not_finite_are_not_saved(folder):
     saver = make(folder)
     saver.save(checkpoint.path_of(folder, 1), state(1), NO_BEST)
     saver.save(checkpoint.path_of(folder, 2), state(float("nan")), NO_BEST)
-    with pytest.raises(HpctrainError, match=r"epoch-0002.pt are not finite: training diverged, use a smaller --lr"):
+    with pytest.raises(
+        HpctrainError, match=r"epoch-0002.pt are not finite: training diverged, use a smaller --lr"
+    ):
         saver.wait()
     assert names(folder) == ["epoch-0001.pt"]
 
@@ -239,7 +253,9 @@ def test_a_file_system_that_cannot_be_written_for_a_while(folder, monkeypatch, c
             saver.wait()
         assert names(folder) == [] and len(calls) > 3
     out = capsys.readouterr().out
-    assert out.count("trying again for 3 s") == 1 and "epoch-0001.pt: the checkpoint could not be written" in out
+    assert (
+        out.count("trying again for 3 s") == 1 and "epoch-0001.pt: the checkpoint could not be written" in out
+    )
 
 
 def test_an_error_does_not_lose_the_checkpoint_that_is_being_written(folder):
@@ -307,11 +323,14 @@ def test_a_checkpoint_in_parts_leaves_the_last_complete_one_until_all_ranks_have
         saver.save(checkpoint.path_of(folder, epoch), state(epoch), NO_BEST)
         saver.wait()
         if epoch < 3:
-            shutil.copy(*(folder / f"checkpoints/epoch-000{epoch}.pt/rank-000{rank}-of-0002.pt" for rank in (0, 1)))
+            shutil.copy(
+                *(folder / f"checkpoints/epoch-000{epoch}.pt/rank-000{rank}-of-0002.pt" for rank in (0, 1))
+            )
     assert names(folder) == ["epoch-0002.pt", "epoch-0003.pt"]
     assert checkpoint.find_newest(folder).name == "epoch-0002.pt"
     shutil.copy(
-        folder / "checkpoints/epoch-0003.pt/rank-0000-of-0002.pt", folder / "checkpoints/epoch-0003.pt/rank-0000-of-0004.pt"
+        folder / "checkpoints/epoch-0003.pt/rank-0000-of-0002.pt",
+        folder / "checkpoints/epoch-0003.pt/rank-0000-of-0004.pt",
     )
     assert checkpoint.find_newest(folder).name == "epoch-0002.pt"
 
@@ -348,7 +367,9 @@ def test_checkpoints_in_the_order_of_training(folder):
     order = [(2, 0), (9999, 0), (10000, 999_999), (10000, 1_000_000), (10000, 0), (10001, 1)]
     for epoch, step in order:
         checkpoint.path_of(folder, epoch, step).touch()
-    assert checkpoint.list_newest_first(folder) == [checkpoint.path_of(folder, *place) for place in reversed(order)]
+    assert checkpoint.list_newest_first(folder) == [
+        checkpoint.path_of(folder, *place) for place in reversed(order)
+    ]
 
 
 def test_a_fused_optimizer_goes_on_from_a_copy_of_channels_last_weights():
@@ -367,7 +388,8 @@ def test_a_fused_optimizer_goes_on_from_a_copy_of_channels_last_weights():
     model, optimizer = make()
     step(model, optimizer)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    contiguous = tree_map_only(torch.Tensor, torch.Tensor.contiguous, state)  # an earlier copy of another order
+    # an earlier copy of another order
+    contiguous = tree_map_only(torch.Tensor, torch.Tensor.contiguous, state)
     copied, pairs = plan_copy(state, contiguous)
     copy_tensors(pairs)
     resumed, optimizer_of_resumed = make()

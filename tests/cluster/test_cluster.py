@@ -37,7 +37,10 @@ def processes(state):
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if str(state).encode() in (process / "mountinfo").read_bytes() + (process / "cmdline").read_bytes():
+            if (
+                str(state).encode()
+                in (process / "mountinfo").read_bytes() + (process / "cmdline").read_bytes()
+            ):
                 found.append(process.name)
         except OSError:  # it has ended, or is a zombie
             continue
@@ -76,7 +79,8 @@ def test_srun_places_ranks_on_two_hosts(cluster):
 def test_mpi_makes_one_world(cluster, launcher):
     if "mpirun" not in launcher[:1]:
         launcher = [launcher[0], "-N2", "--ntasks-per-node=2", *launcher[1:]]
-    program = "from mpi4py.MPI import COMM_WORLD as w; print(f'sum {w.allreduce(w.rank)}\\n', end='')"  # one write
+    # one write
+    program = "from mpi4py.MPI import COMM_WORLD as w; print(f'sum {w.allreduce(w.rank)}\\n', end='')"
     done = cluster.exec("login", *launcher, "python3", "-c", program, user="alice", timeout=300)
     assert done.stdout.splitlines() == ["sum 6"] * 4
 
@@ -139,14 +143,18 @@ def test_a_job_has_the_limit_of_core_files_of_its_user(cluster):
 @needs_cluster
 def test_submit_and_wait(cluster):
     lines = []
-    job = cluster.wait(cluster.submit("-N2", script="#!/bin/sh\necho first\nsrun hostname\nexit 4\n"), on_line=lines.append)
+    job = cluster.wait(
+        cluster.submit("-N2", script="#!/bin/sh\necho first\nsrun hostname\nexit 4\n"), on_line=lines.append
+    )
     assert (job.state, job.exit_code, job.nodes) == ("FAILED", 4, ("n1", "n2"))
     assert lines[0] == "first"
     assert sorted(lines[1:]) == ["n1", "n2"]
 
 
-RANK_SUM = "from mpi4py.MPI import COMM_WORLD as w; print(f'sum {w.allreduce(w.rank)}\\n', end='')"  # one write
-# One container per node, whose processes are the ranks. They see each other, the node's network and /tmp, and PMIx.
+# one write
+RANK_SUM = "from mpi4py.MPI import COMM_WORLD as w; print(f'sum {w.allreduce(w.rank)}\\n', end='')"
+# One container per node, whose processes are the ranks. They see each other, the node's network and /tmp, and
+# PMIx.
 SHARED_RUN = [
     "podman-hpc", "shared-run", "--label=hpctrain.test", "--userns=keep-id", "--network=host", "--ipc=host", "--volume=/tmp:/tmp",
     "--volume=/home/alice:/home/alice", "--workdir=/home/alice", "-e", "SLURM_*", "-e", "PMIX_*", "hpctrain:cpu",
@@ -165,7 +173,10 @@ def podman_hpc(site, podman_image):
 def containers_left(cluster):
     """The number of container processes and of podman's containers on both nodes."""
     ps = "pgrep --count --exact conmon; podman-hpc ps --all --quiet | wc --lines"
-    shown = [cluster.exec(n, "sh", "-c", ps, user="alice", env={"SCRATCH": "/project/alice"}).stdout for n in ("n1", "n2")]
+    shown = [
+        cluster.exec(n, "sh", "-c", ps, user="alice", env={"SCRATCH": "/project/alice"}).stdout
+        for n in ("n1", "n2")
+    ]
     return sum(int(word) for words in shown for word in words.split())
 
 
@@ -220,7 +231,9 @@ def test_module_works_in_jobs_of_a_login_shell(site):
 
 @needs_cluster
 def test_the_bare_environment_runs_on_the_nodes_own_mpi(site):
-    done = site.exec("n1", "mpirun", "--host", "n1:2,n2:2", BARE_PYTHON, "-c", RANK_SUM, user="alice", timeout=300)
+    done = site.exec(
+        "n1", "mpirun", "--host", "n1:2,n2:2", BARE_PYTHON, "-c", RANK_SUM, user="alice", timeout=300
+    )
     assert done.stdout.splitlines() == ["sum 6"] * 4
 
 
@@ -253,14 +266,20 @@ def shifter(cluster, *words, program="shifter"):
 def test_the_stand_in_of_shifter_runs_the_image_and_records_the_command(site):
     words = ["--image=hpctrain:cpu", "-m", "gpu,nccl-plugin", "-V", "/tmp:/mnt", "--env=A=1  2", "sh", "-c"]
     done = shifter(site, *words, 'echo "$A"; type hpctrain; exit 3')
-    assert (done.stdout, done.returncode) == ("1  2\nhpctrain is /opt/hpctrain/bin/hpctrain\n", 3), done.stderr
-    assert "'--image=hpctrain:cpu' '-m' 'gpu,nccl-plugin'" in site.host_path("/project/alice/record").read_text()
+    assert (done.stdout, done.returncode) == ("1  2\nhpctrain is /opt/hpctrain/bin/hpctrain\n", 3), (
+        done.stderr
+    )
+    assert (
+        "'--image=hpctrain:cpu' '-m' 'gpu,nccl-plugin'" in site.host_path("/project/alice/record").read_text()
+    )
     assert shifter(site, "lookup", "hpctrain:cpu", program="shifterimg").returncode == 0
     assert shifter(site, "lookup", "nothing:cpu", program="shifterimg").returncode == 1
     environment = ["env", "LD_LIBRARY_PATH=/host", "TMPDIR=/host", "PYTHONNOUSERSITE=mine"]
     show = "echo $LD_LIBRARY_PATH:$TMPDIR:$PYTHONNOUSERSITE:${PATH##*:}; ls /var/shifterConfig.json"
     done = shifter(site, *environment[1:], "shifter", "--image=a", "sh", "-c", show, program="env")
-    assert "/host" not in done.stdout and "mine" not in done.stdout and "/opt/udiImage/bin" in done.stdout, done
+    assert "/host" not in done.stdout and "mine" not in done.stdout and "/opt/udiImage/bin" in done.stdout, (
+        done
+    )
     assert "/var/shifterConfig.json" in done.stdout
     assert shifter(site, "--image=a", "--module=nothing", "true").returncode == 1
     for refused in (["--nv", "--image=a", "true"], ["true"], ["--image=a"]):
@@ -271,7 +290,10 @@ def test_the_stand_in_of_shifter_runs_the_image_and_records_the_command(site):
 def test_root_can_change_etc_and_home_on_one_node(site):
     """As tests of `hpctrain check` do: another /etc/hosts, and a home folder on a full disk."""
     site.exec(
-        "n2", "sh", "-c", "cp /etc/hosts /tmp/hosts && echo 127.0.1.1 n1 >>/tmp/hosts && mount --bind /tmp/hosts /etc/hosts"
+        "n2",
+        "sh",
+        "-c",
+        "cp /etc/hosts /tmp/hosts && echo 127.0.1.1 n1 >>/tmp/hosts && mount --bind /tmp/hosts /etc/hosts",
     )
     assert "127.0.1.1 n1" in site.exec("n2", "cat", "/etc/hosts").stdout
     assert "127.0.1.1 n1" not in site.exec("n1", "cat", "/etc/hosts").stdout
@@ -285,9 +307,12 @@ def test_root_can_change_etc_and_home_on_one_node(site):
 @needs_cluster
 def test_a_crashed_node_is_down_and_comes_back():
     with Cluster(nodes=3) as cluster:
-        # The batch script runs on the first node of the job, which stays up. It starts no step: an srun that has not reached n2
-        # yet would fail at once, and the job would end before Slurm marks the node as down.
-        job = cluster.submit("-N2", "--requeue", script='#!/bin/sh\n[ -n "$SLURM_RESTART_COUNT" ] || exec sleep 1000\n')
+        # The batch script runs on the first node of the job, which stays up. It starts no step: an srun that
+        # has not reached n2 yet would fail at once, and the job would end before Slurm marks the node as
+        # down.
+        job = cluster.submit(
+            "-N2", "--requeue", script='#!/bin/sh\n[ -n "$SLURM_RESTART_COUNT" ] || exec sleep 1000\n'
+        )
         wait_until(
             lambda: (
                 node_states(cluster) == {"n1": "allocated", "n2": "allocated", "n3": "idle"}
@@ -316,8 +341,11 @@ def test_the_network_of_a_node_can_be_disconnected(cluster):
 @needs_cluster
 def test_others_reach_a_node_at_once_when_it_is_switched_on_again(cluster):
     """As a real one, it has the address that they remember. With another one it took up to 50 seconds."""
-    # Where slurmd does not listen yet, the node refuses: it has been reached. Otherwise this would be a timeout, or no route.
-    code = "import socket\ntry: socket.create_connection(('n2', 6818), 3)\nexcept ConnectionRefusedError: pass"
+    # Where slurmd does not listen yet, the node refuses: it has been reached. Otherwise this would be a
+    # timeout, or no route.
+    code = (
+        "import socket\ntry: socket.create_connection(('n2', 6818), 3)\nexcept ConnectionRefusedError: pass"
+    )
     connect = ["python3", "-c", code]
     for again in (True, False):
         cluster.exec("n1", *connect)
@@ -456,7 +484,9 @@ def test_help(script):
 def test_bad_usage_is_one_line(words, tmp_path):
     script, *args = words.split()
     env = {**os.environ, "CLUSTER": str(tmp_path / "state")}
-    done = subprocess.run([REPOSITORY / "cluster" / script, *args], env=env, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [REPOSITORY / "cluster" / script, *args], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode != 0
     assert done.stdout == ""
     assert done.stderr.startswith(script + ": ")

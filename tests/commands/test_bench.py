@@ -17,7 +17,9 @@ def short_rounds():
 
 
 def run(tmp_path, ranks, *arguments, setup=short_rounds):
-    return warm_start.run(warm_start.torchrun_ranks(ranks, ["bench", *map(str, arguments)], dict(os.environ), setup), tmp_path)
+    return warm_start.run(
+        warm_start.torchrun_ranks(ranks, ["bench", *map(str, arguments)], dict(os.environ), setup), tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,15 +50,21 @@ def test_four_ranks(tmp_path):
         assert one["algbw_gb_per_s"] == pytest.approx(one["bytes"] / one["seconds"] / 1e9)
     assert by_operation == {name: [2**10, 2**12, 2**14, 2**16, 2**18] for name in bench.BUS_FACTORS}
     lines = [line.split() for line in done.stdout.splitlines()[2:-1]]
-    assert [(line[0], int(line[1])) for line in lines] == [(one["operation"], one["bytes"]) for one in record["results"]]
+    assert [(line[0], int(line[1])) for line in lines] == [
+        (one["operation"], one["bytes"]) for one in record["results"]
+    ]
     assert (tmp_path / "out/bench.png").read_bytes().startswith(b"\x89PNG")
     again = run(tmp_path, 2, "--out", "out")
-    assert again.returncode == 1 and re.search("error: .*out holds a result already: give another --out\n$", again.stderr)
+    assert again.returncode == 1 and re.search(
+        "error: .*out holds a result already: give another --out\n$", again.stderr
+    )
 
 
 @pytest.mark.slow
 def test_three_ranks_have_sizes_that_they_can_share(tmp_path):
-    done = run(tmp_path, 3, "--max-size", "4K", "--operations", "all-gather", "reduce-scatter", "--out", "out")
+    done = run(
+        tmp_path, 3, "--max-size", "4K", "--operations", "all-gather", "reduce-scatter", "--out", "out"
+    )
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out/bench.json").read_text())["results"]
     assert [one["bytes"] for one in results] == [1020, 4092] * 2
@@ -79,7 +87,9 @@ def test_a_wrong_value_ends_it(tmp_path):
     done = run(tmp_path, 2, "--max-size", "1K", "--out", "out", setup=lose_a_value)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if "hpctrain: error" in line]
-    assert len(errors) == 1 and "rank 1: all-reduce of 1024 bytes: 1 of 256 values arrived wrong" in errors[0], done.stderr
+    assert (
+        len(errors) == 1 and "rank 1: all-reduce of 1024 bytes: 1 of 256 values arrived wrong" in errors[0]
+    ), done.stderr
     assert not (tmp_path / "out/bench.json").exists()
 
 
@@ -90,7 +100,10 @@ def no_memory():
 def test_sizes_that_do_not_fit_are_left_out(tmp_path):
     done = run(tmp_path, 2, "--operations", "broadcast", "--out", "out", setup=no_memory)
     assert done.returncode == 0, done.stderr
-    assert [one["bytes"] for one in json.loads((tmp_path / "out/bench.json").read_text())["results"]] == [1024, 4096]
+    assert [one["bytes"] for one in json.loads((tmp_path / "out/bench.json").read_text())["results"]] == [
+        1024,
+        4096,
+    ]
     assert "16384 left out: it needs 49,152 bytes, 20,000 are free" in done.stdout
 
 
@@ -100,7 +113,11 @@ def test_sizes_that_do_not_fit_are_left_out(tmp_path):
         (1, [], "one rank has nobody to exchange data with"),
         (2, ["--max-size", "3"], "'3' is not a size between 4 bytes and 64G, such as 64K"),
         (2, ["--max-size", "lots"], "'lots' is not a size"),
-        (2, ["--backend", "mpi"], "--backend mpi: these ranks were not started as an MPI program: use launch/apptainer_mpi.sh"),
+        (
+            2,
+            ["--backend", "mpi"],
+            "--backend mpi: these ranks were not started as an MPI program: use launch/apptainer_mpi.sh",
+        ),
         (2, ["--out", "/proc/x"], "/proc/x: cannot be created"),
     ],
 )
@@ -122,7 +139,15 @@ def test_invalid_input_is_one_line(tmp_path, ranks, arguments, message):
 )
 def test_on_two_nodes(cluster, script, backend, name, operations):
     ended, output = job(
-        cluster, "bench", "--backend", backend, "--max-size", "4K", "--out", f"runs/bench-{backend}", script=script
+        cluster,
+        "bench",
+        "--backend",
+        backend,
+        "--max-size",
+        "4K",
+        "--out",
+        f"runs/bench-{backend}",
+        script=script,
     )
     assert ended.state == "COMPLETED", output
     assert re.search(f"{name}.*, 4 ranks on 2 nodes;", output), output

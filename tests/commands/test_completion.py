@@ -26,7 +26,9 @@ def parsers():
 def prefix(tmp_path_factory):
     """A folder with the files that the build of the image writes."""
     folder = tmp_path_factory.mktemp("prefix")
-    done = subprocess.run([*HPCTRAIN, "completion", "--write", folder], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*HPCTRAIN, "completion", "--write", folder], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(folder / name) for name in completion.FILES.values()]
     return folder
@@ -73,13 +75,18 @@ def test_the_man_page_has_every_command_and_every_option(prefix, parsers):
     assert re.findall(r"^\.SS (.*)$", text, re.M) == [
         escape(name) for group in GROUPS for name in COMMANDS if COMMANDS[name][1] == group
     ]
-    sections = dict(zip(re.findall(r"^\.SS (.*)$", text, re.M), re.split(r"^\.SS .*$", text, flags=re.M)[1:], strict=True))
+    sections = dict(
+        zip(re.findall(r"^\.SS (.*)$", text, re.M), re.split(r"^\.SS .*$", text, flags=re.M)[1:], strict=True)
+    )
     for name, parser in parsers.items():
         for action in parser._actions:
             for option in action.option_strings:
                 assert rf"\fB{escape(option)}\fR" in sections[escape(name)], (name, option)
             if not action.option_strings:
-                assert escape(str(action.metavar or action.dest.upper())) in sections[escape(name)] or action.choices
+                assert (
+                    escape(str(action.metavar or action.dest.upper())) in sections[escape(name)]
+                    or action.choices
+                )
 
 
 def test_the_man_page_is_rendered_without_a_warning(prefix):
@@ -95,7 +102,11 @@ def test_the_man_page_is_rendered_without_a_warning(prefix):
 
 
 def test_every_command_has_a_group_and_a_line_that_stands_alone(parsers):
-    assert {group for _, group, _ in COMMANDS.values()} == set(GROUPS) == {"train", "fine-tune", "use", "inspect"}
+    assert (
+        {group for _, group, _ in COMMANDS.values()}
+        == set(GROUPS)
+        == {"train", "fine-tune", "use", "inspect"}
+    )
     done = subprocess.run([*HPCTRAIN, "--help"], capture_output=True, text=True, check=True)
     for name, (_, group, text) in COMMANDS.items():
         assert re.search(rf"^  {re.escape(name)} +{re.escape(text)}$", done.stdout, re.M)
@@ -109,15 +120,32 @@ def test_every_command_has_a_group_and_a_line_that_stands_alone(parsers):
 def test_every_command_and_every_option_stands_in_a_page(parsers):
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
-    assert [name for name in COMMANDS if not re.search(rf"(hpctrain |`|launch/\S+ ){re.escape(name)}\b", text)] == []
-    options = {option for parser in parsers.values() for action in parser._actions for option in action.option_strings}
-    assert [option for option in sorted(options - {"-h", "--help"}) if not re.search(rf"{option}(?![\w-])", text)] == []
+    assert [
+        name for name in COMMANDS if not re.search(rf"(hpctrain |`|launch/\S+ ){re.escape(name)}\b", text)
+    ] == []
+    options = {
+        option
+        for parser in parsers.values()
+        for action in parser._actions
+        for option in action.option_strings
+    }
+    assert [
+        option for option in sorted(options - {"-h", "--help"}) if not re.search(rf"{option}(?![\w-])", text)
+    ] == []
 
 
 @pytest.mark.slow
 def test_the_files_depend_on_nothing_but_the_sources(prefix, parsers, tmp_path):
-    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "COLUMNS": "40", "PYTHONHASHSEED": "7", "LANG": "C"}
-    done = subprocess.run([*HPCTRAIN, "completion", "--write", tmp_path], env=env, capture_output=True, text=True, timeout=300)
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "COLUMNS": "40",
+        "PYTHONHASHSEED": "7",
+        "LANG": "C",
+    }
+    done = subprocess.run(
+        [*HPCTRAIN, "completion", "--write", tmp_path], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     for name in completion.FILES.values():
         assert (tmp_path / name).read_bytes() == (prefix / name).read_bytes()
@@ -147,8 +175,12 @@ import sys; sys.prefix = {str(prefix)!r}
 import hpctrain.__main__
 hpctrain.__main__.main()
 """
-    done = subprocess.run([sys.executable, "-c", code, "completion", "bash"], env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout == (prefix / completion.FILES["bash"]).read_text(), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code, "completion", "bash"], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout == (prefix / completion.FILES["bash"]).read_text(), (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +198,9 @@ def test_bad_input_is_one_line(args, status, message):
 
 def test_a_prefix_that_cannot_be_written_is_named(monkeypatch, parsers):
     monkeypatch.setattr(completion, "command_parsers", lambda: parsers)
-    with pytest.raises(completion.HpctrainError, match=r"/proc/nothing/share.*: cannot be written .*--write ~/.local"):
+    with pytest.raises(
+        completion.HpctrainError, match=r"/proc/nothing/share.*: cannot be written .*--write ~/.local"
+    ):
         completion.write_files(Path("/proc/nothing"))
 
 
@@ -178,7 +212,9 @@ def test_text_for_groff():
 def test_a_page_of_unusual_arguments():
     """Positional arguments of every kind, percent signs, and paragraphs of a description."""
     parsers = {name: completion.Parser(prog=f"hpctrain {name}") for name in COMMANDS}
-    parser = parsers["plot"] = completion.Parser(prog="hpctrain plot", description="First.\n\n    an example\n\nLast.")
+    parser = parsers["plot"] = completion.Parser(
+        prog="hpctrain plot", description="First.\n\n    an example\n\nLast."
+    )
     parser.add_argument("one")
     parser.add_argument("two", nargs="?", choices=["a", "b"], help="100 %% of %(choices)s (%(prog)s)")
     parser.add_argument("three", nargs="*", metavar="TEXT")

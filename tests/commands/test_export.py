@@ -22,7 +22,14 @@ LINES = [
 ]
 STEPS = {
     5: {"epoch": 1, "seconds": 1.0, "train_loss": 2.5, "examples_per_s": 90.0},
-    10: {"epoch": 1, "seconds": 0.6, "train_loss": 1.5, "examples_per_s": 92.0, "test_loss": 1.25, "test_accuracy": 0.75},
+    10: {
+        "epoch": 1,
+        "seconds": 0.6,
+        "train_loss": 1.5,
+        "examples_per_s": 92.0,
+        "test_loss": 1.25,
+        "test_accuracy": 0.75,
+    },
     15: {"epoch": 2, "seconds": 1.5, "train_loss": 0.5, "examples_per_s": 93.0},
 }
 
@@ -33,7 +40,9 @@ def test_csv(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{folder}/metrics.csv\n", "")
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    found = {int(row.pop("step")): {name: float(value) for name, value in row.items() if value} for row in rows}
+    found = {
+        int(row.pop("step")): {name: float(value) for name, value in row.items() if value} for row in rows
+    }
     assert found == STEPS and len(rows) == len(STEPS)
 
 
@@ -46,8 +55,15 @@ def test_tensorboard(tmp_path):
     assert (done.returncode, done.stdout) == (0, f"tensorboard --logdir {folder}/tensorboard\n"), done.stderr
     (written,) = (folder / "tensorboard").iterdir()
     board = EventAccumulator(str(written)).Reload()
-    found = sorted((point.step, name, point.value) for name in board.Tags()["scalars"] for point in board.Scalars(name))
-    expected = sorted((step, *item) for step, row in STEPS.items() for item in row.items() if item[0] not in ("epoch", "seconds"))
+    found = sorted(
+        (point.step, name, point.value) for name in board.Tags()["scalars"] for point in board.Scalars(name)
+    )
+    expected = sorted(
+        (step, *item)
+        for step, row in STEPS.items()
+        for item in row.items()
+        if item[0] not in ("epoch", "seconds")
+    )
     assert found == expected
     (folder / "owner.json").write_text("{}")  # a job has it open
     refused = run("export", "tensorboard", folder, cwd=tmp_path)
@@ -61,11 +77,27 @@ def test_a_full_disk_is_one_line(tmp_path, name):
         pytest.skip("a small file system needs root")
     make_run(tmp_path / "17", lines=LINES)
     script = 'mkdir small; mount -t tmpfs -o size=300k none small; cp -r 17 small; cat /dev/zero >small/filler || "$@"'
-    command = ["unshare", "--mount", "bash", "-ec", script, "-", sys.executable, "-m", "hpctrain", "export", name, "small/17"]
+    command = [
+        "unshare",
+        "--mount",
+        "bash",
+        "-ec",
+        script,
+        "-",
+        sys.executable,
+        "-m",
+        "hpctrain",
+        "export",
+        name,
+        "small/17",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 2, done.stderr  # with that of cat
-    assert "hpctrain: error: small/17: " in done.stderr and "No space left on device" in done.stderr.splitlines()[1]
+    assert (
+        "hpctrain: error: small/17: " in done.stderr
+        and "No space left on device" in done.stderr.splitlines()[1]
+    )
 
 
 def records(path):
@@ -120,7 +152,12 @@ def test_wandb(tmp_path, monkeypatch):
         if record.HasField("run")
         for item in record.run.config.update
     }
-    assert (config["lr"], config["world"]["size"], config["job"], config["resumed_at"]) == (0.5, 4, "18", [10])
+    assert (config["lr"], config["world"]["size"], config["job"], config["resumed_at"]) == (
+        0.5,
+        4,
+        "18",
+        [10],
+    )
     summary = {}
     for record in found:
         if record.HasField("summary"):
@@ -129,10 +166,16 @@ def test_wandb(tmp_path, monkeypatch):
     # Nothing of this machine
     kinds = {record.WhichOneof("record_type") for record in found}
     assert not kinds & {"stats", "environment", "output", "output_raw"}, kinds
-    assert [path.name for path in written.rglob("*") if path.name in ("requirements.txt", "wandb-metadata.json")] == []
+    assert [
+        path.name for path in written.rglob("*") if path.name in ("requirements.txt", "wandb-metadata.json")
+    ] == []
 
     sync = subprocess.run(
-        [sys.executable, "-m", "wandb", "sync", "--dry-run", written], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "wandb", "sync", "--dry-run", written],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert sync.returncode == 0 and written.name in sync.stdout + sync.stderr, sync.stdout + sync.stderr
 
@@ -140,7 +183,10 @@ def test_wandb(tmp_path, monkeypatch):
 def test_invalid_input_is_one_line(tmp_path):
     empty = make_run(tmp_path / "empty", lines=[])
     cases = [
-        (["export", "csv", tmp_path / "none"], "none/config.json: cannot be read (No such file or directory): name a run"),
+        (
+            ["export", "csv", tmp_path / "none"],
+            "none/config.json: cannot be read (No such file or directory): name a run",
+        ),
         (["export", "csv", empty], "empty/metrics.jsonl has no line yet: wait for the first"),
         (["export", "xlsx", empty], "invalid choice: 'xlsx'"),
     ]

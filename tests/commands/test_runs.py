@@ -40,8 +40,20 @@ def make_run(folder, *, starts=1, lines=None, result=True, started="2026-11-20T1
         } | ({"resumed_at": 10} if number > 1 else {})
         (folder / ("config.json" if number == 1 else f"config.{number}.json")).write_text(json.dumps(config))
     if lines is None:
-        lines = [{"epoch": 1, "step": step, "seconds": step, "train_loss": 3 / step, "examples_per_s": 99.5} for step in (5, 10)]
-        lines.append({"epoch": 1, "step": 10, "seconds": 11, "test_loss": 0.2, "test_accuracy": 0.875, "accuracy/part": 1.0})
+        lines = [
+            {"epoch": 1, "step": step, "seconds": step, "train_loss": 3 / step, "examples_per_s": 99.5}
+            for step in (5, 10)
+        ]
+        lines.append(
+            {
+                "epoch": 1,
+                "step": 10,
+                "seconds": 11,
+                "test_loss": 0.2,
+                "test_accuracy": 0.875,
+                "accuracy/part": 1.0,
+            }
+        )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if result:
         (folder / "result.json").write_text("{}")
@@ -63,11 +75,22 @@ def test_the_table(tmp_path):
     assert done.returncode == 0 and done.stderr == ""
     head, first, second = (re.split(r" {2,}", line) for line in done.stdout.splitlines())
     assert head == ["RUN", "STATE", "JOB", "EPOCH", "STEP", "SCORE", "EXAMPLES/S", "STARTED", "IMAGE"]
-    expected = ["train_ddp/17", "finished", "18 (2 starts)", "1/3", "10", "test_accuracy 0.875", "99.5", "2026-11-20 10:00"]
+    expected = [
+        "train_ddp/17",
+        "finished",
+        "18 (2 starts)",
+        "1/3",
+        "10",
+        "test_accuracy 0.875",
+        "99.5",
+        "2026-11-20 10:00",
+    ]
     assert first == [*expected, "abababababab"]
     assert second == ["mine", "stopped", "17", "0/3", "0", "-", "-", "2026-11-21 10:00", "abababababab"]
     rows = json.loads(run("runs", "runs/mine", "--json", cwd=tmp_path).stdout)
-    assert [(row["run"], row["state"], row["image_digest"]) for row in rows] == [("runs/mine", "stopped", DIGEST)]
+    assert [(row["run"], row["state"], row["image_digest"]) for row in rows] == [
+        ("runs/mine", "stopped", DIGEST)
+    ]
 
 
 def test_the_state(tmp_path):
@@ -110,14 +133,18 @@ def test_a_long_file_of_metrics_is_read_from_its_end(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 1, "step": 50')  # is being written
     assert reader.summarize(folder)["step"] == 4999
-    assert len(reader.read_metrics(folder)) == 5000 and 50 < len(reader.read_metrics(folder, reader.TAIL)) < 300
+    assert (
+        len(reader.read_metrics(folder)) == 5000 and 50 < len(reader.read_metrics(folder, reader.TAIL)) < 300
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"options": 5}', '{"options": {}, "world": [1]}', "\udcff"])
 def test_a_folder_with_a_broken_config_is_named(tmp_path, text):
     make_run(tmp_path / "run")
     (tmp_path / "run/config.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(HpctrainError, match=rf"{tmp_path}/run/config.json: (cannot be read|not a file of hpctrain)"):
+    with pytest.raises(
+        HpctrainError, match=rf"{tmp_path}/run/config.json: (cannot be read|not a file of hpctrain)"
+    ):
         runs.main(ALONE, [str(tmp_path)])
 
 
@@ -139,18 +166,38 @@ def test_what_somebody_else_put_in_the_place_of_a_file_is_not_read_without_end(t
     with pytest.raises(OSError, match="not a plain file"):
         open_plain(Path("/dev/zero"))
     if name == "metrics.jsonl":  # no picture of nothing
-        with pytest.raises(HpctrainError, match=r"metrics.jsonl cannot be read \((not a plain file|File too large)\)"):
+        with pytest.raises(
+            HpctrainError, match=r"metrics.jsonl cannot be read \((not a plain file|File too large)\)"
+        ):
             charts.plot(folder)
 
 
 def test_metrics_that_are_no_numbers_are_left_out(tmp_path, capsys):
-    lines = [{"epoch": 1, "step": 1, "train_loss": 2.0}, {"epoch": [1], "step": 1}, {"epoch": 1, "step": 10**400}, 5]
-    lines.append({"epoch": 1, "step": 2, "test_accuracy": "\x1b[2J", "train_loss": 1.0, "examples_per_s": {}, "seconds": None})
+    lines = [
+        {"epoch": 1, "step": 1, "train_loss": 2.0},
+        {"epoch": [1], "step": 1},
+        {"epoch": 1, "step": 10**400},
+        5,
+    ]
+    lines.append(
+        {
+            "epoch": 1,
+            "step": 2,
+            "test_accuracy": "\x1b[2J",
+            "train_loss": 1.0,
+            "examples_per_s": {},
+            "seconds": None,
+        }
+    )
     folder = make_run(tmp_path / "run", lines=lines)
     (folder / "metrics.jsonl").write_text("[" * 100_000 + "\n" + (folder / "metrics.jsonl").read_text())
     (folder / "result.json").write_text(f'{{"speed": {{"examples_per_s": {10**400}}}}}')
     assert reader.read_metrics(folder) == [lines[0], {"epoch": 1, "step": 2, "train_loss": 1.0}]
-    for main, options in ((runs.main, []), (plot.main, []), (report.main, ["--out", str(tmp_path / "page.html")])):
+    for main, options in (
+        (runs.main, []),
+        (plot.main, []),
+        (report.main, ["--out", str(tmp_path / "page.html")]),
+    ):
         main(ALONE, [str(folder), *options])
     assert re.search("train_loss 1 +- ", capsys.readouterr().out)
 
@@ -159,9 +206,14 @@ def test_a_run_folder_of_somebody_else_gives_no_traceback(tmp_path, capsys):
     """Formulas that are none, halves of characters, numbers beyond each axis, and what is no number."""
     odd = [math.inf, math.nan, 1e308, -1e308, 2**70]
     lines = [
-        {"epoch": 1, "step": 1, "seconds": 1, "train_loss": 2.0, name: value} for name in ("step", "seconds") for value in odd
+        {"epoch": 1, "step": 1, "seconds": 1, "train_loss": 2.0, name: value}
+        for name in ("step", "seconds")
+        for value in odd
     ]
-    lines += [{"epoch": value, "step": 2, "test_loss": value, "$\\frac{$": 1, "$\\frac{$_loss": 1} for value in (*odd, 2)]
+    lines += [
+        {"epoch": value, "step": 2, "test_loss": value, "$\\frac{$": 1, "$\\frac{$_loss": 1}
+        for value in (*odd, 2)
+    ]
     lines[-1] |= {"half \ud800": 1, "\x1b[2J": 1, "x" * 5000: 1, "=HYPERLINK(1)": 5}
     folder = make_run(tmp_path / "$\\frac{$ \udcff", lines=lines, starts=10)
     for number, value in enumerate([*odd, "x", [], {}], 3):
@@ -171,14 +223,24 @@ def test_a_run_folder_of_somebody_else_gives_no_traceback(tmp_path, capsys):
     report.main(ALONE, [str(folder), "--out", str(tmp_path / "page.png")])
     assert charts.plot(folder).stat().st_size > 10_000
     export.to_csv(folder)
-    assert (folder / "metrics.csv").read_text().splitlines()[0].endswith(",$\\frac{$,$\\frac{$_loss,'=HYPERLINK(1)")
+    assert (
+        (folder / "metrics.csv")
+        .read_text()
+        .splitlines()[0]
+        .endswith(",$\\frac{$,$\\frac{$_loss,'=HYPERLINK(1)")
+    )
 
 
 def test_more_metrics_than_anybody_looks_at_take_no_hours(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(charts, "MOST_METRICS", 3)
-    content = report.read(make_run(tmp_path / "run", lines=[{"epoch": 1, "step": 1} | {f"m{i}": i for i in range(9)}]))
+    content = report.read(
+        make_run(tmp_path / "run", lines=[{"epoch": 1, "step": 1} | {f"m{i}": i for i in range(9)}])
+    )
     assert report.metric_names([content]) == ["m0", "m1", "m2"]
-    assert capsys.readouterr().out == "hpctrain: the first 3 of 9 metrics are drawn; hpctrain export csv has all\n"
+    assert (
+        capsys.readouterr().out
+        == "hpctrain: the first 3 of 9 metrics are drawn; hpctrain export csv has all\n"
+    )
 
 
 def test_a_plot_in_a_folder_that_cannot_be_written_is_one_line(tmp_path):
@@ -253,18 +315,31 @@ def test_the_page(tmp_path):
     text = (tmp_path / "both.html").read_text()
     page = Page(text)
     assert page.elements.count("svg") == 4 and "b" not in page.elements
-    titles = [name for name in page.texts if name in ("train loss", "test loss", "test accuracy", "examples per s")]
+    titles = [
+        name for name in page.texts if name in ("train loss", "test loss", "test accuracy", "examples per s")
+    ]
     assert titles == ["train loss", "test loss", "test accuracy", "examples per s"]
-    assert str(first) in page.texts and {"--lr", "0.1", "0.2"} <= set(page.texts) and "--epochs" not in page.texts
+    assert (
+        str(first) in page.texts
+        and {"--lr", "0.1", "0.2"} <= set(page.texts)
+        and "--epochs" not in page.texts
+    )
     # no network: within the page alone; and no script
-    assert page.addresses and all(address.startswith("#") for address in page.addresses) and "script" not in page.elements
+    assert (
+        page.addresses
+        and all(address.startswith("#") for address in page.addresses)
+        and "script" not in page.elements
+    )
     assert not re.search(r"url\((?!#)|@import", text) and "currentColor" in text and report.TEXT not in text
     ids = re.findall(r'clipPath id="(\w+)"', text)
     assert len(ids) == len(set(ids)) >= 4
 
 
 def test_memory_and_use_of_gpus_have_charts(tmp_path):
-    lines = [{"epoch": 1, "step": step, "train_loss": 1.0, "peak_memory_mb": 900.0, "gpu_percent": 87.0} for step in (5, 10)]
+    lines = [
+        {"epoch": 1, "step": step, "train_loss": 1.0, "peak_memory_mb": 900.0, "gpu_percent": 87.0}
+        for step in (5, 10)
+    ]
     folder = make_run(tmp_path / "run", lines=lines)
     assert reader.summarize(folder)["score"] == "train_loss"
     assert report.metric_names([report.read(folder)]) == ["train_loss", "peak_memory_mb", "gpu_percent"]
@@ -307,14 +382,24 @@ def test_what_cannot_be_reported(tmp_path):
 
 
 def test_values_that_are_not_finite_are_left_out(tmp_path):
-    lines = [{"epoch": 1, "step": step, "train_loss": value} for step, value in enumerate([1.0, float("nan"), float("inf"), 2.0])]
+    lines = [
+        {"epoch": 1, "step": step, "train_loss": value}
+        for step, value in enumerate([1.0, float("nan"), float("inf"), 2.0])
+    ]
     report.main(ALONE, [str(make_run(tmp_path / "run", lines=lines)), "--out", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").read_text().count("<svg") == 1
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (99, "99 s"), (100, "2 min"), (5900, "98 min"), (6000, "1 h 40 min"), (90000, "25 h 00 min")],
+    [
+        (0, "0 s"),
+        (99, "99 s"),
+        (100, "2 min"),
+        (5900, "98 min"),
+        (6000, "1 h 40 min"),
+        (90000, "25 h 00 min"),
+    ],
 )
 def test_a_time_as_people_say_it(seconds, text):
     assert format_seconds(seconds) == text
@@ -324,7 +409,9 @@ def test_a_reader_that_ends_and_folders_of_others(tmp_path):
     """No traceback: of `hpctrain runs | head`, on a full disk, and of a colleague's run, whose folder is for its user alone."""
     make_run(tmp_path / "run")
     command = [sys.executable, "-m", "hpctrain"]
-    with subprocess.Popen([*command, "runs", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*command, "runs", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == (b"", 141)
     with Path("/dev/full").open("w") as full:
@@ -334,4 +421,6 @@ def test_a_reader_that_ends_and_folders_of_others(tmp_path):
     (tmp_path / "run/config.json").unlink()
     (tmp_path / "run/config.json").mkdir()
     done = subprocess.run([*command, "report", tmp_path / "run"], capture_output=True, text=True)
-    assert done.returncode == 1 and "config.json: cannot be read" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 1 and "config.json: cannot be read" in done.stderr and done.stderr.count("\n") == 1
+    )

@@ -21,9 +21,13 @@ def write_run(folder, ranks, speed, launcher="slurm", batch_size=64, trainer="tr
     run = folder / f"{launcher}-{ranks}"
     run.mkdir(parents=True)
     world = asdict(World(0, ranks, 0, min(ranks, 4), 0, -(-ranks // 4), launcher))
-    (run / "config.json").write_text(json.dumps({"trainer": trainer, "options": {"batch_size": batch_size}, "world": world}))
+    (run / "config.json").write_text(
+        json.dumps({"trainer": trainer, "options": {"batch_size": batch_size}, "world": world})
+    )
     if speed:
-        (run / "result.json").write_text(json.dumps({"speed": {"step_ms_p50": 10.0, "examples_per_s": speed}}))
+        (run / "result.json").write_text(
+            json.dumps({"speed": {"step_ms_p50": 10.0, "examples_per_s": speed}})
+        )
 
 
 def test_efficiency_is_against_the_fewest_ranks_of_a_launcher(tmp_path, capsys):
@@ -35,7 +39,10 @@ def test_efficiency_is_against_the_fewest_ranks_of_a_launcher(tmp_path, capsys):
     found = [(row["launcher"], row["ranks"], row["speedup"], row["efficiency"]) for row in rows]
     assert found == [("mpirun", 4, 1, 1), ("srun", 2, 1, 1), ("srun", 4, 1.8, 0.9), ("srun", 16, 4, 0.5)]
     said = capsys.readouterr().out
-    assert "slurm-8: left out, as it has no result yet" in said and "strong scaling: 64 examples in a step" in said
+    assert (
+        "slurm-8: left out, as it has no result yet" in said
+        and "strong scaling: 64 examples in a step" in said
+    )
     assert said.splitlines()[-2].split() == ["srun", "16", "4", "64", "10", "800", "4", "50.0%"]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
@@ -43,7 +50,10 @@ def test_efficiency_is_against_the_fewest_ranks_of_a_launcher(tmp_path, capsys):
 def test_what_kind_of_scaling_it_is(tmp_path):
     for ranks, kind, batch_size in ((1, "weak", 8), (4, "weak", 32), (1, "mixed", 8), (4, "mixed", 9)):
         write_run(tmp_path / kind, ranks, 10.0, batch_size=batch_size)
-    assert scaling.describe(scaling.read_rows(tmp_path / "weak")) == "weak scaling: 8 examples in a step of a rank"
+    assert (
+        scaling.describe(scaling.read_rows(tmp_path / "weak"))
+        == "weak scaling: 8 examples in a step of a rank"
+    )
     assert scaling.describe(scaling.read_rows(tmp_path / "mixed")) == "different batch sizes"
     with pytest.raises(HpctrainError, match="nothing: no run with a result in it"):
         scaling.main(ALONE, [str(tmp_path / "nothing")])
@@ -51,11 +61,15 @@ def test_what_kind_of_scaling_it_is(tmp_path):
 
 def test_runs_of_several_trainers_are_not_compared(tmp_path):
     """As in the folder runs, for which it printed a speedup of one over the other."""
-    write_run(tmp_path, 4, 300.0, "openmpi", trainer="train_horovod")  # with another launcher it is a curve of its own
+    # with another launcher it is a curve of its own
+    write_run(tmp_path, 4, 300.0, "openmpi", trainer="train_horovod")
     write_run(tmp_path, 2, 200.0)
     assert len(scaling.read_rows(tmp_path)) == 2
     write_run(tmp_path, 4, 9.0, trainer="nlp.ner")
-    with pytest.raises(HpctrainError, match=r"slurm-4 is of nlp.ner and another run with srun of train_ddp: compare runs of one"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"slurm-4 is of nlp.ner and another run with srun of train_ddp: compare runs of one",
+    ):
         scaling.main(ALONE, [str(tmp_path)])
 
 
@@ -74,7 +88,9 @@ def test_a_run_that_somebody_else_has_made_is_one_line(tmp_path, place, value):
         for part in (content, *(each for each in content.values() if isinstance(each, dict))):
             part |= {place: value} if place in part else {}
         path.write_text(json.dumps(content))
-    with pytest.raises(HpctrainError, match=r"slurm-2: config.json or result.json is not of hpctrain: remove this run"):
+    with pytest.raises(
+        HpctrainError, match=r"slurm-2: config.json or result.json is not of hpctrain: remove this run"
+    ):
         scaling.main(ALONE, [str(tmp_path)])
 
 
@@ -104,7 +120,10 @@ def test_a_job_for_each_number_of_ranks(tmp_path):
     done = submit(tmp_path, "runs/none", "1", "4", "sbatch", "train_ddp")
     assert done.stdout.startswith(f"sbatch --nodes=1 --ntasks-per-node=1 {tmp_path}/sbatch train_ddp --out")
     done = submit(tmp_path, "--weak", "--gpus", "runs/none", "8", "4", *words)
-    assert "--ntasks-per-node=4 --gpus-per-node=4 launch/apptainer_ddp.sh train_ddp --batch-size 512 --out" in done.stdout
+    assert (
+        "--ntasks-per-node=4 --gpus-per-node=4 launch/apptainer_ddp.sh train_ddp --batch-size 512 --out"
+        in done.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +140,9 @@ def test_a_job_for_each_number_of_ranks(tmp_path):
 )
 def test_invalid_use_is_one_line(tmp_path, words, message):
     done = submit(tmp_path, *words)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+    assert (
+        done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+    )
 
 
 def test_without_slurm_it_is_one_line(tmp_path):
@@ -131,7 +152,10 @@ def test_without_slurm_it_is_one_line(tmp_path):
     words = [SCRIPT, "runs/none", "1", "4", "launch/local.sh", "train_ddp"]
     done = subprocess.run(words, cwd=REPOSITORY, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
-    assert "there is no sbatch on the PATH of " in done.stderr and "a login node of a Slurm cluster" in done.stderr
+    assert (
+        "there is no sbatch on the PATH of " in done.stderr
+        and "a login node of a Slurm cluster" in done.stderr
+    )
 
 
 def test_the_model_of_start_up():
@@ -141,12 +165,31 @@ def test_the_model_of_start_up():
         command = [sys.executable, REPOSITORY / "benchmarks/startup_model.py", *options]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         assert options or "\n".join(lines) in (REPOSITORY / "docs/scale.md").read_text()
-        return [[float(cell.strip(" s").replace(",", "")) for cell in line.split("|")[1:8]] for line in lines[2:]]
+        return [
+            [float(cell.strip(" s").replace(",", "")) for cell in line.split("|")[1:8]] for line in lines[2:]
+        ]
 
     assert [row[0] for row in rows()] == [8, 512, 4096]
-    # 1 GB read by 100 nodes at 10 GB/s; 10 blocks of 100 MB, to 10 nodes each over 1 GB/s, on 2 levels, each written at 1 GB/s
-    numbers = ["--read-mb=1000", "--image-mb=1000", "--file-system=10", "--node=1", "--link=1", "--disk=1", "--fanout=10"]
-    (row,) = rows("--nodes=100", "--ranks-per-node=10", "--fixed=1", "--block-mb=100", "--latency-ms=0", "--rank-ms=2", *numbers)
+    # 1 GB read by 100 nodes at 10 GB/s; 10 blocks of 100 MB, to 10 nodes each over 1 GB/s, on 2 levels, each
+    # written at 1 GB/s
+    numbers = [
+        "--read-mb=1000",
+        "--image-mb=1000",
+        "--file-system=10",
+        "--node=1",
+        "--link=1",
+        "--disk=1",
+        "--fanout=10",
+    ]
+    (row,) = rows(
+        "--nodes=100",
+        "--ranks-per-node=10",
+        "--fixed=1",
+        "--block-mb=100",
+        "--latency-ms=0",
+        "--rank-ms=2",
+        *numbers,
+    )
     assert row == [100, 1000, 10, 1 + 10 * 2 * 1.1, 2, 1 + 10 + 2, 1 + 23 + 1 + 2]
 
 
@@ -160,7 +203,9 @@ def test_two_launchers_with_one_and_two_ranks_on_the_cluster(cluster):
     for name, script in (("srun", "modules_ddp.sh"), ("torchrun", "apptainer_torchrun.sh")):
         words = ["launch/scaling.sh", f"runs/scaling/{name}", "1,2", "1", f"launch/{script}", *trainer]
         submitted = cluster.exec("login", *words, user="alice", cwd=home, env=env).stdout
-        numbers += [int(line.split()[-1]) for line in submitted.splitlines() if line.startswith("Submitted batch job")]
+        numbers += [
+            int(line.split()[-1]) for line in submitted.splitlines() if line.startswith("Submitted batch job")
+        ]
     assert [cluster.wait(number).state for number in numbers] == ["COMPLETED"] * 4
     scaling.main(ALONE, [str(cluster.host_path(f"{home}/runs/scaling"))])
     rows = json.loads(cluster.host_path(f"{home}/runs/scaling/scaling.json").read_text())

@@ -73,7 +73,9 @@ def test_suggestions_follow_the_results_and_keep_away_from_what_runs():
     blind = [sweep.suggest(SWEEP, [], number)["lr"] for number in range(16, 24)]
     assert max(rates) < max(blind) and sorted(rates)[4] < 4e-3
     running = [*finished, *(trial(16 + number, None, 1.9e-3) for number in range(12))]
-    assert [sweep.suggest(SWEEP, running, n) for n in range(30, 40)] != [sweep.suggest(SWEEP, finished, n) for n in range(30, 40)]
+    assert [sweep.suggest(SWEEP, running, n) for n in range(30, 40)] != [
+        sweep.suggest(SWEEP, finished, n) for n in range(30, 40)
+    ]
     others = [trial(16, state="diverged"), trial(17, state="pruned", scores=[-9])]
     sweep.suggest(SWEEP, [*finished, *others], 18)
 
@@ -81,25 +83,39 @@ def test_suggestions_follow_the_results_and_keep_away_from_what_runs():
 def test_the_median_pruner():
     """After five complete trials, and by the best score so far, in both directions."""
     complete = [trial(number, 0.9, scores=[0.1 * number, 0.5 + 0.1 * number, 0.9]) for number in range(5)]
-    for scores, hopeless in [([0.19], True), ([0.2], False), ([0.3, 0.69], True), ([0.71, 0.1], False), ([0.1, 0.2, 0.9], False)]:
+    for scores, hopeless in [
+        ([0.19], True),
+        ([0.2], False),
+        ([0.3, 0.69], True),
+        ([0.71, 0.1], False),
+        ([0.1, 0.2, 0.9], False),
+    ]:
         assert sweep.should_prune(SWEEP, complete, trial(9, scores=scores)) == hopeless, scores
     assert not sweep.should_prune(SWEEP, complete[1:], trial(9, scores=[0.0]))
     losses = replace(SWEEP, direction="minimize")
-    assert [sweep.should_prune(losses, complete, trial(9, scores=[loss])) for loss in (0.19, 0.21)] == [False, True]
+    assert [sweep.should_prune(losses, complete, trial(9, scores=[loss])) for loss in (0.19, 0.21)] == [
+        False,
+        True,
+    ]
 
 
 def test_what_prints_the_trials_does_not_wait_for_torch():
-    code = (
-        "import sys, hpctrain.commands.sweep; print([name for name in ('torch', 'optuna', 'matplotlib') if name in sys.modules])"
+    code = "import sys, hpctrain.commands.sweep; print([name for name in ('torch', 'optuna', 'matplotlib') if name in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_grid_has_each_combination_once():
-    grid = sweep.Sweep(["x"], "m", "minimize", {"a": {"values": [1, 2]}, "b": {"values": ["x", "y"]}}, sampler="grid")
+    grid = sweep.Sweep(
+        ["x"], "m", "minimize", {"a": {"values": [1, 2]}, "b": {"values": ["x", "y"]}}, sampler="grid"
+    )
     found = [tuple(sweep.suggest(grid, [], number).values()) for number in range(5)]
     assert found == [(1, "x"), (1, "y"), (2, "x"), (2, "y"), (1, "x")]
-    large = sweep.Sweep(["x"], "m", "minimize", {f"p{i}": {"values": [*range(99)]} for i in range(99)}, sampler="grid")
+    large = sweep.Sweep(
+        ["x"], "m", "minimize", {f"p{i}": {"values": [*range(99)]} for i in range(99)}, sampler="grid"
+    )
     assert [sweep.suggest(large, [], 100)[name] for name in ("p0", "p97", "p98")] == [0, 1, 1]
 
 
@@ -131,10 +147,18 @@ def test_grid_has_each_combination_once():
         ("command: train_single", "command: 3 #", "give a command line as command"),
         ("command: train_single", "command: ' ' #", "give a command line as command"),
         ("parameters:\n", "parameters: 5\nseed: 1 #", "cannot be read as YAML"),
-        (FILE, "{command: a, metric: b, direction: c, parameters: 5}", "give a command line as command, and the range"),
+        (
+            FILE,
+            "{command: a, metric: b, direction: c, parameters: 5}",
+            "give a command line as command, and the range",
+        ),
         (FILE, "- a", "not a list of keys and values"),
         (FILE, "a: [", "cannot be read as YAML"),
-        (FILE, "a: &a [1]\nseed: [*a, *a]", "cannot be read as YAML (it has an alias: write its value instead)"),
+        (
+            FILE,
+            "a: &a [1]\nseed: [*a, *a]",
+            "cannot be read as YAML (it has an alias: write its value instead)",
+        ),
         (FILE, "", "not a list of keys and values"),
     ],
 )
@@ -158,22 +182,30 @@ def test_names_that_are_no_formulas_are_drawn(tmp_path, capsys):
 
 def test_invalid_use_is_one_line(tmp_path, monkeypatch):
     path, out = write(tmp_path), ["--out", str(tmp_path / "out")]
-    with pytest.raises(UsageError, match=r"none.yaml: cannot be read as YAML \(No such file or directory\): see docs/sweep.md"):
+    with pytest.raises(
+        UsageError,
+        match=r"none.yaml: cannot be read as YAML \(No such file or directory\): see docs/sweep.md",
+    ):
         sweep.main(ALONE, [str(tmp_path / "none.yaml")])
     with pytest.raises(UsageError, match=r"there is no trial 4: .*has 4, so give --array=0-3"):
         sweep.main(ALONE, [str(path), "--trial", "4"])
     with pytest.raises(
-        UsageError, match=r"submit a sweep as a job array, such as sbatch --array=0-3%4 \.\.\., or give --trial N"
+        UsageError,
+        match=r"submit a sweep as a job array, such as sbatch --array=0-3%4 \.\.\., or give --trial N",
     ):
         sweep.main(World(0, 2, 0, 2, 0, 1, "srun"), [str(path)])
     sweep._keep_sweep(sweep.read_file(path), tmp_path / "out")
-    with pytest.raises(UsageError, match="out is of another sweep, which differs in seed: give another --out"):
+    with pytest.raises(
+        UsageError, match="out is of another sweep, which differs in seed: give another --out"
+    ):
         sweep.main(ALONE, [str(write(tmp_path, f"{FILE}seed: 2\n")), *out, "--trial", "0"])
     folder = sweep.trial_folder(tmp_path / "out", 0)
     folder.mkdir()
     (folder / "parameters.json").write_text(json.dumps({"lr": 0.01, "seed": 1, "on-nan": "stop"}))
     (folder / "result.json").write_text(json.dumps({"test_loss": 1.0, "epochs": 1}))
-    with pytest.raises(HpctrainError, match=r"trial-000 has no test_accuracy: metric can be test_loss, epochs"):
+    with pytest.raises(
+        HpctrainError, match=r"trial-000 has no test_accuracy: metric can be test_loss, epochs"
+    ):
         sweep.main(ALONE, [str(path), *out, "--show"])
 
 
@@ -183,7 +215,9 @@ def test_a_metric_of_the_validation_is_the_best_of_the_epochs(tmp_path):
     folder.mkdir()
     (folder / "parameters.json").write_text("{}")
     values = {1: 0.5, 2: 0.75, 3: 0.625}
-    lines = [{"epoch": epoch, "step": 4 * epoch, "validation_accuracy": value} for epoch, value in values.items()]
+    lines = [
+        {"epoch": epoch, "step": 4 * epoch, "validation_accuracy": value} for epoch, value in values.items()
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "result.json").write_text(json.dumps({"test_accuracy": 0.7}))
     trial = sweep.read_trial(replace(SWEEP, metric="validation_accuracy"), tmp_path, 0)
@@ -206,7 +240,10 @@ def run_task(folder, number, kill_after):
 
 @pytest.mark.slow
 def test_24_trials_4_at_a_time_of_which_5_are_killed(tmp_path, monkeypatch):
-    """And the one that began the sweep: no trial is lost or done twice. One after the other, a search is the same again."""
+    """And the one that began the sweep: no trial is lost or done twice.
+
+    One after the other, a search is the same again.
+    """
     write_digits(tmp_path / "data")
     write(tmp_path, trials=24)
     chosen = random.Random(1)
@@ -230,7 +267,10 @@ def test_24_trials_4_at_a_time_of_which_5_are_killed(tmp_path, monkeypatch):
     for number, text in suggested.items():  # a trial that was killed went on with its own
         assert text in (None, (sweep.trial_folder(tmp_path / "out", number) / "parameters.json").read_text())
     said = "".join((tmp_path / f"{number}.out").read_text() for number in range(24))
-    assert "24 of 24 trials have a result; best test_accuracy" in said and (tmp_path / "out/sweep.png").stat().st_size > 10_000
+    assert (
+        "24 of 24 trials have a result; best test_accuracy" in said
+        and (tmp_path / "out/sweep.png").stat().st_size > 10_000
+    )
     before = (sweep.trial_folder(tmp_path / "out", 3) / "result.json").stat().st_mtime
     assert run_task(tmp_path, 3, 120) and "trial 3 has ended already" in (tmp_path / "3.out").read_text()
     assert (sweep.trial_folder(tmp_path / "out", 3) / "result.json").stat().st_mtime == before
@@ -240,7 +280,11 @@ def test_options_that_the_trainer_refuses_are_found_before_a_trial(tmp_path, mon
     """Each value of each parameter, and the words of the command."""
     monkeypatch.chdir(tmp_path)
     for before, after, message in (
-        ("lr: {", "lrr: {", r"search.yaml: hpctrain train_single: unrecognized arguments: --lrr=0.001: did you mean --lr\?"),
+        (
+            "lr: {",
+            "lrr: {",
+            r"search.yaml: hpctrain train_single: unrecognized arguments: --lrr=0.001: did you mean --lr\?",
+        ),
         ("[stop, skip]", "[stop, skipp]", "argument --on-nan: invalid choice: 'skipp'"),
         ("--epochs 1", "--epochs 1 --modle x", r"unrecognized arguments: --modle x: did you mean --model\?"),
     ):
@@ -252,9 +296,13 @@ def test_options_that_the_trainer_refuses_are_found_before_a_trial(tmp_path, mon
 
 def test_a_sweep_ends_when_its_first_trials_have_the_same_error(tmp_path, monkeypatch, capfd):
     path, out = write(tmp_path, trials=9), ["--out", str(tmp_path / "out")]
-    here = SimpleNamespace(run=lambda command, check: suppress_errors(sweep.main, command[command.index("sweep") + 1 :]))
+    here = SimpleNamespace(
+        run=lambda command, check: suppress_errors(sweep.main, command[command.index("sweep") + 1 :])
+    )
     monkeypatch.setattr(sweep, "subprocess", here)
-    with pytest.raises(HpctrainError, match=r"the first 3 trials end with the same error \(.*: no such folder.*\): correct "):
+    with pytest.raises(
+        HpctrainError, match=r"the first 3 trials end with the same error \(.*: no such folder.*\): correct "
+    ):
         sweep.main(ALONE, [str(path), *out])
     assert re.findall(r"^trial (\d): ", capfd.readouterr().out, re.M) == ["0", "1", "2"]
     (sweep.trial_folder(tmp_path / "out", 5)).mkdir()
@@ -270,7 +318,9 @@ def suppress_errors(main, words):
 
 def run_here(monkeypatch):
     """Let trials that run one after the other do so in this process: one of its own would import torch."""
-    here = SimpleNamespace(run=lambda command, check: sweep.main(ALONE, command[command.index("sweep") + 1 :]))
+    here = SimpleNamespace(
+        run=lambda command, check: sweep.main(ALONE, command[command.index("sweep") + 1 :])
+    )
     monkeypatch.setattr(sweep, "subprocess", here)
 
 
@@ -286,10 +336,14 @@ def test_two_ranks_are_pruned_together(tmp_path, trainer, capfd):
         folder.mkdir(parents=True)
         (folder / "parameters.json").write_text(json.dumps({"lr": 0.01, "seed": 1, "on-nan": "stop"}))
         (folder / "result.json").write_text(json.dumps({"test_accuracy": 1.0}))
-        (folder / "metrics.jsonl").write_text(json.dumps({"epoch": 1, "step": 10, "test_accuracy": 1.0}) + "\n")
+        (folder / "metrics.jsonl").write_text(
+            json.dumps({"epoch": 1, "step": 10, "test_accuracy": 1.0}) + "\n"
+        )
     arguments = ["sweep", str(path), "--out", "out", "--trial", "5"]
     done = warm_start.run(warm_start.torchrun_ranks(2, arguments, dict(os.environ)), tmp_path)
-    assert done.returncode == 0 and "trial 5 pruned after epoch 1, test_accuracy 0." in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "trial 5 pruned after epoch 1, test_accuracy 0." in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert "5 of 6 trials have a result, 1 pruned; best" in done.stdout
     folder = sweep.trial_folder(tmp_path / "out", 5)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch-0001.pt"]
@@ -306,7 +360,11 @@ def test_two_ranks_are_pruned_together(tmp_path, trainer, capfd):
 @pytest.mark.slow
 def test_a_search_with_pruning_is_the_same_again(tmp_path, monkeypatch, capfd):
     write_digits(tmp_path / "data", train=64, test=16)
-    text = FILE.replace("epochs 1", "epochs 2").replace("test_accuracy", "test_loss").replace("maximize", "minimize")
+    text = (
+        FILE.replace("epochs 1", "epochs 2")
+        .replace("test_accuracy", "test_loss")
+        .replace("maximize", "minimize")
+    )
     path = write(tmp_path, f"{text}pruner: median\n", 7)
     monkeypatch.chdir(tmp_path)
     run_here(monkeypatch)
@@ -321,8 +379,12 @@ def test_a_search_with_pruning_is_the_same_again(tmp_path, monkeypatch, capfd):
 @pytest.mark.slow
 def test_a_metric_that_is_not_measured_after_each_epoch(tmp_path):
     write_digits(tmp_path / "data")
-    path = write(tmp_path, FILE.replace("test_accuracy", "f1").replace("epochs 1", "epochs 2") + "pruner: median\n", 2)
-    with pytest.raises(HpctrainError, match=r"f1 is not measured after each epoch, .* can be test_loss, test_accuracy$"):
+    path = write(
+        tmp_path, FILE.replace("test_accuracy", "f1").replace("epochs 1", "epochs 2") + "pruner: median\n", 2
+    )
+    with pytest.raises(
+        HpctrainError, match=r"f1 is not measured after each epoch, .* can be test_loss, test_accuracy$"
+    ):
         sweep.main(ALONE, [str(path), "--out", str(tmp_path / "out"), "--trial", "0"])
 
 
@@ -361,8 +423,17 @@ def test_a_job_array_on_the_cluster(cluster):
     write_digits(cluster.host_path(f"{home}/few"))
     text = FILE.replace("train_single", "train_ddp").replace("DATA", "few").replace("TRIALS", "3")
     cluster.host_path(f"{home}/search.yaml").write_text(text)
-    submit = ["sbatch", "--wait", "--array=0-2%2", "--nodes=2", "--ntasks-per-node=1", "launch/apptainer_ddp.sh"]
-    cluster.exec("login", *submit, "sweep", "search.yaml", user="alice", cwd=home, env={"OMP_NUM_THREADS": "1"})
+    submit = [
+        "sbatch",
+        "--wait",
+        "--array=0-2%2",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "launch/apptainer_ddp.sh",
+    ]
+    cluster.exec(
+        "login", *submit, "sweep", "search.yaml", user="alice", cwd=home, env={"OMP_NUM_THREADS": "1"}
+    )
     shown = cluster.exec("n1", "apptainer", "exec", "/project/hpctrain-cpu.sif", "hpctrain", "sweep", "search.yaml", "--show",
                          user="alice", cwd=home).stdout  # fmt: skip
     assert "3 of 3 trials have a result; best test_accuracy" in shown, shown

@@ -1,4 +1,6 @@
-"""make test-cuda FLAVOR=cu130: an image with CUDA on the cluster. There is no GPU here, so the ranks run on CPUs.
+"""make test-cuda FLAVOR=cu130: an image with CUDA on the cluster.
+
+There is no GPU here, so the ranks run on CPUs.
 
 Not a part of `make test`, which would have to build another image.
 """
@@ -35,7 +37,9 @@ def cluster() -> Iterator[Cluster]:
 
 def inside(cluster: Cluster, *command: str) -> str:
     """The output of a command in the image, run by alice on a node."""
-    done = cluster.exec("n1", "apptainer", "exec", f"/project/{SIF.name}", *command, user="alice", timeout=600)
+    done = cluster.exec(
+        "n1", "apptainer", "exec", f"/project/{SIF.name}", *command, user="alice", timeout=600
+    )
     print(done.stdout)
     return done.stdout
 
@@ -83,7 +87,17 @@ def test_triton_compiles_a_kernel_and_what_loads_it(cluster):
     assert int(inside(cluster, "python", "/home/alice/kernel.py").split()[1]) > 1000
     code = "import sysconfig, triton.backends.nvidia as n; print(n.__path__[0], sysconfig.get_paths()['include'])"
     triton, python = inside(cluster, "python", "-c", code).split()
-    inside(cluster, "gcc", "-c", "-fPIC", f"-I{triton}/include", f"-I{python}", f"{triton}/driver.c", "-o", "/tmp/driver.o")
+    inside(
+        cluster,
+        "gcc",
+        "-c",
+        "-fPIC",
+        f"-I{triton}/include",
+        f"-I{python}",
+        f"{triton}/driver.c",
+        "-o",
+        "/tmp/driver.o",
+    )
 
 
 def test_horovod_names_nccl_mpi_and_gloo(cluster):
@@ -98,11 +112,15 @@ def test_kernels_are_for_the_documented_architectures(cluster, tmp_path):
     assert set(shown.split()) >= ARCHITECTURES[FLAVOR]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--target", tmp_path]
     subprocess.run([*pip, "nvidia-cuda-cuobjdump==13.2.86"], check=True)
-    (library,) = inside(cluster, "find", "/opt/hpctrain/lib", "-path", "*/horovod/torch/*", "-name", "*.so").split()
+    (library,) = inside(
+        cluster, "find", "/opt/hpctrain/lib", "-path", "*/horovod/torch/*", "-name", "*.so"
+    ).split()
     inside(cluster, "cp", library, "/home/alice/kernels.so")
     (cuobjdump,) = tmp_path.glob("**/bin/cuobjdump")
     copy = cluster.host_path("/home/alice/kernels.so")
-    dumped = subprocess.run([cuobjdump, "--list-elf", copy], capture_output=True, text=True, check=True).stdout
+    dumped = subprocess.run(
+        [cuobjdump, "--list-elf", copy], capture_output=True, text=True, check=True
+    ).stdout
     assert set(re.findall(r"sm_\d+", dumped)) == ARCHITECTURES[FLAVOR]
 
 

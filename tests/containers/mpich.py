@@ -1,8 +1,8 @@
 """make test-mpich: the image with MPICH on the cluster, with its own MPI and with other MPIs of the same ABI.
 
-At a site, shifter and podman-hpc mount Cray MPICH into the container and put it first in LD_LIBRARY_PATH. Cray MPICH is not
-available here. MPICH 3.4, from which it derives, MPICH 5 and Intel MPI are available as wheels. Not a part of `make test`, which
-would have to build a second image.
+At a site, shifter and podman-hpc mount Cray MPICH into the container and put it first in LD_LIBRARY_PATH.
+Cray MPICH is not available here. MPICH 3.4, from which it derives, MPICH 5 and Intel MPI are available as
+wheels. Not a part of `make test`, which would have to build a second image.
 """
 
 import json
@@ -62,7 +62,9 @@ def site_mpi(wheel: str) -> dict[str, str]:
 
 
 def job(cluster: Cluster, *command: str, env: dict[str, str]) -> str:
-    number = cluster.submit(*command, cwd=HOME, env={"HPCTRAIN_IMAGE": IMAGE, "HOROVOD_CONTROLLER": "mpi", **env})
+    number = cluster.submit(
+        *command, cwd=HOME, env={"HPCTRAIN_IMAGE": IMAGE, "HOROVOD_CONTROLLER": "mpi", **env}
+    )
     ended = cluster.wait(number, timeout=300)
     output = cluster.host_path(f"{HOME}/slurm-{number}.out").read_text(errors="replace")
     assert ended.state == "COMPLETED", output
@@ -71,10 +73,14 @@ def job(cluster: Cluster, *command: str, env: dict[str, str]) -> str:
 
 
 def test_the_image_has_mpich_and_passes_its_check(cluster):
-    shown = cluster.exec("n1", "apptainer", "exec", IMAGE, "cat", "/opt/hpctrain/versions.json", user="alice").stdout
+    shown = cluster.exec(
+        "n1", "apptainer", "exec", IMAGE, "cat", "/opt/hpctrain/versions.json", user="alice"
+    ).stdout
     versions = json.loads(shown)
     assert versions["mpich"] and "openmpi" not in versions
-    done = cluster.exec("n1", "apptainer", "exec", IMAGE, "/opt/hpctrain/libexec/check_image.sh", user="alice", timeout=900)
+    done = cluster.exec(
+        "n1", "apptainer", "exec", IMAGE, "/opt/hpctrain/libexec/check_image.sh", user="alice", timeout=900
+    )
     print(done.stdout)
     assert f"check: MPI is MPICH Version: {versions['mpich']}, with UCX and libfabric" in done.stdout
     for way in ("mpi4py, mpirun", "Horovod over MPI, mpirun"):
@@ -101,7 +107,14 @@ def test_mpi4py_and_horovod_load_the_mpi_that_comes_first(cluster, wheel):
 def test_two_ranks_with_the_mpirun_of_the_image(cluster, wheel):
     env = site_mpi(wheel) if wheel else {}
     command = ["apptainer", "exec", IMAGE, "mpirun", "-np", "2", "python", "sums.py"]
-    done = cluster.exec("n1", *command, user="alice", cwd=HOME, env=env | {"APPTAINERENV_HOROVOD_CONTROLLER": "mpi"}, timeout=120)
+    done = cluster.exec(
+        "n1",
+        *command,
+        user="alice",
+        cwd=HOME,
+        env=env | {"APPTAINERENV_HOROVOD_CONTROLLER": "mpi"},
+        timeout=120,
+    )
     said = re.findall(r"\[([^]]*)\] \[[^]]*\] size (\d) (\d) sum (\d+) (\d+)", done.stdout)
     assert [numbers for _, *numbers in said] == [["2", "2", "3", "3"]] * 2, done.stdout
     print(done.stdout)

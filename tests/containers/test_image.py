@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 def inside(cluster, *command, check=True, **options):
     """Run a command in the image, as alice on a node."""
-    return cluster.exec("n1", "apptainer", "exec", "/project/hpctrain-cpu.sif", *command, user="alice", check=check, **options)
+    return cluster.exec(
+        "n1", "apptainer", "exec", "/project/hpctrain-cpu.sif", *command, user="alice", check=check, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,29 @@ def test_size(sif):
 
 
 def test_it_has_the_locked_versions(cluster):
-    names = ["torch", "lightning", "transformers", "mpi4py", "scikit-learn", "matplotlib", "tensorboard", "torchmetrics"]
-    names += ["accelerate", "datasets", "ipykernel", "jupyterlab", "optuna", "pandas", "peft", "rich", "seqeval", "tqdm", "wandb"]
+    names = [
+        "torch",
+        "lightning",
+        "transformers",
+        "mpi4py",
+        "scikit-learn",
+        "matplotlib",
+        "tensorboard",
+        "torchmetrics",
+    ]
+    names += [
+        "accelerate",
+        "datasets",
+        "ipykernel",
+        "jupyterlab",
+        "optuna",
+        "pandas",
+        "peft",
+        "rich",
+        "seqeval",
+        "tqdm",
+        "wandb",
+    ]
     compiled = {"horovod": "0.28.1", "torchvision": "0.21.0"}
     code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {names + list(compiled)}}}))"
     found = json.loads(inside(cluster, "python", "-c", code).stdout)
@@ -73,15 +96,23 @@ def test_no_compiler_no_setuid_nothing_writable(cluster):
 
 
 def test_it_lists_its_debian_packages(cluster):
-    listed = [line.split("\t") for line in inside(cluster, "cat", "/usr/share/hpctrain/debian.tsv").stdout.splitlines()]
+    listed = [
+        line.split("\t")
+        for line in inside(cluster, "cat", "/usr/share/hpctrain/debian.tsv").stdout.splitlines()
+    ]
     assert [name for name, *_ in listed] == sorted(name for name, *_ in listed) and len(listed) > 100
     assert all(version and architecture in ("all", "amd64") for _, version, architecture, _ in listed)
     # A package of the base has no hash if Debian has replaced it since.
     hashes = [sha256 for *_, sha256 in listed if sha256]
     assert all(re.fullmatch("[0-9a-f]{64}", sha256) for sha256 in hashes) and len(hashes) > 0.9 * len(listed)
-    installed = inside(cluster, "dpkg-query", "--show", "--showformat", "${Package}\t${Version}\n").stdout.splitlines()
+    installed = inside(
+        cluster, "dpkg-query", "--show", "--showformat", "${Package}\t${Version}\n"
+    ).stdout.splitlines()
     assert sorted("\t".join(fields[:2]) for fields in listed) == sorted(installed)
-    recorded = [line.split()[0] for line in (REPOSITORY / "containers/locks/openmpi-amd64.debian").read_text().splitlines()]
+    recorded = [
+        line.split()[0]
+        for line in (REPOSITORY / "containers/locks/openmpi-amd64.debian").read_text().splitlines()
+    ]
     assert {name for name, *_ in listed} <= set(recorded)
 
 
@@ -144,23 +175,33 @@ os._exit(0)
 
 def test_packages_in_the_home_folder_are_ignored(cluster):
     folder = "/home/alice/.local/lib/python3.11/site-packages"
-    cluster.exec("login", "mkdir", "-p", folder, user="alice")  # not as root: ~/.local stays alice's for other tests
+    # not as root: ~/.local stays alice's for other tests
+    cluster.exec("login", "mkdir", "-p", folder, user="alice")
     leak = cluster.host_path(folder)
     (leak / "torch.py").write_text("raise SystemExit('the wrong torch')\n")
     try:
-        assert inside(cluster, "python", "-c", "import torch; print(torch.__file__)").stdout.startswith("/opt/hpctrain/")
+        assert inside(cluster, "python", "-c", "import torch; print(torch.__file__)").stdout.startswith(
+            "/opt/hpctrain/"
+        )
     finally:
         (leak / "torch.py").unlink()
 
 
 def test_variables_of_the_hosts_python_are_ignored(cluster):
-    """Without a launch script, which drops them as well. APPTAINERENV_PYTHONPATH is meant for the container."""
+    """Without a launch script, which drops them as well.
+
+    APPTAINERENV_PYTHONPATH is meant for the container.
+    """
     for name, module in (("hosts", "torch"), ("mine", "mine")):
         folder = cluster.host_path(f"/home/alice/{name}")
         folder.mkdir()
         (folder / f"{module}.py").write_text(f"print('{name}')\n")
     code = ["python", "-c", "import torch, mine; print(torch.__file__)"]
-    env = {"PYTHONPATH": "/home/alice/hosts", "PYTHONHOME": "/usr", "APPTAINERENV_PYTHONPATH": "/home/alice/mine"}
+    env = {
+        "PYTHONPATH": "/home/alice/hosts",
+        "PYTHONHOME": "/usr",
+        "APPTAINERENV_PYTHONPATH": "/home/alice/mine",
+    }
     assert re.fullmatch(r"mine\n/opt/hpctrain/.*\n", inside(cluster, *code, env=env).stdout)
 
 
@@ -187,7 +228,9 @@ def test_a_run_folder_that_ends_with_the_container_is_refused(cluster, digits):
 def test_its_labels_and_its_default_command(cluster):
     done = cluster.exec("n1", "apptainer", "run", "/project/hpctrain-cpu.sif", user="alice", check=False)
     assert "usage: hpctrain COMMAND" in done.stdout
-    labels = json.loads(cluster.exec("n1", "apptainer", "inspect", "--json", "/project/hpctrain-cpu.sif", user="alice").stdout)
+    labels = json.loads(
+        cluster.exec("n1", "apptainer", "inspect", "--json", "/project/hpctrain-cpu.sif", user="alice").stdout
+    )
     labels = labels["data"]["attributes"]["labels"]
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert re.fullmatch("[0-9a-f]{40}", labels["org.opencontainers.image.revision"])
@@ -195,9 +238,11 @@ def test_its_labels_and_its_default_command(cluster):
 
 @pytest.mark.timeout(1800)  # ten minutes on two cores that another test uses
 def test_from_the_definition_by_an_ordinary_user(cluster, tmp_path):
-    """Alice builds the image from a plain Debian with Apptainer alone: it has the same versions and the same environment.
+    """Alice builds the image from a plain Debian with Apptainer alone: it has the same versions and the same
+    environment.
 
-    It installs what make image has compiled, whose inputs are the same; compiling takes as long as all the rest.
+    It installs what make image has compiled, whose inputs are the same; compiling takes as long as all the
+    rest.
     """
     subprocess.run(["make", "base"], cwd=REPOSITORY, check=True)
     wheels = subprocess.run(
@@ -215,7 +260,19 @@ def test_from_the_definition_by_an_ordinary_user(cluster, tmp_path):
     subprocess.run(["chown", "-R", "1000:1000", clone], check=True)
     options = ["-b", wheels, "-e", f"WHEELS={wheels}"] if wheels else []
     done = subprocess.run(
-        [CLUSTER_SH, "run", "-u", "alice", *options, "--", "apptainer/build_sif.sh", "--from", "def", "--output", "def.sif"],
+        [
+            CLUSTER_SH,
+            "run",
+            "-u",
+            "alice",
+            *options,
+            "--",
+            "apptainer/build_sif.sh",
+            "--from",
+            "def",
+            "--output",
+            "def.sif",
+        ],
         cwd=clone,
         capture_output=True,
         text=True,
@@ -224,14 +281,21 @@ def test_from_the_definition_by_an_ordinary_user(cluster, tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for name in ("horovod", "torchvision"):
         assert f"{name}: the wheel of an earlier build from the same inputs" in said
-    # The check at the end: all packages import, Horovod has MPI and Gloo, and two ranks sum with each launcher.
-    assert "check: Horovod has PyTorch MPI Gloo\n" in said and "check: the image works\n" in said, said[-3000:]
+    # The check at the end: all packages import, Horovod has MPI and Gloo, and two ranks sum with each
+    # launcher.
+    assert "check: Horovod has PyTorch MPI Gloo\n" in said and "check: the image works\n" in said, said[
+        -3000:
+    ]
     assert int(re.search(r"check: (\d+) packages import", said)[1]) > 80
     for way in ("mpi4py, mpirun", "Horovod over MPI, mpirun", "Horovod over Gloo, horovodrun"):
         assert f"check: {way}: size 2, sum 3\n" in said
     assert "check passed: 2 ranks on 1 host (torchrun), ring and all-reduce correct" in said
     versions = [
-        json.loads(cluster.exec("n1", "apptainer", "exec", image, "cat", "/opt/hpctrain/versions.json", user="alice").stdout)
+        json.loads(
+            cluster.exec(
+                "n1", "apptainer", "exec", image, "cat", "/opt/hpctrain/versions.json", user="alice"
+            ).stdout
+        )
         for image in ("/home/alice/from-def/def.sif", "/project/hpctrain-cpu.sif")
     ]
     assert len(versions[0]) > 70
@@ -240,19 +304,26 @@ def test_from_the_definition_by_an_ordinary_user(cluster, tmp_path):
         cluster.exec("n1", "apptainer", "exec", "--cleanenv", image, "env", user="alice").stdout.splitlines()
         for image in ("/home/alice/from-def/def.sif", "/project/hpctrain-cpu.sif")
     ]
-    ours = [sorted(line for line in lines if re.match("PATH=|LANG=|PYTHON|OMPI_|UCX_|MPI4PY_", line)) for lines in environment]
+    ours = [
+        sorted(line for line in lines if re.match("PATH=|LANG=|PYTHON|OMPI_|UCX_|MPI4PY_", line))
+        for lines in environment
+    ]
     assert ours[0] == ours[1] and len(ours[0]) >= 6
 
 
 def test_make_has_nothing_left_to_do(sif):
-    done = subprocess.run(["make", "--question", "sif", "cluster", "venv"], cwd=REPOSITORY, capture_output=True)
+    done = subprocess.run(
+        ["make", "--question", "sif", "cluster", "venv"], cwd=REPOSITORY, capture_output=True
+    )
     assert done.returncode == 0
 
 
 @pytest.mark.parametrize("script", ["containers/build_image.sh", "apptainer/build_sif.sh"])
 def test_a_build_with_invalid_options_is_one_line(script):
     for arguments in (["--flavor", "nothing"], ["--mpi", "lam"], ["--nonsense"], ["--flavor"]):
-        done = subprocess.run([REPOSITORY / script, *arguments], capture_output=True, text=True, env={**os.environ})
+        done = subprocess.run(
+            [REPOSITORY / script, *arguments], capture_output=True, text=True, env={**os.environ}
+        )
         assert done.returncode != 0 and done.stderr.count("\n") == 1
 
 
@@ -304,7 +375,9 @@ def test_a_compiler_that_is_missing_or_changed_is_one_line(tmp_path, there):
     apt_get.parent.mkdir()
     apt_get.write_text(f"#!/bin/sh\necho \"'copy:{tmp_path}/mirror/dists/bookworm/InRelease' InRelease 0\"\n")
     apt_get.chmod(0o755)
-    machine = subprocess.run(["dpkg", "--print-architecture"], capture_output=True, text=True, check=True).stdout.strip()
+    machine = subprocess.run(
+        ["dpkg", "--print-architecture"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     (tmp_path / "lock").write_text(f"{machine} {package} {'0' * 64} 20260901T000000Z\n")
     done = subprocess.run(
         [REPOSITORY / "containers/install/nvcc.sh", tmp_path / "lock", tmp_path / "home"],
@@ -313,5 +386,7 @@ def test_a_compiler_that_is_missing_or_changed_is_one_line(tmp_path, there):
     said = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and said.startswith("nvcc.sh: ")
     assert str(tmp_path / "lock") in said and "nvcc_12.4_amd64.deb" in said
-    assert ("the SHA-256 of nvcc_12.4_amd64.deb from" if there else "put a version that they have into") in said
+    assert (
+        "the SHA-256 of nvcc_12.4_amd64.deb from" if there else "put a version that they have into"
+    ) in said
     assert not (tmp_path / "home").exists()

@@ -1,7 +1,8 @@
-"""Errors while an environment, an image or a SIF is built: each ends with one message and leaves nothing half made.
+"""Errors while an environment, an image or a SIF is built: each ends with one message and leaves nothing half
+made.
 
-The faults are real: an index over HTTPS on this machine, wrong certificates, small disks, no network, changed files, signals.
-The packages are tiny, and one of them is named torch, which every lock must have.
+The faults are real: an index over HTTPS on this machine, wrong certificates, small disks, no network, changed
+files, signals. The packages are tiny, and one of them is named torch, which every lock must have.
 """
 
 import functools
@@ -32,7 +33,8 @@ PACKAGES: dict[str, dict[str, str]] = {
 ENV = {
     name: value
     for name, value in os.environ.items()
-    if not name.startswith("PIP_") and name not in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "WHEELS")
+    if not name.startswith("PIP_")
+    and name not in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "WHEELS")
 } | {"PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1"}
 PYTHON = "/usr/bin/python3.11" if Path("/usr/bin/python3.11").exists() else "python3.11"  # as in the Makefile
 
@@ -88,13 +90,20 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("localhost", 0), functools.partial(Handler, directory=folder / "root"))
+    server = http.server.ThreadingHTTPServer(
+        ("localhost", 0), functools.partial(Handler, directory=folder / "root")
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "own.crt", folder / "own.key")
     server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"https://localhost:{server.server_address[1]}/simple"
-    yield Index({**ENV, "PIP_INDEX_URL": url, "PIP_CERT": str(folder / "own.crt")}, lines, folder / "stranger.crt", hangs)
+    yield Index(
+        {**ENV, "PIP_INDEX_URL": url, "PIP_CERT": str(folder / "own.crt")},
+        lines,
+        folder / "stranger.crt",
+        hangs,
+    )
     end.set()
     server.shutdown()
     server.server_close()
@@ -134,10 +143,18 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", folder], check=True)
 
 
-def run(*command: str | Path, env: dict[str, str] = ENV, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str | Path, env: dict[str, str] = ENV, cwd: Path = REPOSITORY
+) -> subprocess.CompletedProcess[str]:
     """Run a command with stdout and stderr in one stream, as on a screen."""
     return subprocess.run(
-        command, env=env, cwd=cwd, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        env=env,
+        cwd=cwd,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -204,7 +221,17 @@ def test_pip_fails_for_a_reason(environment, index, tmp_path, lock, variables, w
     command = f"source {REPOSITORY}/containers/install/step_functions.sh; run_pip tiny.lock {environment}/bin/python -m pip" \
         f" install --require-hashes --no-cache-dir --target new -r tiny.lock"  # fmt: skip
     apart = ["unshare", variables.pop("UNSHARE")] if "UNSHARE" in variables else []
-    done = run(*apart, "bash", "-euo", "pipefail", "-c", command, "python.sh", env=index.env | variables, cwd=tmp_path)
+    done = run(
+        *apart,
+        "bash",
+        "-euo",
+        "pipefail",
+        "-c",
+        command,
+        "python.sh",
+        env=index.env | variables,
+        cwd=tmp_path,
+    )
     assert last_line(done).startswith("python.sh: tiny.lock: " + words.format(stranger=index.stranger))
     assert "ERROR: " in done.stdout
     assert not (tmp_path / "new").exists()
@@ -216,8 +243,16 @@ def test_a_failed_environment_does_not_stay(recipe, index, disk, tmp_path):
     env = index.env | {"TMPDIR": str(tmp)}
     for prefix, lock, words in (
         (tmp_path / "environment", index.lines["torch"] + "probe==1.0 " + ZEROS, OTHER_HASH),
-        (disk("25m") / "environment", index.lines["torch"] + index.lines["big"], "the disk is full, where the packages go"),
-        (disk("4m") / "environment", index.lines["torch"], f"{PYTHON} cannot make an environment in {tmp_path}/disk1/"),
+        (
+            disk("25m") / "environment",
+            index.lines["torch"] + index.lines["big"],
+            "the disk is full, where the packages go",
+        ),
+        (
+            disk("4m") / "environment",
+            index.lines["torch"],
+            f"{PYTHON} cannot make an environment in {tmp_path}/disk1/",
+        ),
         (tmp_path / "environment", index.lines["probe"], "no line torch=="),
     ):
         assert words in last_line(install(recipe, prefix, lock, env))
@@ -230,17 +265,26 @@ def test_an_environment_that_was_interrupted(recipe, index, tmp_path):
     """Ctrl-C removes it. After kill -9 it is marked as unfinished, and the next run makes it again."""
     prefix = tmp_path / "environment"
     (recipe / "containers/locks/tiny.lock").write_text(index.lines["torch"])
-    env = {**index.env, "PYTHON": PYTHON, "PIP_INDEX_URL": index.env["PIP_INDEX_URL"].replace("/simple", "/hang")}
+    env = {
+        **index.env,
+        "PYTHON": PYTHON,
+        "PIP_INDEX_URL": index.env["PIP_INDEX_URL"].replace("/simple", "/hang"),
+    }
     for number in (signal.SIGINT, signal.SIGKILL):
         index.hangs.clear()
         with subprocess.Popen(
-            [recipe / "containers/install/python.sh", prefix, "tiny"], env=env, start_new_session=True, stderr=subprocess.DEVNULL
+            [recipe / "containers/install/python.sh", prefix, "tiny"],
+            env=env,
+            start_new_session=True,
+            stderr=subprocess.DEVNULL,
         ) as process:
             assert index.hangs.wait(300)
             assert (prefix / "bin/python").exists()
             os.killpg(process.pid, number)
         assert process.returncode != 0
-        assert names(tmp_path) == ([] if number == signal.SIGINT else ["environment", "environment.unfinished"])
+        assert names(tmp_path) == (
+            [] if number == signal.SIGINT else ["environment", "environment.unfinished"]
+        )
     done = install(recipe, prefix, index.lines["torch"], index.env)
     assert done.returncode == 0, done.stdout
     assert names(tmp_path) == ["environment"]
@@ -254,9 +298,14 @@ def test_bytecode_on_a_full_disk(environment, disk):
     (folder / "code.py").write_text("x = 1\n")
     assert run("bash", "-euc", compile_it, "python.sh").returncode == 0
     for number in range(8):
-        (folder / f"code{number}.py").write_text("".join(f"def f{line}(a, b): return a + b * {number}\n" for line in range(400)))
+        (folder / f"code{number}.py").write_text(
+            "".join(f"def f{line}(a, b): return a + b * {number}\n" for line in range(400))
+        )
     said = last_line(run("bash", "-euc", compile_it, "python.sh"))
-    assert said == f"python.sh: cannot write the bytecode of {folder}: OSError: [Errno 28] No space left on device"
+    assert (
+        said
+        == f"python.sh: cannot write the bytecode of {folder}: OSError: [Errno 28] No space left on device"
+    )
 
 
 def test_an_image_with_a_broken_lock(recipe):
@@ -274,7 +323,11 @@ def test_an_image_with_a_broken_lock(recipe):
 
 
 def test_a_missing_certificate_file(recipe):
-    done = run("containers/build_image.sh", cwd=recipe, env={**ENV, "SSL_CERT_FILE": "/no/such", "BASE_IMAGE": "scratch"})
+    done = run(
+        "containers/build_image.sh",
+        cwd=recipe,
+        env={**ENV, "SSL_CERT_FILE": "/no/such", "BASE_IMAGE": "scratch"},
+    )
     assert last_line(done).startswith("build_image.sh: SSL_CERT_FILE=/no/such is missing or empty;")
     assert done.stdout.count("\n") == 1
 
@@ -310,11 +363,16 @@ def test_images_on_full_disks(recipe, disk, tmp_path):
 
     small = disk("4m")
     (small / "old.sif").write_text("the one before")
-    assert "build_sif.sh: the build failed: the disk is full" in last_line(run(*pack, small / "old.sif", cwd=recipe, env=env))
+    assert "build_sif.sh: the build failed: the disk is full" in last_line(
+        run(*pack, small / "old.sif", cwd=recipe, env=env)
+    )
     assert names(small) == ["old.sif"] and (small / "old.sif").read_text() == "the one before"
 
     (recipe / "build/hpctrain-small.tar").write_bytes(tar[: len(tar) // 2])
-    assert last_line(run(*pack, tmp_path / "half.sif", cwd=recipe, env=env)) == "build_sif.sh: the build failed; see above"
+    assert (
+        last_line(run(*pack, tmp_path / "half.sif", cwd=recipe, env=env))
+        == "build_sif.sh: the build failed; see above"
+    )
     assert not (tmp_path / "half.sif").exists() and not list(tmp_path.glob(".sif.*"))
 
     (recipe / "build").rename(recipe / "build.whole")

@@ -38,7 +38,9 @@ def registries(site):
     try:
         for port, who in ((5000, ""), (5001, auth)):
             file = f"/project/registry-{port}.yml"
-            site.host_path(file).write_text(REGISTRY.format(folder=f"/project/registry-{port}", port=port, auth=who))
+            site.host_path(file).write_text(
+                REGISTRY.format(folder=f"/project/registry-{port}", port=port, auth=who)
+            )
             started.append(site.start("login", "docker-registry", "serve", file))
         both = "until : <>/dev/tcp/localhost/5000 && : <>/dev/tcp/localhost/5001; do sleep 0.1; done"
         site.exec("login", "bash", "-c", both, timeout=300)
@@ -59,7 +61,14 @@ def digest(site, registries):
     """Push the image; the value is its digest."""
     if not IMAGE_TAR.exists():
         pytest.skip(f"no {IMAGE_TAR.name} to push: make image")
-    site.exec("login", "sh", "-c", f"mkdir -p build && ln -sf /project/{IMAGE_TAR.name} build/", user="alice", cwd=HOME)
+    site.exec(
+        "login",
+        "sh",
+        "-c",
+        f"mkdir -p build && ln -sf /project/{IMAGE_TAR.name} build/",
+        user="alice",
+        cwd=HOME,
+    )
     pushed = push(site, "--registry", NAME).stdout.splitlines()[-1]
     name, digest = pushed.split("@")
     assert name == NAME and re.fullmatch("sha256:[0-9a-f]{64}", digest)
@@ -67,7 +76,9 @@ def digest(site, registries):
 
 
 def skopeo(site, tag):
-    done = site.exec("login", "skopeo", "inspect", "--tls-verify=false", f"docker://{NAME}:{tag}", user="alice")
+    done = site.exec(
+        "login", "skopeo", "inspect", "--tls-verify=false", f"docker://{NAME}:{tag}", user="alice"
+    )
     return json.loads(done.stdout)
 
 
@@ -90,7 +101,9 @@ def weights():
 
 
 def train(site, script, image, env, weights):
-    job = site.submit(script, "train_ddp", "--data=digits", "--epochs", "1", cwd=HOME, env={"HPCTRAIN_IMAGE": image} | env)
+    job = site.submit(
+        script, "train_ddp", "--data=digits", "--epochs", "1", cwd=HOME, env={"HPCTRAIN_IMAGE": image} | env
+    )
     ended = site.wait(job)
     output = site.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
     assert ended.state == "COMPLETED", output
@@ -102,9 +115,18 @@ def train(site, script, image, env, weights):
 
 def test_apptainer_pulls_what_was_pushed_and_trains(site, digest, weights):
     """`apptainer pull docker://` does the same without zstd, and takes a minute longer."""
-    pull = ["apptainer", "build", "--disable-cache", "--no-https", "--mksquashfs-args", "-comp zstd -Xcompression-level 1"]
+    pull = [
+        "apptainer",
+        "build",
+        "--disable-cache",
+        "--no-https",
+        "--mksquashfs-args",
+        "-comp zstd -Xcompression-level 1",
+    ]
     site.exec("login", *pull, "/project/alice/pulled.sif", f"docker://{NAME}@{digest}", user="alice")
-    labels = site.exec("login", "apptainer", "inspect", "--json", "/project/alice/pulled.sif", user="alice").stdout
+    labels = site.exec(
+        "login", "apptainer", "inspect", "--json", "/project/alice/pulled.sif", user="alice"
+    ).stdout
     assert f"{NAME}@{digest}" in labels
     config = train(site, "launch/apptainer_ddp.sh", "/project/alice/pulled.sif", {}, weights)
     assert config["world"]["size"] == 4
@@ -113,11 +135,15 @@ def test_apptainer_pulls_what_was_pushed_and_trains(site, digest, weights):
 def test_podman_hpc_pulls_what_was_pushed_and_trains(site, digest, podman_image, weights):
     """`podman-hpc pull` is `podman pull` and `podman-hpc migrate`."""
     image = f"{NAME}@{digest}"
-    site.exec("login", "podman-hpc", "pull", "--quiet", "--tls-verify=false", image, user="alice", env=podman_image)
+    site.exec(
+        "login", "podman-hpc", "pull", "--quiet", "--tls-verify=false", image, user="alice", env=podman_image
+    )
     config = train(site, "launch/podman_hpc_ddp.sh", image, podman_image, weights)
     assert config["image_digest"] == digest
     other = f"{NAME}@sha256:{64 * '0'}"
-    job = site.submit("launch/podman_hpc_ddp.sh", "check", cwd=HOME, env={"HPCTRAIN_IMAGE": other} | podman_image)
+    job = site.submit(
+        "launch/podman_hpc_ddp.sh", "check", cwd=HOME, env={"HPCTRAIN_IMAGE": other} | podman_image
+    )
     assert site.wait(job).state == "FAILED"
     assert "podman-hpc has no such image" in site.host_path(f"{HOME}/slurm-{job}.out").read_text()
 
@@ -125,13 +151,32 @@ def test_podman_hpc_pulls_what_was_pushed_and_trains(site, digest, podman_image,
 def test_the_sif_itself_in_the_registry(site, registries):
     """As in the release workflow; the file that is pulled, also by digest as the pages of the sites say, is the pushed one."""
     there = f"oras://{NAME}:cpu-{VERSION}-sif"
-    site.exec("login", "apptainer", "push", "--allow-unsigned", "--no-https", "/project/hpctrain-cpu.sif", there, user="alice")
+    site.exec(
+        "login",
+        "apptainer",
+        "push",
+        "--allow-unsigned",
+        "--no-https",
+        "/project/hpctrain-cpu.sif",
+        there,
+        user="alice",
+    )
     raw = ["skopeo", "inspect", "--raw", "--tls-verify=false", there.replace("oras", "docker")]
     digest = hashlib.sha256(site.exec("login", *raw, user="alice").stdout.encode()).hexdigest()
     for name in (there, f"oras://{NAME}@sha256:{digest}"):
-        pull = ["apptainer", "pull", "--force", "--disable-cache", "--no-https", "/project/alice/oras.sif", name]
+        pull = [
+            "apptainer",
+            "pull",
+            "--force",
+            "--disable-cache",
+            "--no-https",
+            "/project/alice/oras.sif",
+            name,
+        ]
         site.exec("login", *pull, user="alice")
-        sums = site.exec("login", "sha256sum", "/project/hpctrain-cpu.sif", "/project/alice/oras.sif", user="alice").stdout
+        sums = site.exec(
+            "login", "sha256sum", "/project/hpctrain-cpu.sif", "/project/alice/oras.sif", user="alice"
+        ).stdout
         assert len({line.split()[0] for line in sums.splitlines()}) == 1
 
 
@@ -139,10 +184,22 @@ REFUSED = {
     "no registry": ([], "give --registry NAME"),
     "a tag": (["--registry", f"{NAME}:cpu"], "is not HOST[:PORT]/PATH"),
     "no path": (["--registry", "localhost:5000"], "is not HOST[:PORT]/PATH"),
-    "no image": (["--registry", NAME, "--flavor", "cu999"], "there is no build/hpctrain-cu999.tar; build it with"),
-    "nobody answers": (["--registry", "localhost:5999/hpctrain"], "localhost:5999 does not answer: connection refused"),
-    "no such host": (["--registry", "nowhere.example/hpctrain"], "the registry nowhere.example does not answer"),
-    "plain http from afar": (["--registry", "login:5000/hpctrain"], "login:5000 uses plain http, which is for localhost only"),
+    "no image": (
+        ["--registry", NAME, "--flavor", "cu999"],
+        "there is no build/hpctrain-cu999.tar; build it with",
+    ),
+    "nobody answers": (
+        ["--registry", "localhost:5999/hpctrain"],
+        "localhost:5999 does not answer: connection refused",
+    ),
+    "no such host": (
+        ["--registry", "nowhere.example/hpctrain"],
+        "the registry nowhere.example does not answer",
+    ),
+    "plain http from afar": (
+        ["--registry", "login:5000/hpctrain"],
+        "login:5000 uses plain http, which is for localhost only",
+    ),
     "not logged in": (["--registry", "localhost:5001/hpctrain"], "localhost:5001 denies a push to"),
     "half an archive": (["--registry", NAME, "--flavor", "half"], "cannot push build/hpctrain-half.tar to"),
 }
@@ -152,7 +209,14 @@ REFUSED = {
 def test_a_push_that_fails_is_one_line(site, digest, name):
     arguments, message = REFUSED[name]
     if name == "half an archive":
-        site.exec("login", "sh", "-c", "head -c 9999999 build/hpctrain-cpu.tar >build/hpctrain-half.tar", user="alice", cwd=HOME)
+        site.exec(
+            "login",
+            "sh",
+            "-c",
+            "head -c 9999999 build/hpctrain-cpu.tar >build/hpctrain-half.tar",
+            user="alice",
+            cwd=HOME,
+        )
     done = push(site, *arguments, check=False, timeout=300)
     assert done.returncode != 0 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert "@sha256:" not in done.stdout
@@ -175,7 +239,18 @@ def on_top(site):
     """Makes pip use the wheels in /mnt for alice's examples/on-top; gives the folder of wheels to mount there."""
     wheels = site.host_path("/home/alice/wheels")
     requirements = site.host_path(f"{HOME}/examples/on-top/requirements.txt")
-    pip = ["-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "-r", requirements, "-d", wheels]
+    pip = [
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--require-hashes",
+        "-r",
+        requirements,
+        "-d",
+        wheels,
+    ]
     subprocess.run([REPOSITORY / ".venv/bin/python", *pip], check=True)
     with requirements.open("a") as file:
         file.write("--no-index\n--find-links /mnt\n")
@@ -244,7 +319,16 @@ def added(site):
     env = {"HPCTRAIN_PACKAGES": "/project/alice/packages"}
 
     def add(*arguments, check=True, env=env):
-        command = ["apptainer", "exec", "--bind", "/project", "/project/hpctrain-cpu.sif", "hpctrain", "add", *arguments]
+        command = [
+            "apptainer",
+            "exec",
+            "--bind",
+            "/project",
+            "/project/hpctrain-cpu.sif",
+            "hpctrain",
+            "add",
+            *arguments,
+        ]
         return site.exec("login", *command, user="alice", cwd="/project/alice", env=env, check=check)
 
     modules = {"extra/__init__.py": "name = 'extra 1'\n", "numpy.py": "raise SystemExit('the wrong numpy')\n"}
@@ -261,12 +345,18 @@ def test_packages_on_top_are_found_on_every_rank_and_hide_nothing(site, added, p
     if runtime == "podman-hpc":
         env |= podman_image
     if runtime == "shifter":
-        env |= {"PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin", "SHIFTER_SIF": "/project/hpctrain-cpu.sif"}
+        env |= {
+            "PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin",
+            "SHIFTER_SIF": "/project/hpctrain-cpu.sif",
+        }
         env["APPTAINER_BIND"] = "/project"  # the real shifter mounts all file systems of the site
     job = site.submit("launch/apptainer_ddp.sh", "uses.py", cwd=HOME, env=env)
     ended = site.wait(job)
     output = site.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
-    found = re.findall(r"rank (\d) extra 1 /project/alice/packages/(python3.11-torch[^/]*)/\S* /opt/hpctrain/\S*/numpy/", output)
+    found = re.findall(
+        r"rank (\d) extra 1 /project/alice/packages/(python3.11-torch[^/]*)/\S* /opt/hpctrain/\S*/numpy/",
+        output,
+    )
     assert ended.state == "COMPLETED" and sorted(rank for rank, _ in found) == ["0", "1", "2", "3"], output
 
 
@@ -303,7 +393,16 @@ def test_packages_in_a_folder_that_no_container_can_mount_are_refused(monkeypatc
 def test_a_package_that_cannot_be_imported_or_breaks_the_image_is_refused(site, added):
     """torchaudio's wheel of PyPI needs torch with CUDA."""
     folder = site.host_path("/project/alice")
-    pip = [REPOSITORY / ".venv/bin/python", "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder / "wheels"]
+    pip = [
+        REPOSITORY / ".venv/bin/python",
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        folder / "wheels",
+    ]
     subprocess.run([*pip, "torchaudio==2.11.0"], check=True)
     ends = wheel(folder, "ends", "1.0", {"ends.py": "import os\nos._exit(3)\n"})
     breaks = wheel(folder, "breaks", "1.0", {"breaks.py": "import sys\nsys.modules['lightning'] = None\n"})
@@ -313,8 +412,14 @@ def test_a_package_that_cannot_be_imported_or_breaks_the_image_is_refused(site, 
             ["--no-index", "--find-links", "wheels", "torchaudio"],
             "torchaudio: import torchaudio: OSError: Could not load this library",
         ),
-        (["--no-index", f"./{ends}"], "importing ends ended Python with status 3; the folder and the image are unchanged"),
-        (["--no-index", f"./{breaks}"], "lightning: import lightning: ModuleNotFoundError: import of lightning halted"),
+        (
+            ["--no-index", f"./{ends}"],
+            "importing ends ended Python with status 3; the folder and the image are unchanged",
+        ),
+        (
+            ["--no-index", f"./{breaks}"],
+            "lightning: import lightning: ModuleNotFoundError: import of lightning halted",
+        ),
     ):
         done = added(*arguments, check=False)
         said = [line for line in done.stderr.splitlines() if "hpctrain: error:" in line]
@@ -338,8 +443,24 @@ def test_the_packages_that_people_add_fit_the_versions_of_the_image(tmp_path):
     lock = (REPOSITORY / "containers/locks/cpu.lock").read_text()
     # The CPU build of torch is not on PyPI, and its version fits where 2.13.0 does.
     pins.write_text("\n".join(re.findall(r"^[a-z0-9-]+==[^ +]+", lock, re.M)))
-    uv = [REPOSITORY / ".venv/bin/uv", "pip", "compile", "--no-config", "--no-build", "--python-version", "3.11"]
-    uv += ["--python-platform", "x86_64-manylinux_2_28", "--exclude-newer", "2026-11-20", "--constraint", pins, wanted]
+    uv = [
+        REPOSITORY / ".venv/bin/uv",
+        "pip",
+        "compile",
+        "--no-config",
+        "--no-build",
+        "--python-version",
+        "3.11",
+    ]
+    uv += [
+        "--python-platform",
+        "x86_64-manylinux_2_28",
+        "--exclude-newer",
+        "2026-11-20",
+        "--constraint",
+        pins,
+        wanted,
+    ]
     done = subprocess.run(uv, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -347,8 +468,14 @@ def test_the_packages_that_people_add_fit_the_versions_of_the_image(tmp_path):
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"HPCTRAIN_PACKAGES": "/project/nothing"}, "HPCTRAIN_PACKAGES=/project/nothing is not a folder on n1"),
-        ({"HPCTRAIN_PACKAGES": "/project", "HPCTRAIN_RUNTIME": "none"}, "HPCTRAIN_PACKAGES is for images: unset it"),
+        (
+            {"HPCTRAIN_PACKAGES": "/project/nothing"},
+            "HPCTRAIN_PACKAGES=/project/nothing is not a folder on n1",
+        ),
+        (
+            {"HPCTRAIN_PACKAGES": "/project", "HPCTRAIN_RUNTIME": "none"},
+            "HPCTRAIN_PACKAGES is for images: unset it",
+        ),
         (
             {"HPCTRAIN_PACKAGES": "/project/other"},
             "/project/other holds python3.11-torch1, not python3.11-torch2",
@@ -364,9 +491,13 @@ def test_an_invalid_folder_of_packages_ends_the_job_with_one_line(site, env, mes
     site.host_path("/project/other/python3.11-torch1").mkdir(parents=True, exist_ok=True)
     packages = site.host_path("/project/broken/python3.11-torch2.13.0+cpu/lib/python3.11/site-packages")
     packages.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(packages / wheel(packages, "broken", "1.0", {"broken.py": "raise RuntimeError('no GPU')\n"})) as archive:
+    with zipfile.ZipFile(
+        packages / wheel(packages, "broken", "1.0", {"broken.py": "raise RuntimeError('no GPU')\n"})
+    ) as archive:
         archive.extractall(packages)
-    job = site.submit("--nodes=1", "--ntasks-per-node=1", "launch/apptainer_ddp.sh", "check", cwd=HOME, env=env)
+    job = site.submit(
+        "--nodes=1", "--ntasks-per-node=1", "launch/apptainer_ddp.sh", "check", cwd=HOME, env=env
+    )
     ended = site.wait(job)
     output = site.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
     assert ended.state == "FAILED" and sum(message in line for line in output.splitlines()) == 1, output

@@ -67,7 +67,9 @@ def test_a_snapshot_is_requested_by_its_time_and_the_build_ends_if_it_does_not_a
     assert f"{archive}/debian/20261101T000000Z/dists/bookworm/InRelease" in asked
     assert f"{archive}/debian-security/20261101T000000Z/dists/bookworm-security/InRelease" in asked
     assert all("/20261101T000000Z/" in address for address in asked)
-    message = f"debian.sh: cannot get package lists from {archive}; check the network, or unset DEBIAN_SNAPSHOT"
+    message = (
+        f"debian.sh: cannot get package lists from {archive}; check the network, or unset DEBIAN_SNAPSHOT"
+    )
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == message
     assert (debian / "etc/apt/sources.list").read_text() == sources
     assert not list((debian / "tmp").iterdir()) and not (debian / "usr/share/hpctrain").exists()
@@ -98,7 +100,9 @@ def test_versions_that_differ_from_the_record_are_printed(debian):
         (debian / "usr/local/bin" / program).symlink_to("/bin/true")
     done = enter(debian, INSTALL, "runtime", PATH="/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
     assert done.returncode == 0, done.stderr
-    installed = dict(line.split("\t")[:2] for line in (debian / "usr/share/hpctrain/debian.tsv").read_text().splitlines())
+    installed = dict(
+        line.split("\t")[:2] for line in (debian / "usr/share/hpctrain/debian.tsv").read_text().splitlines()
+    )
     said = done.stdout.splitlines()
     assert f"bash: recorded 1.0, installed {installed['bash']}" in said
     assert f"dash: recorded nothing, installed {installed['dash']}" in said

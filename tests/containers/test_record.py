@@ -1,7 +1,7 @@
 """The record of an image: reproducible builds, the SBOM, the provenance, and the output of verify.
 
-build_image.sh and build_sif.sh run unchanged, but with a Dockerfile of a few files instead of the image's. The last test is about
-the image itself.
+build_image.sh and build_sif.sh run unchanged, but with a Dockerfile of a few files instead of the image's.
+The last test is about the image itself.
 """
 
 import gzip
@@ -46,7 +46,9 @@ TREE = {
 
 
 def run(*command, cwd=REPOSITORY, check=True, **options):
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options)
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options
+    )
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -77,7 +79,9 @@ def written(folder):
 
 
 def verify(*arguments, **options):
-    return run(sys.executable, REPOSITORY / "containers/record.py", "verify", *arguments, check=False, **options)
+    return run(
+        sys.executable, REPOSITORY / "containers/record.py", "verify", *arguments, check=False, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +111,13 @@ def tiny(tmp_path_factory):
     git(folder, "commit", "--quiet", "--message=newer")
     build(folder, base / "store")
     yield folder
-    run("buildah", "rmi", "--all", "--force", env=os.environ | {"CONTAINERS_STORAGE_CONF": f"{base}/store/storage.conf"})
+    run(
+        "buildah",
+        "rmi",
+        "--all",
+        "--force",
+        env=os.environ | {"CONTAINERS_STORAGE_CONF": f"{base}/store/storage.conf"},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +133,17 @@ def test_another_clone_with_another_umask_and_store_gives_the_same_image(tiny, t
     run("chmod", "-R", "go=", clone)
     run("find", clone / "src", "-exec", "touch", "--date=2001-02-03", "{}", "+")
     build(clone, tmp_path / "store", umask=0o077)
-    run("buildah", "rmi", "--all", "--force", env=os.environ | {"CONTAINERS_STORAGE_CONF": f"{tmp_path}/store/storage.conf"})
+    run(
+        "buildah",
+        "rmi",
+        "--all",
+        "--force",
+        env=os.environ | {"CONTAINERS_STORAGE_CONF": f"{tmp_path}/store/storage.conf"},
+    )
     first, second = written(tiny), written(clone)
-    assert sorted(second) == [f"hpctrain-cpu.{kind}" for kind in ("digest", "provenance.json", "spdx.json", "tar")]
+    assert sorted(second) == [
+        f"hpctrain-cpu.{kind}" for kind in ("digest", "provenance.json", "spdx.json", "tar")
+    ]
     assert all(first[name] == second[name] for name in second if name != "hpctrain-cpu.provenance.json")
     statements = [json.loads(files["hpctrain-cpu.provenance.json"]) for files in (first, second)]
     for statement in statements:  # the first one may contain a SIF by now
@@ -139,7 +157,17 @@ def test_a_sif_does_not_depend_on_the_user_who_builds_it(tiny, tiny_sif, tmp_pat
     theirs = tmp_path / "alice"
     theirs.mkdir()
     os.chown(theirs, 1000, 1000)
-    command = ["run", "-u", "alice", "-b", theirs, "--", "apptainer/build_sif.sh", "--output", theirs / "image.sif"]
+    command = [
+        "run",
+        "-u",
+        "alice",
+        "-b",
+        theirs,
+        "--",
+        "apptainer/build_sif.sh",
+        "--output",
+        theirs / "image.sif",
+    ]
     run("cluster/cluster.sh", *command, cwd=tiny)
     assert (theirs / "image.sif").stat().st_uid == 1000
     assert (theirs / "image.sif").read_bytes() == tiny_sif.read_bytes()
@@ -150,7 +178,9 @@ def test_the_sbom_is_valid_spdx_and_lists_the_installed_packages(tiny):
     assert validate_full_spdx_document(parse_file(str(path))) == []
     document = json.loads(path.read_text())
     listed = {
-        element["externalRefs"][0]["referenceLocator"]: [checksum["checksumValue"] for checksum in element.get("checksums", [])]
+        element["externalRefs"][0]["referenceLocator"]: [
+            checksum["checksumValue"] for checksum in element.get("checksums", [])
+        ]
         for element in document["packages"]
     }
     digest = (tiny / "build/hpctrain-cpu.digest").read_text().strip()
@@ -163,7 +193,10 @@ def test_the_sbom_is_valid_spdx_and_lists_the_installed_packages(tiny):
         "pkg:pypi/pyyaml@6.0": ["c" * 64],
         "pkg:pypi/horovod@0.28.1": [hashlib.sha256(record.encode()).hexdigest()],
     }
-    assert run(sys.executable, "containers/record.py", "sbom", tiny / "build/hpctrain-cpu.tar").stdout == path.read_text()
+    assert (
+        run(sys.executable, "containers/record.py", "sbom", tiny / "build/hpctrain-cpu.tar").stdout
+        == path.read_text()
+    )
 
 
 def test_the_provenance_names_source_recipe_and_tools(tiny, tiny_sif):
@@ -180,7 +213,10 @@ def test_the_provenance_names_source_recipe_and_tools(tiny, tiny_sif):
     }
     definition = statement["predicate"]["buildDefinition"]
     revision = run("git", "rev-parse", "HEAD", cwd=tiny).stdout.strip()
-    assert definition["externalParameters"]["revision"] == revision and not definition["externalParameters"]["dirty"]
+    assert (
+        definition["externalParameters"]["revision"] == revision
+        and not definition["externalParameters"]["dirty"]
+    )
     used = {part["name"]: part["digest"] for part in definition["resolvedDependencies"]}
     assert used["source"] == {"gitCommit": revision}
     for name in ("containers/Dockerfile", "containers/locks/cpu.lock", "pyproject.toml"):
@@ -195,7 +231,10 @@ def test_an_image_as_recorded_is_verified_in_one_line(tiny, tiny_sif):
         record = [tiny / "build/hpctrain-cpu.provenance.json"] * (image != tiny / "build/hpctrain-cpu.tar")
         done = verify(image, *record, env=os.environ | store)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(f"verify: {image} is hpctrain cpu with openmpi of ") and done.stdout.count("\n") == 1
+        assert (
+            done.stdout.startswith(f"verify: {image} is hpctrain cpu with openmpi of ")
+            and done.stdout.count("\n") == 1
+        )
 
 
 def flipped(source, target, at):
@@ -242,7 +281,10 @@ def test_an_image_that_differs_from_its_record_is_named(tiny, tiny_sif, tmp_path
 
 
 def test_differing_packages_are_named_for_archive_and_sif(tiny, tiny_sif, tmp_path):
-    """A build with one more, one less and one changed package. The SIF is compared on a node, which has unsquashfs."""
+    """A build with one more, one less and one changed package.
+
+    The SIF is compared on a node, which has unsquashfs.
+    """
     for kind in ("spdx.json", "provenance.json"):
         shutil.copy(tiny / f"build/hpctrain-cpu.{kind}", tmp_path)
     shutil.copytree(tiny, tmp_path / "other", symlinks=True, ignore=shutil.ignore_patterns("hpctrain-cpu*"))
@@ -258,7 +300,9 @@ def test_differing_packages_are_named_for_archive_and_sif(tiny, tiny_sif, tmp_pa
     assert parameters["predicate"]["buildDefinition"]["externalParameters"]["dirty"]
     by_archive = verify(tmp_path / "other/build/hpctrain-cpu.tar", record)
     command = ["python3", "containers/record.py", "verify", "hpctrain-cpu.sif", record]
-    by_sif = run("cluster/cluster.sh", "run", "-b", tmp_path, "--", *command, cwd=tmp_path / "other", check=False)
+    by_sif = run(
+        "cluster/cluster.sh", "run", "-b", tmp_path, "--", *command, cwd=tmp_path / "other", check=False
+    )
     for done in (by_archive, by_sif):
         assert done.returncode == 1
         lines = [line.strip() for line in done.stderr.splitlines()[1:]]
@@ -275,7 +319,9 @@ def test_an_image_without_its_list_of_packages_is_refused_and_the_old_one_stays(
     shutil.copytree(tiny, tmp_path / "other", symlinks=True)
     (tmp_path / "other/containers/install/tree/usr/share/hpctrain/debian.tsv").unlink()
     done = build(tmp_path / "other", tiny.parent / "store", check=False)
-    assert done.returncode == 1 and "has no /usr/share/hpctrain/debian.tsv, its list of packages" in done.stderr
+    assert (
+        done.returncode == 1 and "has no /usr/share/hpctrain/debian.tsv, its list of packages" in done.stderr
+    )
     assert written(tmp_path / "other") == written(tiny)
     assert not list((tmp_path / "other/build").glob("image.*"))
 
@@ -295,7 +341,9 @@ def test_layers_as_docker_saves_them_are_read(tiny, tmp_path):
     manifest = json.loads((blobs / index["manifests"][0]["digest"][7:]).read_text())
     for i, layer in enumerate(manifest["layers"]):
         content = gzip.decompress((blobs / layer["digest"][7:]).read_bytes())
-        manifest["layers"][i] = replace(layer, content) | {"mediaType": "application/vnd.oci.image.layer.v1.tar"}
+        manifest["layers"][i] = replace(layer, content) | {
+            "mediaType": "application/vnd.oci.image.layer.v1.tar"
+        }
     index["manifests"] = [replace(index["manifests"][0], json.dumps(manifest).encode())]
     (tmp_path / "oci/index.json").write_text(json.dumps(index))
     run("tar", "-cf", tmp_path / "saved.tar", "-C", tmp_path / "oci", "oci-layout", "index.json", "blobs")
@@ -310,16 +358,35 @@ def test_a_signed_sif_is_verified_and_a_changed_one_is_refused(tiny, tiny_sif, t
     shutil.copy(tiny / "build/hpctrain-cpu.provenance.json", tmp_path)
 
     def apptainer(*arguments, **options):
-        command = ["run", "-b", tmp_path, "-e", f"APPTAINER_CONFIGDIR={tmp_path}/keys", "--", "apptainer", *arguments]
+        command = [
+            "run",
+            "-b",
+            tmp_path,
+            "-e",
+            f"APPTAINER_CONFIGDIR={tmp_path}/keys",
+            "--",
+            "apptainer",
+            *arguments,
+        ]
         return run("cluster/cluster.sh", *command, **options)
 
-    apptainer("key", "newpair", "--name=A User", "--email=user@example.org", "--comment=", "--password=secret", "--push=false")
+    apptainer(
+        "key",
+        "newpair",
+        "--name=A User",
+        "--email=user@example.org",
+        "--comment=",
+        "--password=secret",
+        "--push=false",
+    )
     command = f"export APPTAINER_CONFIGDIR={tmp_path}/keys; echo secret | apptainer sign {signed}"
     run("cluster/cluster.sh", "run", "-b", tmp_path, "--", "sh", "-c", command)
     assert signed.read_bytes() != tiny_sif.read_bytes()
     assert "Verified signature(s)" in apptainer("verify", signed).stderr
     done = verify(signed)
-    assert done.returncode == 0 and "and 1 signature that apptainer verify can check" in done.stdout, done.stderr
+    assert done.returncode == 0 and "and 1 signature that apptainer verify can check" in done.stdout, (
+        done.stderr
+    )
     flipped(signed, tmp_path / "hpctrain-cpu.sif", 45000)
     assert apptainer("verify", signed, check=False).returncode != 0
     assert verify(signed).returncode == 1
@@ -333,7 +400,9 @@ def test_the_record_of_the_image(sif):
     assert validate_full_spdx_document(parse_file(str(path))) == []
     lock = (REPOSITORY / "containers/locks/cpu.lock").read_text()
     elements = json.loads(path.read_text())["packages"][1:]
-    wheels = [element for element in elements if element.get("packageFileName", "").endswith((".whl", ".tar.gz"))]
+    wheels = [
+        element for element in elements if element.get("packageFileName", "").endswith((".whl", ".tar.gz"))
+    ]
     assert len(wheels) > 70 and all(element["checksums"][0]["checksumValue"] in lock for element in wheels)
     debian = [element for element in elements if element["SPDXID"].startswith("SPDXRef-deb-")]
     assert len(debian) > 100 and sum("checksums" in element for element in debian) > 100

@@ -1,7 +1,8 @@
-"""Files that must not be in the image, searched for in the archive and in the SIF file by file; and a read-only image works
-for an ordinary user.
+"""Files that must not be in the image, searched for in the archive and in the SIF file by file; and a
+read-only image works for an ordinary user.
 
-There was no docker daemon where these tests were written, so podman of an ordinary user stands for `docker run --user`.
+There was no docker daemon where these tests were written, so podman of an ordinary user stands for `docker
+run --user`.
 """
 
 import json
@@ -60,7 +61,11 @@ class Image:
 def own_words() -> list[bytes]:
     """Names, folders and addresses of this machine, which must not be in the image."""
     words = {str(REPOSITORY), socket.gethostname()}
-    words |= {value for name, value in os.environ.items() if re.search("(?i)proxy$|^PIP_(INDEX_URL|FIND_LINKS)|^WHEELS$", name)}
+    words |= {
+        value
+        for name, value in os.environ.items()
+        if re.search("(?i)proxy$|^PIP_(INDEX_URL|FIND_LINKS)|^WHEELS$", name)
+    }
     if shutil.which("pip"):
         pip = subprocess.run(["pip", "config", "list"], capture_output=True, text=True).stdout
         words |= {word for word in re.findall(r"[^\s'=]+", pip) if "/" in word and "ssl" not in word}
@@ -85,7 +90,11 @@ def image() -> Image:
                         gone = path.parent if path.name == ".wh..wh..opq" else path.parent / path.name[4:]
                         kept = path.name == ".wh..wh..opq"
                         below = f"{gone}/"
-                        files = {n: f for n, f in files.items() if not n.startswith(below) and (kept or n != str(gone))}
+                        files = {
+                            n: f
+                            for n, f in files.items()
+                            if not n.startswith(below) and (kept or n != str(gone))
+                        }
                     else:
                         new[str(path)] = look(layer, info, own)
                 files |= new
@@ -93,14 +102,21 @@ def image() -> Image:
 
 
 def look(layer: tarfile.TarFile, info: tarfile.TarInfo, own: list[bytes]) -> File:
-    if not info.isfile() or not info.size or info.size > 2_000_000 or re.search(r"\.(pyc|so[.0-9]*|ttf|png|mo)$", info.name):
+    if (
+        not info.isfile()
+        or not info.size
+        or info.size > 2_000_000
+        or re.search(r"\.(pyc|so[.0-9]*|ttf|png|mo)$", info.name)
+    ):
         return File(info, b"" if info.isfile() and not info.size else None, ())
     content = layer.extractfile(info).read()
     found = [word for word in own if word in content]
     for start, pattern in SECRETS.items():
         if start in content:  # much faster than the pattern
             found += [match[0] for match in re.finditer(pattern, content)]
-    return File(info, content if "site-packages" not in info.name and info.size < 100_000 else None, tuple(found))
+    return File(
+        info, content if "site-packages" not in info.name and info.size < 100_000 else None, tuple(found)
+    )
 
 
 def names(image: Image, condition: Callable[[str, File], object]) -> list[str]:
@@ -110,7 +126,9 @@ def names(image: Image, condition: Callable[[str, File], object]) -> list[str]:
 def test_nothing_is_privileged_or_writable_by_everyone(image):
     assert len(image.files) > 20_000
     assert names(image, lambda _, file: file.info.isfile() and file.mode & 0o6000) == []
-    assert names(image, lambda _, file: any("security.capability" in key for key in file.info.pax_headers)) == []
+    assert (
+        names(image, lambda _, file: any("security.capability" in key for key in file.info.pax_headers)) == []
+    )
     open_to_all = names(image, lambda _, file: file.mode & 0o002 and not file.info.issym())
     assert open_to_all == ["/run/lock", "/tmp", "/var/tmp"]
     assert all(image.files[name].mode == 0o1777 for name in open_to_all)
@@ -118,10 +136,17 @@ def test_nothing_is_privileged_or_writable_by_everyone(image):
 
 
 def test_all_files_belong_to_root_and_are_readable(image):
-    """The groups are Debian's own. Only files that Debian closes are closed, and a user needs none of them."""
+    """The groups are Debian's own.
+
+    Only files that Debian closes are closed, and a user needs none of them.
+    """
     assert names(image, lambda _, file: file.info.uid != 0) == ["/var/cache/apt/archives/partial"]
-    assert names(image, lambda name, file: name.startswith("/opt/") and (file.info.uid or file.info.gid)) == []
-    closed = names(image, lambda _, file: not file.mode & 0o004 or (file.info.isdir() and not file.mode & 0o001))
+    assert (
+        names(image, lambda name, file: name.startswith("/opt/") and (file.info.uid or file.info.gid)) == []
+    )
+    closed = names(
+        image, lambda _, file: not file.mode & 0o004 or (file.info.isdir() and not file.mode & 0o001)
+    )
     debian = r"/root|/etc/(g?shadow-?|passwd-|\.pwd\.lock|security/opasswd|ssl/private)|/var/(log|cache|lib/(dpkg|apt))/.*"
     assert [name for name in closed if not re.fullmatch(debian, name)] == []
 
@@ -130,7 +155,9 @@ def test_no_secret_and_no_name_of_the_build_machine(image):
     assert [(name, file.found) for name, file in image.files.items() if file.found] == []
     assert [word for word in own_words() if word.decode() in json.dumps(image.config)] == []
     environment = {line.partition("=")[0] for line in image.config["config"]["Env"]}
-    assert environment == set(re.findall(r"^ENV (\w+)=", (REPOSITORY / "containers/Dockerfile").read_text(), re.M))
+    assert environment == set(
+        re.findall(r"^ENV (\w+)=", (REPOSITORY / "containers/Dockerfile").read_text(), re.M)
+    )
     for name in ("/etc/hostname", "/etc/resolv.conf", "/etc/hosts", "/etc/machine-id"):
         assert name not in image.files or image.files[name].text == b"", name
     empty = (
@@ -138,7 +165,9 @@ def test_no_secret_and_no_name_of_the_build_machine(image):
         r"|/root/(?!\.bashrc|\.profile).+"
     )
     assert names(image, lambda name, _: re.fullmatch(empty, name)) == []
-    private = r".*/(\.netrc|\.pypirc|pip\.conf|\.git-credentials|auth\.json|ssh_host_\w+|id_(rsa|ecdsa|ed25519))"
+    private = (
+        r".*/(\.netrc|\.pypirc|pip\.conf|\.git-credentials|auth\.json|ssh_host_\w+|id_(rsa|ecdsa|ed25519))"
+    )
     assert names(image, lambda name, _: re.fullmatch(private, name)) == []
     # The build got certificates from the host; those in the image are Debian's.
     trusted = image.files["/etc/ssl/certs/ca-certificates.crt"].info.size
@@ -157,7 +186,8 @@ def test_no_leftovers(image):
     sources = names(image, lambda name, _: re.fullmatch(r"/(usr/lib/python3.11|opt)/.*\.py", name))
     compiled = {re.sub(r"([^/]*)\.py$", r"__pycache__/\1.cpython-311.pyc", name) for name in sources}
     bytecode = set(names(image, lambda name, _: re.fullmatch(r"/(usr/lib/python3.11|opt)/.*\.pyc", name)))
-    assert len(compiled) > 5000 and bytecode <= compiled and len(compiled - bytecode) <= 1  # torch's, for a newer Python
+    # torch's, for a newer Python
+    assert len(compiled) > 5000 and bytecode <= compiled and len(compiled - bytecode) <= 1
 
 
 def test_python_trusts_the_bytecode_of_its_library(cluster):
@@ -166,7 +196,9 @@ def test_python_trusts_the_bytecode_of_its_library(cluster):
         "import pathlib; found = [p for p in pathlib.Path('/usr/lib/python3.11').rglob('*.pyc')];"
         "print(len(found), sum(p.read_bytes()[4] != 1 for p in found))"
     )
-    done = cluster.exec("n1", "apptainer", "exec", "/project/hpctrain-cpu.sif", "python", "-c", code, user="alice")
+    done = cluster.exec(
+        "n1", "apptainer", "exec", "/project/hpctrain-cpu.sif", "python", "-c", code, user="alice"
+    )
     total, dated = map(int, done.stdout.split())
     assert total > 600 and dated == 0
 
@@ -176,7 +208,9 @@ def test_the_sif_has_only_the_files_of_the_image(cluster, image):
     find = "find / -xdev \\( -path /proc -o -path /sys -o -path /dev -o -path /project \\) -prune -o -printf '%m %y %p\\n'"
     sif = ["apptainer", "exec", "--contain", "/project/hpctrain-cpu.sif"]
     said = cluster.exec("n1", *sif, "sh", "-c", find, user="alice", check=False).stdout
-    found = {path: (int(mode, 8), kind) for mode, kind, path in (line.split(" ", 2) for line in said.splitlines())}
+    found = {
+        path: (int(mode, 8), kind) for mode, kind, path in (line.split(" ", 2) for line in said.splitlines())
+    }
     assert len(found) > 20_000
     assert [path for path, (mode, kind) in found.items() if kind == "f" and mode & 0o6000] == []
     open_to_all = [path for path, (mode, kind) in found.items() if mode & 0o002 and kind != "l"]
@@ -187,7 +221,13 @@ def test_the_sif_has_only_the_files_of_the_image(cluster, image):
 
 def test_a_user_without_a_name_in_a_read_only_container(cluster, podman_image):
     """podman run --user 1000 --read-only: no entry in /etc/passwd, no home, no network; only podman's /tmp is writable."""
-    options = ["--user=1000:1000", "--read-only", "--network=none", "--cap-drop=all", "--security-opt=no-new-privileges"]
+    options = [
+        "--user=1000:1000",
+        "--read-only",
+        "--network=none",
+        "--cap-drop=all",
+        "--security-opt=no-new-privileges",
+    ]
     script = "id -u; touch /opt/hpctrain/x /x 2>&1; hpctrain train_ddp --epochs 1 --out /tmp/out; ls /tmp/out"
     done = cluster.exec(
         "n1", "podman-hpc", "run", "--rm", *options, "hpctrain:cpu", "sh", "-c", script,

@@ -29,7 +29,8 @@ def run(program):
     [
         ("train_ddp", ["torch._dynamo.eval_frame", "lightning", "transformers", "scipy.signal"]),
         ("train_lightning", ["torch._dynamo.eval_frame", "transformers", "scipy.signal"]),
-        ("nlp.classify", ["sklearn", "scipy.signal", "transformers.trainer", "peft"]),  # transformers needs the compiler
+        # transformers needs the compiler
+        ("nlp.classify", ["sklearn", "scipy.signal", "transformers.trainer", "peft"]),
     ],
 )
 def test_trainer_does_not_import_what_it_does_not_use(trainer, not_used, tmp_path):
@@ -53,7 +54,10 @@ def test_fetch_does_not_import_the_models():
 
 @pytest.mark.slow
 def test_what_the_first_step_waits_for(tmp_path):
-    """Each file is a request to the file system, from every rank. On 2026-11-24, 48 modules and 100 files besides torch's."""
+    """Each file is a request to the file system, from every rank.
+
+    On 2026-11-24, 48 modules and 100 files besides torch's.
+    """
     said = run(f"""
 import os, sys
 files = []

@@ -29,7 +29,13 @@ def become_rank(rank, size, port, folder, behave, own_nodes):
     if own_nodes:
         platform.node = lambda: f"n{rank}"
         os.environ["HPCTRAIN_NODE_TIMEOUT"] = str(3 * LIMIT)
-    common = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    common = {
+        "TORCHELASTIC_RUN_ID": "1",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+    }
     own = common | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
     os.environ |= {name: str(value) for name, value in own.items()}
     log = (folder / f"rank-{rank}.log").open("a")
@@ -101,9 +107,16 @@ def test_a_job_without_a_step_ends_and_says_where_each_rank_was(tmp_path):
     statuses, logs = finish(start(2, tmp_path, hang_on_rank_1), tmp_path, ends=[0])
     assert statuses[0] == 1
     said = [line for line in logs[0].splitlines() if line.startswith("hpctrain: ")]
-    assert said[0] == f"hpctrain: error: no rank has finished a step for {LIMIT:.0f} s; --watchdog sets another limit"
-    assert re.search(r"rank 0 on \S+ had finished 5 steps and was at test_watchdog.py:\d+ become_rank\(\)", said[1])
-    assert re.search(r"rank 1 on \S+ had finished 5 steps and was at test_watchdog.py:\d+ hang_on_rank_1\(\)", said[2])
+    assert (
+        said[0]
+        == f"hpctrain: error: no rank has finished a step for {LIMIT:.0f} s; --watchdog sets another limit"
+    )
+    assert re.search(
+        r"rank 0 on \S+ had finished 5 steps and was at test_watchdog.py:\d+ become_rank\(\)", said[1]
+    )
+    assert re.search(
+        r"rank 1 on \S+ had finished 5 steps and was at test_watchdog.py:\d+ hang_on_rank_1\(\)", said[2]
+    )
     for log in logs:  # the stacks of all threads, on each rank
         assert "most recent call first" in log and "become_rank" in log
 
@@ -158,7 +171,10 @@ def test_a_node_that_may_be_dead_is_left_to_the_scheduler_first(tmp_path, behave
     started[other].join(2 * LIMIT)
     assert started[other].is_alive(), (tmp_path / f"rank-{other}.log").read_text()
     statuses, logs = finish(started, tmp_path, ends=[other])
-    assert statuses[other] == 1 and f"hpctrain: error: rank {lost} on n{lost} has not answered for 18 s" in logs[other], logs
+    assert (
+        statuses[other] == 1
+        and f"hpctrain: error: rank {lost} on n{lost} has not answered for 18 s" in logs[other]
+    ), logs
 
 
 @pytest.mark.slow
@@ -185,21 +201,34 @@ def test_the_trainers_have_a_watchdog(tmp_path, trainer):
     done = warm_start.run(ranks, tmp_path)
     stopped.join()
     assert done.returncode == 1, done.stderr
-    assert re.search(r"^hpctrain: error: rank 3 on \S+ has not answered for 6 s", done.stderr, re.M), done.stderr
-    assert len(re.findall(r"^hpctrain: rank \d on \S+ had finished \d+ steps and was at \S+:\d+ ", done.stderr, re.M)) >= 4
+    assert re.search(r"^hpctrain: error: rank 3 on \S+ has not answered for 6 s", done.stderr, re.M), (
+        done.stderr
+    )
+    assert (
+        len(
+            re.findall(
+                r"^hpctrain: rank \d on \S+ had finished \d+ steps and was at \S+:\d+ ", done.stderr, re.M
+            )
+        )
+        >= 4
+    )
     assert (tmp_path / "run/checkpoints/epoch-0001.pt").exists()
 
 
 @pytest.mark.slow
 def test_the_death_of_a_rank_is_one_line_from_each_of_the_others(tmp_path):
     write_digits(tmp_path / "digits")
-    ranks = warm_start.torchrun_ranks(4, ["train_ddp", "--data", "digits", "--epochs", "1000", "--out", "run"], dict(os.environ))
+    ranks = warm_start.torchrun_ranks(
+        4, ["train_ddp", "--data", "digits", "--epochs", "1000", "--out", "run"], dict(os.environ)
+    )
     killer = threading.Thread(target=end_rank, args=(tmp_path / "run", 3, signal.SIGKILL))
     killer.start()
     done = warm_start.run(ranks, tmp_path)
     killer.join()
     said = sorted(line for line in done.stderr.splitlines() if "lost the connection" in line)
-    assert [line.split(" on ")[0] for line in said] == [f"hpctrain: error: rank-000{rank}" for rank in range(3)], done.stderr
+    assert [line.split(" on ")[0] for line in said] == [
+        f"hpctrain: error: rank-000{rank}" for rank in range(3)
+    ], done.stderr
     assert "Traceback" not in done.stderr
     assert "Traceback" in (tmp_path / "run/logs/rank-0000.log").read_text()
 

@@ -72,7 +72,10 @@ HOROVODRUN = {
     [
         (TORCHRUN, "torchrun"),
         (TORCHRUN | OPENMPI_IN_SLURM, "torchrun"),
-        (TORCHRUN | SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2"}, "torchrun"),
+        (
+            TORCHRUN | SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2"},
+            "torchrun",
+        ),
         (HOROVODRUN, "horovodrun"),
         (SLURM_BATCH | HOROVODRUN, "horovodrun"),
         # without the address of a server this is not horovodrun
@@ -82,14 +85,22 @@ HOROVODRUN = {
         (MPICH, "mpich"),
         (SLURM_BATCH | MPICH, "mpich"),
         (SLURM_STEP, "slurm"),
-        (SLURM_STEP | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.17.0", "SLURM_MPI_TYPE": "pmix"}, "slurm"),
+        (
+            SLURM_STEP | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.17.0", "SLURM_MPI_TYPE": "pmix"},
+            "slurm",
+        ),
         (SLURM_STEP | {"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_MPI_TYPE": "pmi2"}, "slurm"),
         # variables that the launch scripts set for plain PyTorch scripts do not make a torchrun
-        (SLURM_STEP | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "HPCTRAIN_WORLD_SIZE": "4"}, "slurm"),
+        (
+            SLURM_STEP | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "HPCTRAIN_WORLD_SIZE": "4"},
+            "slurm",
+        ),
     ],
 )
 def test_every_launcher_gives_rank_3_of_4(env, launcher):
-    assert detect(env) == World(rank=3, size=4, local_rank=1, local_size=2, node_rank=1, nodes=2, launcher=launcher)
+    assert detect(env) == World(
+        rank=3, size=4, local_rank=1, local_size=2, node_rank=1, nodes=2, launcher=launcher
+    )
 
 
 @pytest.mark.parametrize("env", [{}, SLURM_BATCH | {"SLURM_NTASKS": "1"}, {"SLURM_JOB_ID": "17"}])
@@ -99,7 +110,10 @@ def test_one_process_alone(env):
 
 def test_one_of_a_kind_has_no_plural():
     """The log and `check` said "1 ranks on 1 nodes"."""
-    assert (World(0, 4, 0, 2, 0, 2, "slurm").extent, ALONE.extent) == ("4 ranks on 2 nodes", "1 rank on 1 node")
+    assert (World(0, 4, 0, 2, 0, 2, "slurm").extent, ALONE.extent) == (
+        "4 ranks on 2 nodes",
+        "1 rank on 1 node",
+    )
 
 
 def test_torchrun_goes_on_with_fewer_nodes():
@@ -121,7 +135,8 @@ def test_nodes_with_unlike_numbers_of_tasks():
 
 
 @pytest.mark.parametrize(
-    "step", [{}, {"SLURM_STEP_ID": "4294967291"}, {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}]
+    "step",
+    [{}, {"SLURM_STEP_ID": "4294967291"}, {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}],
 )
 def test_one_process_in_a_batch_script_of_four_tasks_is_an_error_with_the_right_command(step):
     with pytest.raises(HpctrainError, match=r"4 tasks.*srun"):
@@ -148,7 +163,10 @@ def test_one_process_in_a_pbs_job_of_several_slots_is_an_error_with_the_right_co
         (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE is 'two'"),
         (SLURM_STEP | {"SLURM_NODEID": "2"}, "lists 2 nodes"),
         # the wrong PMI: each of four ranks gets a world of one
-        (MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "HPCTRAIN_WORLD_SIZE": "4"}, "PMI"),
+        (
+            MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "HPCTRAIN_WORLD_SIZE": "4"},
+            "PMI",
+        ),
         ({"HPCTRAIN_WORLD_SIZE": "4"}, "started 4 ranks"),
         ({"HPCTRAIN_WORLD_SIZE": "many"}, "HPCTRAIN_WORLD_SIZE is 'many'"),
     ],
@@ -159,7 +177,8 @@ def test_broken_variables_are_named(env, message):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "command"), [("slurm", "srun"), ("openmpi", "mpirun"), ("mpich", "mpiexec"), ("torchrun", "torchrun")]
+    ("launcher", "command"),
+    [("slurm", "srun"), ("openmpi", "mpirun"), ("mpich", "mpiexec"), ("torchrun", "torchrun")],
 )
 def test_errors_name_the_command_that_the_user_typed(launcher, command):
     assert World(0, 2, 0, 2, 0, 1, launcher).launcher_command == command
@@ -191,7 +210,9 @@ def test_job_id():
 
 
 def test_restarts_of_slurm_and_of_pbs():
-    assert [restart_count(env) for env in ({}, {"SLURM_RESTART_COUNT": "2"}, {"HPCTRAIN_PBS_RERUNS": "1"})] == [0, 2, 1]
+    assert [
+        restart_count(env) for env in ({}, {"SLURM_RESTART_COUNT": "2"}, {"HPCTRAIN_PBS_RERUNS": "1"})
+    ] == [0, 2, 1]
 
 
 def test_a_gpu_that_is_not_there():
@@ -204,15 +225,24 @@ def test_a_gpu_that_is_not_there():
 
 
 def test_gpus_that_slurm_granted_and_this_rank_cannot_use():
-    """It would train on the CPU and say nothing. A laptop with a GPU that this torch does not use is no allocation."""
+    """It would train on the CPU and say nothing.
+
+    A laptop with a GPU that this torch does not use is no allocation.
+    """
     import torch
 
     if not torch.cuda.is_available():
         granted = {"SLURM_GPUS_ON_NODE": "4"}
         message = r"rank 0 on \S+: the job has a GPU \(SLURM_GPUS_ON_NODE=4\), but there is no /dev/nvidia.*"
-        with pytest.raises(HpctrainError, match=message + "(is a CPU build.*: use the CUDA image, or --device cpu)?"):
+        with pytest.raises(
+            HpctrainError, match=message + "(is a CPU build.*: use the CUDA image, or --device cpu)?"
+        ):
             choose_device(detect({}), "auto", granted)
-        assert choose_device(detect({}), "cpu", granted).type == choose_device(detect({}), "auto", {}).type == "cpu"
+        assert (
+            choose_device(detect({}), "cpu", granted).type
+            == choose_device(detect({}), "auto", {}).type
+            == "cpu"
+        )
 
 
 def test_real_torchrun():
@@ -220,7 +250,16 @@ def test_real_torchrun():
     code = "from hpctrain.distributed.world import detect; w = detect(); "
     code += r"print(f'{w.rank} {w.size} {w.local_rank} {w.local_size} {w.launcher}\n', end='')"  # one write
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", sys.executable, "-c", code],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--no-python",
+            sys.executable,
+            "-c",
+            code,
+        ],
         capture_output=True,
         text=True,
         check=True,
@@ -278,9 +317,16 @@ def free_port():
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_at_the_start_is_named_once():
-    """Rank 2 sleeps. Rank 0 names it, and rank 1 exits with status 0, so that srun does not kill rank 0 before that."""
+    """Rank 2 sleeps.
+
+    Rank 0 names it, and rank 1 exits with status 0, so that srun does not kill rank 0 before that.
+    """
     first, second = start_ranks([0, 1, 2], size=3, late=2, MASTER_PORT=free_port())
-    assert first[0] == 1 and "rank 2 of 3 did not join at localhost:" in first[2] and "(ranks 0-1 did)" in first[2]
+    assert (
+        first[0] == 1
+        and "rank 2 of 3 did not join at localhost:" in first[2]
+        and "(ranks 0-1 did)" in first[2]
+    )
     assert first[2].count("\n") == 1
     assert second == (0, "", "")
 
@@ -319,7 +365,9 @@ def test_the_backend_follows_the_device(monkeypatch, device, cpu_tensors, backen
     """There is no GPU here, so the group is not made."""
     made = []
     monkeypatch.setattr(rendezvous, "_connect_store", lambda _: None)
-    monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda backend, **options: made.append(backend))
+    monkeypatch.setattr(
+        rendezvous.dist, "init_process_group", lambda backend, **options: made.append(backend)
+    )
     monkeypatch.setattr(rendezvous.dist, "destroy_process_group", lambda: None)
     with rendezvous.process_group(World(0, 2, 0, 2, 0, 1, "torchrun"), torch.device(device), cpu_tensors):
         assert made == [backend]
@@ -338,11 +386,12 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60
 
     monkeypatch.setattr(rendezvous, "_connect_store", lambda world: None)
     monkeypatch.setattr(rendezvous.dist, "init_process_group", init_process_group)
-    message = (
-        r"rank 1 of 2 on .*, cuda:0: NCCL cannot start \(Duplicate GPU .* device 60\): give each rank a GPU of its own \(--gpus"
-    )
+    message = r"rank 1 of 2 on .*, cuda:0: NCCL cannot start \(Duplicate GPU .* device 60\): give each rank a GPU of its own \(--gpus"
     world = World(1, 2, 1, 2, 0, 1, "torchrun")
-    with pytest.raises(HpctrainError, match=message), rendezvous.process_group(world, torch.device("cuda", 0)):
+    with (
+        pytest.raises(HpctrainError, match=message),
+        rendezvous.process_group(world, torch.device("cuda", 0)),
+    ):
         pass
 
 
@@ -355,14 +404,20 @@ def test_a_store_with_the_connections_of_hundreds_of_ranks():
     """
     command = 'ip link set lo up && exec "$0" -c "$1"'
     done = subprocess.run(
-        ["unshare", "--net", "sh", "-c", command, sys.executable, CROWD], capture_output=True, text=True, timeout=200
+        ["unshare", "--net", "sh", "-c", command, sys.executable, CROWD],
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
-    assert done.stdout.replace("\n", "") == "[0, 1]" * 2, done.stderr  # two processes print, and their lines can mix
+    # two processes print, and their lines can mix
+    assert done.stdout.replace("\n", "") == "[0, 1]" * 2, done.stderr
 
 
 def test_a_name_that_does_not_resolve_is_an_error_at_once():
     since = time.monotonic()
-    [(status, _, error)] = start_ranks([1], seconds=200, MASTER_ADDR="no-such-host.invalid", MASTER_PORT="29500")
+    [(status, _, error)] = start_ranks(
+        [1], seconds=200, MASTER_ADDR="no-such-host.invalid", MASTER_PORT="29500"
+    )
     assert status == 1 and "MASTER_ADDR is no-such-host.invalid" in error and "cannot resolve" in error
     assert time.monotonic() - since < 150
 
@@ -371,18 +426,26 @@ def test_a_port_in_use_is_named():
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
         [(status, _, error)] = start_ranks([0], MASTER_PORT=str(port))
-    assert status == 1 and f"port {port} of {os.uname().nodename} (MASTER_PORT) is in use by another process" in error
+    assert (
+        status == 1
+        and f"port {port} of {os.uname().nodename} (MASTER_PORT) is in use by another process" in error
+    )
 
 
 @pytest.mark.slow
 def test_a_rank_0_that_never_starts():
     [(status, _, error)] = start_ranks([1], seconds=3, MASTER_PORT="9")
-    assert status == 1 and "rank 1 of 2" in error and "did not reach rank 0 at localhost:9 within 3 s" in error
+    assert (
+        status == 1 and "rank 1 of 2" in error and "did not reach rank 0 at localhost:9 within 3 s" in error
+    )
 
 
 @pytest.mark.parametrize(
     ("place", "message"),
-    [("dist.TCPStore", "did not reach rank 0 at "), ("_wait_for_all_ranks", "lost the connection to rank 0 at ")],
+    [
+        ("dist.TCPStore", "did not reach rank 0 at "),
+        ("_wait_for_all_ranks", "lost the connection to rank 0 at "),
+    ],
 )
 def test_an_error_of_the_store_without_a_message_is_named_by_its_type(monkeypatch, place, message):
     def fail(*_, **__):
@@ -420,7 +483,9 @@ os._exit(0)
     ]  # fmt: skip
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     started = [
-        subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(agents)
     ]
     done = [process.communicate(timeout=300) for process in started]

@@ -1,7 +1,8 @@
-"""CONTRIBUTING.md, followed for real: in a copy of the project, a toy of each kind, made of the files that the page lists, runs.
+"""CONTRIBUTING.md, followed for real: in a copy of the project, a toy of each kind, made of the files that
+the page lists, runs.
 
-Each toy touches files of the table under its heading and no other; a row that begins with "If" may be left out, and so may tests
-and documents, which a toy does not need in order to run.
+Each toy touches files of the table under its heading and no other; a row that begins with "If" may be left
+out, and so may tests and documents, which a toy does not need in order to run.
 """
 
 import json
@@ -28,7 +29,9 @@ EXTRAS = ("tests/", "docs/", "README.md", ".github/")
 
 def run(*command, cwd, check=True, timeout=300, **env):
     """Run a command with the project of `cwd` and the environment of this one."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPCTRAIN_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPCTRAIN_"))
+    }
     path = f"{Path(sys.executable).parent}:{environment['PATH']}"
     environment |= {"PATH": path, "PYTHONPATH": f"{cwd}/src", **env}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
@@ -43,7 +46,15 @@ def project(tmp_path):
     for name in project_files():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / name, folder / name)
-    git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "init.defaultBranch=main"]
+    git = [
+        "git",
+        "-c",
+        "user.name=test",
+        "-c",
+        "user.email=test@example.org",
+        "-c",
+        "init.defaultBranch=main",
+    ]
     for words in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message=copy"]):
         subprocess.run([*git, *words], cwd=folder, check=True)
     return folder
@@ -59,7 +70,9 @@ def add(project, heading, name, edits):
         if what.startswith("If ")
     }
     for path in listed:
-        assert path in edits or path in optional or path.startswith(EXTRAS), f"{heading} lists {path}, which the toy did without"
+        assert path in edits or path in optional or path.startswith(EXTRAS), (
+            f"{heading} lists {path}, which the toy did without"
+        )
     files = {path: edit for path, edit in edits.items() if edit is not None and not isinstance(edit, dict)}
     for folder, contents in edits.items():
         if isinstance(contents, dict):
@@ -76,7 +89,11 @@ def add(project, heading, name, edits):
 def touched(project):
     """The files that differ from the copy."""
     status = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=all"], cwd=project, capture_output=True, text=True, check=True
+        ["git", "status", "--porcelain", "--untracked-files=all"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return {line[3:] for line in status.stdout.splitlines()}
 
@@ -157,7 +174,15 @@ def test_add_a_trainer(project):
     options = ["train_toy", "--epochs", "20", "--out"]
     alone = run(*python, *options, "runs/alone", cwd=project)
     together = run(
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "hpctrain", *options, "runs/two", cwd=project
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "-m",
+        "hpctrain",
+        *options,
+        "runs/two",
+        cwd=project,
     )
     assert "1 rank on 1 node (" in alone and "2 ranks on 1 node (" in together
     for name in ("alone", "two"):
@@ -208,7 +233,11 @@ TASK = '''
 
 @pytest.mark.slow
 def test_add_an_nlp_task(project):
-    lines = [f"{label}: {text} {i}\n" for i in range(20) for label, text in (("good", "I liked it"), ("bad", "what a bore"))]
+    lines = [
+        f"{label}: {text} {i}\n"
+        for i in range(20)
+        for label, text in (("good", "I liked it"), ("bad", "what a bore"))
+    ]
     row = '    "nlp.toy": ("hpctrain.nlp.toy", "fine-tune", "classify lines"),\n'
     edits = {
         "src/hpctrain/nlp/toy.py": TASK,
@@ -247,12 +276,25 @@ def test_add_a_site(project):
     show = "source launch/site.sh toy && env && launch/apptainer_ddp.sh --dry-run train_ddp"
     shown = run("bash", "-c", show, cwd=project, SCRATCH="/scratch/me", HPCTRAIN_RUNTIME="none")
     lines = shown.splitlines()
-    assert {"SBATCH_PARTITION=playground", "HPCTRAIN_BIND=/scratch/me /toys", "HPCTRAIN_FLAVOR=cpu"} <= set(lines)
+    assert {"SBATCH_PARTITION=playground", "HPCTRAIN_BIND=/scratch/me /toys", "HPCTRAIN_FLAVOR=cpu"} <= set(
+        lines
+    )
     assert "hpctrain: site toy, job 0," in shown
     own = run("bash", "-c", show, cwd=project, SBATCH_PARTITION="mine", SCRATCH="/s", HPCTRAIN_RUNTIME="none")
     assert "SBATCH_PARTITION=mine" in own.splitlines()
     # the rules for site files hold for it as well
-    run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/launch/test_sites.py", "-k", "toy", cwd=project)
+    run(
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/launch/test_sites.py",
+        "-k",
+        "toy",
+        cwd=project,
+    )
     assert touched(project) == set(edits)
 
 
@@ -297,11 +339,17 @@ def test_add_a_launcher_and_a_runtime(project, cluster):
     home = cluster.host_path("/home/alice/toy")
     shutil.copytree(project, home, ignore=shutil.ignore_patterns(".git"))
     cluster.exec("login", "chown", "-R", "alice:", "toy", user="root", cwd="/home/alice")
-    job = cluster.submit("launch/apptainer_toy.sh", "check", cwd="/home/alice/toy", env={"HPCTRAIN_RUNTIME": "toy"})
+    job = cluster.submit(
+        "launch/apptainer_toy.sh", "check", cwd="/home/alice/toy", env={"HPCTRAIN_RUNTIME": "toy"}
+    )
     ended = cluster.wait(job)
     output = (home / f"slurm-{job}.out").read_text()
     assert ended.state == "COMPLETED" and "check passed: 4 ranks on 2 hosts" in output, output
-    assert "launcher toy, over srun" in output and "runtime toy (1), image toy:1" in output and "A_TOY=yes" in output
+    assert (
+        "launcher toy, over srun" in output
+        and "runtime toy (1), image toy:1" in output
+        and "A_TOY=yes" in output
+    )
     assert touched(project) == {*launcher, *runtime}
 
 
@@ -312,7 +360,8 @@ def test_add_a_launcher_and_a_runtime(project, cluster):
 def test_add_a_package_and_an_image_flavor(project, tmp_path):
     """Both at once: the image's install step makes the flavor's environment, with the package.
 
-    It installs torch and the two new packages only. The others are in the lock of the image, and installing them takes a minute.
+    It installs torch and the two new packages only. The others are in the lock of the image, and installing
+    them takes a minute.
     """
     (project / ".venv").mkdir()
     (project / ".venv/bin").symlink_to(REPOSITORY / ".venv/bin")
@@ -331,7 +380,9 @@ def test_add_a_package_and_an_image_flavor(project, tmp_path):
     add(project, "Add an image flavor", "toy", flavor)
     run("containers/lock.sh", "--flavor", "toy", cwd=project)
     assert touched(project) == {*package, *flavor}
-    assert "(see --help)" not in run("bash", "-c", "source containers/build_functions.sh; image_name toy openmpi", cwd=project)
+    assert "(see --help)" not in run(
+        "bash", "-c", "source containers/build_functions.sh; image_name toy openmpi", cwd=project
+    )
     lock = (project / "containers/locks/toy.lock").read_text()
     pins = re.findall(r"^((\S+?)==.+\n(?: .+\n)+)", lock, re.M)
     needs = [

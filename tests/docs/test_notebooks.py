@@ -14,7 +14,8 @@ def outputs(path):
     """For each cell with code, the kinds of its outputs: "stream", or the types of what it shows."""
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     return [
-        sorted({kind for output in cell["outputs"] for kind in output.get("data", [output["output_type"]])}) for cell in cells
+        sorted({kind for output in cell["outputs"] for kind in output.get("data", [output["output_type"]])})
+        for cell in cells
     ]
 
 

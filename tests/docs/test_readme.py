@@ -1,6 +1,8 @@
-"""Every marked command in README.md and docs/ runs: `bash` on this machine, `bash cluster` as alice on the login node.
+"""Every marked command in README.md and docs/ runs: `bash` on this machine, `bash cluster` as alice on the
+login node.
 
-The commands of a page share one shell, as if a reader typed the page from top to bottom. A line on several pages runs once.
+The commands of a page share one shell, as if a reader typed the page from top to bottom. A line on several
+pages runs once.
 """
 
 import json
@@ -55,7 +57,8 @@ def test_there_are_commands():
 
 @pytest.mark.parametrize("page", HERE)
 def test_on_this_machine(page, sif, tmp_path):
-    # What make has made is not made again (test_image.py looks at that); the rest writes into a folder of its own.
+    # What make has made is not made again (test_image.py looks at that); the rest writes into a folder of its
+    # own.
     script = "".join(
         f"echo '$ '{number}\n{re.sub('^make ', f'make -C {REPOSITORY} ', line).replace('.venv/', f'{REPOSITORY}/.venv/')}\n"
         for number, line in enumerate(HERE[page])
@@ -90,8 +93,8 @@ def look_at_demo(output):
     assert (run / "curves.png").stat().st_size > 10_000
 
 
-# The output of line N is in N.out. room: wait until fewer jobs than AT_ONCE are left; only one shell submits at a time.
-# ended N...: wait until the jobs that these lines submitted have ended.
+# The output of line N is in N.out. room: wait until fewer jobs than AT_ONCE are left; only one shell submits
+# at a time. ended N...: wait until the jobs that these lines submitted have ended.
 FUNCTIONS = rf"""
 out={HOME}/readme
 room() {{ flock 8; while (($(squeue --noheader --me | wc -l) >= {AT_ONCE})); do sleep 1; done; }}
@@ -109,14 +112,18 @@ exec 8>>$out/lock
 
 @pytest.fixture
 def smaller_jobs(cluster, few_examples):
-    """The variables for smaller jobs. Meanwhile the launch scripts start one rank on a node unless the command says otherwise.
+    """The variables for smaller jobs.
 
-    Each rank imports torch. test_matrix.py and test_launch.py look at the ranks that the scripts start by themselves.
+    Meanwhile the launch scripts start one rank on a node unless the command says otherwise.
+
+    Each rank imports torch. test_matrix.py and test_launch.py look at the ranks that the scripts start by
+    themselves.
     """
     changes = {
         "\n#SBATCH --ntasks-per-node=2\n": "\n#SBATCH --ntasks-per-node=1\n",
         # qsub passes no variables on
-        "\n#PBS -j oe\n": "\n#PBS -j oe\n" + "".join(f"export {name}={value}\n" for name, value in few_examples.items()),
+        "\n#PBS -j oe\n": "\n#PBS -j oe\n"
+        + "".join(f"export {name}={value}\n" for name, value in few_examples.items()),
     }
     scripts = {path: path.read_text() for path in cluster.host_path(HOME).glob("launch/*.sh")}
     assert all(any(line in text for text in scripts.values()) for line in changes)
@@ -146,10 +153,14 @@ def test_on_the_cluster(cluster, smaller_jobs):
             number = len(lines)
             lines.append(line)
             folders = re.findall(r"runs/[\w/-]+", line)
-            script.append(f"ended {' '.join(str(writers[folder]) for folder in folders if folder in writers)}")
+            script.append(
+                f"ended {' '.join(str(writers[folder]) for folder in folders if folder in writers)}"
+            )
             script.append("room" if re.search(r"\b(sbatch|qsub) ", line) else "")
             script.append(f"{{ {line}\n}} >$out/{number}.out 2>$out/{number}.err </dev/null 8>&-")
-            script.append(f"status=$?; flock -u 8; echo $status >$out/{number}.status; ((status == 0)) || exit")
+            script.append(
+                f"status=$?; flock -u 8; echo $status >$out/{number}.status; ((status == 0)) || exit"
+            )
             writers |= dict.fromkeys(folders, number)
         (out / f"{page}.sh").write_text("\n".join(script))
 
@@ -165,10 +176,13 @@ def test_on_the_cluster(cluster, smaller_jobs):
         assert status.exists(), f"{line}: a line before it on its page failed\n{said}"
         assert status.read_text() == "0\n", f"{line}\n{stdout.read_text()}{stderr.read_text()}"
         assert not said, said
-        if submitted := re.search(r"^(?:Submitted batch job )?(\d+)$", stdout.read_text(), re.M):  # sbatch, qsub
+        # sbatch, qsub
+        if submitted := re.search(r"^(?:Submitted batch job )?(\d+)$", stdout.read_text(), re.M):
             jobs[int(submitted[1])] = line
     assert len(jobs) >= 12
     for job, line in jobs.items():
         ended = cluster.wait(job)
         logs = [path for pattern in (f"slurm-{job}.out", f"*.o{job}") for path in home.glob(pattern)]
-        assert ended.state == "COMPLETED", f"{line}\n{''.join(log.read_text(errors='replace') for log in logs)}"
+        assert ended.state == "COMPLETED", (
+            f"{line}\n{''.join(log.read_text(errors='replace') for log in logs)}"
+        )

@@ -79,7 +79,8 @@ def test_a_step_that_fails_leaves_what_was_there(path, monkeypatch, call, error)
     real = os.rename
 
     def fail(source, target, **_):
-        if call == "rename" and not str(source).endswith(".tmp"):  # the earlier folder, which gets its name back
+        # the earlier folder, which gets its name back
+        if call == "rename" and not str(source).endswith(".tmp"):
             return real(source, target)
         raise error
 
@@ -114,7 +115,9 @@ except OSError as error:
 """
     script = f'mount -t tmpfs -o size=1m none {path.parent}; exec "$@"'
     done = subprocess.run(
-        ["unshare", "--mount", "bash", "-ec", script, "-", sys.executable, "-c", code], capture_output=True, text=True
+        ["unshare", "--mount", "bash", "-ec", script, "-", sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == f"No space left on device first ['{path.name}']\n", done.stderr
 

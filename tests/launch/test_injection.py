@@ -1,7 +1,9 @@
-"""No word, name, variable or line of a site file is executed or changed on its way through the launch scripts.
+"""No word, name, variable or line of a site file is executed or changed on its way through the launch
+scripts.
 
-Hypothesis makes them of pieces that are syntax to a shell. STANDINS are the two ends of the way: the scheduler, and what enters
-the image. Everything between them is real. HPCTRAIN_TEST_EXAMPLES=1000 tries that many of each.
+Hypothesis makes them of pieces that are syntax to a shell. STANDINS are the two ends of the way: the
+scheduler, and what enters the image. Everything between them is real. HPCTRAIN_TEST_EXAMPLES=1000 tries that
+many of each.
 """
 
 import os
@@ -55,7 +57,11 @@ def examples(number):
     """So many examples of a property, the same ones in each run."""
     number = int(os.environ.get("HPCTRAIN_TEST_EXAMPLES", number))
     return settings(
-        max_examples=number, derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=number,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
 
 
@@ -77,7 +83,9 @@ def a_shell():
 
         def run(*command, cwd=top / "job", **env):
             env = variables | {"SLURM_SUBMIT_DIR": str(cwd)} | env
-            done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, timeout=300, stdin=subprocess.DEVNULL)
+            done = subprocess.run(
+                command, cwd=cwd, env=env, capture_output=True, timeout=300, stdin=subprocess.DEVNULL
+            )
             assert not list(top.rglob("canary*")), f"{command} with {env} executed a part of it"
             done.stdout, done.stderr = os.fsdecode(done.stdout), os.fsdecode(done.stderr)
             return done
@@ -96,12 +104,18 @@ def split_log(text):
 def what_a_rank_got(text):
     """The words after python, the folder, and the variables."""
     count, *rest = split_log(text)[1].split("\0")
-    return rest[: int(count)], rest[int(count)], dict(entry.split("=", 1) for entry in rest[int(count) + 1 : -1])
+    return (
+        rest[: int(count)],
+        rest[int(count)],
+        dict(entry.split("=", 1) for entry in rest[int(count) + 1 : -1]),
+    )
 
 
 def is_refused(done):
     """Whether the script ended with an error, which is then one line."""
-    assert done.returncode == 0 or (done.stderr.startswith("hpctrain: error: ") and done.stderr.count("\n") == 1), done.stderr
+    assert done.returncode == 0 or (
+        done.stderr.startswith("hpctrain: error: ") and done.stderr.count("\n") == 1
+    ), done.stderr
     assert all(c.isprintable() or c in "\n\udcff" for c in done.stderr), repr(done.stderr)
     return done.returncode != 0
 
@@ -118,7 +132,13 @@ FAST = ["apptainer_ddp.sh", "pbs_ddp.sh"]
 def test_words_and_variables_reach_the_rank_and_the_dry_run(script, words, value, name):
     with a_shell() as run:
         (run.top / "nodes").write_text("n1\n")
-        env = {"HPCTRAIN_X": value, "SLURM_JOB_NAME": name, "NCCL_DEBUG_FILE": value, "HF_TOKEN": value, "PBS_JOBID": "17"}
+        env = {
+            "HPCTRAIN_X": value,
+            "SLURM_JOB_NAME": name,
+            "NCCL_DEBUG_FILE": value,
+            "HF_TOKEN": value,
+            "PBS_JOBID": "17",
+        }
         env |= {"PBS_NODEFILE": f"{run.top}/nodes", "PBS_O_WORKDIR": str(run.job)}
         done = run(LAUNCH / script, "check", *words, **env)
         assert done.returncode == 0 and done.stderr == "", done.stderr
@@ -132,11 +152,17 @@ def test_words_and_variables_reach_the_rank_and_the_dry_run(script, words, value
         assert done.returncode == 0 and done.stderr == "", done.stderr
         commands = split_log(done.stdout)[1]
         # as in an interactive shell, where ! is syntax as well
-        pasted = run("bash", "-c", f"set -o history; set -H; history -s x\n{commands}", cwd=run.top, SLURM_JOB_ID="17")
+        pasted = run(
+            "bash", "-c", f"set -o history; set -H; history -s x\n{commands}", cwd=run.top, SLURM_JOB_ID="17"
+        )
         assert pasted.returncode == 0 and pasted.stderr == "", pasted.stderr
         again, folder, exported = what_a_rank_got(pasted.stdout)
         assert again == got and folder == str(run.job) and "HF_TOKEN" not in exported
-        ours = {key: variables[key] for key in variables if key.startswith(("HPCTRAIN_", "MASTER_", "NCCL_", "HF_HOME"))}
+        ours = {
+            key: variables[key]
+            for key in variables
+            if key.startswith(("HPCTRAIN_", "MASTER_", "NCCL_", "HF_HOME"))
+        }
         del ours["HPCTRAIN_JOB_SECRET"]
         assert {key: exported.get(key) for key in ours} == ours
 
@@ -163,9 +189,17 @@ def test_folders_and_scripts_of_any_name(folder, name, words):
             return
         assert done.returncode == 0 and done.stderr == "", done.stderr
         got, where, variables = what_a_rank_got(done.stdout)
-        assert (got, where, variables["HPCTRAIN_PACKAGES"]) == ([script, *words], str(place), str(place / name))
-        command = run(LAUNCH / "apptainer_ddp.sh", "--dry-run", script, cwd=place, **env).stdout.splitlines()[-1]
-        bound = shlex.split(run("bash", "-c", f"printf '%q ' {command}").stdout) if "$'" not in command else []
+        assert (got, where, variables["HPCTRAIN_PACKAGES"]) == (
+            [script, *words],
+            str(place),
+            str(place / name),
+        )
+        command = run(LAUNCH / "apptainer_ddp.sh", "--dry-run", script, cwd=place, **env).stdout.splitlines()[
+            -1
+        ]
+        bound = (
+            shlex.split(run("bash", "-c", f"printf '%q ' {command}").stdout) if "$'" not in command else []
+        )
         assert not bound or {str(place), str(place / name)} <= set(bound)
 
 
@@ -199,13 +233,22 @@ NUMBERS = ["SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE",
 
 
 @examples(20)
-@given(script=st.sampled_from([*FAST, "local.sh", "apptainer_torchrun.sh"]), name=st.sampled_from(NAMES), value=WORD)
+@given(
+    script=st.sampled_from([*FAST, "local.sh", "apptainer_torchrun.sh"]),
+    name=st.sampled_from(NAMES),
+    value=WORD,
+)
 @example("local.sh", "HPCTRAIN_TASKS", "18446744073709551616")
 @example("apptainer_ddp.sh", "SLURM_JOB_ID", "1 --all")
 def test_a_variable_is_taken_as_it_is_or_refused_in_one_line(script, name, value):
     with a_shell() as run:
         (run.top / "nodes").write_text("n1\n")
-        env = {"PBS_JOBID": "17", "PBS_NODEFILE": f"{run.top}/nodes", "PBS_O_WORKDIR": str(run.job), name: value}
+        env = {
+            "PBS_JOBID": "17",
+            "PBS_NODEFILE": f"{run.top}/nodes",
+            "PBS_O_WORKDIR": str(run.job),
+            name: value,
+        }
         done = run(LAUNCH / script, "--dry-run", "check", **env)
         if not is_refused(done):
             log, commands = split_log(done.stdout)
@@ -222,9 +265,16 @@ def test_a_number_that_is_none_is_refused(name, value):
 
 
 @examples(8)
-@given(script=st.sampled_from(["apptainer_mpi.sh", "apptainer_horovod.sh", "apptainer_torchrun.sh", "check.sh"]), word=WORD)
+@given(
+    script=st.sampled_from(["apptainer_mpi.sh", "apptainer_horovod.sh", "apptainer_torchrun.sh", "check.sh"]),
+    word=WORD,
+)
 def test_an_option_is_taken_or_refused_in_one_line(script, word):
-    option = {"apptainer_mpi.sh": "--mpi=", "apptainer_horovod.sh": "--launcher=", "apptainer_torchrun.sh": "--max-restarts="}
+    option = {
+        "apptainer_mpi.sh": "--mpi=",
+        "apptainer_horovod.sh": "--launcher=",
+        "apptainer_torchrun.sh": "--max-restarts=",
+    }
     with a_shell() as run:
         # For check.sh, the name of a script, which stands first.
         words = ["--dry-run", option[script] + word + "x"] if script in option else [f"_{word}x"]
@@ -235,7 +285,9 @@ def test_an_option_is_taken_or_refused_in_one_line(script, word):
 
 # ---- site files ----
 
-LINE = st.tuples(st.sampled_from(["NCCL_NET", "SCRATCH", "SITE_DETECT", "HPCTRAIN_BIND", "FI_X"]) | WORD, WORD)
+LINE = st.tuples(
+    st.sampled_from(["NCCL_NET", "SCRATCH", "SITE_DETECT", "HPCTRAIN_BIND", "FI_X"]) | WORD, WORD
+)
 
 
 @examples(25)
@@ -280,7 +332,10 @@ def test_names_of_site_files_and_what_detects_them_are_not_executed(name, entry)
 @examples(8)
 @given(words=WORDS, secret=WORD)
 def test_words_and_secrets_pass_horovodrun(words, secret):
-    """It starts ranks by a line for the shell of ssh. The command is in a variable there, and secrets in a file."""
+    """It starts ranks by a line for the shell of ssh.
+
+    The command is in a variable there, and secrets in a file.
+    """
     with a_shell() as run:
         script = f"""
             set -euo pipefail
@@ -305,10 +360,28 @@ print(shlex.quote(sys.stdin.read()))'); $TASK horovodrun"
 
 def test_words_pass_torchrun():
     """Words that look like options of torchrun, too. torchrun is real here, and starts a real Python."""
-    words = ["a b", "x\n", "$(touch canary)", "`touch canary`", "", "--", "--nnodes=7", "-m", "\udcff", "*", "[0]=", "~", "'\"\\"]
+    words = [
+        "a b",
+        "x\n",
+        "$(touch canary)",
+        "`touch canary`",
+        "",
+        "--",
+        "--nnodes=7",
+        "-m",
+        "\udcff",
+        "*",
+        "[0]=",
+        "~",
+        "'\"\\",
+    ]
     with a_shell() as run:
         (run.top / "bin/python").unlink()
         (run.job / "show.py").write_text("import os, sys\nprint(repr(sys.argv[1:]))\n")
-        env = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_TASKS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        env = {
+            "HPCTRAIN_RUNTIME": "none",
+            "HPCTRAIN_TASKS": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
         done = run(LAUNCH / "local.sh", "./show.py", *words, **env)
         assert done.returncode == 0 and done.stdout.splitlines()[-1] == repr(words), done.stderr

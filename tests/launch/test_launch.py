@@ -21,9 +21,11 @@ pytestmark = pytest.mark.slow
 SCRIPT = "launch/apptainer_ddp.sh"
 HOME = "/home/alice/hpctrain"
 FEW = "--data=digits"  # for jobs that are not about the accuracy
-# For jobs whose nodes a test names: Slurm gives a job other nodes while an earlier one has not ended completely.
+# For jobs whose nodes a test names: Slurm gives a job other nodes while an earlier one has not ended
+# completely.
 HERE = "--nodelist=n1,n2"
-# The starts of ranks take most of the suite's time, so jobs that are about something else have few, and no container.
+# The starts of ranks take most of the suite's time, so jobs that are about something else have few, and no
+# container.
 ONE_EACH = (HERE, "--ntasks-per-node=1")  # a rank on each node
 BARE = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"}
 
@@ -49,13 +51,17 @@ def wait_until(condition, seconds=300):
 
 
 def wait_until_idle(cluster, number=None, nodes=("n1", "n2")):
-    """Wait until no step, launcher, trainer or container of a job is left on any node, for as long as an unmount may take.
+    """Wait until no step, launcher, trainer or container of a job is left on any node, for as long as an
+    unmount may take.
 
-    Without a number, of any job: processes are then found by their names, and not by their environment. The mounts of an image
-    by podman-hpc do not count: its wrapper of fuse-overlayfs misses the end of a container now and then, on a busy machine.
+    Without a number, of any job: processes are then found by their names, and not by their environment. The
+    mounts of an image by podman-hpc do not count: its wrapper of fuse-overlayfs misses the end of a container
+    now and then, on a busy machine.
     """
     if number is None:
-        ours = "[h]pctrain|[s]run |[p]ython|[m]pirun|[p]rted|[h]orovodrun|[s]quashfuse|[c]onmon|[f]use-overlayfs"
+        ours = (
+            "[h]pctrain|[s]run |[p]ython|[m]pirun|[p]rted|[h]orovodrun|[s]quashfuse|[c]onmon|[f]use-overlayfs"
+        )
         show = f"ps -eo args | grep -E '{ours}'"
     else:
         show = (
@@ -71,7 +77,8 @@ def wait_until_idle(cluster, number=None, nodes=("n1", "n2")):
         assert left == "", f"left on {node}: {left}"
 
 
-IN_FLIGHT = 2  # jobs of one test function, beside those of the other test process: the cores import torch most of the time
+# jobs of one test function, beside those of the other test process: the cores import torch most of the time
+IN_FLIGHT = 2
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +109,10 @@ def chosen(request, test):
 
 @pytest.fixture(scope="module")
 def in_background(sif):
-    """Starts a function that mostly waits in the background, once; returns its future. It uses a cluster of its own."""
+    """Starts a function that mostly waits in the background, once; returns its future.
+
+    It uses a cluster of its own.
+    """
     with ThreadPoolExecutor() as pool:
         yield functools.cache(lambda function: pool.submit(function, sif))
 
@@ -136,7 +146,18 @@ def seconds(cluster, number):
 def test_real_mnist(cluster, mnist):
     """With half of the training images, which are enough for this accuracy, and all 10,000 test images."""
     write_images(folder(cluster, "mnist"), load_mnist(mnist), 30_000, 10_000)
-    options = ["--epochs", "2", "--batch-size", "64", "--lr", "0.04", "--lr-decay", "0.1", "--out", "runs/mnist"]
+    options = [
+        "--epochs",
+        "2",
+        "--batch-size",
+        "64",
+        "--lr",
+        "0.04",
+        "--lr-decay",
+        "0.1",
+        "--out",
+        "runs/mnist",
+    ]
     ended, output = job(cluster, "train_ddp", "--data=mnist", *options)
     assert ended.state == "COMPLETED", output
     assert result(folder(cluster, "runs/mnist"))["test_accuracy"] >= 0.985
@@ -155,7 +176,9 @@ def test_a_file_of_the_submit_folder_does_not_hide_a_module_of_python(cluster):
 def test_the_arguments_of_a_script_arrive_as_they_are(cluster):
     arguments = ["--anything", "a b", "$HOME", "`id`", "*", "", "quote'and\"quote", "back\\slash", "-x"]
     mine = folder(cluster, "mine.py")
-    mine.write_text("import json, os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], json.dumps(sys.argv[1:]))\n")
+    mine.write_text(
+        "import json, os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], json.dumps(sys.argv[1:]))\n"
+    )
     ended, output = job(cluster, "./mine.py", *arguments)
     assert ended.state == "COMPLETED", output
     said = [line.split(": ", 1)[1] for line in output.splitlines() if re.match(r"\d: \d", line)]
@@ -181,13 +204,18 @@ def test_no_rank_runs_kernels_of_a_folder_that_others_can_make(cluster, runtime)
     env = BARE | {"HPCTRAIN_RUNTIME": runtime}
     ended, output = job(cluster, "kernels.py", options=("--nodes=1", "--nodelist=n1"), env=env)
     user = cluster.exec("n1", "id", "-u", "alice").stdout.strip()
-    assert ended.state == "COMPLETED" and output.count(f"kernels in /tmp/hpctrain-{user}/inductor ") == 2, output
+    assert ended.state == "COMPLETED" and output.count(f"kernels in /tmp/hpctrain-{user}/inductor ") == 2, (
+        output
+    )
     assert "torchinductor_alice" not in output
     assert cluster.exec("n1", "stat", "-c", "%U %a", f"/tmp/hpctrain-{user}").stdout == "alice 700\n"
 
 
 def test_horovod_is_started_and_shut_down_again_and_again(cluster):
-    """Over Gloo. Before the patch of its rendezvous, init() connected to addresses of the one before, after some cycles."""
+    """Over Gloo.
+
+    Before the patch of its rendezvous, init() connected to addresses of the one before, after some cycles.
+    """
     cycles = "import horovod.torch as hvd\nfor _ in range(40):\n    hvd.init()\n    assert hvd.size() == 4\n    hvd.shutdown()\n"
     folder(cluster, "mine.py").write_text(cycles)
     ended, output = job(cluster, "--launcher=horovodrun", "./mine.py", script="launch/apptainer_horovod.sh")
@@ -204,7 +232,15 @@ def test_check_from_another_folder(cluster):
 
 def test_inside_salloc(cluster):
     done = cluster.exec(
-        "login", "salloc", "--nodes=2", "--ntasks-per-node=1", SCRIPT, "check", user="alice", cwd=HOME, timeout=600
+        "login",
+        "salloc",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        SCRIPT,
+        "check",
+        user="alice",
+        cwd=HOME,
+        timeout=600,
     )
     assert "check passed: 2 ranks on 2 hosts (slurm)" in done.stdout
 
@@ -228,8 +264,16 @@ def test_container_and_bare_metal_give_the_same_weights(cluster):
 
 BAD_INPUT = {
     "unknown trainer": (["no_such_trainer"], {}, "there is no command 'no_such_trainer': choose from"),
-    "unknown option": (["--epochs", "3"], {}, "unknown option --epochs: a trainer's options come after its name"),
-    "an option of another script": (["--mpi=pmix", "check"], {}, "this script has no option --mpi; --help lists"),
+    "unknown option": (
+        ["--epochs", "3"],
+        {},
+        "unknown option --epochs: a trainer's options come after its name",
+    ),
+    "an option of another script": (
+        ["--mpi=pmix", "check"],
+        {},
+        "this script has no option --mpi; --help lists",
+    ),
     "nothing to broadcast": (["--broadcast", "check"], BARE, "leave it out"),
     "unknown runtime": (["check"], {"HPCTRAIN_RUNTIME": "docker"}, "HPCTRAIN_RUNTIME is 'docker': choose"),
     "unknown module": (["check"], {"HPCTRAIN_MODULES": "apptainer/99"}, "module"),
@@ -238,14 +282,34 @@ BAD_INPUT = {
         {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/usr"},
         "HPCTRAIN_PYTHON_ENV=/usr is not a venv, and there is no conda",
     ),
-    "no torch without a container": (["check"], {"HPCTRAIN_RUNTIME": "none"}, "n1 has no torch: set HPCTRAIN_MODULES"),
+    "no torch without a container": (
+        ["check"],
+        {"HPCTRAIN_RUNTIME": "none"},
+        "n1 has no torch: set HPCTRAIN_MODULES",
+    ),
     "missing script": (["./nothing.py"], {}, "./nothing.py: no such script"),
-    "missing image": (["check"], {"HPCTRAIN_IMAGE": "/project/nothing.sif"}, "/project/nothing.sif: no such image: set "),
+    "missing image": (
+        ["check"],
+        {"HPCTRAIN_IMAGE": "/project/nothing.sif"},
+        "/project/nothing.sif: no such image: set ",
+    ),
     "missing data": (["train_ddp", "--data", "/project/nothing"], {}, "/project/nothing: no such folder"),
-    "broken data": (["train_ddp", "--data", "/project/broken"], {}, "train-images-idx3-ubyte: not an idx file"),
-    "a batch that cannot be shared": (["train_ddp", "--batch-size", "31"], {}, "2 ranks cannot share it evenly"),
+    "broken data": (
+        ["train_ddp", "--data", "/project/broken"],
+        {},
+        "train-images-idx3-ubyte: not an idx file",
+    ),
+    "a batch that cannot be shared": (
+        ["train_ddp", "--batch-size", "31"],
+        {},
+        "2 ranks cannot share it evenly",
+    ),
     "nothing to resume": (["train_ddp", "--resume", "/project"], {}, "no checkpoint to resume from"),
-    "a folder that cannot be written": (["train_ddp", "--out", "/usr/run"], {}, "/usr/run: cannot be written"),
+    "a folder that cannot be written": (
+        ["train_ddp", "--out", "/usr/run"],
+        {},
+        "/usr/run: cannot be written",
+    ),
 }
 
 
@@ -270,10 +334,14 @@ def test_bad_input_ends_the_job_with_one_line(cluster, ahead, name):
 
 def test_an_earlier_run_is_not_overwritten(cluster):
     kept = folder(cluster, "runs/kept")
-    ended, output = job(cluster, "train_ddp", FEW, "--epochs", "1", "--out", "runs/kept", options=ONE_EACH, env=BARE)
+    ended, output = job(
+        cluster, "train_ddp", FEW, "--epochs", "1", "--out", "runs/kept", options=ONE_EACH, env=BARE
+    )
     assert ended.state == "COMPLETED", output
     before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
-    ended, output = job(cluster, "train_ddp", FEW, "--epochs", "1", "--out", "runs/kept", options=ONE_EACH, env=BARE)
+    ended, output = job(
+        cluster, "train_ddp", FEW, "--epochs", "1", "--out", "runs/kept", options=ONE_EACH, env=BARE
+    )
     assert ended.state == "FAILED" and "runs/kept holds a run already" in output
     assert before == {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
 
@@ -310,7 +378,9 @@ def test_no_apptainer_on_a_node(cluster, nodes):
 
 
 def test_a_killed_rank_ends_the_whole_job(cluster):
-    number = cluster.submit(HERE, SCRIPT, "train_ddp", FEW, "--epochs", "1000", cwd=HOME, env={"HPCTRAIN_REQUEUES": "0"})
+    number = cluster.submit(
+        HERE, SCRIPT, "train_ddp", FEW, "--epochs", "1000", cwd=HOME, env={"HPCTRAIN_REQUEUES": "0"}
+    )
     killed = False
 
     def kill(line):
@@ -332,7 +402,16 @@ def test_a_rank_that_is_stopped_ends_the_job_and_is_named(cluster, ahead, launch
     """Nobody closes its connections, so that the others would wait for it."""
 
     def submit(launcher):
-        options = ["train_ddp", FEW, "--epochs", "5000", "--watchdog", "10", "--out", f"runs/stopped-{launcher}"]
+        options = [
+            "train_ddp",
+            FEW,
+            "--epochs",
+            "5000",
+            "--watchdog",
+            "10",
+            "--out",
+            f"runs/stopped-{launcher}",
+        ]
         return cluster.submit(HERE, *LAUNCHERS[launcher], *options, cwd=HOME, env={"HPCTRAIN_REQUEUES": "0"})
 
     number = ahead(submit)
@@ -348,15 +427,19 @@ def test_a_rank_that_is_stopped_ends_the_job_and_is_named(cluster, ahead, launch
     ended = cluster.wait(number, on_line=stop)
     output = folder(cluster, f"slurm-{number}.out").read_text()
     assert stopped and ended.state == "FAILED", output
-    assert re.search(r"hpctrain: error: rank [23] on n2 has not answered for 10 s: look at its node", output), output
+    assert re.search(
+        r"hpctrain: error: rank [23] on n2 has not answered for 10 s: look at its node", output
+    ), output
     wait_until_idle(cluster, number)
 
 
 def node_dies(sif):
-    """Jobs train on two of four nodes, and one crashes in epoch 3. Two have a spare node, and the last goes on with one node.
+    """Jobs train on two of four nodes, and one crashes in epoch 3.
 
-    Where Slurm starts the job again, it runs without a container, and on other nodes: one that comes back may still get Slurm's
-    order to kill the tasks of the first attempt, which have the same numbers.
+    Two have a spare node, and the last goes on with one node.
+
+    Where Slurm starts the job again, it runs without a container, and on other nodes: one that comes back may
+    still get Slurm's order to kill the tasks of the first attempt, which have the same numbers.
     """
     results = []
     with_spare = (["--no-kill", "--nodes=3"], [SCRIPT, "--spare-nodes=1"])
@@ -378,27 +461,42 @@ def node_dies(sif):
             ended = cluster.wait(number, on_line=act)
             output = folder(cluster, f"slurm-{number}.out").read_text()
             assert crashed and ended.state == "COMPLETED", output
-            assert re.search(rf"resuming after epoch \d+ (and \d+ steps )?of runs/train_ddp/{number}/checkpoints", output), output
-            assert f"Restarts={restarts}" in cluster.exec("login", "scontrol", "show", "job", str(number)).stdout
+            assert re.search(
+                rf"resuming after epoch \d+ (and \d+ steps )?of runs/train_ddp/{number}/checkpoints", output
+            ), output
+            assert (
+                f"Restarts={restarts}" in cluster.exec("login", "scontrol", "show", "job", str(number)).stdout
+            )
             goes_on = "failed: n2. Going on within the job on n1 n3" in output
-            assert (output.count("restart 1"), goes_on) == ((0, False) if script == elastic[1] else (1, restarts == 0)), output
+            assert (output.count("restart 1"), goes_on) == (
+                (0, False) if script == elastic[1] else (1, restarts == 0)
+            ), output
             run = folder(cluster, f"runs/train_ddp/{number}")
             assert result(run)["epochs"] == 7 and result(run)["test_accuracy"] > 0.95
             steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
             results.append((result(run)["weights_sha256"], result(run)["test_loss"], steps))
             if script == elastic[1]:
-                worlds = [json.loads(path.read_text())["world"]["size"] for path in sorted(run.glob("config*.json"))]
-                assert (ended.nodes, worlds) == (("n1",), [2, 4]), output  # config.2.json is the first by name
+                worlds = [
+                    json.loads(path.read_text())["world"]["size"] for path in sorted(run.glob("config*.json"))
+                ]
+                # config.2.json is the first by name
+                assert (ended.nodes, worlds) == (("n1",), [2, 4]), output
             cluster.boot(node)
             cluster.exec("login", "scontrol", "update", f"nodename={node}", "state=resume", check=False)
-            # Its slurmd may not listen yet, and a job that cannot be launched is requeued: one restart more than expected.
+            # Its slurmd may not listen yet, and a job that cannot be launched is requeued: one restart more
+            # than expected.
             starts = ["login", "srun", "--nodes=1", f"--nodelist={node}", "true"]
-            wait_until(lambda starts=starts: cluster.exec(*starts, user="alice", cwd=HOME, check=False).returncode == 0)
+            wait_until(
+                lambda starts=starts: (
+                    cluster.exec(*starts, user="alice", cwd=HOME, check=False).returncode == 0
+                )
+            )
         two_nodes_die(cluster)
         a_node_is_not_reached(cluster)
     weights, losses, steps = zip(*results, strict=True)
     assert len(set(weights[:3])) == 1 and steps == steps[:1] * 4
-    # With another number of ranks to rounding, whose effect grows from the crash on: 0.6 % was seen after eight epochs.
+    # With another number of ranks to rounding, whose effect grows from the crash on: 0.6 % was seen after
+    # eight epochs.
     assert losses[3] == pytest.approx(losses[0], rel=0.05)
 
 
@@ -414,7 +512,9 @@ def two_nodes_die(cluster):
         nonlocal crashed
         if "waits" in line and not crashed:
             crashed = True
-            wait_until(lambda: cluster.exec("n2", "pgrep", "-f", "[s]control requeue", check=False).returncode == 0)
+            wait_until(
+                lambda: cluster.exec("n2", "pgrep", "-f", "[s]control requeue", check=False).returncode == 0
+            )
             for node in ("n3", "n1"):
                 cluster.crash(node)
             wait_until(lambda: "Restarts=1" in cluster.exec(*show).stdout)
@@ -430,7 +530,9 @@ def a_node_is_not_reached(cluster):
     folder(cluster, "starts.py").write_text("print('started', flush=True)\n")
     cluster.link("n2", up=False)
     number = cluster.submit(HERE, SCRIPT, "starts.py", cwd=HOME, env=BARE)
-    ended = cluster.wait(number, on_line=lambda line: cluster.link("n2", up=True) if "requeuing the job" in line else None)
+    ended = cluster.wait(
+        number, on_line=lambda line: cluster.link("n2", up=True) if "requeuing the job" in line else None
+    )
     output = folder(cluster, f"slurm-{number}.out").read_text()
     assert ended.state == "COMPLETED" and output.rpartition("(restart 1)")[2].count("started") == 4, output
 
@@ -450,8 +552,9 @@ LAUNCHERS = {
 }
 
 
-# With the imports and calls of the tutorials that people come from. A Horovod script needs MPI or horovodrun for its rendezvous;
-# other scripts run under srun with PMI as under srun. tests/vision/test_train.py runs scripts outside of the image.
+# With the imports and calls of the tutorials that people come from. A Horovod script needs MPI or horovodrun
+# for its rendezvous; other scripts run under srun with PMI as under srun. tests/vision/test_train.py runs
+# scripts outside of the image.
 TUTORIALS = {
     "lightning_mnist.py": ["srun", "torchrun", "mpirun"],
     "bert_nsmc.py": ["srun", "torchrun", "mpirun"],
@@ -467,18 +570,29 @@ def tutorials(cluster):
     work.mkdir()
     (work / "MNIST").mkdir()
     write_digits(work / "MNIST/raw", 128, 16)
-    rows = ["id\tdocument\tlabel", *(f"{n}\t{'재미있는 영화' if n % 2 else '지루한 영화'} {n}\t{n % 2}" for n in range(32))]
+    rows = [
+        "id\tdocument\tlabel",
+        *(f"{n}\t{'재미있는 영화' if n % 2 else '지루한 영화'} {n}\t{n % 2}" for n in range(32)),
+    ]
     (work / "ratings_train.txt").write_text("\n".join(rows))
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "영화", "재미있는", "지루한"]
     tokenizer = BertTokenizer(vocab={word: n for n, word in enumerate(words)}, do_lower_case=False)
     tokenizer.save_pretrained(work / "model")
-    config = BertConfig(vocab_size=len(words), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+    )
     BertForSequenceClassification(config).save_pretrained(work / "model")
     subprocess.run(["chown", "-R", "1000:1000", work], check=True)
     return f"{HOME}/tutorials"
 
 
-@pytest.mark.parametrize(("script", "launcher"), [(script, x) for script, names in TUTORIALS.items() for x in names])
+@pytest.mark.parametrize(
+    ("script", "launcher"), [(script, x) for script, names in TUTORIALS.items() for x in names]
+)
 def test_the_script_of_a_tutorial(cluster, tutorials, ahead, script, launcher):
     def submit(script, launcher):
         launch, *options = LAUNCHERS[launcher]
@@ -498,10 +612,21 @@ def test_eight_ranks_on_four_nodes(cluster):
     ended, output = job(cluster, "train_ddp", FEW, "--epochs", "1", options=["--nodes=4"], env=BARE)
     assert ended.state == "COMPLETED" and ended.nodes == ("n1", "n2", "n3", "n4"), output
     logs = sorted((folder(cluster, f"runs/train_ddp/{ended.id}") / "logs").iterdir())
-    assert [log.read_text().split(" on ")[1].split(",")[0] for log in logs] == ["n1", "n1", "n2", "n2", "n3", "n3", "n4", "n4"]
+    assert [log.read_text().split(" on ")[1].split(",")[0] for log in logs] == [
+        "n1",
+        "n1",
+        "n2",
+        "n2",
+        "n3",
+        "n3",
+        "n4",
+        "n4",
+    ]
 
 
-@pytest.mark.parametrize("script", ["apptainer_ddp.sh", "apptainer_torchrun.sh", "apptainer_mpi.sh", "apptainer_horovod.sh"])
+@pytest.mark.parametrize(
+    "script", ["apptainer_ddp.sh", "apptainer_torchrun.sh", "apptainer_mpi.sh", "apptainer_horovod.sh"]
+)
 def test_one_rank(cluster, ahead, script):
     def submit(script):
         return cluster.submit("--nodes=1", "--ntasks-per-node=1", f"launch/{script}", "check", cwd=HOME)
@@ -521,10 +646,14 @@ def test_two_jobs_at_once_on_the_same_nodes(cluster):
         ports |= set(re.findall(r"rendezvous n1:(\d+)", output))
     assert len(ports) == 2
     spans = [
-        json.loads((folder(cluster, f"runs/train_ddp/{number}") / "config.json").read_text())["started"] for number in numbers
+        json.loads((folder(cluster, f"runs/train_ddp/{number}") / "config.json").read_text())["started"]
+        for number in numbers
     ]
-    ends = [(folder(cluster, f"runs/train_ddp/{number}") / "result.json").stat().st_mtime for number in numbers]
-    assert max(time.mktime(time.strptime(span[:19], "%Y-%m-%dT%H:%M:%S")) for span in spans) < min(ends)  # they overlapped
+    ends = [
+        (folder(cluster, f"runs/train_ddp/{number}") / "result.json").stat().st_mtime for number in numbers
+    ]
+    # they overlapped
+    assert max(time.mktime(time.strptime(span[:19], "%Y-%m-%dT%H:%M:%S")) for span in spans) < min(ends)
 
 
 def test_a_job_array(cluster):
@@ -539,12 +668,14 @@ def test_a_job_array(cluster):
 
 def test_the_image_broadcast_to_every_node(cluster):
     scripts = ("apptainer_ddp.sh", "apptainer_mpi.sh")
-    numbers = [cluster.submit(HERE, f"launch/{script}", "--broadcast", "check", cwd=HOME) for script in scripts]
+    numbers = [
+        cluster.submit(HERE, f"launch/{script}", "--broadcast", "check", cwd=HOME) for script in scripts
+    ]
     for number in numbers:
         ended, output = wait(cluster, number)
-        assert ended.state == "COMPLETED" and re.search(rf"/tmp/hpctrain-{ended.id}-[0-9a-f]{{16}}\.sif -- python", output), (
-            output
-        )
+        assert ended.state == "COMPLETED" and re.search(
+            rf"/tmp/hpctrain-{ended.id}-[0-9a-f]{{16}}\.sif -- python", output
+        ), output
         assert "; the image is mounted by squashfuse_ll" in output, output
     for node in ("n1", "n2"):
         assert cluster.exec(node, "ls", "/tmp").stdout.count(".sif") == 0
@@ -553,19 +684,33 @@ def test_the_image_broadcast_to_every_node(cluster):
 def test_what_a_dry_run_prints_can_be_run(cluster):
     ended, output = job(cluster, "--dry-run", "./no args.py", script=SCRIPT)
     assert ended.state == "FAILED" and "no such script" in output
-    printed = cluster.exec("login", SCRIPT, "--dry-run", "train_ddp", "--out", "a b", user="alice", cwd=HOME).stdout
+    printed = cluster.exec(
+        "login", SCRIPT, "--dry-run", "train_ddp", "--out", "a b", user="alice", cwd=HOME
+    ).stdout
     assert "srun --nodes=2 --ntasks=4 --ntasks-per-node=2" in printed
     assert "train_ddp --out a\\ b" in printed and "MASTER_ADDR=node1" in printed
     pasted = f"{SCRIPT} --dry-run check | grep -v ^hpctrain: > pasted && bash pasted"
     done = cluster.exec(
-        "login", "salloc", "-N2", "--ntasks-per-node=1", "bash", "-c", pasted, user="alice", cwd=HOME, timeout=600
+        "login",
+        "salloc",
+        "-N2",
+        "--ntasks-per-node=1",
+        "bash",
+        "-c",
+        pasted,
+        user="alice",
+        cwd=HOME,
+        timeout=600,
     )
     assert "check passed: 2 ranks on 2 hosts (slurm)" in done.stdout
 
 
 def test_tasks_that_slurm_would_pack_unevenly(cluster):
     done = cluster.exec("login", "salloc", "-N2", "-n4", SCRIPT, "check", user="alice", cwd=HOME, check=False)
-    assert done.returncode == 2 and "3,1 tasks on the nodes, not the same number on each: give --ntasks-per-node" in done.stderr
+    assert (
+        done.returncode == 2
+        and "3,1 tasks on the nodes, not the same number on each: give --ntasks-per-node" in done.stderr
+    )
 
 
 def test_torchrun_restarts_all_ranks(cluster):
@@ -579,7 +724,8 @@ def test_torchrun_restarts_all_ranks(cluster):
     )
     number = cluster.submit("launch/apptainer_torchrun.sh", "--max-restarts=2", "dies.py", cwd=HOME)
     ended, output = wait(cluster, number)
-    assert ended.state == "COMPLETED" and output.count("sum 4.0 after") == 4, output  # each agent counts its own
+    # each agent counts its own
+    assert ended.state == "COMPLETED" and output.count("sum 4.0 after") == 4, output
     wait_until_idle(cluster, number)
 
 
@@ -594,7 +740,9 @@ def test_torchrun_restarts_a_bundled_trainer(cluster, tmp_path):
         nonlocal killed
         if "epoch 2 step" in line and not killed:
             killed = True
-            cluster.exec("n2", "sh", "-c", "kill -KILL $(pgrep -f '[h]pctrain train_ddp.*runs/restarted' | tail -n 1)")
+            cluster.exec(
+                "n2", "sh", "-c", "kill -KILL $(pgrep -f '[h]pctrain train_ddp.*runs/restarted' | tail -n 1)"
+            )
 
     ended = cluster.wait(number, on_line=kill)
     output = folder(cluster, f"slurm-{number}.out").read_text()
@@ -603,20 +751,27 @@ def test_torchrun_restarts_a_bundled_trainer(cluster, tmp_path):
     ranks = warm_start.torchrun_ranks(4, [*command, str(tmp_path / "whole")], dict(os.environ))
     whole = warm_start.run(ranks, folder(cluster, "."))
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    assert result(tmp_path / "whole")["weights_sha256"] == result(folder(cluster, "runs/restarted"))["weights_sha256"]
+    assert (
+        result(tmp_path / "whole")["weights_sha256"]
+        == result(folder(cluster, "runs/restarted"))["weights_sha256"]
+    )
     wait_until_idle(cluster, number)
 
 
 def test_a_second_job_on_a_run_folder_is_refused(cluster):
     """The first one goes on as if there had been none."""
-    first = cluster.submit(*ONE_EACH, SCRIPT, "train_ddp", FEW, "--epochs", "2000", "--out", "runs/shared", cwd=HOME)
+    first = cluster.submit(
+        *ONE_EACH, SCRIPT, "train_ddp", FEW, "--epochs", "2000", "--out", "runs/shared", cwd=HOME
+    )
     second = ended = None
 
     def submit_another(line):
         nonlocal second
         if "epoch 2 step" in line and second is None:
             options = ["train_ddp", FEW, "--epochs", "2000", "--resume", "runs/shared"]
-            second = cluster.submit("--nodelist=n3,n4", "--ntasks-per-node=1", SCRIPT, *options, cwd=HOME, env=BARE)
+            second = cluster.submit(
+                "--nodelist=n3,n4", "--ntasks-per-node=1", SCRIPT, *options, cwd=HOME, env=BARE
+            )
             nonlocal ended
             ended = cluster.wait(second)
             cluster.exec("login", "scancel", str(first))
@@ -624,8 +779,13 @@ def test_a_second_job_on_a_run_folder_is_refused(cluster):
     cluster.wait(first, on_line=submit_another)
     output = folder(cluster, f"slurm-{second}.out").read_text()
     assert ended.state == "FAILED", output
-    assert re.search(rf"error: (on rank 0: )?runs/shared: job {first} on n1 \(process \d+\) writes in", output), output
-    epochs = [json.loads(line)["epoch"] for line in (folder(cluster, "runs/shared") / "metrics.jsonl").read_text().splitlines()]
+    assert re.search(
+        rf"error: (on rank 0: )?runs/shared: job {first} on n1 \(process \d+\) writes in", output
+    ), output
+    epochs = [
+        json.loads(line)["epoch"]
+        for line in (folder(cluster, "runs/shared") / "metrics.jsonl").read_text().splitlines()
+    ]
     assert epochs == sorted(epochs)
     wait_until_idle(cluster, second, nodes=("n3", "n4"))
 
@@ -643,7 +803,11 @@ def test_a_pmi_that_the_mpi_library_does_not_support(cluster):
         cluster.submit("--nodes=2", "--ntasks-per-node=2", cwd=HOME, script=script),
     )
     ended, output = wait(cluster, inside)
-    assert ended.state == "FAILED" and "MPI does not start (Open MPI v4" in output and "try another --mpi=" in output, output
+    assert (
+        ended.state == "FAILED"
+        and "MPI does not start (Open MPI v4" in output
+        and "try another --mpi=" in output
+    ), output
     ended, output = wait(cluster, outside)
     assert ended.state == "FAILED" and "each of 4 ranks is rank 0 of 1: Open MPI v5" in output, output
     ended, output = wait(cluster, unknown)
@@ -660,7 +824,9 @@ def gpus(sif):
         ended, output = job(cluster, "check", options=options)
         assert "2 GPUs per node" in output and "apptainer exec --nv --bind" in output
         assert ended.state == "FAILED", output
-        assert "/dev/nvidia0 is visible, but libcuda.so.1 is not found: start the container with --nv" in output
+        assert (
+            "/dev/nvidia0 is visible, but libcuda.so.1 is not found: start the container with --nv" in output
+        )
         assert "is a CPU build, on a node with a GPU" in output
         ended, output = job(cluster, "check", "--device", "cpu", options=options)
         assert ended.state == "COMPLETED" and "check passed: 2 ranks on 1 host" in output, output
@@ -671,13 +837,18 @@ def test_gpus_that_slurm_granted_and_the_container_does_not_show(in_background):
 
 
 def test_without_a_container_by_a_module(cluster):
-    env = {"BASH_ENV": "/usr/share/modules/init/bash", "HPCTRAIN_MODULES": "pytorch"}  # as a login shell would bring it
+    # as a login shell would bring it
+    env = {"BASH_ENV": "/usr/share/modules/init/bash", "HPCTRAIN_MODULES": "pytorch"}
     right, wrong = (
         cluster.submit(*ONE_EACH, "launch/modules_ddp.sh", "check", cwd=HOME, env=env | more)
         for more in ({}, {"HPCTRAIN_MODULES": "no-such"})
     )
     ended, output = wait(cluster, right)
-    assert ended.state == "COMPLETED" and "runtime none" in output and "check passed: 2 ranks on 2 hosts" in output, output
+    assert (
+        ended.state == "COMPLETED"
+        and "runtime none" in output
+        and "check passed: 2 ranks on 2 hosts" in output
+    ), output
     ended, output = wait(cluster, wrong)
     assert ended.state == "FAILED" and "module load no-such" in output, output
 
@@ -690,7 +861,9 @@ def test_without_a_container_by_conda(cluster):
         for more in ({}, {"HPCTRAIN_PYTHON_ENV": "nothing"})
     )
     ended, output = wait(cluster, right)
-    assert ended.state == "COMPLETED" and "image /opt/hpctrain/bin/python" in output and "check passed" in output, output
+    assert (
+        ended.state == "COMPLETED" and "image /opt/hpctrain/bin/python" in output and "check passed" in output
+    ), output
     ended, output = wait(cluster, wrong)
     assert ended.state == "FAILED" and "conda activate nothing failed" in output, output
 
@@ -700,9 +873,13 @@ def test_pbs(cluster):
 
     def submit(line, select):
         words = ["qsub", "-l", select, "-l", "walltime=00:10:00"]
-        done = cluster.exec("login", *words, user="alice", cwd=HOME, input=f"{HOME}/launch/pbs_ddp.sh {line}\n")
+        done = cluster.exec(
+            "login", *words, user="alice", cwd=HOME, input=f"{HOME}/launch/pbs_ddp.sh {line}\n"
+        )
         ended = cluster.wait(int(done.stdout))
-        return ended, folder(cluster, f"STDIN.o{ended.id}").read_text() + folder(cluster, f"STDIN.e{ended.id}").read_text()
+        return ended, folder(cluster, f"STDIN.o{ended.id}").read_text() + folder(
+            cluster, f"STDIN.e{ended.id}"
+        ).read_text()
 
     bare = " ".join(f"{name}={value}" for name, value in BARE.items())
     for runtime, each in (("", 2), (bare, 1)):
@@ -711,7 +888,9 @@ def test_pbs(cluster):
         done = cluster.exec("login", "qsub", "-N", "by_pbs", "-l", select, "pbs.sh", user="alice", cwd=HOME)
         ended = cluster.wait(int(done.stdout))
         output = folder(cluster, f"by_pbs.o{ended.id}").read_text()
-        assert ended.state == "COMPLETED" and f"check passed: {2 * each} ranks on 2 hosts (openmpi)" in output, output
+        assert (
+            ended.state == "COMPLETED" and f"check passed: {2 * each} ranks on 2 hosts (openmpi)" in output
+        ), output
     ended, output = submit(f"train_ddp {FEW} --epochs 1 --out 'runs/by pbs'", "select=2:ncpus=1:mpiprocs=1")
     assert ended.state == "COMPLETED" and (folder(cluster, "runs/by pbs") / "result.json").exists(), output
     ended, output = submit("--mpi=pmix check", "select=1:ncpus=1:mpiprocs=1")
@@ -739,9 +918,15 @@ def test_shifter(cluster):
         "HPCTRAIN_SHIFTER_MODULES": "gpu,nccl-plugin",
     }
     trains, no_image, no_gateway, no_shifter = (
-        cluster.submit(*ONE_EACH, "launch/shifter_ddp.sh", "train_ddp", FEW, "--epochs", "1", cwd=HOME, env=env),
-        cluster.submit(HERE, "launch/shifter_ddp.sh", "check", cwd=HOME, env=env | {"HPCTRAIN_IMAGE": "nothing:1"}),
-        cluster.submit(HERE, "launch/shifter_ddp.sh", "check", cwd=HOME, env=env | {"SHIFTER_GATEWAY": "down"}),
+        cluster.submit(
+            *ONE_EACH, "launch/shifter_ddp.sh", "train_ddp", FEW, "--epochs", "1", cwd=HOME, env=env
+        ),
+        cluster.submit(
+            HERE, "launch/shifter_ddp.sh", "check", cwd=HOME, env=env | {"HPCTRAIN_IMAGE": "nothing:1"}
+        ),
+        cluster.submit(
+            HERE, "launch/shifter_ddp.sh", "check", cwd=HOME, env=env | {"SHIFTER_GATEWAY": "down"}
+        ),
         cluster.submit(HERE, "launch/shifter_ddp.sh", "check", cwd=HOME),
     )
     ended, output = wait(cluster, trains)
@@ -755,7 +940,10 @@ def test_shifter(cluster):
     ended, output = wait(cluster, no_image)
     assert ended.state == "FAILED" and "nothing:1: shifter has no such image" in output, output
     ended, output = wait(cluster, no_gateway)
-    assert ended.state == "FAILED" and "failed to contact the image gateway: the gateway of the images does not" in output, output
+    assert (
+        ended.state == "FAILED"
+        and "failed to contact the image gateway: the gateway of the images does not" in output
+    ), output
     ended, output = wait(cluster, no_shifter)
     assert ended.state == "FAILED" and "there is no shifter on the PATH of n1" in output, output
 
@@ -764,19 +952,23 @@ def test_check_and_then_the_run_in_one_job(cluster):
     arguments = ["apptainer_torchrun.sh", "--max-restarts=1", "train_ddp", FEW, "--epochs", "1"]
     ended, output = job(cluster, *arguments, options=ONE_EACH, script="launch/check.sh")
     assert ended.state == "COMPLETED", output
-    assert output.index("check passed: 2 ranks on 2 hosts (torchrun)") < output.index("run folder runs/train_ddp")
+    assert output.index("check passed: 2 ranks on 2 hosts (torchrun)") < output.index(
+        "run folder runs/train_ddp"
+    )
     ended, output = job(cluster, "nothing.sh", script="launch/check.sh")
     assert ended.state == "FAILED" and "no such script" in output
 
 
 def test_local_in_the_container(cluster):
-    env = {"HPCTRAIN_TASKS": "2", "NCCL_NET": ""}  # empty disables a site's value, but NCCL takes it for the name of a network
+    # empty disables a site's value, but NCCL takes it for the name of a network
+    env = {"HPCTRAIN_TASKS": "2", "NCCL_NET": ""}
     done = cluster.exec("n1", "launch/local.sh", "check", user="alice", cwd=HOME, env=env)
     assert "check passed: 2 ranks on 1 host" in done.stdout and "runtime apptainer" in done.stdout
     assert "NCCL between nodes: Socket" in done.stdout
 
 
-# ---- when a rank fails: the whole job is FAILED within 120 s, its log names the rank and the reason, and no process is left ----
+# ---- when a rank fails: the whole job is FAILED within 120 s, its log names the rank and the reason, and no
+# process is left ----
 
 RAISES = """
 import torch, torch.distributed as dist
@@ -787,7 +979,8 @@ for step in range(1000000):
     if step == 2 and dist.get_rank() == 3:
         raise ValueError("boom")
 """
-# Without torch, whose import takes most of the time of such a job. The others do not notice, and the launcher ends them.
+# Without torch, whose import takes most of the time of such a job. The others do not notice, and the launcher
+# ends them.
 KILLED = """
 import os, time
 time.sleep(1)
@@ -810,7 +1003,8 @@ WHO = {  # how each launcher names a rank that was killed
 def test_a_rank_that_dies_fails_the_job_and_is_named(cluster, ahead, launcher, fault):
     def submit(launcher, fault):
         folder(cluster, f"{fault}.py").write_text(FAULTS[fault])
-        restarts = ["--max-restarts=0"] if (launcher, fault) == ("torchrun", "kill") else []  # the default, and given
+        # the default, and given
+        restarts = ["--max-restarts=0"] if (launcher, fault) == ("torchrun", "kill") else []
         return cluster.submit(HERE, *LAUNCHERS[launcher], *restarts, f"{fault}.py", cwd=HOME)
 
     number = ahead(submit)
@@ -832,7 +1026,9 @@ def test_no_container_of_podman_hpc_is_left_when_a_rank_dies(cluster, podman_ima
 
 def test_nothing_of_podman_hpc_trains_on_after_scancel(cluster, podman_image):
     """Slurm ends podman-hpc, but not the containers; and it lets an ended job start nothing that could."""
-    folder(cluster, "goes_on.py").write_text("import time\nprint('goes on', flush=True)\nwhile True: time.sleep(0.1)\n")
+    folder(cluster, "goes_on.py").write_text(
+        "import time\nprint('goes on', flush=True)\nwhile True: time.sleep(0.1)\n"
+    )
     number = cluster.submit(HERE, "launch/podman_hpc_ddp.sh", "goes_on.py", cwd=HOME, env=podman_image)
     going_on = 0
 
@@ -850,12 +1046,20 @@ def test_nothing_of_podman_hpc_trains_on_after_scancel(cluster, podman_image):
 
 def test_a_port_that_is_in_use(cluster):
     """By something of another user, on the port that would be the job's own."""
-    number = cluster.submit(*ONE_EACH, "--hold", SCRIPT, "train_ddp", FEW, "--epochs", "1", cwd=HOME, env=BARE)
+    number = cluster.submit(
+        *ONE_EACH, "--hold", SCRIPT, "train_ddp", FEW, "--epochs", "1", cwd=HOME, env=BARE
+    )
     port = 20000 + number * 8 % 12000
     listen = f"import socket, time\nwith socket.create_server(('', {port})): time.sleep(600)"
     listener = cluster.start("n1", BARE_PYTHON, "-c", listen, user="bob")
     try:
-        cluster.exec("n1", "sh", "-c", f"until grep -q ':{port:04X} .* 0A' /proc/net/tcp*; do sleep 0.1; done", timeout=300)
+        cluster.exec(
+            "n1",
+            "sh",
+            "-c",
+            f"until grep -q ':{port:04X} .* 0A' /proc/net/tcp*; do sleep 0.1; done",
+            timeout=300,
+        )
         cluster.exec("login", "scontrol", "release", str(number))
         ended, output = wait(cluster, number)
     finally:
@@ -870,13 +1074,17 @@ def test_no_secret_is_on_a_command_line(cluster):
     folder(cluster, "show_token.py").write_text(
         "import os, time\nprint('got', os.environ['HF_TOKEN'] == 'hf_' + 'secret', flush=True)\ntime.sleep(10)\n"
     )
-    number = cluster.submit(HERE, *LAUNCHERS["horovodrun"], "show_token.py", cwd=HOME, env={"HF_TOKEN": "hf_secret"})
+    number = cluster.submit(
+        HERE, *LAUNCHERS["horovodrun"], "show_token.py", cwd=HOME, env={"HF_TOKEN": "hf_secret"}
+    )
     shown = ""
 
     def look(line):
         nonlocal shown
         if "got" in line and not shown:
-            shown = "".join(cluster.exec(node, "ps", "-eo", "args", user="bob").stdout for node in ("n1", "n2"))
+            shown = "".join(
+                cluster.exec(node, "ps", "-eo", "args", user="bob").stdout for node in ("n1", "n2")
+            )
 
     ended = cluster.wait(number, on_line=look)
     output = folder(cluster, f"slurm-{number}.out").read_text()
@@ -907,7 +1115,8 @@ def hanging(cluster):
     env = {"APPTAINERENV_PYTHONPATH": f"{HOME}/hang"}
     numbers = {}
     for launcher in LAUNCHERS:
-        # Two at a time: more ranks that start at once take longer to start than the time limit of the test allows.
+        # Two at a time: more ranks that start at once take longer to start than the time limit of the test
+        # allows.
         after = [f"--dependency=afterany:{list(numbers.values())[-2]}"] if len(numbers) >= 2 else []
         options = ["--nodelist=n3,n4", f"--ntasks-per-node={HANGING[launcher] // 2}", *after]
         numbers[launcher] = cluster.submit(*options, *LAUNCHERS[launcher], "train_ddp", cwd=HOME, env=env)
@@ -920,7 +1129,9 @@ def test_a_rank_that_hangs_at_start_fails_the_job_and_is_named(cluster, hanging,
     ended, output = wait(cluster, number)
     assert ended.state == "FAILED" and seconds(cluster, number) < 400, output
     size = HANGING[launcher]
-    assert re.search(rf"hpctrain: error: rank {size - 1} of {size} did not join at n3:\d+ within 60 s", output), output
+    assert re.search(
+        rf"hpctrain: error: rank {size - 1} of {size} did not join at n3:\d+ within 60 s", output
+    ), output
     wait_until_idle(cluster, number, nodes=("n3", "n4"))
 
 

@@ -50,7 +50,9 @@ def find(sif):
 
 def hash_it(sif):
     """The output of a job that hashes the image, and the file that it names for the digest."""
-    script = f"find_digest '{sif}'; hash_in_background '{sif}'; echo ${{HPCTRAIN_IMAGE_DIGEST_FILE:-}}; sleep 30"
+    script = (
+        f"find_digest '{sif}'; hash_in_background '{sif}'; echo ${{HPCTRAIN_IMAGE_DIGEST_FILE:-}}; sleep 30"
+    )
     env = BARE | {"HPCTRAIN_CACHE": str(sif.parents[1] / "cache")}
     command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib.sh; {script}"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as job:
@@ -140,7 +142,9 @@ def test_a_name_with_a_backslash(image):
 
 @pytest.mark.parametrize("text", ["", "sha256:abc {stamp}\n", "{digest}\n", "{digest} {stamp}x\n", "\0\xff"])
 def test_a_record_that_is_broken_does_not_count(image, text):
-    stamp = subprocess.run(["stat", "-c", "%s %.9Y", image], capture_output=True, text=True, check=True).stdout.strip()
+    stamp = subprocess.run(
+        ["stat", "-c", "%s %.9Y", image], capture_output=True, text=True, check=True
+    ).stdout.strip()
     Path(f"{image}.digest").write_text(text.format(digest=digest_of(image), stamp=stamp))
     assert find(image) == ""
     Path(f"{image}.digest").write_text(f"{digest_of(image)} {stamp}\n")
@@ -190,17 +194,26 @@ def dry_run(script, env, *arguments):
 
 
 @pytest.mark.parametrize(
-    "name", ["a b", "quote's\"", "$(touch made)", "`touch made`", "-rf", "semi;colon", "*", "back\\slash", "한글"]
+    "name",
+    ["a b", "quote's\"", "$(touch made)", "`touch made`", "-rf", "semi;colon", "*", "back\\slash", "한글"],
 )
 def test_a_folder_of_any_name_is_bound_as_it_is(programs, tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
     done = subprocess.run(
-        [REPOSITORY / "launch/apptainer_ddp.sh", "--dry-run", "check"], env=programs, cwd=folder, capture_output=True, text=True
+        [REPOSITORY / "launch/apptainer_ddp.sh", "--dry-run", "check"],
+        env=programs,
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     words = subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {done.stdout.splitlines()[-1]}"], cwd=tmp_path, capture_output=True, text=True, check=True
+        ["bash", "-c", f"printf '%s\\0' {done.stdout.splitlines()[-1]}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split("\0")
     assert words[words.index(str(folder)) - 1] == "--bind"
     assert not list(tmp_path.rglob("made"))
@@ -237,19 +250,37 @@ def test_folders_in_the_way_of_apptainer_or_of_path(programs, name, value, messa
     [
         ({}, "{}/hpctrain-cpu.sif: no such image: run make sif, or set HPCTRAIN_IMAGE to yours"),
         ({"HPCTRAIN_FLAVOR": "cu130"}, "{}/hpctrain-cu130.sif: no such image: run make sif FLAVOR=cu130, or"),
-        ({"HPCTRAIN_FLAVOR": "cpu-mpich"}, "{}/hpctrain-cpu-mpich.sif: no such image: run make sif MPI=mpich, or"),
-        ({"HPCTRAIN_FLAVOR": "cuda"}, "HPCTRAIN_FLAVOR is 'cuda': choose one of cpu cpu-mpich cu126 cu126-mpich cu130 "),
+        (
+            {"HPCTRAIN_FLAVOR": "cpu-mpich"},
+            "{}/hpctrain-cpu-mpich.sif: no such image: run make sif MPI=mpich, or",
+        ),
+        (
+            {"HPCTRAIN_FLAVOR": "cuda"},
+            "HPCTRAIN_FLAVOR is 'cuda': choose one of cpu cpu-mpich cu126 cu126-mpich cu130 ",
+        ),
         ({"HPCTRAIN_FLAVOR": "mpich"}, "HPCTRAIN_FLAVOR is 'mpich': choose one of cpu cpu-mpich"),
-        ({"HPCTRAIN_FLAVOR": "cuda", "HPCTRAIN_RUNTIME": "shifter"}, "HPCTRAIN_FLAVOR is 'cuda': choose one of cpu"),
-        ({"HPCTRAIN_IMAGE": "mine.sif"}, "mine.sif: no such image: set HPCTRAIN_IMAGE to yours, or unset it for hpctrain-cpu"),
+        (
+            {"HPCTRAIN_FLAVOR": "cuda", "HPCTRAIN_RUNTIME": "shifter"},
+            "HPCTRAIN_FLAVOR is 'cuda': choose one of cpu",
+        ),
+        (
+            {"HPCTRAIN_IMAGE": "mine.sif"},
+            "mine.sif: no such image: set HPCTRAIN_IMAGE to yours, or unset it for hpctrain-cpu",
+        ),
     ],
 )
 def test_an_image_that_is_not_there(project, programs, env, message):
     """Each said: run make sif."""
     shutil.copytree(REPOSITORY / "containers/locks", project / "containers/locks")
-    own = {"HPCTRAIN_ROOT": str(project), "HPCTRAIN_IMAGE": "", "PATH": f"{programs['PATH']}:{REPOSITORY}/tests/standins"}
+    own = {
+        "HPCTRAIN_ROOT": str(project),
+        "HPCTRAIN_IMAGE": "",
+        "PATH": f"{programs['PATH']}:{REPOSITORY}/tests/standins",
+    }
     done = dry_run("local.sh", programs | own | env, "check")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and message.format(project) in done.stderr, done
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and message.format(project) in done.stderr, (
+        done
+    )
 
 
 def test_a_flavor_that_an_installation_does_not_have(project, programs):
@@ -261,7 +292,21 @@ def test_a_flavor_that_an_installation_does_not_have(project, programs):
 
 def test_a_pmi_without_slurm(programs, tmp_path):
     """The error held the shell's own: srun: command not found."""
-    for name in ("bash", "sed", "seq", "dirname", "awk", "tr", "date", "id", "uname", "hostname", "tail", "env", "python"):
+    for name in (
+        "bash",
+        "sed",
+        "seq",
+        "dirname",
+        "awk",
+        "tr",
+        "date",
+        "id",
+        "uname",
+        "hostname",
+        "tail",
+        "env",
+        "python",
+    ):
         (tmp_path / name).symlink_to(shutil.which(name, path=BARE["PATH"]))
     done = dry_run("apptainer_mpi.sh", programs | {"PATH": str(tmp_path)}, "--mpi=pmix", "check")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
@@ -271,10 +316,15 @@ def test_a_pmi_without_slurm(programs, tmp_path):
 def test_jupyter_starts_no_trainer(programs):
     done = dry_run("jupyter.sh", programs, "train_ddp")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
-    assert "train_ddp: this script starts only JupyterLab (no argument), tensorboard FOLDER or serve RUN" in done.stderr
+    assert (
+        "train_ddp: this script starts only JupyterLab (no argument), tensorboard FOLDER or serve RUN"
+        in done.stderr
+    )
     for words in ([], ["tensorboard", "runs"]):
         done = dry_run("jupyter.sh", programs, *words)
-        assert done.stdout.split()[-len(words) - 3 :][-3:] == ["-m", "hpctrain", *(words or ["jupyter"])][-3:], done
+        assert (
+            done.stdout.split()[-len(words) - 3 :][-3:] == ["-m", "hpctrain", *(words or ["jupyter"])][-3:]
+        ), done
 
 
 @pytest.mark.parametrize(
@@ -293,42 +343,90 @@ def test_a_launcher_as_the_program_is_one_line_that_says_what_to_write(programs,
     """It was "there is no command 'torchrun'", with a list of all commands."""
     done = dry_run("apptainer_torchrun.sh", programs, *shlex.split(words))
     name = words.split()[0]
-    message = f"{name}: this script starts Python and all ranks itself: write launch/apptainer_torchrun.sh{instead}"
+    message = (
+        f"{name}: this script starts Python and all ranks itself: write launch/apptainer_torchrun.sh{instead}"
+    )
     assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {message}\n")
 
 
-@pytest.mark.parametrize(("fault", "how"), [("exit 3", "ended with status 3"), ("kill -9 $$$$", "was killed by signal 9")])
+@pytest.mark.parametrize(
+    ("fault", "how"), [("exit 3", "ended with status 3"), ("kill -9 $$$$", "was killed by signal 9")]
+)
 def test_torchrun_says_in_one_line_which_rank_failed(fault, how):
     """It ended with a traceback of its own, in which the error of the rank was hard to find."""
-    torchrun = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--standalone", "--no-python", "sh", "-c"]
-    done = subprocess.run([*torchrun, f"echo my error >&2; {fault}"], env=BARE, capture_output=True, text=True, timeout=300)
+    torchrun = [
+        sys.executable,
+        REPOSITORY / "launch/lib/torchrun.py",
+        "--standalone",
+        "--no-python",
+        "sh",
+        "-c",
+    ]
+    done = subprocess.run(
+        [*torchrun, f"echo my error >&2; {fault}"], env=BARE, capture_output=True, text=True, timeout=300
+    )
     first, *log, last = done.stderr.splitlines()
-    assert (done.returncode, first) == (1, "my error") and not any("Traceback" in line for line in log), done.stderr
-    assert re.fullmatch(rf"hpctrain: rank 0 was the first to fail on \S+: process \d+ {how}, see its lines above", last)
+    assert (done.returncode, first) == (1, "my error") and not any("Traceback" in line for line in log), (
+        done.stderr
+    )
+    assert re.fullmatch(
+        rf"hpctrain: rank 0 was the first to fail on \S+: process \d+ {how}, see its lines above", last
+    )
 
 
 def test_torchrun_that_is_ended_says_so_in_one_line():
-    torchrun = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--standalone", "--no-python", "sh", "-c"]
-    done = subprocess.run([*torchrun, "kill -TERM $PPID; sleep 60"], env=BARE, capture_output=True, text=True, timeout=300)
+    torchrun = [
+        sys.executable,
+        REPOSITORY / "launch/lib/torchrun.py",
+        "--standalone",
+        "--no-python",
+        "sh",
+        "-c",
+    ]
+    done = subprocess.run(
+        [*torchrun, "kill -TERM $PPID; sleep 60"], env=BARE, capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert re.fullmatch(r"hpctrain: torchrun on \S+ was ended by signal 15", done.stderr.splitlines()[-1])
 
 
 def test_torchrun_without_the_first_node_is_one_line():
-    torchrun = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--nnodes=2", "--rdzv-id=1", "--rdzv-backend=c10d"]
+    torchrun = [
+        sys.executable,
+        REPOSITORY / "launch/lib/torchrun.py",
+        "--nnodes=2",
+        "--rdzv-id=1",
+        "--rdzv-backend=c10d",
+    ]
     torchrun += ["--rdzv-endpoint=localhost:1", "--rdzv-conf=is_host=0,read_timeout=1", "--no-python", "true"]
     done = subprocess.run(torchrun, env=BARE, capture_output=True, text=True, timeout=300)
     last = done.stderr.splitlines()[-1]
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
-    assert re.fullmatch(r"hpctrain: torchrun on \S+ has no connection to the first node \(.+\): see its lines", last)
+    assert re.fullmatch(
+        r"hpctrain: torchrun on \S+ has no connection to the first node \(.+\): see its lines", last
+    )
 
 
 def test_a_module_is_started_as_by_python(programs):
     done = dry_run("apptainer_ddp.sh", programs, "-m", "pkg.train", "--dry-run")
-    assert shlex.split(done.stdout.splitlines()[-1])[-5:] == ["--", "python", "-m", "pkg.train", "--dry-run"], done
+    assert shlex.split(done.stdout.splitlines()[-1])[-5:] == [
+        "--",
+        "python",
+        "-m",
+        "pkg.train",
+        "--dry-run",
+    ], done
     assert "PYTHONSAFEPATH" not in done.stdout
-    for words, answer in (("-m pkg.train", "yes"), ("-m hpctrain check", "no"), ("a.py", "yes"), ("-c 1", "no")):
-        assert library(f"WORDS=(x -- python {words}); is_users_script && echo yes || echo no").stdout == f"{answer}\n"
+    for words, answer in (
+        ("-m pkg.train", "yes"),
+        ("-m hpctrain check", "no"),
+        ("a.py", "yes"),
+        ("-c 1", "no"),
+    ):
+        assert (
+            library(f"WORDS=(x -- python {words}); is_users_script && echo yes || echo no").stdout
+            == f"{answer}\n"
+        )
     done = dry_run("apptainer_ddp.sh", programs, "-m")
     assert done.returncode == 2 and "-m: give the name of a module after it" in done.stderr
 
@@ -343,14 +441,18 @@ def test_a_module_is_started_as_by_python(programs):
         ("apptainer_ddp.sh", "# import mpi4py", 1, ""),
     ],
 )
-def test_a_script_for_mpi_that_fails_under_srun_is_told_by_what_to_start_it(programs, tmp_path, script, line, status, told):
+def test_a_script_for_mpi_that_fails_under_srun_is_told_by_what_to_start_it(
+    programs, tmp_path, script, line, status, told
+):
     """The last words were those of Open MPI, which advise to build Slurm again."""
     (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
     (tmp_path / "srun").chmod(0o755)
     (tmp_path / "mine.py").write_text(f"import os\n{line}\n")
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_SUBMIT_DIR": str(tmp_path)}
     command = [REPOSITORY / "launch" / script, "mine.py"]
-    done = subprocess.run(command, env=programs | job, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=programs | job, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     last = done.stdout.splitlines()[-1]
     hint = f"hpctrain: if MPI did not start above: mine.py imports {told}, so submit it by launch/apptainer_mpi.sh or launch/"
     assert last.startswith(hint if told else "hpctrain: command: "), done.stdout
@@ -366,8 +468,16 @@ def test_one_of_a_kind_has_no_plural(programs):
     ("saved", "requeues", "end"),
     [
         (True, 0, "the ranks have saved a checkpoint and stopped: requeuing the job\nrequeue 7\n"),
-        (False, 1, "request to stop, restart 1 of at most 1 (HPCTRAIN_REQUEUES): requeuing the job\nrequeue 7\n"),
-        (False, 0, "exit status 75 after 0 restarts, HPCTRAIN_REQUEUES allows no more: continue with sbatch "),
+        (
+            False,
+            1,
+            "request to stop, restart 1 of at most 1 (HPCTRAIN_REQUEUES): requeuing the job\nrequeue 7\n",
+        ),
+        (
+            False,
+            0,
+            "exit status 75 after 0 restarts, HPCTRAIN_REQUEUES allows no more: continue with sbatch ",
+        ),
     ],
 )
 @pytest.mark.parametrize("status", [0, 75])
@@ -380,7 +490,9 @@ def test_attempts_that_stop_and_save_nothing_are_counted(programs, tmp_path, sta
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"HPCTRAIN_CONTROL": str(tmp_path / "control"), "SLURM_JOB_ID": "7"}
     source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES={requeues}"
-    done = subprocess.run(["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 75 and end in done.stdout, done
 
 
@@ -391,22 +503,33 @@ def test_a_node_that_srun_does_not_reach_is_no_fault_of_the_program(programs, tm
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=1"
     done = subprocess.run(
-        ["bash", "-euc", f"{source}; conclude {status}"], env=programs | {"SLURM_JOB_ID": "7"}, capture_output=True, text=True
+        ["bash", "-euc", f"{source}; conclude {status}"],
+        env=programs | {"SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == status and ("requeue 7\n" in done.stdout) == requeued, done
-    assert ("does not reach, restart 1 of at most 1 (HPCTRAIN_REQUEUES): requeuing" in done.stdout) == requeued, done
+    assert (
+        "does not reach, restart 1 of at most 1 (HPCTRAIN_REQUEUES): requeuing" in done.stdout
+    ) == requeued, done
 
 
 @pytest.mark.parametrize(("status", "restarts", "requeued"), [(137, 1, True), (137, 2, False), (1, 1, False)])
-def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(programs, tmp_path, status, restarts, requeued):
+def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(
+    programs, tmp_path, status, restarts, requeued
+):
     """A job with a checkpoint was FAILED: Slurm killed the ranks of its second attempt within a second of their start."""
     shown = f"JobState=RUNNING Restarts={restarts} PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
     source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=2"
-    done = subprocess.run(["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True
+    )
     assert done.returncode == status and ("requeue 7\n" in done.stdout) == requeued, done
-    assert ("while a restart began, restart 2 of at most 2 (HPCTRAIN_REQUEUES): requeuing" in done.stdout) == requeued, done
+    assert (
+        "while a restart began, restart 2 of at most 2 (HPCTRAIN_REQUEUES): requeuing" in done.stdout
+    ) == requeued, done
 
 
 def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_continues(programs, tmp_path):
@@ -415,7 +538,9 @@ def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_
         (tmp_path / name).write_text("--resume runs/x\n")
     shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown}\n')
-    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x.sh; HPCTRAIN_REQUEUES=1"
+    source = (
+        f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x.sh; HPCTRAIN_REQUEUES=1"
+    )
     done = subprocess.run(
         ["bash", "-euc", f"{source}; ARGUMENTS=(train_ddp --out 'a b'); conclude 0"],
         env=programs | {"SLURM_JOB_ID": "7"}, capture_output=True, text=True,
@@ -431,8 +556,12 @@ def test_preemptions_are_not_counted(programs, tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "5"}
     source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES=1"
-    done = subprocess.run(["bash", "-euc", f"{source}; conclude 143"], env=env, capture_output=True, text=True)
-    assert done.returncode == 143 and "the job is preempted: requeuing the job\nrequeue 7\n" in done.stdout, done
+    done = subprocess.run(
+        ["bash", "-euc", f"{source}; conclude 143"], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 143 and "the job is preempted: requeuing the job\nrequeue 7\n" in done.stdout, (
+        done
+    )
 
 
 def test_each_job_of_a_pbs_array_has_a_port(programs, tmp_path):
@@ -492,7 +621,10 @@ def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
         "PBS_O_WORKDIR": str(tmp_path),
         "PBS_O_QUEUE": "workq",
     }
-    env |= {"PBS_NODEFILE": str(tmp_path / "nodes"), "WORD": "fault" if case.startswith("fault") or case == "no qsub" else "w"}
+    env |= {
+        "PBS_NODEFILE": str(tmp_path / "nodes"),
+        "WORD": "fault" if case.startswith("fault") or case == "no qsub" else "w",
+    }
     env |= {"HPCTRAIN_RESTARTS": "10"} if case == "fault again" else {}
     script = [REPOSITORY / "launch/pbs_ddp.sh", "train_ddp", "--out", "a b"]
     with subprocess.Popen(script, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
@@ -502,7 +634,11 @@ def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
         said = job.stdout.read().splitlines()[-1]
     resumed = f"{REPOSITORY}/launch/pbs_ddp.sh train_ddp --out a\\ b --resume runs/x"
     if case in ("walltime", "fault"):
-        reason = "the ranks have saved a checkpoint and stopped" if case == "walltime" else "restart 1 of at most 10"
+        reason = (
+            "the ranks have saved a checkpoint and stopped"
+            if case == "walltime"
+            else "restart 1 of at most 10"
+        )
         assert reason in said and said.endswith(": job 18.srv continues the run")
         assert (tmp_path / "asked").read_text().splitlines() == [
             "-j", "oe", "-W", "depend=afterany:17.srv", "-l", "select=2:ncpus=2:mpiprocs=2", "-l", f"walltime={limit}",
@@ -554,7 +690,11 @@ def test_an_invalid_number_of_restarts(number):
             {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "{}"},
             "scontrol names no nodes for SLURM_JOB_NODELIST=''",
         ),
-        ("apptainer_ddp.sh", {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "{}/none"}, "{}/none, where you submitted"),
+        (
+            "apptainer_ddp.sh",
+            {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "{}/none"},
+            "{}/none, where you submitted",
+        ),
         (
             "apptainer_ddp.sh",
             {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "{}", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
@@ -564,19 +704,29 @@ def test_an_invalid_number_of_restarts(number):
 )
 def test_half_of_a_job_ends_with_one_line(programs, tmp_path, script, env, message):
     done = dry_run(script, programs | {name: value.format(tmp_path) for name, value in env.items()})
-    assert done.returncode != 0 and message.format(tmp_path) in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert (
+        done.returncode != 0 and message.format(tmp_path) in done.stderr and done.stderr.count("\n") == 1
+    ), done.stderr
 
 
 def test_a_job_submitted_from_another_folder_names_what_is_missing(programs, tmp_path):
     """It said: or export HPCTRAIN_ROOT, which a new user exported without a value."""
-    done = dry_run("apptainer_ddp.sh", programs | {"HPCTRAIN_ROOT": "", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)})
+    done = dry_run(
+        "apptainer_ddp.sh",
+        programs | {"HPCTRAIN_ROOT": "", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)},
+    )
     line = f"no {tmp_path}/launch/lib.sh: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first\n"
     assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {line}")
 
 
 def test_the_other_tasks_of_srun_say_nothing(programs, tmp_path):
     """The srun of each task waited for the nodes of the others, until the time limit."""
-    job = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
+    job = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_PROCID": "3",
+    }
     done = dry_run("apptainer_ddp.sh", programs | job)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
@@ -609,19 +759,28 @@ def test_a_folder_that_the_user_cannot_enter_is_skipped():
     user = "setpriv --reuid 12345 --regid 12345 --clear-groups"
     script = '\'find_folders_to_bind; printf "%s\\n" "${FOLDERS[@]}"\''
     functions = "find_folders_to_bind split_list resolve_folder refuse_separators"
-    done = library(f"export -f {functions}; cd /; ROOT=/ {user} bash -euc {script}", HPCTRAIN_BIND="/root /usr")
+    done = library(
+        f"export -f {functions}; cd /; ROOT=/ {user} bash -euc {script}", HPCTRAIN_BIND="/root /usr"
+    )
     assert done.stdout.splitlines() == ["/", "/usr"] and done.stderr == ""
 
 
 @pytest.mark.parametrize("trick", ["folder", "link", "both", None])
 def test_a_folder_in_tmp_that_somebody_else_made_is_not_used(trick):
-    """All tasks of a job use another one, which the next job finds. "both": as if its name, made from the secret, were known."""
+    """All tasks of a job use another one, which the next job finds.
+
+    "both": as if its name, made from the secret, were known.
+    """
     if os.getuid() != 0:
         pytest.skip("needs root, to be two users")
     number = 2_000_000_000 + os.getpid()  # of a user that this machine does not have
     own = Path(f"/tmp/hpctrain-{number}")
     names = ["HPCTRAIN_CACHE", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR"]
-    env = BARE | {"HPCTRAIN_CACHE": f"{own}/cache", "HF_HOME": f"{own}/cache/huggingface", "HPCTRAIN_JOB_SECRET": "17" * 16}
+    env = BARE | {
+        "HPCTRAIN_CACHE": f"{own}/cache",
+        "HF_HOME": f"{own}/cache/huggingface",
+        "HPCTRAIN_JOB_SECRET": "17" * 16,
+    }
     user = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups"]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
@@ -644,7 +803,9 @@ def test_a_folder_in_tmp_that_somebody_else_made_is_not_used(trick):
                 own.chmod(0o777)
             (own.with_suffix(".000")).mkdir()  # not the user's either
             if trick == "both":
-                hidden = hashlib.sha256(f"{os.uname().nodename} {env['HPCTRAIN_JOB_SECRET']}".encode()).hexdigest()[:16]
+                hidden = hashlib.sha256(
+                    f"{os.uname().nodename} {env['HPCTRAIN_JOB_SECRET']}".encode()
+                ).hexdigest()[:16]
                 own.with_suffix(f".{hidden}").mkdir()
             done = [task({}), task({}), task({"HPCTRAIN_JOB_SECRET": "18" * 16})]
             found = [path for path in folders() if path.lstat().st_uid == number]
@@ -661,7 +822,9 @@ def test_a_folder_in_tmp_that_somebody_else_made_is_not_used(trick):
     (used,) = modes
     assert modes[used] == 0o700 and (used == own) == (trick is None)
     for each in done:
-        assert each.stdout.split() == [f"{used}/cache", f"{used}/cache/huggingface", f"{used}/inductor"], each.stderr
+        assert each.stdout.split() == [f"{used}/cache", f"{used}/cache/huggingface", f"{used}/inductor"], (
+            each.stderr
+        )
         text = f"hpctrain: warning: on {os.uname().nodename} {own} belongs to somebody else: caches are in {used} instead\n"
         assert each.stderr == (text if trick else "")
 
@@ -707,16 +870,25 @@ def test_a_signal_after_the_end_of_the_ranks_says_nothing(trap):
 
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
 def test_the_secrets_of_horovodrun_are_gone_when_slurm_ends_the_job(tmp_path, name):
-    """It may kill the script before that has cleaned up. Before a time limit the ranks go on, and may need them."""
+    """It may kill the script before that has cleaned up.
+
+    Before a time limit the ranks go on, and may need them.
+    """
     (tmp_path / "secrets").touch()
-    done = library(f"HPCTRAIN_CONTROL={tmp_path}; request_stop {name}", HPCTRAIN_SECRETS=str(tmp_path / "secrets"))
+    done = library(
+        f"HPCTRAIN_CONTROL={tmp_path}; request_stop {name}", HPCTRAIN_SECRETS=str(tmp_path / "secrets")
+    )
     assert done.returncode == 0 and (tmp_path / "stop").exists(), done.stderr
     assert (tmp_path / "secrets").exists() == (name == "USR1")
 
 
 @pytest.mark.parametrize("theirs", ["/mine/kernels", "", None])
 def test_the_kernels_of_torch_are_in_a_folder_of_the_user(theirs):
-    env = BARE | {"HPCTRAIN_CACHE": "/scratch/cache"} | ({} if theirs is None else {"TORCHINDUCTOR_CACHE_DIR": theirs})
+    env = (
+        BARE
+        | {"HPCTRAIN_CACHE": "/scratch/cache"}
+        | ({} if theirs is None else {"TORCHINDUCTOR_CACHE_DIR": theirs})
+    )
     command = [REPOSITORY / "launch/task.sh", "none", "--", "printenv", "TORCHINDUCTOR_CACHE_DIR"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.stdout == (theirs or f"/tmp/hpctrain-{os.getuid()}/inductor") + "\n", done.stderr
@@ -732,9 +904,11 @@ def test_the_kernels_of_torch_are_in_a_folder_of_the_user(theirs):
     ],
 )
 def test_sigterm_to_a_task(programs, tmp_path, shown, folder, ends):
-    """Slurm sends it to the tasks, not to their children, when it preempts a job, ends it, or when a rank has failed.
+    """Slurm sends it to the tasks, not to their children, when it preempts a job, ends it, or when a rank has
+    failed.
 
-    In a job that it ends the batch script can start nothing that would remove the copies of --broadcast from the nodes.
+    In a job that it ends the batch script can start nothing that would remove the copies of --broadcast from
+    the nodes.
     """
     (tmp_path / "control").mkdir()
     (tmp_path / "copy.sif").touch()
@@ -742,7 +916,9 @@ def test_sigterm_to_a_task(programs, tmp_path, shown, folder, ends):
     env = programs | {"HPCTRAIN_CONTROL": str(tmp_path / folder), "SLURM_JOB_ID": "7"}
     env |= {"HPCTRAIN_SIF_COPY": str(tmp_path / "copy.sif")}
     rank = ["bash", "-c", "echo started; sleep 3; exit 5"]
-    with subprocess.Popen([REPOSITORY / "launch/task.sh", "none", "--", *rank], env=env, stdout=subprocess.PIPE) as task:
+    with subprocess.Popen(
+        [REPOSITORY / "launch/task.sh", "none", "--", *rank], env=env, stdout=subprocess.PIPE
+    ) as task:
         task.stdout.readline()
         task.terminate()
     assert task.returncode == (-signal.SIGTERM if ends == "signal" else 5)
@@ -754,15 +930,24 @@ def test_sigterm_to_a_task(programs, tmp_path, shown, folder, ends):
 def test_what_a_rank_of_horovodrun_leaves_does_not_keep_its_connection(tmp_path):
     """sshd closes a connection when nobody has the output of its command; horovodrun waits for that, and so does this test."""
     words = ["--", "bash", "-c", f"sleep 300 & echo $! >{tmp_path}/left; kill -KILL $$"]
-    env = BARE | {"HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CROSS_RANK": "0", "HPCTRAIN_WORLD_SIZE": "2"}
+    env = BARE | {
+        "HOROVOD_RANK": "1",
+        "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_CROSS_RANK": "0",
+        "HPCTRAIN_WORLD_SIZE": "2",
+    }
     env |= {
         "HPCTRAIN_TASKS_PER_NODE": "2",
         "MASTER_PORT": "1",
         "HPCTRAIN_HOST_PATH": BARE["PATH"],
         "HPCTRAIN_COMMAND": shlex.join(words),
     }
-    done = subprocess.run([REPOSITORY / "launch/task.sh", "horovodrun"], env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 137 and re.search(r"rank 1 on \S+ was ended by signal 9", done.stderr), done.stderr
+    done = subprocess.run(
+        [REPOSITORY / "launch/task.sh", "horovodrun"], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 137 and re.search(r"rank 1 on \S+ was ended by signal 9", done.stderr), (
+        done.stderr
+    )
     assert not Path(f"/proc/{(tmp_path / 'left').read_text().strip()}/fd/1").exists()
 
 
@@ -777,13 +962,21 @@ def test_a_rank_of_horovodrun_ends_with_its_connection(tmp_path):
     """After scancel, too: Slurm ends horovodrun on the first node, and knows nothing of what sshd has started on the others."""
     (tmp_path / "sshd").symlink_to("/bin/bash")
     rank = f"echo $$ >{tmp_path}/rank.part; mv {tmp_path}/rank.part {tmp_path}/rank; sleep 300 & wait"
-    env = BARE | {"HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_CROSS_RANK": "0", "HPCTRAIN_WORLD_SIZE": "2"}
+    env = BARE | {
+        "HOROVOD_RANK": "1",
+        "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_CROSS_RANK": "0",
+        "HPCTRAIN_WORLD_SIZE": "2",
+    }
     job = os.urandom(4).hex()
     env |= {"HPCTRAIN_TASKS_PER_NODE": "2", "HPCTRAIN_JOB": job, "SLURM_JOB_ID": job, "MASTER_PORT": "1"}
     env |= {"HPCTRAIN_HOST_PATH": BARE["PATH"], "HPCTRAIN_COMMAND": shlex.join(["--", "bash", "-c", rank])}
     command = [tmp_path / "sshd", "-c", f"{REPOSITORY}/launch/task.sh horovodrun; true"]
     # another rank, and a job that this one has submitted
-    others = [subprocess.Popen(["sleep", "300"], env=env | own) for own in ({"HOROVOD_RANK": "0"}, {"SLURM_JOB_ID": "7"})]
+    others = [
+        subprocess.Popen(["sleep", "300"], env=env | own)
+        for own in ({"HOROVOD_RANK": "0"}, {"SLURM_JOB_ID": "7"})
+    ]
     try:
         with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) as connection:
             wait_until(lambda: (tmp_path / "rank").exists())
@@ -797,7 +990,10 @@ def test_a_rank_of_horovodrun_ends_with_its_connection(tmp_path):
 
 
 def test_a_container_of_podman_that_is_still_being_made_is_removed_too(tmp_path):
-    """podman run ignores SIGTERM. Where Slurm tracks processes by their parents, it outlives the step that Slurm ends."""
+    """podman run ignores SIGTERM.
+
+    Where Slurm tracks processes by their parents, it outlives the step that Slurm ends.
+    """
     folder = tmp_path.resolve()
     for name, text in {
         "podman": f"case $1 in --version) echo 5 ;; run) touch {folder}/begun; sleep 1; touch {folder}/container ;; esac",
@@ -855,8 +1051,12 @@ wait""",
     return show
 
 
-@pytest.mark.parametrize(("attempt", "restarts", "requeued"), [("", 0, True), ("2", 2, True), ("", 1, False), ("2", 3, False)])
-def test_an_attempt_that_slurm_has_replaced_does_not_requeue_the_next_one(shown, tmp_path, attempt, restarts, requeued):
+@pytest.mark.parametrize(
+    ("attempt", "restarts", "requeued"), [("", 0, True), ("2", 2, True), ("", 1, False), ("2", 3, False)]
+)
+def test_an_attempt_that_slurm_has_replaced_does_not_requeue_the_next_one(
+    shown, tmp_path, attempt, restarts, requeued
+):
     """Its node was cut off; Slurm started the job again on others, and then the network came back."""
     (tmp_path / "saved").touch()
     more = {"SLURM_RESTART_COUNT": attempt} if attempt else {}
@@ -865,7 +1065,9 @@ def test_an_attempt_that_slurm_has_replaced_does_not_requeue_the_next_one(shown,
     assert done.returncode == 137 and (tmp_path / "asked").exists() == requeued, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("restarts", "nodes", "requeued"), [(0, "1,2,3", False), (0, "2,3", True), (1, "2,3", False)])
+@pytest.mark.parametrize(
+    ("restarts", "nodes", "requeued"), [(0, "1,2,3", False), (0, "2,3", True), (1, "2,3", False)]
+)
 def test_every_other_node_watches_the_first_one(shown, tmp_path, restarts, nodes, requeued):
     """From the start, and asks for a new start of the attempt that it belongs to, not of the next one."""
     env = shown(0, "1,2,3")
@@ -881,10 +1083,14 @@ def test_every_other_node_watches_the_first_one(shown, tmp_path, restarts, nodes
 
 
 def help_of(script):
-    return subprocess.run([REPOSITORY / "launch" / script, "--help"], env=BARE, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [REPOSITORY / "launch" / script, "--help"], env=BARE, capture_output=True, text=True, check=True
+    ).stdout
 
 
-SCRIPTS = [path.name for path in (REPOSITORY / "launch").glob("*.sh") if "\nparse_options " in path.read_text()]
+SCRIPTS = [
+    path.name for path in (REPOSITORY / "launch").glob("*.sh") if "\nparse_options " in path.read_text()
+]
 
 
 @pytest.mark.parametrize("script", sorted([*SCRIPTS, "check.sh"]))
@@ -906,7 +1112,11 @@ def test_help_lists_the_options_that_the_script_takes_and_no_others(programs, tm
     given = {"--mpi=HOW": "--mpi=pmix", "--launcher=HOW": "--launcher=mpirun"}
     listed = [option for option in re.findall(r"^  (--\S+)", help_of(script), re.M) if option != "--help"]
     words = [given.get(option, option.replace("=N", "=1")) for option in listed]
-    done = dry_run(script, programs | {"HPCTRAIN_IMAGE": str(tmp_path / "image.sif"), "HPCTRAIN_CACHE": str(tmp_path)}, *words)
+    done = dry_run(
+        script,
+        programs | {"HPCTRAIN_IMAGE": str(tmp_path / "image.sif"), "HPCTRAIN_CACHE": str(tmp_path)},
+        *words,
+    )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     others = [option for option in all_options() if option not in [*listed, "--help"]]
     name = script.replace("check", "apptainer_ddp")
@@ -921,16 +1131,40 @@ def all_options():
 
 def test_help_lists_the_settings_of_the_script():
     """Those of local.sh lacked HPCTRAIN_TASKS, and had what only sbatch reads."""
-    local, ddp = (set(re.findall(r"^  ([A-Z_]+)", help_of(script), re.M)) for script in ("local.sh", "apptainer_ddp.sh"))
-    assert local - ddp == {"HPCTRAIN_TASKS"} and ddp - local == {"HPCTRAIN_REQUEUES", "HPCTRAIN_NODE_TIMEOUT", "SBATCH_"}
+    local, ddp = (
+        set(re.findall(r"^  ([A-Z_]+)", help_of(script), re.M)) for script in ("local.sh", "apptainer_ddp.sh")
+    )
+    assert local - ddp == {"HPCTRAIN_TASKS"} and ddp - local == {
+        "HPCTRAIN_REQUEUES",
+        "HPCTRAIN_NODE_TIMEOUT",
+        "SBATCH_",
+    }
     assert "sbatch" not in help_of("local.sh").lower()
     assert [script for script in ("local.sh", "pbs_ddp.sh") if "--broadcast" in help_of(script)] == []
 
 
 # What the launch scripts set for themselves and their ranks.
 OF_THE_JOB = {
-    *("COMMAND", "CONTAINER_ON", "CONTAINER_VARIABLES", "CONTROL", "END_TASK", "GPU_OPTION", "HOST_PATH", "IMAGE_DIGEST"),
-    *("IMAGE_DIGEST_FILE", "JOB", "JOB_SECRET", "MIN_WORLD_SIZE", "MPI_LIBRARY", "NODE_CONTAINER", "NODE_TASK", "NODE_TASKS"),
+    *(
+        "COMMAND",
+        "CONTAINER_ON",
+        "CONTAINER_VARIABLES",
+        "CONTROL",
+        "END_TASK",
+        "GPU_OPTION",
+        "HOST_PATH",
+        "IMAGE_DIGEST",
+    ),
+    *(
+        "IMAGE_DIGEST_FILE",
+        "JOB",
+        "JOB_SECRET",
+        "MIN_WORLD_SIZE",
+        "MPI_LIBRARY",
+        "NODE_CONTAINER",
+        "NODE_TASK",
+        "NODE_TASKS",
+    ),
     *("PBS_RERUNS", "RESTARTS", "SECRETS", "SIF_COPY", "TASKS_PER_NODE", "WORLD_SIZE"),
 }
 
@@ -938,8 +1172,14 @@ OF_THE_JOB = {
 def test_the_documents_have_every_option_and_every_variable():
     """A variable that a launch script reads is one of the job, or it is a setting, in --help and in docs/."""
     pages = "".join(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))
-    scripts = "".join(path.read_text() for path in (REPOSITORY / "launch").rglob("*.sh") if path.parent.name != "modulefiles")
-    read = set(re.findall(r"\bHPCTRAIN_[A-Z_]*[A-Z]\b", scripts)) - {f"HPCTRAIN_{name}" for name in OF_THE_JOB}
+    scripts = "".join(
+        path.read_text()
+        for path in (REPOSITORY / "launch").rglob("*.sh")
+        if path.parent.name != "modulefiles"
+    )
+    read = set(re.findall(r"\bHPCTRAIN_[A-Z_]*[A-Z]\b", scripts)) - {
+        f"HPCTRAIN_{name}" for name in OF_THE_JOB
+    }
     settings = set(library('printf "%s\\n" "${SETTINGS[@]%% *}"').stdout.split()) - {"SBATCH_..."}
     assert read == settings | {"HPCTRAIN_ROOT"}
     assert [name for name in [*sorted(read), *all_options()] if not re.search(rf"`{name}\b", pages)] == []
@@ -966,9 +1206,17 @@ def test_options_that_are_wrong_end_with_one_line(script, option, message):
 @pytest.mark.parametrize(
     ("options", "version", "message"),
     [
-        ("--max-restarts=1 --min-nodes=1", "2.7.1+cu126", "has 2.7.1+cu126, whose torchrun crashes when a node is gone"),
+        (
+            "--max-restarts=1 --min-nodes=1",
+            "2.7.1+cu126",
+            "has 2.7.1+cu126, whose torchrun crashes when a node is gone",
+        ),
         ("--max-restarts=1 --min-nodes=1", "2.12.0", "--min-nodes needs torch 2.13, and "),
-        ("--max-restarts=1 --min-nodes=3", "2.13.0+cpu", "--min-nodes=3 of the job's 2 nodes: ask for more (sbatch --nodes)"),
+        (
+            "--max-restarts=1 --min-nodes=3",
+            "2.13.0+cpu",
+            "--min-nodes=3 of the job's 2 nodes: ask for more (sbatch --nodes)",
+        ),
         ("--min-nodes=1", "2.13.0+cpu", "--min-nodes=1: give --max-restarts=N as well"),
         ("--max-restarts=1 --min-nodes=1", "2.13.0+cpu", ""),
         ("--max-restarts=1 --min-nodes=1", "2.100.0", ""),
@@ -984,8 +1232,15 @@ def test_torchrun_on_fewer_nodes(tmp_path, options, version, message):
     if message:
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr
     else:
-        assert "srun --nodes=2 --ntasks=2 " in done.stdout and " --no-kill " in done.stdout and " --nnodes=1:2 " in done.stdout
-        assert "export HPCTRAIN_MIN_WORLD_SIZE=2\n" in done.stdout and "export HPCTRAIN_NODE_TIMEOUT=0\n" in done.stdout
+        assert (
+            "srun --nodes=2 --ntasks=2 " in done.stdout
+            and " --no-kill " in done.stdout
+            and " --nnodes=1:2 " in done.stdout
+        )
+        assert (
+            "export HPCTRAIN_MIN_WORLD_SIZE=2\n" in done.stdout
+            and "export HPCTRAIN_NODE_TIMEOUT=0\n" in done.stdout
+        )
 
 
 # Adding a runtime and a launcher
@@ -995,9 +1250,13 @@ def test_torchrun_on_fewer_nodes(tmp_path, options, version, message):
 def project(tmp_path):
     """A copy of the project that may be changed, with a script that needs no torch."""
     for name in ("launch", "src"):
-        shutil.copytree(REPOSITORY / name, tmp_path / "hpctrain" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / name, tmp_path / "hpctrain" / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     names = ["RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TOY"]
-    (tmp_path / "hpctrain/mine.py").write_text(f"import os\nprint(*[os.environ.get(name) for name in {names}])\n")
+    (tmp_path / "hpctrain/mine.py").write_text(
+        f"import os\nprint(*[os.environ.get(name) for name in {names}])\n"
+    )
     return tmp_path / "hpctrain"
 
 
@@ -1038,8 +1297,14 @@ def test_a_runtime_is_one_function_and_a_row_and_so_is_a_launcher(project):
     (project / "launch/fork.sh").write_text(FORK_SCRIPT)
     (project / "launch/fork.sh").chmod(0o755)
     env = BARE | {"HPCTRAIN_RUNTIME": "toy", "HPCTRAIN_TASKS": "3"}
-    done = subprocess.run([project / "launch/fork.sh", "mine.py"], env=env, capture_output=True, text=True, cwd=project)
-    assert done.returncode == 0 and "runtime toy (1), image toy:1" in done.stdout and "launcher fork" in done.stdout, done
+    done = subprocess.run(
+        [project / "launch/fork.sh", "mine.py"], env=env, capture_output=True, text=True, cwd=project
+    )
+    assert (
+        done.returncode == 0
+        and "runtime toy (1), image toy:1" in done.stdout
+        and "launcher fork" in done.stdout
+    ), done
     assert sorted(line for line in done.stdout.splitlines() if not line.startswith("hpctrain:")) == [
         f"{rank} {rank} 0 3 3 a toy" for rank in range(3)
     ]
@@ -1047,7 +1312,9 @@ def test_a_runtime_is_one_function_and_a_row_and_so_is_a_launcher(project):
     code = "from hpctrain.distributed import world; w = world.detect(); print(w.rank, w.size, w.launcher)"
     (project / "world.py").write_text(code)
     env["PYTHONPATH"] = str(project / "src")
-    done = subprocess.run([project / "launch/fork.sh", "world.py"], env=env, capture_output=True, text=True, cwd=project)
+    done = subprocess.run(
+        [project / "launch/fork.sh", "world.py"], env=env, capture_output=True, text=True, cwd=project
+    )
     assert sorted(line for line in done.stdout.splitlines() if not line.startswith("hpctrain:")) == [
         f"{rank} 3 torchrun" for rank in range(3)
     ]
@@ -1064,14 +1331,21 @@ NO_GATEWAY = "the gateway of the images does not answer, so try again later"
 @pytest.mark.parametrize(
     ("gateway", "said"),
     [
-        ("up", "nothing:1: shifter has no such image: shifterimg pull it, or set HPCTRAIN_IMAGE (shifterimg images lists yours)"),
+        (
+            "up",
+            "nothing:1: shifter has no such image: shifterimg pull it, or set HPCTRAIN_IMAGE (shifterimg images lists yours)",
+        ),
         ("down", f"shifterimg lookup: ERROR: failed to contact the image gateway: {NO_GATEWAY}"),
         ("slow", f"shifterimg lookup: err 28: {NO_GATEWAY}"),
     ],
 )
 def test_an_image_that_shifter_cannot_look_up(gateway, said):
     """A gateway that timed out ("err 28") was reported as an image that does not exist."""
-    env = {"PATH": f"{REPOSITORY}/tests/standins:{BARE['PATH']}", "HPCTRAIN_IMAGE": "nothing:1", "SHIFTER_GATEWAY": gateway}
+    env = {
+        "PATH": f"{REPOSITORY}/tests/standins:{BARE['PATH']}",
+        "HPCTRAIN_IMAGE": "nothing:1",
+        "SHIFTER_GATEWAY": gateway,
+    }
     done = library("GPUS=0; use_runtime shifter", **env)
     assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {said}\n"), done
 
@@ -1102,7 +1376,11 @@ def start_on_gpus(folder, driver, image):
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(0o755)
     (folder / image).touch()
-    env = BARE | {"PATH": f"{folder}:{BARE['PATH']}", "HPCTRAIN_IMAGE": str(folder / image), "HPCTRAIN_CACHE": str(folder)}
+    env = BARE | {
+        "PATH": f"{folder}:{BARE['PATH']}",
+        "HPCTRAIN_IMAGE": str(folder / image),
+        "HPCTRAIN_CACHE": str(folder),
+    }
     command = [REPOSITORY / "launch/local.sh", "--dry-run", "mine.py"]
     (folder / "mine.py").touch()
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=60)
@@ -1123,7 +1401,10 @@ def test_a_driver_that_is_too_old_for_the_image(tmp_path, name):
 def test_an_image_for_cpus_and_gpus(tmp_path):
     """Own scripts choose their device themselves, and would use none of the GPUs."""
     done = start_on_gpus(tmp_path, "580.105.08", "hpctrain-cpu.sif")
-    assert "hpctrain-cpu.sif is for CPUs, and this job has 4 GPUs per node: set HPCTRAIN_FLAVOR to cu130" in done.stdout, done
+    assert (
+        "hpctrain-cpu.sif is for CPUs, and this job has 4 GPUs per node: set HPCTRAIN_FLAVOR to cu130"
+        in done.stdout
+    ), done
 
 
 # ---- the user's variables ----
@@ -1135,7 +1416,9 @@ def own_names():
 
 def test_a_variable_of_the_user_that_the_scripts_have_as_well(tmp_path):
     """TASK=mrpc arrived as the path of task.sh."""
-    (tmp_path / "show.py").write_text("import json, os\nprint('got', json.dumps(dict(os.environ)), flush=True)\n")
+    (tmp_path / "show.py").write_text(
+        "import json, os\nprint('got', json.dumps(dict(os.environ)), flush=True)\n"
+    )
     theirs = {name: f"mine of {name}" for name in own_names()}
     env = BARE | theirs | {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_CACHE": str(tmp_path)}
     command = [REPOSITORY / "launch/local.sh", "show.py"]
@@ -1145,12 +1428,22 @@ def test_a_variable_of_the_user_that_the_scripts_have_as_well(tmp_path):
 
 
 def test_the_list_of_the_scripts_own_variables_is_complete():
-    text = "".join(path.read_text() for path in [REPOSITORY / "launch/lib.sh", *(REPOSITORY / "launch/lib").glob("*.sh")])
+    text = "".join(
+        path.read_text() for path in [REPOSITORY / "launch/lib.sh", *(REPOSITORY / "launch/lib").glob("*.sh")]
+    )
     text = re.sub(r"^ *#.*$", "", text, flags=re.M)
     assigned = set(re.findall(r"(?:^|(?<=[ ;(]))([A-Z][A-Z_]*)\+?=", text, re.M))
     assigned |= set(re.findall(r"mapfile -t ([A-Z_]+)", text))
-    exported = {name for line in re.findall(r"\bexport (.*)", text) for name in re.findall(r"(?<![\w${])([A-Z][A-Z_]*)\b", line)}
+    exported = {
+        name
+        for line in re.findall(r"\bexport (.*)", text)
+        for name in re.findall(r"(?<![\w${])([A-Z][A-Z_]*)\b", line)
+    }
     in_messages = {"VARIABLE", "KEY", "FLAVOR"}
     others = {"IFS", "PATH", "REPLY", "OWN_NAMES", "USERS_VARIABLES", *in_messages}
-    found = {name for name in assigned - exported - others if not name.startswith(("APPTAINER_", "HPCTRAIN_", "SLURM_", "PBS_"))}
+    found = {
+        name
+        for name in assigned - exported - others
+        if not name.startswith(("APPTAINER_", "HPCTRAIN_", "SLURM_", "PBS_"))
+    }
     assert found <= set(own_names()), found - set(own_names())

@@ -1,4 +1,5 @@
-"""Every launcher, runtime and trainer: the shipped scripts by sbatch, on 2 nodes with 2 ranks each, and the same weights in all.
+"""Every launcher, runtime and trainer: the shipped scripts by sbatch, on 2 nodes with 2 ranks each, and the
+same weights in all.
 
 The table of the README is what passed here: `pytest tests/launch/test_matrix.py --write-table` writes it.
 """
@@ -34,8 +35,14 @@ RUNTIMES = {
 }
 # Pairs that do not work together, and why.
 EXCLUDED: dict[tuple[str, str], str] = {}
-CELLS = [(*pair, t) for pair in [(x, r) for x in LAUNCHERS for r in RUNTIMES] if pair not in EXCLUDED for t in TRAINERS]
-IN_FLIGHT = 2  # jobs at a time, beside those of the other test process: the cores import torch most of the time
+CELLS = [
+    (*pair, t)
+    for pair in [(x, r) for x in LAUNCHERS for r in RUNTIMES]
+    if pair not in EXCLUDED
+    for t in TRAINERS
+]
+# jobs at a time, beside those of the other test process: the cores import torch most of the time
+IN_FLIGHT = 2
 BEGIN, END = "<!-- what tests/launch/test_matrix.py saw pass -->\n", "<!-- end -->\n"
 
 
@@ -60,17 +67,22 @@ class Cells:
             job, name = self._jobs[cell]
             ended = self._cluster.wait(job)
             output = self._cluster.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
-            self._runs[cell] = self._cluster.host_path(f"{HOME}/{name}") if ended.state == "COMPLETED" else output
+            self._runs[cell] = (
+                self._cluster.host_path(f"{HOME}/{name}") if ended.state == "COMPLETED" else output
+            )
         run = self._runs[cell]
         assert isinstance(run, Path), run
         return run
 
-    def _submit(self, launcher: str, runtime: str, trainer: str, fusion: bool = False, batch_size: int = 64) -> tuple[int, str]:
+    def _submit(
+        self, launcher: str, runtime: str, trainer: str, fusion: bool = False, batch_size: int = 64
+    ) -> tuple[int, str]:
         script = LAUNCHERS[launcher]
         script = script[runtime] if isinstance(script, dict) else script
         env = RUNTIMES[runtime] | self._podman_image | ({} if fusion else {"HOROVOD_FUSION_THRESHOLD": "0"})
         name = "runs/matrix/" + re.sub(r"\W+", "-", f"{launcher}-{runtime}-{trainer}-{fusion}-{batch_size}")
-        options = ["--data", "digits", "--epochs", "1", "--batch-size", str(batch_size), "--out", name]  # five steps
+        # five steps
+        options = ["--data", "digits", "--epochs", "1", "--batch-size", str(batch_size), "--out", name]
         return self._cluster.submit(*script, trainer, *options, cwd=HOME, env=env), name
 
 
@@ -88,13 +100,17 @@ def result(run):
 def test_the_same_weights_bit_for_bit(request, cell, launcher, runtime, trainer):
     chosen = [item for item in request.session.items if getattr(item, "function", None) is request.function]
     here = chosen.index(request.node)
-    cells = [tuple(item.callspec.params[name] for name in ("launcher", "runtime", "trainer")) for item in chosen[here:]]
+    cells = [
+        tuple(item.callspec.params[name] for name in ("launcher", "runtime", "trainer"))
+        for item in chosen[here:]
+    ]
     cell.ahead(cells[:IN_FLIGHT])
     run = cell(launcher, runtime, trainer)
     world = json.loads((run / "config.json").read_text())["world"]
     assert (world["size"], world["nodes"], world["local_size"]) == (4, 2, 2)
     hosts = [log.read_text().split(" on ")[1].split(",")[0] for log in sorted((run / "logs").iterdir())]
-    assert hosts[0] == hosts[1] != hosts[2] == hosts[3], hosts  # others than n1 and n2 while an earlier job ends
+    # others than n1 and n2 while an earlier job ends
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3], hosts
     reference = result(cell("srun", "apptainer", trainer))
     assert result(run)["weights_sha256"] == reference["weights_sha256"]
     assert result(run)["test_loss"] == reference["test_loss"]
@@ -131,7 +147,11 @@ def test_the_table_of_the_readme_is_what_passed(cell, request):
     for trainer in TRAINERS:
         cells = []
         for launcher in LAUNCHERS:
-            same = [r for r in RUNTIMES if mark.get((launcher, r, trainer)) and mark[launcher, r, trainer] == reference[trainer]]
+            same = [
+                r
+                for r in RUNTIMES
+                if mark.get((launcher, r, trainer)) and mark[launcher, r, trainer] == reference[trainer]
+            ]
             cells.append("all three" if len(same) == len(RUNTIMES) else ", ".join(same))
         lines.append(f"| `{trainer}` | {' | '.join(cells)} |")
     table = "\n".join(lines) + "\n"

@@ -29,11 +29,19 @@ def prefix(tmp_path):
 
 def test_what_is_installed(prefix):
     root = prefix / "hpctrain" / VERSION
-    assert sorted(path.name for path in root.iterdir()) == ["LICENSE", "bin", "examples", "hpctrain-cpu.sif", "launch"]
+    assert sorted(path.name for path in root.iterdir()) == [
+        "LICENSE",
+        "bin",
+        "examples",
+        "hpctrain-cpu.sif",
+        "launch",
+    ]
     assert sorted(path.name for path in (prefix / "hpctrain").iterdir()) == [VERSION]
     assert os.access(root / "bin/hpctrain", os.X_OK) and os.access(root / "launch/apptainer_ddp.sh", os.X_OK)
     for path in prefix.rglob("*"):  # everybody may read it, and nobody else write
-        assert path.is_symlink() or (path.stat().st_mode & 0o044 == 0o044 and not path.stat().st_mode & 0o022), path
+        assert path.is_symlink() or (
+            path.stat().st_mode & 0o044 == 0o044 and not path.stat().st_mode & 0o022
+        ), path
 
 
 def test_another_flavor_is_added_and_nothing_is_replaced(prefix, tmp_path):
@@ -43,13 +51,21 @@ def test_another_flavor_is_added_and_nothing_is_replaced(prefix, tmp_path):
     assert install(prefix, tmp_path / "hpctrain-cu130.sif", umask="077").returncode == 0
     assert (root / "hpctrain-cu130.sif").read_text() == "another image" and (root / "launch/marker").exists()
     again = install(prefix, tmp_path / "hpctrain-cpu.sif")
-    assert again.returncode == 1 and f"{root} has hpctrain-cpu.sif already: remove that folder first" in again.stderr
+    assert (
+        again.returncode == 1
+        and f"{root} has hpctrain-cpu.sif already: remove that folder first" in again.stderr
+    )
     assert (root / "hpctrain-cpu.sif").read_text() == "the image"
     assert sorted(path.name for path in (prefix / "hpctrain").iterdir()) == [VERSION]
 
 
 def test_invalid_arguments(tmp_path):
-    for arguments in (["relative", __file__], [tmp_path], [tmp_path, tmp_path / "nothing.sif"], ["", __file__]):
+    for arguments in (
+        ["relative", __file__],
+        [tmp_path],
+        [tmp_path, tmp_path / "nothing.sif"],
+        ["", __file__],
+    ):
         done = subprocess.run([INSTALL, *arguments], capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -58,10 +74,18 @@ def test_invalid_arguments(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lua", "tcl"])
 def test_the_modulefile(prefix, kind):
-    """By Lmod, which reads both kinds. Environment Modules, for which the second is, cannot be installed beside it."""
+    """By Lmod, which reads both kinds.
+
+    Environment Modules, for which the second is, cannot be installed beside it.
+    """
     (prefix / "modulefiles/hpctrain" / (VERSION if kind == "lua" else f"{VERSION}.lua")).unlink()
     root = prefix / "hpctrain" / VERSION
-    env = {"PATH": "/usr/bin:/bin", "MODULEPATH": str(prefix / "modulefiles"), "HOME": "/nonexistent", "USER": "alice"}
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "MODULEPATH": str(prefix / "modulefiles"),
+        "HOME": "/nonexistent",
+        "USER": "alice",
+    }
 
     def module(*words):
         done = subprocess.run([*LMOD, *words], env=env, capture_output=True, text=True)
@@ -71,7 +95,12 @@ def test_the_modulefile(prefix, kind):
     code = module("load", "hpctrain").stdout
     show = subprocess.run(["bash", "-c", f'{code}\necho "$HPCTRAIN_ROOT"; echo "$PATH"; type -P hpctrain apptainer_ddp.sh'],
                           env=env, capture_output=True, text=True)  # fmt: skip
-    expected = [str(root), f"{root}/bin:{root}/launch:/usr/bin:/bin", f"{root}/bin/hpctrain", f"{root}/launch/apptainer_ddp.sh"]
+    expected = [
+        str(root),
+        f"{root}/bin:{root}/launch:/usr/bin:/bin",
+        f"{root}/bin/hpctrain",
+        f"{root}/launch/apptainer_ddp.sh",
+    ]
     assert show.stdout.splitlines() == expected, show.stderr
     assert "sbatch apptainer_ddp.sh" in (help_ := module("help", f"hpctrain/{VERSION}")).stdout + help_.stderr
 
@@ -82,18 +111,29 @@ def test_a_user_of_the_installation_submits_from_any_folder(sif):
     with Cluster(nodes=2) as cluster:
         prefix = cluster.host_path("/project/site")
         prefix.mkdir()
-        done = subprocess.run(["make", "install", f"PREFIX={prefix}"], cwd=REPOSITORY, capture_output=True, text=True)
+        done = subprocess.run(
+            ["make", "install", f"PREFIX={prefix}"], cwd=REPOSITORY, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         root = f"/project/site/hpctrain/{VERSION}"
         env = {"HPCTRAIN_ROOT": root, "PATH": f"{root}/bin:{root}/launch:/usr/local/bin:/usr/bin:/bin"}
         cluster.exec("login", "mkdir", "/home/alice/mine", user="alice")
-        version = cluster.exec("login", "hpctrain", "--version", user="alice", cwd="/home/alice/mine", env=env)
+        version = cluster.exec(
+            "login", "hpctrain", "--version", user="alice", cwd="/home/alice/mine", env=env
+        )
         assert version.stdout == f"{VERSION}\n"
         number = cluster.submit(
             "apptainer_ddp.sh", "train_ddp", "--epochs", "1", "--out", "here", cwd="/home/alice/mine", env=env
         )
         ended = cluster.wait(number)
         output = cluster.host_path(f"/home/alice/mine/slurm-{number}.out").read_text()
-        assert ended.state == "COMPLETED" and (cluster.host_path("/home/alice/mine/here") / "result.json").exists(), output
-        broken = cluster.exec("login", "hpctrain", "runs", user="alice", env=env | {"HPCTRAIN_FLAVOR": "x"}, check=False)
-        assert broken.returncode == 1 and "hpctrain-x*.sif: no such image: set HPCTRAIN_IMAGE" in broken.stderr
+        assert (
+            ended.state == "COMPLETED"
+            and (cluster.host_path("/home/alice/mine/here") / "result.json").exists()
+        ), output
+        broken = cluster.exec(
+            "login", "hpctrain", "runs", user="alice", env=env | {"HPCTRAIN_FLAVOR": "x"}, check=False
+        )
+        assert (
+            broken.returncode == 1 and "hpctrain-x*.sif: no such image: set HPCTRAIN_IMAGE" in broken.stderr
+        )

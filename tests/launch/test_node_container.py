@@ -9,8 +9,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 HOME = "/home/alice/hpctrain"
-# Not the servers of podman-hpc's images: its wrapper of fuse-overlayfs misses the end of a container now and then, on a busy
-# machine, and other tests leave them here.
+# Not the servers of podman-hpc's images: its wrapper of fuse-overlayfs misses the end of a container now and
+# then, on a busy machine, and other tests leave them here.
 LEFT = """
 ls -d /tmp/hpctrain-container-{}-* /dev/shm/sharens_* 2>/dev/null
 pgrep -u alice -fl '^(/usr/bin/squashfuse.*/apptainer/mnt/|Apptainer|appinit)'
@@ -30,7 +30,8 @@ mounts = sum(b"squashfuse" in each.split(b"\\0")[0] and b"/apptainer/mnt/" in ea
 print("mounts", mounts, Path("/proc/1").owner(), flush=True)
 time.sleep(2)  # for all to count
 """
-# Once `go` is there, it reads modules that nothing has read before, and waits for the other rank that is left.
+# Once `go` is there, it reads modules that nothing has read before, and waits for the other rank that is
+# left.
 READ = """
 import os, time
 from pathlib import Path
@@ -129,7 +130,9 @@ def test_without_a_common_container_each_task_has_its_own(cluster):
     folder = cluster.host_path(HOME)
     (folder / "refuses").mkdir()
     wrapper = folder / "refuses/apptainer"
-    wrapper.write_text('#!/bin/sh\n[ "$2" != --sharens ] || { echo "FATAL: no" >&2; exit 255; }\nexec /usr/bin/apptainer "$@"\n')
+    wrapper.write_text(
+        '#!/bin/sh\n[ "$2" != --sharens ] || { echo "FATAL: no" >&2; exit 255; }\nexec /usr/bin/apptainer "$@"\n'
+    )
     wrapper.chmod(0o755)
     words = f"sh -c 'echo ${{APPTAINER_INSTANCE:-own}} >>{HOME}/own-containers'"
     tasks(cluster, words, f"{HOME}/refuses:").wait(120)

@@ -80,7 +80,9 @@ def folder(cluster, path):
 
 
 def shown(cluster, number, field):
-    return re.search(rf"\b{field}=(\S+)", cluster.exec("login", "scontrol", "show", "job", str(number)).stdout)[1]
+    return re.search(
+        rf"\b{field}=(\S+)", cluster.exec("login", "scontrol", "show", "job", str(number)).stdout
+    )[1]
 
 
 def wait_for(condition, seconds=300):
@@ -92,7 +94,9 @@ def wait_for(condition, seconds=300):
 
 def processes(cluster, node, number):
     """The command lines of the processes of a job on a node, by their numbers."""
-    script = f"grep -slzx SLURM_JOB_ID={number} /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r ps -o pid=,args= -p"
+    script = (
+        f"grep -slzx SLURM_JOB_ID={number} /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r ps -o pid=,args= -p"
+    )
     lines = cluster.exec(node, "sh", "-c", script, check=False).stdout.splitlines()
     return dict(line.split(maxsplit=1) for line in lines)
 
@@ -110,7 +114,9 @@ def numbers(cluster):
         return f"{numbers[name]}{task}"
 
     numbers = {
-        name: cluster.submit(*options, SCRIPT, program, "1000" if name == "example" else name, cwd=HOME, env=env)
+        name: cluster.submit(
+            *options, SCRIPT, program, "1000" if name == "example" else name, cwd=HOME, env=env
+        )
         for name, (options, env, program) in JOBS.items()
     }
 
@@ -132,13 +138,20 @@ def ended(cluster, numbers):
 
     def wait(name):
         job = cluster.wait(numbers[name])
-        return job.state, int(shown(cluster, job.id, "Restarts")), folder(cluster, f"slurm-{job.id}.out").read_text()
+        return (
+            job.state,
+            int(shown(cluster, job.id, "Restarts")),
+            folder(cluster, f"slurm-{job.id}.out").read_text(),
+        )
 
     return wait
 
 
 def said(output):
-    """What the launch script said about the end of an attempt. Which rank gives srun its status (137 or 143) is a race."""
+    """What the launch script said about the end of an attempt.
+
+    Which rank gives srun its status (137 or 143) is a race.
+    """
     lines = [line for line in output.splitlines() if re.search(r"^hpctrain: (the|not|exit|Slurm) ", line)]
     return [re.sub("exit status 1(37|43)", "exit status N", line) for line in lines]
 
@@ -146,14 +159,18 @@ def said(output):
 def test_a_job_that_ends_before_it_has_saved_is_not_requeued(ended):
     state, restarts, output = ended("unsaved")
     assert (state, restarts) == ("FAILED", 0), output
-    assert said(output) == ["hpctrain: not requeued: exit status N before this attempt has saved a checkpoint"]
+    assert said(output) == [
+        "hpctrain: not requeued: exit status N before this attempt has saved a checkpoint"
+    ]
 
 
 def test_an_error_that_a_restart_does_not_correct(ended):
     state, restarts, output = ended("usage")
     assert (state, restarts) == ("FAILED", 0), output
     resume = f"continue with sbatch {HOME}/{SCRIPT} program.py usage --resume runs/x"
-    assert said(output) == [f"hpctrain: not requeued, because a restart does not correct this error: {resume}"]
+    assert said(output) == [
+        f"hpctrain: not requeued, because a restart does not correct this error: {resume}"
+    ]
 
 
 def test_a_rank_that_ends_long_after_the_others(ended):
@@ -254,18 +271,28 @@ def test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to(clust
             saved = "n1", "sh", "-c", "ls /tmp/hpctrain-control.*/saved"
             wait_for(lambda: cluster.exec(*saved, check=False).returncode == 0)
             events.append("kill")
-            cluster.exec("n2", "sh", "-c", "kill -KILL $(pgrep -f '[h]pctrain train_ddp.*runs/disturbed' | tail -n 1)")
+            cluster.exec(
+                "n2", "sh", "-c", "kill -KILL $(pgrep -f '[h]pctrain train_ddp.*runs/disturbed' | tail -n 1)"
+            )
 
     job = cluster.wait(number, on_line=disturb)
     output = folder(cluster, f"slurm-{number}.out").read_text()
     assert job.state == "COMPLETED" and events == ["stop", "restart 1", "kill", "restart 2"], (events, output)
-    assert output.count("resuming after epoch") == 2 and "ending early, as the job has to: saved after epoch" in output
+    assert (
+        output.count("resuming after epoch") == 2
+        and "ending early, as the job has to: saved after epoch" in output
+    )
     runs = [tmp_path / "undisturbed", folder(cluster, "runs/disturbed")]
-    whole = warm_start.run(warm_start.torchrun_ranks(4, [*command, str(runs[0])], dict(os.environ)), folder(cluster, "."))
+    whole = warm_start.run(
+        warm_start.torchrun_ranks(4, [*command, str(runs[0])], dict(os.environ)), folder(cluster, ".")
+    )
     assert whole.returncode == 0, whole.stdout + whole.stderr
     weights = [json.loads((run / "result.json").read_text())["weights_sha256"] for run in runs]
     assert weights[0] == weights[1]
-    steps = [[json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
+    steps = [
+        [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in runs
+    ]
     assert steps[0] == steps[1]
 
 
@@ -273,14 +300,22 @@ def test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to(clust
 def test_a_trainer_of_a_user_ends_with_the_weights_of_a_run_that_nothing_happened_to(cluster, tmp_path, name):
     """An example with more and slower data, on two nodes: asked to stop within an epoch, as before a time limit, and requeued."""
     text = EXAMPLES[name].read_text()
-    changes = [("512", "2048"), ("epochs=3", "epochs=2"), ("\nimport torch\n", "\nimport time\n\nimport torch\n")]
-    changes.append((getitem := re.search(r"    def __getitem__.*\n", text)[0], f"{getitem}        time.sleep(0.004)\n"))
+    changes = [
+        ("512", "2048"),
+        ("epochs=3", "epochs=2"),
+        ("\nimport torch\n", "\nimport time\n\nimport torch\n"),
+    ]
+    changes.append(
+        (getitem := re.search(r"    def __getitem__.*\n", text)[0], f"{getitem}        time.sleep(0.004)\n")
+    )
     for before, after in changes:
         assert text.count(before) == 1, before
         text = text.replace(before, after)
     script = folder(cluster, f"long_{name}.py")
     script.write_text(text)
-    number = cluster.submit(*HERE, "--ntasks-per-node=1", SCRIPT, script.name, cwd=HOME, env=BARE | {"OMP_NUM_THREADS": "1"})
+    number = cluster.submit(
+        *HERE, "--ntasks-per-node=1", SCRIPT, script.name, cwd=HOME, env=BARE | {"OMP_NUM_THREADS": "1"}
+    )
     run = folder(cluster, f"runs/{name}-{number}")
     wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text())
     cluster.exec("login", "scancel", "--signal=USR1", "--batch", str(number), user="alice")
@@ -288,7 +323,9 @@ def test_a_trainer_of_a_user_ends_with_the_weights_of_a_run_that_nothing_happene
     output = folder(cluster, f"slurm-{number}.out").read_text(errors="replace")  # a bar of tqdm may be cut
     assert (job.state, int(shown(cluster, number, "Restarts"))) == ("COMPLETED", 1), output
     assert said(output) == ["hpctrain: the ranks have saved a checkpoint and stopped: requeuing the job"]
-    step = re.search(r"resuming from runs/\S+/checkpoint-(\d+)|resuming after epoch \d+ and (\d+) steps", output)
+    step = re.search(
+        r"resuming from runs/\S+/checkpoint-(\d+)|resuming after epoch \d+ and (\d+) steps", output
+    )
     assert step and int(step[1] or step[2]) % 64, output
     ranks = warm_start.torchrun_ranks(2, [], os.environ | {"HPCTRAIN_JOB": "7"}, partial(run_script, script))
     whole = warm_start.run(ranks, tmp_path)
@@ -305,15 +342,21 @@ def test_a_trainer_that_diverges_is_not_requeued(cluster):
     assert (job.state, int(shown(cluster, number, "Restarts"))) == ("FAILED", 0), output
     assert re.search(r"train_loss is nan|are not finite", output), output
     resume = f"continue with sbatch {HOME}/{SCRIPT} {' '.join(options)} --resume runs/diverged"
-    assert said(output) == [f"hpctrain: not requeued, because a restart does not correct this error: {resume}"]
+    assert said(output) == [
+        f"hpctrain: not requeued, because a restart does not correct this error: {resume}"
+    ]
 
 
 def test_pbs_says_which_command_goes_on(cluster):
     """PBS Pro does not requeue the jobs of its users. At the end of the walltime it sends TERM."""
     folder(cluster, "program.py").write_text(PROGRAM)
-    line = f"HPCTRAIN_RUNTIME=none HPCTRAIN_PYTHON_ENV=/opt/hpctrain {HOME}/launch/pbs_ddp.sh program.py asked\n"
+    line = (
+        f"HPCTRAIN_RUNTIME=none HPCTRAIN_PYTHON_ENV=/opt/hpctrain {HOME}/launch/pbs_ddp.sh program.py asked\n"
+    )
     select = "select=2:ncpus=2:mpiprocs=2"
-    number = int(cluster.exec("login", "qsub", "-l", select, user="alice", cwd=HOME, input=f"exec env {line}").stdout)
+    number = int(
+        cluster.exec("login", "qsub", "-l", select, user="alice", cwd=HOME, input=f"exec env {line}").stdout
+    )
     output = folder(cluster, f"STDIN.o{number}")
     wait_for(lambda: output.exists() and output.read_text().count("polls") == 4)
     cluster.exec("login", "scancel", "--signal=TERM", "--batch", str(number), user="alice")

@@ -29,7 +29,9 @@ def source(launch, *arguments, env=None, then="env -0", shell=("bash", "-euc")):
     """Source launch/site.sh in a shell with nothing set but `env`; how it ended, and the variables that it then has."""
     script = f'source {launch}/site.sh "$@"; {then}'
     command = [*shell, script, "-", *arguments]
-    done = subprocess.run(command, env=BARE | (env or {}), capture_output=True, text=True, cwd=launch.parents[1], timeout=300)
+    done = subprocess.run(
+        command, env=BARE | (env or {}), capture_output=True, text=True, cwd=launch.parents[1], timeout=300
+    )
     return done, dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
 
 
@@ -49,7 +51,9 @@ def test_every_fact_has_a_source_and_a_date(site):
         for line in paragraph.splitlines():
             sourced = sourced or bool(SOURCE.fullmatch(line))
             assert line.startswith("#") or sourced, f"{site.name}: no source for {line}"
-            assert not line.startswith("# 20") or SOURCE.fullmatch(line), f"{site.name}: {line} is not # YEAR-MONTH, SOURCE"
+            assert not line.startswith("# 20") or SOURCE.fullmatch(line), (
+                f"{site.name}: {line} is not # YEAR-MONTH, SOURCE"
+            )
 
 
 @pytest.mark.parametrize("site", SITES, ids=NAMES)
@@ -94,7 +98,9 @@ def test_a_folder_in_tmp_that_somebody_else_made_is_told(name):
 
 @pytest.mark.parametrize("site", SITES, ids=NAMES)
 def test_what_the_user_has_set_wins(launch, site):
-    chosen = {key: "mine" for key in [*keys(site), *keys(SITES[NAMES.index("generic")])] if key != "SITE_DETECT"}
+    chosen = {
+        key: "mine" for key in [*keys(site), *keys(SITES[NAMES.index("generic")])] if key != "SITE_DETECT"
+    }
     done, env = source(launch, site.stem, env=chosen)
     assert done.returncode == 0, done.stderr
     assert {key: env[key] for key in chosen} == chosen
@@ -122,42 +128,52 @@ def test_a_variable_that_is_not_exported_wins_too(launch):
     assert (env["NCCL_NET"], env["HPCTRAIN_CACHE"]) == ("mine", "/here/cache")
 
 
-@pytest.mark.parametrize("scratch", [{}, {"SCRATCH": ""}, {"SCRATCH": "/scratch/alice"}], ids=["unset", "empty", "set"])
+@pytest.mark.parametrize(
+    "scratch", [{}, {"SCRATCH": ""}, {"SCRATCH": "/scratch/alice"}], ids=["unset", "empty", "set"]
+)
 def test_a_missing_key_gets_the_generic_value(launch, scratch):
-    """A file of one line is a site. It used to need a last line that sources generic.env, or jobs died for HPCTRAIN_FLAVOR."""
+    """A file of one line is a site.
+
+    It used to need a last line that sources generic.env, or jobs died for HPCTRAIN_FLAVOR.
+    """
     (launch / "sites/mine.env").write_text("NCCL_SOCKET_IFNAME=eth1")
     done, env = source(launch, "mine", env=scratch)
     assert done.returncode == 0, done.stderr
     assert (env["HPCTRAIN_FLAVOR"], env["NCCL_SOCKET_IFNAME"]) == ("cpu", "eth1")
     cache = "/scratch/alice/cache" if scratch.get("SCRATCH") else f"/tmp/hpctrain-{os.getuid()}/cache"
     assert env["HPCTRAIN_CACHE"] == cache and env["HF_HOME"] == f"{cache}/huggingface"
-    assert env["HPCTRAIN_BIND"] == ("/project /scratch /scratch/alice" if scratch.get("SCRATCH") else "/project /scratch")
+    assert env["HPCTRAIN_BIND"] == (
+        "/project /scratch /scratch/alice" if scratch.get("SCRATCH") else "/project /scratch"
+    )
 
 
 # The format
 
 
 @pytest.mark.parametrize(
-    "value", ["$(touch x)", "`touch x`", "${HOME:-$(touch x)}", "a; touch x", "a\\", '"a b"', "$", "${HOME", "$1"]
+    "value",
+    ["$(touch x)", "`touch x`", "${HOME:-$(touch x)}", "a; touch x", "a\\", '"a b"', "$", "${HOME", "$1"],
 )
 def test_nothing_is_executed(launch, value):
     (launch / "sites/mine.env").write_text(f"# comment\nNCCL_NET={value}\n")
     done, env = source(launch, "mine", then="", shell=("bash", "-c"))
     assert done.returncode == 1 and "NCCL_NET" not in env
-    assert "sites/mine.env:2: the value of NCCL_NET is not plain text" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        "sites/mine.env:2: the value of NCCL_NET is not plain text" in done.stderr
+        and done.stderr.count("\n") == 1
+    )
     assert not (launch.parents[1] / "x").exists()
 
 
 def test_references_and_spaces(launch):
-    text = (
-        "SCRATCH=/scratch/$USER\nNCCL_NET=AWS  Libfabric [*] ^x\nXDG_CACHE_HOME=${SCRATCH}/a$UID/${HOME}x\nHF_HOME=$NO_SUCH/x\n"
-    )
+    text = "SCRATCH=/scratch/$USER\nNCCL_NET=AWS  Libfabric [*] ^x\nXDG_CACHE_HOME=${SCRATCH}/a$UID/${HOME}x\nHF_HOME=$NO_SUCH/x\n"
     (launch / "sites/mine.env").write_text(text)
     done, env = source(launch, "mine")
     assert done.returncode == 0, done.stderr
     assert (env["SCRATCH"], env["NCCL_NET"]) == ("/scratch/alice", "AWS  Libfabric [*] ^x")
     assert env["XDG_CACHE_HOME"] == f"/scratch/alice/a{os.getuid()}//home/alicex"
-    assert env["HF_HOME"] == "/scratch/alice/cache/huggingface"  # its line refers to what is not set, so the generic one counts
+    # its line refers to what is not set, so the generic one counts
+    assert env["HF_HOME"] == "/scratch/alice/cache/huggingface"
 
 
 def test_windows_line_ends_and_no_last_line_end(launch):
@@ -188,7 +204,11 @@ def test_a_line_that_is_wrong_is_named(launch, line, message):
     command = [launch / "local.sh", "--dry-run"]
     env = BARE | {"HPCTRAIN_SITE": "mine"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=launch.parents[1])
-    assert done.returncode == 2 and f"sites/mine.env:3: {message}" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and f"sites/mine.env:3: {message}" in done.stderr
+        and done.stderr.count("\n") == 1
+    )
     assert not (launch.parents[1] / "x").exists()
 
 
@@ -204,7 +224,9 @@ def test_help(launch, option):
     """It was taken for the name of a site."""
     sourced, _ = source(launch, option, then='echo "${HPCTRAIN_SITE-unset}"', shell=("bash", "-euc"))
     started = subprocess.run([launch / "site.sh", option], env=BARE, capture_output=True, text=True)
-    assert sourced.stdout == f"{started.stdout}unset\n" and "source launch/site.sh perlmutter " in started.stdout
+    assert (
+        sourced.stdout == f"{started.stdout}unset\n" and "source launch/site.sh perlmutter " in started.stdout
+    )
     assert (started.returncode, started.stderr, sourced.stderr) == (0, "", "")
 
 
@@ -233,7 +255,10 @@ def test_the_site_is_detected_and_printed(launch, env, site, why):
 
 
 def test_by_slurm_and_by_the_name_of_the_machine(launch, tmp_path):
-    programs = {"scontrol": "echo 'Configuration data'; echo 'ClusterName             = neuron'", "uname": "echo glogin02"}
+    programs = {
+        "scontrol": "echo 'Configuration data'; echo 'ClusterName             = neuron'",
+        "uname": "echo glogin02",
+    }
     for name, text in programs.items():
         path = tmp_path / name / name
         path.parent.mkdir()
@@ -261,7 +286,9 @@ def test_a_shell_has_one_site(launch):
 def test_a_new_site_is_one_file(launch):
     (launch / "sites/toy.env").write_text("# 2026-11, here\nSITE_DETECT=TOY_HOST=toy*\nHPCTRAIN_BIND=/toy\n")
     done, env = source(launch, env={"TOY_HOST": "toy7"})
-    assert (env["HPCTRAIN_SITE"], env["HPCTRAIN_BIND"], env["HPCTRAIN_FLAVOR"]) == ("toy", "/toy", "cpu"), done.stderr
+    assert (env["HPCTRAIN_SITE"], env["HPCTRAIN_BIND"], env["HPCTRAIN_FLAVOR"]) == ("toy", "/toy", "cpu"), (
+        done.stderr
+    )
 
 
 # In a job
@@ -273,23 +300,33 @@ def dry_run(launch, tmp_path, env):
     (tmp_path / "apptainer").chmod(0o755)
     (tmp_path / "image").mkdir(exist_ok=True)
     env = BARE | {"PATH": f"{tmp_path}:{BARE['PATH']}", "HPCTRAIN_IMAGE": str(tmp_path / "image")} | env
-    done = subprocess.run([launch / "apptainer_ddp.sh", "--dry-run"], env=env, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [launch / "apptainer_ddp.sh", "--dry-run"], env=env, capture_output=True, text=True, cwd=tmp_path
+    )
     return done, dict(re.findall(r"^export (\w+)=(.*)", done.stdout, re.M))
 
 
 def test_a_job_reads_the_data_itself(launch, tmp_path):
-    (launch / "sites/toy.env").write_text("SITE_DETECT=TOY_HOST=toy*\nNCCL_CROSS_NIC=1\nSBATCH_QOS=debug\nUCX_TLS=tcp\n")
+    (launch / "sites/toy.env").write_text(
+        "SITE_DETECT=TOY_HOST=toy*\nNCCL_CROSS_NIC=1\nSBATCH_QOS=debug\nUCX_TLS=tcp\n"
+    )
     for env in ({"TOY_HOST": "toy7"}, {"HPCTRAIN_SITE": "toy"}):
         done, exported = dry_run(launch, tmp_path, env | {"NCCL_NET": "", "UCX_TLS": "all"})
         assert done.returncode == 0 and "hpctrain: site toy, job 0" in done.stdout, done.stderr
-        assert (exported["NCCL_CROSS_NIC"], exported["UCX_TLS"], exported["HPCTRAIN_SITE"]) == ("1", "all", "toy")
+        assert (exported["NCCL_CROSS_NIC"], exported["UCX_TLS"], exported["HPCTRAIN_SITE"]) == (
+            "1",
+            "all",
+            "toy",
+        )
         assert "NCCL_NET" not in exported  # NCCL takes an empty value for the name of a network
     done, exported = dry_run(launch, tmp_path, {})
     assert "hpctrain: site generic, job 0" in done.stdout and "NCCL_CROSS_NIC" not in exported
 
 
 def test_a_job_does_not_pretend_to_set_what_sbatch_reads(launch):
-    script = f"ROOT={launch.parent}; source {launch}/lib/site.sh; hpctrain_load_site $ROOT job perlmutter; env -0"
+    script = (
+        f"ROOT={launch.parent}; source {launch}/lib/site.sh; hpctrain_load_site $ROOT job perlmutter; env -0"
+    )
     done = subprocess.run(["bash", "-euc", script], env=BARE, capture_output=True, text=True, check=True)
     assert "NCCL_NET=AWS Libfabric" in done.stdout.split("\0") and "SBATCH" not in done.stdout
 
@@ -298,10 +335,15 @@ def test_the_shell_is_left_as_it_was(launch):
     """Options, positions and functions of the user's shell; what is added begins with hpctrain or _hpctrain."""
     show = "set +o; shopt -p; declare -F; echo $#; "
     script = f"{show} echo ----; source {launch}/site.sh perlmutter; {show}"
-    done = subprocess.run(["bash", "-c", script, "-", "a", "b"], env=BARE, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", script, "-", "a", "b"], env=BARE, capture_output=True, text=True, check=True
+    )
     before, after = (part.split("\n") for part in done.stdout.split("----\n"))
     added = [line for line in after if line not in before]
-    assert all(re.fullmatch(r"declare -f _?hpctrain_\w+", line) for line in added) and [x for x in before if x not in after] == []
+    assert (
+        all(re.fullmatch(r"declare -f _?hpctrain_\w+", line) for line in added)
+        and [x for x in before if x not in after] == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -323,20 +365,28 @@ def test_habits_of_a_shell(launch, habit):
     done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, cwd=launch.parent)
     assert done.returncode == 0 and done.stderr == "hpctrain: site toy (TOY_HOST=toy7)\n", done.stderr
     env = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
-    assert (env["HPCTRAIN_ROOT"], env["HPCTRAIN_BIND"], env["HPCTRAIN_FLAVOR"]) == (str(launch.parent), "/toy /a*", "cpu")
+    assert (env["HPCTRAIN_ROOT"], env["HPCTRAIN_BIND"], env["HPCTRAIN_FLAVOR"]) == (
+        str(launch.parent),
+        "/toy /a*",
+        "cpu",
+    )
 
 
 def test_another_shell_says_so(launch):
     if not shutil.which("dash"):
         pytest.skip("there is no dash")
-    done = subprocess.run(["dash", "-c", f". {launch}/site.sh; env"], env=BARE, capture_output=True, text=True)
+    done = subprocess.run(
+        ["dash", "-c", f". {launch}/site.sh; env"], env=BARE, capture_output=True, text=True
+    )
     assert done.stderr == "hpctrain: error: launch/site.sh is for bash and zsh: source it there\n"
     assert "HPCTRAIN" not in done.stdout
 
 
 def test_a_user_without_a_name(launch, tmp_path):
     """In a container that does not know the user, the number is the name, and id complains."""
-    (tmp_path / "id").write_text('#!/bin/sh\necho 12345\n[ "$1" = -u ] || { echo "id: cannot find name" >&2 && exit 1; }\n')
+    (tmp_path / "id").write_text(
+        '#!/bin/sh\necho 12345\n[ "$1" = -u ] || { echo "id: cannot find name" >&2 && exit 1; }\n'
+    )
     (tmp_path / "id").chmod(0o755)
     command = ["bash", "-euc", f"source {launch}/site.sh neuron; echo $SCRATCH"]
     done = subprocess.run(command, env={"PATH": f"{tmp_path}:{BARE['PATH']}"}, capture_output=True, text=True)

@@ -75,7 +75,10 @@ def result(name, folder):
 
 
 def steps_of(name, folder):
-    return [json.loads(line)["step"] for line in (folder / f"runs/{name}-7/metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["step"]
+        for line in (folder / f"runs/{name}-7/metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_the_examples_are_short():
@@ -97,16 +100,23 @@ def test_a_run_goes_on_within_an_epoch_with_the_same_weights(tmp_path, name, ran
         assert killed.returncode == -signal.SIGKILL and told <= {"saved"}, killed.stdout + killed.stderr
     for steps in [5] if ranks == 1 else [5, 18]:
         stopped, told = train(name, ranks, cut, partial(stop_after, steps))
-        assert (stopped.returncode, told) == (0, {"stop", "saved", "stopped"}), stopped.stdout + stopped.stderr
+        assert (stopped.returncode, told) == (0, {"stop", "saved", "stopped"}), (
+            stopped.stdout + stopped.stderr
+        )
     again, told = train(name, ranks, cut)
     assert (again.returncode, "stopped" in told) == (0, False), again.stdout + again.stderr
-    assert "resuming from runs/transformers-7/checkpoint-" in again.stdout or "resuming after epoch 1 and" in again.stdout
+    assert (
+        "resuming from runs/transformers-7/checkpoint-" in again.stdout
+        or "resuming after epoch 1 and" in again.stdout
+    )
     assert result(name, cut) == result(name, tmp_path / "whole")
     steps = steps_of(name, cut)
     assert steps == sorted(set(steps)) and set(steps) >= set(steps_of(name, tmp_path / "whole"))
     if ranks == 1:
         once_more, _ = train(name, 1, cut)
-        assert once_more.returncode == 0 and "nothing to do" in once_more.stdout, once_more.stdout + once_more.stderr
+        assert once_more.returncode == 0 and "nothing to do" in once_more.stdout, (
+            once_more.stdout + once_more.stderr
+        )
 
 
 REFUSALS = """
@@ -172,8 +182,18 @@ def test_lightning_refuses_what_could_not_be_resumed(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trained run/checkpoints/epoch-0001.pt\n" in done.stdout
     refused = [line for line in done.stdout.splitlines() if line.startswith("refused: ")]
-    advice = ["ckpt_path=folder.ckpt_path", "max_epochs, and without max_steps", "reload_dataloaders_every_n_epochs", "automatic"]
-    advice += ["not from this DataLoader", "ReduceLROnPlateau", "save_hyperparameters()", "checkpoint_every='often'"]
+    advice = [
+        "ckpt_path=folder.ckpt_path",
+        "max_epochs, and without max_steps",
+        "reload_dataloaders_every_n_epochs",
+        "automatic",
+    ]
+    advice += [
+        "not from this DataLoader",
+        "ReduceLROnPlateau",
+        "save_hyperparameters()",
+        "checkpoint_every='often'",
+    ]
     assert len(refused) == len(advice), done.stdout
     for line, text in zip(refused, advice, strict=True):
         assert text in line
@@ -187,7 +207,9 @@ class Noisy(Dataset):
         return index, torch.rand(1).item()
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}, {"generator": torch.Generator()}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1, "persistent_workers": True}, {"generator": torch.Generator()}]
+)
 def test_the_batches_of_any_loader_depend_on_the_epoch_alone(options):
     """Also where the loader, its workers or its generator have a history."""
 

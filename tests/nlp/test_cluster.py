@@ -29,7 +29,11 @@ FIVE = {
 
 
 def scores(run):
-    return {name: value for name, value in json.loads((run / "result.json").read_text()).items() if name.startswith("test_")}
+    return {
+        name: value
+        for name, value in json.loads((run / "result.json").read_text()).items()
+        if name.startswith("test_")
+    }
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -39,14 +43,24 @@ def test_four_ranks_on_two_nodes_score_as_one_process_does(cluster, task, tmp_pa
         pytest.skip(f"no {name} in {DATA}")
     options = [*options, "--from-scratch", "tiny", "--batch-size", "16"]
     ended, output = job(
-        cluster, f"nlp.{task}", *options, "--data", f"/project/data/{name}", "--epochs", "1", "--out", f"runs/{task}"
+        cluster,
+        f"nlp.{task}",
+        *options,
+        "--data",
+        f"/project/data/{name}",
+        "--epochs",
+        "1",
+        "--out",
+        f"runs/{task}",
     )
     assert ended.state == "COMPLETED" and "4 ranks on 2 nodes (slurm)" in output, output
     of_four = scores(folder(cluster, f"runs/{task}"))
 
     alone = [f"nlp.{task}", "--data", DATA / name, "--epochs", "0", "--out", "run", *options[:2]]
     alone += ["--model", folder(cluster, f"runs/{task}/model")]
-    done = warm_start.run([warm_start.Rank(list(map(str, alone)), os.environ | {"HPCTRAIN_CACHE": str(tmp_path)})], tmp_path)
+    done = warm_start.run(
+        [warm_start.Rank(list(map(str, alone)), os.environ | {"HPCTRAIN_CACHE": str(tmp_path)})], tmp_path
+    )
     assert done.returncode == 0, done.stderr
     of_one = scores(tmp_path / "run")
     assert of_four.keys() == of_one.keys() and len(of_one) > 1
@@ -58,7 +72,15 @@ def test_sample_training_and_predict_need_only_the_image(cluster):
     """The model that comes out answers in the container."""
     ended, output = job(cluster, "nlp.ner", "--epochs", "1", "--out", "runs/sample")
     assert ended.state == "COMPLETED", output
-    command = ["apptainer", "exec", "hpctrain-cpu.sif", "hpctrain", "predict", "runs/sample", "김민수는 서울에 산다."]
+    command = [
+        "apptainer",
+        "exec",
+        "hpctrain-cpu.sif",
+        "hpctrain",
+        "predict",
+        "runs/sample",
+        "김민수는 서울에 산다.",
+    ]
     done = cluster.exec("login", *command, user="alice", cwd=HOME)
     assert json.loads(done.stdout)["text"] == "김민수는 서울에 산다."
 
@@ -89,7 +111,18 @@ def instruct_words(cluster):
     """The words of a run of nlp.instruct on a tiny model."""
     make_model(folder(cluster, "qwen3"), "qwen3")
     shutil.copytree(instruct.TASK.samples, folder(cluster, "instruct"))
-    options = ["--data", "instruct", "--epochs", "1", "--limit", "64", "--batch-size", "8", "--max-length", "64"]
+    options = [
+        "--data",
+        "instruct",
+        "--epochs",
+        "1",
+        "--limit",
+        "64",
+        "--batch-size",
+        "8",
+        "--max-length",
+        "64",
+    ]
     return ["nlp.instruct", "--model", "qwen3", *options]
 
 
@@ -100,13 +133,17 @@ def instruct_words(cluster):
         pytest.param(["--strategy", "fsdp", "--lora-rank", "4"], ["--lora-rank", "4"], id="lora"),
     ],
 )
-def test_a_model_split_over_two_nodes_gives_the_loss_of_one_process(cluster, instruct_words, request, options, alone):
+def test_a_model_split_over_two_nodes_gives_the_loss_of_one_process(
+    cluster, instruct_words, request, options, alone
+):
     """Tensor parallelism within a node and FSDP between the nodes; and an adapter over a model that is sharded."""
     run = f"runs/{request.node.callspec.id}"
     ended, output = job(cluster, *instruct_words, *options, "--out", run)
     assert ended.state == "COMPLETED" and "4 ranks on 2 nodes (slurm)" in output, output
     cwd = folder(cluster, ".")
-    done = warm_start.run([warm_start.Rank([*instruct_words, *alone, "--out", f"{run}-alone"], dict(os.environ))], cwd)
+    done = warm_start.run(
+        [warm_start.Rank([*instruct_words, *alone, "--out", f"{run}-alone"], dict(os.environ))], cwd
+    )
     assert done.returncode == 0, done.stderr
     of_four, of_one = (scores(cwd / each)["test_loss"] for each in (run, f"{run}-alone"))
     assert of_four == pytest.approx(of_one, rel=1e-4)

@@ -47,7 +47,11 @@ def test_bert_base(bert):
     mean = sum(map(count_bert, [10, 20, 90])) / 3
     assert flops.count_text_flops(bert, lengths, run_empty) == pytest.approx(3 * mean, rel=1e-9)
     adapted = get_peft_model(bert, LoraConfig(r=4, task_type="SEQ_CLS"))
-    assert 2 * count_bert(128) < flops.count_flops(adapted, partial(run_empty, length=128)) < 2.1 * count_bert(128)
+    assert (
+        2 * count_bert(128)
+        < flops.count_flops(adapted, partial(run_empty, length=128))
+        < 2.1 * count_bert(128)
+    )
 
 
 def test_llama():
@@ -78,7 +82,12 @@ def test_a_model_that_needs_values_is_not_counted():
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [("NVIDIA A100-SXM4-40GB", 0.1), ("NVIDIA H100 80GB HBM3", 31.2 / 989.4), ("NVIDIA H100 PCIe", 31.2 / 756), ("Other", None)],
+    [
+        ("NVIDIA A100-SXM4-40GB", 0.1),
+        ("NVIDIA H100 80GB HBM3", 31.2 / 989.4),
+        ("NVIDIA H100 PCIe", 31.2 / 756),
+        ("Other", None),
+    ],
 )
 def test_utilization(name, share):
     figures = flops.utilization(31.2e12, name, "bf16")

@@ -47,7 +47,10 @@ def poison():
         return lambda self, batch, batch_idx: step(self, batch, batch_idx) * (NAN if seen[0] else 1)
 
     data.load = loading
-    for dataset, indices in (folder.ImageDataset, lambda item: item[1]), (sampling.FeatureDataset, lambda item: item[0]):
+    for dataset, indices in (
+        (folder.ImageDataset, lambda item: item[1]),
+        (sampling.FeatureDataset, lambda item: item[0]),
+    ):
         dataset.__getitem__ = watched(dataset.__getitem__, indices)
     for module in (train_lightning.Classifier, lightning_module.FineTuneModule):
         module.training_step = spoiled(module.training_step)
@@ -62,7 +65,18 @@ TRAINERS = {
 
 def train(trainer, folder, *options):
     data = [] if trainer.startswith("nlp.") else ["--data", "digits"]
-    arguments = [trainer, *data, *TRAINERS[trainer], "--epochs", "2", "--batch-size", "32", "--out", "run", *options]
+    arguments = [
+        trainer,
+        *data,
+        *TRAINERS[trainer],
+        "--epochs",
+        "2",
+        "--batch-size",
+        "32",
+        "--out",
+        "run",
+        *options,
+    ]
     done = warm_start.run(warm_start.torchrun_ranks(4, arguments, dict(os.environ), poison), folder)
     return done, folder / "run"
 
@@ -102,15 +116,21 @@ def test_stop_names_the_step_the_rank_and_the_examples(tmp_path, trainer):
 def test_horovod_skips(cluster):
     """On the cluster, because Horovod is in the image alone."""
     home = "/home/alice/hpctrain"
-    text = f"import torch\nBAD, NAN = {BAD}, torch.tensor(float('nan'))\n{inspect.getsource(poison)}\npoison()\n"
+    text = (
+        f"import torch\nBAD, NAN = {BAD}, torch.tensor(float('nan'))\n{inspect.getsource(poison)}\npoison()\n"
+    )
     cluster.host_path(f"{home}/poisoned.py").write_text(text + "from hpctrain.__main__ import main\nmain()\n")
     options = ["train_horovod", "--data=digits", "--epochs=2", "--on-nan=skip", "--out=runs/poisoned"]
     env = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"}
     number = cluster.submit("launch/modules_ddp.sh", "./poisoned.py", *options, cwd=home, env=env)
     job = cluster.wait(number)
     output = cluster.host_path(f"{home}/slurm-{number}.out").read_text()
-    assert job.state == "COMPLETED" and "is skipped: its gradients are not finite (1 so far)" in output, output
-    assert json.loads(cluster.host_path(f"{home}/runs/poisoned/result.json").read_text())["skipped_steps"] in (1, 2)
+    assert job.state == "COMPLETED" and "is skipped: its gradients are not finite (1 so far)" in output, (
+        output
+    )
+    assert json.loads(cluster.host_path(f"{home}/runs/poisoned/result.json").read_text())[
+        "skipped_steps"
+    ] in (1, 2)
 
 
 def watch(model, skip=True):
@@ -144,7 +164,9 @@ def test_too_many_in_a_row():
     nonfinite = watch(torch.nn.Linear(2, 2))
     for _ in range(MOST_IN_A_ROW):
         assert not step(nonfinite, float("inf"))
-    with pytest.raises(HpctrainError, match="gradients of 10 steps in a row were not finite: training diverged"):
+    with pytest.raises(
+        HpctrainError, match="gradients of 10 steps in a row were not finite: training diverged"
+    ):
         step(nonfinite, float("inf"))
 
 
@@ -164,7 +186,9 @@ def test_the_error_names_the_first_step():
         "training diverged, use a smaller --lr, or --on-nan skip (advice)"
     )
     nonfinite.clear()
-    with pytest.raises(HpctrainError, match=r"^test_loss is inf at x: training diverged, use a smaller --lr \(advice\)$"):
+    with pytest.raises(
+        HpctrainError, match=r"^test_loss is inf at x: training diverged, use a smaller --lr \(advice\)$"
+    ):
         nonfinite.check({"test_loss": float("inf")}, "x", "advice")
 
 

@@ -37,7 +37,9 @@ def test_a_second_job_is_refused_by_the_name_of_the_first(tmp_path, monkeypatch)
     first = acquired(tmp_path)
     (tmp_path / "owner.json").write_text(json.dumps(content(tmp_path) | ELSEWHERE))
     monkeypatch.setenv("SLURM_JOB_ID", "18")
-    with pytest.raises(HpctrainError, match=rf"{tmp_path}: job 17 on \S+ \(process {os.getpid()}\) writes in this run folder"):
+    with pytest.raises(
+        HpctrainError, match=rf"{tmp_path}: job 17 on \S+ \(process {os.getpid()}\) writes in this run folder"
+    ):
         acquired(tmp_path)
     first.check()
     other_rank = Owner(tmp_path, first.id)  # writes in the folder as well
@@ -69,12 +71,17 @@ def test_an_owner_that_cannot_be_written_leaves_no_file(tmp_path):
 def test_an_owner_that_shows_no_sign_of_life_is_dead(tmp_path, monkeypatch, capsys):
     """Clocks of nodes differ: a time stamp in the future is no sign of life, and one of last year no sign of death."""
     for stamp in (0, 4_000_000_000):
-        (tmp_path / "owner.json").write_text(json.dumps({"job": "3", "host": "node7", "pid": 5, "id": "x"} | ELSEWHERE))
+        (tmp_path / "owner.json").write_text(
+            json.dumps({"job": "3", "host": "node7", "pid": 5, "id": "x"} | ELSEWHERE)
+        )
         os.utime(tmp_path / "owner.json", (stamp, stamp))
         started = time.monotonic()
         new = acquired(tmp_path)
         assert time.monotonic() - started > 4.5 * owner.BEAT
-        assert "job 3 on node7 (process 5) wrote in" in capsys.readouterr().out and content(tmp_path)["job"] == "17"
+        assert (
+            "job 3 on node7 (process 5) wrote in" in capsys.readouterr().out
+            and content(tmp_path)["job"] == "17"
+        )
         new.release()
 
 
@@ -92,7 +99,9 @@ def test_a_restart_of_the_job_takes_the_folder_and_the_old_ranks_end(tmp_path, m
     old.check()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     new = acquired(tmp_path)
-    with pytest.raises(HpctrainError, match=r"job 17 on .* continues this run, so this one ends and writes nothing more"):
+    with pytest.raises(
+        HpctrainError, match=r"job 17 on .* continues this run, so this one ends and writes nothing more"
+    ):
         old.check()
     old.release()  # of what is not its own any more
     new.check()

@@ -64,7 +64,10 @@ def test_a_profile_of_two_ranks(tmp_path, trainer):
     )
     assert plain.returncode == profiled.returncode == 0, plain.stderr + profiled.stderr
     assert "profile: run/profile/summary.txt" in profiled.stdout
-    results = [json.loads((tmp_path / name / "result.json").read_text())["weights_sha256"] for name in ("plain", "run")]
+    results = [
+        json.loads((tmp_path / name / "result.json").read_text())["weights_sha256"]
+        for name in ("plain", "run")
+    ]
     assert results[0] == results[1]
 
     page = (tmp_path / "run/profile/summary.txt").read_text()

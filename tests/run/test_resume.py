@@ -26,7 +26,8 @@ def names(folder):
 def lines(folder):
     """The metrics without the time that they took."""
     return [
-        {key: line[key] for key in line if key not in ("seconds", "examples_per_s", "peak_memory_mb")} for line in metrics(folder)
+        {key: line[key] for key in line if key not in ("seconds", "examples_per_s", "peak_memory_mb")}
+        for line in metrics(folder)
     ]
 
 
@@ -75,7 +76,17 @@ def whole_run(tmp_path_factory):
         case = trainer, str(launcher)
         if case not in folders:
             cwd = tmp_path_factory.mktemp("whole")
-            start(launcher, trainer, "--checkpoint-every", 3, "--keep-checkpoints", 99, "--out", cwd / "run", cwd=cwd)
+            start(
+                launcher,
+                trainer,
+                "--checkpoint-every",
+                3,
+                "--keep-checkpoints",
+                99,
+                "--out",
+                cwd / "run",
+                cwd=cwd,
+            )
             folders[case] = cwd / "run"
         return folders[case]
 
@@ -178,7 +189,9 @@ def test_four_ranks_go_on_as_two_within_an_epoch(tmp_path):
     for name, weight in weights(tmp_path / "whole", 1).items():
         torch.testing.assert_close(weights(tmp_path / "four", 1)[name], weight, rtol=1e-4, atol=1e-5)
     ours, theirs = lines(tmp_path / "four"), lines(tmp_path / "whole")
-    assert [(line["epoch"], line["step"], set(line)) for line in ours] == [(x["epoch"], x["step"], set(x)) for x in theirs]
+    assert [(line["epoch"], line["step"], set(line)) for line in ours] == [
+        (x["epoch"], x["step"], set(x)) for x in theirs
+    ]
     losses = ([line["train_loss"] for line in each if "train_loss" in line] for each in (ours, theirs))
     assert next(losses) == pytest.approx(next(losses), rel=1e-4)
 
@@ -214,8 +227,13 @@ def test_other_data_within_an_epoch(tmp_path):
     write_digits(tmp_path / "fewer", 160, 32)
     train(1, "--epochs", 1, "--checkpoint-every", 4, "--out", "run", cwd=tmp_path)
     (tmp_path / "run/checkpoints/epoch-0001.pt").unlink()
-    done = run(1, "train_ddp", "--data", "fewer", "--epochs", 1, "--resume", "run", "--out", "more", cwd=tmp_path)
-    assert done.returncode == 2 and "with 10 steps in an epoch, and this one has 5: give the --data" in done.stderr
+    done = run(
+        1, "train_ddp", "--data", "fewer", "--epochs", 1, "--resume", "run", "--out", "more", cwd=tmp_path
+    )
+    assert (
+        done.returncode == 2
+        and "with 10 steps in an epoch, and this one has 5: give the --data" in done.stderr
+    )
 
 
 @pytest.mark.slow
@@ -239,20 +257,42 @@ def test_a_loss_that_is_not_finite_is_in_no_checkpoint(tmp_path):
     error = r"train_loss is nan at epoch 1, step [2-5], since step [2-5] .*: training diverged"
     assert done.returncode == 1 and re.search(error, done.stderr), done
     for path in (tmp_path / "run/checkpoints").iterdir():
-        assert all(torch.isfinite(value).all() for value in torch.load(path, weights_only=True)["model"].values()), path
+        assert all(
+            torch.isfinite(value).all() for value in torch.load(path, weights_only=True)["model"].values()
+        ), path
 
 
 @pytest.mark.parametrize("value", ["0", "10 min", "often"])
 def test_an_interval_that_is_none(tmp_path, value):
     done = run(1, "train_ddp", "--checkpoint-every", value, cwd=tmp_path)
-    assert done.returncode == 2 and f"'{value}' is not a number of steps (500) or a time (30s, 10min, 1h)" in done.stderr
+    assert (
+        done.returncode == 2
+        and f"'{value}' is not a number of steps (500) or a time (30s, 10min, 1h)" in done.stderr
+    )
 
 
 @pytest.mark.slow
 def test_the_best_epoch_is_kept(tmp_path):
     """Beside the newest; by the accuracy, then by the loss."""
-    train(1, "--epochs", 4, "--lr", "0.1", "--lr-decay", "1", "--keep-checkpoints", 1, "--out", "run", cwd=tmp_path)
-    scores = [(line["test_accuracy"], -line["test_loss"]) for line in metrics(tmp_path / "run") if "test_loss" in line]
+    train(
+        1,
+        "--epochs",
+        4,
+        "--lr",
+        "0.1",
+        "--lr-decay",
+        "1",
+        "--keep-checkpoints",
+        1,
+        "--out",
+        "run",
+        cwd=tmp_path,
+    )
+    scores = [
+        (line["test_accuracy"], -line["test_loss"])
+        for line in metrics(tmp_path / "run")
+        if "test_loss" in line
+    ]
     best = scores.index(max(scores)) + 1
     assert names(tmp_path / "run") == sorted({f"epoch-{best:04d}.pt", "epoch-0004.pt"})
     state = torch.load(tmp_path / "run/checkpoints/epoch-0004.pt", weights_only=True)

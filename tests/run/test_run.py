@@ -38,7 +38,14 @@ def clean(monkeypatch):
 
 def start(folder, resume=None):
     args = argparse.Namespace(
-        out=folder, resume=resume, epochs=1, watchdog=0, checkpoint_every="10min", keep_checkpoints=3, force=False, on_nan="stop"
+        out=folder,
+        resume=resume,
+        epochs=1,
+        watchdog=0,
+        checkpoint_every="10min",
+        keep_checkpoints=3,
+        force=False,
+        on_nan="stop",
     )
     return run.Run(ALONE, "test", args, torch.device("cpu"))
 
@@ -68,8 +75,14 @@ def test_curves_without_a_score_and_without_a_home(tmp_path):
     """Nothing on stderr, where matplotlib spoke of a legend without artists and of a folder for its cache."""
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "step": 5, "seconds": 1.0, "train_loss": 1.0}\n')
     env = os.environ | {"HOME": "/dev/null", "TMPDIR": str(tmp_path)}
-    env = {name: value for name, value in env.items() if name not in ("MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
-    done = subprocess.run([sys.executable, "-m", "hpctrain", "plot", tmp_path], capture_output=True, text=True, env=env)
+    env = {
+        name: value
+        for name, value in env.items()
+        if name not in ("MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain", "plot", tmp_path], capture_output=True, text=True, env=env
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert (tmp_path / "curves.png").exists()
 
@@ -136,9 +149,18 @@ def test_a_loss_that_is_a_number_and_not_finite(tmp_path):
     [
         ({"model": {}}, "run.save.. got no 'optimizer', without which no run can be resumed"),
         ({"net": {}, "optimizer": {}}, "run.save.. got no state_dict.. of the model as 'model'"),
-        ({"model": torch.nn.Linear(2, 1), "optimizer": {}}, "run.save.. got no state_dict.. of the model as 'model'"),
-        ({"model": {}, "optimizer": {}, "args": argparse.Namespace()}, "more than tensors and plain values .*Namespace"),
-        ({"model": {}, "optimizer": {}, "random": numpy.random.get_state()}, "more than tensors and plain values .*numpy"),
+        (
+            {"model": torch.nn.Linear(2, 1), "optimizer": {}},
+            "run.save.. got no state_dict.. of the model as 'model'",
+        ),
+        (
+            {"model": {}, "optimizer": {}, "args": argparse.Namespace()},
+            "more than tensors and plain values .*Namespace",
+        ),
+        (
+            {"model": {}, "optimizer": {}, "random": numpy.random.get_state()},
+            "more than tensors and plain values .*numpy",
+        ),
     ],
 )
 def test_a_state_that_could_not_be_resumed_from_is_refused_when_it_is_saved(tmp_path, state, message):
@@ -205,7 +227,8 @@ def test_a_run_that_died_while_it_wrote_its_first_checkpoint_in_parts_begins_aga
     checkpoint.save(part, {})
     first._owner.release()
     with pytest.raises(
-        HpctrainError, match=f"no checkpoint to resume from .* or start that run again with --resume auto --out {folder}"
+        HpctrainError,
+        match=f"no checkpoint to resume from .* or start that run again with --resume auto --out {folder}",
     ):
         start(folder, resume=folder)
     with pytest.raises(HpctrainError, match=f"continue that run with --resume auto --out {folder}"):
@@ -284,7 +307,9 @@ def test_a_file_that_cannot_be_written_is_named_and_not_there(tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(HpctrainError, match=rf"run/{name}: cannot be written .*No space left on device.*--out"):
+    with pytest.raises(
+        HpctrainError, match=rf"run/{name}: cannot be written .*No space left on device.*--out"
+    ):
         finish(opened) if opened else start(tmp_path / "run")
     assert not (tmp_path / "run" / name).exists()
 
@@ -315,13 +340,18 @@ run.os._exit(0)
     command = ["unshare", "--mount", "bash", "-ec", script, "-", sys.executable, "-c", code, REPOSITORY]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     *_, error, exists = done.stdout.splitlines()
-    assert "small/run/result.json: cannot be written ([Errno 28] No space left on device)" in error, done.stdout + done.stderr
+    assert "small/run/result.json: cannot be written ([Errno 28] No space left on device)" in error, (
+        done.stdout + done.stderr
+    )
     assert exists == "False"
 
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path):
-    """A real one, with no byte left for metrics.jsonl, TensorBoard and the log of the rank. Such a run was FAILED at once."""
+    """A real one, with no byte left for metrics.jsonl, TensorBoard and the log of the rank.
+
+    Such a run was FAILED at once.
+    """
     if os.geteuid() != 0:
         pytest.skip("a small file system needs root")
     code = """
@@ -357,7 +387,10 @@ run.os._exit(0)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("hpctrain: ")]
-    assert said == "hpctrain: small/run/metrics.jsonl: cannot be written (No space left on device); trying again for 300 s"
+    assert (
+        said
+        == "hpctrain: small/run/metrics.jsonl: cannot be written (No space left on device); trying again for 300 s"
+    )
 
 
 def test_the_log_of_10_000_steps_is_short(tmp_path, capsys):
@@ -380,7 +413,9 @@ def test_the_log_of_10_000_steps_is_short(tmp_path, capsys):
     assert r"the first: train\x1b[2J.txt\nhpctrain: all is well" in said.out
     assert len(said.out) + len(said.err) < 200_000 and "\r" not in said.out + said.err
     training = [line for line in said.out.splitlines() if "train_loss" in line]
-    assert len(training) == 100 and all(re.search(r"examples_per_s \S+  .* left$", line) for line in training), training[:2]
+    assert len(training) == 100 and all(
+        re.search(r"examples_per_s \S+  .* left$", line) for line in training
+    ), training[:2]
 
 
 # ---- resume ----
@@ -388,7 +423,8 @@ def test_the_log_of_10_000_steps_is_short(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    from tests.helpers import write_digits  # not at the top: a test imports this file in a process without conftest's own imports
+    # not at the top: a test imports this file in a process without conftest's own imports
+    from tests.helpers import write_digits
 
     return write_digits(tmp_path_factory.mktemp("small") / "digits", 64, 32)
 
@@ -396,7 +432,12 @@ def small(tmp_path_factory):
 def hpctrain(cwd, *words):
     env = os.environ | {"HPCTRAIN_CACHE": str(cwd / "cache"), "MPLCONFIGDIR": str(cwd)}
     return subprocess.run(
-        [sys.executable, "-m", "hpctrain", *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "hpctrain", *map(str, words)],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -420,12 +461,17 @@ def test_a_run_that_died_after_its_last_checkpoint_is_finished(small, tmp_path, 
     shutil.rmtree(folder / "model", ignore_errors=True)
     if trainer == "nlp.ner":  # it wrote the scores of the test set after its last checkpoint
         (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:-1]))
-    leftovers = [folder / "checkpoints/.epoch-0002.pt.0123456789ab.tmp", folder / ".model.0123456789ab.tmp/config.json"]
+    leftovers = [
+        folder / "checkpoints/.epoch-0002.pt.0123456789ab.tmp",
+        folder / ".model.0123456789ab.tmp/config.json",
+    ]
     for leftover in leftovers:
         leftover.parent.mkdir(exist_ok=True)
         leftover.touch()
     done = hpctrain(tmp_path, *command, "--resume", "run")
-    assert done.returncode == 0 and "resuming after epoch 2 of run/checkpoints/epoch-0002.pt" in done.stdout, done.stderr
+    assert (
+        done.returncode == 0 and "resuming after epoch 2 of run/checkpoints/epoch-0002.pt" in done.stdout
+    ), done.stderr
     after = json.loads((folder / "result.json").read_text())
     of_the_start = {"seconds": 0, "speed": 0}
     assert before | of_the_start == after | of_the_start and after["epochs"] == 2
@@ -447,7 +493,9 @@ def test_a_longer_run_that_died_after_its_last_checkpoint_is_finished(small, tmp
     result.write_text(json.dumps(complete | {"epochs": 1, "weights_sha256": "of epoch 1"}))
     done = hpctrain(tmp_path, *command, 2, "--resume", "run")
     of_the_start = {"seconds": 0, "speed": 0}
-    assert done.returncode == 0 and json.loads(result.read_text()) | of_the_start == complete | of_the_start, done.stderr
+    assert (
+        done.returncode == 0 and json.loads(result.read_text()) | of_the_start == complete | of_the_start
+    ), done.stderr
 
 
 @pytest.mark.slow
@@ -458,18 +506,37 @@ def test_a_checkpoint_of_another_model_is_skipped_and_none_that_fits_is_one_line
     torch.save({"epoch": 2, "model": {}, "optimizer": os.system}, tmp_path / "run/checkpoints/epoch-0002.pt")
     done = hpctrain(tmp_path, *command, "--resume", "run")
     skipping = "hpctrain: skipping epoch-0002.pt in run/checkpoints (it cannot be loaded: "
-    assert done.returncode == 0 and skipping in done.stdout and "resuming after epoch 1 of " in done.stdout, done.stderr
-    done = hpctrain(tmp_path, *command, "--model", "resnet50", "--batch-size", "8", "--resume", "run", "--out", "other")
+    assert done.returncode == 0 and skipping in done.stdout and "resuming after epoch 1 of " in done.stdout, (
+        done.stderr
+    )
+    done = hpctrain(
+        tmp_path, *command, "--model", "resnet50", "--batch-size", "8", "--resume", "run", "--out", "other"
+    )
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert "run: none of its checkpoints can be resumed from (the newest, epoch-0002.pt: it is of another model: " in done.stderr
+    assert (
+        "run: none of its checkpoints can be resumed from (the newest, epoch-0002.pt: it is of another model: "
+        in done.stderr
+    )
 
 
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_before_its_first_checkpoint(small, tmp_path):
     """Ctrl-C gives one line, and what refuses to begin again names the command that does."""
-    command = [sys.executable, "-m", "hpctrain", "train_single", "--data", small, "--epochs", "9999", "--out", "run"]
+    command = [
+        sys.executable,
+        "-m",
+        "hpctrain",
+        "train_single",
+        "--data",
+        small,
+        "--epochs",
+        "9999",
+        "--out",
+        "run",
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    takes_it = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background of a shell ignore it
+    # tests in the background of a shell ignore it
+    takes_it = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, cwd=tmp_path, **pipes, preexec_fn=takes_it) as process:
         assert any(line.startswith("epoch 1 ") for line in process.stdout)
         process.send_signal(signal.SIGINT)
@@ -479,5 +546,7 @@ def test_a_run_that_is_interrupted_before_its_first_checkpoint(small, tmp_path):
     assert refused.returncode == 1 and "continue that run with --resume auto --out run" in refused.stderr
     refused = hpctrain(tmp_path, "train_single", "--data", small, "--epochs", "1", "--resume", "run")
     assert refused.returncode == 1 and "start that run again with --resume auto --out run" in refused.stderr
-    done = hpctrain(tmp_path, "train_single", "--data", small, "--epochs", "1", "--resume", "auto", "--out", "run")
+    done = hpctrain(
+        tmp_path, "train_single", "--data", small, "--epochs", "1", "--resume", "auto", "--out", "run"
+    )
     assert done.returncode == 0, done.stderr

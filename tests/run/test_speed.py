@@ -89,13 +89,18 @@ def load_slowly():
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["train_ddp", "train_lightning", "nlp.classify"])
 def test_result_has_the_time_in_data_of_the_rank_that_waits_most(tmp_path, trainer):
-    data = ["--limit", "64"] if trainer == "nlp.classify" else ["--data", str(write_digits(tmp_path / "data", 64, 16))]
+    data = (
+        ["--limit", "64"]
+        if trainer == "nlp.classify"
+        else ["--data", str(write_digits(tmp_path / "data", 64, 16))]
+    )
     arguments = [trainer, *data, "--epochs", "1", "--batch-size", "8", "--out", "run"]
     done = warm_start.run(warm_start.torchrun_ranks(2, arguments, dict(os.environ), load_slowly), tmp_path)
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
     share = figures["data_share"]
-    # Half a second of each step, whatever else runs on this machine. Lightning has the first batch before the first step.
+    # Half a second of each step, whatever else runs on this machine. Lightning has the first batch before the
+    # first step.
     steps = 64 / figures["examples_per_s"]
     assert share * steps >= 0.5 * 7
     assert 0.2 < share < 1
@@ -103,9 +108,13 @@ def test_result_has_the_time_in_data_of_the_rank_that_waits_most(tmp_path, train
 
 
 def test_checkpoints_are_no_part_of_a_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "with_plain_names", lambda state, model: time.sleep(1) or with_plain_names(state, model))
+    monkeypatch.setattr(
+        checkpoint, "with_plain_names", lambda state, model: time.sleep(1) or with_plain_names(state, model)
+    )
     data = str(write_digits(tmp_path / "data", 64, 16))
-    train_ddp.main(ALONE, ["--data", data, "--epochs", "1", "--checkpoint-every", "1", "--out", str(tmp_path / "run")])
+    train_ddp.main(
+        ALONE, ["--data", data, "--epochs", "1", "--checkpoint-every", "1", "--out", str(tmp_path / "run")]
+    )
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
     assert 64 / figures["examples_per_s"] < 0.9
 
@@ -127,7 +136,9 @@ def test_result_has_the_memory_of_the_rank_that_needs_most(tmp_path):
     assert 0 < figures["step_ms_p50"] <= figures["step_ms_p95"]
     assert f"peak_memory_mb {figures['peak_memory_mb']:.4g}" in done.stdout
     lines = [line for line in read_metrics(tmp_path / "run") if "train_loss" in line]
-    assert all(900 < line["peak_memory_mb"] <= figures["peak_memory_mb"] for line in lines) and len(lines) == 5
+    assert (
+        all(900 < line["peak_memory_mb"] <= figures["peak_memory_mb"] for line in lines) and len(lines) == 5
+    )
     assert "gpu_percent" not in lines[0] and {line["learning_rate"] for line in lines} == {0.03}
 
 
@@ -176,7 +187,9 @@ def count_tokens(monkeypatch, counts):
 
     def forward(module, batch, plain=FineTuneModule.forward):
         if module.training and module.trainer.training:
-            counts.append((len(batch["input_ids"]), int(batch["attention_mask"].sum()), batch["attention_mask"].numel()))
+            counts.append(
+                (len(batch["input_ids"]), int(batch["attention_mask"].sum()), batch["attention_mask"].numel())
+            )
         return plain(module, batch)
 
     monkeypatch.setattr(FineTuneModule, "forward", forward)
@@ -186,7 +199,18 @@ def test_result_has_tokens_without_padding(tmp_path, monkeypatch):
     """Of the examples that were trained on: one of 65 is left out in each epoch, and an evaluation is not training."""
     counts = []
     count_tokens(monkeypatch, counts)
-    options = ["--epochs", "2", "--limit", "65", "--batch-size", "16", "--accumulate", "2", "--eval-every", "3"]
+    options = [
+        "--epochs",
+        "2",
+        "--limit",
+        "65",
+        "--batch-size",
+        "16",
+        "--accumulate",
+        "2",
+        "--eval-every",
+        "3",
+    ]
     classify.main(ALONE, [*options, "--out", str(tmp_path / "run")])
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
     examples, real, padded = map(sum, zip(*counts, strict=True))
@@ -199,7 +223,8 @@ def test_tokens_are_those_of_all_ranks(tmp_path):
     options = ["nlp.classify", "--epochs", "1", "--limit", "64", "--batch-size", "16", "--out", "run"]
     done = warm_start.run(warm_start.torchrun_ranks(2, options, dict(os.environ)), tmp_path)
     assert done.returncode == 0, done.stderr
-    mean = float(re.search(r"train: .* \(mean ([0-9.]+),", done.stdout)[1])  # 64 of 64 examples are trained on
+    # 64 of 64 examples are trained on
+    mean = float(re.search(r"train: .* \(mean ([0-9.]+),", done.stdout)[1])
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
     assert figures["tokens_per_s"] / figures["examples_per_s"] == pytest.approx(mean, abs=0.06)
 

@@ -39,7 +39,9 @@ class Service(BaseHTTPRequestHandler):
         if self.path == "/graphql":
             answer = {"data": self.answer(**json.loads(content))}
         elif "file_stream" in self.path:
-            part = (json.loads(content).get("files") or {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
+            part = (json.loads(content).get("files") or {}).get(
+                "wandb-history.jsonl", {"offset": 0, "content": []}
+            )
             self.history.update(enumerate(map(json.loads, part["content"]), part["offset"]))
         text = json.dumps(answer).encode()
         self.send_response(200)
@@ -55,19 +57,41 @@ class Service(BaseHTTPRequestHandler):
         if "RunResumeStatus" in query:
             last = json.dumps([json.dumps(self.history[max(self.history)])]) if self.history else "[]"
             counts = {"historyLineCount": len(self.history), "eventsLineCount": 0, "logLineCount": 0}
-            texts = {"historyTail": last, "eventsTail": "[]", "summaryMetrics": "{}", "config": "{}", "wandbConfig": '{"t": 1}'}
-            bucket = {"id": "b", "name": variables["name"], "displayName": "d", "tags": [], "notes": None, **counts, **texts}
+            texts = {
+                "historyTail": last,
+                "eventsTail": "[]",
+                "summaryMetrics": "{}",
+                "config": "{}",
+                "wandbConfig": '{"t": 1}',
+            }
+            bucket = {
+                "id": "b",
+                "name": variables["name"],
+                "displayName": "d",
+                "tags": [],
+                "notes": None,
+                **counts,
+                **texts,
+            }
             return {"model": {**project, "bucket": bucket if self.starts else None}}
         if "upsertBucket" in query:
             self.starts.append(variables)
-            bucket = {"id": "b", "name": variables["name"], "displayName": "d", "description": "", "config": "{}"}
+            bucket = {
+                "id": "b",
+                "name": variables["name"],
+                "displayName": "d",
+                "description": "",
+                "config": "{}",
+            }
             bucket |= {"sweepName": None, "historyLineCount": len(self.history), "project": project}
             return {"upsertBucket": {"bucket": bucket, "inserted": True}}
         if "CreateRunFiles" in query:
             address = f"http://{self.headers['Host']}/file"
             files = [{"name": name, "uploadUrl": address} for name in variables["files"]]
             return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
-        return {"viewer": {"id": "u", "username": "me", "entity": "me", "flags": "{}", "teams": {"edges": []}}}
+        return {
+            "viewer": {"id": "u", "username": "me", "entity": "me", "flags": "{}", "teams": {"edges": []}}
+        }
 
     def log_message(self, *_):
         pass
@@ -91,7 +115,17 @@ def service():
 def command(tmp_path, epochs):
     if not (tmp_path / "digits").exists():
         write_digits(tmp_path / "digits")
-    return [sys.executable, "-m", "hpctrain", "train_ddp", "--data", "digits", *OPTIONS, "--epochs", str(epochs)]
+    return [
+        sys.executable,
+        "-m",
+        "hpctrain",
+        "train_ddp",
+        "--data",
+        "digits",
+        *OPTIONS,
+        "--epochs",
+        str(epochs),
+    ]
 
 
 def variables(**more):
@@ -100,9 +134,17 @@ def variables(**more):
 
 def train(tmp_path, **env):
     """Train for an epoch more than there are; returns what is printed."""
-    epochs = len(list(tmp_path.glob("run/checkpoints/epoch-????.pt"))) and read_metrics(tmp_path / "run")[-1]["epoch"]
+    epochs = (
+        len(list(tmp_path.glob("run/checkpoints/epoch-????.pt")))
+        and read_metrics(tmp_path / "run")[-1]["epoch"]
+    )
     done = subprocess.run(
-        command(tmp_path, epochs + 1), cwd=tmp_path, env=variables(**env), capture_output=True, text=True, timeout=300
+        command(tmp_path, epochs + 1),
+        cwd=tmp_path,
+        env=variables(**env),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -110,7 +152,9 @@ def train(tmp_path, **env):
 
 def kill_when(tmp_path, is_ready, **env):
     """Train, and kill the trainer when this becomes true."""
-    with subprocess.Popen(command(tmp_path, 1000), cwd=tmp_path, env=variables(**env), stdout=subprocess.DEVNULL) as trainer:
+    with subprocess.Popen(
+        command(tmp_path, 1000), cwd=tmp_path, env=variables(**env), stdout=subprocess.DEVNULL
+    ) as trainer:
         deadline = time.monotonic() + 120
         while not is_ready():
             assert time.monotonic() < deadline and trainer.poll() is None
@@ -120,11 +164,18 @@ def kill_when(tmp_path, is_ready, **env):
 
 def values(line):
     """What a line of a history has of the training."""
-    return {name: value for name, value in line.items() if name in ("train_loss", "learning_rate", "test_loss", "test_accuracy")}
+    return {
+        name: value
+        for name, value in line.items()
+        if name in ("train_loss", "learning_rate", "test_loss", "test_accuracy")
+    }
 
 
 def expected(folder):
-    return {int(row["step"]): values({name: x for name, x in row.items() if name != "step"}) for row in steps(folder)}
+    return {
+        int(row["step"]): values({name: x for name, x in row.items() if name != "step"})
+        for row in steps(folder)
+    }
 
 
 def has_lines(folder, number):
@@ -135,14 +186,22 @@ def has_lines(folder, number):
 @pytest.mark.slow
 def test_offline_one_run_with_each_step_once_after_a_kill(tmp_path):
     folder = tmp_path / "run"
-    kill_when(tmp_path, lambda: has_lines(folder, 8) and list(folder.glob("wandb/offline-run-*")), WANDB_API_KEY="")
+    kill_when(
+        tmp_path, lambda: has_lines(folder, 8) and list(folder.glob("wandb/offline-run-*")), WANDB_API_KEY=""
+    )
     out = train(tmp_path, WANDB_API_KEY="")
     assert "resuming after" in out and "hpctrain: --wandb: offline (" in out
     (written,) = folder.glob("wandb/offline-run-*")
     assert f"to upload it: wandb sync run/wandb/{written.name}\n" in out
     found = list(records(next(written.glob("*.wandb"))))
-    lines = [{name_of(item): json.loads(item.value_json) for item in r.history.item} for r in found if r.HasField("history")]
-    assert {line["_step"]: values(line) for line in lines} == expected(folder) and len(lines) == len(expected(folder))
+    lines = [
+        {name_of(item): json.loads(item.value_json) for item in r.history.item}
+        for r in found
+        if r.HasField("history")
+    ]
+    assert {line["_step"]: values(line) for line in lines} == expected(folder) and len(lines) == len(
+        expected(folder)
+    )
     (start,) = [record.run for record in found if record.HasField("run")][:1]
     assert start.run_id == wandb.identity(json.loads((folder / "config.json").read_text()))
     sync = [sys.executable, "-m", "wandb", "sync", "--dry-run", written]
@@ -164,7 +223,10 @@ def test_live_one_run_with_each_step_once_after_a_kill(tmp_path, service):
     assert {line["_step"]: values(line) for line in lines} == expected(folder)
     # no secret in the run folder, and nothing of this machine at the service
     assert KEY.encode() not in b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
-    assert not {start.get(name) for start in service.starts for name in ("host", "repo", "commit")} - {None, ""}
+    assert not {start.get(name) for start in service.starts for name in ("host", "repo", "commit")} - {
+        None,
+        "",
+    }
 
 
 RAISES = "class Settings:\n    def __init__(self, **_): raise RuntimeError('the wandb of this test')\n"
@@ -219,6 +281,12 @@ def test_a_process_that_cannot_be_started(tmp_path, monkeypatch, capsys):
 
 
 def test_the_id_does_not_change_when_the_digest_is_added():
-    config = {"trainer": "train_ddp", "job": "17", "host": "n1", "started": "2026-11-20T10:00:00+0000", "command": ["a"]}
+    config = {
+        "trainer": "train_ddp",
+        "job": "17",
+        "host": "n1",
+        "started": "2026-11-20T10:00:00+0000",
+        "command": ["a"],
+    }
     assert wandb.identity(config) == wandb.identity(config | {"image_digest": "sha256:ab"})
     assert wandb.identity(config) != wandb.identity(config | {"job": "18"})

@@ -112,7 +112,9 @@ def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
     login = (cluster.state / "machines/login/pid").read_text().split()[0]
     with opened(cluster, command), Browser("nsenter", f"--net=/proc/{login}/ns/net") as browser:
         printed = run_in_jupyterlab(browser, token, CELL.strip())
-    assert printed.startswith("2.13.0+cpu False False\n") and "2 ranks on 1 node (torchrun)" in printed, printed
+    assert printed.startswith("2.13.0+cpu False False\n") and "2 ranks on 1 node (torchrun)" in printed, (
+        printed
+    )
     assert cluster.host_path(f"{HOME}/runs/of-a-cell/result.json").exists()
 
     cluster.exec("login", "scancel", str(job), user="alice")
@@ -127,7 +129,9 @@ def test_in_the_allocation_of_salloc(cluster):
     """Where the site starts the shell of salloc on the compute node, as a step of the job."""
     log = cluster.host_path(f"{HOME}/salloc.log")
     step = f"srun --ntasks=1 apptainer exec {HOME}/hpctrain-cpu.sif hpctrain jupyter --out {HOME}/runs/salloc"
-    shell = cluster.start("login", "bash", "-c", f"exec salloc --nodes=1 {step} >{HOME}/salloc.log 2>&1", user="alice")
+    shell = cluster.start(
+        "login", "bash", "-c", f"exec salloc --nodes=1 {step} >{HOME}/salloc.log 2>&1", user="alice"
+    )
     text, _, socket, node = words_of_the_log(cluster, log, "Jupyter Server")
     assert cluster.exec(node, "python3", "-c", ASK, socket, user="alice").stdout == "403\n"
     cluster.exec("login", "scancel", re.search(r"Granted job allocation (\d+)", text)[1], user="alice")
@@ -137,16 +141,24 @@ def test_in_the_allocation_of_salloc(cluster):
 
 @pytest.mark.slow
 def test_tensorboard_in_a_pbs_job_through_the_command_of_the_log(cluster):
-    """By qsub over Slurm. From another user and from another node nothing reaches it; with ssh and the token its user does."""
+    """By qsub over Slurm.
+
+    From another user and from another node nothing reaches it; with ssh and the token its user does.
+    """
     cluster.exec("login", "mkdir", "-p", f"{HOME}/runs", user="alice")
     qsub = ["qsub", "-N", "board", "-l", "select=1:ncpus=1:mpiprocs=1", "-l", "walltime=00:10:00"]
     line = f"{HOME}/launch/jupyter.sh tensorboard runs\n"
     job = int(cluster.exec("login", *qsub, user="alice", cwd=HOME, input=line).stdout)
-    text, command, socket, node = words_of_the_log(cluster, cluster.host_path(f"{HOME}/board.o{job}"), "Then open")
+    text, command, socket, node = words_of_the_log(
+        cluster, cluster.host_path(f"{HOME}/board.o{job}"), "Then open"
+    )
     token = cluster.host_path(re.search(r"give the token in (\S+)", text)[1]).read_text().strip()
     ask = ["python3", "-c", ASK, socket]
     assert "PermissionError" in cluster.exec(node, *ask, user="bob", check=False).stderr
-    assert "FileNotFoundError" in cluster.exec("n2" if node == "n1" else "n1", *ask, user="alice", check=False).stderr
+    assert (
+        "FileNotFoundError"
+        in cluster.exec("n2" if node == "n1" else "n1", *ask, user="alice", check=False).stderr
+    )
     assert cluster.exec(node, *ask, user="alice").stdout == "403\n"
     with opened(cluster, command):
         for given, status in (("wrong", "403"), (token, "200")):
@@ -160,7 +172,15 @@ def test_tensorboard_in_a_pbs_job_through_the_command_of_the_log(cluster):
 @pytest.mark.slow
 def test_a_kernel_of_a_hub_runs_in_the_image(cluster):
     written = cluster.exec(
-        "login", "apptainer", "exec", "hpctrain-cpu.sif", "hpctrain", "jupyter", "--kernel", user="alice", cwd=HOME
+        "login",
+        "apptainer",
+        "exec",
+        "hpctrain-cpu.sif",
+        "hpctrain",
+        "jupyter",
+        "--kernel",
+        user="alice",
+        cwd=HOME,
     )
     assert written.stdout == "/home/alice/.local/share/jupyter/kernels/hpctrain-cpu/kernel.json\n"
     program = """
@@ -171,7 +191,9 @@ manager.shutdown_kernel(now=True)
 """
     done = cluster.exec("login", BARE_PYTHON, "-c", program, user="alice", cwd=HOME)
     image, torch = done.stdout.split()
-    assert image == f"{HOME}/hpctrain-cpu.sif" and torch.startswith("/opt/hpctrain/lib/python3.11/site-packages/torch/")
+    assert image == f"{HOME}/hpctrain-cpu.sif" and torch.startswith(
+        "/opt/hpctrain/lib/python3.11/site-packages/torch/"
+    )
 
 
 def test_a_kernel_names_the_image(tmp_path):
@@ -179,8 +201,13 @@ def test_a_kernel_names_the_image(tmp_path):
     path = jupyter.write_kernel(env)
     assert path == tmp_path / "kernels/my-image/kernel.json"
     kernel = json.loads(path.read_text())
-    assert kernel["argv"][:4] == ["apptainer", "exec", "--nv", "/images/my image.sif"] and kernel["display_name"] == "my image"
-    with pytest.raises(HpctrainError, match="--kernel cannot tell the image: run it in a container of apptainer"):
+    assert (
+        kernel["argv"][:4] == ["apptainer", "exec", "--nv", "/images/my image.sif"]
+        and kernel["display_name"] == "my image"
+    )
+    with pytest.raises(
+        HpctrainError, match="--kernel cannot tell the image: run it in a container of apptainer"
+    ):
         jupyter.write_kernel({})
     with pytest.raises(HpctrainError, match="set JUPYTER_DATA_DIR to a folder of your own"):
         jupyter.write_kernel(env | {"JUPYTER_DATA_DIR": "/proc"})
@@ -189,12 +216,18 @@ def test_a_kernel_names_the_image(tmp_path):
 def test_a_kernel_of_another_image_is_kept(tmp_path):
     """Two images with one file name: the second took the place of the first."""
     paths = [
-        jupyter.write_kernel({"APPTAINER_CONTAINER": f"/{folder}/hpctrain-cpu.sif", "JUPYTER_DATA_DIR": str(tmp_path)})
+        jupyter.write_kernel(
+            {"APPTAINER_CONTAINER": f"/{folder}/hpctrain-cpu.sif", "JUPYTER_DATA_DIR": str(tmp_path)}
+        )
         for folder in ("mine", "group", "mine")
     ]
     assert [path.parent.name for path in paths] == ["hpctrain-cpu", "hpctrain-cpu-2", "hpctrain-cpu"]
     kernels = [json.loads(path.read_text()) for path in paths]
-    assert [kernel["display_name"] for kernel in kernels] == ["hpctrain-cpu", "hpctrain-cpu 2", "hpctrain-cpu"]
+    assert [kernel["display_name"] for kernel in kernels] == [
+        "hpctrain-cpu",
+        "hpctrain-cpu 2",
+        "hpctrain-cpu",
+    ]
     assert "/mine/hpctrain-cpu.sif" in kernels[0]["argv"] and "/group/hpctrain-cpu.sif" in kernels[1]["argv"]
 
 
@@ -203,12 +236,24 @@ def test_a_kernel_of_shifter(tmp_path):
     shifter = env | {"HPCTRAIN_RUNTIME": "shifter", "HPCTRAIN_SHIFTER_MODULES": "gpu,nccl-plugin"}
     kernel = json.loads(jupyter.write_kernel(shifter).read_text())
     program = ["python", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    assert kernel["argv"] == ["shifter", "--image=registry/me/hpctrain:cu130", "--module=gpu,nccl-plugin", *program]
-    assert kernel["display_name"] == "hpctrain:cu130" and (tmp_path / "kernels/hpctrain-cu130/kernel.json").exists()
+    assert kernel["argv"] == [
+        "shifter",
+        "--image=registry/me/hpctrain:cu130",
+        "--module=gpu,nccl-plugin",
+        *program,
+    ]
+    assert (
+        kernel["display_name"] == "hpctrain:cu130"
+        and (tmp_path / "kernels/hpctrain-cu130/kernel.json").exists()
+    )
 
 
 def test_a_kernel_of_podman_hpc(tmp_path):
-    env = {"HPCTRAIN_RUNTIME": "podman-hpc", "HPCTRAIN_IMAGE": "me/hpctrain:cu130", "JUPYTER_DATA_DIR": str(tmp_path)}
+    env = {
+        "HPCTRAIN_RUNTIME": "podman-hpc",
+        "HPCTRAIN_IMAGE": "me/hpctrain:cu130",
+        "JUPYTER_DATA_DIR": str(tmp_path),
+    }
     env |= {"HPCTRAIN_PODMAN_MODULES": "gpu nccl", "HPCTRAIN_BIND": "/usr /none"}
     kernel = json.loads(jupyter.write_kernel(env).read_text())
     assert kernel["argv"][4:9] == ["--gpu", "--nccl", "--volume=/usr:/usr", "me/hpctrain:cu130", "python"]
@@ -229,17 +274,25 @@ manager.shutdown_kernel()
 """
     done = cluster.exec("login", BARE_PYTHON, "-c", program, user="alice", cwd=HOME, env=env)
     folder, torch, error = done.stdout.split()[-3:]  # after what the kernel itself prints when it starts
-    assert torch.startswith("/opt/hpctrain/lib/python3.11/site-packages/torch/") and error == "KeyboardInterrupt", done
+    assert (
+        torch.startswith("/opt/hpctrain/lib/python3.11/site-packages/torch/") and error == "KeyboardInterrupt"
+    ), done
     return folder
 
 
 @pytest.mark.slow
 def test_a_kernel_in_podman_hpc(cluster, podman_image):
-    named = {"HPCTRAIN_RUNTIME": "podman-hpc", "HPCTRAIN_IMAGE": "hpctrain:cpu", "HPCTRAIN_BIND": "/project /none"}
+    named = {
+        "HPCTRAIN_RUNTIME": "podman-hpc",
+        "HPCTRAIN_IMAGE": "hpctrain:cpu",
+        "HPCTRAIN_BIND": "/project /none",
+    }
     write = [BARE_PYTHON, "-m", "hpctrain", "jupyter", "--kernel"]
     cluster.exec("login", *write, user="alice", cwd=HOME, env=podman_image | named)
     assert start_kernel(cluster, "hpctrain-cpu", podman_image) == HOME
-    assert not cluster.exec("login", "podman-hpc", "ps", "--all", "--quiet", user="alice", env=podman_image).stdout
+    assert not cluster.exec(
+        "login", "podman-hpc", "ps", "--all", "--quiet", user="alice", env=podman_image
+    ).stdout
 
 
 @pytest.mark.slow

@@ -41,7 +41,11 @@ def until(found, seconds=120):
 
 def listening_ports(pid):
     sockets = {path.readlink().name for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
     return [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
 
 
@@ -54,7 +58,11 @@ def test_tensorboard_is_for_its_user_alone(tmp_path):
     env = os.environ | {"SLURM_JOB_ID": "18", "SLURM_SUBMIT_HOST": "login1", "USER": "a"}
     with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT) as server:
         read = (tmp_path / "log").read_text
-        found = until(lambda: re.search(r"ssh -N -L 8888:(/tmp/hpctrain-tensorboard\.\w+/socket) -J a@login1 a@\S+\n", read()))
+        found = until(
+            lambda: re.search(
+                r"ssh -N -L 8888:(/tmp/hpctrain-tensorboard\.\w+/socket) -J a@login1 a@\S+\n", read()
+            )
+        )
         path, note = Path(found[1]), tmp_path / "runs/tensorboard/18/token"
         until(lambda: f"Then open http://localhost:8888/ and give the token in {note}\n" in read())
         token = note.read_text().strip()
@@ -69,7 +77,9 @@ def test_tensorboard_is_for_its_user_alone(tmp_path):
             status, _, content = ask(path, target, Cookie="token=wrong")
             assert status == 403 and "the token is missing" in content and '<form action="/">' in content
         status, headers, _ = ask(path, f"/?token={token}")
-        assert (status, headers["Location"]) == (303, "/") and "HttpOnly; SameSite=Strict" in headers["Set-Cookie"]
+        assert (status, headers["Location"]) == (303, "/") and "HttpOnly; SameSite=Strict" in headers[
+            "Set-Cookie"
+        ]
         cookie = headers["Set-Cookie"].split(";")[0]
         assert "<title>TensorBoard</title>" in ask(path, "/", Cookie=cookie)[2]
         until(lambda: json.loads(ask(path, "/data/runs", Cookie=cookie)[2]) == ["17/tensorboard"])
@@ -80,9 +90,17 @@ def test_tensorboard_is_for_its_user_alone(tmp_path):
 
 def test_the_token():
     assert tunnel.cookie_for("/?token=abc", "abc") == "token=abc; HttpOnly; SameSite=Strict; Path=/"
-    assert [tunnel.cookie_for(target, "abc") for target in ("/", "/?token=ab", "/?token=", "/token=abc", "//[")] == [""] * 5
+    assert [
+        tunnel.cookie_for(target, "abc") for target in ("/", "/?token=ab", "/?token=", "/token=abc", "//[")
+    ] == [""] * 5
     assert tunnel.has_token("Bearer abc", "", "abc") and tunnel.has_token("", "other=1; token=abc", "abc")
-    for authorization, cookie in (("", ""), ("Bearer ab", "token=abc"), ("", "token=\udcff"), ("", "\x01;=;"), ("é", "")):
+    for authorization, cookie in (
+        ("", ""),
+        ("Bearer ab", "token=abc"),
+        ("", "token=\udcff"),
+        ("", "\x01;=;"),
+        ("é", ""),
+    ):
         assert not tunnel.has_token(authorization, cookie, "abc")
 
 
@@ -103,16 +121,30 @@ def test_only_a_folder_of_its_own_is_removed_at_the_end(tmp_path):
             assert (tmp_path / name / "token").exists()
             if name == "used":
                 (tmp_path / name / "notes").touch()
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["theirs", "used", "used/notes"]
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "theirs",
+        "used",
+        "used/notes",
+    ]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
-    with pytest.raises(HpctrainError, match="/proc/x: cannot be written"), tunnel.Tunnel("jupyter", Path("/proc/x")):
+    with (
+        pytest.raises(HpctrainError, match="/proc/x: cannot be written"),
+        tunnel.Tunnel("jupyter", Path("/proc/x")),
+    ):
         pass
 
 
 def test_invalid_input_is_one_line(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "hpctrain", "tensorboard", "none"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "hpctrain", "tensorboard", "none"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "none: there is no such folder" in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (
+        1,
+        1,
+    ) and "none: there is no such folder" in done.stderr

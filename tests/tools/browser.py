@@ -1,4 +1,7 @@
-"""Chromium without a window, for tests of what people see. It is controlled over two pipes, by the DevTools protocol."""
+"""Chromium without a window, for tests of what people see.
+
+It is controlled over two pipes, by the DevTools protocol.
+"""
 
 import base64
 import io
@@ -13,7 +16,14 @@ from typing import Any
 from PIL import Image
 
 # Nothing that asks a network for anything but the page.
-OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+OPTIONS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+]
 OPTIONS += ["--disable-component-update", "--disable-sync", "--remote-debugging-pipe"]
 
 
@@ -35,10 +45,14 @@ class Browser:
         self._write, self._read, self._text = ours[1], theirs[0], b""
         self._session = ""
         deadline = time.monotonic() + 60
-        while not (pages := [each for each in self.ask("Target.getTargets")["targetInfos"] if each["type"] == "page"]):
+        while not (
+            pages := [each for each in self.ask("Target.getTargets")["targetInfos"] if each["type"] == "page"]
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        self._session = self.ask("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)["sessionId"]
+        self._session = self.ask("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)[
+            "sessionId"
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,7 +84,13 @@ class Browser:
 
     def resize(self, width: int, height: int) -> None:
         """Give the page this many pixels."""
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def prefer(self, scheme: str) -> None:
         """Let the user prefer light or dark pages."""
@@ -84,7 +104,14 @@ class Browser:
     def press_shift_enter(self) -> None:
         """Press the keys that run a cell of a notebook."""
         for kind in ("rawKeyDown", "keyUp"):
-            self.ask("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", modifiers=8, windowsVirtualKeyCode=13)
+            self.ask(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key="Enter",
+                code="Enter",
+                modifiers=8,
+                windowsVirtualKeyCode=13,
+            )
 
     def take_picture(self) -> Image.Image:
         """What the page shows, in 256 colors: the pictures of the documents are small."""

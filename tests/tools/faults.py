@@ -1,11 +1,12 @@
-"""Faults on a real Slurm cluster: whether the job goes on by itself, how soon, and whether it ends with the same weights.
+"""Faults on a real Slurm cluster: whether the job goes on by itself, how soon, and whether it ends with the
+same weights.
 
     .venv/bin/python tests/tools/faults.py                        every fault, and write its row into docs/faults.md
     .venv/bin/python tests/tools/faults.py --only SIGKILL         those whose row matches this
     .venv/bin/python tests/tools/faults.py --soak 20 --seed 1     one job of about 20 minutes, with a random fault each minute
 
-Each fault happens to a job of its own: a bundled trainer, 4 ranks on 2 nodes. Its weights are compared with those of a job with
-the same command to which nothing happened.
+Each fault happens to a job of its own: a bundled trainer, 4 ranks on 2 nodes. Its weights are compared with
+those of a job with the same command to which nothing happened.
 """
 
 import argparse
@@ -55,11 +56,21 @@ DDP = Way("train_ddp", "srun", "apptainer", "launch/apptainer_ddp.sh train_ddp -
 # Each trainer, launcher and runtime is in one of them at least.
 WAYS = [
     DDP,
-    Way("train_lightning", "srun", "podman-hpc", "launch/podman_hpc_ddp.sh train_lightning --epochs=8", PODMAN),
+    Way(
+        "train_lightning", "srun", "podman-hpc", "launch/podman_hpc_ddp.sh train_lightning --epochs=8", PODMAN
+    ),
     # With fusion the weights of Horovod depend on timing, in the last bits, also without a fault.
-    Way("train_horovod", "horovodrun", "apptainer", f"{HOROVODRUN} train_horovod --epochs=8", {"HOROVOD_FUSION_THRESHOLD": "0"}),
+    Way(
+        "train_horovod",
+        "horovodrun",
+        "apptainer",
+        f"{HOROVODRUN} train_horovod --epochs=8",
+        {"HOROVOD_FUSION_THRESHOLD": "0"},
+    ),
     Way("train_ddp", "torchrun", "none", "launch/apptainer_torchrun.sh train_ddp --epochs=8", BARE),
-    Way("nlp.classify", "mpirun", "apptainer", "launch/apptainer_mpi.sh --mpi=mpirun nlp.classify --epochs=6"),
+    Way(
+        "nlp.classify", "mpirun", "apptainer", "launch/apptainer_mpi.sh --mpi=mpirun nlp.classify --epochs=6"
+    ),
     Way("nlp.ner", "srun + PMI", "none", "launch/apptainer_mpi.sh --mpi=pmix nlp.ner --epochs=6", BARE),
     Way("nlp.pair", "srun", "apptainer", "launch/apptainer_ddp.sh nlp.pair --epochs=6"),
     Way("nlp.qa", "torchrun", "apptainer", "launch/apptainer_torchrun.sh nlp.qa --epochs=6"),
@@ -93,7 +104,9 @@ class Experiment:
         command = [*self.options, *self.way.command.split(), *OPTIONS, "--out", f"{self.parent}/{self.name}"]
         return self.cluster.submit(*command, cwd=HOME, env=self.way.env | self.env)
 
-    def run(self, act: "Callable[[Experiment], None] | None", when: str = r"epoch 2 step", timeout: float = 1200) -> Job:
+    def run(
+        self, act: "Callable[[Experiment], None] | None", when: str = r"epoch 2 step", timeout: float = 1200
+    ) -> Job:
         """Submit the job, let the fault happen when a line matches, and wait for its end."""
         self.job = self.submit()
         thread: threading.Thread | None = None
@@ -179,7 +192,9 @@ class Experiment:
         if own["weights_sha256"] == whole["weights_sha256"]:
             return "equal"
         # On another number of ranks gradients are summed in another order.
-        close = "--min-nodes" in self.way.command and math.isclose(own["test_loss"], whole["test_loss"], rel_tol=1e-4)
+        close = "--min-nodes" in self.way.command and math.isclose(
+            own["test_loss"], whole["test_loss"], rel_tol=1e-4
+        )
         return "equal to rounding" if close else "DIFFERENT"
 
 
@@ -216,7 +231,9 @@ def kill_rank_0_while_it_saves(run: Experiment) -> None:
     node, pid = run.pid(0)
     part = f"{run.parent}/{run.name}/checkpoints/.*.tmp"
     look = f"files=({part}); ((${{#files[@]}}))"
-    if not run.root(node, f"shopt -s nullglob; until {look}; do :; done; kill -KILL {pid}; {look} && echo left"):
+    if not run.root(
+        node, f"shopt -s nullglob; until {look}; do :; done; kill -KILL {pid}; {look} && echo left"
+    ):
         raise RuntimeError("the checkpoint was complete")
 
 
@@ -285,7 +302,8 @@ def read_only(run: Experiment) -> None:
     """In the container of rank 0."""
     place = f"{run.parent}/{run.name}"
     node, pid = run.pid(0)
-    inside = f"nsenter --target {pid} --mount -- /opt/hpctrain/bin/python -c '{READ_ONLY}' {place}"  # the image has no mount
+    # the image has no mount
+    inside = f"nsenter --target {pid} --mount -- /opt/hpctrain/bin/python -c '{READ_ONLY}' {place}"
     if "done" not in run.root(node, inside):
         raise RuntimeError("could not be made read-only")
 
@@ -305,7 +323,8 @@ def fill(run: Experiment) -> None:
     big.unlink()
 
 
-# All nodes have the clock of this host. This library, preloaded into the processes of a job, sets it back when a file appears.
+# All nodes have the clock of this host. This library, preloaded into the processes of a job, sets it back
+# when a file appears.
 CLOCK = """
 #include <stdlib.h>
 #include <sys/syscall.h>
@@ -392,11 +411,18 @@ PODMAN_WITH_SPARE = Way(
     "train_ddp", "srun", "podman-hpc", "launch/podman_hpc_ddp.sh --spare-nodes=1 train_ddp --epochs=8", PODMAN
 )
 SHIFTER_WITH_SPARE = Way(
-    "train_ddp", "srun", "shifter (stand-in)", "launch/shifter_ddp.sh --spare-nodes=1 train_ddp --epochs=8", SHIFTER
+    "train_ddp",
+    "srun",
+    "shifter (stand-in)",
+    "launch/shifter_ddp.sh --spare-nodes=1 train_ddp --epochs=8",
+    SHIFTER,
 )
 # Not 8 epochs: on fewer ranks rounding is another one, and what it changes grows with every step.
 ON_FEWER = Way(
-    "train_ddp", "torchrun", "apptainer", "launch/apptainer_torchrun.sh --max-restarts=1 --min-nodes=1 train_ddp --epochs=3"
+    "train_ddp",
+    "torchrun",
+    "apptainer",
+    "launch/apptainer_torchrun.sh --max-restarts=1 --min-nodes=1 train_ddp --epochs=3",
 )
 LONG = Way("train_ddp", "srun", "apptainer", "launch/apptainer_ddp.sh train_ddp --epochs=60")
 SPARE = ["--exclude=n3"]  # n1 and n2, and n4 as a spare
@@ -411,14 +437,18 @@ FOR_ALL = {  # these happen in every one of WAYS
 SPARE_IN_JOB = "node crashed, with a spare in the job (--spare-nodes=1)"
 FAULTS = FOR_ALL | {
     "SIGKILL of rank 0 while it saves": Fault(kill_rank_0_while_it_saves),
-    "SIGKILL of rank 0, 20 times while it saves": Fault(kill_rank_0_often, env={"HPCTRAIN_REQUEUES": "20"}, way=LONG),
+    "SIGKILL of rank 0, 20 times while it saves": Fault(
+        kill_rank_0_often, env={"HPCTRAIN_REQUEUES": "20"}, way=LONG
+    ),
     "SIGKILL of the launcher": Fault(kill_the_launcher),
     "SIGSTOP of the launcher, time limit 4 min": Fault(stop_the_launcher, ["--nodelist=n1,n2", "--time=4"]),
     "slurmd of a node killed, started after 25 s": Fault(kill_slurmd),
     "network of a node down for 60 s": Fault(unplug, SPARE),
     "node crashed, with a spare": Fault(crash, SPARE),
     SPARE_IN_JOB: Fault(crash, ["--no-kill", "--nodes=3"], way=WITH_SPARE),
-    "node crashed, on with the other one (--min-nodes=1)": Fault(crash, ["--no-kill", "--nodelist=n1,n2"], way=ON_FEWER),
+    "node crashed, on with the other one (--min-nodes=1)": Fault(
+        crash, ["--no-kill", "--nodelist=n1,n2"], way=ON_FEWER
+    ),
     "node crashed, no spare; booted after 30 s": Fault(crash_and_boot),
     "slurmctld restarted": Fault(restart_slurmctld),
     "disk full for 20 s": Fault(fill, parent=SMALL),
@@ -442,7 +472,16 @@ IN_OTHER_WAYS = [
 
 # ---- the table ----
 
-HEAD = ["fault", "trainer", "launcher", "runtime", "job", "noticed after", "trains again after", "of this, Slurm"]
+HEAD = [
+    "fault",
+    "trainer",
+    "launcher",
+    "runtime",
+    "job",
+    "noticed after",
+    "trains again after",
+    "of this, Slurm",
+]
 HEAD += ["steps repeated", "starts", "weights"]
 MARKER = "<!-- written by make faults -->\n"
 
@@ -481,13 +520,18 @@ class Laboratory:
         if run.problem or not run.happened:
             raise RuntimeError(run.problem or "the fault did not happen")
         shown = self.cluster.exec("login", "scontrol", "show", "job", str(job.id)).stdout
-        noticed = run.after(r"error|ending early|requeuing|CANCELLED|DUE TO|[Tt]erminated|\(restart|trying again", run.happened)
+        noticed = run.after(
+            r"error|ending early|requeuing|CANCELLED|DUE TO|[Tt]erminated|\(restart|trying again",
+            run.happened,
+        )
         restarted = run.after(r"\(restart", run.happened)
         resumed = run.after(r"resuming after", run.happened)
         running = None if resumed is None else run.after(r"epoch \d+ step \d+ ", run.happened + resumed)
         waited = None
         if restarted is not None:
-            waited = restarted - max((at - run.happened for at, _ in run.lines if at - run.happened < restarted), default=0)
+            waited = restarted - max(
+                (at - run.happened for at, _ in run.lines if at - run.happened < restarted), default=0
+            )
 
         def seconds(value: float | None) -> str:
             return "-" if value is None else f"{value:.1f} s"
@@ -507,9 +551,14 @@ class Laboratory:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             self.cluster.exec("login", "scontrol", "update", "nodename=ALL", "state=resume", check=False)
-            states = self.cluster.exec("login", "sinfo", "--noheader", "--Node", "--format=%T", check=False).stdout.split()
+            states = self.cluster.exec(
+                "login", "sinfo", "--noheader", "--Node", "--format=%T", check=False
+            ).stdout.split()
             # A node that has booted may be idle before its slurmd starts steps.
-            if set(states) == {"idle"} and self.cluster.exec(*START_ON_ALL, user="alice", check=False).returncode == 0:
+            if (
+                set(states) == {"idle"}
+                and self.cluster.exec(*START_ON_ALL, user="alice", check=False).returncode == 0
+            ):
                 return
             time.sleep(1)
         raise TimeoutError(f"the nodes are {states}")
@@ -517,13 +566,26 @@ class Laboratory:
     def soak(self, minutes: float, seed: int) -> None:
         """One long job with a random fault each minute. Raises SystemExit if it ends with other weights."""
         chosen = random.Random(seed)
-        names = [*FOR_ALL, "SIGKILL of the launcher", "slurmctld restarted", "network of a node down for 60 s"]
-        way = Way("train_ddp", "srun", "apptainer", f"launch/apptainer_ddp.sh train_ddp --epochs={int(minutes * 18)}")
+        names = [
+            *FOR_ALL,
+            "SIGKILL of the launcher",
+            "slurmctld restarted",
+            "network of a node down for 60 s",
+        ]
+        way = Way(
+            "train_ddp",
+            "srun",
+            "apptainer",
+            f"launch/apptainer_ddp.sh train_ddp --epochs={int(minutes * 18)}",
+        )
         reference = self.reference(way)
         run = Experiment(self.cluster, "soak", way, ["--exclude=n3"], {"HPCTRAIN_REQUEUES": "1000"})
 
         def act(run: Experiment) -> None:
-            while time.monotonic() - run.happened < minutes * 60 and run.after("weights .* are in", run.happened) is None:
+            while (
+                time.monotonic() - run.happened < minutes * 60
+                and run.after("weights .* are in", run.happened) is None
+            ):
                 name = chosen.choice(names)
                 began = time.monotonic()
                 print(f"{began - run.happened:6.0f} s: {name}", flush=True)
@@ -551,24 +613,34 @@ def write_rows(rows: list[list[str]]) -> None:
 
 def main() -> None:
     """Run the faults, print the rows, and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", default="", help="run the faults whose row matches this regular expression; its cells are joined by ' | '"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--soak", type=float, metavar="MINUTES", help="one job, with a random fault each minute")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="run the faults whose row matches this regular expression; its cells are joined by ' | '",
+    )
+    parser.add_argument(
+        "--soak", type=float, metavar="MINUTES", help="one job, with a random fault each minute"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of --soak (default: %(default)s)")
     args = parser.parse_args()
     cells = [(name, fault, fault.way) for name, fault in FAULTS.items()]
     cells += [(name, fault, way) for way in WAYS[1:] for name, fault in FOR_ALL.items()]
     cells += [(name, FAULTS[name], way) for name, way in IN_OTHER_WAYS]
     cells = [
-        cell for cell in cells if re.search(args.only, " | ".join([cell[0], cell[2].trainer, cell[2].launcher, cell[2].runtime]))
+        cell
+        for cell in cells
+        if re.search(args.only, " | ".join([cell[0], cell[2].trainer, cell[2].launcher, cell[2].runtime]))
     ]
     sif = REPOSITORY / "hpctrain-cpu.sif"
     tar = REPOSITORY / "build/hpctrain-cpu.tar"
     wrong = []
     with tempfile.TemporaryDirectory() as small:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL_SIZE},mode=1777", "small", small], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={SMALL_SIZE},mode=1777", "small", small], check=True
+        )
         subprocess.run(["tcc", "-shared", "-o", f"{small}/clock.so", "-"], input=CLOCK, text=True, check=True)
         binds = {sif: f"/project/{sif.name}", tar: f"/project/{tar.name}", small: SMALL, **bare_binds(sif)}
         binds[REPOSITORY / "tests/standins"] = "/opt/standins"
@@ -587,7 +659,13 @@ def main() -> None:
                         row = laboratory.measure(name, fault, way)
                         write_rows([row])
                     except (TimeoutError, RuntimeError, OSError) as error:
-                        row = [name, way.trainer, way.launcher, way.runtime, f"FAILED: {str(error).splitlines()[0][:80]}"]
+                        row = [
+                            name,
+                            way.trainer,
+                            way.launcher,
+                            way.runtime,
+                            f"FAILED: {str(error).splitlines()[0][:80]}",
+                        ]
                     print(f"| {' | '.join(row)} |", flush=True)
                     if not row[-1].startswith("equal") and name != "scancel by the user":
                         wrong.append(row[0])

@@ -1,9 +1,11 @@
-"""A sweep as a job array on a real Slurm cluster, some of whose trials are killed: none may be lost or done twice.
+"""A sweep as a job array on a real Slurm cluster, some of whose trials are killed: none may be lost or done
+twice.
 
     .venv/bin/python tests/tools/sweep_kills.py [--seed 1]
 
-24 trials, 4 at a time. The first one is killed while it writes the study: sweep.json is there, and its parameters are not. Five
-others are killed at random moments, in three ways. What Slurm does not requeue is submitted again with the same command.
+24 trials, 4 at a time. The first one is killed while it writes the study: sweep.json is there, and its
+parameters are not. Five others are killed at random moments, in three ways. What Slurm does not requeue is
+submitted again with the same command.
 """
 
 import argparse
@@ -34,7 +36,13 @@ parameters:
   lr: {{low: 1e-3, high: 0.1, log: true}}
   batch-size: {{values: [16, 32]}}
 """
-SUBMIT = ["sbatch", f"--array=0-{TRIALS - 1}%{AT_A_TIME}", "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+SUBMIT = [
+    "sbatch",
+    f"--array=0-{TRIALS - 1}%{AT_A_TIME}",
+    "--nodes=1",
+    "--ntasks-per-node=1",
+    "--cpus-per-task=1",
+]
 SUBMIT += ["launch/apptainer_ddp.sh", "sweep", "search.yaml"]
 SCANCEL = "scancel by the user"
 WAYS = {"SIGKILL of the rank": "*/python3*", "SIGKILL of srun": "*/srun", SCANCEL: ""}  # the program to kill
@@ -52,8 +60,12 @@ def wait_for(path: Path, text: str, seconds: float = 600) -> None:
 def kill(cluster: Cluster, number: int, way: str) -> None:
     """Kill processes of a trial on all nodes, or cancel its task."""
     if way == SCANCEL:
-        shown = cluster.exec("login", "squeue", "--noheader", "--array", "--format=%i", user="alice").stdout.split()
-        cluster.exec("login", "scancel", *[task for task in shown if task.endswith(f"_{number}")], user="alice")
+        shown = cluster.exec(
+            "login", "squeue", "--noheader", "--array", "--format=%i", user="alice"
+        ).stdout.split()
+        cluster.exec(
+            "login", "scancel", *[task for task in shown if task.endswith(f"_{number}")], user="alice"
+        )
         return
     script = (
         f"for p in $(pgrep -f 'hpctrain.* sweep search.yaml'); do [[ $(readlink /proc/$p/exe) == {WAYS[way]} ]] && "
@@ -72,8 +84,12 @@ def run_array(cluster: Cluster) -> None:
 
 def main() -> None:
     """Run the sweep, print what happened, and check what is left. Raises SystemExit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="of the victims, moments and ways (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the victims, moments and ways (default: %(default)s)"
+    )
     chosen = random.Random(parser.parse_args().seed)
     sif = REPOSITORY / "hpctrain-cpu.sif"
     sources = {REPOSITORY / "src/hpctrain": "/opt/hpctrain/lib/python3.11/site-packages/hpctrain"}
@@ -92,9 +108,13 @@ def main() -> None:
             path = folder / "parameters.json"
             parameters[number] = path.read_text() if path.exists() else None
             has = "with a result" if (folder / "result.json").exists() else "without a result"
-            print(f"trial {number}: {way}, at {moment if moment in files else f'epoch {moment}'}, {has}", flush=True)
+            print(
+                f"trial {number}: {way}, at {moment if moment in files else f'epoch {moment}'}, {has}",
+                flush=True,
+            )
 
-        victims = [(0, "study", "SIGKILL of the rank")]  # trials 0 to 3 start together, and any of them may be the writer
+        # trials 0 to 3 start together, and any of them may be the writer
+        victims = [(0, "study", "SIGKILL of the rank")]
         for number in chosen.sample(range(1, TRIALS), 5):
             victims.append((number, chosen.choice(["parameters", *"234"]), chosen.choice([*WAYS])))
         threads = [threading.Thread(target=hurt, args=victim, daemon=True) for victim in victims]
@@ -105,7 +125,9 @@ def main() -> None:
         for thread in threads:
             thread.join()
         results = {path.parent.name: path.stat().st_mtime_ns for path in out.glob("trial-*/result.json")}
-        print(f"{len(results)} of {TRIALS} results after {time.monotonic() - began:.0f} s; submitting the same array again")
+        print(
+            f"{len(results)} of {TRIALS} results after {time.monotonic() - began:.0f} s; submitting the same array again"
+        )
         run_array(cluster)
         print(f"{time.monotonic() - began:.0f} s in all")
 
@@ -136,7 +158,13 @@ def main() -> None:
         logs = sorted(cluster.host_path(HOME).glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)
         print(
             next(
-                (line for log in logs[::-1] for line in log.read_text().splitlines() if "trials have a result" in line), ""
+                (
+                    line
+                    for log in logs[::-1]
+                    for line in log.read_text().splitlines()
+                    if "trials have a result" in line
+                ),
+                "",
             ).removeprefix("0: ")
         )
     if wrong:

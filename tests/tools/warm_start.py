@@ -1,6 +1,8 @@
-"""Ranks of hpctrain that have their imports behind them, for tests that start many: an import takes longer than such a run.
+"""Ranks of hpctrain that have their imports behind them, for tests that start many: an import takes longer
+than such a run.
 
-Each is a process of its own, with its own environment, working directory and output, and runs the main() of `python -m hpctrain`.
+Each is a process of its own, with its own environment, working directory and output, and runs the main() of
+`python -m hpctrain`.
 """
 
 import ctypes
@@ -36,8 +38,9 @@ context.set_forkserver_preload(
 class Rank:
     """A rank to start: the arguments of hpctrain, and its variables.
 
-    With `network`, the path of a network namespace, it gets a host name and mounts of its own, and runs the shell commands
-    `prepare` before hpctrain. `setup` is a function of a test module that it calls before hpctrain.
+    With `network`, the path of a network namespace, it gets a host name and mounts of its own, and runs the
+    shell commands `prepare` before hpctrain. `setup` is a function of a test module that it calls before
+    hpctrain.
     """
 
     arguments: list[str]
@@ -70,14 +73,23 @@ def run(ranks: list[Rank], cwd: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess([], status, *texts)
 
 
-def torchrun_ranks(number: int, arguments: list[str], env: dict[str, str], setup: Callable[[], None] | None = None) -> list[Rank]:
+def torchrun_ranks(
+    number: int, arguments: list[str], env: dict[str, str], setup: Callable[[], None] | None = None
+) -> list[Rank]:
     """Ranks as torchrun starts them on one node."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    common = {"TORCHELASTIC_RUN_ID": "warm", "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "GROUP_RANK": 0}
+    common = {
+        "TORCHELASTIC_RUN_ID": "warm",
+        "WORLD_SIZE": number,
+        "LOCAL_WORLD_SIZE": number,
+        "GROUP_RANK": 0,
+    }
     common |= {"GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     own = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(number)]
-    return [Rank(arguments, env | {name: str(value) for name, value in each.items()}, setup=setup) for each in own]
+    return [
+        Rank(arguments, env | {name: str(value) for name, value in each.items()}, setup=setup) for each in own
+    ]
 
 
 def _become_hpctrain(rank: Rank, cwd: Path, outputs: list[Path]) -> None:

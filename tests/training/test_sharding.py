@@ -70,7 +70,9 @@ def spoil_a_step():
     real = FineTuneModule.training_step
 
     def training_step(self, batch, batch_idx):
-        return real(self, batch, batch_idx) * (math.nan if batch_idx == 2 and os.environ["RANK"] == "1" else 1)
+        return real(self, batch, batch_idx) * (
+            math.nan if batch_idx == 2 and os.environ["RANK"] == "1" else 1
+        )
 
     FineTuneModule.training_step = training_step
 
@@ -115,7 +117,12 @@ def weights(run):
 
 
 def losses(run):
-    return [line[name] for line in metrics(run) for name in ("train_loss", "validation_loss", "test_loss") if name in line]
+    return [
+        line[name]
+        for line in metrics(run)
+        for name in ("train_loss", "validation_loss", "test_loss")
+        if name in line
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +134,32 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def words(config):
-    """Each epoch has five steps. There are 50 test texts, so that ranks have different numbers of batches to evaluate."""
-    words = ["nlp.classify", "--from-scratch", config, "--epochs", 2, "--limit", 63, "--batch-size", 12, "--max-length", 64]
+    """Each epoch has five steps.
+
+    There are 50 test texts, so that ranks have different numbers of batches to evaluate.
+    """
+    words = [
+        "nlp.classify",
+        "--from-scratch",
+        config,
+        "--epochs",
+        2,
+        "--limit",
+        63,
+        "--batch-size",
+        12,
+        "--max-length",
+        64,
+    ]
     return [*words, "--checkpoint-every", 2, "--keep-checkpoints", 99]
 
 
 @pytest.fixture(scope="module")
 def whole(words, tmp_path_factory):
     """A run on four ranks."""
-    return train_ranks(tmp_path_factory.mktemp("whole"), 4, *words, "--strategy", "fsdp", setup=let_rank_0_load)
+    return train_ranks(
+        tmp_path_factory.mktemp("whole"), 4, *words, "--strategy", "fsdp", setup=let_rank_0_load
+    )
 
 
 @pytest.mark.slow
@@ -156,9 +180,14 @@ def test_the_weights_are_those_of_ddp(words, whole, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(whole / "model")
     first = checkpoint.load(whole / "checkpoints/epoch-0001.pt", CPU)["model"]
     checkpoint.load_weights(model, whole / "checkpoints/epoch-0001.pt")  # as scripts of users do
-    assert all(torch.equal(weight, parts) for weight, parts in zip(model.state_dict().values(), first.values(), strict=True))
+    assert all(
+        torch.equal(weight, parts)
+        for weight, parts in zip(model.state_dict().values(), first.values(), strict=True)
+    )
     saved = AutoModelForSequenceClassification.from_pretrained(whole / "model").state_dict()
-    best = checkpoint.load(checkpoint.path_of(whole, json.loads((whole / "result.json").read_text())["epochs"]), CPU)["model"]
+    best = checkpoint.load(
+        checkpoint.path_of(whole, json.loads((whole / "result.json").read_text())["epochs"]), CPU
+    )["model"]
     assert saved.keys() == best.keys()
 
 
@@ -178,7 +207,8 @@ def test_a_run_cut_within_an_epoch_goes_on_with_any_number_of_ranks(words, whole
     cut = tmp_path / "run"
     shutil.copytree(whole, cut)
     (cut / "result.json").unlink()
-    # As if rank 1 had not written its part when the job died, and a bit of another checkpoint was flipped on the disk.
+    # As if rank 1 had not written its part when the job died, and a bit of another checkpoint was flipped on
+    # the disk.
     (cut / "checkpoints/epoch-0002.pt/rank-0001-of-0004.pt").unlink()
     flip_a_bit(cut / "checkpoints/epoch-0002-step-000003.pt/rank-0003-of-0004.pt")
     assert checkpoint.find_newest(cut).name == "epoch-0002-step-000001.pt"
@@ -205,8 +235,20 @@ def test_a_run_that_died_after_its_last_checkpoint_is_finished_on_two_ranks(word
 @pytest.mark.slow
 def test_a_part_that_cannot_be_written_ends_the_run_and_keeps_the_last_complete_checkpoint(tmp_path):
     write_digits(tmp_path / "digits", 64, 8)
-    words = ["train_fsdp", "--data", "digits", "--batch-size", "8", "--checkpoint-every", "2", "--keep-checkpoints", "1"]
-    done = warm_start.run(warm_start.torchrun_ranks(2, [*words, "--out", "run"], dict(os.environ), fail_on_rank_1), tmp_path)
+    words = [
+        "train_fsdp",
+        "--data",
+        "digits",
+        "--batch-size",
+        "8",
+        "--checkpoint-every",
+        "2",
+        "--keep-checkpoints",
+        "1",
+    ]
+    done = warm_start.run(
+        warm_start.torchrun_ranks(2, [*words, "--out", "run"], dict(os.environ), fail_on_rank_1), tmp_path
+    )
     error = "run/checkpoints/epoch-0001-step-000004.pt/rank-0001-of-0002.pt: the disk is full"
     assert done.returncode == 1 and done.stderr == f"hpctrain: error: on rank 1: {error}\n"
     assert checkpoint.find_newest(tmp_path / "run").name == "epoch-0001-step-000002.pt"
@@ -232,9 +274,24 @@ def test_the_optimizer_of_another_model_is_one_line(tmp_path):
 @pytest.mark.slow
 def test_tied_weights_dropout_accumulation_and_skipped_steps(tmp_path):
     """A language model, whose output layer is its embedding."""
-    words = ["nlp.generate", "--epochs", 1, "--limit", 40, "--batch-size", 8, "--max-length", 32, "--accumulate", 2]
+    words = [
+        "nlp.generate",
+        "--epochs",
+        1,
+        "--limit",
+        40,
+        "--batch-size",
+        8,
+        "--max-length",
+        32,
+        "--accumulate",
+        2,
+    ]
     words += ["--on-nan", "skip", "--gradient-checkpointing"]
-    runs = [train_ranks(tmp_path / name, 2, *words, "--strategy", name, setup=spoil_a_step) for name in ("ddp", "fsdp")]
+    runs = [
+        train_ranks(tmp_path / name, 2, *words, "--strategy", name, setup=spoil_a_step)
+        for name in ("ddp", "fsdp")
+    ]
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
     assert [result(run)["skipped_steps"] for run in runs] == [1, 1]
     model = AutoModelForCausalLM.from_pretrained(runs[1] / "model")
@@ -247,7 +304,16 @@ def test_tied_weights_dropout_accumulation_and_skipped_steps(tmp_path):
 @pytest.mark.slow
 def test_an_adapter_is_whole_and_bf16_trains(whole, words, tmp_path):
     data = [word for word in words if word != "--from-scratch" and not isinstance(word, Path)]
-    lora = [*data, "--model", whole / "model", "--data", classify.TASK.samples, "--lora-rank", 4, "--gradient-checkpointing"]
+    lora = [
+        *data,
+        "--model",
+        whole / "model",
+        "--data",
+        classify.TASK.samples,
+        "--lora-rank",
+        4,
+        "--gradient-checkpointing",
+    ]
     runs = [train_ranks(tmp_path / name, 2, *lora, "--strategy", name) for name in ("ddp", "fsdp")]
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
     adapters = []
@@ -271,7 +337,9 @@ def test_compiled_layers_have_the_losses_of_those_that_are_not(whole, words, tmp
 
 
 @pytest.mark.slow
-def test_gradient_checkpointing_keeps_the_weights_and_less_for_the_backward_pass(config, tmp_path, monkeypatch):
+def test_gradient_checkpointing_keeps_the_weights_and_less_for_the_backward_pass(
+    config, tmp_path, monkeypatch
+):
     kept = []
     real = FineTuneModule.training_step
 
@@ -294,21 +362,38 @@ def test_gradient_checkpointing_keeps_the_weights_and_less_for_the_backward_pass
     assert weights(runs[0]) == weights(runs[1])
     assert kept[1] < 0.6 * kept[0]
     monkeypatch.setattr(BertForSequenceClassification, "supports_gradient_checkpointing", False)
-    with pytest.raises(HpctrainError, match="its architecture has no gradient checkpointing: leave out --gradient-checkpointing"):
+    with pytest.raises(
+        HpctrainError,
+        match="its architecture has no gradient checkpointing: leave out --gradient-checkpointing",
+    ):
         train("classify", tmp_path / "no", *options, "--gradient-checkpointing")
 
 
 def test_what_cannot_fit_is_refused_before_it_is_loaded(config, tmp_path, monkeypatch):
     """With the arithmetic, by hand: the memory is one byte less than what is needed."""
-    folder = train("classify", tmp_path / "run", "--epochs", 1, "--limit", 20, "--from-scratch", config) / "model"
-    count = sum(weight.numel() for weight in AutoModelForSequenceClassification.from_pretrained(folder).parameters())
+    folder = (
+        train("classify", tmp_path / "run", "--epochs", 1, "--limit", 20, "--from-scratch", config) / "model"
+    )
+    count = sum(
+        weight.numel() for weight in AutoModelForSequenceClassification.from_pretrained(folder).parameters()
+    )
     assert sum(memory.read_sizes(folder).values()) == count
     for words, world, each, advice in (
         ([], ALONE, 16, "take --strategy fsdp on 2 ranks or more, or --lora-rank 16, which"),
         (["--lora-rank", "4"], ALONE, 4, "take --strategy fsdp on 2 ranks or more (docs"),
         (["--epochs", "0"], ALONE, 4, "take --strategy fsdp on 2 ranks or more (docs"),
-        (["--strategy", "fsdp"], World(0, 4, 0, 4, 0, 1, "torchrun"), 4, "take --strategy fsdp on 5 ranks or more, or"),
-        (["--cpu-offload"], World(0, 4, 0, 4, 0, 1, "torchrun"), 4, "take --strategy fsdp on 5 ranks or more, or"),
+        (
+            ["--strategy", "fsdp"],
+            World(0, 4, 0, 4, 0, 1, "torchrun"),
+            4,
+            "take --strategy fsdp on 5 ranks or more, or",
+        ),
+        (
+            ["--cpu-offload"],
+            World(0, 4, 0, 4, 0, 1, "torchrun"),
+            4,
+            "take --strategy fsdp on 5 ranks or more, or",
+        ),
     ):
         args = parse_options(classify.TASK, ["--model", str(folder), *words])
         monkeypatch.setattr(memory, "free_memory", lambda *_, limit=each * count: limit)
@@ -321,12 +406,16 @@ def test_what_cannot_fit_is_refused_before_it_is_loaded(config, tmp_path, monkey
     with pytest.raises(HpctrainError, match="which freezes them, or --cpu-offload "):
         memory.check_memory(folder, args, World(0, 4, 0, 4, 0, 1, "torchrun"), torch.device("cuda"))
     # The adapter of --lora-from is loaded into a whole model, on each rank of a node.
-    args = parse_options(classify.TASK, ["--model", str(folder), "--strategy", "fsdp", "--lora-from", "adapter"])
+    args = parse_options(
+        classify.TASK, ["--model", str(folder), "--strategy", "fsdp", "--lora-from", "adapter"]
+    )
     world = World(5, 8, 1, 4, 1, 2, "slurm")
     monkeypatch.setattr(memory, "free_memory", lambda *_: 4 * count)
     memory.check_memory(folder, args, world, CPU)
     monkeypatch.setattr(memory, "free_memory", lambda *_: 4 * count - 1)
-    with pytest.raises(HpctrainError, match=r"each of the 4 ranks on a node loads them all .*: take fewer ranks on a node "):
+    with pytest.raises(
+        HpctrainError, match=r"each of the 4 ranks on a node loads them all .*: take fewer ranks on a node "
+    ):
         memory.check_memory(folder, args, world, CPU)
     monkeypatch.setattr(finetune, "load_model", None)
     with pytest.raises(HpctrainError, match=r"rank 0 can have 0\.00 GB"):
@@ -334,21 +423,36 @@ def test_what_cannot_fit_is_refused_before_it_is_loaded(config, tmp_path, monkey
 
 
 def test_parts_in_the_memory_of_the_node_need_two_ranks(tmp_path):
-    with pytest.raises(UsageError, match="--cpu-offload is for the parts of --strategy fsdp, and one rank has all of them"):
+    with pytest.raises(
+        UsageError, match="--cpu-offload is for the parts of --strategy fsdp, and one rank has all of them"
+    ):
         train("classify", tmp_path / "run", "--cpu-offload")
 
 
 def test_a_tensor_in_pieces_is_read_in_any_other_pieces():
     whole = torch.arange(35.0).reshape(5, 7)
-    places = [(slice(0, 2), slice(0, 7)), (slice(2, 5), slice(0, 3)), (slice(2, 5), slice(3, 7)), (slice(5, 5), slice(0, 7))]
-    parts = [{"part": whole[place], "offset": [part.start for part in place], "shape": [5, 7]} for place in places]
+    places = [
+        (slice(0, 2), slice(0, 7)),
+        (slice(2, 5), slice(0, 3)),
+        (slice(2, 5), slice(3, 7)),
+        (slice(5, 5), slice(0, 7)),
+    ]
+    parts = [
+        {"part": whole[place], "offset": [part.start for part in place], "shape": [5, 7]} for place in places
+    ]
     pieces = Pieces([*parts, parts[0]])  # two ranks may have the same one
     assert torch.equal(pieces.whole(), whole) and torch.equal(pieces.region([1, 2], [3, 4]), whole[1:4, 2:6])
     assert pieces.region([5, 0], [0, 7]).shape == (0, 7)
     with pytest.raises(ValueError, match=r"pieces of a tensor of shape \(5, 7\) are missing"):
         Pieces(parts[:2])
-    for harm in ({"offset": [4, 0]}, {"offset": [-1, 0]}, {"offset": [0]}, {"part": torch.empty(2, 7, device="meta")}):
-        with pytest.raises(ValueError, match=r"tensor of shape|argument"):  # the rest would be what was in memory
+    for harm in (
+        {"offset": [4, 0]},
+        {"offset": [-1, 0]},
+        {"offset": [0]},
+        {"part": torch.empty(2, 7, device="meta")},
+    ):
+        # the rest would be what was in memory
+        with pytest.raises(ValueError, match=r"tensor of shape|argument"):
             Pieces([parts[0] | harm, *parts[1:]])
     with pytest.raises(ValueError, match="is not in it"):
         Pieces([parts[0] | {"part": torch.ones(1).expand(2, 7)}, *parts[1:]])
@@ -357,11 +461,16 @@ def test_a_tensor_in_pieces_is_read_in_any_other_pieces():
 def test_a_tensor_of_a_checkpoint_that_would_fill_the_memory_is_not_copied():
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters())
     with pytest.raises(ValueError, match="a tensor without values of its own"):
-        split_state(optimizer, {"state": {0: {"momentum_buffer": torch.ones(1).expand(10**15)}}, "param_groups": []})
+        split_state(
+            optimizer, {"state": {0: {"momentum_buffer": torch.ones(1).expand(10**15)}}, "param_groups": []}
+        )
 
 
 def test_a_model_without_values_reads_none(monkeypatch):
-    """It gets those of rank 0 when it is sharded. A rank would otherwise have the whole model in memory, and torch would warn."""
+    """It gets those of rank 0 when it is sharded.
+
+    A rank would otherwise have the whole model in memory, and torch would warn.
+    """
     whole = torch.ones(2, 2)
     weights = {"weight": Pieces([{"part": whole, "offset": [0, 0], "shape": [2, 2]}]), "bias": torch.ones(2)}
     model = torch.nn.Linear(2, 2)

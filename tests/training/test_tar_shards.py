@@ -27,14 +27,19 @@ def shards(tmp_path):
     """5 and 3 examples."""
     numbers = {"train-000000.tar": range(5), "train-000001.tar": range(5, 8)}
     return [
-        write(tmp_path / name, [f"a/{n:03d}.{end}" for n in own for end in ("seg.png", "cls")]) for name, own in numbers.items()
+        write(tmp_path / name, [f"a/{n:03d}.{end}" for n in own for end in ("seg.png", "cls")])
+        for name, own in numbers.items()
     ]
 
 
 def test_examples_are_read_by_number(shards):
     dataset = TarShards(shards)
     assert len(dataset) == 8 and dataset.extensions == ["cls", "seg.png"]
-    assert dataset[6] == {"__key__": "a/006", "cls": b"content of a/006.cls", "seg.png": b"content of a/006.seg.png"}
+    assert dataset[6] == {
+        "__key__": "a/006",
+        "cls": b"content of a/006.cls",
+        "seg.png": b"content of a/006.seg.png",
+    }
 
 
 def test_workers_and_a_resume_see_the_same_examples(shards):
@@ -56,10 +61,16 @@ def test_files_that_belong_to_no_example_are_left_out(tmp_path):
     ("change", "message"),
     [
         (lambda path: path.unlink(), "cannot be read as an uncompressed tar file .*No such file"),
-        (lambda path: path.write_bytes(b"<html>404</html>" * 100), "cannot be read as an uncompressed tar file"),
+        (
+            lambda path: path.write_bytes(b"<html>404</html>" * 100),
+            "cannot be read as an uncompressed tar file",
+        ),
         (lambda path: write(path, ["a.cls"], "w:gz"), "cannot be read as an uncompressed tar file .*gunzip"),
         (lambda path: write(path, ["a.cls"]), "a has cls, but the first example has cls, seg.png"),
-        (lambda path: path.write_bytes(path.read_bytes()[:700]), "cannot be read as an uncompressed tar file|first example has"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:700]),
+            "cannot be read as an uncompressed tar file|first example has",
+        ),
     ],
 )
 def test_a_wrong_tar_file_is_named(shards, change, message):
@@ -85,8 +96,10 @@ LYING = {
     "negative size": header("x.cls", size=-512),
     "negative size of a header": header("x", size=-1024, kind=tarfile.XHDTYPE),
     "size beyond the end": header("x.cls", size=2**50),
-    "endless header": header("x", b"99999999999 size=1\n", kind=tarfile.XHDTYPE) + header("x.cls", size=2**50),
-    "sparse": header("x", b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n", kind=tarfile.XHDTYPE) + header("x.cls", b"a"),
+    "endless header": header("x", b"99999999999 size=1\n", kind=tarfile.XHDTYPE)
+    + header("x.cls", size=2**50),
+    "sparse": header("x", b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n", kind=tarfile.XHDTYPE)
+    + header("x.cls", b"a"),
     "chain": header("././@LongLink", b"a\0", kind=tarfile.GNUTYPE_LONGNAME) * 3000,
     "damaged header": header("x.cls", b"1", charge=1) + header("y.cls", b"1"),
 }
@@ -129,5 +142,7 @@ def test_a_sparse_file_is_refused(tmp_path):
     with (tmp_path / "0.jpg").open("wb") as file:
         file.truncate(2**42)
     subprocess.run(["tar", "--sparse", "-cf", "train.tar", "0.jpg"], cwd=tmp_path, check=True)
-    with pytest.raises(HpctrainError, match=r"train\.tar: 0\.jpg is a sparse file: make this tar file without --sparse"):
+    with pytest.raises(
+        HpctrainError, match=r"train\.tar: 0\.jpg is a sparse file: make this tar file without --sparse"
+    ):
         TarShards([tmp_path / "train.tar"])

@@ -93,7 +93,9 @@ def test_a_truncated_gz_is_named(folder):
 
 def test_class_folders_without_train_are_told_where_they_belong(tmp_path):
     (tmp_path / "cat").mkdir()
-    with pytest.raises(HpctrainError, match="or for --model resnet50 one with train/ and val/, which have class folders"):
+    with pytest.raises(
+        HpctrainError, match="or for --model resnet50 one with train/ and val/, which have class folders"
+    ):
         data.load(tmp_path)
 
 
@@ -158,7 +160,9 @@ def test_batches_that_cannot_be_shared():
 def test_images_are_resized_in_the_batch():
     pixels = torch.zeros(2, 28, 28, dtype=torch.uint8)
     pixels[1, :, 14:] = 255
-    images, labels = data.Images(pixels, torch.tensor([3, 7])).batch(torch.tensor([1, 0]), torch.device("cpu"), side=128)
+    images, labels = data.Images(pixels, torch.tensor([3, 7])).batch(
+        torch.tensor([1, 0]), torch.device("cpu"), side=128
+    )
     assert images.shape == (2, 1, 128, 128) and images.dtype == torch.float32 and labels.tolist() == [7, 3]
     assert images[0, 0, :, :60].eq(-1).all() and images[0, 0, :, 68:].eq(1).all() and images[1].eq(-1).all()
 
@@ -192,7 +196,10 @@ except HpctrainError as error:
 
 @pytest.mark.slow
 def test_a_gz_is_unpacked_no_further_than_its_header_gives(folder):
-    """A .gz of 1 MB that unpacks to 1 GB. Whether the header is honest about that or not, it is refused in little memory."""
+    """A .gz of 1 MB that unpacks to 1 GB.
+
+    Whether the header is honest about that or not, it is refused in little memory.
+    """
     path = folder / "train-images-idx3-ubyte"
     path.unlink()
     chunk = bytes(2**20)

@@ -40,7 +40,9 @@ def images(tmp_path_factory):
             (folder / part / name).mkdir(parents=True)
             for n in range(number):
                 pixels = noise.integers(0, 128, (24 + 3 * n, 40 - 2 * n, 3), numpy.uint8) + 127 * label
-                Image.fromarray(pixels.astype(numpy.uint8)).save(folder / part / name / f"{n}.{'png' if n % 2 else 'jpg'}")
+                Image.fromarray(pixels.astype(numpy.uint8)).save(
+                    folder / part / name / f"{n}.{'png' if n % 2 else 'jpg'}"
+                )
     return folder
 
 
@@ -85,17 +87,27 @@ def test_files_and_labels_are_in_the_order_of_torchvision(copy):
     train, test = load(copy)
     names = [str(train.path(number).relative_to(copy / "train")) for number in range(len(train))]
     own = ["0.jpg", "1.png", "2.jpg", "3.png", "4.jpg", "5.png"]
-    assert names == [f"cat/{name}" for name in ["0.jpg", *own[1:], "A.PNG", "more/0.JPEG"]] + [f"dog/{name}" for name in own]
+    assert names == [f"cat/{name}" for name in ["0.jpg", *own[1:], "A.PNG", "more/0.JPEG"]] + [
+        f"dog/{name}" for name in own
+    ]
     assert train.labels.tolist() == [0] * 8 + [1] * 6 and train.classes == ["cat", "dog"]
     assert len(test) == 6
 
 
 def test_files_that_are_not_read_are_told(copy, capsys):
     """torchvision reads .webp and .bmp as well."""
-    for name in ("train/dog/a.webp", "train/dog/b.webp", "train/dog/more.x/c", "train/a.jpg", "train/dog/.hidden"):
+    for name in (
+        "train/dog/a.webp",
+        "train/dog/b.webp",
+        "train/dog/more.x/c",
+        "train/a.jpg",
+        "train/dog/.hidden",
+    ):
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).touch()
-    args = recipe.parse(recipe.vision_parser("train_ddp", ""), ["--model=resnet50", f"--data={copy}", "--workers=0"])
+    args = recipe.parse(
+        recipe.vision_parser("train_ddp", ""), ["--model=resnet50", f"--data={copy}", "--workers=0"]
+    )
     recipe.load_data(args, ALONE)
     told = f"{copy}/train: not used: 4 files (2 .webp, 1 .jpg, 1 without a suffix): only JPEG and PNG in class folders are read\n"
     assert capsys.readouterr().out == told
@@ -132,10 +144,17 @@ def png(width, height):
     """A PNG file whose header gives this size, with the data of one row at most."""
 
     def chunk(kind, content):
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(8))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(8)))
+        + chunk(b"IEND", b"")
+    )
 
 
 BROKEN = {
@@ -191,14 +210,23 @@ def test_a_file_that_is_gone_is_named(copy):
 
 
 FOLDERS = {
-    "no evaluation set": (lambda folder: shutil.rmtree(folder / "val"), "has train/ but none of val/, valid/, test/"),
-    "no classes": (lambda folder: [shutil.rmtree(path) for path in (folder / "train").iterdir()], "train: has no class folders"),
+    "no evaluation set": (
+        lambda folder: shutil.rmtree(folder / "val"),
+        "has train/ but none of val/, valid/, test/",
+    ),
+    "no classes": (
+        lambda folder: [shutil.rmtree(path) for path in (folder / "train").iterdir()],
+        "train: has no class folders",
+    ),
     "empty class": (lambda folder: (folder / "val/emu").mkdir(), "val/emu: has no JPEG or PNG file"),
     "class without evaluation": (
         lambda folder: shutil.rmtree(folder / "val/dog"),
         r"the class dog is in train/ but not in val/ \(1 classes differ in all\)",
     ),
-    "class without training": (lambda folder: shutil.rmtree(folder / "train/cat"), "the class cat is in val/ but not in train/"),
+    "class without training": (
+        lambda folder: shutil.rmtree(folder / "train/cat"),
+        "the class cat is in val/ but not in train/",
+    ),
 }
 
 
@@ -232,7 +260,9 @@ def test_tar_files_give_the_batches_of_class_folders(images, shards):
     for (train, test), workers in ((load(shards), 0), (load(shards, 2), 2)):
         of_folders, evaluation = load(images)
         order = [torch.tensor([3, 11, 0]), torch.tensor([7, 8])]
-        assert equal(list(train.batches(order, CPU, 16, 2)), list(of_folders.batches(order, CPU, 16, 2))), workers
+        assert equal(list(train.batches(order, CPU, 16, 2)), list(of_folders.batches(order, CPU, 16, 2))), (
+            workers
+        )
         assert equal(*(list(part.batches([torch.tensor([3, 0])], CPU, 16, 0)) for part in (test, evaluation)))
         assert train.classes == test.classes == ["0", "1"] and len(train) == 12 and len(test) == 6
     assert equal(batches(shards, 1, skip=1), batches(images, 0, skip=1))
@@ -245,12 +275,18 @@ def test_tar_files_may_have_their_suffix_in_capitals(shards, tmp_path):
 
 
 WRONG_SHARDS = {
-    "no label": (["0.jpg", "1.jpg"], "000.tar: its examples have jpg: they need one JPEG or PNG file and its label in .cls"),
+    "no label": (
+        ["0.jpg", "1.jpg"],
+        "000.tar: its examples have jpg: they need one JPEG or PNG file and its label in .cls",
+    ),
     "two images": (["0.jpg", "0.png", "0.cls"], "its examples have cls, jpg, png: they need one JPEG"),
     "word": (["0.jpg", "0.cls=cat"], "000.tar: 0.cls has no label: it must be an integer from 0"),
     "negative": (["0.jpg", "0.cls=-1"], "000.tar: 0.cls has no label"),
     "large": (["0.jpg", "0.cls=12345678901"], "000.tar: 0.cls has no label"),
-    "a hundred million classes": (["0.jpg", "0.cls=99999999"], "000.tar: 0.cls has the label 99999999, but labels are the numb"),
+    "a hundred million classes": (
+        ["0.jpg", "0.cls=99999999"],
+        "000.tar: 0.cls has the label 99999999, but labels are the numb",
+    ),
 }
 
 
@@ -281,7 +317,10 @@ def test_tar_files_in_one_part_only_and_unlike_labels(images, shards, tmp_path):
     with tarfile.open(folder / "val/000.tar", "w") as tar:
         add(tar, "a.jpg", b"")
         add(tar, "a.cls", b"2")
-    with pytest.raises(HpctrainError, match=r"the label 2 is in val/, but those in train/ end at 1: both need the same labels"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"the label 2 is in val/, but those in train/ end at 1: both need the same labels",
+    ):
         load(folder)
 
 
@@ -293,7 +332,9 @@ def test_a_broken_image_in_a_tar_file_is_named(shards, tmp_path):
     train, _ = load(folder, workers=1)
     with pytest.raises(HpctrainError, match="cannot be read as a JPEG or PNG") as error:
         list(train.batches([torch.tensor([0])], CPU, 16, epoch=1))
-    assert str(error.value).startswith(f"{folder}/train/000.tar: 00/7.jpg: cannot be read") and "\n" not in str(error.value)
+    assert str(error.value).startswith(
+        f"{folder}/train/000.tar: 00/7.jpg: cannot be read"
+    ) and "\n" not in str(error.value)
 
 
 def equal(one, other):
@@ -312,8 +353,12 @@ def test_augmentation_depends_on_seed_epoch_and_example_alone(images):
         assert torch.equal(torch.cat([part[0] for part in parts]), pixels)
         assert torch.equal(torch.cat([part[1] for part in parts]), labels)
     train, _ = load(images)
-    assert not torch.equal(train.read(torch.tensor([0]), epoch=1)[0], train.read(torch.tensor([0]), epoch=2)[0])
-    assert not torch.equal(train.read(torch.tensor([0]), epoch=1)[0], load(images, seed=2)[0].read(torch.tensor([0]), epoch=1)[0])
+    assert not torch.equal(
+        train.read(torch.tensor([0]), epoch=1)[0], train.read(torch.tensor([0]), epoch=2)[0]
+    )
+    assert not torch.equal(
+        train.read(torch.tensor([0]), epoch=1)[0], load(images, seed=2)[0].read(torch.tensor([0]), epoch=1)[0]
+    )
 
 
 @pytest.mark.parametrize("data", ["images", "shards"])
@@ -325,7 +370,13 @@ def test_where_a_worker_that_is_forked_could_hang_it_is_not(request, monkeypatch
     with monkeypatch.context() as without_fork:
         without_fork.delattr(os, "fork")
         assert equal(batches(folder, 1), forked)
-    for version, can in {(3, 10, 14): False, (3, 10, 15): True, (3, 11, 9): False, (3, 11, 10): True, (3, 12, 0): True}.items():
+    for version, can in {
+        (3, 10, 14): False,
+        (3, 10, 15): True,
+        (3, 11, 9): False,
+        (3, 11, 10): True,
+        (3, 12, 0): True,
+    }.items():
         monkeypatch.setattr(sys, "version_info", version)
         assert can_fork_beside_threads() == can
 
@@ -352,7 +403,8 @@ def test_every_image_gives_a_crop(size):
     assert center_crop(image, 224).size == (224, 224)
     for seed in range(5):
         crop = random_resized_crop(image, 224, random.Random(seed))
-        assert crop.size == (224, 224) and crop.getpixel((0, 0)) == GREEN  # nothing from beyond the edge, which is black
+        # nothing from beyond the edge, which is black
+        assert crop.size == (224, 224) and crop.getpixel((0, 0)) == GREEN
 
 
 def test_the_center_crop_is_the_middle_224_of_256():
@@ -372,7 +424,10 @@ def test_random_crops_have_the_distribution_of_the_paper():
     areas, ratios, flips = [], [], []
     for seed in range(500):
         crop = numpy.asarray(random_resized_crop(image, 32, random.Random(seed))).astype(float) / 256
-        width, height = abs(crop[0, -1, 0] - crop[0, 0, 0]) * 32 / 31, (crop[-1, 0, 1] - crop[0, 0, 1]) * 32 / 31
+        width, height = (
+            abs(crop[0, -1, 0] - crop[0, 0, 0]) * 32 / 31,
+            (crop[-1, 0, 1] - crop[0, 0, 1]) * 32 / 31,
+        )
         areas.append(width * height)
         ratios.append(width / height)
         flips.append(crop[0, -1, 0] < crop[0, 0, 0])
@@ -416,7 +471,19 @@ if __name__ == "__main__":
 
 def train(trainer, images, cwd, *words, ranks=2):
     """With a small model, on ranks in the image, which has Horovod, or on ranks that have their imports behind them."""
-    words = ["--model", "resnet50", "--data", images, "--image-size", 16, "--batch-size", 4, "--checkpoint-every", 1, *words]
+    words = [
+        "--model",
+        "resnet50",
+        "--data",
+        images,
+        "--image-size",
+        16,
+        "--batch-size",
+        4,
+        "--checkpoint-every",
+        1,
+        *words,
+    ]
     arguments = [trainer, *map(str, words), "--epochs", "2", "--keep-checkpoints", "99"]
     if trainer == "train_horovod":
         (cwd / "small.py").write_text(IN_IMAGE)
@@ -439,7 +506,8 @@ def digest(folder):
 )
 def test_a_run_cut_within_an_epoch_is_resumed_bit_for_bit(request, tmp_path, trainer, data, ranks):
     """In the second epoch, with another number of workers."""
-    folder = shutil.copytree(request.getfixturevalue(data), tmp_path / "data")  # the image sees the working folder alone
+    # the image sees the working folder alone
+    folder = shutil.copytree(request.getfixturevalue(data), tmp_path / "data")
     done = train(trainer, folder, tmp_path, "--out", "whole", "--workers", 1, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -447,7 +515,9 @@ def test_a_run_cut_within_an_epoch_is_resumed_bit_for_bit(request, tmp_path, tra
     for name in ("epoch-0002.pt", "epoch-0002-step-000002.pt"):
         (cut / "checkpoints" / name).unlink(missing_ok=True)
     done = train(trainer, folder, tmp_path, "--resume", "cut", "--workers", 0, ranks=ranks)
-    assert done.returncode == 0 and "resuming after epoch 1 and 1 steps" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "resuming after epoch 1 and 1 steps" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert digest(cut) == digest(tmp_path / "whole")
 
 
@@ -457,7 +527,9 @@ def test_a_broken_image_ends_the_job_in_one_line(copy, tmp_path):
     path.write_bytes(b"")
     done = train("train_lightning", copy, tmp_path, "--workers", 1, "--watchdog", 5)
     errors = [line for line in done.stderr.splitlines() if "cannot be read" in line]
-    assert done.returncode == 1 and len(errors) == 1 and errors[0].startswith(f"hpctrain: error: {path}: "), done.stderr
+    assert done.returncode == 1 and len(errors) == 1 and errors[0].startswith(f"hpctrain: error: {path}: "), (
+        done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 

@@ -36,7 +36,11 @@ def run(launcher, *args, cwd, **env):
     """Run hpctrain by the words of a launcher, or on a number of ranks that have their imports behind them."""
     words, env = list(map(str, args)), os.environ | env
     if isinstance(launcher, int):
-        ranks = [warm_start.Rank(words, env)] if launcher == 1 else warm_start.torchrun_ranks(launcher, words, env)
+        ranks = (
+            [warm_start.Rank(words, env)]
+            if launcher == 1
+            else warm_start.torchrun_ranks(launcher, words, env)
+        )
         return warm_start.run(ranks, cwd)
     return subprocess.run([*launcher, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
@@ -104,7 +108,9 @@ def test_two_ranks_give_the_weights_of_one_process(tmp_path):
     assert list(one) == list(two)  # no "module." to strip
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
-    assert result(tmp_path / "two")["test_loss"] == pytest.approx(result(tmp_path / "one")["test_loss"], rel=1e-4)
+    assert result(tmp_path / "two")["test_loss"] == pytest.approx(
+        result(tmp_path / "one")["test_loss"], rel=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -128,7 +134,10 @@ def test_an_epoch_resumed_is_bit_for_bit_one_that_was_not_interrupted(runs, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize(("trainer", "ranks"), [("train_ddp", 4), ("train_ddp", 8), ("train_lightning", 4)])
 def test_more_than_two_ranks_are_resumed_bit_for_bit(tmp_path, trainer, ranks):
-    """With two ranks each sum has two terms. With more, its last bits depend on where in DDP's buckets a gradient lies."""
+    """With two ranks each sum has two terms.
+
+    With more, its last bits depend on where in DDP's buckets a gradient lies.
+    """
     for name, epochs, more in (("whole", 2, ()), ("cut", 1, ()), ("cut", 2, ("--resume", "cut"))):
         train(ranks, "--epochs", epochs, *(more or ("--out", name)), cwd=tmp_path, trainer=trainer)
     assert result(tmp_path / "cut")["weights_sha256"] == result(tmp_path / "whole")["weights_sha256"]
@@ -171,7 +180,9 @@ def test_the_mean_over_ranks_is_that_of_the_whole_batch(runs):
 
 def same_metrics(one, other):
     not_compared = ("seconds", "examples_per_s", "learning_rate", "peak_memory_mb")
-    return [{name: value for name, value in line.items() if name not in not_compared} for line in metrics(one)] == [
+    return [
+        {name: value for name, value in line.items() if name not in not_compared} for line in metrics(one)
+    ] == [
         {name: value for name, value in line.items() if name not in not_compared} for line in metrics(other)
     ]
 
@@ -191,13 +202,26 @@ def test_fsdp_on_two_ranks_gives_the_weights_and_metrics_of_ddp_bit_for_bit(runs
     assert result(tmp_path / "run")["weights_sha256"] == result(runs / "two")["weights_sha256"]
     assert same_metrics(tmp_path / "run", runs / "two")
     # In bf16 as well, and with 5 test images in two batches on rank 1, but 4 in one on rank 0.
-    options = ("--data", write_digits(tmp_path / "nine", 16, 9), "--batch-size", 4, "--epochs", 1, "--precision", "bf16")
+    options = (
+        "--data",
+        write_digits(tmp_path / "nine", 16, 9),
+        "--batch-size",
+        4,
+        "--epochs",
+        1,
+        "--precision",
+        "bf16",
+    )
     for trainer in ("train_ddp", "train_fsdp"):
         train(2, *options, "--out", trainer, cwd=tmp_path, trainer=trainer)
-    assert result(tmp_path / "train_ddp")["weights_sha256"] == result(tmp_path / "train_fsdp")["weights_sha256"]
+    assert (
+        result(tmp_path / "train_ddp")["weights_sha256"] == result(tmp_path / "train_fsdp")["weights_sha256"]
+    )
     assert same_metrics(tmp_path / "train_ddp", tmp_path / "train_fsdp")
     train(1, *options, "--out", "one", cwd=tmp_path, trainer="train_fsdp")
-    assert result(tmp_path / "one")["test_loss"] == pytest.approx(result(tmp_path / "train_fsdp")["test_loss"], rel=1e-2)
+    assert result(tmp_path / "one")["test_loss"] == pytest.approx(
+        result(tmp_path / "train_fsdp")["test_loss"], rel=1e-2
+    )
 
 
 @pytest.mark.slow
@@ -245,14 +269,20 @@ def test_compiled_training_is_the_same_to_rounding_and_its_checkpoints_are_plain
     assert json.loads((tmp_path / "run/config.2.json").read_text())["options"]["compile"]
     compiled, plain = (metrics(folder) for folder in (tmp_path / "run", runs / "two"))
     for name in ("train_loss", "test_loss"):
-        assert [x[name] for x in compiled if name in x] == pytest.approx([x[name] for x in plain if name in x], rel=1e-3)
+        assert [x[name] for x in compiled if name in x] == pytest.approx(
+            [x[name] for x in plain if name in x], rel=1e-3
+        )
     MnistNet().load_state_dict(weights(tmp_path / "run", 2))
     assert list(weights(tmp_path / "run", 2)) == list(weights(runs / "two", 2))
 
 
 def test_only_training_is_compiled_and_a_copy_is_not(monkeypatch):
     calls = []
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: lambda *inputs: (calls.append(dynamic), function(*inputs))[1])
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, dynamic: lambda *inputs: (calls.append(dynamic), function(*inputs))[1],
+    )
     model = MnistNet()
     names = list(model.state_dict())
     kernels.compile_training(model, dynamic=True)
@@ -270,20 +300,33 @@ def test_compiled_layers_of_1x1_convolutions_do_not_warn_under_ddp():
         kernels.compile_training(MnistNet())
         for message in ("Grad strides do not match bucket view strides. This may", "Grads of another kind"):
             warnings.warn(message, stacklevel=1)
-    assert [text for each in shown if (text := str(each.message)).startswith("Grad")] == ["Grads of another kind"]
+    assert [text for each in shown if (text := str(each.message)).startswith("Grad")] == [
+        "Grads of another kind"
+    ]
 
 
 @pytest.mark.slow
 def test_compile_without_a_compiler_is_one_line(tmp_path):
-    done = run(1, "train_ddp", "--compile", cwd=tmp_path, PATH="/nonexistent", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kernels"))
+    done = run(
+        1,
+        "train_ddp",
+        "--compile",
+        cwd=tmp_path,
+        PATH="/nonexistent",
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kernels"),
+    )
     assert done.returncode == 1 and not (tmp_path / "runs").exists()
-    assert re.fullmatch(r"hpctrain: error: --compile: torch cannot compile here \(.*\): it needs g\+\+ and .*\n", done.stderr)
+    assert re.fullmatch(
+        r"hpctrain: error: --compile: torch cannot compile here \(.*\): it needs g\+\+ and .*\n", done.stderr
+    )
 
 
 def test_compiled_kernels_of_another_user_are_not_loaded(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     os.chown(tmp_path, 1, 1)
-    with pytest.raises(HpctrainError, match=f"{tmp_path} belongs to another user: set TORCHINDUCTOR_CACHE_DIR"):
+    with pytest.raises(
+        HpctrainError, match=f"{tmp_path} belongs to another user: set TORCHINDUCTOR_CACHE_DIR"
+    ):
         kernels.check_compiler(argparse.Namespace(compile=True))
 
 
@@ -311,7 +354,20 @@ def test_bf16_is_another_computation_and_the_same_in_lightning(few, tmp_path):
     """On few images: convolutions in bf16 are slow on a CPU that cannot compute in it."""
     cases = [("fp32", "train_ddp", ()), ("bf16", "train_ddp", ("--precision", "bf16", "--fast-kernels"))]
     for name, trainer, options in [*cases, ("lightning", "train_lightning", cases[1][2])]:
-        train(1, "--data", few, "--batch-size", 8, "--epochs", 2, *options, "--out", name, cwd=tmp_path, trainer=trainer)
+        train(
+            1,
+            "--data",
+            few,
+            "--batch-size",
+            8,
+            "--epochs",
+            2,
+            *options,
+            "--out",
+            name,
+            cwd=tmp_path,
+            trainer=trainer,
+        )
     fp32, bf16, lightning = (result(tmp_path / name) for name in ("fp32", "bf16", "lightning"))
     assert bf16["weights_sha256"] == lightning["weights_sha256"] != fp32["weights_sha256"]
     assert bf16["test_loss"] == pytest.approx(fp32["test_loss"], rel=0.2)
@@ -340,7 +396,9 @@ def test_a_checkpoint_goes_from_two_ranks_to_one_and_back(runs, sif, tmp_path, t
         shutil.copytree(tmp_path / first, tmp_path / name)
         out = train(launchers[second], "--epochs", 2, "--resume", name, cwd=tmp_path, trainer=trainer)
         assert "resuming after epoch 1" in out
-        assert result(tmp_path / name)["test_loss"] == pytest.approx(result(runs / "two")["test_loss"], rel=0.05)
+        assert result(tmp_path / name)["test_loss"] == pytest.approx(
+            result(runs / "two")["test_loss"], rel=0.05
+        )
         assert not any(key.startswith("module.") for key in weights(tmp_path / name, 2))
     assert result(tmp_path / "two-two")["weights_sha256"] == result(runs / "two")["weights_sha256"]
 
@@ -355,7 +413,8 @@ def test_resnet50_is_resnet50():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("trainer", "launcher"), [("train_ddp", 2), ("train_lightning", 2), ("train_fsdp", 2), ("train_horovod", HOROVOD_TWO)]
+    ("trainer", "launcher"),
+    [("train_ddp", 2), ("train_lightning", 2), ("train_fsdp", 2), ("train_horovod", HOROVOD_TWO)],
 )
 def test_resnet50_is_saved_as_it_was_measured(few, sif, tmp_path, trainer, launcher):
     """The metrics of two ranks, whose statistics differ, are those of the one model in the checkpoint."""
@@ -418,13 +477,18 @@ def test_the_options_of_horovod(runs, sif, tmp_path):
     halves = loss("fp16", "--fp16-allreduce")
     assert halves != exact and halves == pytest.approx(exact, rel=0.1)
     mpi = in_image("mpirun", "-np", "2", "python", "-m", "hpctrain", HOROVOD_CONTROLLER="mpi")
-    assert loss("adasum", "--data", write_digits(tmp_path / "all", 1437, 360), "--use-adasum", launcher=mpi) < 0.5
+    assert (
+        loss("adasum", "--data", write_digits(tmp_path / "all", 1437, 360), "--use-adasum", launcher=mpi)
+        < 0.5
+    )
 
 
 def test_the_learning_rate_warms_up_step_by_step_and_then_decays():
     args = argparse.Namespace(lr=0.8, lr_decay=0.5, warmup_epochs=2)
     rates = [learning_rate(step, 10, World(0, 4, 0, 4, 0, 1, "torchrun"), args) for step in range(40)]
-    assert rates[0] == pytest.approx(0.2) and rates[10] == pytest.approx(0.5) and rates[20] == pytest.approx(0.8)
+    assert (
+        rates[0] == pytest.approx(0.2) and rates[10] == pytest.approx(0.5) and rates[20] == pytest.approx(0.8)
+    )
     assert all(b - a == pytest.approx(0.03) for a, b in pairwise(rates[:21]))
     assert rates[29] == pytest.approx(0.8) and rates[30] == rates[39] == pytest.approx(0.4)
     args.warmup_epochs = 0
@@ -436,7 +500,9 @@ def test_the_learning_rate_warms_up_step_by_step_and_then_decays():
 def test_scripts_of_users(script):
     done = run(TORCHRUN, slurm_cluster.REPOSITORY / "tests/scripts" / script, cwd=Path("/tmp"))
     said = re.findall(r"rank (\d) of 2 loss ([\d.]+)", done.stdout)
-    assert sorted(rank for rank, _ in said) == ["0", "1"] and len({loss for _, loss in said}) == 1, done.stderr
+    assert sorted(rank for rank, _ in said) == ["0", "1"] and len({loss for _, loss in said}) == 1, (
+        done.stderr
+    )
 
 
 @pytest.mark.slow
@@ -461,8 +527,15 @@ def test_a_missing_main_address_is_an_error(tmp_path):
 @pytest.mark.slow
 def test_train_single_under_srun_is_an_error_with_the_right_command(tmp_path):
     """Rank 0 prints it. Rank 1 exits quietly, so that srun does not kill rank 0 before that."""
-    step = {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    done = [run(1, "train_single", cwd=tmp_path, SLURM_PROCID=rank, SLURM_LOCALID=rank, **step) for rank in "01"]
+    step = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }
+    done = [
+        run(1, "train_single", cwd=tmp_path, SLURM_PROCID=rank, SLURM_LOCALID=rank, **step) for rank in "01"
+    ]
     message = "train_single trains in one process, but srun started 2: use train_ddp, or srun --ntasks=1"
     assert [(each.returncode, each.stdout, each.stderr) for each in done] == [
         (2, "", f"hpctrain: error: {message}\n"),
@@ -482,7 +555,11 @@ def test_train_single_trains_as_train_ddp_does(runs, tmp_path):
 BAD_INPUT = [
     (["no_such_trainer"], 2, "there is no command 'no_such_trainer': choose from train_ddp"),
     (["train_dpp"], 2, "there is no command 'train_dpp': did you mean train_ddp?"),
-    (["train_ddp", "--batch-sise=8"], 2, "unrecognized arguments: --batch-sise=8: did you mean --batch-size? (hpctrain"),
+    (
+        ["train_ddp", "--batch-sise=8"],
+        2,
+        "unrecognized arguments: --batch-sise=8: did you mean --batch-size? (hpctrain",
+    ),
     (["train_ddp", "--epochs", "none"], 2, "argument --epochs: invalid int value: 'none'"),
     (["train_ddp", "--epochs", "0"], 2, "0 is not above zero"),
     (["train_ddp", "--lr", "nan"], 2, "nan is not above zero"),
@@ -494,7 +571,11 @@ BAD_INPUT = [
         "--devices 4, but without a launcher there is 1 rank on this node: make them equal",
     ),
     (["train_horovod", "--use-adasum", "--gradient-predivide-factor", "2"], 2, "use one of the two"),
-    (["train_horovod"], 1, "Horovod cannot be imported (No module named 'horovod'): run this in the container"),
+    (
+        ["train_horovod"],
+        1,
+        "Horovod cannot be imported (No module named 'horovod'): run this in the container",
+    ),
     (["train_ddp", "--batch-size", "1438"], 2, "--batch-size 1438 is more than the 1437 training examples"),
     (["train_ddp", "--data", "nowhere"], 1, "nowhere: no such folder"),
     (["train_ddp", "--resume", "nowhere"], 1, "nowhere: no checkpoint to resume from"),
@@ -507,7 +588,9 @@ BAD_INPUT = [
 def test_bad_input_is_one_line(tmp_path, args, status, message):
     done = run(1, *args, cwd=tmp_path)
     assert done.returncode == status
-    assert done.stderr.startswith("hpctrain: error:") and done.stderr.count("\n") == 1 and message in done.stderr
+    assert (
+        done.stderr.startswith("hpctrain: error:") and done.stderr.count("\n") == 1 and message in done.stderr
+    )
 
 
 @pytest.mark.slow
@@ -515,7 +598,10 @@ def test_bad_input_is_one_line(tmp_path, args, status, message):
     ("args", "message"),
     [
         (["no_such_trainer"], "there is no command 'no_such_trainer'"),
-        (["train_ddp", "--batch-size", "33"], "2 ranks cannot share it evenly: use a multiple of 2, such as 32"),
+        (
+            ["train_ddp", "--batch-size", "33"],
+            "2 ranks cannot share it evenly: use a multiple of 2, such as 32",
+        ),
         (["train_ddp", "--data", "nowhere"], "nowhere: no such folder"),
         (["train_ddp", "--out", "/proc/run"], "/proc/run: cannot be written"),
         (["train_ddp", "--strategy", "dp"], "--strategy dp is for one process, but torchrun started 2"),
@@ -559,7 +645,9 @@ def test_a_job_that_slurm_requeues_is_resumed(tmp_path):
 def test_a_bar_on_a_terminal(tmp_path):
     command = f"stty cols 120 rows 30; {sys.executable} -m hpctrain train_ddp --data digits --epochs 1 --batch-size 8 --out run"
     write_digits(tmp_path / "digits")
-    done = subprocess.run(["script", "-qec", command, "/dev/null"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        ["script", "-qec", command, "/dev/null"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0 and re.search(r"epoch 1: +\d+%\|.*step/s.*train_loss", done.stdout)
 
 
@@ -581,7 +669,9 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_line(tmp_path):
 def test_plot_without_scores_says_nothing_and_leaves_nothing(tmp_path, home):
     for part in ("run", "tmp", "home"):
         (tmp_path / part).mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text('{"epoch": 1, "step": 1, "seconds": 1.0, "train_loss": 0.5}\n')
+    (tmp_path / "run/metrics.jsonl").write_text(
+        '{"epoch": 1, "step": 1, "seconds": 1.0, "train_loss": 0.5}\n'
+    )
     env = {name: value for name, value in os.environ.items() if name != "MPLCONFIGDIR"}
     command = [sys.executable, "-m", "hpctrain", "plot", "run"]
     env |= {"HOME": str(tmp_path / home), "TMPDIR": str(tmp_path / "tmp")}

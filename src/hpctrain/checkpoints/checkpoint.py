@@ -1,8 +1,9 @@
 """Checkpoints that appear complete and verified under their final name, or not at all.
 
-A checkpoint is a plain torch.save() of a dictionary. That is a zip archive with a CRC-32 for every record. torch.load() does
-not check it and this file does, so a truncated file or a flipped bit is found before anything is trained on it. The checkpoint of
-a model of which each rank holds a part is a folder of such files: see parts.py.
+A checkpoint is a plain torch.save() of a dictionary. That is a zip archive with a CRC-32 for every record.
+torch.load() does not check it and this file does, so a truncated file or a flipped bit is found before
+anything is trained on it. The checkpoint of a model of which each rank holds a part is a folder of such
+files: see parts.py.
 """
 
 import copy
@@ -29,12 +30,19 @@ from hpctrain.text import first_line, one_line
 
 def path_of(folder: Path, epoch: int, step: int = 0) -> Path:
     """The path of the checkpoint of an epoch, counted from 1, or of the one after `step` steps of that epoch."""
-    return folder / "checkpoints" / (f"epoch-{epoch:04d}-step-{step:06d}.pt" if step else f"epoch-{epoch:04d}.pt")
+    return (
+        folder
+        / "checkpoints"
+        / (f"epoch-{epoch:04d}-step-{step:06d}.pt" if step else f"epoch-{epoch:04d}.pt")
+    )
 
 
 def list_newest_first(folder: Path) -> list[Path]:
     """The checkpoints of a run folder, in the order of path_of() from the last epoch and step backwards."""
-    matches = [(re.fullmatch(r"epoch-(\d+)(?:-step-(\d+))?", path.stem), path) for path in (folder / "checkpoints").glob("*.pt")]
+    matches = [
+        (re.fullmatch(r"epoch-(\d+)(?:-step-(\d+))?", path.stem), path)
+        for path in (folder / "checkpoints").glob("*.pt")
+    ]
     order = {path: (int(match[1]), int(match[2] or sys.maxsize)) for match, path in matches if match}
     return sorted(order, key=order.__getitem__, reverse=True)
 
@@ -77,7 +85,8 @@ def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: 
                 raise OSError("the file read back is not the one written")
             check()
     except (OSError, RuntimeError) as error:
-        # torch.save() reports a full disk as a RuntimeError that says nothing of it, beside the OSError of the file.
+        # torch.save() reports a full disk as a RuntimeError that says nothing of it, beside the OSError of
+        # the file.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise HpctrainError(
             f"{path}: the checkpoint could not be written ({first_line(cause)}): free some space there, or use --out"
@@ -103,7 +112,9 @@ def check_loadable(state: dict[str, Any], where: str) -> None:
 def check_resumable(state: dict[str, Any], entry: str | None) -> None:
     """Raise UsageError for the state of a run that find_fitting() would not take; `entry` is None if it will not be asked."""
     if entry and not isinstance(state.get("model"), dict):
-        raise UsageError("run.save() got no state_dict() of the model as 'model', without which no run can be resumed")
+        raise UsageError(
+            "run.save() got no state_dict() of the model as 'model', without which no run can be resumed"
+        )
     if entry and entry not in state:
         raise UsageError(f"run.save() got no {entry!r}, without which no run can be resumed")
     check_loadable(state, "the state for run.save()")
@@ -120,12 +131,15 @@ def find_newest(folder: Path) -> Path:
             if corrupt:
                 skipped = ", ".join(corrupt)
                 print(
-                    f"hpctrain: skipping corrupt or incomplete {skipped} in {path.parent}, resuming from {path.name}", flush=True
+                    f"hpctrain: skipping corrupt or incomplete {skipped} in {path.parent}, resuming from {path.name}",
+                    flush=True,
                 )
             return path
         corrupt.append(path.name)
     if has_complete(folder):
-        raise HpctrainError(f"{folder}: every checkpoint in it is corrupt ({', '.join(corrupt)}): start without --resume")
+        raise HpctrainError(
+            f"{folder}: every checkpoint in it is corrupt ({', '.join(corrupt)}): start without --resume"
+        )
     raise HpctrainError(
         f"{folder}: no checkpoint to resume from (checkpoints/epoch-*.pt): name a run folder that has one, or start that run "
         f"again with --resume auto --out {folder}"
@@ -133,13 +147,17 @@ def find_newest(folder: Path) -> Path:
 
 
 def find_fitting(
-    newest: Path, model: torch.nn.Module, entry: str, list_other_options: Callable[[dict[str, str]], str] | None = None
+    newest: Path,
+    model: torch.nn.Module,
+    entry: str,
+    list_other_options: Callable[[dict[str, str]], str] | None = None,
 ) -> Path:
-    """The newest checkpoint of this model, from `newest` on backwards in its folder; prints why others are skipped.
+    """The newest checkpoint of this model, from `newest` on backwards in its folder; prints why others are
+    skipped.
 
-    It has an entry of this name beside "model", "epoch" and "step", as the checkpoints of the trainer that asks have.
-    `list_other_options` gets the options that a checkpoint of another model was saved with, and names those that differ.
-    Raises HpctrainError that names the folder and `newest` if none fits.
+    It has an entry of this name beside "model", "epoch" and "step", as the checkpoints of the trainer that
+    asks have. `list_other_options` gets the options that a checkpoint of another model was saved with, and
+    names those that differ. Raises HpctrainError that names the folder and `newest` if none fits.
     """
     problems: dict[str, str] = {}
     paths = list_newest_first(newest.parent.parent)
@@ -173,7 +191,9 @@ def _describe_misfit(
         return "it is of another trainer"
     if not _has_position(state):
         return "its position is none that hpctrain writes"
-    own, saved = ({name: _shape_of(value) for name, value in part.items()} for part in (model.state_dict(), weights))
+    own, saved = (
+        {name: _shape_of(value) for name, value in part.items()} for part in (model.state_dict(), weights)
+    )
     differing = next((name for name in [*own, *saved] if own.get(name) != saved.get(name)), None)
     if not differing:
         return ""
@@ -208,16 +228,29 @@ def _has_position(state: dict[str, Any]) -> bool:
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path, split: Callable[[Any], Any] = lambda entry: entry
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    path: Path,
+    split: Callable[[Any], Any] = lambda entry: entry,
 ) -> None:
-    """Load the entry "optimizer" of a checkpoint. Raises HpctrainError, naming the file, if it is not of this model.
+    """Load the entry "optimizer" of a checkpoint.
 
-    `split` maps the entry to this rank's part of it. The options of the optimizer, such as its momentum, stay its own.
+    Raises HpctrainError, naming the file, if it is not of this model.
+
+    `split` maps the entry to this rank's part of it. The options of the optimizer, such as its momentum, stay
+    its own.
     """
     try:
         saved, own = state["optimizer"], optimizer.state_dict()["param_groups"]
-        groups = [mine | {"params": group["params"]} for mine, group in zip(own, saved["param_groups"], strict=True)]
-        tensors = [value for values in saved["state"].values() for value in values.values() if isinstance(value, torch.Tensor)]
+        groups = [
+            mine | {"params": group["params"]} for mine, group in zip(own, saved["param_groups"], strict=True)
+        ]
+        tensors = [
+            value
+            for values in saved["state"].values()
+            for value in values.values()
+            if isinstance(value, torch.Tensor)
+        ]
         if not all(map(parts.has_memory, tensors)):  # split() copies
             raise ValueError("a tensor without values of its own")
         optimizer.load_state_dict(split(saved | {"param_groups": groups}))
@@ -232,7 +265,10 @@ def load_optimizer(
 
 
 def load(path: Path, device: torch.device) -> dict[str, Any]:
-    """Load a checkpoint onto `device`: tensors and plain values only, never code. Raises HpctrainError, naming the file."""
+    """Load a checkpoint onto `device`: tensors and plain values only, never code.
+
+    Raises HpctrainError, naming the file.
+    """
     try:
         if path.is_dir():
             whole = parts.make_whole(parts.read(path))
@@ -243,7 +279,8 @@ def load(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def open_lazily(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint, whose weights stay on the disk until they are used: they are mapped, or Pieces.
+    """The state of a checkpoint, whose weights stay on the disk until they are used: they are mapped, or
+    Pieces.
 
     Raises HpctrainError, naming the file.
     """
@@ -254,11 +291,17 @@ def open_lazily(path: Path) -> dict[str, Any]:
 
 
 def _open(path: Path) -> dict[str, Any]:
-    return parts.read(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return (
+        parts.read(path)
+        if path.is_dir()
+        else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    )
 
 
 def _describe(path: Path, error: Exception) -> HpctrainError:
-    return HpctrainError(f"{path}: not a checkpoint that can be loaded ({first_line(error)}): resume from another run folder")
+    return HpctrainError(
+        f"{path}: not a checkpoint that can be loaded ({first_line(error)}): resume from another run folder"
+    )
 
 
 def is_intact(path: Path) -> bool:
@@ -270,24 +313,31 @@ def is_intact(path: Path) -> bool:
         if not path.is_file():  # a pipe would be waited for
             return False
         with zipfile.ZipFile(path) as archive:
-            # torch.save() compresses nothing. A record that is compressed is not from it, and may unpack to any size.
+            # torch.save() compresses nothing. A record that is compressed is not from it, and may unpack to
+            # any size.
             stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
             return stored and archive.testzip() is None
-    except Exception:  # broken headers raise ValueError, RuntimeError, NotImplementedError, UnicodeDecodeError and others
+    except (
+        Exception
+    ):  # broken headers raise ValueError, RuntimeError, NotImplementedError, UnicodeDecodeError and others
         return False
 
 
 def check_intact(path: Path) -> None:
     """Raise HpctrainError, naming the file, if it or a file in the folder is not as it was written."""
     if not is_intact(path):
-        raise HpctrainError(f"{path}: damaged since it was written, or incomplete: copy it again, or take another checkpoint")
+        raise HpctrainError(
+            f"{path}: damaged since it was written, or incomplete: copy it again, or take another checkpoint"
+        )
 
 
 def load_weights(model: torch.nn.Module, path: str | Path) -> None:
-    """Load weights into a model, in place: of a checkpoint of hpctrain or Lightning, or of a file that has nothing else.
+    """Load weights into a model, in place: of a checkpoint of hpctrain or Lightning, or of a file that has
+    nothing else.
 
-    DistributedDataParallel, DataParallel and torch.compile put a prefix before each name; the model and the file may each have
-    one. Raises HpctrainError that names the file, if it is damaged or does not fit the model.
+    DistributedDataParallel, DataParallel and torch.compile put a prefix before each name; the model and the
+    file may each have one. Raises HpctrainError that names the file, if it is damaged or does not fit the
+    model.
     """
     path = Path(path)
     if path.is_dir() or zipfile.is_zipfile(path):  # others have no checksum
@@ -295,13 +345,17 @@ def load_weights(model: torch.nn.Module, path: str | Path) -> None:
     content = load(path, torch.device("cpu"))
     if not isinstance(content, dict):
         content = {}
-    found = next((content[name] for name in ("model", "state_dict") if isinstance(content.get(name), dict)), content)
+    found = next(
+        (content[name] for name in ("model", "state_dict") if isinstance(content.get(name), dict)), content
+    )
     plain = unwrap(model)
     try:
         plain.load_state_dict(without_prefix(found, plain))
     except (RuntimeError, TypeError) as error:  # its first line names only the class
         problem = " ".join(str(error).split("\n", 1)[-1].split())[:300]
-        raise HpctrainError(f"{path}: not the weights of this model ({problem}): build the model with its options") from error
+        raise HpctrainError(
+            f"{path}: not the weights of this model ({problem}): build the model with its options"
+        ) from error
 
 
 def without_prefix(weights: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
@@ -317,7 +371,11 @@ def without_prefix(weights: dict[str, Any], model: torch.nn.Module) -> dict[str,
 
 def with_plain_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     """The state of a checkpoint, with without_prefix() of its entry "model"."""
-    return state | {"model": without_prefix(state["model"], model)} if isinstance(state.get("model"), dict) else state
+    return (
+        state | {"model": without_prefix(state["model"], model)}
+        if isinstance(state.get("model"), dict)
+        else state
+    )
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:

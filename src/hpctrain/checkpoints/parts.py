@@ -1,11 +1,13 @@
-"""Checkpoints in parts: a folder under the name of a checkpoint, with a file of each rank that holds a part of the model.
+"""Checkpoints in parts: a folder under the name of a checkpoint, with a file of each rank that holds a part
+of the model.
 
     checkpoints/epoch-0001.pt/rank-0000-of-0002.pt
     checkpoints/epoch-0001.pt/rank-0001-of-0002.pt
 
-Each file is written and verified as a whole checkpoint is (checkpoint.py), by its rank alone: no rank waits for another one or
-exchanges data meanwhile. The checkpoint counts when all files are there and intact. A file has the whole state of its rank; a
-tensor of which the rank has a part is a dictionary of that part, its offset in the tensor, and the shape of the tensor.
+Each file is written and verified as a whole checkpoint is (checkpoint.py), by its rank alone: no rank waits
+for another one or exchanges data meanwhile. The checkpoint counts when all files are there and intact. A file
+has the whole state of its rank; a tensor of which the rank has a part is a dictionary of that part, its
+offset in the tensor, and the shape of the tensor.
 """
 
 import re
@@ -26,9 +28,14 @@ def path_of_rank(folder: Path, rank: int, size: int) -> Path:
 
 def find_files(folder: Path) -> list[Path]:
     """The files of all ranks, in their order. Raises OSError if one is missing."""
-    sizes = {int(match[1]) for path in folder.iterdir() if (match := re.fullmatch(r"rank-\d+-of-(\d+)\.pt", path.name))}
+    sizes = {
+        int(match[1])
+        for path in folder.iterdir()
+        if (match := re.fullmatch(r"rank-\d+-of-(\d+)\.pt", path.name))
+    }
     files: list[Path] = []
-    for rank in range(max(sizes, default=0)):  # a name may give any number of ranks, so that the first missing one ends this
+    # a name may give any number of ranks, so that the first missing one ends this
+    for rank in range(max(sizes, default=0)):
         files.append(path_of_rank(folder, rank, max(sizes)))
         if not files[-1].is_file():
             raise FileNotFoundError(f"incomplete: it lacks {files[-1].name}")
@@ -44,7 +51,10 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 class Pieces:
-    """A tensor that is in pieces: `shape`, and `region()` to read a part of it. Raises ValueError if pieces are missing."""
+    """A tensor that is in pieces: `shape`, and `region()` to read a part of it.
+
+    Raises ValueError if pieces are missing.
+    """
 
     def __init__(self, parts: Sequence[dict[str, Any]]) -> None:
         self.shape = torch.Size(parts[0]["shape"])
@@ -54,7 +64,9 @@ class Pieces:
         if sum(piece.numel() for piece in self._pieces.values()) != self.shape.numel():
             raise ValueError(f"pieces of a tensor of shape {tuple(self.shape)} are missing")
         for offset, piece in self._pieces.items():
-            inside = all(0 <= a <= whole - n for a, n, whole in zip(offset, piece.shape, self.shape, strict=True))
+            inside = all(
+                0 <= a <= whole - n for a, n, whole in zip(offset, piece.shape, self.shape, strict=True)
+            )
             if not inside or not has_memory(piece):
                 raise ValueError(f"a piece of a tensor of shape {tuple(self.shape)} is not in it")
 
@@ -66,7 +78,10 @@ class Pieces:
             last = [min(a + n, b + m) for a, n, b, m in zip(offset, size, start, piece.shape, strict=True)]
             if all(a < b for a, b in zip(first, last, strict=True)):
                 to, of = (
-                    tuple(slice(a - origin, b - origin) for a, b, origin in zip(first, last, origins, strict=True))
+                    tuple(
+                        slice(a - origin, b - origin)
+                        for a, b, origin in zip(first, last, origins, strict=True)
+                    )
                     for origins in (offset, start)
                 )
                 target[to] = piece[of]
@@ -78,11 +93,15 @@ class Pieces:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The state in the files of all ranks: Pieces for the tensors that are in parts, of which nothing is read yet.
+    """The state in the files of all ranks: Pieces for the tensors that are in parts, of which nothing is read
+    yet.
 
-    Other values are those of rank 0. Raises OSError, and the errors of torch.load() and of states that do not belong together.
+    Other values are those of rank 0. Raises OSError, and the errors of torch.load() and of states that do not
+    belong together.
     """
-    states = [torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in find_files(folder)]
+    states = [
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in find_files(folder)
+    ]
     for name in ("epoch", "step", "global_step", "losses", "options"):  # the same on all ranks
         if any(str(state.get(name)) != str(states[0].get(name)) for state in states):
             raise ValueError(f"its files are of different checkpoints ({name})")

@@ -1,7 +1,7 @@
 """When a run saves a checkpoint, and how: a copy in memory at the step, written to disk in the background.
 
-All ranks have to save at the same step. They agree on it every few seconds; between these decisions no rank waits for another
-one.
+All ranks have to save at the same step. They agree on it every few seconds; between these decisions no rank
+waits for another one.
 """
 
 import copy
@@ -25,7 +25,8 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import DivergedError, HpctrainError
 from hpctrain.files.atomic import Retry
 
-# The ranks decide about every PERIOD seconds, and never more than MOST_STEPS steps apart, in case the steps become slower.
+# The ranks decide about every PERIOD seconds, and never more than MOST_STEPS steps apart, in case the steps
+# become slower.
 PERIOD, MOST_STEPS = 2.0, 500
 
 
@@ -53,21 +54,36 @@ class Decisions:
 
 
 class Checkpointer:
-    """Saves the checkpoints of a run folder. `keep` is the number of the newest ones to keep, beside the best one.
+    """Saves the checkpoints of a run folder.
 
-    `check` is called before a checkpoint gets its final name; it raises HpctrainError if this job may no longer write.
-    `resume_with`: see report_saved(). If `in_parts` is set, every rank saves its own part; otherwise rank 0 saves all.
+    `keep` is the number of the newest ones to keep, beside the best one.
+
+    `check` is called before a checkpoint gets its final name; it raises HpctrainError if this job may no
+    longer write. `resume_with`: see report_saved(). If `in_parts` is set, every rank saves its own part;
+    otherwise rank 0 saves all.
     """
 
     def __init__(
-        self, world: World, folder: Path, every: Interval, keep: int, check: Callable[[], None], resume_with: Path | None = None
+        self,
+        world: World,
+        folder: Path,
+        every: Interval,
+        keep: int,
+        check: Callable[[], None],
+        resume_with: Path | None = None,
     ) -> None:
         self.in_parts = False
         self.entry: str | None = None  # that a resume needs beside the model
         self._world = world
         self._last: tuple[Path, Path] | None = None  # the last checkpoint written, and the best one then
         self.stop = False  # the launch script has asked for the end, on every rank
-        self._folder, self._every, self._keep, self._check, self._resume_with = folder, every, keep, check, resume_with
+        self._folder, self._every, self._keep, self._check, self._resume_with = (
+            folder,
+            every,
+            keep,
+            check,
+            resume_with,
+        )
         self._decisions = Decisions(world)
         self._saved = time.monotonic()
         self._copy: Any = None
@@ -81,7 +97,8 @@ class Checkpointer:
     def is_due(self, step: int, last: bool) -> bool:
         """Whether all ranks save now, after `step` steps of the run. A collective call, once a step.
 
-        After the `last` step of an epoch only if the job has to stop: evaluation and a checkpoint of the epoch follow.
+        After the `last` step of an epoch only if the job has to stop: evaluation and a checkpoint of the
+        epoch follow.
         """
         due = bool(self._every.steps) and step % self._every.steps == 0
         if self._decisions.is_due() or last:
@@ -96,7 +113,9 @@ class Checkpointer:
     def _decide(self) -> bool:
         """Whether a checkpoint is due, for the time or to stop. Sets `stop`."""
         # A checkpoint that could not be written is due as well: save() raises its error.
-        late = (self._every.seconds > 0 and time.monotonic() - self._saved >= self._every.seconds) or self._error is not None
+        late = (
+            self._every.seconds > 0 and time.monotonic() - self._saved >= self._every.seconds
+        ) or self._error is not None
         answers = self._decisions.gather(stop_requested(), late, self._written)
         self.stop = any(stop for stop, *_ in answers)  # only the ranks on one node know
         savers = answers if self.in_parts else answers[:1]
@@ -105,7 +124,9 @@ class Checkpointer:
         return self.stop or any(late for _, late, _ in savers)
 
     def save(self, path: Path, state: dict[str, Any], best: Path) -> None:
-        """Copy `state`, and start to write it; on one rank, or on each if `in_parts`. A checkpoint being written is waited for.
+        """Copy `state`, and start to write it; on one rank, or on each if `in_parts`.
+
+        A checkpoint being written is waited for.
 
         `best` is the checkpoint of the best evaluation, which is kept.
 
@@ -117,8 +138,9 @@ class Checkpointer:
         self._check()
         if self._copy is None and not self.in_parts:
             checkpoint.check_resumable(state, self.entry)
-        # A forward pass may change the model, by the statistics of batch normalization. The rest of the state, that of the
-        # optimizer, changes in optimizer.step() only, which waits for the thread that copies it.
+        # A forward pass may change the model, by the statistics of batch normalization. The rest of the
+        # state, that of the optimizer, changes in optimizer.step() only, which waits for the thread that
+        # copies it.
         model = state.get("model", {})
         self._copy, pairs = plan_copy({"model": model, **state}, self._copy)
         of_model = len({_memory(tensor) for tensor in tensors_of(model)})
@@ -148,18 +170,24 @@ class Checkpointer:
         if error:
             raise error
 
-    def _write(self, path: Path, state: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], best: Path) -> None:
+    def _write(
+        self, path: Path, state: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], best: Path
+    ) -> None:
         try:
             copy_tensors(pairs)
         finally:
             self._copied.set()
         del pairs  # the sources
         try:
-            # The last step may have spoilt them, after its loss was computed. The earlier checkpoint stays the newest.
+            # The last step may have spoilt them, after its loss was computed. The earlier checkpoint stays
+            # the newest.
             if not all(weight.isfinite().all() for weight in tensors_of(state["model"])):
-                raise DivergedError(f"the weights to be saved in {path} are not finite: training diverged, use a smaller --lr")
+                raise DivergedError(
+                    f"the weights to be saved in {path} are not finite: training diverged, use a smaller --lr"
+                )
             if self.in_parts:
-                # The last checkpoint is complete by now, on every rank. Whether this one will be is not known here.
+                # The last checkpoint is complete by now, on every rank. Whether this one will be is not known
+                # here.
                 if self._last:
                     complete, earlier_best = self._last
                     self._remove_old(complete, path, earlier_best, best)
@@ -179,7 +207,9 @@ class Checkpointer:
         """Remove all but the newest ones, a `complete` one, the one that is being written, and the best ones of both."""
         if self._world.rank != 0:
             return
-        others = [path for path in checkpoint.list_newest_first(self._folder) if path != current or path == complete]
+        others = [
+            path for path in checkpoint.list_newest_first(self._folder) if path != current or path == complete
+        ]
         kept = {*others[: self._keep], complete, current, *best}
         for old in others:
             if old not in kept:
@@ -197,11 +227,12 @@ class Checkpointer:
 
 
 def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, Tensor]]]:  # noqa: ANN401
-    """A copy of nested dictionaries, lists and tensors for the memory of the host, and pairs of tensors (target, source) in it.
+    """A copy of nested dictionaries, lists and tensors for the memory of the host, and pairs of tensors
+    (target, source) in it.
 
-    The targets have no values yet. They are those of an `earlier` copy where the shapes are the same, which makes copying several
-    times as fast: the kernel need not provide new pages. Tensors that share their memory share it in the copy as well, so
-    torch.save() writes it once.
+    The targets have no values yet. They are those of an `earlier` copy where the shapes are the same, which
+    makes copying several times as fast: the kernel need not provide new pages. Tensors that share their
+    memory share it in the copy as well, so torch.save() writes it once.
     """
     targets: dict[tuple, Tensor] = {}
     used: set[int] = set()
@@ -211,7 +242,8 @@ def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, 
         key = _memory(tensor)
         if key not in targets:
             fits = isinstance(target, Tensor) and (target.shape, target.dtype) == (tensor.shape, tensor.dtype)
-            # A fused optimizer takes for granted that its state is in the order of the weights (channels last) in memory.
+            # A fused optimizer takes for granted that its state is in the order of the weights (channels
+            # last) in memory.
             if not fits or id(target) in used or target.stride() != tensor.stride():
                 target = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             used.add(id(target))
@@ -229,7 +261,11 @@ def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, 
                 copied[name] = plan(value[name], before.get(name))
             return copied
         if isinstance(value, list | tuple):
-            before = earlier if isinstance(earlier, list | tuple) and len(earlier) == len(value) else [None] * len(value)
+            before = (
+                earlier
+                if isinstance(earlier, list | tuple) and len(earlier) == len(value)
+                else [None] * len(value)
+            )
             return type(value)([plan(part, old) for part, old in zip(value, before, strict=True)])
         return copy.deepcopy(value)
 
@@ -243,7 +279,13 @@ def tensors_of(value: Any) -> list[Tensor]:  # noqa: ANN401 - nested dictionarie
 
 def _memory(tensor: Tensor) -> tuple:
     """Equal for tensors that are the same values in the same memory."""
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
 def copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:

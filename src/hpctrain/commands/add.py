@@ -37,10 +37,10 @@ the folder and add your packages again.
 """
 
 
-# Run by the Python of the image: import what a folder adds, and then the packages that the image is made for, which import those
-# that they need. Print each name and what failed. Some packages import their parts when these are used, so two such parts have
-# names here. pip is a program, and importing it changes setuptools; the other names are of no package, but some wheels install
-# them.
+# Run by the Python of the image: import what a folder adds, and then the packages that the image is made for,
+# which import those that they need. Print each name and what failed. Some packages import their parts when
+# these are used, so two such parts have names here. pip is a program, and importing it changes setuptools;
+# the other names are of no package, but some wheels install them.
 IMPORT_ALL = """
 import importlib, importlib.metadata, os, re, site, sys
 added = sys.argv[1]
@@ -87,7 +87,10 @@ def site_packages(folder: Path) -> Path:
 
 
 def add_to_sys_path() -> None:
-    """Append the user's packages to sys.path. Every Python of an image calls this at its start (hpctrain-packages.pth)."""
+    """Append the user's packages to sys.path.
+
+    Every Python of an image calls this at its start (hpctrain-packages.pth).
+    """
     if added := folder():
         site.addsitedir(str(site_packages(added)))
 
@@ -112,7 +115,9 @@ def import_problems() -> Iterator[str]:
 def failed_import(added: Path) -> str | None:
     """The first import that fails of the packages in a folder and then of the image's, as "PACKAGE: ERROR"; None if all work."""
     command = [*SAFE_PYTHON, "-W", "ignore", "-c", IMPORT_ALL, added]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     said = [line for line in done.stdout.splitlines() if line.startswith(("importing ", "failed "))]
     last = said[-1] if said else "importing nothing"
     if last.startswith("failed "):
@@ -135,7 +140,10 @@ def parser() -> "Parser":
 
 
 def main(world: "World", arguments: list[str]) -> None:
-    """Install packages into folder(). Raises HpctrainError if uv refuses or an import fails; then nothing is changed."""
+    """Install packages into folder().
+
+    Raises HpctrainError if uv refuses or an import fails; then nothing is changed.
+    """
     from hpctrain.errors import HpctrainError, UsageError
 
     if arguments[:1] in (["-h"], ["--help"]):  # all other arguments are uv's
@@ -143,36 +151,62 @@ def main(world: "World", arguments: list[str]) -> None:
         return
     target = folder()
     if not arguments or world.size > 1:
-        raise UsageError("add takes the arguments of uv pip install, and runs in one process: hpctrain add einops")
+        raise UsageError(
+            "add takes the arguments of uv pip install, and runs in one process: hpctrain add einops"
+        )
     if not target:
-        raise UsageError("add needs a folder: export HPCTRAIN_PACKAGES=FOLDER, here and before you submit jobs")
+        raise UsageError(
+            "add needs a folder: export HPCTRAIN_PACKAGES=FOLDER, here and before you submit jobs"
+        )
     if {",", ":"} & set(os.path.realpath(target)):  # PYTHONPATH cannot name it, and no container can mount it
-        raise UsageError(f"HPCTRAIN_PACKAGES={target.parent}: give a folder whose path holds no comma or colon")
+        raise UsageError(
+            f"HPCTRAIN_PACKAGES={target.parent}: give a folder whose path holds no comma or colon"
+        )
     if str(site_packages(target)) not in sys.path:
-        raise UsageError(f"{sys.executable} does not search HPCTRAIN_PACKAGES, only an image's Python does: use pip install")
+        raise UsageError(
+            f"{sys.executable} does not search HPCTRAIN_PACKAGES, only an image's Python does: use pip install"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = tempfile.TemporaryDirectory(prefix=".add.", dir=target.parent)
     except OSError as error:
-        raise UsageError(f"{target}: {error.strerror}: set HPCTRAIN_PACKAGES to a writable folder, and bind mount it") from None
+        raise UsageError(
+            f"{target}: {error.strerror}: set HPCTRAIN_PACKAGES to a writable folder, and bind mount it"
+        ) from None
     with work as name:
         prefix = Path(name, "prefix")
         there = list({dist.name: dist for dist in distributions() if dist.name}.values())
         _describe(there, site_packages(prefix))
         constraints = Path(name, "constraints.txt")
         constraints.write_text("".join(f"{dist.name}=={dist.version}\n" for dist in there))
-        uv = [*SAFE_PYTHON, "-m", "uv", "pip", "install", "--prefix", prefix, "--python", sys.executable, "--compile-bytecode"]
+        uv = [
+            *SAFE_PYTHON,
+            "-m",
+            "uv",
+            "pip",
+            "install",
+            "--prefix",
+            prefix,
+            "--python",
+            sys.executable,
+            "--compile-bytecode",
+        ]
         # A cache on the same file system, so that uv moves files instead of copying them.
         done = subprocess.run(
-            [*uv, "--constraint", constraints, *arguments], env=os.environ | {"UV_CACHE_DIR": str(Path(name, "cache"))}
+            [*uv, "--constraint", constraints, *arguments],
+            env=os.environ | {"UV_CACHE_DIR": str(Path(name, "cache"))},
         )
         if done.returncode != 0:
-            raise HpctrainError(f"uv could not install this into {target}, see above; the folder and the image are unchanged")
+            raise HpctrainError(
+                f"uv could not install this into {target}, see above; the folder and the image are unchanged"
+            )
         for dist in there:
             shutil.rmtree(site_packages(prefix) / _info(dist))
         added = [dist.name for dist in distributions(path=[str(site_packages(prefix))])]
         if replaced := sorted({dist.name for dist in there} & set(added)):
-            raise HpctrainError(f"{', '.join(replaced)} would be installed a second time; the folder and the image are unchanged")
+            raise HpctrainError(
+                f"{', '.join(replaced)} would be installed a second time; the folder and the image are unchanged"
+            )
         print("hpctrain: importing the new packages, then those of the image", flush=True)
         if failure := failed_import(site_packages(prefix)):
             raise HpctrainError(f"{failure}; the folder and the image are unchanged")
@@ -190,7 +224,8 @@ def _describe(there: list[Distribution], folder: Path) -> None:
         info = folder / _info(dist)
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text(
-            dist.read_text("METADATA") or f"Metadata-Version: 2.1\nName: {dist.name}\nVersion: {dist.version}\n"
+            dist.read_text("METADATA")
+            or f"Metadata-Version: 2.1\nName: {dist.name}\nVersion: {dist.version}\n"
         )
         (info / "RECORD").touch()
 

@@ -4,9 +4,10 @@ Run it with the script of the long job, on the nodes of the long job:
 
     sbatch launch/apptainer_ddp.sh bench
 
-The sizes and the two bandwidths are those of nccl-tests (doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests), so that the figures
-compare. The bandwidth of the algorithm is the size through the time. The bandwidth of the bus is what one link carried at least:
-it compares with that of the hardware, and does not depend on the number of ranks.
+The sizes and the two bandwidths are those of nccl-tests (doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests),
+so that the figures compare. The bandwidth of the algorithm is the size through the time. The bandwidth of the
+bus is what one link carried at least: it compares with that of the hardware, and does not depend on the
+number of ranks.
 """
 
 import argparse
@@ -54,15 +55,21 @@ BETWEEN_NODES = 2**24  # bytes: large enough for the bandwidth, and small enough
 ROUNDS, ROUND_SECONDS, MOST_CALLS = 3, 0.2, 200
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00")  # see report.py
 
-# Makes an exchange of so many floats. The exchange returns what arrived: [groups, floats of each], see expected().
+# Makes an exchange of so many floats. The exchange returns what arrived: [groups, floats of each], see
+# expected().
 Maker = Callable[..., Callable[[], Tensor]]
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Measure and print, on rank 0, a line for each operation and size. Raises HpctrainError if a value arrives wrong."""
+    """Measure and print, on rank 0, a line for each operation and size.
+
+    Raises HpctrainError if a value arrives wrong.
+    """
     args = parser().parse_args(arguments)
     if world.size == 1:
-        raise UsageError("hpctrain bench: one rank has nobody to exchange data with: start it with a launch script")
+        raise UsageError(
+            "hpctrain bench: one rank has nobody to exchange data with: start it with a launch script"
+        )
     device = choose_device(world, args.device if args.backend == "torch" else "cpu")
     # Over Gloo on every device: it exchanges times and errors, beside what is measured.
     with ExitStack() as stack:
@@ -89,16 +96,25 @@ def prepare(folder: Path) -> None:
         if (folder / "bench.json").exists():
             raise HpctrainError(f"{folder} holds a result already: give another --out")
     except OSError as error:
-        raise HpctrainError(f"{folder}: cannot be created ({error.strerror}): name a folder you can write to by --out") from error
+        raise HpctrainError(
+            f"{folder}: cannot be created ({error.strerror}): name a folder you can write to by --out"
+        ) from error
 
 
 def measure(
-    world: World, device: torch.device, args: argparse.Namespace, name: str, makers: dict[str, Maker], folder: Path
+    world: World,
+    device: torch.device,
+    args: argparse.Namespace,
+    name: str,
+    makers: dict[str, Maker],
+    folder: Path,
 ) -> None:
     """Measure all operations, print a line for each as soon as it is there, and write bench.json and bench.png."""
     chosen = args.operations or list(makers)
     if unknown := [operation for operation in chosen if operation not in makers]:
-        raise UsageError(f"hpctrain bench: --backend {args.backend} has no {unknown[0]}: choose from {', '.join(makers)}")
+        raise UsageError(
+            f"hpctrain bench: --backend {args.backend} has no {unknown[0]}: choose from {', '.join(makers)}"
+        )
     largest = args.max_size or (2**30 if device.type == "cuda" else 2**26)
     memory = min(gather(world, free_memory(world, device)))
     hosts = gather(world, os.uname().nodename)
@@ -110,7 +126,10 @@ def measure(
         for size in sizes(args.min_size, largest):
             count = max(1, size // 4 // world.size) * world.size
             if 3 * count * 4 > memory:
-                show(world, f"{operation:15} {count * 4:12} left out: it needs {3 * count * 4:,} bytes, {memory:,} are free")
+                show(
+                    world,
+                    f"{operation:15} {count * 4:12} left out: it needs {3 * count * 4:,} bytes, {memory:,} are free",
+                )
                 break
             call = makers[operation](count)
             check_values(world, operation, count, call())
@@ -122,9 +141,17 @@ def measure(
             show(world, f"{operation:15} {count * 4:12} {seconds * 1e6:12.1f} {algorithm:13.3f} {bus:13.3f}")
     between = []
     if POINT_TO_POINT in chosen and world.nodes > 1:
-        between = measure_nodes(world, device, makers[POINT_TO_POINT], min(BETWEEN_NODES, memory // 3) // 4, hosts)
+        between = measure_nodes(
+            world, device, makers[POINT_TO_POINT], min(BETWEEN_NODES, memory // 3) // 4, hosts
+        )
     if world.rank == 0:
-        record = {"backend": name, "world": asdict(world) | {"rank": 0}, "job": job_id(), "hosts": hosts, "software": versions()}
+        record = {
+            "backend": name,
+            "world": asdict(world) | {"rank": 0},
+            "job": job_id(),
+            "hosts": hosts,
+            "software": versions(),
+        }
         record |= {"results": results, "between_nodes": between}
         atomic.write_text(folder / "bench.json", json.dumps(record, indent=1) + "\n")
         with folder_for_matplotlib():
@@ -132,15 +159,26 @@ def measure(
         print(f"the table as JSON and a picture are in {folder}")
 
 
-def measure_nodes(world: World, device: torch.device, make: Maker, count: int, hosts: list[str]) -> list[dict[str, Any]]:
+def measure_nodes(
+    world: World, device: torch.device, make: Maker, count: int, hosts: list[str]
+) -> list[dict[str, Any]]:
     """The bandwidth between rank 0 and the first rank of each other node, one after the other; prints the extremes."""
     firsts = [
-        rank for rank, (node, local) in enumerate(gather(world, (world.node_rank, world.local_rank))) if local == 0 and node
+        rank
+        for rank, (node, local) in enumerate(gather(world, (world.node_rank, world.local_rank)))
+        if local == 0 and node
     ]
     between = []
     for peer in firsts:
         seconds = time_calls(world, device, make(count, peer=peer))
-        between.append({"node": hosts[peer], "bytes": count * 4, "seconds": seconds, "gb_per_s": count * 4 / seconds / 1e9})
+        between.append(
+            {
+                "node": hosts[peer],
+                "bytes": count * 4,
+                "seconds": seconds,
+                "gb_per_s": count * 4 / seconds / 1e9,
+            }
+        )
     ordered = sorted(between, key=lambda one: one["gb_per_s"])
     slowest, middle, fastest = ordered[0], statistics.median(one["gb_per_s"] for one in between), ordered[-1]
     show(
@@ -172,7 +210,10 @@ def expected(operation: str, ranks: int) -> Tensor:
 
 
 def check_values(world: World, operation: str, count: int, arrived: Tensor) -> None:
-    """Raise HpctrainError, which names the ranks, where other values arrived than were sent. A collective call."""
+    """Raise HpctrainError, which names the ranks, where other values arrived than were sent.
+
+    A collective call.
+    """
     with all_or_none(world):
         wrong = int((arrived != expected(operation, world.size).to(arrived.device)).sum())
         if wrong:
@@ -234,16 +275,23 @@ def torch_backend(world: World, device: torch.device) -> Iterator[tuple[str, dic
 
 @contextmanager
 def mpi_backend(world: World, device: torch.device) -> Iterator[tuple[str, dict[str, Maker]]]:
-    """The MPI library that mpi4py loads, on the memory of the host. Raises HpctrainError without an MPI launcher."""
+    """The MPI library that mpi4py loads, on the memory of the host.
+
+    Raises HpctrainError without an MPI launcher.
+    """
     mpi = mpi_library(world)
     with all_or_none(world):
         if mpi is None:
-            raise HpctrainError("--backend mpi: these ranks were not started as an MPI program: use launch/apptainer_mpi.sh")
+            raise HpctrainError(
+                "--backend mpi: these ranks were not started as an MPI program: use launch/apptainer_mpi.sh"
+            )
     mpi.Init()
     comm = mpi.COMM_WORLD
     with all_or_none(world):
         if comm.size != world.size:
-            raise HpctrainError(f"MPI sees {comm.size} of {world.size} ranks: run hpctrain check with the same script")
+            raise HpctrainError(
+                f"MPI sees {comm.size} of {world.size} ranks: run hpctrain check with the same script"
+            )
     yield (
         mpi_name(mpi),
         makers(
@@ -276,8 +324,12 @@ def horovod_backend(world: World, device: torch.device) -> Iterator[tuple[str, d
             f"Horovod {metadata.version('horovod')} over {'MPI' if os.environ.get('HOROVOD_CONTROLLER') == 'mpi' else 'Gloo'}",
             {
                 "all-reduce": make(lambda values: hvd.allreduce_(values, op=hvd.Sum, name="all-reduce")),
-                "all-gather": make(lambda values: hvd.allgather(values, name="all-gather"), world.size, world.size),
-                "reduce-scatter": make(lambda values: hvd.reducescatter(values, op=hvd.Sum, name="reduce-scatter")),
+                "all-gather": make(
+                    lambda values: hvd.allgather(values, name="all-gather"), world.size, world.size
+                ),
+                "reduce-scatter": make(
+                    lambda values: hvd.reducescatter(values, op=hvd.Sum, name="reduce-scatter")
+                ),
                 "broadcast": make(lambda values: hvd.broadcast_(values, 0, name="broadcast")),
             },
         )
@@ -316,7 +368,9 @@ def makers(
 
         return make
 
-    def make_point_to_point(count: int, peer: int = world.local_size if world.nodes > 1 else 1) -> Callable[[], Tensor]:
+    def make_point_to_point(
+        count: int, peer: int = world.local_size if world.nodes > 1 else 1
+    ) -> Callable[[], Tensor]:
         """One way between rank 0 and `peer`, forth and back in turns; by default the first rank of the next node, if any."""
         values = torch.full((count,), 0.0 if world.rank == peer else 1.0, device=device)
         directions = itertools.cycle((0, peer))  # which of them sends
@@ -351,9 +405,12 @@ def draw(path: Path, title: str, results: list[dict[str, Any]]) -> None:
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axis = figure.subplots()
     for color, operation in zip(COLORS, BUS_FACTORS, strict=True):
-        if points := [(one["bytes"], one["busbw_gb_per_s"]) for one in results if one["operation"] == operation]:
+        if points := [
+            (one["bytes"], one["busbw_gb_per_s"]) for one in results if one["operation"] == operation
+        ]:
             axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=operation)
-    lines = sorted(axis.get_lines(), key=lambda line: -line.get_ydata()[-1])  # from top to bottom, as their ends
+    # from top to bottom, as their ends
+    lines = sorted(axis.get_lines(), key=lambda line: -line.get_ydata()[-1])
     figure.legend(handles=lines, loc="outside right center", frameon=False)
     axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth in GB/s", title=title)
     axis.grid(alpha=0.3)
@@ -365,13 +422,17 @@ def size_in_bytes(text: str) -> int:
     """An argparse type: 1024, 64K, 16M or 1G, powers of two as nccl-tests takes them."""
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     if not number.isdecimal() or unit not in UNITS or not 4 <= int(number) * UNITS[unit] <= 2**36:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size between 4 bytes and 64G, such as 64K, 16M or 1G")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size between 4 bytes and 64G, such as 64K, 16M or 1G"
+        )
     return int(number) * UNITS[unit]
 
 
 def parser() -> Parser:
     """The options of `hpctrain bench`."""
-    parser = Parser(prog="hpctrain bench", description="Measure how fast the ranks exchange data, by operation and size.")
+    parser = Parser(
+        prog="hpctrain bench", description="Measure how fast the ranks exchange data, by operation and size."
+    )
     add = parser.add_argument
     add_device(parser)
     add(
@@ -380,8 +441,30 @@ def parser() -> Parser:
         default="torch",
         help="torch (NCCL on GPUs, else Gloo), mpi or horovod (default: %(default)s)",
     )
-    add("--operations", nargs="+", choices=[*BUS_FACTORS], metavar="NAME", help=f"only these of {', '.join(BUS_FACTORS)}")
-    add("--min-size", type=size_in_bytes, default=1024, metavar="SIZE", help="smallest size of a message (default: 1K)")
-    add("--max-size", type=size_in_bytes, metavar="SIZE", help="largest size of a message (default: 1G on GPUs, 64M on CPUs)")
-    add("--out", type=Path, metavar="FOLDER", help="folder for bench.json and bench.png (default: runs/bench/<job id>)")
+    add(
+        "--operations",
+        nargs="+",
+        choices=[*BUS_FACTORS],
+        metavar="NAME",
+        help=f"only these of {', '.join(BUS_FACTORS)}",
+    )
+    add(
+        "--min-size",
+        type=size_in_bytes,
+        default=1024,
+        metavar="SIZE",
+        help="smallest size of a message (default: 1K)",
+    )
+    add(
+        "--max-size",
+        type=size_in_bytes,
+        metavar="SIZE",
+        help="largest size of a message (default: 1G on GPUs, 64M on CPUs)",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for bench.json and bench.png (default: runs/bench/<job id>)",
+    )
     return parser

@@ -3,8 +3,8 @@
     source <(hpctrain completion bash)        complete hpctrain in this shell
     hpctrain completion --write ~/.local      install completion for bash and zsh, and the man page
 
-The build of the image writes the same files into the image, and `hpctrain completion bash` prints the one that is there.
-Making them takes seconds, because it imports every command.
+The build of the image writes the same files into the image, and `hpctrain completion bash` prints the one
+that is there. Making them takes seconds, because it imports every command.
 """
 
 import sys
@@ -27,7 +27,10 @@ FILES = {
 
 
 def command_parsers() -> dict[str, Parser]:
-    """The parser of every command, in the order of COMMANDS. Imports the modules of all commands, which takes seconds."""
+    """The parser of every command, in the order of COMMANDS.
+
+    Imports the modules of all commands, which takes seconds.
+    """
     return {name: import_module(module).parser() for name, (module, _, _) in COMMANDS.items()}
 
 
@@ -49,7 +52,9 @@ def shell_completion(shell: str, parsers: dict[str, Parser]) -> str:
 def write_files(prefix: Path) -> None:
     """Write completion for both shells, and the man page, below `prefix`. Raises HpctrainError."""
     parsers = command_parsers()
-    texts = {shell: shell_completion(shell, parsers) for shell in ("bash", "zsh")} | {"man": man_page(parsers)}
+    texts = {shell: shell_completion(shell, parsers) for shell in ("bash", "zsh")} | {
+        "man": man_page(parsers)
+    }
     for name, text in texts.items():
         path = prefix / FILES[name]
         try:
@@ -64,8 +69,12 @@ def write_files(prefix: Path) -> None:
 
 def parser() -> Parser:
     """The options of `hpctrain completion`."""
-    parser = Parser(prog="hpctrain completion", description="Print shell completion, or install it with the man page.")
-    parser.add_argument("shell", nargs="?", choices=["bash", "zsh"], help="print the completion script of this shell")
+    parser = Parser(
+        prog="hpctrain completion", description="Print shell completion, or install it with the man page."
+    )
+    parser.add_argument(
+        "shell", nargs="?", choices=["bash", "zsh"], help="print the completion script of this shell"
+    )
     parser.add_argument(
         "--write",
         type=Path,

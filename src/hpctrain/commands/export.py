@@ -15,7 +15,10 @@ from hpctrain.text import first_line
 
 
 def steps(run: Path) -> list[dict[str, float]]:
-    """The metrics of each step, in order; of a step that was repeated after a restart, the last ones. Raises HpctrainError."""
+    """The metrics of each step, in order; of a step that was repeated after a restart, the last ones.
+
+    Raises HpctrainError.
+    """
     read_configs(run)  # names the folder that is no run
     merged: dict[float, dict[str, float]] = {}
     for line in read_metrics(run):
@@ -47,13 +50,17 @@ def to_wandb(run: Path) -> str:
         try:
             logged = start_wandb(run, folder, "offline")
             for row in rows:
-                logged.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
+                logged.log(
+                    {name: value for name, value in row.items() if name != "step"}, step=int(row["step"])
+                )
             logged.summary.update(result_numbers(run))
             logged.finish()
         except HpctrainError:
             raise
         except Exception as error:  # wandb.Error
-            raise HpctrainError(f"{run}: wandb could not write its files ({first_line(error)}): see its message above") from error
+            raise HpctrainError(
+                f"{run}: wandb could not write its files ({first_line(error)}): see its message above"
+            ) from error
         (written,) = folder.glob("wandb/offline-run-*")
         name = written.name
         written.rename(folder / name)
@@ -64,9 +71,14 @@ def to_wandb(run: Path) -> str:
 
 
 def to_tensorboard(run: Path) -> str:
-    """Write tensorboard/ anew, as the trainers write it; returns what shows it. Raises HpctrainError while a job writes it."""
+    """Write tensorboard/ anew, as the trainers write it; returns what shows it.
+
+    Raises HpctrainError while a job writes it.
+    """
     if summarize(run)["state"] == "running":
-        raise HpctrainError(f"{run} is running, and writes its {run}/tensorboard itself: look there, or wait for its end")
+        raise HpctrainError(
+            f"{run} is running, and writes its {run}/tensorboard itself: look there, or wait for its end"
+        )
     from torch.utils.tensorboard import SummaryWriter
 
     rows = steps(run)
@@ -83,7 +95,10 @@ FORMATS = {"csv": to_csv, "tensorboard": to_tensorboard, "wandb": to_wandb}
 
 def parser() -> Parser:
     """The options of `hpctrain export`."""
-    parser = Parser(prog="hpctrain export", description="Write the metrics of runs for other tools, into their run folders.")
+    parser = Parser(
+        prog="hpctrain export",
+        description="Write the metrics of runs for other tools, into their run folders.",
+    )
     parser.add_argument(
         "format",
         choices=[*FORMATS],
@@ -100,4 +115,6 @@ def main(world: World, arguments: list[str]) -> None:
         try:
             print(FORMATS[args.format](run), flush=True)
         except OSError as error:
-            raise HpctrainError(f"{run}: cannot be written ({error.strerror}): copy the run folder to one of your own") from error
+            raise HpctrainError(
+                f"{run}: cannot be written ({error.strerror}): copy the run folder to one of your own"
+            ) from error

@@ -33,7 +33,11 @@ def man_page(parsers: dict[str, Parser]) -> str:
             if where == group:
                 lines += [f".SS {escape(name)}", *_command(name, parsers[name])]
     lines += [".SH EXIT STATUS"]
-    for status, text in (("0", "Success."), ("1", "An error, described on stderr."), ("2", "An error in the command line.")):
+    for status, text in (
+        ("0", "Success."),
+        ("1", "An error, described on stderr."),
+        ("2", "An error in the command line."),
+    ):
         lines += [".TP", f".B {status}", text]
     return "\n".join(lines) + "\n"
 
@@ -68,15 +72,25 @@ def _values(action: argparse.Action) -> str:
         return ""
     choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
     value = str(action.metavar or choices or action.dest.upper())
-    return {"?": f"[{value}]", "*": f"[{value} ...]", "+": f"{value} [{value} ...]", "...": f"{value} ..."}.get(
-        str(action.nargs), value
-    )
+    return {
+        "?": f"[{value}]",
+        "*": f"[{value} ...]",
+        "+": f"{value} [{value} ...]",
+        "...": f"{value} ...",
+    }.get(str(action.nargs), value)
 
 
 def _paragraphs(text: str) -> Iterator[str]:
     """Paragraphs, which empty lines separate; indented ones are examples and keep their lines."""
     for paragraph in filter(str.strip, re.split(r"\n\s*\n", text)):
         if paragraph.lstrip("\n").startswith(" "):
-            yield from (".PP", ".nf", ".RS", *(escape(line.strip()) for line in paragraph.strip("\n").splitlines()), ".RE", ".fi")
+            yield from (
+                ".PP",
+                ".nf",
+                ".RS",
+                *(escape(line.strip()) for line in paragraph.strip("\n").splitlines()),
+                ".RE",
+                ".fi",
+            )
         else:
             yield from (".PP", escape(" ".join(paragraph.split())))

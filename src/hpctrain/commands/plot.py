@@ -11,7 +11,9 @@ from hpctrain.text import reason
 
 def parser() -> Parser:
     """The options of `hpctrain plot`."""
-    parser = Parser(prog="hpctrain plot", description="Draw the losses and scores of a run over its steps as curves.png.")
+    parser = Parser(
+        prog="hpctrain plot", description="Draw the losses and scores of a run over its steps as curves.png."
+    )
     parser.add_argument("run", type=Path, help="run folder, such as runs/train_ddp/17")
     return parser
 
@@ -22,4 +24,6 @@ def main(world: World, arguments: list[str]) -> None:
     try:
         print(plot(run))
     except OSError as error:  # a run of somebody else
-        raise HpctrainError(f"{run}/curves.png: cannot be written ({reason(error)}): use hpctrain report --out") from error
+        raise HpctrainError(
+            f"{run}/curves.png: cannot be written ({reason(error)}): use hpctrain report --out"
+        ) from error

@@ -18,13 +18,16 @@ from hpctrain.run.reader import is_number, points, read_configs, read_metrics, s
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Told apart also by people who cannot see red or green, and on light and dark pages: M. Okabe and K. Ito, "Color Universal
-# Design" (2008).
+# Told apart also by people who cannot see red or green, and on light and dark pages: M. Okabe and K. Ito,
+# "Color Universal Design" (2008).
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 # Stands for the color of the page's text in a picture, which is replaced: matplotlib knows no "currentColor".
 TEXT = "#010203"
 # First what people look at first; scores come between.
-FIRST, LAST = ("train_loss", "test_loss"), ("examples_per_s", "learning_rate", "peak_memory_mb", "gpu_percent")
+FIRST, LAST = (
+    ("train_loss", "test_loss"),
+    ("examples_per_s", "learning_rate", "peak_memory_mb", "gpu_percent"),
+)
 TITLES = {"peak_memory_mb": "peak memory (MB)", "gpu_percent": "GPU use (%)"}
 
 PAGE = """<!doctype html>
@@ -83,7 +86,9 @@ def draw(axis: "Axes", runs: list[Content], name: str) -> None:
         color = COLORS[number % len(COLORS)]
         found = [(step, value) for step, value in points(run.lines, name) if math.isfinite(value)]
         if found:
-            axis.plot(*zip(*found, strict=True), color=color, marker="o" if len(found) < 30 else None, markersize=3)
+            axis.plot(
+                *zip(*found, strict=True), color=color, marker="o" if len(found) < 30 else None, markersize=3
+            )
         for config in run.configs[1:]:
             if is_number(config.get("resumed_at")):
                 axis.axvline(config["resumed_at"], color=color, linestyle=":", linewidth=2)
@@ -99,8 +104,11 @@ def chart(runs: list[Content], name: str) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    colors = dict.fromkeys(["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"], TEXT)
-    # Text stays text. The salt keeps the names that a chart gives its parts apart from those of the other charts.
+    colors = dict.fromkeys(
+        ["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"], TEXT
+    )
+    # Text stays text. The salt keeps the names that a chart gives its parts apart from those of the other
+    # charts.
     with rc_context({**colors, "svg.fonttype": "none", "svg.hashsalt": name}):
         figure = Figure(figsize=(5.6, 3.2), layout="constrained")
         axis = figure.subplots()
@@ -108,7 +116,9 @@ def chart(runs: list[Content], name: str) -> str:
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S).replace(TEXT, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S).replace(
+        TEXT, "currentColor"
+    )
     return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
 
 
@@ -117,11 +127,17 @@ def differences(runs: list[Content]) -> list[tuple[str, ...]]:
     facts = []
     for run in runs:
         config = run.configs[-1]
-        own = {f"--{name.replace('_', '-')}": value for name, value in config["options"].items() if name not in ("out", "resume")}
+        own = {
+            f"--{name.replace('_', '-')}": value
+            for name, value in config["options"].items()
+            if name not in ("out", "resume")
+        }
         own |= {f"{name} (version)": value for name, value in (config.get("versions") or {}).items()}
         own |= {name: config.get(name) for name in ("trainer", "device", "image_digest", "revision")}
         world = config.get("world") or {}
-        facts.append(own | {"ranks": world.get("size"), "nodes": world.get("nodes"), "launcher": world.get("launcher")})
+        facts.append(
+            own | {"ranks": world.get("size"), "nodes": world.get("nodes"), "launcher": world.get("launcher")}
+        )
     names = dict.fromkeys(name for own in facts for name in own)
     rows = [(name, *(str(own.get(name, "")) for own in facts)) for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]
@@ -134,7 +150,10 @@ def page(runs: list[Content]) -> str:
         row, color = run.row, COLORS[number % len(COLORS)]
         score = f"{row['score']} {row['value']:.4g}" if row["score"] else ""
         position = f"epoch {row['epoch']}/{row['epochs']}, step {row['step']}"
-        time, started = format_seconds(run.lines[-1].get("seconds", 0)), str(row["started"])[:16].replace("T", " ")
+        time, started = (
+            format_seconds(run.lines[-1].get("seconds", 0)),
+            str(row["started"])[:16].replace("T", " "),
+        )
         cells = [row["state"], row["job"], position, score, time, started, row["image_digest"] or ""]
         name = f'<td><span class="color" style="background:{color}"></span>{html.escape(row["run"])}</td>'
         rows.append(f"<tr>{name}{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in cells)}</tr>")
@@ -145,7 +164,9 @@ def page(runs: list[Content]) -> str:
     elif not unequal:
         text = "<p>None: options, versions, image and ranks are the same.</p>"
     else:
-        text = _table(("", *(run.row["run"] for run in runs)), [tuple(map(html.escape, row)) for row in unequal])
+        text = _table(
+            ("", *(run.row["run"] for run in runs)), [tuple(map(html.escape, row)) for row in unequal]
+        )
     title = "Runs" if len(runs) > 1 else str(runs[0].row["run"])
     return PAGE.format(
         title=html.escape(title),
@@ -157,9 +178,7 @@ def page(runs: list[Content]) -> str:
 
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
-    return (
-        f"<table><tr>{head}</tr>{''.join('<tr>' + ''.join(f'<td>{text}</td>' for text in row) + '</tr>' for row in rows)}</table>"
-    )
+    return f"<table><tr>{head}</tr>{''.join('<tr>' + ''.join(f'<td>{text}</td>' for text in row) + '</tr>' for row in rows)}</table>"
 
 
 def picture(runs: list[Content]) -> bytes:
@@ -185,16 +204,24 @@ def picture(runs: list[Content]) -> bytes:
 
 def parser() -> Parser:
     """The options of `hpctrain report`."""
-    parser = Parser(prog="hpctrain report", description="Compare runs on one HTML page, which needs no network.")
+    parser = Parser(
+        prog="hpctrain report", description="Compare runs on one HTML page, which needs no network."
+    )
     parser.add_argument("run", type=Path, nargs="+", help="run folder, such as runs/train_ddp/17")
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), help="file to write, .html or .png (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        help="file to write, .html or .png (default: %(default)s)",
     )
     return parser
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Write the report, and print its path. Raises HpctrainError, naming the file that cannot be read or written."""
+    """Write the report, and print its path.
+
+    Raises HpctrainError, naming the file that cannot be read or written.
+    """
     args = parser().parse_args(arguments)
     if args.out.suffix not in (".html", ".png"):
         raise UsageError(f"--out {args.out}: give a name that ends in .html or .png")
@@ -205,5 +232,7 @@ def main(world: World, arguments: list[str]) -> None:
         with atomic.file(args.out, "wb") as file:
             file.write(content)
     except OSError as error:
-        raise HpctrainError(f"{args.out}: cannot be written ({error.strerror}): use --out to name another file") from error
+        raise HpctrainError(
+            f"{args.out}: cannot be written ({error.strerror}): use --out to name another file"
+        ) from error
     print(args.out)

@@ -30,14 +30,22 @@ def table(rows: list[dict[str, Any]], folder: Path) -> str:
             )
         )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    )
     return "\n".join(map(one_line, lines))
 
 
 def parser() -> Parser:
     """The options of `hpctrain runs`."""
-    parser = Parser(prog="hpctrain runs", description="List the run folders below a folder: state, position, score, speed.")
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="where to look (default: %(default)s)")
+    parser = Parser(
+        prog="hpctrain runs",
+        description="List the run folders below a folder: state, position, score, speed.",
+    )
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("runs"), help="where to look (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with the whole digest of each image")
     return parser
 
@@ -47,5 +55,7 @@ def main(world: World, arguments: list[str]) -> None:
     args = parser().parse_args(arguments)
     rows = [summarize(run) for run in find(args.folder)]
     if not rows:
-        raise HpctrainError(f"{args.folder}: no run folder in it that you can read, with a config.json: name another folder")
+        raise HpctrainError(
+            f"{args.folder}: no run folder in it that you can read, with a config.json: name another folder"
+        )
     print(json.dumps(rows, indent=2) if args.json else table(rows, args.folder))

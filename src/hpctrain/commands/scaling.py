@@ -21,10 +21,13 @@ NO_NUMBERS = {"launcher", "batch_size"}
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """A row of COLUMNS for each finished run in a folder, in the order of launchers and ranks. Raises HpctrainError.
+    """A row of COLUMNS for each finished run in a folder, in the order of launchers and ranks.
 
-    Speedup and efficiency compare with the run of the same launcher that has the fewest ranks: examples per second, and the same
-    per rank. That is right for strong scaling (one batch size) and for weak scaling (one batch size per rank).
+    Raises HpctrainError.
+
+    Speedup and efficiency compare with the run of the same launcher that has the fewest ranks: examples per
+    second, and the same per rank. That is right for strong scaling (one batch size) and for weak scaling (one
+    batch size per rank).
     """
     rows = []
     for run in find(folder):
@@ -40,12 +43,17 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
                 "batch_size": config["options"].get("batch_size"), "step_ms": speed["step_ms_p50"],
                 "examples_per_s": speed["examples_per_s"],
             }  # fmt: skip
-            valid = all(is_number(row[name]) and 0 < row[name] < math.inf for name in COLUMNS.keys() & row.keys() - NO_NUMBERS)
+            valid = all(
+                is_number(row[name]) and 0 < row[name] < math.inf
+                for name in COLUMNS.keys() & row.keys() - NO_NUMBERS
+            )
             valid = valid and type(row["batch_size"]) in (int, type(None))
         except (AttributeError, KeyError, TypeError):
             valid = False
         if not valid:
-            raise HpctrainError(f"{run}: config.json or result.json is not of hpctrain: remove this run, or move it elsewhere")
+            raise HpctrainError(
+                f"{run}: config.json or result.json is not of hpctrain: remove this run, or move it elsewhere"
+            )
         rows.append(row | {"trainer": config.get("trainer"), "run": str(run)})
     rows.sort(key=lambda row: (row["launcher"], row["ranks"]))
     first: dict[str, dict[str, Any]] = {}
@@ -59,7 +67,9 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
         row["speedup"] = row["examples_per_s"] / base["examples_per_s"]
         row["efficiency"] = row["speedup"] * base["ranks"] / row["ranks"]
     if not rows:
-        raise HpctrainError(f"{folder}: no run with a result in it: submit them with launch/scaling.sh, and wait for their end")
+        raise HpctrainError(
+            f"{folder}: no run with a result in it: submit them with launch/scaling.sh, and wait for their end"
+        )
     return rows
 
 
@@ -68,7 +78,11 @@ def describe(rows: list[dict[str, Any]]) -> str:
     if len({row["batch_size"] for row in rows}) == 1:
         return f"strong scaling: {rows[0]['batch_size']} examples in a step"
     per_rank = {(row["batch_size"] or 0) / row["ranks"] for row in rows}
-    return f"weak scaling: {per_rank.pop():g} examples in a step of a rank" if len(per_rank) == 1 else "different batch sizes"
+    return (
+        f"weak scaling: {per_rank.pop():g} examples in a step of a rank"
+        if len(per_rank) == 1
+        else "different batch sizes"
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -81,7 +95,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
     cells = [[*COLUMNS.values()], *([text(name, row[name]) for name in COLUMNS] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells
+    )
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
@@ -113,7 +129,10 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 def parser() -> Parser:
     """The options of `hpctrain scaling`."""
-    parser = Parser(prog="hpctrain scaling", description="Compare runs on 1, 2, 4, ... ranks: throughput, speedup, efficiency.")
+    parser = Parser(
+        prog="hpctrain scaling",
+        description="Compare runs on 1, 2, 4, ... ranks: throughput, speedup, efficiency.",
+    )
     parser.add_argument("folder", type=Path, help="folder with the runs, as launch/scaling.sh makes it")
     return parser
 
@@ -129,5 +148,7 @@ def main(world: World, arguments: list[str]) -> None:
         with folder_for_matplotlib():
             draw(rows, title, folder / "scaling.png")
     except OSError as error:
-        raise HpctrainError(f"{folder}: cannot be written ({error.strerror}): copy it to a folder of your own") from error
+        raise HpctrainError(
+            f"{folder}: cannot be written ({error.strerror}): copy it to a folder of your own"
+        ) from error
     print(f"scaling.json and scaling.png are in {folder}", flush=True)

@@ -1,8 +1,9 @@
 """hpctrain sweep: search hyperparameters, as a job array whose tasks are the trials.
 
-Nothing coordinates the trials. Each one reads what the others have in their run folders, asks Optuna for its own parameters,
-writes them into its folder, and trains there as a run of its own. So any of them may be killed and run again. Optuna keeps no
-file: its journal can be corrupted on NFS (github.com/optuna/optuna/issues/5138).
+Nothing coordinates the trials. Each one reads what the others have in their run folders, asks Optuna for its
+own parameters, writes them into its folder, and trains there as a run of its own. So any of them may be
+killed and run again. Optuna keeps no file: its journal can be corrupted on NFS
+(github.com/optuna/optuna/issues/5138).
 """
 
 import argparse
@@ -40,7 +41,8 @@ WAIT = 120  # s, for the parameters of rank 0
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that has begun, and how it is: complete, pruned, diverged or running (which it may be again after a kill).
+    """A trial that has begun, and how it is: complete, pruned, diverged or running (which it may be again
+    after a kill).
 
     `scores` are those after each epoch, by its number. Only a complete trial has a value.
     """
@@ -74,12 +76,16 @@ def read_trial(sweep: Sweep, folder: Path, number: int) -> Trial:
     parameters, lines = read_json(path / "parameters.json"), read_metrics(path)
     scores = {int(line["epoch"]): line[sweep.metric] for line in lines if sweep.metric in line}
     if not (path / "result.json").exists():
-        state = "pruned" if (path / PRUNED).exists() else "diverged" if (path / DIVERGED).exists() else "running"
+        state = (
+            "pruned" if (path / PRUNED).exists() else "diverged" if (path / DIVERGED).exists() else "running"
+        )
         return Trial(number, parameters, state, scores=scores)
     result = read_json(path / "result.json")
     value = result.get(sweep.metric, _choose(sweep)(scores.values()) if scores else None)
     if not isinstance(value, int | float):
-        measured = result | {name: value for line in lines for name, value in line.items() if name not in result}
+        measured = result | {
+            name: value for line in lines for name, value in line.items() if name not in result
+        }
         known = ", ".join(name for name, value in measured.items() if isinstance(value, int | float))
         raise HpctrainError(f"{path} has no {sweep.metric}: metric can be {known}")
     return Trial(number, parameters, "complete", value, scores)
@@ -87,18 +93,24 @@ def read_trial(sweep: Sweep, folder: Path, number: int) -> Trial:
 
 def read_trials(sweep: Sweep, folder: Path) -> list[Trial]:
     """The trials that have begun, in order. Raises HpctrainError."""
-    begun = [number for number in range(sweep.trials) if (trial_folder(folder, number) / "parameters.json").exists()]
+    begun = [
+        number
+        for number in range(sweep.trials)
+        if (trial_folder(folder, number) / "parameters.json").exists()
+    ]
     return [read_trial(sweep, folder, number) for number in begun]
 
 
 def suggest(sweep: Sweep, trials: list[Trial], number: int) -> dict[str, Any]:
     """The parameters of a trial, a function of the file, its number, and the trials that have begun.
 
-    Those without a result yet count as bad ones for TPE (constant liar), so that trials at the same time differ.
+    Those without a result yet count as bad ones for TPE (constant liar), so that trials at the same time
+    differ.
     """
     if sweep.sampler == "grid":
         chosen = {}
-        for name, form in reversed(sweep.parameters.items()):  # not all combinations, which a short file can have without end
+        # not all combinations, which a short file can have without end
+        for name, form in reversed(sweep.parameters.items()):
             number, place = divmod(number, len(form["values"]))
             chosen[name] = form["values"][place]
         return {name: chosen[name] for name in sweep.parameters}
@@ -108,7 +120,11 @@ def suggest(sweep: Sweep, trials: list[Trial], number: int) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of constant_liar
         tpe = sweep.sampler == "tpe"
-        sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True) if tpe else optuna.samplers.RandomSampler(seed)
+        sampler = (
+            optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+            if tpe
+            else optuna.samplers.RandomSampler(seed)
+        )
     study = optuna.create_study(direction=sweep.direction, sampler=sampler)
     forms = _distributions(sweep)
     study.add_trials([_for_optuna(trial, forms) for trial in trials])
@@ -116,7 +132,8 @@ def suggest(sweep: Sweep, trials: list[Trial], number: int) -> dict[str, Any]:
 
 
 def should_prune(sweep: Sweep, trials: list[Trial], trial: Trial) -> bool:
-    """Whether the median pruner ends a trial now: its best score is worse than the median of the complete trials by this epoch.
+    """Whether the median pruner ends a trial now: its best score is worse than the median of the complete
+    trials by this epoch.
 
     At first it lets five trials complete.
     """
@@ -129,7 +146,9 @@ def should_prune(sweep: Sweep, trials: list[Trial], trial: Trial) -> bool:
 
 def _import_optuna(otherwise: str) -> ModuleType:
     if find_spec("optuna") is None:
-        raise HpctrainError(f"{sys.executable} has no optuna: use the image, pip install optuna, or {otherwise}")
+        raise HpctrainError(
+            f"{sys.executable} has no optuna: use the image, pip install optuna, or {otherwise}"
+        )
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -148,7 +167,9 @@ def _distributions(sweep: Sweep) -> dict[str, Any]:
     try:
         return {name: _distribution(form) for name, form in sweep.parameters.items()}
     except (ArithmeticError, ValueError) as error:  # such as 10^28 steps
-        raise HpctrainError(f"parameters: Optuna refuses them ({first_line(error)}): give other ranges") from error
+        raise HpctrainError(
+            f"parameters: Optuna refuses them ({first_line(error)}): give other ranges"
+        ) from error
 
 
 def _distribution(form: dict[str, Any]) -> Any:  # noqa: ANN401 - one of Optuna's three classes
@@ -162,7 +183,10 @@ def _distribution(form: dict[str, Any]) -> Any:  # noqa: ANN401 - one of Optuna'
 
 
 def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
-    """Train with the parameters of a trial, on all ranks. It goes on where an earlier start of it was ended."""
+    """Train with the parameters of a trial, on all ranks.
+
+    It goes on where an earlier start of it was ended.
+    """
     path = trial_folder(folder, number)
     if has_ended(folder, number):
         if world.rank == 0:
@@ -178,7 +202,9 @@ def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
     deadline = time.monotonic() + WAIT
     while not (path / "parameters.json").exists():
         if time.monotonic() > deadline:
-            raise HpctrainError(f"rank {world.rank} sees no {path}/parameters.json of rank 0: is it a file system of all nodes?")
+            raise HpctrainError(
+                f"rank {world.rank} sees no {path}/parameters.json of rank 0: is it a file system of all nodes?"
+            )
         time.sleep(0.1)
     chosen = read_json(path / "parameters.json")
     if world.rank == 0:
@@ -199,7 +225,8 @@ def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
         print(f"trial {number} has no result: {error}", flush=True)
     except Exception as error:
         if world.rank == 0:
-            atomic.write_text(path / FAILED, first_line(error).replace(str(path), "FOLDER"))  # for run_all() to compare
+            # for run_all() to compare
+            atomic.write_text(path / FAILED, first_line(error).replace(str(path), "FOLDER"))
         raise
     if world.rank == 0:
         trials = read_trials(sweep, folder)
@@ -209,7 +236,9 @@ def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
 
 
 def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
-    """Whether to end a trial after this epoch, the same on every rank; then PRUNED is in its folder. A collective call.
+    """Whether to end a trial after this epoch, the same on every rank; then PRUNED is in its folder.
+
+    A collective call.
 
     Raises HpctrainError if the metric is not measured after each epoch.
     """
@@ -223,7 +252,9 @@ def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
             if not trial.scores:
                 lines = read_metrics(trial_folder(folder, number))
                 known = ", ".join(name for name in lines[-1] if name not in NOT_SCORES)
-                raise HpctrainError(f"{sweep.metric} is not measured after each epoch, as pruner needs: metric can be {known}")
+                raise HpctrainError(
+                    f"{sweep.metric} is not measured after each epoch, as pruner needs: metric can be {known}"
+                )
             pruned = bool(should_prune(sweep, trials, trial))  # numpy's
             if pruned:
                 text = f"pruned after epoch {max(trial.scores)}, {sweep.metric} {trial.scores[max(trial.scores)]:.4f}"
@@ -233,12 +264,17 @@ def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
 
 
 def _keep_sweep(sweep: Sweep, folder: Path) -> None:
-    """Write sweep.json, or compare with it. Raises UsageError if they differ in more than the number of trials."""
+    """Write sweep.json, or compare with it.
+
+    Raises UsageError if they differ in more than the number of trials.
+    """
     own, path = asdict(sweep), folder / "sweep.json"
     kept = read_json(path) if path.exists() else own
     differing = [name for name in own if name != "trials" and own[name] != kept.get(name)]
     if differing:
-        raise UsageError(f"{folder} is of another sweep, which differs in {', '.join(differing)}: give another --out")
+        raise UsageError(
+            f"{folder} is of another sweep, which differs in {', '.join(differing)}: give another --out"
+        )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     atomic.write_text(path, json.dumps(own, indent=2) + "\n")
 
@@ -255,13 +291,25 @@ def run_all(file: Path, sweep: Sweep, folder: Path) -> None:
     errors: list[str] = []
     for number in range(sweep.trials):
         if not has_ended(folder, number):
-            command = [*SAFE_PYTHON, "-m", "hpctrain", "sweep", str(file), "--out", str(folder), "--trial", str(number)]
+            command = [
+                *SAFE_PYTHON,
+                "-m",
+                "hpctrain",
+                "sweep",
+                str(file),
+                "--out",
+                str(folder),
+                "--trial",
+                str(number),
+            ]
             subprocess.run(command, check=False)
             failed = trial_folder(folder, number) / FAILED
             errors.append(failed.read_text(encoding="utf-8") if failed.exists() else "")
             none_has_ended = not any(has_ended(folder, other) for other in range(sweep.trials))
             if none_has_ended and errors[0] and errors == SAME_ERRORS * errors[:1]:
-                raise HpctrainError(f"the first {SAME_ERRORS} trials end with the same error ({errors[0]}): correct {file}")
+                raise HpctrainError(
+                    f"the first {SAME_ERRORS} trials end with the same error ({errors[0]}): correct {file}"
+                )
     missing = [number for number in range(sweep.trials) if not has_ended(folder, number)]
     if missing:
         raise HpctrainError(
@@ -277,11 +325,16 @@ def _choose(sweep: Sweep) -> Callable[..., Any]:
 
 
 def _best(sweep: Sweep, trials: list[Trial]) -> Trial | None:
-    return _choose(sweep)((trial for trial in trials if trial.value is not None), key=lambda trial: trial.value, default=None)
+    return _choose(sweep)(
+        (trial for trial in trials if trial.value is not None), key=lambda trial: trial.value, default=None
+    )
 
 
 def _describe(parameters: dict[str, Any]) -> str:
-    texts = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in parameters.items())
+    texts = (
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in parameters.items()
+    )
     return one_line("  ".join(texts))
 
 
@@ -303,7 +356,9 @@ def show(sweep: Sweep, folder: Path) -> None:
         text = f"{sweep.metric} {trial.value:.4f}" if trial.value is not None else trial.state
         if trial.state == "pruned":
             text = (trial_folder(folder, trial.number) / PRUNED).read_text(encoding="utf-8").strip()
-        print(f"trial {trial.number:3}  {'no result' if text == 'running' else text}  {_describe(trial.parameters)}")
+        print(
+            f"trial {trial.number:3}  {'no result' if text == 'running' else text}  {_describe(trial.parameters)}"
+        )
     print(_describe_progress(sweep, trials))
     finished = [trial for trial in trials if trial.value is not None]
     if finished:
@@ -355,8 +410,15 @@ def parser() -> Parser:
         description="Search hyperparameters: in a job array the task is the trial, otherwise the trials run one after the other.",
     )
     parser.add_argument("file", type=Path, help="the sweep, in YAML: docs/sweep.md has its keys")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the trials (default: runs/FILE without .yaml)")
-    parser.add_argument("--trial", type=int, metavar="N", help="run this trial, from 0 (default: the number of the array task)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder of the trials (default: runs/FILE without .yaml)"
+    )
+    parser.add_argument(
+        "--trial",
+        type=int,
+        metavar="N",
+        help="run this trial, from 0 (default: the number of the array task)",
+    )
     parser.add_argument("--show", action="store_true", help="only print the trials, and draw sweep.png")
     return parser
 
@@ -375,9 +437,13 @@ def main(world: World, arguments: list[str]) -> None:
     check_options(args.file, sweep)
     if number is not None:
         if not 0 <= number < sweep.trials:
-            raise UsageError(f"there is no trial {number}: {args.file} has {sweep.trials}, so give --array=0-{sweep.trials - 1}")
+            raise UsageError(
+                f"there is no trial {number}: {args.file} has {sweep.trials}, so give --array=0-{sweep.trials - 1}"
+            )
         run_trial(sweep, folder, number, world)
     elif world.size > 1 or world.launcher != ALONE.launcher:
-        raise UsageError(f"submit a sweep as a job array, such as sbatch --array=0-{sweep.trials - 1}%4 ..., or give --trial N")
+        raise UsageError(
+            f"submit a sweep as a job array, such as sbatch --array=0-{sweep.trials - 1}%4 ..., or give --trial N"
+        )
     else:
         run_all(args.file, sweep, folder)

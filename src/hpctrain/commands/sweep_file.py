@@ -22,7 +22,10 @@ FORMS = "{low: 1e-5, high: 1e-2, log: true}, {low: 1, high: 8, step: 1} or {valu
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep file says. `command` has the words of a command of hpctrain that trains, without --out and --resume."""
+    """What a sweep file says.
+
+    `command` has the words of a command of hpctrain that trains, without --out and --resume.
+    """
 
     command: list[str]
     metric: str
@@ -58,16 +61,27 @@ def read_file(path: Path) -> Sweep:
     try:
         command = content["command"]
         words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
-        sweep = Sweep(**content | {"command": words, "parameters": {str(name): x for name, x in content["parameters"].items()}})
+        sweep = Sweep(
+            **content
+            | {"command": words, "parameters": {str(name): x for name, x in content["parameters"].items()}}
+        )
         trainer = words[0]
     except (AttributeError, IndexError, TypeError, ValueError):  # ValueError: quotes that do not end
-        raise UsageError(f"{path}: give a command line as command, and the range of each option as parameters") from None
+        raise UsageError(
+            f"{path}: give a command line as command, and the range of each option as parameters"
+        ) from None
     given = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
     trainers = [name for name, (_, group, _) in COMMANDS.items() if group in ("train", "fine-tune")]
     for text, fits in (
-        (f"command {trainer!r}: {did_you_mean(trainer, trainers) or 'choose from ' + ', '.join(trainers)}", trainer in trainers),
+        (
+            f"command {trainer!r}: {did_you_mean(trainer, trainers) or 'choose from ' + ', '.join(trainers)}",
+            trainer in trainers,
+        ),
         ("--out and --resume are the sweep's own: leave them out", not OWN & {*given, *sweep.parameters}),
-        (f"direction {sweep.direction!r}: choose from {', '.join(DIRECTIONS)}", sweep.direction in DIRECTIONS),
+        (
+            f"direction {sweep.direction!r}: choose from {', '.join(DIRECTIONS)}",
+            sweep.direction in DIRECTIONS,
+        ),
         (f"sampler {sweep.sampler!r}: choose from {', '.join(SAMPLERS)}", sweep.sampler in SAMPLERS),
         (f"pruner {sweep.pruner!r}: choose from {', '.join(PRUNERS)}", sweep.pruner in PRUNERS),
         (
@@ -97,7 +111,9 @@ def check_options(path: Path, sweep: Sweep) -> None:
     This imports the trainer, which takes seconds.
     """
     parser = import_module(COMMANDS[sweep.command[0]][0]).parser()
-    values = {name: form.get("values") or [form["low"], form["high"]] for name, form in sweep.parameters.items()}
+    values = {
+        name: form.get("values") or [form["low"], form["high"]] for name, form in sweep.parameters.items()
+    }
     for number in range(max(map(len, values.values()))):
         options = [f"--{name}={each[min(number, len(each) - 1)]}" for name, each in values.items()]
         try:
@@ -107,7 +123,12 @@ def check_options(path: Path, sweep: Sweep) -> None:
 
 
 def _check_parameter(place: str, form: Any) -> None:  # noqa: ANN401 - what YAML has there
-    if isinstance(form, dict) and form.keys() == {"values"} and isinstance(form["values"], list) and form["values"]:
+    if (
+        isinstance(form, dict)
+        and form.keys() == {"values"}
+        and isinstance(form["values"], list)
+        and form["values"]
+    ):
         if all(isinstance(value, str | int | float) for value in form["values"]):
             return
     elif isinstance(form, dict) and {"low", "high"} <= form.keys() <= {"low", "high", "log", "step"}:
@@ -116,7 +137,11 @@ def _check_parameter(place: str, form: Any) -> None:  # noqa: ANN401 - what YAML
                 if name in form:
                     number = float(form[name])  # fails for integers that are too large
                     form[name] = form[name] if type(form[name]) is int else number
-            positive = [form["high"] - form["low"], form.get("step", 1), form["low"] if form.get("log") else 1]
+            positive = [
+                form["high"] - form["low"],
+                form.get("step", 1),
+                form["low"] if form.get("log") else 1,
+            ]
             if all(0 < value < math.inf for value in positive) and not (form.get("log") and "step" in form):
                 return
         except (OverflowError, TypeError, ValueError):

@@ -7,9 +7,10 @@ The launch script names a folder of this job in HPCTRAIN_CONTROL, on its own nod
     stopped    by a rank: the program ends because of `stop`, has saved, and has work left.
     failed     by a rank: an error ends the program that would come again.
 
-The launch script requeues the job after `stopped`, and after a failure that is none of the program's own, if there is a
-checkpoint of this start (launch/lib/requeue.sh). Every rank calls these functions, because rank 0 may be on another node:
-torchrun numbers the nodes by their names. On other nodes, and without a launch script, they do nothing.
+The launch script requeues the job after `stopped`, and after a failure that is none of the program's own, if
+there is a checkpoint of this start (launch/lib/requeue.sh). Every rank calls these functions, because rank 0
+may be on another node: torchrun numbers the nodes by their names. On other nodes, and without a launch
+script, they do nothing.
 """
 
 import os
@@ -43,7 +44,10 @@ def report_failed() -> None:
 
 
 def control_folder() -> Path | None:
-    """HPCTRAIN_CONTROL, if this node has it. On another node somebody else may have made one of that name in /tmp."""
+    """HPCTRAIN_CONTROL, if this node has it.
+
+    On another node somebody else may have made one of that name in /tmp.
+    """
     folder = Path(os.environ.get("HPCTRAIN_CONTROL", ""))
     with suppress(OSError):
         status = folder.lstat()

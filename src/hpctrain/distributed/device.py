@@ -14,9 +14,10 @@ from hpctrain.errors import HpctrainError
 def choose_device(world: World, wanted: str = "auto", env: Mapping[str, str] = os.environ) -> torch.device:
     """The device of this rank: "cpu", "cuda", or "auto" for a GPU if there is one.
 
-    A rank uses the GPU of its local rank, modulo the number of visible GPUs: with --gpus-per-task=1 each rank sees
-    its own GPU only. Raises HpctrainError for "cuda" without a GPU, and for "auto" where Slurm has granted GPUs that this
-    rank cannot use: it would train on the CPU, a hundred times slower, and say nothing.
+    A rank uses the GPU of its local rank, modulo the number of visible GPUs: with --gpus-per-task=1 each rank
+    sees its own GPU only. Raises HpctrainError for "cuda" without a GPU, and for "auto" where Slurm has
+    granted GPUs that this rank cannot use: it would train on the CPU, a hundred times slower, and say
+    nothing.
     """
     if torch.cuda.is_available() and wanted != "cpu":
         device = torch.device("cuda", world.local_rank % torch.cuda.device_count())

@@ -1,7 +1,8 @@
-"""How the process of a rank ends: errors in one line, exit statuses that launchers understand, and no checkpoint lost.
+"""How the process of a rank ends: errors in one line, exit statuses that launchers understand, and no
+checkpoint lost.
 
-The commands of hpctrain run by main(), and scripts of users may. In a script that does not, an error of hpctrain is one line as
-well once it has used a name of `import hpctrain`: see print_errors_in_one_line().
+The commands of hpctrain run by main(), and scripts of users may. In a script that does not, an error of
+hpctrain is one line as well once it has used a name of `import hpctrain`: see print_errors_in_one_line().
 """
 
 import errno
@@ -27,8 +28,9 @@ REQUEUE = 75
 def main(function: Callable[[World], object], world: World | None = None) -> NoReturn:
     """Call function(world), and end this process; `world` is the detected one unless given.
 
-    Exit status 0 after the last line of the function, and on the ranks that leave an error to rank 0; 1 after an error, and 2
-    after one in the command line, which rank 0 prints. Other exceptions are raised, for Python to print their traceback.
+    Exit status 0 after the last line of the function, and on the ranks that leave an error to rank 0; 1 after
+    an error, and 2 after one in the command line, which rank 0 prints. Other exceptions are raised, for
+    Python to print their traceback.
     """
     status, rank = 0, 0
     try:
@@ -41,7 +43,9 @@ def main(function: Callable[[World], object], world: World | None = None) -> NoR
     except RuntimeError as error:
         if "does not have a deterministic implementation" not in (text := first_line(error)):
             raise
-        status = _report(HpctrainError(f"--deterministic: {text.partition(',')[0]}: leave the option out"), rank)
+        status = _report(
+            HpctrainError(f"--deterministic: {text.partition(',')[0]}: leave the option out"), rank
+        )
     except (ImportError, AttributeError):
         for text in shadowed_packages():  # may be why
             print_error(f"hpctrain: error: {text}")
@@ -55,7 +59,9 @@ def main(function: Callable[[World], object], world: World | None = None) -> NoR
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename:  # print() names no file
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = _report(HpctrainError(f"the output cannot be written ({error.strerror}): free some space there"), rank)
+        status = _report(
+            HpctrainError(f"the output cannot be written ({error.strerror}): free some space there"), rank
+        )
     except KeyboardInterrupt:
         status = 130
         if rank == 0:
@@ -70,9 +76,9 @@ def main(function: Callable[[World], object], world: World | None = None) -> NoR
     for thread in threading.enumerate():
         if thread.name == "checkpoint":
             thread.join()
-    # Skip the finalization of the interpreter. DDP keeps threads of Gloo beyond destroy_process_group(), and a thread that
-    # frees its last tensor during finalization aborts the process: seen in 3 of 30 runs on a busy machine with torch 2.13;
-    # github.com/pytorch/pytorch/pull/179291 describes the same.
+    # Skip the finalization of the interpreter. DDP keeps threads of Gloo beyond destroy_process_group(), and
+    # a thread that frees its last tensor during finalization aborts the process: seen in 3 of 30 runs on a
+    # busy machine with torch 2.13; github.com/pytorch/pytorch/pull/179291 describes the same.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -84,8 +90,8 @@ def _report(error: HpctrainError, rank: int) -> int:
     if not isinstance(error, UsageError):
         print_error(f"hpctrain: error: {hide_secrets(str(error))}")
         return 1
-    # Every rank has the same command line. Rank 0 prints the error and fails; the others exit with status 0, because srun kills
-    # all ranks at the first failure, perhaps before rank 0 has printed its error.
+    # Every rank has the same command line. Rank 0 prints the error and fails; the others exit with status 0,
+    # because srun kills all ranks at the first failure, perhaps before rank 0 has printed its error.
     if rank != 0:
         return 0
     print_error(f"hpctrain: error: {hide_secrets(str(error))}")

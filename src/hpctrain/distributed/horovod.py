@@ -14,7 +14,10 @@ from hpctrain.errors import EndEarly, HpctrainError
 
 @contextmanager
 def horovod(world: World) -> Iterator[ModuleType]:
-    """Horovod with the ranks of `world`, for the block; the value is horovod.torch. A collective call. Raises HpctrainError."""
+    """Horovod with the ranks of `world`, for the block; the value is horovod.torch.
+
+    A collective call. Raises HpctrainError.
+    """
     hvd = init_horovod(world)
     ended_early = None
     try:
@@ -30,8 +33,8 @@ def horovod(world: World) -> Iterator[ModuleType]:
 def init_horovod(world: World) -> ModuleType:
     """Initialize Horovod with the ranks of `world`; returns horovod.torch. A collective call.
 
-    Horovod gets its ranks from horovodrun or, with HOROVOD_CONTROLLER=mpi, from MPI. Otherwise this function sets them, and
-    rank 0 runs the rendezvous server, as horovodrun would: then neither MPI nor PMI is needed.
+    Horovod gets its ranks from horovodrun or, with HOROVOD_CONTROLLER=mpi, from MPI. Otherwise this function
+    sets them, and rank 0 runs the rendezvous server, as horovodrun would: then neither MPI nor PMI is needed.
 
     Raises HpctrainError if Horovod is not installed, or its world is not that of the launcher.
     """
@@ -43,7 +46,9 @@ def init_horovod(world: World) -> ModuleType:
             from horovod.runner.gloo_run import create_slot_env_vars
             from horovod.runner.http.http_server import RendezvousServer
         except ImportError as error:
-            raise HpctrainError(f"Horovod cannot be imported ({error}): run this in the container, which has it") from error
+            raise HpctrainError(
+                f"Horovod cannot be imported ({error}): run this in the container, which has it"
+            ) from error
         address = ipv4(main_address()[0]) if world.size > 1 and not launched else None
     if launched:
         hvd.init()
@@ -58,17 +63,26 @@ def init_horovod(world: World) -> ModuleType:
     places = gather(world, (platform.node(), world.local_rank, world.local_size))
     slots = []
     for rank, (host, local_rank, local_size) in enumerate(places):
-        peers = [r for r, place in enumerate(places) if place[1] == local_rank]  # the ranks with this local rank
+        # the ranks with this local rank
+        peers = [r for r, place in enumerate(places) if place[1] == local_rank]
         slots.append(SlotInfo(host, rank, local_rank, peers.index(rank), world.size, local_size, len(peers)))
-    variables = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", **create_slot_env_vars(slots[world.rank])}
+    variables = {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        **create_slot_env_vars(slots[world.rank]),
+    }
     if address:
         port = 0
         if world.rank == 0:
             server = RendezvousServer()
             port = server.start()
             server.init(slots)
-        variables |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(gather(world, port)[0])}
-    if "GLOO_SOCKET_IFNAME" in os.environ and "HOROVOD_GLOO_IFACE" not in os.environ:  # the network that PyTorch's Gloo uses
+        variables |= {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(gather(world, port)[0]),
+        }
+    # the network that PyTorch's Gloo uses
+    if "GLOO_SOCKET_IFNAME" in os.environ and "HOROVOD_GLOO_IFACE" not in os.environ:
         variables["HOROVOD_GLOO_IFACE"] = os.environ["GLOO_SOCKET_IFNAME"]
     os.environ.update(variables)
     hvd.init()

@@ -1,8 +1,9 @@
-"""Keeps libraries from importing what a trainer does not use, which takes most of the time from its start to its first step.
+"""Keeps libraries from importing what a trainer does not use, which takes most of the time from its start to
+its first step.
 
-Every optimizer of torch, and DDP, imports torch._dynamo, the compiler. They ask it only to leave one of their functions alone,
-and whether DDP has to prepare for a compiled model. Lightning needs the name of one class of the compiler, and it imports
-torchmetrics, which imports whatever else it could use if that is installed.
+Every optimizer of torch, and DDP, imports torch._dynamo, the compiler. They ask it only to leave one of their
+functions alone, and whether DDP has to prepare for a compiled model. Lightning needs the name of one class of
+the compiler, and it imports torchmetrics, which imports whatever else it could use if that is installed.
 """
 
 import importlib
@@ -24,7 +25,8 @@ class _Postponed(ModuleType):
     """A module that answers some questions by itself and is imported by the first other one."""
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
-        # The import system asks for __path__ before it imports a part of the package. Others ask every module for its __file__.
+        # The import system asks for __path__ before it imports a part of the package. Others ask every module
+        # for its __file__.
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
         if isinstance(sys.modules[COMPILER], _Postponed):
@@ -33,14 +35,18 @@ class _Postponed(ModuleType):
 
 
 def _leave_alone(function: Callable | None = None, *_: object, **__: object) -> Callable:
-    """What torch._dynamo.disable() does where nothing is compiled. Without a function, it returns a decorator."""
+    """What torch._dynamo.disable() does where nothing is compiled.
+
+    Without a function, it returns a decorator.
+    """
     return function or _leave_alone
 
 
 def postpone_compiler() -> None:
     """Import torch._dynamo only when something needs it, such as torch.compile.
 
-    Call it after torch.distributed.init_process_group(), which would need it at once, and before the first optimizer.
+    Call it after torch.distributed.init_process_group(), which would need it at once, and before the first
+    optimizer.
     """
     if COMPILER in sys.modules:
         return
@@ -56,8 +62,9 @@ def postpone_compiler() -> None:
 def import_of_lightning() -> Iterator[None]:
     """Import Lightning in the body without the compiler and without EXTRAS, in half of the time.
 
-    In this process, a LightningModule that was given to torch.compile() is then unknown to a Trainer, and torchmetrics has no
-    plot(), no BERTScore and no permutation-invariant training. The trainers of hpctrain use none of these; other scripts might.
+    In this process, a LightningModule that was given to torch.compile() is then unknown to a Trainer, and
+    torchmetrics has no plot(), no BERTScore and no permutation-invariant training. The trainers of hpctrain
+    use none of these; other scripts might.
     """
     from lightning_utilities.core import imports
 

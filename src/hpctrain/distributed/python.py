@@ -9,7 +9,8 @@ from pathlib import Path
 
 from hpctrain.text import shorten
 
-# This Python, for a process of hpctrain's own: without the current folder on its sys.path, which may be one that others write to.
+# This Python, for a process of hpctrain's own: without the current folder on its sys.path, which may be one
+# that others write to.
 SAFE_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 
 
@@ -42,5 +43,7 @@ def importable_names(folder: Path) -> set[str]:
     except OSError:
         return set()
     return {
-        entry.name.partition(".")[0] for entry in entries if entry.suffix in (".py", ".so") or (entry / "__init__.py").exists()
+        entry.name.partition(".")[0]
+        for entry in entries
+        if entry.suffix in (".py", ".so") or (entry / "__init__.py").exists()
     }

@@ -1,7 +1,7 @@
 """The process group: joining the other ranks, exchanging values with them, and agreeing on errors.
 
-Values are exchanged as JSON. torch.distributed's own functions for objects use pickle, and whoever sends a pickle runs code in
-the process that reads it.
+Values are exchanged as JSON. torch.distributed's own functions for objects use pickle, and whoever sends a
+pickle runs code in the process that reads it.
 """
 
 import atexit
@@ -27,14 +27,17 @@ from hpctrain.text import first_line
 
 # Every rank of a job has to join within this time.
 JOIN_TIMEOUT = timedelta(seconds=60)
-# A rank waits this long for the others in a collective: rank 0 may write a checkpoint or compute scores before it joins.
+# A rank waits this long for the others in a collective: rank 0 may write a checkpoint or compute scores
+# before it joins.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
-# The largest value that ranks exchange, in bytes: a length from another rank decides how much memory is allocated.
+# The largest value that ranks exchange, in bytes: a length from another rank decides how much memory is
+# allocated.
 MAX_VALUE = 2**30
 
-# Groups that are kept until the process ends: see process_group(). Then their threads are joined while they can still get the
-# GIL, which they need to free their last tensor: a thread that asks for it later aborts the process.
+# Groups that are kept until the process ends: see process_group(). Then their threads are joined while they
+# can still get the GIL, which they need to free their last tensor: a thread that asks for it later aborts the
+# process.
 _kept_groups: list[dist.ProcessGroup] = []
 # The prefix of the keys in the store, from _connect_store().
 _prefix: list[str] = []
@@ -45,8 +48,9 @@ atexit.register(_kept_groups.clear)
 def process_group(world: World, device: torch.device, cpu_tensors: bool = False) -> Iterator[None]:
     """Initialize the default process group for the block; a world of one rank needs none.
 
-    The backend follows the device: nccl on CUDA, gloo on CPU. With `cpu_tensors`, collectives on CUDA take tensors of the CPU,
-    too, by gloo. Raises HpctrainError, naming the missing ranks, if not all of them join within JOIN_TIMEOUT.
+    The backend follows the device: nccl on CUDA, gloo on CPU. With `cpu_tensors`, collectives on CUDA take
+    tensors of the CPU, too, by gloo. Raises HpctrainError, naming the missing ranks, if not all of them join
+    within JOIN_TIMEOUT.
     """
     if world.size == 1:
         postpone_compiler()
@@ -58,10 +62,16 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
     store = _connect_store(world)
     try:
         dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT, **options
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=COLLECTIVE_TIMEOUT,
+            **options,
         )
     except dist.DistBackendError as error:
-        # Its last line is what NCCL says, such as "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60".
+        # Its last line is what NCCL says, such as "Duplicate GPU detected : rank 0 and rank 1 both on CUDA
+        # device 60".
         raise HpctrainError(
             f"rank {world.rank} of {world.size} on {os.uname().nodename}, {device}: NCCL cannot start "
             f"({str(error).strip().splitlines()[-1]}): give each rank a GPU of its own (--gpus-per-node as large as "
@@ -72,12 +82,13 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
     try:
         yield
     except (HpctrainError, SystemExit):
-        ends_at_once = True  # see entry.py; to destroy a group of NCCL would wait for other ranks, which may not come
+        # see entry.py; to destroy a group of NCCL would wait for other ranks, which may not come
+        ends_at_once = True
         raise
     finally:
-        # The destructor of a Gloo group waits for its threads, and holds the GIL meanwhile where the last reference is that of
-        # DDP's reducer (torch 2.13) or any (2.7.1). A thread that needs the GIL to free its last tensor then deadlocks. A
-        # reference keeps the destructor from running.
+        # The destructor of a Gloo group waits for its threads, and holds the GIL meanwhile where the last
+        # reference is that of DDP's reducer (torch 2.13) or any (2.7.1). A thread that needs the GIL to free
+        # its last tensor then deadlocks. A reference keeps the destructor from running.
         if "gloo" in backend:
             _kept_groups.append(dist.group.WORLD)
         if not ends_at_once:
@@ -87,8 +98,8 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
 def _raise_file_limit() -> None:
     """Let this process have as many connections as the administrator allows.
 
-    Most sites allow 1,024 open files unless a program asks for more. Rank 0 has three connections to the store from each rank,
-    and with Gloo every rank has one to each other rank.
+    Most sites allow 1,024 open files unless a program asks for more. Rank 0 has three connections to the
+    store from each rank, and with Gloo every rank has one to each other rank.
     """
     with suppress(OSError, ValueError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -126,7 +137,11 @@ def _connect_store(world: World) -> dist.Store:
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
-            address, port, is_master=world.rank == 0 and not agent_serves, wait_for_workers=False, timeout=JOIN_TIMEOUT
+            address,
+            port,
+            is_master=world.rank == 0 and not agent_serves,
+            wait_for_workers=False,
+            timeout=JOIN_TIMEOUT,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         reason = first_line(error)
@@ -150,15 +165,17 @@ def _connect_store(world: World) -> dist.Store:
 
 
 def _wait_for_all_ranks(world: World, store: dist.Store, address: str) -> dist.Store:
-    """Wait until every rank has joined; returns a store with a prefix that belongs to this start of the ranks alone.
+    """Wait until every rank has joined; returns a store with a prefix that belongs to this start of the ranks
+    alone.
 
-    torchrun keeps its store when it restarts the ranks, so a key such as "rank 3 has joined" may come from a rank 3 that has
-    died since. Each start of a rank therefore gets a unique id. A rank publishes its id, rank 0 answers under that id with
-    its own, and a rank that has read this answer belongs to the same start as rank 0.
+    torchrun keeps its store when it restarts the ranks, so a key such as "rank 3 has joined" may come from a
+    rank 3 that has died since. Each start of a rank therefore gets a unique id. A rank publishes its id, rank
+    0 answers under that id with its own, and a rank that has read this answer belongs to the same start as
+    rank 0.
 
-    Everyone who can reach the store can write to it. With a secret of the job (see _sign) each entry is signed, and entries with
-    another signature are ignored; the prefix is then a signature as well, which nobody without the secret can compute.
-    Raises HpctrainError on rank 0.
+    Everyone who can reach the store can write to it. With a secret of the job (see _sign) each entry is
+    signed, and entries with another signature are ignored; the prefix is then a signature as well, which
+    nobody without the secret can compute. Raises HpctrainError on rank 0.
     """
     start_id = uuid.uuid4().hex
     if world.rank == 0:
@@ -203,7 +220,8 @@ def _wait_for_all_ranks(world: World, store: dist.Store, address: str) -> dist.S
 
 
 def connect_again() -> dist.Store:
-    """A connection of its own to the store of the process group, for a thread: a request waits for an earlier one of the same.
+    """A connection of its own to the store of the process group, for a thread: a request waits for an earlier
+    one of the same.
 
     Raises DistError or RuntimeError.
     """
@@ -228,7 +246,9 @@ def _read_from_rank_0(store: dist.Store, key: str, context: tuple[object, ...], 
 
 
 def _warn_of_stranger(name: str, address: str) -> None:
-    print_error(f"hpctrain: warning: something that is not a rank of this job answered as {name} at {address}, and was ignored")
+    print_error(
+        f"hpctrain: warning: something that is not a rank of this job answered as {name} at {address}, and was ignored"
+    )
 
 
 def _sign(*parts: object) -> str:
@@ -318,7 +338,9 @@ def _length(content: torch.Tensor) -> torch.Tensor:
 def _checked_length(rank: int, length: torch.Tensor) -> int:
     number = int(length.item())
     if not 0 < number <= MAX_VALUE:
-        raise HpctrainError(f"rank {rank} sent a value of {number} bytes: run the same version of hpctrain on every rank")
+        raise HpctrainError(
+            f"rank {rank} sent a value of {number} bytes: run the same version of hpctrain on every rank"
+        )
     return number
 
 
@@ -333,10 +355,11 @@ def _decode(rank: int, content: torch.Tensor) -> Any:  # noqa: ANN401 - any JSON
 
 @contextmanager
 def all_or_none(world: World) -> Iterator[None]:
-    """Run the block on every rank; if it raises HpctrainError on any of them, all ranks exit and rank 0 prints why.
+    """Run the block on every rank; if it raises HpctrainError on any of them, all ranks exit and rank 0
+    prints why.
 
-    Without this, ranks without an error would wait for the others in the next collective, and an error that all ranks have
-    would be printed by each of them. A collective call, which needs the process group.
+    Without this, ranks without an error would wait for the others in the next collective, and an error that
+    all ranks have would be printed by each of them. A collective call, which needs the process group.
     """
     message = None
     try:
@@ -348,7 +371,10 @@ def all_or_none(world: World) -> Iterator[None]:
     if not ranks:
         return
     if world.rank != 0:
-        # With status 0: srun kills all ranks at the first failure, perhaps before rank 0 has printed the error.
+        # With status 0: srun kills all ranks at the first failure, perhaps before rank 0 has printed the
+        # error.
         raise SystemExit(0)
     everywhere = len(ranks) == 1 and len(next(iter(ranks.values()))) == world.size
-    raise HpctrainError(next(iter(ranks)) if everywhere else "; ".join(f"on {format_ranks(r)}: {m}" for m, r in ranks.items()))
+    raise HpctrainError(
+        next(iter(ranks)) if everywhere else "; ".join(f"on {format_ranks(r)}: {m}" for m, r in ranks.items())
+    )

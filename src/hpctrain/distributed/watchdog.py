@@ -1,16 +1,16 @@
 """Ends a job in which a rank is lost or no step finishes, and says what each rank was doing.
 
-Otherwise the ranks wait for one that is stopped, or whose node or network is gone, until their collective times out, after half
-an hour. From the first step on, a thread of each rank tells rank 0 through the store of the rendezvous that the rank is alive,
-which step it has finished, and which line it executes. What others write there is not signed, and ignored. A second thread
-judges: it does no input or output that could hang.
+Otherwise the ranks wait for one that is stopped, or whose node or network is gone, until their collective
+times out, after half an hour. From the first step on, a thread of each rank tells rank 0 through the store of
+the rendezvous that the rank is alive, which step it has finished, and which line it executes. What others
+write there is not signed, and ignored. A second thread judges: it does no input or output that could hang.
 
-A rank is lost when its news do not change for `limit` seconds. If nothing on its node answers, the node itself may be dead.
-Then the scheduler gets the time that it takes to notice (HPCTRAIN_NODE_TIMEOUT, from the launch scripts): it requeues the job,
-which it would not do with a job that has ended.
+A rank is lost when its news do not change for `limit` seconds. If nothing on its node answers, the node
+itself may be dead. Then the scheduler gets the time that it takes to notice (HPCTRAIN_NODE_TIMEOUT, from the
+launch scripts): it requeues the job, which it would not do with a job that has ended.
 
-A job is stuck when no rank finishes a step for the larger of `limit` and ten times the usual duration of a step, and all of them
-are in an epoch of training: none evaluates, writes or waits for a file system.
+A job is stuck when no rank finishes a step for the larger of `limit` and ten times the usual duration of a
+step, and all of them are in an epoch of training: none evaluates, writes or waits for a file system.
 """
 
 import faulthandler
@@ -50,7 +50,10 @@ class Watchdog:
         self._node_timeout = float(os.environ.get("HPCTRAIN_NODE_TIMEOUT") or 0)
         self._hosts = gather(world, platform.node()) if self._on else []
         self._ended = threading.Event()
-        self._main, self._main_task = threading.get_ident(), Path(f"/proc/self/task/{threading.get_native_id()}/stat")
+        self._main, self._main_task = (
+            threading.get_ident(),
+            Path(f"/proc/self/task/{threading.get_native_id()}/stat"),
+        )
         self._steps, self._in_epoch = 0, False
         self._last_step, self._usual_step = time.monotonic(), 0.0
         self._news: dict[int, News] = {}
@@ -87,26 +90,40 @@ class Watchdog:
             try:
                 store = store or connect_again()
                 store.set(f"news of {self._world.rank}", seal(json.dumps(news), "news of", self._world.rank))
-                told = [rank for rank in self._watched if rank in self._news or store.check([f"news of {rank}"])]
+                told = [
+                    rank for rank in self._watched if rank in self._news or store.check([f"news of {rank}"])
+                ]
                 if told:
                     texts = store.multi_get([f"news of {rank}" for rank in told])
-                    verified = {rank: verify(text, "news of", rank) for rank, text in zip(told, texts, strict=True)}
-                    told_now = {rank: tuple(json.loads(text)) for rank, text in verified.items() if text is not None}
+                    verified = {
+                        rank: verify(text, "news of", rank) for rank, text in zip(told, texts, strict=True)
+                    }
+                    told_now = {
+                        rank: tuple(json.loads(text)) for rank, text in verified.items() if text is not None
+                    }
                     # Others can set earlier news again, so that a lost rank seems to live.
-                    self._news |= {rank: each for rank, each in told_now.items() if each > self._news.get(rank, ())}
-                over = self._world.rank != 0 and store.check(["verdict"]) and verify(store.get("verdict"), "verdict") is not None
+                    self._news |= {
+                        rank: each for rank, each in told_now.items() if each > self._news.get(rank, ())
+                    }
+                over = (
+                    self._world.rank != 0
+                    and store.check(["verdict"])
+                    and verify(store.get("verdict"), "verdict") is not None
+                )
             except (dist.DistError, RuntimeError, ValueError, HpctrainError):
                 store = None  # connect again; the judge notices if that does not help
                 continue
             if over:
                 self._dump()
-                time.sleep(3 * self._limit / NEWS_PER_LIMIT)  # rank 0 ends first, so that its message comes first
+                # rank 0 ends first, so that its message comes first
+                time.sleep(3 * self._limit / NEWS_PER_LIMIT)
                 os._exit(1)
 
     def _judge(self) -> None:
         """End the process when a rank is lost or no step finishes."""
         period = self._limit / JUDGMENTS_PER_LIMIT
-        # Time during which this process was stopped itself does not count: a scheduler may suspend the whole job.
+        # Time during which this process was stopped itself does not count: a scheduler may suspend the whole
+        # job.
         elapsed, last = 0.0, time.monotonic()
         while not self._ended.wait(period):
             now = time.monotonic()
@@ -114,22 +131,43 @@ class Watchdog:
             news = dict(self._news)
             silent = {rank: self._unchanged_for(elapsed, rank, told) for rank, told in news.items()}
             # Where somebody on the node answers, the node is not dead.
-            answers = {self._hosts[rank] for rank in (self._world.rank, *silent) if silent.get(rank, 0) <= self._limit}
+            answers = {
+                self._hosts[rank]
+                for rank in (self._world.rank, *silent)
+                if silent.get(rank, 0) <= self._limit
+            }
             node_limit = max(self._limit, self._node_timeout)
-            lost = [rank for rank in silent if silent[rank] > (self._limit if self._hosts[rank] in answers else node_limit)]
+            lost = [
+                rank
+                for rank in silent
+                if silent[rank] > (self._limit if self._hosts[rank] in answers else node_limit)
+            ]
             if lost:
                 self._end_for_lost(lost, silent[lost[0]], news)
-            all_in_epoch = self._is_training() and len(news) == len(self._watched) and all(each[2] for each in news.values())
+            all_in_epoch = (
+                self._is_training()
+                and len(news) == len(self._watched)
+                and all(each[2] for each in news.values())
+            )
             steps = [self._steps, *(each[1] for each in news.values()), all_in_epoch]
             patience = max(self._limit, 10 * self._usual_step)
             since_step = self._unchanged_for(elapsed, -1, steps)
             # A rank that is silent for three news is about to be lost.
             all_answer = max(silent.values(), default=0) <= 3 * self._limit / NEWS_PER_LIMIT
-            if since_step > patience and all_in_epoch and all_answer and self._usual_step > 0 and self._world.rank == 0:
-                self._end(f"no rank has finished a step for {patience:.0f} s; --watchdog sets another limit", news)
+            if (
+                since_step > patience
+                and all_in_epoch
+                and all_answer
+                and self._usual_step > 0
+                and self._world.rank == 0
+            ):
+                self._end(
+                    f"no rank has finished a step for {patience:.0f} s; --watchdog sets another limit", news
+                )
 
     def _is_training(self) -> bool:
-        """Whether this rank is within an epoch, and not in a system call that a stalled file system does not finish.
+        """Whether this rank is within an epoch, and not in a system call that a stalled file system does not
+        finish.
 
         The kernel shows such a call as D, and Lustre's as I.
         """
@@ -157,16 +195,19 @@ class Watchdog:
         lines = [f"hpctrain: error: {problem}"]
         own = (0, self._steps, True, describe_line(self._main))
         for rank, (_, steps, _, line) in sorted((news | {self._world.rank: own}).items())[:MOST_RANKS_SHOWN]:
-            lines.append(f"hpctrain: rank {rank} on {self._hosts[rank]} had finished {steps} steps and was at {line}")
-        # Without rank 0 there is nobody to speak for all; one rank of each node does. First, because the log may be on a file
-        # system that hangs.
+            lines.append(
+                f"hpctrain: rank {rank} on {self._hosts[rank]} had finished {steps} steps and was at {line}"
+            )
+        # Without rank 0 there is nobody to speak for all; one rank of each node does. First, because the log
+        # may be on a file system that hangs.
         if self._world.rank == 0 or self._world.rank == 1 or self._world.local_rank == 0:
             print_error("\n".join(lines))
         if self._world.rank == 0:
             threading.Thread(target=self._tell_verdict, daemon=True).start()
         self._dump()
         print(*lines, sep="\n", file=self._log, flush=True)
-        if self._world.rank == 0:  # the others write their stacks, which their launcher's signal would prevent
+        # the others write their stacks, which their launcher's signal would prevent
+        if self._world.rank == 0:
             time.sleep(min(10.0, 2 * self._limit / NEWS_PER_LIMIT))
         os._exit(1)
 
@@ -189,7 +230,11 @@ def describe_line(thread: int) -> str:
     frame = sys._current_frames().get(thread)
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     chosen = frame
-    while chosen and chosen.f_code.co_filename.startswith(libraries) and not chosen.f_code.co_filename.startswith(_OWN_FOLDER):
+    while (
+        chosen
+        and chosen.f_code.co_filename.startswith(libraries)
+        and not chosen.f_code.co_filename.startswith(_OWN_FOLDER)
+    ):
         chosen = chosen.f_back
     chosen = chosen or frame
     if not chosen:

@@ -1,8 +1,8 @@
 """Which launcher started this process, and the place of this process among all ranks of the job.
 
-This is the only file that takes ranks from the variables of launchers and schedulers. It picks the launcher first and then reads
-every field from that launcher's variables. Mixing them makes several processes rank 0: `mpirun` inside a Slurm job, for example,
-leaves SLURM_PROCID=0 in the environment of every rank.
+This is the only file that takes ranks from the variables of launchers and schedulers. It picks the launcher
+first and then reads every field from that launcher's variables. Mixing them makes several processes rank 0:
+`mpirun` inside a Slurm job, for example, leaves SLURM_PROCID=0 in the environment of every rank.
 """
 
 import os
@@ -47,9 +47,14 @@ class World:
         return f"{counted(self.size, 'rank')} on {counted(self.nodes, 'node')}"
 
     def in_groups_of(self, number: int) -> "World":
-        """The place of this rank's group among groups of so many consecutive ranks. Raises UsageError if a rank is left over."""
+        """The place of this rank's group among groups of so many consecutive ranks.
+
+        Raises UsageError if a rank is left over.
+        """
         if self.size % number:
-            raise UsageError(f"--tensor-parallel {number} does not divide the number of ranks, {self.size}: give a divisor of it")
+            raise UsageError(
+                f"--tensor-parallel {number} does not divide the number of ranks, {self.size}: give a divisor of it"
+            )
         return replace(self, rank=self.rank // number, size=self.size // number)
 
 
@@ -59,12 +64,12 @@ ALONE = World(0, 1, 0, 1, 0, 1, "single")
 def detect(env: Mapping[str, str] = os.environ) -> World:
     """Read this process's place in the world from the variables that its launcher set.
 
-    The order is torchrun, horovodrun, MPI, a Slurm step, single: the innermost launcher wins. The launch scripts
-    export HPCTRAIN_WORLD_SIZE, the number of ranks that they start; a world of another size is refused. It may be smaller with
-    HPCTRAIN_MIN_WORLD_SIZE.
+    The order is torchrun, horovodrun, MPI, a Slurm step, single: the innermost launcher wins. The launch
+    scripts export HPCTRAIN_WORLD_SIZE, the number of ranks that they start; a world of another size is
+    refused. It may be smaller with HPCTRAIN_MIN_WORLD_SIZE.
 
-    Raises HpctrainError where a variable is missing or malformed, where one process runs in a job that has several
-    tasks, and where the world size is not HPCTRAIN_WORLD_SIZE.
+    Raises HpctrainError where a variable is missing or malformed, where one process runs in a job that has
+    several tasks, and where the world size is not HPCTRAIN_WORLD_SIZE.
     """
     world = None
     for read in (_torchrun, _horovodrun, _openmpi, _mpich, _slurm_step):
@@ -75,8 +80,12 @@ def detect(env: Mapping[str, str] = os.environ) -> World:
         _refuse_one_process_in_a_larger_job(env)
         world = ALONE
     if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size):
-        raise HpctrainError(f"the variables of {world.launcher} contradict each other: {world}; start the job again")
-    if "HPCTRAIN_WORLD_SIZE" in env and not _fewest_ranks(env) <= world.size <= _read_number(env, "HPCTRAIN_WORLD_SIZE"):
+        raise HpctrainError(
+            f"the variables of {world.launcher} contradict each other: {world}; start the job again"
+        )
+    if "HPCTRAIN_WORLD_SIZE" in env and not _fewest_ranks(env) <= world.size <= _read_number(
+        env, "HPCTRAIN_WORLD_SIZE"
+    ):
         raise HpctrainError(
             f"the launch script started {env['HPCTRAIN_WORLD_SIZE']} ranks, but according to {world.launcher} this is rank "
             f"{world.rank} of {world.size}: the launcher and the image do not use the same PMI; "
@@ -87,13 +96,17 @@ def detect(env: Mapping[str, str] = os.environ) -> World:
 
 def _fewest_ranks(env: Mapping[str, str]) -> int:
     """With --min-nodes, torchrun goes on with the nodes that are left."""
-    return _read_number(env, "HPCTRAIN_MIN_WORLD_SIZE" if "HPCTRAIN_MIN_WORLD_SIZE" in env else "HPCTRAIN_WORLD_SIZE")
+    return _read_number(
+        env, "HPCTRAIN_MIN_WORLD_SIZE" if "HPCTRAIN_MIN_WORLD_SIZE" in env else "HPCTRAIN_WORLD_SIZE"
+    )
 
 
 def _read_number(env: Mapping[str, str], name: str) -> int:
     value = env.get(name, "")
     if not value.isdecimal():
-        raise HpctrainError(f"{name} is {value!r}, not a number: unset it, or start this with a launcher (srun, torchrun, ...)")
+        raise HpctrainError(
+            f"{name} is {value!r}, not a number: unset it, or start this with a launcher (srun, torchrun, ...)"
+        )
     return int(value)
 
 
@@ -105,7 +118,8 @@ def _torchrun(env: Mapping[str, str]) -> World | None:
 
 
 def _horovodrun(env: Mapping[str, str]) -> World | None:
-    # The address of its server has to be there as well: under the other launchers train_horovod sets HOROVOD_RANK itself.
+    # The address of its server has to be there as well: under the other launchers train_horovod sets
+    # HOROVOD_RANK itself.
     if "HOROVOD_RANK" not in env or "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in env:
         return None
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
@@ -125,7 +139,8 @@ def _mpich(env: Mapping[str, str]) -> World | None:
     if "MPI_LOCALNRANKS" not in env:
         return None
     return _mpi_world(
-        *(_read_number(env, name) for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")), "mpich"
+        *(_read_number(env, name) for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+        "mpich",
     )
 
 
@@ -161,7 +176,9 @@ def _tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if not match:
-            raise HpctrainError(f"SLURM_STEP_TASKS_PER_NODE is {text!r}, not a list such as 2(x3),1: start this with srun")
+            raise HpctrainError(
+                f"SLURM_STEP_TASKS_PER_NODE is {text!r}, not a list such as 2(x3),1: start this with srun"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -178,7 +195,9 @@ def _refuse_one_process_in_a_larger_job(env: Mapping[str, str]) -> None:
         try:
             slots = len(Path(env["PBS_NODEFILE"]).read_text().split())
         except OSError as error:
-            raise HpctrainError(f"PBS_NODEFILE cannot be read ({error}): run this on the first node of the job") from error
+            raise HpctrainError(
+                f"PBS_NODEFILE cannot be read ({error}): run this on the first node of the job"
+            ) from error
         if slots > 1:
             raise HpctrainError(
                 f"this PBS job has {slots} slots, but this process was started without mpirun: "
@@ -204,5 +223,8 @@ def restart_count(env: Mapping[str, str] = os.environ) -> int:
 
 
 def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun may start these ranks again. Its count of restarts is no help: each node has its own."""
+    """Whether torchrun may start these ranks again.
+
+    Its count of restarts is no help: each node has its own.
+    """
     return int(env.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0

@@ -1,10 +1,11 @@
 """Files and folders that appear complete under their final name, or not at all.
 
-Each is written beside its place under a hidden temporary name, synced to disk and renamed, and the rename is synced as well.
-A crash, a full disk or an exception leaves the earlier content. OSError passes through: callers add the advice.
+Each is written beside its place under a hidden temporary name, synced to disk and renamed, and the rename is
+synced as well. A crash, a full disk or an exception leaves the earlier content. OSError passes through:
+callers add the advice.
 
-A symbolic link at the final place stays, and what it points to is replaced, unless somebody else made the link: in a folder of
-theirs it could point to any file of yours. Permissions follow the umask.
+A symbolic link at the final place stays, and what it points to is replaced, unless somebody else made the
+link: in a folder of theirs it could point to any file of yours. Permissions follow the umask.
 """
 
 import errno
@@ -17,7 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-# A file system may be full, read-only or gone for a while: writing is tried again every so many seconds, for so many.
+# A file system may be full, read-only or gone for a while: writing is tried again every so many seconds, for
+# so many.
 RETRY_EVERY, RETRY_FOR = 5.0, 300.0
 
 
@@ -28,7 +30,10 @@ class Retry:
         self._began, self._told = time.monotonic(), False
 
     def wait(self, error: Exception, problem: str) -> None:
-        """Print the problem, once, and wait until it is time to try again. Raises `error` after RETRY_FOR seconds."""
+        """Print the problem, once, and wait until it is time to try again.
+
+        Raises `error` after RETRY_FOR seconds.
+        """
         if time.monotonic() - self._began > RETRY_FOR:
             raise error
         if not self._told:
@@ -41,8 +46,8 @@ class Retry:
 def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Open a file for writing ("w" or "wb") that becomes `path` when the block ends without an exception.
 
-    Text is UTF-8. To check what was written before it gets its final name, flush the file and read `Path(opened.name)`.
-    A device or a pipe at `path`, such as /dev/null, is written to directly.
+    Text is UTF-8. To check what was written before it gets its final name, flush the file and read
+    `Path(opened.name)`. A device or a pipe at `path`, such as /dev/null, is written to directly.
     """
     check_link(path)
     encoding = None if "b" in mode else "utf-8"
@@ -72,7 +77,10 @@ def check_link(path: Path) -> None:
 
 
 def open_to_append(path: Path) -> IO[str]:
-    """Open a text file, in UTF-8, which grows in its place; created if there is none. Links of other users raise OSError."""
+    """Open a text file, in UTF-8, which grows in its place; created if there is none.
+
+    Links of other users raise OSError.
+    """
     check_link(path)
 
     def opener(name: str, flags: int) -> int:
@@ -89,7 +97,8 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def folder(path: Path, replace: bool = True) -> Iterator[Path]:
-    """Create a folder that becomes `path` when the block ends without an exception; see rename_folder() for `replace`.
+    """Create a folder that becomes `path` when the block ends without an exception; see rename_folder() for
+    `replace`.
 
     The block gets the path of the temporary folder, which is empty. Parents of `path` are created.
     """
@@ -110,8 +119,9 @@ def folder(path: Path, replace: bool = True) -> Iterator[Path]:
 def rename_folder(finished: Path, path: Path, replace: bool = True) -> None:
     """Sync a finished folder beside `path`, and rename it to `path`.
 
-    An earlier folder that has files is replaced, or raises OSError if `replace` is false. A rename cannot replace such a
-    folder, so the earlier one is renamed first: a crash between the two renames leaves both, under hidden names.
+    An earlier folder that has files is replaced, or raises OSError if `replace` is false. A rename cannot
+    replace such a folder, so the earlier one is renamed first: a crash between the two renames leaves both,
+    under hidden names.
     """
     for part in finished.rglob("*"):
         if not part.is_symlink():
@@ -131,7 +141,9 @@ def rename_folder(finished: Path, path: Path, replace: bool = True) -> None:
 
 
 def remove_leftovers(folder: Path, age: float = 0) -> None:
-    """Remove what killed writers have left in a folder, and not changed for `age` seconds. Nobody may be writing these.
+    """Remove what killed writers have left in a folder, and not changed for `age` seconds.
+
+    Nobody may be writing these.
 
     An earlier folder that was to be replaced gets its name back, unless the new one has it.
     """

@@ -1,7 +1,8 @@
-"""SHA-256 of weights, and of the files in a folder, in SHA256SUMS: `sha256sum --check SHA256SUMS` reads it as well.
+"""SHA-256 of weights, and of the files in a folder, in SHA256SUMS: `sha256sum --check SHA256SUMS` reads it as
+well.
 
-Neither safetensors nor numpy notices a flipped bit in its data. A folder without SHA256SUMS, such as one from elsewhere, is not
-checked.
+Neither safetensors nor numpy notices a flipped bit in its data. A folder without SHA256SUMS, such as one from
+elsewhere, is not checked.
 """
 
 import hashlib
@@ -24,20 +25,26 @@ def write_digests(folder: Path) -> None:
 
 
 def check_digests(folder: Path) -> None:
-    """Raise HpctrainError that names the first file that is not as SHA256SUMS says. Nothing is checked without that file."""
+    """Raise HpctrainError that names the first file that is not as SHA256SUMS says.
+
+    Nothing is checked without that file.
+    """
     sums = folder / NAME
     try:
         lines = sums.read_bytes().decode(errors="replace").splitlines() if sums.exists() else []
         for line in lines:
             digest, between, name = line[:64], line[64:66], line[66:]
-            known = between in ("  ", " *") and ".." not in Path(name).parts and (folder / name).is_file()  # *: --binary
+            # *: --binary
+            known = between in ("  ", " *") and ".." not in Path(name).parts and (folder / name).is_file()
             if not known or _digest(folder / name) != digest:
                 raise HpctrainError(
                     f"{folder / name}: not the file that was written, according to {NAME}: copy it or make it again, or remove "
                     f"{NAME} if you have changed it"
                 )
     except OSError as error:
-        raise HpctrainError(f"{folder}: cannot be read ({error.strerror}): copy it or make it again") from error
+        raise HpctrainError(
+            f"{folder}: cannot be read ({error.strerror}): copy it or make it again"
+        ) from error
 
 
 def _digest(path: Path) -> str:

@@ -7,9 +7,11 @@ from hpctrain.errors import HpctrainError
 
 
 def refuse_throw_away(folder: Path) -> None:
-    """Raise HpctrainError if the folder is in the memory of an Apptainer container, as with --containall, and ends with it.
+    """Raise HpctrainError if the folder is in the memory of an Apptainer container, as with --containall, and
+    ends with it.
 
-    Apptainer has such folders in the same tmpfs as the lists of users and groups that it writes for the container.
+    Apptainer has such folders in the same tmpfs as the lists of users and groups that it writes for the
+    container.
     """
     if not os.environ.get("APPTAINER_CONTAINER", os.environ.get("SINGULARITY_CONTAINER")):
         return

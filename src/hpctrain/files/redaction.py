@@ -14,8 +14,9 @@ SHORTEST = 6
 def hide_secrets(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     """A copy of a JSON value without secrets, which become "***".
 
-    Secrets are: the values of keys and options (--NAME VALUE, NAME=VALUE) whose name is like TOKEN or PASSWORD, the values of
-    environment variables of such names wherever they stand, and user:password@ in URLs.
+    Secrets are: the values of keys and options (--NAME VALUE, NAME=VALUE) whose name is like TOKEN or
+    PASSWORD, the values of environment variables of such names wherever they stand, and user:password@ in
+    URLs.
     """
     values = {text for name, text in os.environ.items() if SECRET_NAME.search(name) and len(text) >= SHORTEST}
     return _hide(value, sorted(values, key=len, reverse=True))
@@ -23,7 +24,9 @@ def hide_secrets(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 def _hide(value: Any, secrets: list[str]) -> Any:  # noqa: ANN401
     if isinstance(value, dict):
-        return {key: HIDDEN if item and _is_secret(key) else _hide(item, secrets) for key, item in value.items()}
+        return {
+            key: HIDDEN if item and _is_secret(key) else _hide(item, secrets) for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         words = [_hide(item, secrets) for item in value]
         for number, word in enumerate(value[:-1]):
@@ -35,7 +38,9 @@ def _hide(value: Any, secrets: list[str]) -> Any:  # noqa: ANN401
     for secret in secrets:
         value = value.replace(secret, HIDDEN)
     value = re.sub(r"(?<=://)[^/\s@]+@", f"{HIDDEN}@", value)
-    return re.sub(r"(?<![\w-])((?:--)?[\w-]+)=(\S+)", lambda m: f"{m[1]}={HIDDEN}" if _is_secret(m[1]) else m[0], value)
+    return re.sub(
+        r"(?<![\w-])((?:--)?[\w-]+)=(\S+)", lambda m: f"{m[1]}={HIDDEN}" if _is_secret(m[1]) else m[0], value
+    )
 
 
 def _is_secret(name: object) -> bool:

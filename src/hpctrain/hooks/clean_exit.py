@@ -1,6 +1,8 @@
-"""Lets the threads of torch finish before Python ends, and keeps their groups until then, in every rank of a user's script.
+"""Lets the threads of torch finish before Python ends, and keeps their groups until then, in every rank of a
+user's script.
 
-torch calls wait_at_exit() by its entry point (see pyproject.toml), in every script that imports it. So this imports little.
+torch calls wait_at_exit() by its entry point (see pyproject.toml), in every script that imports it. So this
+imports little.
 """
 
 import atexit
@@ -19,11 +21,14 @@ _kept_groups: list[Any] = []
 
 
 def wait_at_exit() -> None:
-    """For `import torch`: at the end of a rank, wait until the other threads of the process rest. Does nothing elsewhere.
+    """For `import torch`: at the end of a rank, wait until the other threads of the process rest.
 
-    A thread of Gloo frees the tensors of a collective after the call has returned, and takes Python's lock for it. If the
-    interpreter is being finalized by then, the process aborts with "terminate called without an active exception", after
-    the training: github.com/pytorch/pytorch/pull/179291. DDP keeps these threads beyond destroy_process_group().
+    Does nothing elsewhere.
+
+    A thread of Gloo frees the tensors of a collective after the call has returned, and takes Python's lock
+    for it. If the interpreter is being finalized by then, the process aborts with "terminate called without
+    an active exception", after the training: github.com/pytorch/pytorch/pull/179291. DDP keeps these threads
+    beyond destroy_process_group().
     """
     if int(os.environ.get("HPCTRAIN_WORLD_SIZE") or 1) > 1 and "RANK" in os.environ:
         atexit.register(_kept_groups.clear)  # after wait_for_threads()
@@ -34,9 +39,10 @@ def wait_at_exit() -> None:
 def keep_destroyed_groups() -> None:
     """Keep each process group that the script destroys until its end.
 
-    The destructor of a Gloo group waits for its threads. Where DDP has the last reference, it holds Python's lock meanwhile,
-    and a thread that needs it to free a tensor waits forever (torch 2.13). So a rank never ended that freed its model after
-    destroy_process_group(), as at the end of a function; rendezvous.process_group() keeps the group of hpctrain's trainers.
+    The destructor of a Gloo group waits for its threads. Where DDP has the last reference, it holds Python's
+    lock meanwhile, and a thread that needs it to free a tensor waits forever (torch 2.13). So a rank never
+    ended that freed its model after destroy_process_group(), as at the end of a function;
+    rendezvous.process_group() keeps the group of hpctrain's trainers.
     """
     from torch.distributed import distributed_c10d
 
@@ -57,7 +63,8 @@ def keep_destroyed_groups() -> None:
 def wait_for_threads() -> None:
     """Return once no other thread of this process has run for 2 ms, or after a second.
 
-    A thread that waits for Python's lock gets it while this one sleeps: it then runs, or has run, at the next look.
+    A thread that waits for Python's lock gets it while this one sleeps: it then runs, or has run, at the next
+    look.
     """
     end = time.monotonic() + LIMIT_S
     before = _count_switches()

@@ -1,7 +1,8 @@
-"""Finds ranks of a user's script that work alone: started by a launch script, but without a process group, Horovod or MPI.
+"""Finds ranks of a user's script that work alone: started by a launch script, but without a process group,
+Horovod or MPI.
 
-torch and Lightning call the functions at the end by their entry points (see pyproject.toml), in every script that imports them.
-So this imports little.
+torch and Lightning call the functions at the end by their entry points (see pyproject.toml), in every script
+that imports them. So this imports little.
 """
 
 import atexit
@@ -53,11 +54,12 @@ def callbacks_of_pytorch_lightning() -> list[Any]:
 def watch_rank_0() -> None:
     """For `import torch`: lets rank 0 of a job say at its end that it never joined the other ranks.
 
-    Such a script trains N times on its own, with exit status 0. It may be meant so, and is no error. Does nothing without a
-    launch script. A process that the script starts, as by torch.multiprocessing.spawn(), tells it that it has joined.
+    Such a script trains N times on its own, with exit status 0. It may be meant so, and is no error. Does
+    nothing without a launch script. A process that the script starts, as by torch.multiprocessing.spawn(),
+    tells it that it has joined.
 
-    accelerate, and with it the Trainer of transformers, sees one rank on CPUs unless it is told that there is no GPU. With a
-    torch that is built for CPUs it is told so, on every rank.
+    accelerate, and with it the Trainer of transformers, sees one rank on CPUs unless it is told that there is
+    no GPU. With a torch that is built for CPUs it is told so, on every rank.
     """
     ranks = os.environ.get("HPCTRAIN_WORLD_SIZE") or "1"
     if ranks == "1":
@@ -88,7 +90,10 @@ def watch_rank_0() -> None:
         joined = True
         distributed_c10d._new_process_group_helper = original
         # A world of processes on this node alone has one of these addresses.
-        if not path.startswith(f"/proc/{os.getpid()}/") and os.environ.get("MASTER_ADDR") not in ("localhost", "127.0.0.1"):
+        if not path.startswith(f"/proc/{os.getpid()}/") and os.environ.get("MASTER_ADDR") not in (
+            "localhost",
+            "127.0.0.1",
+        ):
             with contextlib.suppress(OSError):
                 if Path(path).is_fifo():
                     Path(path).write_bytes(b"1")
@@ -129,7 +134,10 @@ def watch_rank_0() -> None:
 
 def _is_alone_in_accelerate() -> bool:
     state = sys.modules.get("accelerate.state")
-    return state is not None and state.PartialState._shared_state.get("distributed_type") == state.DistributedType.NO
+    return (
+        state is not None
+        and state.PartialState._shared_state.get("distributed_type") == state.DistributedType.NO
+    )
 
 
 def _joined_by_horovod() -> bool:

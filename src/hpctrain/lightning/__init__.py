@@ -9,7 +9,8 @@ __all__ = ["RunFolder", "WorldEnvironment"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever has the name
-    # Not at the top: trainer.py imports Lightning in another way (see lazy_imports.py), and Python imports this file before it.
+    # Not at the top: trainer.py imports Lightning in another way (see lazy_imports.py), and Python imports
+    # this file before it.
     if name not in __all__:
         raise AttributeError(f"module 'hpctrain.lightning' has no attribute {name!r}")
     from hpctrain.lightning import run_folder

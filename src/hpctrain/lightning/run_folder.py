@@ -1,8 +1,10 @@
-"""Run folder, checkpoints and requeue for a Trainer of Lightning that is somebody's own: docs/own-script.md shows the use.
+"""Run folder, checkpoints and requeue for a Trainer of Lightning that is somebody's own: docs/own-script.md
+shows the use.
 
-Lightning resumes within an epoch from a loader that starts the epoch again, so that the first batches are trained on twice and
-the last ones never. RunFolder leaves out the batches that are done, and makes order, random augmentation and dropout functions
-of seed, epoch and step. So a resumed run has the weights of one that was never stopped, bit for bit.
+Lightning resumes within an epoch from a loader that starts the epoch again, so that the first batches are
+trained on twice and the last ones never. RunFolder leaves out the batches that are done, and makes order,
+random augmentation and dropout functions of seed, epoch and step. So a resumed run has the weights of one
+that was never stopped, bit for bit.
 """
 
 import math
@@ -92,23 +94,28 @@ class WorldEnvironment(ClusterEnvironment):
 
 
 class RunFolder(Checkpoint):
-    """A callback that gives a Trainer a run folder: metrics, checkpoints at any step, the end at the time limit, the result.
+    """A callback that gives a Trainer a run folder: metrics, checkpoints at any step, the end at the time
+    limit, the result.
 
         folder = RunFolder("runs/mine")
         trainer = Trainer(max_epochs=3, callbacks=[folder], ...)
         trainer.fit(module, loader, ckpt_path=folder.ckpt_path)
 
-    It takes the place of ModelCheckpoint, which a Trainer may have as well. A checkpoint is due every `checkpoint_every` (500
-    steps, 30s, 10min, 1h), after each epoch, and when the launch script asks for the end of the job. The newest
-    `keep_checkpoints` are kept. Raises UsageError for an interval that is none.
+    It takes the place of ModelCheckpoint, which a Trainer may have as well. A checkpoint is due every
+    `checkpoint_every` (500 steps, 30s, 10min, 1h), after each epoch, and when the launch script asks for the
+    end of the job. The newest `keep_checkpoints` are kept. Raises UsageError for an interval that is none.
     """
 
-    def __init__(self, folder: str | Path, *, checkpoint_every: int | str = "10min", keep_checkpoints: int = 3) -> None:
+    def __init__(
+        self, folder: str | Path, *, checkpoint_every: int | str = "10min", keep_checkpoints: int = 3
+    ) -> None:
         print_errors_in_one_line()
         try:
             Interval.parse(str(checkpoint_every))
         except ValueError:
-            raise UsageError(f"checkpoint_every={checkpoint_every!r}: give a number of steps (500) or a time (10min)") from None
+            raise UsageError(
+                f"checkpoint_every={checkpoint_every!r}: give a number of steps (500) or a time (10min)"
+            ) from None
         self._args = Namespace(out=Path(folder), resume=AUTO, force=False, watchdog=0, on_nan="stop")
         self._args.checkpoint_every, self._args.keep_checkpoints = str(checkpoint_every), keep_checkpoints
         self._args.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # of lightning.seed_everything()
@@ -120,11 +127,17 @@ class RunFolder(Checkpoint):
 
     @property
     def ckpt_path(self) -> Path | None:
-        """The newest checkpoint of the run folder, None in a new run. If it is corrupt, Trainer.fit() loads an older one."""
+        """The newest checkpoint of the run folder, None in a new run.
+
+        If it is corrupt, Trainer.fit() loads an older one.
+        """
         return next(iter(checkpoint.list_newest_first(self._args.out)), None)
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        """Open the run folder, and let the Trainer save and load checkpoints there. A collective call. Raises HpctrainError."""
+        """Open the run folder, and let the Trainer save and load checkpoints there.
+
+        A collective call. Raises HpctrainError.
+        """
         if stage != "fit":
             return
         if self._run is None:
@@ -134,14 +147,20 @@ class RunFolder(Checkpoint):
 
     def _open(self, trainer: Trainer, module: LightningModule) -> Run:
         if trainer.max_steps != -1 or not trainer.max_epochs or trainer.max_epochs < 0:
-            raise UsageError("RunFolder counts epochs: make the Trainer with max_epochs, and without max_steps")
+            raise UsageError(
+                "RunFolder counts epochs: make the Trainer with max_epochs, and without max_steps"
+            )
         if trainer.reload_dataloaders_every_n_epochs:
             raise UsageError("RunFolder cannot resume with reload_dataloaders_every_n_epochs: leave it out")
         if not module.automatic_optimization:
-            raise UsageError("RunFolder counts optimizer steps: use automatic optimization in the LightningModule")
+            raise UsageError(
+                "RunFolder counts optimizer steps: use automatic optimization in the LightningModule"
+            )
         if type(trainer.strategy).save_checkpoint is not Strategy.save_checkpoint:
             name = type(trainer.strategy).__name__
-            raise UsageError(f'RunFolder cannot save what {name} saves in parts: make the Trainer with strategy="ddp"')
+            raise UsageError(
+                f'RunFolder cannot save what {name} saves in parts: make the Trainer with strategy="ddp"'
+            )
         self._args.epochs = trainer.max_epochs
         places = trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.num_devices
         world = World(*places, trainer.node_rank, trainer.num_nodes, detect().launcher)
@@ -153,31 +172,45 @@ class RunFolder(Checkpoint):
         return self._run and self._run.resume_from
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
-        """The newest checkpoint that fits, in CPU memory; None in a new run. A collective call. Raises HpctrainError."""
+        """The newest checkpoint that fits, in CPU memory; None in a new run.
+
+        A collective call. Raises HpctrainError.
+        """
         self._state = self._run.resume(CPU, trainer.max_epochs, trainer.lightning_module, "state_dict")
         return self._state
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Prepare the loader and DDP for a run that may be resumed at any step. Raises UsageError for what cannot be resumed."""
+        """Prepare the loader and DDP for a run that may be resumed at any step.
+
+        Raises UsageError for what cannot be resumed.
+        """
         # Lightning's handler starts a collective, which waits for ranks that are dead.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._state is None:
             if self._run.resume_from:
-                raise UsageError(f"{self._run.folder} has checkpoints: call Trainer.fit(..., ckpt_path=folder.ckpt_path)")
+                raise UsageError(
+                    f"{self._run.folder} has checkpoints: call Trainer.fit(..., ckpt_path=folder.ckpt_path)"
+                )
             self.resume(trainer)
         if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-            raise UsageError("ReduceLROnPlateau changes after the checkpoint of an epoch: use another scheduler with RunFolder")
+            raise UsageError(
+                "ReduceLROnPlateau changes after the checkpoint of an epoch: use another scheduler with RunFolder"
+            )
         self._prepare_loader(trainer)
         self._state = None  # as large as the model and its optimizer
         if isinstance(model := trainer.strategy.model, DistributedDataParallel) and not model.static_graph:
             # See settle_buckets(). This is no training_step(), which may do more than compute a loss.
-            with patch.object(module, "forward", lambda: sum((p * 0).sum() for p in module.parameters() if p.requires_grad)):
+            with patch.object(
+                module, "forward", lambda: sum((p * 0).sum() for p in module.parameters() if p.requires_grad)
+            ):
                 model().backward()
             module.zero_grad(set_to_none=True)
         with all_or_none(self._run.world):
             self._dump(trainer)
             if self._run.world.rank == 0:
-                checkpoint.check_loadable(self._checkpoints.state, "save_hyperparameters() or on_save_checkpoint()")
+                checkpoint.check_loadable(
+                    self._checkpoints.state, "save_hyperparameters() or on_save_checkpoint()"
+                )
 
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Let SIGTERM end this process: Trainer.test() has set Lightning's handler again."""
@@ -185,28 +218,45 @@ class RunFolder(Checkpoint):
 
     def _prepare_loader(self, trainer: Trainer) -> None:
         loader = trainer.train_dataloader
-        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        if (
+            not isinstance(loader, DataLoader)
+            or isinstance(loader.dataset, IterableDataset)
+            or loader.batch_sampler is None
+        ):
             raise UsageError(
                 "RunFolder can resume within an epoch from one torch.utils.data.DataLoader, with batches of a Dataset that has "
                 f"__getitem__ and __len__, and not from this {type(loader).__name__}: give Trainer.fit() such a loader"
             )
         self._run.check_steps(self._steps(trainer))  # Lightning starts no epoch that has no batch left
         skip = self._state["step"] * trainer.accumulate_grad_batches if self._state else 0
-        batches = loader.batch_sampler.inner if isinstance(loader.batch_sampler, ResumableBatches) else loader.batch_sampler
-        # DataLoader refuses a new batch sampler, because its workers have the old one; new workers are started below.
+        batches = (
+            loader.batch_sampler.inner
+            if isinstance(loader.batch_sampler, ResumableBatches)
+            else loader.batch_sampler
+        )
+        # DataLoader refuses a new batch sampler, because its workers have the old one; new workers are
+        # started below.
         object.__setattr__(
-            loader, "batch_sampler", ResumableBatches(batches, lambda: trainer.current_epoch, self._args.seed, skip)
+            loader,
+            "batch_sampler",
+            ResumableBatches(batches, lambda: trainer.current_epoch, self._args.seed, skip),
         )
         if not isinstance(loader.dataset, SeededByKey):
             object.__setattr__(loader, "dataset", SeededByKey(loader.dataset, self._args.seed))
         loader._iterator = None  # of persistent workers
-        # An iterator without a generator draws one of the random numbers that are seeded here; a resumed Trainer makes others.
+        # An iterator without a generator draws one of the random numbers that are seeded here; a resumed
+        # Trainer makes others.
         apply_to_collection([loader, trainer.val_dataloaders], DataLoader, _give_generator)
-        iter(trainer.fit_loop._data_fetcher)  # Lightning has made an iterator before it calls on_train_start()
+        # Lightning has made an iterator before it calls on_train_start()
+        iter(trainer.fit_loop._data_fetcher)
         self._seed(trainer, skip, "before")
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
-        """Begin the epoch. Save, where it is due: Lightning counts the batch before this one as done only now.
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:  # noqa: ANN401
+        """Begin the epoch.
+
+        Save, where it is due: Lightning counts the batch before this one as done only now.
 
         There is no on_train_epoch_start() in a run that is resumed within an epoch.
         """
@@ -231,7 +281,9 @@ class RunFolder(Checkpoint):
 
     def _seed(self, trainer: Trainer, batch_idx: int, stage: str) -> None:
         """Seed random numbers by (seed, epoch, batch, rank) alone: "before" a step, for its batch, and "in" it."""
-        number = hash((self._args.seed, trainer.current_epoch, batch_idx, self._run.world.rank, stage == "in"))
+        number = hash(
+            (self._args.seed, trainer.current_epoch, batch_idx, self._run.world.rank, stage == "in")
+        )
         seed_torch(number)
         random.seed(number)
         if numpy := sys.modules.get("numpy"):
@@ -241,16 +293,22 @@ class RunFolder(Checkpoint):
         """Seed the random numbers of the first batch."""
         self._seed(trainer, 0, "before")
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         """See Run.check_gradients(). Gradients are clipped after this."""
         self._run.check_gradients()
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:  # noqa: ANN401
         """Count the optimizer steps, with their losses."""
         self._seed(trainer, batch_idx + 1, "before")
         if outputs:  # training_step() may have left out the batch
             self._loss += outputs["loss"]  # Lightning has divided it by accumulate_grad_batches
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 >= trainer.num_training_batches:
+        if (
+            batch_idx + 1
+        ) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 >= trainer.num_training_batches:
             self._run.step(self._loss, learning_rate=trainer.optimizers[0].param_groups[0]["lr"])
             self._loss = torch.zeros((), device=module.device)
             self._must_save = self._run.must_save()
@@ -278,13 +336,21 @@ class RunFolder(Checkpoint):
         if not self._saving:
             return
         state["model"] = self._bare(module).state_dict()
-        if self._begun:  # Lightning counts the batch before this one once more when it resumes, in the steps of its loggers
+        # Lightning counts the batch before this one once more when it resumes, in the steps of its loggers
+        if self._begun:
             state["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
     def _logged(self, trainer: Trainer) -> dict[str, float]:
-        """The finite values that the module has logged, of rank 0 where the ranks differ. A collective call."""
-        values = {name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-        return {name: value for name, value in broadcast(self._run.world, values).items() if math.isfinite(value)}
+        """The finite values that the module has logged, of rank 0 where the ranks differ.
+
+        A collective call.
+        """
+        values = {
+            name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1
+        }
+        return {
+            name: value for name, value in broadcast(self._run.world, values).items() if math.isfinite(value)
+        }
 
     def _bare(self, module: LightningModule) -> torch.nn.Module:
         """The model whose weights a checkpoint has as "model"."""
@@ -311,10 +377,11 @@ class RunFolder(Checkpoint):
 
 
 class _RunCheckpoints(CheckpointIO):
-    """Hands Lightning's checkpoints to the run folder, and loads them from there; others go where they went without it.
+    """Hands Lightning's checkpoints to the run folder, and loads them from there; others go where they went
+    without it.
 
-    Rank 0 alone saves, while the other ranks wait for it in a barrier. So save_checkpoint() only keeps the state, for Run.save(),
-    which all ranks call.
+    Rank 0 alone saves, while the other ranks wait for it in a barrier. So save_checkpoint() only keeps the
+    state, for Run.save(), which all ranks call.
     """
 
     def __init__(self, folder: Path, callback: RunFolder, trainer: Trainer) -> None:
@@ -329,8 +396,13 @@ class _RunCheckpoints(CheckpointIO):
         else:
             self._others.save_checkpoint(state, path, storage_options)
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ANN401
-        """Load the checkpoint that the run resumes from. Lightning calls this on every rank. Raises HpctrainError."""
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:  # noqa: ANN401
+        """Load the checkpoint that the run resumes from.
+
+        Lightning calls this on every rank. Raises HpctrainError.
+        """
         if path == self._callback.resume_from or Path(path).parent.resolve() == self.folder.resolve():
             return self._callback.resume(self._trainer) or {}
         return self._others.load_checkpoint(path, map_location, weights_only)

@@ -9,7 +9,15 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hpctrain.distributed.lazy_imports import import_of_lightning
 from hpctrain.distributed.world import World
 from hpctrain.lightning.trainer import JsonStrategy
-from hpctrain.training.sharding import copy_without_weights, gather_model, is_sharded, load_weights, shard, split, split_state
+from hpctrain.training.sharding import (
+    copy_without_weights,
+    gather_model,
+    is_sharded,
+    load_weights,
+    shard,
+    split,
+    split_state,
+)
 
 with import_of_lightning():
     from lightning.pytorch import Trainer
@@ -17,7 +25,9 @@ with import_of_lightning():
 
 
 class ShardedStrategy(JsonStrategy):
-    """Shards the `model` of a LightningModule over all ranks, for a Trainer. In bf16, weights are gathered as bf16 as well.
+    """Shards the `model` of a LightningModule over all ranks, for a Trainer.
+
+    In bf16, weights are gathered as bf16 as well.
 
     `tensor_parallel`, `styles` and `cpu_offload` are those of shard().
     """
@@ -35,7 +45,10 @@ class ShardedStrategy(JsonStrategy):
         self._options = {"tensor_parallel": tensor_parallel, "styles": styles, "cpu_offload": cpu_offload}
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, if it is not yet, and make its optimizer. Lightning calls this to train and to test."""
+        """Shard the model, if it is not yet, and make its optimizer.
+
+        Lightning calls this to train and to test.
+        """
         self.accelerator.setup(trainer)
         model = self.lightning_module.model
         if not is_sharded(model):
@@ -66,7 +79,10 @@ class ShardedStrategy(JsonStrategy):
             optimizer.load_state_dict(split_state(optimizer, state))
 
     def gather_model(self) -> nn.Module:
-        """The model as it was before it was sharded, with its weights, in the memory of rank 0. A collective call."""
+        """The model as it was before it was sharded, with its weights, in the memory of rank 0.
+
+        A collective call.
+        """
         return gather_model(self.lightning_module.model, self._skeleton)
 
     def teardown(self) -> None:

@@ -35,7 +35,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # the data are in memory
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")  # its sampler is
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # logged values are the same on all ranks
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning 2.6 calls a function that torch 2.13 deprecates
+    # Lightning 2.6 calls a function that torch 2.13 deprecates
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 
 
 class JsonStrategy(DDPStrategy):
@@ -51,13 +52,15 @@ class JsonStrategy(DDPStrategy):
 
 
 class TrainerFolder(RunFolder):
-    """The RunFolder of hpctrain's own trainers, which open the run and whose samplers know the epoch and the step.
+    """The RunFolder of hpctrain's own trainers, which open the run and whose samplers know the epoch and the
+    step.
 
-    `batch_size` is the global one. `bare` maps the LightningModule to the model inside it. Each checkpoint has the weights of
-    that model as "model", under the same names as the checkpoints of the other trainers. `score` gets the metrics that the
-    module logged in an evaluation; the one with the highest score is the best. With `evaluate_every`, evaluations also follow
-    every so many steps of the run, and a checkpoint where one is the best so far. A run that stalls there has no further step:
-    the module skips the batches that are left, see on_train_epoch_end().
+    `batch_size` is the global one. `bare` maps the LightningModule to the model inside it. Each checkpoint
+    has the weights of that model as "model", under the same names as the checkpoints of the other trainers.
+    `score` gets the metrics that the module logged in an evaluation; the one with the highest score is the
+    best. With `evaluate_every`, evaluations also follow every so many steps of the run, and a checkpoint
+    where one is the best so far. A run that stalls there has no further step: the module skips the batches
+    that are left, see on_train_epoch_end().
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class TrainerFolder(RunFolder):
     def resume(self, trainer: Trainer) -> dict[str, Any]:
         """The state of the checkpoint that the run was resumed from."""
         path = self._run.resume_from
-        return checkpoint.open_lazily(path) if self._run.in_parts else checkpoint.load(path, torch.device("cpu"))
+        return (
+            checkpoint.open_lazily(path) if self._run.in_parts else checkpoint.load(path, torch.device("cpu"))
+        )
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Let SIGTERM end this process, and arrange DDP's buckets with one example of the first batch."""
@@ -82,14 +87,19 @@ class TrainerFolder(RunFolder):
         self._run.check_steps(self._steps(trainer))
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             with torch.random.fork_rng(devices=[]):  # an iterator of a DataLoader draws a seed
-                batch = apply_to_collection(next(iter(trainer.train_dataloader)), Tensor, lambda tensor: tensor[:1])
+                batch = apply_to_collection(
+                    next(iter(trainer.train_dataloader)), Tensor, lambda tensor: tensor[:1]
+                )
             batch = trainer.strategy.batch_to_device(batch, module.device)
             settle_buckets(trainer.strategy.model, lambda: trainer.strategy.training_step(batch, 0))
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:  # noqa: ANN401
         """Count the optimizer steps, and let an evaluation follow if it is due."""
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-        if self._evaluate_every:  # Lightning evaluates after a batch whose number is a multiple of val_check_batch
+        # Lightning evaluates after a batch whose number is a multiple of val_check_batch
+        if self._evaluate_every:
             is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
             is_due = is_step and self._run.global_step % self._evaluate_every == 0
             trainer.val_check_batch = batch_idx + 1 if is_due else trainer.num_training_batches
@@ -106,7 +116,10 @@ class TrainerFolder(RunFolder):
                 dist.broadcast(buffer, src=0)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Write the metrics. The checkpoint of an evaluation within an epoch follows before the next step: see RunFolder."""
+        """Write the metrics.
+
+        The checkpoint of an evaluation within an epoch follows before the next step: see RunFolder.
+        """
         super().on_validation_end(trainer, module)
         if trainer.state.fn == "fit" and self._is_within_epoch(trainer):
             self._must_save |= self._run.end_evaluation(self._score(self._metrics))
@@ -125,7 +138,9 @@ class TrainerFolder(RunFolder):
 
     def _start_epoch(self, trainer: Trainer) -> None:
         epoch, sampler = trainer.current_epoch + 1, trainer.train_dataloader.sampler
-        self._run.start_epoch(epoch, self._steps(trainer), self._batch_size, partial(sampler.examples_of, epoch))
+        self._run.start_epoch(
+            epoch, self._steps(trainer), self._batch_size, partial(sampler.examples_of, epoch)
+        )
 
     def _seed(self, trainer: Trainer, batch_idx: int, stage: str) -> None:
         """Nothing: a module that draws random numbers seeds them itself."""
@@ -147,8 +162,8 @@ def make_trainer(
     It uses the options precision, epochs and batch_size of `args`. For `bare` and `score` see TrainerFolder.
     """
     world = run.world
-    # Lightning indexes the list with the local rank. Every entry is this rank's device: with --gpus-per-task=1 each rank sees
-    # only its own GPU, as number 0.
+    # Lightning indexes the list with the local rank. Every entry is this rank's device: with
+    # --gpus-per-task=1 each rank sees only its own GPU, as number 0.
     devices = [device] * world.local_size
     return Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",

@@ -1,4 +1,6 @@
-"""The interface of a fine-tuning task. A new task is one file like classify.py and one line in COMMANDS of hpctrain/cli.py.
+"""The interface of a fine-tuning task.
+
+A new task is one file like classify.py and one line in COMMANDS of hpctrain/cli.py.
 
 The file has a subclass of Task, its instance TASK, parser() and main(). The command is `nlp.<name>`, and the
 task's sample data, if there are any, are in samples/<name>/.
@@ -26,31 +28,38 @@ IGNORED = -100  # the label that the loss of every model of transformers ignores
 class Task(ABC):
     """A fine-tuning task. Training, evaluation and `hpctrain predict` call the same methods.
 
-    `Any` in the signatures stands for the task's example type: a NamedTuple whose last field is `location`, where the example
-    was read, such as "ratings_train.txt, line 17".
+    `Any` in the signatures stands for the task's example type: a NamedTuple whose last field is `location`,
+    where the example was read, such as "ratings_train.txt, line 17".
     """
 
     name: ClassVar[str]  # the command is nlp.<name>
     title: ClassVar[str]  # for --help and the model card
     formats: ClassVar[str]  # what --data reads, for --help
-    fields: ClassVar[tuple[str, ...]] = ()  # of an example in a table, for --columns; () for a task without this option
+    # of an example in a table, for --columns; () for a task without this option
+    fields: ClassVar[tuple[str, ...]] = ()
     other_fields: ClassVar[tuple[tuple[str, ...], ...]] = ()  # that an example may have instead
     problem: ClassVar[str] = ""  # the kind of labels, see --problem, if not one class
     problem_type: ClassVar[str] = "single_label_classification"  # the same in the words of transformers
-    one_label: ClassVar[bool] = False  # whether each feature has one label, in its values: with --class-weights, --problem
-    can_pack: ClassVar[bool] = False  # whether a row may have several features; the first label of each is IGNORED: with --pack
+    # whether each feature has one label, in its values: with --class-weights, --problem
+    one_label: ClassVar[bool] = False
+    # whether a row may have several features; the first label of each is IGNORED: with --pack
+    can_pack: ClassVar[bool] = False
     model: ClassVar[type]  # AutoModelFor... of transformers
     pipeline_tag: ClassVar[str]  # the task's name on the Hugging Face hub
     kind: ClassVar[str] = "bert"  # the architecture that --from-scratch creates: bert or gpt2
     inputs: ClassVar[tuple[str, ...]] = ("text",)  # the texts that `hpctrain predict` takes for one example
     max_length: ClassVar[int] = 128  # default of --max-length
     stride: ClassVar[int] = 0  # default of --stride; 0 for a task without this option
-    padding: ClassVar[dict[str, int]] = {}  # padding value of token columns; 0 if missing, input_ids take the tokenizer's
+    # padding value of token columns; 0 if missing, input_ids take the tokenizer's
+    padding: ClassVar[dict[str, int]] = {}
     extra: ClassVar[tuple[str, ...]] = ()  # columns of the features that are not inputs of the model
     cut_text: ClassVar[str] = ""  # what is truncated, for the log, if not the whole example
-    lost_text: ClassVar[str] = ""  # why no prediction can be right for the `lost` examples of the features, for the log
-    pipeline_text: ClassVar[str] = ""  # what the model card says if the model has a pipeline tokenizer, instead of card_text
-    card_text: ClassVar[str] = ""  # what the model card says of the use of the model, if it is not as others of transformers
+    # why no prediction can be right for the `lost` examples of the features, for the log
+    lost_text: ClassVar[str] = ""
+    # what the model card says if the model has a pipeline tokenizer, instead of card_text
+    pipeline_text: ClassVar[str] = ""
+    # what the model card says of the use of the model, if it is not as others of transformers
+    card_text: ClassVar[str] = ""
     groups: ClassVar[str] = ""  # plural of what group() returns, for error messages
     selection_metric: ClassVar[str]  # the validation metric that selects the best epoch: see choose_metric()
     higher_is_better: ClassVar[bool] = True
@@ -68,14 +77,16 @@ class Task(ABC):
     # --- examples ---
 
     @abstractmethod
-    def read(self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None) -> list[Any]:
+    def read(
+        self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+    ) -> list[Any]:
         """Read the examples of one file, in one of the published formats; data.py has helpers.
 
-        With `columns`, which a task without `fields` never gets, the file is a table (tables.py) and has each field in the column
-        of this name.
+        With `columns`, which a task without `fields` never gets, the file is a table (tables.py) and has each
+        field in the column of this name.
 
-        Raises HpctrainError that names the file and the line. With a list `skipped`, an error in a single example goes there
-        and the example is left out; an error in the file as a whole is always raised.
+        Raises HpctrainError that names the file and the line. With a list `skipped`, an error in a single
+        example goes there and the example is left out; an error in the file as a whole is always raised.
         """
 
     @abstractmethod
@@ -102,7 +113,12 @@ class Task(ABC):
 
     @abstractmethod
     def tokenize(
-        self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Any], labels: list[str], max_length: int, stride: int
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        examples: Sequence[Any],
+        labels: list[str],
+        max_length: int,
+        stride: int,
     ) -> Features:
         """Make the features of the examples, with their labels; a label that is not in `labels` becomes IGNORED."""
 
@@ -115,7 +131,10 @@ class Task(ABC):
 
     @abstractmethod
     def predict(self, output: ModelOutput, batch: dict[str, Any]) -> list[Any]:
-        """One prediction for each feature of a batch, an array of numpy. Ranks exchange these, so keep them small."""
+        """One prediction for each feature of a batch, an array of numpy.
+
+        Ranks exchange these, so keep them small.
+        """
 
     @abstractmethod
     def make_answers(
@@ -125,7 +144,10 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, examples: Sequence[Any], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Metrics over the whole set, `selection_metric` among them. A name with a slash is a detail, such as "f1/PS"."""
+        """Metrics over the whole set, `selection_metric` among them.
+
+        A name with a slash is a detail, such as "f1/PS".
+        """
 
     def choose_metric(self, examples: Sequence[Any]) -> str:
         """The validation metric that selects the best epoch, for these validation examples."""
@@ -138,13 +160,16 @@ class Task(ABC):
         tokenizer.model_max_length = max_length
 
     def make_pipeline_tokenizer(self, tokenizer: PreTrainedTokenizerFast, settings: dict[str, Any]) -> str:
-        """The tokenizer.json with which a pipeline of transformers gives the scores of the run, if it is not the model's own.
+        """The tokenizer.json with which a pipeline of transformers gives the scores of the run, if it is not
+        the model's own.
 
         `settings` are those of collect_settings(). "" if there is none.
         """
         return ""
 
-    def generate_samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Any]) -> list[str]:
+    def generate_samples(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Any]
+    ) -> list[str]:
         """A few outputs of the model for the model card, for tasks whose scores alone do not show the quality."""
         return []
 
@@ -158,10 +183,11 @@ class Task(ABC):
         args: argparse.Namespace,
         first: int,
     ) -> tuple[list[dict[str, Any]], int]:
-        """Answer `rows` of `inputs` for `hpctrain predict`; returns the answers and how many texts were truncated.
+        """Answer `rows` of `inputs` for `hpctrain predict`; returns the answers and how many texts were
+        truncated.
 
-        `config` is the "hpctrain" part of the model's config.json, `args` are the options of predict, and `first` is the number
-        of the first row in the whole input, counted from 0.
+        `config` is the "hpctrain" part of the model's config.json, `args` are the options of predict, and
+        `first` is the number of the first row in the whole input, counted from 0.
         """
         labels = config["labels"]
         examples = [self.make_example(row, **config["settings"]) for row in rows]

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 
 class Best:
-    """The position of the best evaluation: after `step` steps of `epoch`, counted from 1, or after that whole epoch if step is 0.
+    """The position of the best evaluation: after `step` steps of `epoch`, counted from 1, or after that whole
+    epoch if step is 0.
 
-    No evaluation yet: epoch 0. `patience`: after how many evaluations that are no better the run has stalled; None for never.
+    No evaluation yet: epoch 0. `patience`: after how many evaluations that are no better the run has stalled;
+    None for never.
     """
 
     def __init__(self) -> None:
@@ -37,10 +39,14 @@ class Best:
         return _describe(*self._latest)
 
     def add(self, epoch: int, step: int, score: float | Sequence[float]) -> bool:
-        """Count an evaluation at this position. Returns whether its score is the highest so far; the first one is."""
+        """Count an evaluation at this position.
+
+        Returns whether its score is the highest so far; the first one is.
+        """
         self._evaluations += 1
         self._latest = [epoch, step]
-        score = [float(value) for value in (score if isinstance(score, Sequence) else [score])]  # also of numpy and torch
+        # also of numpy and torch
+        score = [float(value) for value in (score if isinstance(score, Sequence) else [score])]
         if score <= self._score:
             return False
         self.epoch, self.step, self._score, self._number = epoch, step, score, self._evaluations
@@ -51,9 +57,17 @@ class Best:
         return [self.epoch, self._score, self.step, self._evaluations, self._number, self._latest]
 
     def load(self, state: Sequence[int | list[float] | list[int]], epochs: int) -> None:
-        """Take over the state of a checkpoint. Earlier versions wrote two values, and evaluated once in each of `epochs`."""
+        """Take over the state of a checkpoint.
+
+        Earlier versions wrote two values, and evaluated once in each of `epochs`.
+        """
         self.epoch, self._score, *more = state
-        self.step, self._evaluations, self._number, self._latest = more or (0, epochs, self.epoch, [epochs, 0])
+        self.step, self._evaluations, self._number, self._latest = more or (
+            0,
+            epochs,
+            self.epoch,
+            [epochs, 0],
+        )
 
 
 def _describe(epoch: int, step: int) -> str:

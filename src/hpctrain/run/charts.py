@@ -26,7 +26,10 @@ def try_to_plot(folder: Path) -> None:
     try:
         plot(folder)
     except Exception as error:  # also matplotlib's own
-        print(f"hpctrain: curves.png is not drawn ({reason(error)}): see hpctrain plot {shlex.quote(str(folder))}", flush=True)
+        print(
+            f"hpctrain: curves.png is not drawn ({reason(error)}): see hpctrain plot {shlex.quote(str(folder))}",
+            flush=True,
+        )
 
 
 def plain(text: str) -> str:
@@ -37,13 +40,19 @@ def plain(text: str) -> str:
 def the_first(names: list[str]) -> list[str]:
     """As many metrics as a picture or a page can have. Says so if there are more."""
     if len(names) > MOST_METRICS:
-        print(f"hpctrain: the first {MOST_METRICS} of {len(names):,} metrics are drawn; hpctrain export csv has all", flush=True)
+        print(
+            f"hpctrain: the first {MOST_METRICS} of {len(names):,} metrics are drawn; hpctrain export csv has all",
+            flush=True,
+        )
     return names[:MOST_METRICS]
 
 
 @contextmanager
 def folder_for_matplotlib() -> Iterator[None]:
-    """Give matplotlib a folder for its cache that nobody else can have filled. A home may be read-only, or the image's."""
+    """Give matplotlib a folder for its cache that nobody else can have filled.
+
+    A home may be read-only, or the image's.
+    """
     if "MPLCONFIGDIR" in os.environ:
         yield
         return
@@ -66,7 +75,9 @@ def _draw(folder: Path) -> Path:
         ) from error
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     axes = figure.subplots(1, 2)
-    found = dict.fromkeys(name for line in lines for name in line if name not in NOT_SCORES and "/" not in name)
+    found = dict.fromkeys(
+        name for line in lines for name in line if name not in NOT_SCORES and "/" not in name
+    )
     names = the_first([*found])
     for axis, of_loss, title in zip(axes, (True, False), ("loss", "score"), strict=True):
         for name in names:

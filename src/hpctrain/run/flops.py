@@ -1,8 +1,8 @@
 """How many floating-point operations a model needs to train on an example, and how many a GPU can do.
 
-Counted are those of the model: matrix products, attention and convolutions of the forward and the backward pass, each
-multiplication and each addition as one (as in PaLM, Chowdhery et al. 2022, arxiv.org/abs/2204.02311, appendix B). Padding, and
-what gradient checkpointing computes again, do not count.
+Counted are those of the model: matrix products, attention and convolutions of the forward and the backward
+pass, each multiplication and each addition as one (as in PaLM, Chowdhery et al. 2022,
+arxiv.org/abs/2204.02311, appendix B). Padding, and what gradient checkpointing computes again, do not count.
 """
 
 import copy
@@ -12,8 +12,8 @@ from typing import Any
 import numpy
 from torch import Tensor, nn
 
-# Peak of dense bf16 products in TFLOP/s, from NVIDIA's data sheets, by what torch.cuda.get_device_name() has in it. Where a
-# sheet has the figure with sparsity only, it is halved.
+# Peak of dense bf16 products in TFLOP/s, from NVIDIA's data sheets, by what torch.cuda.get_device_name() has
+# in it. Where a sheet has the figure with sparsity only, it is halved.
 PEAKS = (
     ("B200", 2250.0), ("GH200", 989.4), ("H200", 989.4), ("H100 PCIe", 756.0), ("H100 NVL", 835.5), ("H100", 989.4),
     ("A100", 312.0), ("A40", 149.7), ("A30", 165.0), ("A10", 125.0), ("L40S", 362.05), ("L40", 181.05), ("L4", 121.0),
@@ -23,18 +23,20 @@ PEAKS = (
 def count_flops(model: nn.Module, run: Callable[[nn.Module], Any]) -> int | None:
     """The operations of a forward and a backward pass; None if the model cannot compute without values.
 
-    `run` calls a model that has shapes and no values (on PyTorch's meta device), with such inputs, and returns its output: a
-    tensor, or a mapping with tensors.
+    `run` calls a model that has shapes and no values (on PyTorch's meta device), with such inputs, and
+    returns its output: a tensor, or a mapping with tensors.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     tensors = [*model.parameters(), *model.buffers()]
     shapes = {
-        id(x): nn.Parameter(x.to("meta"), x.requires_grad) if isinstance(x, nn.Parameter) else x.to("meta") for x in tensors
+        id(x): nn.Parameter(x.to("meta"), x.requires_grad) if isinstance(x, nn.Parameter) else x.to("meta")
+        for x in tensors
     }
     try:
         with FlopCounterMode(display=False) as counter:
-            output = run(copy.deepcopy(model, shapes).eval())  # otherwise gradient checkpointing computes twice
+            # otherwise gradient checkpointing computes twice
+            output = run(copy.deepcopy(model, shapes).eval())
             outputs = output.values() if isinstance(output, Mapping) else [output]
             sum(x.sum() for x in outputs if isinstance(x, Tensor) and x.requires_grad).backward()
     except Exception:  # of any kind: the models of others choose by the values that they compute
@@ -42,10 +44,14 @@ def count_flops(model: nn.Module, run: Callable[[nn.Module], Any]) -> int | None
     return counter.get_total_flops()
 
 
-def count_text_flops(model: nn.Module, lengths: numpy.ndarray, run: Callable[[nn.Module, int], Any]) -> float | None:
-    """The mean of count_flops() over texts of these lengths in tokens; `run` calls the model with one text of a length.
+def count_text_flops(
+    model: nn.Module, lengths: numpy.ndarray, run: Callable[[nn.Module, int], Any]
+) -> float | None:
+    """The mean of count_flops() over texts of these lengths in tokens; `run` calls the model with one text of
+    a length.
 
-    Layers cost in proportion to the length, and attention to its square: a text of n tokens costs a + b n + c n^2 operations.
+    Layers cost in proportion to the length, and attention to its square: a text of n tokens costs a + b n + c
+    n^2 operations.
     """
     points = [8, 16, 24]
     counts = [count_flops(model, lambda empty, n=n: run(empty, n)) for n in points]

@@ -25,12 +25,16 @@ BEGINNING = {"owner.json", "metrics.jsonl", "checkpoints", "logs", "from-scratch
 
 
 def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path | None, Owner]:
-    """Create the run folder and own it, on one rank. Returns it, the checkpoint to resume from, if any, and its owner.
+    """Create the run folder and own it, on one rank.
+
+    Returns it, the checkpoint to resume from, if any, and its owner.
 
     Raises HpctrainError.
     """
     if args.resume == AUTO and not args.out and not in_job():
-        raise UsageError("--resume auto needs --out here: without a job of Slurm or PBS, each start has a new run folder")
+        raise UsageError(
+            "--resume auto needs --out here: without a job of Slurm or PBS, each start has a new run folder"
+        )
     source = None if args.resume == AUTO else args.resume
     folder = args.out or source or Path("runs") / trainer / job_id()
     earlier_run = (folder / "config.json").exists()
@@ -42,7 +46,9 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
         if not again and not failed_start:
             auto = "" if checkpoint.has_complete(folder) else "auto --out "
             again_with = f"--resume {auto}{shlex.quote(str(folder))}"
-            raise HpctrainError(f"{folder} holds a run already: give another --out, or continue that run with {again_with}")
+            raise HpctrainError(
+                f"{folder} holds a run already: give another --out, or continue that run with {again_with}"
+            )
         # Slurm or torchrun has started the job again, with the same command line.
     if again and checkpoint.has_complete(folder):
         source = folder
@@ -62,7 +68,8 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
             path.unlink()
         for part in ("checkpoints", "logs"):
             (folder / part).mkdir(parents=True, exist_ok=True)
-        for part in [folder, folder / "checkpoints", *checkpoint.list_newest_first(folder)]:  # a sharded one is a folder
+        # a sharded one is a folder
+        for part in [folder, folder / "checkpoints", *checkpoint.list_newest_first(folder)]:
             atomic.remove_leftovers(part)
         probe = folder / f".probe.{os.getpid()}"
         with probe.open("xb") as file:  # no link of somebody else's
@@ -81,9 +88,14 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
 def _is_failed_start(folder: Path) -> bool:
     """Whether a folder has only the beginning of a run, which an error has ended before its first line of metrics."""
     with suppress(OSError, ValueError):
-        known = all(path.name in BEGINNING or re.fullmatch(r"config(\.\d+)?\.json", path.name) for path in folder.iterdir())
+        known = all(
+            path.name in BEGINNING or re.fullmatch(r"config(\.\d+)?\.json", path.name)
+            for path in folder.iterdir()
+        )
         empty = (folder / "metrics.jsonl").stat().st_size == 0 and not any((folder / "checkpoints").iterdir())
-        return known and empty and "trainer" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return (
+            known and empty and "trainer" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        )
     return False
 
 

@@ -18,9 +18,12 @@ NOT_SHOWN = {"epoch", "step", "seconds"}  # in TensorBoard
 
 
 class Metrics:
-    """The metrics of a run folder, on one rank. `lines` is their number. With `wandb` they go to Weights & Biases as well.
+    """The metrics of a run folder, on one rank.
 
-    `check` is called while a file system cannot be written; it raises HpctrainError if this job may no longer write.
+    `lines` is their number. With `wandb` they go to Weights & Biases as well.
+
+    `check` is called while a file system cannot be written; it raises HpctrainError if this job may no longer
+    write.
     """
 
     def __init__(self, folder: Path, wandb: bool = False, check: Callable[[], None] = lambda: None) -> None:
@@ -86,7 +89,8 @@ class Metrics:
 
     def _show(self, step: float, values: dict[str, float]) -> None:
         if self._board is None:
-            from torch.utils.tensorboard import SummaryWriter  # takes up to a second to import: after the first step, on rank 0
+            # takes up to a second to import: after the first step, on rank 0
+            from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(self._board_folder)
             hide_errors_of_writers()

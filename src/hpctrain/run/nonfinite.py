@@ -38,13 +38,17 @@ class NonFinite:
         self._keep_buffers()
 
     def add(self, step: int, loss: Tensor) -> Tensor:
-        """Remember the loss of this rank in a step of the epoch, counted from 0, without waiting for a GPU to compute it.
+        """Remember the loss of this rank in a step of the epoch, counted from 0, without waiting for a GPU to
+        compute it.
 
         Returns it without its graph, which would keep the activations of the step.
         """
         loss = torch.as_tensor(loss).detach()
         self._losses.append((step, loss))
-        if len(self._losses) >= MOST_LOSSES and torch.stack([loss for _, loss in self._losses]).isfinite().all():
+        if (
+            len(self._losses) >= MOST_LOSSES
+            and torch.stack([loss for _, loss in self._losses]).isfinite().all()
+        ):
             self._losses = []
         return loss
 
@@ -53,7 +57,10 @@ class NonFinite:
         self._losses = []
 
     def check(self, values: dict[str, float], place: str, advice: str) -> None:
-        """End every rank if a value, the same on all of them, is not finite. Raises DivergedError on rank 0."""
+        """End every rank if a value, the same on all of them, is not finite.
+
+        Raises DivergedError on rank 0.
+        """
         for name, value in values.items():
             if not math.isfinite(value):
                 origin = self._origin()
@@ -65,9 +72,14 @@ class NonFinite:
                 )
 
     def _origin(self) -> str:
-        """The first step whose loss is not finite, its rank and its examples, on every rank. A collective call."""
+        """The first step whose loss is not finite, its rank and its examples, on every rank.
+
+        A collective call.
+        """
         step = next((step for step, loss in self._losses if not loss.isfinite()), None)
-        examples = [] if step is None or self._examples_of is None else self._examples_of(step).flatten().tolist()
+        examples = (
+            [] if step is None or self._examples_of is None else self._examples_of(step).flatten().tolist()
+        )
         found = [rank for rank in enumerate(gather(self._world, [step, examples])) if rank[1][0] is not None]
         if not found:
             return ""
@@ -77,15 +89,19 @@ class NonFinite:
         if len(ranks) == self._world.size > 1:
             return f", since step {number} on all ranks, so it was the gradients of step {number - 1}"
         rank, examples = ranks[0]
-        shown = ", ".join(map(str, examples[:MOST_EXAMPLES])) + (", ..." if len(examples) > MOST_EXAMPLES else "")
+        shown = ", ".join(map(str, examples[:MOST_EXAMPLES])) + (
+            ", ..." if len(examples) > MOST_EXAMPLES else ""
+        )
         examples_there = f" with the training examples {shown} (counted from 0)" if shown else ""
         return f", since step {number} on rank {rank}{examples_there}"
 
     def check_gradients(self) -> bool:
-        """With --on-nan skip: whether the gradients are finite. If not they are removed, and the optimizer changes nothing then.
+        """With --on-nan skip: whether the gradients are finite.
 
-        All ranks have the same gradients by now, so they decide alike. What batch normalization has made of the batch is
-        undone. Raises DivergedError after too many such steps in a row.
+        If not they are removed, and the optimizer changes nothing then.
+
+        All ranks have the same gradients by now, so they decide alike. What batch normalization has made of
+        the batch is undone. Raises DivergedError after too many such steps in a row.
         """
         if not self._skip:
             return True

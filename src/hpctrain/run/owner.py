@@ -1,9 +1,9 @@
 """One job writes in a run folder: its owner, which owner.json names.
 
-The owner changes the time stamp of that file every BEAT seconds. Another job that wants the folder watches the file for five
-beats. If it changes, that job is refused; if not, the owner is dead, and the job takes the folder. A restart of the same job
-takes it at once. An owner that was only thought dead, such as ranks that go on after Slurm has given up their node, finds the
-name of the other before it writes again, and ends.
+The owner changes the time stamp of that file every BEAT seconds. Another job that wants the folder watches
+the file for five beats. If it changes, that job is refused; if not, the owner is dead, and the job takes the
+folder. A restart of the same job takes it at once. An owner that was only thought dead, such as ranks that go
+on after Slurm has given up their node, finds the name of the other before it writes again, and ends.
 
 Nothing here needs locks, which many parallel file systems do not have, or equal clocks on the nodes.
 """
@@ -27,7 +27,10 @@ BEAT = 2.0  # s
 
 
 class Owner:
-    """The ownership of a run folder, from acquire() to release(), by one rank. Others, which check() it, give its `id`."""
+    """The ownership of a run folder, from acquire() to release(), by one rank.
+
+    Others, which check() it, give its `id`.
+    """
 
     def __init__(self, folder: Path, own_id: str = "") -> None:
         self._path = folder / "owner.json"
@@ -41,17 +44,22 @@ class Owner:
         """Become the owner. Raises HpctrainError that names the job which is it, and OSError."""
         text = json.dumps(self._own) + "\n"
         try:
-            with self._path.open("x", encoding="utf-8") as file:  # of two that begin at the same time, one fails
+            # of two that begin at the same time, one fails
+            with self._path.open("x", encoding="utf-8") as file:
                 try:
                     file.write(text)
                     file.flush()
-                except OSError:  # a full disk: the next start would watch whether an owner lives that never was
+                except (
+                    OSError
+                ):  # a full disk: the next start would watch whether an owner lives that never was
                     self._path.unlink(missing_ok=True)
                     raise
         except FileExistsError:
             earlier = self._read()
             if earlier is not None and not self._is_dead(earlier):
-                line = f"hpctrain: {_name(earlier)} wrote in {self._path.parent}: watching whether it still does"
+                line = (
+                    f"hpctrain: {_name(earlier)} wrote in {self._path.parent}: watching whether it still does"
+                )
                 print(one_line(line), flush=True)  # the file may be of somebody else
                 self._watch()
             atomic.write_text(self._path, text)
@@ -62,7 +70,10 @@ class Owner:
         return (self._read() or {}).get("launch") == self._own["launch"]
 
     def check(self) -> None:
-        """Raise HpctrainError if another job owns the folder by now. A file system that does not answer is no reason."""
+        """Raise HpctrainError if another job owns the folder by now.
+
+        A file system that does not answer is no reason.
+        """
         with suppress(OSError):
             now = self._read()
             if now is None or now.get("id") != self._own["id"]:
@@ -89,18 +100,22 @@ class Owner:
     def _is_dead(self, earlier: dict[str, Any]) -> bool:
         """Whether an owner is certainly no other that lives.
 
-        It is an earlier start of this job, or a process of this machine that has ended, or this process, as in a notebook.
+        It is an earlier start of this job, or a process of this machine that has ended, or this process, as
+        in a notebook.
         """
         if earlier.get("job") == self._own["job"] and earlier.get("restart") != self._own["restart"]:
             return True
         pid = earlier.get("pid")
-        return earlier.get("space") == self._own["space"] and (pid == os.getpid() or not Path(f"/proc/{pid}").exists())
+        return earlier.get("space") == self._own["space"] and (
+            pid == os.getpid() or not Path(f"/proc/{pid}").exists()
+        )
 
     def _watch(self) -> None:
         """Return when the file has not changed for five beats. Raises HpctrainError if it does."""
 
         def stamp() -> tuple[int, int]:
-            with self._path.open("rb") as file:  # NFS asks the server for the time stamp when a file is opened
+            # NFS asks the server for the time stamp when a file is opened
+            with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
             return status.st_mtime_ns, status.st_ino
 
@@ -130,6 +145,9 @@ def _name(owner: dict[str, Any]) -> str:
 def _process_space() -> str:
     """What identifies the machine since its start and the namespace of processes: equal if process ids mean the same."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + f" {Path('/proc/self/ns/pid').stat().st_ino}"
+        return (
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            + f" {Path('/proc/self/ns/pid').stat().st_ino}"
+        )
     except OSError:
         return os.urandom(8).hex()

@@ -1,4 +1,5 @@
-"""--profile: what some steps of a run spend their time on, as a trace of torch.profiler and as one page of text.
+"""--profile: what some steps of a run spend their time on, as a trace of torch.profiler and as one page of
+text.
 
 Perfetto (ui.perfetto.dev) and chrome://tracing show the trace.
 """
@@ -27,7 +28,10 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events of a tra
 
 
 class Profile:
-    """Profiles STEPS steps of this rank in one epoch, after SKIPPED others. `is_running` says whether it does so now."""
+    """Profiles STEPS steps of this rank in one epoch, after SKIPPED others.
+
+    `is_running` says whether it does so now.
+    """
 
     def __init__(self, folder: Path, trainer: str, world: World, device: torch.device) -> None:
         self._folder, self._device = folder, device
@@ -37,7 +41,8 @@ class Profile:
         self.is_running = False
 
     def step(self, waited: float, left: int) -> str:
-        """A step has ended, `waited` seconds of which went by before its batch was there; `left` more are in its epoch.
+        """A step has ended, `waited` seconds of which went by before its batch was there; `left` more are in
+        its epoch.
 
         Returns the path of the page when it is written, else "". Raises HpctrainError if it cannot be.
         """
@@ -74,9 +79,13 @@ class Profile:
                 with gzip.open(trace, "rt", encoding="utf-8") as file:
                     events = json.load(file)["traceEvents"]
                 head = f"{self._title}: steps {self._first} to {self._done} since its start, {1e3 * seconds / STEPS:.2f} ms each"
-                Path(unfinished, "summary.txt").write_text(f"{head}\n\n{self._summarize(events, seconds)}", encoding="utf-8")
+                Path(unfinished, "summary.txt").write_text(
+                    f"{head}\n\n{self._summarize(events, seconds)}", encoding="utf-8"
+                )
         except OSError as error:
-            raise HpctrainError(f"{self._folder}: cannot be written ({first_line(error)}): free some space there") from error
+            raise HpctrainError(
+                f"{self._folder}: cannot be written ({first_line(error)}): free some space there"
+            ) from error
         return f"{self._folder}/summary.txt"
 
     def _summarize(self, events: list[dict[str, Any]], seconds: float) -> str:
@@ -90,11 +99,15 @@ class Profile:
         if on_gpu:
             times["GPU without work"] = seconds - total([*communication, *other])
         kind = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        operators = sorted(self._profiler.key_averages(), key=lambda row: getattr(row, kind), reverse=True)[:ROWS]
+        operators = sorted(self._profiler.key_averages(), key=lambda row: getattr(row, kind), reverse=True)[
+            :ROWS
+        ]
 
         def line(name: str, spent: float, calls: float | None = None) -> str:
             count = "" if calls is None else f"{calls:9.1f}"
-            return f"{name[:60]:60} {1e3 * spent / STEPS:10.3f} {100 * spent / seconds:8.1f} %{count}".rstrip()
+            return (
+                f"{name[:60]:60} {1e3 * spent / STEPS:10.3f} {100 * spent / seconds:8.1f} %{count}".rstrip()
+            )
 
         return "\n".join(
             [
@@ -102,7 +115,11 @@ class Profile:
                 *(line(name, spent) for name, spent in times.items()),
                 "",
                 f"{'operator, without those that it calls':60} {'ms a step':>10} {'share':>10} {'calls':>8}",
-                *(line(row.key, getattr(row, kind) / 1e6, row.count / STEPS) for row in operators if getattr(row, kind)),
+                *(
+                    line(row.key, getattr(row, kind) / 1e6, row.count / STEPS)
+                    for row in operators
+                    if getattr(row, kind)
+                ),
                 "",
                 "The profiler makes the steps slower. Exposed is communication beside which nothing is computed.",
                 "",
@@ -110,15 +127,24 @@ class Profile:
         )
 
 
-def make_profile(args: argparse.Namespace, folder: Path, trainer: str, world: World, device: torch.device) -> Profile | None:
+def make_profile(
+    args: argparse.Namespace, folder: Path, trainer: str, world: World, device: torch.device
+) -> Profile | None:
     """The Profile of rank 0 with --profile, which writes into this folder."""
-    return Profile(folder, trainer, world, device) if getattr(args, "profile", False) and world.rank == 0 else None
+    return (
+        Profile(folder, trainer, world, device)
+        if getattr(args, "profile", False) and world.rank == 0
+        else None
+    )
 
 
-def find_work(events: list[dict[str, Any]], on_gpu: bool) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+def find_work(
+    events: list[dict[str, Any]], on_gpu: bool
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """When collectives ran, and when anything else was computed: intervals in seconds, which may overlap.
 
-    On a GPU these are kernels; on a CPU, the operators, and what Gloo's threads do. Horovod's threads are not in a trace.
+    On a GPU these are kernels; on a CPU, the operators, and what Gloo's threads do. Horovod's threads are not
+    in a trace.
     """
     communication, other = [], []
     for event in events:

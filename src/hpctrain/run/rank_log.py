@@ -19,21 +19,28 @@ from hpctrain.files.redaction import hide_secrets
 
 
 def open_log(path: Path, world: World) -> IO[str]:
-    """Open the log of this rank. Uncaught exceptions go to it as well as to stderr; crashes of the interpreter go to it alone.
+    """Open the log of this rank.
+
+    Uncaught exceptions go to it as well as to stderr; crashes of the interpreter go to it alone.
 
     Of the exception that the death of another rank causes, stderr gets one line.
     """
     try:
         log = atomic.open_to_append(path)
     except OSError as error:
-        raise HpctrainError(f"{path}: cannot be written ({error.strerror}): is {path.parent} shared by all nodes?") from error
+        raise HpctrainError(
+            f"{path}: cannot be written ({error.strerror}): is {path.parent} shared by all nodes?"
+        ) from error
     faulthandler.enable(log)
     default_hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _write(log, "".join(traceback.format_exception(kind, error, trace)))
-        # What Gloo and NCCL say when another rank has died. Its own error is the one to read, not this stack of every other rank.
-        if world.size > 1 and re.search("Connection (closed|reset) by peer|Broken pipe|ncclRemoteError", str(error)):
+        # What Gloo and NCCL say when another rank has died. Its own error is the one to read, not this stack
+        # of every other rank.
+        if world.size > 1 and re.search(
+            "Connection (closed|reset) by peer|Broken pipe|ncclRemoteError", str(error)
+        ):
             print_error(
                 f"hpctrain: error: {path.stem} on {platform.node()} lost the connection to another rank, which has probably "
                 f"died: look for the first error of the job; the stack is in {path}"

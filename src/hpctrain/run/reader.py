@@ -19,13 +19,15 @@ from hpctrain.text import reason
 NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s", "peak_memory_mb", "gpu_percent"}
 PRUNED = "pruned.txt"  # in the folder of a trial that its sweep has ended early
 DIVERGED = "diverged.txt"  # in that of a trial whose parameters do not let it train
-# An owner changes the time stamp of owner.json every two seconds; clocks of nodes and file servers differ by less than this.
+# An owner changes the time stamp of owner.json every two seconds; clocks of nodes and file servers differ by
+# less than this.
 SIGN_OF_LIFE = 60.0  # s
 # More than the last lines of metrics.jsonl, which has a few hundred bytes a line.
 TAIL = 8192  # bytes
 # A file of a run that is read whole has less; a metrics.jsonl of this size has a million lines.
 MOST = 2**28  # bytes
-# Names of metrics that are longer, and numbers of which the axis of a chart cannot have the range, are no metrics.
+# Names of metrics that are longer, and numbers of which the axis of a chart cannot have the range, are no
+# metrics.
 LONGEST_NAME, LARGEST = 200, 1e307
 
 
@@ -39,7 +41,10 @@ def find(folder: Path) -> Iterator[Path]:
 
 
 def read_configs(run: Path) -> list[dict[str, Any]]:
-    """What config.json says, and config.2.json and so on of a run that was resumed. Raises HpctrainError, naming the file."""
+    """What config.json says, and config.2.json and so on of a run that was resumed.
+
+    Raises HpctrainError, naming the file.
+    """
     configs, path = [], run / "config.json"
     while not configs or path.exists():  # the folder may be closed to this user: reading says so
         configs.append(read_json(path))
@@ -47,7 +52,9 @@ def read_configs(run: Path) -> list[dict[str, Any]]:
         if not isinstance(last.get("options"), dict) or not all(
             isinstance(last.get(x) or {}, dict) for x in ("world", "versions")
         ):
-            raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
+            raise HpctrainError(
+                f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17"
+            )
         path = run / f"config.{len(configs) + 1}.json"
     return configs
 
@@ -58,14 +65,19 @@ def read_json(path: Path) -> dict[str, Any]:
         with open_plain(path) as file:
             content = json.loads(read_whole(file))
     except (OSError, ValueError, RecursionError) as error:
-        raise HpctrainError(f"{path}: cannot be read ({reason(error)}): name a run folder, such as runs/train_ddp/17") from error
+        raise HpctrainError(
+            f"{path}: cannot be read ({reason(error)}): name a run folder, such as runs/train_ddp/17"
+        ) from error
     if not isinstance(content, dict):
         raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
     return content
 
 
 def read_whole(file: IO[bytes]) -> bytes:
-    """The content of a file. Raises OSError if it is too large for one of a run: somebody else may have made it."""
+    """The content of a file.
+
+    Raises OSError if it is too large for one of a run: somebody else may have made it.
+    """
     if os.fstat(file.fileno()).st_size > MOST:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     return file.read()
@@ -80,9 +92,12 @@ def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
 
 
 def load_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl, of its last `tail` bytes if given. A line that is being written is left out.
+    """The lines of metrics.jsonl, of its last `tail` bytes if given.
 
-    So is what is no number, or one that is too large to draw, and what has no name that can be shown. Raises OSError.
+    A line that is being written is left out.
+
+    So is what is no number, or one that is too large to draw, and what has no name that can be shown. Raises
+    OSError.
     """
     with open_plain(run / "metrics.jsonl") as file:
         if tail is not None and file.seek(0, os.SEEK_END) > tail:
@@ -97,7 +112,11 @@ def load_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
             line = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        line = {name: value for name, value in line.items() if _is_metric(name, value)} if isinstance(line, dict) else {}
+        line = (
+            {name: value for name, value in line.items() if _is_metric(name, value)}
+            if isinstance(line, dict)
+            else {}
+        )
         if {"epoch", "step"} <= line.keys():
             lines.append(line)
     return lines
@@ -111,22 +130,37 @@ def _is_metric(name: str, value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Whether a value of JSON is a number that a chart can have; NaN and infinity, of a run that diverged, are numbers, too."""
-    return (isinstance(value, int) and abs(value) < 2**63) or (isinstance(value, float) and not LARGEST < abs(value) < math.inf)
+    return (isinstance(value, int) and abs(value) < 2**63) or (
+        isinstance(value, float) and not LARGEST < abs(value) < math.inf
+    )
 
 
 def points(lines: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
-    """The steps and values of a metric. A run that was resumed may have a step twice: the last value counts."""
+    """The steps and values of a metric.
+
+    A run that was resumed may have a step twice: the last value counts.
+    """
     return sorted({line["step"]: line[name] for line in lines if name in line}.items())
 
 
 def _score(lines: list[dict[str, float]]) -> tuple[str | None, float | None]:
     """The first score of the last line that has one, which is the one that selects the best epoch; otherwise the last loss."""
-    found = [item for line in reversed(lines) for item in line.items() if item[0] not in NOT_SCORES and "/" not in item[0]]
-    return min(found, key=lambda item: (item[0].endswith("_loss"), item[0] == "train_loss"), default=(None, None))
+    found = [
+        item
+        for line in reversed(lines)
+        for item in line.items()
+        if item[0] not in NOT_SCORES and "/" not in item[0]
+    ]
+    return min(
+        found, key=lambda item: (item[0].endswith("_loss"), item[0] == "train_loss"), default=(None, None)
+    )
 
 
 def summarize(run: Path) -> dict[str, Any]:
-    """A row of the table: state, job, position, score, speed, start and image of a run. Raises HpctrainError."""
+    """A row of the table: state, job, position, score, speed, start and image of a run.
+
+    Raises HpctrainError.
+    """
     configs = read_configs(run)
     last = configs[-1]
     lines, state = read_metrics(run, TAIL), _state(run, str(last.get("started")))

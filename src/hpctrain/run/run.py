@@ -11,8 +11,8 @@
         profile/         with --profile, what some steps spend their time on (see profile.py)
         tensorboard/
 
-An earlier run is never overwritten: a folder that holds one is refused unless that run is resumed. A new folder is for its
-user alone, and has no secrets (see redaction.py).
+An earlier run is never overwritten: a folder that holds one is refused unless that run is resumed. A new
+folder is for its user alone, and has no secrets (see redaction.py).
 """
 
 import argparse
@@ -67,8 +67,9 @@ NOT_PRINTED = {"peak_memory_mb", "gpu_percent"}
 class Run:
     """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank writes its own log.
 
-    `epoch` is the number of finished epochs. A trainer may set `best.patience`, and end the training when `best.has_stalled`.
-    `prune`, if set, decides on all ranks whether the run ends after an epoch. `in_parts`: each rank saves its part (sharding.py).
+    `epoch` is the number of finished epochs. A trainer may set `best.patience`, and end the training when
+    `best.has_stalled`. `prune`, if set, decides on all ranks whether the run ends after an epoch. `in_parts`:
+    each rank saves its part (sharding.py).
 
     A trainer calls, in this order,
 
@@ -85,7 +86,10 @@ class Run:
     prune: ClassVar[Callable[[World], bool] | None] = None  # set by `hpctrain sweep`
 
     def __init__(self, world: World, trainer: str, args: argparse.Namespace, device: torch.device) -> None:
-        """Create the folder, or open it again to resume. A collective call. Raises HpctrainError, naming the folder."""
+        """Create the folder, or open it again to resume.
+
+        A collective call. Raises HpctrainError, naming the folder.
+        """
         self.world = world
         paths: list[str | None] = []
         with all_or_none(world):
@@ -109,9 +113,12 @@ class Run:
         self._args, self._device = args, device
         self.times = StepTimes(make_profile(args, self.folder / "profile", trainer, world, device))
         self._nonfinite = NonFinite(world, args.on_nan == "skip")
-        self._resume_with = None if args.out and args.resume == AUTO else self.folder  # the same command resumes
+        # the same command resumes
+        self._resume_with = None if args.out and args.resume == AUTO else self.folder
         every = Interval.parse(args.checkpoint_every)
-        self._checkpointer = Checkpointer(world, self.folder, every, args.keep_checkpoints, self._owner.check, self._resume_with)
+        self._checkpointer = Checkpointer(
+            world, self.folder, every, args.keep_checkpoints, self._owner.check, self._resume_with
+        )
         self._bar: tqdm | None = None
         self.epoch, self.best, self.in_parts = 0, Best(), False
         self._flops: float | None = None
@@ -131,12 +138,13 @@ class Run:
     ) -> dict[str, Any] | None:
         """The state to resume from, on every rank, or None if the run is new. A collective call.
 
-        It has the weights of `model`, and the entry of this name: see checkpoint.find_fitting(). A state with all epochs, or
-        that has stalled, is that of a run which died before it wrote result.json, and is to be finished without training.
-        Metrics that were written after the checkpoint are removed.
+        It has the weights of `model`, and the entry of this name: see checkpoint.find_fitting(). A state with
+        all epochs, or that has stalled, is that of a run which died before it wrote result.json, and is to be
+        finished without training. Metrics that were written after the checkpoint are removed.
 
-        Raises UsageError if the run has all of its epochs and its result already, HpctrainError if no checkpoint fits, or if
-        its options differ in others than the `free` ones and those that never matter, unless --force is given.
+        Raises UsageError if the run has all of its epochs and its result already, HpctrainError if no
+        checkpoint fits, or if its options differ in others than the `free` ones and those that never matter,
+        unless --force is given.
         """
         self._nonfinite.model = model = checkpoint.unwrap(model)
         self._checkpointer.in_parts, self._checkpointer.entry = self.in_parts, entry
@@ -152,21 +160,36 @@ class Run:
                     chosen = str(checkpoint.find_fitting(self.resume_from, model, entry, others))
             self.resume_from = Path(broadcast(self.world, chosen))
             with all_or_none(self.world):
-                state = checkpoint.open_lazily(self.resume_from) if self.in_parts else checkpoint.load(self.resume_from, device)
+                state = (
+                    checkpoint.open_lazily(self.resume_from)
+                    if self.in_parts
+                    else checkpoint.load(self.resume_from, device)
+                )
             self.epoch, self._step = state["epoch"], state["step"]
             self.best.load(state["best"], self.epoch)
-            if (self.epoch >= epochs or self.best.has_stalled) and self.epoch <= finished_epochs(self.resume_from.parent.parent):
-                if restart_count() > 0 or self._args.resume == AUTO:  # Slurm may requeue a job that has completed
+            if (self.epoch >= epochs or self.best.has_stalled) and self.epoch <= finished_epochs(
+                self.resume_from.parent.parent
+            ):
+                # Slurm may requeue a job that has completed
+                if restart_count() > 0 or self._args.resume == AUTO:
                     self.print(f"{self.folder} has {self.epoch} epochs already: nothing to do")
                     self._leave()
                 larger = "larger --epochs" if self.epoch >= epochs else "larger --patience, with --force,"
-                raise UsageError(f"{self.folder} has {self.epoch} epochs already: give a {larger} to continue")
+                raise UsageError(
+                    f"{self.folder} has {self.epoch} epochs already: give a {larger} to continue"
+                )
             if text := compare_options(self._args, state["options"], free, self.resume_from):
                 self.print(f"--force: continuing with {text}")
-        self._steps, self._unlogged, self._nonfinite.skipped = state["steps"], state["unlogged"], state["skipped"]
+        self._steps, self._unlogged, self._nonfinite.skipped = (
+            state["steps"],
+            state["unlogged"],
+            state["skipped"],
+        )
         losses = state["losses"]
         # On another number of ranks each takes their mean: the line of metrics has the mean over the ranks.
-        self._loss_sum = losses[self.world.rank] if len(losses) == self.world.size else sum(losses) / len(losses)
+        self._loss_sum = (
+            losses[self.world.rank] if len(losses) == self.world.size else sum(losses) / len(losses)
+        )
         self._started = time.monotonic() - state["seconds"]
         if self.world.rank == 0:
             own = self.resume_from.parent.parent.resolve() == self.folder.resolve()
@@ -189,11 +212,15 @@ class Run:
                 "give the --data and the options of that run"
             )
 
-    def start_epoch(self, epoch: int, steps: int, examples: int, examples_of: Callable[[int], Tensor] | None = None) -> int:
-        """Begin an epoch of this many steps, with this many examples each. Returns how many of them are done already.
+    def start_epoch(
+        self, epoch: int, steps: int, examples: int, examples_of: Callable[[int], Tensor] | None = None
+    ) -> int:
+        """Begin an epoch of this many steps, with this many examples each.
 
-        That is 0, unless the run was resumed within this epoch. `examples_of` gives the numbers of this rank's examples in a
-        step of the epoch, for errors. Shows a progress bar if stderr is a terminal.
+        Returns how many of them are done already.
+
+        That is 0, unless the run was resumed within this epoch. `examples_of` gives the numbers of this
+        rank's examples in a step of the epoch, for errors. Shows a progress bar if stderr is a terminal.
         Raises UsageError as check_steps() does.
         """
         self.check_steps(steps)
@@ -209,19 +236,24 @@ class Run:
         return self.times.time_data(batches)
 
     def check_gradients(self) -> None:
-        """With --on-nan skip: remove gradients, by now those of all ranks, that are not finite: the optimizer does nothing then.
+        """With --on-nan skip: remove gradients, by now those of all ranks, that are not finite: the optimizer
+        does nothing then.
 
         Raises HpctrainError after too many such steps in a row.
         """
         if not self._nonfinite.check_gradients():
-            self.print(f"step {self.global_step + 1} is skipped: its gradients are not finite ({self._nonfinite.skipped} so far)")
+            self.print(
+                f"step {self.global_step + 1} is skipped: its gradients are not finite ({self._nonfinite.skipped} so far)"
+            )
 
     def step(self, loss: Tensor, **values: float) -> None:
-        """Count an optimizer step, with the mean loss of this rank's examples. The first step starts the watchdog.
+        """Count an optimizer step, with the mean loss of this rank's examples.
 
-        Five times an epoch it writes a line of metrics: the mean loss over all ranks since the last line, `values`, the speed,
-        the peak memory of the rank that needs most, and the mean use of GPUs. A collective call then. Raises HpctrainError if
-        the mean is not finite.
+        The first step starts the watchdog.
+
+        Five times an epoch it writes a line of metrics: the mean loss over all ranks since the last line,
+        `values`, the speed, the peak memory of the rank that needs most, and the mean use of GPUs. A
+        collective call then. Raises HpctrainError if the mean is not finite.
         """
         if not self._nonfinite.is_skipping:
             self._unlogged += 1
@@ -255,7 +287,10 @@ class Run:
         self._since -= time.perf_counter()
 
     def end_evaluation(self, score: tuple[float, ...]) -> bool:
-        """Count the evaluation. Returns whether save() is to follow: if it is the best one, or the run has stalled."""
+        """Count the evaluation.
+
+        Returns whether save() is to follow: if it is the best one, or the run has stalled.
+        """
         self._since += time.perf_counter()
         self.times.start()
         return self.best.add(self.epoch + 1, self._step, score) or self.best.has_stalled
@@ -267,8 +302,9 @@ class Run:
     def save(self, state: dict[str, Any], score: float | tuple[float, ...] | None = None) -> None:
         """Save a checkpoint, written in the background. A collective call. Raises HpctrainError.
 
-        After an epoch `score` is that of its evaluation: the highest one is the best. If the launch script has asked for the
-        end of the job, and epochs are left, this checkpoint is the last, and EndEarly ends every rank.
+        After an epoch `score` is that of its evaluation: the highest one is the best. If the launch script
+        has asked for the end of the job, and epochs are left, this checkpoint is the last, and EndEarly ends
+        every rank.
         """
         self._watchdog.pause()
         path = checkpoint.path_of(self.folder, self.epoch + (self._step > 0), self._step)
@@ -276,7 +312,8 @@ class Run:
         if score is not None:
             self.best.add(self.epoch, 0, score)
         losses = gather(self.world, float(self._loss_sum))
-        self._check_finite(train_loss=sum(losses))  # weights that are not finite must not become the newest checkpoint
+        # weights that are not finite must not become the newest checkpoint
+        self._check_finite(train_loss=sum(losses))
         self._wait_for_checkpoint()  # it is complete, on all ranks, before the next one takes its place
         with all_or_none(self.world):
             if self.world.rank == 0 or self.in_parts:
@@ -294,7 +331,9 @@ class Run:
                     "options": weighty_options(self._args),
                 }
                 best = checkpoint.path_of(self.folder, self.best.epoch, self.best.step)
-                self._checkpointer.save(path, checkpoint.with_plain_names(state, self._nonfinite.model) | position, best)
+                self._checkpointer.save(
+                    path, checkpoint.with_plain_names(state, self._nonfinite.model) | position, best
+                )
         if self.epoch >= self._args.epochs or self.best.has_stalled:
             return
         if score is not None and Run.prune and Run.prune(self.world):
@@ -306,10 +345,15 @@ class Run:
         self.times.start()
 
     def _end_early(self) -> None:
-        """End this process, when its checkpoint is written, because the launch script has asked for it. A collective call."""
+        """End this process, when its checkpoint is written, because the launch script has asked for it.
+
+        A collective call.
+        """
         self._wait_for_checkpoint()
         within = f" and {self._step} steps" if self._step else ""
-        self.print(f"ending early, as the job has to: saved after epoch {self.epoch}{within} in {self.folder}")
+        self.print(
+            f"ending early, as the job has to: saved after epoch {self.epoch}{within} in {self.folder}"
+        )
         report_saved(self._resume_with)
         report_stopped()
         self._leave()
@@ -328,7 +372,8 @@ class Run:
     def metrics(self, **values: float) -> None:
         """Write a line of metrics for the present epoch and step, and print it.
 
-        Every rank passes the same values, which are over all ranks. Raises HpctrainError if one is not finite.
+        Every rank passes the same values, which are over all ranks. Raises HpctrainError if one is not
+        finite.
         """
         self._watchdog.pause()  # a file system may stall
         values = plain_numbers(values)
@@ -341,17 +386,24 @@ class Run:
         try:
             self._metrics.add({"epoch": epoch, "step": step, "seconds": seconds}, values)
         except OSError as error:
-            raise HpctrainError(f"{self.folder}/metrics.jsonl: cannot be written ({error.strerror}): free some space") from error
+            raise HpctrainError(
+                f"{self.folder}/metrics.jsonl: cannot be written ({error.strerror}): free some space"
+            ) from error
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items() if name not in NOT_PRINTED)
         if speed := values.get("examples_per_s"):
-            text += f"  {format_seconds((self._args.epochs * self._steps - step) * self._examples / speed)} left"
+            text += (
+                f"  {format_seconds((self._args.epochs * self._steps - step) * self._examples / speed)} left"
+            )
         if self._bar:
             self._bar.set_postfix_str(text)
         else:
             self.print(f"epoch {epoch} step {step}  {text}")
 
     def _check_finite(self, **values: float) -> None:
-        """End every rank if a value, the same on all of them, is not finite. Raises HpctrainError on rank 0."""
+        """End every rank if a value, the same on all of them, is not finite.
+
+        Raises HpctrainError on rank 0.
+        """
         place = f"epoch {self.epoch + (self._step > 0)}, step {self.global_step}"
         self._nonfinite.check(values, place, f"earlier checkpoints are in {self.folder}")
 
@@ -365,21 +417,29 @@ class Run:
             self._bar = None
 
     def finish(self, model: torch.nn.Module, **values: float) -> None:
-        """Write result.json and curves.png, and print where they are. A collective call. Raises HpctrainError.
+        """Write result.json and curves.png, and print where they are.
 
-        If the launch script was still computing the image's digest when the run started, it is added to config.json now.
+        A collective call. Raises HpctrainError.
+
+        If the launch script was still computing the image's digest when the run started, it is added to
+        config.json now.
         """
         self._watchdog.stop()
         self._wait_for_checkpoint()
         self.log(f"peak memory of this rank: {peak_memory(self._device):.1f} MB")
-        tokens, most = gather_tokens(self.world, self.times), gather_most(self.world, self._device, self.times)
+        tokens, most = (
+            gather_tokens(self.world, self.times),
+            gather_most(self.world, self._device, self.times),
+        )
         if self.world.rank != 0:
             return
         self._owner.check()
         speed = self.times.figures(self._examples, *tokens)
         if self._flops and "examples_per_s" in speed:
             name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
-            speed |= utilization(speed["examples_per_s"] * self._flops / self.world.size, name, self._args.precision)
+            speed |= utilization(
+                speed["examples_per_s"] * self._flops / self.world.size, name, self._args.precision
+            )
         speed |= most
         result = {
             **(values := plain_numbers(values)),
@@ -393,15 +453,24 @@ class Run:
         self._metrics.close()
         try_to_plot(self.folder)
         write_json(self.folder / "result.json", result)  # last: a run that has it has nothing left to do
-        self.print("  ".join([*(f"{name} {value:.4f}" for name, value in values.items()), f"in {result['seconds']:.1f} s"]))
+        self.print(
+            "  ".join(
+                [*(f"{name} {value:.4f}" for name, value in values.items()), f"in {result['seconds']:.1f} s"]
+            )
+        )
         self.print("  ".join(f"{name} {value:.4g}" for name, value in speed.items()))
         if getattr(self._args, "profile", False) and not (self.folder / "profile").exists():
             self.print(NO_PROFILE)
-        self.print(f"weights {result['weights_sha256'][:16]}, metrics, checkpoints and curves.png are in {self.folder}")
+        self.print(
+            f"weights {result['weights_sha256'][:16]}, metrics, checkpoints and curves.png are in {self.folder}"
+        )
         self._owner.release()
 
     def print(self, text: str) -> None:
-        """Print a line on rank 0, above the progress bar; every rank logs it. A name in it may control no terminal."""
+        """Print a line on rank 0, above the progress bar; every rank logs it.
+
+        A name in it may control no terminal.
+        """
         self.log(text)
         if self.world.rank == 0:
             tqdm.write(hide_secrets(one_line(text)), file=sys.stdout)

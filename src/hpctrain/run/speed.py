@@ -19,8 +19,8 @@ T = TypeVar("T")
 class StepTimes:
     """The times from step to step of this rank, since this start of the job.
 
-    With a GPU, a step returns before the GPU has finished it. The times still are those of the GPU, as soon as it is the slower
-    of the two.
+    With a GPU, a step returns before the GPU has finished it. The times still are those of the GPU, as soon
+    as it is the slower of the two.
     """
 
     def __init__(self, profile: Profile | None = None) -> None:
@@ -57,7 +57,9 @@ class StepTimes:
             yield batch
 
     def step(self, left: int = 0) -> str:
-        """A step has ended, and the next one begins, `left` of which are in this epoch. Steps in the profile do not count.
+        """A step has ended, and the next one begins, `left` of which are in this epoch.
+
+        Steps in the profile do not count.
 
         Returns a line about the profile when it is written, else "". Raises HpctrainError if it cannot be.
         """
@@ -81,14 +83,18 @@ class StepTimes:
     def figures(self, examples: int, tokens: int = 0, padded: int = 0) -> dict[str, float]:
         """Median and 95th percentile in ms, and what was trained on per second; {} without steps.
 
-        `examples` are those of a step. If they are texts, `tokens` are those of all steps and ranks without padding, and `padded`
-        those with it.
+        `examples` are those of a step. If they are texts, `tokens` are those of all steps and ranks without
+        padding, and `padded` those with it.
         """
         if not self._seconds:
             return {}
         ordered = sorted(self._seconds)
         seconds = sum(ordered)
-        of_texts = {"tokens_per_s": round(tokens / seconds, 3), "padding_share": round(1 - tokens / padded, 4)} if padded else {}
+        of_texts = (
+            {"tokens_per_s": round(tokens / seconds, 3), "padding_share": round(1 - tokens / padded, 4)}
+            if padded
+            else {}
+        )
         return {
             "step_ms_p50": round(1e3 * statistics.median(ordered), 3),
             "step_ms_p95": round(1e3 * ordered[int(0.95 * (len(ordered) - 1) + 0.5)], 3),
@@ -122,5 +128,7 @@ def gpu_percent(device: torch.device) -> float | None:
         return None
     try:
         return float(torch.cuda.utilization(device))
-    except Exception:  # no nvidia-ml-py, an old driver, a part of a GPU (MIG), another make: each has an error of its own
+    except (
+        Exception
+    ):  # no nvidia-ml-py, an old driver, a part of a GPU (MIG), another make: each has an error of its own
         return None

@@ -1,8 +1,9 @@
 """--wandb: the metrics of a run at Weights & Biases (W&B) while it trains.
 
-A process of its own follows metrics.jsonl, so nothing that W&B or its network does can end a training or slow it down. It
-logs to the service where that can be reached with a key, and into an offline run in the run folder otherwise. A job that is
-started again sends the same steps to the same W&B run, whose id comes from config.json; W&B ignores those that it has.
+A process of its own follows metrics.jsonl, so nothing that W&B or its network does can end a training or slow
+it down. It logs to the service where that can be reached with a key, and into an offline run in the run
+folder otherwise. A job that is started again sends the same steps to the same W&B run, whose id comes from
+config.json; W&B ignores those that it has.
 """
 
 import hashlib
@@ -35,7 +36,10 @@ LONGEST_END = 20  # s, for the last metrics to arrive after the training
 
 
 class Mirror:
-    """The process that follows the metrics of a run folder. No method raises, or waits for longer than LONGEST_END."""
+    """The process that follows the metrics of a run folder.
+
+    No method raises, or waits for longer than LONGEST_END.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._is_started = folder, False
@@ -70,9 +74,11 @@ def _print_failure(run: Path, reason: str) -> None:
 
 @contextmanager
 def folder_for_wandb() -> Iterator[None]:
-    """Give wandb a folder for its temporary ones, two of which it makes when it is imported, and remove them all at the end.
+    """Give wandb a folder for its temporary ones, two of which it makes when it is imported, and remove them
+    all at the end.
 
-    wandb itself removes them when the interpreter is finalized, which processes of hpctrain are not: see entry.py.
+    wandb itself removes them when the interpreter is finalized, which processes of hpctrain are not: see
+    entry.py.
     """
     with tempfile.TemporaryDirectory(prefix="hpctrain-wandb.") as folder:
         tempfile.tempdir = folder
@@ -87,18 +93,23 @@ def folder_for_wandb() -> Iterator[None]:
 def start_wandb(run: Path, folder: Path, mode: str) -> "wandb.Run":
     """Start the W&B run of a run folder, in `mode` online or offline; wandb writes below `folder`.
 
-    It has the configuration of the run folder, which is without secrets, and nothing of this process or its machine. Raises
-    HpctrainError if there is no wandb or the run folder is none, and whatever wandb raises.
+    It has the configuration of the run folder, which is without secrets, and nothing of this process or its
+    machine. Raises HpctrainError if there is no wandb or the run folder is none, and whatever wandb raises.
     """
     os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
     logging.raiseExceptions = False  # on a full disk, each line of wandb's own log would print a stack
     try:
         import wandb
     except ImportError as error:
-        raise HpctrainError(f"wandb cannot be imported ({error}): run this in the image, or pip install wandb") from error
+        raise HpctrainError(
+            f"wandb cannot be imported ({error}): run this in the image, or pip install wandb"
+        ) from error
     configs, summary = read_configs(run), summarize(run)
     last = configs[-1]
-    config = {**last["options"], **{name: last.get(name) for name in ("world", "job", "image_digest", "revision")}}
+    config = {
+        **last["options"],
+        **{name: last.get(name) for name in ("world", "job", "image_digest", "revision")},
+    }
     config["resumed_at"] = [each["resumed_at"] for each in configs[1:] if "resumed_at" in each]
     settings = wandb.Settings(
         console="off", disable_code=True, disable_git=True, save_code=False, init_timeout=LONGEST_START,
@@ -152,10 +163,11 @@ def _remove_pieces(run: Path) -> None:
 
 
 def follow(run: Path) -> None:
-    """Log the lines of metrics.jsonl as they appear, until stdin has a line or ends: the trainer is done, or dead.
+    """Log the lines of metrics.jsonl as they appear, until stdin has a line or ends: the trainer is done, or
+    dead.
 
-    A step may have several lines. It is logged when the next one begins, because W&B takes each step once; the last one of a
-    trainer that has died may lack a line, and is logged after the resume.
+    A step may have several lines. It is logged when the next one begins, because W&B takes each step once;
+    the last one of a trainer that has died may lack a line, and is logged after the resume.
     """
     logged = _start_where_possible(run)
     ended, text = False, b""

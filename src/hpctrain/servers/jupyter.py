@@ -24,7 +24,8 @@ from hpctrain.files import atomic
 from hpctrain.options import Parser
 from hpctrain.servers.tunnel import Tunnel
 
-# A notebook starts launchers of its own. What this process has from its launcher would make their ranks take its place.
+# A notebook starts launchers of its own. What this process has from its launcher would make their ranks take
+# its place.
 OF_THE_LAUNCHER = (
     "SLURM_STEP",
     "SLURM_PROCID",
@@ -44,10 +45,19 @@ OF_THE_LAUNCHER = (
     "HPCTRAIN_JOB_SECRET",
     "HPCTRAIN_NODE_TASK",
 )
-OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
+OF_A_RANK = {
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+}
 # Otherwise JupyterLab asks everybody whether it may fetch news.
 LAB_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
-# A container has its own environment, and is in the folder / unless told: the notebook's folder is known when it starts.
+# A container has its own environment, and is in the folder / unless told: the notebook's folder is known when
+# it starts.
 ENTER_PODMAN_HPC = """\
 exec podman-hpc run --rm --userns=keep-id --network=host --ipc=host --env HOME \
 --volume /tmp:/tmp --volume "$HOME:$HOME" --workdir "$PWD" "$@\""""
@@ -57,7 +67,9 @@ def main(world: World, arguments: list[str]) -> None:
     """Start the server and wait for its end, or write a kernel. Raises HpctrainError."""
     args = parser().parse_args(arguments)
     if world.size > 1:
-        raise UsageError("hpctrain jupyter: one server is enough: use launch/jupyter.sh, or one task (srun --ntasks=1)")
+        raise UsageError(
+            "hpctrain jupyter: one server is enough: use launch/jupyter.sh, or one task (srun --ntasks=1)"
+        )
     if find_spec("jupyterlab") is None:
         raise HpctrainError("there is no JupyterLab here: run this in the image, or pip install jupyterlab")
     if args.kernel:
@@ -78,8 +90,15 @@ def serve(args: argparse.Namespace) -> None:
         environment["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
         command = [*SAFE_PYTHON, "-m", "jupyterlab", "--no-browser", f"--ServerApp.sock={tunnel.socket}"]
         # Kernels listen on sockets in the private folder, too.
-        command += ["--ServerApp.sock_mode=0600", "--KernelManager.transport=ipc", f"--ServerApp.root_dir={Path.cwd()}"]
-        command += ["--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+        command += [
+            "--ServerApp.sock_mode=0600",
+            "--KernelManager.transport=ipc",
+            f"--ServerApp.root_dir={Path.cwd()}",
+        ]
+        command += [
+            "--LabApp.news_url=None",
+            "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        ]
         if os.geteuid() == 0:
             command.append("--allow-root")
         server = subprocess.Popen(command, env=environment)
@@ -95,24 +114,33 @@ def serve(args: argparse.Namespace) -> None:
 
 def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
     """The variables without those by which this process is a rank."""
-    return {name: value for name, value in env.items() if name not in OF_A_RANK and not name.startswith(OF_THE_LAUNCHER)}
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in OF_A_RANK and not name.startswith(OF_THE_LAUNCHER)
+    }
 
 
 def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
-    """Write kernel.json for a JupyterHub of the site, whose notebooks then run in this image; returns its path.
+    """Write kernel.json for a JupyterHub of the site, whose notebooks then run in this image; returns its
+    path.
 
     It has the name of the image, with a number where that is the kernel of another image.
 
-    The image is that of HPCTRAIN_RUNTIME and HPCTRAIN_IMAGE, as for the launch scripts, or by default that of the container of
-    Apptainer in which this process is. Raises HpctrainError if it is in none.
+    The image is that of HPCTRAIN_RUNTIME and HPCTRAIN_IMAGE, as for the launch scripts, or by default that of
+    the container of Apptainer in which this process is. Raises HpctrainError if it is in none.
     """
     runtime, image = env.get("HPCTRAIN_RUNTIME", "apptainer"), env.get("HPCTRAIN_IMAGE", "")
     if runtime == "shifter" and image:
-        modules = [f"--module={env['HPCTRAIN_SHIFTER_MODULES']}"] if env.get("HPCTRAIN_SHIFTER_MODULES") else []
+        modules = (
+            [f"--module={env['HPCTRAIN_SHIFTER_MODULES']}"] if env.get("HPCTRAIN_SHIFTER_MODULES") else []
+        )
         enter = ["shifter", f"--image={image}", *modules]
     elif runtime == "podman-hpc" and image:
         modules = [f"--{module}" for module in env.get("HPCTRAIN_PODMAN_MODULES", "").split()]
-        folders = [f"--volume={path}:{path}" for path in env.get("HPCTRAIN_BIND", "").split() if Path(path).is_dir()]
+        folders = [
+            f"--volume={path}:{path}" for path in env.get("HPCTRAIN_BIND", "").split() if Path(path).is_dir()
+        ]
         enter = ["sh", "-c", ENTER_PODMAN_HPC, "sh", *modules, *folders, image]
     elif image := env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER", ""):
         enter = ["apptainer" if "APPTAINER_CONTAINER" in env else "singularity", "exec", "--nv", image]
@@ -154,7 +182,15 @@ def _enters(path: Path, image: str) -> bool:
 
 def parser() -> Parser:
     """The options of `hpctrain jupyter`."""
-    parser = Parser(prog="hpctrain jupyter", description="Run JupyterLab of the image on a compute node, for you alone.")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the token (default: runs/jupyter/<job id>)")
-    parser.add_argument("--kernel", action="store_true", help="write a kernel for the JupyterHub of the site instead, and exit")
+    parser = Parser(
+        prog="hpctrain jupyter", description="Run JupyterLab of the image on a compute node, for you alone."
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder for the token (default: runs/jupyter/<job id>)"
+    )
+    parser.add_argument(
+        "--kernel",
+        action="store_true",
+        help="write a kernel for the JupyterHub of the site instead, and exit",
+    )
     return parser

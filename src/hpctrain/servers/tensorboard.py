@@ -2,7 +2,8 @@
 
     sbatch launch/jupyter.sh tensorboard runs
 
-TensorBoard itself has no token and listens on a port. Here it is an application in a server of ours: see tunnel.py.
+TensorBoard itself has no token and listens on a port. Here it is an application in a server of ours: see
+tunnel.py.
 """
 
 import argparse
@@ -23,9 +24,13 @@ def main(world: World, arguments: list[str]) -> None:
     """Show the runs until the job ends. Raises HpctrainError."""
     args = parser().parse_args(arguments)
     if world.size > 1:
-        raise UsageError("hpctrain tensorboard: one server is enough: use launch/jupyter.sh, or one task (srun --ntasks=1)")
+        raise UsageError(
+            "hpctrain tensorboard: one server is enough: use launch/jupyter.sh, or one task (srun --ntasks=1)"
+        )
     if not args.folder.is_dir():
-        raise HpctrainError(f"{args.folder}: there is no such folder: name one with run folders in it, such as runs")
+        raise HpctrainError(
+            f"{args.folder}: there is no such folder: name one with run folders in it, such as runs"
+        )
     with Tunnel("tensorboard") as tunnel:
         start_board(args.folder, tunnel)
         tunnel.print_how_to_connect("TensorBoard")
@@ -48,7 +53,9 @@ def start_board(folder: Path, tunnel: Tunnel) -> None:
     class Server(program.TensorBoardServer):
         def __init__(self, application: Application, flags: argparse.Namespace) -> None:
             guarded = require_token(application, tunnel.token)
-            self._server = make_server(f"unix://{tunnel.socket}", 0, guarded, threaded=True, request_handler=Handler)
+            self._server = make_server(
+                f"unix://{tunnel.socket}", 0, guarded, threaded=True, request_handler=Handler
+            )
             tunnel.socket.chmod(0o600)
 
         def serve_forever(self) -> None:
@@ -75,7 +82,11 @@ def require_token(application: Application, token: str) -> Application:
         if has_token(environ.get("HTTP_AUTHORIZATION", ""), environ.get("HTTP_COOKIE", ""), token):
             return application(environ, start)
         page = TOKEN_PAGE.encode()
-        headers = {"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(page)), "Referrer-Policy": "no-referrer"}
+        headers = {
+            "Content-Type": "text/html; charset=utf-8",
+            "Content-Length": str(len(page)),
+            "Referrer-Policy": "no-referrer",
+        }
         start("403 Forbidden", list(headers.items()))
         return [page]
 
@@ -84,6 +95,10 @@ def require_token(application: Application, token: str) -> Application:
 
 def parser() -> Parser:
     """The options of `hpctrain tensorboard`."""
-    parser = Parser(prog="hpctrain tensorboard", description="Run TensorBoard on a compute node, for you alone.")
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="run folders (default: %(default)s)")
+    parser = Parser(
+        prog="hpctrain tensorboard", description="Run TensorBoard on a compute node, for you alone."
+    )
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("runs"), help="run folders (default: %(default)s)"
+    )
     return parser

@@ -1,8 +1,9 @@
 """Servers on a compute node for one user alone: `hpctrain jupyter`, `tensorboard` and `serve`.
 
-A server listens on a Unix socket in a folder that only its user can enter, not on a port that everybody on the cluster can
-reach, and ssh forwards the socket. A new token is needed on top, because the other end of the tunnel is a port of the user's
-machine. It is in a file of the user's, but neither in the log nor on a command line, which everybody on the node can read.
+A server listens on a Unix socket in a folder that only its user can enter, not on a port that everybody on
+the cluster can reach, and ssh forwards the socket. A new token is needed on top, because the other end of the
+tunnel is a port of the user's machine. It is in a file of the user's, but neither in the log nor on a command
+line, which everybody on the node can read.
 """
 
 import hmac
@@ -38,8 +39,8 @@ max-width: 30rem } input, button { font: inherit; box-sizing: border-box; width:
 class Tunnel:
     """The socket and the token of a server, in a with block; both are gone after it.
 
-    `name` is that of the command. The token is in the file `token` of `folder`, by default runs/<name>/<job id>. Raises
-    HpctrainError.
+    `name` is that of the command. The token is in the file `token` of `folder`, by default runs/<name>/<job
+    id>. Raises HpctrainError.
     """
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
@@ -54,21 +55,26 @@ class Tunnel:
             self.token_file = self._folder.resolve() / "token"
             self.token_file.unlink(missing_ok=True)
             # Opened once: in a folder of others, what has this name can be another file a moment later.
-            with os.fdopen(os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            with os.fdopen(
+                os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+            ) as file:
                 file.write(self.token + "\n")
         except OSError as error:
             raise HpctrainError(
                 f"{self._folder}: cannot be written ({error.strerror}): start this in a folder of your own, or name one by --out"
             ) from error
-        # On the disk of the node: a socket works in no other place, and its name must be short. For this user alone. In a batch
-        # job it is in a folder that the launch script removes, as a job that is canceled can kill this process first.
+        # On the disk of the node: a socket works in no other place, and its name must be short. For this user
+        # alone. In a batch job it is in a folder that the launch script removes, as a job that is canceled
+        # can kill this process first.
         control = control_folder()
         prefix = f"{self._name}." if control else f"hpctrain-{self._name}."
         self.private = Path(tempfile.mkdtemp(prefix=prefix, dir=control or "/tmp"))
         self.socket = self.private / "socket"
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         shutil.rmtree(self.private, ignore_errors=True)
         self.token_file.unlink(missing_ok=True)
         if self._is_new:
@@ -83,11 +89,14 @@ class Tunnel:
         """Wait for SIGTERM, Ctrl-C, or the end of the job, while threads of this process answer requests."""
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # for the end of the with block
         with suppress(KeyboardInterrupt):
-            while not stop_requested():  # of a job that is canceled, the ranks get no signal before they are killed
+            # of a job that is canceled, the ranks get no signal before they are killed
+            while not stop_requested():
                 time.sleep(1)
 
 
-def how_to_connect(title: str, socket: Path, token_file: Path, path: str = "/", env: Mapping[str, str] = os.environ) -> str:
+def how_to_connect(
+    title: str, socket: Path, token_file: Path, path: str = "/", env: Mapping[str, str] = os.environ
+) -> str:
     """The lines for the log: one command to paste, and what to open."""
     user, node = env.get("USER") or str(os.getuid()), os.uname().nodename
     login = env.get("SLURM_SUBMIT_HOST") or env.get("PBS_O_HOST")

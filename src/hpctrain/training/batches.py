@@ -1,7 +1,8 @@
 """The order of the data: which examples each rank takes in each step.
 
-The order is a pure function of (seed, epoch). A global batch is a slice of it, and each rank takes a slice of the batch, so
-a step sees the same examples on any number of ranks, and resuming needs no state but the epoch and the step.
+The order is a pure function of (seed, epoch). A global batch is a slice of it, and each rank takes a slice of
+the batch, so a step sees the same examples on any number of ranks, and resuming needs no state but the epoch
+and the step.
 """
 
 import random
@@ -31,21 +32,27 @@ def check_batch_size(batch_size: int, world: World, accumulate: int = 1) -> None
 
 
 def steps_per_epoch(examples: int, batch_size: int, world: World, accumulate: int = 1) -> int:
-    """The number of global batches in an epoch. The remainder, less than a batch, is dropped: other examples each epoch.
+    """The number of global batches in an epoch.
+
+    The remainder, less than a batch, is dropped: other examples each epoch.
 
     Raises UsageError as check_batch_size() does, or where there are fewer examples than one batch.
     """
     check_batch_size(batch_size, world, accumulate)
     if batch_size > examples:
-        raise UsageError(f"--batch-size {batch_size} is more than the {examples} training examples: use a smaller one")
+        raise UsageError(
+            f"--batch-size {batch_size} is more than the {examples} training examples: use a smaller one"
+        )
     return examples // batch_size
 
 
-def training_batches(examples: int, batch_size: int, seed: int, epoch: int, world: World, skip: int = 0) -> Iterator[Tensor]:
+def training_batches(
+    examples: int, batch_size: int, seed: int, epoch: int, world: World, skip: int = 0
+) -> Iterator[Tensor]:
     """The examples of this rank for each step of an epoch: int64 indices [batch_size / world.size].
 
-    `batch_size` is the global one. The first `skip` steps, which a resumed run has done already, are left out.
-    Raises UsageError as steps_per_epoch() does.
+    `batch_size` is the global one. The first `skip` steps, which a resumed run has done already, are left
+    out. Raises UsageError as steps_per_epoch() does.
     """
     order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
     share = batch_size // world.size
@@ -73,22 +80,28 @@ def data_loader(
     skip: int = 0,
     **options: Any,  # noqa: ANN401 - as DataLoader has them
 ) -> DataLoader:
-    """A DataLoader of the batches of training_batches(), for one epoch; `options` are those of DataLoader, as num_workers.
+    """A DataLoader of the batches of training_batches(), for one epoch; `options` are those of DataLoader, as
+    num_workers.
 
-    Random numbers that the dataset draws for an example (by torch, random and numpy) depend on (seed, epoch, example) alone,
-    so that a resumed run sees the same augmented examples with any number of workers. Raises UsageError as steps_per_epoch()
-    does.
+    Random numbers that the dataset draws for an example (by torch, random and numpy) depend on (seed, epoch,
+    example) alone, so that a resumed run sees the same augmented examples with any number of workers. Raises
+    UsageError as steps_per_epoch() does.
     """
-    batches = [batch.tolist() for batch in training_batches(len(dataset), batch_size, seed, epoch, world, skip)]
+    batches = [
+        batch.tolist() for batch in training_batches(len(dataset), batch_size, seed, epoch, world, skip)
+    ]
     # Without a generator of its own, the loader draws a number of those that the model uses for dropout.
-    return DataLoader(_Seeded(dataset, seed, epoch), batch_sampler=batches, generator=torch.Generator(), **options)
+    return DataLoader(
+        _Seeded(dataset, seed, epoch), batch_sampler=batches, generator=torch.Generator(), **options
+    )
 
 
 def can_fork_beside_threads() -> bool:
     """Whether workers of a DataLoader may be forked, as they are by default.
 
-    In Python before 3.10.15 and 3.11.10 a process that forks while a thread of torch or Horovod enters Python has a child that
-    hangs (github.com/python/cpython/issues/112275). The images have no such fault: containers/install/fork_lock.c.
+    In Python before 3.10.15 and 3.11.10 a process that forks while a thread of torch or Horovod enters Python
+    has a child that hangs (github.com/python/cpython/issues/112275). The images have no such fault:
+    containers/install/fork_lock.c.
     """
     version = sys.version_info[:3]
     return version >= (3, 11, 10) or (3, 10, 15) <= version < (3, 11) or "hpctrain_fork_lock" in sys.modules
@@ -114,10 +127,11 @@ class _Seeded(Dataset):
 
 
 class ResumableBatches:
-    """The batches of a user's batch sampler in the epoch that `epoch` returns, as lists of (epoch, index): see SeededByKey.
+    """The batches of a user's batch sampler in the epoch that `epoch` returns, as lists of (epoch, index):
+    see SeededByKey.
 
-    Their order depends on (seed, epoch) alone, also that of a sampler which draws random numbers where no seed is set. The first
-    `skip` batches of the first epoch are left out.
+    Their order depends on (seed, epoch) alone, also that of a sampler which draws random numbers where no
+    seed is set. The first `skip` batches of the first epoch are left out.
     """
 
     def __init__(self, inner: BatchSampler, epoch: Callable[[], int], seed: int, skip: int) -> None:
@@ -144,7 +158,8 @@ class ResumableBatches:
 
 
 class SeededByKey(Dataset):
-    """A user's dataset whose random numbers for an example depend on (seed, epoch, example) alone; indices are (epoch, index).
+    """A user's dataset whose random numbers for an example depend on (seed, epoch, example) alone; indices
+    are (epoch, index).
 
     So persistent workers, which have a copy of the dataset, need not be told the epoch.
     """
@@ -175,7 +190,8 @@ def _random_numbers_of(*key: int) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     before_numpy = numpy.random.get_state() if numpy else None
     random.seed(number)
-    torch.default_generator.manual_seed(number)  # torch.manual_seed() also seeds GPUs, which a worker must not touch
+    # torch.manual_seed() also seeds GPUs, which a worker must not touch
+    torch.default_generator.manual_seed(number)
     if numpy:
         numpy.random.seed(number % 2**32)
     try:

@@ -1,7 +1,9 @@
-"""Fully sharded data parallelism (FSDP2, torch.distributed.fsdp.fully_shard): each rank holds a part of every weight, of its
-gradient and of what the optimizer keeps about it. The weights of a block are gathered while the block computes.
+"""Fully sharded data parallelism (FSDP2, torch.distributed.fsdp.fully_shard): each rank holds a part of every
+weight, of its gradient and of what the optimizer keeps about it. The weights of a block are gathered while
+the block computes.
 
-Each rank saves its own part (parts.py). Any number of ranks can resume from such a checkpoint, sharded or not.
+Each rank saves its own part (parts.py). Any number of ranks can resume from such a checkpoint, sharded or
+not.
 """
 
 import copy
@@ -35,23 +37,31 @@ def shard(
 ) -> None:
     """Shard a model, block by block, and move the parts to the device. A collective call.
 
-    The weights are those of rank 0. Other ranks may have the model on the meta device: they never hold more than a block of it.
-    With `bf16`, weights are gathered as bf16. With `cpu_offload`, the parts of weights and gradients stay in the memory of the
-    node, and only what is gathered is on the device.
+    The weights are those of rank 0. Other ranks may have the model on the meta device: they never hold more
+    than a block of it. With `bf16`, weights are gathered as bf16. With `cpu_offload`, the parts of weights
+    and gradients stay in the memory of the node, and only what is gathered is on the device.
 
-    Groups of `tensor_parallel` ranks compute the same examples: each rank its columns or rows of the layers that `styles` names,
-    and all of the other layers. What a rank has of a weight then is sharded over the groups.
+    Groups of `tensor_parallel` ranks compute the same examples: each rank its columns or rows of the layers
+    that `styles` names, and all of the other layers. What a rank has of a weight then is sharded over the
+    groups.
     """
     ranks, group = dist.get_world_size(), None
     if tensor_parallel > 1:
-        mesh = init_device_mesh(device.type, (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh(
+            device.type, (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("data", "tensor")
+        )
         mesh, group = mesh["data"], mesh["tensor"]
-        # A norm is summed over the groups and then within them, in the same order on all ranks. Nothing changes a logit in place.
+        # A norm is summed over the groups and then within them, in the same order on all ranks. Nothing
+        # changes a logit in place.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     else:
         mesh = init_device_mesh(device.type, (ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if bf16
+        else MixedPrecisionPolicy()
+    )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     in_styles = {model.get_submodule(name): style for name, style in (styles or {}).items()}
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)  # of a tied weight there are several
@@ -71,7 +81,9 @@ def shard(
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
 
-def _receive(tensor: Tensor, device: torch.device, places: list[tuple[nn.Module, str]], group: DeviceMesh | None) -> None:
+def _receive(
+    tensor: Tensor, device: torch.device, places: list[tuple[nn.Module, str]], group: DeviceMesh | None
+) -> None:
     """Put the values that rank 0 has of a parameter or buffer into its places in the modules, on the device.
 
     A parameter that all ranks of a `group` have becomes a DTensor.
@@ -79,14 +91,18 @@ def _receive(tensor: Tensor, device: torch.device, places: list[tuple[nn.Module,
     values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
     dist.broadcast(values.view(torch.uint8) if values.dtype == torch.bool else values, src=0)
     if isinstance(tensor, nn.Parameter):
-        values = values if group is None else DTensor.from_local(values, group, [Replicate()], run_check=False)
+        values = (
+            values if group is None else DTensor.from_local(values, group, [Replicate()], run_check=False)
+        )
         values = nn.Parameter(values, tensor.requires_grad)
     for module, name in places:
         (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = values
 
 
 class Whole(ParallelStyle):
-    """A layer that is not split: every rank of a group has its weights. `placement` says how its inputs are placed in the group.
+    """A layer that is not split: every rank of a group has its weights.
+
+    `placement` says how its inputs are placed in the group.
 
     If they are split, each rank has a part of the weights' gradients, which are summed.
     """
@@ -99,7 +115,11 @@ class Whole(ParallelStyle):
         return distribute_module(module, group, None, self._enter, self._leave)
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...], group: DeviceMesh) -> tuple[Any, ...]:
-        return tree_map_only(Tensor, lambda tensor: DTensor.from_local(tensor, group, [self._placement], run_check=False), inputs)
+        return tree_map_only(
+            Tensor,
+            lambda tensor: DTensor.from_local(tensor, group, [self._placement], run_check=False),
+            inputs,
+        )
 
     def _leave(self, module: nn.Module, output: Any, group: DeviceMesh) -> Any:  # noqa: ANN401
         return tree_map_only(DTensor, lambda tensor: tensor.to_local(), output)
@@ -118,7 +138,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def gather(state: Any) -> Any:  # noqa: ANN401 - nested dictionaries, lists and tensors
-    """The state with whole tensors in the memory of rank 0; other ranks keep their parts. A collective call."""
+    """The state with whole tensors in the memory of rank 0; other ranks keep their parts.
+
+    A collective call.
+    """
     found: dict[tuple, Tensor] = {}
 
     def gather_one(part: DTensor) -> Tensor:
@@ -133,7 +156,8 @@ def gather(state: Any) -> Any:  # noqa: ANN401 - nested dictionaries, lists and 
 
 
 def gather_model(model: nn.Module, skeleton: nn.Module) -> nn.Module:
-    """The skeleton, which copy_without_weights() made before `model` was sharded, with all weights, in the memory of rank 0.
+    """The skeleton, which copy_without_weights() made before `model` was sharded, with all weights, in the
+    memory of rank 0.
 
     A collective call.
     """
@@ -159,7 +183,9 @@ def split(state: Any) -> Any:  # noqa: ANN401 - nested dictionaries, lists and t
 def split_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of an optimizer's state in a checkpoint, for the optimizer of a model that is sharded or not."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    parts = {i: {name: _part(x, weights[i]) for name, x in entry.items()} for i, entry in state["state"].items()}
+    parts = {
+        i: {name: _part(x, weights[i]) for name, x in entry.items()} for i, entry in state["state"].items()
+    }
     return state | {"state": parts}
 
 
@@ -181,9 +207,13 @@ def _part(saved: Any, like: Any) -> Any:  # noqa: ANN401 - a tensor, Pieces, or 
         if isinstance(saved, Pieces):
             local = saved.region(offset, size)
         else:
-            local = saved[tuple(slice(start, start + n) for start, n in zip(offset, size, strict=True))].clone()
+            local = saved[
+                tuple(slice(start, start + n) for start, n in zip(offset, size, strict=True))
+            ].clone()
         place = like.device_mesh, like.placements
-        return DTensor.from_local(local.to(like.device), *place, run_check=False, shape=like.shape, stride=like.stride())
+        return DTensor.from_local(
+            local.to(like.device), *place, run_check=False, shape=like.shape, stride=like.stride()
+        )
     if isinstance(saved, Pieces):
         return saved.whole()
     if isinstance(saved, Tensor):
@@ -200,6 +230,11 @@ def _region(tensor: DTensor) -> tuple[list[int], list[int]]:
 
 
 def copy_without_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters have no values yet. Buffers have theirs, and tied parameters stay tied."""
-    empty = {id(weight): nn.Parameter(weight.new_empty(0), weight.requires_grad) for weight in model.parameters()}
+    """A copy of a model whose parameters have no values yet.
+
+    Buffers have theirs, and tied parameters stay tied.
+    """
+    empty = {
+        id(weight): nn.Parameter(weight.new_empty(0), weight.requires_grad) for weight in model.parameters()
+    }
     return copy.deepcopy(model, empty)

@@ -1,7 +1,8 @@
 """Examples in tar files, in WebDataset's layout, read by number.
 
-The library webdataset streams tar files: it cannot begin in the middle of an epoch without reading what comes before, and its
-map-style sibling wids ended with webdataset 1.0. An uncompressed tar file needs only the offset of each file in it.
+The library webdataset streams tar files: it cannot begin in the middle of an epoch without reading what comes
+before, and its map-style sibling wids ended with webdataset 1.0. An uncompressed tar file needs only the
+offset of each file in it.
 """
 
 import os
@@ -21,8 +22,9 @@ from hpctrain.text import first_line
 class TarShards(Dataset):
     """A map-style data set of the examples in uncompressed tar files, of which only offsets are in memory.
 
-    An example is the files in a row with the same name up to the first dot: 000017.jpg and 000017.cls are one. It is read as
-    {"__key__": "000017", "jpg": bytes, "cls": bytes}. All examples have the same extensions.
+    An example is the files in a row with the same name up to the first dot: 000017.jpg and 000017.cls are
+    one. It is read as {"__key__": "000017", "jpg": bytes, "cls": bytes}. All examples have the same
+    extensions.
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
@@ -68,8 +70,13 @@ class TarShards(Dataset):
         return self._read([(number, extension)])[0]
 
     def read_all(self, extension: str) -> list[bytes]:
-        """This file of every example; each tar file is opened once. Raises HpctrainError, naming the tar file."""
-        shards = [[(number, extension) for number in group] for _, group in groupby(range(len(self)), self.path)]
+        """This file of every example; each tar file is opened once.
+
+        Raises HpctrainError, naming the tar file.
+        """
+        shards = [
+            [(number, extension) for number in group] for _, group in groupby(range(len(self)), self.path)
+        ]
         return [content for shard in shards for content in self._read(shard)]
 
     def _read(self, wanted: list[tuple[int, str]]) -> list[bytes]:
@@ -81,14 +88,21 @@ class TarShards(Dataset):
                     _, offset, size = self._places[number, self.extensions.index(extension)].tolist()
                     contents.append(os.pread(file.fileno(), size, offset))
                     if len(contents[-1]) < size:
-                        raise HpctrainError(f"{path}: ends within {self.key(number)}.{extension}: copy it again")
+                        raise HpctrainError(
+                            f"{path}: ends within {self.key(number)}.{extension}: copy it again"
+                        )
         except OSError as error:
-            raise HpctrainError(f"{path}: cannot be read ({first_line(error)}): check the path and its permissions") from error
+            raise HpctrainError(
+                f"{path}: cannot be read ({first_line(error)}): check the path and its permissions"
+            ) from error
         return contents
 
 
 class _Header(tarfile.TarInfo):
-    """A header of a tar file. A negative size is an error: tarfile would go back, and read the same headers without end."""
+    """A header of a tar file.
+
+    A negative size is an error: tarfile would go back, and read the same headers without end.
+    """
 
     def _block(self, count: int) -> int:
         if count < 0:
@@ -97,17 +111,23 @@ class _Header(tarfile.TarInfo):
 
 
 def _examples_in(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
-    """The key of each example of a tar file, and the offset and size of the file with each extension. Raises HpctrainError."""
+    """The key of each example of a tar file, and the offset and size of the file with each extension.
+
+    Raises HpctrainError.
+    """
     examples: list[tuple[str, dict[str, tuple[int, int]]]] = []
     try:
         with open_plain(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
             for member in tar:
                 folder, _, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
-                if not member.isfile() or not stem or not extension:  # folders, and hidden files such as ._NAME of macOS
+                # folders, and hidden files such as ._NAME of macOS
+                if not member.isfile() or not stem or not extension:
                     continue
                 if member.issparse():  # its content is not in one place
-                    raise HpctrainError(f"{path}: {member.name} is a sparse file: make this tar file without --sparse")
+                    raise HpctrainError(
+                        f"{path}: {member.name} is a sparse file: make this tar file without --sparse"
+                    )
                 key = f"{folder}/{stem}" if folder else stem
                 if not examples or examples[-1][0] != key:
                     examples.append((key, {}))

@@ -1,7 +1,7 @@
 """Images and labels: MNIST from its four idx files, or the digits that are part of scikit-learn.
 
-A data set is small enough to stay in memory as bytes; batches.py selects the examples of each rank. folder.py has those that
-are not.
+A data set is small enough to stay in memory as bytes; batches.py selects the examples of each rank. folder.py
+has those that are not.
 """
 
 import gzip
@@ -22,7 +22,8 @@ from hpctrain.files.plain import open_plain
 
 SIDE = 28  # pixels
 CLASSES = 10
-# A .gz may unpack to this many times its size, and a megabyte. MNIST's images unpack to 5 times theirs, its labels to 2 times.
+# A .gz may unpack to this many times its size, and a megabyte. MNIST's images unpack to 5 times theirs, its
+# labels to 2 times.
 MAX_RATIO = 200
 # Mean and standard deviation of ImageNet's pixels, for red, green and blue.
 RGB_MEAN, RGB_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -43,10 +44,15 @@ class Images(NamedTuple):
 
     def batch(self, index: Tensor, device: torch.device, side: int = SIDE) -> tuple[Tensor, Tensor]:
         """The examples of `index` on `device`: images [b, 1, side, side] float32 from -1 to 1, labels [b] int64."""
-        pixels, labels = self.pixels[index].to(device, non_blocking=True), self.labels[index].to(device, non_blocking=True)
+        pixels, labels = (
+            self.pixels[index].to(device, non_blocking=True),
+            self.labels[index].to(device, non_blocking=True),
+        )
         return to_images(pixels, side), labels
 
-    def batches(self, indices: Iterable[Tensor], device: torch.device, side: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, indices: Iterable[Tensor], device: torch.device, side: int, epoch: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """batch() of each index in turn; the epoch does not matter."""
         # On a GPU, only the indices are copied in a step.
         here = type(self)(self.pixels.to(device), self.labels.to(device))
@@ -61,8 +67,8 @@ class Images(NamedTuple):
 def to_images(pixels: Tensor, side: int) -> Tensor:
     """Turn pixels into images, resized if h or w is not `side`.
 
-    Gray ones, [b, h, w] uint8, become [b, 1, side, side] float32 from -1 to 1. Color, [b, 3, h, w] uint8, becomes
-    [b, 3, side, side] float32, normalized by ImageNet's mean and standard deviation.
+    Gray ones, [b, h, w] uint8, become [b, 1, side, side] float32 from -1 to 1. Color, [b, 3, h, w] uint8,
+    becomes [b, 3, side, side] float32, normalized by ImageNet's mean and standard deviation.
     """
     if pixels.dim() == 3:
         images = pixels[:, None].float().div(127.5).sub(1)
@@ -76,7 +82,10 @@ def to_images(pixels: Tensor, side: int) -> Tensor:
 
 @cache
 def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Those of ImageNet, [3, 1, 1] each. Kept, because to copy them to a GPU would wait for it in each step."""
+    """Those of ImageNet, [3, 1, 1] each.
+
+    Kept, because to copy them to a GPU would wait for it in each step.
+    """
     return tuple(torch.tensor(values, device=device)[:, None, None] for values in (RGB_MEAN, RGB_STD))
 
 
@@ -89,12 +98,20 @@ def load(folder: Path | None) -> tuple[Images, Images]:
 
 
 def load_mnist(folder: Path) -> tuple[Images, Images]:
-    """MNIST (60,000 + 10,000 images) from the four files of Y. LeCun's page, plain or .gz. Raises HpctrainError."""
+    """MNIST (60,000 + 10,000 images) from the four files of Y.
+
+    LeCun's page, plain or .gz. Raises HpctrainError.
+    """
     if not folder.is_dir():
         wrong, hint = ("not a folder", "") if folder.exists() else ("no such folder", hint_unmounted(folder))
-        raise HpctrainError(f"{folder}: {wrong}: --data takes a folder with MNIST's four idx files, plain or .gz" + hint)
+        raise HpctrainError(
+            f"{folder}: {wrong}: --data takes a folder with MNIST's four idx files, plain or .gz" + hint
+        )
     train, test = (
-        Images(_read_idx(folder, f"{part}-images-idx3-ubyte", 3), _read_idx(folder, f"{part}-labels-idx1-ubyte", 1).long())
+        Images(
+            _read_idx(folder, f"{part}-images-idx3-ubyte", 3),
+            _read_idx(folder, f"{part}-labels-idx1-ubyte", 1).long(),
+        )
         for part in ("train", "t10k")
     )
     for part, images in (("train", train), ("t10k", test)):
@@ -108,14 +125,18 @@ def load_mnist(folder: Path) -> tuple[Images, Images]:
                 f"{folder}: the {part} images have {height} x {width} pixels, not {SIDE} x {SIDE}: download the file again"
             )
         if len(images) == 0 or int(images.labels.max()) >= CLASSES:
-            raise HpctrainError(f"{folder}: the {part} labels are not digits from 0 to 9: download the file again")
+            raise HpctrainError(
+                f"{folder}: the {part} labels are not digits from 0 to 9: download the file again"
+            )
     return train, test
 
 
 def _read_idx(folder: Path, name: str, dimensions: int) -> Tensor:
-    """Read an idx file of bytes: two zero bytes, type 8, the number of dimensions, their sizes (big-endian), the data.
+    """Read an idx file of bytes: two zero bytes, type 8, the number of dimensions, their sizes (big-endian),
+    the data.
 
-    Memory is allocated for as many bytes as the header gives, and only if the file can hold them. Raises HpctrainError.
+    Memory is allocated for as many bytes as the header gives, and only if the file can hold them. Raises
+    HpctrainError.
     """
     path = next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
     if path is None:
@@ -151,19 +172,27 @@ def _read_idx(folder: Path, name: str, dimensions: int) -> Tensor:
 
 
 def load_digits() -> tuple[Images, Images]:
-    """The 1,797 handwritten digits in scikit-learn (UCI, 8 x 8 pixels), resized to 28 x 28: 1,437 for training, 360 for test.
+    """The 1,797 handwritten digits in scikit-learn (UCI, 8 x 8 pixels), resized to 28 x 28: 1,437 for
+    training, 360 for test.
 
     Raises HpctrainError if scikit-learn is not installed.
     """
     # Read the file directly: importing scikit-learn takes a second, on every rank.
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
-        raise HpctrainError("scikit-learn, which holds the digits, is not installed: pip install scikit-learn, or use --data")
-    table = torch.from_numpy(numpy.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=","))
+        raise HpctrainError(
+            "scikit-learn, which holds the digits, is not installed: pip install scikit-learn, or use --data"
+        )
+    table = torch.from_numpy(
+        numpy.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
+    )
     small = table[:, :64].float().reshape(-1, 1, 8, 8) * (255 / 16)
-    pixels = torch.nn.functional.interpolate(small, (SIDE, SIDE), mode="bilinear")[:, 0].round().to(torch.uint8)
+    pixels = (
+        torch.nn.functional.interpolate(small, (SIDE, SIDE), mode="bilinear")[:, 0].round().to(torch.uint8)
+    )
     labels = table[:, 64].long()
-    # Shuffled, because the file is sorted by writer; with a fixed seed, because the split must not depend on --seed.
+    # Shuffled, because the file is sorted by writer; with a fixed seed, because the split must not depend on
+    # --seed.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     cut = len(labels) * 4 // 5
     return Images(pixels[order[:cut]], labels[order[:cut]]), Images(pixels[order[cut:]], labels[order[cut:]])

@@ -1,9 +1,11 @@
-"""Images in class folders, FOLDER/train/CLASS/NAME.jpg, or in tar files, FOLDER/train/NAME.tar, decoded in worker processes.
+"""Images in class folders, FOLDER/train/CLASS/NAME.jpg, or in tar files, FOLDER/train/NAME.tar, decoded in
+worker processes.
 
-The same below FOLDER/val for evaluation. Tar files have WebDataset's layout: 000017.jpg and 000017.cls in a row are an example.
-In folders, files, classes and their numbers are those of torchvision's ImageFolder. The transforms are those of its reference
-training of ResNet-50 (github.com/pytorch/vision, references/classification/presets.py): a random resized crop and a flip in
-training; resize and center crop in evaluation.
+The same below FOLDER/val for evaluation. Tar files have WebDataset's layout: 000017.jpg and 000017.cls in a
+row are an example. In folders, files, classes and their numbers are those of torchvision's ImageFolder. The
+transforms are those of its reference training of ResNet-50 (github.com/pytorch/vision,
+references/classification/presets.py): a random resized crop and a flip in training; resize and center crop in
+evaluation.
 """
 
 import io
@@ -35,7 +37,8 @@ if TYPE_CHECKING:  # importing Pillow would hold up MNIST's first step
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 MOST_DIGITS = 9  # of a label, with the end of its line
-# Tar files with fewer examples have no more classes. A label alone says how many there are, and a model has an output for each.
+# Tar files with fewer examples have no more classes. A label alone says how many there are, and a model has
+# an output for each.
 MOST_CLASSES = 100_000
 TRAINING, EVALUATION = "train", ("val", "valid", "test")  # names of the parts of a data folder
 # What Pillow raises for files that are damaged, in addition to OSError.
@@ -45,34 +48,45 @@ DAMAGED = (SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.erro
 class ImageFolder:
     """Color images in class folders, of which only the names are in memory.
 
-    `seed` selects the augmentation of a training set; an evaluation set has None. Images are cropped to `side` x `side` pixels,
-    by `workers` processes, or by this one if that is 0. `classes` are the names of the classes in the order of their labels.
-    `unused` says how many files are not read, and which; "" if there are none.
+    `seed` selects the augmentation of a training set; an evaluation set has None. Images are cropped to
+    `side` x `side` pixels, by `workers` processes, or by this one if that is 0. `classes` are the names of
+    the classes in the order of their labels. `unused` says how many files are not read, and which; "" if
+    there are none.
     """
 
     channels = 3
     unused = ""
 
     def __init__(self, folder: Path, side: int, seed: int | None, workers: int) -> None:
-        """Read the names of all files. Raises HpctrainError, naming the folder, if one cannot be read or has no image."""
+        """Read the names of all files.
+
+        Raises HpctrainError, naming the folder, if one cannot be read or has no image.
+        """
         self._folder, self._side, self._seed, self.workers = folder, side, seed, workers
         entries = [entry for entry in _scan(folder) if not entry.name.startswith(".")]
         self.classes = sorted(entry.name for entry in entries if entry.is_dir())
         if not self.classes:
-            raise HpctrainError(f"{folder}: has no class folders: put the images of each class into a folder of their own")
+            raise HpctrainError(
+                f"{folder}: has no class folders: put the images of each class into a folder of their own"
+            )
         names, sizes = [], []
         unused = Counter(Path(entry.name).suffix for entry in entries if entry.is_file())
         for name in self.classes:
             found = list(_images_in(folder / name, unused))
             if not found:
-                raise HpctrainError(f"{folder / name}: has no JPEG or PNG file: remove this class, or add its images")
+                raise HpctrainError(
+                    f"{folder / name}: has no JPEG or PNG file: remove this class, or add its images"
+                )
             names += found
             sizes.append(len(found))
-        # An array: a list of a million strings would be copied into the memory of each worker, as their reference counts change.
+        # An array: a list of a million strings would be copied into the memory of each worker, as their
+        # reference counts change.
         self._names = numpy.array([os.fsencode(name.relative_to(folder)) for name in names])
         self.labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
         if unused:
-            kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in unused.most_common(5))
+            kinds = ", ".join(
+                f"{count:,} {suffix or 'without a suffix'}" for suffix, count in unused.most_common(5)
+            )
             count = counted(unused.total(), "file")
             self.unused = f"{folder}: not used: {count} ({one_line(kinds)}): only JPEG and PNG in class folders are read"
 
@@ -84,7 +98,9 @@ class ImageFolder:
         return self._folder / os.fsdecode(bytes(self._names[number]))
 
     def read(self, index: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """The examples of `index`: pixels [b, 3, side, side] uint8, labels [b] int64. Raises HpctrainError, naming the file.
+        """The examples of `index`: pixels [b, 3, side, side] uint8, labels [b] int64.
+
+        Raises HpctrainError, naming the file.
 
         The augmentation of an example depends on (seed, epoch, example) alone.
         """
@@ -95,7 +111,9 @@ class ImageFolder:
         pixels, labels = self.read(index, epoch=0)
         return to_images(pixels.to(device), side), labels.to(device)
 
-    def batches(self, indices: Iterable[Tensor], device: torch.device, side: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, indices: Iterable[Tensor], device: torch.device, side: int, epoch: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """batch() of each index in turn, read ahead by the workers. Raises HpctrainError, naming the file."""
         pinned = device.type == "cuda"
         for pixels, labels in ImageLoader(self, ((epoch, index) for index in indices), pin_memory=pinned):
@@ -109,7 +127,8 @@ class ImageFolder:
         if self._seed is None:
             image = center_crop(image, self._side)
         else:
-            chance = random.Random(hash((self._seed, epoch, number)))  # the hash of integers is the same in every process
+            # the hash of integers is the same in every process
+            chance = random.Random(hash((self._seed, epoch, number)))
             image = random_resized_crop(image, self._side, chance)
         return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
 
@@ -126,13 +145,17 @@ class ImageShards(ImageFolder):
         images = [name for name in self._shards.extensions if f".{name.lower()}" in SUFFIXES]
         if len(images) != 1 or "cls" not in self._shards.extensions:
             found = ", ".join(self._shards.extensions)
-            raise HpctrainError(f"{paths[0]}: its examples have {found}: they need one JPEG or PNG file and its label in .cls")
+            raise HpctrainError(
+                f"{paths[0]}: its examples have {found}: they need one JPEG or PNG file and its label in .cls"
+            )
         self._extension = images[0]
         self.labels = torch.tensor([self._label(*label) for label in enumerate(self._shards.read_all("cls"))])
         largest = int(self.labels.argmax())
         if self.labels[largest] >= max(MOST_CLASSES, len(self.labels)):
             place = f"{self._shards.path(largest)}: {self._shards.key(largest)}.cls"
-            raise HpctrainError(f"{place} has the label {self.labels[largest]}, but labels are the numbers of classes, from 0")
+            raise HpctrainError(
+                f"{place} has the label {self.labels[largest]}, but labels are the numbers of classes, from 0"
+            )
         self.classes = [str(label) for label in range(int(self.labels[largest]) + 1)]
 
     def _label(self, number: int, text: bytes) -> int:
@@ -147,20 +170,30 @@ class ImageShards(ImageFolder):
 
 
 class ImageLoader(DataLoader):
-    """A DataLoader of the batches (pixels, labels) for a sampler of (epoch, index); the labels are on the CPU.
+    """A DataLoader of the batches (pixels, labels) for a sampler of (epoch, index); the labels are on the
+    CPU.
 
-    An HpctrainError of a worker is raised as it is; DataLoader itself would raise one with the traceback as its text.
+    An HpctrainError of a worker is raised as it is; DataLoader itself would raise one with the traceback as
+    its text.
     """
 
-    def __init__(self, images: Images | ImageFolder, sampler: Iterable[tuple[int, Tensor]], pin_memory: bool = False) -> None:
+    def __init__(
+        self, images: Images | ImageFolder, sampler: Iterable[tuple[int, Tensor]], pin_memory: bool = False
+    ) -> None:
         # Without a generator of its own, the loader draws a number of those that the model uses.
-        options = {"batch_size": None, "num_workers": images.workers, "pin_memory": pin_memory, "generator": torch.Generator()}
+        options = {
+            "batch_size": None,
+            "num_workers": images.workers,
+            "pin_memory": pin_memory,
+            "generator": torch.Generator(),
+        }
         if images.workers and not can_fork_beside_threads():
             options["multiprocessing_context"] = "forkserver"
         super().__init__(ImageDataset(images), sampler=sampler, **options)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # A generator: the workers, which read ahead, start at the first batch and not before Lightning has set the epoch.
+        # A generator: the workers, which read ahead, start at the first batch and not before Lightning has
+        # set the epoch.
         for batch in super().__iter__():
             if isinstance(batch, HpctrainError):
                 raise batch
@@ -194,13 +227,20 @@ def load_folder(folder: Path, side: int, seed: int, workers: int) -> tuple[Image
     evaluation = next((folder / name for name in EVALUATION if (folder / name).is_dir()), None)
     if evaluation is None:
         names = ", ".join(f"{name}/" for name in EVALUATION)
-        raise HpctrainError(f"{folder}: has {TRAINING}/ but none of {names}: put class folders for evaluation into one of them")
+        raise HpctrainError(
+            f"{folder}: has {TRAINING}/ but none of {names}: put class folders for evaluation into one of them"
+        )
     tar_files = [sorted(part.glob("*.[tT][aA][rR]")) for part in (folder / TRAINING, evaluation)]
     if any(tar_files):
         return _load_shards(folder, evaluation.name, tar_files, side, seed, workers)
-    train, test = ImageFolder(folder / TRAINING, side, seed, workers), ImageFolder(evaluation, side, None, workers)
+    train, test = (
+        ImageFolder(folder / TRAINING, side, seed, workers),
+        ImageFolder(evaluation, side, None, workers),
+    )
     if different := sorted(set(train.classes) ^ set(test.classes)):
-        has, lacks = (TRAINING, evaluation.name) if different[0] in train.classes else (evaluation.name, TRAINING)
+        has, lacks = (
+            (TRAINING, evaluation.name) if different[0] in train.classes else (evaluation.name, TRAINING)
+        )
         raise HpctrainError(
             f"{folder}: the class {different[0]} is in {has}/ but not in {lacks}/ ({len(different)} classes differ in all): "
             "both need the same classes"
@@ -213,10 +253,19 @@ def _load_shards(
 ) -> tuple[ImageShards, ImageShards]:
     for name, paths in zip((TRAINING, evaluation), tar_files, strict=True):
         if not paths:
-            raise HpctrainError(f"{folder}: there are .tar files in {TRAINING}/ or {evaluation}/, but none in {name}/")
-        if others := [entry.name for entry in _scan(folder / name) if entry.is_dir() and not entry.name.startswith(".")]:
-            raise HpctrainError(f"{folder / name}: has .tar files and the folder {min(others)}: keep one of the two")
-    train, test = ImageShards(tar_files[0], side, seed, workers), ImageShards(tar_files[1], side, None, workers)
+            raise HpctrainError(
+                f"{folder}: there are .tar files in {TRAINING}/ or {evaluation}/, but none in {name}/"
+            )
+        if others := [
+            entry.name for entry in _scan(folder / name) if entry.is_dir() and not entry.name.startswith(".")
+        ]:
+            raise HpctrainError(
+                f"{folder / name}: has .tar files and the folder {min(others)}: keep one of the two"
+            )
+    train, test = (
+        ImageShards(tar_files[0], side, seed, workers),
+        ImageShards(tar_files[1], side, None, workers),
+    )
     if len(test.classes) > len(train.classes):
         raise HpctrainError(
             f"{folder}: the label {len(test.classes) - 1} is in {evaluation}/, but those in {TRAINING}/ end at "
@@ -230,17 +279,23 @@ def _scan(folder: Path) -> list[os.DirEntry]:
         with os.scandir(folder) as entries:
             return list(entries)
     except OSError as error:
-        raise HpctrainError(f"{folder}: cannot be read ({first_line(error)}): check the path and its permissions") from error
+        raise HpctrainError(
+            f"{folder}: cannot be read ({first_line(error)}): check the path and its permissions"
+        ) from error
 
 
 def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
-    """All images in a class folder and its subfolders, in the order of torchvision's ImageFolder. Raises HpctrainError.
+    """All images in a class folder and its subfolders, in the order of torchvision's ImageFolder.
+
+    Raises HpctrainError.
 
     Other files are counted in `unused` by their suffix.
     """
 
     def fail(error: OSError) -> None:
-        raise HpctrainError(f"{error.filename}: cannot be read ({first_line(error)}): check its permissions") from error
+        raise HpctrainError(
+            f"{error.filename}: cannot be read ({first_line(error)}): check its permissions"
+        ) from error
 
     for place, _, names in sorted(os.walk(folder, onerror=fail, followlinks=True)):
         for name in sorted(names):
@@ -253,7 +308,10 @@ def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
 
 
 def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
-    """Read a JPEG or PNG file as an RGB image, turned as its EXIF data say. Raises HpctrainError with the path, or the name."""
+    """Read a JPEG or PNG file as an RGB image, turned as its EXIF data say.
+
+    Raises HpctrainError with the path, or the name.
+    """
     from PIL import Image, ImageOps
 
     path = name or source
@@ -273,13 +331,16 @@ def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
             "scale the image down or remove it"
         ) from error
     except (OSError, *DAMAGED) as error:
-        raise HpctrainError(f"{path}: cannot be read as a JPEG or PNG ({first_line(error)}): replace or remove it") from error
+        raise HpctrainError(
+            f"{path}: cannot be read as a JPEG or PNG ({first_line(error)}): replace or remove it"
+        ) from error
 
 
 def random_resized_crop(image: "Image.Image", side: int, chance: random.Random) -> "Image.Image":
     """A random part of the image, scaled to side x side pixels and flipped in half of the cases.
 
-    The part has 8 to 100 % of the area and a ratio of 3:4 to 4:3, as in Szegedy et al., "Going deeper with convolutions" (2015).
+    The part has 8 to 100 % of the area and a ratio of 3:4 to 4:3, as in Szegedy et al., "Going deeper with
+    convolutions" (2015).
     """
     from PIL import Image
 

@@ -29,11 +29,12 @@ class MnistNet(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """ResNet-50 from the library transformers (v1.5: the stride is in the 3 x 3 convolution), for gray digits by default.
+    """ResNet-50 from the library transformers (v1.5: the stride is in the 3 x 3 convolution), for gray digits
+    by default.
 
-    Batch normalization uses the mean and variance of the images that one rank has of a batch, so the weights depend on the
-    number of ranks. Each rank has its own running statistics; every trainer copies rank 0's to all ranks before it
-    evaluates and saves.
+    Batch normalization uses the mean and variance of the images that one rank has of a batch, so the weights
+    depend on the number of ranks. Each rank has its own running statistics; every trainer copies rank 0's to
+    all ranks before it evaluates and saves.
     """
 
     def __init__(self, channels: int = 1, classes: int = CLASSES) -> None:

@@ -39,7 +39,15 @@ class Recipe(NamedTuple):
 
 RECIPES = {
     # The batch is small because 1,437 digits need many steps; docs/trainers.md has values for MNIST.
-    "mnist": Recipe(MnistNet, 28, partial(SGD, momentum=0.9, nesterov=True), epochs=10, batch_size=32, lr=0.03, lr_decay=0.8),
+    "mnist": Recipe(
+        MnistNet,
+        28,
+        partial(SGD, momentum=0.9, nesterov=True),
+        epochs=10,
+        batch_size=32,
+        lr=0.03,
+        lr_decay=0.8,
+    ),
     # Model, size of the images and optimizer are those of github.com/DSL-Lab/HPC_helper (main.py).
     "resnet50": Recipe(ResNet50, 128, Adam, epochs=5, batch_size=256, lr=0.001, lr_decay=1.0),
 }
@@ -70,10 +78,23 @@ def vision_parser(trainer: str, description: str) -> Parser:
         help="processes per rank that decode JPEG and PNG; 0: none (default: CPUs of the rank - 1, at most 16)",
     )  # fmt: skip
     add("--epochs", type=positive(int), help=f"passes over the training data (default: {default('epochs')})")
-    add("--batch-size", type=positive(int), help=f"global batch size, over all ranks (default: {default('batch_size')})")
+    add(
+        "--batch-size",
+        type=positive(int),
+        help=f"global batch size, over all ranks (default: {default('batch_size')})",
+    )
     add("--lr", type=positive(float), help=f"learning rate (default: {default('lr')})")
-    add("--lr-decay", type=positive(float), help=f"factor on the learning rate after each epoch (default: {default('lr_decay')})")
-    add("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast with fp32 weights (default: %(default)s)")
+    add(
+        "--lr-decay",
+        type=positive(float),
+        help=f"factor on the learning rate after each epoch (default: {default('lr_decay')})",
+    )
+    add(
+        "--precision",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="bf16: autocast with fp32 weights (default: %(default)s)",
+    )
     add(
         "--fast-kernels", action="store_true",
         help="train faster on a CPU, with other rounding: channels-last convolutions, a fused optimizer (always on GPUs)",
@@ -91,41 +112,63 @@ def parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
     if args.workers is not None and args.workers < 0:
         raise UsageError(f"--workers {args.workers} is below zero: use 0 or more")
     if args.model == "mnist" and args.image_size not in (None, RECIPES["mnist"].side):
-        raise UsageError(f"--image-size {args.image_size} is not for --model mnist: add --model resnet50, or leave it out")
+        raise UsageError(
+            f"--image-size {args.image_size} is not for --model mnist: add --model resnet50, or leave it out"
+        )
     return args
 
 
-def load_data(args: argparse.Namespace, world: World) -> tuple[Images, Images] | tuple[ImageFolder, ImageFolder]:
+def load_data(
+    args: argparse.Namespace, world: World
+) -> tuple[Images, Images] | tuple[ImageFolder, ImageFolder]:
     """The training set and the test set of --data; fills in --image-size and --workers. A collective call.
 
     Raises HpctrainError, naming the file or folder.
     """
     cpus = sorted(os.sched_getaffinity(0))
     mine = [world.node_rank, cpus[0], cpus[-1], len(cpus)]
-    sharing = gather(world, mine).count(mine)  # ranks that may use the same CPUs: all of a node, unless the launcher binds them
+    # ranks that may use the same CPUs: all of a node, unless the launcher binds them
+    sharing = gather(world, mine).count(mine)
     with all_or_none(world):
         check_compiler(args, world.rank)
         in_folders = is_image_folder(args.data)
         if in_folders and args.model == "mnist":
-            raise HpctrainError(f"--data {args.data} has color images, and --model mnist takes MNIST's: add --model resnet50")
+            raise HpctrainError(
+                f"--data {args.data} has color images, and --model mnist takes MNIST's: add --model resnet50"
+            )
         if args.workers is None:
-            args.workers = min(MOST_WORKERS, len(cpus) // sharing - 1) if in_folders and len(cpus) > sharing else 0
+            args.workers = (
+                min(MOST_WORKERS, len(cpus) // sharing - 1) if in_folders and len(cpus) > sharing else 0
+            )
         if args.image_size is None:
             args.image_size = FOLDER_SIDE if in_folders else RECIPES[args.model].side
-        sets = load_folder(args.data, args.image_size, args.seed, args.workers) if in_folders else data.load(args.data)
+        sets = (
+            load_folder(args.data, args.image_size, args.seed, args.workers)
+            if in_folders
+            else data.load(args.data)
+        )
     for unused in [part.unused for part in sets if world.rank == 0 and part.unused]:
         print(unused, flush=True)
     return sets
 
 
 def build_model(
-    args: argparse.Namespace, training_set: Images | ImageFolder, device: torch.device, *, sharded: bool = False
+    args: argparse.Namespace,
+    training_set: Images | ImageFolder,
+    device: torch.device,
+    *,
+    sharded: bool = False,
 ) -> nn.Module:
-    """Create the model on `device`; its initial weights depend on --seed alone. `sharded`: see compile_training()."""
+    """Create the model on `device`; its initial weights depend on --seed alone.
+
+    `sharded`: see compile_training().
+    """
     torch.manual_seed(args.seed)
     make_deterministic(args, device, on_gpu=True)
     model = RECIPES[args.model].model
-    built = (model() if model is MnistNet else model(training_set.channels, len(training_set.classes))).to(device)
+    built = (model() if model is MnistNet else model(training_set.channels, len(training_set.classes))).to(
+        device
+    )
     built = built.to(memory_format=torch.channels_last) if uses_fast_kernels(args, device) else built
     if args.compile:
         compile_training(built, by_block=sharded)
@@ -146,7 +189,8 @@ def count_flops(model: nn.Module, training_set: Images | ImageFolder, args: argp
 def make_optimizer(args: argparse.Namespace, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Create the optimizer of the model's recipe, with --lr."""
     parameters = list(parameters)
-    is_sharded = hasattr(parameters[0], "to_local")  # a DTensor, of which _fused_sgd_() has no parts (torch 2.13)
+    # a DTensor, of which _fused_sgd_() has no parts (torch 2.13)
+    is_sharded = hasattr(parameters[0], "to_local")
     fused = {"fused": True} if uses_fast_kernels(args, parameters[0].device) and not is_sharded else {}
     return RECIPES[args.model].optimizer(parameters, lr=args.lr, **fused)
 

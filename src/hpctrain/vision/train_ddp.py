@@ -45,7 +45,10 @@ def main(world: World, arguments: list[str]) -> None:
 
 
 def train(world: World, args: argparse.Namespace) -> None:
-    """Load the data and train; evaluate and save a checkpoint after each epoch. A collective call. Raises HpctrainError."""
+    """Load the data and train; evaluate and save a checkpoint after each epoch.
+
+    A collective call. Raises HpctrainError.
+    """
     device = choose_device(world, args.device)
     with process_group(world, device):
         training_set, test_set = recipe.load_data(args, world)
@@ -54,7 +57,13 @@ def train(world: World, args: argparse.Namespace) -> None:
 
         model = recipe.build_model(args, training_set, device)
         run.count_flops(lambda: recipe.count_flops(model, training_set, args))
-        parallel = DistributedDataParallel(model) if world.size > 1 else DataParallel(model) if args.strategy == "dp" else model
+        parallel = (
+            DistributedDataParallel(model)
+            if world.size > 1
+            else DataParallel(model)
+            if args.strategy == "dp"
+            else model
+        )
         optimizer = recipe.make_optimizer(args, parallel.parameters())
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
@@ -72,21 +81,30 @@ def train(world: World, args: argparse.Namespace) -> None:
 
         def evaluate() -> tuple[float, float]:
             if world.size > 1:
-                for buffer in model.buffers():  # all ranks evaluate with rank 0's batch normalization, which is saved
+                # all ranks evaluate with rank 0's batch normalization, which is saved
+                for buffer in model.buffers():
                     dist.broadcast(buffer, src=0)
             with autocast:
                 return recipe.evaluate(model, test_set, args, world, device, partial(total, world))
 
         if world.size > 1:
-            settle_buckets(parallel, lambda: compute_loss(*training_set.batch(torch.tensor([0]), device, args.image_size)))
+            settle_buckets(
+                parallel,
+                lambda: compute_loss(*training_set.batch(torch.tensor([0]), device, args.image_size)),
+            )
         resumed_after_last = run.epoch >= args.epochs
         for epoch in range(run.epoch + 1, args.epochs + 1):
-            for group in optimizer.param_groups:  # depends on the epoch alone: resuming needs no scheduler state
+            # depends on the epoch alone: resuming needs no scheduler state
+            for group in optimizer.param_groups:
                 group["lr"] = args.lr * args.lr_decay ** (epoch - 1)
             parallel.train()
             batches = partial(training_batches, len(training_set), args.batch_size, args.seed, epoch, world)
-            done = run.start_epoch(epoch, steps, args.batch_size, lambda step, batches=batches: next(batches(skip=step)))
-            for images, labels in run.time_data(training_set.batches(batches(skip=done), device, args.image_size, epoch)):
+            done = run.start_epoch(
+                epoch, steps, args.batch_size, lambda step, batches=batches: next(batches(skip=step))
+            )
+            for images, labels in run.time_data(
+                training_set.batches(batches(skip=done), device, args.image_size, epoch)
+            ):
                 loss = compute_loss(images, labels)
                 optimizer.zero_grad()
                 loss.backward()  # DDP averages the gradients over all ranks meanwhile
@@ -114,7 +132,9 @@ def total(world: World, value: Tensor) -> Tensor:
 
 def parser() -> Parser:
     """The options of this trainer, on top of those of all vision trainers (recipe.py)."""
-    parser = recipe.vision_parser("train_ddp", "Train an image classifier with DDP; without a launcher, in one process.")
+    parser = recipe.vision_parser(
+        "train_ddp", "Train an image classifier with DDP; without a launcher, in one process."
+    )
     add_device(parser)
     parser.add_argument(
         "--strategy",
@@ -129,7 +149,11 @@ def parse(parser: Parser, arguments: list[str], world: World) -> argparse.Namesp
     """Parse the command line. Raises UsageError, also if it does not fit the number of ranks."""
     args = recipe.parse(parser, arguments)
     if args.strategy == "dp" and world.size > 1:
-        raise UsageError(f"--strategy dp is for one process, but {world.launcher_command} started {world.size}: use no launcher")
+        raise UsageError(
+            f"--strategy dp is for one process, but {world.launcher_command} started {world.size}: use no launcher"
+        )
     if args.strategy == "dp" and args.compile:
-        raise UsageError("--compile is not for --strategy dp, which copies the model to each GPU in each step: leave out one")
+        raise UsageError(
+            "--compile is not for --strategy dp, which copies the model to each GPU in each step: leave out one"
+        )
     return args

@@ -1,4 +1,5 @@
-"""Train an image classifier with FSDP2 of PyTorch: each rank holds a part of the weights, gradients and optimizer.
+"""Train an image classifier with FSDP2 of PyTorch: each rank holds a part of the weights, gradients and
+optimizer.
 
 One node with 4 ranks:
 
@@ -8,8 +9,8 @@ Two nodes with 2 ranks each, in the container, on Slurm:
 
     sbatch launch/apptainer_ddp.sh train_fsdp --model resnet50 --precision bf16 --data FOLDER
 
-The numbers are those of train_ddp, also with --precision bf16: weights are gathered as fp32, which batch normalization needs.
-One process has nothing to shard and does what train_ddp does.
+The numbers are those of train_ddp, also with --precision bf16: weights are gathered as fp32, which batch
+normalization needs. One process has nothing to shard and does what train_ddp does.
 """
 
 import argparse
@@ -29,7 +30,14 @@ from hpctrain.errors import UsageError
 from hpctrain.options import Parser, add_device
 from hpctrain.run.run import Run
 from hpctrain.training.batches import evaluation_batches, steps_per_epoch, training_batches
-from hpctrain.training.sharding import copy_without_weights, gather_model, load_weights, shard, split, split_state
+from hpctrain.training.sharding import (
+    copy_without_weights,
+    gather_model,
+    load_weights,
+    shard,
+    split,
+    split_state,
+)
 from hpctrain.vision import recipe
 
 
@@ -37,12 +45,17 @@ def main(world: World, arguments: list[str]) -> None:
     """Train with the options at the end of this file."""
     args = recipe.parse(parser(), arguments)
     if args.fast_kernels:
-        raise UsageError("--fast-kernels is not for train_fsdp, which cannot shard channels-last weights: leave it out")
+        raise UsageError(
+            "--fast-kernels is not for train_fsdp, which cannot shard channels-last weights: leave it out"
+        )
     train(world, args)
 
 
 def train(world: World, args: argparse.Namespace) -> None:
-    """Load the data and train; evaluate and save a checkpoint after each epoch. A collective call. Raises HpctrainError."""
+    """Load the data and train; evaluate and save a checkpoint after each epoch.
+
+    A collective call. Raises HpctrainError.
+    """
     device = choose_device(world, args.device)
     with process_group(world, device):
         training_set, test_set = recipe.load_data(args, world)
@@ -68,15 +81,19 @@ def train(world: World, args: argparse.Namespace) -> None:
             return split({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
         def evaluate() -> tuple[float, float]:
-            most = torch.tensor(sum(1 for _ in evaluation_batches(len(test_set), args.batch_size, world)), device=device)
+            most = torch.tensor(
+                sum(1 for _ in evaluation_batches(len(test_set), args.batch_size, world)), device=device
+            )
             own = most.item()
             if world.size > 1:
                 dist.all_reduce(most, dist.ReduceOp.MAX)
-                for buffer in model.buffers():  # all ranks evaluate with rank 0's batch normalization, which is saved
+                # all ranks evaluate with rank 0's batch normalization, which is saved
+                for buffer in model.buffers():
                     dist.broadcast(buffer, src=0)
 
             def total(value: Tensor) -> Tensor:
-                for _ in range(own, most.item()):  # all ranks gather weights in each forward pass, so they need as many of them
+                # all ranks gather weights in each forward pass, so they need as many of them
+                for _ in range(own, most.item()):
                     model(test_set.batch(torch.tensor([0]), device, args.image_size)[0])
                 if world.size > 1:
                     dist.all_reduce(value)
@@ -87,14 +104,20 @@ def train(world: World, args: argparse.Namespace) -> None:
 
         resumed_after_last = run.epoch >= args.epochs
         for epoch in range(run.epoch + 1, args.epochs + 1):
-            for group in optimizer.param_groups:  # depends on the epoch alone: resuming needs no scheduler state
+            # depends on the epoch alone: resuming needs no scheduler state
+            for group in optimizer.param_groups:
                 group["lr"] = args.lr * args.lr_decay ** (epoch - 1)
             model.train()
             batches = partial(training_batches, len(training_set), args.batch_size, args.seed, epoch, world)
-            done = run.start_epoch(epoch, steps, args.batch_size, lambda step, batches=batches: next(batches(skip=step)))
-            for images, labels in run.time_data(training_set.batches(batches(skip=done), device, args.image_size, epoch)):
+            done = run.start_epoch(
+                epoch, steps, args.batch_size, lambda step, batches=batches: next(batches(skip=step))
+            )
+            for images, labels in run.time_data(
+                training_set.batches(batches(skip=done), device, args.image_size, epoch)
+            ):
                 with autocast:
-                    loss = cross_entropy(model(images), labels)  # gathers the weights of a block while it computes
+                    # gathers the weights of a block while it computes
+                    loss = cross_entropy(model(images), labels)
                 optimizer.zero_grad()
                 loss.backward()  # averages the gradients over all ranks, and each rank keeps its part
                 run.check_gradients()
@@ -116,6 +139,8 @@ def train(world: World, args: argparse.Namespace) -> None:
 
 def parser() -> Parser:
     """The options of this trainer, on top of those of all vision trainers (recipe.py)."""
-    parser = recipe.vision_parser("train_fsdp", "Train an image classifier with FSDP2, which shards the model over all ranks.")
+    parser = recipe.vision_parser(
+        "train_fsdp", "Train an image classifier with FSDP2, which shards the model over all ranks."
+    )
     add_device(parser)
     return parser

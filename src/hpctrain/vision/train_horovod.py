@@ -9,10 +9,10 @@ Two nodes with 2 ranks each, on Slurm:
 
     sbatch launch/apptainer_ddp.sh train_horovod --fp16-allreduce
 
-Horovod's ranks connect over Gloo under every launcher, and need no MPI. With HOROVOD_CONTROLLER=mpi and mpirun they
-connect over MPI, and use it for all-reduces on CPUs; --use-adasum needs that. Horovod fuses tensors that are ready at the
-same time into one all-reduce. HOROVOD_FUSION_THRESHOLD=0, also set by --deterministic, turns that off, which makes the weights
-equal bit for bit from run to run.
+Horovod's ranks connect over Gloo under every launcher, and need no MPI. With HOROVOD_CONTROLLER=mpi and
+mpirun they connect over MPI, and use it for all-reduces on CPUs; --use-adasum needs that. Horovod fuses
+tensors that are ready at the same time into one all-reduce. HOROVOD_FUSION_THRESHOLD=0, also set by
+--deterministic, turns that off, which makes the weights equal bit for bit from run to run.
 """
 
 import argparse
@@ -43,7 +43,8 @@ def main(world: World, arguments: list[str]) -> None:
     device = choose_device(world, args.device)
     if args.deterministic:
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-    # The process group is for the run folder and for errors. It uses Gloo on GPUs, too: torch and Horovod would conflict in NCCL.
+    # The process group is for the run folder and for errors. It uses Gloo on GPUs, too: torch and Horovod
+    # would conflict in NCCL.
     with process_group(world, torch.device("cpu")), horovod(world) as hvd:
         training_set, test_set = recipe.load_data(args, world)
         sub_batches = args.batches_per_allreduce
@@ -65,7 +66,8 @@ def main(world: World, arguments: list[str]) -> None:
 
         if state := run.resume(device, args.epochs, model):
             model.load_state_dict(state["model"])
-            # Every rank has read it from the same file. hvd.broadcast_optimizer_state() would send it as a pickle.
+            # Every rank has read it from the same file. hvd.broadcast_optimizer_state() would send it as a
+            # pickle.
             with all_or_none(world):
                 load_optimizer(optimizer, state, run.resume_from)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -83,8 +85,12 @@ def main(world: World, arguments: list[str]) -> None:
         for epoch in range(run.epoch + 1, args.epochs + 1):
             model.train()
             batches = partial(training_batches, len(training_set), batch_size, args.seed, epoch, world)
-            done = run.start_epoch(epoch, steps, batch_size, lambda step, batches=batches: next(batches(skip=step)))
-            for images, labels in run.time_data(training_set.batches(batches(skip=done), device, args.image_size, epoch)):
+            done = run.start_epoch(
+                epoch, steps, batch_size, lambda step, batches=batches: next(batches(skip=step))
+            )
+            for images, labels in run.time_data(
+                training_set.batches(batches(skip=done), device, args.image_size, epoch)
+            ):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(run.global_step, steps, world, args)
                 optimizer.zero_grad()
@@ -117,7 +123,8 @@ def main(world: World, arguments: list[str]) -> None:
 def learning_rate(step: int, steps: int, world: World, args: argparse.Namespace) -> float:
     """The learning rate of a step, counted from 0 over the whole training; an epoch has `steps` steps.
 
-    It rises linearly from --lr / size to --lr over the first --warmup-epochs, and decays each epoch after that.
+    It rises linearly from --lr / size to --lr over the first --warmup-epochs, and decays each epoch after
+    that.
     """
     warmup = args.warmup_epochs * steps
     if step < warmup:
@@ -133,15 +140,23 @@ def total(hvd: ModuleType, value: Tensor, name: str) -> Tensor:
 
 def parser() -> Parser:
     """The options of this trainer, on top of those of all vision trainers (recipe.py)."""
-    parser = recipe.vision_parser("train_horovod", "Train an image classifier with Horovod, on any number of ranks.")
+    parser = recipe.vision_parser(
+        "train_horovod", "Train an image classifier with Horovod, on any number of ranks."
+    )
     add = parser.add_argument
     add_device(parser)
-    add("--fp16-allreduce", action="store_true", help="compress gradients to 16-bit floats for the all-reduce")
+    add(
+        "--fp16-allreduce", action="store_true", help="compress gradients to 16-bit floats for the all-reduce"
+    )
     add(
         "--batches-per-allreduce", type=positive(int), default=1, metavar="N",
         help="accumulate N batches of --batch-size for each all-reduce and optimizer step (default: %(default)s)",
     )  # fmt: skip
-    add("--use-adasum", action="store_true", help="combine gradients with Adasum instead of averaging them; needs MPI")
+    add(
+        "--use-adasum",
+        action="store_true",
+        help="combine gradients with Adasum instead of averaging them; needs MPI",
+    )
     add(
         "--gradient-predivide-factor", type=positive(float), default=1.0, metavar="F",
         help="divide gradients by F before the sum, and by the number of ranks / F after it (default: %(default)s)",
@@ -160,11 +175,19 @@ def parse(arguments: list[str], world: World) -> argparse.Namespace:
         raise UsageError(f"--warmup-epochs {args.warmup_epochs} is below zero: use 0 or more")
     if args.use_adasum:
         if args.on_nan == "skip":
-            raise UsageError("--on-nan skip does not work with --use-adasum, which sums no gradients: leave out one of them")
+            raise UsageError(
+                "--on-nan skip does not work with --use-adasum, which sums no gradients: leave out one of them"
+            )
         if world.size > 1 and os.environ.get("HOROVOD_CONTROLLER") != "mpi":
-            raise UsageError("--use-adasum needs MPI: start with mpirun (launch/apptainer_mpi.sh) and HOROVOD_CONTROLLER=mpi")
+            raise UsageError(
+                "--use-adasum needs MPI: start with mpirun (launch/apptainer_mpi.sh) and HOROVOD_CONTROLLER=mpi"
+            )
         if args.gradient_predivide_factor != 1:
-            raise UsageError("--gradient-predivide-factor scales an average, and --use-adasum computes none: use one of the two")
+            raise UsageError(
+                "--gradient-predivide-factor scales an average, and --use-adasum computes none: use one of the two"
+            )
         if world.size & (world.size - 1):
-            raise UsageError(f"--use-adasum needs a power of two, but there are {world.size} ranks: start 2, 4, 8, 16, ...")
+            raise UsageError(
+                f"--use-adasum needs a power of two, but there are {world.size} ranks: start 2, 4, 8, 16, ..."
+            )
     return args

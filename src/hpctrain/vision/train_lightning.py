@@ -10,8 +10,8 @@ Two nodes with 2 ranks each, in the container, on Slurm:
 
     sbatch launch/apptainer_ddp.sh train_lightning --epochs 3
 
-The checkpoints in the run folder are Lightning's own (Classifier.load_from_checkpoint() reads them). Each also has the bare
-weights as "model", as those of train_ddp have.
+The checkpoints in the run folder are Lightning's own (Classifier.load_from_checkpoint() reads them). Each
+also has the bare weights as "model", as those of train_ddp have.
 """
 
 import argparse
@@ -92,17 +92,23 @@ class BatchSampler:
         return next(self._batches(epoch, skip=step))
 
     def _batches(self, epoch: int, skip: int) -> Iterator[Tensor]:
-        return training_batches(self._examples, self._args.batch_size, self._args.seed, epoch, self._world, skip)
+        return training_batches(
+            self._examples, self._args.batch_size, self._args.seed, epoch, self._world, skip
+        )
 
     def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this before each epoch, also when it resumes. It counts epochs from 0, hpctrain from 1."""
+        """Lightning calls this before each epoch, also when it resumes.
+
+        It counts epochs from 0, hpctrain from 1.
+        """
         self._epoch = epoch + 1
 
     def __len__(self) -> int:
         return steps_per_epoch(self._examples, self._args.batch_size, self._world)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        # A generator, which reads the epoch at the first batch: a resumed Trainer calls iter() before set_epoch().
+        # A generator, which reads the epoch at the first batch: a resumed Trainer calls iter() before
+        # set_epoch().
         skip = self._skip[1] if self._epoch == self._skip[0] else 0
         for index in self._batches(self._epoch, skip):
             yield self._epoch, index
@@ -116,7 +122,8 @@ def main(world: World, arguments: list[str]) -> None:
     with process_group(world, device):  # Lightning uses it and creates none of its own
         training_set, test_set = recipe.load_data(args, world)
         sampler = BatchSampler(len(training_set), args, world)
-        len(sampler)  # raises UsageError before the run folder is created, if the ranks cannot share the batch size
+        # raises UsageError before the run folder is created, if the ranks cannot share the batch size
+        len(sampler)
         run = Run(world, "train_lightning", args, device)
 
         module = Classifier(recipe.build_model(args, training_set, device), args)
@@ -126,7 +133,9 @@ def main(world: World, arguments: list[str]) -> None:
         def score(metrics: dict[str, float]) -> tuple[float, ...]:
             return metrics["test_accuracy"], -metrics["test_loss"]
 
-        trainer = make_trainer(run, args, device, lambda module: module.net, score, find_unused_parameters=unused)
+        trainer = make_trainer(
+            run, args, device, lambda module: module.net, score, find_unused_parameters=unused
+        )
         evaluation = [(0, index) for index in evaluation_batches(len(test_set), args.batch_size, world)]
         test_loader = ImageLoader(test_set, evaluation)
         state = run.resume(device, args.epochs, module.net, "state_dict")
@@ -143,10 +152,15 @@ def main(world: World, arguments: list[str]) -> None:
 
 def parser() -> Parser:
     """The options of this trainer, on top of those of all vision trainers (recipe.py)."""
-    parser = recipe.vision_parser("train_lightning", "Train an image classifier with PyTorch Lightning, on any number of ranks.")
+    parser = recipe.vision_parser(
+        "train_lightning", "Train an image classifier with PyTorch Lightning, on any number of ranks."
+    )
     add = parser.add_argument
     add(
-        "--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="auto: a GPU if there is one (default: %(default)s)"
+        "--accelerator",
+        choices=["auto", "cpu", "gpu"],
+        default="auto",
+        help="auto: a GPU if there is one (default: %(default)s)",
     )
     add("--devices", type=positive(int), help="ranks per node (default: as many as the launcher started)")
     add("--num-nodes", type=positive(int), help="number of nodes (default: as many as the launcher uses)")
@@ -165,11 +179,21 @@ def parse(arguments: list[str], world: World) -> argparse.Namespace:
     command = world.launcher_command
     if args.devices not in (None, world.local_size):
         ranks = f"{counted(world.local_size, 'rank')} on this node"
-        started = f"without a launcher there is {ranks}" if world.launcher == "single" else f"{command} started {ranks}"
+        started = (
+            f"without a launcher there is {ranks}"
+            if world.launcher == "single"
+            else f"{command} started {ranks}"
+        )
         raise UsageError(f"--devices {args.devices}, but {started}: make them equal, or leave --devices out")
     if args.num_nodes not in (None, world.nodes):
         nodes = counted(world.nodes, "node")
-        started = f"without a launcher there is {nodes}" if world.launcher == "single" else f"{command} started ranks on {nodes}"
-        raise UsageError(f"--num-nodes {args.num_nodes}, but {started}: make them equal, or leave --num-nodes out")
+        started = (
+            f"without a launcher there is {nodes}"
+            if world.launcher == "single"
+            else f"{command} started ranks on {nodes}"
+        )
+        raise UsageError(
+            f"--num-nodes {args.num_nodes}, but {started}: make them equal, or leave --num-nodes out"
+        )
     args.devices, args.num_nodes = world.local_size, world.nodes
     return args

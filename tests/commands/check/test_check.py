@@ -1,6 +1,7 @@
 """`hpctrain check` on faulty nodes: each fault gives one line, which says where it is and what to do.
 
-The nodes are namespaces of this machine, each with its own host name, /etc/hosts and mounts, in one private network.
+The nodes are namespaces of this machine, each with its own host name, /etc/hosts and mounts, in one private
+network.
 """
 
 import os
@@ -26,7 +27,9 @@ CHECK = [sys.executable, "-m", "hpctrain", "check"]
 HOSTS = "127.0.0.1 localhost\n10.9.9.1 n1\n10.9.9.2 n2\n"
 
 
-def rank(number, *, node=None, size=2, per_node=1, prepare="", hosts=HOSTS, program=None, arguments=(), **env):
+def rank(
+    number, *, node=None, size=2, per_node=1, prepare="", hosts=HOSTS, program=None, arguments=(), **env
+):
     """A rank as srun starts it, on node n1, n2, ...; `prepare` is a command that breaks the node.
 
     `program` is what starts it, if that matters: it is a process with its imports behind it otherwise.
@@ -53,7 +56,9 @@ def rank(number, *, node=None, size=2, per_node=1, prepare="", hosts=HOSTS, prog
         "mount --bind private/hosts /etc/hosts",
         prepare,
     ]
-    return SimpleNamespace(prepare="\n".join(lines), env=env, program=program, arguments=["check", *arguments])
+    return SimpleNamespace(
+        prepare="\n".join(lines), env=env, program=program, arguments=["check", *arguments]
+    )
 
 
 def run(tmp_path, *ranks):
@@ -64,7 +69,10 @@ def run(tmp_path, *ranks):
         # The dynamic loader reads LD_LIBRARY_PATH when a process starts only.
         if any(each.program or "LD_LIBRARY_PATH" in each.env for each in ranks):
             return run_programs(tmp_path, path, *ranks)
-        warm = [warm_start.Rank(each.arguments, clean_environment() | each.env, path, each.prepare) for each in ranks]
+        warm = [
+            warm_start.Rank(each.arguments, clean_environment() | each.env, path, each.prepare)
+            for each in ranks
+        ]
         done = warm_start.run(warm, tmp_path)
     return done.returncode, done.stdout + done.stderr
 
@@ -87,21 +95,33 @@ def run_programs(tmp_path, path, *ranks):
     for each in ranks:
         command = each.program or [*CHECK, *each.arguments[1:]]
         words = shlex.join(["env", *(f"{name}={value}" for name, value in each.env.items()), *command])
-        node = shlex.join(["unshare", "--mount", "--uts", "bash", "-c", f"set -e\n{each.prepare}\nexec {words}"])
+        node = shlex.join(
+            ["unshare", "--mount", "--uts", "bash", "-c", f"set -e\n{each.prepare}\nexec {words}"]
+        )
         started += f"{node} & pids+=($!)\n"
     script = f'{started}worst=0\nfor pid in "${{pids[@]}}"; do wait "$pid" || worst=$?; done; exit $worst'
     command = ["nsenter", f"--net={path}", "bash", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=clean_environment())
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=clean_environment()
+    )
     return done.returncode, done.stdout + done.stderr
 
 
 def clean_environment():
-    return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTHON", "HF_", "CUDA_"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "PYTHON", "HF_", "CUDA_"))
+    }
 
 
 def errors(output):
     assert "Traceback" not in output, output
-    return [line.removeprefix("hpctrain: error: ") for line in output.splitlines() if line.startswith("hpctrain: error: ")]
+    return [
+        line.removeprefix("hpctrain: error: ")
+        for line in output.splitlines()
+        if line.startswith("hpctrain: error: ")
+    ]
 
 
 def refused(tmp_path, *ranks):
@@ -113,7 +133,10 @@ def refused(tmp_path, *ranks):
 
 def test_two_nodes_with_nothing_wrong(tmp_path):
     status, output = run(tmp_path, *(rank(number, size=4, per_node=2) for number in range(4)))
-    assert status == 0 and "check passed: 4 ranks on 2 hosts (slurm), ring and all-reduce correct on cpu, 64 MB in" in output
+    assert (
+        status == 0
+        and "check passed: 4 ranks on 2 hosts (slurm), ring and all-reduce correct on cpu, 64 MB in" in output
+    )
     assert errors(output) == []
 
 
@@ -178,7 +201,11 @@ def test_a_rank_without_a_rendezvous_reports_its_other_problems_too(tmp_path):
 def test_a_rank_whose_peer_never_joins_reports_its_problems_too(tmp_path):
     """Rank 1 never joins; the problems of rank 0 may be the reason."""
     said = refused(tmp_path, rank(0, prepare=full("cache"), TORCH_HOME="cache"))
-    assert len(said) == 2 and "TORCH_HOME" in said[0] and "rank 1 of 2 did not join at n1:29500 within 60 s" in said[1], said
+    assert (
+        len(said) == 2
+        and "TORCH_HOME" in said[0]
+        and "rank 1 of 2 did not join at n1:29500 within 60 s" in said[1]
+    ), said
 
 
 def full(folder, options="size=1m"):
@@ -289,11 +316,15 @@ def test_more_ranks_than_gpus_and_an_old_driver(monkeypatch):
     assert list(gpu.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "2"})) == [
         "4 ranks on a node with 2 GPUs for this job: start one rank per GPU (--ntasks-per-node)"
     ]
-    assert next(gpu.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "1"})).startswith("4 ranks on a node with 1 GPU for")
+    assert next(gpu.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "1"})).startswith(
+        "4 ranks on a node with 1 GPU for"
+    )
     assert list(gpu.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "4"})) == []
 
     def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040).\nPlease update"
+        )
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -301,7 +332,10 @@ def test_more_ranks_than_gpus_and_an_old_driver(monkeypatch):
     monkeypatch.setattr(gpu, "gpu_devices", lambda: ["/dev/nvidia0"])
     monkeypatch.setattr(gpu, "has_driver", lambda: True)
     (said,) = gpu.gpu_problems(four, "auto", {})
-    assert "cannot use /dev/nvidia0 (The NVIDIA driver on your system is too old (found version 11040).): use an image" in said
+    assert (
+        "cannot use /dev/nvidia0 (The NVIDIA driver on your system is too old (found version 11040).): use an image"
+        in said
+    )
 
 
 @pytest.mark.slow
@@ -334,7 +368,15 @@ def test_wrong_ranks_per_node(tmp_path):
 def placed(*places, launcher="openmpi", nodes=2):
     """Reports of ranks at (host, local rank, node rank, GPU)."""
     return [
-        {"rank": number, "launcher": launcher, "nodes": nodes, "host": host, "local_rank": local, "node_rank": node, "gpu": gpu}
+        {
+            "rank": number,
+            "launcher": launcher,
+            "nodes": nodes,
+            "host": host,
+            "local_rank": local,
+            "node_rank": node,
+            "gpu": gpu,
+        }
         for number, (host, local, node, gpu) in enumerate(places)
     ]
 
@@ -368,10 +410,15 @@ def test_ranks_that_see_one_gpu_each_are_warned_of():
     """On a node with several; one rank on a node, or all GPUs in each rank, is as it should be."""
 
     def reports(visible, local_size):
-        return [{"rank": rank, "host": f"n{rank // 2}", "local_size": local_size, "visible_gpus": visible} for rank in range(4)]
+        return [
+            {"rank": rank, "host": f"n{rank // 2}", "local_size": local_size, "visible_gpus": visible}
+            for rank in range(4)
+        ]
 
     (warning,) = check.isolation_warnings(reports(1, 2))
-    assert warning.startswith("warning: ranks 0-3 on n0, n1 see one GPU each (--gpus-per-task), so NCCL does not use NVLink")
+    assert warning.startswith(
+        "warning: ranks 0-3 on n0, n1 see one GPU each (--gpus-per-task), so NCCL does not use NVLink"
+    )
     for usual in (reports(2, 2), reports(1, 1), reports(0, 2)):
         assert not list(check.isolation_warnings(usual))
 
@@ -390,12 +437,16 @@ def test_what_mounts_the_image(tmp_path):
     assert mount(["systemd", "squashfuse"]) == "squashfuse"
     assert mount(["systemd", "python"]) == "kernel"
     assert mount(["appinit", "python"]) == "" and mount([]) == ""  # hidden
-    assert mount(["bash", "squashfuse_ll"], {}) == "" == mount(["bash"], {"APPTAINER_CONTAINER": str(tmp_path)})
+    assert (
+        mount(["bash", "squashfuse_ll"], {}) == "" == mount(["bash"], {"APPTAINER_CONTAINER": str(tmp_path)})
+    )
 
 
 def test_how_long_the_processes_took_to_start():
     def reports(*mounts):
-        return [{"rank": n, "host": f"n{n}", "start": 2.0 + n, "mount": mount} for n, mount in enumerate(mounts)]
+        return [
+            {"rank": n, "host": f"n{n}", "start": 2.0 + n, "mount": mount} for n, mount in enumerate(mounts)
+        ]
 
     text = "from the start of Python to the end of its imports: 2.0 to 3.0 s (rank 1 on n1)"
     assert list(check.describe_start(reports("", ""))) == [text]
@@ -417,7 +468,11 @@ def test_misplaced_ranks(name):
 def test_a_network_that_delivers_wrong_numbers(monkeypatch):
     """Faults that a healthy network does not have: nothing arrives in the ring, and the sum is that of one rank."""
     torch_distributed = SimpleNamespace(
-        P2POp=lambda *_: None, isend=None, irecv=None, batch_isend_irecv=lambda _: [], all_reduce=lambda values, group: None
+        P2POp=lambda *_: None,
+        isend=None,
+        irecv=None,
+        batch_isend_irecv=lambda _: [],
+        all_reduce=lambda values, group: None,
     )
     monkeypatch.setattr(check, "dist", torch_distributed)
     world, cpu = World(1, 2, 0, 1, 1, 2, "slurm"), torch.device("cpu")
@@ -432,7 +487,10 @@ def test_a_network_that_delivers_wrong_numbers(monkeypatch):
 def test_a_place_is_short():
     hosts = [f"n{number // 4}" for number in range(400)]
     assert check.format_place([0, 1, 2, 7], hosts) == "ranks 0-2,7 on n0, n1"
-    assert check.format_place(list(range(400)), hosts) == "ranks 0-399 on n0, n1, n2, n3, n4, n5, ... and 94 more"
+    assert (
+        check.format_place(list(range(400)), hosts)
+        == "ranks 0-399 on n0, n1, n2, n3, n4, n5, ... and 94 more"
+    )
 
 
 def pip_install_user(home, package, python):
@@ -448,13 +506,20 @@ def test_a_library_hidden_by_the_home(tmp_path):
     """With a Python outside a venv, such as that of a site's module: it searches ~/.local first."""
     python = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
     where = subprocess.run(
-        [python, "-c", "import site; print(site.getsitepackages()[0])"], capture_output=True, text=True, check=True
+        [python, "-c", "import site; print(site.getsitepackages()[0])"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     ours = Path(torch.__file__).parents[1]
     home = tmp_path / "home"
     folder = pip_install_user(home, "yaml", python)
     pip_install_user(home, "a_package_of_mine", python)
-    module = {"prepare": f"mount --bind {ours} {where.stdout.strip()}", "program": [str(python), *CHECK[1:]], "HOME": str(home)}
+    module = {
+        "prepare": f"mount --bind {ours} {where.stdout.strip()}",
+        "program": [str(python), *CHECK[1:]],
+        "HOME": str(home),
+    }
     said = refused(tmp_path, rank(0, size=1, **module))
     assert said == [f"rank 0 on n1: {folder} hides yaml of {sys.base_prefix}: export PYTHONNOUSERSITE=1"]
     status, output = run(tmp_path, rank(0, size=1, **module, PYTHONNOUSERSITE="1"))
@@ -482,7 +547,14 @@ def in_the_image(*command, **env):
         pytest.skip(reason)
     options = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
     source = slurm_cluster.REPOSITORY / "src"
-    apptainer = ["apptainer", "exec", "--env", f"PYTHONPATH={source}", *options, slurm_cluster.REPOSITORY / "hpctrain-cpu.sif"]
+    apptainer = [
+        "apptainer",
+        "exec",
+        "--env",
+        f"PYTHONPATH={source}",
+        *options,
+        slurm_cluster.REPOSITORY / "hpctrain-cpu.sif",
+    ]
     done = subprocess.run(
         [slurm_cluster.CLUSTER_SH, "run", "--", *apptainer, *command],
         cwd=slurm_cluster.REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=300,

@@ -58,7 +58,9 @@ def test_running_interfaces():
         ip link set six addrgenmode none; ip link set four addrgenmode none; ip link set six up; ip link set four up
         exec "$@" -c 'from hpctrain.commands.check.nccl import running_interfaces; print(*running_interfaces())'
     """
-    done = subprocess.run(["unshare", "--net", "bash", "-ec", script, "-", sys.executable], capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "--net", "bash", "-ec", script, "-", sys.executable], capture_output=True, text=True
+    )
     assert done.stdout.split() == ["lo", "four", "six"], done.stdout + done.stderr
 
 
@@ -123,7 +125,9 @@ class Node:
         )
         clean = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
         clean |= {"LD_LIBRARY_PATH": str(self.lib), "NCCL_CONF_FILE": "/nonexistent", **env}
-        done = subprocess.run([sys.executable, "-c", script, self.root], env=clean, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", script, self.root], env=clean, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return Network(**json.loads(done.stdout))
 
@@ -143,7 +147,8 @@ NO_SLINGSHOT = f"{NO_PLUGIN}, without which NCCL cannot use this node's Slingsho
 BROKEN = "libnccl-net.so does not load: libfabric.so.1: cannot open shared object file: No such file or directory: "
 IB = "IB (mlx5_0:1 InfiniBand"
 NETWORKS = {
-    # the node, its variables, then the network: its name, whether it is unintended, and how the description begins or what it has
+    # the node, its variables, then the network: its name, whether it is unintended, and how the description
+    # begins or what it has
     "nothing": (lambda n: n, {}, "Socket", False, [f"{TCP}{SLOW}{NO_PLUGIN}; {NO_CARD}"]),
     "a plugin": (lambda n: n.plugin(), {}, AWS, False, [f"{AWS} (libnccl-net.so, loaded ", "/lib/libfabric.so.1, "]),
     "a plugin by name": (Node.plugin, {"NCCL_NET": "aws libfabric"}, AWS, False, [AWS, "), by NCCL_NET"]),
@@ -230,21 +235,34 @@ def test_network(node, case):
     make, env, name, unintended, words = NETWORKS[case]
     found = make(node).network(**env)
     assert (found.name, found.unintended) == (name, unintended), found.description
-    assert found.description.startswith(words[0]) and all(part in found.description for part in words), found.description
+    assert found.description.startswith(words[0]) and all(part in found.description for part in words), (
+        found.description
+    )
 
 
-# What differs between versions of NCCL, read in the source of each: the node, its variables, how the description begins.
+# What differs between versions of NCCL, read in the source of each: the node, its variables, how the
+# description begins.
 OF_VERSION = {
     "2.26.2": [
         (lambda n: n.plugin(), {"NCCL_NET_PLUGIN": "none"}, f"{AWS} (libnccl-net.so, "),
-        (lambda n: n.plugin(file="libnccl-net-ofi.so"), {"NCCL_NET_PLUGIN": "mine,ofi"}, f"{TCP}{SLOW}{NO_PLUGIN}"),
+        (
+            lambda n: n.plugin(file="libnccl-net-ofi.so"),
+            {"NCCL_NET_PLUGIN": "mine,ofi"},
+            f"{TCP}{SLOW}{NO_PLUGIN}",
+        ),
         (lambda n: n.plugin(version=11), {}, f"{TCP}{SLOW}libnccl-net.so has no ncclNetPlugin of v6 to v10"),
     ],
     "2.27.7": [
         (lambda n: n.plugin(), {"NCCL_NET_PLUGIN": "none"}, f"{TCP}{SLOW}no libnccl-net-none.so"),
-        (lambda n: n.plugin(file="libnccl-net-ofi.so"), {"NCCL_NET_PLUGIN": "mine,ofi"}, f"{AWS} (libnccl-net-ofi.so, "),
+        (
+            lambda n: n.plugin(file="libnccl-net-ofi.so"),
+            {"NCCL_NET_PLUGIN": "mine,ofi"},
+            f"{AWS} (libnccl-net-ofi.so, ",
+        ),
     ],
-    "2.29.7": [(lambda n: n.plugin(version=12), {}, f"{TCP}{SLOW}libnccl-net.so has no ncclNetPlugin of v6 to v11")],
+    "2.29.7": [
+        (lambda n: n.plugin(version=12), {}, f"{TCP}{SLOW}libnccl-net.so has no ncclNetPlugin of v6 to v11")
+    ],
     "2.30.7": [(lambda n: n.plugin(version=12), {}, f"{AWS} (libnccl-net.so, ")],
 }
 
@@ -295,7 +313,9 @@ def test_a_log_of_the_users_own_is_left_alone(monkeypatch):
 
 def test_nccl_that_uses_tcp():
     (problem,) = nccl.compare_with_log(Network("IB", "IB (mlx5_0:1 InfiniBand)"), "Socket")
-    assert problem.startswith("NCCL uses TCP (its log: Using network Socket) instead of IB (mlx5_0:1 InfiniBand): ")
+    assert problem.startswith(
+        "NCCL uses TCP (its log: Using network Socket) instead of IB (mlx5_0:1 InfiniBand): "
+    )
     for logged in ("IB", "Libfabric", ""):
         assert not list(nccl.compare_with_log(Network("IB", "IB (mlx5_0:1 InfiniBand)"), logged))
     assert not list(nccl.compare_with_log(Network("Socket", "Socket (TCP over eth0)"), "Socket"))
@@ -305,7 +325,9 @@ def test_slingshot_variables_of_slurm_reach_containers_and_not_other_nodes():
     """The numbers of the card's services are those of one node."""
     env = {**os.environ, "SLINGSHOT_SVC_IDS": "5,5", "FI_PROVIDER": "cxi"}
     script = 'source launch/lib.sh; echo "${FORWARDED_VARIABLES[@]}"; forwarded_names'
-    done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True
+    )
     inside, *forwarded = done.stdout.splitlines()
     assert "SLINGSHOT_*" in inside.split()
     assert "FI_PROVIDER" in forwarded and "SLINGSHOT_SVC_IDS" not in forwarded
@@ -320,8 +342,12 @@ def test_nodes_that_differ(tmp_path, node):
     status, output = run(tmp_path, rank(0), rank(1, LD_LIBRARY_PATH=str(node.plugin().lib)))
     assert status == 0 and errors(output) == [], output
     said = [line for line in output.splitlines() if line.startswith("NCCL between nodes")]
-    assert len(said) == 2 and said[0].startswith("NCCL between nodes, rank 0 on n1: Socket (TCP over lo), some 20 times slower")
-    assert said[1].startswith("NCCL between nodes, rank 1 on n2: AWS Libfabric (libnccl-net.so, loaded "), output
+    assert len(said) == 2 and said[0].startswith(
+        "NCCL between nodes, rank 0 on n1: Socket (TCP over lo), some 20 times slower"
+    )
+    assert said[1].startswith("NCCL between nodes, rank 1 on n2: AWS Libfabric (libnccl-net.so, loaded "), (
+        output
+    )
 
 
 # The report of a rank with a GPU.
@@ -333,7 +359,8 @@ GPU = {
 
 def test_gpus_on_nodes_that_differ():
     lines = [
-        {**GPU, "rank": number, "host": f"n{number}", "network": name} for number, name in enumerate(["IB", "Socket", "IB", ""])
+        {**GPU, "rank": number, "host": f"n{number}", "network": name}
+        for number, name in enumerate(["IB", "Socket", "IB", ""])
     ]
     assert list(check.consistency_problems(lines)) == [
         "NCCL uses different networks: IB for ranks 0,2 on n0, n2, Socket for rank 1 on n1, none for rank 3 on n3: "
@@ -346,7 +373,8 @@ def test_gpus_on_nodes_that_differ():
     ("nccl", "nodes", "refused"),
     [
         (Network("Socket", "TCP, because the plugin is broken", unintended=True), 2, True),
-        (Network("Socket", "TCP, because the plugin is broken", unintended=True), 1, False),  # no network in there
+        # no network in there
+        (Network("Socket", "TCP, because the plugin is broken", unintended=True), 1, False),
         (Network("", "none: no such name", unintended=True), 1, True),
         (Network("Socket", "TCP, because there is nothing else"), 2, False),
     ],

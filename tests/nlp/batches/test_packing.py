@@ -22,7 +22,13 @@ from tests.nlp.training.test_finetune import metrics, result, train
 from tests.tools import warm_start
 
 NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+LLAMA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
 SHAPES = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, **NO_DROPOUT},
     "llama": {**LLAMA, "max_position_embeddings": 128},
@@ -48,7 +54,9 @@ def test_packed_features_are_those_that_were_put_in():
     assert batch["units"].tolist() == [3, 2, 0] and "attention_mask" not in batch
     batch = features.pack(torch.tensor([2, 3]), {"input_ids": 99, "labels": IGNORED})
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 99, 99]]
-    assert batch["labels"][1].tolist() == [IGNORED, 10, IGNORED, IGNORED] and batch["position_ids"][1].tolist() == [0, 1, 0, 1]
+    assert batch["labels"][1].tolist() == [IGNORED, 10, IGNORED, IGNORED] and batch["position_ids"][
+        1
+    ].tolist() == [0, 1, 0, 1]
 
 
 def make_model(kind, vocabulary=50, **shape):
@@ -68,8 +76,17 @@ def test_models_keep_the_texts_of_a_row_apart(kind, tmp_path):
 
 
 def test_model_that_does_not_is_refused(tmp_path):
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 64, "word_embed_proj_dim": 32}
-    with pytest.raises(HpctrainError, match=r"its architecture \(opt\) does not keep the texts of a row apart: leave out --pack"):
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "ffn_dim": 64,
+        "word_embed_proj_dim": 32,
+    }
+    with pytest.raises(
+        HpctrainError,
+        match=r"its architecture \(opt\) does not keep the texts of a row apart: leave out --pack",
+    ):
         check_packing(tmp_path, make_model("opt", **shape))
 
 
@@ -86,7 +103,10 @@ def chats(tmp_path_factory):
     draw = random.Random(1)
     lines = []
     for i in range(100):
-        turns = [("user", "하늘 " * draw.choice([1, 1, 2, 9]) + str(i)), ("assistant", "파란색 " * draw.choice([1, 1, 3, 14]))]
+        turns = [
+            ("user", "하늘 " * draw.choice([1, 1, 2, 9]) + str(i)),
+            ("assistant", "파란색 " * draw.choice([1, 1, 3, 14])),
+        ]
         messages = [{"role": role, "content": text} for role, text in turns * (1 + i % 2)]
         lines.append(json.dumps({"messages": messages}, ensure_ascii=False))
     path.write_text("\n".join(lines) + "\n")
@@ -101,13 +121,27 @@ def test_losses_are_those_without_it_on_one_rank_and_on_two(kind, chats, tmp_pat
     tokenizer = load_tokenizer(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "model")
     make_model(kind, len(tokenizer), **SHAPES[kind]).save_pretrained(tmp_path / "model")
-    options = ("--data", chats, "--model", tmp_path / "model", "--epochs", 2, "--batch-size", 20, "--max-length", 128)
+    options = (
+        "--data",
+        chats,
+        "--model",
+        tmp_path / "model",
+        "--epochs",
+        2,
+        "--batch-size",
+        20,
+        "--max-length",
+        128,
+    )
     plain = train("instruct", tmp_path / "plain", *options)
     packed = train("instruct", tmp_path / "packed", *options, "--pack")
     words = ["nlp.instruct", *map(str, options), "--pack", "--accumulate", "2", "--out", "two"]
     done = warm_start.run(warm_start.torchrun_ranks(2, words, dict(os.environ)), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    losses = [[line["train_loss"] for line in metrics(run) if "train_loss" in line] for run in (plain, packed, tmp_path / "two")]
+    losses = [
+        [line["train_loss"] for line in metrics(run) if "train_loss" in line]
+        for run in (plain, packed, tmp_path / "two")
+    ]
     assert len(losses[0]) == 8
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
     shares = [result(run)["speed"]["padding_share"] for run in (plain, packed)]

@@ -53,11 +53,15 @@ def item(**answer):
 
 
 def squad(context="가나다 라마", **answer):
-    return {"version": "1", "data": [{"title": "글", "paragraphs": [{"context": context, "qas": [item(**answer)]}]}]}
+    return {
+        "version": "1",
+        "data": [{"title": "글", "paragraphs": [{"context": context, "qas": [item(**answer)]}]}],
+    }
 
 
 def assert_error(read, path, message, left):
-    """Reading raises an error that names `path`; with a list `skipped`, `left` examples are read and the list has the error.
+    """Reading raises an error that names `path`; with a list `skipped`, `left` examples are read and the list
+    has the error.
 
     With left=0 no example is valid, or the file as a whole is wrong, and the error is raised in either case.
     """
@@ -94,7 +98,10 @@ def strip_id_and_location(example):
 def test_every_task_has_sample_data(task, train, test):
     splits = formats.load_splits(TASKS[task], None)
     assert {name: len(examples) for name, examples in splits.items()} == {"train": train, "test": test}
-    contents = {name: {str(strip_id_and_location(example)) for example in examples} for name, examples in splits.items()}
+    contents = {
+        name: {str(strip_id_and_location(example)) for example in examples}
+        for name, examples in splits.items()
+    }
     assert not contents["train"] & contents["test"]
 
 
@@ -105,12 +112,14 @@ def test_sample_data_include_difficult_cases():
     assert any(one.end == next_.start for entities in names for one, next_ in pairwise(entities))
     questions = formats.load_splits(qa.TASK, None)
     assert any(answer.start == 0 for question in questions["test"] for answer in question.answers)
-    # The longest text does not fit into a window of 384 tokens, even if the tokenizer has a token for each of its words.
+    # The longest text does not fit into a window of 384 tokens, even if the tokenizer has a token for each of
+    # its words.
     assert max(len(re.findall(r"\w+|[^\w\s]", question.context)) for question in questions["test"]) > 384
 
 
 @pytest.mark.parametrize(
-    ("task", "folder", "train", "test"), [("pair", "pair_kornli", 9, 3), ("ner", "ner_lines", 6, 2), ("ner", "ner_conll", 6, 2)]
+    ("task", "folder", "train", "test"),
+    [("pair", "pair_kornli", 9, 3), ("ner", "ner_lines", 6, 2), ("ner", "ner_conll", 6, 2)],
 )
 def test_other_formats_have_sample_data(task, folder, train, test):
     splits = formats.load_splits(TASKS[task], SAMPLES / folder)
@@ -151,7 +160,11 @@ def test_empty_documents_nan_quotes_and_unicode_separators_are_text(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message", "left"),
     [
-        (NSMC_HEADER + "1\t좋다\t1\n2\t탭이\t있다\t0\n", r"ratings\.txt, line 3: 4 fields, but the header has 3", 1),
+        (
+            NSMC_HEADER + "1\t좋다\t1\n2\t탭이\t있다\t0\n",
+            r"ratings\.txt, line 3: 4 fields, but the header has 3",
+            1,
+        ),
         (NSMC_HEADER + "1\t좋다\t1\n\n2\t좋다\t0\n", "line 3: 1 fields", 2),
         (NSMC_HEADER + "1\t좋다\t\n2\t좋다\t1\n", "line 2: the label is empty", 1),
         (NSMC_HEADER + "1\t좋다\t\n", "line 2: the label is empty", 0),
@@ -160,9 +173,21 @@ def test_empty_documents_nan_quotes_and_unicode_separators_are_text(tmp_path):
         (NSMC_HEADER, "the file has no examples", 0),
         ("", "the file is empty", 0),
         (NSMC_HEADER.encode() + "1\t좋다\t1\n".encode("cp949"), "line 2: not UTF-8", 0),
-        ((NSMC_HEADER + "1\t좋다\t1\n").encode("utf-16"), "UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16", 0),
-        ((NSMC_HEADER + "1\t좋다\t1\n").encode("utf-16-le"), "UTF-16, not UTF-8: convert .* -f utf-16le -t utf-8", 0),
-        (gzip.compress(NSMC_HEADER.encode(), mtime=0), r"ratings\.txt: compressed with gzip, not text: unpack the file first", 0),
+        (
+            (NSMC_HEADER + "1\t좋다\t1\n").encode("utf-16"),
+            "UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16",
+            0,
+        ),
+        (
+            (NSMC_HEADER + "1\t좋다\t1\n").encode("utf-16-le"),
+            "UTF-16, not UTF-8: convert .* -f utf-16le -t utf-8",
+            0,
+        ),
+        (
+            gzip.compress(NSMC_HEADER.encode(), mtime=0),
+            r"ratings\.txt: compressed with gzip, not text: unpack the file first",
+            0,
+        ),
     ],
 )
 def test_error_in_a_tsv_names_the_line(tmp_path, content, message, left):
@@ -174,7 +199,9 @@ def test_white_space_around_a_label_makes_no_further_class(tmp_path):
     assert [(review.text, review.label) for review in reviews] == [("좋다", "1"), (" 좋다 ", "1")]
     pairs = [json.loads(KLUE_PAIR.replace("neutral", "neutral "))]
     assert pair.TASK.read(write(tmp_path / "a.json", json.dumps(pairs)))[0].label == "neutral"
-    assert pair.TASK.read(write(tmp_path / "a.tsv", KORNLI_HEADER + "가\t나\t neutral\n"))[0].label == "neutral"
+    assert (
+        pair.TASK.read(write(tmp_path / "a.tsv", KORNLI_HEADER + "가\t나\t neutral\n"))[0].label == "neutral"
+    )
     assert generate.TASK.read(write(tmp_path / "b.txt", NSMC_HEADER + "1\t좋다\t1 \n"))[0].prompt == "긍정: "
 
 
@@ -186,7 +213,11 @@ QUESTION = {"question": "무엇?", "context": "가나다 라마"}
     [
         ("classify", {"text": " 글", "label": "좋다 "}, Document("line 2", " 글", "좋다")),
         ("classify", {"id": 7, "document": "글", "label": 0}, Document("line 2", "글", "0")),
-        ("pair", {"premise": "가", "hypothesis": "나", "gold_label": "neutral"}, Pair("line 2", "가", "나", "neutral")),
+        (
+            "pair",
+            {"premise": "가", "hypothesis": "나", "gold_label": "neutral"},
+            Pair("line 2", "가", "나", "neutral"),
+        ),
         ("pair", {"sentence1": "가", "sentence2": "나", "gold_label": 1}, Pair("line 2", "가", "나", "1")),
         (
             "ner",
@@ -208,7 +239,11 @@ QUESTION = {"question": "무엇?", "context": "가나다 라마"}
             QUESTION | {"title": None, "answers": {"text": ["라마"], "answer_start": [4]}},
             Question("line 2", "가나다 라마", "가나다 라마", "무엇?", [Answer("라마", 4)]),
         ),
-        ("qa", QUESTION | {"answers": []}, Question("line 2", "가나다 라마", "가나다 라마", "무엇?", [Answer("", 0)], True)),
+        (
+            "qa",
+            QUESTION | {"answers": []},
+            Question("line 2", "가나다 라마", "가나다 라마", "무엇?", [Answer("", 0)], True),
+        ),
         ("generate", {"text": "글"}, Passage("", "글")),
     ],
 )
@@ -230,7 +265,11 @@ def test_json_lines_are_read(task, item, expected, tmp_path):
         ("pair", '{"premise": "글", "gold_label": "a"}', "line 1 has no 'hypothesis' of type str"),
         ("ner", '{"tokens": ["a"], "tags": ["B"]}', "line 1: expected a tag"),
         ("ner", '{"tokens": ["a b"], "tags": ["O"]}', "line 1: a token is empty, or has a space"),
-        ("ner", '{"text": "가", "entities": [{"start": 0, "end": 2, "type": "LC"}]}', "line 1: an entity is outside the text"),
+        (
+            "ner",
+            '{"text": "가", "entities": [{"start": 0, "end": 2, "type": "LC"}]}',
+            "line 1: an entity is outside the text",
+        ),
         ("ner", "{}", "line 1 has no 'text' of type str"),
         ("qa", '{"question": "?", "answers": []}', "line 1 has no 'context' of type str"),
         ("generate", '{"document": "글"}', "line 1 has no 'text' of type str"),
@@ -243,11 +282,16 @@ def test_error_in_json_lines_names_the_line(task, line, message, tmp_path):
 def test_label_may_be_true_or_false(tmp_path):
     """It is named as pandas writes it into a csv."""
     lines = '{"text": "a", "label": true}\n{"text": "b", "label": false}\n'
-    assert [document.label for document in classify.TASK.read(write(tmp_path / "a.jsonl", lines))] == ["True", "False"]
+    assert [document.label for document in classify.TASK.read(write(tmp_path / "a.jsonl", lines))] == [
+        "True",
+        "False",
+    ]
 
 
 def test_json_and_tsv_give_the_same_pairs(tmp_path):
-    items = [{"guid": "a", "premise": '"곧 온다', "hypothesis": "온다.", "gold_label": "entailment", "source": "x"}]
+    items = [
+        {"guid": "a", "premise": '"곧 온다', "hypothesis": "온다.", "gold_label": "entailment", "source": "x"}
+    ]
     from_json = pair.TASK.read(write(tmp_path / "a.json", json.dumps(items)))
     from_tsv = pair.TASK.read(write(tmp_path / "a.tsv", KORNLI_HEADER + '"곧 온다\t온다.\tentailment\n'))
     assert from_json == [Pair("a", '"곧 온다', "온다.", "entailment", f"{tmp_path}/a.json, a")]
@@ -259,7 +303,10 @@ KLUE_PAIR = '{"guid": "b", "premise": "가", "hypothesis": "나", "gold_label": 
 
 def test_pair_without_agreement_is_skipped_whatever_the_format(tmp_path):
     """The label - of SNLI is no class."""
-    lines = "".join(json.dumps({"sentence1": "a", "sentence2": "b", "gold_label": label}) + "\n" for label in ("-", "neutral"))
+    lines = "".join(
+        json.dumps({"sentence1": "a", "sentence2": "b", "gold_label": label}) + "\n"
+        for label in ("-", "neutral")
+    )
     path = write(tmp_path / "snli_1.0_dev.jsonl", lines)
     for columns in (None, {"first": "sentence1", "second": "sentence2", "label": "gold_label"}):
         assert [example.label for example in pair.TASK.read(path, [], columns)] == ["neutral"]
@@ -268,16 +315,28 @@ def test_pair_without_agreement_is_skipped_whatever_the_format(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message", "left"),
     [
-        (KORNLI_HEADER + "가\t나\tneutral\n가\t나\n", r"data\.tsv, line 3: 2 fields, but the header has 3", 1),
+        (
+            KORNLI_HEADER + "가\t나\tneutral\n가\t나\n",
+            r"data\.tsv, line 3: 2 fields, but the header has 3",
+            1,
+        ),
         (KORNLI_HEADER + "가\t나\t\n가\t나\tneutral\n", "line 2: the gold_label is empty", 1),
-        (KORNLI_HEADER + "가\t나\t-\n가\t나\tneutral\n", "line 2: the gold_label is -: its annotators did not agree", 1),
+        (
+            KORNLI_HEADER + "가\t나\t-\n가\t나\tneutral\n",
+            "line 2: the gold_label is -: its annotators did not agree",
+            1,
+        ),
         ('[\n{"guid": "a",\n}]', "line 3: not valid JSON", 0),
         (
             '[{"guid": "a", "premise": "가", "gold_label": "neutral"}, ' + KLUE_PAIR + "]",
             r", a has no 'hypothesis' of type str",
             1,
         ),
-        ('[{"premise": "가", "hypothesis": "나"}, ' + KLUE_PAIR + "]", r", \[0\] has no 'guid' of type str", 1),
+        (
+            '[{"premise": "가", "hypothesis": "나"}, ' + KLUE_PAIR + "]",
+            r", \[0\] has no 'guid' of type str",
+            1,
+        ),
         ("[" + KLUE_PAIR.replace("neutral", "") + "," + KLUE_PAIR + "]", ", b: the gold_label is empty", 1),
         ('[{"guid": "a"}, {"guid": "b"}]', ", a has no 'premise' of type str", 0),
         ('{"data": []}', "not KLUE-NLI's list", 0),
@@ -293,7 +352,9 @@ def test_error_in_pairs_names_guid_or_line(tmp_path, content, message, left):
 
 
 def test_all_entity_formats_give_the_same_type(tmp_path):
-    klue = "## 컬럼명 : CHAR\tNE_TAG\n## s1-x\t<김:PS><서울:LC> #\n김\tB-PS\n서\tB-LC\n울\tI-LC\n \tO\n#\tO\n\n"
+    klue = (
+        "## 컬럼명 : CHAR\tNE_TAG\n## s1-x\t<김:PS><서울:LC> #\n김\tB-PS\n서\tB-LC\n울\tI-LC\n \tO\n#\tO\n\n"
+    )
     entities = [Entity(0, 1, "PS"), Entity(1, 3, "LC")]
     assert ner.TASK.read(write(tmp_path / "klue", klue)) == [
         Sentence("s1-x", "김서울 #", entities, False, f"{tmp_path}/klue, line 3")
@@ -304,7 +365,13 @@ def test_all_entity_formats_give_the_same_type(tmp_path):
     ]
     conll = "-DOCSTART- -X- O O\n\nNew NNP I-NP I-LOC\nYork NNP I-NP I-LOC\nAnna NNP I-NP B-LOC\nx\tO\n\n\n나 B-PER\n"
     assert ner.TASK.read(write(tmp_path / "conll", conll)) == [
-        Sentence("line 3", "New York Anna x", [Entity(0, 8, "LOC"), Entity(9, 13, "LOC")], True, f"{tmp_path}/conll, line 3"),
+        Sentence(
+            "line 3",
+            "New York Anna x",
+            [Entity(0, 8, "LOC"), Entity(9, 13, "LOC")],
+            True,
+            f"{tmp_path}/conll, line 3",
+        ),
         Sentence("line 9", "나", [Entity(0, 1, "PER")], True, f"{tmp_path}/conll, line 9"),
     ]
 
@@ -327,7 +394,10 @@ def test_conll_may_have_bilou_or_bmes_tags(tmp_path, last, single, inside):
 
 
 def test_conll_with_an_empty_token_is_not_tagged_by_character(tmp_path):
-    """As two files of the Broad Twitter Corpus. Of 2,000 sentences 4 were left, with the spaces of a text as its tokens."""
+    """As two files of the Broad Twitter Corpus.
+
+    Of 2,000 sentences 4 were left, with the spaces of a text as its tokens.
+    """
     skipped = []
     sentences = ner.TASK.read(write(tmp_path / "h.conll", "New\tB-LC\nYork\tI-LC\n\nx\tO\n \tO\n\n"), skipped)
     assert [(s.text, s.by_token) for s in sentences] == [("New York", True)]
@@ -336,7 +406,12 @@ def test_conll_with_an_empty_token_is_not_tagged_by_character(tmp_path):
 
 def test_numbered_tokens_of_germeval_are_not_taken_for_the_tokens(tmp_path):
     lines = "#\thttp://a\n1\tSchartau\tB-PER\tO\n2\tsagte\tO\tO\n\n#\thttp://b\n1\tBerlin\tB-LOC\tO\n"
-    assert_error(ner.TASK.read, write(tmp_path / "g.tsv", lines), "its first column numbers the tokens: .* cut -f 2,3", left=0)
+    assert_error(
+        ner.TASK.read,
+        write(tmp_path / "g.tsv", lines),
+        "its first column numbers the tokens: .* cut -f 2,3",
+        left=0,
+    )
     assert len(ner.TASK.read(write(tmp_path / "a.conll", "1 O\n\n1 O\n"))) == 2
 
 
@@ -358,7 +433,9 @@ def test_brackets_in_the_text_are_not_marks(tmp_path, text, marked, entities):
 @pytest.mark.parametrize("task", ["ner", "ner_lines", "ner_conll"])
 def test_sample_entities_survive_a_round_trip_through_bio(task):
     sentences = [s for part in formats.load_splits(ner.TASK, SAMPLES / task).values() for s in part]
-    touching = sum(a.end == b.start or s.text[a.end : b.start] == " " for s in sentences for a, b in pairwise(s.entities))
+    touching = sum(
+        a.end == b.start or s.text[a.end : b.start] == " " for s in sentences for a, b in pairwise(s.entities)
+    )
     assert touching >= 1
     for sentence in sentences:
         assert pass_through_bio(sentence) == sentence.entities
@@ -373,12 +450,17 @@ def test_adjacent_entity_begins_with_b():
 
 def test_strict_entities_match_seqeval():
     def entities(tags):
-        return {(e.type, e.start, e.end) for e in from_bio([(i, i + 1) for i in range(len(tags))], tags, strict=True)}
+        return {
+            (e.type, e.start, e.end)
+            for e in from_bio([(i, i + 1) for i in range(len(tags))], tags, strict=True)
+        }
 
     some = ["O", "B-PS", "I-PS", "B-LC", "I-LC"]
     sequences = [list(tags) for length in range(6) for tags in product(some, repeat=length)]
     random = numpy.random.default_rng(0)
-    sequences += [random.choice([*some, "B-A-B", "I-A-B"], random.integers(6, 40)).tolist() for _ in range(2000)]
+    sequences += [
+        random.choice([*some, "B-A-B", "I-A-B"], random.integers(6, 40)).tolist() for _ in range(2000)
+    ]
     theirs = Entities(sequences, IOB2).entities
     assert sum(map(len, theirs)) > 10_000
     for tags, found in zip(sequences, theirs, strict=True):
@@ -397,7 +479,11 @@ def test_strict_entities_match_seqeval():
 
 def test_stray_inside_tag_is_an_entity_unless_strict():
     spans = split_units("가나다라", by_token=False)
-    assert from_bio(spans, ["B-A", "I-B", "I-B", "I-A"]) == [Entity(0, 1, "A"), Entity(1, 3, "B"), Entity(3, 4, "A")]
+    assert from_bio(spans, ["B-A", "I-B", "I-B", "I-A"]) == [
+        Entity(0, 1, "A"),
+        Entity(1, 3, "B"),
+        Entity(3, 4, "A"),
+    ]
     assert from_bio(spans, ["B-A", "I-B", "I-B", "I-A"], strict=True) == [Entity(0, 1, "A")]
 
 
@@ -407,9 +493,17 @@ KLUE_SENTENCE = "가\tO\n\n"
 @pytest.mark.parametrize(
     ("content", "message", "left"),
     [
-        (f"## 컬럼명\n{KLUE_SENTENCE}가\tB-PS\n나 O\n\n{KLUE_SENTENCE}", r"ner\.tsv, line 5: expected one character", 2),
+        (
+            f"## 컬럼명\n{KLUE_SENTENCE}가\tB-PS\n나 O\n\n{KLUE_SENTENCE}",
+            r"ner\.tsv, line 5: expected one character",
+            2,
+        ),
         (f"## 컬럼명\n가\tB-PS\n나다\tO\n\n{KLUE_SENTENCE}", "line 3: expected one character", 1),
-        (f"## 컬럼명\n가\tB-PS\n나\tX-PS\n\n{KLUE_SENTENCE}", "line 3: the tag is 'X-PS', not O, B-TYPE or I-TYPE", 1),
+        (
+            f"## 컬럼명\n가\tB-PS\n나\tX-PS\n\n{KLUE_SENTENCE}",
+            "line 3: the tag is 'X-PS', not O, B-TYPE or I-TYPE",
+            1,
+        ),
         ("## 컬럼명\n가\tB-PS\n나\tX-PS\n", "line 3: the tag is 'X-PS'", 0),
         ("Anna B-PER\n# a comment\n\nAnna B-PER\n", "line 2: the tag is 'comment'", 1),
         ("Anna B-PER\nKim\n\nAnna B-PER\n", "line 2: expected a token and its tag", 1),
@@ -420,7 +514,11 @@ KLUE_SENTENCE = "가\tO\n\n"
             "line 1: the text after ␞, without its marks, differs from the text before it",
             1,
         ),
-        ("김 씨␞<박:PS> 씨\n", "line 1: the text after ␞, without its marks, differs from the text before it", 0),
+        (
+            "김 씨␞<박:PS> 씨\n",
+            "line 1: the text after ␞, without its marks, differs from the text before it",
+            0,
+        ),
         ("그냥 글입니다.\n", "unknown format for named entities", 0),
         ("글\n", "unknown format for named entities", 0),
         ("## 컬럼명\n", "the file has no examples", 0),
@@ -460,10 +558,19 @@ def test_title_may_be_missing_and_id_may_be_a_number(tmp_path):
 def test_question_of_squad_2_may_have_no_answer(tmp_path):
     content = squad()
     questions = content["data"][0]["paragraphs"][0]["qas"]
-    questions += [item() | {"id": "q2", "answers": []}, item() | {"id": "q3", "answers": [], "is_impossible": True}]
+    questions += [
+        item() | {"id": "q2", "answers": []},
+        item() | {"id": "q3", "answers": [], "is_impossible": True},
+    ]
     found = qa.TASK.read(write(tmp_path / "a.json", json.dumps(content)))
-    assert [question.answers for question in found] == [[Answer("가나다", 0)], [Answer("", 0)], [Answer("", 0)]]
-    assert all(question.optional for question in found) and qa.TASK.collect_settings(found) == {"optional": True}
+    assert [question.answers for question in found] == [
+        [Answer("가나다", 0)],
+        [Answer("", 0)],
+        [Answer("", 0)],
+    ]
+    assert all(question.optional for question in found) and qa.TASK.collect_settings(found) == {
+        "optional": True
+    }
     assert qa.TASK.collect_settings(qa.TASK.read(write(tmp_path / "b.json", json.dumps(squad())))) == {}
 
 
@@ -475,7 +582,10 @@ def test_answer_may_differ_from_the_context_in_white_space(tmp_path):
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        (item(answer_start=1), "question q1: the answer '가나다' is not at its answer_start 1, where the context has '나다 '"),
+        (
+            item(answer_start=1),
+            "question q1: the answer '가나다' is not at its answer_start 1, where the context has '나다 '",
+        ),
         (item(answer_start=-6), "is not at its answer_start -6"),
         (item(text=""), "is not at its answer_start"),
         (item(answer_start="0"), "question q1: an answer has no 'answer_start' of type int"),
@@ -500,11 +610,16 @@ def test_second_valid_question_with_the_same_id_is_an_error(tmp_path):
     path = write(tmp_path / "qa.json", json.dumps(content))
     skipped = []
     assert [question.id for question in qa.TASK.read(path, skipped)] == ["q1"]
-    assert "is not at its answer_start" in str(skipped[0]) and "question q1: an earlier question has the same id" in str(
-        skipped[1]
-    )
+    assert "is not at its answer_start" in str(
+        skipped[0]
+    ) and "question q1: an earlier question has the same id" in str(skipped[1])
     del content["data"][0]
-    assert_error(qa.TASK.read, write(path, json.dumps(content)), "question q1: an earlier question has the same id", left=1)
+    assert_error(
+        qa.TASK.read,
+        write(path, json.dumps(content)),
+        "question q1: an earlier question has the same id",
+        left=1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -541,7 +656,11 @@ def test_reviews_get_a_prompt_and_plain_text_does_not(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message", "left"),
     [
-        (NSMC_HEADER + "1\t좋다\t5\n2\t좋다\t1\n", "line 2: the label is '5', but only 0 and 1 have a prompt", 1),
+        (
+            NSMC_HEADER + "1\t좋다\t5\n2\t좋다\t1\n",
+            "line 2: the label is '5', but only 0 and 1 have a prompt",
+            1,
+        ),
         (NSMC_HEADER + "1\t좋다\t1\n2\t좋다\n", "line 3: 2 fields", 1),
         (NSMC_HEADER + "1\t좋다\t\n", "line 2: the label is ''", 0),
         (NSMC_HEADER, "the file has no examples", 0),
@@ -561,7 +680,9 @@ def test_split_files_are_found_by_their_published_names(tmp_path):
         folder.mkdir()
         for name in (*names, "README.md", "train.zip"):
             (folder / name).touch()
-        return {split: [path.name for path in paths] for split, paths in formats.find_split_files(folder).items()}
+        return {
+            split: [path.name for path in paths] for split, paths in formats.find_split_files(folder).items()
+        }
 
     assert found("ratings.txt", "ratings_train.txt", "ratings_test.txt") == {
         "train": ["ratings_train.txt"],
@@ -612,12 +733,19 @@ def test_files_that_are_not_used_are_named(tmp_path):
     )
     (tmp_path / "ratings.txt").unlink()
     (tmp_path / "README.md").unlink()
-    assert [formats.describe_unused(path) for path in (tmp_path, tmp_path / "ratings_test.txt", None)] == ["", "", ""]
+    assert [formats.describe_unused(path) for path in (tmp_path, tmp_path / "ratings_test.txt", None)] == [
+        "",
+        "",
+        "",
+    ]
 
 
 def test_many_names_are_shortened():
     assert formats.list_names(["b", "a"]) == "b, a"
-    assert formats.list_names([str(i) for i in range(30)]) == ", ".join(str(i) for i in range(20)) + " and 10 more"
+    assert (
+        formats.list_names([str(i) for i in range(30)])
+        == ", ".join(str(i) for i in range(20)) + " and 10 more"
+    )
 
 
 def test_language_is_known_by_its_script():
@@ -641,7 +769,10 @@ def test_skipped_examples_of_all_files_are_counted_and_described(tmp_path):
     write(tmp_path / "ratings_test.txt", NSMC_HEADER + "1\t좋다\t1\n2\n")
     skipped = []
     splits = formats.load_splits(classify.TASK, tmp_path, skipped)
-    assert {name: [d.id for d in documents] for name, documents in splits.items()} == {"train": ["1"], "test": ["1"]}
+    assert {name: [d.id for d in documents] for name, documents in splits.items()} == {
+        "train": ["1"],
+        "test": ["1"],
+    }
     assert formats.describe_skipped(skipped) == (
         f"skipped 3 examples (an error with --strict); the first: {tmp_path}/ratings_test.txt, line 3: "
         "1 fields, but the header has 3 (id, document, label): fix the line, or download the file again"
@@ -666,7 +797,11 @@ def test_split_depends_on_the_seed_alone_and_loses_nothing():
 
 
 def test_questions_are_split_by_article():
-    questions = [Question(f"{a}-{i}", f"글 {a}", f"문단 {a}", "?", [Answer("문", 0)]) for i in range(3) for a in range(10)]
+    questions = [
+        Question(f"{a}-{i}", f"글 {a}", f"문단 {a}", "?", [Answer("문", 0)])
+        for i in range(3)
+        for a in range(10)
+    ]
     train, validation = formats.split_examples(qa.TASK, questions, 0.25, seed=0)
     assert not {q.title for q in train} & {q.title for q in validation}
     assert len(train) == 21 and len(validation) == 9
@@ -696,7 +831,9 @@ def test_devices_and_pipes_of_a_data_set_are_not_read(tmp_path, suffix):
     os.mkfifo(tmp_path / f"test{suffix}")
     for name in ("train", "test"):
         with pytest.raises(HpctrainError, match=rf"{name}{suffix}: .*not a plain file"):
-            classify.TASK.read(tmp_path / f"{name}{suffix}", None, suffix != ".txt" and {"text": "text", "label": "label"})
+            classify.TASK.read(
+                tmp_path / f"{name}{suffix}", None, suffix != ".txt" and {"text": "text", "label": "label"}
+            )
     signal.alarm(0)
 
 
@@ -724,7 +861,9 @@ def test_too_little_or_other_than_text_is_one_clear_line(tmp_path):
 
 
 def test_all_reviews_of_nsmc_are_read():
-    train, test = (classify.TASK.read(find_data(f"nsmc/ratings_{part}.txt"), []) for part in ("train", "test"))
+    train, test = (
+        classify.TASK.read(find_data(f"nsmc/ratings_{part}.txt"), []) for part in ("train", "test")
+    )
     assert (len(train), len(test)) == (150_000, 50_000)
     assert (sum(not d.text for d in train), sum(not d.text for d in test)) == (5, 3)
     assert sum(d.label == "1" for d in train) == 74_827
@@ -743,21 +882,27 @@ def test_klue_entities_survive_a_round_trip_through_bio(name, count, in_brackets
     # The header of each sentence repeats it with its entities marked, so a second reader must find the same.
     headers = re.findall(r"^## (klue-ner-v1_\S+)\t(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert [s.id for s in sentences] == [id_ for id_, _ in headers]
-    lines = [f"{s.text.rstrip()}␞{marked.rstrip()}" for s, (_, marked) in zip(sentences, headers, strict=True)]
+    lines = [
+        f"{s.text.rstrip()}␞{marked.rstrip()}" for s, (_, marked) in zip(sentences, headers, strict=True)
+    ]
     again = ner.TASK.read(write(tmp_path / "lines.txt", "\n".join(lines)))
-    other = [(s.entities, t.entities) for s, t in zip(sentences, again, strict=True) if s.entities != t.entities]
+    other = [
+        (s.entities, t.entities) for s, t in zip(sentences, again, strict=True) if s.entities != t.entities
+    ]
     # If an entity is in brackets that belong to the text (<<레이:PS>>), KLUE's tags begin at the bracket.
     assert len(other) == in_brackets
     for mine, theirs in other:
-        assert {entity.end for entity in mine} == {entity.end for entity in theirs} and len(set(mine) - set(theirs)) == 1
+        assert {entity.end for entity in mine} == {entity.end for entity in theirs} and len(
+            set(mine) - set(theirs)
+        ) == 1
 
 
 def test_all_pairs_of_klue_are_read():
     pairs = pair.TASK.read(find_data("klue/klue-nli-v1.1/klue-nli-v1.1_dev.json"))
     assert len(pairs) == 3000
-    assert {label: sum(p.label == label for p in pairs) for label in {p.label for p in pairs}} == dict.fromkeys(
-        ("entailment", "neutral", "contradiction"), 1000
-    )
+    assert {
+        label: sum(p.label == label for p in pairs) for label in {p.label for p in pairs}
+    } == dict.fromkeys(("entailment", "neutral", "contradiction"), 1000)
 
 
 def test_all_questions_of_korquad_are_read_and_split_by_paragraph():
@@ -766,7 +911,9 @@ def test_all_questions_of_korquad_are_read_and_split_by_paragraph():
     assert all(q.context[a.start : a.start + len(a.text)] == a.text for q in questions for a in q.answers)
     assert sum(a.start == 0 for q in questions for a in q.answers) == 241
     train, validation = formats.split_examples(qa.TASK, questions, 0.5, seed=0)
-    assert len(train) + len(validation) == 5774 and not {q.context for q in train} & {q.context for q in validation}
+    assert len(train) + len(validation) == 5774 and not {q.context for q in train} & {
+        q.context for q in validation
+    }
 
 
 # --- batches ---
@@ -798,7 +945,9 @@ def test_order_depends_on_seed_and_epoch_and_has_each_example_once(few_lengths):
     first = order(1, 0)
     assert torch.equal(first, order(1, 0))
     assert len(first.unique()) == first.numel() == 1003 // 24 * 24
-    compositions = [{tuple(sorted(batch)) for batch in order(*at).tolist()} for at in ((1, 0), (1, 1), (2, 0))]
+    compositions = [
+        {tuple(sorted(batch)) for batch in order(*at).tolist()} for at in ((1, 0), (1, 1), (2, 0))
+    ]
     assert not compositions[0] & compositions[1] and not compositions[0] & compositions[2]
     left_out = [set(range(1003)) - set(order(1, epoch).flatten().tolist()) for epoch in range(2)]
     assert left_out[0] != left_out[1]
@@ -807,7 +956,9 @@ def test_order_depends_on_seed_and_epoch_and_has_each_example_once(few_lengths):
 def test_batches_change_between_epochs(few_lengths):
     def meetings(epoch):
         return {
-            pair for b in sampling.batches_by_length(few_lengths, 24, 1, epoch, 1)[:, 0].tolist() for pair in permutations(b, 2)
+            pair
+            for b in sampling.batches_by_length(few_lengths, 24, 1, epoch, 1)[:, 0].tolist()
+            for pair in permutations(b, 2)
         }
 
     first, second = meetings(0), meetings(1)
@@ -815,7 +966,8 @@ def test_batches_change_between_epochs(few_lengths):
 
 
 def test_batch_with_the_longest_text_comes_first(few_lengths):
-    order = sampling.batches_by_length(few_lengths, 17, seed=0, epoch=0, parts=1)  # 1003 = 59 * 17, so no example is left out
+    # 1003 = 59 * 17, so no example is left out
+    order = sampling.batches_by_length(few_lengths, 17, seed=0, epoch=0, parts=1)
     assert few_lengths[order[0].numpy()].max() == few_lengths.max()
 
 
@@ -834,11 +986,14 @@ def test_training_batches_have_little_padding_and_balanced_ranks(lengths):
     assert real_token_share(lengths, dealt.flatten(0, 1)) >= 0.97  # 0.98 measured; 0.93 is required
     real_tokens = lengths[dealt.numpy()].sum(2)
     padded = lengths[dealt.numpy()].max(2)
-    for tokens, most in ((real_tokens, 1.002), (padded, 1.005)):  # over an epoch in which all wait for the most loaded rank
+    # over an epoch in which all wait for the most loaded rank
+    for tokens, most in ((real_tokens, 1.002), (padded, 1.005)):
         assert tokens.max(1).sum() / tokens.mean(1).sum() <= most
     assert numpy.quantile(real_tokens.max(1) / real_tokens.mean(1), 0.99) <= 1.03
     # Without sorting, about half of the tokens are padding.
-    shuffled = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0))[: 4000 * 8].view(-1, 8)
+    shuffled = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0))[: 4000 * 8].view(
+        -1, 8
+    )
     assert real_token_share(lengths, shuffled) < 0.6
 
 

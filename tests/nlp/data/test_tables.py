@@ -32,7 +32,9 @@ ROWS = [{"n": i, "review": text, "stars": i % 2} for i, text in enumerate(TEXTS)
 
 WRITERS = {
     "csv": lambda frame, path: frame.to_csv(path, index=False),
-    "csv with marks around all": lambda frame, path: frame.to_csv(path, index=False, quoting=csv.QUOTE_ALL, encoding="utf-8-sig"),
+    "csv with marks around all": lambda frame, path: frame.to_csv(
+        path, index=False, quoting=csv.QUOTE_ALL, encoding="utf-8-sig"
+    ),
     "csv with semicolons": lambda frame, path: frame.to_csv(path, index=False, sep=";"),
     "csv with tabs": lambda frame, path: frame.to_csv(path, index=False, sep="\t", lineterminator="\r\n"),
     "jsonl": lambda frame, path: frame.to_json(path, orient="records", lines=True),
@@ -53,8 +55,12 @@ def test_each_format_gives_the_same_examples(name, tmp_path):
     path = tmp_path / f"a.{name.split()[0]}"
     WRITERS[name](pandas.DataFrame(ROWS), path)
     found = classify.TASK.read(path, None, COLUMNS)
-    assert [(example.text, example.label) for example in found] == [(text, str(i % 2)) for i, text in enumerate(TEXTS)]
-    assert [example.id for example in found] == [example.location.removeprefix(f"{path}, ") for example in found]
+    assert [(example.text, example.label) for example in found] == [
+        (text, str(i % 2)) for i, text in enumerate(TEXTS)
+    ]
+    assert [example.id for example in found] == [
+        example.location.removeprefix(f"{path}, ") for example in found
+    ]
     of_capitals = path.rename(tmp_path / path.name.upper())
     assert [example.text for example in generate.TASK.read(of_capitals, None, {"text": "review"})] == TEXTS
 
@@ -62,10 +68,17 @@ def test_each_format_gives_the_same_examples(name, tmp_path):
 def test_tsv_has_no_quotation_marks(tmp_path):
     """As the files of XNLI and GLUE, which have a mark at the beginning of a field."""
     path = tmp_path / "xnli.dev.tsv"
-    path.write_bytes('\ufefflanguage\tgold_label\tsentence1\tsentence2\r\nen\tneutral\t"Mama\u2028, he said.\ta "b\r\n'.encode())
+    path.write_bytes(
+        '\ufefflanguage\tgold_label\tsentence1\tsentence2\r\nen\tneutral\t"Mama\u2028, he said.\ta "b\r\n'.encode()
+    )
     found = pair.TASK.read(path, None, {"first": "sentence1", "second": "sentence2", "label": "gold_label"})
-    assert [tuple(example) for example in found] == [("line 2", '"Mama\u2028, he said.', 'a "b', "neutral", f"{path}, line 2")]
-    for line, message in (("en\tneutral\ta\tb\tc", "line 2: more fields than the header has"), ("en\tneutral\ta", "no column")):
+    assert [tuple(example) for example in found] == [
+        ("line 2", '"Mama\u2028, he said.', 'a "b', "neutral", f"{path}, line 2")
+    ]
+    for line, message in (
+        ("en\tneutral\ta\tb\tc", "line 2: more fields than the header has"),
+        ("en\tneutral\ta", "no column"),
+    ):
         path.write_text(f"language\tgold_label\tsentence1\tsentence2\n{line}\n")
         with pytest.raises(HpctrainError, match=message):
             pair.TASK.read(path, None, {"first": "sentence1", "second": "sentence2", "label": "gold_label"})
@@ -83,7 +96,9 @@ def test_location_is_where_the_row_begins(tmp_path):
         return [example.id for example in classify.TASK.read(tmp_path / name, None, COLUMNS)]
 
     assert places("a.csv") == [f"line {n}" for n in (2, 3, 5, 7, 8, 9)]
-    assert places("a.jsonl") == [f"line {n}" for n in range(1, 7)] and places("a.parquet") == [f"row {n}" for n in range(1, 7)]
+    assert places("a.jsonl") == [f"line {n}" for n in range(1, 7)] and places("a.parquet") == [
+        f"row {n}" for n in range(1, 7)
+    ]
     assert places("a.json") == [f"[{n}]" for n in range(6)]
 
 
@@ -112,7 +127,12 @@ def test_numbers_of_classes_get_their_names(suffix, tmp_path):
     assert [str(error) for error in skipped] == [
         f"{path}, row 3: its column 'label' has no value: fix the line, or download the file again"
     ]
-    assert {one.label for one in pair.TASK.read(tmp_path / f"plain.{suffix}", None, columns)} == {"0", "1", "2", "-1"}
+    assert {one.label for one in pair.TASK.read(tmp_path / f"plain.{suffix}", None, columns)} == {
+        "0",
+        "1",
+        "2",
+        "-1",
+    }
 
 
 def test_words_and_tags_and_answers_as_data_sets_of_the_hub_have_them(tmp_path):
@@ -124,14 +144,25 @@ def test_words_and_tags_and_answers_as_data_sets_of_the_hub_have_them(tmp_path):
     assert sentence.entities == [Entity(0, 8, "PER"), Entity(12, 16, "LOC")]
 
     answers = [{"text": ["나"], "answer_start": [1]}, {"text": [], "answer_start": []}]
-    rows = [{"id": str(i), "title": "t", "context": "가나다", "q": "?", "answers": each} for i, each in enumerate(answers)]
+    rows = [
+        {"id": str(i), "title": "t", "context": "가나다", "q": "?", "answers": each}
+        for i, each in enumerate(answers)
+    ]
     make_dataset(rows).to_parquet(tmp_path / "qa.parquet")
-    found = qa.TASK.read(tmp_path / "qa.parquet", None, {"question": "q", "context": "context", "answers": "answers"})
-    assert [one.answers for one in found] == [[Answer("나", 1)], UNANSWERABLE] and all(one.optional for one in found)
-    with pytest.raises(HpctrainError, match=r"\.parquet: a table of Parquet or Arrow, not text: convert it to \.jsonl"):
+    found = qa.TASK.read(
+        tmp_path / "qa.parquet", None, {"question": "q", "context": "context", "answers": "answers"}
+    )
+    assert [one.answers for one in found] == [[Answer("나", 1)], UNANSWERABLE] and all(
+        one.optional for one in found
+    )
+    with pytest.raises(
+        HpctrainError, match=r"\.parquet: a table of Parquet or Arrow, not text: convert it to \.jsonl"
+    ):
         list(predict.read_rows(argparse.Namespace(file=tmp_path / "qa.parquet"), qa.TASK))
     path = write(tmp_path / "qa.csv", "question,context,answers\n?,a,\"['a']\"\n")
-    with pytest.raises(HpctrainError, match=r"line 2: its answers are a text: .* so write \.jsonl or \.parquet"):
+    with pytest.raises(
+        HpctrainError, match=r"line 2: its answers are a text: .* so write \.jsonl or \.parquet"
+    ):
         qa.TASK.read(path, None, {name: name for name in qa.TASK.fields})
 
 
@@ -142,7 +173,9 @@ def test_batches_and_row_groups_follow_each_other(tmp_path):
     feather.write_feather(table, tmp_path / "a.arrow", chunksize=1700)
     for name in ("a.parquet", "a.arrow"):
         found = generate.TASK.read(tmp_path / name, None, {"text": "text"})
-        assert [(one.text, one.location) for one in found] == [(str(i), f"{tmp_path}/{name}, row {i + 1}") for i in range(2500)]
+        assert [(one.text, one.location) for one in found] == [
+            (str(i), f"{tmp_path}/{name}, row {i + 1}") for i in range(2500)
+        ]
 
 
 # --- invalid tables ---
@@ -192,11 +225,15 @@ def test_missing_column_and_value_of_parquet(tmp_path):
 def test_text_outside_of_its_memory_is_refused(tmp_path):
     """Arrow holds where each text ends. Of the last one it is changed to a place far behind the file."""
     path = tmp_path / "a.arrow"
-    feather.write_feather(pyarrow.table({"review": ["aaaa", "bbbb"], "stars": [1, 0]}), path, compression="uncompressed")
+    feather.write_feather(
+        pyarrow.table({"review": ["aaaa", "bbbb"], "stars": [1, 0]}), path, compression="uncompressed"
+    )
     ends = numpy.array([0, 4, 8], numpy.int32).tobytes()
     assert path.read_bytes().count(ends) == 1
     path.write_bytes(path.read_bytes().replace(ends, numpy.array([0, 4, 2**31 - 1], numpy.int32).tobytes()))
-    assert_error(read, path, r"a\.arrow: not a file of Arrow that can be read \(.*\): download the file again", 0)
+    assert_error(
+        read, path, r"a\.arrow: not a file of Arrow that can be read \(.*\): download the file again", 0
+    )
 
 
 @pytest.mark.slow
@@ -240,14 +277,23 @@ def test_options_give_each_field_a_column():
         return parse_options(task, ["--data", "x", "--model", "y", "--columns", *texts]).columns
 
     assert columns(classify.TASK, "label=stars") == {"text": "text", "label": "stars"}
-    assert columns(pair.TASK, "label=a=b", "second=two words") == {"first": "first", "second": "two words", "label": "a=b"}
+    assert columns(pair.TASK, "label=a=b", "second=two words") == {
+        "first": "first",
+        "second": "two words",
+        "label": "a=b",
+    }
     assert parse_options(classify.TASK, []).columns is None
     for texts in (["body=review"], ["text"], ["text="], ["text=a", "text=b"]):
-        with pytest.raises(UsageError, match=r"--columns .*: give each field once, as FIELD=COLUMN; fields are text, label"):
+        with pytest.raises(
+            UsageError, match=r"--columns .*: give each field once, as FIELD=COLUMN; fields are text, label"
+        ):
             columns(classify.TASK, *texts)
     with pytest.raises(UsageError, match="--columns needs --data"):
         parse_options(classify.TASK, ["--columns", "text=a"])
-    assert all("--columns" in make_parser(module.TASK).format_help() for module in (classify, pair, ner, qa, generate))
+    assert all(
+        "--columns" in make_parser(module.TASK).format_help()
+        for module in (classify, pair, ner, qa, generate)
+    )
 
 
 def make_folder(folder, **splits):
@@ -272,7 +318,9 @@ def test_run_reads_the_tables_of_a_folder(tmp_path, capsys):
 
 def test_folders_of_the_library_datasets_and_of_the_hub_are_read(tmp_path):
     """With the splits as folders, beside files that are not data; and with the files of a configuration in a folder."""
-    splits = datasets.DatasetDict({name: datasets.Dataset.from_list(ROWS[i:]) for i, name in enumerate(("test", "train"))})
+    splits = datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(ROWS[i:]) for i, name in enumerate(("test", "train"))}
+    )
     splits.save_to_disk(tmp_path / "saved")
     (tmp_path / "saved/train/cache-1.arrow").write_bytes(b"of another shape")
     (tmp_path / "hub/plain_text").mkdir(parents=True)
@@ -280,7 +328,10 @@ def test_folders_of_the_library_datasets_and_of_the_hub_are_read(tmp_path):
         part.to_parquet(tmp_path / f"hub/plain_text/{name}-00000-of-00001.parquet")
     for folder in ("saved", "hub"):
         found = formats.load_splits(classify.TASK, tmp_path / folder, None, COLUMNS)
-        assert {name: [example.text for example in part] for name, part in found.items()} == {"test": TEXTS, "train": TEXTS[1:]}
+        assert {name: [example.text for example in part] for name, part in found.items()} == {
+            "test": TEXTS,
+            "train": TEXTS[1:],
+        }
 
 
 def test_without_columns_the_error_leads_to_the_option(tmp_path):
@@ -288,11 +339,15 @@ def test_without_columns_the_error_leads_to_the_option(tmp_path):
     message = r"\(found no data file\): give --columns FIELD=COLUMN, which reads test\.csv, train\.csv, or"
     with pytest.raises(HpctrainError, match=message):
         formats.load_splits(classify.TASK, tmp_path)
-    with pytest.raises(HpctrainError, match=r"'n,review,stars' \(--columns FIELD=COLUMN reads a table with others\)"):
+    with pytest.raises(
+        HpctrainError, match=r"'n,review,stars' \(--columns FIELD=COLUMN reads a table with others\)"
+    ):
         formats.load_splits(classify.TASK, tmp_path / "train.csv")
     for name, save in (("a.parquet", "parquet"), ("a.arrow", "arrow"), ("b.arrow", "arrow of datasets")):
         WRITERS[save](pandas.DataFrame(ROWS), tmp_path / name)
-        with pytest.raises(HpctrainError, match=rf"{re.escape(name)}: a table of Parquet or Arrow, .* with --columns"):
+        with pytest.raises(
+            HpctrainError, match=rf"{re.escape(name)}: a table of Parquet or Arrow, .* with --columns"
+        ):
             formats.load_splits(pair.TASK, tmp_path / name)
 
 
@@ -300,9 +355,13 @@ def test_what_was_read_without_columns_stays_as_it_was(tmp_path):
     """A csv by name may have the columns of NSMC, separated by tabs; and plain text may be in it."""
     path = write(tmp_path / "a.csv", "id\tdocument\tlabel\n1\t좋다\t1\n")
     assert [example.text for example in formats.load_splits(classify.TASK, path)["train"]] == ["좋다"]
-    assert [example.text for example in formats.load_splits(generate.TASK, write(tmp_path / "b.csv", "a,b\n"))["train"]] == [
-        "a,b"
-    ]
+    assert [
+        example.text
+        for example in formats.load_splits(generate.TASK, write(tmp_path / "b.csv", "a,b\n"))["train"]
+    ] == ["a,b"]
     path = write(tmp_path / "c.jsonl", json.dumps({"text": "a", "label": 1, "review": "b"}))
     assert formats.load_splits(classify.TASK, path)["train"][0].text == "a"
-    assert formats.load_splits(classify.TASK, path, None, {"text": "review", "label": "label"})["train"][0].text == "b"
+    assert (
+        formats.load_splits(classify.TASK, path, None, {"text": "review", "label": "label"})["train"][0].text
+        == "b"
+    )

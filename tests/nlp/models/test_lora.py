@@ -29,7 +29,9 @@ def base(tmp_path_factory):
     """A model of two epochs, of which the adapters are to make a better one."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "config.json").write_text(json.dumps({"model_type": "bert"} | SHAPE | NO_DROPOUT))
-    return train("classify", folder / "run", "--epochs", 2, "--from-scratch", folder / "config.json") / "model"
+    return (
+        train("classify", folder / "run", "--epochs", 2, "--from-scratch", folder / "config.json") / "model"
+    )
 
 
 def options(base, *more):
@@ -47,7 +49,11 @@ def test_adapter_has_the_trained_weights_alone(base, run):
     assert {tuple(w.shape)[name.count("lora_B")] for name, w in weights.items() if "lora" in name} == {4}
     assert not (run / "model/model.safetensors").exists()
     config = json.loads((run / "model/adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == (str(base.resolve()), 4, 8)
+    assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == (
+        str(base.resolve()),
+        4,
+        8,
+    )
     # the weights of the base are as they were
     kept = torch.load(run / "checkpoints/epoch-0002.pt", weights_only=True)["model"]
     frozen = load_file(base / "model.safetensors")
@@ -58,7 +64,9 @@ def test_adapter_has_the_trained_weights_alone(base, run):
 def test_peft_loads_it_with_the_scores_of_the_log(base, run, capfd):
     assert "from peft import PeftModel" in (run / "model/README.md").read_text()
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
-    model = AutoModelForSequenceClassification.from_pretrained(base, config=AutoConfig.from_pretrained(run / "model"))
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, config=AutoConfig.from_pretrained(run / "model")
+    )
     model = PeftModel.from_pretrained(model, run / "model").eval()
     lines = [line.split("\t") for line in (DATA / "ratings_test.txt").read_text().splitlines()[1:]]
     right = 0
@@ -68,14 +76,18 @@ def test_peft_loads_it_with_the_scores_of_the_log(base, run, capfd):
     assert right / len(lines) == pytest.approx(scores(run)["test_accuracy"])
     assert right / len(lines) > scores(base.parent)["test_accuracy"]
     answers = run_predict(capfd, run, *(text for _, text, _ in lines))
-    assert sum(answer["label"] == label for answer, (_, _, label) in zip(answers, lines, strict=True)) == right
+    assert (
+        sum(answer["label"] == label for answer, (_, _, label) in zip(answers, lines, strict=True)) == right
+    )
 
 
 @pytest.mark.slow
 def test_merged_is_a_model_with_the_same_scores(base, run, tmp_path):
     merged = train("classify", tmp_path / "merged", *options(base, "--epochs", 2, "--lora-merge"))
     assert scores(merged) == scores(run)
-    assert (merged / "model/model.safetensors").exists() and not (merged / "model/adapter_config.json").exists()
+    assert (merged / "model/model.safetensors").exists() and not (
+        merged / "model/adapter_config.json"
+    ).exists()
     again = train("classify", tmp_path / "again", "--epochs", 0, "--data", DATA, "--model", merged / "model")
     assert scores(again) == pytest.approx(scores(run), rel=1e-5)
 
@@ -83,7 +95,9 @@ def test_merged_is_a_model_with_the_same_scores(base, run, tmp_path):
 @pytest.mark.slow
 def test_resumed_within_an_epoch_and_on_two_ranks(base, tmp_path):
     whole = tmp_path / "whole"
-    train("classify", whole, *options(base, "--epochs", 2, "--checkpoint-every", 10, "--keep-checkpoints", 99))
+    train(
+        "classify", whole, *options(base, "--epochs", 2, "--checkpoint-every", 10, "--keep-checkpoints", 99)
+    )
     cut = tmp_path / "cut"
     shutil.copytree(whole, cut)
     (cut / "result.json").unlink()
@@ -96,7 +110,10 @@ def test_resumed_within_an_epoch_and_on_two_ranks(base, tmp_path):
     done = warm_start.run(warm_start.torchrun_ranks(2, words, dict(os.environ)), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "parameters are trained" in done.stdout and "Warning" not in done.stderr
-    losses = [[line["train_loss"] for line in metrics(folder) if "train_loss" in line] for folder in (tmp_path / "two", whole)]
+    losses = [
+        [line["train_loss"] for line in metrics(folder) if "train_loss" in line]
+        for folder in (tmp_path / "two", whole)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
@@ -105,8 +122,13 @@ def test_a_language_model_and_all_linear_layers(tmp_path, capfd):
     first = train("generate", tmp_path / "first", "--epochs", 1)
     data = ("--data", first.parent / "text.txt", "--model", first / "model")
     (tmp_path / "text.txt").write_text("".join(f"아이들은 {i}번 공을 찼다.\n" for i in range(40)))
-    run = train("generate", tmp_path / "run", *data, "--epochs", 1, "--lora-rank", 2, "--lora-target", "all-linear")
-    assert {name.split(".")[-2] for name in load_file(run / "model/adapter_model.safetensors")} == {"lora_A", "lora_B"}
+    run = train(
+        "generate", tmp_path / "run", *data, "--epochs", 1, "--lora-rank", 2, "--lora-target", "all-linear"
+    )
+    assert {name.split(".")[-2] for name in load_file(run / "model/adapter_model.safetensors")} == {
+        "lora_A",
+        "lora_B",
+    }
     assert run_predict(capfd, run, "아이들은")[0]["text"] == "아이들은"
 
 
@@ -139,9 +161,13 @@ def test_an_adapter_that_does_not_fit_is_one_line(base, run, tmp_path):
         kept = json.loads((run / "model/adapter_config.json").read_text())
         config.write_text(json.dumps(kept | json.loads(f"{{{text}}}")))
         with pytest.raises(HpctrainError, match=message):
-            train("classify", tmp_path / name.strip('"'), "--data", DATA, "--model", base, "--lora-from", other)
+            train(
+                "classify", tmp_path / name.strip('"'), "--data", DATA, "--model", base, "--lora-from", other
+            )
     with pytest.raises(HpctrainError, match=r"nothing/adapter_config.json: cannot be read"):
-        train("classify", tmp_path / "no", "--data", DATA, "--model", base, "--lora-from", tmp_path / "nothing")
+        train(
+            "classify", tmp_path / "no", "--data", DATA, "--model", base, "--lora-from", tmp_path / "nothing"
+        )
 
 
 def test_a_flipped_bit_in_an_adapter_or_its_model_is_found(base, run, tmp_path):
@@ -166,18 +192,24 @@ def test_invalid_use_is_one_line(base, run, tmp_path):
         parse_options(classify.TASK, ["--model", "x", "--lora-merge"])
     with pytest.raises(HpctrainError, match=r"--lora-target: .*such as query, key, value, dense, classifier"):
         train("classify", tmp_path / "no", *options(base, "--lora-target", "nothing"))
-    with pytest.raises(HpctrainError, match=r"model: an adapter: give the model that it is for, and --lora-from .*/model"):
+    with pytest.raises(
+        HpctrainError, match=r"model: an adapter: give the model that it is for, and --lora-from .*/model"
+    ):
         train("classify", tmp_path / "further", *options(run / "model"))
     moved = tmp_path / "moved"
     shutil.copytree(run / "model", moved)
     config = moved / "adapter_config.json"
     config.write_text(config.read_text().replace(str(base.resolve()), "/nowhere/model"))
     (moved / "SHA256SUMS").unlink()
-    with pytest.raises(HpctrainError, match=r"whose model is not found: /nowhere/model: .*base_model_name_or_path in"):
+    with pytest.raises(
+        HpctrainError, match=r"whose model is not found: /nowhere/model: .*base_model_name_or_path in"
+    ):
         predict.load_model(classify.TASK, moved)
     # transformers tries for 46 s to connect to a hub that cannot be reached.
     config.write_text(config.read_text().replace("/nowhere/model", "nobody/no-model"))
     began = time.monotonic()
-    with pytest.raises(HpctrainError, match=r"whose model is not found: nobody/no-model \(not a folder here\)"):
+    with pytest.raises(
+        HpctrainError, match=r"whose model is not found: nobody/no-model \(not a folder here\)"
+    ):
         predict.load_model(classify.TASK, moved)
     assert time.monotonic() - began < 20

@@ -1,4 +1,7 @@
-"""Models from a folder, from the hub and from scratch; saving them. A stand-in for the hub serves its routes over real HTTP."""
+"""Models from a folder, from the hub and from scratch; saving them.
+
+A stand-in for the hub serves its routes over real HTTP.
+"""
 
 import hashlib
 import json
@@ -36,7 +39,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "beomi/kcbert-base"
 TEXTS = [document.text for document in formats.load_splits(classify.TASK, None)["train"]] * 2
 # Files that repositories on the hub have and hpctrain does not need.
-OTHERS = ["README.md", ".gitattributes", "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "model.fp16.safetensors"]
+OTHERS = [
+    "README.md",
+    ".gitattributes",
+    "tf_model.h5",
+    "flax_model.msgpack",
+    "rust_model.ot",
+    "model.fp16.safetensors",
+]
 # `hpctrain fetch`, and `hpctrain resolve` for what trainers do, through main() of the command line.
 PROGRAM = """
 import sys, types
@@ -55,10 +65,12 @@ __main__.main()
 
 
 class Hub(ThreadingHTTPServer):
-    """A stand-in for huggingface.co with one model or data set: only the routes that huggingface_hub uses to download it.
+    """A stand-in for huggingface.co with one model or data set: only the routes that huggingface_hub uses to
+    download it.
 
-    `requests` counts the requests for files by method and name. `errors` maps a part of a path to the status and the
-    X-Error-Code of the answer, and `breaks` a file to the number of bytes after which the connection breaks.
+    `requests` counts the requests for files by method and name. `errors` maps a part of a path to the status
+    and the X-Error-Code of the answer, and `breaks` a file to the number of bytes after which the connection
+    breaks.
     """
 
     daemon_threads = True
@@ -89,18 +101,30 @@ class Answer(BaseHTTPRequestHandler):
                 for name, content in hub.files.items()
             ]
             return self.answer(200, json.dumps(tree).encode())
-        if path in (f"/api/models/{NAME}", f"/api/models/{NAME}/revision/main", f"/api/models/{NAME}/revision/{COMMIT}"):
+        if path in (
+            f"/api/models/{NAME}",
+            f"/api/models/{NAME}/revision/main",
+            f"/api/models/{NAME}/revision/{COMMIT}",
+        ):
             return self.answer(200, json.dumps({"id": NAME, "sha": COMMIT, "siblings": []}).encode())
         name = path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")
         if name not in hub.files:
-            return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound" if "revision" in path else "RepoNotFound"})
+            return self.answer(
+                404, b"", {"X-Error-Code": "RevisionNotFound" if "revision" in path else "RepoNotFound"}
+            )
         content = hub.files[name]
         hub.requests[self.command, name] += 1
-        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
         if "Range" in self.headers:
             start = int(self.headers["Range"].removeprefix("bytes=").split("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-            return self.answer(206, content[start:], headers, max(0, hub.breaks.get(name, len(content)) - start))
+            return self.answer(
+                206, content[start:], headers, max(0, hub.breaks.get(name, len(content)) - start)
+            )
         self.answer(200, content, headers, hub.breaks.get(name))
 
     def answer(self, status, content, headers=(), at_most=None):
@@ -116,7 +140,13 @@ class Answer(BaseHTTPRequestHandler):
 def small_config(tmp_path_factory):
     """The config.json of a very small BERT."""
     path = tmp_path_factory.mktemp("config") / "config.json"
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 900}
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 900,
+    }
     path.write_text(json.dumps({"model_type": "bert", **shape, "max_position_embeddings": 300}))
     return path
 
@@ -140,7 +170,9 @@ def gpt2(tmp_path_factory):
 def hub(bert):
     """The stand-in, with the BERT and other files that such repositories have."""
     files = {path.name: path.read_bytes() for path in bert.iterdir()}
-    others = {name: b"not needed" for name in [*OTHERS, "pytorch_model.bin", "onnx/model.onnx", "onnx/config.json"]}
+    others = {
+        name: b"not needed" for name in [*OTHERS, "pytorch_model.bin", "onnx/model.onnx", "onnx/config.json"]
+    }
     hub = Hub({**files, **others})
     yield hub
     hub.shutdown()
@@ -153,7 +185,13 @@ def start(*arguments, hub=None, home, cwd=None, **env):
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *map(str, arguments)],
         cwd=cwd,
-        env={**kept, "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9", "HF_HOME": str(home), "NO_PROXY": "*", **env},
+        env={
+            **kept,
+            "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9",
+            "HF_HOME": str(home),
+            "NO_PROXY": "*",
+            **env,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -188,15 +226,23 @@ def ranks(name, hub, homes, per_node=2, **env):
         "GROUP_WORLD_SIZE": "2",
     }
     job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    places = [{"RANK": str(r), "LOCAL_RANK": str(r % per_node), "GROUP_RANK": str(r // per_node)} for r in range(2 * per_node)]
+    places = [
+        {"RANK": str(r), "LOCAL_RANK": str(r % per_node), "GROUP_RANK": str(r // per_node)}
+        for r in range(2 * per_node)
+    ]
     processes = [
-        start("resolve", name, hub=hub, home=homes[r // per_node], **job, **place, **env) for r, place in enumerate(places)
+        start("resolve", name, hub=hub, home=homes[r // per_node], **job, **place, **env)
+        for r, place in enumerate(places)
     ]
     return [end(process) for process in processes]
 
 
 def contents(folder):
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.name != "SHA256SUMS"}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.iterdir()
+        if path.name != "SHA256SUMS"
+    }
 
 
 # --- the hub ---
@@ -207,12 +253,16 @@ def contents(folder):
 def test_each_file_is_downloaded_once_per_cache_and_found_by_all_ranks(nodes_share, hub, bert, tmp_path):
     homes = [tmp_path / "a", tmp_path / ("a" if nodes_share else "b")]
     done = ranks(NAME, hub, homes)
-    assert [d.status for d in done] == [0] * 4, done  # torch's store may print warnings at the end of a busy job
+    # torch's store may print warnings at the end of a busy job
+    assert [d.status for d in done] == [0] * 4, done
     snapshots = [home / "hub" / f"models--{NAME.replace('/', '--')}" / "snapshots" / COMMIT for home in homes]
     assert [d.out for d in done] == [f"FOUND {snapshots[r // 2]}\n" for r in range(4)]
     assert contents(snapshots[1]) == contents(bert)  # so neither pickles nor files for other frameworks
-    # No file is requested more often: two ranks on a node would wait for each other's locks, which some file systems lack.
-    assert hub.requests == {(method, name): 1 if nodes_share else 2 for method in ("HEAD", "GET") for name in contents(bert)}
+    # No file is requested more often: two ranks on a node would wait for each other's locks, which some file
+    # systems lack.
+    assert hub.requests == {
+        (method, name): 1 if nodes_share else 2 for method in ("HEAD", "GET") for name in contents(bert)
+    }
 
 
 @pytest.mark.slow
@@ -272,7 +322,9 @@ def test_error_without_internet_names_fetch(tmp_path):
 def test_refusal_by_the_hub_is_one_line(command, part, status, code, message, hub, tmp_path):
     hub.errors[part] = (status, code)
     line = error_line(run(*command, hub=hub, home=tmp_path / "home", cwd=tmp_path))
-    assert NAME in line and message in line and (command[0] == "fetch" or f"hpctrain fetch {NAME} DIR" in line)
+    assert (
+        NAME in line and message in line and (command[0] == "fetch" or f"hpctrain fetch {NAME} DIR" in line)
+    )
     assert not (tmp_path / "kc").exists()
 
 
@@ -292,8 +344,22 @@ def test_data_set_of_the_hub_is_downloaded_once_and_named_in_the_card(hub, tmp_p
         table = datasets.Dataset.from_dict(columns).cast_column("kind", kinds)
         table.to_parquet(folder / f"films/{split}-00000-of-00001.parquet")
     hub.files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.parquet")}
-    hub.files |= {"README.md": b"---", "films.py": b"raise SystemExit(9)", "books/train-00000-of-00001.parquet": b"PAR1"}
-    options = ("--columns", "text=review", "label=kind", "--from-scratch", "tiny", "--epochs", 1, "--batch-size", 8)
+    hub.files |= {
+        "README.md": b"---",
+        "films.py": b"raise SystemExit(9)",
+        "books/train-00000-of-00001.parquet": b"PAR1",
+    }
+    options = (
+        "--columns",
+        "text=review",
+        "label=kind",
+        "--from-scratch",
+        "tiny",
+        "--epochs",
+        1,
+        "--batch-size",
+        8,
+    )
     where = {"cwd": tmp_path, "home": tmp_path / "home", "HPCTRAIN_CACHE": str(tmp_path / "cache")}
     done = run("nlp.classify", "--data", f"{NAME}/films", *options, "--out", "online", hub=hub, **where)
     assert done.status == 0, done.err
@@ -301,12 +367,27 @@ def test_data_set_of_the_hub_is_downloaded_once_and_named_in_the_card(hub, tmp_p
     assert not any(name.endswith((".py", ".md")) for _, name in hub.requests)
     card = ModelCard.load(tmp_path / "online/model/README.md")
     assert card.data.datasets == [NAME] and f"fine-tuned on `{NAME}/films`" in card.text
-    again = run("nlp.classify", "--data", f"{NAME}/films", *options, "--out", "off line", hub=None, HF_HUB_OFFLINE="1", **where)
+    again = run(
+        "nlp.classify",
+        "--data",
+        f"{NAME}/films",
+        *options,
+        "--out",
+        "off line",
+        hub=None,
+        HF_HUB_OFFLINE="1",
+        **where,
+    )
     assert again.status == 0, again.err
     assert "use it: hpctrain predict 'off line/model' TEXT\n" in again.out
-    sums = [json.loads((tmp_path / f"{name}/result.json").read_text())["weights_sha256"] for name in ("online", "off line")]
+    sums = [
+        json.loads((tmp_path / f"{name}/result.json").read_text())["weights_sha256"]
+        for name in ("online", "off line")
+    ]
     assert sums[0] == sums[1]
-    line = error_line_of(run("nlp.classify", "--data", f"{NAME}/songs", *options, "--out", "no", hub=hub, **where))
+    line = error_line_of(
+        run("nlp.classify", "--data", f"{NAME}/songs", *options, "--out", "no", hub=hub, **where)
+    )
     assert f"{NAME}: no folder songs in this data set, but books, films: name one of them" in line
 
 
@@ -319,7 +400,10 @@ def error_line_of(done):
 @pytest.mark.parametrize("name", ["no", "/no/data", "a/b/c/d", "../no", "no one/x"])
 def test_data_that_are_nowhere_are_one_line(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(HpctrainError, match=r"cannot be read \(No such file or directory\): give --data a folder or a file, or"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"cannot be read \(No such file or directory\): give --data a folder or a file, or",
+    ):
         resolve_data(Path(name), ALONE)
 
 
@@ -332,8 +416,12 @@ def test_data_that_may_be_a_path_or_of_the_hub_are_told_as_both(name, tmp_path, 
     with pytest.raises(HpctrainError) as caught:
         resolve_data(Path(name), ALONE)
     said = str(caught.value)
-    assert said.startswith(f"{name} (no such file or folder here, so a data set on the hub): not in the cache "), said
-    assert said.endswith(": correct the path, or download the data set where there is internet and give --data DIR"), said
+    assert said.startswith(
+        f"{name} (no such file or folder here, so a data set on the hub): not in the cache "
+    ), said
+    assert said.endswith(
+        ": correct the path, or download the data set where there is internet and give --data DIR"
+    ), said
 
 
 # --- hpctrain fetch ---
@@ -366,7 +454,8 @@ def test_interrupted_fetch_leaves_no_folder_and_continues_when_repeated(hub, ber
     before = hub.requests.copy()
     assert run("fetch", NAME, "kc", hub=hub, home=tmp_path / "home", cwd=tmp_path).status == 0
     assert contents(tmp_path / "kc") == contents(bert)
-    assert set(hub.requests - before) == {("HEAD", "model.safetensors"), ("GET", "model.safetensors")}  # the others are complete
+    # the others are complete
+    assert set(hub.requests - before) == {("HEAD", "model.safetensors"), ("GET", "model.safetensors")}
 
 
 @pytest.fixture
@@ -374,7 +463,9 @@ def full_disk(tmp_path):
     """A folder on a disk of 64 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"a small disk needs root, who may mount one: {mounted.stderr.strip()}")
     yield folder
@@ -386,14 +477,18 @@ def test_full_disk_is_one_line_and_leaves_no_folder(hub, bert, full_disk):
     line = error_line(run("fetch", NAME, full_disk / "kc", hub=hub, home=full_disk.parent / "home"))
     assert "cannot be written (OSError [Errno 28] No space left on device" in line
     line = error_line(run("resolve", NAME, hub=hub, home=full_disk / "home"))
-    assert "cannot be written (OSError [Errno 28] No space left on device" in line and "hpctrain fetch" in line
+    assert (
+        "cannot be written (OSError [Errno 28] No space left on device" in line and "hpctrain fetch" in line
+    )
     shutil.rmtree(full_disk / "home")
     model = transformers.AutoModel.from_pretrained(bert)
     for write in (
         lambda: save_model(full_disk / "kc", model, load_tokenizer(bert), "card"),
         lambda: create_model(full_disk / "kc", "tiny", "bert", TEXTS, 1, 128),
     ):
-        with pytest.raises(HpctrainError, match=r"disk/kc: the model cannot be written .*No space left on device"):
+        with pytest.raises(
+            HpctrainError, match=r"disk/kc: the model cannot be written .*No space left on device"
+        ):
             write()
         assert not [path for path in full_disk.iterdir() if not path.name.endswith(".partial")]
 
@@ -405,7 +500,9 @@ def test_model_folder_is_validated_and_missing_parts_are_named(bert, tmp_path):
     assert resolve_model(str(bert), ALONE) == bert
     folder = tmp_path / "model"
     shutil.copytree(bert, folder)
-    with pytest.raises(HpctrainError, match=rf"a run folder, whose model is one folder below: give {folder}$"):
+    with pytest.raises(
+        HpctrainError, match=rf"a run folder, whose model is one folder below: give {folder}$"
+    ):
         resolve_model(str(tmp_path), ALONE)
     (folder / "model.safetensors").write_bytes((bert / "model.safetensors").read_bytes()[:-1])
     with pytest.raises(HpctrainError, match=r"model/model\.safetensors: damaged .*: fetch or copy it again"):
@@ -413,8 +510,12 @@ def test_model_folder_is_validated_and_missing_parts_are_named(bert, tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(HpctrainError, match=r"model: no model\.safetensors in it"):
         resolve_model(str(folder), ALONE)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
-    with pytest.raises(HpctrainError, match=r"model-00001-of-00002\.safetensors, a part of the weights, is missing"):
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
+    )
+    with pytest.raises(
+        HpctrainError, match=r"model-00001-of-00002\.safetensors, a part of the weights, is missing"
+    ):
         resolve_model(str(folder), ALONE)
     (folder / "config.json").write_text("{")
     with pytest.raises(HpctrainError, match=r"model/config\.json: cannot be read as JSON"):
@@ -437,7 +538,11 @@ def test_a_folder_that_is_not_mounted_in_the_container(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to("/scratch/data")
     hint = r"export HPCTRAIN_BIND=/scratch/data \(apptainer exec --bind /scratch/data\)$"
     for path in (Path("/scratch/data/mnist"), Path("link/mnist")):
-        for load in (load_mnist, lambda path: resolve_data(path, ALONE), lambda path: resolve_model(str(path.absolute()), ALONE)):
+        for load in (
+            load_mnist,
+            lambda path: resolve_data(path, ALONE),
+            lambda path: resolve_model(str(path.absolute()), ALONE),
+        ):
             with pytest.raises(HpctrainError, match=hint):
                 load(path)
     with pytest.raises(HpctrainError, match=r"plain or \.gz$"):
@@ -461,7 +566,11 @@ def test_model_from_scratch_loads_with_every_head(kind, head, bert, gpt2):
     assert all(name.split(".")[0] in ("classifier", "qa_outputs", "score") for name in info["missing_keys"])
     tokenizer = load_tokenizer(folder)
     batch = tokenizer(["정말 재미있다", "별로"], padding=True, return_tensors="pt")
-    assert model(**batch).logits.isfinite().all() if head != "QuestionAnswering" else model(**batch).start_logits.isfinite().all()
+    assert (
+        model(**batch).logits.isfinite().all()
+        if head != "QuestionAnswering"
+        else model(**batch).start_logits.isfinite().all()
+    )
 
 
 def test_bert_from_scratch_keeps_hangul_case_and_accents(tmp_path, small_config):
@@ -469,7 +578,15 @@ def test_bert_from_scratch_keeps_hangul_case_and_accents(tmp_path, small_config)
     pieces = create_model(tmp_path / "m", str(small_config), "bert", texts, 1, 128)
     tokenizer = load_tokenizer(tmp_path / "m")
     assert pieces == len(tokenizer) < 900  # there are no more in such a short text
-    assert tokenizer("가나다 Café", "ABC!").tokens() == ["[CLS]", "가나다", "Café", "[SEP]", "ABC", "[UNK]", "[SEP]"]
+    assert tokenizer("가나다 Café", "ABC!").tokens() == [
+        "[CLS]",
+        "가나다",
+        "Café",
+        "[SEP]",
+        "ABC",
+        "[UNK]",
+        "[SEP]",
+    ]
     assert tokenizer("가나다 Café", "ABC!")["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]
     assert tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) == [0, 1, 2, 3, 4]
     assert set(tokenizer.all_special_tokens) == {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
@@ -486,8 +603,15 @@ def test_tokenizer_trained_on_a_million_characters_without_white_space(kind, tmp
     create_model(tmp_path / "m", "tiny", kind, ["가나 다라", long], 1, 128)
     tokenizer = load_tokenizer(tmp_path / "m")
     assert "가나" in tokenizer.decode(tokenizer("가나")["input_ids"])
-    assert cut_words(long).replace("\n", "") == long and max(map(len, cut_words(long).split("\n"))) == LONGEST_WORD
-    assert [cut_words(text) for text in (*TEXTS, "가" * LONGEST_WORD, " ")] == [*TEXTS, "가" * LONGEST_WORD, " "]
+    assert (
+        cut_words(long).replace("\n", "") == long
+        and max(map(len, cut_words(long).split("\n"))) == LONGEST_WORD
+    )
+    assert [cut_words(text) for text in (*TEXTS, "가" * LONGEST_WORD, " ")] == [
+        *TEXTS,
+        "가" * LONGEST_WORD,
+        " ",
+    ]
 
 
 def test_gpt2_from_scratch_encodes_any_text_and_has_its_own_padding_token(gpt2):
@@ -513,7 +637,11 @@ for kind in ("bert", "gpt2"):
 
 @pytest.mark.slow
 def test_same_texts_and_seed_give_the_same_files_in_another_process(tmp_path):
-    texts = [word for question in formats.load_splits(qa.TASK, None)["train"] for word in (question.context, question.question)]
+    texts = [
+        word
+        for question in formats.load_splits(qa.TASK, None)["train"]
+        for word in (question.context, question.question)
+    ]
     (tmp_path / "texts").write_text("\n".join(texts))
     processes = [
         subprocess.Popen(
@@ -527,9 +655,12 @@ def test_same_texts_and_seed_give_the_same_files_in_another_process(tmp_path):
         create_model(tmp_path / "c" / kind, "tiny", kind, texts, 2, 600)
         a, b, c = (contents(tmp_path / name / kind) for name in "abc")
         assert a == b
-        assert {name for name in a if a[name] != c[name]} == {"model.safetensors"}  # another seed, the same tokenizer
+        # another seed, the same tokenizer
+        assert {name for name in a if a[name] != c[name]} == {"model.safetensors"}
         config = transformers.AutoConfig.from_pretrained(tmp_path / "a" / kind)
-        assert config.max_position_embeddings == load_tokenizer(tmp_path / "a" / kind).model_max_length == 1024
+        assert (
+            config.max_position_embeddings == load_tokenizer(tmp_path / "a" / kind).model_max_length == 1024
+        )
 
 
 def test_own_config_gets_more_positions_only_if_needed(bert, small_config, tmp_path):
@@ -550,15 +681,24 @@ def test_sizes_match_the_paper(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("num_hidden_layers", 2**63), ("num_hidden_layers", 1001), ("hidden_size", 10**9), ("text_config", {"vocab_size": 2**40})],
+    [
+        ("num_hidden_layers", 2**63),
+        ("num_hidden_layers", 1001),
+        ("hidden_size", 10**9),
+        ("text_config", {"vocab_size": 2**40}),
+    ],
 )
 def test_absurd_size_is_refused_before_the_model_is_built(bert, key, value, tmp_path):
     """transformers would build layer after layer."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "bert", "max_position_embeddings": 10_000_000, "seed": 2**40, key: value}))
+    path.write_text(
+        json.dumps({"model_type": "bert", "max_position_embeddings": 10_000_000, "seed": 2**40, key: value})
+    )
     most = "1,000" if "layers" in key else "100,000,000"
     for refuse in (lambda: make_config(str(path), "bert"), lambda: load_tokenizer(tmp_path)):
-        with pytest.raises(HpctrainError, match=rf"config\.json: its \w+ is over {most}, which no model has: fix the file"):
+        with pytest.raises(
+            HpctrainError, match=rf"config\.json: its \w+ is over {most}, which no model has: fix the file"
+        ):
             refuse()
     for folder in (bert, tmp_path):
         check_sizes(folder / "config.json", json.loads((bert / "config.json").read_text()))
@@ -569,10 +709,13 @@ def test_unusable_config_or_texts_are_named(small_config, tmp_path):
         create_model(tmp_path / "m", str(config), kind, texts, 1, 128)
 
     with pytest.raises(
-        HpctrainError, match=r"--from-scratch big: no such size or file: give tiny, mini, small, medium, base, or"
+        HpctrainError,
+        match=r"--from-scratch big: no such size or file: give tiny, mini, small, medium, base, or",
     ):
         make("big")
-    with pytest.raises(HpctrainError, match=r"config\.json: its model_type is 'bert', but this task needs 'gpt2'"):
+    with pytest.raises(
+        HpctrainError, match=r"config\.json: its model_type is 'bert', but this task needs 'gpt2'"
+    ):
         make(small_config, "gpt2")
     with pytest.raises(HpctrainError, match=r"all of them are empty"):
         make("tiny", texts=["", " "])
@@ -594,7 +737,9 @@ def test_tokenizer_trained_on_150_000_reviews(small_config, tmp_path):
     texts = [document.text for document in classify.TASK.read(path)]
     # The vocabulary of "small", but not its 29 million weights.
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(small_config.read_text()) | {"vocab_size": SIZES["small"].vocabulary}))
+    config.write_text(
+        json.dumps(json.loads(small_config.read_text()) | {"vocab_size": SIZES["small"].vocabulary})
+    )
     assert create_model(tmp_path / "m", str(config), "bert", texts, 1, 128) == 16000  # in 6 s on two cores
     tokenizer = load_tokenizer(tmp_path / "m")
     ids = [i for encoding in features.encode_texts(tokenizer, texts, None) for i in encoding.ids]
@@ -650,11 +795,22 @@ TASK = SimpleNamespace(
 
 
 def test_saved_model_loads_unchanged_and_its_card_is_valid(bert, tmp_path):
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(bert, num_labels=3, id2label={0: "a", 1: "b", 2: "c"})
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        bert, num_labels=3, id2label={0: "a", 1: "b", 2: "c"}
+    )
     tokenizer = load_tokenizer(bert)
     scores = {"accuracy": 0.9123456, "f1": torch.tensor(0.5).item(), "f1/PS": 0.25}
     options = {"lr": 5e-5, "data": Path("../nsmc"), "name": "한글"}
-    card = make_card("Reviews: good or bad?", TASK, NAME, "../data/nsmc", "ko", scores, options, {"torch": torch.__version__})
+    card = make_card(
+        "Reviews: good or bad?",
+        TASK,
+        NAME,
+        "../data/nsmc",
+        "ko",
+        scores,
+        options,
+        {"torch": torch.__version__},
+    )
     save_model(tmp_path / "out" / "model", model, tokenizer, card)
 
     folder = tmp_path / "out" / "model"
@@ -665,7 +821,11 @@ def test_saved_model_loads_unchanged_and_its_card_is_valid(bert, tmp_path):
     assert load_tokenizer(folder)(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert again.config.id2label == {0: "a", 1: "b", 2: "c"}
     # no file names the temporary folder, .model.<random>
-    assert not [path.name for path in folder.glob("*.json") if str(tmp_path) in path.read_text() or ".model." in path.read_text()]
+    assert not [
+        path.name
+        for path in folder.glob("*.json")
+        if str(tmp_path) in path.read_text() or ".model." in path.read_text()
+    ]
 
     for base in ("from scratch (sizes/own.json)", str(tmp_path), "../models/kc"):
         assert "base_model" not in make_card("x", TASK, base, "data", None, {}, {}, {}).split("---")[1]
@@ -673,14 +833,22 @@ def test_saved_model_loads_unchanged_and_its_card_is_valid(bert, tmp_path):
     assert metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "text-classification"
     assert metadata["base_model"] == NAME and metadata["language"] == "ko"
     results = metadata["model-index"][0]["results"][0]
-    assert results["dataset"]["name"] == "nsmc" and {m["type"]: m["value"] for m in results["metrics"]}["accuracy"] == 0.9123456
+    assert (
+        results["dataset"]["name"] == "nsmc"
+        and {m["type"]: m["value"] for m in results["metrics"]}["accuracy"] == 0.9123456
+    )
     text = (folder / "README.md").read_text()
-    assert "| f1/PS | 0.2500 |" in text and "hpctrain predict FOLDER TEXT" in text and '"name": "한글"' in text
+    assert (
+        "| f1/PS | 0.2500 |" in text and "hpctrain predict FOLDER TEXT" in text and '"name": "한글"' in text
+    )
     assert "AutoModelForSequenceClassification.from_pretrained" in text
-    # A pipeline of transformers finds another F1 for named entities, so the card says which call gives the score.
+    # A pipeline of transformers finds another F1 for named entities, so the card says which call gives the
+    # score.
     assert "pipeline(" not in text
     card = make_card("x", ner.TASK, NAME, "data", None, {}, {}, {})
-    assert "hpctrain predict FOLDER TEXT\n```\n\n`hpctrain predict` gives the scores above. `pipeline(" in card
+    assert (
+        "hpctrain predict FOLDER TEXT\n```\n\n`hpctrain predict` gives the scores above. `pipeline(" in card
+    )
 
 
 def test_earlier_model_stays_until_the_new_one_is_complete(bert, tmp_path, monkeypatch):
@@ -699,7 +867,9 @@ def test_earlier_model_stays_until_the_new_one_is_complete(bert, tmp_path, monke
             save_model(folder, model, tokenizer, "second")
     assert contents(folder) == before and [path.name for path in tmp_path.iterdir()] == ["model"]
     save_model(folder, model, tokenizer, "third")
-    assert (folder / "README.md").read_text() == "third" and [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (folder / "README.md").read_text() == "third" and [path.name for path in tmp_path.iterdir()] == [
+        "model"
+    ]
 
 
 def test_folder_without_a_model_is_not_replaced(bert, tmp_path):

@@ -21,14 +21,27 @@ from tests.nlp.training.test_finetune import cache as cache  # a fixture, for ea
 from tests.nlp.training.test_finetune import result, train
 from tests.training.test_sharding import CPU, losses, train_ranks, weights
 
-SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 SHAPE |= {"head_dim": 16}
 
 
 def make_model(folder, kind):
     """A model with random weights, and the tokenizer of the sample data."""
     examples = instruct.TASK.read(instruct.TASK.samples / "train.jsonl")
-    create_model(folder, "tiny", "gpt2", [text for example in examples for text in instruct.TASK.get_texts(example)], 1, 64)
+    create_model(
+        folder,
+        "tiny",
+        "gpt2",
+        [text for example in examples for text in instruct.TASK.get_texts(example)],
+        1,
+        64,
+    )
     tokenizer = load_tokenizer(folder)
     torch.manual_seed(1)
     config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), max_position_embeddings=64, **SHAPE)
@@ -43,7 +56,19 @@ def llama(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_losses_of_ddp_on_four_ranks_and_a_resume_on_two(llama, tmp_path):
-    words = ["nlp.instruct", "--model", llama, "--data", instruct.TASK.samples, "--epochs", 1, "--limit", 40, "--batch-size", 8]
+    words = [
+        "nlp.instruct",
+        "--model",
+        llama,
+        "--data",
+        instruct.TASK.samples,
+        "--epochs",
+        1,
+        "--limit",
+        40,
+        "--batch-size",
+        8,
+    ]
     words += ["--max-length", 64, "--checkpoint-every", 3, "--keep-checkpoints", 99]
     ddp = train_ranks(tmp_path / "ddp", 2, *words)
     whole = train_ranks(tmp_path / "whole", 4, *words, "--tensor-parallel", 2)
@@ -72,13 +97,20 @@ def test_what_cannot_be_split_is_refused_in_one_line(llama, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(llama)
     styles = choose_styles(model, 2)
     assert len(styles) == 2 * 7 and "model.layers.1.mlp.down_proj" in styles
-    with pytest.raises(HpctrainError, match=r"--tensor-parallel 4 does not divide the num_key_value_heads of the model, 2: give"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"--tensor-parallel 4 does not divide the num_key_value_heads of the model, 2: give",
+    ):
         choose_styles(model, 4)
     for kind in ("gpt2", "mixtral"):  # none, and one with experts
         other = SimpleNamespace(config=AutoConfig.for_model(kind))
-        with pytest.raises(HpctrainError, match=rf"--tensor-parallel 2: no plan to split a model of type {kind}"):
+        with pytest.raises(
+            HpctrainError, match=rf"--tensor-parallel 2: no plan to split a model of type {kind}"
+        ):
             choose_styles(other, 2)
-    with pytest.raises(UsageError, match="--tensor-parallel 2 does not divide the number of ranks, 3: give a divisor of it"):
+    with pytest.raises(
+        UsageError, match="--tensor-parallel 2 does not divide the number of ranks, 3: give a divisor of it"
+    ):
         World(0, 3, 0, 3, 0, 1, "torchrun").in_groups_of(2)
     words = ["--model", str(llama), "--tensor-parallel", "2"]
     with pytest.raises(UsageError, match="--tensor-parallel splits no LoRA matrices: leave it out"):
@@ -93,7 +125,9 @@ def test_what_cannot_be_split_is_refused_in_one_line(llama, tmp_path):
 def test_the_memory_of_a_split_model(llama, monkeypatch):
     """By hand: on four ranks in two groups, a rank has a quarter of the split layers, and half of the others."""
     split = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
-    others = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(llama).parameters()) - split
+    others = (
+        sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(llama).parameters()) - split
+    )
     needed = 16 * (split // 4 + others // 2)
     args = parse_options(instruct.TASK, ["--model", str(llama), "--tensor-parallel", "2"])
     world = World(0, 4, 0, 2, 0, 2, "slurm")
@@ -105,7 +139,9 @@ def test_the_memory_of_a_split_model(llama, monkeypatch):
         memory.check_memory(llama, args, world, CPU)
     # The node of rank 0 loads the whole model first.
     gpu = torch.device("cuda")
-    monkeypatch.setattr(memory, "free_memory", lambda _, device: needed if device == gpu else 2 * (split + others) - 1)
+    monkeypatch.setattr(
+        memory, "free_memory", lambda _, device: needed if device == gpu else 2 * (split + others) - 1
+    )
     with pytest.raises(HpctrainError, match="Rank 0 loads them all before it gives each rank its part"):
         memory.check_memory(llama, args, world, gpu)
     memory.check_memory(llama, args, World(2, 4, 0, 2, 1, 2, "slurm"), gpu)

@@ -29,7 +29,13 @@ FORGETS = "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last else m.
 THINKS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
 TWO_TURNS = Conversation(
-    (("system", "짧게."), ("user", "하늘?"), ("assistant", "파란색"), ("user", "눈?"), ("assistant", "하얀색"))
+    (
+        ("system", "짧게."),
+        ("user", "하늘?"),
+        ("assistant", "파란색"),
+        ("user", "눈?"),
+        ("assistant", "하얀색"),
+    )
 )
 
 
@@ -61,7 +67,8 @@ def test_all_answers_are_learned_and_nothing_else(tokenizer):
     answers, text = learned(tokenizer, TWO_TURNS)
     assert answers == [f"파란색{end}", f"하얀색{end}"]
     assert (
-        text == f"{end}<|system|>\n짧게.\n<|user|>\n하늘?\n<|assistant|>\n파란색{end}\n<|user|>\n눈?\n<|assistant|>\n하얀색{end}"
+        text
+        == f"{end}<|system|>\n짧게.\n<|user|>\n하늘?\n<|assistant|>\n파란색{end}\n<|user|>\n눈?\n<|assistant|>\n하얀색{end}"
     )
 
 
@@ -80,7 +87,11 @@ def test_of_a_prompt_that_is_a_list_nothing_is_learned(tokenizer, tmp_path):
     lines = [item, item | {"system": "짧게."}, {"prompt": messages[:-1], "completion": messages[-1:]}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     read = TASK.read(tmp_path / "a.jsonl")
-    assert [example.messages for example in read] == [TWO_TURNS.messages[1:], TWO_TURNS.messages, TWO_TURNS.messages]
+    assert [example.messages for example in read] == [
+        TWO_TURNS.messages[1:],
+        TWO_TURNS.messages,
+        TWO_TURNS.messages,
+    ]
     for example in read:
         answers, text = learned(tokenizer, example, 400)
         assert len(answers) == 1 and answers[0].startswith("하얀색") and "파란색" in text
@@ -96,9 +107,15 @@ def test_the_template_of_the_tokenizer_is_used(tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (FORGETS, "line 3: the chat template of the tokenizer changes messages 1 and before when message 2 follows"),
+        (
+            FORGETS,
+            "line 3: the chat template of the tokenizer changes messages 1 and before when message 2 follows",
+        ),
         (THINKS, r"line 3: .* asks for an answer by '<\|im_start\|>assistant\\n<think>\\n' and writes"),
-        (NO_SYSTEM, r"line 3: the chat template of the tokenizer refuses this conversation \(no system role\)"),
+        (
+            NO_SYSTEM,
+            r"line 3: the chat template of the tokenizer refuses this conversation \(no system role\)",
+        ),
         ("{{ nothing.x }}", "line 3: the chat template of the tokenizer refuses this conversation"),
     ],
 )
@@ -124,10 +141,16 @@ def test_what_is_too_long_is_truncated_or_left_out(tokenizer):
 @pytest.mark.parametrize(
     ("item", "messages"),
     [
-        ({"instruction": "색?", "input": "눈", "output": "하얀색"}, (("user", "색?\n\n눈"), ("assistant", "하얀색"))),
+        (
+            {"instruction": "색?", "input": "눈", "output": "하얀색"},
+            (("user", "색?\n\n눈"), ("assistant", "하얀색")),
+        ),
         ({"instruction": "색?", "input": "", "output": "하얀색"}, (("user", "색?"), ("assistant", "하얀색"))),
         ({"prompt": "색?", "completion": "하얀색"}, (("user", "색?"), ("assistant", "하얀색"))),
-        ({"instruction": "색?", "context": "눈", "response": "하얀색"}, (("user", "색?\n\n눈"), ("assistant", "하얀색"))),
+        (
+            {"instruction": "색?", "context": "눈", "response": "하얀색"},
+            (("user", "색?\n\n눈"), ("assistant", "하얀색")),
+        ),
         (
             {"id": "x", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
             (("user", "a"), ("assistant", "b")),
@@ -137,14 +160,24 @@ def test_what_is_too_long_is_truncated_or_left_out(tokenizer):
             (("user", "a"), ("assistant", "b")),
         ),
         (  # UltraChat, No Robots
-            {"prompt": "a", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            {
+                "prompt": "a",
+                "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            },
             (("user", "a"), ("assistant", "b")),
         ),
         (
-            {"system": "짧게.", "tools": "[]", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            {
+                "system": "짧게.",
+                "tools": "[]",
+                "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+            },
             (("system", "짧게."), ("user", "a"), ("assistant", "b")),
         ),
-        ({"instruction": "a", "output": "b", "system": "", "history": []}, (("user", "a"), ("assistant", "b"))),
+        (
+            {"instruction": "a", "output": "b", "system": "", "history": []},
+            (("user", "a"), ("assistant", "b")),
+        ),
     ],
 )
 def test_published_forms_are_read(tmp_path, item, messages):
@@ -160,7 +193,8 @@ def test_published_forms_are_read(tmp_path, item, messages):
 @pytest.mark.parametrize(
     ("row", "columns", "asked"),
     [
-        ({"instruction": "색?", "input": "눈", "output": "하얀색"}, ["input=input"], "색?\n\n눈"),  # tatsu-lab/alpaca
+        # tatsu-lab/alpaca
+        ({"instruction": "색?", "input": "눈", "output": "하얀색"}, ["input=input"], "색?\n\n눈"),
         ({"instruction": "색?", "input": "", "output": "하얀색"}, ["instruction=instruction"], "색?"),
         ({"instruction": "색?", "context": "눈", "response": "하얀색"}, ["response=response"], "색?\n\n눈"),
         ({"q": "색?", "a": "하얀색"}, ["prompt=q", "completion=a"], "색?"),
@@ -178,7 +212,9 @@ def test_tables_may_have_the_columns_of_any_published_form(tmp_path, row, column
 
 
 def test_columns_of_several_forms_are_one_line():
-    with pytest.raises(UsageError, match=r"--columns .*; fields are messages; or prompt, completion; or instruction, input, "):
+    with pytest.raises(
+        UsageError, match=r"--columns .*; fields are messages; or prompt, completion; or instruction, input, "
+    ):
         parse_columns(TASK, ["prompt=a", "output=b"])
 
 
@@ -191,14 +227,26 @@ def test_columns_of_several_forms_are_one_line():
             '{"messages": [{"role": "tool", "content": "a"}]}',
             "line 1, message 1: the role is 'tool', not one of system, user, assist",
         ),
-        ('{"conversations": [{"from": "tool", "value": "a"}]}', "message 1: the role is 'tool', not one of system, user, assist"),
+        (
+            '{"conversations": [{"from": "tool", "value": "a"}]}',
+            "message 1: the role is 'tool', not one of system, user, assist",
+        ),
         ('{"messages": [{"role": "user"}]}', "line 1, message 1 has no 'content' of type str"),
         ('{"messages": ["a"]}', "line 1, message 1 has no 'role' of type str"),
         ('{"instruction": "a", "output": 3}', "line 1 has no 'output' of type str"),
         ('{"prompt": "a", "completion": ""}', "line 1: it has no answer of the assistant"),
-        ('{"prompt": "a", "completion": "b", "label": false}', "line 1: its label is false, so the completion is"),
-        ('{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}', "line 1 has no 'completion' of type list"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: it has no answer of the assistant"),
+        (
+            '{"prompt": "a", "completion": "b", "label": false}',
+            "line 1: its label is false, so the completion is",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}',
+            "line 1 has no 'completion' of type list",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "a"}]}',
+            "line 1: it has no answer of the assistant",
+        ),
         (
             '{"tools": [{}], "messages": []}',
             "line 1 has 'tools', which nlp.instruct does not read: write them into a message, or",
@@ -207,8 +255,14 @@ def test_columns_of_several_forms_are_one_line():
             '{"instruction": "a", "output": "b", "history": [["c", "d"]]}',
             "line 1 has 'history', which nlp.instruct does not read",
         ),
-        ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', "line 1, message 1 has 'tool_calls', which"),
-        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "line 1, message 1: its weight is not 1, and"),
+        (
+            '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}',
+            "line 1, message 1 has 'tool_calls', which",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
+            "line 1, message 1: its weight is not 1, and",
+        ),
         ("[3]", r"\[0\] has no 'messages' of type list"),
         ("[", "not valid JSON"),
     ],
@@ -237,7 +291,9 @@ def test_a_model_answers_as_transformers_lets_it_and_on_two_ranks_alike(tmp_path
     done = warm_start.run(warm_start.torchrun_ranks(2, words, dict(os.environ)), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     folders = (run, tmp_path / "two")
-    losses = [[line["validation_loss"] for line in metrics(path) if "validation_loss" in line] for path in folders]
+    losses = [
+        [line["validation_loss"] for line in metrics(path) if "validation_loss" in line] for path in folders
+    ]
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-4)
     more = ("--model", run / "model", "--data", TASK.samples, "--lora-rank", 2)
     adapter = train("instruct", tmp_path / "lora", *options, *more)

@@ -21,7 +21,13 @@ from hpctrain.nlp.tasks.bio import Entity, from_bio, split_units, to_bio
 from hpctrain.nlp.tasks.ner import TASK, Sentence
 from tests.helpers import DATA
 
-SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+SPECIAL = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
 KINDS = ["wordpiece", "wordpiece of jamo", "unigram", "byte level", "byte level, prefix"]
 BERT = ["input_ids", "token_type_ids", "attention_mask"]
 
@@ -29,7 +35,11 @@ BERT = ["input_ids", "token_type_ids", "attention_mask"]
 @cache
 def load_klue(split):
     """The 5,000 sentences of KLUE-NER's "dev" split, or 5,000 of "train"."""
-    path = DATA / "klue/klue-ner-v1.1" / ("klue-ner-v1.1_dev.tsv" if split == "dev" else "klue-ner-mini_train.tsv")
+    path = (
+        DATA
+        / "klue/klue-ner-v1.1"
+        / ("klue-ner-v1.1_dev.tsv" if split == "dev" else "klue-ner-mini_train.tsv")
+    )
     if not path.exists():
         pytest.skip(f"no {path.name} in {DATA}: HPCTRAIN_TEST_DATA names a folder that has it")
     return TASK.read(path)
@@ -47,10 +57,14 @@ def wordpiece(vocabulary=(), texts=(), size=30_000, **normalizer):
     """A tokenizer like BERT's, with a vocabulary or trained on texts."""
     pieces = {piece: i for i, piece in enumerate([*SPECIAL.values(), *vocabulary])}
     backend = Tokenizer(models.WordPiece(pieces, unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(**{"strip_accents": False, "lowercase": False, **normalizer})
+    backend.normalizer = normalizers.BertNormalizer(
+        **{"strip_accents": False, "lowercase": False, **normalizer}
+    )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     if texts:
-        trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=list(SPECIAL.values()), show_progress=False)
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=size, special_tokens=list(SPECIAL.values()), show_progress=False
+        )
         backend.train_from_iterator(texts, trainer)
     return wrapped(backend)
 
@@ -60,7 +74,9 @@ def byte_level(texts, size=8_000, **options):
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(**{"add_prefix_space": False, **options})
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=["<pad>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, special_tokens=["<pad>"], show_progress=False
+    )
     backend.train_from_iterator(texts, trainer)
     return wrapped(backend, {"pad_token": "<pad>"}, ["input_ids", "attention_mask"])
 
@@ -71,7 +87,9 @@ def unigram(texts, size=8_000):
     backend.normalizer = normalizers.NFKC()
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     special = list(SPECIAL.values())
-    trainer = trainers.UnigramTrainer(vocab_size=size, special_tokens=special, unk_token="[UNK]", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=size, special_tokens=special, unk_token="[UNK]", show_progress=False
+    )
     backend.train_from_iterator(texts, trainer)
     return wrapped(backend, inputs=["input_ids", "attention_mask"])
 
@@ -81,9 +99,14 @@ def trained(kind):
     texts = [sentence.text for sentence in load_klue("train")[: None if kind == "wordpiece" else 1000]]
     if kind == "wordpiece":
         return wordpiece(texts=texts)
-    if kind == "wordpiece of jamo":  # lowercasing also strips accents, which decomposes 한 into three characters
+    # lowercasing also strips accents, which decomposes 한 into three characters
+    if kind == "wordpiece of jamo":
         return wordpiece(texts=texts, lowercase=True, strip_accents=True)
-    return unigram(texts) if kind == "unigram" else byte_level(texts, add_prefix_space=kind == "byte level, prefix")
+    return (
+        unigram(texts)
+        if kind == "unigram"
+        else byte_level(texts, add_prefix_space=kind == "byte level, prefix")
+    )
 
 
 def sentence(text, *entities, by_token=False):
@@ -107,7 +130,10 @@ def format_feature(tokenizer, made, labels, feature=0):
 
 def gold(made):
     """The labels of the features, as if a model had predicted them."""
-    rows = [(numpy.array(column(made, "labels", i)), numpy.array(column(made, "unit", i))) for i in range(len(made.example))]
+    rows = [
+        (numpy.array(column(made, "labels", i)), numpy.array(column(made, "unit", i)))
+        for i in range(len(made.example))
+    ]
     return [labels[units != NO_UNIT] for labels, units in rows]
 
 
@@ -150,7 +176,11 @@ def run(model, inputs):
 
 def strip_entity(entity, text):
     name = text[entity.start : entity.end]
-    return entity.start + len(name) - len(name.lstrip()), entity.end - len(name) + len(name.rstrip()), entity.type
+    return (
+        entity.start + len(name) - len(name.lstrip()),
+        entity.end - len(name) + len(name.rstrip()),
+        entity.type,
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,18 +200,32 @@ def test_klue_entities_come_back_from_features(kind, max_length):
     assert sum(map(len, names)) == 26_454
     assert [to_set(answer) for answer in answers] == names
     # A space has no token, so the three entities that begin or end with one come back without it.
-    missed = sum(len(set(map(tuple, e.entities)) - to_set(answer)) for e, answer in zip(examples, answers, strict=True))
-    assert missed == sum(e.text[n.start].isspace() or e.text[n.end - 1].isspace() for e in examples for n in e.entities) <= 3
+    missed = sum(
+        len(set(map(tuple, e.entities)) - to_set(answer)) for e, answer in zip(examples, answers, strict=True)
+    )
+    assert (
+        missed
+        == sum(e.text[n.start].isspace() or e.text[n.end - 1].isspace() for e in examples for n in e.entities)
+        <= 3
+    )
 
 
 @pytest.mark.parametrize("folder", ["ner", "ner_conll", "ner_lines"])
 @pytest.mark.parametrize("max_length", [256, 6])
 def test_sample_entities_come_back_from_features(folder, max_length):
-    examples = [example for split in formats.load_splits(TASK, SAMPLES / folder).values() for example in split]
+    examples = [
+        example for split in formats.load_splits(TASK, SAMPLES / folder).values() for example in split
+    ]
     tokenizer = wordpiece(texts=[example.text for example in examples], size=400)
     _, answers = pass_through_features(tokenizer, examples, max_length)
-    assert [to_set(answer) for answer in answers] == [set(map(tuple, example.entities)) for example in examples]
-    assert all(e["text"] == x.text[e["start"] : e["end"]] for x, a in zip(examples, answers, strict=True) for e in a["entities"])
+    assert [to_set(answer) for answer in answers] == [
+        set(map(tuple, example.entities)) for example in examples
+    ]
+    assert all(
+        e["text"] == x.text[e["start"] : e["end"]]
+        for x, a in zip(examples, answers, strict=True)
+        for e in a["entities"]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,7 +241,9 @@ def test_entities_of_unusual_characters_come_back_from_features(kind):
         good = [i for i, character in enumerate(text) if character in "가각A0漢€"]
         examples.append(sentence(text, *((i, i + 1, choose.choice(["PS", "LC"])) for i in good)))
     _, answers = pass_through_features(trained(kind), examples, 16)
-    assert [to_set(answer) for answer in answers] == [set(map(tuple, example.entities)) for example in examples]
+    assert [to_set(answer) for answer in answers] == [
+        set(map(tuple, example.entities)) for example in examples
+    ]
 
 
 # --- labels ---
@@ -208,7 +254,9 @@ def test_token_is_split_where_an_entity_ends_inside_it():
     example = sentence("서울에서 살다", (0, 2, "LC"))
     labels = TASK.collect_labels([example])
     made = features(tokenizer, example)
-    assert format_feature(tokenizer, made, labels) == "[CLS]: 서:B-LC ##울:I-LC ##에:O ##서:O 살:O ##다:O [SEP]:"
+    assert (
+        format_feature(tokenizer, made, labels) == "[CLS]: 서:B-LC ##울:I-LC ##에:O ##서:O 살:O ##다:O [SEP]:"
+    )
     assert column(made, "unit") == [NO_UNIT, 0, 1, 2, 3, 5, 6, NO_UNIT]
     assert made.values["units"].tolist() == [6]
 
@@ -216,7 +264,8 @@ def test_token_is_split_where_an_entity_ends_inside_it():
 def test_character_takes_the_best_token_in_the_vocabulary():
     tokenizer = wordpiece(["서울", "##에서", "서", "울", "##에", "("])
     example = sentence("서울에서(뷁쉙", (0, 2, "LC"))
-    # 울 exists only without ##, 서 only as the start of a word, and each character of an unknown word is unknown
+    # 울 exists only without ##, 서 only as the start of a word, and each character of an unknown word is
+    # unknown
     assert format_feature(tokenizer, features(tokenizer, example), TASK.collect_labels([example])) == (
         "[CLS]: 서:B-LC 울:I-LC ##에:O 서:O (:O [UNK]:O [UNK]:O [SEP]:"
     )
@@ -235,7 +284,9 @@ def test_token_for_a_space_carries_no_tag():
     ]
     backend = Tokenizer(models.Unigram(pieces, unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer = wrapped(backend, {name: SPECIAL[name] for name in ("pad_token", "unk_token", "cls_token", "sep_token")})
+    tokenizer = wrapped(
+        backend, {name: SPECIAL[name] for name in ("pad_token", "unk_token", "cls_token", "sep_token")}
+    )
     example = sentence("서울 울", (0, 2, "LC"))
     # 서울 is split, and 울 is as the tokenizer makes it
     assert (
@@ -245,7 +296,8 @@ def test_token_for_a_space_carries_no_tag():
 
 
 def test_tokens_that_divide_a_character_do_not_repeat():
-    jamo = ["\u1100", "##\u1161\u11a8\u1100", "##\u1161\u11ab", "##\u1100\u1161\u11ab"]  # of 각간: ㄱ, ㅏㄱㄱ, ㅏㄴ; and 간
+    # of 각간: ㄱ, ㅏㄱㄱ, ㅏㄴ; and 간
+    jamo = ["\u1100", "##\u1161\u11a8\u1100", "##\u1161\u11ab", "##\u1100\u1161\u11ab"]
     tokenizer = wordpiece(jamo, lowercase=True, strip_accents=True)
     example = sentence("각간", (1, 2, "PS"))
     assert len(tokenizer.tokenize("각간")) == 3
@@ -266,7 +318,9 @@ def test_split_tokens_keep_the_mark_of_a_word_start(kind):
         assert [unit for unit, piece in firsts.items() if not piece.startswith("##")] == [0, 5, 9]
     else:
         # without add_prefix_space, a text has no space at its beginning
-        assert [unit for unit, piece in firsts.items() if piece[0] in "Ġ▁"] == [0, 5, 9][kind == "byte level" :]
+        assert [unit for unit, piece in firsts.items() if piece[0] in "Ġ▁"] == [0, 5, 9][
+            kind == "byte level" :
+        ]
     assert firsts[1] == firsts[10]
 
 
@@ -275,7 +329,10 @@ def test_second_of_two_adjacent_entities_has_its_own_b():
     example = sentence("서울부산에", (0, 2, "LC"), (2, 4, "LC"))
     labels = TASK.collect_labels([example])
     made, answers = pass_through_features(tokenizer, [example], 256)
-    assert format_feature(tokenizer, made, labels) == "[CLS]: 서:B-LC ##울:I-LC ##부:B-LC ##산:I-LC ##에:O [SEP]:"
+    assert (
+        format_feature(tokenizer, made, labels)
+        == "[CLS]: 서:B-LC ##울:I-LC ##부:B-LC ##산:I-LC ##에:O [SEP]:"
+    )
     assert to_set(answers[0]) == {(0, 2, "LC"), (2, 4, "LC")}
 
 
@@ -349,7 +406,9 @@ def test_windows_are_consecutive_and_carry_every_unit_once(kind):
     assert windows.example.tolist() == sorted(windows.example.tolist())
     special = set(tokenizer.all_special_ids)
     for name in ("input_ids", "unit", "labels"):
-        one, many = (made.tokens[name][~numpy.isin(made.tokens["input_ids"], [*special])] for made in (whole, windows))
+        one, many = (
+            made.tokens[name][~numpy.isin(made.tokens["input_ids"], [*special])] for made in (whole, windows)
+        )
         assert numpy.array_equal(one, many)
 
 
@@ -363,7 +422,9 @@ def test_windows_end_at_a_space_if_one_is_near_and_never_inside_a_unit():
     windows = [[text[unit] for unit in column(made, "unit", i)[1:-1]] for i in range(len(made.example))]
     assert list(map("".join, windows)) == ["가나다라마바사", "아자차카타파하", "거너더러"]
 
-    made = features(wordpiece(["a", "##a", "b", "##b"]), sentence("aaa bbb aaaaaaaaa b", by_token=True), max_length=6)
+    made = features(
+        wordpiece(["a", "##a", "b", "##b"]), sentence("aaa bbb aaaaaaaaa b", by_token=True), max_length=6
+    )
     # the third unit is longer than a window: its tag is in its first window
     assert [column(made, "unit", i)[1:-1] for i in range(len(made.example))] == [
         [0, NO_UNIT, NO_UNIT],
@@ -377,7 +438,9 @@ def test_windows_end_at_a_space_if_one_is_near_and_never_inside_a_unit():
 
 def test_window_filled_by_special_tokens_is_refused():
     tokenizer = wordpiece("가")
-    with pytest.raises(UsageError, match="--max-length 2 has no room for text beside the tokenizer's special tokens"):
+    with pytest.raises(
+        UsageError, match="--max-length 2 has no room for text beside the tokenizer's special tokens"
+    ):
         features(tokenizer, sentence("가"), max_length=2)
     assert features(tokenizer, sentence("가"), max_length=3).lengths.tolist() == [3]
 
@@ -393,7 +456,12 @@ def test_padding_and_truncation_of_the_tokenizer_are_turned_off():
 
 
 def test_columns_match_the_inputs_of_the_model():
-    assert set(features(wordpiece("가"), sentence("가")).tokens) == {"input_ids", "token_type_ids", "labels", "unit"}
+    assert set(features(wordpiece("가"), sentence("가")).tokens) == {
+        "input_ids",
+        "token_type_ids",
+        "labels",
+        "unit",
+    }
     tokenizer = wrapped(wordpiece("가").backend_tokenizer, inputs=["input_ids", "attention_mask"])
     assert set(features(tokenizer, sentence("가")).tokens) == {"input_ids", "labels", "unit"}
 
@@ -404,7 +472,11 @@ def test_padding_changes_neither_loss_nor_predictions():
     labels, tokenizer = TASK.collect_labels(examples), trained("wordpiece")
     model = tiny_model(tokenizer, labels)
     made = features(tokenizer, short, long, labels=labels)
-    alone, other, both = batch(made, tokenizer, [0]), batch(made, tokenizer, [1]), batch(made, tokenizer, [0, 1])
+    alone, other, both = (
+        batch(made, tokenizer, [0]),
+        batch(made, tokenizer, [1]),
+        batch(made, tokenizer, [0, 1]),
+    )
     assert both["attention_mask"][0].sum() == alone["attention_mask"].sum() < both["attention_mask"][1].sum()
     padded = both["attention_mask"] == 0
     assert (both["labels"][padded] == IGNORED).all()
@@ -433,7 +505,9 @@ def test_small_model_learns_the_sample_data_and_the_code_of_its_card_gives_its_s
     inputs = batch(made, tokenizer, list(range(len(made.example))))
 
     def score(output):
-        return TASK.score(examples, TASK.make_answers(examples, made, TASK.predict(output, inputs), labels))["f1"]
+        return TASK.score(examples, TASK.make_answers(examples, made, TASK.predict(output, inputs), labels))[
+            "f1"
+        ]
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = score(run(model, inputs))
@@ -463,10 +537,30 @@ def test_small_model_learns_the_sample_data_and_the_code_of_its_card_gives_its_s
     assert load_tokenizer(folder).tokenize(examples[0].text) == tokenizer.tokenize(examples[0].text)
 
 
-@pytest.mark.parametrize("text", ["서울에서 살던 ABC社 x1", "뷁서울 2026년", "  서울\u3000에서!", "서울에서😀살던"])
+@pytest.mark.parametrize(
+    "text", ["서울에서 살던 ABC社 x1", "뷁서울 2026년", "  서울\u3000에서!", "서울에서😀살던"]
+)
 def test_pipeline_tokenizer_gives_the_tokens_of_training(text):
     tokenizer = wordpiece(
-        ["서울", "##에서", "서", "##울", "울", "에", "##에", "살", "##던", "A", "##B", "C", "x", "1", "2", "##0", "년"]
+        [
+            "서울",
+            "##에서",
+            "서",
+            "##울",
+            "울",
+            "에",
+            "##에",
+            "살",
+            "##던",
+            "A",
+            "##B",
+            "C",
+            "x",
+            "1",
+            "2",
+            "##0",
+            "년",
+        ]
     )
     backend = Tokenizer.from_str(TASK.make_pipeline_tokenizer(tokenizer, {"by_token": False}))
     made = features(tokenizer, Sentence("", text, [], by_token=False))
@@ -495,10 +589,14 @@ def assert_scores_match_seqeval(examples, answers, predicted):
     """`predicted` are the tags of each unit."""
     spans = [split_units(example.text, example.by_token) for example in examples]
     there = [to_bio(places, example.entities) for places, example in zip(spans, examples, strict=True)]
-    report = classification_report(there, predicted, mode="strict", scheme=IOB2, output_dict=True, zero_division=0)
+    report = classification_report(
+        there, predicted, mode="strict", scheme=IOB2, output_dict=True, zero_division=0
+    )
     scores = TASK.score(examples, answers)
     scored = [scores[name] for name in ("precision", "recall", "f1")]
-    assert scored == pytest.approx([report["micro avg"][name] for name in ("precision", "recall", "f1-score")], abs=1e-12)
+    assert scored == pytest.approx(
+        [report["micro avg"][name] for name in ("precision", "recall", "f1-score")], abs=1e-12
+    )
     types = {entity.type for example in examples for entity in example.entities}
     assert {name for name in scores if "/" in name} == {f"f1/{type_}" for type_ in types}
     for type_ in types:
@@ -523,9 +621,16 @@ def test_scores_of_random_tags_match_seqeval(seed):
         predicted.append([tag if choose.random() < 0.6 else choose.choice(labels) for tag in gold_tags])
     made = features(tokenizer, *examples, labels=labels, max_length=8)
     numbers = [[labels.index(tag) for tag in tags] for tags in predicted]
-    carried = [[unit for unit in column(made, "unit", i) if unit != NO_UNIT] for i in range(len(made.example))]
-    predictions = [numpy.array([numbers[i][unit] for unit in units]) for i, units in zip(made.example, carried, strict=True)]
-    scores = assert_scores_match_seqeval(examples, TASK.make_answers(examples, made, predictions, labels), predicted)
+    carried = [
+        [unit for unit in column(made, "unit", i) if unit != NO_UNIT] for i in range(len(made.example))
+    ]
+    predictions = [
+        numpy.array([numbers[i][unit] for unit in units])
+        for i, units in zip(made.example, carried, strict=True)
+    ]
+    scores = assert_scores_match_seqeval(
+        examples, TASK.make_answers(examples, made, predictions, labels), predicted
+    )
     assert 0 < scores["f1"] < 1
 
 
@@ -534,7 +639,9 @@ def test_scores_of_real_sentences_match_seqeval():
     labels, choose = TASK.collect_labels(examples), numpy.random.default_rng(1)
     made = features(trained("wordpiece"), *examples)
     wrong = [choose.integers(len(labels), size=len(row)) for row in gold(made)]
-    predictions = [numpy.where(choose.random(len(row)) < 0.9, row, w) for row, w in zip(gold(made), wrong, strict=True)]
+    predictions = [
+        numpy.where(choose.random(len(row)) < 0.9, row, w) for row, w in zip(gold(made), wrong, strict=True)
+    ]
     answers = TASK.make_answers(examples, made, predictions, labels)
     predicted = []
     for example, answer in zip(examples, answers, strict=True):
@@ -547,4 +654,9 @@ def test_scores_of_real_sentences_match_seqeval():
 def test_scores_without_entities_are_zero():
     nothing = {"entities": []}
     assert TASK.score([sentence("가")], [nothing]) == {"f1": 0, "precision": 0, "recall": 0}
-    assert TASK.score([sentence("가", (0, 1, "PS"))], [nothing]) == {"f1": 0, "precision": 0, "recall": 0, "f1/PS": 0}
+    assert TASK.score([sentence("가", (0, 1, "PS"))], [nothing]) == {
+        "f1": 0,
+        "precision": 0,
+        "recall": 0,
+        "f1/PS": 0,
+    }

@@ -36,7 +36,9 @@ def colors(tmp_path_factory):
     """Words of nature, and the classes of each."""
     folder = tmp_path_factory.mktemp("colors")
     for name, times in (("train", 24), ("dev", 4), ("test", 4)):
-        rows = [{"text": f"{word} {i}", "label": label} for i in range(times) for word, label in COLORS.items()]
+        rows = [
+            {"text": f"{word} {i}", "label": label} for i in range(times) for word, label in COLORS.items()
+        ]
         pandas.DataFrame(rows).to_csv(folder / f"{name}.csv", index=False)
     return folder
 
@@ -51,14 +53,27 @@ def similar(tmp_path_factory):
         for i in range(times):
             for n, word in enumerate(words):
                 other = words[(n + 1 + i) % len(words)]
-                rows.append(f'main\tx\t2012\t{i}\t{5.0 if other == word else n / 2:.3f}\t{word} "{i}\t{other}')
+                rows.append(
+                    f'main\tx\t2012\t{i}\t{5.0 if other == word else n / 2:.3f}\t{word} "{i}\t{other}'
+                )
         (folder / f"sts-{name}.tsv").write_text("\n".join(rows) + "\n")
     return folder
 
 
 @pytest.fixture(scope="module")
 def many(colors, config, tmp_path_factory):
-    options = ("--columns", "text=text", "--problem", "multi-label", "--epochs", 12, "--batch-size", 8, "--lr", 5e-3)
+    options = (
+        "--columns",
+        "text=text",
+        "--problem",
+        "multi-label",
+        "--epochs",
+        12,
+        "--batch-size",
+        8,
+        "--lr",
+        5e-3,
+    )
     out = tmp_path_factory.mktemp("many") / "run"
     return train("classify", out, *options, "--data", colors, "--from-scratch", config)
 
@@ -79,7 +94,9 @@ def test_a_resume_with_another_problem_is_refused_by_its_name(number, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     words = [*REGRESSION[2:], "--epochs", 8, "--data", path, "--from-scratch", "tiny", "--resume", "auto"]
-    with pytest.raises(HpctrainError, match=r"of another model: .*, because of .*--problem None instead of regression"):
+    with pytest.raises(
+        HpctrainError, match=r"of another model: .*, because of .*--problem None instead of regression"
+    ):
         train("pair", run, *words)
 
 
@@ -125,7 +142,9 @@ def test_several_classes_are_learned_and_a_pipeline_gives_the_answers(many, colo
     found = pipeline("text-classification", str(many / "model"), top_k=None)([f"{word} 3" for word in COLORS])
     for answer, row in zip(answers, found, strict=True):
         kept = {each["label"]: each["score"] for each in row if each["score"] >= 0.5}
-        assert kept == pytest.approx(dict(zip(answer["labels"], answer["probabilities"], strict=True)), abs=1e-5)
+        assert kept == pytest.approx(
+            dict(zip(answer["labels"], answer["probabilities"], strict=True)), abs=1e-5
+        )
     card = (many / "model/README.md").read_text()
     assert "| test_f1_macro | 1.0000 |" in card
     assert serve.show_answer(("a",), {"labels": ["물", "<b>"], "probabilities": [0.9, 0.6]}).startswith(
@@ -145,7 +164,9 @@ def test_numbers_are_learned_and_a_pipeline_gives_them(number, similar, capfd):
     assert scores(number)["test_loss"] == pytest.approx(error, rel=1e-4)
     config = AutoConfig.from_pretrained(number / "model")
     assert (config.problem_type, config.num_labels, config.id2label) == ("regression", 1, {0: "score"})
-    found = pipeline("text-classification", str(number / "model"))([{"text": row.first, "text_pair": row.second} for row in rows])
+    found = pipeline("text-classification", str(number / "model"))(
+        [{"text": row.first, "text_pair": row.second} for row in rows]
+    )
     assert [each["score"] for each in found] == pytest.approx(answers, abs=1e-4)
     assert serve.show_answer(("a", "b"), {"score": 3.25}) == "3.25"
 
@@ -154,11 +175,23 @@ def test_models_are_trained_further_and_tested_again(many, number, colors, simil
     options = ("--columns", "text=text", "--problem", "multi-label", "--data", colors)
     again = train("classify", tmp_path / "many", "--epochs", 0, *options, "--model", many / "model")
     assert scores(again) == pytest.approx(scores(many))
-    again = train("pair", tmp_path / "number", "--epochs", 0, *REGRESSION, "--data", similar, "--model", number / "model")
+    again = train(
+        "pair",
+        tmp_path / "number",
+        "--epochs",
+        0,
+        *REGRESSION,
+        "--data",
+        similar,
+        "--model",
+        number / "model",
+    )
     assert scores(again) == pytest.approx(scores(number), rel=1e-5)
     of_pair = (*REGRESSION, "--data", similar, "--model", number / "model")
     for task, more in (("classify", (*options, "--model", many / "model")), ("pair", of_pair)):
-        bf16 = train(task, tmp_path / f"bf16-{task}", *more, "--epochs", 1, "--lr", 1e-4, "--precision", "bf16")
+        bf16 = train(
+            task, tmp_path / f"bf16-{task}", *more, "--epochs", 1, "--lr", 1e-4, "--precision", "bf16"
+        )
         assert result(bf16)["test_loss"] < 1
     # as one class of a text, with a new last layer
     other = train(
@@ -182,7 +215,10 @@ def test_models_are_trained_further_and_tested_again(many, number, colors, simil
 def test_two_ranks_and_parts_give_the_same_losses(similar, colors, config, tmp_path):
     for task, options in (
         ("pair", (*REGRESSION, "--data", similar)),
-        ("classify", ("--problem", "multi-label", "--columns", "label=label", "--batch-size", 8, "--data", colors)),
+        (
+            "classify",
+            ("--problem", "multi-label", "--columns", "label=label", "--batch-size", 8, "--data", colors),
+        ),
     ):
         options += ("--epochs", 1, "--from-scratch", config)
         alone = train(task, tmp_path / f"{task}-one", *options)
@@ -190,10 +226,13 @@ def test_two_ranks_and_parts_give_the_same_losses(similar, colors, config, tmp_p
         done = warm_start.run(warm_start.torchrun_ranks(2, words, dict(os.environ)), tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
         losses = [
-            [line["train_loss"] for line in metrics(run) if "train_loss" in line] for run in (alone, tmp_path / f"{task}-two")
+            [line["train_loss"] for line in metrics(run) if "train_loss" in line]
+            for run in (alone, tmp_path / f"{task}-two")
         ]
         assert len(losses[0]) == 5 and losses[0] == pytest.approx(losses[1], rel=1e-4)
-        assert result(alone)["test_loss"] == pytest.approx(result(tmp_path / f"{task}-two")["test_loss"], rel=1e-4)
+        assert result(alone)["test_loss"] == pytest.approx(
+            result(tmp_path / f"{task}-two")["test_loss"], rel=1e-4
+        )
 
 
 # --- reading ---
@@ -216,14 +255,20 @@ def test_published_forms_of_numbers_and_classes(tmp_path, similar):
     found = MANY.read(tmp_path / "a.parquet", None, {"text": "text", "label": "label"})
     assert [example.label for example in found] == [("0", "1"), ()]
     pandas.DataFrame({"text": ["가", "나"], "label": [1.5, 2]}).to_parquet(tmp_path / "b.parquet")
-    found = classify.TASK.for_problem("regression").read(tmp_path / "b.parquet", None, {"text": "text", "label": "label"})
+    found = classify.TASK.for_problem("regression").read(
+        tmp_path / "b.parquet", None, {"text": "text", "label": "label"}
+    )
     assert [example.label for example in found] == [1.5, 2.0]
 
 
 @pytest.mark.parametrize(
     ("task", "line", "message"),
     [
-        (classify.TASK, '{"text": "a", "label": 1.5}', "line 1: the label is a number, not one class: give --problem regression"),
+        (
+            classify.TASK,
+            '{"text": "a", "label": 1.5}',
+            "line 1: the label is a number, not one class: give --problem regression",
+        ),
         (
             classify.TASK,
             '{"text": "a", "label": ["b"]}',
@@ -240,10 +285,26 @@ def test_published_forms_of_numbers_and_classes(tmp_path, similar):
         ),
         (MANY, '{"text": "a", "label": {"a": 1}}', "line 1 has no 'label' of type list, or text with commas"),
         (MANY, '{"text": "a", "label": [""]}', "line 1: the label is empty"),
-        (NUMBER, '{"premise": "a", "hypothesis": "b", "gold_label": "n/a"}', "line 1: the gold_label is .*'n/a'.*, not a number"),
-        (NUMBER, '{"premise": "a", "hypothesis": "b", "gold_label": true}', "line 1: the gold_label is .*True.*, not a number"),
-        (NUMBER, '{"premise": "a", "hypothesis": "b", "gold_label": NaN}', "line 1: the gold_label is .*nan.*, not a number"),
-        (NUMBER, f'{{"premise": "a", "hypothesis": "b", "gold_label": {10**400}}}', "line 1: the gold_label is .*, not a number"),
+        (
+            NUMBER,
+            '{"premise": "a", "hypothesis": "b", "gold_label": "n/a"}',
+            "line 1: the gold_label is .*'n/a'.*, not a number",
+        ),
+        (
+            NUMBER,
+            '{"premise": "a", "hypothesis": "b", "gold_label": true}',
+            "line 1: the gold_label is .*True.*, not a number",
+        ),
+        (
+            NUMBER,
+            '{"premise": "a", "hypothesis": "b", "gold_label": NaN}',
+            "line 1: the gold_label is .*nan.*, not a number",
+        ),
+        (
+            NUMBER,
+            f'{{"premise": "a", "hypothesis": "b", "gold_label": {10**400}}}',
+            "line 1: the gold_label is .*, not a number",
+        ),
         (NUMBER, '{"premise": "a", "hypothesis": "b"}', "line 1: the gold_label is .*None.*, not a number"),
     ],
 )
@@ -255,10 +316,24 @@ def test_labels_of_another_kind_are_one_line(task, line, message, tmp_path):
 
 
 def test_options_that_do_not_fit(similar, tmp_path):
-    with pytest.raises(HpctrainError, match="its labels are numbers, as in KorSTS: give --problem regression"):
+    with pytest.raises(
+        HpctrainError, match="its labels are numbers, as in KorSTS: give --problem regression"
+    ):
         formats.load_splits(pair.TASK, similar)
-    with pytest.raises(UsageError, match="--class-weights is for examples of one class: leave it out with --problem regression"):
+    with pytest.raises(
+        UsageError,
+        match="--class-weights is for examples of one class: leave it out with --problem regression",
+    ):
         parse_options(pair.TASK, ["--problem", "regression", "--class-weights", "balanced"])
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": []}\n' * 20)
     with pytest.raises(HpctrainError, match="no training example has a label: check --data"):
-        train("classify", tmp_path / "run", "--data", tmp_path / "a.jsonl", "--from-scratch", "tiny", "--problem", "multi-label")
+        train(
+            "classify",
+            tmp_path / "run",
+            "--data",
+            tmp_path / "a.jsonl",
+            "--from-scratch",
+            "tiny",
+            "--problem",
+            "multi-label",
+        )

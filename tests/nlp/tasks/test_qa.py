@@ -22,17 +22,25 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 KORQUAD = DATA / "korquad_v1" / "KorQuAD_v1.0_dev.json"
 
 
-def make_tokenizer(texts, vocabulary=8000, names=("input_ids", "token_type_ids", "attention_mask"), **normalizer):
+def make_tokenizer(
+    texts, vocabulary=8000, names=("input_ids", "token_type_ids", "attention_mask"), **normalizer
+):
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(**{"strip_accents": False, "lowercase": False, **normalizer})
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        **{"strip_accents": False, "lowercase": False, **normalizer}
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     # Two rounds, so that the same texts give the same tokens: see scratch.py.
-    tokenizer.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=0, special_tokens=SPECIAL, show_progress=False))
+    tokenizer.train_from_iterator(
+        texts, trainers.WordPieceTrainer(vocab_size=0, special_tokens=SPECIAL, show_progress=False)
+    )
     known = SPECIAL + sorted(token for token in tokenizer.get_vocab() if token.startswith("##"))
     trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=known, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     special = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", special)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", special
+    )
     names_of = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=list(names), **names_of)
 
@@ -52,7 +60,10 @@ def get_targets(features):
     """For each feature, the characters that its target points at, None for [CLS]."""
     targets = []
     for begin, first, last in zip(
-        features.starts[:-1], features.values["start_positions"], features.values["end_positions"], strict=True
+        features.starts[:-1],
+        features.values["start_positions"],
+        features.values["end_positions"],
+        strict=True,
     ):
         start, end = features.tokens["start"][begin + first], features.tokens["end"][begin + last]
         assert (first == last == 0) == (start < 0)
@@ -62,7 +73,10 @@ def get_targets(features):
 
 def get_target_texts(features, examples):
     of = [examples[number].context for number in features.example]
-    return [None if span is None else context[slice(*span)] for span, context in zip(get_targets(features), of, strict=True)]
+    return [
+        None if span is None else context[slice(*span)]
+        for span, context in zip(get_targets(features), of, strict=True)
+    ]
 
 
 def answer_for_logits(features, starts, ends, examples):
@@ -71,7 +85,9 @@ def answer_for_logits(features, starts, ends, examples):
     for number in range(len(features.example)):
         batch = features.batch(torch.tensor([number]), TASK.padding)
         part = slice(features.starts[number], features.starts[number + 1])
-        output = SimpleNamespace(start_logits=torch.tensor(starts[part])[None], end_logits=torch.tensor(ends[part])[None])
+        output = SimpleNamespace(
+            start_logits=torch.tensor(starts[part])[None], end_logits=torch.tensor(ends[part])[None]
+        )
         predictions += TASK.predict(output, batch)
     return TASK.make_answers(examples, features, predictions, [])
 
@@ -85,7 +101,11 @@ def test_answer_may_start_at_the_first_character():
     features = TASK.tokenize(tokenizer, examples, [], 32, 8)
     assert get_target_texts(features, examples) == ["w0 w1"]
     logits = numpy.where(features.tokens["start"] == 0, 5.0, 0.0)
-    assert answer_for_logits(features, logits, logits, examples)[0] | {"score": 0} == {"answer": "w0", "start": 0, "score": 0}
+    assert answer_for_logits(features, logits, logits, examples)[0] | {"score": 0} == {
+        "answer": "w0",
+        "start": 0,
+        "score": 0,
+    }
 
 
 def test_windows_without_the_answer_point_at_cls():
@@ -108,7 +128,9 @@ def test_windows_cover_the_context_and_share_the_stride():
         assert tokenizer.decode(ids[start < 0]) == "[CLS] 무엇 ? [SEP] [SEP]"
         assert (features.tokens["token_type_ids"][begin:end] == [0] * 4 + [1] * (end - begin - 4)).all()
         windows.append([context[a:b] for a, b in zip(start, stop, strict=True) if a >= 0])
-    assert [word for window in windows for word in window[8 * (window is not windows[0]) :]] == context.split()
+    assert [
+        word for window in windows for word in window[8 * (window is not windows[0]) :]
+    ] == context.split()
     assert all(before[-8:] == after[:8] for before, after in pairwise(windows))
 
 
@@ -122,12 +144,19 @@ def test_answer_that_ends_inside_a_token_gets_the_fewest_tokens_that_cover_it():
 
 def test_answer_longer_than_any_window_is_counted():
     context, tokenizer = make_numbered(80)
-    examples = [question(context, "w3"), question(context, context[: context.index("w50")]), question(context, "w70")]
+    examples = [
+        question(context, "w3"),
+        question(context, context[: context.index("w50")]),
+        question(context, "w70"),
+    ]
     features = TASK.tokenize(tokenizer, examples, [], 32, 8)
     assert features.lost.tolist() == [1] and not len(features.cut)
     texts = get_target_texts(features, examples)
     assert {text for text, number in zip(texts, features.example, strict=True) if number == 1} == {None}
-    assert {text for text, number in zip(texts, features.example, strict=True) if number == 2} == {None, "w70"}
+    assert {text for text, number in zip(texts, features.example, strict=True) if number == 2} == {
+        None,
+        "w70",
+    }
 
 
 def test_answer_longer_than_any_prediction_is_counted():
@@ -146,7 +175,10 @@ def test_long_question_is_truncated_and_counted(max_length, stride):
     features = TASK.tokenize(tokenizer, examples, [], max_length, stride)
     assert features.cut.tolist() == [0, 2]
     texts = get_target_texts(features, examples)
-    assert all("w500" in [text for text, of in zip(texts, features.example, strict=True) if of == number] for number in range(3))
+    assert all(
+        "w500" in [text for text, of in zip(texts, features.example, strict=True) if of == number]
+        for number in range(3)
+    )
     first = features.tokens["input_ids"][: features.starts[1]]
     assert (first == tokenizer.convert_tokens_to_ids("무엇")).sum() > 1
 
@@ -162,11 +194,23 @@ def test_stride_too_large_for_the_window_is_refused(max_length, stride):
 def test_positions_are_characters_of_the_original_context(normalizer):
     context = "\u200bCafé Ünïon\x00은 서울의 \U0001f370 가게로,\u3000\uff11년 年에 (옛 \uff21\uff22) 열었다. e\u0301lan 각"
     tokenizer = make_tokenizer([context, "무엇?"] * 2, **normalizer)
-    answers = ["Café", "Ünïon", "서울의", "\U0001f370", "年에", "\uff21\uff22", "각", "옛 \uff21\uff22", "e\u0301lan"]
+    answers = [
+        "Café",
+        "Ünïon",
+        "서울의",
+        "\U0001f370",
+        "年에",
+        "\uff21\uff22",
+        "각",
+        "옛 \uff21\uff22",
+        "e\u0301lan",
+    ]
     examples = [question(context, answer) for answer in answers]
     examples.append(question(context, " \U0001f370 가게로,\u3000"))  # with spaces around it
     features = TASK.tokenize(tokenizer, examples, [], 400, 8)
-    for text, right in zip(get_target_texts(features, examples), [*answers, "\U0001f370 가게로,"], strict=True):
+    for text, right in zip(
+        get_target_texts(features, examples), [*answers, "\U0001f370 가게로,"], strict=True
+    ):
         assert right in text
         assert len(text) <= len(right) + 5  # a token is at most as long as a word
     assert len(features.cut) == len(features.lost) == 0
@@ -176,13 +220,20 @@ def test_tokens_that_include_a_space_do_not_change_the_answer():
     context = "그는 서울 역 (옛 역) 앞에 산다"
     tokenizer = make_tokenizer([context])
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.backend_tokenizer.model = models.WordLevel({token: i for i, token in enumerate(SPECIAL)}, "[UNK]")
-    assert tokenizer(context, return_offsets_mapping=True)["offset_mapping"][1:3] == [(0, 2), (2, 5)]  # " 서울"
+    tokenizer.backend_tokenizer.model = models.WordLevel(
+        {token: i for i, token in enumerate(SPECIAL)}, "[UNK]"
+    )
+    assert tokenizer(context, return_offsets_mapping=True)["offset_mapping"][1:3] == [
+        (0, 2),
+        (2, 5),
+    ]  # " 서울"
     examples = [question(context, answer) for answer in ("서울", " 서울 ", "서울 역 ")]
     features = TASK.tokenize(tokenizer, examples, [], 32, 8)
     assert get_target_texts(features, examples) == [" 서울", " 서울", " 서울 역"]
     logits = numpy.where(features.tokens["start"] == 2, 5.0, 0.0)
-    assert [(a["answer"], a["start"]) for a in answer_for_logits(features, logits, logits, examples)] == [("서울", 3)] * 3
+    assert [(a["answer"], a["start"]) for a in answer_for_logits(features, logits, logits, examples)] == [
+        ("서울", 3)
+    ] * 3
 
 
 def test_answer_ends_with_its_last_token():
@@ -225,7 +276,11 @@ def search_spans(starts, ends, starts_of, ends_of):
 
 def test_best_spans_match_an_exhaustive_search():
     context, tokenizer = make_numbered(200)
-    examples = [question(context, "w3"), question("w1 w2 w3", "w2"), question(context, "w199", text="무엇? " * 20)]
+    examples = [
+        question(context, "w3"),
+        question("w1 w2 w3", "w2"),
+        question(context, "w199", text="무엇? " * 20),
+    ]
     features = TASK.tokenize(tokenizer, examples, [], 120, 30)
     batch = features.batch(torch.arange(len(features.example)), TASK.padding)
     generator = torch.Generator().manual_seed(1)
@@ -235,7 +290,9 @@ def test_best_spans_match_an_exhaustive_search():
     predictions = TASK.predict(SimpleNamespace(start_logits=starts, end_logits=ends), batch)
     assert len(predictions) == len(batch["start"]) > 4
     for row, spans in enumerate(predictions):
-        expected = search_spans(*(column[row].tolist() for column in (starts, ends, batch["start"], batch["end"])))
+        expected = search_spans(
+            *(column[row].tolist() for column in (starts, ends, batch["start"], batch["end"]))
+        )
         assert numpy.allclose(spans, expected)
         assert (spans[:, 2] > spans[:, 1]).all()
     assert {len(spans) for spans in predictions} == {TOP_SPANS, 6}  # three words have only six spans
@@ -297,7 +354,9 @@ def test_loss_does_not_depend_on_padding():
     together = TASK.compute_loss(SimpleNamespace(start_logits=starts, end_logits=ends), batch)
     alone = []
     for number, length in enumerate(features.lengths):
-        output = SimpleNamespace(start_logits=starts[number, None, :length], end_logits=ends[number, None, :length])
+        output = SimpleNamespace(
+            start_logits=starts[number, None, :length], end_logits=ends[number, None, :length]
+        )
         alone.append(TASK.compute_loss(output, features.batch(torch.tensor([number]), TASK.padding)))
     assert together == pytest.approx(sum(alone) / 2)
     # w1 is the fifth token of the first window
@@ -312,7 +371,12 @@ def test_loss_does_not_depend_on_padding():
     ("answer", "rights", "exact", "f1"),
     [
         ("서울", ["서울"], 1, 1),
-        ("서울에서", ["서울"], 0, 2 * 2 / (4 + 2)),  # 2 of 4 predicted characters are correct, and 2 of 2 expected
+        (
+            "서울에서",
+            ["서울"],
+            0,
+            2 * 2 / (4 + 2),
+        ),  # 2 of 4 predicted characters are correct, and 2 of 2 expected
         ("부산", ["서울"], 0, 0),
         ("", ["서울"], 0, 0),
         ("가가나", ["가나나"], 0, 2 * 2 / (3 + 3)),  # a multiset intersection
@@ -358,12 +422,23 @@ def test_scores_match_squad(answer, rights, exact, f1):
 
 
 def test_metric_that_selects_the_epoch_fits_the_language():
-    korean, english = (Question("q", "", "", "", [Answer(text, 0)]) for text in ("서울은 대한민국의 수도(Seoul)", "Beatles"))
-    assert TASK.choose_metric([korean, korean, english]) == "f1_char" and TASK.choose_metric([english]) == "f1_word"
+    korean, english = (
+        Question("q", "", "", "", [Answer(text, 0)]) for text in ("서울은 대한민국의 수도(Seoul)", "Beatles")
+    )
+    assert (
+        TASK.choose_metric([korean, korean, english]) == "f1_char"
+        and TASK.choose_metric([english]) == "f1_word"
+    )
     assert TASK.choose_metric([Question("q", "", "", "", [Answer("1998", 0)])]) == "f1_char"
     answers = [{"answer": "The Beatles"}]
-    assert TASK.score([english], answers) == {"exact_match": 1, "f1_char": pytest.approx(2 * 7 / 17), "f1_word": 1}
-    step = FineTuneModule(TASK, torch.nn.Linear(1, 1), [], SimpleNamespace(tensor_parallel=1), SimpleNamespace(world=ALONE), 1)
+    assert TASK.score([english], answers) == {
+        "exact_match": 1,
+        "f1_char": pytest.approx(2 * 7 / 17),
+        "f1_word": 1,
+    }
+    step = FineTuneModule(
+        TASK, torch.nn.Linear(1, 1), [], SimpleNamespace(tensor_parallel=1), SimpleNamespace(world=ALONE), 1
+    )
     metrics = {"validation_f1_char": 0.2, "validation_f1_word": 0.1, "validation_loss": 3.0}
     for example, best in ((korean, 0.2), (english, 0.1)):
         step._sets["validation"] = ([example], None)
@@ -375,10 +450,15 @@ def test_metric_that_selects_the_epoch_fits_the_language():
 
 def test_question_without_an_answer_points_at_cls_and_counts_in_the_loss():
     context, tokenizer = make_numbered(60)
-    examples = [question(context, "w40")._replace(optional=True), Question("q", "", context, "무엇?", UNANSWERABLE, True)]
+    examples = [
+        question(context, "w40")._replace(optional=True),
+        Question("q", "", context, "무엇?", UNANSWERABLE, True),
+    ]
     features = TASK.tokenize(tokenizer, examples, [], 32, 8)
     texts = get_target_texts(features, examples)
-    assert [text for text, number in zip(texts, features.example, strict=True) if number == 1] == [None] * (len(texts) // 2)
+    assert [text for text, number in zip(texts, features.example, strict=True) if number == 1] == [None] * (
+        len(texts) // 2
+    )
     assert features.values["units"].all() and not len(features.lost)
     assert all(features.tokens["start"][start] == NO_ANSWER for start in features.starts[:-1])
 
@@ -399,7 +479,10 @@ def test_no_answer_is_given_if_it_scores_higher_in_every_window(cls, answer):
 
 
 def test_scores_of_questions_with_and_without_an_answer():
-    examples = [Question("1", "", "", "", [Answer("old town", 0)], True), Question("2", "", "", "", UNANSWERABLE, True)]
+    examples = [
+        Question("1", "", "", "", [Answer("old town", 0)], True),
+        Question("2", "", "", "", UNANSWERABLE, True),
+    ]
     scores = TASK.score(examples, [{"answer": "old"}, {"answer": ""}])
     assert scores["exact_match"] == 0.5 and scores["f1_word"] == pytest.approx((2 / 3 + 1) / 2)
     assert (scores["exact_match/HasAns"], scores["exact_match/NoAns"]) == (0, 1)
@@ -446,8 +529,11 @@ def test_every_korquad_answer_is_in_a_window(korquad, capsys):
             exactly += text == right.text
             if text != right.text:
                 covered += 1
-                # The fewest tokens: those of the context, tokenized alone, that have a character of the answer.
-                tokens = tokenizer(example.context, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+                # The fewest tokens: those of the context, tokenized alone, that have a character of the
+                # answer.
+                tokens = tokenizer(example.context, add_special_tokens=False, return_offsets_mapping=True)[
+                    "offset_mapping"
+                ]
                 over = [(a, b) for a, b in tokens if a < right.start + len(right.text) and b > right.start]
                 assert (start, end) == (over[0][0], over[-1][1])
                 assert right.text.strip() in text
@@ -470,13 +556,17 @@ def test_every_korquad_answer_is_in_a_shorter_window(korquad):
         lost = sorted(set(range(len(validation))) - set(pointing.tolist()))
         assert set(lost) <= set(features.lost.tolist())
         # Only an answer longer than what two windows share may be in neither.
-        assert all(len(tokenizer.tokenize(validation[number].answers[0].text)) > stride - 2 for number in lost)
+        assert all(
+            len(tokenizer.tokenize(validation[number].answers[0].text)) > stride - 2 for number in lost
+        )
 
 
 @pytest.mark.slow
 def test_small_bert_memorizes_the_sample_data():
     examples = formats.load_splits(TASK, None)["train"][:15]
-    tokenizer = make_tokenizer([text for example in examples for text in TASK.get_texts(example)], vocabulary=500)
+    tokenizer = make_tokenizer(
+        [text for example in examples for text in TASK.get_texts(example)], vocabulary=500
+    )
     features = TASK.tokenize(tokenizer, examples, [], 64, 16)
     assert len(features.example) > len(examples)
     torch.manual_seed(1)
@@ -489,7 +579,9 @@ def test_small_bert_memorizes_the_sample_data():
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     # Without a decay, the loss has peaks, and the last step can be at one.
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=150)
-    batch = features.batch(torch.arange(len(features.example)), {**TASK.padding, "input_ids": tokenizer.pad_token_id})
+    batch = features.batch(
+        torch.arange(len(features.example)), {**TASK.padding, "input_ids": tokenizer.pad_token_id}
+    )
     inputs = {name: column for name, column in batch.items() if name not in ("units", *TASK.extra)}
     for _ in range(150):
         TASK.compute_loss(model(**inputs), batch).backward()
@@ -500,7 +592,16 @@ def test_small_bert_memorizes_the_sample_data():
         output = model(**inputs)
     answers = TASK.make_answers(examples, features, TASK.predict(output, batch), [])
     # The fewest tokens that cover the answer: the model cannot come closer.
-    closest = {number: text for number, text in zip(features.example, get_target_texts(features, examples), strict=True) if text}
-    assert sum(answer["answer"] == closest[number] for number, answer in enumerate(answers)) >= 0.9 * len(examples), answers
+    closest = {
+        number: text
+        for number, text in zip(features.example, get_target_texts(features, examples), strict=True)
+        if text
+    }
+    assert sum(answer["answer"] == closest[number] for number, answer in enumerate(answers)) >= 0.9 * len(
+        examples
+    ), answers
     assert TASK.score(examples, answers)["f1_char"] > 0.85
-    assert all(example.context.startswith(a["answer"], a["start"]) for example, a in zip(examples, answers, strict=True))
+    assert all(
+        example.context.startswith(a["answer"], a["start"])
+        for example, a in zip(examples, answers, strict=True)
+    )

@@ -1,6 +1,7 @@
 """The fine-tuning tasks as a whole: training, scores, the saved model, `hpctrain predict`, and errors.
 
-Small models, trained here from scratch on the sample data. test_ner.py and test_qa.py test a single task each.
+Small models, trained here from scratch on the sample data. test_ner.py and test_qa.py test a single task
+each.
 """
 
 import json
@@ -44,7 +45,13 @@ TASKS = {module.TASK.name: module for module in (classify, pair, ner, qa, genera
 
 # without randomness, so that different ways to the same numbers can be compared
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 600}
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 600,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +60,8 @@ def cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HPCTRAIN_CACHE", str(folder))
-        patch.setenv("MPLCONFIGDIR", str(folder))  # otherwise a run in this process sets it, also for later tests
+        # otherwise a run in this process sets it, also for later tests
+        patch.setenv("MPLCONFIGDIR", str(folder))
         yield folder / "features"
 
 
@@ -96,7 +104,8 @@ def trained(tmp_path_factory, config):
     return train("classify", tmp_path_factory.mktemp("trained") / "run", *FOUR, "--from-scratch", config)
 
 
-FOUR = ("--epochs", 4, "--batch-size", 8, "--lr", 2e-3, "--limit", 120)  # of 216 training and 60 test examples
+# of 216 training and 60 test examples
+FOUR = ("--epochs", 4, "--batch-size", 8, "--lr", 2e-3, "--limit", 120)
 
 
 # --- training ---
@@ -120,7 +129,9 @@ def test_learning_rate_rises_to_its_peak_then_falls_to_zero(trained):
     rates = [line["learning_rate"] for line in metrics(trained) if "learning_rate" in line]
     top = rates.index(max(rates))
     assert 1e-3 < rates[top] <= 2e-3 and top < len(rates) // 2
-    assert rates[: top + 1] == sorted(set(rates[: top + 1])) and rates[top:] == sorted(set(rates[top:]), reverse=True)
+    assert rates[: top + 1] == sorted(set(rates[: top + 1])) and rates[top:] == sorted(
+        set(rates[top:]), reverse=True
+    )
     assert rates[-1] < 0.1 * rates[top]
 
 
@@ -141,7 +152,13 @@ def test_accumulate_does_not_change_losses_and_scores(trained, config, tmp_path)
 
 def test_batch_size_is_global(trained):
     epoch = validations(trained)[0]["step"]
-    examples = int((trained / "logs/rank-0000.log").read_text().split("train: ")[1].split(" examples")[0].replace(",", ""))
+    examples = int(
+        (trained / "logs/rank-0000.log")
+        .read_text()
+        .split("train: ")[1]
+        .split(" examples")[0]
+        .replace(",", "")
+    )
     assert epoch == examples // 8
 
 
@@ -161,7 +178,9 @@ def test_compiled_training_has_the_losses_of_one_that_is_not(trained, config, tm
     torch._dynamo.reset()  # forget what other tests compiled
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     run = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--compile", *more)
-    losses = [[line["train_loss"] for line in metrics(folder) if "train_loss" in line] for folder in (run, trained)]
+    losses = [
+        [line["train_loss"] for line in metrics(folder) if "train_loss" in line] for folder in (run, trained)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # and that of check_compiler()
 
@@ -185,10 +204,17 @@ def test_resumed_run_ends_with_the_same_weights(task, tmp_path):
     whole = train(task, tmp_path / "whole", *options)
     cut = tmp_path / "cut"
     shutil.copytree(whole, cut)
-    for gone in ("checkpoints/epoch-0002.pt", "checkpoints/epoch-0003.pt", "result.json", "model/model.safetensors"):
+    for gone in (
+        "checkpoints/epoch-0002.pt",
+        "checkpoints/epoch-0003.pt",
+        "result.json",
+        "model/model.safetensors",
+    ):
         (cut / gone).unlink()
     train(task, cut, *options, "--resume", cut)
-    states = [torch.load(run / "checkpoints/epoch-0003.pt", weights_only=True)["model"] for run in (whole, cut)]
+    states = [
+        torch.load(run / "checkpoints/epoch-0003.pt", weights_only=True)["model"] for run in (whole, cut)
+    ]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert result(cut)["weights_sha256"] == result(whole)["weights_sha256"] and scores(cut) == scores(whole)
 
@@ -201,7 +227,9 @@ def test_an_attempt_that_failed_leaves_no_model_to_the_next_one(trained, config,
     with pytest.raises(HpctrainError, match="all training examples have the same label"):
         train("classify", out, *FOUR, "--from-scratch", "tiny", "--seed", 2, "--data", first)
     train("classify", out, *FOUR, "--from-scratch", config, "--resume", "auto")
-    assert result(out)["weights_sha256"] == result(trained)["weights_sha256"] and scores(out) == scores(trained)
+    assert result(out)["weights_sha256"] == result(trained)["weights_sha256"] and scores(out) == scores(
+        trained
+    )
 
 
 def test_an_epoch_that_is_over_by_other_options_is_refused(tmp_path):
@@ -210,7 +238,9 @@ def test_an_epoch_that_is_over_by_other_options_is_refused(tmp_path):
     run = train("classify", tmp_path / "run", *options, "--batch-size", 8)
     (run / "checkpoints/epoch-0001.pt").unlink()
     (run / "result.json").unlink()
-    with pytest.raises(UsageError, match="is of a run with 5 steps in an epoch, and this one has 2: give the --data"):
+    with pytest.raises(
+        UsageError, match="is of a run with 5 steps in an epoch, and this one has 2: give the --data"
+    ):
         train("classify", run, *options, "--resume", run, "--batch-size", 20, "--force")
 
 
@@ -229,7 +259,11 @@ def test_saved_model_is_the_epoch_with_the_best_validation_score(tmp_path):
 
 
 def test_scores_are_in_metrics_tensorboard_and_model_card(trained):
-    names = {f"{part}_{name}" for part in ("validation", "test") for name in ("loss", "accuracy", "precision", "recall", "f1")}
+    names = {
+        f"{part}_{name}"
+        for part in ("validation", "test")
+        for name in ("loss", "accuracy", "precision", "recall", "f1")
+    }
     assert {name for line in metrics(trained) for name in line} >= names | {"train_loss", "learning_rate"}
     board = EventAccumulator(str(trained / "tensorboard")).Reload()
     assert set(board.Tags()["scalars"]) >= names
@@ -239,7 +273,9 @@ def test_scores_are_in_metrics_tensorboard_and_model_card(trained):
 
 
 def test_test_set_is_scored_once_and_does_not_affect_training(trained, config, tmp_path):
-    assert [("test_loss" in line) for line in metrics(trained)] == [False] * (len(metrics(trained)) - 1) + [True]
+    assert [("test_loss" in line) for line in metrics(trained)] == [False] * (len(metrics(trained)) - 1) + [
+        True
+    ]
     folder = tmp_path / "data"
     shutil.copytree(SAMPLES / "classify", folder)
     lines = (folder / "ratings_test.txt").read_text().splitlines()
@@ -255,7 +291,8 @@ def test_classification_scores_match_a_computation_by_hand():
     answers = [{"label": label} for label in "0010110"]
     found = classify.TASK.score(examples, answers)
     assert found["accuracy"] == pytest.approx(4 / 7)
-    # Class 0: 2 of 4 predictions and 2 of 3 examples are correct. Class 1: 2 of 3 and 2 of 3. Class 2 is never predicted.
+    # Class 0: 2 of 4 predictions and 2 of 3 examples are correct. Class 1: 2 of 3 and 2 of 3. Class 2 is
+    # never predicted.
     assert found["precision"] == pytest.approx((2 / 4 + 2 / 3 + 0) / 3) and found["recall"] == pytest.approx(
         (2 / 3 + 2 / 3 + 0) / 3
     )
@@ -265,8 +302,12 @@ def test_classification_scores_match_a_computation_by_hand():
 def test_classification_scores_are_those_of_scikit_learn(seed):
     draw = numpy.random.default_rng(seed)
     gold, predicted = (draw.choice(labels, 40).tolist() for labels in (list("abbbd"), list("abbc")))
-    found = classify.TASK.score([Document("", "", label) for label in gold], [{"label": label} for label in predicted])
-    macro = precision_recall_fscore_support(gold, predicted, labels=sorted(set(gold)), average="macro", zero_division=0)
+    found = classify.TASK.score(
+        [Document("", "", label) for label in gold], [{"label": label} for label in predicted]
+    )
+    macro = precision_recall_fscore_support(
+        gold, predicted, labels=sorted(set(gold)), average="macro", zero_division=0
+    )
     expected = dict(zip(("precision", "recall", "f1"), macro[:3], strict=True))
     assert found == pytest.approx({"accuracy": accuracy_score(gold, predicted), **expected}, rel=1e-12)
 
@@ -302,11 +343,14 @@ def test_perplexity_counts_each_token_of_the_text_once_without_padding(tmp_path)
 def test_padding_does_not_change_the_output(task, tmp_path):
     """A text gets the same output alone and in a batch with a longer one."""
     examples = sorted(
-        formats.load_splits(TASKS[task].TASK, None)["train"][:20], key=lambda x: len("".join(TASKS[task].TASK.get_texts(x)))
+        formats.load_splits(TASKS[task].TASK, None)["train"][:20],
+        key=lambda x: len("".join(TASKS[task].TASK.get_texts(x))),
     )
     examples = [examples[0], examples[-1]]
     module = TASKS[task].TASK
-    create_model(tmp_path / "model", "tiny", module.kind, [t for x in examples for t in module.get_texts(x)], 1, 512)
+    create_model(
+        tmp_path / "model", "tiny", module.kind, [t for x in examples for t in module.get_texts(x)], 1, 512
+    )
     tokenizer = load_tokenizer(tmp_path / "model")
     labels = module.collect_labels(examples)
     args = parse_options(module, ["--epochs", "0"])
@@ -315,7 +359,9 @@ def test_padding_does_not_change_the_output(task, tmp_path):
     step = FineTuneModule(module, model, labels, args, SimpleNamespace(world=ALONE), 1)
     padding = {**module.padding, "input_ids": tokenizer.pad_token_id}
     with torch.no_grad():
-        alone, both = (step(made.batch(torch.tensor(rows), padding)) for rows in ([0], [0, len(made.lengths) - 1]))
+        alone, both = (
+            step(made.batch(torch.tensor(rows), padding)) for rows in ([0], [0, len(made.lengths) - 1])
+        )
     first = alone.start_logits if task == "qa" else alone.logits
     beside = both.start_logits if task == "qa" else both.logits
     width = () if task in ("classify", "pair") else (slice(None, first.shape[1]),)
@@ -327,10 +373,14 @@ def test_padding_does_not_change_the_output(task, tmp_path):
 @pytest.mark.parametrize("wrong", [None, 5])
 def test_classifier_of_the_last_token_knows_what_padding_is(wrong, tmp_path):
     """Llama, GPT-2 and others classify by the last token that is not padding, as config.json says; many have none there."""
-    rows = [Document("", text, label) for text, label in (("정말 재미있다, 또 보고 싶다", "1"), ("별로", "0"))]
+    rows = [
+        Document("", text, label) for text, label in (("정말 재미있다, 또 보고 싶다", "1"), ("별로", "0"))
+    ]
     create_model(tmp_path / "m", "tiny", "gpt2", [row.text for row in rows], 1, 64)
     for name in ("config.json", "tokenizer_config.json"):
-        settings = json.loads((tmp_path / "m" / name).read_text()) | ({"pad_token_id": wrong} if name == "config.json" else {})
+        settings = json.loads((tmp_path / "m" / name).read_text()) | (
+            {"pad_token_id": wrong} if name == "config.json" else {}
+        )
         settings.pop("pad_token", None)
         (tmp_path / "m" / name).write_text(json.dumps(settings))
     (tmp_path / "m/SHA256SUMS").unlink()
@@ -340,17 +390,29 @@ def test_classifier_of_the_last_token_knows_what_padding_is(wrong, tmp_path):
     made = classify.TASK.tokenize(tokenizer, rows, ["0", "1"], 64, 0)
     padding = {**classify.TASK.padding, "input_ids": tokenizer.pad_token_id}
     both, alone = (made.batch(torch.tensor(index), padding) for index in ([0, 1], [1]))
-    logits = [model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits for batch in (both, alone)]
+    logits = [
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        for batch in (both, alone)
+    ]
     assert torch.allclose(logits[0][1:], logits[1], atol=1e-5)
 
 
 def test_a_model_none_of_whose_weights_fit_the_task_is_not_to_be_fetched_again(tmp_path):
     """transformers has question answering with Llama, but under names that weights of Llama do not have."""
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 99}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 99,
+    }
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
     tokenizer = SimpleNamespace(model_max_length=384, pad_token_id=0)
     args = parse_options(qa.TASK, ["--epochs", "0"])
-    with pytest.raises(HpctrainError, match=r"none of its weights is one of LlamaForQuestionAnswering, which nlp.qa needs: give"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"none of its weights is one of LlamaForQuestionAnswering, which nlp.qa needs: give",
+    ):
         initial_model.load_model(qa.TASK, tmp_path, tokenizer, [], args)
 
 
@@ -411,7 +473,10 @@ def test_one_rank_of_a_job_tokenizes_while_another_job_does_the_same(tmp_path):
     (tmp_path / "make.py").write_text(MAKE)
     env = os.environ | {"HPCTRAIN_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "make.py"]
-    jobs = [subprocess.Popen([*command, name], cwd=tmp_path, env=env, stderr=subprocess.PIPE) for name in ("first", "second")]
+    jobs = [
+        subprocess.Popen([*command, name], cwd=tmp_path, env=env, stderr=subprocess.PIPE)
+        for name in ("first", "second")
+    ]
     errors = [job.communicate()[1].decode()[-3000:] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(errors)
     for name in ("first", "second"):
@@ -425,7 +490,9 @@ def test_features_that_another_job_wrote_meanwhile_are_not_replaced(cache):
     """Its ranks have mapped the files: on NFS, reading a removed one fails."""
 
     def make():
-        features.load_or_make("twice", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE)
+        features.load_or_make(
+            "twice", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
+        )
         inodes.append((cache / "twice/starts.npy").stat().st_ino)
         return features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]})
 
@@ -443,7 +510,9 @@ def test_what_killed_jobs_have_left_in_the_cache_is_removed_after_a_day(cache):
         folder.mkdir(parents=True)
         (folder / "starts.npy").touch()
     os.utime(left[0], (time.time() - 90_000,) * 2)
-    features.load_or_make("new", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE)
+    features.load_or_make(
+        "new", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
+    )
     assert [folder.exists() for folder in left] == [False, True]
     shutil.rmtree(left[1])
 
@@ -451,14 +520,23 @@ def test_what_killed_jobs_have_left_in_the_cache_is_removed_after_a_day(cache):
 def test_unwritable_cache_is_an_error_with_its_path(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(HpctrainError, match=r"file/features: the tokenized texts cannot be written .*set HPCTRAIN_CACHE"):
-        features.load_or_make("key", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE)
+    with pytest.raises(
+        HpctrainError, match=r"file/features: the tokenized texts cannot be written .*set HPCTRAIN_CACHE"
+    ):
+        features.load_or_make(
+            "key", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
+        )
 
 
 def test_damaged_cache_is_an_error_with_its_path(cache):
-    features.load_or_make("broken", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE)
+    features.load_or_make(
+        "broken", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
+    )
     (cache / "broken/starts.npy").write_bytes(b"")
-    with pytest.raises(HpctrainError, match=r"broken: the tokenized texts cannot be read .*remove this folder and start again"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"broken: the tokenized texts cannot be read .*remove this folder and start again",
+    ):
         features.load_or_make("broken", lambda: None, ALONE)
 
 
@@ -471,8 +549,13 @@ def test_saved_model_loads_in_transformers_with_its_label_names(trained):
     assert model.config.id2label == {0: "0", 1: "1"} and model.config.label2id == {"0": 0, "1": 1}
     examples = formats.load_splits(classify.TASK, None)["test"]
     with torch.no_grad():
-        predicted = [model(**tokenizer(example.text, return_tensors="pt")).logits.argmax().item() for example in examples]
-    right = sum(model.config.id2label[i] == example.label for i, example in zip(predicted, examples, strict=True))
+        predicted = [
+            model(**tokenizer(example.text, return_tensors="pt")).logits.argmax().item()
+            for example in examples
+        ]
+    right = sum(
+        model.config.id2label[i] == example.label for i, example in zip(predicted, examples, strict=True)
+    )
     assert right / len(examples) == pytest.approx(result(trained)["test_accuracy"])
 
 
@@ -530,33 +613,53 @@ LABELS = [f"LABEL_{i}" for i in ELEVEN]
     [
         (["b", "a"], ["a", "b"], ["b", "a"], " of the model"),
         (["c", "b", "a"], ["a", "b"], ["c", "b", "a"], " of the model"),
-        (["LABEL_0", "LABEL_1"], ["a", "b"], ["a", "b"], ", assumed to be LABEL_0, LABEL_1 of the model in this order"),
+        (
+            ["LABEL_0", "LABEL_1"],
+            ["a", "b"],
+            ["a", "b"],
+            ", assumed to be LABEL_0, LABEL_1 of the model in this order",
+        ),
         (LABELS, ELEVEN, ELEVEN, f", assumed to be {', '.join(LABELS)} of the model in this order"),
-        (["LABEL_0"], ["a", "b"], ["a", "b"], " for a new last layer, because the model has others (LABEL_0)"),
+        (
+            ["LABEL_0"],
+            ["a", "b"],
+            ["a", "b"],
+            " for a new last layer, because the model has others (LABEL_0)",
+        ),
         (["good", "bad"], ["0", "1"], ["0", "1"], ", assumed to be good, bad of the model in this order"),
         (None, ["0", "1"], ["0", "1"], ""),
     ],
     ids=["same", "more", "nameless", "eleven", "nameless, more", "others", "no head"],
 )
 def test_labels_are_those_of_the_model_if_it_has_them(known, needed, labels, origin, tmp_path):
-    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification" if known else "BertModel"]}
+    config = {
+        "model_type": "bert",
+        "architectures": ["BertForSequenceClassification" if known else "BertModel"],
+    }
     (tmp_path / "config.json").write_text(json.dumps(config | (name_labels(*known) if known else {})))
-    found = initial_model.choose_labels(classify.TASK, tmp_path, [Document("", "", label) for label in sorted(needed)])
+    found = initial_model.choose_labels(
+        classify.TASK, tmp_path, [Document("", "", label) for label in sorted(needed)]
+    )
     assert found == (labels, origin)
 
 
 def test_model_for_several_labels_of_a_text_is_trained_for_one(trained, tmp_path):
     """Its own loss takes no numbers of classes."""
     model = copy_model(trained, tmp_path / "model", problem_type="multi_label_classification")
-    run = train("classify", tmp_path / "run", "--epochs", 1, "--limit", 40, "--batch-size", 8, "--model", model)
-    assert json.loads((run / "model/config.json").read_text())["problem_type"] == "single_label_classification"
+    run = train(
+        "classify", tmp_path / "run", "--epochs", 1, "--limit", 40, "--batch-size", 8, "--model", model
+    )
+    assert (
+        json.loads((run / "model/config.json").read_text())["problem_type"] == "single_label_classification"
+    )
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A model for each task, trained for a few steps."""
     folder = tmp_path_factory.mktemp("models")
-    few = ("--epochs", 1, "--batch-size", 8, "--limit", 64, "--from-scratch", "tiny")  # more than any test set has
+    # more than any test set has
+    few = ("--epochs", 1, "--batch-size", 8, "--limit", 64, "--from-scratch", "tiny")
     return {task: train(task, folder / task, *few) / "model" for task in TASKS}
 
 
@@ -595,9 +698,16 @@ def test_predict_gives_the_same_answers_for_arguments_and_files(task, models, ca
     assert [text for each in answers for text in (each[name] for name in names)] == words
     rows = [words[i : i + len(names)] for i in range(0, len(words), len(names))]
     (tmp_path / "texts.txt").write_text("".join("\t".join(row) + "\n" for row in rows))
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
+    )
     for name in ("texts.txt", "texts.jsonl"):
-        assert run_predict(capfd, models[task].parent, "--file", tmp_path / name, "--out", tmp_path / "answers.jsonl") == []
+        assert (
+            run_predict(
+                capfd, models[task].parent, "--file", tmp_path / name, "--out", tmp_path / "answers.jsonl"
+            )
+            == []
+        )
         assert [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()] == answers
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "texts.jsonl", "texts.txt"]
 
@@ -606,7 +716,9 @@ def test_predict_gives_the_same_answers_for_arguments_and_files(task, models, ca
 def test_tokenizer_in_transformers_gives_what_the_model_was_trained_on(models, tmp_path, capfd):
     """It truncates at --max-length of the run, and adds the token with which a text begins."""
     tokenizers = {task: AutoTokenizer.from_pretrained(models[task]) for task in TASKS}
-    assert {task: t.model_max_length for task, t in tokenizers.items()} == {task: m.TASK.max_length for task, m in TASKS.items()}
+    assert {task: t.model_max_length for task, t in tokenizers.items()} == {
+        task: m.TASK.max_length for task, m in TASKS.items()
+    }
     text = "긴 글 " * 200
     (answer,) = run_predict(capfd, models["classify"], text)
     model = AutoModelForSequenceClassification.from_pretrained(models["classify"])
@@ -616,7 +728,9 @@ def test_tokenizer_in_transformers_gives_what_the_model_was_trained_on(models, t
     tokenizer = tokenizers["generate"]
     assert made.tokens["input_ids"].tolist() == [*tokenizer("오늘은")["input_ids"], tokenizer.eos_token_id]
     # which does not limit the next run
-    longer = train("classify", tmp_path / "run", "--model", models["classify"], "--epochs", 0, "--max-length", 512)
+    longer = train(
+        "classify", tmp_path / "run", "--model", models["classify"], "--epochs", 0, "--max-length", 512
+    )
     assert AutoTokenizer.from_pretrained(longer / "model").model_max_length == 512
 
 
@@ -624,14 +738,18 @@ def test_questions_without_an_answer_are_trained_scored_and_answered(tmp_path, c
     """Of the sample data every second question has lost its answer, as in SQuAD 2.0."""
     for name in ("train", "dev"):
         content = json.loads((SAMPLES / f"qa/sample-qa_{name}.json").read_text())
-        questions = [item for article in content["data"] for part in article["paragraphs"] for item in part["qas"]]
+        questions = [
+            item for article in content["data"] for part in article["paragraphs"] for item in part["qas"]
+        ]
         for i, item in enumerate(questions):
             item |= {"is_impossible": True, "answers": []} if i % 2 else {"is_impossible": False}
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     run = train("qa", tmp_path / "run", *QUICK, "--data", tmp_path, "--limit", 40)
-    assert {f"test_{name}{part}" for name in ("exact_match", "f1_char", "f1_word") for part in ("", "/HasAns", "/NoAns")} < {
-        *result(run)
-    }
+    assert {
+        f"test_{name}{part}"
+        for name in ("exact_match", "f1_char", "f1_word")
+        for part in ("", "/HasAns", "/NoAns")
+    } < {*result(run)}
     assert json.loads((run / "model/config.json").read_text())["hpctrain"]["settings"] == {"optional": True}
     assert {*run_predict(capfd, run, *QUESTIONS["qa"][:2])[0]} == KEYS["qa"]
 
@@ -645,16 +763,33 @@ def test_log_says_whether_a_question_or_an_answer_is_too_long(config, tmp_path, 
         answers = [{"text": text, "answer_start": paragraph["context"].index(text)}]
         paragraph["qas"].append({"id": "long", "question": "?", "answers": answers} | extra)
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    train("qa", tmp_path / "run", "--epochs", 0, "--data", tmp_path, "--from-scratch", config, "--validation-split", 0.01)
+    train(
+        "qa",
+        tmp_path / "run",
+        "--epochs",
+        0,
+        "--data",
+        tmp_path,
+        "--from-scratch",
+        config,
+        "--validation-split",
+        0.01,
+    )
     shown = capsys.readouterr().out
     lost = r"examples with an answer that no prediction can be, because it is longer than 64 tokens or than a window; the first: "
     assert re.search(rf"test: 1 of .* {lost}.*dev\.json, question long", shown), shown
-    assert re.search(r"train: 1 of .* examples with a question too long for --max-length 384 and truncated; .*long", shown)
+    assert re.search(
+        r"train: 1 of .* examples with a question too long for --max-length 384 and truncated; .*long", shown
+    )
     assert "test: 1 of 39 examples with a question" not in shown
 
 
 def test_options_of_predict_may_stand_between_the_folder_and_the_texts():
-    for words in (["--seed", "3", "첫째", "둘째"], ["첫째", "--seed", "3", "둘째"], ["첫째", "둘째", "--seed", "3"]):
+    for words in (
+        ["--seed", "3", "첫째", "둘째"],
+        ["첫째", "--seed", "3", "둘째"],
+        ["첫째", "둘째", "--seed", "3"],
+    ):
         args = predict.parser().parse_args(["model", *words])
         assert (args.folder, args.text, args.seed) == (Path("model"), ["첫째", "둘째"], 3)
     with pytest.raises(UsageError, match=r"unrecognized arguments: --sed 3 첫째: did you mean --seed\?"):
@@ -681,7 +816,9 @@ def test_model_card_has_names_instead_of_paths(config, tmp_path):
     shutil.copytree(SAMPLES / "classify", folder)
     run = train("classify", tmp_path / "here/run", "--epochs", 0, "--from-scratch", config, "--data", folder)
     card = (run / "model/README.md").read_text()
-    assert str(tmp_path) not in card and "/" not in "".join(re.findall(r"^# .*|fine-tuned on .*", card, re.MULTILINE))
+    assert str(tmp_path) not in card and "/" not in "".join(
+        re.findall(r"^# .*|fine-tuned on .*", card, re.MULTILINE)
+    )
     assert "# Text classification: run\n" in card and "language: ko\n" in card
     assert "`from scratch (config.json)`, fine-tuned on `reviews`" in card
     again = train("classify", tmp_path / "again", "--epochs", 0, "--model", run / "model", "--data", folder)
@@ -692,7 +829,10 @@ def test_predict_agrees_with_the_scored_test_set(models, capfd, tmp_path):
     examples = formats.load_splits(classify.TASK, None)["test"]
     (tmp_path / "texts.txt").write_text("".join(example.text + "\n" for example in examples))
     answers = run_predict(capfd, models["classify"], "--file", tmp_path / "texts.txt", "--batch-size", 5)
-    assert classify.TASK.score(examples, answers)["accuracy"] == result(models["classify"].parent)["test_accuracy"]
+    assert (
+        classify.TASK.score(examples, answers)["accuracy"]
+        == result(models["classify"].parent)["test_accuracy"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -704,7 +844,11 @@ def test_predict_agrees_with_the_scored_test_set(models, capfd, tmp_path):
         ("classify", ["--file", "missing.txt"], "missing.txt: cannot be read"),
         ("classify", ["--file", "empty.txt"], "empty.txt: the file is empty"),
         ("pair", ["--file", "tabs.txt"], "tabs.txt, line 2: expected first and second, separated by a tab"),
-        ("pair", ["--file", "broken.jsonl"], "broken.jsonl, line 1: expected a JSON object with first and second"),
+        (
+            "pair",
+            ["--file", "broken.jsonl"],
+            "broken.jsonl, line 1: expected a JSON object with first and second",
+        ),
         ("classify", ["a", "--out", "missing/out"], "missing/out: cannot be written"),
     ],
 )
@@ -725,7 +869,10 @@ def test_predict_refuses_other_and_damaged_model_folders(models, tmp_path):
         predict.main(ALONE, [str(tmp_path), "text"])
     shutil.copytree(models["classify"], tmp_path / "model")
     (tmp_path / "model/model.safetensors").write_bytes(b"\0" * 100)
-    with pytest.raises(HpctrainError, match=r"model/model.safetensors: not the file that was written, according to SHA256SUMS"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"model/model.safetensors: not the file that was written, according to SHA256SUMS",
+    ):
         predict.main(ALONE, [str(tmp_path / "model"), "text"])
     (tmp_path / "model/SHA256SUMS").unlink()  # as in a folder from elsewhere
     with pytest.raises(HpctrainError, match="model: the model cannot be loaded"):
@@ -752,7 +899,11 @@ def fail_without_message(*args, **kwargs):
 
 def test_exception_without_a_message_is_named_by_its_type(models, monkeypatch, tmp_path):
     """str(error).splitlines()[0] would be an IndexError."""
-    monkeypatch.setattr(classify.Classify, "model", SimpleNamespace(from_pretrained=fail_without_message, __name__="AutoModel"))
+    monkeypatch.setattr(
+        classify.Classify,
+        "model",
+        SimpleNamespace(from_pretrained=fail_without_message, __name__="AutoModel"),
+    )
     with pytest.raises(HpctrainError, match=r"model: the model cannot be loaded \(ValueError\)"):
         predict.main(ALONE, [str(models["classify"]), "text"])
     with pytest.raises(HpctrainError, match=r"model: not a model for nlp.classify \(ValueError\)"):
@@ -783,7 +934,10 @@ QUICK = ("--epochs", 1, "--batch-size", 8, "--from-scratch", "tiny")
     [
         ({"train": "1\t한 줄\n"}, "skipped 1 example "),
         ({"test": "1\t글\t7\n"}, "1 of .* examples with a label that is not in the training data"),
-        ({"train": "1\t" + "긴 글 " * 300 + "\t1\n"}, "1 of .* examples too long for --max-length 128 and truncated"),
+        (
+            {"train": "1\t" + "긴 글 " * 300 + "\t1\n"},
+            "1 of .* examples too long for --max-length 128 and truncated",
+        ),
     ],
     ids=["broken line", "unseen label", "too long"],
 )
@@ -795,7 +949,9 @@ def test_bad_examples_are_reported_or_with_strict_an_error(tmp_path, capsys, fil
     shown = capsys.readouterr().out
     assert re.search(message, shown) and f"{name}, line {number}" in shown, shown
     with pytest.raises(HpctrainError, match=rf"{name}, line {number}"):
-        train("classify", tmp_path / "strict", *QUICK, "--data", folder, "--strict", "--validation-split", 0.02)
+        train(
+            "classify", tmp_path / "strict", *QUICK, "--data", folder, "--strict", "--validation-split", 0.02
+        )
 
 
 @pytest.mark.parametrize("name", ["test", "dev"])
@@ -822,14 +978,27 @@ def test_score_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capsys):
 def test_nan_loss_ends_the_run(config, tmp_path):
     error = r"train_loss is nan at epoch \d, step \d+, since step \d+ .*: training diverged, use a smaller --lr.*run"
     with pytest.raises(HpctrainError, match=error):
-        train("classify", tmp_path / "run", "--epochs", 3, "--batch-size", 8, "--lr", 1e30, "--from-scratch", config)
+        train(
+            "classify",
+            tmp_path / "run",
+            "--epochs",
+            3,
+            "--batch-size",
+            8,
+            "--lr",
+            1e30,
+            "--from-scratch",
+            config,
+        )
     assert not (tmp_path / "run/model").exists()
 
 
 def test_test_split_of_a_single_file_does_not_depend_on_the_seed():
     file = str(SAMPLES / "classify/ratings_train.txt")
     sets = [
-        finetune.read_examples(classify.TASK, parse_options(classify.TASK, ["--data", file, "--model", "x", *seed]), ALONE)
+        finetune.read_examples(
+            classify.TASK, parse_options(classify.TASK, ["--data", file, "--model", "x", *seed]), ALONE
+        )
         for seed in (["--seed", "1"], ["--seed", "2"])
     ]
     assert sets[0]["test"] == sets[1]["test"] and sets[0]["validation"] != sets[1]["validation"]
@@ -839,8 +1008,14 @@ def test_test_split_of_a_single_file_does_not_depend_on_the_seed():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data", "x"], "--data needs a model: give --model NAME, such as beomi/kcbert-base, or --from-scratch"),
-        (["--model", "a/b", "--from-scratch", "tiny"], "--model and --from-scratch exclude each other: give only one"),
+        (
+            ["--data", "x"],
+            "--data needs a model: give --model NAME, such as beomi/kcbert-base, or --from-scratch",
+        ),
+        (
+            ["--model", "a/b", "--from-scratch", "tiny"],
+            "--model and --from-scratch exclude each other: give only one",
+        ),
         (["--epochs", "-1"], "--epochs -1 is negative: give 0 or more"),
         (["--warmup", "2"], "--warmup 2.0 is not a fraction: give a number from 0 to 1"),
         (["--batch-size", "0"], "0 is not above zero"),
@@ -853,7 +1028,8 @@ def test_invalid_options_are_refused(options, message):
 
 def test_max_length_beyond_the_positions_of_the_model_is_refused(trained, tmp_path):
     with pytest.raises(
-        HpctrainError, match=r"--max-length 600 is too long for .*, which has 512 positions: give --max-length 512"
+        HpctrainError,
+        match=r"--max-length 600 is too long for .*, which has 512 positions: give --max-length 512",
     ):
         train("classify", tmp_path / "run", "--model", trained / "model", "--max-length", 600)
 
@@ -864,9 +1040,14 @@ def test_model_with_missing_weights_is_refused(trained, tmp_path):
     (tmp_path / "model/SHA256SUMS").unlink()
     state = load_file(tmp_path / "model/model.safetensors")
     save_file(
-        {name: state[name] for name in state if "layer.1" not in name}, tmp_path / "model/model.safetensors", {"format": "pt"}
+        {name: state[name] for name in state if "layer.1" not in name},
+        tmp_path / "model/model.safetensors",
+        {"format": "pt"},
     )
-    with pytest.raises(HpctrainError, match=r"model: 16 weights of the bert model are missing, such as bert\.encoder\.layer\.1"):
+    with pytest.raises(
+        HpctrainError,
+        match=r"model: 16 weights of the bert model are missing, such as bert\.encoder\.layer\.1",
+    ):
         train("classify", tmp_path / "run", "--model", tmp_path / "model")
 
 
@@ -879,7 +1060,10 @@ def change_vocabulary(model, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda vocabulary: {"[PAD]": 0}, r"its tokenizer cannot tokenize the data \(.*\): fetch or copy the folder again"),
+        (
+            lambda vocabulary: {"[PAD]": 0},
+            r"its tokenizer cannot tokenize the data \(.*\): fetch or copy the folder again",
+        ),
         (
             lambda vocabulary: {token: i if i < 5 else i + 10_000 for token, i in vocabulary.items()},
             r"its tokenizer has the token 10\d{3}, but its model only \d+ tokens: .* fetch or copy the folder again",

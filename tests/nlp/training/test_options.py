@@ -19,7 +19,16 @@ from hpctrain.nlp.data import formats
 from hpctrain.nlp.tasks import classify, ner, pair
 from hpctrain.nlp.training import finetune
 from hpctrain.nlp.training.options import parse_options
-from tests.nlp.training.test_finetune import NO_DROPOUT, SHAPE, metrics, result, run_predict, scores, train, validations
+from tests.nlp.training.test_finetune import (
+    NO_DROPOUT,
+    SHAPE,
+    metrics,
+    result,
+    run_predict,
+    scores,
+    train,
+    validations,
+)
 from tests.nlp.training.test_finetune import cache as cache  # a fixture, for each test
 from tests.tools import warm_start
 
@@ -45,7 +54,9 @@ def test_weights_are_those_of_scikit_learn():
     targets = [0, 0, 0, 0, 0, 1, 2, 2]
     weights, lines = balance(["a", "b", "c"], targets)
     assert weights.tolist() == pytest.approx([8 / 15, 8 / 3, 4 / 3])
-    assert weights.tolist() == pytest.approx(compute_class_weight("balanced", classes=numpy.arange(3), y=targets).tolist())
+    assert weights.tolist() == pytest.approx(
+        compute_class_weight("balanced", classes=numpy.arange(3), y=targets).tolist()
+    )
     assert lines == [
         "class a: 5 training examples, weight 0.5333",
         "class b: 1 training examples, weight 2.667",
@@ -70,10 +81,16 @@ def test_loss_is_the_mean_of_the_weighted_losses_of_the_labels():
 
 @pytest.fixture(scope="module")
 def rare(tmp_path_factory):
-    """20 of 200 reviews are of the class "rare". These and 40 others have the word 파랑: one of three that have it is rare."""
+    """20 of 200 reviews are of the class "rare".
+
+    These and 40 others have the word 파랑: one of three that have it is rare.
+    """
     folder = tmp_path_factory.mktemp("rare")
     for name, times in (("train", 4), ("dev", 1), ("test", 1)):
-        lines = [f"{name}{i}\t{'파랑' if i < 15 else '노랑'} {i % 7}\t{'rare' if i < 5 else 'usual'}" for i in range(50)] * times
+        lines = [
+            f"{name}{i}\t{'파랑' if i < 15 else '노랑'} {i % 7}\t{'rare' if i < 5 else 'usual'}"
+            for i in range(50)
+        ] * times
         (folder / f"{name}.txt").write_text("\n".join(["id\tdocument\tlabel", *lines]) + "\n")
     return folder
 
@@ -87,14 +104,19 @@ def test_rare_class_is_found(rare, config, tmp_path, capfd):
     recalls, runs = [], []
     examples = formats.load_splits(classify.TASK, rare)["test"]
     for more in ((), ("--class-weights", "balanced")):
-        run = train("classify", tmp_path / f"run{len(more)}", *RARE, "--data", rare, "--from-scratch", config, *more)
+        run = train(
+            "classify", tmp_path / f"run{len(more)}", *RARE, "--data", rare, "--from-scratch", config, *more
+        )
         shown = capfd.readouterr().out
         answers = run_predict(capfd, run, *(example.text for example in examples))
         labels = [example.label for example in examples]
         recalls.append(recall_score(labels, [answer["label"] for answer in answers], pos_label="rare"))
         runs.append(run)
     assert recalls[0] == 0 and recalls[1] >= 0.6
-    weights = ["class rare: 20 training examples, weight 5", "class usual: 180 training examples, weight 0.5556"]
+    weights = [
+        "class rare: 20 training examples, weight 5",
+        "class usual: 180 training examples, weight 0.5556",
+    ]
     assert [line for line in shown.splitlines() if line.startswith("class ")] == weights
     # The scores of a set are not weighted.
     again = train("classify", tmp_path / "again", "--epochs", 0, "--data", rare, "--model", runs[1] / "model")
@@ -103,7 +125,17 @@ def test_rare_class_is_found(rare, config, tmp_path, capfd):
 
 def test_weights_do_not_depend_on_parts(rare, config, tmp_path):
     """A part of a batch without the rare class has no other weight than it has in the batch."""
-    options = ("--epochs", 1, *RARE[2:], "--data", rare, "--from-scratch", config, "--class-weights", "balanced")
+    options = (
+        "--epochs",
+        1,
+        *RARE[2:],
+        "--data",
+        rare,
+        "--from-scratch",
+        config,
+        "--class-weights",
+        "balanced",
+    )
     runs = [train("classify", tmp_path / str(parts), *options, "--accumulate", parts) for parts in (1, 10)]
     losses = [[line["train_loss"] for line in metrics(run) if "train_loss" in line] for run in runs]
     assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -128,7 +160,20 @@ def stopped(tmp_path_factory, config):
 
 
 # A learning rate that is far too high; 10 steps an epoch.
-PATIENT = ("--epochs", 12, "--patience", 2, "--batch-size", 8, "--lr", 5e-3, "--limit", 80, "--keep-checkpoints", 99)
+PATIENT = (
+    "--epochs",
+    12,
+    "--patience",
+    2,
+    "--batch-size",
+    8,
+    "--lr",
+    5e-3,
+    "--limit",
+    80,
+    "--keep-checkpoints",
+    99,
+)
 
 
 def find_best(run):
@@ -153,7 +198,10 @@ def test_patience_does_not_change_what_is_trained_until_then(stopped, config, tm
     whole = train("classify", tmp_path / "run", *PATIENT[:2], *PATIENT[4:], "--from-scratch", config)
     last = result(stopped)["epochs"]
     assert result(whole)["epochs"] == 12 and "stopped after" not in (whole / "logs/rank-0000.log").read_text()
-    states = [torch.load(run / f"checkpoints/epoch-{last:04d}.pt", weights_only=True)["model"] for run in (stopped, whole)]
+    states = [
+        torch.load(run / f"checkpoints/epoch-{last:04d}.pt", weights_only=True)["model"]
+        for run in (stopped, whole)
+    ]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
@@ -171,11 +219,17 @@ def test_resumed_run_stops_at_the_same_epoch(cut, stopped, config, tmp_path):
     options = (*PATIENT, "--from-scratch", config, "--resume", folder)
     if cut == "within an epoch":
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr("hpctrain.run.run.Run.must_save", lambda run: run.epoch == best and run._step == 5 and stop(run))
+            patch.setattr(
+                "hpctrain.run.run.Run.must_save",
+                lambda run: run.epoch == best and run._step == 5 and stop(run),
+            )
             train("classify", folder, *options)
         assert (folder / f"checkpoints/epoch-{best + 1:04d}-step-000005.pt").exists()
     train("classify", folder, *options)
-    assert result(folder)["epochs"] == last and result(folder)["weights_sha256"] == result(stopped)["weights_sha256"]
+    assert (
+        result(folder)["epochs"] == last
+        and result(folder)["weights_sha256"] == result(stopped)["weights_sha256"]
+    )
     assert scores(folder) == scores(stopped) and [line["step"] for line in metrics(folder)] == [
         line["step"] for line in metrics(stopped)
     ]
@@ -206,11 +260,16 @@ def test_run_of_a_version_without_these_options_is_continued(config, tmp_path):
 def test_a_run_that_has_ended_is_not_continued(stopped, config, tmp_path, capsys):
     before = result(stopped)
     options = (*PATIENT, "--from-scratch", config)
-    with pytest.raises(UsageError, match=r"has \d epochs already: give a larger --patience, with --force, to continue"):
+    with pytest.raises(
+        UsageError, match=r"has \d epochs already: give a larger --patience, with --force, to continue"
+    ):
         train("classify", stopped, *options, "--resume", stopped)
     with pytest.raises(SystemExit) as end:
         train("classify", stopped, *options, "--resume", "auto")
-    assert not end.value.code and f"has {before['epochs']} epochs already: nothing to do" in capsys.readouterr().out
+    assert (
+        not end.value.code
+        and f"has {before['epochs']} epochs already: nothing to do" in capsys.readouterr().out
+    )
     assert result(stopped) == before
     with pytest.raises(UsageError, match="--patience 3 instead of 2"):
         train("classify", stopped, *options, "--patience", 3, "--resume", stopped)
@@ -223,7 +282,19 @@ def test_a_run_that_has_ended_is_not_continued(stopped, config, tmp_path, capsys
 @pytest.mark.slow
 def test_two_ranks_stop_at_the_same_epoch_with_the_same_losses(rare, config, tmp_path):
     """The weights of the model never change, so that no epoch is better than the first, and losses differ by rounding alone."""
-    options = ("--epochs", 9, "--patience", 2, *RARE[2:4], "--lr", 1e-30, "--data", rare, "--from-scratch", config)
+    options = (
+        "--epochs",
+        9,
+        "--patience",
+        2,
+        *RARE[2:4],
+        "--lr",
+        1e-30,
+        "--data",
+        rare,
+        "--from-scratch",
+        config,
+    )
     options += ("--class-weights", "balanced")
     alone = train("classify", tmp_path / "alone", *options)
     words = ["nlp.classify", *map(str, options), "--out", "two"]
@@ -238,7 +309,8 @@ def test_two_ranks_stop_at_the_same_epoch_with_the_same_losses(rare, config, tmp
 
 # --- --eval-every ---
 
-# 10 steps an epoch; evaluations after step 4, 8, 10 (of the first epoch), 12, 16, 20 (of the second one) and so on.
+# 10 steps an epoch; evaluations after step 4, 8, 10 (of the first epoch), 12, 16, 20 (of the second one) and
+# so on.
 EVERY = ("--epochs", 12, "--seed", 2, *PATIENT[4:])
 EVERY_FOUR = (*EVERY, "--patience", 3, "--eval-every", 4)
 
@@ -246,17 +318,24 @@ EVERY_FOUR = (*EVERY, "--patience", 3, "--eval-every", 4)
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory, config):
     """A run whose best evaluation is within an epoch, and which stalls within another one."""
-    return train("classify", tmp_path_factory.mktemp("evaluated") / "run", *EVERY_FOUR, "--from-scratch", config)
+    return train(
+        "classify", tmp_path_factory.mktemp("evaluated") / "run", *EVERY_FOUR, "--from-scratch", config
+    )
 
 
 def find_best_evaluation(run):
-    found = [(line["validation_accuracy"], -line["validation_loss"], line["step"]) for line in validations(run)]
+    found = [
+        (line["validation_accuracy"], -line["validation_loss"], line["step"]) for line in validations(run)
+    ]
     return max(found, key=lambda line: line[:2])[2], [step for *_, step in found]
 
 
 def test_evaluations_within_epochs_select_the_weights_and_end_the_run(evaluated):
     best, steps = find_best_evaluation(evaluated)
-    assert steps == [step for step in range(1, 121) if step % 4 == 0 or step % 10 == 0][: len(steps)] and len(steps) < 36
+    assert (
+        steps == [step for step in range(1, 121) if step % 4 == 0 or step % 10 == 0][: len(steps)]
+        and len(steps) < 36
+    )
     assert best == steps[-4] and best % 10 and steps[-1] % 10
     assert result(evaluated)["epochs"] == steps[-1] // 10
     log = (evaluated / "logs/rank-0000.log").read_text()
@@ -272,9 +351,15 @@ def test_evaluations_within_epochs_select_the_weights_and_end_the_run(evaluated)
 def test_evaluations_do_not_change_what_is_trained(evaluated, config, tmp_path):
     """Nor the losses of the training."""
     plain = train("classify", tmp_path / "run", *EVERY, "--from-scratch", config)
-    states = [torch.load(run / "checkpoints/epoch-0003.pt", weights_only=True)["model"] for run in (evaluated, plain)]
+    states = [
+        torch.load(run / "checkpoints/epoch-0003.pt", weights_only=True)["model"]
+        for run in (evaluated, plain)
+    ]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    lines = [{line["step"]: line["train_loss"] for line in metrics(run) if "train_loss" in line} for run in (evaluated, plain)]
+    lines = [
+        {line["step"]: line["train_loss"] for line in metrics(run) if "train_loss" in line}
+        for run in (evaluated, plain)
+    ]
     assert len(lines[0]) == 16 and lines[0].items() <= lines[1].items()
 
 
@@ -291,7 +376,9 @@ def test_run_resumed_after_an_evaluation_ends_alike(kept, evaluated, config, tmp
         path.unlink()
     (folder / "result.json").unlink()
     train("classify", folder, *EVERY_FOUR, "--from-scratch", config, "--resume", folder)
-    assert result(folder)["weights_sha256"] == result(evaluated)["weights_sha256"] and scores(folder) == scores(evaluated)
+    assert result(folder)["weights_sha256"] == result(evaluated)["weights_sha256"] and scores(
+        folder
+    ) == scores(evaluated)
     own, others = ([line | {"seconds": 0} for line in validations(run)] for run in (folder, evaluated))
     assert own == others
 
@@ -299,7 +386,19 @@ def test_run_resumed_after_an_evaluation_ends_alike(kept, evaluated, config, tmp
 @pytest.mark.slow
 def test_two_ranks_evaluate_within_epochs(rare, config, tmp_path):
     """As in the test of --patience: the first evaluation is the best, and the third one ends the run."""
-    options = ("--epochs", 9, "--patience", 2, "--eval-every", 3, "--accumulate", 2, *RARE[2:4], "--lr", 1e-30)
+    options = (
+        "--epochs",
+        9,
+        "--patience",
+        2,
+        "--eval-every",
+        3,
+        "--accumulate",
+        2,
+        *RARE[2:4],
+        "--lr",
+        1e-30,
+    )
     words = ["nlp.classify", *map(str, (*options, "--data", rare, "--from-scratch", config)), "--out", "two"]
     done = warm_start.run(warm_start.torchrun_ranks(2, words, dict(os.environ)), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -310,5 +409,7 @@ def test_two_ranks_evaluate_within_epochs(rare, config, tmp_path):
 def test_a_batch_that_the_ranks_cannot_share_is_refused_before_the_data_are_read():
     """Tokenizing may take hours."""
     world = World(0, 2, 0, 2, 0, 1, "torchrun")
-    with pytest.raises(UsageError, match="--batch-size 33 is the global batch, and 2 ranks cannot share it evenly"):
+    with pytest.raises(
+        UsageError, match="--batch-size 33 is the global batch, and 2 ranks cannot share it evenly"
+    ):
         finetune.fine_tune(classify.TASK, world, ["--batch-size", "33"])

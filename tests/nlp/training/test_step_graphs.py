@@ -47,7 +47,9 @@ def captured(monkeypatch):
 
 
 @pytest.mark.parametrize("most", [1, 100])
-def test_a_graph_for_each_shape_gives_the_weights_of_steps_without_graphs(tmp_path, monkeypatch, captured, most):
+def test_a_graph_for_each_shape_gives_the_weights_of_steps_without_graphs(
+    tmp_path, monkeypatch, captured, most
+):
     """With dropout, in 20 steps; and where there are more shapes than graphs."""
     monkeypatch.setattr(step_graphs, "MOST", most)
     args = argparse.Namespace(data=None, size="tiny", examples=160, held_out=8, batch_size=8, max_length=64)
@@ -60,7 +62,9 @@ def test_a_graph_for_each_shape_gives_the_weights_of_steps_without_graphs(tmp_pa
     monkeypatch.setattr(nlp, "make_loader", lambda *words, round_up_to: loader(*words, round_up_to=64))
     for graphs in (False, True):
         setting.args.out = tmp_path / f"{graphs}"
-        model = nlp.load_model(classify.TASK, tmp_path / "model", setting.tokenizer, setting.labels, setting.args)
+        model = nlp.load_model(
+            classify.TASK, tmp_path / "model", setting.tokenizer, setting.labels, setting.args
+        )
         nlp.train_with_hpctrain(setting, model, lambda batch: batch, graphs=graphs)
         weights.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
     assert len(set(captured)) == len(captured) <= most
@@ -84,9 +88,13 @@ def test_steps_that_cannot_be_recorded_are_one_line(captured, monkeypatch):
 
 def test_weights_that_only_some_batches_train_are_refused(captured):
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-    steps = StepGraphs([first, second], lambda batch: (first * batch["x"]).sum() + (second if len(batch["x"]) > 2 else 0))
+    steps = StepGraphs(
+        [first, second], lambda batch: (first * batch["x"]).sum() + (second if len(batch["x"]) > 2 else 0)
+    )
     steps.run({"x": torch.ones(2)})
-    with pytest.raises(HpctrainError, match="which weights this model trains depends on the batch: leave it out"):
+    with pytest.raises(
+        HpctrainError, match="which weights this model trains depends on the batch: leave it out"
+    ):
         steps.run({"x": torch.ones(3)})
 
 
@@ -98,18 +106,27 @@ def test_layerdrop_is_refused():
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_transformers_asks_no_gpu_for_the_mask(kind, monkeypatch):
-    """What it asks would be read from the memory of the GPU, which cannot be recorded. The output is that without graphs."""
+    """What it asks would be read from the memory of the GPU, which cannot be recorded.
+
+    The output is that without graphs.
+    """
     config = {"bert": transformers.BertConfig, "gpt2": transformers.GPT2Config}[kind]
-    sizes = {"bert": {"hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}, "gpt2": {"n_embd": 8, "n_head": 1}}[
-        kind
-    ]
-    model = transformers.AutoModel.from_config(config(num_hidden_layers=1, vocab_size=20, use_cache=False, **sizes)).eval()
+    sizes = {
+        "bert": {"hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8},
+        "gpt2": {"n_embd": 8, "n_head": 1},
+    }[kind]
+    model = transformers.AutoModel.from_config(
+        config(num_hidden_layers=1, vocab_size=20, use_cache=False, **sizes)
+    ).eval()
     tokens = torch.arange(1, 9).reshape(2, 4)
     for padded in (False, True):
         mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0 if padded else 1]])
         inputs = {"input_ids": tokens, **({"attention_mask": mask} if padded else {})}
         expected = model(input_ids=tokens, attention_mask=mask).last_hidden_state
-        with step_graphs._choose_mask({"attention_mask": mask, "is_padded": padded}), monkeypatch.context() as patched:
+        with (
+            step_graphs._choose_mask({"attention_mask": mask, "is_padded": padded}),
+            monkeypatch.context() as patched,
+        ):
             patched.setattr(torch.Tensor, "__bool__", lambda tensor: pytest.fail("asks for a value"))
             found = model(**inputs).last_hidden_state
         assert torch.allclose(found[mask == 1], expected[mask == 1], atol=1e-6)
@@ -140,7 +157,11 @@ def test_batches_are_padded_to_a_multiple():
     assert batch["input_ids"].tolist() == [[1, 2, 3, 9, 9, 9, 9, 9], [4, 9, 9, 9, 9, 9, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
     # --max-length, beyond which a model may have no positions
-    assert [features.batch(torch.tensor([0, 1]), {}, most)["input_ids"].shape[1] for most in (0, 3, 5)] == [3, 3, 5]
+    assert [features.batch(torch.tensor([0, 1]), {}, most)["input_ids"].shape[1] for most in (0, 3, 5)] == [
+        3,
+        3,
+        5,
+    ]
 
 
 def test_a_model_gets_a_mask_only_where_there_is_padding():
@@ -148,8 +169,15 @@ def test_a_model_gets_a_mask_only_where_there_is_padding():
     seen = []
     model = torch.nn.Linear(1, 1)
     model.forward = lambda **inputs: seen.append(set(inputs)) or SimpleNamespace(loss=torch.zeros(()))
-    module = FineTuneModule(classify.TASK, model, [], parse_options(classify.TASK, []), SimpleNamespace(world=ALONE), 1)
-    batch = {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3), "labels": torch.ones(2), "weight": 1.0}
+    module = FineTuneModule(
+        classify.TASK, model, [], parse_options(classify.TASK, []), SimpleNamespace(world=ALONE), 1
+    )
+    batch = {
+        "input_ids": torch.ones(2, 3),
+        "attention_mask": torch.ones(2, 3),
+        "labels": torch.ones(2),
+        "weight": 1.0,
+    }
     for real in (6, 5):
         module.training_step({**batch, "real": real}, 0)
     assert seen == [{"input_ids", "labels"}, {"input_ids", "labels", "attention_mask"}]

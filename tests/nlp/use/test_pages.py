@@ -15,9 +15,7 @@ from tests.tools.browser import Browser
 WIDTHS = (360, 768, 1280, 1920)
 FITS = "document.documentElement.scrollWidth <= window.innerWidth"
 # The relative luminance of a color like "rgb(1, 2, 3)", without its gamma: enough to tell light from dark.
-LIGHT = (
-    "(element, name) => getComputedStyle(element)[name].match(/[0-9]+/g).slice(0, 3).map(Number).reduce((a, b) => a + b) / 765"
-)
+LIGHT = "(element, name) => getComputedStyle(element)[name].match(/[0-9]+/g).slice(0, 3).map(Number).reduce((a, b) => a + b) / 765"
 
 
 @pytest.mark.slow
@@ -34,7 +32,9 @@ def test_the_report_fits_every_width_in_light_and_dark(tmp_path):
                 assert browser.evaluate(FITS), width
                 text = browser.evaluate(f"({LIGHT})(document.querySelector('svg text'), 'fill')")
                 assert text > 0.7 if scheme == "dark" else text < 0.3
-            tops = browser.evaluate("[...document.querySelectorAll('.charts svg')].map(svg => svg.getBoundingClientRect().top)")
+            tops = browser.evaluate(
+                "[...document.querySelectorAll('.charts svg')].map(svg => svg.getBoundingClientRect().top)"
+            )
             columns.append(tops.count(tops[0]))
         assert columns == [1, 2, 3, 4]
 
@@ -62,7 +62,12 @@ def test_the_page_of_a_model_asks_for_the_token_and_marks_the_answer(tmp_path, m
         browser.click("button")
         browser.wait_for("document.querySelector('mark')")
         assert browser.evaluate("document.querySelector('mark').innerText").startswith("Kim")
-        assert "Kim75.0% <b>lives</b> in Seoul" in browser.evaluate("document.querySelector('.answer').innerText")
-        assert browser.evaluate("getComputedStyle(document.querySelector('mark')).backgroundColor") != "rgba(0, 0, 0, 0)"
+        assert "Kim75.0% <b>lives</b> in Seoul" in browser.evaluate(
+            "document.querySelector('.answer').innerText"
+        )
+        assert (
+            browser.evaluate("getComputedStyle(document.querySelector('mark')).backgroundColor")
+            != "rgba(0, 0, 0, 0)"
+        )
         assert browser.evaluate(FITS)
     server.shutdown()

@@ -76,7 +76,9 @@ def ask(task, tmp_path, monkeypatch):
 
     def send(method, path, body=None, headers=None):
         connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-        connection.request(method, path, body, {"Authorization": "Bearer the-token"} if headers is None else headers)
+        connection.request(
+            method, path, body, {"Authorization": "Bearer the-token"} if headers is None else headers
+        )
         response = connection.getresponse()
         text = response.read().decode()
         connection.close()
@@ -106,7 +108,9 @@ def test_json(ask):
 )  # fmt: skip
 def test_json_that_is_invalid(ask, content):
     status, answer = post(ask, content)
-    assert status == 400 and answer["error"].startswith("expected a JSON object with question and context, or a list")
+    assert status == 400 and answer["error"].startswith(
+        "expected a JSON object with question and context, or a list"
+    )
 
 
 def test_requests_that_are_no_json_or_too_large(ask):
@@ -120,7 +124,8 @@ def test_requests_that_are_no_json_or_too_large(ask):
 
 
 def test_many_programs_connect_at_once():
-    with serve.Server(("127.0.0.1", 0), serve.Handler) as server, ExitStack() as clients:  # it does not accept any yet
+    # it does not accept any yet
+    with serve.Server(("127.0.0.1", 0), serve.Handler) as server, ExitStack() as clients:
         for _ in range(100):
             clients.enter_context(socket.create_connection(server.server_address, timeout=5))
 
@@ -130,13 +135,17 @@ def test_a_client_that_ends_early_leaves_no_stack_in_the_log(ask, capfd):
     for request in (b"GE", b"GET / HTTP/1.1\r\n\r\n" * 1000):
         with socket.create_connection(address) as client:
             client.sendall(request)
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+            # its end is a reset
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     time.sleep(0.5)
     assert ask("GET", "/")[0].status == 200 and capfd.readouterr().err == ""
 
 
 def test_an_error_of_the_model_is_a_message(ask):
-    assert post(ask, {"question": "fails", "context": "b"}) == (422, {"error": "this model cannot: use another"})
+    assert post(ask, {"question": "fails", "context": "b"}) == (
+        422,
+        {"error": "this model cannot: use another"},
+    )
     for question in ("crashes", "panics"):
         status, answer = post(ask, {"question": question, "context": "b"})
         assert status == 422 and "the model cannot answer this (" in answer["error"]
@@ -145,7 +154,11 @@ def test_an_error_of_the_model_is_a_message(ask):
 
 def test_nobody_gets_in_without_the_token(ask, task):
     for headers in ({}, {"Authorization": "Bearer the-toke"}, {"Cookie": "token=x"}, {"Cookie": "\x01;=;"}):
-        for method, path, body in (("GET", "/", None), ("POST", "/", "question=a&context=b"), ("POST", "/answer", "{}")):
+        for method, path, body in (
+            ("GET", "/", None),
+            ("POST", "/", "question=a&context=b"),
+            ("POST", "/answer", "{}"),
+        ):
             response, text = ask(method, path, body, headers)
             assert response.status == 403 and "the token is missing or not of this server" in text
     assert ask("GET", "/?token=wrong", headers={})[0].status == 403
@@ -155,9 +168,17 @@ def test_nobody_gets_in_without_the_token(ask, task):
 def test_the_address_with_the_token_stores_it_in_a_cookie(ask):
     response, _ = ask("GET", "/?token=the-token", headers={})
     cookie = response.headers["Set-Cookie"]
-    assert (response.status, response.headers["Location"]) == (303, "/") and "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    assert (
+        (response.status, response.headers["Location"]) == (303, "/")
+        and "HttpOnly" in cookie
+        and "SameSite=Strict" in cookie
+    )
     response, page = ask("GET", "/", headers={"Cookie": cookie.split(";")[0]})
-    assert response.status == 200 and "<title>Questions &amp; answers</title>" in page and page.count("<textarea") == 2
+    assert (
+        response.status == 200
+        and "<title>Questions &amp; answers</title>" in page
+        and page.count("<textarea") == 2
+    )
     assert "default-src 'none'" in response.headers["Content-Security-Policy"] and "<script" not in page
 
 
@@ -174,7 +195,9 @@ def test_the_page_shows_the_answer_and_keeps_the_texts(ask):
 
 def test_requests_of_many_are_answered_together(ask, task):
     task.go.clear()
-    contents = [{"question": "fails" if number == 5 else "a", "context": f"{number:03}"} for number in range(12)]
+    contents = [
+        {"question": "fails" if number == 5 else "a", "context": f"{number:03}"} for number in range(12)
+    ]
     with ThreadPoolExecutor(12) as pool:
         started = [pool.submit(post, ask, content) for content in contents]
         while serve.Handler.model._waiting.qsize() < 4:  # the others are a batch
@@ -183,7 +206,9 @@ def test_requests_of_many_are_answered_together(ask, task):
         task.go.set()
         answers = [each.result() for each in started]
     assert [status for status, _ in answers] == [200] * 5 + [422] + [200] * 6
-    assert [answer["answer"] for _, answer in answers if "answer" in answer] == [f"{n:03}" for n in range(12) if n != 5]
+    assert [answer["answer"] for _, answer in answers if "answer" in answer] == [
+        f"{n:03}" for n in range(12) if n != 5
+    ]
     assert 1 < max(task.sizes) <= 8
 
 
@@ -214,17 +239,28 @@ def test_a_real_model_in_a_process_of_its_own(tmp_path):
     hpctrain = [sys.executable, "-m", "hpctrain"]
     train = [*hpctrain, "nlp.classify", "--limit", "20", "--epochs", "1", "--out", "run"]
     assert subprocess.run(train, cwd=tmp_path, capture_output=True, timeout=600).returncode == 0
-    with subprocess.Popen([*hpctrain, "serve", "run", "--port", "0"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout.readline() == "serving classify; the address is in run/serve.url, which you alone can read\n"
+    with subprocess.Popen(
+        [*hpctrain, "serve", "run", "--port", "0"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert (
+            server.stdout.readline()
+            == "serving classify; the address is in run/serve.url, which you alone can read\n"
+        )
         note = tmp_path / "run/serve.url"
         assert note.stat().st_mode & 0o777 == 0o600
-        host, port, token = re.fullmatch(r"http://([\d.]+):(\d+)/\?token=(\S{32})\n", note.read_text()).groups()
+        host, port, token = re.fullmatch(
+            r"http://([\d.]+):(\d+)/\?token=(\S{32})\n", note.read_text()
+        ).groups()
         assert host == "127.0.0.1"
         connection = http.client.HTTPConnection(host, int(port), timeout=60)
-        connection.request("POST", "/answer", json.dumps([{"text": "좋은 영화"}] * 3), {"Authorization": f"Bearer {token}"})
+        connection.request(
+            "POST", "/answer", json.dumps([{"text": "좋은 영화"}] * 3), {"Authorization": f"Bearer {token}"}
+        )
         answers = json.loads(connection.getresponse().read())
         assert len(answers) == 3 and {"label", "probability"} <= answers[0].keys()
-        taken = subprocess.run([*hpctrain, "serve", "run", "--port", port], cwd=tmp_path, capture_output=True, text=True)
+        taken = subprocess.run(
+            [*hpctrain, "serve", "run", "--port", port], cwd=tmp_path, capture_output=True, text=True
+        )
         assert taken.returncode == 1 and f"127.0.0.1:{port} cannot be listened on" in taken.stderr
         server.send_signal(signal.SIGTERM)
     assert server.returncode == 0 and not note.exists()

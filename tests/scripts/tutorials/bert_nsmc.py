@@ -1,4 +1,5 @@
-"""Sentiment of film reviews by BERT, as in the NLP tutorials: pandas reads NSMC, transformers has the model, Lightning trains.
+"""Sentiment of film reviews by BERT, as in the NLP tutorials: pandas reads NSMC, transformers has the model,
+Lightning trains.
 
 Usage: bert_nsmc.py MODEL, a folder with a model and its tokenizer.
 """
@@ -32,10 +33,15 @@ if __name__ == "__main__":
     pl.seed_everything(0)
     reviews = pd.read_csv("ratings_train.txt", sep="\t").dropna()
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-    texts = tokenizer(list(reviews["document"]), padding=True, truncation=True, max_length=32, return_tensors="pt")
+    texts = tokenizer(
+        list(reviews["document"]), padding=True, truncation=True, max_length=32, return_tensors="pt"
+    )
     data = TensorDataset(texts["input_ids"], texts["attention_mask"], torch.tensor(list(reviews["label"])))
     ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     trainer = pl.Trainer(accelerator="auto", strategy="ddp", devices=here, num_nodes=ranks // here, max_epochs=1,
                          logger=False, enable_checkpointing=False)  # fmt: skip
     trainer.fit(Sentiment(sys.argv[1]), DataLoader(data, batch_size=4, shuffle=True))
-    print(f"rank {trainer.global_rank} of {trainer.world_size} loss {trainer.callback_metrics['loss_epoch']:.6f}", flush=True)
+    print(
+        f"rank {trainer.global_rank} of {trainer.world_size} loss {trainer.callback_metrics['loss_epoch']:.6f}",
+        flush=True,
+    )

@@ -17,7 +17,9 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 images = datasets.MNIST(".", train=True, download=True, transform=transforms.ToTensor())
 sampler = DistributedSampler(images, num_replicas=hvd.size(), rank=hvd.rank())
 loader = DataLoader(images, batch_size=16, sampler=sampler)
-model = nn.Sequential(nn.Conv2d(1, 4, 5, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 12 * 12, 10)).to(device)
+model = nn.Sequential(nn.Conv2d(1, 4, 5, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 12 * 12, 10)).to(
+    device
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size(), momentum=0.5)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)

@@ -52,4 +52,7 @@ if __name__ == "__main__":
     trainer = pl.Trainer(accelerator="auto", strategy="ddp", devices=here, num_nodes=ranks // here, max_epochs=1,
                          logger=False, enable_checkpointing=False)  # fmt: skip
     trainer.fit(Classifier(), Digits())
-    print(f"rank {trainer.global_rank} of {trainer.world_size} loss {trainer.callback_metrics['loss']:.6f}", flush=True)
+    print(
+        f"rank {trainer.global_rank} of {trainer.world_size} loss {trainer.callback_metrics['loss']:.6f}",
+        flush=True,
+    )

@@ -15,7 +15,9 @@ rank, ranks, local_rank = dist.get_rank(), dist.get_world_size(), int(os.environ
 device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
 
 torch.manual_seed(0)
-images = datasets.FakeData(size=8 * ranks, image_size=(3, 32, 32), num_classes=10, transform=transforms.ToTensor())
+images = datasets.FakeData(
+    size=8 * ranks, image_size=(3, 32, 32), num_classes=10, transform=transforms.ToTensor()
+)
 sampler = DistributedSampler(images, shuffle=True)
 loader = DataLoader(images, batch_size=4, sampler=sampler)
 model = models.resnet50(num_classes=10).to(device)

@@ -4,9 +4,9 @@ Run it with the script of the long job that comes after it:
 
     sbatch launch/apptainer_ddp.sh check
 
-First each rank checks its own node, then the ranks compare their versions, settings and devices, then they exchange numbers.
-Every problem is one line, printed once however many ranks have it. The variables of schedulers that are read here are only
-compared with what the ranks find; the rank itself comes from world.py.
+First each rank checks its own node, then the ranks compare their versions, settings and devices, then they
+exchange numbers. Every problem is one line, printed once however many ranks have it. The variables of
+schedulers that are read here are only compared with what the ranks find; the rank itself comes from world.py.
 """
 
 import os
@@ -24,7 +24,12 @@ import torch.distributed as dist
 from hpctrain.commands import add
 from hpctrain.commands.check.mpi import mpi_library, mpi_name, mpi_problems
 from hpctrain.commands.check.nccl import Network, capture_nccl_log, compare_with_log, predict_network
-from hpctrain.commands.check.node import file_system_problems, image_mount, rendezvous_problems, seconds_since_start
+from hpctrain.commands.check.node import (
+    file_system_problems,
+    image_mount,
+    rendezvous_problems,
+    seconds_since_start,
+)
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.gpu import gpu_problems
 from hpctrain.distributed.python import shadowed_packages
@@ -41,7 +46,8 @@ START_SECONDS = seconds_since_start()  # with torch imported
 def parser() -> Parser:
     """The options of `hpctrain check`."""
     parser = Parser(
-        prog="hpctrain check", description="Check every rank's node, software and folders, and the network between them."
+        prog="hpctrain check",
+        description="Check every rank's node, software and folders, and the network between them.",
     )
     add_device(parser)
     return parser
@@ -57,11 +63,13 @@ def main(world: World, arguments: list[str]) -> None:
         # Without a rendezvous there is no rank 0 that gathers the problems: each node prints its own.
         if unreachable := list(rendezvous_problems(world)):
             fail(f"{here}: {text}" for text in problems + unreachable)
-    # A missing GPU for --device cuda is in the list of problems already, and must not prevent the other checks.
+    # A missing GPU for --device cuda is in the list of problems already, and must not prevent the other
+    # checks.
     device = choose_device(world, "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     with ExitStack() as joined:
         try:
-            # Over Gloo on every device: ranks with and without a GPU could not connect over NCCL to report that they differ.
+            # Over Gloo on every device: ranks with and without a GPU could not connect over NCCL to report
+            # that they differ.
             joined.enter_context(process_group(world, torch.device("cpu")))
         except SystemExit:  # rank 0 names the missing ranks; the problems of this rank may be the reason
             print_errors(f"{here}: {text}" for text in problems)
@@ -80,7 +88,10 @@ def main(world: World, arguments: list[str]) -> None:
 
 
 def check_collectively(world: World, device: torch.device, problems: list[str]) -> None:
-    """Compare the ranks, then test communication between them. A collective call. Raises HpctrainError on rank 0."""
+    """Compare the ranks, then test communication between them.
+
+    A collective call. Raises HpctrainError on rank 0.
+    """
     nccl = predict_network()
     # Gloo always uses TCP. NCCL within a node uses no network, but fails to start if it finds none.
     if device.type == "cuda" and nccl.unintended and (world.nodes > 1 or not nccl.name):
@@ -92,22 +103,31 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
             print(
                 f"rank {report['rank']} of {report['size']}  node {report['node_rank']} of {report['nodes']}  "
                 f"local {report['local_rank']} of {report['local_size']}  {report['host']}  {report['device']}  "
-                + "  ".join(f"{name} {version}" for name, version in report["software"].items() if name != "image")
+                + "  ".join(
+                    f"{name} {version}" for name, version in report["software"].items() if name != "image"
+                )
             )
         for line in [*describe_start(reports), *describe_networks(reports), *isolation_warnings(reports)]:
             print(line)
     end_on_problems(world, hosts, problems, [*consistency_problems(reports), *placement_problems(reports)])
-    passed = [f"check passed: {counted(world.size, 'rank')} on {counted(len(set(hosts)), 'host')} ({world.launcher})"]
+    passed = [
+        f"check passed: {counted(world.size, 'rank')} on {counted(len(set(hosts)), 'host')} ({world.launcher})"
+    ]
     if world.size > 1:
         with capture_nccl_log() as logged_network:
             group = dist.new_group(backend="nccl") if device.type == "cuda" else None
-            problems = [*ring_problems(world, device, group, hosts), *all_reduce_problems(world, device, group)]
+            problems = [
+                *ring_problems(world, device, group, hosts),
+                *all_reduce_problems(world, device, group),
+            ]
             logged = logged_network()  # "" if NCCL is not used
             if world.nodes > 1:
                 problems += compare_with_log(nccl, logged)
             end_on_problems(world, hosts, problems)
             seconds = time_all_reduce(device, group)
-        passed.append(f"ring and all-reduce correct on {device.type}" + (f" (NCCL: {logged})" if logged else ""))
+        passed.append(
+            f"ring and all-reduce correct on {device.type}" + (f" (NCCL: {logged})" if logged else "")
+        )
         passed.append(f"64 MB in {seconds * 1e3:.0f} ms ({0.064 / seconds:.2f} GB/s)")
     if mpi := mpi_library(world):
         end_on_problems(world, hosts, list(mpi_problems(world, mpi)))
@@ -132,9 +152,9 @@ def fail(lines: Iterable[str]) -> NoReturn:
 def end_on_problems(world: World, hosts: list[str], problems: list[str], common: Iterable[str] = ()) -> None:
     """End all ranks if one of them has a problem. A collective call.
 
-    `problems` are those of this rank, `common` those that every rank finds alike. Rank 0 prints each of them once and raises
-    HpctrainError. The others exit with status 0: srun kills all ranks at the first failure, perhaps before rank 0 has
-    printed its errors.
+    `problems` are those of this rank, `common` those that every rank finds alike. Rank 0 prints each of them
+    once and raises HpctrainError. The others exit with status 0: srun kills all ranks at the first failure,
+    perhaps before rank 0 has printed its errors.
     """
     ranks: dict[str, list[int]] = {}
     for rank, texts in enumerate(gather(world, problems)):
@@ -176,7 +196,9 @@ def rank_report(world: World, device: torch.device, nccl: Network) -> dict[str, 
         "mount": image_mount(),
         "network": nccl.name,
         "nccl": nccl.description,
-        "fabric": {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "FI_", "UCX_"))},
+        "fabric": {
+            name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "FI_", "UCX_"))
+        },
     }
 
 
@@ -195,7 +217,10 @@ def consistency_problems(reports: list[dict[str, Any]]) -> Iterator[str]:
             for report in compared:
                 ranks.setdefault(report[kind].get(name, "missing"), []).append(report["rank"])
             if len(ranks) > 1:
-                found = ", ".join(f"{value or 'missing'} for {format_place(having, hosts)}" for value, having in ranks.items())
+                found = ", ".join(
+                    f"{value or 'missing'} for {format_place(having, hosts)}"
+                    for value, having in ranks.items()
+                )
                 yield f"{name} differs: {found}: {advice}"
     networks: dict[str, list[int]] = {}
     for report in reports:
@@ -204,7 +229,10 @@ def consistency_problems(reports: list[dict[str, Any]]) -> Iterator[str]:
     if len(networks) > 1:
         found = ", ".join(f"{name} for {format_place(having, hosts)}" for name, having in networks.items())
         yield f"NCCL uses different networks: {found}: see above what these nodes lack, or exclude them"
-    devices = {kind: [report["rank"] for report in reports if report["device"].startswith(kind)] for kind in ("cuda", "cpu")}
+    devices = {
+        kind: [report["rank"] for report in reports if report["device"].startswith(kind)]
+        for kind in ("cuda", "cpu")
+    }
     if all(devices.values()):
         with_gpu, without = (format_place(devices[kind], hosts) for kind in ("cuda", "cpu"))
         yield f"{with_gpu} has a GPU, {without} has none: request the same GPUs on every node"
@@ -219,7 +247,8 @@ def describe_start(reports: list[dict[str, Any]]) -> Iterator[str]:
         f"{slowest['start']:.1f} s (rank {slowest['rank']} on {slowest['host']})"
         + (f"; the image is mounted by {', '.join(mounts)}" if mounts else "")
     )
-    if "squashfuse" in mounts:  # github.com/apptainer/apptainer/issues/665: a job took 170 minutes instead of 24
+    # github.com/apptainer/apptainer/issues/665: a job took 170 minutes instead of 24
+    if "squashfuse" in mounts:
         hosts = list(dict.fromkeys(report["host"] for report in reports if report["mount"] == "squashfuse"))
         yield (
             f"warning: on {shorten(hosts, ', ')} the image is mounted by squashfuse, which has one thread for all ranks: "
@@ -276,11 +305,18 @@ def placement_problems(reports: list[dict[str, Any]], env: Mapping[str, str] = o
 # --- communication between the ranks ---
 
 
-def ring_problems(world: World, device: torch.device, group: dist.ProcessGroup | None, hosts: list[str]) -> Iterator[str]:
-    """Send the rank's number to its right neighbor and receive that of its left one. Raises HpctrainError on a time-out."""
+def ring_problems(
+    world: World, device: torch.device, group: dist.ProcessGroup | None, hosts: list[str]
+) -> Iterator[str]:
+    """Send the rank's number to its right neighbor and receive that of its left one.
+
+    Raises HpctrainError on a time-out.
+    """
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     sent, received = torch.tensor([world.rank], device=device), torch.tensor([-1], device=device)
-    work = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, right, group), dist.P2POp(dist.irecv, received, left, group)])
+    work = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, sent, right, group), dist.P2POp(dist.irecv, received, left, group)]
+    )
     try:
         for part in work:
             part.wait(JOIN_TIMEOUT)

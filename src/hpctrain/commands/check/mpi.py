@@ -18,7 +18,8 @@ def mpi_library(world: World, env: Mapping[str, str] = os.environ) -> ModuleType
     """mpi4py.MPI, not yet initialized, if the launcher starts MPI programs and mpi4py is installed; else None."""
     srun_offers_pmi = world.launcher == "slurm" and ("PMIX_RANK" in env or "PMI_RANK" in env)
     if "HPCTRAIN_WORLD_SIZE" in env and "HPCTRAIN_MPI_LIBRARY" not in env:
-        return None  # the launch script does not use MPI; with a default PMI in slurm.conf, every srun offers one
+        # the launch script does not use MPI; with a default PMI in slurm.conf, every srun offers one
+        return None
     if world.launcher not in ("openmpi", "mpich") and not srun_offers_pmi:
         return None
     try:
@@ -40,9 +41,14 @@ def mpi_problems(world: World, mpi: ModuleType, env: Mapping[str, str] = os.envi
     """Compare MPI's world with the launcher's, then test a ring and a sum over MPI. A collective call."""
     if world.launcher == "slurm":
         launcher = f"srun --mpi={env.get('SLURM_MPI_TYPE') or ('pmix' if 'PMIX_RANK' in env else 'pmi2')}"
-        advice = "use a --mpi= that both support (srun --mpi=list; Open MPI needs pmix, MPICH pmi2), or mpirun"
+        advice = (
+            "use a --mpi= that both support (srun --mpi=list; Open MPI needs pmix, MPICH pmi2), or mpirun"
+        )
     else:
-        launcher, advice = "mpirun", "use an mpirun of the same MPI and version as the image's, or srun --mpi=pmix"
+        launcher, advice = (
+            "mpirun",
+            "use an mpirun of the same MPI and version as the image's, or srun --mpi=pmix",
+        )
     mismatch = f"PMI mismatch: {launcher} started {world.size} ranks, but {mpi_name(mpi)} "
     here = f"rank {world.rank} on {os.uname().nodename}"
     with mpi_init_watchdog(world, f"{here}: {mismatch}did not get through MPI_Init: {advice}"):
@@ -62,14 +68,16 @@ def mpi_problems(world: World, mpi: ModuleType, env: Mapping[str, str] = os.envi
 
 @contextmanager
 def mpi_init_watchdog(world: World, message: str) -> Iterator[None]:
-    """Have a child process print `message` if the block hangs or ends this process, as MPI_Init does with the wrong PMI.
+    """Have a child process print `message` if the block hangs or ends this process, as MPI_Init does with the
+    wrong PMI.
 
     The child kills this process if the block takes longer than JOIN_TIMEOUT.
     """
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.close(writer)  # the parent has the only writing end, which closes when the parent ends
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun sends it to all processes when the first rank fails
+        # srun sends it to all processes when the first rank fails
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ready, _, _ = select.select([reader], [], [], JOIN_TIMEOUT.seconds)
         if not ready or not os.read(reader, 1):
             if world.local_rank == 0:  # once per node

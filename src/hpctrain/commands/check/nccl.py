@@ -1,9 +1,10 @@
 """Which network NCCL uses between nodes, and why: predicted by NCCL's own rules, without a GPU.
 
-The rules are those of NCCL 2.26.2 to 2.30.7 (github.com/NVIDIA/nccl: src/plugin/net.cc and plugin_open.cc, src/transport/net_ib,
-src/misc/socket.cc and param.cc, src/os/linux.cc); RULES has what differs between them. NCCL tries the plugins that it finds, then
-InfiniBand and RoCE, then TCP, and uses the first that works. With NCCL_NET it uses the first that works and has that name. Two
-rarely used settings are left out: NCCL_COMM_ID and NCCL_SOCKET_FAMILY.
+The rules are those of NCCL 2.26.2 to 2.30.7 (github.com/NVIDIA/nccl: src/plugin/net.cc and plugin_open.cc,
+src/transport/net_ib, src/misc/socket.cc and param.cc, src/os/linux.cc); RULES has what differs between them.
+NCCL tries the plugins that it finds, then InfiniBand and RoCE, then TCP, and uses the first that works. With
+NCCL_NET it uses the first that works and has that name. Two rarely used settings are left out: NCCL_COMM_ID
+and NCCL_SOCKET_FAMILY.
 """
 
 import ctypes
@@ -22,7 +23,8 @@ from pathlib import Path
 
 from hpctrain.text import shorten
 
-# The values of NCCL_SOCKET_IFNAME that NCCL tries if it is not set: the first one that matches an interface counts.
+# The values of NCCL_SOCKET_IFNAME that NCCL tries if it is not set: the first one that matches an interface
+# counts.
 INTERFACES = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
 
 
@@ -30,8 +32,9 @@ INTERFACES = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
 class Rules:
     """What differs between versions of NCCL.
 
-    `plugins` are the versions of the plugin interface that it looks for, in its order; each struct begins with a pointer to the
-    name. `files` are those that it tries for a name in NCCL_NET_PLUGIN, `files_of_library` if the name is that of a library.
+    `plugins` are the versions of the plugin interface that it looks for, in its order; each struct begins
+    with a pointer to the name. `files` are those that it tries for a name in NCCL_NET_PLUGIN,
+    `files_of_library` if the name is that of a library.
     """
 
     plugins: range
@@ -86,7 +89,8 @@ SIOCGIFFLAGS, SIOCGIFADDR, IFF_RUNNING = 0x8913, 0x8915, 0x40
 class Network:
     """A network of NCCL; `name` is as in NCCL_NET: "AWS Libfabric", "IB", "Socket", or "" for none.
 
-    `description` lists its parts, or why it cannot be used. `unintended` means that the node or its settings imply another one.
+    `description` lists its parts, or why it cannot be used. `unintended` means that the node or its settings
+    imply another one.
     """
 
     name: str
@@ -104,15 +108,26 @@ def predict_network(env: Mapping[str, str] = os.environ, root: Path = Path("/"))
         wanted = env.get("NCCL_SOCKET_IFNAME", "")
         found = shorten(running, ", ") or "no interface with an address"
         return Network(
-            "", f"none: NCCL_SOCKET_IFNAME is '{wanted}', but this node has {found}: name one of these, or unset it", True
+            "",
+            f"none: NCCL_SOCKET_IFNAME is '{wanted}', but this node has {found}: name one of these, or unset it",
+            True,
         )
     tcp = Network("Socket", f"TCP over {', '.join(interfaces)}")
     networks = [*find_plugins(env, root, rules), find_infiniband(env, root), tcp]
     named = env.get("NCCL_NET")
-    taken = next((one for one in networks if one.name and (named is None or one.name.lower() == named.lower())), None)
+    taken = next(
+        (one for one in networks if one.name and (named is None or one.name.lower() == named.lower())), None
+    )
     if taken is None:
-        offers = "; ".join(f"this node has {one.name} ({one.description})" if one.name else one.description for one in networks)
-        return Network("", f"none: NCCL_NET is '{named}', but {offers}: load that network (docs/fabric.md), or unset it", True)
+        offers = "; ".join(
+            f"this node has {one.name} ({one.description})" if one.name else one.description
+            for one in networks
+        )
+        return Network(
+            "",
+            f"none: NCCL_NET is '{named}', but {offers}: load that network (docs/fabric.md), or unset it",
+            True,
+        )
     if named is not None:
         return Network(taken.name, f"{taken.name} ({taken.description}), by NCCL_NET")
     skipped = networks[: networks.index(taken)]
@@ -120,7 +135,8 @@ def predict_network(env: Mapping[str, str] = os.environ, root: Path = Path("/"))
     unintended = taken.name in ("IB", "Socket") and any(one.unintended for one in skipped)
     description = f"{taken.name} ({taken.description})"
     if taken.name == "Socket":
-        description += ", some 20 times slower than a fabric"  # docs.cscs.ch/software/communication/nccl: 5.4 against 122.6 GB/s
+        # docs.cscs.ch/software/communication/nccl: 5.4 against 122.6 GB/s
+        description += ", some 20 times slower than a fabric"
     if unintended or taken.name == "Socket":
         description += f", because: {'; '.join(one.description for one in skipped)}"
     return Network(taken.name, description, unintended)
@@ -157,7 +173,8 @@ def matches(wanted: str, name: str, port: int | None = None) -> bool:
     exact, wanted = wanted.startswith("="), wanted.removeprefix("=")
     entries = [entry.split(":") for entry in wanted.split(",") if entry]
     found = not entries or any(
-        (name == entry[0] if exact else name.startswith(entry[0])) and (port is None or entry[1:2] in ([], [str(port)]))
+        (name == entry[0] if exact else name.startswith(entry[0]))
+        and (port is None or entry[1:2] in ([], [str(port)]))
         for entry in entries
     )
     return found != exclude
@@ -171,7 +188,11 @@ def find_plugins(env: Mapping[str, str], root: Path, rules: Rules) -> Iterator[N
     for name in filter(None, names.split(",") if rules.lists else [names]):
         is_library = re.fullmatch(rules.library, name)
         templates = rules.files_of_library if is_library else rules.files
-        files = list(dict.fromkeys(template.format(name) for template in templates)) if wanted is not None else [name]
+        files = (
+            list(dict.fromkeys(template.format(name) for template in templates))
+            if wanted is not None
+            else [name]
+        )
         errors = []
         for file in files:
             try:
@@ -206,7 +227,13 @@ def describe_plugin(file: str, library: ctypes.CDLL, cards: list[str], rules: Ru
         except ValueError:
             continue
         maps = Path("/proc/self/maps").read_text().split()
-        parts = sorted({path for path in maps if Path(path).name.startswith(("libnccl-net", "libfabric.so", "libcxi.so"))})
+        parts = sorted(
+            {
+                path
+                for path in maps
+                if Path(path).name.startswith(("libnccl-net", "libfabric.so", "libcxi.so"))
+            }
+        )
         description = f"{file}, loaded {', '.join(parts)}"
         if cards and not any("libcxi" in path for path in parts):
             description += f", but no libcxi.so.1, which libfabric needs for Slingshot ({', '.join(cards)})"
@@ -233,22 +260,31 @@ def find_infiniband(env: Mapping[str, str], root: Path) -> Network:
         (card, int(port.name), kinds[layer])
         for card in cards
         for port in sorted((folder / card / "ports").iterdir())
-        if (port / "state").read_text().startswith("4:") and (layer := (port / "link_layer").read_text().strip()) in kinds
+        if (port / "state").read_text().startswith("4:")
+        and (layer := (port / "link_layer").read_text().strip()) in kinds
     ]
     if not active:
         return Network("", f"no active port on {', '.join(cards)}")
     wanted = env.get("NCCL_IB_HCA", "")
     ports = [f"{card}:{port} {kind}" for card, port, kind in active if matches(wanted, card, port)]
     if not ports:
-        return Network("", f"NCCL_IB_HCA={wanted} excludes {', '.join(f'{card}:{port}' for card, port, _ in active)}", True)
+        return Network(
+            "",
+            f"NCCL_IB_HCA={wanted} excludes {', '.join(f'{card}:{port}' for card, port, _ in active)}",
+            True,
+        )
     found = ", ".join(ports)
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError as error:
-        return Network("", f"{found} is present, but {error}: install libibverbs1 and ibverbs-providers", True)
+        return Network(
+            "", f"{found} is present, but {error}: install libibverbs1 and ibverbs-providers", True
+        )
     if not any(os.access(device, os.R_OK | os.W_OK) for device in (root / "dev/infiniband").glob("uverbs*")):
         advice = "start the container with --device=/dev/infiniband (podman-hpc, docker)"
-        return Network("", f"{found} is present, but no /dev/infiniband/uverbs* that this user may open: {advice}", True)
+        return Network(
+            "", f"{found} is present, but no /dev/infiniband/uverbs* that this user may open: {advice}", True
+        )
     return Network("IB", found)
 
 
@@ -273,7 +309,10 @@ def running_interfaces() -> list[str]:
 
 
 def tcp_interfaces(env: Mapping[str, str], running: list[str], rules: Rules) -> list[str]:
-    """The interfaces over which NCCL's ranks connect, and send their data if there is no other network. May be empty."""
+    """The interfaces over which NCCL's ranks connect, and send their data if there is no other network.
+
+    May be empty.
+    """
     wanted = env.get("NCCL_SOCKET_IFNAME", "")
     for names in (wanted,) if len(wanted) > 1 else rules.interfaces:  # NCCL ignores a single letter
         if found := [name for name in running if matches(names, name)]:
@@ -286,7 +325,8 @@ def tcp_interfaces(env: Mapping[str, str], running: list[str], rules: Rules) -> 
 
 @contextmanager
 def capture_nccl_log() -> Iterator[Callable[[], str]]:
-    """Have NCCL, which must not be initialized yet, log to a file; yields a function that returns the network in this log.
+    """Have NCCL, which must not be initialized yet, log to a file; yields a function that returns the network
+    in this log.
 
     If the user has set NCCL_DEBUG, the log is theirs: it stays where it is, and the function returns "".
     """

@@ -1,7 +1,8 @@
-"""Checks of the node that a rank runs on: its network address, its Python packages, and the folders that it writes to.
+"""Checks of the node that a rank runs on: its network address, its Python packages, and the folders that it
+writes to.
 
-Each check yields one line per problem, which says what is wrong and what to do. Nothing here imports torch, so that these checks
-also run where torch is broken.
+Each check yields one line per problem, which says what is wrong and what to do. Nothing here imports torch,
+so that these checks also run where torch is broken.
 """
 
 import errno
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hpctrain.distributed.world import World
 
-# Long enough for a slow name server or switch, and shorter than srun's --wait, after which it kills the ranks.
+# Long enough for a slow name server or switch, and shorter than srun's --wait, after which it kills the
+# ranks.
 CONNECT_SECONDS = 5
 # Caches of libraries, which create these folders when they first need them.
 CACHES = ("HF_HOME", "TORCH_HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME", "TMPDIR")
@@ -28,7 +30,8 @@ def rendezvous_problems(world: "World", env: Mapping[str, str] = os.environ) -> 
         return
     own = os.uname().nodename
     if (world.nodes > 1 or world.launcher == "horovodrun") and "GLOO_SOCKET_IFNAME" not in env:
-        # Gloo gives the other ranks the address of this node's own name; Horovod's Gloo crashes if it has none.
+        # Gloo gives the other ranks the address of this node's own name; Horovod's Gloo crashes if it has
+        # none.
         addresses = [address for _, address in resolve(own)]
         advice = "correct /etc/hosts, or set GLOO_SOCKET_IFNAME (HOROVOD_GLOO_IFACE) to the interface that connects the nodes"
         if not addresses:
@@ -87,7 +90,10 @@ def is_local(family: int, address: str) -> bool:
 
 
 def connection_errors(addresses: list[tuple[int, str]], port: int) -> str:
-    """Why none of these addresses can be reached; "" if one can. A refused connection counts: rank 0 may open the port later."""
+    """Why none of these addresses can be reached; "" if one can.
+
+    A refused connection counts: rank 0 may open the port later.
+    """
     errors = []
     for family, address in addresses:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -133,7 +139,8 @@ def seconds_since_start() -> float:
 
 
 def image_mount(env: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> str:
-    """What mounts the SIF of this container: "squashfuse_ll", "squashfuse" or "kernel"; "" if there is none, or it is hidden.
+    """What mounts the SIF of this container: "squashfuse_ll", "squashfuse" or "kernel"; "" if there is none,
+    or it is hidden.
 
     The container covers the mount itself. Its server, if there is one, is a process of this user outside.
     """
@@ -143,7 +150,9 @@ def image_mount(env: Mapping[str, str] = os.environ, proc: Path = Path("/proc"))
     names = {}
     for process in proc.glob("[0-9]*"):
         try:
-            names[process.name] = (process / "comm").read_text().strip() if process.stat().st_uid == os.getuid() else ""
+            names[process.name] = (
+                (process / "comm").read_text().strip() if process.stat().st_uid == os.getuid() else ""
+            )
         except OSError:  # it has ended
             continue
     for name in ("squashfuse_ll", "squashfuse"):

@@ -1,4 +1,5 @@
-"""Tokenized texts: computed once, cached on disk under a hash of everything they depend on, and memory-mapped by every rank.
+"""Tokenized texts: computed once, cached on disk under a hash of everything they depend on, and memory-mapped
+by every rank.
 
 A text of 20 tokens takes 20 entries here, not --max-length: padding is added when a batch is built.
 """
@@ -34,7 +35,8 @@ class Features(NamedTuple):
 
     starts: [n + 1], feature i has the tokens from starts[i] to starts[i + 1]
     tokens: by name, one value for each token, [all tokens]
-    values: by name, one value for each feature, [n], or several, [n, k]; "units" is the number of labels that its loss is the
+    values: by name, one value for each feature, [n], or several, [n, k]; "units" is the number of labels that
+    its loss is the
         mean of
     example: [n], the index of the example that a feature belongs to
     cut: the indices of the examples that were truncated
@@ -58,13 +60,21 @@ class Features(NamedTuple):
         cut: Sequence[int] = (),
         lost: Sequence[int] = (),
     ) -> "Features":
-        """Make features from lists: each column of tokens has one list for each feature. Default: one feature an example."""
+        """Make features from lists: each column of tokens has one list for each feature.
+
+        Default: one feature an example.
+        """
         first = next(iter(tokens.values()))
-        flat = {name: numpy.fromiter(chain.from_iterable(lists), numpy.int32) for name, lists in tokens.items()}
+        flat = {
+            name: numpy.fromiter(chain.from_iterable(lists), numpy.int32) for name, lists in tokens.items()
+        }
         return cls(
             numpy.cumsum([0, *map(len, first)], dtype=numpy.int64),
             flat,
-            {name: numpy.asarray(column, _number_type(numpy.asarray(column))) for name, column in values.items()},
+            {
+                name: numpy.asarray(column, _number_type(numpy.asarray(column)))
+                for name, column in values.items()
+            },
             numpy.arange(len(first)) if example is None else numpy.asarray(example, numpy.int64),
             numpy.asarray(cut, numpy.int64),
             numpy.asarray(lost, numpy.int64),
@@ -76,10 +86,12 @@ class Features(NamedTuple):
         return numpy.diff(self.starts)
 
     def batch(self, index: Tensor, padding: Mapping[str, int], round_up_to: int = 0) -> dict[str, Tensor]:
-        """The features of `index` [b], padded on the right to the longest: tokens and attention_mask [b, longest], values [b].
+        """The features of `index` [b], padded on the right to the longest: tokens and attention_mask [b,
+        longest], values [b].
 
-        `padding` has the padding value of each column of tokens, 0 if missing. All tensors are int64, those of fractions float32.
-        The length is rounded up to a multiple of MULTIPLE, but not beyond `round_up_to`.
+        `padding` has the padding value of each column of tokens, 0 if missing. All tensors are int64, those
+        of fractions float32. The length is rounded up to a multiple of MULTIPLE, but not beyond
+        `round_up_to`.
         """
         rows = index.numpy()
         starts = self.starts[rows]
@@ -88,21 +100,26 @@ class Features(NamedTuple):
         position = numpy.arange(max(longest, min(round_up_to, -(-longest // MULTIPLE) * MULTIPLE)))
         mask = position < lengths[:, None]
         place = numpy.where(mask, starts[:, None] + position, 0)
-        arrays = {name: numpy.where(mask, flat[place], padding.get(name, 0)) for name, flat in self.tokens.items()}
+        arrays = {
+            name: numpy.where(mask, flat[place], padding.get(name, 0)) for name, flat in self.tokens.items()
+        }
         arrays |= {"attention_mask": mask} | {name: column[rows] for name, column in self.values.items()}
         return {name: torch.from_numpy(array.astype(_number_type(array))) for name, array in arrays.items()}
 
     def pack(self, index: Tensor, padding: Mapping[str, int]) -> dict[str, Tensor]:
         """The features of `index` [b], several in a row: tokens and position_ids [rows, longest], values [b].
 
-        No row is longer than the longest feature. The position_ids of a feature begin at 0, by which the models of transformers
-        keep it apart from others in its row; those of the padding begin at 0 as well. `padding` is that of batch().
+        No row is longer than the longest feature. The position_ids of a feature begin at 0, by which the
+        models of transformers keep it apart from others in its row; those of the padding begin at 0 as well.
+        `padding` is that of batch().
         """
         indices = index.numpy()
         lengths = self.starts[indices + 1] - self.starts[indices]
         rows = pack_rows(lengths.tolist())
         longest = int(lengths.max())
-        arrays = {name: numpy.full((len(rows), longest), padding.get(name, 0), numpy.int64) for name in self.tokens}
+        arrays = {
+            name: numpy.full((len(rows), longest), padding.get(name, 0), numpy.int64) for name in self.tokens
+        }
         positions = numpy.zeros((len(rows), longest), numpy.int64)
         for row, members in enumerate(rows):
             end = 0
@@ -113,14 +130,18 @@ class Features(NamedTuple):
                     arrays[name][row, begin:end] = flat[first : first + lengths[i]]
                 positions[row, begin:end] = numpy.arange(end - begin)
             positions[row, end:] = numpy.arange(longest - end)
-        arrays |= {"position_ids": positions} | {name: column[indices] for name, column in self.values.items()}
+        arrays |= {"position_ids": positions} | {
+            name: column[indices] for name, column in self.values.items()
+        }
         return {name: torch.from_numpy(array.astype(_number_type(array))) for name, array in arrays.items()}
 
 
 def pack_rows(lengths: Sequence[int]) -> list[list[int]]:
-    """Put these lengths into few rows that are as long as the longest: each into the first row with room, the longest first.
+    """Put these lengths into few rows that are as long as the longest: each into the first row with room, the
+    longest first.
 
-    Returns the numbers of the lengths in each row (first-fit decreasing: at most 22 % more rows than the best packing, and one).
+    Returns the numbers of the lengths in each row (first-fit decreasing: at most 22 % more rows than the best
+    packing, and one).
     """
     room, rows = [], []
     longest = max(lengths)
@@ -149,9 +170,10 @@ def encode_texts(
 ) -> Iterator[Encoding]:
     """Tokenize texts, or pairs of texts, in all threads of this process.
 
-    With max_length, special tokens are added and everything beyond max_length tokens is moved to `overflowing` of the encoding,
-    in windows that share `stride` tokens; `cut` selects which text of a pair is truncated ("only_second"). Without max_length,
-    there are no special tokens and no truncation. `offsets` adds the position of each token in its text, which is slower.
+    With max_length, special tokens are added and everything beyond max_length tokens is moved to
+    `overflowing` of the encoding, in windows that share `stride` tokens; `cut` selects which text of a pair
+    is truncated ("only_second"). Without max_length, there are no special tokens and no truncation. `offsets`
+    adds the position of each token in its text, which is slower.
     """
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
@@ -162,10 +184,16 @@ def encode_texts(
     encode_batch = backend.encode_batch if offsets else backend.encode_batch_fast
     try:
         with tqdm(
-            total=len(texts), desc="tokenize", unit="text", leave=False, disable=None if len(texts) > CHUNK else True
+            total=len(texts),
+            desc="tokenize",
+            unit="text",
+            leave=False,
+            disable=None if len(texts) > CHUNK else True,
         ) as bar:
             for start in range(0, len(texts), CHUNK):
-                yield from encode_batch(texts[start : start + CHUNK], add_special_tokens=max_length is not None)
+                yield from encode_batch(
+                    texts[start : start + CHUNK], add_special_tokens=max_length is not None
+                )
                 bar.update(len(texts[start : start + CHUNK]))
     finally:
         backend.no_truncation()  # otherwise save_pretrained() writes it into the tokenizer
@@ -194,8 +222,9 @@ def get_cache_folder(env: Mapping[str, str] = os.environ) -> Path:
 def load_or_make(key: str, make: Callable[[], Features], world: World) -> Features:
     """The features of `key` from the cache, or made by one rank of the job and cached; a collective call.
 
-    If the cache is on a local disk of each node, one rank of each further node makes them as well. They appear complete or not
-    at all, so two jobs may do this at the same time. Raises HpctrainError that names the folder if it cannot be written.
+    If the cache is on a local disk of each node, one rank of each further node makes them as well. They
+    appear complete or not at all, so two jobs may do this at the same time. Raises HpctrainError that names
+    the folder if it cannot be written.
     """
     folder = get_cache_folder() / key
     for is_maker in (world.rank == 0, world.local_rank == 0):
@@ -207,7 +236,12 @@ def load_or_make(key: str, make: Callable[[], Features], world: World) -> Featur
 
 
 def _write_features(folder: Path, features: Features) -> None:
-    columns = {"starts": features.starts, "example": features.example, "cut": features.cut, "lost": features.lost}
+    columns = {
+        "starts": features.starts,
+        "example": features.example,
+        "cut": features.cut,
+        "lost": features.lost,
+    }
     columns |= {f"tokens.{name}": flat for name, flat in features.tokens.items()}
     columns |= {f"values.{name}": column for name, column in features.values.items()}
     try:
@@ -219,7 +253,8 @@ def _write_features(folder: Path, features: Features) -> None:
                 numpy.save(unfinished / f"{name}.npy", array)
             write_digests(unfinished)
     except OSError as error:
-        if not folder.exists():  # otherwise another job has written the same meanwhile, and its ranks have mapped the files
+        # otherwise another job has written the same meanwhile, and its ranks have mapped the files
+        if not folder.exists():
             raise HpctrainError(
                 f"{folder.parent}: the tokenized texts cannot be written ({error.strerror or error}): free some space there, or "
                 "set HPCTRAIN_CACHE to a folder on scratch"
@@ -231,14 +266,22 @@ def _read_features(folder: Path, check: bool) -> Features:
         if check:
             check_digests(folder)
         columns = {
-            path.name.removesuffix(".npy"): numpy.load(path, mmap_mode="r" if path.name.startswith("tokens.") else None)
+            path.name.removesuffix(".npy"): numpy.load(
+                path, mmap_mode="r" if path.name.startswith("tokens.") else None
+            )
             for path in folder.glob("*.npy")
         }
         tokens, values = (
-            {name.removeprefix(prefix): array for name, array in sorted(columns.items()) if name.startswith(prefix)}
+            {
+                name.removeprefix(prefix): array
+                for name, array in sorted(columns.items())
+                if name.startswith(prefix)
+            }
             for prefix in ("tokens.", "values.")
         )
-        return Features(columns["starts"], tokens, values, columns["example"], columns["cut"], columns["lost"])
+        return Features(
+            columns["starts"], tokens, values, columns["example"], columns["cut"], columns["lost"]
+        )
     except (HpctrainError, OSError, EOFError, ValueError, KeyError) as error:
         raise HpctrainError(
             f"{folder}: the tokenized texts cannot be read ({error}): remove this folder and start again"

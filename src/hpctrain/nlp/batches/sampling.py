@@ -1,7 +1,7 @@
 """Batches of texts of similar length, so that there is little padding and every rank computes as many tokens.
 
-The order is a pure function of (seed, epoch), so resuming needs no state but the epoch and the step. A step takes the same
-examples on any number of ranks.
+The order is a pure function of (seed, epoch), so resuming needs no state but the epoch and the step. A step
+takes the same examples on any number of ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,25 +17,29 @@ from hpctrain.distributed.world import World
 from hpctrain.nlp.batches.features import Features
 from hpctrain.training.batches import steps_per_epoch
 
-# Number of batches that are sorted by length together. More of them leave less padding, but fewer ways to combine examples.
+# Number of batches that are sorted by length together. More of them leave less padding, but fewer ways to
+# combine examples.
 POOL = 100
 
 
 def batches_by_length(lengths: Sequence[int], batch_size: int, seed: int, epoch: int, parts: int) -> Tensor:
-    """The examples of each step of an epoch and their distribution: indices [steps, parts, batch_size / parts], int64.
+    """The examples of each step of an epoch and their distribution: indices [steps, parts, batch_size /
+    parts], int64.
 
-    `lengths` are the tokens of each example. A part is what a rank computes at once. All examples are shuffled. Each POOL
-    batches are sorted by length and cut into global batches, whose examples are dealt to the parts from the longest to the
-    shortest, in alternating direction. Then the batches are shuffled. The batch with the longest text comes first, so that
-    running out of memory shows in the first step. No example comes twice. The remainder that does not fill a global batch is
-    left out: other examples each epoch.
+    `lengths` are the tokens of each example. A part is what a rank computes at once. All examples are
+    shuffled. Each POOL batches are sorted by length and cut into global batches, whose examples are dealt to
+    the parts from the longest to the shortest, in alternating direction. Then the batches are shuffled. The
+    batch with the longest text comes first, so that running out of memory shows in the first step. No example
+    comes twice. The remainder that does not fill a global batch is left out: other examples each epoch.
     """
     steps = len(lengths) // batch_size
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(lengths), generator=generator).numpy()[: steps * batch_size]
-    # At least four pools, if there are as many batches: a single one would make the same batches in every epoch.
+    # At least four pools, if there are as many batches: a single one would make the same batches in every
+    # epoch.
     pool = numpy.arange(len(order)) // (batch_size * max(1, min(POOL, steps // 4)))
-    tokens = numpy.asarray(lengths, numpy.int64)  # a cache may hold unsigned integers, which cannot be negated
+    # a cache may hold unsigned integers, which cannot be negated
+    tokens = numpy.asarray(lengths, numpy.int64)
     batches = order[numpy.lexsort((-tokens[order], pool))].reshape(steps, batch_size)
 
     batches = batches[torch.randperm(steps, generator=generator).numpy()]
@@ -43,12 +47,17 @@ def batches_by_length(lengths: Sequence[int], batch_size: int, seed: int, epoch:
     batches[[0, longest]] = batches[[longest, 0]]
 
     rounds = batches.reshape(steps, batch_size // parts, parts)
-    rounds[:, 1::2] = rounds[:, 1::2, ::-1].copy()  # in every second round the last part gets the longest text
+    # in every second round the last part gets the longest text
+    rounds[:, 1::2] = rounds[:, 1::2, ::-1].copy()
     return torch.from_numpy(rounds.swapaxes(1, 2).copy())
 
 
-def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int = 0, ranks: int = 1) -> Iterator[Tensor]:
-    """The examples that a rank evaluates, longest first. Every example is on exactly one rank: none is repeated or left out.
+def evaluation_batches(
+    lengths: Sequence[int], batch_size: int, rank: int = 0, ranks: int = 1
+) -> Iterator[Tensor]:
+    """The examples that a rank evaluates, longest first.
+
+    Every example is on exactly one rank: none is repeated or left out.
 
     `batch_size` is that of this rank. The ranks take turns, so that their token counts hardly differ.
     """
@@ -57,13 +66,17 @@ def evaluation_batches(lengths: Sequence[int], batch_size: int, rank: int = 0, r
 
 
 class FeatureDataset(Dataset):
-    """Features, one batch at a time: an item is a pair of indices [b] and a dictionary with further entries of the batch.
+    """Features, one batch at a time: an item is a pair of indices [b] and a dictionary with further entries
+    of the batch.
 
     With `pack`, each batch is packed.
     """
 
     def __init__(self, features: Features, padding: dict[str, int], pack: bool, round_up_to: int) -> None:
-        self._make_batch, self._padding = features.pack if pack else partial(features.batch, round_up_to=round_up_to), padding
+        self._make_batch, self._padding = (
+            features.pack if pack else partial(features.batch, round_up_to=round_up_to),
+            padding,
+        )
 
     def __getitem__(self, item: tuple[Tensor, dict[str, Any]]) -> dict[str, Any]:
         index, more = item
@@ -71,9 +84,15 @@ class FeatureDataset(Dataset):
 
 
 def make_loader(
-    features: Features, padding: dict[str, int], sampler: Iterable[Any], pack: bool = False, round_up_to: int = 0
+    features: Features,
+    padding: dict[str, int],
+    sampler: Iterable[Any],
+    pack: bool = False,
+    round_up_to: int = 0,
 ) -> DataLoader:
-    """Load the batches that a sampler yields, into pinned memory if there is a GPU. With `pack` a row has several features.
+    """Load the batches that a sampler yields, into pinned memory if there is a GPU.
+
+    With `pack` a row has several features.
 
     `round_up_to`: see Features.batch().
     """
@@ -87,7 +106,9 @@ class BatchSampler(Sampler):
     Beside each part are the weight of its loss, and "real", its tokens without padding.
     """
 
-    def __init__(self, features: Features, world: World, batch_size: int, seed: int, accumulate: int = 1) -> None:
+    def __init__(
+        self, features: Features, world: World, batch_size: int, seed: int, accumulate: int = 1
+    ) -> None:
         self._features, self._world = features, world
         self._batch_size, self._seed, self._accumulate = batch_size, seed, accumulate
         self._steps = steps_per_epoch(len(features.lengths), batch_size, world, accumulate)
@@ -109,7 +130,10 @@ class BatchSampler(Sampler):
         return batch[self._world.rank * self._accumulate : (self._world.rank + 1) * self._accumulate]
 
     def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this before each epoch, also when it resumes. It counts from 0, and hpctrain from 1."""
+        """Lightning calls this before each epoch, also when it resumes.
+
+        It counts from 0, and hpctrain from 1.
+        """
         self._epoch = epoch + 1
 
     def __len__(self) -> int:
@@ -117,11 +141,18 @@ class BatchSampler(Sampler):
 
     def __iter__(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         parts = self._world.size * self._accumulate
-        units, lengths = torch.from_numpy(self._features.values["units"].copy()), torch.from_numpy(self._features.lengths)
+        units, lengths = (
+            torch.from_numpy(self._features.values["units"].copy()),
+            torch.from_numpy(self._features.lengths),
+        )
         skip = self._skip[1] if self._epoch == self._skip[0] else 0
         for batch in self._batches(self._epoch)[skip:]:
-            # The model returns the mean over the labels of a part. DDP averages over the ranks, and Lightning over the parts of
-            # a step. Weighted by its share of the labels, the sum is the mean over the labels of the whole batch.
+            # The model returns the mean over the labels of a part. DDP averages over the ranks, and Lightning
+            # over the parts of a step. Weighted by its share of the labels, the sum is the mean over the
+            # labels of the whole batch.
             total = int(units[batch].sum())
             for index in self._parts_of_rank(batch):
-                yield index, {"weight": int(units[index].sum()) * parts / total, "real": int(lengths[index].sum())}
+                yield (
+                    index,
+                    {"weight": int(units[index].sum()) * parts / total, "real": int(lengths[index].sum())},
+                )

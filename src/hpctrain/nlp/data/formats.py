@@ -1,8 +1,9 @@
-"""Read data sets as they are published: which file holds which split, and what the readers of the tasks have in common.
+"""Read data sets as they are published: which file holds which split, and what the readers of the tasks have
+in common.
 
-Each task reads its own formats (Task.read). Nothing is dropped silently: an example that a reader cannot understand is an
-error that names the file and the line, either raised (--strict) or kept in a list `skipped` while reading continues. An error in
-the file as a whole is always raised.
+Each task reads its own formats (Task.read). Nothing is dropped silently: an example that a reader cannot
+understand is an error that names the file and the line, either raised (--strict) or kept in a list `skipped`
+while reading continues. An error in the file as a whole is always raised.
 """
 
 import codecs
@@ -30,8 +31,15 @@ SUFFIXES = {".txt", ".tsv", ".json", JSON_LINES, ".conll", ".bio", *(f".{word}" 
 TABLES = {".csv", ".tsv", ".json", JSON_LINES, ".parquet", ".arrow"}  # what --columns reads, see tables.py
 TABLES_BELOW = ("*/data-*.arrow", "*/*.parquet")  # others there are not data: state.json, cache-*.arrow
 NSMC_COLUMNS = ("id", "document", "label")
-MAGIC_OF_TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")  # the first bytes of Parquet, of a file and of a stream of Arrow
-MAGIC_OF_PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"(\xb5/\xfd": "zstd"}
+# the first bytes of Parquet, of a file and of a stream of Arrow
+MAGIC_OF_TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
+MAGIC_OF_PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"(\xb5/\xfd": "zstd",
+}
 MAX_ERRORS = 100  # of a file that are kept
 SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which is no text
 
@@ -42,13 +50,17 @@ Example = TypeVar("Example")
 
 
 def load_splits(
-    task: "Task", data: Path | None, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+    task: "Task",
+    data: Path | None,
+    skipped: list[HpctrainError] | None = None,
+    columns: dict[str, str] | None = None,
 ) -> dict[str, list[Any]]:
-    """Read the examples of each split from the files in a folder, or from the task's sample data if `data` is None.
+    """Read the examples of each split from the files in a folder, or from the task's sample data if `data` is
+    None.
 
-    A single file is read as "train", for split_examples() to divide. With `columns` the files are tables: see Task.read().
-    Raises HpctrainError; with a list `skipped`, errors in single examples go there instead. Raises UsageError if there is no
-    `data` and the task has no sample data.
+    A single file is read as "train", for split_examples() to divide. With `columns` the files are tables: see
+    Task.read(). Raises HpctrainError; with a list `skipped`, errors in single examples go there instead.
+    Raises UsageError if there is no `data` and the task has no sample data.
     """
     folder = data or task.samples
     if folder is None:
@@ -78,17 +90,20 @@ def describe_skipped(skipped: Sequence[HpctrainError]) -> str:
 
 
 def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]]:
-    """Find the files of each split ("train", "validation", "test") by the names under which data sets are published.
+    """Find the files of each split ("train", "validation", "test") by the names under which data sets are
+    published.
 
-    A file belongs to a split if its name contains the split as a word: ratings_train.txt, klue-ner-v1.1_dev.tsv,
-    xnli.test.ko.tsv. Several files of one split, such as the two training files of KorNLI, are read one after the other. If a
-    data set publishes dev files but no test set (KLUE, KorQuAD), dev is the test set.
+    A file belongs to a split if its name contains the split as a word: ratings_train.txt,
+    klue-ner-v1.1_dev.tsv, xnli.test.ko.tsv. Several files of one split, such as the two training files of
+    KorNLI, are read one after the other. If a data set publishes dev files but no test set (KLUE, KorQuAD),
+    dev is the test set.
 
-    With `tables` the files are TABLES. If the folder has none of a split, they are those one folder below, where the hub and
-    the library datasets have them: plain_text/train-00000-of-00001.parquet, train/data-00000-of-00001.arrow.
+    With `tables` the files are TABLES. If the folder has none of a split, they are those one folder below,
+    where the hub and the library datasets have them: plain_text/train-00000-of-00001.parquet,
+    train/data-00000-of-00001.arrow.
 
-    Raises HpctrainError that lists the files if there is no training or test file, or if there are two of one name, such as
-    train.csv and train.tsv: the same data in two formats.
+    Raises HpctrainError that lists the files if there is no training or test file, or if there are two of one
+    name, such as train.csv and train.tsv: the same data in two formats.
     """
     suffixes = TABLES if tables else SUFFIXES
     try:
@@ -98,13 +113,20 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
             files += [path for pattern in TABLES_BELOW for path in folder.glob(pattern)]
             splits = _group_by_split(folder, files)
     except OSError as error:
-        raise HpctrainError(f"{folder}: cannot be read ({error.strerror}): give --data a folder or a file") from error
+        raise HpctrainError(
+            f"{folder}: cannot be read ({error.strerror}): give --data a folder or a file"
+        ) from error
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits.pop("validation")
-    for name, such_as in (("train", "ratings_train.txt or klue-nli-v1.1_train.json"), ("test", "ratings_test.txt or *_dev.json")):
+    for name, such_as in (
+        ("train", "ratings_train.txt or klue-nli-v1.1_train.json"),
+        ("test", "ratings_test.txt or *_dev.json"),
+    ):
         if name not in splits:
             found = list_names(sorted(path.name for path in files)) or "no data file"
-            others = list_names(sorted(path.name for path in folder.iterdir() if path.suffix.lower() in TABLES - suffixes))
+            others = list_names(
+                sorted(path.name for path in folder.iterdir() if path.suffix.lower() in TABLES - suffixes)
+            )
             raise HpctrainError(
                 f"{folder}: no {name} file, such as {such_as} (found {found}): "
                 f"{others and f'give --columns FIELD=COLUMN, which reads {others}, '}"
@@ -138,12 +160,14 @@ def describe_unused(folder: Path | None, tables: bool = False) -> str:
     return f"{folder}: not used: {list_names(unused)} ({why})" if unused else ""
 
 
-def split_examples(task: "Task", examples: Sequence[Any], fraction: float, seed: int) -> tuple[list[Any], list[Any]]:
+def split_examples(
+    task: "Task", examples: Sequence[Any], fraction: float, seed: int
+) -> tuple[list[Any], list[Any]]:
     """Divide examples at random into a training and a validation part; validation gets `fraction` of them.
 
-    The division depends on the seed alone, and both parts keep the order of the file. Examples of one group (Task.group) stay
-    together, so that no paragraph of a question is in both parts; validation then gets at least its fraction.
-    Raises UsageError if a part would be empty.
+    The division depends on the seed alone, and both parts keep the order of the file. Examples of one group
+    (Task.group) stay together, so that no paragraph of a question is in both parts; validation then gets at
+    least its fraction. Raises UsageError if a part would be empty.
     """
     if not 0 < fraction < 1:
         raise UsageError(f"--validation-split {fraction} is not between 0 and 1: give a fraction such as 0.1")
@@ -159,10 +183,16 @@ def split_examples(task: "Task", examples: Sequence[Any], fraction: float, seed:
             break
         validation.update(members[group])
     if not 0 < len(validation) < len(examples):
-        what = counted(len(examples), "example") + (f" of {len(members)} {task.groups}" if len(members) < len(examples) else "")
+        what = counted(len(examples), "example") + (
+            f" of {len(members)} {task.groups}" if len(members) < len(examples) else ""
+        )
         if len(members) < 2:
-            raise UsageError(f"--data has {what}, too few to split: add more, or a file for each of train, validation and test")
-        raise UsageError(f"--validation-split {fraction} of {what} leaves a part empty: give another fraction, or more data")
+            raise UsageError(
+                f"--data has {what}, too few to split: add more, or a file for each of train, validation and test"
+            )
+        raise UsageError(
+            f"--validation-split {fraction} of {what} leaves a part empty: give another fraction, or more data"
+        )
     return (
         [example for i, example in enumerate(examples) if i not in validation],
         [example for i, example in enumerate(examples) if i in validation],
@@ -184,11 +214,16 @@ def are_most_letters(texts: Iterable[str], of_script: Callable[[str], bool]) -> 
 
 
 def read_examples(
-    path: Path, make: Callable[..., Example], items: Iterable[tuple[Any, ...]], skipped: list[HpctrainError] | None
+    path: Path,
+    make: Callable[..., Example],
+    items: Iterable[tuple[Any, ...]],
+    skipped: list[HpctrainError] | None,
 ) -> list[Example]:
-    """Call `make` with each item of a file; if it raises HpctrainError, the example is skipped and the error kept in `skipped`.
+    """Call `make` with each item of a file; if it raises HpctrainError, the example is skipped and the error
+    kept in `skipped`.
 
-    Without a list `skipped` the error is raised. Always raised are errors of `items` itself, and a file without any example.
+    Without a list `skipped` the error is raised. Always raised are errors of `items` itself, and a file
+    without any example.
     """
     examples, errors = [], []
     for item in items:
@@ -197,11 +232,13 @@ def read_examples(
         except HpctrainError as error:
             if skipped is None:
                 raise
-            # A traceback would keep the text of the whole file in memory, and the errors of a file of blank lines would take
-            # hundreds of times its size. The number of errors stays right.
+            # A traceback would keep the text of the whole file in memory, and the errors of a file of blank
+            # lines would take hundreds of times its size. The number of errors stays right.
             errors.append(error.with_traceback(None) if len(errors) < MAX_ERRORS else errors[0])
     if errors and not examples:
-        raise HpctrainError(f"{path}: none of its {len(errors):,} examples can be read; the first: {errors[0]}")
+        raise HpctrainError(
+            f"{path}: none of its {len(errors):,} examples can be read; the first: {errors[0]}"
+        )
     if not examples:
         raise HpctrainError(f"{path}: the file has no examples: download it again")
     if errors:
@@ -220,21 +257,28 @@ def read_text(path: Path) -> str:
         with open_plain(path) as file:
             content = file.read()
     except OSError as error:
-        raise HpctrainError(f"{path}: cannot be read ({error.strerror}): give --data a folder or a file") from error
+        raise HpctrainError(
+            f"{path}: cannot be read ({error.strerror}): give --data a folder or a file"
+        ) from error
     text = decode_text(path, content)
     if not text.strip():
         raise HpctrainError(f"{path}: the file is empty: download it again")
     return text
 
 
-def decode_text(path: Path, content: bytes, for_tables: str = "name its columns with --columns FIELD=COLUMN") -> str:
-    """The text in a file with this content, without a byte order mark. Raises HpctrainError if it is not UTF-8.
+def decode_text(
+    path: Path, content: bytes, for_tables: str = "name its columns with --columns FIELD=COLUMN"
+) -> str:
+    """The text in a file with this content, without a byte order mark.
+
+    Raises HpctrainError if it is not UTF-8.
 
     `for_tables` is what to do with a table of Parquet or Arrow.
     """
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16 -t utf-8")
-    if content[1:4:2] == b"\0\0" and content[:1] != b"\0":  # what begins with ASCII, such as a header, without a mark
+    # what begins with ASCII, such as a header, without a mark
+    if content[1:4:2] == b"\0\0" and content[:1] != b"\0":
         raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16le -t utf-8")
     if packed := next((name for magic, name in MAGIC_OF_PACKED.items() if content.startswith(magic)), None):
         raise HpctrainError(f"{path}: compressed with {packed}, not text: unpack the file first")
@@ -244,7 +288,9 @@ def decode_text(path: Path, content: bytes, for_tables: str = "name its columns 
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
-        raise HpctrainError(f"{path}, line {number}: not UTF-8: convert the file, e.g. iconv -f cp949 -t utf-8") from error
+        raise HpctrainError(
+            f"{path}, line {number}: not UTF-8: convert the file, e.g. iconv -f cp949 -t utf-8"
+        ) from error
 
 
 def read_lines(path: Path) -> list[str]:
@@ -258,8 +304,12 @@ def read_json_lines(
     path: Path, make: Callable[[str, dict[str, Any]], Example], skipped: list[HpctrainError] | None
 ) -> list[Example]:
     """read_examples() of a file that has a JSON object in each line, or a blank line; `make` gets the location and the object."""
-    lines = ((f"{path}, line {number}", line) for number, line in enumerate(read_lines(path), 1) if line.strip())
-    return read_examples(path, lambda location, line: make(location, _parse_line(location, line)), lines, skipped)
+    lines = (
+        (f"{path}, line {number}", line) for number, line in enumerate(read_lines(path), 1) if line.strip()
+    )
+    return read_examples(
+        path, lambda location, line: make(location, _parse_line(location, line)), lines, skipped
+    )
 
 
 def _parse_line(location: str, line: str) -> dict[str, Any]:
@@ -287,7 +337,9 @@ def split_fields(location: str, line: str, columns: tuple[str, ...]) -> list[str
     """The fields of a line of a tsv. There is no quoting: a quotation mark is text."""
     fields = line.split("\t")
     if len(fields) != len(columns):
-        raise line_error(location, f"{len(fields)} fields, but the header has {len(columns)} ({', '.join(columns)})")
+        raise line_error(
+            location, f"{len(fields)} fields, but the header has {len(columns)} ({', '.join(columns)})"
+        )
     return fields
 
 
@@ -297,9 +349,13 @@ def read_json(path: Path, type_: type, expected: str) -> Any:  # noqa: ANN401 - 
         value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         problem = f"line {error.lineno}: not valid JSON ({error.msg})"
-        raise HpctrainError(f"{path}, {problem}: download the file again, or give --data {expected}") from error
+        raise HpctrainError(
+            f"{path}, {problem}: download the file again, or give --data {expected}"
+        ) from error
     except ValueError as error:  # a number of more than 4,300 digits
-        raise HpctrainError(f"{path}: not valid JSON ({first_line(error)}): download the file again") from error
+        raise HpctrainError(
+            f"{path}: not valid JSON ({first_line(error)}): download the file again"
+        ) from error
     except RecursionError as error:
         raise HpctrainError(f"{path}: its JSON is nested too deeply: download the file again") from error
     if not isinstance(value, type_) or not value:

@@ -17,14 +17,19 @@ from hpctrain.nlp.data.formats import Example
 from hpctrain.text import first_line
 
 ROWS = 1_000  # of Parquet that are read at a time
-# What a file of Parquet or Arrow may unpack to, as a multiple of its size, and what a row counts for beside its texts.
+# What a file of Parquet or Arrow may unpack to, as a multiple of its size, and what a row counts for beside
+# its texts.
 MAX_RATIO, ROW = 1_000, 100
 
 
 def read_columns(
-    path: Path, columns: Mapping[str, str], make: Callable[[str, dict[str, Any]], Example], skipped: list[HpctrainError] | None
+    path: Path,
+    columns: Mapping[str, str],
+    make: Callable[[str, dict[str, Any]], Example],
+    skipped: list[HpctrainError] | None,
 ) -> list[Example]:
-    """read_examples() of the rows of a table; `make` gets the location of a row, and its value of each field in `columns`.
+    """read_examples() of the rows of a table; `make` gets the location of a row, and its value of each field
+    in `columns`.
 
     `columns` has the name of the column of each field. A value that is missing is an error of its row.
     Raises HpctrainError that lists the columns of the file if it lacks one of these.
@@ -34,11 +39,13 @@ def read_columns(
         return make(location, _pick_fields(location, row, columns))
 
     is_json = path.suffix.lower() in (".json", formats.JSON_LINES)
-    if is_json and not formats.read_text(path).lstrip().startswith("["):  # pandas and datasets write lines into .json as well
+    # pandas and datasets write lines into .json as well
+    if is_json and not formats.read_text(path).lstrip().startswith("["):
         return formats.read_json_lines(path, make_from_row, skipped)
     if is_json:
         rows: Iterator[tuple[str, Any]] = (
-            (f"{path}, [{i}]", row) for i, row in enumerate(formats.read_json(path, list, "a list of objects"))
+            (f"{path}, [{i}]", row)
+            for i, row in enumerate(formats.read_json(path, list, "a list of objects"))
         )
     elif path.suffix.lower() == ".csv":
         rows = _iterate_csv(path, columns)
@@ -58,10 +65,16 @@ def _pick_fields(location: str, row: object, columns: Mapping[str, str]) -> dict
     if not isinstance(row, dict):
         raise formats.line_error(location, "not a JSON object")
     if None in row:  # csv.DictReader collects them there
-        raise formats.line_error(location, "more fields than the header has: in a csv, quote a field that has a comma in it")
+        raise formats.line_error(
+            location, "more fields than the header has: in a csv, quote a field that has a comma in it"
+        )
     for column in columns.values():
         if row.get(column) is None:
-            problem = f"its column {column!r} has no value" if column in row else _describe_columns(column, list(row))
+            problem = (
+                f"its column {column!r} has no value"
+                if column in row
+                else _describe_columns(column, list(row))
+            )
             raise formats.line_error(location, problem)
     return {field: row[column] for field, column in columns.items()}
 
@@ -70,7 +83,9 @@ def _check_columns(path: Path, columns: Mapping[str, str], names: Sequence[str])
     """Raise HpctrainError if a column is not among the `names` in a file, or is there twice."""
     for column in columns.values():
         if column not in names:
-            raise HpctrainError(f"{path}: {_describe_columns(column, names)}: give --columns FIELD=COLUMN with one of these")
+            raise HpctrainError(
+                f"{path}: {_describe_columns(column, names)}: give --columns FIELD=COLUMN with one of these"
+            )
         if names.count(column) > 1:
             raise HpctrainError(f"{path}: it has several columns {column!r}: rename all but one")
 
@@ -80,15 +95,16 @@ def _describe_columns(column: str, names: Sequence[str]) -> str:
 
 
 def _iterate_csv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """The location and the fields of each row below the header; a field in quotation marks may have separators and line breaks.
+    """The location and the fields of each row below the header; a field in quotation marks may have
+    separators and line breaks.
 
     Fields are separated by commas, or by what the header has instead of them: semicolons or tabs.
     """
     text, line = formats.read_text(path), 1
     header = text.partition("\n")[0]
     separator = next((each for each in ",;\t" if each in header), ",")
-    # strict: otherwise a quotation mark that is not closed would make one field of the rest of the file. Python's limit for
-    # the length of a field ends that early.
+    # strict: otherwise a quotation mark that is not closed would make one field of the rest of the file.
+    # Python's limit for the length of a field ends that early.
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
         _check_columns(path, columns, rows.fieldnames or [])
@@ -97,11 +113,16 @@ def _iterate_csv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, 
             yield f"{path}, line {line}", row
             line = rows.line_num + 1
     except csv.Error as error:
-        raise formats.line_error(f"{path}, line {line}", f"not valid csv ({error}): is a quotation mark not closed?") from error
+        raise formats.line_error(
+            f"{path}, line {line}", f"not valid csv ({error}): is a quotation mark not closed?"
+        ) from error
 
 
 def _iterate_tsv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str | None, Any]]]:
-    """The location and the fields of each row below the header. A quotation mark is text, as in the tsv of XNLI and GLUE."""
+    """The location and the fields of each row below the header.
+
+    A quotation mark is text, as in the tsv of XNLI and GLUE.
+    """
     header, *lines = formats.read_lines(path)
     names = header.split("\t")
     _check_columns(path, columns, names)
@@ -116,18 +137,23 @@ def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str
     try:
         import pyarrow
     except ImportError as error:  # the images have it
-        raise HpctrainError(f"{path}: reading it needs pyarrow: install pyarrow, or convert the file to .jsonl") from error
+        raise HpctrainError(
+            f"{path}: reading it needs pyarrow: install pyarrow, or convert the file to .jsonl"
+        ) from error
     names, number = list(columns.values()), 0
     room = MAX_RATIO * path.stat().st_size + 2**20
     try:
         with open_plain(path), pyarrow.OSFile(str(path)) as file:
-            schema, batches = _open_parquet(file, names) if path.suffix.lower() == ".parquet" else _open_arrow(file)
+            schema, batches = (
+                _open_parquet(file, names) if path.suffix.lower() == ".parquet" else _open_arrow(file)
+            )
             _check_columns(path, columns, schema.names)
             classes = {name: _find_class_names(schema.metadata, name) for name in names}
             for batch in batches:
                 chosen = batch.select(names)
                 chosen.validate(full=True)  # otherwise a damaged file could be read outside of its memory
-                for scalars in zip(*chosen.columns, strict=True):  # one row at a time: a text may be there once for many rows
+                # one row at a time: a text may be there once for many rows
+                for scalars in zip(*chosen.columns, strict=True):
                     row = dict(zip(names, (scalar.as_py() for scalar in scalars), strict=True))
                     number += 1
                     room -= ROW + _count_size(list(row.values()))
@@ -135,7 +161,10 @@ def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str
                         raise HpctrainError(
                             f"{path}: unpacks to over {MAX_RATIO} times its size: convert it to .jsonl, if it is right"
                         )
-                    yield f"{path}, row {number}", {name: _name_classes(row[name], classes[name]) for name in names}
+                    yield (
+                        f"{path}, row {number}",
+                        {name: _name_classes(row[name], classes[name]) for name in names},
+                    )
     except HpctrainError:
         raise
     except Exception as error:  # pyarrow raises exceptions of many kinds for damaged files
@@ -158,7 +187,8 @@ def _open_parquet(file: Any, names: list[str]) -> tuple[Any, Iterable[Any]]:  # 
 
     schema = parquet.ParquetFile(file).schema
     leaves = map(schema.column, range(len(schema)))
-    # Otherwise a text that is there once for many rows would be copied for each of them. In lists this would be slow.
+    # Otherwise a text that is there once for many rows would be copied for each of them. In lists this would
+    # be slow.
     texts = [leaf.path for leaf in leaves if leaf.path in names and leaf.logical_type.type == "STRING"]
     table = parquet.ParquetFile(file, read_dictionary=texts)
     return table.schema_arrow, table.iter_batches(ROWS, columns=names, use_threads=False)
@@ -188,7 +218,10 @@ def _find_class_names(metadata: Mapping[bytes, bytes] | None, column: str) -> li
 
 
 def _name_classes(value: Any, names: list[str]) -> Any:  # noqa: ANN401 - any value of a column
-    """The names for numbers of classes, if there are names. A number without one is no value: -1 stands for no label."""
+    """The names for numbers of classes, if there are names.
+
+    A number without one is no value: -1 stands for no label.
+    """
     if isinstance(value, list):
         return [_name_classes(each, names) for each in value]
     if not names or type(value) is not int:

@@ -30,7 +30,8 @@ from hpctrain.options import Parser
 huggingface_hub.utils.logging.set_verbosity_error()
 disable_progress_bars()
 
-# Only what from_pretrained() reads: nothing in subfolders (onnx/), for other frameworks or in another precision ...
+# Only what from_pretrained() reads: nothing in subfolders (onnx/), for other frameworks or in another
+# precision ...
 NEEDED = [
     "config.json", "generation_config.json", "tokenizer*.json", "vocab*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "chat_template*", "*.model", "model.safetensors*", "model-?????-of-?????.safetensors",
@@ -44,40 +45,59 @@ DATA = ["*.parquet", "*.arrow", "*.csv", "*.tsv", "*.jsonl", "*.json", "*.txt"]
 
 
 def resolve_model(name: str, world: World) -> Path:
-    """The folder of a model on this node; `name` is a folder, or a name on the hub such as beomi/kcbert-base. Collective.
+    """The folder of a model on this node; `name` is a folder, or a name on the hub such as beomi/kcbert-base.
 
-    See _resolve() for models of the hub. Raises HpctrainError that names the command to fetch the model beforehand.
+    Collective.
+
+    See _resolve() for models of the hub. Raises HpctrainError that names the command to fetch the model
+    beforehand.
     """
     is_folder = gather(world, Path(name).is_dir())
     with all_or_none(world):
         if any(is_folder):
             if not is_folder[world.rank]:
-                raise HpctrainError(f"{name}: no such folder on {os.uname().nodename}: put it where all nodes can read it")
+                raise HpctrainError(
+                    f"{name}: no such folder on {os.uname().nodename}: put it where all nodes can read it"
+                )
             if Path(name, "model/config.json").is_file():
-                raise HpctrainError(f"{name}: a run folder, whose model is one folder below: give {Path(name) / 'model'}")
+                raise HpctrainError(
+                    f"{name}: a run folder, whose model is one folder below: give {Path(name) / 'model'}"
+                )
             return validate_folder(Path(name))
         _validate_name(name)
     return _resolve(name, world, _find_in_cache, _download_to_cache)
 
 
 def resolve_data(path: Path, world: World) -> Path:
-    """The folder or the file of a data set on this node; `path` is one, or a name on the hub. A collective call.
+    """The folder or the file of a data set on this node; `path` is one, or a name on the hub.
 
-    On the hub it is owner/name, or owner/name/folder if the data set has several parts, such as klue/klue/nli. See _resolve().
-    Raises HpctrainError that says what to give instead.
+    A collective call.
+
+    On the hub it is owner/name, or owner/name/folder if the data set has several parts, such as
+    klue/klue/nli. See _resolve(). Raises HpctrainError that says what to give instead.
     """
     exists = gather(world, path.exists())
     with all_or_none(world):
         if any(exists):
             if not exists[world.rank]:
-                raise HpctrainError(f"{path}: not on {os.uname().nodename}: put it where all nodes can read it")
+                raise HpctrainError(
+                    f"{path}: not on {os.uname().nodename}: put it where all nodes can read it"
+                )
             if not (path.is_dir() or path.is_file()):
-                raise HpctrainError(f"{path}: a pipe or a device: write the data into a file, and give that to --data")
+                raise HpctrainError(
+                    f"{path}: a pipe or a device: write the data into a file, and give that to --data"
+                )
             return path
         owner, name, part = (*path.parts, "", "")[:3]
         local = path.suffix.lower() in SUFFIXES | TABLES  # no name on the hub ends so
         local |= path.resolve() != Path.cwd() / path  # a link leads nowhere
-        if local or not name or path.is_absolute() or len(path.parts) > 3 or not DATA_NAME.fullmatch(f"{owner}/{name}"):
+        if (
+            local
+            or not name
+            or path.is_absolute()
+            or len(path.parts) > 3
+            or not DATA_NAME.fullmatch(f"{owner}/{name}")
+        ):
             raise HpctrainError(
                 f"{path}: cannot be read (No such file or directory): give --data a folder or a file, or the name of a data set "
                 f"on the hub (OWNER/NAME){hint_unmounted(path)}"
@@ -86,17 +106,22 @@ def resolve_data(path: Path, world: World) -> Path:
     with all_or_none(world):
         if not (snapshot / part).is_dir():
             found = ", ".join(sorted(each.name for each in snapshot.iterdir() if each.is_dir())) or "none"
-            raise HpctrainError(f"{owner}/{name}: no folder {part} in this data set, but {found}: name one of them")
+            raise HpctrainError(
+                f"{owner}/{name}: no folder {part} in this data set, but {found}: name one of them"
+            )
     return snapshot / part
 
 
 def _resolve(
-    name: str, world: World, find: Callable[[str, str], Path | None], download: Callable[[str, str | None], Path]
+    name: str,
+    world: World,
+    find: Callable[[str, str], Path | None],
+    download: Callable[[str, str | None], Path],
 ) -> Path:
     """The folder of a repository on this node. A collective call.
 
-    Rank 0 downloads it into the usual cache (HF_HOME). Then the first rank of each other node does so if it is not in the cache
-    there, because a cache may be on a node's local disk. All use the same commit.
+    Rank 0 downloads it into the usual cache (HF_HOME). Then the first rank of each other node does so if it
+    is not in the cache there, because a cache may be on a node's local disk. All use the same commit.
     """
     snapshot = None
     with all_or_none(world):
@@ -117,9 +142,11 @@ def _resolve(
 
 
 def find_model(name: str, commit: str | None = None) -> Path:
-    """The folder of a model for this process alone: `name` itself, or a commit of a model of the hub in the cache.
+    """The folder of a model for this process alone: `name` itself, or a commit of a model of the hub in the
+    cache.
 
-    A commit that is in the cache is taken without any network access. Raises HpctrainError with the reason and the remedy.
+    A commit that is in the cache is taken without any network access. Raises HpctrainError with the reason
+    and the remedy.
     """
     if Path(name).is_dir():
         return validate_folder(Path(name))
@@ -130,8 +157,9 @@ def find_model(name: str, commit: str | None = None) -> Path:
 def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
     """Download a model of the hub into a folder of its own, for nodes without internet. Returns its commit.
 
-    The folder appears when the download is complete and validated. Until then the files are beside it, in a hidden folder named
-    by the commit, where the next call continues. Raises HpctrainError, also if the folder exists.
+    The folder appears when the download is complete and validated. Until then the files are beside it, in a
+    hidden folder named by the commit, where the next call continues. Raises HpctrainError, also if the folder
+    exists.
     """
     _validate_name(name)
     if folder.exists():
@@ -164,7 +192,9 @@ def _download_snapshot(name: str, commit: str | None = None, **where: Any) -> Pa
 
     In a cache, the folder is named by the commit.
     """
-    folder = Path(snapshot_download(name, revision=commit, allow_patterns=NEEDED, ignore_patterns="*/*", **where))
+    folder = Path(
+        snapshot_download(name, revision=commit, allow_patterns=NEEDED, ignore_patterns="*/*", **where)
+    )
     if not any(folder.glob("*.safetensors")):
         snapshot_download(name, revision=commit, allow_patterns=PICKLES, ignore_patterns="*/*", **where)
     return validate_folder(folder)
@@ -188,9 +218,14 @@ def _find_data_in_cache(name: str, commit: str | None) -> Path | None:
 
 
 def _download_data(path: Path, name: str, commit: str | None = None) -> Path:
-    """Download a data set into the cache. `path` is the argument of --data, which may be a path with a mistake in it."""
+    """Download a data set into the cache.
+
+    `path` is the argument of --data, which may be a path with a mistake in it.
+    """
     remedy = "correct the path, or download the data set where there is internet and give --data DIR"
-    with _explain_errors(f"{path} (no such file or folder here, so a data set on the hub)", remedy, "data set"):
+    with _explain_errors(
+        f"{path} (no such file or folder here, so a data set on the hub)", remedy, "data set"
+    ):
         folder = Path(snapshot_download(name, repo_type="dataset", revision=commit, allow_patterns=DATA))
         if not any(path.is_file() for path in folder.rglob("*")):
             raise HpctrainError(
@@ -215,7 +250,9 @@ def _explain_errors(what: str, remedy: str, kind: str = "model") -> Iterator[Non
             yield
     except HpctrainError:
         raise
-    except Exception as error:  # of the HTTP library, of the hub's library, of its transport in Rust, or of the disk
+    except (
+        Exception
+    ) as error:  # of the HTTP library, of the hub's library, of its transport in Rust, or of the disk
         hub = constants.ENDPOINT
         if isinstance(error, errors.GatedRepoError):
             reason = f"gated: accept its terms at {hub} and log in (hf auth login, or HF_TOKEN)"
@@ -229,17 +266,22 @@ def _explain_errors(what: str, remedy: str, kind: str = "model") -> Iterator[Non
             reason = f"not in the cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set"
         else:
             cause = describe_error(error.__cause__ or error)
-            reason = f"not in the cache ({constants.HF_HUB_CACHE}), and the download from {hub} failed ({cause})"
+            reason = (
+                f"not in the cache ({constants.HF_HUB_CACHE}), and the download from {hub} failed ({cause})"
+            )
         raise HpctrainError(f"{what}: {reason}: {remedy}") from error
 
 
 def parser() -> Parser:
     """The options of `hpctrain fetch`."""
     options = Parser(
-        prog="hpctrain fetch", description="Download a model from the Hugging Face hub into a folder, for nodes without internet."
+        prog="hpctrain fetch",
+        description="Download a model from the Hugging Face hub into a folder, for nodes without internet.",
     )
     options.add_argument("model", help="name of the model on the hub, such as beomi/kcbert-base")
-    options.add_argument("folder", type=Path, metavar="DIR", help="folder to create; pass it to a trainer as --model DIR")
+    options.add_argument(
+        "folder", type=Path, metavar="DIR", help="folder to create; pass it to a trainer as --model DIR"
+    )
     options.add_argument("--revision", help="branch, tag or commit to download (default: main)")
     return options
 
@@ -250,4 +292,6 @@ def main(world: World, arguments: list[str]) -> None:
     if world.rank == 0:
         commit = fetch_model(args.model, args.folder, args.revision)
         size = sum(path.stat().st_size for path in args.folder.iterdir())
-        print(f"{args.folder}: {args.model} at commit {commit}, {size / 1e6:,.1f} MB; use it with --model {args.folder}")
+        print(
+            f"{args.folder}: {args.model} at commit {commit}, {size / 1e6:,.1f} MB; use it with --model {args.folder}"
+        )

@@ -22,13 +22,16 @@ from hpctrain.text import first_line
 
 
 def get_initial_model(task: Task, args: argparse.Namespace, run: Run, train: list[Any]) -> Path:
-    """The folder of the model that training starts from; --from-scratch creates it in the run folder. A collective call."""
+    """The folder of the model that training starts from; --from-scratch creates it in the run folder.
+
+    A collective call.
+    """
     if args.model:
         return resolve_model(args.model, run.world)
     folder = run.folder / "from-scratch"
     with all_or_none(run.world):
-        # It belongs to the checkpoint that a run is resumed from. Without one it is of an attempt that failed, perhaps with other
-        # options or data, and is replaced.
+        # It belongs to the checkpoint that a run is resumed from. Without one it is of an attempt that
+        # failed, perhaps with other options or data, and is replaced.
         if run.world.rank == 0 and not (run.resume_from and folder.exists()):
             texts = list(dict.fromkeys(text for example in train for text in task.get_texts(example)))
             vocabulary = create_model(folder, args.from_scratch, task.kind, texts, args.seed, args.max_length)
@@ -40,10 +43,11 @@ def get_initial_model(task: Task, args: argparse.Namespace, run: Run, train: lis
 
 
 def choose_labels(task: Task, folder: Path, train: list[Any]) -> tuple[list[str], str]:
-    """The label names in the order of the model's outputs, and a remark for the log on where that order is from.
+    """The label names in the order of the model's outputs, and a remark for the log on where that order is
+    from.
 
-    A model that is fine-tuned already keeps its own names and order if they cover the data: another order would give its
-    outputs to other labels. Otherwise the names are those of the training data.
+    A model that is fine-tuned already keeps its own names and order if they cover the data: another order
+    would give its outputs to other labels. Otherwise the names are those of the training data.
     """
     needed = task.collect_labels(train)
     known = read_labels(folder, task) if needed else []
@@ -71,20 +75,28 @@ def load_model(
     args: argparse.Namespace,
     empty: bool = False,
 ) -> torch.nn.Module:
-    """The model with a head for these labels, in training mode. A head that the folder lacks is initialized from --seed.
+    """The model with a head for these labels, in training mode.
+
+    A head that the folder lacks is initialized from --seed.
 
     If `empty`, it is on the meta device, without values.
     Raises HpctrainError if the folder has no model for this task, or the model is shorter than --max-length.
     """
     refuse_adapter(folder)
     torch.manual_seed(args.seed)
-    heads = {"num_labels": len(labels), "id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
+    heads = {
+        "num_labels": len(labels),
+        "id2label": dict(enumerate(labels)),
+        "label2id": {x: i for i, x in enumerate(labels)},
+    }
     # a model that was trained for labels of another kind would compute another loss
     heads["problem_type"] = task.problem_type
     common = {"dtype": torch.float32, "trust_remote_code": False, "attn_implementation": "sdpa"}
     try:
         if empty:
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **(heads if labels else {}))
+            config = transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, **(heads if labels else {})
+            )
             with torch.device("meta"):
                 model, loading = task.model.from_config(config, **common), {"missing_keys": []}
         else:
@@ -100,9 +112,12 @@ def load_model(
             describe_pickle_error(folder, error)
             or f"{folder}: not a model for nlp.{task.name} ({first_line(error)}): give another --model"
         ) from error
-    # The head may be missing, and the pooler, which masked language models do not have; but nothing below them.
+    # The head may be missing, and the pooler, which masked language models do not have; but nothing below
+    # them.
     missing = sorted(
-        name for name in loading["missing_keys"] if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name
+        name
+        for name in loading["missing_keys"]
+        if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name
     )
     if missing and len(missing) == len(model.base_model.state_dict()):
         raise HpctrainError(
@@ -114,8 +129,8 @@ def load_model(
             f"{folder}: {len(missing)} weights of the {model.config.model_type} model are missing, such as {missing[0]}: "
             "fetch or copy it again"
         )
-    # RoBERTa's positions begin at 2; the model_max_length of its tokenizer is the number left for tokens. That of a tokenizer
-    # which hpctrain saved is the --max-length of that run.
+    # RoBERTa's positions begin at 2; the model_max_length of its tokenizer is the number left for tokens.
+    # That of a tokenizer which hpctrain saved is the --max-length of that run.
     longest = getattr(model.config, "hpctrain", {}).get("positions", tokenizer.model_max_length)
     positions = min(getattr(model.config, "max_position_embeddings", longest), longest)
     if args.max_length > positions:
@@ -123,14 +138,19 @@ def load_model(
             f"--max-length {args.max_length} is too long for {folder}, which has {positions} positions: "
             f"give --max-length {positions}"
         )
-    if task.pipeline_tag == "text-classification":  # Llama, GPT-2 and others take the last token that is not this one
+    # Llama, GPT-2 and others take the last token that is not this one
+    if task.pipeline_tag == "text-classification":
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.train()  # from_pretrained() turns dropout off, and Lightning does not turn it on
     if args.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
-            raise HpctrainError(f"{folder}: its architecture has no gradient checkpointing: leave out --gradient-checkpointing")
+            raise HpctrainError(
+                f"{folder}: its architecture has no gradient checkpointing: leave out --gradient-checkpointing"
+            )
         # earlier versions of transformers have the second one only, of which later ones warn
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})
     model.config.use_cache = False  # the cache of keys and values is for generation only
     model.config.hpctrain = {

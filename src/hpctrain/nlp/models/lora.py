@@ -1,5 +1,6 @@
-"""LoRA (Hu et al. 2021, arxiv.org/abs/2106.09685) by the library peft: small matrices beside the layers of a frozen model are
-trained, together with its last layer. The result is an adapter: these weights alone, and the name of the model.
+"""LoRA (Hu et al. 2021, arxiv.org/abs/2106.09685) by the library peft: small matrices beside the layers of a
+frozen model are trained, together with its last layer. The result is an adapter: these weights alone, and the
+name of the model.
 """
 
 import argparse
@@ -34,11 +35,12 @@ def uses_lora(args: argparse.Namespace) -> bool:
 
 
 def add_lora(task: Task, model: torch.nn.Module, folder: Path, args: argparse.Namespace) -> torch.nn.Module:
-    """The model of a folder, frozen, with the trainable matrices of --lora-from, or of rank --lora-rank, initialized from --seed.
+    """The model of a folder, frozen, with the trainable matrices of --lora-from, or of rank --lora-rank,
+    initialized from --seed.
 
-    They are scaled by alpha / rank = 2, as in the examples of peft. The head and the pooler, which may be new, are trained whole;
-    but not the head of a language model, which is its embedding. Raises HpctrainError if the model lacks --lora-target, or does
-    not fit the adapter.
+    They are scaled by alpha / rank = 2, as in the examples of peft. The head and the pooler, which may be
+    new, are trained whole; but not the head of a language model, which is its embedding. Raises HpctrainError
+    if the model lacks --lora-target, or does not fit the adapter.
     """
     from peft import LoraConfig, get_peft_model  # takes a second, and few runs need it
 
@@ -78,14 +80,18 @@ def _continue_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
     check_digests(folder)
     config = read_json_object(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
-        raise HpctrainError(f"{folder}: an adapter of type {config.get('peft_type')}: --lora-from needs one of LoRA")
+        raise HpctrainError(
+            f"{folder}: an adapter of type {config.get('peft_type')}: --lora-from needs one of LoRA"
+        )
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
     except Exception as error:  # of many kinds, for files that are missing, damaged, or for another model
         text = " ".join(str(error).split()) or first_line(error)
-        raise HpctrainError(f"{folder}: not an adapter of --model ({text[:200]}): give the model that it is for") from error
+        raise HpctrainError(
+            f"{folder}: not an adapter of --model ({text[:200]}): give the model that it is for"
+        ) from error
     if any("missing adapter keys" in str(warning.message) for warning in caught):
         raise HpctrainError(f"{folder}: the adapter lacks weights for --model: give the model that it is for")
     return adapted
@@ -115,8 +121,8 @@ def count_parameters(model: torch.nn.Module) -> str:
 def load_adapter(task: Task, folder: Path) -> torch.nn.Module:
     """The model of an adapter that hpctrain has written, in fp32, with the adapter merged into its weights.
 
-    The base model is looked up as --model is. Raises HpctrainError if it is not found or damaged, and the errors of peft and
-    transformers.
+    The base model is looked up as --model is. Raises HpctrainError if it is not found or damaged, and the
+    errors of peft and transformers.
     """
     from peft import PeftModel
 
@@ -130,7 +136,9 @@ def load_adapter(task: Task, folder: Path) -> torch.nn.Module:
             f"{folder}: an adapter, whose model is not found: {error}, or change base_model_name_or_path in {ADAPTER_CONFIG}"
         ) from error
     check_digests(base_folder)
-    base = task.model.from_pretrained(base_folder, config=config, dtype=torch.float32, trust_remote_code=False)
+    base = task.model.from_pretrained(
+        base_folder, config=config, dtype=torch.float32, trust_remote_code=False
+    )
     with without_warnings():
         return PeftModel.from_pretrained(base, folder).merge_and_unload()
 

@@ -15,14 +15,16 @@ from hpctrain.errors import HpctrainError
 from hpctrain.nlp.models.lora import uses_lora
 from hpctrain.nlp.models.model_folder import list_parts
 
-# Bytes of a weight in fp32: of a frozen one itself; of a trained one also its gradient and the two moments of AdamW.
+# Bytes of a weight in fp32: of a frozen one itself; of a trained one also its gradient and the two moments of
+# AdamW.
 FROZEN, TRAINED = 4, 16
 
 
 def read_sizes(folder: Path) -> dict[str, int]:
     """The number of values of each weight in the model files of a folder, by their headers; of pickled ones as if in fp32."""
     sizes = {}
-    for path in (folder / part for part in list_parts(folder)):  # others, such as consolidated.safetensors, are not loaded
+    # others, such as consolidated.safetensors, are not loaded
+    for path in (folder / part for part in list_parts(folder)):
         if path.suffix != ".safetensors":
             sizes[path.name] = path.stat().st_size // FROZEN
             continue
@@ -36,12 +38,15 @@ def count_split(folder: Path, sizes: dict[str, int]) -> int:
     """How many values are in the layers that --tensor-parallel splits; each rank of a group has all of the others."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     layers = getattr(config, "base_model_tp_plan", None) or {}
-    patterns = [re.compile(name.replace(".", r"\.").replace("*", r"\d+") + r"\.(weight|bias)$") for name in layers]
+    patterns = [
+        re.compile(name.replace(".", r"\.").replace("*", r"\d+") + r"\.(weight|bias)$") for name in layers
+    ]
     return sum(size for name, size in sizes.items() if any(pattern.search(name) for pattern in patterns))
 
 
 def check_memory(folder: Path, args: argparse.Namespace, world: World, device: torch.device) -> None:
-    """Raise HpctrainError, with the arithmetic and what to do, if weights, gradients and optimizer cannot fit.
+    """Raise HpctrainError, with the arithmetic and what to do, if weights, gradients and optimizer cannot
+    fit.
 
     Activations are not counted: what passes may still be too large.
     """
@@ -71,7 +76,10 @@ def check_memory(folder: Path, args: argparse.Namespace, world: World, device: t
     if ranks > 1 and (args.lora_from or world.rank == 0) and count * FROZEN * loaders > host:
         who, advice = "Rank 0 loads", "a first node with more memory"
         if args.lora_from:
-            who, advice = f"For --lora-from each of the {loaders} ranks on a node loads", "fewer ranks on a node"
+            who, advice = (
+                f"For --lora-from each of the {loaders} ranks on a node loads",
+                "fewer ranks on a node",
+            )
         raise HpctrainError(
             f"{folder}: {count:,} weights of {FROZEN} bytes are {count * FROZEN / 1e9:.2f} GB. {who} them all before it "
             f"gives each rank its part, and its node has {host / 1e9:.2f} GB: take {advice} (docs/large-models.md)"

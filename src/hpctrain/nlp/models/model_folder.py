@@ -28,9 +28,11 @@ if TYPE_CHECKING:  # importing a class of transformers takes seconds, and `hpctr
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-# More than any published model has: GPT-3 has 96 layers, and the largest other sizes are positions, at most 10 million.
+# More than any published model has: GPT-3 has 96 layers, and the largest other sizes are positions, at most
+# 10 million.
 MOST_LAYERS, LARGEST_SIZE = 1_000, 100_000_000
-SIZE = re.compile(r"layer|size|dim|head|position|emb|inner|ctx|num_|^[dn]_")  # in the names of sizes in config.json
+# in the names of sizes in config.json
+SIZE = re.compile(r"layer|size|dim|head|position|emb|inner|ctx|num_|^[dn]_")
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
     "adapter_model.safetensors",
@@ -38,7 +40,9 @@ WEIGHTS = (
 
 
 def validate_folder(folder: Path) -> Path:
-    """Return the folder if it has a configuration and all of its weights. Raises HpctrainError that names what is missing.
+    """Return the folder if it has a configuration and all of its weights.
+
+    Raises HpctrainError that names what is missing.
 
     Of a safetensors file, header and size are compared, but not all of its content.
     """
@@ -52,7 +56,9 @@ def validate_folder(folder: Path) -> Path:
     read_json_object(folder / "config.json")
     for part in list_parts(folder):
         if not (folder / part).is_file():
-            raise HpctrainError(f"{folder}: {part}, a part of the weights, is missing: fetch or copy the folder again")
+            raise HpctrainError(
+                f"{folder}: {part}, a part of the weights, is missing: fetch or copy the folder again"
+            )
         if part.endswith(".safetensors"):
             try:
                 with safe_open(folder / part, "pt"):
@@ -63,7 +69,10 @@ def validate_folder(folder: Path) -> Path:
 
 
 def list_parts(folder: Path) -> list[str]:
-    """The names of the files of weights that from_pretrained() reads. Raises HpctrainError if their list is broken."""
+    """The names of the files of weights that from_pretrained() reads.
+
+    Raises HpctrainError if their list is broken.
+    """
     weights = next(name for name in WEIGHTS if (folder / name).exists())
     if not weights.endswith(".json"):
         return [weights]
@@ -77,7 +86,9 @@ def refuse_pipes(folder: Path) -> None:
     """Raise HpctrainError for a pipe or a device in a folder: some readers wait for it without end, others pass over it."""
     for path in folder.glob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise HpctrainError(f"{path}: a pipe or a device, which no model has: fetch or copy the folder again")
+            raise HpctrainError(
+                f"{path}: a pipe or a device, which no model has: fetch or copy the folder again"
+            )
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -85,7 +96,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise HpctrainError(f"{path}: cannot be read as JSON ({first_line(error)}): fetch or copy it again") from error
+        raise HpctrainError(
+            f"{path}: cannot be read as JSON ({first_line(error)}): fetch or copy it again"
+        ) from error
     if not isinstance(content, dict):
         raise HpctrainError(f"{path}: not a JSON object: fetch or copy it again")
     return content
@@ -104,13 +117,17 @@ def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_labels(folder: Path, task: "Task") -> list[str]:
-    """The label names of a fine-tuned model in the order of its outputs; [] if its architecture has no such outputs.
+    """The label names of a fine-tuned model in the order of its outputs; [] if its architecture has no such
+    outputs.
 
-    A model without names of its own has LABEL_0, LABEL_1, ... Raises HpctrainError if config.json cannot be used.
+    A model without names of its own has LABEL_0, LABEL_1, ... Raises HpctrainError if config.json cannot be
+    used.
     """
     head = task.model.__name__.removeprefix("AutoModel")  # such as ForSequenceClassification
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         if not any(name.endswith(head) for name in config.architectures or ()):
             return []
         return [str(config.id2label[i]) for i in sorted(config.id2label)]
@@ -121,9 +138,12 @@ def read_labels(folder: Path, task: "Task") -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
-    """The tokenizer of a model folder, with a padding token. Raises HpctrainError if there is no fast tokenizer in it.
+    """The tokenizer of a model folder, with a padding token.
 
-    It is the first part of a folder that is loaded, so a damaged model, and one that needs code of its own, is refused here.
+    Raises HpctrainError if there is no fast tokenizer in it.
+
+    It is the first part of a folder that is loaded, so a damaged model, and one that needs code of its own,
+    is refused here.
     """
     check_digests(folder)
     config = read_json_object(folder / "config.json") if (folder / "config.json").exists() else {}
@@ -131,7 +151,9 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     check_sizes(folder / "config.json", config)
     try:
         with panics_as_errors():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # the loaders of the many tokenizers raise exceptions of many kinds
         raise HpctrainError(
             f"{folder}: the tokenizer cannot be loaded ({describe_error(error)}): fetch or copy the folder again"
@@ -142,7 +164,8 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
             "token in the text: use a model that has a tokenizer.json"
         )
     files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
-    if not any((folder / name).exists() for name in files):  # transformers 5 silently makes an empty tokenizer then
+    # transformers 5 silently makes an empty tokenizer then
+    if not any((folder / name).exists() for name in files):
         raise HpctrainError(
             f"{folder}: no tokenizer in it ({' or '.join(files)}): copy it from the model that this one is based on"
         )
@@ -180,17 +203,25 @@ def describe_pickle_error(folder: Path, error: BaseException) -> str:
 
 
 def save_model(
-    folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", card: str = "", pipeline_tokenizer: str = ""
+    folder: Path,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerFast",
+    card: str = "",
+    pipeline_tokenizer: str = "",
 ) -> None:
-    """Write a model folder, with the card as README.md, on one rank; an earlier model is replaced once this one is complete.
+    """Write a model folder, with the card as README.md, on one rank; an earlier model is replaced once this
+    one is complete.
 
-    `pipeline_tokenizer` is the tokenizer.json of a second tokenizer, in the folder pipeline_tokenizer (Task has its use).
+    `pipeline_tokenizer` is the tokenizer.json of a second tokenizer, in the folder pipeline_tokenizer (Task
+    has its use).
 
     Raises HpctrainError that names the folder if it cannot be written, or holds something other than a model.
     """
     try:
         if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
-            raise HpctrainError(f"{folder} is not empty and not a model, so it is not replaced: give another folder")
+            raise HpctrainError(
+                f"{folder} is not empty and not a model, so it is not replaced: give another folder"
+            )
         with atomic.folder(folder) as unfinished:
             model.save_pretrained(unfinished)
             if not (unfinished / "config.json").exists():  # of an adapter
@@ -200,7 +231,8 @@ def save_model(
                 _save_pipeline_tokenizer(unfinished / "pipeline_tokenizer", tokenizer, pipeline_tokenizer)
             if card:
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
-            for path in filter(Path.is_file, unfinished.rglob("*")):  # safetensors makes files that only the owner may read
+            # safetensors makes files that only the owner may read
+            for path in filter(Path.is_file, unfinished.rglob("*")):
                 path.chmod((unfinished / "config.json").stat().st_mode)
             validate_folder(unfinished)
             write_digests(unfinished)
@@ -213,7 +245,8 @@ def save_model(
 
 
 def _save_pipeline_tokenizer(folder: Path, tokenizer: "PreTrainedTokenizerFast", content: str) -> None:
-    """Write a tokenizer folder with this tokenizer.json, and the special tokens and the maximum length of `tokenizer`.
+    """Write a tokenizer folder with this tokenizer.json, and the special tokens and the maximum length of
+    `tokenizer`.
 
     Its class is the general one: that of a model, such as BertTokenizer, ignores the model in tokenizer.json.
     """
@@ -239,11 +272,12 @@ def make_card(
     pipeline_tokenizer: bool = False,
     adapter: bool = False,
 ) -> str:
-    """A model card in Markdown with YAML metadata: the scores of the run, how to use the model, and how it was trained.
+    """A model card in Markdown with YAML metadata: the scores of the run, how to use the model, and how it
+    was trained.
 
-    `base` is the model that was fine-tuned: a name on the hub, or that of a folder. `data` is the name of the data set, and
-    `language` that of its texts in ISO 639-1, None if it is not known. `pipeline_tokenizer`: whether save_model() writes one;
-    `adapter`: whether it writes an adapter of peft.
+    `base` is the model that was fine-tuned: a name on the hub, or that of a folder. `data` is the name of the
+    data set, and `language` that of its texts in ISO 639-1, None if it is not known. `pipeline_tokenizer`:
+    whether save_model() writes one; `adapter`: whether it writes an adapter of peft.
     """
     base, data, title = hide_secrets([base, data, title])
     options, versions = hide_secrets([dict(options), dict(versions)])
@@ -253,7 +287,8 @@ def make_card(
         library_name="peft" if adapter else "transformers",
         pipeline_tag=task.pipeline_tag,
         base_model=base if is_hub_name else None,
-        datasets=["/".join(data.split("/")[:2])] if "/" in data else None,  # other data have the name of a file
+        # other data have the name of a file
+        datasets=["/".join(data.split("/")[:2])] if "/" in data else None,
         model_name=title,
         eval_results=[
             EvalResult(task.pipeline_tag, Path(data).name, Path(data).name, name, float(value))
@@ -267,7 +302,9 @@ def make_card(
     load = f'from transformers import AutoTokenizer, {loader}\n\ntokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
     if adapter:
         quoted = json.dumps(base, ensure_ascii=False)  # people copy this code, and a folder may have any name
-        load = f"from peft import PeftModel\n{load.replace('AutoTokenizer, ', 'AutoConfig, AutoTokenizer, ', 1)}"
+        load = (
+            f"from peft import PeftModel\n{load.replace('AutoTokenizer, ', 'AutoConfig, AutoTokenizer, ', 1)}"
+        )
         load += f'model = {loader}.from_pretrained({quoted}, config=AutoConfig.from_pretrained("FOLDER"))\n'
         load += 'model = PeftModel.from_pretrained(model, "FOLDER")'
     else:

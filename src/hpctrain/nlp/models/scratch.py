@@ -27,7 +27,8 @@ class Size(NamedTuple):
     vocabulary: int
 
 
-# Layers and hidden sizes of Turc et al. 2019 (arXiv 1908.08962), whose models all have the 30,522 subword tokens of BERT.
+# Layers and hidden sizes of Turc et al. 2019 (arXiv 1908.08962), whose models all have the 30,522 subword
+# tokens of BERT.
 SIZES = {
     "tiny": Size(2, 128, 8000),
     "mini": Size(4, 256, 12000),
@@ -40,17 +41,24 @@ LONGEST_WORD = 1000  # characters without white space among them that a tokenize
 KINDS = {"bert": ("BertConfig", "BertModel"), "gpt2": ("GPT2Config", "GPT2LMHeadModel")}
 
 
-def create_model(folder: Path, config: str, kind: str, texts: Sequence[str], seed: int, max_length: int) -> int:
-    """Write a model with random weights and a tokenizer trained on the texts. Returns the size of its vocabulary.
+def create_model(
+    folder: Path, config: str, kind: str, texts: Sequence[str], seed: int, max_length: int
+) -> int:
+    """Write a model with random weights and a tokenizer trained on the texts.
 
-    `config` is one of SIZES or the path of a config.json of transformers. `kind` is "bert" (WordPiece that keeps case and
-    accents; stripping accents would decompose Hangul) or "gpt2" (byte-level BPE). The vocabulary is smaller than the size
-    allows if the texts have too few different words. The same texts and seed give the same files, bit for bit.
+    Returns the size of its vocabulary.
+
+    `config` is one of SIZES or the path of a config.json of transformers. `kind` is "bert" (WordPiece that
+    keeps case and accents; stripping accents would decompose Hangul) or "gpt2" (byte-level BPE). The
+    vocabulary is smaller than the size allows if the texts have too few different words. The same texts and
+    seed give the same files, bit for bit.
 
     Raises HpctrainError: a configuration of another kind, no text, a folder that cannot be written.
     """
     if not any(text.strip() for text in texts):
-        raise HpctrainError("--from-scratch trains a tokenizer on the training texts, but all of them are empty: check --data")
+        raise HpctrainError(
+            "--from-scratch trains a tokenizer on the training texts, but all of them are empty: check --data"
+        )
     settings = make_config(config, kind)
     tokenizer = _train_tokenizer(kind, texts, settings.vocab_size)
     settings.vocab_size = len(tokenizer)
@@ -73,13 +81,21 @@ def create_model(folder: Path, config: str, kind: str, texts: Sequence[str], see
 
 
 def make_config(config: str, kind: str) -> "PretrainedConfig":
-    """The configuration of transformers for one of SIZES or the path of a config.json. Raises HpctrainError."""
+    """The configuration of transformers for one of SIZES or the path of a config.json.
+
+    Raises HpctrainError.
+    """
     make = getattr(transformers, KINDS[kind][0])
     if config in SIZES:
         size = SIZES[config]
         # GPT-2's configuration accepts these names too
-        shape = {"num_hidden_layers": size.layers, "hidden_size": size.hidden, "num_attention_heads": size.hidden // 64}
-        inner = {"intermediate_size": 4 * size.hidden} if kind == "bert" else {}  # GPT-2's is four times the hidden size anyway
+        shape = {
+            "num_hidden_layers": size.layers,
+            "hidden_size": size.hidden,
+            "num_attention_heads": size.hidden // 64,
+        }
+        # GPT-2's is four times the hidden size anyway
+        inner = {"intermediate_size": 4 * size.hidden} if kind == "bert" else {}
         return make(vocab_size=size.vocabulary, max_position_embeddings=POSITIONS, **shape, **inner)
     path = Path(config)
     if not path.is_file():
@@ -95,19 +111,23 @@ def make_config(config: str, kind: str) -> "PretrainedConfig":
     try:
         return make.from_dict(content)
     except Exception as error:  # each field has its own check
-        raise HpctrainError(f"{path}: not the configuration of a {kind} model ({describe_error(error)}): fix the file") from error
+        raise HpctrainError(
+            f"{path}: not the configuration of a {kind} model ({describe_error(error)}): fix the file"
+        ) from error
 
 
 def cut_words(text: str) -> str:
     """The text, with a line break after each LONGEST_WORD characters that have no white space among them.
 
-    The time of the tokenizers' trainers grows with the square of a word: a text of a million such characters takes hours.
+    The time of the tokenizers' trainers grows with the square of a word: a text of a million such characters
+    takes hours.
     """
     return re.sub(rf"\S{{{LONGEST_WORD}}}(?=\S)", r"\g<0>\n", text)
 
 
 def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTrainedTokenizerFast":
-    """A tokenizer with at most `vocabulary` subword tokens, but at least all single bytes or common characters.
+    """A tokenizer with at most `vocabulary` subword tokens, but at least all single bytes or common
+    characters.
 
     It is a function of the texts alone.
     """
@@ -119,29 +139,45 @@ def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTr
         special = [end, "<|pad|>"]
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
-        trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=ByteLevel.alphabet(), **options)
+        trainer = trainers.BpeTrainer(
+            special_tokens=special, initial_alphabet=ByteLevel.alphabet(), **options
+        )
         backend.train_from_iterator(texts, trainer)
         trained = json.loads(backend.to_str())["model"]
         merges = [tuple(merge) for merge in trained["merges"]]
         return transformers.GPT2Tokenizer(
-            vocab=trained["vocab"], merges=merges, unk_token=end, bos_token=end, eos_token=end, pad_token=special[1]
+            vocab=trained["vocab"],
+            merges=merges,
+            unk_token=end,
+            bos_token=end,
+            eos_token=end,
+            pad_token=special[1],
         )
 
     blank = transformers.BertTokenizer(do_lower_case=False, strip_accents=False)
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer, backend.pre_tokenizer = blank.backend_tokenizer.normalizer, blank.backend_tokenizer.pre_tokenizer
+    backend.normalizer, backend.pre_tokenizer = (
+        blank.backend_tokenizer.normalizer,
+        blank.backend_tokenizer.pre_tokenizer,
+    )
     counts = Counter()
     for text in texts:
         counts.update(backend.normalizer.normalize_str(text))
-    # A character may take two tokens, one at the start of a word and one within; half of the vocabulary is left for longer ones.
-    common = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))[: max(1, vocabulary // 4)]
+    # A character may take two tokens, one at the start of a word and one within; half of the vocabulary is
+    # left for longer ones.
+    common = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))[
+        : max(1, vocabulary // 4)
+    ]
     options |= {"initial_alphabet": common, "limit_alphabet": len(common)}
-    # The trainer numbers the characters within words in the order of a hash table, which differs in each process, and breaks
-    # ties between merges by these numbers. So a first round only collects these characters, and the second gets them in a fixed
-    # order.
-    backend.train_from_iterator(texts, trainers.WordPieceTrainer(special_tokens=special, **options | {"vocab_size": 0}))
+    # The trainer numbers the characters within words in the order of a hash table, which differs in each
+    # process, and breaks ties between merges by these numbers. So a first round only collects these
+    # characters, and the second gets them in a fixed order.
+    backend.train_from_iterator(
+        texts, trainers.WordPieceTrainer(special_tokens=special, **options | {"vocab_size": 0})
+    )
     within = sorted(token for token in backend.get_vocab() if token.startswith("##") and len(token) == 3)
     backend.train_from_iterator(texts, trainers.WordPieceTrainer(special_tokens=special + within, **options))
-    # The characters are not special tokens: a new tokenizer with this vocabulary treats them as ordinary ones.
+    # The characters are not special tokens: a new tokenizer with this vocabulary treats them as ordinary
+    # ones.
     return transformers.BertTokenizer(vocab=backend.get_vocab(), do_lower_case=False, strip_accents=False)

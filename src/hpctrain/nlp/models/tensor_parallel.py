@@ -24,7 +24,10 @@ SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def choose_strategy(model: torch.nn.Module, number: int, cpu_offload: bool) -> Callable[..., ShardedStrategy]:
-    """The strategy of a Trainer for a sharded model whose layers are split over this number of ranks. Raises HpctrainError."""
+    """The strategy of a Trainer for a sharded model whose layers are split over this number of ranks.
+
+    Raises HpctrainError.
+    """
     if number == 1:
         return partial(ShardedStrategy, cpu_offload=cpu_offload)
     return partial(ShardedStrategy, tensor_parallel=number, styles=choose_styles(model, number))
@@ -49,7 +52,10 @@ def choose_styles(model: transformers.PreTrainedModel, number: int) -> dict[str,
                 f"--tensor-parallel {number} does not divide the {name} of the model, {size}: give a divisor of it"
             )
     prefix = re.escape(f"{model.base_model_prefix}.")
-    patterns = {re.compile(prefix + name.replace(".", r"\.").replace("*", r"\d+")): style for name, style in plan.items()}
+    patterns = {
+        re.compile(prefix + name.replace(".", r"\.").replace("*", r"\d+")): style
+        for name, style in plan.items()
+    }
     return {
         name: STYLES[style]()
         for name, _ in model.named_modules()

@@ -15,7 +15,8 @@ class UnitAligner:
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
-        # WordPiece marks tokens that continue a word with a prefix. The others mark tokens that begin one, with a space.
+        # WordPiece marks tokens that continue a word with a prefix. The others mark tokens that begin one,
+        # with a space.
         self._prefix = getattr(backend.model, "continuing_subword_prefix", None) or ""
         self._spaces = {backend.token_to_id(space) for space in SPACES}
         self._tokenize_unit_cached = cache(self._tokenize_unit)  # a language has few characters
@@ -27,11 +28,13 @@ class UnitAligner:
         self.before = letter.ids[: special.index(0)]
         self.after = letter.ids[len(special) - special[::-1].index(0) :]
 
-    def align(self, encoding: Encoding, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    def align(
+        self, encoding: Encoding, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[int]]:
         """The subword tokens of a text, and for each the unit whose tag it carries, or NO_UNIT.
 
-        A token that covers several units is replaced by tokens for each of them. `spans` are the units, text[start:end]. A unit
-        of white space gets no token, because most tokenizers have none for it.
+        A token that covers several units is replaced by tokens for each of them. `spans` are the units,
+        text[start:end]. A unit of white space gets no token, because most tokenizers have none for it.
         """
         unit_of = [NO_UNIT] * len(text)
         for unit, (start, end) in enumerate(spans):
@@ -40,7 +43,8 @@ class UnitAligner:
         ids: list[int] = []
         units: list[int] = []
         last = NO_UNIT  # the last unit that has a token
-        replaced = NO_UNIT  # the last unit whose tokens were made here, so that no further token of it is needed
+        # the last unit whose tokens were made here, so that no further token of it is needed
+        replaced = NO_UNIT
         for id_, token, (start, end) in zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True):
             covered = sorted({unit for unit in unit_of[start:end] if unit != NO_UNIT})
             if covered and covered[-1] == replaced:
@@ -48,7 +52,9 @@ class UnitAligner:
             if len(covered) > 1:
                 mark = self._get_mark(token)
                 for unit in covered:
-                    if unit > last and (tokens := self._tokenize_unit_cached(mark, text[slice(*spans[unit])])):
+                    if unit > last and (
+                        tokens := self._tokenize_unit_cached(mark, text[slice(*spans[unit])])
+                    ):
                         ids += tokens
                         space = len(tokens) > 1 and tokens[0] in self._spaces
                         units += [NO_UNIT] * space + [unit] + [NO_UNIT] * (len(tokens) - space - 1)
@@ -71,7 +77,9 @@ class UnitAligner:
         backend = self._backend
         normal = backend.normalizer.normalize_str(unit) if backend.normalizer else unit
         ids = []
-        for word, _ in backend.pre_tokenizer.pre_tokenize_str(normal) if backend.pre_tokenizer else [(normal, None)]:
+        for word, _ in (
+            backend.pre_tokenizer.pre_tokenize_str(normal) if backend.pre_tokenizer else [(normal, None)]
+        ):
             if not self._prefix:
                 word = mark + word.lstrip(SPACES)
             known = backend.token_to_id(mark + word if self._prefix else word)
@@ -81,11 +89,13 @@ class UnitAligner:
 
 
 def make_character_tokenizer(backend: Tokenizer) -> str:
-    """The content of a tokenizer.json that gives the tokens of UnitAligner.align() for units of one character; "" if none can.
+    """The content of a tokenizer.json that gives the tokens of UnitAligner.align() for units of one
+    character; "" if none can.
 
-    Possible for WordPiece: BPE without merges, with the same vocabulary, takes each character by itself, and prefixes those that
-    continue a word. A character that the vocabulary has only without the prefix gets a second name for the same id. `tokenizers`
-    writes one name for each id, so the content has to be written as it is.
+    Possible for WordPiece: BPE without merges, with the same vocabulary, takes each character by itself, and
+    prefixes those that continue a word. A character that the vocabulary has only without the prefix gets a
+    second name for the same id. `tokenizers` writes one name for each id, so the content has to be written as
+    it is.
     """
     content = json.loads(backend.to_str())
     model = content["model"]
@@ -109,7 +119,8 @@ def make_character_tokenizer(backend: Tokenizer) -> str:
 
 
 def split_windows(units: list[int], after_space: list[bool], size: int) -> Iterator[slice]:
-    """Divide the tokens of a sentence into windows of at most `size`, before a unit, and after a space if one is near the end.
+    """Divide the tokens of a sentence into windows of at most `size`, before a unit, and after a space if one
+    is near the end.
 
     `units` is the unit of each token, `after_space` whether the unit follows a space.
     """

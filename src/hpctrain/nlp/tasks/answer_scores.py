@@ -1,8 +1,10 @@
-"""Scores of answers to questions: exact match and F1, as KorQuAD's and as SQuAD's evaluation scripts define them, in [0, 1].
+"""Scores of answers to questions: exact match and F1, as KorQuAD's and as SQuAD's evaluation scripts define
+them, in [0, 1].
 
 KorQuAD compares characters, because Korean particles are attached to words: evaluate-v1.0.py of
-https://korquad.github.io/KorQuad%201.0/. SQuAD compares words: evaluate-v2.0.py of https://rajpurkar.github.io/SQuAD-explorer/,
-which agrees with SQuAD's script for version 1.1 unless an answer consists of articles and punctuation alone.
+https://korquad.github.io/KorQuad%201.0/. SQuAD compares words: evaluate-v2.0.py of
+https://rajpurkar.github.io/SQuAD-explorer/, which agrees with SQuAD's script for version 1.1 unless an answer
+consists of articles and punctuation alone.
 """
 
 import re
@@ -18,7 +20,8 @@ PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
 
 
 def normalize_korquad(text: str) -> str:
-    """An answer as KorQuAD compares it: quotes and brackets become spaces, other ASCII punctuation is deleted, in lower case.
+    """An answer as KorQuAD compares it: quotes and brackets become spaces, other ASCII punctuation is
+    deleted, in lower case.
 
     Consecutive spaces become one. Unlike in SQuAD, articles are kept.
     """
@@ -31,7 +34,10 @@ def normalize_squad(text: str) -> str:
 
 
 def compute_f1(predicted: Sequence[str], correct: Sequence[str]) -> float:
-    """F1 of two multisets of characters or words; order does not count. If one is empty, the other must be empty too."""
+    """F1 of two multisets of characters or words; order does not count.
+
+    If one is empty, the other must be empty too.
+    """
     if not predicted or not correct:
         return float(predicted == correct)
     same = (Counter(predicted) & Counter(correct)).total()
@@ -45,14 +51,18 @@ def score_korquad(predicted: str, correct: Sequence[str]) -> tuple[float, float]
 
 def score_squad(predicted: str, correct: Sequence[str]) -> tuple[float, float]:
     """Exact match and F1 of the words of an answer: the best over the correct answers that are more than articles."""
-    return _score(normalize_squad, str.split, predicted, [text for text in correct if normalize_squad(text)] or [""])
+    return _score(
+        normalize_squad, str.split, predicted, [text for text in correct if normalize_squad(text)] or [""]
+    )
 
 
 def _score(
     normalize: Callable[[str], str], split: Callable[[str], list[str]], predicted: str, correct: Sequence[str]
 ) -> tuple[float, float]:
     answer, *rest = map(normalize, [predicted, *correct])
-    return max(float(answer == right) for right in rest), max(compute_f1(split(answer), split(right)) for right in rest)
+    return max(float(answer == right) for right in rest), max(
+        compute_f1(split(answer), split(right)) for right in rest
+    )
 
 
 def is_latin(texts: Iterable[str]) -> bool:

@@ -41,8 +41,8 @@ def to_bio(units: Sequence[tuple[int, int]], entities: Sequence[Entity]) -> list
 def from_bio(units: Sequence[tuple[int, int]], tags: Sequence[str], strict: bool = False) -> list[Entity]:
     """The entities that the tags of the units describe; the inverse of to_bio().
 
-    An I-TYPE that follows nothing of its type begins an entity, as in CoNLL-2003 itself (IOB1). With `strict` it is none, as in
-    the metric (IOB2: mode="strict", scheme=IOB2 of seqeval).
+    An I-TYPE that follows nothing of its type begins an entity, as in CoNLL-2003 itself (IOB1). With `strict`
+    it is none, as in the metric (IOB2: mode="strict", scheme=IOB2 of seqeval).
     """
     entities: list[Entity] = []
     inside = ""  # the type of the entity that the previous unit is part of

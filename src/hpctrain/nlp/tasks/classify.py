@@ -56,7 +56,9 @@ class Classify(Task):
         kind = {"multi-label": MultiLabel, "regression": Regression}.get(problem or "")
         return type(f"{kind.__name__}{type(self).__name__}", (kind, type(self)), {})() if kind else self
 
-    def get_label(self, location: str, item: object, key: str, expected: str) -> str | tuple[str, ...] | float:
+    def get_label(
+        self, location: str, item: object, key: str, expected: str
+    ) -> str | tuple[str, ...] | float:
         """The label of an example. Raises HpctrainError."""
         return formats.get_label(location, item, key, expected)
 
@@ -71,8 +73,15 @@ class Classify(Task):
 
         def make_from_json(location: str, item: dict[str, Any]) -> Document:
             expected = "an object with text and label"
-            text = formats.get_field(location, item, "document" if "document" in item else "text", str, expected)
-            return Document(location.rpartition(", ")[2], text, self.get_label(location, item, "label", expected), location)
+            text = formats.get_field(
+                location, item, "document" if "document" in item else "text", str, expected
+            )
+            return Document(
+                location.rpartition(", ")[2],
+                text,
+                self.get_label(location, item, "label", expected),
+                location,
+            )
 
         if columns:
             return read_columns(path, columns, make_from_json, skipped)
@@ -93,11 +102,21 @@ class Classify(Task):
         return sorted({example.label for example in examples})
 
     def tokenize(
-        self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Document], labels: list[str], max_length: int, stride: int
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        examples: Sequence[Document],
+        labels: list[str],
+        max_length: int,
+        stride: int,
     ) -> Features:
-        """One feature for each example. A text that is too long is truncated at its end; of a pair, the longer text first."""
+        """One feature for each example.
+
+        A text that is too long is truncated at its end; of a pair, the longer text first.
+        """
         texts = [self.get_texts(example) for example in examples]
-        encodings = list(encode_texts(tokenizer, [text if len(text) > 1 else text[0] for text in texts], max_length))
+        encodings = list(
+            encode_texts(tokenizer, [text if len(text) > 1 else text[0] for text in texts], max_length)
+        )
         columns = {"input_ids": [encoding.ids for encoding in encodings]}
         # For a single text they are all 0, the default of the models.
         if "token_type_ids" in tokenizer.model_input_names:
@@ -115,10 +134,11 @@ class Classify(Task):
         return {"labels": targets, "units": [target != IGNORED for target in targets]}
 
     def compute_loss(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> Tensor:
-        """The model's own loss, or the mean over the labels of their losses, each times the weight of its class.
+        """The model's own loss, or the mean over the labels of their losses, each times the weight of its
+        class.
 
-        It is not divided by the sum of the weights, as torch does: in a batch without the rare class, that would take the low
-        weight of the others away again.
+        It is not divided by the sum of the weights, as torch does: in a batch without the rare class, that
+        would take the low weight of the others away again.
         """
         if "class_weights" not in batch:
             return output.loss
@@ -140,8 +160,8 @@ class Classify(Task):
         gold, predicted = [example.label for example in examples], [answer["label"] for answer in answers]
         right = Counter(label for label, answer in zip(gold, predicted, strict=True) if label == answer)
         of_gold, of_predicted = Counter(gold), Counter(predicted)
-        # Not by scikit-learn, whose import takes a second. A class that was not in the training data counts too: all answers for
-        # it are wrong. So does one that is never answered: its precision is 0.
+        # Not by scikit-learn, whose import takes a second. A class that was not in the training data counts
+        # too: all answers for it are wrong. So does one that is never answered: its precision is 0.
         classes = {
             "precision": [right[label] / max(1, of_predicted[label]) for label in of_gold],
             "recall": [right[label] / count for label, count in of_gold.items()],

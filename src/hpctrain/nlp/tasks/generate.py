@@ -70,14 +70,19 @@ class Generate(Task):
             return formats.read_json_lines(path, make_from_json, skipped)
         lines = formats.read_lines(path)
         if lines[0].split("\t") != list(formats.NSMC_COLUMNS):
-            return [Passage("", line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+            return [
+                Passage("", line, f"{path}, line {number}")
+                for number, line in enumerate(lines, 1)
+                if line.strip()
+            ]
 
         def make(location: str, line: str) -> Passage:
             _, text, label = formats.split_fields(location, line, formats.NSMC_COLUMNS)
             label = label.strip()
             if label not in PROMPTS:
                 raise formats.line_error(
-                    location, f"the label is {label[:80]!r}, but only {' and '.join(sorted(PROMPTS))} have a prompt"
+                    location,
+                    f"the label is {label[:80]!r}, but only {' and '.join(sorted(PROMPTS))} have a prompt",
                 )
             return Passage(PROMPTS[label], text, location)
 
@@ -92,13 +97,24 @@ class Generate(Task):
         return (example.prompt, example.text)
 
     def tokenize(
-        self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Passage], labels: list[str], max_length: int, stride: int
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        examples: Sequence[Passage],
+        labels: list[str],
+        max_length: int,
+        stride: int,
     ) -> Features:
-        """Begin, prompt, text, end. Anything longer than max_length has several windows; each token is predicted in one."""
+        """Begin, prompt, text, end.
+
+        Anything longer than max_length has several windows; each token is predicted in one.
+        """
         begin, end = _get_begin_and_end(tokenizer)
         columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
         units, example_of = [], []
-        prompts, texts = (encode_texts(tokenizer, column, None) for column in zip(*map(self.get_texts, examples), strict=True))
+        prompts, texts = (
+            encode_texts(tokenizer, column, None)
+            for column in zip(*map(self.get_texts, examples), strict=True)
+        )
         for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             ids = [begin, *prompt.ids, *text.ids, end]
             targets = [IGNORED] * (1 + len(prompt.ids)) + [*text.ids, end]
@@ -117,7 +133,9 @@ class Generate(Task):
         """The negative log likelihood of the text in each feature and its number of tokens, without padding and prompt."""
         logits, targets = output.logits[:, :-1].float(), batch["labels"][:, 1:]
         losses = cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
-        return list(torch.stack([losses.double().sum(1), (targets != IGNORED).sum(1).double()], 1).cpu().numpy())
+        return list(
+            torch.stack([losses.double().sum(1), (targets != IGNORED).sum(1).double()], 1).cpu().numpy()
+        )
 
     def make_answers(
         self, examples: Sequence[Passage], features: Features, predictions: Sequence[Any], labels: list[str]
@@ -129,7 +147,9 @@ class Generate(Task):
 
     def score(self, examples: Sequence[Passage], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Perplexity: e to the mean negative log likelihood of a token, over all tokens of all texts and their ends."""
-        loss, tokens = (math.fsum(answer[name] for answer in answers) for name in ("negative_log_likelihood", "tokens"))
+        loss, tokens = (
+            math.fsum(answer[name] for answer in answers) for name in ("negative_log_likelihood", "tokens")
+        )
         return {"perplexity": math.exp(min(loss / tokens, 700))}
 
     def generate_samples(
@@ -183,10 +203,11 @@ class Generate(Task):
         max_new_tokens: int,
         seed: int,
     ) -> list[str]:
-        """A continuation of each prompt of at most max_new_tokens, sampled from the most probable 95 % (top-p) with the seed.
+        """A continuation of each prompt of at most max_new_tokens, sampled from the most probable 95 %
+        (top-p) with the seed.
 
-        If a prompt is too long for the model, its beginning is left out. Raises UsageError if the model has no positions for a
-        prompt beside the new tokens.
+        If a prompt is too long for the model, its beginning is left out. Raises UsageError if the model has
+        no positions for a prompt beside the new tokens.
         """
         room = _count_positions(model) - max_new_tokens
         if room < 1:
@@ -197,8 +218,12 @@ class Generate(Task):
         rows = [row[-room:] for row in self.encode_prompts(tokenizer, prompts)]
         longest = max(map(len, rows))
         # Padded on the left, because generation continues at the right.
-        ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows], device=model.device)
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        ids = torch.tensor(
+            [[tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows], device=model.device
+        )
+        mask = torch.tensor(
+            [[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device
+        )
         torch.manual_seed(seed)
         generated = model.eval().generate(
             input_ids=ids,

@@ -27,7 +27,8 @@ from hpctrain.text import first_line
 
 ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-# For tokenizers that have none; it is saved with the model. An answer ends with the token for the end of a text.
+# For tokenizers that have none; it is saved with the model. An answer ends with the token for the end of a
+# text.
 TEMPLATE = (
     "{{ bos_token or eos_token }}{% for message in messages %}{{ '' if loop.first else '\\n' }}"
     "{{ '<|' + message['role'] + '|>\\n' + message['content'] + (eos_token if message['role'] == 'assistant' else '') }}"
@@ -44,7 +45,10 @@ class Conversation(NamedTuple):
 
 
 class Instruct(Generate):
-    """Answer the messages of a user. The loss is over all answers of the assistant, not over what they answer."""
+    """Answer the messages of a user.
+
+    The loss is over all answers of the assistant, not over what they answer.
+    """
 
     name = "instruct"
     title = "Instruction tuning"
@@ -53,7 +57,11 @@ class Instruct(Generate):
         "or with prompt, completion"
     )
     fields = ("messages",)
-    other_fields = (("prompt", "completion"), ("instruction", "input", "output"), ("instruction", "context", "response"))
+    other_fields = (
+        ("prompt", "completion"),
+        ("instruction", "input", "output"),
+        ("instruction", "context", "response"),
+    )
     max_length = 512
     lost_text = "whose answers begin after --max-length, so nothing is learned from them"
 
@@ -65,7 +73,9 @@ class Instruct(Generate):
             return read_columns(path, columns, make_conversation, skipped)
         if formats.read_text(path).lstrip().startswith("["):
             items = enumerate(formats.read_json(path, list, "a list of objects"))
-            return formats.read_examples(path, make_conversation, ((f"{path}, [{i}]", item) for i, item in items), skipped)
+            return formats.read_examples(
+                path, make_conversation, ((f"{path}, [{i}]", item) for i, item in items), skipped
+            )
         return formats.read_json_lines(path, make_conversation, skipped)
 
     def make_example(self, texts: Sequence[str]) -> Conversation:
@@ -84,15 +94,23 @@ class Instruct(Generate):
         max_length: int,
         stride: int,
     ) -> Features:
-        """The conversation in the chat template of the tokenizer, truncated. Labels are the tokens of the assistant's answers."""
+        """The conversation in the chat template of the tokenizer, truncated.
+
+        Labels are the tokens of the assistant's answers.
+        """
         rendered = [render(tokenizer, example) for example in examples]
         columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
         units, example_of, cut, lost = [], [], [], []
         encodings = encode_texts(tokenizer, [text for text, _ in rendered], None, offsets=True)
         for i, (encoding, (_, answers)) in enumerate(zip(encodings, rendered, strict=True)):
-            is_answer = [start < end and any(first <= start < last for first, last in answers) for start, end in encoding.offsets]
+            is_answer = [
+                start < end and any(first <= start < last for first, last in answers)
+                for start, end in encoding.offsets
+            ]
             is_answer[:1] = [False]  # nothing comes before the first token to predict it from
-            targets = [token if wanted else IGNORED for token, wanted in zip(encoding.ids, is_answer, strict=True)]
+            targets = [
+                token if wanted else IGNORED for token, wanted in zip(encoding.ids, is_answer, strict=True)
+            ]
             if len(targets) > max_length:
                 cut.append(i)
             if not any(is_answer[:max_length]):
@@ -115,7 +133,9 @@ class Instruct(Generate):
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Conversation]
     ) -> list[str]:
         """The answers to the first messages of users in four examples."""
-        asked = [next((text for role, text in example.messages if role == "user"), "") for example in examples[:4]]
+        asked = [
+            next((text for role, text in example.messages if role == "user"), "") for example in examples[:4]
+        ]
         answers = self.generate_texts(model, tokenizer, asked, 40, seed=1)
         return [f"{prompt} -> {answer}" for prompt, answer in zip(asked, answers, strict=True)]
 
@@ -128,10 +148,10 @@ class Instruct(Generate):
 def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
     """A conversation from messages (role, content), or one of the other forms in which they are published.
 
-    These are conversations (from, value) of ShareGPT, instruction, input and output of Alpaca, instruction, context and response
-    of Dolly, and prompt and completion, which are texts, or lists of messages: then only those of the completion are learned.
-    Raises HpctrainError, naming the location, unless it has an answer of the assistant, and for what is not read and changes
-    the answers.
+    These are conversations (from, value) of ShareGPT, instruction, input and output of Alpaca, instruction,
+    context and response of Dolly, and prompt and completion, which are texts, or lists of messages: then only
+    those of the completion are learned. Raises HpctrainError, naming the location, unless it has an answer of
+    the assistant, and for what is not read and changes the answers.
     """
     expected = "an object with messages, with instruction and output, or with prompt and completion"
     has, context = item if isinstance(item, dict) else {}, 1
@@ -145,15 +165,21 @@ def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
         messages = [("user", asked), ("assistant", formats.get_field(location, item, answer, str, expected))]
     elif key is None and "prompt" in has:  # with messages, it is the first of them (UltraChat)
         if has.get("label") is False:  # KTO
-            raise HpctrainError(f"{location}: its label is false, so the completion is not to be learned: remove such examples")
+            raise HpctrainError(
+                f"{location}: its label is false, so the completion is not to be learned: remove such examples"
+            )
         kind = list if isinstance(has["prompt"], list) else str
-        prompt, completion = (formats.get_field(location, item, name, kind, expected) for name in ("prompt", "completion"))
+        prompt, completion = (
+            formats.get_field(location, item, name, kind, expected) for name in ("prompt", "completion")
+        )
         if kind is str:
             messages = [("user", prompt), ("assistant", completion)]
         else:
             messages, context = _read_messages(location, prompt + completion), max(1, len(prompt))
     else:
-        messages = _read_messages(location, formats.get_field(location, item, key or "messages", list, expected))
+        messages = _read_messages(
+            location, formats.get_field(location, item, key or "messages", list, expected)
+        )
     if has.get("system"):  # LLaMA-Factory
         messages.insert(0, ("system", formats.get_field(location, item, "system", str, expected)))
         context += context > 1
@@ -169,12 +195,19 @@ def _read_messages(location: str, items: list[Any]) -> list[tuple[str, str]]:
         place = f"{location}, message {i + 1}"
         _refuse_unread(place, message if isinstance(message, dict) else {}, "tool_calls", "function_call")
         names = ("from", "value") if isinstance(message, dict) and "from" in message else ("role", "content")
-        role, text = (formats.get_field(place, message, name, str, "a role and its content") for name in names)
+        role, text = (
+            formats.get_field(place, message, name, str, "a role and its content") for name in names
+        )
         role = SHAREGPT_ROLES.get(role, role)
         if role not in ROLES:
-            raise formats.line_error(place, f"the role is {formats.shorten(role)!r}, not one of {', '.join(ROLES)}")
-        if role == "assistant" and message.get("weight", 1) != 1:  # OpenAI: 0 for an answer that is not to be learned
-            raise formats.line_error(place, "its weight is not 1, and nlp.instruct learns all answers alike: leave it out")
+            raise formats.line_error(
+                place, f"the role is {formats.shorten(role)!r}, not one of {', '.join(ROLES)}"
+            )
+        # OpenAI: 0 for an answer that is not to be learned
+        if role == "assistant" and message.get("weight", 1) != 1:
+            raise formats.line_error(
+                place, "its weight is not 1, and nlp.instruct learns all answers alike: leave it out"
+            )
         messages.append((role, text))
     return messages
 
@@ -188,11 +221,12 @@ def _refuse_unread(location: str, item: dict[str, Any], *keys: str) -> None:
 
 
 def render(tokenizer: PreTrainedTokenizerFast, example: Conversation) -> tuple[str, list[tuple[int, int]]]:
-    """A conversation in the chat template of the tokenizer, and where its answers begin and end, in characters.
+    """A conversation in the chat template of the tokenizer, and where its answers begin and end, in
+    characters.
 
-    An answer begins where the template would ask for one; what the assistant says first answers nothing. Raises HpctrainError
-    if the template refuses the conversation, or writes a message in another way once others follow, or than it asks for an
-    answer: the model would learn what it never has to write.
+    An answer begins where the template would ask for one; what the assistant says first answers nothing.
+    Raises HpctrainError if the template refuses the conversation, or writes a message in another way once
+    others follow, or than it asks for an answer: the model would learn what it never has to write.
     """
     answers, before = [], ""
     for i, (role, _) in enumerate(example.messages, 1):
@@ -215,7 +249,11 @@ def render(tokenizer: PreTrainedTokenizerFast, example: Conversation) -> tuple[s
 
 
 def _apply(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[tuple[str, str]], *, answer: bool = False, location: str = "TEXT"
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[tuple[str, str]],
+    *,
+    answer: bool = False,
+    location: str = "TEXT",
 ) -> str:
     """The messages in the chat template, with the beginning of an answer if wanted."""
     try:

@@ -7,9 +7,10 @@ On two nodes, in the container, with Slurm:
 
     sbatch launch/apptainer_ddp.sh nlp.ner --data klue-ner-v1.1 --model klue/bert-base
 
-An entity may end inside a subword token: 서울에서, "in Seoul", is one token if the vocabulary has it, but the entity is 서울. So
-tags are not assigned to the tokenizer's tokens but to the units that the data set tags (characters, or tokens separated by
-spaces): the first subword token of each unit carries its tag, and a token that covers several units is split (alignment.py).
+An entity may end inside a subword token: 서울에서, "in Seoul", is one token if the vocabulary has it, but the
+entity is 서울. So tags are not assigned to the tokenizer's tokens but to the units that the data set tags
+(characters, or tokens separated by spaces): the first subword token of each unit carries its tag, and a token
+that covers several units is split (alignment.py).
 """
 
 import re
@@ -35,7 +36,8 @@ from hpctrain.options import Parser
 
 SEPARATOR = "␞"  # U+241E, between a text and the same text with its entities marked
 TAG = r"(?:O|[BIESLUM]-\S+)"
-# The last unit of an entity, an entity of a single one, and what is between: IOBES (E, S), BILOU (L, U), BMES (M, E, S).
+# The last unit of an entity, an entity of a single one, and what is between: IOBES (E, S), BILOU (L, U), BMES
+# (M, E, S).
 TO_BIO = {"E": "I", "L": "I", "S": "B", "U": "B", "M": "I"}
 BLANKS = " \t"  # around the fields of CoNLL; other white space, such as U+00A0, is part of a token
 DOCUMENT_START = "-DOCSTART-"  # a line of CoNLL-2003 between documents
@@ -99,7 +101,8 @@ def find_entities(text):
     def read(
         self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
     ) -> list[Sentence]:
-        """Read the tsv by character of KLUE-NER, lines with ␞ and <span:TAG>, the token and tag per line of CoNLL, or JSON Lines.
+        """Read the tsv by character of KLUE-NER, lines with ␞ and <span:TAG>, the token and tag per line of
+        CoNLL, or JSON Lines.
 
         An error in a line makes its whole sentence an error.
         """
@@ -113,9 +116,12 @@ def find_entities(text):
         if SEPARATOR in first:
             numbered = ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line)
             return formats.read_examples(path, _parse_marked_line, numbered, skipped)
-        # Only the format with one character per line has a line for a space; but a token of CoNLL may be empty by mistake.
+        # Only the format with one character per line has a line for a space; but a token of CoNLL may be
+        # empty by mistake.
         has_characters = sum(len(line.partition("\t")[0]) == 1 for line in filled) * 2 > len(filled)
-        by_character = filled[0].startswith("## ") or (has_characters and any(line.startswith(" \t") for line in lines))
+        by_character = filled[0].startswith("## ") or (
+            has_characters and any(line.startswith(" \t") for line in lines)
+        )
         if not by_character and not first.startswith(DOCUMENT_START) and not _ends_with_tag(first):
             raise HpctrainError(
                 f"{path}: unknown format for named entities: each line should have a character, a tab and its tag (KLUE-NER, "
@@ -126,7 +132,11 @@ def find_entities(text):
             return _make_sentence(path, id_, numbered, by_character)
 
         sentences = formats.read_examples(path, make, _split_sentences(lines, by_character), skipped)
-        if not by_character and all(map(_is_numbering, sentences)) and any(" " in sentence.text for sentence in sentences):
+        if (
+            not by_character
+            and all(map(_is_numbering, sentences))
+            and any(" " in sentence.text for sentence in sentences)
+        ):
             raise HpctrainError(
                 f"{path}: its first column numbers the tokens: keep the columns of the token and of its tag, e.g. cut -f 2,3"
             )
@@ -154,13 +164,19 @@ def find_entities(text):
         return "" if settings["by_token"] else make_character_tokenizer(tokenizer.backend_tokenizer)
 
     def tokenize(
-        self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Sentence], labels: list[str], max_length: int, stride: int
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        examples: Sequence[Sentence],
+        labels: list[str],
+        max_length: int,
+        stride: int,
     ) -> Features:
-        """One feature for each sentence, or consecutive windows if it is longer than max_length; nothing is truncated.
+        """One feature for each sentence, or consecutive windows if it is longer than max_length; nothing is
+        truncated.
 
-        The column `unit` is the unit whose tag a token carries, or NO_UNIT, whose label is IGNORED. If all labels of a window
-        are ignored, its first token gets O, because the mean over no labels is NaN.
-        Raises UsageError if the special tokens fill the window.
+        The column `unit` is the unit whose tag a token carries, or NO_UNIT, whose label is IGNORED. If all
+        labels of a window are ignored, its first token gets O, because the mean over no labels is NaN. Raises
+        UsageError if the special tokens fill the window.
         """
         aligner = UnitAligner(tokenizer.backend_tokenizer)
         before, after = aligner.before, aligner.after
@@ -177,13 +193,17 @@ def find_entities(text):
         for i, (example, encoding) in enumerate(zip(examples, encodings, strict=True)):
             spans = split_units(example.text, example.by_token)
             ids, units = aligner.align(encoding, example.text, spans)
-            # Tag only units that have a token, so that B- is not lost on a space with which an entity begins by mistake.
+            # Tag only units that have a token, so that B- is not lost on a space with which an entity begins
+            # by mistake.
             tagged = [unit for unit in units if unit != NO_UNIT]
             tags = iter(to_bio([spans[unit] for unit in tagged], example.entities))
             targets = [IGNORED if unit == NO_UNIT else number.get(next(tags), IGNORED) for unit in units]
-            after_space = [unit != NO_UNIT and example.text[spans[unit][0] - 1 : spans[unit][0]] == " " for unit in units]
+            after_space = [
+                unit != NO_UNIT and example.text[spans[unit][0] - 1 : spans[unit][0]] == " " for unit in units
+            ]
             if not ids and not before + after:
-                ids, units, targets = [tokenizer.pad_token_id or 0], [NO_UNIT], [IGNORED]  # a model needs at least one token
+                # a model needs at least one token
+                ids, units, targets = [tokenizer.pad_token_id or 0], [NO_UNIT], [IGNORED]
             for window in split_windows(units, after_space, size):
                 target = [IGNORED] * len(before) + targets[window] + [IGNORED] * len(after)
                 if all(label == IGNORED for label in target):
@@ -220,14 +240,17 @@ def find_entities(text):
                 following = predicted[unit + 1] if unit + 1 < len(predicted) else "O"
                 predicted[unit] = predicted[unit] or (following if following.startswith("I-") else "O")
             entities = from_bio(units, predicted, strict=True)
-            answers.append([{**entity._asdict(), "text": example.text[entity.start : entity.end]} for entity in entities])
+            answers.append(
+                [{**entity._asdict(), "text": example.text[entity.start : entity.end]} for entity in entities]
+            )
         return [{"entities": entities} for entities in answers]
 
     def score(self, examples: Sequence[Sentence], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Precision, recall and F1 of entities, correct if start, end and type all match; and F1 of each type.
+        """Precision, recall and F1 of entities, correct if start, end and type all match; and F1 of each
+        type.
 
-        Equal to seqeval's micro average (mode="strict", scheme=IOB2) over the units of the data set. Entities of a type that
-        was not in the training data count as missed.
+        Equal to seqeval's micro average (mode="strict", scheme=IOB2) over the units of the data set. Entities
+        of a type that was not in the training data count as missed.
         """
         correct, gold, predicted = Counter(), Counter(), Counter()
         for example, answer in zip(examples, answers, strict=True):
@@ -239,7 +262,10 @@ def find_entities(text):
             "f1": _divide(2 * correct.total(), gold.total() + predicted.total()),
             "precision": _divide(correct.total(), predicted.total()),
             "recall": _divide(correct.total(), gold.total()),
-            **{f"f1/{type_}": _divide(2 * correct[type_], gold[type_] + predicted[type_]) for type_ in sorted(gold)},
+            **{
+                f"f1/{type_}": _divide(2 * correct[type_], gold[type_] + predicted[type_])
+                for type_ in sorted(gold)
+            },
         }
 
 
@@ -270,10 +296,14 @@ def _make_sentence(path: Path, id_: str, numbered: list[tuple[int, str]], by_cha
         else:
             unit, *others = re.split(f"[{BLANKS}]+", line.strip(BLANKS))
             if not others:
-                raise formats.line_error(location, "expected a token and its tag, separated by a space or a tab")
+                raise formats.line_error(
+                    location, "expected a token and its tag, separated by a space or a tab"
+                )
             tag = others[-1]
         if not re.fullmatch(TAG, tag):
-            raise formats.line_error(location, f"the tag is {tag[:80]!r}, not O, B-TYPE or I-TYPE (or of IOBES, BILOU or BMES)")
+            raise formats.line_error(
+                location, f"the tag is {tag[:80]!r}, not O, B-TYPE or I-TYPE (or of IOBES, BILOU or BMES)"
+            )
         units.append(unit)
         tags.append(tag)
     first_line = f"line {numbered[0][0]}"
@@ -293,7 +323,10 @@ def _is_numbering(sentence: Sentence) -> bool:
 
 
 def _ends_with_tag(line: str) -> bool:
-    return re.fullmatch(rf"[^{BLANKS}]+[{BLANKS}](.*[{BLANKS}])?{TAG}[{BLANKS}]*", line.lstrip(BLANKS)) is not None
+    return (
+        re.fullmatch(rf"[^{BLANKS}]+[{BLANKS}](.*[{BLANKS}])?{TAG}[{BLANKS}]*", line.lstrip(BLANKS))
+        is not None
+    )
 
 
 def _is_comment(line: str) -> bool:
@@ -309,17 +342,28 @@ def _make_from_json(location: str, item: dict[str, Any]) -> Sentence:
         tokens, tags = (formats.get_field(location, item, key, list, expected) for key in ("tokens", "tags"))
         valid = len(tokens) == len(tags) > 0 and all(isinstance(token, str) for token in tokens)
         if not valid or not all(isinstance(tag, str) and re.fullmatch(TAG, tag) for tag in tags):
-            raise formats.line_error(location, "expected a tag (O, B-TYPE, I-TYPE; or of IOBES, BILOU or BMES) for each token")
+            raise formats.line_error(
+                location, "expected a tag (O, B-TYPE, I-TYPE; or of IOBES, BILOU or BMES) for each token"
+            )
         if any(not unit or " " in unit or formats.SURROGATE.search(unit) for unit in tokens + tags):
-            raise formats.line_error(location, "a token is empty, or has a space or half of a character in it")
+            raise formats.line_error(
+                location, "a token is empty, or has a space or half of a character in it"
+            )
         return _join_units(id_, tokens, tags, True, location)
     text = formats.get_field(location, item, "text", str, expected)
     entities = [
-        Entity(*(formats.get_field(location, each, key, type_, expected) for key, type_ in Entity.__annotations__.items()))
+        Entity(
+            *(
+                formats.get_field(location, each, key, type_, expected)
+                for key, type_ in Entity.__annotations__.items()
+            )
+        )
         for each in formats.get_field(location, item, "entities", list, expected)
     ]
     edges = [edge for entity in sorted(entities) for edge in entity[:2]]
-    if edges != sorted(edges) or not all(0 <= start < end <= len(text) and type_ for start, end, type_ in entities):
+    if edges != sorted(edges) or not all(
+        0 <= start < end <= len(text) and type_ for start, end, type_ in entities
+    ):
         raise formats.line_error(location, "an entity is outside the text, overlaps another, or has no type")
     return Sentence(id_, text, sorted(entities), False, location)
 
@@ -335,7 +379,8 @@ def _parse_marked_line(location: str, line: str) -> Sentence:
     entities, at, done = [], 0, 0
     for mark in re.finditer(r"<([^<]+?):([A-Za-z][\w-]*)>", marked):
         start = at + mark.start() - done
-        # If the text has the same <...:...> here, it is not a mark; it is compared together with what follows it.
+        # If the text has the same <...:...> here, it is not a mark; it is compared together with what follows
+        # it.
         if text.startswith(mark[0], start):
             continue
         if text[at : start + len(mark[1])] != marked[done : mark.start()] + mark[1]:
@@ -343,7 +388,9 @@ def _parse_marked_line(location: str, line: str) -> Sentence:
         at, done = start + len(mark[1]), mark.end()
         entities.append(Entity(start, at, mark[2]))
     if text[at:] != marked[done:]:
-        raise formats.line_error(location, f"the text after {SEPARATOR}, without its marks, differs from the text before it")
+        raise formats.line_error(
+            location, f"the text after {SEPARATOR}, without its marks, differs from the text before it"
+        )
     return Sentence(location.rpartition(", ")[2], text, entities, by_token=False, location=location)
 
 

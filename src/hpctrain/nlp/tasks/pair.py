@@ -48,8 +48,11 @@ class PairClassify(Classify):
     fields = ("first", "second", "label")
     inputs = ("first", "second")
 
-    def read(self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None) -> list[Pair]:
-        """Read the JSON list of KLUE (errors name the guid), or a tsv of KorNLI or KorSTS or JSON Lines (errors name the line).
+    def read(
+        self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+    ) -> list[Pair]:
+        """Read the JSON list of KLUE (errors name the guid), or a tsv of KorNLI or KorSTS or JSON Lines
+        (errors name the line).
 
         KLUE-STS has a number and a class for each pair, from the number.
         """
@@ -67,7 +70,9 @@ class PairClassify(Classify):
             *names, label = self.fields if columns else names
             first, second = (formats.get_field(location, item, key, str, expected) for key in names)
             if "gold_label" in (label, (columns or {}).get("label")) and item.get(label) == "-":
-                raise HpctrainError(f"{location}: the gold_label is -: its annotators did not agree; remove the example")
+                raise HpctrainError(
+                    f"{location}: the gold_label is -: its annotators did not agree; remove the example"
+                )
             if not columns and isinstance(item, dict) and isinstance(item.get("labels"), dict):  # of KLUE-STS
                 item, label = item["labels"], "label" if self.problem == "regression" else "binary-label"
             return Pair(id_, first, second, self.get_label(location, item, label, expected), location)
@@ -85,8 +90,14 @@ class PairClassify(Classify):
         if path.suffix.lower() == formats.JSON_LINES:
             return formats.read_json_lines(path, make_from_json, skipped)
         if formats.read_text(path).lstrip().startswith(("[", "{")):
-            return formats.read_examples(path, make_from_klue, enumerate(formats.read_json(path, list, expected)), skipped)
-        names = KORSTS_COLUMNS if formats.read_lines(path)[0].split("\t") == list(KORSTS_COLUMNS) else KORNLI_COLUMNS
+            return formats.read_examples(
+                path, make_from_klue, enumerate(formats.read_json(path, list, expected)), skipped
+            )
+        names = (
+            KORSTS_COLUMNS
+            if formats.read_lines(path)[0].split("\t") == list(KORSTS_COLUMNS)
+            else KORNLI_COLUMNS
+        )
         if names == KORSTS_COLUMNS and self.problem != "regression":
             raise HpctrainError(f"{path}: its labels are numbers, as in KorSTS: give --problem regression")
         return formats.read_examples(path, make_from_tsv, formats.read_table(path, names), skipped)

@@ -1,7 +1,9 @@
-"""Labels that are not one class of a text: several classes (multi-label), or a number (regression). For --problem.
+"""Labels that are not one class of a text: several classes (multi-label), or a number (regression).
 
-Each class here is combined with a task that has one label, see Classify.for_problem(), and takes the place of its methods about
-labels.
+For --problem.
+
+Each class here is combined with a task that has one label, see Classify.for_problem(), and takes the place of
+its methods about labels.
 """
 
 import math
@@ -30,16 +32,29 @@ class MultiLabel:
     def get_label(self, location: str, item: object, key: str, expected: str) -> tuple[str, ...]:
         """The classes of `item[key]`: a list, or a text with commas between them. It may be empty."""
         value = item.get(key) if isinstance(item, dict) else None
-        # Two more ways in which classes are kept. They would be read as the classes 0 and 1, and as ['a' and 'b'].
-        if isinstance(value, list) and all(type(each) in (int, float, bool) and each in (0, 1) for each in value):
+        # Two more ways in which classes are kept. They would be read as the classes 0 and 1, and as ['a' and
+        # 'b'].
+        if isinstance(value, list) and all(
+            type(each) in (int, float, bool) and each in (0, 1) for each in value
+        ):
             if len(value) > len(set(value)) or any(type(each) is float for each in value):
-                raise HpctrainError(f"{location}: the {key} has a 0 or 1 for each class: give a list of its classes")
+                raise HpctrainError(
+                    f"{location}: the {key} has a 0 or 1 for each class: give a list of its classes"
+                )
         elif isinstance(value, str) and re.fullmatch(r"\[\s*(['\"\d].*)?\]", value.strip(), re.DOTALL):
-            raise HpctrainError(f"{location}: the {key} is the text of a list: write the classes with commas between them (a,b)")
+            raise HpctrainError(
+                f"{location}: the {key} is the text of a list: write the classes with commas between them (a,b)"
+            )
         if not isinstance(value, list):
-            value = [part for part in str(value).split(",") if part.strip()] if type(value) in (str, int) else None
+            value = (
+                [part for part in str(value).split(",") if part.strip()]
+                if type(value) in (str, int)
+                else None
+            )
         if value is None:
-            raise HpctrainError(f"{location} has no {key!r} of type list, or text with commas: expected {expected}")
+            raise HpctrainError(
+                f"{location} has no {key!r} of type list, or text with commas: expected {expected}"
+            )
         return tuple(sorted({formats.get_label(location, {key: each}, key, expected) for each in value}))
 
     def collect_labels(self, examples: Sequence[Any]) -> list[str]:
@@ -48,7 +63,9 @@ class MultiLabel:
 
     def make_targets(self, examples: Sequence[Any], labels: list[str]) -> dict[str, ndarray]:
         """Labels [n, classes], 1 for the classes of an example."""
-        targets = numpy.array([[label in example.label for label in labels] for example in examples], numpy.float32)
+        targets = numpy.array(
+            [[label in example.label for label in labels] for example in examples], numpy.float32
+        )
         return {"labels": targets, "units": numpy.ones(len(examples), numpy.int64)}
 
     def compute_loss(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> Tensor:
@@ -66,15 +83,24 @@ class MultiLabel:
         answers = []
         for p in predictions:
             chosen = [i for i in numpy.argsort(-p, kind="stable").tolist() if p[i] >= 0.5]
-            answers.append({"labels": [labels[i] for i in chosen], "probabilities": [round(float(p[i]), 6) for i in chosen]})
+            answers.append(
+                {
+                    "labels": [labels[i] for i in chosen],
+                    "probabilities": [round(float(p[i]), 6) for i in chosen],
+                }
+            )
         return answers
 
     def score(self, examples: Sequence[Any], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """F1 over all pairs of a text and a class (micro); the mean of the F1 of each class that the examples have (macro).
+        """F1 over all pairs of a text and a class (micro); the mean of the F1 of each class that the examples
+        have (macro).
 
         `exact_match` is the fraction of texts for which all classes are right, and no other one was answered.
         """
-        gold, predicted = [{*example.label} for example in examples], [{*answer["labels"]} for answer in answers]
+        gold, predicted = (
+            [{*example.label} for example in examples],
+            [{*answer["labels"]} for answer in answers],
+        )
         found = {}
         for label in sorted(set().union(*gold, *predicted)):
             pairs = [(label in right, label in answer) for right, answer in zip(gold, predicted, strict=True)]
@@ -82,7 +108,11 @@ class MultiLabel:
         micro = compute_f1(*(sum(counts) for counts in zip(*found.values(), strict=True))) if found else 0.0
         of_gold = [compute_f1(*found[label]) for label in sorted(set().union(*gold))]
         same = sum(right == answer for right, answer in zip(gold, predicted, strict=True))
-        return {"f1_micro": micro, "f1_macro": math.fsum(of_gold) / max(1, len(of_gold)), "exact_match": same / len(examples)}
+        return {
+            "f1_micro": micro,
+            "f1_macro": math.fsum(of_gold) / max(1, len(of_gold)),
+            "exact_match": same / len(examples),
+        }
 
 
 class Regression:
@@ -111,7 +141,9 @@ class Regression:
 
     def make_targets(self, examples: Sequence[Any], labels: list[str]) -> dict[str, ndarray]:
         """Labels [n], NaN where the number is unknown."""
-        targets = numpy.array([example.label if isinstance(example.label, float) else math.nan for example in examples])
+        targets = numpy.array(
+            [example.label if isinstance(example.label, float) else math.nan for example in examples]
+        )
         return {"labels": targets, "units": numpy.isfinite(targets)}
 
     def compute_loss(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> Tensor:
@@ -129,11 +161,15 @@ class Regression:
         return [{"score": round(float(p), 6)} for p in predictions]
 
     def score(self, examples: Sequence[Any], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """The correlations of the answers with the right numbers, by their values (Pearson) and by their ranks (Spearman).
+        """The correlations of the answers with the right numbers, by their values (Pearson) and by their
+        ranks (Spearman).
 
         0 if either has one value only, for which there is no correlation.
         """
-        columns = [numpy.array([example.label for example in examples]), numpy.array([answer["score"] for answer in answers])]
+        columns = [
+            numpy.array([example.label for example in examples]),
+            numpy.array([answer["score"] for answer in answers]),
+        ]
         return {"pearson": correlate(*columns), "spearman": correlate(*map(rank, columns))}
 
 

@@ -32,13 +32,17 @@ from hpctrain.nlp.training import finetune, options
 from hpctrain.options import Parser
 
 TOP_SPANS = 20  # spans of each window that compete for the answer
-# Longest answer in tokens. The longest of KorQuAD's dev set has 43 characters, which are at most 43 subword tokens.
+# Longest answer in tokens. The longest of KorQuAD's dev set has 43 characters, which are at most 43 subword
+# tokens.
 MAX_ANSWER = 64
 NO_ANSWER = -2  # in the column `start`: the token, [CLS], that a model points at if there is no answer
 
 
 class Qa(Task):
-    """Find the span of a text (context) that answers a question. A long context has several windows, one feature each."""
+    """Find the span of a text (context) that answers a question.
+
+    A long context has several windows, one feature each.
+    """
 
     name = "qa"
     title = "Question answering"
@@ -80,19 +84,25 @@ class Qa(Task):
         return example.title
 
     def tokenize(
-        self, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Question], labels: list[str], max_length: int, stride: int
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        examples: Sequence[Question],
+        labels: list[str],
+        max_length: int,
+        stride: int,
     ) -> Features:
-        """One feature for each window: the question and as much of the context as fits; windows share `stride` tokens.
+        """One feature for each window: the question and as much of the context as fits; windows share
+        `stride` tokens.
 
-        `start` and `end` of a token are the characters context[start:end], or negative for a token outside the context. The
-        target is the first answer: the fewest tokens that cover it. A window that does not contain all of them points at [CLS],
-        and so does each window of a question without an answer.
+        `start` and `end` of a token are the characters context[start:end], or negative for a token outside
+        the context. The target is the first answer: the fewest tokens that cover it. A window that does not
+        contain all of them points at [CLS], and so does each window of a question without an answer.
 
-        `cut` has the examples whose question is truncated, `lost` those with an answer longer than any window or than MAX_ANSWER.
-        Raises UsageError if windows of max_length cannot share `stride` tokens.
+        `cut` has the examples whose question is truncated, `lost` those with an answer longer than any window
+        or than MAX_ANSWER. Raises UsageError if windows of max_length cannot share `stride` tokens.
         """
-        # The question gets at most half of the tokens that windows do not share. The other half is new text in each window,
-        # which limits the number of windows.
+        # The question gets at most half of the tokens that windows do not share. The other half is new text
+        # in each window, which limits the number of windows.
         most = (max_length - stride) // 2
         special = tokenizer.num_special_tokens_to_add(pair=True)
         if most <= special:
@@ -112,7 +122,9 @@ class Qa(Task):
         for number, (example, whole) in enumerate(zip(examples, encodings, strict=True)):
             windows = [_make_window(each) for each in (whole, *whole.overflowing)]
             positions = _locate_answer(example, windows)
-            if _has_span(example) and not any(place and place[1] - place[0] < MAX_ANSWER for place in positions):
+            if _has_span(example) and not any(
+                place and place[1] - place[0] < MAX_ANSWER for place in positions
+            ):
                 lost.append(number)
             for window, position in zip(windows, positions, strict=True):
                 encoding, before, starts, ends = window
@@ -139,39 +151,51 @@ class Qa(Task):
         padding = batch["attention_mask"] == 0
         start, end = (
             cross_entropy(logits.float().masked_fill(padding, -torch.inf), batch[name])
-            for logits, name in ((output.start_logits, "start_positions"), (output.end_logits, "end_positions"))
+            for logits, name in (
+                (output.start_logits, "start_positions"),
+                (output.end_logits, "end_positions"),
+            )
         )
         return (start + end) / 2
 
     def predict(self, output: QuestionAnsweringModelOutput, batch: dict[str, Any]) -> list[Any]:
-        """The best spans of each window: at most TOP_SPANS of at most MAX_ANSWER tokens, [spans, 3], best first.
+        """The best spans of each window: at most TOP_SPANS of at most MAX_ANSWER tokens, [spans, 3], best
+        first.
 
-        A span is its score (the sum of its two logits), and the characters of the context where it starts and ends. If the
-        question may have no answer, a last row is the score of that, at NO_ANSWER.
+        A span is its score (the sum of its two logits), and the characters of the context where it starts and
+        ends. If the question may have no answer, a last row is the score of that, at NO_ANSWER.
         """
         outside = batch["start"] < 0  # [b, tokens]
         starts = output.start_logits.float().masked_fill(outside, -torch.inf)
         ends = output.end_logits.float().masked_fill(outside, -torch.inf)
-        # [b, tokens, MAX_ANSWER]: from each token to itself and to those after it, so that no span ends before it starts
-        scores = starts[:, :, None] + pad(ends, (0, MAX_ANSWER - 1), value=-torch.inf).unfold(1, MAX_ANSWER, 1)
+        # [b, tokens, MAX_ANSWER]: from each token to itself and to those after it, so that no span ends
+        # before it starts
+        scores = starts[:, :, None] + pad(ends, (0, MAX_ANSWER - 1), value=-torch.inf).unfold(
+            1, MAX_ANSWER, 1
+        )
         scores, best = scores.flatten(1).topk(TOP_SPANS)
         first = best // MAX_ANSWER
         last = (first + best % MAX_ANSWER).clamp(max=outside.shape[1] - 1)  # beyond it the score is -inf
         # float32 represents positions up to 16 million exactly
-        spans = torch.stack([scores, batch["start"].gather(1, first).float(), batch["end"].gather(1, last).float()], 2)
+        spans = torch.stack(
+            [scores, batch["start"].gather(1, first).float(), batch["end"].gather(1, last).float()], 2
+        )
         none = output.start_logits.float() + output.end_logits.float()
         none = none.masked_fill(batch["start"] != NO_ANSWER, -torch.inf).amax(1)
-        spans = torch.cat([spans, torch.stack([none, *[torch.full_like(none, NO_ANSWER)] * 2], 1)[:, None]], 1)
+        spans = torch.cat(
+            [spans, torch.stack([none, *[torch.full_like(none, NO_ANSWER)] * 2], 1)[:, None]], 1
+        )
         return [window[numpy.isfinite(window[:, 0])] for window in spans.cpu().numpy()]
 
     def make_answers(
         self, examples: Sequence[Question], features: Features, predictions: Sequence[Any], labels: list[str]
     ) -> list[dict[str, Any]]:
-        """The best span over all windows of a question, its start in the context, and its probability (score).
+        """The best span over all windows of a question, its start in the context, and its probability
+        (score).
 
-        The probability is relative to the spans that predict() kept. If the context has no text, the answer has none either.
-        Nor if the best span has a lower score than no answer, whose score is the lowest of all windows (Devlin et al. 2019, 4.3,
-        with a threshold of 0).
+        The probability is relative to the spans that predict() kept. If the context has no text, the answer
+        has none either. Nor if the best span has a lower score than no answer, whose score is the lowest of
+        all windows (Devlin et al. 2019, 4.3, with a threshold of 0).
         """
         windows_of: list[list[Any]] = [[] for _ in examples]
         for number, spans in zip(features.example, predictions, strict=True):
@@ -191,17 +215,29 @@ class Qa(Task):
             weights = numpy.exp(spans[:, 0].astype(numpy.float64) - spans[best, 0])
             start, end = max(0, int(spans[best, 1])), max(0, int(spans[best, 2]))
             start, text = _strip_span(start, example.context[start:end])
-            answers.append({"answer": text, "start": start, "score": round(float(weights[same].sum() / weights.sum()), 6)})
+            answers.append(
+                {
+                    "answer": text,
+                    "start": start,
+                    "score": round(float(weights[same].sum() / weights.sum()), 6),
+                }
+            )
         return answers
 
     def choose_metric(self, examples: Sequence[Question]) -> str:
         """SQuAD's F1 of words if most letters of the correct answers are Latin, else KorQuAD's F1 of characters."""
-        return "f1_word" if is_latin(answer.text for example in examples for answer in example.answers) else "f1_char"
+        return (
+            "f1_word"
+            if is_latin(answer.text for example in examples for answer in example.answers)
+            else "f1_char"
+        )
 
     def score(self, examples: Sequence[Question], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """The means of KorQuAD's F1 of characters, SQuAD's F1 of words, and the exact match of the one that choose_metric() has.
+        """The means of KorQuAD's F1 of characters, SQuAD's F1 of words, and the exact match of the one that
+        choose_metric() has.
 
-        If there are questions without an answer, also each for questions with and without an answer, as SQuAD 2.0 reports it.
+        If there are questions without an answer, also each for questions with and without an answer, as SQuAD
+        2.0 reports it.
         """
         korquad, squad = (
             [score(answer["answer"], [right.text for right in example.answers])
@@ -219,7 +255,10 @@ class Qa(Task):
         if not has_answer.all():
             for part, rows in (("HasAns", has_answer), ("NoAns", ~has_answer)):
                 if rows.any():
-                    scores |= {f"{name}/{part}": float(numpy.array(column)[rows].mean()) for name, column in columns.items()}
+                    scores |= {
+                        f"{name}/{part}": float(numpy.array(column)[rows].mean())
+                        for name, column in columns.items()
+                    }
         return scores
 
 
@@ -233,11 +272,14 @@ class _Window(NamedTuple):
 
 
 def _make_window(encoding: Encoding) -> _Window:
-    sequences = encoding.sequence_ids  # of each token: 0 for the question, 1 for the context, None for special tokens
+    # of each token: 0 for the question, 1 for the context, None for special tokens
+    sequences = encoding.sequence_ids
     if 1 not in sequences:  # a context without text
         return _Window(encoding, len(sequences), (), ())
     before = sequences.index(1)
-    return _Window(encoding, before, *zip(*encoding.offsets[before : before + sequences.count(1)], strict=True))
+    return _Window(
+        encoding, before, *zip(*encoding.offsets[before : before + sequences.count(1)], strict=True)
+    )
 
 
 def _has_span(example: Question) -> bool:
@@ -250,16 +292,26 @@ def _locate_answer(example: Question, windows: list[_Window]) -> list[tuple[int,
     if not _has_span(example):
         return [None] * len(windows)
     start, text = _strip_span(example.answers[0].start, example.answers[0].text)
-    # From the first token that ends after the start to the last that starts before the end; first > last if there is none.
-    spans = [(bisect_right(window.ends, start), bisect_left(window.starts, start + len(text)) - 1) for window in windows]
-    # What the tokens of all windows together cover. It may differ from the answer: a subword token can be larger, such as a
-    # name with its particle, and a tokenizer deletes some characters.
-    covered = [(w.starts[first], w.ends[last]) for w, (first, last) in zip(windows, spans, strict=True) if first <= last]
+    # From the first token that ends after the start to the last that starts before the end; first > last if
+    # there is none.
+    spans = [
+        (bisect_right(window.ends, start), bisect_left(window.starts, start + len(text)) - 1)
+        for window in windows
+    ]
+    # What the tokens of all windows together cover. It may differ from the answer: a subword token can be
+    # larger, such as a name with its particle, and a tokenizer deletes some characters.
+    covered = [
+        (w.starts[first], w.ends[last])
+        for w, (first, last) in zip(windows, spans, strict=True)
+        if first <= last
+    ]
     if not covered:
         return [None] * len(windows)
     whole = (min(start for start, _ in covered), max(end for _, end in covered))
     return [
-        (w.before + first, w.before + last) if first <= last and (w.starts[first], w.ends[last]) == whole else None
+        (w.before + first, w.before + last)
+        if first <= last and (w.starts[first], w.ends[last]) == whole
+        else None
         for w, (first, last) in zip(windows, spans, strict=True)
     ]
 
@@ -274,7 +326,9 @@ def _truncate_questions(
     questions, cut = [], []
     length = most + tokenizer.num_special_tokens_to_add(pair=False)
     texts = [example.question for example in examples]
-    for number, (text, encoding) in enumerate(zip(texts, encode_texts(tokenizer, texts, length, offsets=True), strict=True)):
+    for number, (text, encoding) in enumerate(
+        zip(texts, encode_texts(tokenizer, texts, length, offsets=True), strict=True)
+    ):
         if encoding.overflowing:
             cut.append(number)
             text = text[: max(end for _, end in encoding.offsets)]

@@ -8,7 +8,9 @@ from hpctrain.errors import HpctrainError
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
 
-EXPECTED = "SQuAD JSON (KorQuAD 1.0): data, paragraphs, context, qas, id, question, answers, text, answer_start"
+EXPECTED = (
+    "SQuAD JSON (KorQuAD 1.0): data, paragraphs, context, qas, id, question, answers, text, answer_start"
+)
 
 
 class Answer(NamedTuple):
@@ -22,7 +24,8 @@ UNANSWERABLE = [Answer("", 0)]  # the answers of a question that the context doe
 
 
 class Question(NamedTuple):
-    """A question about a paragraph (context) of an article (title), and the answers that count as correct, at least one.
+    """A question about a paragraph (context) of an article (title), and the answers that count as correct, at
+    least one.
 
     `optional`: the data have questions without an answer, so the model may give none.
     """
@@ -39,10 +42,12 @@ class Question(NamedTuple):
 def read_questions(
     path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
 ) -> list[Question]:
-    """Read the questions of a file; errors name the question. One with is_impossible, or without answers, is UNANSWERABLE.
+    """Read the questions of a file; errors name the question.
 
-    Each answer must be at its answer_start, except that its white space may differ (in KorQuAD's dev set all 5,774 match
-    exactly).
+    One with is_impossible, or without answers, is UNANSWERABLE.
+
+    Each answer must be at its answer_start, except that its white space may differ (in KorQuAD's dev set all
+    5,774 match exactly).
     """
     seen = set()
 
@@ -54,7 +59,9 @@ def read_questions(
         text = _get(location, item, "question", str)
         answers = _read_answers(location, context, item)
         if id_ in seen:
-            raise HpctrainError(f"{location}: an earlier question has the same id: give each question its own")
+            raise HpctrainError(
+                f"{location}: an earlier question has the same id: give each question its own"
+            )
         seen.add(id_)
         return Question(id_, title, context, text, answers, location=location)
 
@@ -62,7 +69,9 @@ def read_questions(
         item = {"id": location.rpartition(", ")[2], **item}
         context = _get(location, item, "context", str)
         # Questions of one text are kept together if there are no titles.
-        return make(location, _get(location, item, "title", str) if item.get("title") else context, context, item)
+        return make(
+            location, _get(location, item, "title", str) if item.get("title") else context, context, item
+        )
 
     if columns:
         questions = read_columns(path, columns, make_from_json, skipped)
@@ -79,7 +88,9 @@ def _read_answers(location: str, context: str, item: dict[str, Any]) -> list[Ans
         return UNANSWERABLE
     listed = item.get("answers")
     if isinstance(listed, str):
-        raise HpctrainError(f"{location}: its answers are a text: a csv or tsv cannot have lists, so write .jsonl or .parquet")
+        raise HpctrainError(
+            f"{location}: its answers are a text: a csv or tsv cannot have lists, so write .jsonl or .parquet"
+        )
     if isinstance(listed, dict):  # two lists, as the library datasets writes them
         columns = [_get(location, listed, key, list) for key in ("text", "answer_start")]
         listed = [{"text": text, "answer_start": start} for text, start in zip(*columns, strict=False)]

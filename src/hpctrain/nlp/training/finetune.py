@@ -1,10 +1,13 @@
-"""Fine-tune a model of transformers for a task. All tasks share these steps; task.py has the interface of a task.
+"""Fine-tune a model of transformers for a task.
 
-fine_tune() reads from top to bottom. The options are in options.py, the model that training starts from in initial_model.py, the
-training and evaluation steps in lightning_module.py, the batches in sampling.py.
+All tasks share these steps; task.py has the interface of a task.
 
-Each step computes --batch-size examples, on any number of ranks and in any number of parts (--accumulate). The loss is the mean
-over the labels of the whole batch: ranks have equal numbers of examples, but not of tokens.
+fine_tune() reads from top to bottom. The options are in options.py, the model that training starts from in
+initial_model.py, the training and evaluation steps in lightning_module.py, the batches in sampling.py.
+
+Each step computes --batch-size examples, on any number of ranks and in any number of parts (--accumulate).
+The loss is the mean over the labels of the whole batch: ranks have equal numbers of examples, but not of
+tokens.
 """
 
 import argparse
@@ -30,7 +33,13 @@ from hpctrain.nlp.batches.features import Features, load_or_make, make_cache_key
 from hpctrain.nlp.batches.sampling import BatchSampler, make_loader
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.models.hub import resolve_data
-from hpctrain.nlp.models.initial_model import check_packing, check_tokens, choose_labels, get_initial_model, load_model
+from hpctrain.nlp.models.initial_model import (
+    check_packing,
+    check_tokens,
+    choose_labels,
+    get_initial_model,
+    load_model,
+)
 from hpctrain.nlp.models.lora import add_lora, count_parameters, uses_lora
 from hpctrain.nlp.models.memory import check_memory
 from hpctrain.nlp.models.model_folder import describe_error, load_tokenizer, make_card, save_model
@@ -51,7 +60,9 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
     """Run `hpctrain nlp.<task>` with these arguments: read, tokenize, train, test, and save the best model."""
     args = parse_options(task, arguments)
     if args.cpu_offload and world.size == 1:
-        raise UsageError("--cpu-offload is for the parts of --strategy fsdp, and one rank has all of them: start two or more")
+        raise UsageError(
+            "--cpu-offload is for the parts of --strategy fsdp, and one rank has all of them: start two or more"
+        )
     if args.cuda_graphs and world.size > 1:
         raise UsageError(f"--cuda-graphs is for one rank, and there are {world.size}: leave it out")
     task = task.for_problem(args.problem)
@@ -74,7 +85,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             check_memory(folder, args, world, device)
             tokenizer = load_tokenizer(folder)
             labels, origin = choose_labels(task, folder, examples["train"])
-            empty = sharded and world.rank != 0 and not args.lora_from  # shard() takes weights from rank 0; peft needs some
+            # shard() takes weights from rank 0; peft needs some
+            empty = sharded and world.rank != 0 and not args.lora_from
             model = load_model(task, folder, tokenizer, labels, args, empty)
             if args.pack and not empty:
                 check_packing(folder, model)
@@ -93,14 +105,19 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
 
         padding = {**task.padding, "input_ids": tokenizer.pad_token_id}
         train = features["train"]
-        epoch_steps = steps_per_epoch(len(train.lengths), args.batch_size, group, args.accumulate) if args.epochs else 0
+        epoch_steps = (
+            steps_per_epoch(len(train.lengths), args.batch_size, group, args.accumulate) if args.epochs else 0
+        )
         weights = balance_classes(labels, train, run) if args.class_weights else None
-        module = FineTuneModule(task, model, labels, args, run, steps=args.epochs * epoch_steps, class_weights=weights)
+        module = FineTuneModule(
+            task, model, labels, args, run, steps=args.epochs * epoch_steps, class_weights=weights
+        )
         if args.compile:
             compile_training(model, dynamic=True, by_block=True)  # batches are as long as their longest text
         strategy = JsonStrategy
         if sharded:
-            from hpctrain.nlp.models.tensor_parallel import choose_strategy  # imports much of torch, few runs need it
+            # imports much of torch, few runs need it
+            from hpctrain.nlp.models.tensor_parallel import choose_strategy
             from hpctrain.training.sharding import load_weights
 
             with all_or_none(world):
@@ -121,18 +138,26 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                     del state  # as large as the model and its optimizer
                 trainer.fit(
                     module,
-                    make_loader(train, padding, sampler, args.pack, args.max_length if args.cuda_graphs else 0),
+                    make_loader(
+                        train, padding, sampler, args.pack, args.max_length if args.cuda_graphs else 0
+                    ),
                     module.make_evaluation_loader("validation", examples, features, padding),
                     ckpt_path=run.resume_from,
                 )
             metric = f"validation_{module.choose_metric(examples['validation'])}"
             if run.best.has_stalled and run.epoch < args.epochs:
-                run.print(f"stopped after {run.best.latest}: no better {metric} for {args.patience} evaluations")
+                run.print(
+                    f"stopped after {run.best.latest}: no better {metric} for {args.patience} evaluations"
+                )
             if weights := load_best(metric, run):
                 load_weights(model, weights) if sharded else model.load_state_dict(weights)
         # The only use of the test set.
-        trainer.test(module, module.make_evaluation_loader("test", examples, features, padding), verbose=False)
-        scores = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("test_")}
+        trainer.test(
+            module, module.make_evaluation_loader("test", examples, features, padding), verbose=False
+        )
+        scores = {
+            name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("test_")
+        }
         for name in [name for name, value in scores.items() if not math.isfinite(value)]:
             run.print(f"{name} is {scores.pop(name)}: left out")  # a score is optional, the model is not
         run.metrics(**scores)
@@ -157,13 +182,18 @@ def read_examples(task: Task, args: argparse.Namespace, world: World) -> dict[st
     with all_or_none(world):
         splits = formats.load_splits(task, path, skipped, args.columns)
         if "test" not in splits:  # --data is a single file; its test set must not depend on --seed
-            splits["train"], splits["test"] = formats.split_examples(task, splits["train"], args.validation_split, seed=0)
+            splits["train"], splits["test"] = formats.split_examples(
+                task, splits["train"], args.validation_split, seed=0
+            )
         if "validation" not in splits:
             splits["train"], splits["validation"] = formats.split_examples(
                 task, splits["train"], args.validation_split, args.seed
             )
         splits = {name: splits[name][: args.limit] for name in ("train", "validation", "test")}
-        remarks = [formats.describe_skipped(skipped or ()), formats.describe_unused(path, tables=args.columns is not None)]
+        remarks = [
+            formats.describe_skipped(skipped or ()),
+            formats.describe_unused(path, tables=args.columns is not None),
+        ]
     if world.rank == 0:
         print(*(f"{one_line(remark)}\n" for remark in remarks if remark), sep="", end="", flush=True)
     return splits
@@ -178,10 +208,12 @@ def tokenize_splits(
     args: argparse.Namespace,
     run: Run,
 ) -> dict[str, Features]:
-    """The features of each split, from the cache or made now; prints their sizes and problems. A collective call.
+    """The features of each split, from the cache or made now; prints their sizes and problems.
 
-    Raises HpctrainError if the tokenizer of the folder fails; with --strict also if texts are truncated or have a label that is
-    not in the training data.
+    A collective call.
+
+    Raises HpctrainError if the tokenizer of the folder fails; with --strict also if texts are truncated or
+    have a label that is not in the training data.
     """
     features = {}
     vocabulary = (tokenizer.backend_tokenizer.to_str(), tokenizer.model_input_names, tokenizer.chat_template)
@@ -199,7 +231,11 @@ def tokenize_splits(
         )
 
         truncated, lost = ([part[i] for i in indices] for indices in (made.cut, made.lost))
-        unseen = [example for example in part if not set(task.collect_labels([example])) <= set(labels)] if labels else []
+        unseen = (
+            [example for example in part if not set(task.collect_labels([example])) <= set(labels)]
+            if labels
+            else []
+        )
         for affected, problem in (
             (truncated, f"{task.cut_text}too long for --max-length {args.max_length} and truncated"),
             (lost, task.lost_text),
@@ -234,9 +270,11 @@ def _tokenize(
 
 
 def balance_classes(labels: list[str], train: Features, run: Run) -> Tensor:
-    """The weight of each class, [labels], as "balanced" of scikit-learn: examples / (classes * examples of the class).
+    """The weight of each class, [labels], as "balanced" of scikit-learn: examples / (classes * examples of
+    the class).
 
-    Counted are the classes that the training set has; another one, which only the model has, gets 0. Prints all of them.
+    Counted are the classes that the training set has; another one, which only the model has, gets 0. Prints
+    all of them.
     """
     counts = torch.bincount(torch.from_numpy(train.values["labels"].copy()), minlength=len(labels))
     present = counts > 0
@@ -255,7 +293,9 @@ def run_empty(model: torch.nn.Module, length: int) -> dict[str, Tensor]:
 
 
 def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
-    """The weights of the evaluation with the best validation score, None if that is the last. A collective call.
+    """The weights of the evaluation with the best validation score, None if that is the last.
+
+    A collective call.
 
     Raises HpctrainError, naming the checkpoint, if it is damaged.
     """
@@ -297,7 +337,8 @@ def save_result(
         pipeline_tokenizer=bool(pipeline_tokenizer),
         adapter=uses_lora(args) and not args.lora_merge,
     )
-    samples = [one_line(text) for text in task.generate_samples(model, tokenizer, test)]  # a token may control a terminal
+    # a token may control a terminal
+    samples = [one_line(text) for text in task.generate_samples(model, tokenizer, test)]
     task.prepare_tokenizer(tokenizer, args.max_length)
     if samples:
         card += "\n## Samples\n\n" + "".join(f"- {text}\n" for text in samples)

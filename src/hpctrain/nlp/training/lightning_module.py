@@ -26,7 +26,8 @@ with import_of_lightning():
 
 
 class FineTuneModule(LightningModule):
-    """A model with its training and evaluation steps; `args` are the options, `steps` the optimizer steps of all epochs.
+    """A model with its training and evaluation steps; `args` are the options, `steps` the optimizer steps of
+    all epochs.
 
     `class_weights`, [labels], weigh the training loss; the loss of an evaluation stays as it is.
     """
@@ -45,7 +46,8 @@ class FineTuneModule(LightningModule):
         self.model = model
         self.register_buffer("class_weights", class_weights, persistent=False)
         self._task, self._labels, self._args, self._run, self._steps = task, labels, args, run, steps
-        self._group = run.world.in_groups_of(args.tensor_parallel)  # the ranks of a group compute the same examples
+        # the ranks of a group compute the same examples
+        self._group = run.world.in_groups_of(args.tensor_parallel)
         self._sets: dict[str, tuple[list[Any], Features]] = {}
         self._predictions: list[tuple[int, Any]] = []
         self._graphs: StepGraphs | None = None  # with --cuda-graphs, from the first step on
@@ -62,8 +64,13 @@ class FineTuneModule(LightningModule):
         optimizer = AdamW(groups, lr=self._args.lr, fused=True)
         warmup = round(self._args.warmup * self._steps)
 
-        def factor(step: int) -> float:  # that of transformers' get_linear_schedule_with_warmup(), whose module imports peft
-            return step / warmup if step < warmup else max(0.0, (self._steps - step) / max(1, self._steps - warmup))
+        # that of transformers' get_linear_schedule_with_warmup(), whose module imports peft
+        def factor(step: int) -> float:
+            return (
+                step / warmup
+                if step < warmup
+                else max(0.0, (self._steps - step) / max(1, self._steps - warmup))
+            )
 
         scheduler = LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -71,7 +78,8 @@ class FineTuneModule(LightningModule):
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Clip gradients to a norm of 1.
 
-        Lightning's own clipping refuses fused optimizers with bf16, because of a gradient scaler that bf16 does not use.
+        Lightning's own clipping refuses fused optimizers with bf16, because of a gradient scaler that bf16
+        does not use.
         """
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
@@ -128,17 +136,23 @@ class FineTuneModule(LightningModule):
     # --- evaluation ---
 
     def make_evaluation_loader(
-        self, name: str, examples: dict[str, list[Any]], features: dict[str, Features], padding: dict[str, int]
+        self,
+        name: str,
+        examples: dict[str, list[Any]],
+        features: dict[str, Features],
+        padding: dict[str, int],
     ) -> DataLoader:
         """The batches of this rank of the "validation" or the "test" set."""
         self._sets[name] = (examples[name], features[name])
         world = self._group
         batch_size = max(1, self._args.batch_size // world.size)
-        # A rank without any example gets an empty batch: otherwise Lightning would leave it out of the collectives.
+        # A rank without any example gets an empty batch: otherwise Lightning would leave it out of the
+        # collectives.
         indices = list(evaluation_batches(features[name].lengths, batch_size, world.rank, world.size))
         nothing = torch.empty(0, dtype=torch.int64)
         batches = [(index, {"index": index}) for index in indices or [nothing]]
-        if self._args.strategy == "fsdp":  # all ranks gather weights in each forward pass, so they need as many of them
+        # all ranks gather weights in each forward pass, so they need as many of them
+        if self._args.strategy == "fsdp":
             batches = [(index, {"index": index}) for index in indices]
             most = -(-len(features[name].lengths) // (batch_size * world.size))
             batches += [(torch.tensor([0]), {"index": nothing})] * (most - len(batches))
@@ -173,7 +187,8 @@ class FineTuneModule(LightningModule):
         scores: dict[str, float] = {}
         if world.rank == 0:
             numbered = sorted(
-                (pair for part in predictions_by_rank for pair in unpack_predictions(part)), key=lambda pair: pair[0]
+                (pair for part in predictions_by_rank for pair in unpack_predictions(part)),
+                key=lambda pair: pair[0],
             )
             predictions = [prediction for _, prediction in numbered]
             answers = self._task.make_answers(examples, features, predictions, self._labels)
@@ -182,13 +197,15 @@ class FineTuneModule(LightningModule):
         loss = {"loss": (self._sums[0] / self._sums[1]).item()} if self._sums[1] else {}
         scores = {**loss, **broadcast(world, scores)}
         # As float64: Lightning would store float32, which is too imprecise to compare runs.
-        self.log_dict({f"{name}_{key}": torch.tensor(value, dtype=torch.float64) for key, value in scores.items()})
+        self.log_dict(
+            {f"{name}_{key}": torch.tensor(value, dtype=torch.float64) for key, value in scores.items()}
+        )
 
     def choose_metric(self, examples: list[Any]) -> str:
         """The metric that selects the best epoch, for these validation examples.
 
-        With class weights it is F1 (macro), for which all classes count the same. Accuracy would select an epoch that never
-        predicts a rare class.
+        With class weights it is F1 (macro), for which all classes count the same. Accuracy would select an
+        epoch that never predicts a rare class.
         """
         return self._task.choose_metric(examples) if self.class_weights is None else "f1"
 
@@ -220,4 +237,7 @@ def pack_predictions(numbered: list[tuple[int, numpy.ndarray]]) -> dict[str, lis
 def unpack_predictions(packed: dict[str, list[Any]]) -> list[tuple[int, numpy.ndarray]]:
     """The predictions and the numbers of their features, from pack_predictions() of another rank."""
     columns = (packed[name] for name in ("features", "shapes", "types", "values"))
-    return [(feature, numpy.array(values, type_).reshape(shape)) for feature, shape, type_, values in zip(*columns, strict=True)]
+    return [
+        (feature, numpy.array(values, type_).reshape(shape))
+        for feature, shape, type_, values in zip(*columns, strict=True)
+    ]

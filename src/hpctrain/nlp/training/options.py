@@ -11,7 +11,8 @@ from hpctrain.nlp.models.scratch import SIZES
 from hpctrain.nlp.task import Task
 from hpctrain.options import Parser, add_device, add_kernels, positive, trainer_parser
 
-# A model from scratch needs a higher learning rate than a pretrained one. The sample data are small and need many steps.
+# A model from scratch needs a higher learning rate than a pretrained one. The sample data are small and need
+# many steps.
 DEFAULTS = {"epochs": 3, "batch_size": 32, "lr": 5e-5}
 FROM_SCRATCH_DEFAULTS = {"epochs": 3, "batch_size": 32, "lr": 5e-4}
 SAMPLE_DEFAULTS = {"epochs": 20, "batch_size": 8, "lr": 1e-3}
@@ -19,7 +20,9 @@ SAMPLE_DEFAULTS = {"epochs": 20, "batch_size": 8, "lr": 1e-3}
 
 def make_parser(task: Task) -> Parser:
     """The parser of `hpctrain nlp.<task>`."""
-    parser = trainer_parser(f"nlp.{task.name}", f"{task.title}: fine-tune a model of transformers, on any number of ranks.")
+    parser = trainer_parser(
+        f"nlp.{task.name}", f"{task.title}: fine-tune a model of transformers, on any number of ranks."
+    )
     add = parser.add_argument
     add(
         "--data",
@@ -173,8 +176,17 @@ def make_parser(task: Task) -> Parser:
         metavar="FOLDER",
         help="train the LoRA adapter in this folder further, which is for --model; it has its own rank and layers",
     )
-    add("--lora-merge", action="store_true", help="save the whole model, with the adapter merged into its weights")
-    add("--limit", type=positive(int), metavar="N", help="use only the first N examples of each split, for a quick trial")
+    add(
+        "--lora-merge",
+        action="store_true",
+        help="save the whole model, with the adapter merged into its weights",
+    )
+    add(
+        "--limit",
+        type=positive(int),
+        metavar="N",
+        help="use only the first N examples of each split, for a quick trial",
+    )
     add(
         "--strict",
         action="store_true",
@@ -203,7 +215,9 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
     args.class_weights = getattr(args, "class_weights", None)
     args.problem, args.pack = getattr(args, "problem", None), getattr(args, "pack", None)
     if args.class_weights and args.problem:
-        raise UsageError(f"--class-weights is for examples of one class: leave it out with --problem {args.problem}")
+        raise UsageError(
+            f"--class-weights is for examples of one class: leave it out with --problem {args.problem}"
+        )
     args.columns = parse_columns(task, getattr(args, "columns", None))
     if args.columns and not args.data:
         raise UsageError("--columns needs --data: give the folder or the file of the tables")
@@ -219,20 +233,29 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
     if (args.lora_rank or args.lora_from) and not args.model:
         raise UsageError("LoRA needs a trained model, which it leaves as it is: give --model NAME")
     if args.lora_from and (args.lora_rank or args.lora_target):
-        raise UsageError("--lora-from trains an adapter with its own rank and layers: leave out --lora-rank and --lora-target")
+        raise UsageError(
+            "--lora-from trains an adapter with its own rank and layers: leave out --lora-rank and --lora-target"
+        )
     if (args.lora_target or args.lora_merge) and not (args.lora_rank or args.lora_from):
         raise UsageError("--lora-target and --lora-merge need --lora-rank: give the rank, such as 8")
     if args.cpu_offload or args.tensor_parallel > 1:
         args.strategy = "fsdp"
     if args.tensor_parallel > 1 and (args.lora_rank or args.lora_from):
-        raise UsageError("--tensor-parallel splits no LoRA matrices: leave it out, --strategy fsdp shards them")
+        raise UsageError(
+            "--tensor-parallel splits no LoRA matrices: leave it out, --strategy fsdp shards them"
+        )
     for option, given in (("--compile", args.compile), ("--cpu-offload", args.cpu_offload)):
         if given and args.tensor_parallel > 1:
             raise UsageError(f"{option} is not for --tensor-parallel: leave out one")
-    for option, given in (("--accumulate", args.accumulate > 1), ("--gradient-checkpointing", args.gradient_checkpointing)):
+    for option, given in (
+        ("--accumulate", args.accumulate > 1),
+        ("--gradient-checkpointing", args.gradient_checkpointing),
+    ):
         if given and args.cuda_graphs:
             raise UsageError(f"{option} is not for --cuda-graphs: leave out one")
-    for name, value in (DEFAULTS if args.model else FROM_SCRATCH_DEFAULTS if args.data else SAMPLE_DEFAULTS).items():
+    for name, value in (
+        DEFAULTS if args.model else FROM_SCRATCH_DEFAULTS if args.data else SAMPLE_DEFAULTS
+    ).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.epochs < 0:
@@ -240,7 +263,11 @@ def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
     if not 0 <= args.warmup <= 1:
         raise UsageError(f"--warmup {args.warmup} is not a fraction: give a number from 0 to 1")
     if args.precision == "auto":
-        bf16 = args.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+        bf16 = (
+            args.device != "cpu"
+            and torch.cuda.is_available()
+            and torch.cuda.is_bf16_supported(including_emulation=False)
+        )
         args.precision = "bf16" if bf16 else "fp32"
     return args
 
@@ -254,7 +281,9 @@ def parse_columns(task: Task, texts: list[str] | None) -> dict[str, str] | None:
         field, _, column = text.partition("=")
         fitting = [fields for fields in (task.fields, *task.other_fields) if {*columns, field} <= {*fields}]
         if not fitting or not column or field in columns:
-            raise UsageError(f"--columns {text}: give each field once, as FIELD=COLUMN; fields are {list_fields(task)}")
+            raise UsageError(
+                f"--columns {text}: give each field once, as FIELD=COLUMN; fields are {list_fields(task)}"
+            )
         columns[field] = column
     return {field: columns.get(field, field) for field in fitting[0]}
 

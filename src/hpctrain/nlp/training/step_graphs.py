@@ -1,7 +1,9 @@
-"""--cuda-graphs: the thousands of kernels of a training step, recorded once, which a GPU then starts by itself.
+"""--cuda-graphs: the thousands of kernels of a training step, recorded once, which a GPU then starts by
+itself.
 
-A short text keeps a GPU busy for less time than a processor needs to start each kernel on it. The kernels, and the random numbers
-of dropout, are those of a step without graphs, so the weights are the same, bit for bit.
+A short text keeps a GPU busy for less time than a processor needs to start each kernel on it. The kernels,
+and the random numbers of dropout, are those of a step without graphs, so the weights are the same, bit for
+bit.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +29,9 @@ class _Recorded(NamedTuple):
 class StepGraphs:
     """Forward and backward pass in a graph for each shape of a batch; `compute_loss` maps a batch to its loss."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], compute_loss: Callable[[dict[str, Any]], Tensor]) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], compute_loss: Callable[[dict[str, Any]], Tensor]
+    ) -> None:
         self._parameters, self._compute_loss = list(parameters), compute_loss
         self._used: list[nn.Parameter] = []  # those that have a gradient,
         self._gradients: list[Tensor] = []  # into which all graphs write
@@ -35,8 +39,13 @@ class StepGraphs:
         self._pool: Any = None
 
     def run(self, batch: dict[str, Any]) -> Tensor:
-        """The loss of a batch; its gradients are computed, too. Raises HpctrainError if the steps cannot be recorded."""
-        key = tuple((name, value.shape if isinstance(value, Tensor) else value) for name, value in batch.items())
+        """The loss of a batch; its gradients are computed, too.
+
+        Raises HpctrainError if the steps cannot be recorded.
+        """
+        key = tuple(
+            (name, value.shape if isinstance(value, Tensor) else value) for name, value in batch.items()
+        )
         if key not in self._recorded and len(self._recorded) == MOST:
             self.give_gradients()
             return self._pass(batch)
@@ -58,7 +67,8 @@ class StepGraphs:
     def _record(self, batch: dict[str, Any]) -> _Recorded:
         inputs = {name: value.clone() for name, value in batch.items() if isinstance(value, Tensor)}
         whole = batch | inputs
-        # First without recording: libraries prepare themselves in their first call, which must not be part of a graph.
+        # First without recording: libraries prepare themselves in their first call, which must not be part of
+        # a graph.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -68,7 +78,9 @@ class StepGraphs:
         if not self._gradients:
             self._used, self._gradients = used, [torch.zeros_like(parameter) for parameter in used]
         elif len(used) != len(self._used):
-            raise HpctrainError("--cuda-graphs: which weights this model trains depends on the batch: leave it out")
+            raise HpctrainError(
+                "--cuda-graphs: which weights this model trains depends on the batch: leave it out"
+            )
         self.give_gradients()
         try:
             return _Recorded(*self._capture(whole), inputs)
@@ -102,9 +114,11 @@ class StepGraphs:
 
 
 def _choose_mask(batch: dict[str, Any]) -> Any:  # noqa: ANN401 - a context manager of mock
-    """Decide whether transformers makes a mask, as it does in a trace, or none, with which attention is faster.
+    """Decide whether transformers makes a mask, as it does in a trace, or none, with which attention is
+    faster.
 
-    Without this it would ask the GPU for the padding, and for texts that are packed in rows, which cannot be recorded.
+    Without this it would ask the GPU for the padding, and for texts that are packed in rows, which cannot be
+    recorded.
     """
     if batch.get("is_padded", True) or "attention_mask" not in batch:
         return patch.multiple(masking_utils, create=True, is_tracing=lambda *_: True)
@@ -116,4 +130,6 @@ def check_layers(config: Any) -> None:  # noqa: ANN401 - of any model of transfo
     """Raise HpctrainError for a model with LayerDrop, which chooses the layers of a step on the processor."""
     for name, value in config.to_dict().items():
         if name.endswith("layerdrop") and value:
-            raise HpctrainError(f"--cuda-graphs is not for {name} {value} in the config.json of the model: leave out one")
+            raise HpctrainError(
+                f"--cuda-graphs is not for {name} {value} in the config.json of the model: leave out one"
+            )

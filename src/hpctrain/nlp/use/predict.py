@@ -24,7 +24,12 @@ from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
 from hpctrain.files import atomic
 from hpctrain.nlp.data.formats import JSON_LINES, SURROGATE, decode_text
 from hpctrain.nlp.models.lora import ADAPTER_CONFIG, load_adapter
-from hpctrain.nlp.models.model_folder import describe_error, describe_pickle_error, load_tokenizer, refuse_pipes
+from hpctrain.nlp.models.model_folder import (
+    describe_error,
+    describe_pickle_error,
+    load_tokenizer,
+    refuse_pipes,
+)
 from hpctrain.nlp.task import Task
 from hpctrain.options import Parser, add_device, positive
 from hpctrain.text import counted, first_line
@@ -37,7 +42,9 @@ CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
 def main(world: World, arguments: list[str]) -> None:
     """Run `hpctrain predict`, in one process."""
     if world.size > 1:
-        raise UsageError(f"predict runs in one process, but the launcher started {world.size}: run it without a launcher")
+        raise UsageError(
+            f"predict runs in one process, but the launcher started {world.size}: run it without a launcher"
+        )
     args = parser().parse_args(arguments)
     if args.file and args.text:
         raise UsageError("TEXT and --file exclude each other: give only one")
@@ -54,12 +61,16 @@ def main(world: World, arguments: list[str]) -> None:
                 with atomic.file(args.out) as out:
                     truncated = write_answers(task, model, tokenizer, config, rows, args, out)
             except OSError as error:
-                raise HpctrainError(f"{args.out}: cannot be written ({error.strerror}): give another --out") from error
+                raise HpctrainError(
+                    f"{args.out}: cannot be written ({error.strerror}): give another --out"
+                ) from error
         else:
             truncated = write_answers(task, model, tokenizer, config, rows, args, sys.stdout)
     except (HpctrainError, OSError):
         raise
-    except Exception as error:  # a configuration, tokenizer and weights that do not belong together; too little memory
+    except (
+        Exception
+    ) as error:  # a configuration, tokenizer and weights that do not belong together; too little memory
         raise HpctrainError(
             f"{folder}: its model cannot answer these texts ({describe_error(error)}): copy the folder again, or give a smaller "
             "--batch-size"
@@ -82,7 +93,9 @@ def write_answers(
 ) -> int:
     """Write one line for each row, in their order. Returns how many texts were truncated."""
     truncated = 0
-    with tqdm(total=len(rows), desc="predict", unit="text", disable=None if len(rows) > args.batch_size else True) as bar:
+    with tqdm(
+        total=len(rows), desc="predict", unit="text", disable=None if len(rows) > args.batch_size else True
+    ) as bar:
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
             with panics_as_errors():
@@ -96,14 +109,20 @@ def write_answers(
 
 
 def find_model_folder(folder: Path) -> Path:
-    """The model folder in a run folder; another folder as it is. Raises HpctrainError if it has a pipe or a device."""
+    """The model folder in a run folder; another folder as it is.
+
+    Raises HpctrainError if it has a pipe or a device.
+    """
     found = folder / "model" if (folder / "model/config.json").exists() else folder
     refuse_pipes(found)
     return found
 
 
 def find_task(folder: Path) -> tuple[Task, dict[str, Any]]:
-    """The task that a model was fine-tuned for, and the "hpctrain" part of its config.json. Raises HpctrainError."""
+    """The task that a model was fine-tuned for, and the "hpctrain" part of its config.json.
+
+    Raises HpctrainError.
+    """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["hpctrain"]
         command = f"nlp.{config['task']}"
@@ -147,7 +166,9 @@ def read_rows(args: argparse.Namespace, task: Task) -> Iterator[tuple[str, ...]]
     try:
         text = decode_text(args.file, args.file.read_bytes(), for_tables="convert it to .jsonl")
     except OSError as error:
-        raise HpctrainError(f"{args.file}: cannot be read ({error.strerror}): give --file a text file in UTF-8") from error
+        raise HpctrainError(
+            f"{args.file}: cannot be read ({error.strerror}): give --file a text file in UTF-8"
+        ) from error
     lines = text.removesuffix("\n").split("\n") if text else []  # an empty line is a text too
     if not lines:
         raise HpctrainError(f"{args.file}: the file is empty: put one text on each line")
@@ -172,7 +193,13 @@ def read_rows(args: argparse.Namespace, task: Task) -> Iterator[tuple[str, ...]]
 def add_answer_options(options: Parser) -> None:
     """Add the options of Task.answer() that `hpctrain serve` has as well."""
     add = options.add_argument
-    add("--batch-size", type=positive(int), default=32, metavar="N", help="texts per forward pass (default: %(default)s)")
+    add(
+        "--batch-size",
+        type=positive(int),
+        default=32,
+        metavar="N",
+        help="texts per forward pass (default: %(default)s)",
+    )
     add(
         "--max-new-tokens",
         type=positive(int),
@@ -186,10 +213,16 @@ def add_answer_options(options: Parser) -> None:
 def parser() -> Parser:
     """The options of `hpctrain predict`."""
     options = Parser(
-        prog="hpctrain predict", description="Answer texts with a fine-tuned model. Prints one JSON object per line."
+        prog="hpctrain predict",
+        description="Answer texts with a fine-tuned model. Prints one JSON object per line.",
     )
     add = options.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="run folder of a fine-tuning, such as runs/nlp.classify/17, or its model/")
+    add(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="run folder of a fine-tuning, such as runs/nlp.classify/17, or its model/",
+    )
     add(
         "text",
         nargs="*",
@@ -201,7 +234,17 @@ def parser() -> Parser:
         type=Path,
         help="answer each line of this file instead: a text, or two texts separated by a tab; in .jsonl, an object",
     )
-    add("--out", type=Path, metavar="FILE", help="write the answers to this file, which appears when complete (default: stdout)")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the answers to this file, which appears when complete (default: stdout)",
+    )
     add_answer_options(options)
-    add("--seed", type=int, default=1, help="seed for sampling, nlp.generate and nlp.instruct (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=1,
+        help="seed for sampling, nlp.generate and nlp.instruct (default: %(default)s)",
+    )
     return options

@@ -1,6 +1,7 @@
 """A fine-tuned model as a web page and a JSON service, for its user alone: `hpctrain serve RUN`.
 
-The page needs no script. Programs send the texts of one example, or a list of them, and get the answers of `hpctrain predict`:
+The page needs no script. Programs send the texts of one example, or a list of them, and get the answers of
+`hpctrain predict`:
 
     curl --header "Authorization: Bearer TOKEN" --data '{"text": "다시 보고 싶은 영화"}' http://127.0.0.1:8000/answer
 """
@@ -37,7 +38,8 @@ from hpctrain.text import first_line
 LARGEST_BODY = 2**20  # bytes of a request
 MOST_DIGITS = 100  # of a length; Python refuses to read thousands
 MOST_ROWS = 256  # examples of a request
-# Of entity types, in the order in which they appear; told apart also by people who cannot see red or green (see report.py).
+# Of entity types, in the order in which they appear; told apart also by people who cannot see red or green
+# (see report.py).
 COLORS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#0072b2")
 
 PAGE = """<!doctype html>
@@ -98,7 +100,10 @@ class Model:
                 self._try(requests, last=True)
 
     def _try(self, requests: list[tuple[list[tuple[str, ...]], Future]], last: bool = False) -> bool:
-        """Answer requests together; returns whether that succeeded. An error goes to the requests if it is the last try."""
+        """Answer requests together; returns whether that succeeded.
+
+        An error goes to the requests if it is the last try.
+        """
         self._args.seed = next(self._numbers)  # another text at each request
         rows = [row for rows, _ in requests for row in rows]
         try:
@@ -107,7 +112,9 @@ class Model:
         except Exception as error:
             if last:
                 text = (
-                    str(error) if isinstance(error, HpctrainError) else f"the model cannot answer this ({describe_error(error)})"
+                    str(error)
+                    if isinstance(error, HpctrainError)
+                    else f"the model cannot answer this ({describe_error(error)})"
                 )
                 requests[0][1].set_exception(HpctrainError(text))
             return False
@@ -130,7 +137,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The page. With ?token=, which the printed address has, it stores the token in a cookie."""
         if self.path.partition("?")[0] != "/":
-            self._send_error(HTTPStatus.NOT_FOUND, "there is nothing here: the page is at /, the JSON service at /answer (POST)")
+            self._send_error(
+                HTTPStatus.NOT_FOUND,
+                "there is nothing here: the page is at /, the JSON service at /answer (POST)",
+            )
         elif cookie := cookie_for(self.path, self.token):
             self._send(HTTPStatus.SEE_OTHER, "", Location="/", Set_Cookie=cookie)
         elif self._is_allowed():
@@ -151,7 +161,8 @@ class Handler(BaseHTTPRequestHandler):
         if not length.isdecimal() or len(length) > MOST_DIGITS or int(length) > LARGEST_BODY:
             self.close_connection = True
             self._send_error(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request has at most {LARGEST_BODY:,} bytes, with Content-Length"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"a request has at most {LARGEST_BODY:,} bytes, with Content-Length",
             )
             return
         content = self.rfile.read(int(length))
@@ -165,7 +176,9 @@ class Handler(BaseHTTPRequestHandler):
     def _answer_form(self, content: bytes) -> None:
         names = self.model.task.inputs
         try:
-            fields = parse_qs(content.decode(errors="replace"), keep_blank_values=True, max_num_fields=len(names))
+            fields = parse_qs(
+                content.decode(errors="replace"), keep_blank_values=True, max_num_fields=len(names)
+            )
         except ValueError:
             fields = {}
         row = tuple(fields.get(name, [""])[0].replace("\r\n", "\n") for name in names)
@@ -181,12 +194,17 @@ class Handler(BaseHTTPRequestHandler):
         names = self.model.task.inputs
         try:
             given = json.loads(content)
-            rows = [tuple(item[name] for name in names) for item in (given if isinstance(given, list) else [given])]
+            rows = [
+                tuple(item[name] for name in names)
+                for item in (given if isinstance(given, list) else [given])
+            ]
             valid = all(isinstance(text, str) and not SURROGATE.search(text) for row in rows for text in row)
         except (ValueError, KeyError, TypeError, RecursionError):
             valid = False
         if not valid or not 0 < len(rows) <= MOST_ROWS:
-            text = f"expected a JSON object with {' and '.join(names)}, or a list of at most {MOST_ROWS} of them"
+            text = (
+                f"expected a JSON object with {' and '.join(names)}, or a list of at most {MOST_ROWS} of them"
+            )
             self._send_error(HTTPStatus.BAD_REQUEST, text)
             return
         try:
@@ -217,7 +235,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
-        self.send_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'")
+        self.send_header(
+            "Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'"
+        )
         self.send_header("Cache-Control", "no-store")
         self.send_header("Referrer-Policy", "no-referrer")
         for name, value in headers.items():
@@ -249,7 +269,10 @@ def show_answer(row: tuple[str, ...], answer: dict[str, Any]) -> str:
         return f'{text}<span class="bar"><span style="width:{width}%"></span></span>'
     if "labels" in answer:
         found = zip(answer["labels"], answer["probabilities"], strict=True)
-        return "\n".join(f"{html.escape(label)}<small>{p:.1%}</small>" for label, p in found) or "<small>no class</small>"
+        return (
+            "\n".join(f"{html.escape(label)}<small>{p:.1%}</small>" for label, p in found)
+            or "<small>no class</small>"
+        )
     if "score" in answer:
         return f"{answer['score']:.4g}"
     if "generated" in answer:
@@ -262,21 +285,29 @@ def _mark(text: str, marks: list[tuple[int, int, str, str]]) -> str:
     parts, done = [], 0
     for start, end, color, name in marks:
         parts.append(html.escape(text[done:start]))
-        parts.append(f'<mark style="--color:{color}">{html.escape(text[start:end])}<small>{html.escape(name)}</small></mark>')
+        parts.append(
+            f'<mark style="--color:{color}">{html.escape(text[start:end])}<small>{html.escape(name)}</small></mark>'
+        )
         done = end
     return "".join([*parts, html.escape(text[done:])])
 
 
 def parser() -> Parser:
     """The options of `hpctrain serve`."""
-    options = Parser(prog="hpctrain serve", description="Show a fine-tuned model as a web page and a JSON service.")
+    options = Parser(
+        prog="hpctrain serve", description="Show a fine-tuned model as a web page and a JSON service."
+    )
     add = options.add_argument
     add("folder", type=Path, metavar="RUN", help="run folder or model folder, such as runs/nlp.classify/17")
     add(
         "--host",
         help="address to listen on; others than 127.0.0.1 are open to the network (default: 127.0.0.1; in a job a Unix socket)",
     )
-    add("--port", type=int, help="port to listen on; 0: any that is free (default: 8000; in a job a Unix socket)")
+    add(
+        "--port",
+        type=int,
+        help="port to listen on; 0: any that is free (default: 8000; in a job a Unix socket)",
+    )
     add_answer_options(options)
     return options
 
@@ -284,10 +315,16 @@ def parser() -> Parser:
 def main(world: World, arguments: list[str]) -> None:
     """Serve until a signal. Raises HpctrainError if the model cannot be loaded, or the port not be used."""
     if world.size > 1:
-        raise UsageError(f"serve runs in one process, but the launcher started {world.size}: run it without a launcher")
+        raise UsageError(
+            f"serve runs in one process, but the launcher started {world.size}: run it without a launcher"
+        )
     args = parser().parse_args(arguments)
     Handler.model = Model(find_model_folder(args.folder), args)
-    if args.host is None and args.port is None and ("SLURM_JOB_ID" in os.environ or "PBS_JOBID" in os.environ):
+    if (
+        args.host is None
+        and args.port is None
+        and ("SLURM_JOB_ID" in os.environ or "PBS_JOBID" in os.environ)
+    ):
         with Tunnel("serve") as tunnel:
             Handler.token = tunnel.token
             server = UnixServer(str(tunnel.socket), Handler)
@@ -301,7 +338,8 @@ def main(world: World, arguments: list[str]) -> None:
 class Server(ThreadingHTTPServer):
     """A thread for each connection."""
 
-    request_queue_size = 128  # connections that wait for theirs; with Python's 5, Linux resets some of 200 programs
+    # connections that wait for theirs; with Python's 5, Linux resets some of 200 programs
+    request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - of the standard library
         """Log an error, but no stack for each client that ends its connection early, which anybody on the node can do."""
@@ -327,7 +365,9 @@ def serve_on_port(args: argparse.Namespace) -> None:
     try:
         server = Server((host, port), Handler)
     except (OSError, OverflowError) as error:
-        raise HpctrainError(f"{host}:{port} cannot be listened on ({first_line(error)}): give another --port, or 0") from error
+        raise HpctrainError(
+            f"{host}:{port} cannot be listened on ({first_line(error)}): give another --port, or 0"
+        ) from error
     address = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/?token={Handler.token}"
     note = args.folder / "serve.url"
     if not sys.stdout.isatty():  # the log of a job may be open to others
@@ -339,7 +379,10 @@ def serve_on_port(args: argparse.Namespace) -> None:
             raise HpctrainError(
                 f"{note}: cannot be written ({error.strerror}): copy the run folder, or use a terminal"
             ) from error
-        print(f"serving {Handler.model.task.name}; the address is in {note}, which you alone can read", flush=True)
+        print(
+            f"serving {Handler.model.task.name}; the address is in {note}, which you alone can read",
+            flush=True,
+        )
     else:
         print(f"serving {Handler.model.task.name} at {address}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # for the end of this block
