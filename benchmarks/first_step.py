@@ -32,7 +32,7 @@ process_group = train_ddp.process_group
 
 
 @contextmanager
-def marked_process_group(*args: Any) -> Iterator[None]:  # noqa: ANN401
+def marked_process_group(*args: Any) -> Iterator[None]:
     """process_group() with a mark after the rendezvous."""
     with process_group(*args):
         marks["rendezvous of the ranks"] = time.time()

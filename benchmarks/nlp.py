@@ -264,11 +264,11 @@ class Meter:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _start(self, *_: Any) -> None:  # noqa: ANN401
+    def _start(self, *_: Any) -> None:
         if math.isnan(self.began):
             self.began = self._now()
 
-    def _step(self, *_: Any) -> None:  # noqa: ANN401
+    def _step(self, *_: Any) -> None:
         self._done += 1
         if self._done == self._setting.untimed:
             self.began = self._now()

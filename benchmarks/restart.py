@@ -48,12 +48,12 @@ def be_a_rank() -> None:
     world = detect()
 
     @contextmanager
-    def marked_process_group(*args: Any) -> Iterator[None]:  # noqa: ANN401
+    def marked_process_group(*args: Any) -> Iterator[None]:
         with process_group(*args):
             marks["rendezvous of the ranks"] = time.time()
             yield
 
-    def marked_step(run: Run, *args: Any, **values: float) -> None:  # noqa: ANN401
+    def marked_step(run: Run, *args: Any, **values: float) -> None:
         step(run, *args, **values)
         if restart_count() and LAST not in marks:
             marks[LAST] = time.time()
@@ -70,7 +70,7 @@ def be_a_rank() -> None:
     entry.main(lambda world: train_ddp.main(world, sys.argv[1:]))
 
 
-def restart(cluster: Any, name: str) -> dict[str, float]:  # noqa: ANN401 - a Cluster
+def restart(cluster: Any, name: str) -> dict[str, float]:
     """Run one job; return the seconds of each part, in order."""
     number = cluster.submit(
         "launch/apptainer_ddp.sh", "benchmarks/restart.py", "--out", f"runs/{name}", "--epochs", "4", cwd=HOME

@@ -5,8 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from slurm_cluster import REPOSITORY
-
+REPOSITORY = Path(__file__).resolve().parents[1]
 SIF = REPOSITORY / "hpctrain-cpu.sif"
 DATA = Path(os.environ.get("HPCTRAIN_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
 STANDINS = REPOSITORY / "tests/standins"

@@ -34,7 +34,7 @@ def dumps(state: object) -> bytes:
     return sign(content) + content
 
 
-def loads(signed: bytes) -> Any:  # noqa: ANN401 - as pickle.loads()
+def loads(signed: bytes) -> Any:
     """The state of dumps(). Raises PickleError if its signature is wrong."""
     content = signed[LENGTH:]
     if not hmac.compare_digest(signed[:LENGTH], sign(content)):

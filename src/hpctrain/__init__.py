@@ -38,7 +38,7 @@ _MODULES = {
 __all__ = list(_MODULES)
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever has the name
+def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
     from hpctrain.distributed.entry import print_errors_in_one_line

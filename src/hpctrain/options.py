@@ -14,7 +14,7 @@ from hpctrain.errors import UsageError
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError, so that one rank prints the error and not all of them."""
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # noqa: ANN401 - as in argparse
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Parse the command line.
 
         Raises UsageError, which names the option that is most like an unknown one.
@@ -151,10 +151,10 @@ def interval(text: str) -> str:
     return text
 
 
-def positive(kind: type) -> Any:  # noqa: ANN401 - an argparse type
+def positive(kind: type) -> Any:
     """An argparse type: a finite number of this kind (int or float) above zero."""
 
-    def parse(text: str) -> Any:  # noqa: ANN401
+    def parse(text: str) -> Any:
         value = kind(text)
         if not value > 0:  # also refuses NaN, which compares false with every number
             raise argparse.ArgumentTypeError(f"{text} is not above zero")

@@ -140,7 +140,7 @@ class RunFolder(TrainerCallback):
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
-    ) -> None:  # noqa: ANN401
+    ) -> None:
         """Raise UsageError if the Trainer has not loaded the checkpoint."""
         if self.checkpoint and not state.global_step:
             raise UsageError(
@@ -149,7 +149,7 @@ class RunFolder(TrainerCallback):
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
-    ) -> None:  # noqa: ANN401
+    ) -> None:
         """Save, if the job has to end. After the last step of an epoch an evaluation follows first."""
         if self._decisions.is_due():
             self._decide()
@@ -158,7 +158,7 @@ class RunFolder(TrainerCallback):
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
-    ) -> None:  # noqa: ANN401
+    ) -> None:
         """Save, if the job has to end and work is left."""
         self._decide()
         if self._stopping and state.global_step < state.max_steps:
@@ -170,7 +170,7 @@ class RunFolder(TrainerCallback):
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
-    ) -> None:  # noqa: ANN401
+    ) -> None:
         """Verify the checkpoint that all ranks have written. End every rank if the job has to end."""
         path = self.folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         with all_or_none(self._world):  # every rank has written its random numbers
@@ -195,7 +195,7 @@ class RunFolder(TrainerCallback):
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
-    ) -> None:  # noqa: ANN401
+    ) -> None:
         """Write a line of metrics. The summary at the end goes into the result."""
         if self._world.rank != 0:
             return
@@ -223,7 +223,7 @@ class RunFolder(TrainerCallback):
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
-    ) -> None:  # noqa: ANN401
+    ) -> None:
         """Write result.json and curves.png."""
         if self._world.rank != 0:
             return

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REPOSITORY
 
 from hpctrain.files import atomic
+from tests.helpers import REPOSITORY
 
 
 def write(path, text):

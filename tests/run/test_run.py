@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from slurm_cluster import REPOSITORY
 
 from hpctrain.checkpoints import checkpoint, parts
 from hpctrain.distributed.world import ALONE
@@ -24,6 +23,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.run import run
 from hpctrain.run.config import write_json
 from hpctrain.run.folder import find_earlier_checkpoint
+from tests.helpers import REPOSITORY, write_digits
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -423,9 +423,6 @@ def test_the_log_of_10_000_steps_is_short(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    # not at the top: a test imports this file in a process without conftest's own imports
-    from tests.helpers import write_digits
-
     return write_digits(tmp_path_factory.mktemp("small") / "digits", 64, 32)
 
 

@@ -202,7 +202,7 @@ def _describe_misfit(
     return f"it is of another model: {differing} is {saved.get(differing)}, not {own.get(differing)}{cause}"
 
 
-def _shape_of(value: Any) -> tuple[int, ...] | str:  # noqa: ANN401 - a file of somebody else may have anything there
+def _shape_of(value: Any) -> tuple[int, ...] | str:
     """The shape of a tensor or of its Pieces."""
     dense = parts.has_memory(value) if isinstance(value, torch.Tensor) else hasattr(value, "shape")
     return tuple(value.shape) if dense else "no dense tensor"

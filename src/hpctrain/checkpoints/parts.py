@@ -108,7 +108,7 @@ def read(folder: Path) -> dict[str, Any]:
     return _merge(states)
 
 
-def _merge(states: list[Any]) -> Any:  # noqa: ANN401 - nested dictionaries, lists and tensors
+def _merge(states: list[Any]) -> Any:
     first = states[0]
     if isinstance(first, dict):
         if first.keys() == PART:
@@ -119,7 +119,7 @@ def _merge(states: list[Any]) -> Any:  # noqa: ANN401 - nested dictionaries, lis
     return first
 
 
-def make_whole(state: Any) -> Any:  # noqa: ANN401
+def make_whole(state: Any) -> Any:
     """The state with whole tensors in memory."""
     if isinstance(state, Pieces):
         return state.whole()

@@ -43,7 +43,7 @@ class Decisions:
         self._since += 1
         return self._since >= self._until
 
-    def gather(self, *values: Any) -> list[list[Any]]:  # noqa: ANN401 - JSON values
+    def gather(self, *values: Any) -> list[list[Any]]:
         """The values of every rank, in rank order. A collective call, which sets when to decide again."""
         now = time.monotonic()
         fitting = int(PERIOD * self._since / max(now - self._decided, 1e-6))
@@ -159,7 +159,7 @@ class Checkpointer:
                 self._check()  # it may be of a job that owns the folder by now
                 checkpoint.remove(path)
 
-    def _wait_for_copy(self, *_: Any) -> None:  # noqa: ANN401
+    def _wait_for_copy(self, *_: Any) -> None:
         self._copied.wait()
 
     def wait(self) -> None:
@@ -226,7 +226,7 @@ class Checkpointer:
                 retry.wait(error, str(error))
 
 
-def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, Tensor]]]:  # noqa: ANN401
+def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
     """A copy of nested dictionaries, lists and tensors for the memory of the host, and pairs of tensors
     (target, source) in it.
 
@@ -238,7 +238,7 @@ def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, 
     used: set[int] = set()
     pairs: list[tuple[Tensor, Tensor]] = []
 
-    def plan_tensor(tensor: Tensor, target: Any) -> Tensor:  # noqa: ANN401
+    def plan_tensor(tensor: Tensor, target: Any) -> Tensor:
         key = _memory(tensor)
         if key not in targets:
             fits = isinstance(target, Tensor) and (target.shape, target.dtype) == (tensor.shape, tensor.dtype)
@@ -251,7 +251,7 @@ def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, 
             pairs.append((target, tensor.detach()))
         return targets[key]
 
-    def plan(value: Any, earlier: Any) -> Any:  # noqa: ANN401
+    def plan(value: Any, earlier: Any) -> Any:
         if isinstance(value, Tensor):
             return plan_tensor(value, earlier)
         if isinstance(value, dict):
@@ -272,7 +272,7 @@ def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, 
     return plan(value, earlier), pairs
 
 
-def tensors_of(value: Any) -> list[Tensor]:  # noqa: ANN401 - nested dictionaries, lists and tensors
+def tensors_of(value: Any) -> list[Tensor]:
     """All tensors in the value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 

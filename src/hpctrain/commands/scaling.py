@@ -88,7 +88,7 @@ def describe(rows: list[dict[str, Any]]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as lines of text."""
 
-    def text(name: str, value: Any) -> str:  # noqa: ANN401 - of JSON
+    def text(name: str, value: Any) -> str:
         if name == "efficiency":
             return f"{value:.1%}"
         return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -155,7 +155,7 @@ def _import_optuna(otherwise: str) -> ModuleType:
     return optuna
 
 
-def _for_optuna(trial: Trial, forms: dict[str, Any]) -> Any:  # noqa: ANN401 - a FrozenTrial
+def _for_optuna(trial: Trial, forms: dict[str, Any]) -> Any:
     from optuna.trial import TrialState, create_trial
 
     state = TrialState.FAIL if trial.state == "diverged" else TrialState[trial.state.upper()]
@@ -172,7 +172,7 @@ def _distributions(sweep: Sweep) -> dict[str, Any]:
         ) from error
 
 
-def _distribution(form: dict[str, Any]) -> Any:  # noqa: ANN401 - one of Optuna's three classes
+def _distribution(form: dict[str, Any]) -> Any:
     from optuna import distributions
 
     if "values" in form:

@@ -122,7 +122,7 @@ def check_options(path: Path, sweep: Sweep) -> None:
             raise UsageError(f"{path}: {error}") from None
 
 
-def _check_parameter(place: str, form: Any) -> None:  # noqa: ANN401 - what YAML has there
+def _check_parameter(place: str, form: Any) -> None:
     if (
         isinstance(form, dict)
         and form.keys() == {"values"}

@@ -24,7 +24,7 @@ EXTRAS = ("matplotlib", "scipy", "torchvision", "transformers")
 class _Postponed(ModuleType):
     """A module that answers some questions by itself and is imported by the first other one."""
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
+    def __getattr__(self, name: str) -> Any:
         # The import system asks for __path__ before it imports a part of the package. Others ask every module
         # for its __file__.
         if name.startswith("__") and name != "__path__":

@@ -291,7 +291,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 
 
-def gather(world: World, value: Any) -> list[Any]:  # noqa: ANN401 - any JSON value
+def gather(world: World, value: Any) -> list[Any]:
     """The JSON value of every rank, in rank order, on every rank. A collective call.
 
     Raises HpctrainError that names the rank if one of them sends something other than JSON.
@@ -309,7 +309,7 @@ def gather(world: World, value: Any) -> list[Any]:  # noqa: ANN401 - any JSON va
     return [_decode(rank, part[:size]) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
 
 
-def broadcast(world: World, value: Any, source: int = 0) -> Any:  # noqa: ANN401 - any JSON value
+def broadcast(world: World, value: Any, source: int = 0) -> Any:
     """The JSON value of rank `source`, on every rank; what the others pass is ignored. A collective call.
 
     Raises HpctrainError that names the rank if it sends something other than JSON.
@@ -325,7 +325,7 @@ def broadcast(world: World, value: Any, source: int = 0) -> Any:  # noqa: ANN401
     return _decode(source, content)
 
 
-def _encode(value: Any) -> torch.Tensor:  # noqa: ANN401 - any JSON value
+def _encode(value: Any) -> torch.Tensor:
     """JSON as bytes [length] uint8, on the device of the process group: NCCL takes tensors of a GPU only."""
     content = torch.frombuffer(bytearray(json.dumps(value), "ascii"), dtype=torch.uint8)
     return content.to("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -344,7 +344,7 @@ def _checked_length(rank: int, length: torch.Tensor) -> int:
     return number
 
 
-def _decode(rank: int, content: torch.Tensor) -> Any:  # noqa: ANN401 - any JSON value
+def _decode(rank: int, content: torch.Tensor) -> Any:
     try:
         return json.loads(content.cpu().numpy().tobytes())
     except (ValueError, RecursionError) as error:

@@ -175,7 +175,7 @@ class Watchdog:
             return self._in_epoch and self._main_task.read_text().rpartition(")")[2].split()[0] not in "DI"
         return self._in_epoch
 
-    def _unchanged_for(self, elapsed: float, key: int, value: Any) -> float:  # noqa: ANN401
+    def _unchanged_for(self, elapsed: float, key: int, value: Any) -> float:
         """For how long a value has been the same; the key is a rank, or -1 for the steps of all."""
         if key not in self._changed or self._changed[key][0] != value:
             self._changed[key] = value, elapsed

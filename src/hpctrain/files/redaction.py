@@ -11,7 +11,7 @@ HIDDEN = "***"
 SHORTEST = 6
 
 
-def hide_secrets(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+def hide_secrets(value: Any) -> Any:
     """A copy of a JSON value without secrets, which become "***".
 
     Secrets are: the values of keys and options (--NAME VALUE, NAME=VALUE) whose name is like TOKEN or
@@ -22,7 +22,7 @@ def hide_secrets(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     return _hide(value, sorted(values, key=len, reverse=True))
 
 
-def _hide(value: Any, secrets: list[str]) -> Any:  # noqa: ANN401
+def _hide(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, dict):
         return {
             key: HIDDEN if item and _is_secret(key) else _hide(item, secrets) for key, item in value.items()

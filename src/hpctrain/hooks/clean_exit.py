@@ -51,7 +51,7 @@ def keep_destroyed_groups() -> None:
         return
 
     @functools.wraps(destroy)
-    def destroy_process_group(group: Any = None) -> None:  # noqa: ANN401 - of torch
+    def destroy_process_group(group: Any = None) -> None:
         if group is None or group is distributed_c10d.GroupMember.WORLD:
             _kept_groups.extend(distributed_c10d._world.pg_map)
         destroy(group)

@@ -25,7 +25,7 @@ def _make_callbacks(package: str) -> list[Any]:
     class OneWorld(sys.modules[package].Callback):
         """Compares the number of processes of a Trainer, before it trains, with that of the job."""
 
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:  # noqa: ANN401 - of one of two packages
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
             """Raise UsageError if the Trainer has one process and the job has more."""
             from hpctrain.distributed.entry import print_errors_in_one_line
             from hpctrain.distributed.world import detect
@@ -85,7 +85,7 @@ def watch_rank_0() -> None:
         exited = exited or status not in (None, 0)
         original_exit(status)
 
-    def join(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of torch
+    def join(*args: Any, **kwargs: Any) -> Any:
         nonlocal joined
         joined = True
         distributed_c10d._new_process_group_helper = original

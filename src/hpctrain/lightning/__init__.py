@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 __all__ = ["RunFolder", "WorldEnvironment"]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever has the name
+def __getattr__(name: str) -> Any:
     # Not at the top: trainer.py imports Lightning in another way (see lazy_imports.py), and Python imports
     # this file before it.
     if name not in __all__:

@@ -253,7 +253,7 @@ class RunFolder(Checkpoint):
 
     def on_train_batch_start(
         self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:  # noqa: ANN401
+    ) -> None:
         """Begin the epoch.
 
         Save, where it is due: Lightning counts the batch before this one as done only now.
@@ -301,7 +301,7 @@ class RunFolder(Checkpoint):
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:  # noqa: ANN401
+    ) -> None:
         """Count the optimizer steps, with their losses."""
         self._seed(trainer, batch_idx + 1, "before")
         if outputs:  # training_step() may have left out the batch
@@ -389,7 +389,7 @@ class _RunCheckpoints(CheckpointIO):
         self.state: dict[str, Any] = {}
         self._callback, self._trainer, self._others = callback, trainer, trainer.strategy.checkpoint_io
 
-    def save_checkpoint(self, state: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ANN401
+    def save_checkpoint(self, state: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Keep the state if it is for the run folder. Lightning calls this on rank 0."""
         if path == self.folder:
             self.state = state
@@ -398,7 +398,7 @@ class _RunCheckpoints(CheckpointIO):
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:  # noqa: ANN401
+    ) -> dict[str, Any]:
         """Load the checkpoint that the run resumes from.
 
         Lightning calls this on every rank. Raises HpctrainError.
@@ -407,7 +407,7 @@ class _RunCheckpoints(CheckpointIO):
             return self._callback.resume(self._trainer) or {}
         return self._others.load_checkpoint(path, map_location, weights_only)
 
-    def remove_checkpoint(self, path: Any) -> None:  # noqa: ANN401
+    def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint that is not of the run folder, which removes its own."""
         self._others.remove_checkpoint(path)
 

@@ -39,7 +39,7 @@ class ShardedStrategy(JsonStrategy):
         tensor_parallel: int = 1,
         styles: Mapping[str, ParallelStyle] | None = None,
         cpu_offload: bool = False,
-        **options: Any,  # noqa: ANN401
+        **options: Any,
     ) -> None:
         super().__init__(world, **options)
         self._options = {"tensor_parallel": tensor_parallel, "styles": styles, "cpu_offload": cpu_offload}
@@ -60,7 +60,7 @@ class ShardedStrategy(JsonStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:  # noqa: ANN401
+    def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:
         """Save the part of this rank, on every rank."""
         self.checkpoint_io.save_checkpoint(split(checkpoint), *arguments, **options)
 

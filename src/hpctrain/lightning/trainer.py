@@ -42,11 +42,11 @@ def quiet() -> None:
 class JsonStrategy(DDPStrategy):
     """DDPStrategy whose ranks exchange JSON: Lightning's own broadcast() unpickles what another rank sends."""
 
-    def __init__(self, world: World, **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, world: World, **options: Any) -> None:
         super().__init__(**options)
         self._world = world
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:  # noqa: ANN401 - any JSON value
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The JSON value of rank `src`, on every rank. A collective call. Raises HpctrainError."""
         return broadcast(self._world, obj, src)
 
@@ -95,7 +95,7 @@ class TrainerFolder(RunFolder):
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:  # noqa: ANN401
+    ) -> None:
         """Count the optimizer steps, and let an evaluation follow if it is due."""
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         # Lightning evaluates after a batch whose number is a multiple of val_check_batch

@@ -90,14 +90,14 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def make_example(self, texts: Sequence[str], **settings: Any) -> Any:  # noqa: ANN401 - the task's example type
+    def make_example(self, texts: Sequence[str], **settings: Any) -> Any:
         """Make an example without labels from the `inputs` that a user gives, and from collect_settings()."""
 
     @abstractmethod
-    def get_texts(self, example: Any) -> tuple[str, ...]:  # noqa: ANN401
+    def get_texts(self, example: Any) -> tuple[str, ...]:
         """The texts of an example; a tokenizer from scratch is trained on them."""
 
-    def group(self, example: Any) -> Hashable | None:  # noqa: ANN401
+    def group(self, example: Any) -> Hashable | None:
         """A key that is equal for examples which --validation-split keeps in one part; None if an example is in no group."""
         return None
 

@@ -47,7 +47,7 @@ def start_board(folder: Path, tunnel: Tunnel) -> None:
 
         protocol_version = "HTTP/1.1"
 
-        def log(self, *_: Any) -> None:  # noqa: ANN401 - of werkzeug
+        def log(self, *_: Any) -> None:
             """Nothing."""
 
     class Server(program.TensorBoardServer):

@@ -78,7 +78,7 @@ def data_loader(
     epoch: int,
     world: World,
     skip: int = 0,
-    **options: Any,  # noqa: ANN401 - as DataLoader has them
+    **options: Any,
 ) -> DataLoader:
     """A DataLoader of the batches of training_batches(), for one epoch; `options` are those of DataLoader, as
     num_workers.
@@ -113,11 +113,11 @@ class _Seeded(Dataset):
     def __init__(self, dataset: Dataset, seed: int, epoch: int) -> None:
         self._dataset, self._seed, self._epoch = dataset, seed, epoch
 
-    def __getitem__(self, index: int) -> Any:  # noqa: ANN401 - an example of the dataset
+    def __getitem__(self, index: int) -> Any:
         with _random_numbers_of(self._seed, self._epoch, index):
             return self._dataset[index]
 
-    def __getitems__(self, indices: list[int]) -> Any:  # noqa: ANN401
+    def __getitems__(self, indices: list[int]) -> Any:
         """The examples of a batch, at once if the dataset can give them so, as those of Hugging Face can."""
         at_once = getattr(self._dataset, "__getitems__", None)
         if at_once is None:
@@ -153,7 +153,7 @@ class ResumableBatches:
         for batch in batches[skip:]:
             yield [(epoch, index) for index in batch]
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the user's has
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
 
@@ -170,13 +170,13 @@ class SeededByKey(Dataset):
     def __len__(self) -> int:
         return len(self.inner)
 
-    def __getitem__(self, key: tuple[int, Any]) -> Any:  # noqa: ANN401 - an example of the dataset
+    def __getitem__(self, key: tuple[int, Any]) -> Any:
         return _Seeded(self.inner, self._seed, key[0])[key[1]]
 
-    def __getitems__(self, keys: list[tuple[int, Any]]) -> Any:  # noqa: ANN401
+    def __getitems__(self, keys: list[tuple[int, Any]]) -> Any:
         return _Seeded(self.inner, self._seed, keys[0][0]).__getitems__([index for _, index in keys])
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the user's has
+    def __getattr__(self, name: str) -> Any:
         if name == "inner":  # while it is unpickled
             raise AttributeError(name)
         return getattr(self.inner, name)

@@ -121,7 +121,7 @@ class Whole(ParallelStyle):
             inputs,
         )
 
-    def _leave(self, module: nn.Module, output: Any, group: DeviceMesh) -> Any:  # noqa: ANN401
+    def _leave(self, module: nn.Module, output: Any, group: DeviceMesh) -> Any:
         return tree_map_only(DTensor, lambda tensor: tensor.to_local(), output)
 
 
@@ -137,7 +137,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
-def gather(state: Any) -> Any:  # noqa: ANN401 - nested dictionaries, lists and tensors
+def gather(state: Any) -> Any:
     """The state with whole tensors in the memory of rank 0; other ranks keep their parts.
 
     A collective call.
@@ -170,7 +170,7 @@ def gather_model(model: nn.Module, skeleton: nn.Module) -> nn.Module:
     return skeleton
 
 
-def split(state: Any) -> Any:  # noqa: ANN401 - nested dictionaries, lists and tensors
+def split(state: Any) -> Any:
     """The state with this rank's part of each tensor, as a checkpoint in parts has it: see parts.py."""
 
     def split_one(tensor: DTensor) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor | Pieces]) -> None:
     model.load_state_dict({name: _part(weight, own.get(name)) for name, weight in weights.items()})
 
 
-def _part(saved: Any, like: Any) -> Any:  # noqa: ANN401 - a tensor, Pieces, or another value
+def _part(saved: Any, like: Any) -> Any:
     """This rank's part of a saved tensor, if `like` is sharded and of the same shape; otherwise the whole tensor, or value."""
     if isinstance(saved, Tensor | Pieces) and isinstance(like, DTensor) and saved.shape == like.shape:
         offset, size = _region(like)

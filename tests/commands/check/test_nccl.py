@@ -120,8 +120,8 @@ class Node:
         """predict_network() on this node, in a process whose loader finds its libraries, with an interface hsn0."""
         script = (
             "import json, sys; from dataclasses import asdict; from hpctrain.commands.check import nccl\n"
-            f"fabric.running_interfaces, fabric.DEFAULT_VERSION = lambda: ['lo', 'hsn0'], {nccl!r}\n"
-            "print(json.dumps(asdict(fabric.predict_network(root=fabric.Path(sys.argv[1])))))"
+            f"nccl.running_interfaces, nccl.DEFAULT_VERSION = lambda: ['lo', 'hsn0'], {nccl!r}\n"
+            "print(json.dumps(asdict(nccl.predict_network(root=nccl.Path(sys.argv[1])))))"
         )
         clean = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
         clean |= {"LD_LIBRARY_PATH": str(self.lib), "NCCL_CONF_FILE": "/nonexistent", **env}

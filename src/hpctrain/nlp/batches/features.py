@@ -202,7 +202,7 @@ def encode_texts(
 # --- the cache ---
 
 
-def make_cache_key(*parts: Any) -> str:  # noqa: ANN401 - anything whose repr() is its content
+def make_cache_key(*parts: Any) -> str:
     """SHA-256 of everything that the features depend on: another text, tokenizer or length gives another key."""
     digest = hashlib.sha256(f"features {VERSION}".encode())
     for part in parts:

@@ -343,7 +343,7 @@ def split_fields(location: str, line: str, columns: tuple[str, ...]) -> list[str
     return fields
 
 
-def read_json(path: Path, type_: type, expected: str) -> Any:  # noqa: ANN401 - any JSON value
+def read_json(path: Path, type_: type, expected: str) -> Any:
     """The JSON value of a file, which must be of this type and not empty; `expected` describes it in errors."""
     try:
         value = json.loads(read_text(path))
@@ -363,7 +363,7 @@ def read_json(path: Path, type_: type, expected: str) -> Any:  # noqa: ANN401 - 
     return value
 
 
-def get_field(location: str, item: object, key: str, type_: type, expected: str) -> Any:  # noqa: ANN401 - any JSON value
+def get_field(location: str, item: object, key: str, type_: type, expected: str) -> Any:
     """`item[key]`, which must be of this type; `expected` describes the whole format in errors.
 
     JSON can escape half of a character ("\\ud83d"), which is no text and which no tokenizer takes.

@@ -174,14 +174,14 @@ def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str
         ) from error
 
 
-def _count_size(value: Any) -> int:  # noqa: ANN401 - any value of a column
+def _count_size(value: Any) -> int:
     """About the memory that a value takes, in bytes."""
     if isinstance(value, list):
         return sum(map(_count_size, value))
     return len(value) if isinstance(value, str) else 8
 
 
-def _open_parquet(file: Any, names: list[str]) -> tuple[Any, Iterable[Any]]:  # noqa: ANN401 - pyarrow is imported lazily
+def _open_parquet(file: Any, names: list[str]) -> tuple[Any, Iterable[Any]]:
     """The schema and the record batches of a file of Parquet."""
     from pyarrow import parquet
 
@@ -194,7 +194,7 @@ def _open_parquet(file: Any, names: list[str]) -> tuple[Any, Iterable[Any]]:  # 
     return table.schema_arrow, table.iter_batches(ROWS, columns=names, use_threads=False)
 
 
-def _open_arrow(file: Any) -> tuple[Any, Iterable[Any]]:  # noqa: ANN401
+def _open_arrow(file: Any) -> tuple[Any, Iterable[Any]]:
     """The schema and the record batches of Arrow's IPC: of a file, or of a stream, which the library datasets writes."""
     from pyarrow import ipc
 
@@ -217,7 +217,7 @@ def _find_class_names(metadata: Mapping[bytes, bytes] | None, column: str) -> li
     return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
 
-def _name_classes(value: Any, names: list[str]) -> Any:  # noqa: ANN401 - any value of a column
+def _name_classes(value: Any, names: list[str]) -> Any:
     """The names for numbers of classes, if there are names.
 
     A number without one is no value: -1 stands for no label.

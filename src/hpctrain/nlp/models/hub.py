@@ -187,7 +187,7 @@ def _validate_name(name: str) -> None:
         ) from error
 
 
-def _download_snapshot(name: str, commit: str | None = None, **where: Any) -> Path:  # noqa: ANN401 - of snapshot_download()
+def _download_snapshot(name: str, commit: str | None = None, **where: Any) -> Path:
     """Download the needed files of a repository unless they are there; returns their validated folder.
 
     In a cache, the folder is named by the commit.

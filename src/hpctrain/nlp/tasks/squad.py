@@ -122,5 +122,5 @@ def _iterate_questions(path: Path) -> Iterator[tuple[str, str, str, object]]:
                 yield f"{where}.qas[{q}]", title, context, item
 
 
-def _get(location: str, item: object, key: str, type_: type) -> Any:  # noqa: ANN401 - any JSON value
+def _get(location: str, item: object, key: str, type_: type) -> Any:
     return formats.get_field(location, item, key, type_, EXPECTED)

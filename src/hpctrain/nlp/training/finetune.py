@@ -349,7 +349,7 @@ def save_result(
     save_model(run.folder / "model", model, tokenizer, card, pipeline_tokenizer)
 
 
-def _hide_folders(value: Any) -> str:  # noqa: ANN401 - the value of an option
+def _hide_folders(value: Any) -> str:
     """An option for the model card, which may be published: of a file or folder only its name, of the hub the whole."""
     path = Path(str(value))
     return path.absolute().name if path.exists() or path.is_absolute() else str(value)

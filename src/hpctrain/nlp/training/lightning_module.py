@@ -75,7 +75,7 @@ class FineTuneModule(LightningModule):
         scheduler = LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
         """Clip gradients to a norm of 1.
 
         Lightning's own clipping refuses fused optimizers with bf16, because of a gradient scaler that bf16
@@ -119,7 +119,7 @@ class FineTuneModule(LightningModule):
             batch = {**batch, "class_weights": self.class_weights}
         return self._task.compute_loss(output, batch) * batch["weight"]
 
-    def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
         """Compute the gradients, unless the graph of the step has them already."""
         if self._graphs is None:
             loss.backward()

@@ -113,7 +113,7 @@ class StepGraphs:
         return loss.detach()
 
 
-def _choose_mask(batch: dict[str, Any]) -> Any:  # noqa: ANN401 - a context manager of mock
+def _choose_mask(batch: dict[str, Any]) -> Any:
     """Decide whether transformers makes a mask, as it does in a trace, or none, with which attention is
     faster.
 
@@ -126,7 +126,7 @@ def _choose_mask(batch: dict[str, Any]) -> Any:  # noqa: ANN401 - a context mana
     return patch.multiple(masking_utils, create=True, **none)
 
 
-def check_layers(config: Any) -> None:  # noqa: ANN401 - of any model of transformers
+def check_layers(config: Any) -> None:
     """Raise HpctrainError for a model with LayerDrop, which chooses the layers of a step on the processor."""
     for name, value in config.to_dict().items():
         if name.endswith("layerdrop") and value:

@@ -245,7 +245,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: ANN401 - of the standard library
+    def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the address of a request may have the token."""
 
 
@@ -341,7 +341,7 @@ class Server(ThreadingHTTPServer):
     # connections that wait for theirs; with Python's 5, Linux resets some of 200 programs
     request_queue_size = 128
 
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - of the standard library
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """Log an error, but no stack for each client that ends its connection early, which anybody on the node can do."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
