@@ -1,6 +1,6 @@
 """The SHA-256 of trained weights, of one checkout beside another: moved code must not change them.
 
-    .venv/bin/python tests/tools/weights.py [CHECKOUT]...      (default: this one)
+    .venv/bin/python tests/tools/weights.py [CHECKOUT]...      each with its own `make venv`; default: this one
 
 Trains digits on 1, 2 and 4 ranks, ResNet-50 on a few images, with the other trainers, and each fine-tuning
 task on its samples, in a few minutes. Prints a row per run and a column per checkout; exits with 1 if a row
@@ -47,11 +47,10 @@ def write_images(folder: Path) -> None:
 
 def train(checkout: Path, ranks: int, arguments: list[str], folder: Path) -> str:
     """Train with the code of a checkout; returns the digest of the final weights."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    python = checkout / ".venv/bin/python"
+    launcher = [python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     command = [*launcher, "-m", "hpctrain", *arguments, "--out", "run"]
-    # Entry points are those of the installed checkout.
-    env = os.environ | {"PYTHONPATH": str(checkout / "src"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    env |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(
