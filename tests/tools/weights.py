@@ -1,6 +1,6 @@
 """The SHA-256 of trained weights, of one checkout beside another: moved code must not change them.
 
-    .venv/bin/python tests/tools/weights.py [CHECKOUT]...      each with its own `make venv`; default: this one
+    .venv/bin/python tests/tools/weights.py [CHECKOUT]...     each with its `make venv`; default: this one
 
 Trains digits on 1, 2 and 4 ranks, ResNet-50 on a few images, with the other trainers, and each fine-tuning
 task on its samples, in a few minutes. Prints a row per run and a column per checkout; exits with 1 if a row
