@@ -1,11 +1,11 @@
-# The SHA-256 of a SIF, without reading its gigabytes at the start of each job. Sourced by launch/lib.sh.
+# The SHA-256 of a SIF, without reading its gigabytes at the start of each job. Sourced by launch/lib/main.sh.
 #
 # IMAGE.sif.digest, beside the SIF, is one line: "sha256:HEX SIZE MTIME". It is valid while the SIF has that size and that time of
 # modification, if it belongs to the owner of the SIF or to the user. apptainer/build_sif.sh writes it; so does the first job, if it
 # may write there. That job also writes the digest alone to a file in HPCTRAIN_CACHE, whose name depends on path, size and time of
 # the SIF; a trainer reads it when it finishes (run.py).
 # shellcheck shell=bash
-# shellcheck disable=SC2034 # DIGEST and DIGEST_PENDING are read by lib.sh
+# shellcheck disable=SC2034 # DIGEST and DIGEST_PENDING are read by main.sh
 
 # find_digest SIF: set DIGEST from a record, or else DIGEST_PENDING
 find_digest() {

@@ -1,5 +1,5 @@
-# What the user exported under a name that these scripts use as well, and the user's folder in /tmp. Sourced first by launch/lib.sh,
-# and by launch/task.sh.
+# What the user exported under a name that these scripts use as well, and the user's folder in /tmp. Sourced first by launch/lib/main.sh,
+# and by launch/lib/task.sh.
 # shellcheck shell=bash
 
 # A user may export TASK=mrpc for the program. Bash would export its own TASK instead.

@@ -1,6 +1,6 @@
-# What the scheduler granted, and the environment that every rank of the job gets. Sourced by launch/lib.sh.
+# What the scheduler granted, and the environment that every rank of the job gets. Sourced by launch/lib/main.sh.
 # shellcheck shell=bash
-# shellcheck disable=SC2034 # the variables in capitals are read by lib.sh and its other parts
+# shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
 # A Slurm job, from sbatch or in the shell of salloc.
 read_slurm_job() {

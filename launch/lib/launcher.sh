@@ -1,4 +1,4 @@
-# The launchers: what starts a copy of the program for each rank. Sourced by launch/lib.sh, and by launch/task.sh in each task.
+# The launchers: what starts a copy of the program for each rank. Sourced by launch/lib/main.sh, and by launch/lib/task.sh in each task.
 #
 # To add one, write a function launch_with_NAME and a row. The function fills
 #   LAUNCH               the words before the command of a rank; they end with "$TASK" NAME, or "$TASK" none for
@@ -11,7 +11,7 @@
 # A function task_NAME, where there is one, runs in each task before it enters the image. Without one the task gets the variables
 # of torchrun, by which hpctrain (src/hpctrain/distributed/world.py) detects its rank.
 # shellcheck shell=bash
-# shellcheck disable=SC2034 # the variables in capitals are read by lib.sh and task.sh
+# shellcheck disable=SC2034 # the variables in capitals are read by main.sh and task.sh
 
 # A row for each launcher: its name, and the variables that hold a task's rank, its local rank and the number of its node.
 # "-" is for a launcher that fills one node after the other and does not number them.

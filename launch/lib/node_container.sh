@@ -1,5 +1,5 @@
 # One container on each node, which all tasks of a launch enter: the image is mounted, and unpacked by a FUSE server, once per node
-# instead of once per rank. Sourced by launch/task.sh.
+# instead of once per rank. Sourced by launch/lib/task.sh.
 #
 # Apptainer has --sharens for that since 1.3, for processes with one parent. Here each task has a shell of its own as the parent of
 # its rank (shield_from_term), and the process that starts with --sharens ends last, whenever its rank ends. So the first task

@@ -1,5 +1,5 @@
 # The job goes on by itself after its time limit, a preemption or a fault: Slurm requeues it, and it resumes from its checkpoint.
-# Sourced by launch/lib.sh, and by launch/task.sh in each task.
+# Sourced by launch/lib/main.sh, and by launch/lib/task.sh in each task.
 #
 # The batch script and the ranks on its node communicate through files in the folder HPCTRAIN_CONTROL:
 #   stop       the script asks the ranks to save a checkpoint and end

@@ -1,4 +1,4 @@
-# The runtimes: how a task enters the image. Sourced by launch/lib.sh.
+# The runtimes: how a task enters the image. Sourced by launch/lib/main.sh.
 #
 # To add one, write a function and its row. The function fills
 #   CONTAINER          the words that enter the image, before the command
@@ -14,7 +14,7 @@
 #   HPCTRAIN_END_TASK             a command that ends, on its node, what survives the process that enters the image
 #   CLEAN_UP+=(FUNCTION)          ends the processes that outlive a failed job
 # shellcheck shell=bash
-# shellcheck disable=SC2034 # the variables in capitals are read by lib.sh and its other parts
+# shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
 # A row for each runtime: its name, and the function.
 RUNTIMES=(

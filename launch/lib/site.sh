@@ -1,4 +1,4 @@
-# The site files: launch/sites/NAME.env, read as data and never executed. Sourced by launch/lib.sh in a job, and by launch/site.sh
+# The site files: launch/sites/NAME.env, read as data and never executed. Sourced by launch/lib/main.sh in a job, and by launch/site.sh
 # in the user's shell, which may be zsh.
 #
 # A line is KEY=VALUE, a comment (#) or empty. A VALUE is text in which $NAME and ${NAME} stand for variables; it has no quotes.
@@ -180,7 +180,7 @@ hpctrain_load_site() {
     _hpctrain_read "$file" check && _hpctrain_read "$sites/generic.env" check || return 1
     _hpctrain_read "$file" "$2" && _hpctrain_read "$sites/generic.env" "$2" || return 1
     export HPCTRAIN_SITE="$name"
-    # What this shell starts reads models and texts there. Jobs take another folder instead (launch/task.sh).
+    # What this shell starts reads models and texts there. Jobs take another folder instead (launch/lib/task.sh).
     case $2:${HPCTRAIN_CACHE:-} in
     "shell:/tmp/hpctrain-$UID/"*)
         own=/tmp/hpctrain-$UID

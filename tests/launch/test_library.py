@@ -21,8 +21,8 @@ BARE = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": "
 
 
 def library(script, **env):
-    """Run a script with the functions of launch/lib.sh."""
-    command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib.sh; {script}"]
+    """Run a script with the functions of launch/lib/main.sh."""
+    command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib/main.sh; {script}"]
     return subprocess.run(command, env=BARE | env, capture_output=True, text=True, timeout=300)
 
 
@@ -54,7 +54,7 @@ def hash_it(sif):
         f"find_digest '{sif}'; hash_in_background '{sif}'; echo ${{HPCTRAIN_IMAGE_DIGEST_FILE:-}}; sleep 30"
     )
     env = BARE | {"HPCTRAIN_CACHE": str(sif.parents[1] / "cache")}
-    command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib.sh; {script}"]
+    command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib/main.sh; {script}"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as job:
         lines = [job.stdout.readline().strip() for _ in range(2)]
         time.sleep(1.5)  # for the record beside the image, which is the last thing
@@ -489,7 +489,7 @@ def test_attempts_that_stop_and_save_nothing_are_counted(programs, tmp_path, sta
     shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"HPCTRAIN_CONTROL": str(tmp_path / "control"), "SLURM_JOB_ID": "7"}
-    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES={requeues}"
+    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES={requeues}"
     done = subprocess.run(
         ["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True
     )
@@ -501,7 +501,7 @@ def test_a_node_that_srun_does_not_reach_is_no_fault_of_the_program(programs, tm
     """The job was FAILED, as no checkpoint had been saved. Its ranks on the other nodes may have started."""
     shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
-    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=1"
+    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=1"
     done = subprocess.run(
         ["bash", "-euc", f"{source}; conclude {status}"],
         env=programs | {"SLURM_JOB_ID": "7"},
@@ -522,7 +522,7 @@ def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(
     shown = f"JobState=RUNNING Restarts={restarts} PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
-    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=2"
+    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=2"
     done = subprocess.run(
         ["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True
     )
@@ -539,7 +539,7 @@ def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_
     shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown}\n')
     source = (
-        f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x.sh; HPCTRAIN_REQUEUES=1"
+        f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x.sh; HPCTRAIN_REQUEUES=1"
     )
     done = subprocess.run(
         ["bash", "-euc", f"{source}; ARGUMENTS=(train_ddp --out 'a b'); conclude 0"],
@@ -555,7 +555,7 @@ def test_preemptions_are_not_counted(programs, tmp_path):
     shown = "JobState=RUNNING Restarts=5 PreemptTime=2026-11-20T12:00:00"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "5"}
-    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES=1"
+    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES=1"
     done = subprocess.run(
         ["bash", "-euc", f"{source}; conclude 143"], env=env, capture_output=True, text=True
     )
@@ -715,7 +715,7 @@ def test_a_job_submitted_from_another_folder_names_what_is_missing(programs, tmp
         "apptainer_ddp.sh",
         programs | {"HPCTRAIN_ROOT": "", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)},
     )
-    line = f"no {tmp_path}/launch/lib.sh: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first\n"
+    line = f"no {tmp_path}/launch/lib/main.sh: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first\n"
     assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {line}")
 
 
@@ -734,7 +734,7 @@ def test_the_other_tasks_of_srun_say_nothing(programs, tmp_path):
 def test_an_older_bash():
     """RHEL 8 has bash 4.4, without EPOCHREALTIME."""
     done = subprocess.run(
-        ["bash", "-c", f"unset EPOCHREALTIME; set -euo pipefail; source {REPOSITORY}/launch/lib.sh; echo $BEGAN"],
+        ["bash", "-c", f"unset EPOCHREALTIME; set -euo pipefail; source {REPOSITORY}/launch/lib/main.sh; echo $BEGAN"],
         env=BARE, capture_output=True, text=True,
     )  # fmt: skip
     assert abs(int(done.stdout or 0) / 1000 - time.time()) < 60, done.stderr
@@ -787,7 +787,7 @@ def test_a_folder_in_tmp_that_somebody_else_made_is_not_used(trick):
         shutil.copytree(REPOSITORY / "launch", f"{folder}/launch")
 
         def task(secret):
-            command = [*user, f"{folder}/launch/task.sh", "none", "--", "printenv", *names]
+            command = [*user, f"{folder}/launch/lib/task.sh", "none", "--", "printenv", *names]
             return subprocess.run(command, env=env | secret, capture_output=True, text=True, cwd="/")
 
         def folders():
@@ -843,7 +843,7 @@ def test_no_digest_is_written_into_a_folder_of_somebody_else(image):
         Path(folder).chmod(0o755)
         shutil.copytree(REPOSITORY / "launch", f"{folder}/launch")
         shutil.copy(image, f"{folder}/x.sif")
-        script = f"source {folder}/launch/lib.sh; find_digest {folder}/x.sif; hash_in_background {folder}/x.sif; sleep 3"
+        script = f"source {folder}/launch/lib/main.sh; find_digest {folder}/x.sif; hash_in_background {folder}/x.sif; sleep 3"
         user = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups"]
         try:
             done = subprocess.run(
@@ -860,7 +860,7 @@ def test_no_digest_is_written_into_a_folder_of_somebody_else(image):
 def test_a_signal_after_the_end_of_the_ranks_says_nothing(trap):
     """run_as_child has returned by then, and its variables are gone."""
     functions = (
-        "set -eu; source <(sed -n '/_term() {/,/^}/p' launch/task.sh)\n"
+        "set -eu; source <(sed -n '/_term() {/,/^}/p' launch/lib/task.sh)\n"
         "has_control() { :; }\njob_field() { [[ $1 == JobState ]] && echo RUNNING || echo None; }\n"
     )
     script = functions + f"trap {trap} TERM; kill -TERM $$; echo on"
@@ -889,7 +889,7 @@ def test_the_kernels_of_torch_are_in_a_folder_of_the_user(theirs):
         | {"HPCTRAIN_CACHE": "/scratch/cache"}
         | ({} if theirs is None else {"TORCHINDUCTOR_CACHE_DIR": theirs})
     )
-    command = [REPOSITORY / "launch/task.sh", "none", "--", "printenv", "TORCHINDUCTOR_CACHE_DIR"]
+    command = [REPOSITORY / "launch/lib/task.sh", "none", "--", "printenv", "TORCHINDUCTOR_CACHE_DIR"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.stdout == (theirs or f"/tmp/hpctrain-{os.getuid()}/inductor") + "\n", done.stderr
 
@@ -917,7 +917,7 @@ def test_sigterm_to_a_task(programs, tmp_path, shown, folder, ends):
     env |= {"HPCTRAIN_SIF_COPY": str(tmp_path / "copy.sif")}
     rank = ["bash", "-c", "echo started; sleep 3; exit 5"]
     with subprocess.Popen(
-        [REPOSITORY / "launch/task.sh", "none", "--", *rank], env=env, stdout=subprocess.PIPE
+        [REPOSITORY / "launch/lib/task.sh", "none", "--", *rank], env=env, stdout=subprocess.PIPE
     ) as task:
         task.stdout.readline()
         task.terminate()
@@ -943,7 +943,7 @@ def test_what_a_rank_of_horovodrun_leaves_does_not_keep_its_connection(tmp_path)
         "HPCTRAIN_COMMAND": shlex.join(words),
     }
     done = subprocess.run(
-        [REPOSITORY / "launch/task.sh", "horovodrun"], env=env, capture_output=True, text=True, timeout=100
+        [REPOSITORY / "launch/lib/task.sh", "horovodrun"], env=env, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 137 and re.search(r"rank 1 on \S+ was ended by signal 9", done.stderr), (
         done.stderr
@@ -971,7 +971,7 @@ def test_a_rank_of_horovodrun_ends_with_its_connection(tmp_path):
     job = os.urandom(4).hex()
     env |= {"HPCTRAIN_TASKS_PER_NODE": "2", "HPCTRAIN_JOB": job, "SLURM_JOB_ID": job, "MASTER_PORT": "1"}
     env |= {"HPCTRAIN_HOST_PATH": BARE["PATH"], "HPCTRAIN_COMMAND": shlex.join(["--", "bash", "-c", rank])}
-    command = [tmp_path / "sshd", "-c", f"{REPOSITORY}/launch/task.sh horovodrun; true"]
+    command = [tmp_path / "sshd", "-c", f"{REPOSITORY}/launch/lib/task.sh horovodrun; true"]
     # another rank, and a job that this one has submitted
     others = [
         subprocess.Popen(["sleep", "300"], env=env | own)
@@ -1265,7 +1265,7 @@ FORK_SCRIPT = """#!/bin/bash
 #
 # usage: launch/fork.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
 set -euo pipefail
-source "${HPCTRAIN_ROOT:-$(dirname "$0")/..}/launch/lib.sh"
+source "${HPCTRAIN_ROOT:-$(dirname "$0")/..}/launch/lib/main.sh"
 parse_options fork.sh "$@"
 make_local_job
 use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
@@ -1428,9 +1428,7 @@ def test_a_variable_of_the_user_that_the_scripts_have_as_well(tmp_path):
 
 
 def test_the_list_of_the_scripts_own_variables_is_complete():
-    text = "".join(
-        path.read_text() for path in [REPOSITORY / "launch/lib.sh", *(REPOSITORY / "launch/lib").glob("*.sh")]
-    )
+    text = "".join(path.read_text() for path in (REPOSITORY / "launch/lib").rglob("*.sh"))
     text = re.sub(r"^ *#.*$", "", text, flags=re.M)
     assigned = set(re.findall(r"(?:^|(?<=[ ;(]))([A-Z][A-Z_]*)\+?=", text, re.M))
     assigned |= set(re.findall(r"mapfile -t ([A-Z_]+)", text))

@@ -12,15 +12,15 @@
 # shellcheck shell=bash
 
 # shellcheck source=launch/lib/environment.sh
-source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 BEGAN=$(date +%s%3N) # in ms; EPOCHREALTIME needs bash 5, and RHEL 8 has 4.4
 unset CDPATH # cd would print folders that it finds there
 unset HPCTRAIN_CONTROL # that of a job around this one
 EARLY_STOP=''
 trap 'EARLY_STOP=1' USR1 # until open_control; Slurm sends it at once where the time limit is short
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-TASK=$ROOT/launch/task.sh
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+TASK=$ROOT/launch/lib/task.sh
 
 # Functions to run when the script ends, with its exit status as argument. If there are any, launch waits for the job.
 CLEAN_UP=()

@@ -14,13 +14,13 @@ die() {
 
 [[ ${1:-} != -h && ${1:-} != --help ]] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
 # shellcheck source=launch/lib/environment.sh
-source "$(dirname "$0")/lib/environment.sh"
+source "$(dirname "$0")/environment.sh"
 # shellcheck source=launch/lib/launcher.sh
-source "$(dirname "$0")/lib/launcher.sh"
+source "$(dirname "$0")/launcher.sh"
 # shellcheck source=launch/lib/requeue.sh
-source "$(dirname "$0")/lib/requeue.sh"
+source "$(dirname "$0")/requeue.sh"
 # shellcheck source=launch/lib/node_container.sh
-source "$(dirname "$0")/lib/node_container.sh"
+source "$(dirname "$0")/node_container.sh"
 
 # Run HPCTRAIN_END_TASK on SIGTERM, which Slurm sends to every process of a step when it ends the job. Slurm waits for what holds
 # the task's output, so this holds none.
