@@ -68,7 +68,7 @@ task_srun() {
 # ---- torchrun: one on each node, which starts the ranks there, and starts all of them again when one dies ----
 
 launch_with_torchrun() {
-    local rendezvous range=$NODES
+    local rendezvous
     LAUNCHER_TEXT="torchrun on each node, at most $(counted "$MAX_RESTARTS" restart)"
     if [[ ${HOSTS[0]} == localhost ]]; then
         rendezvous=(--standalone)
@@ -78,30 +78,11 @@ launch_with_torchrun() {
         rendezvous=(--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$JOB")
         # Without it the workers share the store of the rendezvous, and no restart over two nodes recovered (torch 2.13).
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-        ((MIN_NODES == 0)) || make_elastic
     fi
     LAUNCH+=("$TASK" none)
     resolve_folder "$ROOT" # the name by which it is bound
-    PYTHON=(python "$REPLY/launch/lib/torchrun.py" --nnodes="$range" --nproc-per-node="$TASKS" --max-restarts="$MAX_RESTARTS"
+    PYTHON=(python "$REPLY/launch/lib/torchrun.py" --nnodes="$NODES" --nproc-per-node="$TASKS" --max-restarts="$MAX_RESTARTS"
         "${rendezvous[@]}")
-}
-
-# make_elastic: let torchrun go on with the nodes that are left when one fails; sets `range`
-make_elastic() {
-    local version
-    ((MIN_NODES <= NODES)) || die "--min-nodes=$MIN_NODES of the job's $(counted "$NODES" node): ask for more (sbatch --nodes)"
-    ((MAX_RESTARTS)) || die "--min-nodes=$MIN_NODES: give --max-restarts=N as well, because the nodes that are left restart the ranks"
-    version=$("${CONTAINER[@]}" ${SIF:+"$SIF"} python -c 'from importlib.metadata import version; print(version("torch"))') ||
-        die "$HPCTRAIN_IMAGE: its version of torch cannot be read (the reason is above): leave --min-nodes out"
-    printf '2.13\n%s\n' "$version" | sort --version-sort --check=quiet ||
-        die "--min-nodes needs torch 2.13, and $HPCTRAIN_IMAGE has $version, whose torchrun crashes when a node is gone" \
-            "(pytorch/pytorch#182221): leave it out, and Slurm requeues the job, or use another image"
-    range=$MIN_NODES:$NODES
-    LAUNCHER_TEXT+=", on at least $(counted "$MIN_NODES" node)"
-    LAUNCH+=(--no-kill)
-    export HPCTRAIN_MIN_WORLD_SIZE=$((MIN_NODES * TASKS))
-    # The ranks that are left need not wait until Slurm has noticed.
-    export HPCTRAIN_NODE_TIMEOUT=0
 }
 
 # ---- MPI: srun with a PMI, or the host's mpirun ----

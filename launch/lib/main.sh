@@ -1,7 +1,7 @@
 # Functions of the launch scripts. Sourced by them on the first node of a job, never run.
 #
 # A script calls them in this order. Each one fills the variables in capitals that the later ones read:
-#   parse_options    the options before the program            DRY_RUN BROADCAST MPI LAUNCHER MAX_RESTARTS MIN_NODES SPARE_NODES ARGUMENTS
+#   parse_options    the options before the program            DRY_RUN BROADCAST MPI LAUNCHER MAX_RESTARTS SPARE_NODES ARGUMENTS
 #   read_slurm_job   the job that the scheduler granted        JOB HOSTS NODES TASKS THREADS GPUS MASTER_ADDR MASTER_PORT
 #                    (or read_pbs_job, make_local_job)
 #   use_runtime      the words that enter the image            CONTAINER SIF RUNTIME_VERSION DIGEST
@@ -77,8 +77,6 @@ OPTIONS=(
         Default: srun if it offers the PMI of the MPI library in the image, else mpirun.'
     '--max-restarts=N | apptainer_torchrun.sh | when a rank dies, restart all ranks, at most N times (default 0). The bundled
         trainers, and scripts of your own that do, load their last checkpoint.'
-    '--min-nodes=N | apptainer_torchrun.sh | when a node fails, restart the ranks on the nodes that are left, if these are at least N.
-        Submit with sbatch --no-kill and give --max-restarts, too. The image needs torch 2.13 or newer'
     '--spare-nodes=N | apptainer_ddp.sh,modules_ddp.sh,podman_hpc_ddp.sh,shifter_ddp.sh | keep N nodes of the job idle. When another
         node fails, the job goes on at once with one of them. Submit with sbatch --no-kill and N more --nodes'
     '--help | * | print this text'
@@ -106,7 +104,7 @@ SETTINGS=(
     "SBATCH_... | !(local.sh,pbs_ddp.sh) | any default for sbatch, such as SBATCH_ACCOUNT or SBATCH_PARTITION; set it before sbatch"
 )
 # shellcheck disable=SC2034 # MPI and LAUNCHER are read by the scripts
-DRY_RUN='' BROADCAST='' MPI='' LAUNCHER=auto MAX_RESTARTS=0 MIN_NODES=0 SPARE_NODES=0 OPTIONS_GIVEN=() ARGUMENTS=() SIF_COPY=''
+DRY_RUN='' BROADCAST='' MPI='' LAUNCHER=auto MAX_RESTARTS=0 SPARE_NODES=0 OPTIONS_GIVEN=() ARGUMENTS=() SIF_COPY=''
 
 # parse_options SCRIPT [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 # SCRIPT is the name of the launch script, because Slurm runs a copy of it under another name.
@@ -294,7 +292,6 @@ launch() {
     if [[ -n ${HPCTRAIN_CONTROL:-} ]]; then
         guard_batch_script
         until run_launcher || { status=$? && ! replace_nodes; }; do status=0; done
-        ignore_failed_nodes
     else
         "${COMMAND[@]}" || status=$?
     fi

@@ -5,7 +5,6 @@
 #   stop       the script asks the ranks to save a checkpoint and end
 #   saved      the ranks have saved a checkpoint of this attempt; one line, the option that resumes from it
 #   stopped    the ranks end because of stop, with their checkpoint saved and work left
-#   status     the exit status of torchrun on this node
 #   failed     an error of the program ends it, and would come again after a restart
 # A signal to the ranks would also reach squashfuse, and without the image they end with "Bus error".
 # shellcheck shell=bash
@@ -129,17 +128,10 @@ replace_nodes() {
     set_command
 }
 
-# ignore_failed_nodes: set `status` to that of torchrun on this node, if it has gone on without a node that failed. srun takes the
-# tasks of such a node for failed.
-ignore_failed_nodes() {
-    ((status && MIN_NODES)) && (($(nodes_left | wc -l) < NODES)) || return 0
-    { read -r status <"$HPCTRAIN_CONTROL/status"; } 2>/dev/null || true
-}
-
 # guard_batch_script: where the node of this script fails, Slurm does not requeue a job of sbatch --no-kill, and its other nodes
 # would idle until the time limit. So they look at the first one, one of them every ten seconds.
 guard_batch_script() {
-    ((SPARE_NODES + MIN_NODES)) || return 0
+    ((SPARE_NODES)) || return 0
     while watch_from_other_nodes; sleep 10; do :; done &
 }
 

@@ -185,7 +185,6 @@ if [[ -n $WAIT_AND_REPORT ]]; then
     end_left_overs
 elif [[ -n $SHIELDED ]]; then
     run_as_child shield_from_term "$@" || status=$?
-    [[ $launcher != none ]] || ! has_control || echo "$status" >"$HPCTRAIN_CONTROL/status"
     [[ -z $ALIVE ]] || leave_node_container
     # End by the same signal, for srun to report it.
     trap - TERM

@@ -1159,7 +1159,6 @@ OF_THE_JOB = {
         "IMAGE_DIGEST_FILE",
         "JOB",
         "JOB_SECRET",
-        "MIN_WORLD_SIZE",
         "MPI_LIBRARY",
         "NODE_CONTAINER",
         "NODE_TASK",
@@ -1191,7 +1190,7 @@ def test_the_documents_have_every_option_and_every_variable():
         ("apptainer_mpi.sh", "--mpi", "--mpi: write --mpi=HOW"),
         ("apptainer_mpi.sh", "--mpi=", "--mpi=: write --mpi=HOW"),
         ("apptainer_torchrun.sh", "--max-restarts=x", "--max-restarts=x: write --max-restarts=N"),
-        ("apptainer_torchrun.sh", "--min-nodes=08", "--min-nodes=08: write --min-nodes=N"),
+        ("apptainer_ddp.sh", "--spare-nodes=08", "--spare-nodes=08: write --spare-nodes=N"),
         ("apptainer_ddp.sh", "--dry-run=yes", "--dry-run=yes: --dry-run takes no value"),
         ("apptainer_ddp.sh", "--max-restarts=1", "this script has no option --max-restarts; --help lists"),
         ("check.sh", "lib", "launch/lib: no such script"),
@@ -1201,46 +1200,6 @@ def test_the_documents_have_every_option_and_every_variable():
 def test_options_that_are_wrong_end_with_one_line(script, option, message):
     done = subprocess.run([REPOSITORY / "launch" / script, option], env=BARE, capture_output=True, text=True)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "version", "message"),
-    [
-        (
-            "--max-restarts=1 --min-nodes=1",
-            "2.7.1+cu126",
-            "has 2.7.1+cu126, whose torchrun crashes when a node is gone",
-        ),
-        ("--max-restarts=1 --min-nodes=1", "2.12.0", "--min-nodes needs torch 2.13, and "),
-        (
-            "--max-restarts=1 --min-nodes=3",
-            "2.13.0+cpu",
-            "--min-nodes=3 of the job's 2 nodes: ask for more (sbatch --nodes)",
-        ),
-        ("--min-nodes=1", "2.13.0+cpu", "--min-nodes=1: give --max-restarts=N as well"),
-        ("--max-restarts=1 --min-nodes=1", "2.13.0+cpu", ""),
-        ("--max-restarts=1 --min-nodes=1", "2.100.0", ""),
-    ],
-)
-def test_torchrun_on_fewer_nodes(tmp_path, options, version, message):
-    """The Python of this environment says that it has this version of torch."""
-    (tmp_path / "python").write_text(f"#!/bin/sh\necho {version}\n")
-    (tmp_path / "python").chmod(0o755)
-    env = BARE | {"PATH": f"{tmp_path}:{BARE['PATH']}", "HPCTRAIN_RUNTIME": "none"}
-    script = [REPOSITORY / "launch/apptainer_torchrun.sh", "--dry-run", *options.split(), "check"]
-    done = subprocess.run(script, env=env, capture_output=True, text=True)
-    if message:
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr
-    else:
-        assert (
-            "srun --nodes=2 --ntasks=2 " in done.stdout
-            and " --no-kill " in done.stdout
-            and " --nnodes=1:2 " in done.stdout
-        )
-        assert (
-            "export HPCTRAIN_MIN_WORLD_SIZE=2\n" in done.stdout
-            and "export HPCTRAIN_NODE_TIMEOUT=0\n" in done.stdout
-        )
 
 
 # Adding a runtime and a launcher
