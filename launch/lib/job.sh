@@ -146,9 +146,16 @@ FORWARDED_VARIABLES=('CUDA_*' 'FI_*' 'GLOO_*' 'GROUP_*' 'HF_*' 'HOROVOD_*' 'HPCT
     'OMPI_*' 'PBS_*' 'PMI_*' 'PMIX_*' 'PYTHON*' RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SCRATCH 'SLINGSHOT_*'
     'SLURM_*' SQUASH_DIR 'TORCH*' 'UCX_*')
 
-# is_secret NAME: whether the value of this variable must not be printed. A PKEY is a number of InfiniBand.
+# is_secret NAME: whether the value of this variable must not be printed. secret_names.txt has the rules.
 is_secret() {
-    [[ ${1^^} =~ TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL && ${1^^} != *PKEY ]]
+    local rule word name=${1^^}
+    while read -r rule word; do
+        case $rule in
+        ignore) name=${name//$word/.} ;;
+        secret) [[ $name != *"$word"* ]] || return 0 ;;
+        esac
+    done <"$ROOT/launch/lib/secret_names.txt" || die "without that file, secrets would be printed: restore it"
+    return 1
 }
 
 # forwarded_names: print the names of the variables that a task needs and mpirun does not send to the other nodes by itself

@@ -56,7 +56,7 @@ chmod 755 "$new"
 
 # Jobs read these files, so nothing is replaced.
 if [[ ! -e $root ]]; then
-    cp -r "$source_folder/launch" "$source_folder/examples" "$source_folder/LICENSE" "$new/"
+    cp -rL "$source_folder/launch" "$source_folder/examples" "$source_folder/LICENSE" "$new/"
     mkdir "$new/bin"
     write_command >"$new/bin/hpctrain"
     chmod 755 "$new/bin/hpctrain"

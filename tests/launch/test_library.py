@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY
 
+from hpctrain.files.redaction import is_secret
+
 BARE = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": "/root"}
 
 
@@ -1364,6 +1366,29 @@ def test_an_image_for_cpus_and_gpus(tmp_path):
         "hpctrain-cpu.sif is for CPUs, and this job has 4 GPUs per node: set HPCTRAIN_FLAVOR to cu130"
         in done.stdout
     ), done
+
+
+# ---- secrets ----
+
+NAMES = [
+    "HF_TOKEN", "hf_token", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "PASSWD", "GIT_CREDENTIALS",
+    "HPCTRAIN_JOB_SECRET", "MONKEY", "TOKEN", "KEY", "max_new_tokens", "TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY",
+    "TOKENS_KEY", "PKEYKEY", "TOKENSTOKEN", "TOKPKEYEN", "PATH", "OMP_NUM_THREADS", "_", "K",
+]  # fmt: skip
+
+
+def test_launch_scripts_and_trainers_agree_on_what_is_a_secret():
+    """TOKENIZERS_PARALLELISM was one for the launch scripts, and none for config.json."""
+    ask = f'for name in {" ".join(NAMES)}; do ! is_secret "$name" || echo "$name"; done'
+    said = library(ask).stdout.split()
+    assert said == [name for name in NAMES if is_secret(name)]
+    assert said == [*NAMES[:11], "TOKENS_KEY", "PKEYKEY", "TOKENSTOKEN"]
+
+
+def test_without_the_list_of_secrets_nothing_is_printed(project, programs):
+    (project / "launch/lib/secret_names.txt").unlink()
+    done = dry_run("local.sh", programs | {"HPCTRAIN_ROOT": str(project), "HF_TOKEN": "hf_secret"}, "check")
+    assert done.returncode == 2 and "hf_secret" not in done.stdout, done
 
 
 # ---- the user's variables ----
