@@ -496,7 +496,9 @@ def test_a_name_of_apptainer_that_somebody_else_has_taken():
 @pytest.mark.parametrize("replaced_by", [None, "a file", "a link", "a pipe"])
 def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, replaced_by):
     """Where others can write the submit folder, they can replace the file whose name horovodrun shows in ps."""
-    code = f"set -euo pipefail; source {REPOSITORY}/launch/lib/main.sh; JOB=7; trap() {{ :; }}; hide_secrets; echo $HPCTRAIN_SECRETS"
+    lib = REPOSITORY / "launch/lib"
+    code = f"set -euo pipefail; source {lib}/main.sh; source {lib}/launchers/horovodrun.sh; JOB=7"
+    code += "; trap() { :; }; hide_secrets; echo $HPCTRAIN_SECRETS"
     own = os.environ | {"HF_TOKEN": "from the file"}
     made = subprocess.run(
         ["bash", "-c", code], cwd=tmp_path, env=own, capture_output=True, text=True, check=True

@@ -340,6 +340,7 @@ def test_words_and_secrets_pass_horovodrun(words, secret):
         script = f"""
             set -euo pipefail
             source {LAUNCH}/lib/main.sh
+            source {LAUNCH}/lib/launchers/horovodrun.sh
             JOB=17 COMMAND_IN_VARIABLE=1 CONTAINER=(apptainer exec "$HPCTRAIN_IMAGE") SIF="" LAUNCH=("$TASK" horovodrun)
             compose python "$@"
             hide_secrets

@@ -713,12 +713,23 @@ def test_half_of_a_job_ends_with_one_line(programs, tmp_path, script, env, messa
 
 def test_a_job_submitted_from_another_folder_names_what_is_missing(programs, tmp_path):
     """It said: or export HPCTRAIN_ROOT, which a new user exported without a value."""
-    done = dry_run(
-        "apptainer_ddp.sh",
-        programs | {"HPCTRAIN_ROOT": "", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)},
-    )
-    line = f"no {tmp_path}/launch/lib/main.sh: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first\n"
-    assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {line}")
+    line = "submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER"
+    wrong = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    for env in (wrong | {"HPCTRAIN_ROOT": ""}, {"HPCTRAIN_ROOT": f"{tmp_path}/\x1b[2J\n"}):
+        done = dry_run("apptainer_ddp.sh", programs | env)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hpctrain: error: {line}\n")
+
+
+@pytest.mark.parametrize("name", ["HPCTRAIN_ROOT", "SLURM_SUBMIT_DIR", "PBS_O_WORKDIR"])
+def test_the_copy_that_a_scheduler_runs_finds_the_other_files(programs, tmp_path, name):
+    """Slurm runs a copy from its spool folder; each script has the same line for that."""
+    line = re.search(r"^\. .*\n .*\n", (REPOSITORY / "launch/apptainer_ddp.sh").read_text(), re.M)[0]
+    for script in [*SCRIPTS, "check.sh"]:
+        assert (REPOSITORY / "launch" / script).read_text().count(line) == 1, script
+    copy = shutil.copy(REPOSITORY / "launch/local.sh", tmp_path / "slurm_script")
+    env = programs | {"HPCTRAIN_ROOT": "", name: str(REPOSITORY)}
+    done = subprocess.run([copy, "--dry-run", "check"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "launcher torchrun" in done.stdout, done.stderr
 
 
 def test_the_other_tasks_of_srun_say_nothing(programs, tmp_path):
@@ -1128,7 +1139,7 @@ def test_help_lists_the_options_that_the_script_takes_and_no_others(programs, tm
 
 @functools.cache
 def all_options():
-    return library('printf "%s\\n" "${OPTIONS[@]%% *}"').stdout.split()
+    return re.findall(r"^--.*", library('printf "%s\\n" "${OPTIONS[@]}"').stdout, re.M)
 
 
 def test_help_lists_the_settings_of_the_script():
@@ -1181,7 +1192,7 @@ def test_the_documents_have_every_option_and_every_variable():
     read = set(re.findall(r"\bHPCTRAIN_[A-Z_]*[A-Z]\b", scripts)) - {
         f"HPCTRAIN_{name}" for name in OF_THE_JOB
     }
-    settings = set(library('printf "%s\\n" "${SETTINGS[@]%% *}"').stdout.split()) - {"SBATCH_..."}
+    settings = set(re.findall(r"^HPCTRAIN_\w+$", library('printf "%s\\n" "${SETTINGS[@]}"').stdout, re.M))
     assert read == settings | {"HPCTRAIN_ROOT"}
     assert [name for name in [*sorted(read), *all_options()] if not re.search(rf"`{name}\b", pages)] == []
 
@@ -1221,7 +1232,7 @@ def project(tmp_path):
     return tmp_path / "hpctrain"
 
 
-FORK_SCRIPT = """#!/bin/bash
+FORK_SCRIPT = r"""#!/bin/bash
 # Run a trainer on this machine, with one process per rank and nothing else.
 #
 # usage: launch/fork.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
@@ -1234,36 +1245,36 @@ set_program
 use_launcher fork
 launch
 """
-FORK_FUNCTION = """
-LAUNCHERS+=('fork  FORK_RANK FORK_RANK -')
+FORK_LAUNCHER = """
 launch_with_fork() {
     LAUNCHER_TEXT='fork'
     LAUNCH=(bash -c 'for ((i = 0; i < HPCTRAIN_WORLD_SIZE; i++)); do FORK_RANK=$i "$@" & done; wait' - "$TASK" fork)
 }
+task_fork() {
+    set_ranks FORK_RANK FORK_RANK
+    export_torchrun_env
+}
 """
-TOY_FUNCTION = """
-RUNTIMES+=('toy  toy_command')
-toy_command() {
+TOY_RUNTIME = """
+toy_box_command() {
     HPCTRAIN_IMAGE=toy:1 RUNTIME_VERSION=1
     CONTAINER=(env "TOY=a toy")
 }
 """
 
 
-def test_a_runtime_is_one_function_and_a_row_and_so_is_a_launcher(project):
-    with (project / "launch/lib/runtime.sh").open("a") as file:
-        file.write(TOY_FUNCTION)
-    with (project / "launch/lib/launcher.sh").open("a") as file:
-        file.write(FORK_FUNCTION)
+def test_a_runtime_is_one_file_and_so_is_a_launcher(project):
+    (project / "launch/lib/runtimes/toy_box.sh").write_text(TOY_RUNTIME)
+    (project / "launch/lib/launchers/fork.sh").write_text(FORK_LAUNCHER)
     (project / "launch/fork.sh").write_text(FORK_SCRIPT)
     (project / "launch/fork.sh").chmod(0o755)
-    env = BARE | {"HPCTRAIN_RUNTIME": "toy", "HPCTRAIN_TASKS": "3"}
+    env = BARE | {"HPCTRAIN_RUNTIME": "toy-box", "HPCTRAIN_TASKS": "3"}
     done = subprocess.run(
         [project / "launch/fork.sh", "mine.py"], env=env, capture_output=True, text=True, cwd=project
     )
     assert (
         done.returncode == 0
-        and "runtime toy (1), image toy:1" in done.stdout
+        and "runtime toy-box (1), image toy:1" in done.stdout
         and "launcher fork" in done.stdout
     ), done
     assert sorted(line for line in done.stdout.splitlines() if not line.startswith("hpctrain:")) == [
@@ -1279,9 +1290,11 @@ def test_a_runtime_is_one_function_and_a_row_and_so_is_a_launcher(project):
     assert sorted(line for line in done.stdout.splitlines() if not line.startswith("hpctrain:")) == [
         f"{rank} 3 torchrun" for rank in range(3)
     ]
-    env["HPCTRAIN_RUNTIME"] = "docker"
-    done = subprocess.run([project / "launch/fork.sh"], env=env, capture_output=True, text=True, cwd=project)
-    assert "HPCTRAIN_RUNTIME is 'docker': choose apptainer, podman-hpc, shifter, none or toy" in done.stderr
+    for name in ("docker", "", "podman_hpc", "../launchers/srun", "none toy-box", "x\ny"):
+        done = library(f"GPUS=0; use_runtime {shlex.quote(name)}", HPCTRAIN_ROOT=str(project))
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+        known = "apptainer, none, podman-hpc or shifter"
+        assert f"HPCTRAIN_RUNTIME is '{name.replace(chr(10), '?')}': choose {known}" in done.stderr
 
 
 # ---- shifter ----
@@ -1421,7 +1434,7 @@ def test_the_list_of_the_scripts_own_variables_is_complete():
         for line in re.findall(r"\bexport (.*)", text)
         for name in re.findall(r"(?<![\w${])([A-Z][A-Z_]*)\b", line)
     }
-    in_messages = {"VARIABLE", "KEY", "FLAVOR"}
+    in_messages = {"VARIABLE", "KEY", "FLAVOR", "MPI"}
     others = {"IFS", "PATH", "REPLY", "OWN_NAMES", "USERS_VARIABLES", *in_messages}
     found = {
         name
