@@ -1,11 +1,13 @@
 #!/bin/bash
-# Run a trainer on every task of a Slurm job, each in the container: srun starts the tasks, apptainer enters the image.
+# Run a trainer on every task of a Slurm job, each in the container: srun starts the tasks, and apptainer
+# enters the image.
 #
-# usage: sbatch [SBATCH OPTION]... launch/apptainer_ddp.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/apptainer_ddp.sh [OPTION]...
+#            [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
-#   sbatch launch/apptainer_ddp.sh                                  train_ddp on digits, 2 nodes with 2 tasks each
-#   sbatch launch/apptainer_ddp.sh train_ddp --epochs 3             a bundled trainer and its options
-#   sbatch launch/apptainer_ddp.sh ./mine.py --anything "a b"       your own script; its arguments arrive unchanged
+#   sbatch launch/apptainer_ddp.sh                              train_ddp on digits, 2 nodes with 2 tasks each
+#   sbatch launch/apptainer_ddp.sh train_ddp --epochs 3         a bundled trainer and its options
+#   sbatch launch/apptainer_ddp.sh ./mine.py --anything "a b"   your own script; arguments arrive unchanged
 #   sbatch --nodes=8 --ntasks-per-node=4 --gpus-per-node=4 launch/apptainer_ddp.sh
 #   salloc --nodes=2 --ntasks-per-node=2, then launch/apptainer_ddp.sh check
 #
@@ -18,11 +20,9 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this file, so the other files are not beside it.
-lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
-[[ -r $lib ]] || { echo "hpctrain: error: no ${lib//[[:cntrl:]]/?}: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first" >&2 && exit 2; }
-# shellcheck source=launch/lib.sh
-source "$lib"
+# Slurm runs a copy of this script, which has no other files beside it.
+. "${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-${0%/*}/..}}}/launch/lib/main.sh" 2>/dev/null ||
+    { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2 && exit 2; }
 
 parse_options apptainer_ddp.sh "$@"
 read_slurm_job

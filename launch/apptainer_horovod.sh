@@ -1,7 +1,8 @@
 #!/bin/bash
 # Run a Horovod script, each rank in the container.
 #
-# usage: sbatch [SBATCH OPTION]... launch/apptainer_horovod.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/apptainer_horovod.sh [OPTION]...
+#            [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   sbatch launch/apptainer_horovod.sh                              train_horovod on digits
 #   sbatch launch/apptainer_horovod.sh --launcher=horovodrun ./mine.py --anything "a b"
@@ -15,19 +16,18 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this file, so the other files are not beside it.
-lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
-[[ -r $lib ]] || { echo "hpctrain: error: no ${lib//[[:cntrl:]]/?}: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first" >&2 && exit 2; }
-# shellcheck source=launch/lib.sh
-source "$lib"
+# Slurm runs a copy of this script, which has no other files beside it.
+. "${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-${0%/*}/..}}}/launch/lib/main.sh" 2>/dev/null ||
+    { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2 && exit 2; }
 
 parse_options apptainer_horovod.sh "$@"
 read_slurm_job
 use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
 set_program train_horovod
-case $LAUNCHER in
-auto | srun) use_launcher mpi ;;
-mpirun | horovodrun) use_launcher "$LAUNCHER" ;;
-*) die "--launcher=$LAUNCHER: choose srun, mpirun or horovodrun" ;;
+launcher=${OPTION[launcher]:-srun}
+case $launcher in
+srun) use_launcher mpi ;;
+mpirun | horovodrun) use_launcher "$launcher" ;;
+*) die "--launcher=$launcher: choose srun, mpirun or horovodrun" ;;
 esac
 launch

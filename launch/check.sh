@@ -1,7 +1,9 @@
 #!/bin/bash
-# Check every rank of a job before a long run: hpctrain check with one of the other scripts and, if it passes, the run itself.
+# Check every rank of a job before a long run: hpctrain check with one of the other scripts and, if it passes,
+# the run itself.
 #
-# usage: sbatch [SBATCH OPTION]... launch/check.sh [SCRIPT] [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/check.sh [SCRIPT] [OPTION]...
+#            [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   sbatch launch/check.sh                                          check with apptainer_ddp.sh, and no more
 #   sbatch launch/check.sh apptainer_mpi.sh --mpi=pmix              check with another script and its options
@@ -18,16 +20,15 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this file, so the other files are not beside it.
-lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
-[[ -r $lib ]] || { echo "hpctrain: error: no ${lib//[[:cntrl:]]/?}: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first" >&2 && exit 2; }
-# shellcheck source=launch/lib.sh
-source "$lib"
+# Slurm runs a copy of this script, which has no other files beside it.
+. "${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-${0%/*}/..}}}/launch/lib/main.sh" 2>/dev/null ||
+    { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2 && exit 2; }
 
 [[ ${1:-} != --help && ${1:-} != -h ]] || { SCRIPT=apptainer_ddp.sh && usage && exit; }
 script=$ROOT/launch/apptainer_ddp.sh
 [[ ${1:--} == -* ]] || { script=$ROOT/launch/$1 && shift; }
-[[ -f $script && -x $script ]] || die "$script: no such script: give the name of one in launch/ first, such as apptainer_mpi.sh"
+[[ -f $script && -x $script ]] ||
+    die "$script: no such script: give the name of one in launch/ first, such as apptainer_mpi.sh"
 options=()
 while [[ ${1:-} == -* && $1 != -m ]]; do
     options+=("$1")

@@ -1,15 +1,15 @@
 #!/bin/bash
-# Run JupyterLab from the image on a compute node, or TensorBoard, or the page of a fine-tuned model, for you alone.
-# The log says how to connect: one ssh command, and the file with the token.
+# Run JupyterLab from the image on a compute node, or TensorBoard, or the page of a fine-tuned model, for you
+# alone. The log says how to connect: one ssh command, and the file with the token.
 #
 # usage: sbatch [SBATCH OPTION]... launch/jupyter.sh [OPTION]... [tensorboard FOLDER | serve RUN]
 #
-#   sbatch launch/jupyter.sh                                        a node for two hours
-#   sbatch --gpus-per-node=4 --time=04:00:00 launch/jupyter.sh      with GPUs
-#   sbatch launch/jupyter.sh tensorboard runs                       TensorBoard of all run folders
-#   sbatch launch/jupyter.sh serve runs/names                       the page of a model
+#   sbatch launch/jupyter.sh                                    a node for two hours
+#   sbatch --gpus-per-node=4 --time=04:00:00 launch/jupyter.sh  with GPUs
+#   sbatch launch/jupyter.sh tensorboard runs                   TensorBoard of all run folders
+#   sbatch launch/jupyter.sh serve runs/names                   the page of a model
 #   salloc --nodes=1 --ntasks-per-node=1, then launch/jupyter.sh
-#   qsub launch/jupyter.sh                                          in a PBS job; with more words as for pbs_ddp.sh
+#   qsub launch/jupyter.sh                                      in a PBS job; arguments as for pbs_ddp.sh
 #
 #SBATCH --job-name=hpctrain-jupyter
 #SBATCH --nodes=1
@@ -22,16 +22,15 @@
 #PBS -j oe
 set -euo pipefail
 
-# Slurm runs a copy of this file, so the other files are not beside it.
-lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
-[[ -r $lib ]] || { echo "hpctrain: error: no ${lib//[[:cntrl:]]/?}: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first" >&2 && exit 2; }
-# shellcheck source=launch/lib.sh
-source "$lib"
+# Slurm runs a copy of this script, which has no other files beside it.
+. "${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-${0%/*}/..}}}/launch/lib/main.sh" 2>/dev/null ||
+    { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2 && exit 2; }
 
 parse_options jupyter.sh "$@"
 ((${#ARGUMENTS[@]})) || ARGUMENTS=(jupyter)
 [[ ${ARGUMENTS[0]} == @(jupyter|tensorboard|serve) ]] ||
-    die "${ARGUMENTS[0]}: this script starts only JupyterLab (no argument), tensorboard FOLDER or serve RUN: use another one for training"
+    die "${ARGUMENTS[0]}: this script starts only JupyterLab (no argument), tensorboard FOLDER" \
+        "or serve RUN: use another one for training"
 if [[ -n ${PBS_NODEFILE:-} ]]; then
     read_pbs_job
     launcher=mpirun

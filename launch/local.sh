@@ -1,19 +1,18 @@
 #!/bin/bash
-# Run a trainer on this machine, without a scheduler: torchrun starts one rank per GPU, with the container or without.
+# Run a trainer on this machine, without a scheduler: torchrun starts one rank per GPU, with the container or
+# without.
 #
 # usage: launch/local.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
-#   launch/local.sh                                                 train_ddp on digits, one rank per GPU, or one
-#   HPCTRAIN_TASKS=4 launch/local.sh train_ddp --epochs 3           4 ranks
+#   launch/local.sh                                             train_ddp on digits, one rank per GPU, or one
+#   HPCTRAIN_TASKS=4 launch/local.sh train_ddp --epochs 3       4 ranks
 #   HPCTRAIN_RUNTIME=none HPCTRAIN_PYTHON_ENV=.venv launch/local.sh ./mine.py --anything "a b"
 #
 set -euo pipefail
 
-# Slurm runs a copy of this file, so the other files are not beside it.
-lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
-[[ -r $lib ]] || { echo "hpctrain: error: no ${lib//[[:cntrl:]]/?}: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first" >&2 && exit 2; }
-# shellcheck source=launch/lib.sh
-source "$lib"
+# Slurm runs a copy of this script, which has no other files beside it.
+. "${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-${0%/*}/..}}}/launch/lib/main.sh" 2>/dev/null ||
+    { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2 && exit 2; }
 
 parse_options local.sh "$@"
 make_local_job

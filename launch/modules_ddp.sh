@@ -1,7 +1,8 @@
 #!/bin/bash
 # Run a trainer on every task of a Slurm job without a container: with the Python of modules, a venv or conda.
 #
-# usage: sbatch [SBATCH OPTION]... launch/modules_ddp.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/modules_ddp.sh [OPTION]...
+#            [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   HPCTRAIN_MODULES="cuda pytorch" sbatch launch/modules_ddp.sh train_ddp --epochs 3
 #   HPCTRAIN_PYTHON_ENV=~/my-venv sbatch launch/modules_ddp.sh ./mine.py --anything "a b"
@@ -16,11 +17,9 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this file, so the other files are not beside it.
-lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
-[[ -r $lib ]] || { echo "hpctrain: error: no ${lib//[[:cntrl:]]/?}: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first" >&2 && exit 2; }
-# shellcheck source=launch/lib.sh
-source "$lib"
+# Slurm runs a copy of this script, which has no other files beside it.
+. "${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-${0%/*}/..}}}/launch/lib/main.sh" 2>/dev/null ||
+    { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2 && exit 2; }
 
 parse_options modules_ddp.sh "$@"
 read_slurm_job

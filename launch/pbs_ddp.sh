@@ -1,11 +1,13 @@
 #!/bin/bash
-# Run a trainer on every slot of a PBS job, each in the container: mpirun starts the ranks, apptainer enters the image.
+# Run a trainer on every slot of a PBS job, each in the container: mpirun starts the ranks, and apptainer
+# enters the image.
 #
-# usage: qsub [QSUB OPTION]... launch/pbs_ddp.sh                  train_ddp on digits, 2 nodes with 2 ranks each
-#        echo "$PWD/launch/pbs_ddp.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]..." | qsub [QSUB OPTION]...
+# usage: qsub [QSUB OPTION]... launch/pbs_ddp.sh                train_ddp on digits, 2 nodes with 2 ranks each
+#        echo "$PWD/launch/pbs_ddp.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]..." |
+#            qsub [QSUB OPTION]...
 #
 #   qsub -l select=4:ncpus=24:ngpus=4:mpiprocs=4 launch/pbs_ddp.sh
-#   echo "$PWD/launch/pbs_ddp.sh train_ddp --epochs 3" | qsub -l select=2:ncpus=2:mpiprocs=2 -l walltime=00:30:00
+#   echo "$PWD/launch/pbs_ddp.sh train_ddp --epochs 3" | qsub -l select=2:ncpus=2:mpiprocs=2
 #   HPCTRAIN_RUNTIME=none HPCTRAIN_PYTHON_ENV=~/my-venv qsub -V launch/pbs_ddp.sh
 #
 # mpirun is the host's Open MPI. If it was built without PBS support, it reaches the other nodes over ssh.
@@ -16,11 +18,9 @@
 #PBS -j oe
 set -euo pipefail
 
-# Slurm runs a copy of this file, so the other files are not beside it.
-lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
-[[ -r $lib ]] || { echo "hpctrain: error: no ${lib//[[:cntrl:]]/?}: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first" >&2 && exit 2; }
-# shellcheck source=launch/lib.sh
-source "$lib"
+# Slurm runs a copy of this script, which has no other files beside it.
+. "${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-${0%/*}/..}}}/launch/lib/main.sh" 2>/dev/null ||
+    { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2 && exit 2; }
 
 parse_options pbs_ddp.sh "$@"
 read_pbs_job

@@ -1,17 +1,20 @@
 #!/bin/bash
-# Submit a command with 1, 2, 4, ... ranks, each as a job of its own. Afterwards, hpctrain scaling FOLDER compares them.
+# Submit a command with 1, 2, 4, ... ranks, each as a job of its own. Afterwards, hpctrain scaling FOLDER
+# compares them.
 #
 # usage: launch/scaling.sh [--weak] [--gpus] FOLDER RANKS RANKS_PER_NODE LAUNCH_SCRIPT TRAINER [OPTION]...
 #
-#   launch/scaling.sh runs/strong 1,2,4,8 4 launch/apptainer_ddp.sh train_ddp --data mnist --epochs 2 --batch-size 512
-#   launch/scaling.sh --weak runs/weak 1,2,4,8 4 launch/apptainer_ddp.sh train_ddp --data mnist --epochs 2 --batch-size 64
+#   launch/scaling.sh runs/strong 1,2,4,8 4 launch/apptainer_ddp.sh train_ddp --data mnist --batch-size 512
+#   launch/scaling.sh --weak runs/weak 1,2,4 4 launch/apptainer_ddp.sh train_ddp --data mnist --batch-size 64
 #
 # mnist is a folder with MNIST's four idx files; docs/trainers.md says where they come from.
 #
-#   --weak   the batch size is that of a rank, and grows with the ranks (weak scaling); without, that of all together (strong)
+#   --weak   the batch size is that of a rank, and grows with the ranks (weak scaling); without, that of all
+#            together (strong)
 #   --gpus   ask for a GPU for each rank
 #
-# What else sbatch needs is in its own variables: SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT (source launch/site.sh).
+# What else sbatch needs is in its own variables: SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT (source
+# launch/site.sh).
 set -euo pipefail
 
 die() {
@@ -42,13 +45,15 @@ words=("$@") batch=''
 for i in "${!words[@]}"; do
     [[ ${words[i]} != --batch-size ]] || batch=$((i + 1))
 done
-[[ -z $weak || ${words[batch]:-} =~ ^[1-9][0-9]{0,6}$ ]] || die "--weak needs --batch-size N, that of a rank: give one"
+[[ -z $weak || ${words[batch]:-} =~ ^[1-9][0-9]{0,6}$ ]] ||
+    die "--weak needs --batch-size N, that of a rank: give one"
 size=${words[batch]:-}
 
 for n in $ranks; do
     ((n < per_node || n % per_node == 0)) || die "$n ranks do not fill nodes of $per_node: leave out $n"
 done
-command -v sbatch >/dev/null || die "there is no sbatch on the PATH of $(hostname): run this on a login node of a Slurm cluster"
+command -v sbatch >/dev/null ||
+    die "there is no sbatch on the PATH of $(hostname): run this on a login node of a Slurm cluster"
 for n in $ranks; do
     tasks=$((n < per_node ? n : per_node))
     [[ -z $weak ]] || words[batch]=$((size * n))

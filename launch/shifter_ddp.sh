@@ -1,10 +1,12 @@
 #!/bin/bash
-# Run a trainer on every task of a Slurm job, each in the container: srun starts the tasks, shifter enters the image (NERSC).
+# Run a trainer on every task of a Slurm job, each in the container: srun starts the tasks, and shifter
+# (NERSC) enters the image.
 #
-# usage: sbatch [SBATCH OPTION]... launch/shifter_ddp.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
+# usage: sbatch [SBATCH OPTION]... launch/shifter_ddp.sh [OPTION]...
+#            [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #
 #   source launch/site.sh perlmutter
-#   HPCTRAIN_IMAGE=docker:registry/hpctrain:TAG sbatch --account=m1234 launch/shifter_ddp.sh train_ddp --epochs 3
+#   HPCTRAIN_IMAGE=docker:registry/hpctrain:TAG sbatch --account=m1234 launch/shifter_ddp.sh train_ddp
 #
 #SBATCH --job-name=hpctrain
 #SBATCH --nodes=2
@@ -15,11 +17,9 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this file, so the other files are not beside it.
-lib=${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib.sh
-[[ -r $lib ]] || { echo "hpctrain: error: no ${lib//[[:cntrl:]]/?}: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first" >&2 && exit 2; }
-# shellcheck source=launch/lib.sh
-source "$lib"
+# Slurm runs a copy of this script, which has no other files beside it.
+. "${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-${0%/*}/..}}}/launch/lib/main.sh" 2>/dev/null ||
+    { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2 && exit 2; }
 
 parse_options shifter_ddp.sh "$@"
 read_slurm_job

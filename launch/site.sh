@@ -1,11 +1,12 @@
 #!/bin/bash
-# The defaults of your site, for this shell: what sbatch and the launch scripts read from the environment. For bash and zsh.
+# The defaults of your site, for this shell: what sbatch and the launch scripts read from the environment. For
+# bash and zsh.
 #
 #   source launch/site.sh perlmutter     those of launch/sites/perlmutter.env
 #   source launch/site.sh                those of the site that is detected, or of generic.env
 #
-# Variables that you have set always win; set one to an empty value to disable it (export NCCL_NET=). HPCTRAIN_ROOT is set as well,
-# so jobs can be submitted from anywhere.
+# Variables that you have set always win; set one to an empty value to disable it (export NCCL_NET=).
+# HPCTRAIN_ROOT is set as well, so jobs can be submitted from anywhere.
 # shellcheck shell=bash
 
 if [ -z "${BASH_VERSION:-}${ZSH_VERSION:-}" ]; then

@@ -17,8 +17,8 @@ SHELL = sorted(
     if text.startswith("#!/bin/bash") or re.search("^# shellcheck shell=bash$", text, re.M)
 )
 SCRIPTS = [name for name in SHELL if TEXTS[name].startswith("#!") and name != ".ci/run"]
-# Those that users submit. lib.sh and task.sh are parts of them.
-LAUNCH_SCRIPTS = [name for name in SCRIPTS if re.fullmatch(r"launch/(?!lib|task|site)\w+\.sh", name)]
+# Those that users submit.
+LAUNCH_SCRIPTS = [name for name in SCRIPTS if re.fullmatch(r"launch/(?!site)\w+\.sh", name)]
 TOOLS = Path(sys.executable).parent
 
 # Files whose words are not ours: pins, data, a license, patches. This file holds the words that it looks for.
@@ -91,7 +91,7 @@ def test_ruff():
 
 @pytest.mark.slow  # each launch script is checked with all that it sources
 def test_shellcheck():
-    assert "launch/apptainer_ddp.sh" in SHELL and "launch/lib.sh" in SHELL and len(LAUNCH_SCRIPTS) == 12
+    assert "launch/apptainer_ddp.sh" in SHELL and "launch/lib/main.sh" in SHELL and len(LAUNCH_SCRIPTS) == 12
     done = run(TOOLS / "shellcheck", "--external-sources", *SHELL)
     assert done.returncode == 0, done.stdout
 

@@ -1,18 +1,20 @@
-# The SHA-256 of a SIF, without reading its gigabytes at the start of each job. Sourced by launch/lib.sh.
+# The SHA-256 of a SIF, without reading its gigabytes at the start of each job. Sourced by launch/lib/main.sh.
 #
-# IMAGE.sif.digest, beside the SIF, is one line: "sha256:HEX SIZE MTIME". It is valid while the SIF has that size and that time of
-# modification, if it belongs to the owner of the SIF or to the user. apptainer/build_sif.sh writes it; so does the first job, if it
-# may write there. That job also writes the digest alone to a file in HPCTRAIN_CACHE, whose name depends on path, size and time of
-# the SIF; a trainer reads it when it finishes (run.py).
+# IMAGE.sif.digest, beside the SIF, is one line: "sha256:HEX SIZE MTIME". It is valid while the SIF has that
+# size and that time of modification, if it belongs to the owner of the SIF or to the user.
+# apptainer/build_sif.sh writes it; so does the first job, if it may write there. That job also writes the
+# digest alone to a file in HPCTRAIN_CACHE, whose name depends on path, size and time of the SIF; a trainer
+# reads it when it finishes (run.py).
 # shellcheck shell=bash
-# shellcheck disable=SC2034 # DIGEST and DIGEST_PENDING are read by lib.sh
+# shellcheck disable=SC2034 # DIGEST and DIGEST_PENDING are read by main.sh
 
 # find_digest SIF: set DIGEST from a record, or else DIGEST_PENDING
 find_digest() {
     local sif digest='' of=''
     sif=$(realpath "$1")
     DIGEST_STAMP=$(stat -c '%s %.9Y' "$sif")
-    DIGEST_FILE=$HPCTRAIN_CACHE/digests/${sif##*/}.$(printf '%s %s' "$sif" "$DIGEST_STAMP" | sha256sum | cut -c -16)
+    DIGEST_FILE=$HPCTRAIN_CACHE/digests/${sif##*/}
+    DIGEST_FILE+=.$(printf '%s %s' "$sif" "$DIGEST_STAMP" | sha256sum | cut -c -16)
     # Both may be in a folder such as /tmp, where anybody can add a file, but nobody can replace another's.
     ! is_file_of "$sif.digest" "$EUID" "$(stat -c %u "$sif")" || read -r digest of <"$sif.digest" || true
     [[ $of == "$DIGEST_STAMP" ]] || ! is_file_of "$DIGEST_FILE" "$EUID" ||
@@ -30,7 +32,8 @@ is_file_of() {
     found=$(stat -c '%F:%u' "$1" 2>/dev/null) && [[ -r $1 && " ${*:2} " == *" ${found#regular file:} "* ]]
 }
 
-# hash_in_background SIF: print the digest when it is known, and record it; HPCTRAIN_IMAGE_DIGEST_FILE names the file to come
+# hash_in_background SIF: print the digest when it is known, and record it; HPCTRAIN_IMAGE_DIGEST_FILE names
+# the file to come
 hash_in_background() {
     # a cache for its user alone, if it is made here
     if { [[ $DIGEST_FILE != "/tmp/hpctrain-$UID"/* ]] || make_own "/tmp/hpctrain-$UID"; } &&
@@ -68,5 +71,6 @@ is_alive() {
 write_record() {
     local temporary
     temporary=$(mktemp "$1.XXXXXX" 2>/dev/null) || return 0
-    { echo "$2" >"$temporary" && chmod 644 "$temporary" && mv -T "$temporary" "$1"; } 2>/dev/null || rm -f "$temporary"
+    { echo "$2" >"$temporary" && chmod 644 "$temporary" && mv -T "$temporary" "$1"; } 2>/dev/null ||
+        rm -f "$temporary"
 }

@@ -1,6 +1,9 @@
-# What the scheduler granted, and the environment that every rank of the job gets. Sourced by launch/lib.sh.
+# What the scheduler granted, and the environment that every rank of the job gets. Sourced by
+# launch/lib/main.sh.
 # shellcheck shell=bash
-# shellcheck disable=SC2034 # the variables in capitals are read by lib.sh and its other parts
+# shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
+
+SPARE_NODES=0 # nodes of the job that are idle, for when one of HOSTS fails
 
 # A Slurm job, from sbatch or in the shell of salloc.
 read_slurm_job() {
@@ -9,50 +12,62 @@ read_slurm_job() {
         # The srun of each task would wait for the others until the time limit.
         if [[ ${SLURM_STEP_NUM_TASKS:-1} != 1 ]]; then
             [[ ${SLURM_PROCID:-0} == 0 ]] || exit 2
-            die "srun started this script $SLURM_STEP_NUM_TASKS times: submit it with sbatch launch/$SCRIPT, or run it inside salloc"
+            die "srun started this script $SLURM_STEP_NUM_TASKS times:" \
+                "submit it with sbatch launch/$SCRIPT, or run it inside salloc"
         fi
         enter_submit_folder "${SLURM_SUBMIT_DIR:?}"
         JOB=$SLURM_JOB_ID
         # On the host, because there is no scontrol in the image.
         mapfile -t HOSTS < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null)
         ((${#HOSTS[@]})) ||
-            die "scontrol names no nodes for SLURM_JOB_NODELIST='${SLURM_JOB_NODELIST:-}': run this in a job, and in no container"
-        ((SPARE_NODES < ${#HOSTS[@]})) || die "--spare-nodes=$SPARE_NODES of the job's $(counted ${#HOSTS[@]} node): ask for more (sbatch --nodes)"
+            die "scontrol names no nodes for SLURM_JOB_NODELIST='${SLURM_JOB_NODELIST:-}':" \
+                "run this in a job, and in no container"
+        SPARE_NODES=${OPTION[spare-nodes]:-0}
+        ((SPARE_NODES < ${#HOSTS[@]})) ||
+            die "--spare-nodes=$SPARE_NODES of the job's $(counted ${#HOSTS[@]} node):" \
+                "ask for more (sbatch --nodes)"
         HOSTS=("${HOSTS[@]:0:${#HOSTS[@]}-SPARE_NODES}")
-        # Passed to srun again, because without it Slurm packs the first node full: 3 + 1 tasks on two nodes of three slots.
+        # Passed to srun again, because without it Slurm packs the first node full: 3 + 1 tasks on two nodes
+        # of three slots.
         spread=${SLURM_NTASKS_PER_NODE:-${SLURM_TASKS_PER_NODE:-1}}
         TASKS=${spread%%(*}
         [[ $TASKS =~ ^[1-9][0-9]*$ ]] ||
-            die "Slurm would put $spread tasks on the nodes, not the same number on each: give --ntasks-per-node"
-    elif [[ -n $DRY_RUN ]]; then
+            die "Slurm would put $spread tasks on the nodes, not the same number on each:" \
+                "give --ntasks-per-node"
+    elif [[ -n ${OPTION[dry-run]:-} ]]; then
         fake_allocation SBATCH --nodes --ntasks-per-node
     else
         die "this is not a Slurm job: submit it with sbatch launch/$SCRIPT, or run it inside salloc"
     fi
     THREADS=${SLURM_CPUS_PER_TASK:-1}
     GPUS=${SLURM_GPUS_ON_NODE:-0}
-    # After this time Slurm has noticed that a node is dead, and requeues the job. The watchdog does not end it before.
+    # After this time Slurm has noticed that a node is dead, and requeues the job. The watchdog does not end
+    # it before.
     timeout=$(scontrol show config 2>/dev/null | awk '$1 == "SlurmdTimeout" { print $3 + 60 }') || true
     export HPCTRAIN_NODE_TIMEOUT=${HPCTRAIN_NODE_TIMEOUT:-$timeout}
     load_site
     export_job_env
     open_control
-    ((SPARE_NODES == 0)) || [[ -n $DRY_RUN || -n ${HPCTRAIN_CONTROL:-} ]] || die "--spare-nodes is for jobs of sbatch: leave it out"
+    ((SPARE_NODES == 0)) || [[ -n ${OPTION[dry-run]:-}${HPCTRAIN_CONTROL:-} ]] ||
+        die "--spare-nodes is for jobs of sbatch: leave it out"
 }
 
 # A PBS job. PBS_NODEFILE names each host once per slot (mpiprocs of the select line).
 read_pbs_job() {
     if [[ -n ${PBS_NODEFILE:-} ]]; then
         enter_submit_folder "${PBS_O_WORKDIR:?}"
-        [[ -r $PBS_NODEFILE ]] || die "$PBS_NODEFILE, the PBS_NODEFILE of this job, cannot be read on $(hostname): run this on its first node"
+        [[ -r $PBS_NODEFILE ]] ||
+            die "$PBS_NODEFILE, the PBS_NODEFILE of this job, cannot be read on $(hostname):" \
+                "run this on its first node"
         JOB=${PBS_JOBID%%.*}
         mapfile -t HOSTS < <(awk '!seen[$1]++ { print $1 }' "$PBS_NODEFILE")
         ((${#HOSTS[@]})) || die "$PBS_NODEFILE, the PBS_NODEFILE of this job, names no nodes: submit it again"
         TASKS=$(grep -c . "$PBS_NODEFILE")
         ((TASKS % ${#HOSTS[@]} == 0)) ||
-            die "PBS gave $(counted ${#HOSTS[@]} node) $(counted "$TASKS" slot), not the same number each: give select=N:mpiprocs=M (or nodes=N:ppn=M)"
+            die "PBS gave $(counted ${#HOSTS[@]} node) $(counted "$TASKS" slot), not the same number each:" \
+                "give select=N:mpiprocs=M (or nodes=N:ppn=M)"
         TASKS=$((TASKS / ${#HOSTS[@]}))
-    elif [[ -n $DRY_RUN ]]; then
+    elif [[ -n ${OPTION[dry-run]:-} ]]; then
         fake_allocation PBS select mpiprocs
     else
         die "this is not a PBS job: submit it with qsub launch/$SCRIPT, or run it inside qsub -I"
@@ -77,10 +92,19 @@ make_local_job() {
 }
 
 enter_submit_folder() {
-    cd "$1" 2>/dev/null || die "$1, where you submitted, is not on $(hostname): submit from a folder that all nodes share"
+    cd "$1" 2>/dev/null ||
+        die "$1, where you submitted, is not on $(hostname): submit from a folder that all nodes share"
 }
 
-# fake_allocation KIND NODES TASKS: for a dry run outside of a job, the numbers that the script's #KIND lines request by these names
+# load_site: set the defaults of HPCTRAIN_SITE, or of the detected site, for variables that the user has not
+# set
+load_site() {
+    export HPCTRAIN_ROOT=${HPCTRAIN_ROOT:-$ROOT}
+    hpctrain_load_site "$ROOT" job "${HPCTRAIN_SITE:-}" || exit 2
+}
+
+# fake_allocation KIND NODES TASKS: for a dry run outside of a job, the numbers that the script's #KIND lines
+# request by these names
 fake_allocation() {
     say "no job: the numbers come from the #$1 lines of $0, and the node names are made up"
     JOB=0
@@ -92,35 +116,45 @@ visible_gpus() {
     { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c GPU || true
 }
 
-# export_job_env: export what every job has: the world size, which each rank checks, and the address of the rendezvous
+# export_job_env: export what every job has: the world size, which each rank checks, and the address of the
+# rendezvous
 export_job_env() {
-    local number
+    local number port
     NODES=${#HOSTS[@]}
     check_numbers SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_RESTART_COUNT HPCTRAIN_RESTARTS
     [[ $JOB =~ ^[][A-Za-z0-9_-]+$ ]] ||
-        die "'$JOB' is not the number of a job: unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
-    ((GPUS == 0 || GPUS == TASKS)) || say "warning: $(counted "$GPUS" GPU) but $(counted "$TASKS" task) per node: give --ntasks-per-node=$GPUS"
+        die "'$JOB' is not the number of a job:" \
+            "unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
+    ((GPUS == 0 || GPUS == TASKS)) ||
+        say "warning: $(counted "$GPUS" GPU) but $(counted "$TASKS" task) per node:" \
+            "give --ntasks-per-node=$GPUS"
     export HPCTRAIN_JOB=$JOB HPCTRAIN_WORLD_SIZE=$((NODES * TASKS)) HPCTRAIN_TASKS_PER_NODE=$TASKS
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$THREADS}
-    # Otherwise glibc returns the memory of large tensors to the kernel at every step, and the step takes a fifth longer on a CPU.
-    # 32 MB is the largest threshold that glibc takes.
-    export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-536870912}
+    # Otherwise glibc returns the memory of large tensors to the kernel at every step, and the step takes a
+    # fifth longer on a CPU. 32 MB is the largest threshold that glibc takes.
+    export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}
+    export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-536870912}
     export MASTER_ADDR=${MASTER_ADDR:-${HOSTS[0]}}
-    # Each job has a port of its own, so that two on a node do not collide; so has each restart, whose old port may still
-    # linger. Below 32768, where the kernel's ephemeral ports begin.
+    # Each job has a port of its own, so that two on a node do not collide; so has each restart, whose old
+    # port may still linger. Below 32768, where the kernel's ephemeral ports begin.
     # The number of a PBS array job is like 123[4].
     number=${JOB//[!0-9]/}
-    export MASTER_PORT=${MASTER_PORT:-$(first_free_port $((20000 + (10#0$number * 8 + ${SLURM_RESTART_COUNT:-0}) % 12000)))}
-    # The ranks sign with it that they are of this job. A dry run has none, so that the commands it prints need none.
-    [[ -n $DRY_RUN ]] || export HPCTRAIN_JOB_SECRET=${HPCTRAIN_JOB_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+    port=$((20000 + (10#0$number * 8 + ${SLURM_RESTART_COUNT:-0}) % 12000))
+    export MASTER_PORT=${MASTER_PORT:-$(first_free_port "$port")}
+    # The ranks sign with it that they are of this job. A dry run has none, so that the commands it prints
+    # need none.
+    [[ -n ${OPTION[dry-run]:-} ]] ||
+        export HPCTRAIN_JOB_SECRET=${HPCTRAIN_JOB_SECRET:-$(random_hex)$(random_hex)}
     # torch warns about every address without a name; real problems arrive as errors.
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     export PYTHONNOUSERSITE=1
-    # Users set it to an empty value to disable a site's, but NCCL takes that for the name of a network, and fails.
+    # Users set it to an empty value to disable a site's, but NCCL takes that for the name of a network, and
+    # fails.
     [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
 }
 
-# check_numbers NAME...: die if one of these variables is set and not a number. In arithmetic the shell would run HOME[$(COMMAND)].
+# check_numbers NAME...: die if one of these variables is set and not a number. In arithmetic the shell would
+# run HOME[$(COMMAND)].
 check_numbers() {
     local name
     for name in "$@"; do
@@ -129,7 +163,8 @@ check_numbers() {
     done
 }
 
-# first_free_port PORT: print this port, or the next one on which nothing listens on this node. Batch scripts run on rank 0's node.
+# first_free_port PORT: print this port, or the next one on which nothing listens on this node. Batch scripts
+# run on rank 0's node.
 first_free_port() {
     local port
     for ((port = $1; port < $1 + 100; port++)); do
@@ -137,21 +172,30 @@ first_free_port() {
         awk -v port="$(printf ':%04X' "$port")" '$4 == "0A" && $2 ~ port "$" { exit 1 }' \
             < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null) && break
     done
-    ((port == $1)) || say "port $1 of $(hostname) is in use, so the rendezvous is at the next free one, $port" >&2
+    ((port == $1)) ||
+        say "port $1 of $(hostname) is in use, so the rendezvous is at the next free one, $port" >&2
     echo "$port"
 }
 
 # The variables that the image needs. apptainer and shifter forward all variables, podman-hpc only these.
-FORWARDED_VARIABLES=('CUDA_*' 'FI_*' 'GLOO_*' 'GROUP_*' 'HF_*' 'HOROVOD_*' 'HPCTRAIN_*' 'MALLOC_*' 'MASTER_*' MPLCONFIGDIR 'NCCL_*' 'OMP_*'
-    'OMPI_*' 'PBS_*' 'PMI_*' 'PMIX_*' 'PYTHON*' RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SCRATCH 'SLINGSHOT_*'
-    'SLURM_*' SQUASH_DIR 'TORCH*' 'UCX_*')
+FORWARDED_VARIABLES=('CUDA_*' 'FI_*' 'GLOO_*' 'GROUP_*' 'HF_*' 'HOROVOD_*' 'HPCTRAIN_*' 'MALLOC_*' 'MASTER_*'
+    MPLCONFIGDIR 'NCCL_*' 'OMP_*' 'OMPI_*' 'PBS_*' 'PMI_*' 'PMIX_*' 'PYTHON*' RANK LOCAL_RANK NODE_RANK
+    WORLD_SIZE LOCAL_WORLD_SIZE SCRATCH 'SLINGSHOT_*' 'SLURM_*' SQUASH_DIR 'TORCH*' 'UCX_*')
 
-# is_secret NAME: whether the value of this variable must not be printed. A PKEY is a number of InfiniBand.
+# is_secret NAME: whether the value of this variable must not be printed. secret_names.txt has the rules.
 is_secret() {
-    [[ ${1^^} =~ TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL && ${1^^} != *PKEY ]]
+    local rule word name=${1^^}
+    while read -r rule word; do
+        case $rule in
+        ignore) name=${name//$word/.} ;;
+        secret) [[ $name != *"$word"* ]] || return 0 ;;
+        esac
+    done <"$ROOT/launch/lib/secret_names.txt" || die "without that file, secrets would be printed: restore it"
+    return 1
 }
 
-# forwarded_names: print the names of the variables that a task needs and mpirun does not send to the other nodes by itself
+# forwarded_names: print the names of the variables that a task needs and mpirun does not send to the other
+# nodes by itself
 forwarded_names() {
     local name pattern
     for name in $(compgen -e); do

@@ -1,10 +1,11 @@
-# One container on each node, which all tasks of a launch enter: the image is mounted, and unpacked by a FUSE server, once per node
-# instead of once per rank. Sourced by launch/task.sh.
+# One container on each node, which all tasks of a launch enter: the image is mounted, and unpacked by a FUSE
+# server, once per node instead of once per rank. Sourced by launch/lib/task.sh.
 #
-# Apptainer has --sharens for that since 1.3, for processes with one parent. Here each task has a shell of its own as the parent of
-# its rank (shield_from_term), and the process that starts with --sharens ends last, whenever its rank ends. So the first task
-# starts a container that only reads from a pipe, and the tasks enter that one as an instance. The shells of all tasks have the pipe
-# open: the container ends when the last of them has ended, however it ended.
+# Apptainer has --sharens for that since 1.3, for processes with one parent. Here each task has a shell of its
+# own as the parent of its rank (shield_from_term), and the process that starts with --sharens ends last,
+# whenever its rank ends. So the first task starts a container that only reads from a pipe, and the tasks
+# enter that one as an instance. The shells of all tasks have the pipe open: the container ends when the last
+# of them has ended, however it ended.
 #
 # The folder HPCTRAIN_NODE_CONTAINER on the disk of the node, whose name is new in each launch, has
 #   tasks/RANK    one for each task; the last task removes the whole folder
@@ -14,22 +15,27 @@
 #   instances/    its record of the instance
 # shellcheck shell=bash
 
-# enter_node_container: let WORDS enter the container of this node. Where there is none, they enter the image as before.
+# enter_node_container: let WORDS enter the container of this node. Where there is none, they enter the image
+# as before.
 enter_node_container() {
-    local folder=$HPCTRAIN_NODE_CONTAINER deadline=$((SECONDS + 60)) name='' child=''
+    local folder=$HPCTRAIN_NODE_CONTAINER deadline=$((SECONDS + 60)) name='' container=''
     until mkdir "$folder/tasks/$RANK" 2>/dev/null; do
         if (umask 077 && mkdir "$folder") 2>/dev/null; then
-            mkfifo "$folder/alive" && mkdir "$folder/tasks" "$folder/tasks/$RANK" && start_node_container || true
+            if mkfifo "$folder/alive" && mkdir "$folder/tasks" "$folder/tasks/$RANK"; then
+                start_node_container "$folder"
+                container=$REPLY
+            fi
             break
         fi
         is_own "$folder" && ((SECONDS < deadline)) || return 0
         sleep 0.05
     done
-    # It may be somebody else's, who saw its name on another node, and has everything in it that is expected here.
+    # It may be somebody else's, who saw its name on another node, and has everything in it that is expected
+    # here.
     is_own "$folder" || return 0
     # shellcheck disable=SC2034 # task.sh reads it
     { [[ -p $folder/alive ]] && exec {ALIVE}<>"$folder/alive"; } || return 0
-    [[ -z $child ]] || publish_node_container
+    [[ -z $container ]] || publish_node_container "$folder" "$container" "$deadline"
     until [[ -e $folder/name ]] || ((SECONDS >= deadline)); do
         sleep 0.05
     done
@@ -43,36 +49,39 @@ is_own() {
     [[ -O $1 && ! -L $1 ]]
 }
 
-# start_node_container: start the container; `child` is its process, which waits for the other end of the pipe
+# start_node_container FOLDER: start the container, and set REPLY to its process, which waits for the other
+# end of the pipe
 start_node_container() {
     # Somebody else may have taken this name of Apptainer's, in which Apptainer waits for a byte.
-    if ! rm -f "/dev/shm/sharens_instance_$$" 2>"$folder/error"; then
+    if ! rm -f "/dev/shm/sharens_instance_$$" 2>"$1/error"; then
         false &
-        child=$!
-        return
+        REPLY=$!
+        return 0
     fi
-    APPTAINER_CONFIGDIR=$folder "${WORDS[0]}" exec --sharens "${WORDS[@]:2:$(index_of_command)-3}" cat \
-        <"$folder/alive" >/dev/null 2>"$folder/error" &
-    child=$!
-    disown
+    APPTAINER_CONFIGDIR=$1 "${WORDS[0]}" exec --sharens "${WORDS[@]:2:$(index_of_command)-3}" cat \
+        <"$1/alive" >/dev/null 2>"$1/error" &
+    REPLY=$!
+    disown || true
 }
 
-# publish_node_container: write the name of the instance when it can be entered
+# publish_node_container FOLDER PROCESS DEADLINE: write the name of the instance when it can be entered
 publish_node_container() {
-    # Apptainer writes a byte to this file then. Nothing else here needs the file, and a process that is killed would leave it.
+    # Apptainer writes a byte to this file then. Nothing else here needs the file, and a process that is
+    # killed would leave it.
     local name=sharens_instance_$$ ready=/dev/shm/sharens_instance_$$
     until [[ -O $ready && -s $ready ]]; do
-        if ((SECONDS >= deadline)) || ! kill -0 "$child" 2>/dev/null; then
-            echo "hpctrain: on $(uname -n) each rank mounts the image: apptainer --sharens: $(head -n 1 "$folder/error")" >&2
-            kill "$child" 2>/dev/null || true
+        if ((SECONDS >= $3)) || ! kill -0 "$2" 2>/dev/null; then
+            printf 'hpctrain: on %s each rank mounts the image: apptainer --sharens: %s\n' \
+                "$(uname -n)" "$(head -n 1 "$1/error")" >&2
+            kill "$2" 2>/dev/null || true
             name=''
             break
         fi
         sleep 0.02
     done
     rm -f "$ready" 2>/dev/null || true
-    echo "$name" >"$folder/name.part"
-    mv "$folder/name.part" "$folder/name"
+    echo "$name" >"$1/name.part"
+    mv "$1/name.part" "$1/name"
 }
 
 # leave_node_container: the rank has ended

@@ -1,11 +1,10 @@
-# The job goes on by itself after its time limit, a preemption or a fault: Slurm requeues it, and it resumes from its checkpoint.
-# Sourced by launch/lib.sh, and by launch/task.sh in each task.
+# The job goes on by itself after its time limit, a preemption or a fault: Slurm requeues it, and it resumes
+# from its checkpoint. Sourced by launch/lib/main.sh, and by launch/lib/task.sh in each task.
 #
 # The batch script and the ranks on its node communicate through files in the folder HPCTRAIN_CONTROL:
 #   stop       the script asks the ranks to save a checkpoint and end
 #   saved      the ranks have saved a checkpoint of this attempt; one line, the option that resumes from it
 #   stopped    the ranks end because of stop, with their checkpoint saved and work left
-#   status     the exit status of torchrun on this node
 #   failed     an error of the program ends it, and would come again after a restart
 # A signal to the ranks would also reach squashfuse, and without the image they end with "Bus error".
 # shellcheck shell=bash
@@ -15,14 +14,20 @@ STOP_AT=0   # then the ranks are asked to stop, in SECONDS
 WALLTIME='' # of a PBS job, in seconds, if qstat tells it here
 KILL_AT=''  # then ranks that have not stopped are killed, in SECONDS
 ATTEMPT=${SLURM_RESTART_COUNT:-0} # replace_nodes changes the variable
-UNREACHED=233 # srun's exit status if it could not start the tasks of a node: Slurm's error 1001, of which a status has 8 bits
+# srun's exit status if it could not start the tasks of a node: Slurm's error 1001, of which a status has 8
+# bits
+UNREACHED=233
 
-# open_control: create HPCTRAIN_CONTROL in a batch job. A job of salloc or qsub -I has none: its user sees how it ends.
+# open_control: create HPCTRAIN_CONTROL in a batch job. A job of salloc or qsub -I has none: its user sees how
+# it ends.
 open_control() {
-    [[ ${HPCTRAIN_REQUEUES:=10} =~ ^(0|[1-9][0-9]{0,8})$ ]] || die "HPCTRAIN_REQUEUES is '$HPCTRAIN_REQUEUES': set it to a number of restarts"
-    [[ -z $DRY_RUN && (${ENVIRONMENT:-} == BATCH || ${PBS_ENVIRONMENT:-} == PBS_BATCH) ]] || return 0
+    [[ ${HPCTRAIN_REQUEUES:=10} =~ ^(0|[1-9][0-9]{0,8})$ ]] ||
+        die "HPCTRAIN_REQUEUES is '$HPCTRAIN_REQUEUES': set it to a number of restarts"
+    [[ -z ${OPTION[dry-run]:-} ]] || return 0
+    [[ ${ENVIRONMENT:-} == BATCH || ${PBS_ENVIRONMENT:-} == PBS_BATCH ]] || return 0
     # All runtimes show /tmp in the image. They do not show SLURM_TMPDIR.
-    HPCTRAIN_CONTROL=$(mktemp -d /tmp/hpctrain-control.XXXXXXXX) || die "/tmp of $(hostname) cannot be written: exclude this node"
+    HPCTRAIN_CONTROL=$(mktemp -d /tmp/hpctrain-control.XXXXXXXX) ||
+        die "/tmp of $(hostname) cannot be written: exclude this node"
     export HPCTRAIN_CONTROL
     trap 'rm -rf "$HPCTRAIN_CONTROL"' EXIT
     trap request_stop USR1
@@ -30,14 +35,15 @@ open_control() {
     [[ -z $EARLY_STOP ]] || request_stop
 }
 
-# has_control: whether this node has that folder. On another node somebody else can make one of its name, whose links point to files
-# of this user.
+# has_control: whether this node has that folder. On another node somebody else can make one of its name,
+# whose links point to files of this user.
 has_control() {
     [[ -d $HPCTRAIN_CONTROL && -O $HPCTRAIN_CONTROL && ! -L $HPCTRAIN_CONTROL ]]
 }
 
-# read_pbs_fields: PBS announces the end of the walltime by SIGTERM, seconds before SIGKILL. So this script gets USR1 two minutes
-# before it, as by sbatch --signal. And where PBS has run this job before, the ranks resume.
+# read_pbs_fields: PBS announces the end of the walltime by SIGTERM, seconds before SIGKILL. So this script
+# gets USR1 two minutes before it, as by sbatch --signal. And where PBS has run this job before, the ranks
+# resume.
 read_pbs_fields() {
     [[ ! $(pbs_field run_count) =~ ^[1-9][0-9]{0,8}$ ]] || export HPCTRAIN_PBS_RERUNS=$((BASH_REMATCH[0] - 1))
     [[ $(pbs_field Resource_List.walltime) =~ ^([0-9]+):([0-9]+):([0-9]+)$ ]] || return 0
@@ -56,8 +62,8 @@ end_timer() {
     kill "$TIMER" 2>/dev/null
 }
 
-# request_stop [TERM]: the trap for USR1 (sbatch --signal), and for TERM (PBS at the end of the walltime and at qdel, Slurm when it
-# ends the job)
+# request_stop [TERM]: the trap for USR1 (sbatch --signal), and for TERM (PBS at the end of the walltime and
+# at qdel, Slurm when it ends the job)
 request_stop() {
     local start end limit left
     [[ -z $STOPPING ]] || return 0
@@ -69,11 +75,13 @@ request_stop() {
         : # now
     elif [[ -n $WALLTIME ]]; then
         limit=$WALLTIME left=$((WALLTIME - SECONDS))
-    elif [[ -n $start && -n $end ]] && start=$(date -d "$start" +%s 2>/dev/null) && end=$(date -d "$end" +%s 2>/dev/null); then
+    elif [[ -n $start && -n $end ]] && start=$(date -d "$start" +%s 2>/dev/null) &&
+        end=$(date -d "$end" +%s 2>/dev/null); then
         limit=$((end - start)) left=$((end - $(date +%s)))
     fi
     if [[ -n ${limit:-} ]]; then
-        # Slurm sends the signal at the start of a job whose time limit is not longer than --signal. Such a job trains for half of it.
+        # Slurm sends the signal at the start of a job whose time limit is not longer than --signal. Such a
+        # job trains for half of it.
         ((limit > 240 || left <= limit / 2)) || STOP_AT=$((SECONDS + left - limit / 2))
         # The last third of the time is for ending the ranks and requeuing the job.
         KILL_AT=$((STOP_AT + (left - STOP_AT + SECONDS) * 2 / 3))
@@ -85,7 +93,8 @@ ask_to_stop() {
     ((SECONDS < STOP_AT)) || touch "$HPCTRAIN_CONTROL/stop"
 }
 
-# run_launcher: run COMMAND and return its exit status. It runs in the background, because bash runs traps between commands only.
+# run_launcher: run COMMAND and return its exit status. It runs in the background, because bash runs traps
+# between commands only.
 run_launcher() {
     local status=0 launcher
     trap request_stop USR1
@@ -107,8 +116,9 @@ run_launcher() {
     wait "$launcher"
 }
 
-# replace_nodes: after a failure, start the ranks again within the job if one of their nodes has failed and a spare one is there.
-# Slurm has taken a node that has failed from a job of sbatch --no-kill, and has ended the step that ran there.
+# replace_nodes: after a failure, start the ranks again within the job if one of their nodes has failed and a
+# spare one is there. Slurm has taken a node that has failed from a job of sbatch --no-kill, and has ended the
+# step that ran there.
 replace_nodes() {
     local left host failed=''
     ((SPARE_NODES > 0)) && [[ -z $STOPPING && ! -e $HPCTRAIN_CONTROL/failed ]] && is_current || return 1
@@ -129,45 +139,45 @@ replace_nodes() {
     set_command
 }
 
-# ignore_failed_nodes: set `status` to that of torchrun on this node, if it has gone on without a node that failed. srun takes the
-# tasks of such a node for failed.
-ignore_failed_nodes() {
-    ((status && MIN_NODES)) && (($(nodes_left | wc -l) < NODES)) || return 0
-    { read -r status <"$HPCTRAIN_CONTROL/status"; } 2>/dev/null || true
-}
-
-# guard_batch_script: where the node of this script fails, Slurm does not requeue a job of sbatch --no-kill, and its other nodes
-# would idle until the time limit. So they look at the first one, one of them every ten seconds.
+# guard_batch_script: where the node of this script fails, Slurm does not requeue a job of sbatch --no-kill,
+# and its other nodes would idle until the time limit. So they look at the first one, one of them every ten
+# seconds.
 guard_batch_script() {
-    ((SPARE_NODES + MIN_NODES)) || return 0
+    ((SPARE_NODES)) || return 0
     while watch_from_other_nodes; sleep 10; do :; done &
 }
 
 # watch_from_other_nodes: returns when the step ends, for example because one of its nodes has failed
 watch_from_other_nodes() {
-    local others
+    local others count
     mapfile -t others < <(nodes_left | grep -vxF "${HOSTS[0]}")
-    { ((${#others[@]})) && is_current; } || return 0
+    count=${#others[@]}
+    { ((count)) && is_current; } || return 0
     # shellcheck disable=SC2016 # the shells on those nodes expand it
-    srun --overlap --mem=0 --no-kill --nodes=${#others[@]} --ntasks=${#others[@]} --exclude="${HOSTS[0]}" --quiet bash -c '
+    srun --overlap --mem=0 --no-kill --nodes="$count" --ntasks="$count" \
+        --exclude="${HOSTS[0]}" --quiet bash -c '
         seconds=$(((SLURM_PROCID + 1) * 10))
         while sleep "$seconds"; do
             seconds=$((SLURM_NTASKS * 10))
             shown=$(scontrol show job "$1") || continue
             [[ $shown == *" Restarts=$2 "* ]] || exit
-            nodes=$(grep -oP "\bNodeList=\K\S+" <<<"$shown") && hosts=$(scontrol show hostnames "$nodes") || continue
+            nodes=$(grep -oP "\bNodeList=\K\S+" <<<"$shown") || continue
+            hosts=$(scontrol show hostnames "$nodes") || continue
             grep -qxF "$3" <<<"$hosts" || ! scontrol requeue "$1" || exit
         done' guard "$(job_id)" "$ATTEMPT" "${HOSTS[0]}" || true
 }
 
-# is_current: whether Slurm runs this attempt of the job. Where this node was cut off, it may have started another one elsewhere.
+# is_current: whether Slurm runs this attempt of the job. Where this node was cut off, it may have started
+# another one elsewhere.
 is_current() {
     [[ $(job_field JobState) == RUNNING && $(job_field Restarts) == "$ATTEMPT" ]]
 }
 
-# conclude STATUS: requeue the job whose launcher ended with STATUS, or say why it does not go on. Returns the script's exit status.
+# conclude STATUS: requeue the job whose launcher ended with STATUS, or say why it does not go on. Returns the
+# script's exit status.
 conclude() {
-    local status=$1 control=$HPCTRAIN_CONTROL restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}} option='' why='' number
+    local status=$1 control=$HPCTRAIN_CONTROL option='' why=''
+    local restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}}
     trap '' USR1 TERM # a requeue ends this script
     { read -r option <"$control/saved"; } 2>/dev/null || true
     if [[ -e $control/stopped && $status == @(0|75) ]] || [[ -e $control/stop && $status == 75 ]]; then
@@ -178,12 +188,13 @@ conclude() {
         return 0
     fi
     if [[ -n ${SLURM_JOB_ID:-} ]] && ! is_current; then # canceled, or requeued already
-        [[ ! -e $control/saved ]] || say "Slurm has ended the job: $(how_to_resume)"
+        [[ ! -e $control/saved ]] || say "Slurm has ended the job: $(how_to_resume "$option")"
         return "$status"
     elif [[ -n $why ]]; then
         :
     elif [[ -e $control/failed ]] || ((status == 2)); then # an error of usage or data, which has been printed
-        [[ ! -e $control/saved ]] || say "not requeued, because a restart does not correct this error: $(how_to_resume)"
+        [[ ! -e $control/saved ]] ||
+            say "not requeued, because a restart does not correct this error: $(how_to_resume "$option")"
         return "$status"
     elif [[ $(job_field PreemptTime) == *:* ]]; then
         why='the job is preempted'
@@ -194,29 +205,38 @@ conclude() {
     elif [[ -n $STOPPING && -e $control/saved ]]; then
         why="exit status $status after the request to stop"
     elif ((restarts < HPCTRAIN_REQUEUES)); then
-        # Of ranks that all exit with 75, srun kills some: it kills the others when the first one exits.
+        # srun kills the remaining ranks when the first one exits with 75, so its own status may be another.
         why="exit status $status after a checkpoint or the request to stop"
         # A restart of a job that has a checkpoint: a node may have failed while its ranks were starting.
         [[ -e $control/saved || -e $control/stop ]] || why="exit status $status while a restart began"
         ((status != UNREACHED)) || why="exit status $status, as after a node that srun does not reach"
         why+=", restart $((restarts + 1)) of at most $HPCTRAIN_REQUEUES (HPCTRAIN_REQUEUES)"
     else
-        say "not requeued: exit status $status after $(counted "$restarts" restart), HPCTRAIN_REQUEUES allows no more: $(how_to_resume)"
+        say "not requeued: exit status $status after $(counted "$restarts" restart)," \
+            "HPCTRAIN_REQUEUES allows no more: $(how_to_resume "$option")"
         return "$status"
     fi
-    if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        say "$why: requeuing the job"
-        scontrol requeue "$(job_id)" || say "Slurm does not requeue the job: $(how_to_resume)"
-    elif number=$(submit_again "$restarts"); then
-        say "$why: job $number continues the run"
-    else
-        say "$why: $(how_to_resume)"
-    fi
+    requeue "$why" "$restarts" "$option"
     return "$status"
 }
 
-# submit_again RESTARTS: submit another PBS job like this one, which begins after it and continues the run, and print its number. PBS
-# lets only operators requeue a running job. Not after TERM, because the user may have deleted the job.
+# requeue WHY RESTARTS OPTION: have the scheduler start the job again. OPTION resumes from the last
+# checkpoint.
+requeue() {
+    local number
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        say "$1: requeuing the job"
+        scontrol requeue "$(job_id)" || say "Slurm does not requeue the job: $(how_to_resume "$3")"
+    elif number=$(submit_again "$2" "$3"); then
+        say "$1: job $number continues the run"
+    else
+        say "$1: $(how_to_resume "$3")"
+    fi
+}
+
+# submit_again RESTARTS OPTION: submit another PBS job like this one, which begins after it and continues the
+# run, and print its number. PBS lets only operators requeue a running job. Not after TERM, because the user
+# may have deleted the job.
 submit_again() {
     local name value names=HPCTRAIN_RESTARTS options=(-j oe -W "depend=afterany:$PBS_JOBID")
     [[ $STOPPING != TERM && $PBS_JOBID != *'['* ]] && command -v qsub >/dev/null || return 1
@@ -235,7 +255,7 @@ submit_again() {
     while read -r name; do
         [[ ! -v $name ]] || names+=,$name
     done < <(pbs_field Variable_List | tr , '\n' | sed -n '/^PBS_/d;s/^\([A-Za-z_][A-Za-z0-9_]*\)=.*/\1/p')
-    HPCTRAIN_RESTARTS=$(($1 + 1)) qsub "${options[@]}" -v "$names" <<<"exec $(words_to_resume)"
+    HPCTRAIN_RESTARTS=$(($1 + 1)) qsub "${options[@]}" -v "$names" <<<"exec $(words_to_resume "$2")"
 }
 
 # pbs_field NAME: print this field of qstat -f, which folds long lines
@@ -243,7 +263,8 @@ pbs_field() {
     qstat -f "$PBS_JOBID" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g' | sed -n "s/^ *$1 = //p" || true
 }
 
-# job_id: print the number of the job; of a task of an array ARRAY_TASK, because one task has the number of the whole array
+# job_id: print the number of the job; of a task of an array ARRAY_TASK, because one task has the number of
+# the whole array
 job_id() {
     echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 }
@@ -258,17 +279,17 @@ job_field() {
     [[ -z ${SLURM_JOB_ID:-} ]] || scontrol show job "$(job_id)" 2>/dev/null | grep -oP "\b$1=\K\S+" || true
 }
 
-# words_to_resume: print the launch script and its arguments that continue the run. `option` is what rank 0 wrote to saved.
+# words_to_resume OPTION: print the launch script and its arguments, and OPTION, which continues the run
 words_to_resume() {
     local words
     words=$(printf '%q ' "$ROOT/launch/$SCRIPT" "${OPTIONS_GIVEN[@]}" "${ARGUMENTS[@]}")
-    echo "${words%"$option "}$option"
+    echo "${words%"$1 "}$1"
 }
 
-# how_to_resume: print the command that continues the run in another job
+# how_to_resume OPTION: print the command that continues the run in another job
 how_to_resume() {
     local words
-    words=$(words_to_resume)
+    words=$(words_to_resume "$1")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         echo "continue with sbatch $words"
     else

@@ -1,48 +1,55 @@
-# The site files: launch/sites/NAME.env, read as data and never executed. Sourced by launch/lib.sh in a job, and by launch/site.sh
-# in the user's shell, which may be zsh.
+# The site files: launch/sites/NAME.env, read as data and never executed. Sourced by launch/lib/main.sh in a
+# job, and by launch/site.sh in the user's shell, which may be zsh.
 #
-# A line is KEY=VALUE, a comment (#) or empty. A VALUE is text in which $NAME and ${NAME} stand for variables; it has no quotes.
+# A line is KEY=VALUE, a comment (#) or empty. A VALUE is text in which $NAME and ${NAME} stand for variables;
+# it has no quotes.
 # - What the user has set wins, also if it is empty (an empty folder or name counts as not set).
 # - A line that refers to a variable that is not set is skipped; a later line with the same key may apply.
 # - A key that a site does not set gets its value from generic.env.
-# - SITE_DETECT lists what identifies the site: VARIABLE=PATTERN, HOST=PATTERN for the name of the machine, or CLUSTER=PATTERN for
-#   the ClusterName of Slurm.
+# - SITE_DETECT lists what identifies the site: VARIABLE=PATTERN, HOST=PATTERN for the name of the machine, or
+#   CLUSTER=PATTERN for the ClusterName of Slurm.
 # shellcheck shell=bash
 
-# _hpctrain_kind KEY: set _hpctrain_reply to the kind of a key: site, sbatch, text or list; fails for a key that no site file may have.
-# This is the one list of the keys. Programs have too many variables to list, so those go by their prefix.
+# _hpctrain_kind KEY: set _hpctrain_reply to the kind of a key: site, sbatch, text or list; fails for a key
+# that no site file may have. This is the one list of the keys. Programs have too many variables to list, so
+# those go by their prefix.
 _hpctrain_kind() {
     case $1 in
     *[!A-Za-z0-9_]*) return 1 ;; # the shell would evaluate NCCL_X[$(COMMAND)]
     SITE_DETECT) _hpctrain_reply=site ;;
     # read by sbatch itself, so a job is too late for them
-    SBATCH_ACCOUNT | SBATCH_CONSTRAINT | SBATCH_CPUS_PER_GPU | SBATCH_EXCLUSIVE | SBATCH_GPUS | SBATCH_GPUS_PER_NODE | SBATCH_GRES | \
-        SBATCH_MEM_PER_NODE | SBATCH_PARTITION | SBATCH_QOS | SBATCH_SIGNAL | SBATCH_TIMELIMIT) _hpctrain_reply=sbatch ;;
+    SBATCH_ACCOUNT | SBATCH_CONSTRAINT | SBATCH_CPUS_PER_GPU | SBATCH_EXCLUSIVE | SBATCH_GPUS | \
+        SBATCH_GPUS_PER_NODE | SBATCH_GRES | SBATCH_MEM_PER_NODE | SBATCH_PARTITION | SBATCH_QOS | \
+        SBATCH_SIGNAL | SBATCH_TIMELIMIT) _hpctrain_reply=sbatch ;;
     # a name or a folder, which cannot be empty
-    APPTAINER_CACHEDIR | APPTAINER_TMPDIR | HF_HOME | HPCTRAIN_CACHE | HPCTRAIN_FLAVOR | HPCTRAIN_MPI | HPCTRAIN_RUNTIME | \
-        MPLCONFIGDIR | SCRATCH | TORCH_HOME | XDG_CACHE_HOME) _hpctrain_reply=text ;;
-    HPCTRAIN_BIND | HPCTRAIN_MODULES | HPCTRAIN_PODMAN_MODULES | HPCTRAIN_SHIFTER_MODULES | HPCTRAIN_INTERFACE | \
-        FI_?* | GLOO_?* | HDF5_?* | NCCL_?* | OMPI_MCA_?* | PMIX_MCA_?* | SLURM_CPU_BIND | UCX_?*) _hpctrain_reply=list ;;
+    APPTAINER_CACHEDIR | APPTAINER_TMPDIR | HF_HOME | HPCTRAIN_CACHE | HPCTRAIN_FLAVOR | HPCTRAIN_MPI | \
+        HPCTRAIN_RUNTIME | MPLCONFIGDIR | SCRATCH | TORCH_HOME | XDG_CACHE_HOME) _hpctrain_reply=text ;;
+    HPCTRAIN_BIND | HPCTRAIN_MODULES | HPCTRAIN_PODMAN_MODULES | HPCTRAIN_SHIFTER_MODULES | \
+        HPCTRAIN_INTERFACE | SLURM_CPU_BIND | FI_?* | GLOO_?* | HDF5_?* | NCCL_?* | OMPI_MCA_?* | \
+        PMIX_MCA_?* | UCX_?*) _hpctrain_reply=list ;;
     *) return 1 ;;
     esac
 }
 
-# _hpctrain_error TEXT: print an error in one line, whatever characters the names of files and their lines hold
+# _hpctrain_error TEXT [TEXT]: print an error in one line, whatever characters the names of files hold
 _hpctrain_error() {
-    printf 'hpctrain: error: %s\n' "${1//[[:cntrl:]]/?}" >&2
+    local text=$1${2:+ $2}
+    printf 'hpctrain: error: %s\n' "${text//[[:cntrl:]]/?}" >&2
 }
 
 # _hpctrain_value NAME: set _hpctrain_reply to the value of the variable of that name
 _hpctrain_value() {
     if [ -n "${ZSH_VERSION:-}" ]; then
-        eval '_hpctrain_reply=${(P)1-}' # eval, because bash cannot parse this zsh syntax; the text is constant
+        # eval, because bash cannot parse this zsh syntax; the text is constant
+        eval '_hpctrain_reply=${(P)1-}'
     else
         _hpctrain_reply=${!1-}
     fi
 }
 
-# _hpctrain_expand VALUE: set _hpctrain_reply to VALUE with its references replaced, and _hpctrain_missing where one of
-# them is not set. Fails where VALUE contains characters of the shell's syntax. USER and UID are always set.
+# _hpctrain_expand VALUE: set _hpctrain_reply to VALUE with its references replaced, and _hpctrain_missing
+# where one of them is not set. Fails where VALUE contains characters of the shell's syntax. USER and UID are
+# always set.
 _hpctrain_expand() {
     local rest=$1 text='' name value brace='{'
     case $rest in
@@ -83,8 +90,8 @@ _hpctrain_set() {
     export "$1=$2"
 }
 
-# _hpctrain_read FILE check|shell|job|detect: check every line, export its values (in a job without those of sbatch), or set
-# _hpctrain_reply to the value of SITE_DETECT
+# _hpctrain_read FILE check|shell|job|detect: check every line, export its values (in a job without those of
+# sbatch), or set _hpctrain_reply to the value of SITE_DETECT
 _hpctrain_read() {
     local line key kind number=0 cr detect=''
     cr=$(printf '\r')
@@ -97,14 +104,16 @@ _hpctrain_read() {
             _hpctrain_error "$1:$number: '$line' is neither KEY=VALUE nor a comment: correct it"
             return 1
         elif ! _hpctrain_kind "$key"; then
-            _hpctrain_error "$1:$number: no site file may set '$key': correct it, or add the key to launch/lib/site.sh"
+            _hpctrain_error "$1:$number: no site file may set '$key':" \
+                'correct it, or add the key to launch/lib/site.sh'
             return 1
         fi
         kind=$_hpctrain_reply
         [ "$2" != detect ] || [ "$kind" = site ] || continue
         _hpctrain_missing=''
         if ! _hpctrain_expand "${line#*=}"; then
-            _hpctrain_error "$1:$number: the value of $key is not plain text with \$NAME in it: remove quotes and shell syntax"
+            _hpctrain_error "$1:$number: the value of $key is not plain text with \$NAME in it:" \
+                'remove quotes and shell syntax'
             return 1
         fi
         case $2:$kind in
@@ -116,7 +125,8 @@ _hpctrain_read() {
     _hpctrain_reply=$detect
 }
 
-# _hpctrain_detect FOLDER: set _hpctrain_reply to the name of the site and _hpctrain_why to what identified it, or to generic and ''
+# _hpctrain_detect FOLDER: set _hpctrain_reply to the name of the site and _hpctrain_why to what identified
+# it, or to generic and ''
 _hpctrain_detect() {
     local file entry entries value IFS=' '
     for file in "$1"/*.env; do
@@ -130,7 +140,10 @@ _hpctrain_detect() {
                 return 1
                 ;;
             HOST) value=$(uname -n) ;;
-            CLUSTER) value=${SLURM_CLUSTER_NAME:-$(scontrol show config 2>/dev/null | sed -n 's/^ClusterName *= *//p')} ;;
+            CLUSTER)
+                value=$(scontrol show config 2>/dev/null | sed -n 's/^ClusterName *= *//p')
+                value=${SLURM_CLUSTER_NAME:-$value}
+                ;;
             *) _hpctrain_value "${entry%%=*}" && value=$_hpctrain_reply ;;
             esac
             # shellcheck disable=SC2254 # a pattern
@@ -150,16 +163,19 @@ _hpctrain_detect() {
     _hpctrain_why='' _hpctrain_reply=generic
 }
 
-# hpctrain_load_site ROOT shell|job [NAME]: set the defaults of the site, detected if it is not named; fails with one line that says why
+# hpctrain_load_site ROOT shell|job [NAME]: set the defaults of the site, detected if it is not named; fails
+# with one line that says why
 hpctrain_load_site() {
-    # Until this function returns: in zsh words, patterns and arrays as in sh, and file names even if the user has set -f
+    # Until this function returns: in zsh words, patterns and arrays as in sh, and file names even if the user
+    # has set -f
     if [ -n "${ZSH_VERSION:-}" ]; then
         emulate -L sh
     else
         local -
         set +f
     fi
-    local sites=$1/launch/sites name=${3:-} file known own _hpctrain_reply _hpctrain_missing _hpctrain_why=named
+    local sites=$1/launch/sites name=${3:-} file known own
+    local _hpctrain_reply _hpctrain_missing _hpctrain_why=named
     if [ -z "$name" ]; then
         _hpctrain_detect "$sites" || return 1
         name=$_hpctrain_reply
@@ -180,12 +196,14 @@ hpctrain_load_site() {
     _hpctrain_read "$file" check && _hpctrain_read "$sites/generic.env" check || return 1
     _hpctrain_read "$file" "$2" && _hpctrain_read "$sites/generic.env" "$2" || return 1
     export HPCTRAIN_SITE="$name"
-    # What this shell starts reads models and texts there. Jobs take another folder instead (launch/task.sh).
+    # What this shell starts reads models and texts there. Jobs take another folder instead
+    # (launch/lib/task.sh).
     case $2:${HPCTRAIN_CACHE:-} in
     "shell:/tmp/hpctrain-$UID/"*)
         own=/tmp/hpctrain-$UID
         mkdir -m 700 "$own" 2>/dev/null || { [ -O "$own" ] && [ ! -L "$own" ]; } ||
-            echo "hpctrain: warning: $own belongs to somebody else: set HPCTRAIN_CACHE, HF_HOME, TORCH_HOME and MPLCONFIGDIR to others" >&2
+            printf 'hpctrain: warning: %s belongs to somebody else: set %s to others\n' \
+                "$own" 'HPCTRAIN_CACHE, HF_HOME, TORCH_HOME and MPLCONFIGDIR' >&2
         ;;
     esac
     if [ "$_hpctrain_why" != named ] && [ "$2" = shell ]; then

@@ -1,7 +1,7 @@
 #!/bin/bash
 # install.sh PREFIX SIF: install hpctrain for all users of a site, as `make install PREFIX=...` does.
 #
-#   PREFIX/hpctrain/VERSION/      launch/, examples/, bin/hpctrain, and the SIF; a second run adds the SIF of another flavor
+#   PREFIX/hpctrain/VERSION/      launch/, examples/, bin/hpctrain, and the SIF; a second run adds another SIF
 #   PREFIX/modulefiles/hpctrain/  a modulefile for Lmod, and one for Environment Modules
 #
 # Users run `module use PREFIX/modulefiles` and `module load hpctrain`.
@@ -31,8 +31,10 @@ image=${HPCTRAIN_IMAGE:-}
 if [[ -z $image ]]; then
     for image in "$root/hpctrain-${HPCTRAIN_FLAVOR:-}"*.sif; do break; done
 fi
-[[ -r $image ]] || die "$image: no such image: set HPCTRAIN_IMAGE to a SIF, or HPCTRAIN_FLAVOR to a flavor in $root"
-runtime=$(command -v apptainer || command -v singularity) || die "there is no apptainer on the PATH of $(hostname): load its module"
+[[ -r $image ]] ||
+    die "$image: no such image: set HPCTRAIN_IMAGE to a SIF, or HPCTRAIN_FLAVOR to a flavor in $root"
+runtime=$(command -v apptainer || command -v singularity) ||
+    die "there is no apptainer on the PATH of $(hostname): load its module"
 gpu=()
 [[ ! -e /dev/nvidiactl ]] || gpu=(--nv)
 exec "$runtime" exec "${gpu[@]}" "$image" hpctrain "$@"
@@ -56,7 +58,7 @@ chmod 755 "$new"
 
 # Jobs read these files, so nothing is replaced.
 if [[ ! -e $root ]]; then
-    cp -r "$source_folder/launch" "$source_folder/examples" "$source_folder/LICENSE" "$new/"
+    cp -rL "$source_folder/launch" "$source_folder/examples" "$source_folder/LICENSE" "$new/"
     mkdir "$new/bin"
     write_command >"$new/bin/hpctrain"
     chmod 755 "$new/bin/hpctrain"
@@ -64,11 +66,13 @@ if [[ ! -e $root ]]; then
     mv -T "$new" "$root"
     mkdir "$new"
 fi
-[[ ! -e $root/${sif##*/} ]] || die "$root has ${sif##*/} already: remove that folder first, when no job uses it"
+[[ ! -e $root/${sif##*/} ]] ||
+    die "$root has ${sif##*/} already: remove that folder first, when no job uses it"
 cp "$sif" "$new/image"
 chmod 644 "$new/image"
 mv -T "$new/image" "$root/${sif##*/}"
 cp "$source_folder/launch/modulefiles/hpctrain.lua" "$prefix/modulefiles/hpctrain/$version.lua"
 cp "$source_folder/launch/modulefiles/hpctrain.tcl" "$prefix/modulefiles/hpctrain/$version"
 chmod 644 "$prefix/modulefiles/hpctrain/$version"*
-echo "installed ${sif##*/} in $root; users run: module use $prefix/modulefiles && module load hpctrain/$version"
+echo "installed ${sif##*/} in $root; users run:" \
+    "module use $prefix/modulefiles && module load hpctrain/$version"

@@ -116,13 +116,6 @@ def test_one_of_a_kind_has_no_plural():
     )
 
 
-def test_torchrun_goes_on_with_fewer_nodes():
-    env = TORCHRUN | {"HPCTRAIN_WORLD_SIZE": "8", "HPCTRAIN_MIN_WORLD_SIZE": "4"}
-    assert detect(env).size == 4
-    with pytest.raises(HpctrainError, match="started 8 ranks"):
-        detect(env | {"HPCTRAIN_MIN_WORLD_SIZE": "6"})
-
-
 def test_nodes_with_unlike_numbers_of_tasks():
     env = SLURM_STEP | {
         "SLURM_PROCID": "4",

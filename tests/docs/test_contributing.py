@@ -301,19 +301,26 @@ def test_add_a_site(project):
 # ---- on the cluster ----
 
 LAUNCHER = """
+    # A toy.
+    # shellcheck shell=bash
     launch_with_toy() {
         LAUNCHER_TEXT='toy, over srun'
         LAUNCH=(srun --nodes="$NODES" --ntasks-per-node="$TASKS" bash -c
             'export TOY_RANK=$SLURM_PROCID TOY_LOCAL=$SLURM_LOCALID TOY_NODE=$SLURM_NODEID; exec "$@"' - "$TASK" toy)
     }
 
+    task_toy() {
+        set_ranks TOY_RANK TOY_LOCAL TOY_NODE
+        export_torchrun_env
+    }
 """
 RUNTIME = """
+    # A toy.
+    # shellcheck shell=bash
     toy_command() {
         HPCTRAIN_IMAGE=toy:1 RUNTIME_VERSION=1
         CONTAINER=(env PATH="/opt/hpctrain/bin:$PATH" PYTHONPATH="$ROOT/src" A_TOY="yes")
     }
-
 """
 
 
@@ -321,20 +328,14 @@ RUNTIME = """
 def test_add_a_launcher_and_a_runtime(project, cluster):
     """Both at once, because a job costs ten seconds: a check of four ranks on two nodes, over the toy in the toy."""
     launcher = {
-        "launch/lib/launcher.sh": lambda text: insert("# ---- srun ----\n", LAUNCHER)(
-            insert("    'torchrun'\n", "    'toy  TOY_RANK TOY_LOCAL TOY_NODE'\n")(text)
-        ),
+        "launch/lib/launchers/toy.sh": LAUNCHER,
         "launch/apptainer_toy.sh": (REPOSITORY / "launch/apptainer_ddp.sh")
         .read_text()
         .replace("apptainer_ddp.sh", "apptainer_toy.sh")
         .replace("use_launcher srun", "use_launcher toy"),
     }
     add(project, "Add a launcher", "toy", launcher)
-    runtime = {
-        "launch/lib/runtime.sh": lambda text: insert("apptainer_command() {\n", RUNTIME)(
-            insert("    'none         bare_command'\n", "    'toy          toy_command'\n")(text)
-        )
-    }
+    runtime = {"launch/lib/runtimes/toy.sh": RUNTIME}
     add(project, "Add a runtime", "toy", runtime)
     home = cluster.host_path("/home/alice/toy")
     shutil.copytree(project, home, ignore=shutil.ignore_patterns(".git"))

@@ -339,7 +339,8 @@ def test_words_and_secrets_pass_horovodrun(words, secret):
     with a_shell() as run:
         script = f"""
             set -euo pipefail
-            source {LAUNCH}/lib.sh
+            source {LAUNCH}/lib/main.sh
+            source {LAUNCH}/lib/launchers/horovodrun.sh
             JOB=17 COMMAND_IN_VARIABLE=1 CONTAINER=(apptainer exec "$HPCTRAIN_IMAGE") SIF="" LAUNCH=("$TASK" horovodrun)
             compose python "$@"
             hide_secrets

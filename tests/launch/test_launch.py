@@ -436,15 +436,14 @@ def test_a_rank_that_is_stopped_ends_the_job_and_is_named(cluster, ahead, launch
 def node_dies(sif):
     """Jobs train on two of four nodes, and one crashes in epoch 3.
 
-    Two have a spare node, and the last goes on with one node.
+    Two have a spare node.
 
     Where Slurm starts the job again, it runs without a container, and on other nodes: one that comes back may
     still get Slurm's order to kill the tasks of the first attempt, which have the same numbers.
     """
     results = []
     with_spare = (["--no-kill", "--nodes=3"], [SCRIPT, "--spare-nodes=1"])
-    elastic = (["--no-kill"], ["launch/apptainer_torchrun.sh", "--max-restarts=1", "--min-nodes=1"])
-    cases = ((([], [SCRIPT]), "n2", 1), (with_spare, "n2", 0), (with_spare, "n1", 1), (elastic, "n2", 0))
+    cases = ((([], [SCRIPT]), "n2", 1), (with_spare, "n2", 0), (with_spare, "n1", 1))
     with Cluster(nodes=4, binds={sif: f"/project/{sif.name}", **bare_binds(sif)}) as cluster:
         cluster.install("alice")
         for (options, script), node, restarts in cases:
@@ -468,19 +467,11 @@ def node_dies(sif):
                 f"Restarts={restarts}" in cluster.exec("login", "scontrol", "show", "job", str(number)).stdout
             )
             goes_on = "failed: n2. Going on within the job on n1 n3" in output
-            assert (output.count("restart 1"), goes_on) == (
-                (0, False) if script == elastic[1] else (1, restarts == 0)
-            ), output
+            assert (output.count("restart 1"), goes_on) == (1, restarts == 0), output
             run = folder(cluster, f"runs/train_ddp/{number}")
             assert result(run)["epochs"] == 7 and result(run)["test_accuracy"] > 0.95
             steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-            results.append((result(run)["weights_sha256"], result(run)["test_loss"], steps))
-            if script == elastic[1]:
-                worlds = [
-                    json.loads(path.read_text())["world"]["size"] for path in sorted(run.glob("config*.json"))
-                ]
-                # config.2.json is the first by name
-                assert (ended.nodes, worlds) == (("n1",), [2, 4]), output
+            results.append((result(run)["weights_sha256"], steps))
             cluster.boot(node)
             cluster.exec("login", "scontrol", "update", f"nodename={node}", "state=resume", check=False)
             # Its slurmd may not listen yet, and a job that cannot be launched is requeued: one restart more
@@ -493,11 +484,8 @@ def node_dies(sif):
             )
         two_nodes_die(cluster)
         a_node_is_not_reached(cluster)
-    weights, losses, steps = zip(*results, strict=True)
-    assert len(set(weights[:3])) == 1 and steps == steps[:1] * 4
-    # With another number of ranks to rounding, whose effect grows from the crash on: 0.6 % was seen after
-    # eight epochs.
-    assert losses[3] == pytest.approx(losses[0], rel=0.05)
+    weights, steps = zip(*results, strict=True)
+    assert len(set(weights)) == 1 and steps == steps[:1] * 3
 
 
 def two_nodes_die(cluster):

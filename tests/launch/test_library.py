@@ -17,12 +17,14 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY
 
+from hpctrain.files.redaction import is_secret
+
 BARE = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": "/root"}
 
 
 def library(script, **env):
-    """Run a script with the functions of launch/lib.sh."""
-    command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib.sh; {script}"]
+    """Run a script with the functions of launch/lib/main.sh."""
+    command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib/main.sh; {script}"]
     return subprocess.run(command, env=BARE | env, capture_output=True, text=True, timeout=300)
 
 
@@ -54,7 +56,7 @@ def hash_it(sif):
         f"find_digest '{sif}'; hash_in_background '{sif}'; echo ${{HPCTRAIN_IMAGE_DIGEST_FILE:-}}; sleep 30"
     )
     env = BARE | {"HPCTRAIN_CACHE": str(sif.parents[1] / "cache")}
-    command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib.sh; {script}"]
+    command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib/main.sh; {script}"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as job:
         lines = [job.stdout.readline().strip() for _ in range(2)]
         time.sleep(1.5)  # for the record beside the image, which is the last thing
@@ -489,7 +491,7 @@ def test_attempts_that_stop_and_save_nothing_are_counted(programs, tmp_path, sta
     shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"HPCTRAIN_CONTROL": str(tmp_path / "control"), "SLURM_JOB_ID": "7"}
-    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES={requeues}"
+    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES={requeues}"
     done = subprocess.run(
         ["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True
     )
@@ -501,7 +503,7 @@ def test_a_node_that_srun_does_not_reach_is_no_fault_of_the_program(programs, tm
     """The job was FAILED, as no checkpoint had been saved. Its ranks on the other nodes may have started."""
     shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
-    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=1"
+    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=1"
     done = subprocess.run(
         ["bash", "-euc", f"{source}; conclude {status}"],
         env=programs | {"SLURM_JOB_ID": "7"},
@@ -522,7 +524,7 @@ def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(
     shown = f"JobState=RUNNING Restarts={restarts} PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
-    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=2"
+    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=2"
     done = subprocess.run(
         ["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True
     )
@@ -539,7 +541,7 @@ def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_
     shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown}\n')
     source = (
-        f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x.sh; HPCTRAIN_REQUEUES=1"
+        f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x.sh; HPCTRAIN_REQUEUES=1"
     )
     done = subprocess.run(
         ["bash", "-euc", f"{source}; ARGUMENTS=(train_ddp --out 'a b'); conclude 0"],
@@ -555,7 +557,7 @@ def test_preemptions_are_not_counted(programs, tmp_path):
     shown = "JobState=RUNNING Restarts=5 PreemptTime=2026-11-20T12:00:00"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "5"}
-    source = f"source {REPOSITORY}/launch/lib.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES=1"
+    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES=1"
     done = subprocess.run(
         ["bash", "-euc", f"{source}; conclude 143"], env=env, capture_output=True, text=True
     )
@@ -711,12 +713,23 @@ def test_half_of_a_job_ends_with_one_line(programs, tmp_path, script, env, messa
 
 def test_a_job_submitted_from_another_folder_names_what_is_missing(programs, tmp_path):
     """It said: or export HPCTRAIN_ROOT, which a new user exported without a value."""
-    done = dry_run(
-        "apptainer_ddp.sh",
-        programs | {"HPCTRAIN_ROOT": "", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)},
-    )
-    line = f"no {tmp_path}/launch/lib.sh: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER first\n"
-    assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {line}")
+    line = "submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER"
+    wrong = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    for env in (wrong | {"HPCTRAIN_ROOT": ""}, {"HPCTRAIN_ROOT": f"{tmp_path}/\x1b[2J\n"}):
+        done = dry_run("apptainer_ddp.sh", programs | env)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hpctrain: error: {line}\n")
+
+
+@pytest.mark.parametrize("name", ["HPCTRAIN_ROOT", "SLURM_SUBMIT_DIR", "PBS_O_WORKDIR"])
+def test_the_copy_that_a_scheduler_runs_finds_the_other_files(programs, tmp_path, name):
+    """Slurm runs a copy from its spool folder; each script has the same line for that."""
+    line = re.search(r"^\. .*\n .*\n", (REPOSITORY / "launch/apptainer_ddp.sh").read_text(), re.M)[0]
+    for script in [*SCRIPTS, "check.sh"]:
+        assert (REPOSITORY / "launch" / script).read_text().count(line) == 1, script
+    copy = shutil.copy(REPOSITORY / "launch/local.sh", tmp_path / "slurm_script")
+    env = programs | {"HPCTRAIN_ROOT": "", name: str(REPOSITORY)}
+    done = subprocess.run([copy, "--dry-run", "check"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "launcher torchrun" in done.stdout, done.stderr
 
 
 def test_the_other_tasks_of_srun_say_nothing(programs, tmp_path):
@@ -734,7 +747,7 @@ def test_the_other_tasks_of_srun_say_nothing(programs, tmp_path):
 def test_an_older_bash():
     """RHEL 8 has bash 4.4, without EPOCHREALTIME."""
     done = subprocess.run(
-        ["bash", "-c", f"unset EPOCHREALTIME; set -euo pipefail; source {REPOSITORY}/launch/lib.sh; echo $BEGAN"],
+        ["bash", "-c", f"unset EPOCHREALTIME; set -euo pipefail; source {REPOSITORY}/launch/lib/main.sh; echo $BEGAN"],
         env=BARE, capture_output=True, text=True,
     )  # fmt: skip
     assert abs(int(done.stdout or 0) / 1000 - time.time()) < 60, done.stderr
@@ -787,7 +800,7 @@ def test_a_folder_in_tmp_that_somebody_else_made_is_not_used(trick):
         shutil.copytree(REPOSITORY / "launch", f"{folder}/launch")
 
         def task(secret):
-            command = [*user, f"{folder}/launch/task.sh", "none", "--", "printenv", *names]
+            command = [*user, f"{folder}/launch/lib/task.sh", "none", "--", "printenv", *names]
             return subprocess.run(command, env=env | secret, capture_output=True, text=True, cwd="/")
 
         def folders():
@@ -843,7 +856,7 @@ def test_no_digest_is_written_into_a_folder_of_somebody_else(image):
         Path(folder).chmod(0o755)
         shutil.copytree(REPOSITORY / "launch", f"{folder}/launch")
         shutil.copy(image, f"{folder}/x.sif")
-        script = f"source {folder}/launch/lib.sh; find_digest {folder}/x.sif; hash_in_background {folder}/x.sif; sleep 3"
+        script = f"source {folder}/launch/lib/main.sh; find_digest {folder}/x.sif; hash_in_background {folder}/x.sif; sleep 3"
         user = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups"]
         try:
             done = subprocess.run(
@@ -860,7 +873,7 @@ def test_no_digest_is_written_into_a_folder_of_somebody_else(image):
 def test_a_signal_after_the_end_of_the_ranks_says_nothing(trap):
     """run_as_child has returned by then, and its variables are gone."""
     functions = (
-        "set -eu; source <(sed -n '/_term() {/,/^}/p' launch/task.sh)\n"
+        "set -eu; source <(sed -n '/_term() {/,/^}/p' launch/lib/task.sh)\n"
         "has_control() { :; }\njob_field() { [[ $1 == JobState ]] && echo RUNNING || echo None; }\n"
     )
     script = functions + f"trap {trap} TERM; kill -TERM $$; echo on"
@@ -889,7 +902,7 @@ def test_the_kernels_of_torch_are_in_a_folder_of_the_user(theirs):
         | {"HPCTRAIN_CACHE": "/scratch/cache"}
         | ({} if theirs is None else {"TORCHINDUCTOR_CACHE_DIR": theirs})
     )
-    command = [REPOSITORY / "launch/task.sh", "none", "--", "printenv", "TORCHINDUCTOR_CACHE_DIR"]
+    command = [REPOSITORY / "launch/lib/task.sh", "none", "--", "printenv", "TORCHINDUCTOR_CACHE_DIR"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.stdout == (theirs or f"/tmp/hpctrain-{os.getuid()}/inductor") + "\n", done.stderr
 
@@ -917,7 +930,7 @@ def test_sigterm_to_a_task(programs, tmp_path, shown, folder, ends):
     env |= {"HPCTRAIN_SIF_COPY": str(tmp_path / "copy.sif")}
     rank = ["bash", "-c", "echo started; sleep 3; exit 5"]
     with subprocess.Popen(
-        [REPOSITORY / "launch/task.sh", "none", "--", *rank], env=env, stdout=subprocess.PIPE
+        [REPOSITORY / "launch/lib/task.sh", "none", "--", *rank], env=env, stdout=subprocess.PIPE
     ) as task:
         task.stdout.readline()
         task.terminate()
@@ -943,7 +956,7 @@ def test_what_a_rank_of_horovodrun_leaves_does_not_keep_its_connection(tmp_path)
         "HPCTRAIN_COMMAND": shlex.join(words),
     }
     done = subprocess.run(
-        [REPOSITORY / "launch/task.sh", "horovodrun"], env=env, capture_output=True, text=True, timeout=100
+        [REPOSITORY / "launch/lib/task.sh", "horovodrun"], env=env, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 137 and re.search(r"rank 1 on \S+ was ended by signal 9", done.stderr), (
         done.stderr
@@ -971,7 +984,7 @@ def test_a_rank_of_horovodrun_ends_with_its_connection(tmp_path):
     job = os.urandom(4).hex()
     env |= {"HPCTRAIN_TASKS_PER_NODE": "2", "HPCTRAIN_JOB": job, "SLURM_JOB_ID": job, "MASTER_PORT": "1"}
     env |= {"HPCTRAIN_HOST_PATH": BARE["PATH"], "HPCTRAIN_COMMAND": shlex.join(["--", "bash", "-c", rank])}
-    command = [tmp_path / "sshd", "-c", f"{REPOSITORY}/launch/task.sh horovodrun; true"]
+    command = [tmp_path / "sshd", "-c", f"{REPOSITORY}/launch/lib/task.sh horovodrun; true"]
     # another rank, and a job that this one has submitted
     others = [
         subprocess.Popen(["sleep", "300"], env=env | own)
@@ -1126,7 +1139,7 @@ def test_help_lists_the_options_that_the_script_takes_and_no_others(programs, tm
 
 @functools.cache
 def all_options():
-    return library('printf "%s\\n" "${OPTIONS[@]%% *}"').stdout.split()
+    return re.findall(r"^--.*", library('printf "%s\\n" "${OPTIONS[@]}"').stdout, re.M)
 
 
 def test_help_lists_the_settings_of_the_script():
@@ -1159,7 +1172,6 @@ OF_THE_JOB = {
         "IMAGE_DIGEST_FILE",
         "JOB",
         "JOB_SECRET",
-        "MIN_WORLD_SIZE",
         "MPI_LIBRARY",
         "NODE_CONTAINER",
         "NODE_TASK",
@@ -1180,7 +1192,7 @@ def test_the_documents_have_every_option_and_every_variable():
     read = set(re.findall(r"\bHPCTRAIN_[A-Z_]*[A-Z]\b", scripts)) - {
         f"HPCTRAIN_{name}" for name in OF_THE_JOB
     }
-    settings = set(library('printf "%s\\n" "${SETTINGS[@]%% *}"').stdout.split()) - {"SBATCH_..."}
+    settings = set(re.findall(r"^HPCTRAIN_\w+$", library('printf "%s\\n" "${SETTINGS[@]}"').stdout, re.M))
     assert read == settings | {"HPCTRAIN_ROOT"}
     assert [name for name in [*sorted(read), *all_options()] if not re.search(rf"`{name}\b", pages)] == []
 
@@ -1191,7 +1203,7 @@ def test_the_documents_have_every_option_and_every_variable():
         ("apptainer_mpi.sh", "--mpi", "--mpi: write --mpi=HOW"),
         ("apptainer_mpi.sh", "--mpi=", "--mpi=: write --mpi=HOW"),
         ("apptainer_torchrun.sh", "--max-restarts=x", "--max-restarts=x: write --max-restarts=N"),
-        ("apptainer_torchrun.sh", "--min-nodes=08", "--min-nodes=08: write --min-nodes=N"),
+        ("apptainer_ddp.sh", "--spare-nodes=08", "--spare-nodes=08: write --spare-nodes=N"),
         ("apptainer_ddp.sh", "--dry-run=yes", "--dry-run=yes: --dry-run takes no value"),
         ("apptainer_ddp.sh", "--max-restarts=1", "this script has no option --max-restarts; --help lists"),
         ("check.sh", "lib", "launch/lib: no such script"),
@@ -1201,46 +1213,6 @@ def test_the_documents_have_every_option_and_every_variable():
 def test_options_that_are_wrong_end_with_one_line(script, option, message):
     done = subprocess.run([REPOSITORY / "launch" / script, option], env=BARE, capture_output=True, text=True)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "version", "message"),
-    [
-        (
-            "--max-restarts=1 --min-nodes=1",
-            "2.7.1+cu126",
-            "has 2.7.1+cu126, whose torchrun crashes when a node is gone",
-        ),
-        ("--max-restarts=1 --min-nodes=1", "2.12.0", "--min-nodes needs torch 2.13, and "),
-        (
-            "--max-restarts=1 --min-nodes=3",
-            "2.13.0+cpu",
-            "--min-nodes=3 of the job's 2 nodes: ask for more (sbatch --nodes)",
-        ),
-        ("--min-nodes=1", "2.13.0+cpu", "--min-nodes=1: give --max-restarts=N as well"),
-        ("--max-restarts=1 --min-nodes=1", "2.13.0+cpu", ""),
-        ("--max-restarts=1 --min-nodes=1", "2.100.0", ""),
-    ],
-)
-def test_torchrun_on_fewer_nodes(tmp_path, options, version, message):
-    """The Python of this environment says that it has this version of torch."""
-    (tmp_path / "python").write_text(f"#!/bin/sh\necho {version}\n")
-    (tmp_path / "python").chmod(0o755)
-    env = BARE | {"PATH": f"{tmp_path}:{BARE['PATH']}", "HPCTRAIN_RUNTIME": "none"}
-    script = [REPOSITORY / "launch/apptainer_torchrun.sh", "--dry-run", *options.split(), "check"]
-    done = subprocess.run(script, env=env, capture_output=True, text=True)
-    if message:
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr
-    else:
-        assert (
-            "srun --nodes=2 --ntasks=2 " in done.stdout
-            and " --no-kill " in done.stdout
-            and " --nnodes=1:2 " in done.stdout
-        )
-        assert (
-            "export HPCTRAIN_MIN_WORLD_SIZE=2\n" in done.stdout
-            and "export HPCTRAIN_NODE_TIMEOUT=0\n" in done.stdout
-        )
 
 
 # Adding a runtime and a launcher
@@ -1260,12 +1232,12 @@ def project(tmp_path):
     return tmp_path / "hpctrain"
 
 
-FORK_SCRIPT = """#!/bin/bash
+FORK_SCRIPT = r"""#!/bin/bash
 # Run a trainer on this machine, with one process per rank and nothing else.
 #
 # usage: launch/fork.sh [OPTION]... [TRAINER | SCRIPT.py] [ARGUMENT]...
 set -euo pipefail
-source "${HPCTRAIN_ROOT:-$(dirname "$0")/..}/launch/lib.sh"
+source "${HPCTRAIN_ROOT:-$(dirname "$0")/..}/launch/lib/main.sh"
 parse_options fork.sh "$@"
 make_local_job
 use_runtime "${HPCTRAIN_RUNTIME:-apptainer}"
@@ -1273,36 +1245,36 @@ set_program
 use_launcher fork
 launch
 """
-FORK_FUNCTION = """
-LAUNCHERS+=('fork  FORK_RANK FORK_RANK -')
+FORK_LAUNCHER = """
 launch_with_fork() {
     LAUNCHER_TEXT='fork'
     LAUNCH=(bash -c 'for ((i = 0; i < HPCTRAIN_WORLD_SIZE; i++)); do FORK_RANK=$i "$@" & done; wait' - "$TASK" fork)
 }
+task_fork() {
+    set_ranks FORK_RANK FORK_RANK
+    export_torchrun_env
+}
 """
-TOY_FUNCTION = """
-RUNTIMES+=('toy  toy_command')
-toy_command() {
+TOY_RUNTIME = """
+toy_box_command() {
     HPCTRAIN_IMAGE=toy:1 RUNTIME_VERSION=1
     CONTAINER=(env "TOY=a toy")
 }
 """
 
 
-def test_a_runtime_is_one_function_and_a_row_and_so_is_a_launcher(project):
-    with (project / "launch/lib/runtime.sh").open("a") as file:
-        file.write(TOY_FUNCTION)
-    with (project / "launch/lib/launcher.sh").open("a") as file:
-        file.write(FORK_FUNCTION)
+def test_a_runtime_is_one_file_and_so_is_a_launcher(project):
+    (project / "launch/lib/runtimes/toy_box.sh").write_text(TOY_RUNTIME)
+    (project / "launch/lib/launchers/fork.sh").write_text(FORK_LAUNCHER)
     (project / "launch/fork.sh").write_text(FORK_SCRIPT)
     (project / "launch/fork.sh").chmod(0o755)
-    env = BARE | {"HPCTRAIN_RUNTIME": "toy", "HPCTRAIN_TASKS": "3"}
+    env = BARE | {"HPCTRAIN_RUNTIME": "toy-box", "HPCTRAIN_TASKS": "3"}
     done = subprocess.run(
         [project / "launch/fork.sh", "mine.py"], env=env, capture_output=True, text=True, cwd=project
     )
     assert (
         done.returncode == 0
-        and "runtime toy (1), image toy:1" in done.stdout
+        and "runtime toy-box (1), image toy:1" in done.stdout
         and "launcher fork" in done.stdout
     ), done
     assert sorted(line for line in done.stdout.splitlines() if not line.startswith("hpctrain:")) == [
@@ -1318,9 +1290,11 @@ def test_a_runtime_is_one_function_and_a_row_and_so_is_a_launcher(project):
     assert sorted(line for line in done.stdout.splitlines() if not line.startswith("hpctrain:")) == [
         f"{rank} 3 torchrun" for rank in range(3)
     ]
-    env["HPCTRAIN_RUNTIME"] = "docker"
-    done = subprocess.run([project / "launch/fork.sh"], env=env, capture_output=True, text=True, cwd=project)
-    assert "HPCTRAIN_RUNTIME is 'docker': choose apptainer, podman-hpc, shifter, none or toy" in done.stderr
+    for name in ("docker", "", "podman_hpc", "../launchers/srun", "none toy-box", "x\ny"):
+        done = library(f"GPUS=0; use_runtime {shlex.quote(name)}", HPCTRAIN_ROOT=str(project))
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+        known = "apptainer, none, podman-hpc or shifter"
+        assert f"HPCTRAIN_RUNTIME is '{name.replace(chr(10), '?')}': choose {known}" in done.stderr
 
 
 # ---- shifter ----
@@ -1407,6 +1381,29 @@ def test_an_image_for_cpus_and_gpus(tmp_path):
     ), done
 
 
+# ---- secrets ----
+
+NAMES = [
+    "HF_TOKEN", "hf_token", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "PASSWD", "GIT_CREDENTIALS",
+    "HPCTRAIN_JOB_SECRET", "MONKEY", "TOKEN", "KEY", "max_new_tokens", "TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY",
+    "TOKENS_KEY", "PKEYKEY", "TOKENSTOKEN", "TOKPKEYEN", "PATH", "OMP_NUM_THREADS", "_", "K",
+]  # fmt: skip
+
+
+def test_launch_scripts_and_trainers_agree_on_what_is_a_secret():
+    """TOKENIZERS_PARALLELISM was one for the launch scripts, and none for config.json."""
+    ask = f'for name in {" ".join(NAMES)}; do ! is_secret "$name" || echo "$name"; done'
+    said = library(ask).stdout.split()
+    assert said == [name for name in NAMES if is_secret(name)]
+    assert said == [*NAMES[:11], "TOKENS_KEY", "PKEYKEY", "TOKENSTOKEN"]
+
+
+def test_without_the_list_of_secrets_nothing_is_printed(project, programs):
+    (project / "launch/lib/secret_names.txt").unlink()
+    done = dry_run("local.sh", programs | {"HPCTRAIN_ROOT": str(project), "HF_TOKEN": "hf_secret"}, "check")
+    assert done.returncode == 2 and "hf_secret" not in done.stdout, done
+
+
 # ---- the user's variables ----
 
 
@@ -1428,9 +1425,7 @@ def test_a_variable_of_the_user_that_the_scripts_have_as_well(tmp_path):
 
 
 def test_the_list_of_the_scripts_own_variables_is_complete():
-    text = "".join(
-        path.read_text() for path in [REPOSITORY / "launch/lib.sh", *(REPOSITORY / "launch/lib").glob("*.sh")]
-    )
+    text = "".join(path.read_text() for path in (REPOSITORY / "launch/lib").rglob("*.sh"))
     text = re.sub(r"^ *#.*$", "", text, flags=re.M)
     assigned = set(re.findall(r"(?:^|(?<=[ ;(]))([A-Z][A-Z_]*)\+?=", text, re.M))
     assigned |= set(re.findall(r"mapfile -t ([A-Z_]+)", text))
@@ -1439,7 +1434,7 @@ def test_the_list_of_the_scripts_own_variables_is_complete():
         for line in re.findall(r"\bexport (.*)", text)
         for name in re.findall(r"(?<![\w${])([A-Z][A-Z_]*)\b", line)
     }
-    in_messages = {"VARIABLE", "KEY", "FLAVOR"}
+    in_messages = {"VARIABLE", "KEY", "FLAVOR", "MPI"}
     others = {"IFS", "PATH", "REPLY", "OWN_NAMES", "USERS_VARIABLES", *in_messages}
     found = {
         name

@@ -44,6 +44,18 @@ def test_what_is_installed(prefix):
         ), path
 
 
+def test_the_folders_on_path_have_only_what_users_call(prefix):
+    """lib.sh and task.sh were there, too. Each command of it explains itself."""
+    root = prefix / "hpctrain" / VERSION
+    for modulefile in (prefix / "modulefiles/hpctrain").iterdir():
+        added = re.findall(r"(?:prepend_path|prepend-path).*root[,)]? \"?(\w+)", modulefile.read_text())
+        assert sorted(added) == ["bin", "launch"], modulefile
+    for path in [path for name in ("bin", "launch") for path in (root / name).iterdir() if not path.is_dir()]:
+        head = path.read_text().partition("\nset ")[0]
+        assert os.access(path, os.X_OK) and re.search("usage: |source launch/site|run a command", head), path
+    assert not (root / "launch/lib/secret_names.txt").is_symlink()
+
+
 def test_another_flavor_is_added_and_nothing_is_replaced(prefix, tmp_path):
     (tmp_path / "hpctrain-cu130.sif").write_text("another image")
     root = prefix / "hpctrain" / VERSION

@@ -99,7 +99,7 @@ def tasks(cluster, words, path=""):
         cd {HOME} && export PATH={path}$PATH HPCTRAIN_NODE_CONTAINER=/tmp/hpctrain-container-0-{os.urandom(4).hex()}
         export HPCTRAIN_CONTROL=/tmp SLURM_JOB_ID=1 HPCTRAIN_WORLD_SIZE=3 HPCTRAIN_TASKS_PER_NODE=3 SLURM_NODEID=0
         for rank in 0 1 2; do
-            SLURM_PROCID=$rank SLURM_LOCALID=$rank launch/task.sh srun apptainer exec hpctrain-cpu.sif -- {words} &
+            SLURM_PROCID=$rank SLURM_LOCALID=$rank launch/lib/task.sh srun apptainer exec hpctrain-cpu.sif -- {words} &
         done
         wait"""
     return cluster.start("n4", "bash", "-c", script, user="alice")

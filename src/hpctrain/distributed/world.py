@@ -66,7 +66,7 @@ def detect(env: Mapping[str, str] = os.environ) -> World:
 
     The order is torchrun, horovodrun, MPI, a Slurm step, single: the innermost launcher wins. The launch
     scripts export HPCTRAIN_WORLD_SIZE, the number of ranks that they start; a world of another size is
-    refused. It may be smaller with HPCTRAIN_MIN_WORLD_SIZE.
+    refused.
 
     Raises HpctrainError where a variable is missing or malformed, where one process runs in a job that has
     several tasks, and where the world size is not HPCTRAIN_WORLD_SIZE.
@@ -83,22 +83,13 @@ def detect(env: Mapping[str, str] = os.environ) -> World:
         raise HpctrainError(
             f"the variables of {world.launcher} contradict each other: {world}; start the job again"
         )
-    if "HPCTRAIN_WORLD_SIZE" in env and not _fewest_ranks(env) <= world.size <= _read_number(
-        env, "HPCTRAIN_WORLD_SIZE"
-    ):
+    if "HPCTRAIN_WORLD_SIZE" in env and world.size != _read_number(env, "HPCTRAIN_WORLD_SIZE"):
         raise HpctrainError(
             f"the launch script started {env['HPCTRAIN_WORLD_SIZE']} ranks, but according to {world.launcher} this is rank "
             f"{world.rank} of {world.size}: the launcher and the image do not use the same PMI; "
             "try another --mpi= for srun (srun --mpi=list shows them), or run without apptainer's --containall"
         )
     return world
-
-
-def _fewest_ranks(env: Mapping[str, str]) -> int:
-    """With --min-nodes, torchrun goes on with the nodes that are left."""
-    return _read_number(
-        env, "HPCTRAIN_MIN_WORLD_SIZE" if "HPCTRAIN_MIN_WORLD_SIZE" in env else "HPCTRAIN_WORLD_SIZE"
-    )
 
 
 def _read_number(env: Mapping[str, str], name: str) -> int:

@@ -2,10 +2,11 @@
 
 import os
 import re
+from pathlib import Path
 from typing import Any
 
-# Not max_new_tokens or a tokenizer, and not NCCL_IB_PKEY, which is a number of InfiniBand.
-SECRET_NAME = re.compile(r"TOKEN(?!S|IZ)|(?<!P)KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.I)
+NAMES = Path(__file__).with_name("secret_names.txt").read_text(encoding="utf-8")
+RULES = [line.split() for line in NAMES.splitlines() if not line.startswith("#")]
 HIDDEN = "***"
 # A shorter value of a variable is left in texts: it may be a part of anything.
 SHORTEST = 6
@@ -18,19 +19,20 @@ def hide_secrets(value: Any) -> Any:
     PASSWORD, the values of environment variables of such names wherever they stand, and user:password@ in
     URLs.
     """
-    values = {text for name, text in os.environ.items() if SECRET_NAME.search(name) and len(text) >= SHORTEST}
+    values = {text for name, text in os.environ.items() if is_secret(name) and len(text) >= SHORTEST}
     return _hide(value, sorted(values, key=len, reverse=True))
 
 
 def _hide(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, dict):
         return {
-            key: HIDDEN if item and _is_secret(key) else _hide(item, secrets) for key, item in value.items()
+            key: HIDDEN if item and is_secret(str(key)) else _hide(item, secrets)
+            for key, item in value.items()
         }
     if isinstance(value, list | tuple):
         words = [_hide(item, secrets) for item in value]
         for number, word in enumerate(value[:-1]):
-            if isinstance(word, str) and word.startswith("--") and "=" not in word and _is_secret(word):
+            if isinstance(word, str) and word.startswith("--") and "=" not in word and is_secret(word):
                 words[number + 1] = HIDDEN
         return words
     if not isinstance(value, str):
@@ -39,9 +41,16 @@ def _hide(value: Any, secrets: list[str]) -> Any:
         value = value.replace(secret, HIDDEN)
     value = re.sub(r"(?<=://)[^/\s@]+@", f"{HIDDEN}@", value)
     return re.sub(
-        r"(?<![\w-])((?:--)?[\w-]+)=(\S+)", lambda m: f"{m[1]}={HIDDEN}" if _is_secret(m[1]) else m[0], value
+        r"(?<![\w-])((?:--)?[\w-]+)=(\S+)", lambda m: f"{m[1]}={HIDDEN}" if is_secret(m[1]) else m[0], value
     )
 
 
-def _is_secret(name: object) -> bool:
-    return bool(SECRET_NAME.search(str(name)))
+def is_secret(name: str) -> bool:
+    """Whether a variable, option or key of this name has a secret as its value."""
+    name = name.upper()
+    for rule, word in RULES:
+        if rule == "ignore":
+            name = name.replace(word, ".")
+        elif word in name:
+            return True
+    return False

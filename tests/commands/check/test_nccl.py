@@ -324,7 +324,7 @@ def test_nccl_that_uses_tcp():
 def test_slingshot_variables_of_slurm_reach_containers_and_not_other_nodes():
     """The numbers of the card's services are those of one node."""
     env = {**os.environ, "SLINGSHOT_SVC_IDS": "5,5", "FI_PROVIDER": "cxi"}
-    script = 'source launch/lib.sh; echo "${FORWARDED_VARIABLES[@]}"; forwarded_names'
+    script = 'source launch/lib/main.sh; echo "${FORWARDED_VARIABLES[@]}"; forwarded_names'
     done = subprocess.run(
         ["bash", "-c", script], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True
     )

@@ -1,10 +1,10 @@
 #!/bin/bash
-# Runs in each task, between the launcher and the container: sets RANK, WORLD_SIZE and so on, as torchrun would for a plain
-# PyTorch script, and enters the image. Only the launch scripts call it.
+# Runs in each task, between the launcher and the container: sets RANK, WORLD_SIZE and so on, as torchrun
+# would for a plain PyTorch script, and enters the image. Only the launch scripts call it.
 #
 # usage: task.sh LAUNCHER|none [CONTAINER COMMAND]... -- COMMAND [ARGUMENT]...
 #
-# LAUNCHER is a row of launch/lib/launcher.sh. "none" is for a program that starts the ranks of its node itself.
+# LAUNCHER is a file of launch/lib/launchers. "none" is for a program that starts the ranks of its node.
 set -euo pipefail
 
 die() {
@@ -14,16 +14,16 @@ die() {
 
 [[ ${1:-} != -h && ${1:-} != --help ]] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
 # shellcheck source=launch/lib/environment.sh
-source "$(dirname "$0")/lib/environment.sh"
+source "$(dirname "$0")/environment.sh"
 # shellcheck source=launch/lib/launcher.sh
-source "$(dirname "$0")/lib/launcher.sh"
+source "$(dirname "$0")/launcher.sh"
 # shellcheck source=launch/lib/requeue.sh
-source "$(dirname "$0")/lib/requeue.sh"
+source "$(dirname "$0")/requeue.sh"
 # shellcheck source=launch/lib/node_container.sh
-source "$(dirname "$0")/lib/node_container.sh"
+source "$(dirname "$0")/node_container.sh"
 
-# Run HPCTRAIN_END_TASK on SIGTERM, which Slurm sends to every process of a step when it ends the job. Slurm waits for what holds
-# the task's output, so this holds none.
+# Run HPCTRAIN_END_TASK on SIGTERM, which Slurm sends to every process of a step when it ends the job. Slurm
+# waits for what holds the task's output, so this holds none.
 end_with_task() {
     (
         trap 'bash -c "$HPCTRAIN_END_TASK"; exit' TERM
@@ -40,8 +40,8 @@ parent_of() {
     while read -r key value; do [[ $key != PPid: ]] || REPLY=$value; done <"/proc/$1/status"
 }
 
-# end_with_connection: kill this rank when its connection of ssh has ended before it, as after scancel. It is in no step of Slurm,
-# which ends horovodrun alone. See kill_horovod_ranks.
+# end_with_connection: kill this rank when its connection of ssh has ended before it, as after scancel. It is
+# in no step of Slurm, which ends horovodrun alone. See kill_horovod_ranks.
 end_with_connection() {
     local process sshd=$$
     until [[ $(<"/proc/$sshd/comm") == sshd* ]]; do
@@ -57,40 +57,45 @@ end_with_connection() {
         bash -c "${HPCTRAIN_END_TASK:-}" || true
         for process in /proc/[0-9]*; do
             [[ ${process#/proc/} != "$BASHPID" ]] && grep -qszx "HOROVOD_RANK=$RANK" "$process/environ" &&
-                grep -qszx "SLURM_JOB_ID=$HPCTRAIN_JOB" "$process/environ" && kill -KILL "${process#/proc/}" || true
+                grep -qszx "SLURM_JOB_ID=$HPCTRAIN_JOB" "$process/environ" &&
+                kill -KILL "${process#/proc/}" || true
         done
     ) </dev/null >/dev/null 2>&1 &
 }
 
-# run_as_child TRAP COMMAND...: run the command as a child, with a function as the trap for SIGTERM, and return its exit status
+# run_as_child TRAP COMMAND...: run the command as the process CHILD, with a function as the trap for SIGTERM,
+# and return its exit status. The trap sets ASKED, because the signal ends the wait before CHILD has ended.
 run_as_child() {
-    local status child asked
+    local status
     # shellcheck disable=SC2064 # the name of the function
     trap "$1" TERM
     shift
-    # In parentheses: otherwise bash would have the child ignore SIGINT. The pipe of the node's container is for this shell.
+    # In parentheses: otherwise bash would have the child ignore SIGINT. The pipe of the node's container is
+    # for this shell.
     (
         [[ -z $ALIVE ]] || exec {ALIVE}>&-
         exec "$@"
     ) <&0 &
-    child=$!
-    until asked='' status=0 && { wait $child 2>/dev/null || status=$?; } && [[ -z $asked ]]; do :; done
+    CHILD=$!
+    until ASKED='' status=0 && { wait "$CHILD" 2>/dev/null || status=$?; } && [[ -z $ASKED ]]; do :; done
+    CHILD=''
     return $status
 }
 
-# Without it the child would live on. horovodrun waits for the end of what it has sent SIGTERM, and of all that has its output.
+# Without it the child would live on. horovodrun waits for the end of what it has sent SIGTERM, and of all
+# that has its output.
 # shellcheck disable=SC2329 # a trap calls it
 pass_on_term() {
-    asked=1
-    kill -TERM "${child:-}" 2>/dev/null || true # none before it starts and after it has ended
+    ASKED=1
+    [[ -z ${CHILD:-} ]] || kill -TERM "$CHILD" 2>/dev/null || true
 }
 
-# Slurm sends SIGTERM to the tasks of a job that it preempts. With proctrack/cgroup it sends it to them alone, so that the ranks and
-# the server of the image have time to save. Only the tasks on the node of rank 0 have the folder. srun sends SIGTERM also when
-# another rank has failed: then there is nothing to wait for.
+# Slurm sends SIGTERM to the tasks of a job that it preempts. With proctrack/cgroup it sends it to them alone,
+# so that the ranks and the server of the image have time to save. Only the tasks on the node of rank 0 have
+# the folder. srun sends SIGTERM also when another rank has failed: then there is nothing to wait for.
 # shellcheck disable=SC2329 # a trap calls it
 shield_from_term() {
-    asked=1
+    ASKED=1
     # What has it open keeps it. A job that Slurm ends can start nothing that would remove it.
     [[ -z ${HPCTRAIN_SIF_COPY:-} ]] || rm -f "$HPCTRAIN_SIF_COPY"
     has_control || return 0
@@ -101,8 +106,8 @@ shield_from_term() {
     fi
 }
 
-# end_left_overs: end the processes that still have the output of this task after ten seconds, such as the server of an image. sshd
-# waits for them with the end of the connection, and horovodrun waits for that.
+# end_left_overs: end the processes that still have the output of this task after ten seconds, such as the
+# server of an image. sshd waits for them with the end of the connection, and horovodrun waits for that.
 end_left_overs() {
     local process seconds parent=$$ spared=' ' left
     [[ -p /proc/$$/fd/1 && -p /proc/$$/fd/2 ]] || return 0 # no pipes of this task alone
@@ -125,35 +130,23 @@ end_left_overs() {
 
 launcher=${1:-}
 WORDS=("${@:2}")
-WAIT_AND_REPORT='' ALIVE='' SHIELDED=''
+WAIT_AND_REPORT='' ALIVE='' SHIELDED='' CHILD=''
 # The index of this task among those that one launcher process started on this node, and their number.
 HPCTRAIN_NODE_TASK=0 HPCTRAIN_NODE_TASKS=1
 
 if [[ $launcher != none ]]; then
-    for row in "${LAUNCHERS[@]}" ''; do
-        read -r name rank local_rank node_rank <<<"$row"
-        [[ $name != "$launcher" ]] || break
-    done
-    [[ -n $rank ]] || { echo "${0##*/}: no launcher '$launcher': only the launch scripts call this (see --help)" >&2 && exit 2; }
-    : "${!rank:?is not set: start this with a launch script}"
-    export RANK=${!rank} LOCAL_RANK=${!local_rank} WORLD_SIZE=$HPCTRAIN_WORLD_SIZE LOCAL_WORLD_SIZE=$HPCTRAIN_TASKS_PER_NODE
-    if [[ $node_rank == - ]]; then
-        export NODE_RANK=$((RANK / HPCTRAIN_TASKS_PER_NODE))
-    else
-        export NODE_RANK=${!node_rank}
-    fi
-    HPCTRAIN_NODE_TASK=$LOCAL_RANK HPCTRAIN_NODE_TASKS=$LOCAL_WORLD_SIZE
-    if [[ $(type -t "task_$launcher") == function ]]; then
-        "task_$launcher"
-    else
-        export_torchrun_env
-    fi
+    file=$(dirname "$0")/launchers/$launcher.sh
+    [[ -r $file ]] || die "no launcher '$launcher': only the launch scripts call this (see --help)"
+    # shellcheck source=/dev/null
+    source "$file"
+    "task_$launcher"
 fi
 export HPCTRAIN_NODE_TASK HPCTRAIN_NODE_TASKS
 
-# The caches that are in /tmp by default (launch/sites/generic.env), and the kernels of torch.compile: torch makes their folder at
-# import, and its own default is a name that others can make first, too. Where somebody else has the name, the tasks of the node
-# use another folder of this user, or make one whose name nobody else can know before.
+# The caches that are in /tmp by default (launch/sites/generic.env), and the kernels of torch.compile: torch
+# makes their folder at import, and its own default is a name that others can make first, too. Where somebody
+# else has the name, the tasks of the node use another folder of this user, or make one whose name nobody else
+# can know before.
 own=/tmp/hpctrain-$UID
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$own/inductor}
 for name in HPCTRAIN_CACHE HF_HOME TORCH_HOME MPLCONFIGDIR TORCHINDUCTOR_CACHE_DIR; do
@@ -164,28 +157,32 @@ for name in HPCTRAIN_CACHE HF_HOME TORCH_HOME MPLCONFIGDIR TORCHINDUCTOR_CACHE_D
     done
     make_own "$other" || die "$own and $other belong to somebody else: set $name to a folder of your own"
     [[ $name != TORCHINDUCTOR_CACHE_DIR || $HPCTRAIN_NODE_TASK != 0 ]] ||
-        echo "hpctrain: warning: on $(uname -n) $own belongs to somebody else: caches are in $other instead" >&2
+        printf 'hpctrain: warning: on %s %s belongs to somebody else: caches are in %s instead\n' \
+            "$(uname -n)" "$own" "$other" >&2
     export "$name=$other${!name#"$own"}"
 done
 
-# Not podman-hpc: its tasks find the container of their node by the number of their parent, which is slurmstepd.
-[[ -z ${HPCTRAIN_CONTROL:-} || -z ${SLURM_JOB_ID:-} || -n ${HPCTRAIN_END_TASK:-} || -n $WAIT_AND_REPORT ]] || SHIELDED=1
+# Not podman-hpc: its tasks find the container of their node by the number of their parent, slurmstepd.
+if [[ -n ${HPCTRAIN_CONTROL:-} && -n ${SLURM_JOB_ID:-} && -z ${HPCTRAIN_END_TASK:-}$WAIT_AND_REPORT ]]; then
+    SHIELDED=1
+fi
 [[ -z $SHIELDED || -z ${HPCTRAIN_NODE_CONTAINER:-} || $HPCTRAIN_NODE_TASKS == 1 ]] || enter_node_container
 command=$(index_of_command)
 [[ ${WORDS[0]} == -- ]] || export HPCTRAIN_CONTAINER_ON=${HPCTRAIN_CONTAINER_ON:-$(uname -n)}
 set -- "${WORDS[@]:0:command-1}" "${WORDS[@]:command}"
-command -v "$1" >/dev/null || die "there is no $1 on the PATH: load its module before you submit (HPCTRAIN_MODULES)"
+command -v "$1" >/dev/null ||
+    die "there is no $1 on the PATH: load its module before you submit (HPCTRAIN_MODULES)"
 ((${#USERS_VARIABLES[@]} == 0)) || set -- env "${USERS_VARIABLES[@]}" "$@"
 [[ -z ${HPCTRAIN_END_TASK:-} || $HPCTRAIN_NODE_TASK != 0 ]] || end_with_task
 status=0
 if [[ -n $WAIT_AND_REPORT ]]; then
     end_with_connection
     run_as_child pass_on_term "$@" || status=$?
-    ((status <= 128)) || echo "hpctrain: error: rank $RANK on $(uname -n) was ended by signal $((status - 128))" >&2
+    ((status <= 128)) ||
+        echo "hpctrain: error: rank $RANK on $(uname -n) was ended by signal $((status - 128))" >&2
     end_left_overs
 elif [[ -n $SHIELDED ]]; then
     run_as_child shield_from_term "$@" || status=$?
-    [[ $launcher != none ]] || ! has_control || echo "$status" >"$HPCTRAIN_CONTROL/status"
     [[ -z $ALIVE ]] || leave_node_container
     # End by the same signal, for srun to report it.
     trap - TERM

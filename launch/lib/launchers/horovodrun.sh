@@ -1,0 +1,98 @@
+# horovodrun: in the image of the first node. It reaches the other nodes over ssh, which ends outside of any
+# container.
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # the variables in capitals are read by main.sh and task.sh
+
+launch_with_horovodrun() {
+    local places
+    [[ -z ${OPTION[broadcast]:-} ]] ||
+        die "--broadcast does not work with horovodrun: use --launcher=srun or mpirun"
+    LAUNCHER_TEXT='horovodrun over ssh'
+    places=$(printf "%s:$TASKS," "${HOSTS[@]}")
+    # horovodrun parses words of the command as its own options where they look like one (--network=host).
+    COMMAND_IN_VARIABLE=1
+    # --network-interface, because it would look for common ones by running Python outside of the containers.
+    LAUNCH=("$TASK" none "${CONTAINER[@]}" ${SIF:+"$SIF"} -- horovodrun -np $((NODES * TASKS))
+        -H "${places%,}" --gloo --network-interface "${HPCTRAIN_INTERFACE:-$(find_interface)}"
+        "$TASK" horovodrun)
+    export HPCTRAIN_HOST_PATH=$PATH
+    CLEAN_UP+=(kill_horovod_ranks)
+    [[ -n ${OPTION[dry-run]:-} ]] || hide_secrets
+}
+
+# find_interface: print the network interface of this node that has the address MASTER_ADDR
+find_interface() {
+    local address
+    address=$(getent ahostsv4 "$MASTER_ADDR" | awk '{ print $1; exit }')
+    ip -o -4 address show | awk -v a="$address" 'index($4, a "/") == 1 { print $2; exit }'
+}
+
+# horovodrun writes its whole environment on the command lines of ssh, which every user of a node can read.
+# Variables that may be secrets travel in a file for this user alone.
+hide_secrets() {
+    local name line lines
+    lines="# $(random_hex)"$'\n'
+    for name in $(compgen -e); do
+        if [[ $name == HPCTRAIN_SECRETS ]] || ! is_secret "$name"; then continue; fi
+        printf -v line 'export %s=%q\n' "$name" "${!name}"
+        lines+=$line
+        unset "$name"
+    done
+    HPCTRAIN_SECRETS=$PWD/.hpctrain-$JOB.$(digest_of "$lines")
+    export HPCTRAIN_SECRETS
+    CLEAN_UP+=(remove_secrets)
+    trap clean_up EXIT
+    # Opened once, by noclobber as a new file. Where others can write this folder, they can replace it, also
+    # by a link to a file of this user, or by a pipe. So its name contains the digest of its content.
+    (umask 077 && set -C && printf %s "$lines" >"$HPCTRAIN_SECRETS") ||
+        die "$PWD: cannot be written: submit from a folder of your own"
+}
+
+digest_of() {
+    printf %s "$1" | sha256sum | cut -c -32
+}
+
+remove_secrets() {
+    rm -f "$HPCTRAIN_SECRETS"
+}
+
+# Processes that horovodrun started over ssh keep running when the connection ends. A job that a rank has
+# submitted has the variables of the rank, but a SLURM_JOB_ID of its own.
+kill_horovod_ranks() {
+    # shellcheck disable=SC2016 # the shells on the nodes expand them
+    (($1 == 0)) || on_every_node bash -c '
+        for process in /proc/[0-9]*; do
+            grep -qsz "^HOROVOD_RANK=" "$process/environ" &&
+                grep -qszx "SLURM_JOB_ID=$HPCTRAIN_JOB" "$process/environ" &&
+                kill -KILL "${process#/proc/}" 2>/dev/null
+        done
+        true'
+}
+
+task_horovodrun() {
+    local lines
+    set_ranks HOROVOD_RANK HOROVOD_LOCAL_RANK HOROVOD_CROSS_RANK
+    if [[ -n ${HPCTRAIN_SECRETS:-} ]]; then
+        lines=$(timeout 10 head -c 10000000 "$HPCTRAIN_SECRETS" && echo .) || true
+        lines=${lines%.}
+        [[ $HPCTRAIN_SECRETS == *."$(digest_of "$lines")" ]] ||
+            die "$HPCTRAIN_SECRETS is not the file that this job wrote: submit from a folder of your own"
+        eval "$lines"
+    fi
+    eval "WORDS=($HPCTRAIN_COMMAND)" # words quoted by printf %q
+    if [[ ${HPCTRAIN_CONTAINER_ON:-} == "$(uname -n)" ]]; then
+        # The ranks on the first node are in the container of horovodrun.
+        WORDS=(-- "${WORDS[@]:$(index_of_command)}")
+    else
+        # horovodrun passes on the PATH of its container, which need not have the runtime.
+        PATH=$HPCTRAIN_HOST_PATH
+    fi
+    # horovodrun's ssh command has set the variables of that container here.
+    # shellcheck disable=SC2086 # a list of names
+    unset ${HPCTRAIN_CONTAINER_VARIABLES:-}
+    # Each task has its own ssh connection and its own container, so podman-hpc counts one task.
+    HPCTRAIN_NODE_TASK=0 HPCTRAIN_NODE_TASKS=1
+    ! is_users_script || export_torchrun_env
+    # ssh exits with 255 after every signal, so task.sh waits for the command and reports the signal.
+    WAIT_AND_REPORT=1
+}

@@ -1,0 +1,73 @@
+# MPI: srun with a PMI, or the host's mpirun.
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # the variables in capitals are read by main.sh
+
+# launch_with_mpi HOW: mpirun, or srun with that PMI; "auto" or nothing: the PMI of the MPI library in the
+# image
+launch_with_mpi() {
+    local how=${1:-${HPCTRAIN_MPI:-auto}} library offered
+    library=$("${CONTAINER[@]}" ${SIF:+"$SIF"} python -c '
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | tail -n 1) || true
+    [[ $how == @(auto|mpirun) ]] || command -v srun >/dev/null ||
+        die "there is no srun on the PATH of $(hostname), which starts the ranks with --mpi=$how:" \
+            "run this where Slurm is, or use --mpi=mpirun"
+    offered=$(srun --mpi=list 2>&1 | tr -s '\n\t ' ' ' || true)
+    if [[ $how == auto ]]; then
+        choose_pmi "$library" "$offered"
+        how=$REPLY
+    fi
+    export HPCTRAIN_MPI_LIBRARY=$library
+    if [[ $how == mpirun ]]; then
+        use_launcher mpirun
+    else
+        [[ " $offered " == *" $how "* || " $offered " == *" ${how}_v"* ]] ||
+            die "srun does not offer --mpi=$how here: choose one of these: ${offered##*are... }"
+        LAUNCHER_TEXT="srun --mpi=$how for $library"
+        set_srun "$TASKS" --mpi="$how"
+        LAUNCH+=("$TASK" mpi)
+    fi
+    [[ -n ${OPTION[dry-run]:-} ]] || check_mpi_world "$library" "${LAUNCHER_TEXT%% for *}"
+}
+
+# choose_pmi LIBRARY OFFERED: set REPLY to the PMI of the library that srun offers, or to mpirun
+choose_pmi() {
+    case "$1:$2" in
+    "Open MPI"*\ pmix*) REPLY=pmix ;;
+    *MPICH*\ cray_shasta\ *)
+        REPLY=pmi2
+        [[ ! -e /opt/cray ]] || REPLY=cray_shasta # srun lists it without a Cray, too
+        ;;
+    *MPICH*\ pmi2\ * | Intel*\ pmi2\ *) REPLY=pmi2 ;;
+    "Open MPI"*) REPLY=mpirun ;;
+    *)
+        die "$HPCTRAIN_IMAGE has no MPI library that srun or mpirun can start here ($1):" \
+            "use another image, or apptainer_ddp.sh"
+        ;;
+    esac
+}
+
+# check_mpi_world LIBRARY LAUNCHER: check that MPI gives one world of all ranks, before the long job. A
+# launcher and a library without a common PMI give N worlds of one rank each, which run, and end with exit
+# status 0.
+check_mpi_world() {
+    local status=0 output advice='try another --mpi= (srun --mpi=list shows them; or mpirun)'
+    compose python -c '
+import os
+from mpi4py import MPI
+size, wanted = MPI.COMM_WORLD.size, int(os.environ["HPCTRAIN_WORLD_SIZE"])
+raise SystemExit(0 if size == wanted else f"MPI: {size} of {wanted}")'
+    output=$(timeout 60 "${COMMAND[@]}" 2>&1) || status=$?
+    ((status != 0)) || return 0
+    printf '%s\n' "$output" | tail -n 8 >&2
+    if [[ $output == *"MPI: 1 of"* ]]; then
+        die "each of $HPCTRAIN_WORLD_SIZE ranks is rank 0 of 1: $1 does not support the PMI of $2: $advice"
+    fi
+    die "MPI does not start ($1 with $2, exit status $status; its last lines are above): $advice"
+}
+
+task_mpi() {
+    set_ranks_of_srun
+}

@@ -1,0 +1,22 @@
+# torchrun: one on each node, which starts the ranks there, and starts all of them again when one dies.
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # the variables in capitals are read by main.sh
+
+launch_with_torchrun() {
+    local rendezvous restarts=${OPTION[max-restarts]:-0}
+    LAUNCHER_TEXT="torchrun on each node, at most $(counted "$restarts" restart)"
+    if [[ ${HOSTS[0]} == localhost ]]; then
+        rendezvous=(--standalone)
+    else
+        set_srun 1
+        set_mpi_hint
+        rendezvous=(--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$JOB")
+        # Without it the workers share the store of the rendezvous, and no restart over two nodes recovered
+        # (torch 2.13).
+        export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    fi
+    LAUNCH+=("$TASK" none)
+    resolve_folder "$ROOT" # the name by which it is bound
+    PYTHON=(python "$REPLY/launch/lib/torchrun.py" --nnodes="$NODES" --nproc-per-node="$TASKS"
+        --max-restarts="$restarts" "${rendezvous[@]}")
+}

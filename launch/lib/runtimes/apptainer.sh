@@ -1,0 +1,50 @@
+# Apptainer, or Singularity.
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
+
+apptainer_command() {
+    local program path
+    find_folders_to_bind
+    program=$(command -v apptainer || command -v singularity) ||
+        die "neither apptainer nor singularity is on the PATH of $(hostname):" \
+            "load your site's module (HPCTRAIN_MODULES)," \
+            "or export HPCTRAIN_RUNTIME=none to run without a container"
+    find_image
+    RUNTIME_VERSION=$("$program" --version)
+    CONTAINER=("${program##*/}" exec)
+    # --nv goes before the image. Without a GPU it has no effect and no message, so it is given only if the
+    # job has GPUs.
+    ((GPUS == 0)) || CONTAINER+=(--nv)
+    for path in "${FOLDERS[@]}"; do
+        CONTAINER+=(--bind "$path")
+    done
+    if [[ -f $HPCTRAIN_IMAGE ]]; then
+        SIF=$HPCTRAIN_IMAGE
+        find_digest "$SIF"
+        # compose gives it its value. A dry run prints commands that may run twice.
+        if [[ -z ${OPTION[dry-run]:-} && $RUNTIME_VERSION =~ ^apptainer\ version\ ([0-9]+)\.([0-9]+) ]] &&
+            ((BASH_REMATCH[1] > 1 || BASH_REMATCH[2] > 2)); then
+            export HPCTRAIN_NODE_CONTAINER=1
+        fi
+    else # a sandbox folder
+        CONTAINER+=("$HPCTRAIN_IMAGE")
+    fi
+    export HPCTRAIN_GPU_OPTION='--nv before the image (apptainer)'
+    RUNTIME_VARIABLES=('APPTAINER*' 'SINGULARITY*')
+    export HPCTRAIN_CONTAINER_VARIABLES='APPTAINER_BIND SINGULARITY_BIND'
+    unset_host_python
+}
+
+# find_image: set HPCTRAIN_IMAGE, or say how to make the image that is missing
+find_image() {
+    local make='make sif'
+    [[ -z ${HPCTRAIN_IMAGE:-} || -e $HPCTRAIN_IMAGE ]] ||
+        die "$HPCTRAIN_IMAGE: no such image: set HPCTRAIN_IMAGE to yours," \
+            "or unset it for hpctrain-$HPCTRAIN_FLAVOR.sif"
+    : "${HPCTRAIN_IMAGE:=$ROOT/hpctrain-$HPCTRAIN_FLAVOR.sif}"
+    [[ ! -e $HPCTRAIN_IMAGE ]] || return 0
+    check_flavor
+    [[ ${HPCTRAIN_FLAVOR%-mpich} == cpu ]] || make+=" FLAVOR=${HPCTRAIN_FLAVOR%-mpich}"
+    [[ $HPCTRAIN_FLAVOR != *-mpich ]] || make+=' MPI=mpich'
+    die "$HPCTRAIN_IMAGE: no such image: run $make, or set HPCTRAIN_IMAGE to yours"
+}

@@ -1,0 +1,29 @@
+# No container: the python that modules, a venv or a conda environment put on the PATH.
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
+
+none_command() {
+    local env=${HPCTRAIN_PYTHON_ENV:-}
+    [[ $env != -* ]] || env=./$env
+    [[ -z ${HPCTRAIN_PACKAGES:-} ]] ||
+        die "HPCTRAIN_PACKAGES is for images: unset it, and pip install into the environment itself"
+    if [[ -n $env && -r $env/bin/activate && ! -d $env/conda-meta ]]; then
+        # shellcheck source=/dev/null
+        source "$env/bin/activate"
+    elif [[ -n $env ]]; then
+        command -v conda >/dev/null ||
+            die "HPCTRAIN_PYTHON_ENV=$env is not a venv, and there is no conda on the PATH:" \
+                "load conda's module (HPCTRAIN_MODULES)"
+        set +u # conda's scripts read variables that are not set
+        eval "$(conda shell.bash hook)"
+        conda activate "$env" || die "conda activate $env failed: conda env list shows the environments"
+        set -u
+    fi
+    python -c 'import importlib.util as u; raise SystemExit(u.find_spec("torch") is None)' 2>/dev/null ||
+        die "$(command -v python || echo python) on $(hostname) has no torch:" \
+            "set HPCTRAIN_MODULES or HPCTRAIN_PYTHON_ENV to one that has it"
+    RUNTIME_VERSION=$(python --version)
+    HPCTRAIN_IMAGE=$(command -v python)
+    # A site's PyTorch does not include hpctrain. This folder holds nothing else, so it hides nothing.
+    export PYTHONPATH=$ROOT/src${PYTHONPATH:+:$PYTHONPATH}
+}

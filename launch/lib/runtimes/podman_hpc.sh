@@ -1,0 +1,58 @@
+# podman-hpc (NERSC): one container per node, which all tasks of the node enter, because MPI ranks in separate
+# containers do not find each other.
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
+
+podman_hpc_command() {
+    local path name module modules label=hpctrain.job=$JOB
+    find_folders_to_bind
+    command -v podman-hpc >/dev/null ||
+        die "there is no podman-hpc on the PATH of $(hostname):" \
+            "use a launch script for a runtime of this site"
+    : "${HPCTRAIN_IMAGE:=hpctrain:$HPCTRAIN_FLAVOR}"
+    DIGEST=$(podman-hpc images --format '{{.Digest}}' "$HPCTRAIN_IMAGE" 2>&1 | tail -n 1) || true
+    [[ $DIGEST == sha256:* || $HPCTRAIN_IMAGE != "hpctrain:${HPCTRAIN_FLAVOR:-}" ]] || check_flavor
+    [[ $DIGEST == sha256:* ]] ||
+        die "$HPCTRAIN_IMAGE: podman-hpc has no such image on $(hostname): podman-hpc pull it" \
+            "(after podman-hpc build or load: podman-hpc migrate), or set HPCTRAIN_IMAGE"
+    # An image that was both loaded and pulled has two digests; the one that the user named was found.
+    [[ $HPCTRAIN_IMAGE != *@* ]] || DIGEST=${HPCTRAIN_IMAGE#*@}
+    RUNTIME_VERSION=$(podman --version)
+    # keep-id: files in shared folders stay the user's own, and PMIx accepts the caller. /tmp: for the sockets
+    # of PMIx.
+    CONTAINER=(podman-hpc shared-run --label "$label" --userns=keep-id --network=host --ipc=host
+        --volume /tmp:/tmp --volume "$HOME:$HOME" --workdir "$PWD")
+    refuse_separators "$HOME"
+    split_list "${HPCTRAIN_PODMAN_MODULES:-}" modules
+    for module in "${modules[@]}"; do
+        CONTAINER+=("--$module")
+    done
+    for path in "${FOLDERS[@]}"; do
+        [[ $path == "$HOME" || $path == "$HOME"/* ]] || CONTAINER+=(--volume "$path:$path")
+    done
+    # Not --env-host, which would replace the PATH of the image.
+    for name in HOME "${FORWARDED_VARIABLES[@]}"; do
+        CONTAINER+=(--env "$name")
+    done
+    CONTAINER+=("$HPCTRAIN_IMAGE")
+    # Which of the tasks that one launcher started on this node makes the container, and how many enter it;
+    # task.sh sets both.
+    export PODMANHPC_LOCALID_VAR=HPCTRAIN_NODE_TASK PODMANHPC_TASKS_PER_NODE_VAR=HPCTRAIN_NODE_TASKS
+    # Its unmount of the image gives up after five seconds by default, and a busy node takes longer.
+    export UMOUNT_WAIT_RETRIES=${UMOUNT_WAIT_RETRIES:-60}
+    RUNTIME_VARIABLES=('PODMANHPC_*' UMOUNT_WAIT_RETRIES)
+    export HPCTRAIN_GPU_OPTION='--gpu (podman-hpc; HPCTRAIN_PODMAN_MODULES)'
+    unset_host_python
+    # Processes in its containers keep running when podman-hpc is ended: by the task itself, where Slurm ends
+    # the job and lets it start nothing more, and after srun has killed the tasks, where one of them failed.
+    # podman run ignores SIGTERM: while one still makes a container (a second on a busy node), rm would not
+    # see it.
+    HPCTRAIN_END_TASK="for i in {1..40}; do pgrep -u $UID -f '[p]odman run .*--label $label ' >/dev/null"
+    HPCTRAIN_END_TASK+=" && sleep 0.1 || break; done; podman-hpc rm --force --time 0 --filter label=$label"
+    export HPCTRAIN_END_TASK
+    CLEAN_UP+=(remove_podman_containers)
+}
+
+remove_podman_containers() {
+    (($1 == 0)) || on_every_node bash -c "$HPCTRAIN_END_TASK" >/dev/null
+}
