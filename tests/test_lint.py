@@ -17,7 +17,7 @@ SHELL = sorted(
     if text.startswith("#!/bin/bash") or re.search("^# shellcheck shell=bash$", text, re.M)
 )
 SCRIPTS = [name for name in SHELL if TEXTS[name].startswith("#!") and name != ".ci/run"]
-# Those that users submit. lib.sh and task.sh are parts of them.
+# Those that users submit.
 LAUNCH_SCRIPTS = [name for name in SCRIPTS if re.fullmatch(r"launch/(?!lib|task|site)\w+\.sh", name)]
 TOOLS = Path(sys.executable).parent
 
@@ -84,9 +84,28 @@ def place(name, text, match):
 
 
 def test_ruff():
+    """Among its rules: 110 columns, and the complexity of a function."""
     for arguments in (["check"], ["format", "--check"]):
         done = run(TOOLS / "ruff", *arguments, ".")
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_mypy():
+    done = run(sys.executable, "-m", "mypy")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_shell_scripts_have_110_columns():
+    sh = [name for name, text in TEXTS.items() if text.startswith("#!/bin/sh")]
+    assert "cluster/slurm/epilog" in sh
+    wide = [
+        f"{name}:{number}: {len(line)} characters"
+        for name in [*SHELL, *sh]
+        for number, line in enumerate(TEXTS[name].splitlines(), 1)
+        if len(line) > 110
+    ]
+    assert not wide, "\n".join(wide)
 
 
 @pytest.mark.slow  # each launch script is checked with all that it sources
