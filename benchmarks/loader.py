@@ -113,7 +113,8 @@ def main() -> None:
                     rates["second", name].append(examples / (time.perf_counter() - began))
                     rates["processor second", name].append(examples / (processor_seconds() - used))
     print(
-        f"{args.images} images of {size / 1000:.0f} kB, batch {BATCH}, {args.workers} workers, {args.rounds} rounds"
+        f"{args.images} images of {size / 1000:.0f} kB, batch {BATCH}, "
+        f"{args.workers} workers, {args.rounds} rounds"
     )
     for unit in ("second", "processor second"):
         rows = {name: rates[unit, name] for name in runs}

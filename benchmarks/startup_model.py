@@ -90,7 +90,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     print(
-        "| nodes | ranks | read the image | broadcast it | rendezvous | first step | with --broadcast | ezpz |"
+        "| nodes | ranks | read the image | broadcast it | rendezvous | first step "
+        "| with --broadcast | ezpz |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for nodes in map(int, args.nodes.split(",")):

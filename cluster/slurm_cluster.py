@@ -25,7 +25,8 @@ BUILD = REPOSITORY / "build/cluster"
 
 # the final states of a Slurm job
 ENDED = {
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+    "TIMEOUT",
 }  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def missing() -> str | None:
 
 
 def project_files() -> list[str]:
-    """The project's files, as paths relative to REPOSITORY: those that git lists, and new ones that it does not ignore."""
+    """The project's files, relative to REPOSITORY: those of git, and new ones that it does not ignore."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, check=True).stdout.split(b"\0")
     return [os.fsdecode(name) for name in names if name and (REPOSITORY / os.fsdecode(name)).is_file()]
@@ -186,7 +187,7 @@ class Cluster:
         cwd: str | Path | None = None,
         script: str | None = None,
     ) -> int:
-        """Submit a job with `sbatch *args`, with `script` as the text of the batch script if given; return the job id."""
+        """Submit a job with `sbatch *args` and return its number; `script` is the text of a batch script."""
         done = self.exec("login", "sbatch", "--parsable", *args, user=user, env=env, cwd=cwd, input=script)
         return int(done.stdout.split(";")[0])
 

@@ -33,7 +33,7 @@ def cluster_sh(*args, state, cwd=None, **env):
 
 
 def processes(state):
-    """The pids on the host of all processes that belong to a state folder: its nodes, and the processes in them."""
+    """The host's process numbers of the nodes of a state folder, and of the processes in them."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -135,7 +135,7 @@ def test_users_may_run_containers(cluster):
 
 @needs_cluster
 def test_a_job_has_the_limit_of_core_files_of_its_user(cluster):
-    """As at a site: slurmd raises its own, and each program that a signal ends would leave its memory in the user's folder."""
+    """As at a site; slurmd raises its own limit, so a killed program would leave its memory in the folder."""
     done = cluster.exec("login", "bash", "-c", "ulimit -Sc 0; srun bash -c 'ulimit -Sc'", user="alice")
     assert done.stdout == "0\n"
 
@@ -156,8 +156,9 @@ RANK_SUM = "from mpi4py.MPI import COMM_WORLD as w; print(f'sum {w.allreduce(w.r
 # One container per node, whose processes are the ranks. They see each other, the node's network and /tmp, and
 # PMIx.
 SHARED_RUN = [
-    "podman-hpc", "shared-run", "--label=hpctrain.test", "--userns=keep-id", "--network=host", "--ipc=host", "--volume=/tmp:/tmp",
-    "--volume=/home/alice:/home/alice", "--workdir=/home/alice", "-e", "SLURM_*", "-e", "PMIX_*", "hpctrain:cpu",
+    "podman-hpc", "shared-run", "--label=hpctrain.test", "--userns=keep-id", "--network=host", "--ipc=host",
+    "--volume=/tmp:/tmp", "--volume=/home/alice:/home/alice", "--workdir=/home/alice",
+    "-e", "SLURM_*", "-e", "PMIX_*", "hpctrain:cpu",
 ]  # fmt: skip
 # Slurm gives a job other nodes while an earlier one has not ended completely, as after a failed step.
 HERE = "--nodelist=n1,n2"
@@ -191,7 +192,7 @@ def test_podman_hpc_makes_one_world_of_two_nodes(site, podman_hpc):
 
 @needs_cluster
 def test_containers_outlive_a_failed_step_until_they_are_removed(site, podman_hpc):
-    """Why launch/podman_hpc_ddp.sh removes containers: Slurm kills podman's clients, but not the containers they started."""
+    """Slurm kills podman's clients, but not their containers, so launch/podman_hpc_ddp.sh removes them."""
     fail = 'if [ "$SLURM_PROCID" = 3 ]; then sleep 1; exit 7; fi; sleep 1000'
     assert podman_hpc(*SRUN, *SHARED_RUN, "sh", "-c", fail, check=False).returncode != 0
     assert containers_left(site) > 0
@@ -204,7 +205,8 @@ def test_a_job_of_qsub_has_the_variables_of_pbs_and_none_of_slurm(site):
     script = """#!/bin/bash
 #PBS -N hello
 #PBS -j oe
-pwd; env | grep -c ^SLURM; echo "$A $B $PBS_ENVIRONMENT"; uniq -c "$PBS_NODEFILE"; module load pytorch && type -p hpctrain
+pwd; env | grep -c ^SLURM; echo "$A $B $PBS_ENVIRONMENT"; uniq -c "$PBS_NODEFILE"
+module load pytorch && type -p hpctrain
 cd "$PBS_O_WORKDIR" && pwd
 mpirun --hostfile "$PBS_NODEFILE" sh -c 'hostname; env | grep ^SLURM || true'
 """

@@ -1,4 +1,4 @@
-"""The image that make image and make sif build: its content, and that an ordinary user can run it read-only."""
+"""The image that make sif builds: its content, and that an ordinary user can run it read-only."""
 
 import json
 import os
@@ -57,7 +57,10 @@ def test_it_has_the_locked_versions(cluster):
         "wandb",
     ]
     compiled = {"horovod": "0.28.1", "torchvision": "0.21.0"}
-    code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {names + list(compiled)}}}))"
+    code = (
+        "import json, importlib.metadata as m\n"
+        f"print(json.dumps({{n: m.version(n) for n in {names + list(compiled)}}}))"
+    )
     found = json.loads(inside(cluster, "python", "-c", code).stdout)
     lock = (REPOSITORY / "containers/locks/cpu.lock").read_text()
     for name in names:
@@ -66,7 +69,7 @@ def test_it_has_the_locked_versions(cluster):
 
 
 def test_torchvision(cluster):
-    """Compiled for this torch: operators and their gradients, pictures, transforms, models, and no warning at its import."""
+    """Compiled for this torch: operators, gradients, pictures, transforms and models, without a warning."""
     code = """
 import io
 import torch
@@ -83,7 +86,8 @@ jpeg = io.BytesIO()
 Image.new("RGB", (5, 4), (255, 0, 0)).save(jpeg, "JPEG")
 red = decode_image(torch.frombuffer(bytearray(jpeg.getvalue()), dtype=torch.uint8))
 assert red.shape == (3, 4, 5) and red[0].min() > 250 and (decode_image(encode_png(red)) == red).all()
-picture = transforms.Compose([transforms.RandomResizedCrop(32), transforms.ToTensor()])(Image.new("RGB", (50, 40)))
+crop = transforms.Compose([transforms.RandomResizedCrop(32), transforms.ToTensor()])
+picture = crop(Image.new("RGB", (50, 40)))
 assert models.resnet18(num_classes=7).eval()(picture[None]).shape == (1, 7)
 """
     inside(cluster, "python", "-W", "error::UserWarning", "-c", code)
@@ -207,8 +211,9 @@ def test_variables_of_the_hosts_python_are_ignored(cluster):
 
 def test_a_home_that_cannot_be_written(cluster, digits):
     done = cluster.exec(
-        "n1", "apptainer", "exec", "--no-home", "--home", "/nonexistent", "--bind", "/project", "/project/hpctrain-cpu.sif",
-        "hpctrain", "train_ddp", "--data", digits, "--epochs", "1", "--out", "/tmp/no-home", user="alice", cwd="/tmp",
+        "n1", "apptainer", "exec", "--no-home", "--home", "/nonexistent", "--bind", "/project",
+        "/project/hpctrain-cpu.sif", "hpctrain", "train_ddp", "--data", digits, "--epochs", "1",
+        "--out", "/tmp/no-home", user="alice", cwd="/tmp",
     )  # fmt: skip
     assert "curves.png are in /tmp/no-home" in done.stdout
 
@@ -338,7 +343,7 @@ def test_a_file_that_is_not_a_sif_stays_unchanged(tmp_path):
 
 
 def test_the_lock_of_cu130_is_the_same_for_arm64():
-    """A lock has the hashes of all files of a version; it would differ if only one platform needed a package."""
+    """A lock has the hashes of all files of a version; a package for one platform only would change it."""
     check = ["containers/lock.sh", "--check", "--platform", "aarch64", "--flavor"]
     env = {**os.environ, "PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}"}
     done = subprocess.run([*check, "cu130-build"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
@@ -349,7 +354,7 @@ def test_the_lock_of_cu130_is_the_same_for_arm64():
 
 
 def test_a_stale_lock_is_named(tmp_path):
-    """With the shortest lock: an index may get more files of a pinned version any day, which makes longer ones stale."""
+    """With the shortest lock: whenever an index gets more files of a pinned version, a lock is stale."""
     env = {**os.environ, "PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}"}
     check = ["containers/lock.sh", "--check", "--flavor", "cu130-build"]
     done = subprocess.run(check, cwd=REPOSITORY, env=env, capture_output=True, text=True)

@@ -57,7 +57,7 @@ def wheel(folder: Path, name: str) -> str:
 
 @dataclass(frozen=True)
 class Index:
-    """A package index: pip's environment for it, the lines for lock files, and an event that a request for /hang sets."""
+    """A package index: pip's environment, the lines for lock files, and the event that GET /hang sets."""
 
     env: dict[str, str]
     lines: dict[str, str]
@@ -71,7 +71,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
     folder = tmp_path_factory.mktemp("index")
     for name in ("own", "stranger"):
         subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+             "-nodes", "-days", "2",
              "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
              "-keyout", f"{name}.key", "-out", f"{name}.crt"],
             cwd=folder, check=True, capture_output=True,
@@ -215,10 +216,11 @@ UNREACHABLE = "cannot reach the index above"
     ],
 )
 def test_pip_fails_for_a_reason(environment, index, tmp_path, lock, variables, words):
-    """run_pip, the only function that recognizes pip's messages, as the steps call it and with the same pip."""
+    """The only function that knows pip's messages is run_pip, which the steps call with the same pip."""
     (tmp_path / "tiny.lock").write_text(lock or index.lines["probe"])
     variables = {name: value.format(stranger=index.stranger) for name, value in variables.items()}
-    command = f"source {REPOSITORY}/containers/install/step_functions.sh; run_pip tiny.lock {environment}/bin/python -m pip" \
+    functions = f"source {REPOSITORY}/containers/install/step_functions.sh"
+    command = f"{functions}; run_pip tiny.lock {environment}/bin/python -m pip" \
         f" install --require-hashes --no-cache-dir --target new -r tiny.lock"  # fmt: skip
     apart = ["unshare", variables.pop("UNSHARE")] if "UNSHARE" in variables else []
     done = run(
@@ -293,7 +295,10 @@ def test_an_environment_that_was_interrupted(recipe, index, tmp_path):
 def test_bytecode_on_a_full_disk(environment, disk):
     """A file with a syntax error is skipped; a full disk is an error."""
     folder = disk("200k")
-    compile_it = f"source containers/install/step_functions.sh; compile_bytecode {environment}/bin/python {folder} unchecked-hash"
+    compile_it = (
+        "source containers/install/step_functions.sh; "
+        f"compile_bytecode {environment}/bin/python {folder} unchecked-hash"
+    )
     (folder / "newer.py").write_text("match = = 3\n")
     (folder / "code.py").write_text("x = 1\n")
     assert run("bash", "-euc", compile_it, "python.sh").returncode == 0
@@ -333,7 +338,7 @@ def test_a_missing_certificate_file(recipe):
 
 
 def test_images_on_full_disks(recipe, disk, tmp_path):
-    """build_image.sh and build_sif.sh build a small image on a large disk; on a full one they stop with a message."""
+    """build_image.sh and build_sif.sh build a small image on a large disk, and stop on a full one."""
     (recipe / "containers/locks/small.lock").write_text("")
     (recipe / "containers/Dockerfile").write_text("FROM scratch\nCOPY tree /\n")
     (recipe / ".dockerignore").write_text("*\n!tree\n")

@@ -1,4 +1,4 @@
-"""Pushing an image to a registry and pulling it, an image on top of ours, and packages on top of it without an image."""
+"""Push an image to a registry and pull it; build an image on top of ours; add packages without an image."""
 
 import base64
 import hashlib
@@ -31,7 +31,7 @@ http: {{addr: ":{port}"}}
 
 @pytest.fixture(scope="module")
 def registries(site):
-    """Debian's docker-registry on the login node: port 5000 is open to all, port 5001 needs a password that no user has."""
+    """Debian's docker-registry on the login node: port 5000 is open, 5001 has a password nobody knows."""
     auth = "auth: {htpasswd: {realm: us, path: /project/registry.passwords}}\n"
     site.host_path("/project/registry.passwords").write_text("")
     started = []
@@ -149,7 +149,7 @@ def test_podman_hpc_pulls_what_was_pushed_and_trains(site, digest, podman_image,
 
 
 def test_the_sif_itself_in_the_registry(site, registries):
-    """As in the release workflow; the file that is pulled, also by digest as the pages of the sites say, is the pushed one."""
+    """As in the release workflow; a pull by name or by digest gives the same file."""
     there = f"oras://{NAME}:cpu-{VERSION}-sif"
     site.exec(
         "login",
@@ -228,7 +228,11 @@ UNCHANGED = """
 import importlib.metadata, json
 recorded = json.load(open("/opt/hpctrain/versions.json"))
 found = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions()}
-changed = {name: (version, recorded[name]) for name, version in found.items() if recorded.get(name, version) != version}
+changed = {
+    name: (version, recorded[name])
+    for name, version in found.items()
+    if recorded.get(name, version) != version
+}
 import einops, torch
 print("added", sorted(found.keys() - recorded), "changed", changed, einops.__version__)
 """
@@ -236,7 +240,7 @@ print("added", sorted(found.keys() - recorded), "changed", changed, einops.__ver
 
 @pytest.fixture(scope="module")
 def on_top(site):
-    """Makes pip use the wheels in /mnt for alice's examples/on-top; gives the folder of wheels to mount there."""
+    """The folder of wheels to mount at /mnt, where pip looks for those of alice's examples/on-top."""
     wheels = site.host_path("/home/alice/wheels")
     requirements = site.host_path(f"{HOME}/examples/on-top/requirements.txt")
     pip = [
@@ -314,7 +318,7 @@ def wheel(folder: Path, name: str, version: str, modules: dict[str, str], requir
 
 @pytest.fixture(scope="module")
 def added(site):
-    """A function that runs `hpctrain add` as alice, after it has added a package that contains another numpy."""
+    """A function that runs `hpctrain add` as alice, where a package with another numpy is added already."""
     folder = site.host_path("/project/alice")
     env = {"HPCTRAIN_PACKAGES": "/project/alice/packages"}
 
@@ -339,7 +343,8 @@ def added(site):
 @pytest.mark.parametrize("runtime", ["apptainer", "podman-hpc", "shifter"])
 def test_packages_on_top_are_found_on_every_rank_and_hide_nothing(site, added, podman_image, runtime):
     site.host_path(f"{HOME}/uses.py").write_text(
-        "import os, extra, numpy, torch\nprint('rank', os.environ['RANK'], extra.name, extra.__file__, numpy.__file__)\n"
+        "import os, extra, numpy, torch\n"
+        "print('rank', os.environ['RANK'], extra.name, extra.__file__, numpy.__file__)\n"
     )
     env = {"HPCTRAIN_RUNTIME": runtime, "HPCTRAIN_PACKAGES": "/project/alice/packages"}
     if runtime == "podman-hpc":
@@ -429,9 +434,11 @@ def test_a_package_that_cannot_be_imported_or_breaks_the_image_is_refused(site, 
 
 # What users of such images add, in versions that need a recent release of what both have.
 ADDED = """\
-accelerate>=1.14 albumentations boto3>=1.43 dask datasets>=5 diffusers>=0.42 einops evaluate>=0.4 fastapi gradio>=6 h5py
-jupyterlab>=4 lightgbm mlflow>=3.10 monai numba>=0.60 nvidia-ml-py opencv-python-headless optuna>=4 pandas>=2 peft>=0.20 plotly
-polars pyarrow>=20 ray>=2.50 s3fs>=2026 scikit-image sentence-transformers>=5 sentencepiece spacy>=3.8 streamlit>=1.50 timm>=1
+accelerate>=1.14 albumentations boto3>=1.43 dask datasets>=5 diffusers>=0.42 einops evaluate>=0.4 fastapi
+gradio>=6 h5py
+jupyterlab>=4 lightgbm mlflow>=3.10 monai numba>=0.60 nvidia-ml-py opencv-python-headless optuna>=4 pandas>=2
+peft>=0.20 plotly polars pyarrow>=20 ray>=2.50 s3fs>=2026 scikit-image sentence-transformers>=5 sentencepiece
+spacy>=3.8 streamlit>=1.50 timm>=1
 torch-geometric>=2.7 torchaudio trl>=1 wandb>=0.30 webdataset xarray zarr>=3
 """
 

@@ -92,7 +92,7 @@ def test_an_invalid_setting_is_one_line(name, value):
 
 
 def test_versions_that_differ_from_the_record_are_printed(debian):
-    """Nothing is installed here: apt-get and python3.11 do nothing, so the packages of the base are compared."""
+    """apt-get and python3.11 do nothing here, so the packages of the base are compared."""
     record = next((debian / "src/containers/locks").glob("openmpi-amd64.debian"))
     bash = next(line for line in record.read_text().splitlines() if line.startswith("bash "))
     record.write_text(record.read_text().replace(f"{bash}\n", "bash 1.0\n").replace("\ndash ", "\nno-dash "))
@@ -111,7 +111,7 @@ def test_versions_that_differ_from_the_record_are_printed(debian):
 
 
 def test_a_compiled_wheel_is_kept_under_a_key_of_its_inputs(tmp_path):
-    """The key changes with the recipe, torch, the flavor, the prefix and any Debian package, and not with other wheels."""
+    """The key depends on recipe, torch, flavor, prefix and each Debian package, not on other wheels."""
     containers, prefix = tmp_path / "containers", tmp_path / "prefix"
     for folder in ("install", "locks", "patches"):
         shutil.copytree(REPOSITORY / "containers" / folder, containers / folder)
@@ -128,7 +128,8 @@ def test_a_compiled_wheel_is_kept_under_a_key_of_its_inputs(tmp_path):
         command = f'set -euo pipefail; source "$0"; compiled_key horovod "$@" {" ".join(recipe)}'
         done = subprocess.run(
             ["bash", "-c", command, containers / "install/step_functions.sh", folder, flavor, containers],
-            env={**os.environ, "PATH": f"{debian.parent}:{os.environ['PATH']}"}, capture_output=True, text=True, check=True,
+            env={**os.environ, "PATH": f"{debian.parent}:{os.environ['PATH']}"},
+            capture_output=True, text=True, check=True,
         )  # fmt: skip
         return done.stdout
 

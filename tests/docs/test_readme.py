@@ -21,7 +21,7 @@ NOT_RUN = {
     "make test-fast": "a part of make test",
     "make test-all": "runs this test",
     "make reproduce": "two builds from nothing, half an hour",
-    "apptainer key newpair": "asks for a name and a password: tests/containers/test_record.py signs with options",
+    "apptainer key newpair": "asks for a name: tests/containers/test_record.py signs with options",
     "apptainer sign hpctrain-cpu.sif": "tests/containers/test_record.py, on a copy",
     "apptainer verify hpctrain-cpu.sif": "tests/containers/test_record.py, on a copy",
 }
@@ -32,7 +32,7 @@ AT_ONCE = 3  # jobs: more of them on two cores would only wait for each other, a
 
 
 def commands(kind):
-    """The lines of each page's blocks of a kind, by the page's name; without those that an earlier page has."""
+    """The lines of each page's blocks of a kind, without those of earlier pages."""
     seen, pages = set(NOT_RUN), {}
     for page in PAGES:
         blocks = re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.M | re.S)
@@ -59,10 +59,10 @@ def test_there_are_commands():
 def test_on_this_machine(page, sif, tmp_path):
     # What make has made is not made again (test_image.py looks at that); the rest writes into a folder of its
     # own.
-    script = "".join(
-        f"echo '$ '{number}\n{re.sub('^make ', f'make -C {REPOSITORY} ', line).replace('.venv/', f'{REPOSITORY}/.venv/')}\n"
-        for number, line in enumerate(HERE[page])
-    )
+    script = ""
+    for number, line in enumerate(HERE[page]):
+        command = re.sub("^make ", f"make -C {REPOSITORY} ", line).replace(".venv/", f"{REPOSITORY}/.venv/")
+        script += f"echo '$ '{number}\n{command}\n"
     done = subprocess.run(
         ["bash", "-e", "-c", script],
         cwd=tmp_path,
@@ -86,8 +86,14 @@ def look_at_demo(output):
     assert hosts == ["n1", "n1", "n2", "n2"]
     config = json.loads((run / "config.json").read_text())
     assert config["world"] | {"rank": 0} == {
-        "rank": 0, "size": 4, "local_rank": 0, "local_size": 2, "node_rank": 0, "nodes": 2, "launcher": "slurm",
-    }  # fmt: skip
+        "rank": 0,
+        "size": 4,
+        "local_rank": 0,
+        "local_size": 2,
+        "node_rank": 0,
+        "nodes": 2,
+        "launcher": "slurm",
+    }
     assert re.fullmatch("sha256:[0-9a-f]{64}", config["image_digest"])
     assert re.fullmatch("[0-9a-f]{40}", config["revision"])
     assert (run / "curves.png").stat().st_size > 10_000
