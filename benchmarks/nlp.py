@@ -155,7 +155,7 @@ def train_as_in_tutorials(setting: Setting, model: PreTrainedModel, see: See) ->
 def train_with_trainer(
     setting: Setting, model: PreTrainedModel, see: See, order: str, compiled: bool = False
 ) -> None:
-    """The Trainer of transformers with its defaults: batches in this order, padded to their longest text."""
+    """The Trainer of transformers with its defaults: padded to the longest text of a batch, batches sampled in this order."""
     args = setting.args
     collate = transformers.DataCollatorWithPadding(setting.tokenizer)
     # otherwise it compiles anew for the second length, and again for more
@@ -224,7 +224,7 @@ WAYS: dict[str, Callable[[Setting, PreTrainedModel, See], None]] = {
 
 
 def tokenize(setting: Setting, way: str) -> None:
-    """Tokenize the reviews: one at a time and padded, all at once, or as `hpctrain nlp.classify`."""
+    """Tokenize the training reviews as this way does: one at a time and padded, all at once, or as `hpctrain nlp.classify`."""
     tokenizer, longest = setting.tokenizer, setting.args.max_length
     # as many as those whose training is timed
     reviews = setting.texts[setting.untimed * setting.args.batch_size :]
@@ -242,7 +242,7 @@ def tokenize(setting: Setting, way: str) -> None:
 
 
 class Meter:
-    """Counts the tokens of the batches, in see(), and times the steps with hooks of torch, for all ways."""
+    """Counts the tokens of the batches, in see(), and times the steps, with hooks of torch and therefore equally for all ways."""
 
     def __init__(self, setting: Setting, model: PreTrainedModel) -> None:
         self._setting, self._done = setting, 0
@@ -395,8 +395,7 @@ def prepare(args: argparse.Namespace, world: World, device: torch.device, folder
     if world.rank == 0:
         everything = TASK.tokenize(tokenizer, texts, labels, args.max_length, 0)
         print(
-            f"tokenizing: {len(texts):,} reviews in {time.perf_counter() - began:.1f} s, "
-            f"{everything.lengths.sum():,} tokens, "
+            f"tokenizing: {len(texts):,} reviews in {time.perf_counter() - began:.1f} s, {everything.lengths.sum():,} tokens, "
             f"mean {everything.lengths.mean():.1f}",
             flush=True,
         )
@@ -428,8 +427,7 @@ def format_table(results: dict[str, list[dict[str, float]]]) -> str:
     Ratios are taken within a turn, because the speed of the machine may change between turns.
     """
     lines = [
-        f"| way | examples/s | relative to (a) | {list(results)[-1][:3]} relative to it | real tokens/s "
-        "| share of real tokens "
+        f"| way | examples/s | relative to (a) | {list(results)[-1][:3]} relative to it | real tokens/s | share of real tokens "
         "| end to end, s: tokenize + train + evaluate | evaluation loss | accuracy |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -446,17 +444,16 @@ def format_table(results: dict[str, list[dict[str, float]]]) -> str:
         of_it = spread((c / this for this, _, c in zip(*speeds, strict=True)), 2)
         parts = " + ".join(f"{median[f'{part} s']:.1f}" for part in ("tokenize", "train", "evaluate"))
         lines.append(
-            f"| {way} | {spread(speeds[0], 0)} | {of_a} | {of_it} | {median['real tokens/s']:,.0f} "
-            f"| {median['share']:.3f} | {median['end to end s']:.1f}: {parts} "
-            f"| {spread((turn['loss'] for turn in turns), 4)} | {median['accuracy']:.4f} |"
+            f"| {way} | {spread(speeds[0], 0)} | {of_a} | {of_it} | {median['real tokens/s']:,.0f} | {median['share']:.3f} | "
+            f"{median['end to end s']:.1f}: {parts} | {spread((turn['loss'] for turn in turns), 4)} | {median['accuracy']:.4f} |"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Run all ways in turns, so that other load affects all equally; print a table of medians."""
+    """Run all ways in turns, so that other load on the machine affects them equally; print a table of medians."""
     parser = argparse.ArgumentParser(
-        description="Compare training on film reviews: a tutorial, Hugging Face's Trainer and hpctrain."
+        description="Compare training on film reviews: a tutorial's loop, Hugging Face's Trainer, and hpctrain."
     )
     add = parser.add_argument
     add(
@@ -527,13 +524,14 @@ def main() -> None:
                     print(f"turn {turn + 1}  {way:30} {text}", flush=True)
     if world.rank == 0:
         print(
-            f"\n{args.size}, {setting.steps * args.batch_size:,} reviews in batches of {args.batch_size}, "
-            f"{args.precision} on {world.size} x {device.type} with {torch.get_num_threads()} threads, "
-            f"medians of {args.turns}:\n\n"
+            f"\n{args.size}, {setting.steps * args.batch_size:,} reviews in batches of {args.batch_size}, {args.precision} on "
+            f"{world.size} x {device.type} with {torch.get_num_threads()} threads, medians of {args.turns}:\n\n"
             f"{format_table(results)}"
         )
         if skipped:
-            print("\n(b) was skipped: Hugging Face's Trainer needs accelerate: pip install accelerate")
+            print(
+                "\n(b) was skipped: Hugging Face's Trainer needs accelerate, which is not installed: pip install accelerate"
+            )
 
 
 if __name__ == "__main__":

@@ -52,11 +52,11 @@ LONG_FILES = [
     "nlp/models/test_models.py",
     "commands/check/test_check.py",
     "run/test_wandb.py",
-    "containers/test_install.py",
+    "containers/test_build_errors.py",
     "commands/test_sweep.py",
     "docs/test_contributing.py",
     "test_own_script.py",
-    "containers/test_sanity.py",
+    "containers/test_image_files.py",
     "distributed/test_world.py",
 ]
 

@@ -1,4 +1,4 @@
-"""The record of an image: reproducible builds, the SBOM, the provenance, and the output of verify.
+"""record.py, sbom.py and sif.py: reproducible builds, the SBOM, the provenance, and the output of verify.
 
 build_image.sh and build_sif.sh run unchanged, but with a Dockerfile of a few files instead of the image's.
 The last test is about the image itself.

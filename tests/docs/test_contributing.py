@@ -61,11 +61,7 @@ def project(tmp_path):
 
 
 def add(project, heading, name, edits):
-    """Make the edits of a table's rows.
-
-    That of a file is a text, a function of its old text, or None if a command writes it.
-    That of a folder is its files.
-    """
+    """Make the edits: for a file a text, a function of its old text, or None if a command writes it; for a folder its files."""
     listed = [path.replace("NAME", name) for path in LISTED[heading]]
     assert set(edits) <= set(listed), f"{heading} does not list {set(edits) - set(listed)}"
     optional = {
@@ -218,10 +214,7 @@ TASK = '''
         def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Document]:
             """Read a file of lines."""
             lines = path.read_text(encoding="utf-8").splitlines()
-            return [
-                Document(str(i), *reversed(line.split(": ", 1)), f"{path}, line {i}")
-                for i, line in enumerate(lines, 1)
-            ]
+            return [Document(str(i), *reversed(line.split(": ", 1)), f"{path}, line {i}") for i, line in enumerate(lines, 1)]
 
 
     TASK = Toy()
@@ -311,8 +304,7 @@ LAUNCHER = """
     launch_with_toy() {
         LAUNCHER_TEXT='toy, over srun'
         LAUNCH=(srun --nodes="$NODES" --ntasks-per-node="$TASKS" bash -c
-            'export TOY_RANK=$SLURM_PROCID TOY_LOCAL=$SLURM_LOCALID TOY_NODE=$SLURM_NODEID; exec "$@"' -
-            "$TASK" toy)
+            'export TOY_RANK=$SLURM_PROCID TOY_LOCAL=$SLURM_LOCALID TOY_NODE=$SLURM_NODEID; exec "$@"' - "$TASK" toy)
     }
 
 """
@@ -327,7 +319,7 @@ RUNTIME = """
 
 @pytest.mark.slow
 def test_add_a_launcher_and_a_runtime(project, cluster):
-    """A check of four ranks on two nodes, over the toy in the toy: one job, as each costs ten seconds."""
+    """Both at once, because a job costs ten seconds: a check of four ranks on two nodes, over the toy in the toy."""
     launcher = {
         "launch/lib/launcher.sh": lambda text: insert("# ---- srun ----\n", LAUNCHER)(
             insert("    'torchrun'\n", "    'toy  TOY_RANK TOY_LOCAL TOY_NODE'\n")(text)
