@@ -219,6 +219,19 @@ class Cluster:
     def _show(self, job: int) -> str:
         return self.exec("login", "scontrol", "show", "job", str(job)).stdout
 
+    def wait_until_settled(self, seconds: float = 120) -> None:
+        """Wait until every node is idle or computes, and no job is completing.
+
+        Raises TimeoutError with the states of nodes and jobs.
+        """
+        deadline = time.monotonic() + seconds
+        states = ["login", "sinfo", "--noheader", "--format=%T"]
+        while set(self.exec(*states).stdout.split()) - {"idle", "mixed", "allocated"}:
+            if time.monotonic() > deadline:
+                shown = self.exec("login", "sh", "-c", "sinfo --Node --long; squeue --long").stdout
+                raise TimeoutError(f"a node is neither idle nor computing after {seconds} s:\n{shown}")
+            time.sleep(0.2)
+
     def install(self, user: str = "alice") -> None:
         """Copy the project's files into ~/hpctrain of a user, with links to the images in /project."""
         archive = subprocess.run(

@@ -1,7 +1,6 @@
 """Shared fixtures: the real data, the image, and a test cluster with the project in a user's home folder."""
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +10,6 @@ from slurm_cluster import BUILD, REPOSITORY, Cluster, bare_binds
 
 from tests import flaky, main_road
 from tests.helpers import DATA, IMAGE_TAR, MEMORY_AND_THREADS, SIF, STANDINS, write_digits, write_fewer
-
-# states of a node, as sinfo prints them
-SETTLED = {"idle", "mixed", "allocated"}
 
 # Before a test imports torch.
 os.environ |= MEMORY_AND_THREADS
@@ -135,25 +131,12 @@ def cluster(site: Cluster) -> Cluster:
 
 @pytest.fixture(autouse=True)
 def settled_nodes(request: pytest.FixtureRequest) -> None:
-    """Wait until no job of an earlier test is ending: Slurm would place the next job elsewhere.
+    """A test on the shared cluster begins when no job of an earlier one is ending.
 
-    Jobs that tests of a file have submitted ahead may run.
+    Slurm would place its jobs on other nodes. Jobs that tests of a file have submitted ahead may run.
     """
     if "site" in request.fixturenames:
-        wait_for_settled_nodes(request.getfixturevalue("site"))
-
-
-def wait_for_settled_nodes(cluster: Cluster, seconds: float = 120) -> None:
-    """Wait until every node is idle or computes.
-
-    Raises TimeoutError with the state of nodes and jobs.
-    """
-    deadline = time.monotonic() + seconds
-    while set(cluster.exec("login", "sinfo", "--noheader", "--format=%T").stdout.split()) - SETTLED:
-        if time.monotonic() > deadline:
-            shown = cluster.exec("login", "sh", "-c", "sinfo --Node --long; squeue --long; true").stdout
-            raise TimeoutError(f"nodes that are neither idle nor computing, for {seconds} s:\n{shown}")
-        time.sleep(0.2)
+        request.getfixturevalue("site").wait_until_settled()
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,10 @@ MAIN_ROAD = {
     # ---- Fine-tuning ----
     "text classification, sentence pairs, named entities": [
         "nlp/test_cluster.py::test_sample_training_and_predict_need_only_the_image",
-        "nlp/test_cluster.py::test_four_ranks_on_two_nodes_score_as_one_process_does",
+        "docs/test_readme.py::test_on_the_cluster[README.md]",  # nlp.classify, nlp.ner
+        "docs/test_readme.py::test_on_this_machine[README.md]",  # nlp.pair
+        "nlp/test_cluster.py::test_four_ranks_on_two_nodes_score_as_one_process_does[qa]",
+        "nlp/test_cluster.py::test_four_ranks_on_two_nodes_score_as_one_process_does[generate]",
         "nlp/test_cluster.py::test_a_model_split_over_two_nodes_gives_the_loss_of_one_process[tensor-parallel]",
     ],
     "`hpctrain serve` shows a model": ["nlp/use/test_pages.py"],

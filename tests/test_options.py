@@ -1,6 +1,6 @@
 """The options of all commands and launch scripts are those of tests/options.txt: adding one is a decision.
 
-`python -m tests.test_options >tests/options.txt` records it.
+`.venv/bin/python -m tests.test_options >tests/options.txt` records it.
 """
 
 import os
@@ -52,7 +52,8 @@ def difference(recorded, found):
 def test_an_option_is_added_or_removed_by_decision():
     recorded = dict(line.split(": ") for line in LIST.read_text().splitlines())
     change = difference({option: names.split() for option, names in recorded.items()}, options())
-    assert not change, f"{change}: say why in CHANGELOG.md; python -m tests.test_options >tests/options.txt"
+    record = ".venv/bin/python -m tests.test_options >tests/options.txt"
+    assert not change, f"{change}: if that is decided, say why in CHANGELOG.md, and record it: {record}"
 
 
 def test_the_difference_is_one_line():

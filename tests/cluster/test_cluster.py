@@ -323,11 +323,14 @@ def test_a_crashed_node_is_down_and_comes_back():
         )
         cluster.crash("n2")
         wait_until(lambda: node_states(cluster)["n2"] == "down*")
+        with pytest.raises(TimeoutError, match=r"neither idle nor computing(.|\n)*n2 .* down"):
+            cluster.wait_until_settled(seconds=0)
         assert cluster.command("exec", "n2", "true", check=False).returncode != 0
         assert cluster.wait(job).nodes == ("n1", "n3")
 
         cluster.boot("n2")
         wait_until(lambda: node_states(cluster)["n2"] == "idle")
+        cluster.wait_until_settled()
         assert cluster.exec("login", "srun", "--nodelist=n2", "hostname", user="alice").stdout == "n2\n"
 
 
