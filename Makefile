@@ -67,7 +67,7 @@ soak: venv sif cluster  ## train for 20 minutes with a random fault each minute;
 	.venv/bin/python tests/tools/faults.py --soak 20 --seed $(or $(SEED),1)
 
 lint: venv  ## run ruff, mypy, shellcheck and the other checks of source files
-	.venv/bin/python -m pytest -q tests/test_lint.py
+	.venv/bin/python -m pytest -q tests/test_lint.py tests/test_options.py
 
 benchmark: venv sif cluster  ## measure container against bare node, job start-up, checkpoints, and text training (NSMC=FOLDER)
 	.venv/bin/python benchmarks/container.py

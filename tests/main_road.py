@@ -35,14 +35,14 @@ MAIN_ROAD = {
     "make demo": ["docs/test_readme.py::test_on_this_machine[README.md]"],
     # ---- On a cluster ----
     "make sif": [
-        "containers/test_image.py::test_size",
+        "containers/test_image.py::test_the_sif_has_at_most_600_mb",
         "containers/test_image.py::test_it_has_the_locked_versions",
-        "containers/test_image.py::test_torchvision",
+        "containers/test_image.py::test_torchvision_computes_without_a_warning",
         "containers/test_image_files.py::test_nothing_is_privileged_or_writable_by_everyone",
         "containers/test_image_files.py::test_no_secret_and_no_name_of_the_build_machine",
-        "containers/test_image.py::test_make_has_nothing_left_to_do",
+        "containers/test_image.py::test_make_builds_nothing_twice",
     ],
-    "`make verify` compares": ["containers/test_record.py::test_the_record_of_the_image"],
+    "`make verify` compares": ["containers/test_record.py::test_the_image_is_as_its_record_says"],
     "sbatch launch/apptainer_ddp.sh": ["docs/test_readme.py::test_on_the_cluster[README.md]"],
     "`check.sh` checks nodes": ["launch/test_launch.py::test_check_and_then_the_run_in_one_job"],
     "`--dry-run` prints the commands": ["launch/test_launch.py::test_what_a_dry_run_prints_can_be_run"],
@@ -95,7 +95,7 @@ MAIN_ROAD_BESIDE_THE_README = {
         "launch/test_launch.py::test_a_rank_that_dies_fails_the_job_and_is_named[raise-torchrun]",
         "launch/test_launch.py::test_nothing_is_left_of_any_job",
     ],
-    "the sources keep their rules": ["test_lint.py"],
+    "the sources keep their rules": ["test_lint.py", "test_options.py"],
 }
 
 TESTS = [

@@ -10,6 +10,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = REPOSITORY / "tests/options.txt"
 
@@ -49,6 +51,7 @@ def difference(recorded, found):
     return ", ".join(changes)
 
 
+@pytest.mark.slow  # it imports all commands
 def test_an_option_is_added_or_removed_by_decision():
     recorded = dict(line.split(": ") for line in LIST.read_text().splitlines())
     change = difference({option: names.split() for option, names in recorded.items()}, options())

@@ -141,7 +141,7 @@ def test_a_job_has_the_limit_of_core_files_of_its_user(cluster):
 
 
 @needs_cluster
-def test_submit_and_wait(cluster):
+def test_wait_returns_how_and_where_a_job_ended(cluster):
     lines = []
     job = cluster.wait(
         cluster.submit("-N2", script="#!/bin/sh\necho first\nsrun hostname\nexit 4\n"), on_line=lines.append
@@ -361,7 +361,7 @@ def test_others_reach_a_node_at_once_when_it_is_switched_on_again(cluster):
 
 
 @needs_cluster
-def test_two_clusters_side_by_side(cluster):
+def test_two_clusters_run_side_by_side(cluster):
     with Cluster(nodes=1) as other:
         assert processes(other.state)
         assert list(node_states(other)) == ["n1"]
@@ -387,7 +387,7 @@ def test_down_leaves_nothing(tmp_path):
 
 @needs_cluster
 @pytest.mark.parametrize("seconds", [0.05, 0.2, 0.4, 0.6])
-def test_down_after_up_was_killed(tmp_path, seconds):
+def test_down_stops_what_a_killed_up_has_started(tmp_path, seconds):
     up = subprocess.Popen([CLUSTER_SH, "up"], env={**os.environ, "CLUSTER": str(tmp_path / "state")})
     time.sleep(seconds)
     up.kill()
@@ -408,7 +408,7 @@ def test_the_cluster_ends_with_its_owner(tmp_path):
 
 
 @needs_cluster
-def test_up_twice(tmp_path):
+def test_up_changes_nothing_of_a_running_cluster(tmp_path):
     with Cluster(nodes=1, state=tmp_path / "state") as cluster:
         assert cluster.command("up", "1").stderr.count("already up") == 1
         refused = cluster.command("up", "2", check=False)
@@ -448,7 +448,7 @@ def test_run_dies_with_its_caller(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["cluster.sh", "machine.sh", "build_rootfs.sh", "extract_environment.sh"])
-def test_help(script):
+def test_help_names_the_script(script):
     done = subprocess.run([REPOSITORY / "cluster" / script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.startswith("usage: ")

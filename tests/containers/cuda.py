@@ -44,7 +44,7 @@ def inside(cluster: Cluster, *command: str) -> str:
     return done.stdout
 
 
-def test_size():
+def test_the_sif_has_at_most_600_mb():
     assert SIF.stat().st_size <= SIZE[FLAVOR]
 
 

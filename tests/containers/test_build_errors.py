@@ -215,7 +215,7 @@ UNREACHABLE = "cannot reach the index above"
         ("", {"UNSHARE": "--net", "PIP_INDEX_URL": "https://pypi.org/simple"}, UNREACHABLE),
     ],
 )
-def test_pip_fails_for_a_reason(environment, index, tmp_path, lock, variables, words):
+def test_the_last_line_explains_an_error_of_pip(environment, index, tmp_path, lock, variables, words):
     """The only function that knows pip's messages is run_pip, which the steps call with the same pip."""
     (tmp_path / "tiny.lock").write_text(lock or index.lines["probe"])
     variables = {name: value.format(stranger=index.stranger) for name, value in variables.items()}
@@ -239,7 +239,7 @@ def test_pip_fails_for_a_reason(environment, index, tmp_path, lock, variables, w
     assert not (tmp_path / "new").exists()
 
 
-def test_a_failed_environment_does_not_stay(recipe, index, disk, tmp_path):
+def test_a_failed_environment_is_removed(recipe, index, disk, tmp_path):
     tmp = tmp_path / "tmp"
     tmp.mkdir()
     env = index.env | {"TMPDIR": str(tmp)}
@@ -263,7 +263,7 @@ def test_a_failed_environment_does_not_stay(recipe, index, disk, tmp_path):
         assert names(tmp) == []
 
 
-def test_an_environment_that_was_interrupted(recipe, index, tmp_path):
+def test_an_interrupted_environment_is_made_again(recipe, index, tmp_path):
     """Ctrl-C removes it. After kill -9 it is marked as unfinished, and the next run makes it again."""
     prefix = tmp_path / "environment"
     (recipe / "containers/locks/tiny.lock").write_text(index.lines["torch"])
@@ -292,7 +292,7 @@ def test_an_environment_that_was_interrupted(recipe, index, tmp_path):
     assert names(tmp_path) == ["environment"]
 
 
-def test_bytecode_on_a_full_disk(environment, disk):
+def test_bytecode_that_a_full_disk_loses_is_an_error(environment, disk):
     """A file with a syntax error is skipped; a full disk is an error."""
     folder = disk("200k")
     compile_it = (
@@ -313,7 +313,7 @@ def test_bytecode_on_a_full_disk(environment, disk):
     )
 
 
-def test_an_image_with_a_broken_lock(recipe):
+def test_a_broken_lock_ends_the_build_of_an_image(recipe):
     """The build fails in python.sh, whose message is in the last line. The old image stays."""
     tar, lock = recipe / "build/hpctrain-cpu.tar", recipe / "containers/locks/cpu.lock"
     tar.write_text("the one before")
@@ -327,7 +327,7 @@ def test_an_image_with_a_broken_lock(recipe):
     assert tar.read_text() == "the one before" and names(recipe / "build") == before
 
 
-def test_a_missing_certificate_file(recipe):
+def test_a_missing_certificate_file_ends_the_build_of_an_image(recipe):
     done = run(
         "containers/build_image.sh",
         cwd=recipe,
@@ -337,7 +337,7 @@ def test_a_missing_certificate_file(recipe):
     assert done.stdout.count("\n") == 1
 
 
-def test_images_on_full_disks(recipe, disk, tmp_path):
+def test_a_full_disk_ends_a_build_with_one_message(recipe, disk, tmp_path):
     """build_image.sh and build_sif.sh build a small image on a large disk, and stop on a full one."""
     (recipe / "containers/locks/small.lock").write_text("")
     (recipe / "containers/Dockerfile").write_text("FROM scratch\nCOPY tree /\n")
@@ -388,6 +388,6 @@ def test_images_on_full_disks(recipe, disk, tmp_path):
     assert (small / "hpctrain-small.tar").read_text() == "the one before"
 
 
-def test_debian_packages_without_a_network():
+def test_a_missing_network_is_named_where_packages_are_missing():
     done = run("unshare", "--net", "containers/install_host_packages.sh", "hello")
     assert last_line(done).startswith("install_host_packages.sh: apt-get cannot ")

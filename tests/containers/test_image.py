@@ -28,7 +28,7 @@ def digits(cluster):
     return "/project/digits"
 
 
-def test_size(sif):
+def test_the_sif_has_at_most_600_mb(sif):
     assert sif.stat().st_size <= 600e6
 
 
@@ -68,7 +68,7 @@ def test_it_has_the_locked_versions(cluster):
     assert found["torch"] == "2.13.0+cpu" and compiled.items() <= found.items()
 
 
-def test_torchvision(cluster):
+def test_torchvision_computes_without_a_warning(cluster):
     """Compiled for this torch: operators, gradients, pictures, transforms and models, without a warning."""
     code = """
 import io
@@ -203,7 +203,7 @@ def test_variables_of_the_hosts_python_are_ignored(cluster):
     assert re.fullmatch(r"mine\n/opt/hpctrain/.*\n", inside(cluster, *code, env=env).stdout)
 
 
-def test_a_home_that_cannot_be_written(cluster, digits):
+def test_a_home_that_cannot_be_written_does_not_matter(cluster, digits):
     done = cluster.exec(
         "n1", "apptainer", "exec", "--no-home", "--home", "/nonexistent", "--bind", "/project",
         "/project/hpctrain-cpu.sif", "hpctrain", "train_ddp", "--data", digits, "--epochs", "1",
@@ -236,7 +236,7 @@ def test_its_labels_and_its_default_command(cluster):
 
 
 @pytest.mark.timeout(1800)  # ten minutes on two cores that another test uses
-def test_from_the_definition_by_an_ordinary_user(cluster, tmp_path):
+def test_an_ordinary_user_builds_the_same_image_from_the_definition(cluster, tmp_path):
     """Alice builds the image from a plain Debian with Apptainer alone: it has the same versions and the same
     environment.
 
@@ -310,7 +310,7 @@ def test_from_the_definition_by_an_ordinary_user(cluster, tmp_path):
     assert ours[0] == ours[1] and len(ours[0]) >= 6
 
 
-def test_make_has_nothing_left_to_do(sif):
+def test_make_builds_nothing_twice(sif):
     done = subprocess.run(
         ["make", "--question", "sif", "cluster", "venv"], cwd=REPOSITORY, capture_output=True
     )

@@ -178,7 +178,7 @@ def test_no_secret_and_no_name_of_the_build_machine(image):
     assert trusted == sum(image.files[name].info.size for name in debian) > 100_000
 
 
-def test_no_leftovers(image):
+def test_nothing_is_left_of_the_build(image):
     """Nothing that only installers, compilers or manuals need, and no bytecode that Python would reject."""
     left = (
         r".*\.(a|o|la|cmake|pc|pxd|pyx)|/usr/include/.+|.*/bin/(gcc|cc|c\+\+|g\+\+|ld|as|make|cmake)(-[0-9]+)?"

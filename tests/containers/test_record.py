@@ -399,7 +399,7 @@ def test_a_signed_sif_is_verified_and_a_changed_one_is_refused(tiny, tiny_sif, t
     assert verify(signed).returncode == 1
 
 
-def test_the_record_of_the_image(sif):
+def test_the_image_is_as_its_record_says(sif):
     """The CPU image itself: every wheel is in the lock, and the SIF is the recorded one."""
     if not IMAGE_TAR.exists():
         pytest.skip(f"no {IMAGE_TAR.name}: make image")
