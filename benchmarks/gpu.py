@@ -556,8 +556,7 @@ def main() -> None:
 
 
 def read_earlier(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases that passed in an earlier run, if it was on the same device, with the same versions, revision
-    and options.
+    """The cases that passed in an earlier run with the same device, versions, revision and options.
 
     Exits if the file is not one that this program has written: it would be overwritten.
     """

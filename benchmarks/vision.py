@@ -1,5 +1,4 @@
-"""Train MNIST's net and ResNet-50 on this CPU in three ways that take turns in one run: a tutorial's loop,
-and hpctrain twice.
+"""Train MNIST's net and ResNet-50 on this CPU in three ways, which take turns in one run.
 
     python benchmarks/vision.py
 

@@ -70,8 +70,7 @@ def bare_binds(sif: Path) -> dict[str | Path, str | Path]:
 
 
 class Cluster:
-    """A login node and compute nodes n1, n2, ... which run until the end of the `with` block, or of this
-    process.
+    """A login node and compute nodes n1, n2, ... which run until the `with` block or this process ends.
 
     `state` is the state folder (home/, project/, log/), which is kept; by default it is a temporary one.
     `cpus`, `mem` (in MB) and `gpus` are what each node reports to Slurm, and `mpi` is the default of `srun
@@ -273,11 +272,10 @@ class Cluster:
 
 
 def load_for_podman_hpc(cluster: Cluster, tar: Path) -> dict[str, str]:
-    """Load /project/`tar.name` into podman-hpc as hpctrain:cpu for alice; returns the variables that select
-    it in jobs.
+    """Load /project/`tar.name` into podman-hpc as hpctrain:cpu for alice.
 
-    That takes a minute of processor time, so its result is kept for other clusters of this machine, and for
-    later ones.
+    Returns the variables that select it in jobs. Loading takes a minute of processor time, so its result is
+    kept for other and later clusters of this machine.
     """
     env = {"SCRATCH": "/project/alice"}
     storage, kept = cluster.host_path("/project/alice/storage"), BUILD / "podman"

@@ -1,5 +1,4 @@
-"""Errors while an environment, an image or a SIF is built: each ends with one message and leaves nothing half
-made.
+"""Errors while an environment, an image or a SIF is built: each leaves one message and nothing half made.
 
 The faults are real: an index over HTTPS on this machine, wrong certificates, small disks, no network, changed
 files, signals. The packages are tiny, and one of them is named torch, which every lock must have.

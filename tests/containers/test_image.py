@@ -237,11 +237,9 @@ def test_its_labels_and_its_default_command(cluster):
 
 @pytest.mark.timeout(1800)  # ten minutes on two cores that another test uses
 def test_an_ordinary_user_builds_the_same_image_from_the_definition(cluster, tmp_path):
-    """Alice builds the image from a plain Debian with Apptainer alone: it has the same versions and the same
-    environment.
+    """By Apptainer alone, from a plain Debian: with the same versions and the same environment.
 
-    It installs what make image has compiled, whose inputs are the same; compiling takes as long as all the
-    rest.
+    What make image has compiled from the same inputs is installed; compiling takes as long as all the rest.
     """
     subprocess.run(["make", "base"], cwd=REPOSITORY, check=True)
     wheels = subprocess.run(

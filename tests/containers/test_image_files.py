@@ -1,5 +1,4 @@
-"""Files that must not be in the image, searched for in the archive and in the SIF file by file; and a
-read-only image works for an ordinary user.
+"""Files that must not be in the archive or the SIF; and a read-only image works for an ordinary user.
 
 There was no docker daemon where these tests were written, so podman of an ordinary user stands for `docker
 run --user`.

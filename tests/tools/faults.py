@@ -1,8 +1,7 @@
-"""Faults on a real Slurm cluster: whether the job goes on by itself, how soon, and whether it ends with the
-same weights.
+"""Faults on a real Slurm cluster: does the job go on by itself, how soon, and with the same weights?
 
     .venv/bin/python tests/tools/faults.py                      every fault, into docs/faults.md
-    .venv/bin/python tests/tools/faults.py --only SIGKILL         those whose row matches this
+    .venv/bin/python tests/tools/faults.py --only SIGKILL       those whose row matches this
     .venv/bin/python tests/tools/faults.py --soak 20 --seed 1   20 minutes, with a random fault each minute
 
 Each fault happens to a job of its own: a bundled trainer, 4 ranks on 2 nodes. Its weights are compared with

@@ -1,5 +1,4 @@
-"""A sweep as a job array on a real Slurm cluster, some of whose trials are killed: none may be lost or done
-twice.
+"""A sweep as a job array on a real Slurm cluster: no killed trial may be lost or done twice.
 
     .venv/bin/python tests/tools/sweep_kills.py [--seed 1]
 
