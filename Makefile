@@ -1,5 +1,5 @@
-# hpctrain: `make help` lists the targets. Each target sets up what it needs. As root it installs missing Debian packages and
-# prints their names; for other users it stops with the command that installs them.
+# hpctrain: `make help` lists the targets. Each target sets up what it needs. As root it installs missing Debian
+# packages and prints their names; for other users it stops with the command that installs them.
 
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 FLAVOR ?= cpu
@@ -8,15 +8,18 @@ NAME := $(FLAVOR)$(if $(filter-out openmpi,$(MPI)),-$(MPI))
 ROOTFS := build/cluster/rootfs
 TAR := build/hpctrain-$(NAME).tar
 SIF := hpctrain-$(NAME).sif
-RECIPE := containers/Dockerfile containers/check_image.sh $(wildcard containers/install/* containers/locks/* containers/patches/*) \
-    pyproject.toml LICENSE
-BUILD_SCRIPTS := containers/build_image.sh containers/build_base.sh containers/build_functions.sh $(wildcard containers/*.py)
+RECIPE := containers/Dockerfile containers/check_image.sh pyproject.toml LICENSE \
+    $(wildcard containers/install/* containers/locks/* containers/patches/*)
+BUILD_SCRIPTS := containers/build_image.sh containers/build_base.sh containers/build_functions.sh \
+    $(wildcard containers/*.py)
 PACKAGE := $(shell find src -type f ! -name '*.pyc' ! -path '*.egg-info/*')
 # With no Apptainer on this machine, the SIF needs the one in the file system of the test cluster.
 APPTAINER := $(if $(shell command -v apptainer || command -v singularity),,$(ROOTFS)/etc/hpctrain-rootfs)
 
-.PHONY: help demo install test test-fast test-cuda test-mpich test-gpu faults soak .test-prerequisites .test-tools lint benchmark image base sif push \
-    sif-from-def sbom verify reproduce venv cluster lock lock-check clean
+BEGAN := $(shell date +%s)
+
+.PHONY: help demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak .room .test-tools lint \
+    benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock lock-check clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -24,19 +27,27 @@ help:  ## list the targets
 
 ##@ Try and test
 
-demo: sif cluster  ## train from the container on a Slurm cluster of two nodes on this machine
+demo: .room  ## train from the container on a Slurm cluster of two nodes on this machine
+	+@$(call build,sif cluster)
 	@command -v python3 >/dev/null || containers/install_host_packages.sh python3
 	python3 cluster/demo.py
 
-# Test files run side by side, in the order of conftest.py, because tests wait for a part of their time. The tests of a file share
-# fixtures. A third one of the slow files gains nothing on two cores: it starts a third cluster.
-BY_FILE := --dist loadfile --no-loadscope-reorder
-
-test: .test-prerequisites  ## run all tests; PYTEST= adds options of pytest
-	.venv/bin/python -m pytest -m slow -n 2 $(BY_FILE) --durations=20 $(PYTEST)
+# Test files run side by side, in the order of conftest.py, because tests wait for a part of their time. The tests of
+# a file share fixtures. A third process of slow tests gains nothing on two cores: it starts a third cluster.
+PYTEST_SLOW := .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test-fast: venv .test-tools  ## run the tests that need neither the image nor the cluster
-	.venv/bin/python -m pytest -m 'not slow' -n 3 $(BY_FILE) --durations=20 $(PYTEST)
+	.venv/bin/python -m pytest -m 'not slow' -n 3 --dist loadfile --no-loadscope-reorder --durations=20 $(PYTEST)
+
+test: .room  ## also build image and cluster, and test what the README promises; PYTEST= adds options of pytest
+	+@$(call build,sif venv cluster test-fast)
+	$(PYTEST_SLOW) -m 'slow and main_road' $(PYTEST)
+	@$(call print_time,$@)
+
+test-all: .room  ## run all tests
+	+@$(call build,sif venv cluster test-fast)
+	$(PYTEST_SLOW) -m slow $(PYTEST)
+	@$(call print_time,$@)
 
 test-mpich: venv cluster  ## build the image with MPICH and test it, also with other MPIs of its ABI
 	$(MAKE) sif MPI=mpich
@@ -49,14 +60,14 @@ test-cuda: venv cluster  ## build the image of FLAVOR=cu130 or cu126 and test it
 test-gpu:  ## check and measure on one GPU all that needs one, in $(SIF) (FLAVOR=cu130 or cu126, NSMC=FOLDER)
 	apptainer exec --nv $(SIF) python benchmarks/gpu.py $(if $(NSMC),--data $(NSMC))
 
-faults: venv sif cluster .test-tools  ## let every fault of tests/tools/faults.py happen to a job, and write docs/faults.md; takes two hours
+faults: venv sif cluster .test-tools  ## let every fault of tests/tools/faults.py happen to a job; takes two hours
 	.venv/bin/python tests/tools/faults.py $(if $(ONLY),--only '$(ONLY)')
 
 soak: venv sif cluster  ## train for 20 minutes with a random fault each minute; SEED=1
 	.venv/bin/python tests/tools/faults.py --soak 20 --seed $(or $(SEED),1)
 
-lint: venv  ## run ruff, shellcheck and the other checks of source files
-	.venv/bin/python -m pytest -q tests/test_lint.py
+lint: venv  ## run ruff, mypy, shellcheck and the other checks of source files
+	.venv/bin/python -m pytest -q tests/test_lint.py tests/test_options.py
 
 benchmark: venv sif cluster  ## measure container against bare node, job start-up, checkpoints, and text training (NSMC=FOLDER)
 	.venv/bin/python benchmarks/container.py
@@ -65,17 +76,21 @@ benchmark: venv sif cluster  ## measure container against bare node, job start-u
 	.venv/bin/python benchmarks/restart.py
 	.venv/bin/python benchmarks/nlp.py $(if $(NSMC),--data $(NSMC))
 
-# The image build leaves a core idle half of the time, and needs none of the others: the fast tests run beside it. Each target
-# prints its output when it ends, so that the lines of two do not mix. On a full disk every test after the first large ones would
-# fail in its own way.
-.test-prerequisites:
-	@[ -e $(SIF) ] || [ "$$(df -Pk . | awk 'END { print $$4 }')" -ge 20000000 ] || \
-		{ echo "make: the image, the cluster and the tests need 20 GB on the disk of $(CURDIR), which has less: free some" >&2; exit 1; }
-	+@$(MAKE) --question --no-print-directory sif venv cluster 2>/dev/null || \
-	    echo 'Building image, SIF, virtual environment and cluster, two at a time; each prints its output when it ends.'
-	+@$(MAKE) --jobs=2 --output-sync=target --no-print-directory sif venv cluster test-fast
+# Build these targets, two at a time: each leaves a core idle for half of its time. Each prints its output when it ends,
+# so that the lines of two do not mix.
+build = $(MAKE) --question --no-print-directory $(filter-out test-fast,$(1)) 2>/dev/null || \
+	    echo 'Building $(1), two at a time; each prints its output when it ends.'; \
+	$(MAKE) --jobs=2 --output-sync=target --no-print-directory $(1)
 
-# networks, file systems and small libraries for the tests of hpctrain check; a reader of modulefiles; a browser; torch.compile
+print_time = seconds=$$(($$(date +%s) - $(BEGAN))); echo "make $(1) took $$((seconds / 60)) min $$((seconds % 60)) s"
+
+# On a full disk every test after the first large ones would fail in its own way.
+.room:
+	@[ -e $(SIF) ] || [ "$$(df -Pk . | awk 'END { print $$4 }')" -ge 20000000 ] || { echo "make: the image, the cluster" \
+	    "and the tests need 20 GB on the disk of $(CURDIR), which has less: free some" >&2; exit 1; }
+
+# networks, file systems and small libraries for the tests of hpctrain check; a reader of modulefiles; a browser;
+# torch.compile
 .test-tools: venv
 	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null && command -v tcc >/dev/null && command -v openssl >/dev/null && \
 		command -v chromium >/dev/null && [ -e /usr/share/lmod/lmod/libexec/lmod ] && command -v g++ >/dev/null && \

@@ -1,5 +1,4 @@
-"""What a checkpoint costs the training: how long a save blocks a step, and how much the writing slows down
-the steps after it.
+"""What a checkpoint costs: how long a save blocks a step, and how much writing slows the steps after it.
 
     .venv/bin/python benchmarks/checkpoint.py [--model resnet50] [--turns 5]
 

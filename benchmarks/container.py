@@ -52,7 +52,7 @@ def train(cluster: Cluster, user: str, command: list[str], name: str) -> tuple[f
 
 
 def main() -> None:
-    """Alternate the ways, so that other load on the machine affects all; print the medians and their ratios."""
+    """Alternate the ways, as other load on the machine then affects all; print medians and ratios."""
     parser = argparse.ArgumentParser(
         description="Measure a training step and the start-up, in the container and outside."
     )
@@ -81,7 +81,8 @@ def main() -> None:
             spread = f"{min(values):.2f} to {max(values):.2f}"
             ratio = container / statistics.median(values)
             print(
-                f"{what:9} {way:9} {statistics.median(values):6.2f} {unit} ({spread}), {ratio:.3f} of it in the container"
+                f"{what:9} {way:9} {statistics.median(values):6.2f} {unit} ({spread}), "
+                f"{ratio:.3f} of it in the container"
             )
 
 

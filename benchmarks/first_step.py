@@ -1,5 +1,4 @@
-"""The job of benchmarks/launch.py: train_ddp up to its first step, with the time at which each part of the
-start ended.
+"""The job of benchmarks/launch.py: train_ddp up to its first step, with the end of each part of the start.
 
 Every rank prints one line of JSON: the names of the parts, and the end of each in seconds since 1970. The
 first mark is taken before anything else is imported.

@@ -120,7 +120,7 @@ def speed(folder: Path) -> dict[str, float]:
 
 
 def difference(folder: Path, other: Path) -> float:
-    """The largest difference of a weight between two run folders after their first epoch: later, rounding has grown."""
+    """The largest difference of a weight between two run folders after epoch 1; later, rounding has grown."""
     paths = (run / "checkpoints/epoch-0001.pt" for run in (folder, other))
     one, two = (checkpoint.load(path, torch.device("cpu"))["model"] for path in paths)
     return max(float((one[name].double() - two[name].double()).abs().max()) for name in one)
@@ -175,7 +175,10 @@ def check_task(work: Path, task: str, device: str) -> dict[str, float]:
 
 
 def graphs(work: Path, task: str, device: str, dry_run: bool) -> dict[str, float]:
-    """Fine-tune with and without CUDA graphs, with dropout, in batches that all have --max-length tokens: the same bits."""
+    """Fine-tuning with dropout gives the same bits with and without CUDA graphs.
+
+    All batches have --max-length tokens.
+    """
     options = ["--epochs", 2, "--limit", 64, "--max-length", 8, "--deterministic"]
     more = {"plain": [], "graphs": [] if dry_run else ["--cuda-graphs"]}
     results = {
@@ -187,7 +190,7 @@ def graphs(work: Path, task: str, device: str, dry_run: bool) -> dict[str, float
 
 
 def nccl(device: str) -> dict[str, float]:
-    """DDP on one rank of NCCL, in a process of its own (nccl_rank): hpctrain itself needs no process group for one rank."""
+    """DDP on one rank of NCCL, in a process of its own: hpctrain needs no process group for one rank."""
     return json.loads(
         run(
             [sys.executable, __file__], "--nccl-rank", device, CUBLAS_WORKSPACE_CONFIG=":4096:8"
@@ -196,7 +199,7 @@ def nccl(device: str) -> dict[str, float]:
 
 
 def nccl_rank(device: torch.device) -> dict[str, float]:
-    """DDP gives the weights of a model without it, bit for bit; every collective of one rank returns its input."""
+    """DDP gives the weights of a model without it, exactly: a collective of one rank returns its input."""
     torch.use_deterministic_algorithms(True)
     options = {"device_id": device} if device.type == "cuda" else {}
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -264,7 +267,7 @@ def resnet(work: Path, size: int, device: str, dry_run: bool, *more: str) -> dic
 
 
 def write_digits(folder: Path, train: int) -> None:
-    """Write this many digits for training as MNIST's files, the bundled ones repeated, and 64 for the evaluation."""
+    """Write the bundled digits, repeated, as MNIST's files: this many for training, 64 for the evaluation."""
     folder.mkdir()
     for part, images, n in zip(("train", "t10k"), load_digits(), (train, 64), strict=True):
         number = torch.arange(n) % len(images)
@@ -279,7 +282,7 @@ def write_digits(folder: Path, train: int) -> None:
 
 
 def bert_qa(work: Path, device: str, dry_run: bool, *more: str) -> dict[str, float]:
-    """The speed of BERT-large (the shape of KcBERT's) on questions about long texts, whose windows are nearly all full."""
+    """The speed of BERT-large (as KcBERT) on questions about long texts with nearly full windows."""
     words = [f"{chr(0xAC00 + n)}{chr(0xAC00 + n * 7 % 11000)}" for n in range(0, 11000, 5)]
     chance = random.Random(1)
     texts = [
@@ -349,9 +352,11 @@ def llama(work: Path, lora: bool, device: str, dry_run: bool) -> dict[str, float
     tokenizer = transformers.AutoTokenizer.from_pretrained(work / "tokenizer")
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=key_values,
+        num_hidden_layers=layers, hidden_size=hidden,
+        num_attention_heads=heads, num_key_value_heads=key_values,
         intermediate_size=inner, vocab_size=len(tokenizer), max_position_embeddings=2048,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     with torch.device(device):  # a processor would draw a billion random numbers for half a minute
         save_model(work / "model", transformers.LlamaForCausalLM(config), tokenizer)
@@ -372,7 +377,7 @@ def llama(work: Path, lora: bool, device: str, dry_run: bool) -> dict[str, float
 
 
 def texts(data: Path | None, device: str, dry_run: bool) -> dict[str, float]:
-    """Examples per second of each way of nlp.py on reviews, and the ratios of the fastest of hpctrain to the others."""
+    """Examples per second of each way of nlp.py, and the ratios of hpctrain's fastest to the others."""
     options = ["--size", "tiny" if dry_run else "base", "--precision", "bf16", "--device", device]
     options += [
         "--examples",
@@ -551,8 +556,7 @@ def main() -> None:
 
 
 def read_earlier(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases that passed in an earlier run, if it was on the same device, with the same versions, revision
-    and options.
+    """The cases that passed in an earlier run with the same device, versions, revision and options.
 
     Exits if the file is not one that this program has written: it would be overwritten.
     """
@@ -570,7 +574,8 @@ def read_earlier(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     except Exception as error:
         sys.exit(
-            f"gpu.py: {path} cannot be gone on with ({type(error).__name__}: {error}): remove it, or give another --out"
+            f"gpu.py: cannot continue {path} ({type(error).__name__}: {error}): "
+            "remove it, or give another --out"
         )
 
 

@@ -1,5 +1,4 @@
-"""The time from sbatch to the first training step, part by part, with apptainer and on the bare node, in one
-run.
+"""The time from sbatch to the first training step, part by part, with apptainer and on the bare node.
 
     make benchmark
 

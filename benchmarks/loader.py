@@ -1,13 +1,12 @@
-"""Images per second of the loader, from class folders and from tar files, against PyTorch's own with the same
-transforms.
+"""Images per second of hpctrain's loader and of PyTorch's, with the same transforms.
 
     python benchmarks/loader.py [--images 400] [--workers 2] [--rounds 5]
 
-The other one is DataLoader(shuffle by DistributedSampler, batch_size, num_workers) over a dataset of single
-images in class folders, collated in the worker. The images are JPEG files of 500 x 375 pixels, ImageNet's
-usual size, made in a temporary folder. They take turns, one epoch each; the medians, the smallest and the
-largest value, and the ratio to PyTorch's of each round are printed. On a machine that others use, look at the
-images per processor second.
+hpctrain's reads class folders and tar files. PyTorch's is DataLoader(shuffle by DistributedSampler,
+batch_size, num_workers) over a dataset of single images in class folders, collated in the worker. The images
+are JPEG files of 500 x 375 pixels, ImageNet's usual size, made in a temporary folder. The loaders take turns,
+one epoch each. The output is medians, the smallest and the largest value, and the ratio to PyTorch's of each
+round. On a machine that others use, look at the images per processor second.
 """
 
 import argparse
@@ -113,7 +112,8 @@ def main() -> None:
                     rates["second", name].append(examples / (time.perf_counter() - began))
                     rates["processor second", name].append(examples / (processor_seconds() - used))
     print(
-        f"{args.images} images of {size / 1000:.0f} kB, batch {BATCH}, {args.workers} workers, {args.rounds} rounds"
+        f"{args.images} images of {size / 1000:.0f} kB, batch {BATCH}, "
+        f"{args.workers} workers, {args.rounds} rounds"
     )
     for unit in ("second", "processor second"):
         rows = {name: rates[unit, name] for name in runs}

@@ -117,7 +117,8 @@ def main() -> None:
         for turn in range(turns):
             seen.append(restart(cluster, f"turn-{turn}"))
             print(
-                f"turn {turn + 1}: {seen[-1]['all']:.2f} s, without Slurm {seen[-1]['all without Slurm']:.2f} s",
+                f"turn {turn + 1}: {seen[-1]['all']:.2f} s, "
+                f"without Slurm {seen[-1]['all without Slurm']:.2f} s",
                 flush=True,
             )
     print(f"\n{'seconds, of ' + str(turns) + ' turns':42}  median   least    most")

@@ -17,7 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 from tests.commands.test_runs import make_run
 
-READ = "import pathlib, sys; print(sum(len(path.read_bytes()) for path in pathlib.Path(sys.argv[1]).glob('*/*/*.json*')))"
+READ = (
+    "import pathlib, sys\n"
+    "print(sum(len(path.read_bytes()) for path in pathlib.Path(sys.argv[1]).glob('*/*/*.json*')))"
+)
 
 
 def main() -> None:

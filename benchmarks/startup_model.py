@@ -1,5 +1,4 @@
-"""A model of the time from sbatch to the first step on many nodes, from measured pieces and from the figures
-of a site.
+"""A model of the time from sbatch to the first step on many nodes, from measured pieces and a site's figures.
 
     python benchmarks/startup_model.py
     python benchmarks/startup_model.py --image-mb 3057 --read-mb 700 --file-system 100 --link 25
@@ -90,7 +89,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     print(
-        "| nodes | ranks | read the image | broadcast it | rendezvous | first step | with --broadcast | ezpz |"
+        "| nodes | ranks | read the image | broadcast it | rendezvous | first step "
+        "| with --broadcast | ezpz |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for nodes in map(int, args.nodes.split(",")):

@@ -1,5 +1,4 @@
-"""Train MNIST's net and ResNet-50 on this CPU in three ways that take turns in one run: a tutorial's loop,
-and hpctrain twice.
+"""Train MNIST's net and ResNet-50 on this CPU in three ways, which take turns in one run.
 
     python benchmarks/vision.py
 
@@ -120,7 +119,7 @@ def measure(model: str, way: str, folder: Path, out: Path) -> float:
 
 
 def main() -> None:
-    """Run all ways in turns, so that other load on the machine affects them equally; print a table of medians for each model."""
+    """Run all ways in turns, so that other load affects all equally; print medians for each model."""
     parser = argparse.ArgumentParser(
         description="Compare training of images on a CPU: a tutorial's loop, and hpctrain."
     )
@@ -145,14 +144,16 @@ def main() -> None:
                     print(f"{model} turn {turn + 1}  {way:18}  {steps[way][-1]:8.2f} ms", flush=True)
             batch_size = SIZES[model][2]
             print(
-                f"\n{model}, batches of {batch_size}, {torch.get_num_threads()} threads, medians of {args.turns} turns:\n"
+                f"\n{model}, batches of {batch_size}, {torch.get_num_threads()} threads, "
+                f"medians of {args.turns} turns:\n"
             )
             print("| way | ms a step (range) | images/s | (a) in times of it (range) |\n|---|---|---|---|")
             for way, values in steps.items():
                 ratios = [plain / own for plain, own in zip(steps["(a) tutorial"], values, strict=True)]
                 median, ratio = statistics.median(values), statistics.median(ratios)
                 print(
-                    f"| {way} | {median:.2f} ({min(values):.2f} to {max(values):.2f}) | {1e3 * batch_size / median:.1f} "
+                    f"| {way} | {median:.2f} ({min(values):.2f} to {max(values):.2f}) "
+                    f"| {1e3 * batch_size / median:.1f} "
                     f"| {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
                 )
             print()

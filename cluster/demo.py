@@ -16,7 +16,7 @@ ACCURACY = 0.97  # at least, on the 360 handwritten digits of the test set
 
 
 def main() -> None:
-    """Submit launch/apptainer_ddp.sh as an ordinary user, print its output while it runs, and check the result."""
+    """Submit launch/apptainer_ddp.sh as an ordinary user, print its output as it grows, check the result."""
     image = REPOSITORY / "hpctrain-cpu.sif"
     if reason := missing() or (None if image.exists() else f"there is no {image.name}; run make sif"):
         sys.exit(f"demo: {reason}")

@@ -25,7 +25,8 @@ BUILD = REPOSITORY / "build/cluster"
 
 # the final states of a Slurm job
 ENDED = {
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+    "TIMEOUT",
 }  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def missing() -> str | None:
 
 
 def project_files() -> list[str]:
-    """The project's files, as paths relative to REPOSITORY: those that git lists, and new ones that it does not ignore."""
+    """The project's files, relative to REPOSITORY: those of git, and new ones that it does not ignore."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, check=True).stdout.split(b"\0")
     return [os.fsdecode(name) for name in names if name and (REPOSITORY / os.fsdecode(name)).is_file()]
@@ -69,8 +70,7 @@ def bare_binds(sif: Path) -> dict[str | Path, str | Path]:
 
 
 class Cluster:
-    """A login node and compute nodes n1, n2, ... which run until the end of the `with` block, or of this
-    process.
+    """A login node and compute nodes n1, n2, ... which run until the `with` block or this process ends.
 
     `state` is the state folder (home/, project/, log/), which is kept; by default it is a temporary one.
     `cpus`, `mem` (in MB) and `gpus` are what each node reports to Slurm, and `mpi` is the default of `srun
@@ -186,7 +186,7 @@ class Cluster:
         cwd: str | Path | None = None,
         script: str | None = None,
     ) -> int:
-        """Submit a job with `sbatch *args`, with `script` as the text of the batch script if given; return the job id."""
+        """Submit a job with `sbatch *args` and return its number; `script` is the text of a batch script."""
         done = self.exec("login", "sbatch", "--parsable", *args, user=user, env=env, cwd=cwd, input=script)
         return int(done.stdout.split(";")[0])
 
@@ -217,6 +217,19 @@ class Cluster:
 
     def _show(self, job: int) -> str:
         return self.exec("login", "scontrol", "show", "job", str(job)).stdout
+
+    def wait_until_settled(self, seconds: float = 120) -> None:
+        """Wait until every node is idle or computes, and no job is completing.
+
+        Raises TimeoutError with the states of nodes and jobs.
+        """
+        deadline = time.monotonic() + seconds
+        states = ["login", "sinfo", "--noheader", "--format=%T"]
+        while set(self.exec(*states).stdout.split()) - {"idle", "mixed", "allocated"}:
+            if time.monotonic() > deadline:
+                shown = self.exec("login", "sh", "-c", "sinfo --Node --long; squeue --long").stdout
+                raise TimeoutError(f"a node is neither idle nor computing after {seconds} s:\n{shown}")
+            time.sleep(0.2)
 
     def install(self, user: str = "alice") -> None:
         """Copy the project's files into ~/hpctrain of a user, with links to the images in /project."""
@@ -259,11 +272,10 @@ class Cluster:
 
 
 def load_for_podman_hpc(cluster: Cluster, tar: Path) -> dict[str, str]:
-    """Load /project/`tar.name` into podman-hpc as hpctrain:cpu for alice; returns the variables that select
-    it in jobs.
+    """Load /project/`tar.name` into podman-hpc as hpctrain:cpu for alice.
 
-    That takes a minute of processor time, so its result is kept for other clusters of this machine, and for
-    later ones.
+    Returns the variables that select it in jobs. Loading takes a minute of processor time, so its result is
+    kept for other and later clusters of this machine.
     """
     env = {"SCRATCH": "/project/alice"}
     storage, kept = cluster.host_path("/project/alice/storage"), BUILD / "podman"

@@ -1,4 +1,4 @@
-"""OCI archives: tar files that hold one image as an OCI image layout (github.com/opencontainers/image-spec)."""
+"""OCI archives: tar files with one image as an OCI image layout (github.com/opencontainers/image-spec)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Archive:
 
 
 def write_docker_manifest(layout: Path, name: str) -> None:
-    """Add manifest.json to an OCI layout of one image, under NAME:TAG: `docker load` finds the image by this file."""
+    """Add manifest.json, where `docker load` looks for NAME:TAG, to an OCI layout of one image."""
     blobs = layout / "blobs"
     index = json.loads((layout / "index.json").read_text())
     manifest = json.loads((blobs / index["manifests"][0]["digest"].replace(":", "/")).read_text())

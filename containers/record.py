@@ -4,8 +4,8 @@
 The record of build/hpctrain-FLAVOR.tar, an OCI archive, is beside the archive; docs/verify.md explains it:
   hpctrain-FLAVOR.digest           the digest of the manifest
   hpctrain-FLAVOR.spdx.json        the SBOM, in SPDX 2.3
-  hpctrain-FLAVOR.provenance.json  an in-toto statement with SLSA 1.0 provenance: the inputs of the build, and the digests of
-                                   the image, of the SBOM and of the SIF
+  hpctrain-FLAVOR.provenance.json  an in-toto statement with SLSA 1.0 provenance: the inputs of the build, and
+                                   the digests of the image, of the SBOM and of the SIF
 It needs only Python, and never runs anything from an image.
 """
 
@@ -155,12 +155,12 @@ def read_record(path: Path) -> dict:
 
 
 def parameters(statement: dict) -> dict:
-    """Name, title and revision of the recorded image, and `dirty`: whether its source had uncommitted changes."""
+    """Name, title, revision, and `dirty`: whether the image's source had uncommitted changes."""
     return statement["predicate"]["buildDefinition"]["externalParameters"]
 
 
 def recorded_sha256(statement: dict, ending: str) -> str:
-    """The recorded SHA-256 of the image's manifest (ending: "") or of a file (ending: ".tar", ".sif"); empty if there is none."""
+    """The recorded SHA-256 of the manifest (ending "") or of a file (".tar", ".sif"); "" if there is none."""
     name = parameters(statement)["name"] + ending
     return next(
         (subject["digest"]["sha256"] for subject in statement["subject"] if subject["name"] == name), ""
@@ -241,7 +241,7 @@ def find_record(image: Path) -> Path:
 def package_differences(
     read: Callable[[], dict[str, bytes]], listed: Path, listed_sha256: str, image: str
 ) -> list[str]:
-    """One line for each package in which an image differs from the SBOM beside its record, or one with the reason."""
+    """A line for each package in which an image differs from its SBOM, or one with the reason."""
     try:
         text = listed.read_bytes()
         if sif.digest_of(text) != listed_sha256:
@@ -266,7 +266,8 @@ def package_differences(
             what = [" ".join(side) if side else "missing" for side in (new, old)]
             lines.append(f"{key[0]} {key[1]}: {what[0]}; recorded: {what[1]}")
     return lines or [
-        "all packages are as recorded, so other files differ or are damaged; make reproduce compares two builds"
+        "all packages are as recorded, so other files differ or are damaged; "
+        "make reproduce compares two builds"
     ]
 
 

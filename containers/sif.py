@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""sif.py FILE.sif: rewrite the header of a SIF as a function of its content, so that two builds give the same
-file.
+"""sif.py FILE.sif: rewrite the header of a SIF as a function of its content.
 
-Apptainer writes the time, the user and a random UUID into it. The times become $SOURCE_DATE_EPOCH (seconds),
-the user becomes root, and the UUID a hash of the rest of the file. Run it before signing: a signature covers
-these fields.
+Then two builds give the same file. Apptainer writes the time, the user and a random UUID into the header. The
+times become $SOURCE_DATE_EPOCH (seconds), the user becomes root, and the UUID a hash of the rest of the file.
+Run it before signing: a signature covers these fields.
 
 The layout is SIF version 1, as in github.com/apptainer/sif, pkg/sif/sif.go: a header of 128 bytes, then
 descriptors.
@@ -112,8 +111,7 @@ def digest_of(content: bytes) -> str:
 
 
 def unsigned_sha256(path: Path) -> tuple[str, int]:
-    """The SHA-256 that a normalized SIF had before it was signed, in hexadecimal, and its number of
-    signatures.
+    """The SHA-256 that a normalized SIF had before it was signed (hexadecimal), and its number of signatures.
 
     Signing appends each signature, uses a free descriptor for it, and changes two sizes and the modification
     time in the header. The rest is hashed unchanged. Raises ValueError if `path` is not a SIF.

@@ -8,6 +8,7 @@ import pytest
 import slurm_cluster
 from slurm_cluster import BUILD, REPOSITORY, Cluster, bare_binds
 
+from tests import flaky, main_road
 from tests.helpers import DATA, IMAGE_TAR, MEMORY_AND_THREADS, SIF, STANDINS, write_digits, write_fewer
 
 # Before a test imports torch.
@@ -21,6 +22,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-table", action="store_true", help="let test_matrix.py write its results into README.md"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(flaky.SecondTries(BUILD.parent / "flaky.jsonl"))
 
 
 # The files that take longest, first: otherwise the last of them would run alone. Of the fast tests,
@@ -43,24 +48,31 @@ LONG_FILES = [
     "nlp/models/test_models.py",
     "commands/check/test_check.py",
     "run/test_wandb.py",
-    "containers/test_install.py",
+    "containers/test_build_errors.py",
     "commands/test_sweep.py",
     "docs/test_contributing.py",
     "test_own_script.py",
-    "containers/test_sanity.py",
+    "containers/test_image_files.py",
     "distributed/test_world.py",
 ]
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the fast tests first; where several files run at a time, the files that take minutes."""
 
-    def order(item: pytest.Item) -> tuple[int, bool]:
+    def order(item: pytest.Item) -> tuple[int, bool, bool]:
+        slow = item.get_closest_marker("slow") is not None
+        if not hasattr(config, "workerinput"):
+            return 0, slow, False
         name = str(item.path.relative_to(REPOSITORY / "tests"))
         place = LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
-        return place if hasattr(config, "workerinput") else 0, item.get_closest_marker("slow") is not None
+        # The last tests of a file are those that wait for jobs that its first test has started.
+        return place, slow, "in_background" in getattr(item, "fixturenames", ())
 
     items.sort(key=order)
+    flaky.mark(items)
+    main_road.mark(items)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -117,9 +129,19 @@ def cluster(site: Cluster) -> Cluster:
     return site
 
 
+@pytest.fixture(autouse=True)
+def settled_nodes(request: pytest.FixtureRequest) -> None:
+    """A test on the shared cluster begins when no job of an earlier one is ending.
+
+    Slurm would place its jobs on other nodes. Jobs that tests of a file have submitted ahead may run.
+    """
+    if "site" in request.fixturenames:
+        request.getfixturevalue("site").wait_until_settled()
+
+
 @pytest.fixture(scope="session")
 def few_examples(site: Cluster) -> dict[str, str]:
-    """The variable with which the image has a part of its digits and samples, for jobs that are not about the scores."""
+    """The variable that gives the image a part of its digits and samples, where scores do not matter."""
     packages = "opt/hpctrain/lib/python3.11/site-packages"
     digits, samples = "sklearn/datasets/data/digits.csv.gz", "hpctrain/nlp/samples"
     for pattern in (
@@ -137,7 +159,7 @@ def few_examples(site: Cluster) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def podman_image(site: Cluster) -> dict[str, str]:
-    """Load the image into podman-hpc as hpctrain:cpu for alice; the value is the variables that select it in jobs."""
+    """The variables that select the image in jobs: podman-hpc has loaded it for alice as hpctrain:cpu."""
     if not IMAGE_TAR.exists():
         pytest.skip(f"there is no {IMAGE_TAR.name} for podman-hpc; run make image")
     return slurm_cluster.load_for_podman_hpc(site, IMAGE_TAR)

@@ -67,9 +67,11 @@ BRITISH = {
     r"(analy|cataly|paraly)s(e|ed|er|ers|ing)": "-yze",
     r"\w*(cent|fib|lit|kilomet|millimet|calib|theat)re(s|d)?": "-er",
     r"(licence|defence|offence|pretence)s?": "-se",
-    r"\w*(cancel|label|model|travel|signal|tunnel|level|channel|fuel|total|marshal|dial|equal|initial)l(ed|er|ers|ing)": "one l",
-    r"(catalogue|programme|artefact|manoeuvre|sceptic|judgement|storey|tyre)s?": "catalog, program, artifact, ...",
-    r"whilst|amongst|learnt|spelt|burnt|leapt|ageing|fulfil|enrol|instalment|skilful|grey|cheque|focussed|per cent": "",
+    r"\w*(cancel|label|model|travel|signal|tunnel|level|channel|fuel|total|marshal|dial|equal|initial)"
+    r"l(ed|er|ers|ing)": "one l",
+    r"(catalogue|programme|artefact|manoeuvre|sceptic|judgement|storey|tyre)s?": "the American word",
+    r"whilst|amongst|learnt|spelt|burnt|leapt|ageing|fulfil|enrol|instalment|skilful|grey|cheque|focussed"
+    r"|per cent": "the American word",
 }
 
 
@@ -84,9 +86,28 @@ def place(name, text, match):
 
 
 def test_ruff():
+    """Among its rules: 110 columns, and the complexity of a function."""
     for arguments in (["check"], ["format", "--check"]):
         done = run(TOOLS / "ruff", *arguments, ".")
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_mypy():
+    done = run(sys.executable, "-m", "mypy")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_shell_scripts_have_110_columns():
+    sh = [name for name, text in TEXTS.items() if text.startswith("#!/bin/sh")]
+    assert "cluster/slurm/epilog" in sh
+    wide = [
+        f"{name}:{number}: {len(line)} characters"
+        for name in [*SHELL, *sh]
+        for number, line in enumerate(TEXTS[name].splitlines(), 1)
+        if len(line) > 110
+    ]
+    assert not wide, "\n".join(wide)
 
 
 @pytest.mark.slow  # each launch script is checked with all that it sources
@@ -233,7 +254,7 @@ def test_the_index_lists_every_page():
 
 
 def imports(module, tree):
-    """The modules of hpctrain that a module imports, also inside functions; not those for type checkers only."""
+    """The modules of hpctrain that a module imports, also in functions, except for type checkers only."""
     hidden = {
         id(child)
         for node in ast.walk(tree)
@@ -310,7 +331,7 @@ def test_an_upward_import_is_found(module, line):
 
 
 def defined(module):
-    """The names of a module of hpctrain: what it defines and imports, its submodules, and what `hpctrain` looks up."""
+    """The names of a module: what it defines and imports, its submodules, and what `hpctrain` looks up."""
     names = {name.rpartition(".")[2] for name in SOURCES if name.rpartition(".")[0] == module}
     for node in ast.walk(SOURCES[module]):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -355,7 +376,7 @@ def test_versions_agree():
 
 
 def test_a_step_that_mounts_a_stage_is_repeated_when_the_stage_changes():
-    """buildah 1.28 compares the lines of a step, not what it mounts: a changed lock gave an image with the old packages."""
+    """buildah 1.28 compares the lines of a step, not what it mounts: an image had packages of an old lock."""
     for stage in re.split(r"^FROM ", TEXTS["containers/Dockerfile"], flags=re.M)[1:]:
         for mount in re.finditer(r"--mount=type=bind,from=(environment|complete|package)\b", stage):
             copies = re.findall(rf"^COPY --from={mount[1]} (\S+)", stage[: mount.start()], re.M)

@@ -110,7 +110,7 @@ def test_a_second_run_does_what_failed_or_is_missing_if_it_is_of_the_same_gpu_an
     for content in ("", "[]", "{", json.dumps(record), json.dumps(record | {"cases": [{"case": "one"}]})):
         path.write_text(content)
         with pytest.raises(
-            SystemExit, match=r"^gpu\.py: .*gpu\.json cannot be gone on with .*: remove it, or give another"
+            SystemExit, match=r"^gpu\.py: cannot continue .*gpu\.json .*: remove it, or give another"
         ):
             gpu.read_earlier(path, record)
     path.unlink()

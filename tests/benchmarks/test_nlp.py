@@ -8,7 +8,7 @@ from slurm_cluster import REPOSITORY
 
 
 def run(*options):
-    """Run the benchmark; returns the rows of its table as dictionaries of text, by the name of the way, and both its outputs."""
+    """The rows of the benchmark's table, each a dictionary of text, by way; and both outputs."""
     command = [
         *options,
         REPOSITORY / "benchmarks/nlp.py",

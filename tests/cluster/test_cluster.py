@@ -33,7 +33,7 @@ def cluster_sh(*args, state, cwd=None, **env):
 
 
 def processes(state):
-    """The pids on the host of all processes that belong to a state folder: its nodes, and the processes in them."""
+    """The host's process numbers of the nodes of a state folder, and of the processes in them."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -135,13 +135,13 @@ def test_users_may_run_containers(cluster):
 
 @needs_cluster
 def test_a_job_has_the_limit_of_core_files_of_its_user(cluster):
-    """As at a site: slurmd raises its own, and each program that a signal ends would leave its memory in the user's folder."""
+    """As at a site; slurmd raises its own limit, so a killed program would leave its memory in the folder."""
     done = cluster.exec("login", "bash", "-c", "ulimit -Sc 0; srun bash -c 'ulimit -Sc'", user="alice")
     assert done.stdout == "0\n"
 
 
 @needs_cluster
-def test_submit_and_wait(cluster):
+def test_wait_returns_how_and_where_a_job_ended(cluster):
     lines = []
     job = cluster.wait(
         cluster.submit("-N2", script="#!/bin/sh\necho first\nsrun hostname\nexit 4\n"), on_line=lines.append
@@ -156,8 +156,9 @@ RANK_SUM = "from mpi4py.MPI import COMM_WORLD as w; print(f'sum {w.allreduce(w.r
 # One container per node, whose processes are the ranks. They see each other, the node's network and /tmp, and
 # PMIx.
 SHARED_RUN = [
-    "podman-hpc", "shared-run", "--label=hpctrain.test", "--userns=keep-id", "--network=host", "--ipc=host", "--volume=/tmp:/tmp",
-    "--volume=/home/alice:/home/alice", "--workdir=/home/alice", "-e", "SLURM_*", "-e", "PMIX_*", "hpctrain:cpu",
+    "podman-hpc", "shared-run", "--label=hpctrain.test", "--userns=keep-id", "--network=host", "--ipc=host",
+    "--volume=/tmp:/tmp", "--volume=/home/alice:/home/alice", "--workdir=/home/alice",
+    "-e", "SLURM_*", "-e", "PMIX_*", "hpctrain:cpu",
 ]  # fmt: skip
 # Slurm gives a job other nodes while an earlier one has not ended completely, as after a failed step.
 HERE = "--nodelist=n1,n2"
@@ -191,7 +192,7 @@ def test_podman_hpc_makes_one_world_of_two_nodes(site, podman_hpc):
 
 @needs_cluster
 def test_containers_outlive_a_failed_step_until_they_are_removed(site, podman_hpc):
-    """Why launch/podman_hpc_ddp.sh removes containers: Slurm kills podman's clients, but not the containers they started."""
+    """Slurm kills podman's clients, but not their containers, so launch/podman_hpc_ddp.sh removes them."""
     fail = 'if [ "$SLURM_PROCID" = 3 ]; then sleep 1; exit 7; fi; sleep 1000'
     assert podman_hpc(*SRUN, *SHARED_RUN, "sh", "-c", fail, check=False).returncode != 0
     assert containers_left(site) > 0
@@ -204,7 +205,8 @@ def test_a_job_of_qsub_has_the_variables_of_pbs_and_none_of_slurm(site):
     script = """#!/bin/bash
 #PBS -N hello
 #PBS -j oe
-pwd; env | grep -c ^SLURM; echo "$A $B $PBS_ENVIRONMENT"; uniq -c "$PBS_NODEFILE"; module load pytorch && type -p hpctrain
+pwd; env | grep -c ^SLURM; echo "$A $B $PBS_ENVIRONMENT"; uniq -c "$PBS_NODEFILE"
+module load pytorch && type -p hpctrain
 cd "$PBS_O_WORKDIR" && pwd
 mpirun --hostfile "$PBS_NODEFILE" sh -c 'hostname; env | grep ^SLURM || true'
 """
@@ -321,11 +323,14 @@ def test_a_crashed_node_is_down_and_comes_back():
         )
         cluster.crash("n2")
         wait_until(lambda: node_states(cluster)["n2"] == "down*")
+        with pytest.raises(TimeoutError, match=r"neither idle nor computing(.|\n)*n2 .* down"):
+            cluster.wait_until_settled(seconds=0)
         assert cluster.command("exec", "n2", "true", check=False).returncode != 0
         assert cluster.wait(job).nodes == ("n1", "n3")
 
         cluster.boot("n2")
         wait_until(lambda: node_states(cluster)["n2"] == "idle")
+        cluster.wait_until_settled()
         assert cluster.exec("login", "srun", "--nodelist=n2", "hostname", user="alice").stdout == "n2\n"
 
 
@@ -356,7 +361,7 @@ def test_others_reach_a_node_at_once_when_it_is_switched_on_again(cluster):
 
 
 @needs_cluster
-def test_two_clusters_side_by_side(cluster):
+def test_two_clusters_run_side_by_side(cluster):
     with Cluster(nodes=1) as other:
         assert processes(other.state)
         assert list(node_states(other)) == ["n1"]
@@ -382,7 +387,7 @@ def test_down_leaves_nothing(tmp_path):
 
 @needs_cluster
 @pytest.mark.parametrize("seconds", [0.05, 0.2, 0.4, 0.6])
-def test_down_after_up_was_killed(tmp_path, seconds):
+def test_down_stops_what_a_killed_up_has_started(tmp_path, seconds):
     up = subprocess.Popen([CLUSTER_SH, "up"], env={**os.environ, "CLUSTER": str(tmp_path / "state")})
     time.sleep(seconds)
     up.kill()
@@ -403,7 +408,7 @@ def test_the_cluster_ends_with_its_owner(tmp_path):
 
 
 @needs_cluster
-def test_up_twice(tmp_path):
+def test_up_changes_nothing_of_a_running_cluster(tmp_path):
     with Cluster(nodes=1, state=tmp_path / "state") as cluster:
         assert cluster.command("up", "1").stderr.count("already up") == 1
         refused = cluster.command("up", "2", check=False)
@@ -443,7 +448,7 @@ def test_run_dies_with_its_caller(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["cluster.sh", "machine.sh", "build_rootfs.sh", "extract_environment.sh"])
-def test_help(script):
+def test_help_names_the_script(script):
     done = subprocess.run([REPOSITORY / "cluster" / script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.startswith("usage: ")

@@ -44,7 +44,7 @@ def inside(cluster: Cluster, *command: str) -> str:
     return done.stdout
 
 
-def test_size():
+def test_the_sif_has_at_most_600_mb():
     assert SIF.stat().st_size <= SIZE[FLAVOR]
 
 
@@ -58,7 +58,7 @@ def test_it_holds_the_locked_versions(cluster):
 
 
 def test_it_passes_its_check(cluster):
-    """All packages import, each CUDA library exists once, the sums over torch, MPI and Horovod are right, and more."""
+    """Packages import, each CUDA library exists once, torch, MPI and Horovod sum, and more."""
     shown = inside(cluster, "/opt/hpctrain/libexec/check_image.sh")
     assert "one libnccl, libcudart, libcudnn and libcublas" in shown
     assert "check: Horovod has PyTorch MPI Gloo NCCL" in shown and "check: the image works" in shown
@@ -82,10 +82,13 @@ print("cubin", len(triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm[
 
 
 def test_triton_compiles_a_kernel_and_what_loads_it(cluster):
-    """What torch.compile does for a GPU: PTX and machine code for an A100, and the C code of Triton's driver with gcc."""
+    """As torch.compile for a GPU: PTX and machine code for an A100, and Triton's driver, compiled by gcc."""
     cluster.host_path("/home/alice/kernel.py").write_text(KERNEL)
     assert int(inside(cluster, "python", "/home/alice/kernel.py").split()[1]) > 1000
-    code = "import sysconfig, triton.backends.nvidia as n; print(n.__path__[0], sysconfig.get_paths()['include'])"
+    code = (
+        "import sysconfig, triton.backends.nvidia as n\n"
+        "print(n.__path__[0], sysconfig.get_paths()['include'])"
+    )
     triton, python = inside(cluster, "python", "-c", code).split()
     inside(
         cluster,

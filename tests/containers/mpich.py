@@ -33,7 +33,8 @@ total = hvd.allreduce(torch.tensor([hvd.rank() + 1]), op=hvd.Sum).item()
 world = MPI.COMM_WORLD
 library = MPI.Get_library_version().splitlines()[0]
 files = sorted({line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line})
-print(f"[{library}] [{' '.join(files)}] size {world.size} {hvd.size()} sum {world.allreduce(world.rank + 1)} {total}", flush=True)
+sums = f"sum {world.allreduce(world.rank + 1)} {total}"
+print(f"[{library}] [{' '.join(files)}] size {world.size} {hvd.size()} {sums}", flush=True)
 """
 
 
@@ -128,7 +129,7 @@ def test_it_trains(cluster, wheel):
 
 
 def test_without_mpi4py_libmpi_the_image_s_own_mpi_is_loaded(cluster):
-    """The reason for MPI4PY_LIBMPI: by default mpi4py loads the MPI of its environment, whatever comes first."""
+    """MPI4PY_LIBMPI exists because mpi4py by default loads the MPI of its own environment."""
     env = site_mpi("mpich==5.0.2")
     code = ["python", "-c", "from mpi4py import MPI; print(MPI.Get_library_version())"]
     for command, version in ((code, "5.0.2"), (["env", "-u", "MPI4PY_LIBMPI", *code], "4.3.2")):

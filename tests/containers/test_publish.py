@@ -31,7 +31,7 @@ http: {{addr: ":{port}"}}
 
 @pytest.fixture(scope="module")
 def registries(site):
-    """Debian's docker-registry on the login node: port 5000 is open to all, port 5001 needs a password that no user has."""
+    """Debian's docker-registry on the login node: port 5000 is open, 5001 has a password nobody knows."""
     auth = "auth: {htpasswd: {realm: us, path: /project/registry.passwords}}\n"
     site.host_path("/project/registry.passwords").write_text("")
     started = []
@@ -149,7 +149,7 @@ def test_podman_hpc_pulls_what_was_pushed_and_trains(site, digest, podman_image,
 
 
 def test_the_sif_itself_in_the_registry(site, registries):
-    """As in the release workflow; the file that is pulled, also by digest as the pages of the sites say, is the pushed one."""
+    """As in the release workflow; a pull by name or by digest gives the same file."""
     there = f"oras://{NAME}:cpu-{VERSION}-sif"
     site.exec(
         "login",
@@ -228,7 +228,11 @@ UNCHANGED = """
 import importlib.metadata, json
 recorded = json.load(open("/opt/hpctrain/versions.json"))
 found = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions()}
-changed = {name: (version, recorded[name]) for name, version in found.items() if recorded.get(name, version) != version}
+changed = {
+    name: (version, recorded[name])
+    for name, version in found.items()
+    if recorded.get(name, version) != version
+}
 import einops, torch
 print("added", sorted(found.keys() - recorded), "changed", changed, einops.__version__)
 """
@@ -236,7 +240,7 @@ print("added", sorted(found.keys() - recorded), "changed", changed, einops.__ver
 
 @pytest.fixture(scope="module")
 def on_top(site):
-    """Makes pip use the wheels in /mnt for alice's examples/on-top; gives the folder of wheels to mount there."""
+    """The folder of wheels to mount at /mnt, where pip looks for those of alice's examples/on-top."""
     wheels = site.host_path("/home/alice/wheels")
     requirements = site.host_path(f"{HOME}/examples/on-top/requirements.txt")
     pip = [

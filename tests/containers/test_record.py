@@ -1,4 +1,4 @@
-"""The record of an image: reproducible builds, the SBOM, the provenance, and the output of verify.
+"""record.py, sbom.py and sif.py: reproducible builds, the SBOM, the provenance, and the output of verify.
 
 build_image.sh and build_sif.sh run unchanged, but with a Dockerfile of a few files instead of the image's.
 The last test is about the image itself.
@@ -31,16 +31,19 @@ ARG FLAVOR
 ARG MPI
 ARG REVISION
 ARG CREATED
-LABEL org.opencontainers.image.title="hpctrain ${FLAVOR} with ${MPI}" org.opencontainers.image.revision="${REVISION}"
+LABEL org.opencontainers.image.title="hpctrain ${FLAVOR} with ${MPI}" \\
+      org.opencontainers.image.revision="${REVISION}"
 LABEL org.opencontainers.image.created="${CREATED}" org.opencontainers.image.version=1.0
 """
 SITE = "opt/hpctrain/lib/python3.11/site-packages"
 TREE = {
     "usr/share/hpctrain/debian.tsv": f"libc6\t2.36-9\tamd64\t{'a' * 64}\nlibstdc++6\t1:12.2\tamd64\t\n",
-    "opt/hpctrain/wheels.tsv": f"torch\t2.13.0+cpu\t{'b' * 64}\ttorch-2.13.0+cpu.whl\nPyYAML\t6.0\t{'c' * 64}\tpyyaml.whl\n",
+    "opt/hpctrain/wheels.tsv": f"torch\t2.13.0+cpu\t{'b' * 64}\ttorch-2.13.0+cpu.whl\n"
+    f"PyYAML\t6.0\t{'c' * 64}\tpyyaml.whl\n",
     f"{SITE}/torch-2.13.0+cpu.dist-info/METADATA": "Name: torch\nVersion: 2.13.0+cpu\n",
     f"{SITE}/pyyaml-6.0.dist-info/METADATA": "Name: PyYAML\nVersion: 6.0\n",
-    f"{SITE}/horovod-0.28.1.dist-info/METADATA": "Name: horovod\nVersion: 0.28.1\n\nVersion: of something else\n",
+    f"{SITE}/horovod-0.28.1.dist-info/METADATA": "Name: horovod\nVersion: 0.28.1\n\n"
+    "Version: of something else\n",
     f"{SITE}/horovod-0.28.1.dist-info/RECORD": "horovod/__init__.py,sha256=abc,1\n",
 }
 
@@ -86,7 +89,7 @@ def verify(*arguments, **options):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A copy of the project with a tiny image, which is built twice: at an older commit, then at a newer one with its cache."""
+    """A copy of the project with a tiny image, built at a commit, then at the next one with its cache."""
     if reason := slurm_cluster.missing():
         pytest.skip(reason)
     base = tmp_path_factory.mktemp("record")
@@ -263,7 +266,11 @@ def test_an_image_that_differs_from_its_record_is_named(tiny, tiny_sif, tmp_path
         (tmp_path / "cut.sif", record, "differs from"),
         (tmp_path / "stub.sif", record, "stub.sif differs from"),
         (tmp_path / "empty.sif", record, "is not an OCI archive"),
-        (flipped(tar, tmp_path / "load.tar", tar.read_bytes().index(b"RepoTags")), record, "all packages are as recorded"),
+        (
+            flipped(tar, tmp_path / "load.tar", tar.read_bytes().index(b"RepoTags")),
+            record,
+            "all packages are as recorded",
+        ),
         (flipped(tar, tmp_path / "flipped.tar", layer + 20), record, "is damaged or was changed"),
         (flipped(tiny_sif, tmp_path / "flipped.sif", -1000), record, "flipped.sif differs from"),
         (flipped(tiny_sif, tmp_path / "time.sif", 72), record, "time.sif differs from"),
@@ -392,7 +399,7 @@ def test_a_signed_sif_is_verified_and_a_changed_one_is_refused(tiny, tiny_sif, t
     assert verify(signed).returncode == 1
 
 
-def test_the_record_of_the_image(sif):
+def test_the_image_is_as_its_record_says(sif):
     """The CPU image itself: every wheel is in the lock, and the SIF is the recorded one."""
     if not IMAGE_TAR.exists():
         pytest.skip(f"no {IMAGE_TAR.name}: make image")

@@ -227,7 +227,6 @@ def test_check_from_another_folder(cluster):
     elsewhere = {"cwd": "/home/alice/elsewhere", "env": {"HPCTRAIN_ROOT": HOME}}
     ended, output = job(cluster, "check", options=ONE_EACH, script=f"{HOME}/{SCRIPT}", **elsewhere)
     assert ended.state == "COMPLETED" and "check passed: 2 ranks on 2 hosts (slurm)" in output, output
-    wait_until_idle(cluster)
 
 
 def test_inside_salloc(cluster):
@@ -374,7 +373,6 @@ def test_no_apptainer_on_a_node(cluster, nodes):
         else "rank 2 on n2: there is no apptainer on the PATH"
     )
     assert ended.state == "FAILED" and message in output, output
-    wait_until_idle(cluster)
 
 
 def test_a_killed_rank_ends_the_whole_job(cluster):

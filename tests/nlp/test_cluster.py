@@ -1,4 +1,4 @@
-"""The fine-tuning tasks as users run them: with sbatch, in the container, on two nodes with two ranks each."""
+"""The fine-tuning tasks as users run them: by sbatch, in the container, on two nodes with two ranks each."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from hpctrain.checkpoints import checkpoint
 from hpctrain.nlp.tasks import instruct
 from tests.helpers import DATA
-from tests.launch.test_launch import HOME, folder, job, wait_until_idle
+from tests.launch.test_launch import HOME, folder, job
 from tests.nlp.models.test_tensor_parallel import make_model
 from tests.tools import warm_start
 
@@ -90,7 +90,6 @@ def test_missing_model_on_a_node_without_internet_is_one_line_that_names_fetch(c
     errors = [line for line in output.splitlines() if "hpctrain: error" in line]
     assert ended.state == "FAILED" and len(errors) == 1 and "Traceback" not in output, output
     assert "hpctrain fetch beomi/kcbert-base DIR" in errors[0]
-    wait_until_idle(cluster)
 
 
 def test_a_sharded_model_on_two_nodes(cluster):
@@ -136,7 +135,7 @@ def instruct_words(cluster):
 def test_a_model_split_over_two_nodes_gives_the_loss_of_one_process(
     cluster, instruct_words, request, options, alone
 ):
-    """Tensor parallelism within a node and FSDP between the nodes; and an adapter over a model that is sharded."""
+    """Tensor parallelism within a node and FSDP between the nodes; and an adapter over a sharded model."""
     run = f"runs/{request.node.callspec.id}"
     ended, output = job(cluster, *instruct_words, *options, "--out", run)
     assert ended.state == "COMPLETED" and "4 ranks on 2 nodes (slurm)" in output, output

@@ -1,9 +1,8 @@
-"""Faults on a real Slurm cluster: whether the job goes on by itself, how soon, and whether it ends with the
-same weights.
+"""Faults on a real Slurm cluster: does the job go on by itself, how soon, and with the same weights?
 
-    .venv/bin/python tests/tools/faults.py                        every fault, and write its row into docs/faults.md
-    .venv/bin/python tests/tools/faults.py --only SIGKILL         those whose row matches this
-    .venv/bin/python tests/tools/faults.py --soak 20 --seed 1     one job of about 20 minutes, with a random fault each minute
+    .venv/bin/python tests/tools/faults.py                      every fault, into docs/faults.md
+    .venv/bin/python tests/tools/faults.py --only SIGKILL       those whose row matches this
+    .venv/bin/python tests/tools/faults.py --soak 20 --seed 1   20 minutes, with a random fault each minute
 
 Each fault happens to a job of its own: a bundled trainer, 4 ranks on 2 nodes. Its weights are compared with
 those of a job with the same command to which nothing happened.
@@ -142,7 +141,8 @@ class Experiment:
             "[[ $(readlink /proc/$p/exe) == *python* ]] || continue; "
             "! grep -qE 'torchrun|distributed.run|horovodrun|podman-hpc' /proc/$p/cmdline || continue; "
             "for name in RANK HOROVOD_RANK OMPI_COMM_WORLD_RANK PMIX_RANK SLURM_PROCID; do "
-            "value=$(tr '\\0' '\\n' </proc/$p/environ | sed -n s/^$name=//p); [[ -z $value ]] || break; done; "
+            "value=$(tr '\\0' '\\n' </proc/$p/environ | sed -n s/^$name=//p); "
+            "[[ -z $value ]] || break; done; "
             f"[[ $value != {rank} ]] || echo $p; done",
         ).split()
         if not found:

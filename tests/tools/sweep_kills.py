@@ -1,5 +1,4 @@
-"""A sweep as a job array on a real Slurm cluster, some of whose trials are killed: none may be lost or done
-twice.
+"""A sweep as a job array on a real Slurm cluster: no killed trial may be lost or done twice.
 
     .venv/bin/python tests/tools/sweep_kills.py [--seed 1]
 
@@ -68,7 +67,8 @@ def kill(cluster: Cluster, number: int, way: str) -> None:
         )
         return
     script = (
-        f"for p in $(pgrep -f 'hpctrain.* sweep search.yaml'); do [[ $(readlink /proc/$p/exe) == {WAYS[way]} ]] && "
+        "for p in $(pgrep -f 'hpctrain.* sweep search.yaml'); do "
+        f"[[ $(readlink /proc/$p/exe) == {WAYS[way]} ]] && "
         f"grep -qzx SLURM_ARRAY_TASK_ID={number} /proc/$p/environ && kill -KILL $p; done"
     )
     for node in ("n1", "n2"):
@@ -80,6 +80,33 @@ def run_array(cluster: Cluster) -> None:
     cluster.exec("login", *SUBMIT, user="alice", cwd=HOME, env=BARE)
     while cluster.exec("login", "squeue", "--noheader", user="alice").stdout.strip():
         time.sleep(1)
+
+
+def faults_of_trial(
+    number: int, folder: Path, results: dict[str, int], parameters: dict[int, str | None]
+) -> list[str]:
+    """What is wrong with a trial at the end.
+
+    `results` has the times of the results before the array was submitted again, by the names of trials;
+    `parameters` those of each trial that was killed.
+    """
+    if not (folder / "result.json").exists():
+        return [f"{folder.name} has no result"]
+    wrong = []
+    if results.get(folder.name, 0) not in (0, (folder / "result.json").stat().st_mtime_ns):
+        wrong.append(f"{folder.name} had its result, and was done again")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    epochs = [line["epoch"] for line in lines if "test_accuracy" in line]
+    if epochs != [*range(1, EPOCHS + 1)]:
+        wrong.append(f"{folder.name} has the epochs {epochs}")
+    if parameters.get(number) not in (None, (folder / "parameters.json").read_text()):
+        wrong.append(f"{folder.name} went on with other parameters")
+    starts = len([*folder.glob("config*.json")])
+    if starts > 1:
+        print(f"trial {number} started {starts} times")
+    if starts > 1 and number not in parameters:
+        wrong.append(f"{folder.name} was not killed, and started {starts} times")
+    return wrong
 
 
 def main() -> None:
@@ -126,7 +153,8 @@ def main() -> None:
             thread.join()
         results = {path.parent.name: path.stat().st_mtime_ns for path in out.glob("trial-*/result.json")}
         print(
-            f"{len(results)} of {TRIALS} results after {time.monotonic() - began:.0f} s; submitting the same array again"
+            f"{len(results)} of {TRIALS} results after {time.monotonic() - began:.0f} s; "
+            "submitting the same array again"
         )
         run_array(cluster)
         print(f"{time.monotonic() - began:.0f} s in all")
@@ -136,37 +164,13 @@ def main() -> None:
         if len(folders) != TRIALS:
             wrong.append(f"there are {len(folders)} trials")
         for number, folder in enumerate(folders):
-            if not (folder / "result.json").exists():
-                wrong.append(f"{folder.name} has no result")
-                continue
-            if results.get(folder.name, 0) not in (0, (folder / "result.json").stat().st_mtime_ns):
-                wrong.append(f"{folder.name} had its result, and was done again")
-            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            epochs = [line["epoch"] for line in lines if "test_accuracy" in line]
-            if epochs != [*range(1, EPOCHS + 1)]:
-                wrong.append(f"{folder.name} has the epochs {epochs}")
-            if parameters.get(number) not in (None, (folder / "parameters.json").read_text()):
-                wrong.append(f"{folder.name} went on with other parameters")
-            starts = len([*folder.glob("config*.json")])
-            if starts > 1:
-                print(f"trial {number} started {starts} times")
-            if starts > 1 and number not in parameters:
-                wrong.append(f"{folder.name} was not killed, and started {starts} times")
+            wrong += faults_of_trial(number, folder, results, parameters)
         rates = {json.loads((folder / "parameters.json").read_text())["lr"] for folder in folders}
         if len(rates) != TRIALS:
             wrong.append(f"there are {len(rates)} different learning rates")
         logs = sorted(cluster.host_path(HOME).glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)
-        print(
-            next(
-                (
-                    line
-                    for log in logs[::-1]
-                    for line in log.read_text().splitlines()
-                    if "trials have a result" in line
-                ),
-                "",
-            ).removeprefix("0: ")
-        )
+        lines = [line for log in logs for line in log.read_text().splitlines()]
+        print(*[line.removeprefix("0: ") for line in lines if "trials have a result" in line][-1:])
     if wrong:
         raise SystemExit("not as promised: " + "; ".join(wrong))
     print(f"{TRIALS} results, none lost or doubled")

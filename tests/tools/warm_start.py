@@ -1,5 +1,4 @@
-"""Ranks of hpctrain that have their imports behind them, for tests that start many: an import takes longer
-than such a run.
+"""Ranks of hpctrain that have imported torch already, for tests that start many: that takes most of a run.
 
 Each is a process of its own, with its own environment, working directory and output, and runs the main() of
 `python -m hpctrain`.

@@ -1,4 +1,4 @@
-"""The install step for Debian's packages, and the key under which a compiled Horovod is kept."""
+"""containers/install/debian.sh, the install step for Debian's packages."""
 
 import http.server
 import os
@@ -92,7 +92,7 @@ def test_an_invalid_setting_is_one_line(name, value):
 
 
 def test_versions_that_differ_from_the_record_are_printed(debian):
-    """Nothing is installed here: apt-get and python3.11 do nothing, so the packages of the base are compared."""
+    """apt-get and python3.11 do nothing here, so the packages of the base are compared."""
     record = next((debian / "src/containers/locks").glob("openmpi-amd64.debian"))
     bash = next(line for line in record.read_text().splitlines() if line.startswith("bash "))
     record.write_text(record.read_text().replace(f"{bash}\n", "bash 1.0\n").replace("\ndash ", "\nno-dash "))
@@ -108,53 +108,3 @@ def test_versions_that_differ_from_the_record_are_printed(debian):
     assert f"dash: recorded nothing, installed {installed['dash']}" in said
     others = [line for line in said if ": recorded " in line]
     assert said[-1] == f"debian: {len(others)} of {len(installed)} packages differ from the record"
-
-
-def test_a_compiled_wheel_is_kept_under_a_key_of_its_inputs(tmp_path):
-    """The key changes with the recipe, torch, the flavor, the prefix and any Debian package, and not with other wheels."""
-    containers, prefix = tmp_path / "containers", tmp_path / "prefix"
-    for folder in ("install", "locks", "patches"):
-        shutil.copytree(REPOSITORY / "containers" / folder, containers / folder)
-    wheels = prefix / "wheels.tsv"
-    prefix.mkdir()
-    before = "nvidia-nccl-cu13\t2\tc\tn.whl\nrich\t15\ta\trich.whl\ntorch\t2.13.0\tb\ttorch.whl\n"
-    wheels.write_text(before)
-    debian = tmp_path / "bin/dpkg-query"
-    debian.parent.mkdir()
-    debian.write_text("#!/bin/sh\necho g++ 12.2.0\n")
-    debian.chmod(0o755)
-
-    def key(flavor: str = "cpu", folder: Path = prefix) -> str:
-        command = f'set -euo pipefail; source "$0"; compiled_key horovod "$@" {" ".join(recipe)}'
-        done = subprocess.run(
-            ["bash", "-c", command, containers / "install/step_functions.sh", folder, flavor, containers],
-            env={**os.environ, "PATH": f"{debian.parent}:{os.environ['PATH']}"}, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return done.stdout
-
-    recipe = ["install/horovod.sh", *(f"patches/{path.name}" for path in (containers / "patches").iterdir())]
-    first = key()
-    assert first.startswith("horovod-") and len(first) == 24
-    wheels.write_text(before.replace("rich\t15", "rich\t16"))
-    assert key() == first
-    seen = {first, key("cu130")}
-    for old, new in (("torch\t2.13.0\tb", "torch\t2.13.0\tx"), ("nccl-cu13\t2", "nccl-cu13\t3")):
-        wheels.write_text(before.replace(old, new))
-        seen.add(key())
-    wheels.write_text(before)
-    (tmp_path / "other").mkdir()
-    shutil.copy(wheels, tmp_path / "other")
-    seen.add(key(folder=tmp_path / "other"))
-    debian.write_text("#!/bin/sh\necho g++ 12.2.1\n")
-    seen.add(key())
-    debian.write_text("#!/bin/sh\necho g++ 12.2.0\n")
-    assert key() == first
-    for file in [containers / name for name in recipe]:
-        text = file.read_text()
-        file.write_text(text + "#")
-        seen.add(key())
-        file.write_text(text)
-    assert len(seen) == 6 + len(recipe)
-    recipe.append("patches/missing")
-    with pytest.raises(subprocess.CalledProcessError):
-        key()

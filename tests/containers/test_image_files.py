@@ -1,5 +1,4 @@
-"""Files that must not be in the image, searched for in the archive and in the SIF file by file; and a
-read-only image works for an ordinary user.
+"""Files that must not be in the archive or the SIF; and a read-only image works for an ordinary user.
 
 There was no docker daemon where these tests were written, so podman of an ordinary user stands for `docker
 run --user`.
@@ -39,7 +38,7 @@ SECRETS = {
 
 @dataclass(frozen=True)
 class File:
-    """A file, folder or link of the image: its tar header, its content if small, and the secrets found in it."""
+    """A file, folder or link of the image: tar header, content if small, and the secrets found in it."""
 
     info: tarfile.TarInfo
     text: bytes | None  # for small files outside of site-packages
@@ -147,7 +146,10 @@ def test_all_files_belong_to_root_and_are_readable(image):
     closed = names(
         image, lambda _, file: not file.mode & 0o004 or (file.info.isdir() and not file.mode & 0o001)
     )
-    debian = r"/root|/etc/(g?shadow-?|passwd-|\.pwd\.lock|security/opasswd|ssl/private)|/var/(log|cache|lib/(dpkg|apt))/.*"
+    debian = (
+        r"/root|/etc/(g?shadow-?|passwd-|\.pwd\.lock|security/opasswd|ssl/private)"
+        r"|/var/(log|cache|lib/(dpkg|apt))/.*"
+    )
     assert [name for name in closed if not re.fullmatch(debian, name)] == []
 
 
@@ -175,8 +177,8 @@ def test_no_secret_and_no_name_of_the_build_machine(image):
     assert trusted == sum(image.files[name].info.size for name in debian) > 100_000
 
 
-def test_no_leftovers(image):
-    """Nothing that only an installer, a compiler or a manual needs, and no bytecode that Python would reject."""
+def test_nothing_is_left_of_the_build(image):
+    """Nothing that only installers, compilers or manuals need, and no bytecode that Python would reject."""
     left = (
         r".*\.(a|o|la|cmake|pc|pxd|pyx)|/usr/include/.+|.*/bin/(gcc|cc|c\+\+|g\+\+|ld|as|make|cmake)(-[0-9]+)?"
         r"|/var/lib/apt/lists/.+|/var/cache/apt/.*(\.deb|\.bin)|.*/\.cache/.*|/var/log/(apt|dpkg).*|/var/lib/.*-old"
@@ -205,7 +207,10 @@ def test_python_trusts_the_bytecode_of_its_library(cluster):
 
 def test_the_sif_has_only_the_files_of_the_image(cluster, image):
     """No privileged and no writable files, and no additional files but Apptainer's own."""
-    find = "find / -xdev \\( -path /proc -o -path /sys -o -path /dev -o -path /project \\) -prune -o -printf '%m %y %p\\n'"
+    find = (
+        "find / -xdev \\( -path /proc -o -path /sys -o -path /dev -o -path /project \\) -prune "
+        "-o -printf '%m %y %p\\n'"
+    )
     sif = ["apptainer", "exec", "--contain", "/project/hpctrain-cpu.sif"]
     said = cluster.exec("n1", *sif, "sh", "-c", find, user="alice", check=False).stdout
     found = {
@@ -215,12 +220,15 @@ def test_the_sif_has_only_the_files_of_the_image(cluster, image):
     assert [path for path, (mode, kind) in found.items() if kind == "f" and mode & 0o6000] == []
     open_to_all = [path for path, (mode, kind) in found.items() if mode & 0o002 and kind != "l"]
     assert sorted(open_to_all) == ["/run/lock", "/tmp", "/var/tmp"]
-    apptainer = r"/|/(\.singularity\.d|\.exec|\.run|\.shell|\.test|environment|singularity|proc|sys|dev|project|home|root|etc).*"
+    apptainer = (
+        r"/|/(\.singularity\.d|\.exec|\.run|\.shell|\.test|environment|singularity"
+        r"|proc|sys|dev|project|home|root|etc).*"
+    )
     assert [path for path in found if path not in image.files and not re.fullmatch(apptainer, path)] == []
 
 
 def test_a_user_without_a_name_in_a_read_only_container(cluster, podman_image):
-    """podman run --user 1000 --read-only: no entry in /etc/passwd, no home, no network; only podman's /tmp is writable."""
+    """podman run --user 1000 --read-only: no name, no home, no network; only podman's /tmp is writable."""
     options = [
         "--user=1000:1000",
         "--read-only",
@@ -240,7 +248,10 @@ def test_a_user_without_a_name_in_a_read_only_container(cluster, podman_image):
 
 def test_training_writes_nothing_into_the_image(cluster, podman_image):
     """Not even as root of the container, the default of `docker run`."""
-    script = "touch /tmp/before; hpctrain train_ddp --epochs 1 --out /tmp/out && find / -xdev -newer /tmp/before ! -path '/tmp*'"
+    script = (
+        "touch /tmp/before; hpctrain train_ddp --epochs 1 --out /tmp/out && "
+        "find / -xdev -newer /tmp/before ! -path '/tmp*'"
+    )
     run = ["podman-hpc", "run", "--rm", "--network=none", "hpctrain:cpu", "sh", "-c", script]
     done = cluster.exec("n1", *run, user="alice", env=podman_image)
     assert "curves.png are in /tmp/out" in done.stdout + done.stderr

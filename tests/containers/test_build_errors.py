@@ -1,5 +1,4 @@
-"""Errors while an environment, an image or a SIF is built: each ends with one message and leaves nothing half
-made.
+"""Errors while an environment, an image or a SIF is built: each leaves one message and nothing half made.
 
 The faults are real: an index over HTTPS on this machine, wrong certificates, small disks, no network, changed
 files, signals. The packages are tiny, and one of them is named torch, which every lock must have.
@@ -57,7 +56,7 @@ def wheel(folder: Path, name: str) -> str:
 
 @dataclass(frozen=True)
 class Index:
-    """A package index: pip's environment for it, the lines for lock files, and an event that a request for /hang sets."""
+    """A package index: pip's environment, the lines for lock files, and the event that GET /hang sets."""
 
     env: dict[str, str]
     lines: dict[str, str]
@@ -71,7 +70,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
     folder = tmp_path_factory.mktemp("index")
     for name in ("own", "stranger"):
         subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+             "-nodes", "-days", "2",
              "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
              "-keyout", f"{name}.key", "-out", f"{name}.crt"],
             cwd=folder, check=True, capture_output=True,
@@ -214,11 +214,12 @@ UNREACHABLE = "cannot reach the index above"
         ("", {"UNSHARE": "--net", "PIP_INDEX_URL": "https://pypi.org/simple"}, UNREACHABLE),
     ],
 )
-def test_pip_fails_for_a_reason(environment, index, tmp_path, lock, variables, words):
-    """run_pip, the only function that recognizes pip's messages, as the steps call it and with the same pip."""
+def test_the_last_line_explains_an_error_of_pip(environment, index, tmp_path, lock, variables, words):
+    """The only function that knows pip's messages is run_pip, which the steps call with the same pip."""
     (tmp_path / "tiny.lock").write_text(lock or index.lines["probe"])
     variables = {name: value.format(stranger=index.stranger) for name, value in variables.items()}
-    command = f"source {REPOSITORY}/containers/install/step_functions.sh; run_pip tiny.lock {environment}/bin/python -m pip" \
+    functions = f"source {REPOSITORY}/containers/install/step_functions.sh"
+    command = f"{functions}; run_pip tiny.lock {environment}/bin/python -m pip" \
         f" install --require-hashes --no-cache-dir --target new -r tiny.lock"  # fmt: skip
     apart = ["unshare", variables.pop("UNSHARE")] if "UNSHARE" in variables else []
     done = run(
@@ -237,7 +238,7 @@ def test_pip_fails_for_a_reason(environment, index, tmp_path, lock, variables, w
     assert not (tmp_path / "new").exists()
 
 
-def test_a_failed_environment_does_not_stay(recipe, index, disk, tmp_path):
+def test_a_failed_environment_is_removed(recipe, index, disk, tmp_path):
     tmp = tmp_path / "tmp"
     tmp.mkdir()
     env = index.env | {"TMPDIR": str(tmp)}
@@ -261,7 +262,7 @@ def test_a_failed_environment_does_not_stay(recipe, index, disk, tmp_path):
         assert names(tmp) == []
 
 
-def test_an_environment_that_was_interrupted(recipe, index, tmp_path):
+def test_an_interrupted_environment_is_made_again(recipe, index, tmp_path):
     """Ctrl-C removes it. After kill -9 it is marked as unfinished, and the next run makes it again."""
     prefix = tmp_path / "environment"
     (recipe / "containers/locks/tiny.lock").write_text(index.lines["torch"])
@@ -290,10 +291,13 @@ def test_an_environment_that_was_interrupted(recipe, index, tmp_path):
     assert names(tmp_path) == ["environment"]
 
 
-def test_bytecode_on_a_full_disk(environment, disk):
+def test_bytecode_that_a_full_disk_loses_is_an_error(environment, disk):
     """A file with a syntax error is skipped; a full disk is an error."""
     folder = disk("200k")
-    compile_it = f"source containers/install/step_functions.sh; compile_bytecode {environment}/bin/python {folder} unchecked-hash"
+    compile_it = (
+        "source containers/install/step_functions.sh; "
+        f"compile_bytecode {environment}/bin/python {folder} unchecked-hash"
+    )
     (folder / "newer.py").write_text("match = = 3\n")
     (folder / "code.py").write_text("x = 1\n")
     assert run("bash", "-euc", compile_it, "python.sh").returncode == 0
@@ -308,7 +312,7 @@ def test_bytecode_on_a_full_disk(environment, disk):
     )
 
 
-def test_an_image_with_a_broken_lock(recipe):
+def test_a_broken_lock_ends_the_build_of_an_image(recipe):
     """The build fails in python.sh, whose message is in the last line. The old image stays."""
     tar, lock = recipe / "build/hpctrain-cpu.tar", recipe / "containers/locks/cpu.lock"
     tar.write_text("the one before")
@@ -322,7 +326,7 @@ def test_an_image_with_a_broken_lock(recipe):
     assert tar.read_text() == "the one before" and names(recipe / "build") == before
 
 
-def test_a_missing_certificate_file(recipe):
+def test_a_missing_certificate_file_ends_the_build_of_an_image(recipe):
     done = run(
         "containers/build_image.sh",
         cwd=recipe,
@@ -332,8 +336,8 @@ def test_a_missing_certificate_file(recipe):
     assert done.stdout.count("\n") == 1
 
 
-def test_images_on_full_disks(recipe, disk, tmp_path):
-    """build_image.sh and build_sif.sh build a small image on a large disk; on a full one they stop with a message."""
+def test_a_full_disk_ends_a_build_with_one_message(recipe, disk, tmp_path):
+    """build_image.sh and build_sif.sh build a small image on a large disk, and stop on a full one."""
     (recipe / "containers/locks/small.lock").write_text("")
     (recipe / "containers/Dockerfile").write_text("FROM scratch\nCOPY tree /\n")
     (recipe / ".dockerignore").write_text("*\n!tree\n")
@@ -383,6 +387,6 @@ def test_images_on_full_disks(recipe, disk, tmp_path):
     assert (small / "hpctrain-small.tar").read_text() == "the one before"
 
 
-def test_debian_packages_without_a_network():
+def test_a_missing_network_is_named_where_packages_are_missing():
     done = run("unshare", "--net", "containers/install_host_packages.sh", "hello")
     assert last_line(done).startswith("install_host_packages.sh: apt-get cannot ")

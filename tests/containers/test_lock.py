@@ -1,0 +1,37 @@
+"""containers/lock.sh --check finds locks that do not fit pyproject.toml."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from slurm_cluster import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_lock_of_cu130_is_the_same_for_arm64():
+    """A lock has the hashes of all files of a version; a package for one platform only would change it."""
+    check = ["containers/lock.sh", "--check", "--platform", "aarch64", "--flavor"]
+    env = {**os.environ, "PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}"}
+    done = subprocess.run([*check, "cu130-build"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # There is no torch with CUDA 12.6 for arm64, so the check of that lock must fail.
+    done = subprocess.run([*check, "cu126"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "cu126.lock is stale" in done.stderr
+
+
+def test_a_stale_lock_is_named(tmp_path):
+    """With the shortest lock: whenever an index gets more files of a pinned version, a lock is stale."""
+    env = {**os.environ, "PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}"}
+    check = ["containers/lock.sh", "--check", "--flavor", "cu130-build"]
+    done = subprocess.run(check, cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(REPOSITORY / "containers", tmp_path / "containers")
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    lock = tmp_path / "containers/locks/cu130-build.lock"
+    lock.write_text(lock.read_text().replace("nvidia-nvvm==", "nvidia-old=="))
+    before = lock.read_bytes()
+    done = subprocess.run(check, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "containers/locks/cu130-build.lock is stale; run make lock" in done.stderr
+    assert lock.read_bytes() == before

@@ -1,0 +1,119 @@
+"""Which slow tests `make test` runs: what README.md promises, and the tests that show it.
+
+`make test-fast` and `make test` run every fast test, `make test-all` every test.
+tests/test_main_road.py checks that each promise is a quote from README.md, that each of its rows and sections
+has a promise, and that each test exists. A test is a file below tests/, a function, or a function with
+parameters.
+"""
+
+import pytest
+
+# Each launcher with each runtime, and each trainer with each of both: a third of the 45 cells.
+MATRIX = [
+    f"launch/test_matrix.py::test_the_same_weights_bit_for_bit[{launcher}-{runtime}-{trainer}]"
+    for runtime, first in (("apptainer", 0), ("podman-hpc", 1), ("bare", 2))
+    for column, launcher in enumerate(("srun", "torchrun", "mpirun", "srun + PMI", "horovodrun"))
+    for trainer in [("train_ddp", "train_lightning", "train_horovod")[(first + column) % 3]]
+]
+
+MAIN_ROAD = {
+    # ---- hpctrain ----
+    "the same weights with every launcher and runtime": [
+        "vision/test_train.py::test_two_ranks_give_the_weights_of_one_process",
+    ],
+    "At its time limit, after a preemption and": [
+        "launch/test_requeue.py::test_a_time_limit",
+        "launch/test_requeue.py::test_a_preempted_job_has_time_to_save",
+    ],
+    "when a rank or a node dies, Slurm requeues the job and it resumes": [
+        "launch/test_requeue.py::test_a_killed_rank_after_a_checkpoint",
+        "launch/test_requeue.py::test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to",
+        "launch/test_launch.py::test_a_job_whose_node_dies_resumes_from_its_last_checkpoint",
+    ],
+    # ---- Try it on a laptop, The full demo and the tests ----
+    "make venv": ["docs/test_readme.py::test_there_are_commands"],
+    "make demo": ["docs/test_readme.py::test_on_this_machine[README.md]"],
+    # ---- On a cluster ----
+    "make sif": [
+        "containers/test_image.py::test_the_sif_has_at_most_600_mb",
+        "containers/test_image.py::test_it_has_the_locked_versions",
+        "containers/test_image.py::test_torchvision_computes_without_a_warning",
+        "containers/test_image_files.py::test_nothing_is_privileged_or_writable_by_everyone",
+        "containers/test_image_files.py::test_no_secret_and_no_name_of_the_build_machine",
+        "containers/test_image.py::test_make_builds_nothing_twice",
+    ],
+    "`make verify` compares": ["containers/test_record.py::test_the_image_is_as_its_record_says"],
+    "sbatch launch/apptainer_ddp.sh": ["docs/test_readme.py::test_on_the_cluster[README.md]"],
+    "`check.sh` checks nodes": ["launch/test_launch.py::test_check_and_then_the_run_in_one_job"],
+    "`--dry-run` prints the commands": ["launch/test_launch.py::test_what_a_dry_run_prints_can_be_run"],
+    "| `apptainer_ddp.sh` |": [MATRIX[0]],
+    "| `apptainer_torchrun.sh` |": [MATRIX[1]],
+    "| `apptainer_mpi.sh` |": [MATRIX[2], MATRIX[3]],
+    "| `apptainer_horovod.sh` |": [MATRIX[4]],
+    "| `podman_hpc_ddp.sh` |": [MATRIX[5]],
+    "| `shifter_ddp.sh` |": ["launch/test_launch.py::test_shifter"],
+    "| `modules_ddp.sh` |": ["launch/test_launch.py::test_without_a_container_by_a_module"],
+    "| `pbs_ddp.sh` |": ["launch/test_launch.py::test_pbs"],
+    "| `jupyter.sh` |": [
+        "servers/test_jupyter.py::test_a_cell_trains_on_two_ranks_through_the_command_of_the_log",
+    ],
+    "| `local.sh` |": ["launch/test_launch.py::test_local_in_the_container"],
+    "| `check.sh` |": ["launch/test_launch.py::test_check_from_another_folder"],
+    # ---- Your own script ----
+    "passes its arguments on unchanged": [
+        "launch/test_launch.py::test_the_arguments_of_a_script_arrive_as_they_are",
+    ],
+    "With `import hpctrain` your loop": ["test_own_script.py::test_the_last_step_resumes_bit_for_bit"],
+    # ---- Fine-tuning ----
+    "text classification, sentence pairs, named entities": [
+        "nlp/test_cluster.py::test_sample_training_and_predict_need_only_the_image",
+        "docs/test_readme.py::test_on_the_cluster[README.md]",  # nlp.classify, nlp.ner
+        "docs/test_readme.py::test_on_this_machine[README.md]",  # nlp.pair
+        "nlp/test_cluster.py::test_four_ranks_on_two_nodes_score_as_one_process_does[qa]",
+        "nlp/test_cluster.py::test_four_ranks_on_two_nodes_score_as_one_process_does[generate]",
+        "nlp/test_cluster.py::test_a_model_split_over_two_nodes_gives_the_loss_of_one_process[tensor-parallel]",
+    ],
+    "`hpctrain serve` shows a model": ["nlp/use/test_pages.py"],
+    # ---- What works ----
+    "These trainers ran with every launcher": MATRIX,
+    "| `train_ddp` |": [MATRIX[0]],
+    "| `train_lightning` |": [MATRIX[1]],
+    "| `train_horovod` |": [MATRIX[2]],
+}
+
+# What the README does not say, but every user relies on.
+MAIN_ROAD_BESIDE_THE_README = {
+    "nobody else on the cluster can change a job or read its secrets": [
+        "test_security.py::test_another_user_of_the_cluster_changes_nothing_in_a_running_job",
+        "test_security.py::test_no_image_is_entered_that_another_user_can_write",
+        "test_security.py::test_a_stranger_does_not_become_a_rank",
+        "test_security.py::test_a_run_holds_no_secret_and_is_for_its_user_alone",
+        "launch/test_launch.py::test_no_secret_is_on_a_command_line",
+    ],
+    "a rank that fails ends the job, is named, and leaves nothing behind": [
+        "launch/test_launch.py::test_a_killed_rank_ends_the_whole_job",
+        "launch/test_launch.py::test_a_rank_that_dies_fails_the_job_and_is_named[raise-torchrun]",
+        "launch/test_launch.py::test_nothing_is_left_of_any_job",
+    ],
+    "the sources keep their rules": ["test_lint.py", "test_options.py"],
+}
+
+TESTS = [
+    test
+    for promises in (MAIN_ROAD, MAIN_ROAD_BESIDE_THE_README)
+    for tests in promises.values()
+    for test in tests
+]
+
+
+def names(test: str, node: str) -> bool:
+    """Whether an entry of the table names a test, by its node ID."""
+    node = node.removeprefix("tests/")
+    return node == test or node.startswith((f"{test}[", f"{test}::"))
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Give the tests of the table the mark main_road."""
+    for item in items:
+        if any(names(test, item.nodeid) for test in TESTS):
+            item.add_marker("main_road")
