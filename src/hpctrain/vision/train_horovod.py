@@ -10,7 +10,7 @@ Two nodes with 2 ranks each, on Slurm:
     sbatch launch/apptainer_ddp.sh train_horovod --fp16-allreduce
 
 Horovod's ranks connect over Gloo under every launcher, and need no MPI. With HOROVOD_CONTROLLER=mpi and
-mpirun they connect over MPI, and use it for all-reduces on CPUs; --use-adasum needs that. Horovod fuses
+mpirun they connect over MPI, and use it for all-reduces on CPUs. Horovod fuses
 tensors that are ready at the same time into one all-reduce. HOROVOD_FUSION_THRESHOLD=0, also set by
 --deterministic, turns that off, which makes the weights equal bit for bit from run to run.
 """
@@ -39,7 +39,7 @@ from hpctrain.vision import recipe
 
 def main(world: World, arguments: list[str]) -> None:
     """Train with the options at the end of this file."""
-    args = parse(arguments, world)
+    args = parse(arguments)
     device = choose_device(world, args.device)
     if args.deterministic:
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
@@ -59,8 +59,6 @@ def main(world: World, arguments: list[str]) -> None:
             named_parameters=model.named_parameters(),
             compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
             backward_passes_per_step=sub_batches,
-            op=hvd.Adasum if args.use_adasum else hvd.Average,
-            gradient_predivide_factor=args.gradient_predivide_factor,
         )
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
@@ -100,13 +98,10 @@ def main(world: World, arguments: list[str]) -> None:
                         loss = cross_entropy(model(part), targets) / sub_batches
                     loss.backward()  # the last one starts the all-reduces of the gradients
                     loss_sum += loss.detach()
-                if args.on_nan == "skip":
-                    optimizer.synchronize()  # waits for the all-reduces
-                    run.check_gradients()
-                    with optimizer.skip_synchronize():
-                        optimizer.step()
-                else:
-                    optimizer.step()  # waits for the all-reduces
+                optimizer.synchronize()  # waits for the all-reduces
+                run.check_gradients()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
                 run.step(loss_sum, learning_rate=optimizer.param_groups[0]["lr"])
                 if run.must_save():
                     run.save(make_state())
@@ -153,41 +148,15 @@ def parser() -> Parser:
         help="accumulate N batches of --batch-size for each all-reduce and optimizer step (default: %(default)s)",
     )  # fmt: skip
     add(
-        "--use-adasum",
-        action="store_true",
-        help="combine gradients with Adasum instead of averaging them; needs MPI",
-    )
-    add(
-        "--gradient-predivide-factor", type=positive(float), default=1.0, metavar="F",
-        help="divide gradients by F before the sum, and by the number of ranks / F after it (default: %(default)s)",
-    )  # fmt: skip
-    add(
         "--warmup-epochs", type=int, default=0, metavar="N",
         help="raise the learning rate linearly from --lr / ranks to --lr over N epochs (default: %(default)s)",
     )  # fmt: skip
     return parser
 
 
-def parse(arguments: list[str], world: World) -> argparse.Namespace:
-    """Parse the command line. Raises UsageError, also if it does not fit the number of ranks."""
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse the command line. Raises UsageError."""
     args = recipe.parse(parser(), arguments)
     if args.warmup_epochs < 0:
         raise UsageError(f"--warmup-epochs {args.warmup_epochs} is below zero: use 0 or more")
-    if args.use_adasum:
-        if args.on_nan == "skip":
-            raise UsageError(
-                "--on-nan skip does not work with --use-adasum, which sums no gradients: leave out one of them"
-            )
-        if world.size > 1 and os.environ.get("HOROVOD_CONTROLLER") != "mpi":
-            raise UsageError(
-                "--use-adasum needs MPI: start with mpirun (launch/apptainer_mpi.sh) and HOROVOD_CONTROLLER=mpi"
-            )
-        if args.gradient_predivide_factor != 1:
-            raise UsageError(
-                "--gradient-predivide-factor scales an average, and --use-adasum computes none: use one of the two"
-            )
-        if world.size & (world.size - 1):
-            raise UsageError(
-                f"--use-adasum needs a power of two, but there are {world.size} ranks: start 2, 4, 8, 16, ..."
-            )
     return args
