@@ -18,6 +18,7 @@ import slurm_cluster
 import torch
 
 from hpctrain.checkpoints import checkpoint
+from hpctrain.cli import COMMANDS
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.training import kernels
@@ -518,32 +519,9 @@ def test_a_missing_main_address_is_an_error(tmp_path):
     assert done.returncode == 1 and "MASTER_ADDR and MASTER_PORT are not set" in done.stderr
 
 
-@pytest.mark.slow
-def test_train_single_under_srun_is_an_error_with_the_right_command(tmp_path):
-    """Rank 0 prints it. Rank 1 exits quietly, so that srun does not kill rank 0 before that."""
-    step = {
-        "SLURM_STEP_ID": "0",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-    }
-    done = [
-        run(1, "train_single", cwd=tmp_path, SLURM_PROCID=rank, SLURM_LOCALID=rank, **step) for rank in "01"
-    ]
-    message = "train_single trains in one process, but srun started 2: use train_ddp, or srun --ntasks=1"
-    assert [(each.returncode, each.stdout, each.stderr) for each in done] == [
-        (2, "", f"hpctrain: error: {message}\n"),
-        (0, "", ""),
-    ]
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_train_single_trains_as_train_ddp_does(runs, tmp_path):
-    train(1, "--epochs", 2, "--out", "single", cwd=tmp_path, trainer="train_single")
-    assert result(tmp_path / "single")["weights_sha256"] == result(runs / "one")["weights_sha256"]
-    done = run(1, "train_single", "--help", cwd=tmp_path)
-    assert done.stdout.startswith("usage: hpctrain train_single ") and "--strategy" in done.stdout
+def test_train_single_is_train_ddp():
+    """Another name of it, which the notebooks use."""
+    assert COMMANDS["train_single"][0] == COMMANDS["train_ddp"][0]
 
 
 BAD_INPUT = [
@@ -599,10 +577,6 @@ def test_bad_input_is_one_line(tmp_path, args, status, message):
         (["train_ddp", "--data", "nowhere"], "nowhere: no such folder"),
         (["train_ddp", "--out", "/proc/run"], "/proc/run: cannot be written"),
         (["train_ddp", "--strategy", "dp"], "--strategy dp is for one process, but torchrun started 2"),
-        (
-            ["train_single", "--epochs", "1"],
-            "train_single trains in one process, but torchrun started 2: use train_ddp, or start",
-        ),
         (["train_lightning", "--devices", "4"], "--devices 4, but torchrun started 2 ranks on this node"),
         (["train_lightning", "--batch-size", "33"], "2 ranks cannot share it evenly"),
     ],
