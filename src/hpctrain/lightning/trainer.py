@@ -153,7 +153,6 @@ def make_trainer(
     bare: Callable[[LightningModule], torch.nn.Module],
     score: Callable[[dict[str, float]], tuple[float, ...]],
     *,
-    find_unused_parameters: bool = False,
     accumulate_grad_batches: int = 1,
     strategy: Callable[..., DDPStrategy] = JsonStrategy,
 ) -> Trainer:
@@ -167,9 +166,7 @@ def make_trainer(
     devices = [device] * world.local_size
     return Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
-        strategy=strategy(world, parallel_devices=devices, find_unused_parameters=find_unused_parameters)
-        if world.size > 1
-        else "auto",
+        strategy=strategy(world, parallel_devices=devices) if world.size > 1 else "auto",
         devices="auto" if world.size > 1 else [device.index] if device.type == "cuda" else 1,
         num_nodes=world.nodes,
         plugins=[WorldEnvironment(world)],

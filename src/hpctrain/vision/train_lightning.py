@@ -128,14 +128,11 @@ def main(world: World, arguments: list[str]) -> None:
 
         module = Classifier(recipe.build_model(args, training_set, device), args)
         run.count_flops(lambda: recipe.count_flops(module.net, training_set, args))
-        unused = args.strategy == "ddp_find_unused_parameters_true"
 
         def score(metrics: dict[str, float]) -> tuple[float, ...]:
             return metrics["test_accuracy"], -metrics["test_loss"]
 
-        trainer = make_trainer(
-            run, args, device, lambda module: module.net, score, find_unused_parameters=unused
-        )
+        trainer = make_trainer(run, args, device, lambda module: module.net, score)
         evaluation = [(0, index) for index in evaluation_batches(len(test_set), args.batch_size, world)]
         test_loader = ImageLoader(test_set, evaluation)
         state = run.resume(device, args.epochs, module.net, "state_dict")
@@ -164,12 +161,6 @@ def parser() -> Parser:
     )
     add("--devices", type=positive(int), help="ranks per node (default: as many as the launcher started)")
     add("--num-nodes", type=positive(int), help="number of nodes (default: as many as the launcher uses)")
-    add(
-        "--strategy",
-        choices=["ddp", "ddp_find_unused_parameters_true"],
-        default="ddp",
-        help="strategy of Lightning's Trainer (default: %(default)s)",
-    )
     return parser
 
 
