@@ -474,11 +474,11 @@ def test_a_model_without_values_reads_none(monkeypatch):
     whole = torch.ones(2, 2)
     weights = {"weight": Pieces([{"part": whole, "offset": [0, 0], "shape": [2, 2]}]), "bias": torch.ones(2)}
     model = torch.nn.Linear(2, 2)
-    sharding.load_weights(model, weights)
+    sharding.load_parts(model, weights)
     assert torch.equal(model.weight, whole)
     monkeypatch.setattr(Pieces, "whole", None)
     with warnings.catch_warnings(action="error"):
-        sharding.load_weights(model.to("meta"), weights)
+        sharding.load_parts(model.to("meta"), weights)
 
 
 def test_blocks_are_the_layers_of_a_model():

@@ -13,7 +13,7 @@ from hpctrain.training.sharding import (
     copy_without_weights,
     gather_model,
     is_sharded,
-    load_weights,
+    load_parts,
     shard,
     split,
     split_state,
@@ -71,7 +71,7 @@ class ShardedStrategy(JsonStrategy):
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         """Load this rank's part of each weight."""
-        load_weights(self.lightning_module, checkpoint["state_dict"])
+        load_parts(self.lightning_module, checkpoint["state_dict"])
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         """Load this rank's part of the state."""

@@ -137,7 +137,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
-def gather(state: Any) -> Any:
+def gather_state(state: Any) -> Any:
     """The state with whole tensors in the memory of rank 0; other ranks keep their parts.
 
     A collective call.
@@ -161,7 +161,7 @@ def gather_model(model: nn.Module, skeleton: nn.Module) -> nn.Module:
 
     A collective call.
     """
-    weights = gather(model.state_dict())
+    weights = gather_state(model.state_dict())
     if dist.get_rank() == 0:
         for name, weight in skeleton.named_parameters():
             weight.data = weights[name]
@@ -189,7 +189,7 @@ def split_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict
     return state | {"state": parts}
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor | Pieces]) -> None:
+def load_parts(model: nn.Module, weights: dict[str, Tensor | Pieces]) -> None:
     """Load the weights of a checkpoint into a model that is sharded or not.
 
     One on the meta device reads none: shard() gives it those of rank 0.

@@ -33,7 +33,7 @@ from hpctrain.training.batches import evaluation_batches, steps_per_epoch, train
 from hpctrain.training.sharding import (
     copy_without_weights,
     gather_model,
-    load_weights,
+    load_parts,
     shard,
     split,
     split_state,
@@ -74,7 +74,7 @@ def train(world: World, args: argparse.Namespace) -> None:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
         if state := run.resume(device, args.epochs, model):
-            load_weights(model, state["model"])
+            load_parts(model, state["model"])
             load_optimizer(optimizer, state, run.resume_from, partial(split_state, optimizer))
 
         def make_state() -> dict[str, Any]:

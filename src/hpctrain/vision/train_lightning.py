@@ -76,7 +76,7 @@ class Classifier(LightningModule):
         return recipe.make_optimizer(self.args, self.net.parameters())
 
 
-class BatchSampler:
+class ImageBatchSampler:
     """A sampler of whole batches: the epoch that Lightning sets and, in its order, int64 indices [batch_size / world.size]."""
 
     def __init__(self, examples: int, args: argparse.Namespace, world: World) -> None:
@@ -121,7 +121,7 @@ def main(world: World, arguments: list[str]) -> None:
     device = choose_device(world, {"gpu": "cuda"}.get(args.accelerator, args.accelerator))
     with process_group(world, device):  # Lightning uses it and creates none of its own
         training_set, test_set = recipe.load_data(args, world)
-        sampler = BatchSampler(len(training_set), args, world)
+        sampler = ImageBatchSampler(len(training_set), args, world)
         # raises UsageError before the run folder is created, if the ranks cannot share the batch size
         len(sampler)
         run = Run(world, "train_lightning", args, device)

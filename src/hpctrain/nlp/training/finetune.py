@@ -118,7 +118,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         if sharded:
             # imports much of torch, few runs need it
             from hpctrain.nlp.models.tensor_parallel import choose_strategy
-            from hpctrain.training.sharding import load_weights
+            from hpctrain.training.sharding import load_parts
 
             with all_or_none(world):
                 strategy = choose_strategy(model, args.tensor_parallel, args.cpu_offload)
@@ -129,7 +129,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         if args.epochs:
             state = run.resume(torch.device("cpu"), args.epochs, model, "state_dict", free=())
             if state and (run.epoch >= args.epochs or run.best.has_stalled):  # resumed after the last epoch
-                load_weights(model, state["model"]) if sharded else model.load_state_dict(state["model"])
+                load_parts(model, state["model"]) if sharded else model.load_state_dict(state["model"])
             else:
                 sampler = BatchSampler(train, group, args.batch_size, args.seed, args.accumulate)
                 run.count_flops(lambda: count_text_flops(model, train.lengths, run_empty))
@@ -150,7 +150,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                     f"stopped after {run.best.latest}: no better {metric} for {args.patience} evaluations"
                 )
             if weights := load_best(metric, run):
-                load_weights(model, weights) if sharded else model.load_state_dict(weights)
+                load_parts(model, weights) if sharded else model.load_state_dict(weights)
         # The only use of the test set.
         trainer.test(
             module, module.make_evaluation_loader("test", examples, features, padding), verbose=False
