@@ -329,7 +329,7 @@ def test_an_adapter_is_whole_and_bf16_trains(whole, words, tmp_path):
 
 @pytest.mark.slow
 def test_compiled_layers_have_the_losses_of_those_that_are_not(whole, words, tmp_path):
-    """Both layers have the same graph, one more for another size of batch; the third is that of check_compiler()."""
+    """Three graphs: one for both layers, one for another batch size, and that of check_compiler()."""
     compiled = train_ranks(tmp_path, 2, *words, "--strategy", "fsdp", "--compile", setup=compile_quickly)
     assert losses(compiled) == pytest.approx(losses(whole), rel=1e-4)
     graphs = (tmp_path / "graphs").read_text().splitlines()

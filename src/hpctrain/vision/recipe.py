@@ -130,7 +130,8 @@ def load_data(
     # ranks that may use the same CPUs: all of a node, unless the launcher binds them
     sharing = gather(world, mine).count(mine)
     with all_or_none(world):
-        check_compiler(args, world.rank)
+        if args.compile:
+            check_compiler(world.rank)
         in_folders = is_image_folder(args.data)
         if in_folders and args.model == "mnist":
             raise HpctrainError(
@@ -164,7 +165,7 @@ def build_model(
     `sharded`: see compile_training().
     """
     torch.manual_seed(args.seed)
-    make_deterministic(args, device, on_gpu=True)
+    make_deterministic(args.deterministic, device, on_gpu=True)
     model = RECIPES[args.model].model
     built = (model() if model is MnistNet else model(training_set.channels, len(training_set.classes))).to(
         device

@@ -132,7 +132,7 @@ def main(world: World, arguments: list[str]) -> None:
         def score(metrics: dict[str, float]) -> tuple[float, ...]:
             return metrics["test_accuracy"], -metrics["test_loss"]
 
-        trainer = make_trainer(run, args, device, lambda module: module.net, score)
+        trainer = make_trainer(run, args, device, module.net, score)
         evaluation = [(0, index) for index in evaluation_batches(len(test_set), args.batch_size, world)]
         test_loader = ImageLoader(test_set, evaluation)
         state = run.resume(device, args.epochs, module.net, "state_dict")

@@ -79,9 +79,10 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         run.best.patience = args.patience
         sharded = run.in_parts = args.strategy == "fsdp" and world.size > 1
         folder = get_initial_model(task, args, run, examples["train"])
-        make_deterministic(args, device)
+        make_deterministic(args.deterministic, device)
         with all_or_none(world):
-            check_compiler(args, world.rank)
+            if args.compile:
+                check_compiler(world.rank)
             check_memory(folder, args, world, device)
             tokenizer = load_tokenizer(folder)
             labels, origin = choose_labels(task, folder, examples["train"])
@@ -123,8 +124,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             with all_or_none(world):
                 strategy = choose_strategy(model, args.tensor_parallel, args.cpu_offload)
         trainer = make_trainer(
-            run, args, device, lambda module: module.model, module.score,
-            accumulate_grad_batches=args.accumulate, strategy=strategy,
+            run, args, device, model, module.score,
+            evaluate_every=args.eval_every, accumulate_grad_batches=args.accumulate, strategy=strategy,
         )  # fmt: skip
         if args.epochs:
             state = run.resume(torch.device("cpu"), args.epochs, model, "state_dict", free=())
