@@ -88,7 +88,7 @@ def test_a_truncated_gz_is_named(folder):
 def test_class_folders_without_train_are_told_where_they_belong(tmp_path):
     (tmp_path / "cat").mkdir()
     with pytest.raises(
-        HpctrainError, match="or for --model resnet50 one with train/ and val/, which have class folders"
+        HpctrainError, match="or for --model resnet50 a folder with train/ and val/, which have class folders"
     ):
         data.load(tmp_path)
 

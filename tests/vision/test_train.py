@@ -1,7 +1,10 @@
-"""The trainers in one process and on two ranks, and train_horovod in the image. test_matrix.py is about launchers."""
+"""The trainers in one process and on two ranks, and train_horovod in the image.
 
-import argparse
+test_matrix.py is about launchers.
+"""
+
 import json
+import math
 import os
 import re
 import shutil
@@ -19,9 +22,11 @@ from hpctrain.checkpoints import checkpoint
 from hpctrain.cli import COMMANDS
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import UsageError
+from hpctrain.training.batches import evaluation_batches
 from hpctrain.vision import data, recipe, train_fsdp
 from hpctrain.vision.model import MnistNet, ResNet50
-from hpctrain.vision.train_horovod import learning_rate
+from hpctrain.vision.train_fsdp import missing_batches
+from hpctrain.vision.train_horovod import HorovodOptions, learning_rate
 from tests.helpers import SIF, write_digits
 from tests.tools import warm_start
 
@@ -31,7 +36,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
 
 
 def run(launcher, *args, cwd, **env):
-    """Run hpctrain by the words of a launcher, or on a number of ranks that have their imports behind them."""
+    """Run hpctrain with the words of a launcher, or on a number of warm-started ranks."""
     words, env = list(map(str, args)), os.environ | env
     if isinstance(launcher, int):
         ranks = (
@@ -57,13 +62,18 @@ def train(launcher, *args, cwd, trainer="train_ddp", **env):
 def in_image(*command, **env):
     """A launcher inside the image, which has Horovod, with the current sources."""
     env = {
-        "PYTHONPATH": SRC, "OMP_NUM_THREADS": 1, "HOROVOD_FUSION_THRESHOLD": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29517,
-        "OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1, **env,
-    }  # fmt: skip
-    return [
-        str(slurm_cluster.CLUSTER_SH), "run", "-b", str(SRC), "-b", str(SIF), "--", "apptainer", "exec", "--bind", str(SRC),
-        *(word for name, value in env.items() for word in ("--env", f"{name}={value}")), str(SIF), *command,
-    ]  # fmt: skip
+        "PYTHONPATH": SRC,
+        "OMP_NUM_THREADS": 1,
+        "HOROVOD_FUSION_THRESHOLD": 0,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29517,
+        "OMPI_ALLOW_RUN_AS_ROOT": 1,
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1,
+        **env,
+    }
+    options = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
+    shell = [str(slurm_cluster.CLUSTER_SH), "run", "-b", str(SRC), "-b", str(SIF), "--"]
+    return [*shell, "apptainer", "exec", "--bind", str(SRC), *options, str(SIF), *command]
 
 
 HOROVOD_ALONE = in_image("python", "-m", "hpctrain")
@@ -84,7 +94,10 @@ def weights(folder, epoch):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two epochs on digits with the same global batch: in one process, on two ranks, and on two ranks of a real torchrun."""
+    """Two epochs on digits with the same global batch.
+
+    In one process, on two ranks, and on two ranks that torchrun has started.
+    """
     cwd = tmp_path_factory.mktemp("runs")
     for name, launcher in (("one", 1), ("two", 2), ("again", [*TORCHRUN, "-m", "hpctrain"])):
         train(launcher, "--epochs", 2, "--out", name, cwd=cwd)
@@ -222,6 +235,29 @@ def test_fsdp_on_two_ranks_gives_the_weights_and_metrics_of_ddp_bit_for_bit(runs
     )
 
 
+@pytest.mark.parametrize("examples", [1, 8, 9, 10, 40])
+def test_all_ranks_of_fsdp_evaluate_the_same_number_of_batches(examples):
+    """Each forward pass gathers weights: a rank that has fewer would leave the others waiting."""
+    for size in (2, 3, 8):
+        worlds = [World(rank, size, rank, size, 0, 1, "torchrun") for rank in range(size)]
+        own = [len(list(evaluation_batches(examples, 4, world))) for world in worlds]
+        missing = [missing_batches(examples, 4, world) for world in worlds]
+        assert {a + b for a, b in zip(own, missing, strict=True)} == {max(own)}
+
+
+def test_evaluation_leaves_the_model_in_training_mode():
+    """With the loss and the accuracy of a model that gives each digit the same probability."""
+    args = recipe.parse(recipe.vision_parser("train_ddp", ""), [], recipe.ImageOptions())
+    args.image_size = 28
+    _, test_set = data.load(None)
+    model = MnistNet()
+    for parameter in model.fc2.parameters():
+        torch.nn.init.zeros_(parameter)
+    loss, accuracy = recipe.evaluate(model, test_set, args, ALONE, torch.device("cpu"), lambda sums: sums)
+    assert loss == pytest.approx(math.log(10), rel=1e-5)
+    assert accuracy == (test_set.labels == 0).double().mean() and model.training
+
+
 @pytest.mark.slow
 def test_lightning_prints_nothing_of_its_own(runs, tmp_path):
     write_digits(tmp_path / "digits")
@@ -241,7 +277,9 @@ def test_sigterm_ends_lightning_at_once(tmp_path):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_fast_kernels_on_a_cpu_are_on_request(fast):
-    args = recipe.parse(recipe.vision_parser("train_ddp", ""), ["--fast-kernels"] * fast)
+    args = recipe.parse(
+        recipe.vision_parser("train_ddp", ""), ["--fast-kernels"] * fast, recipe.ImageOptions()
+    )
     training_set, _ = data.load(None)
     model = recipe.build_model(args, training_set, torch.device("cpu"))
     optimizer = recipe.make_optimizer(args, model.parameters())
@@ -335,7 +373,7 @@ def test_data_parallel_in_one_process(runs, tmp_path):
     [("train_ddp", 1, 2), ("train_lightning", 1, 2), ("train_horovod", HOROVOD_ALONE, HOROVOD_TWO)],
 )
 def test_a_checkpoint_goes_from_two_ranks_to_one_and_back(runs, sif, tmp_path, trainer, alone, two):
-    """In both directions; both end near the uninterrupted run, and the same number of ranks gives exactly its weights."""
+    """Both end near the uninterrupted run. The same number of ranks gives exactly its weights."""
     launchers = {"one": alone, "two": two}
     for name, launcher in launchers.items():
         train(launcher, "--epochs", 1, "--out", name, cwd=tmp_path, trainer=trainer)
@@ -404,7 +442,8 @@ def test_horovod_gives_the_weights_and_metrics_of_ddp_under_every_launcher(runs,
 @pytest.mark.slow
 def test_compiled_training_with_horovod_is_that_of_ddp(runs, sif, tmp_path):
     """The CPU image has no compiler: the graphs are made, but not the kernels of C++."""
-    code = "import functools, sys, torch; torch.compile = functools.partial(torch.compile, backend='aot_eager'); "
+    code = "import functools, sys, torch; "
+    code += "torch.compile = functools.partial(torch.compile, backend='aot_eager'); "
     code += "from hpctrain.__main__ import main; sys.argv[0] = 'hpctrain'; main()"
     launcher = in_image("torchrun", "--nproc-per-node=2", "--no-python", "python", "-c", code)
     train(launcher, "--epochs", 2, "--compile", "--out", "run", cwd=tmp_path, trainer="train_horovod")
@@ -426,7 +465,7 @@ def test_the_options_of_horovod(runs, sif, tmp_path):
 
 
 def test_the_learning_rate_warms_up_step_by_step_and_then_decays():
-    args = argparse.Namespace(lr=0.8, lr_decay=0.5, warmup_epochs=2)
+    args = HorovodOptions(lr=0.8, lr_decay=0.5, warmup_epochs=2)
     rates = [learning_rate(step, 10, World(0, 4, 0, 4, 0, 1, "torchrun"), args) for step in range(40)]
     assert (
         rates[0] == pytest.approx(0.2) and rates[10] == pytest.approx(0.5) and rates[20] == pytest.approx(0.8)
@@ -557,7 +596,8 @@ def test_a_job_that_slurm_requeues_is_resumed(tmp_path):
 
 
 def test_a_bar_on_a_terminal(tmp_path):
-    command = f"stty cols 120 rows 30; {sys.executable} -m hpctrain train_ddp --data digits --epochs 1 --batch-size 8 --out run"
+    options = "--data digits --epochs 1 --batch-size 8 --out run"
+    command = f"stty cols 120 rows 30; {sys.executable} -m hpctrain train_ddp {options}"
     write_digits(tmp_path / "digits")
     done = subprocess.run(
         ["script", "-qec", command, "/dev/null"], cwd=tmp_path, capture_output=True, text=True
