@@ -409,7 +409,6 @@ def texts(data: Path | None, device: str, dry_run: bool) -> dict[str, float]:
 def checks(device: str, dry_run: bool) -> Iterator[tuple[str, Any]]:
     """The name of each check, and a function of an empty folder, which returns its figures."""
     trainers = [
-        "train_single",
         "train_ddp",
         "train_fsdp",
         "train_lightning",

@@ -205,7 +205,7 @@ def train_with_hpctrain(
     sampler = BatchSampler(train, world, args.batch_size, args.seed, args.accumulate)
     loader = make_loader(train, padding, sampler, round_up_to=args.max_length if graphs else 0)
     convert, loader.collate_fn = loader.collate_fn, lambda batch: see(convert(batch))
-    make_trainer(run, args, setting.device, lambda module: module.model, module.score).fit(module, loader)
+    make_trainer(run, args, setting.device, model, module.score).fit(module, loader)
     run.finish(model)  # waits until the checkpoint is written: this folder is temporary
 
 

@@ -29,7 +29,7 @@ COMMANDS = {
         "train with the model sharded over all ranks (PyTorch FSDP2)",
     ),
     "train_horovod": ("hpctrain.vision.train_horovod", "train", "train with Horovod, on any number of ranks"),
-    "train_single": ("hpctrain.vision.train_single", "train", "train in one process, without a launcher"),
+    "train_single": ("hpctrain.vision.train_ddp", "train", "another name of train_ddp, for one process"),
     "nlp.classify": (
         "hpctrain.nlp.tasks.classify",
         "fine-tune",

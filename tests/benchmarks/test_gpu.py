@@ -31,7 +31,7 @@ def test_a_dry_run_in_the_image(site):
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((here / "runs/gpu/gpu.json").read_text())
     cases = {case["case"]: case["figures"] for case in record["cases"]}
-    trainers = ["train_single", "train_ddp", "train_fsdp", "train_lightning", "train_horovod"]
+    trainers = ["train_ddp", "train_fsdp", "train_lightning", "train_horovod"]
     assert {f"{trainer}, CPU, GPU, resumed" for trainer in trainers} < set(cases)
     assert {
         f"nlp.{task}, CPU and GPU" for task in ("classify", "pair", "ner", "qa", "generate", "instruct")

@@ -283,7 +283,7 @@ def test_options_that_the_trainer_refuses_are_found_before_a_trial(tmp_path, mon
         (
             "lr: {",
             "lrr: {",
-            r"search.yaml: hpctrain train_single: unrecognized arguments: --lrr=0.001: did you mean --lr\?",
+            r"search.yaml: hpctrain train_ddp: unrecognized arguments: --lrr=0.001: did you mean --lr\?",
         ),
         ("[stop, skip]", "[stop, skipp]", "argument --on-nan: invalid choice: 'skipp'"),
         ("--epochs 1", "--epochs 1 --modle x", r"unrecognized arguments: --modle x: did you mean --model\?"),

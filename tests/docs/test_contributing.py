@@ -138,7 +138,7 @@ TRAINER = '''
 
     def main(world: World, arguments: list[str]) -> None:
         """Train."""
-        args = recipe.parse(parser(), arguments)
+        args = recipe.parse(parser(), arguments, recipe.ImageOptions())
         device = torch.device("cpu")
         with process_group(world, device):
             run = Run(world, "train_toy", args, device)

@@ -34,7 +34,7 @@ def poison():
 
     def loading(folder):
         training_set, test_set = load(folder)
-        return Poisoned(*training_set), test_set
+        return Poisoned(training_set.pixels, training_set.labels), test_set
 
     def watched(get, indices):
         def getitem(self, item):

@@ -329,7 +329,7 @@ def test_an_adapter_is_whole_and_bf16_trains(whole, words, tmp_path):
 
 @pytest.mark.slow
 def test_compiled_layers_have_the_losses_of_those_that_are_not(whole, words, tmp_path):
-    """Both layers have the same graph, one more for another size of batch; the third is that of check_compiler()."""
+    """Three graphs: one for both layers, one for another batch size, and that of check_compiler()."""
     compiled = train_ranks(tmp_path, 2, *words, "--strategy", "fsdp", "--compile", setup=compile_quickly)
     assert losses(compiled) == pytest.approx(losses(whole), rel=1e-4)
     graphs = (tmp_path / "graphs").read_text().splitlines()
@@ -474,11 +474,11 @@ def test_a_model_without_values_reads_none(monkeypatch):
     whole = torch.ones(2, 2)
     weights = {"weight": Pieces([{"part": whole, "offset": [0, 0], "shape": [2, 2]}]), "bias": torch.ones(2)}
     model = torch.nn.Linear(2, 2)
-    sharding.load_weights(model, weights)
+    sharding.load_parts(model, weights)
     assert torch.equal(model.weight, whole)
     monkeypatch.setattr(Pieces, "whole", None)
     with warnings.catch_warnings(action="error"):
-        sharding.load_weights(model.to("meta"), weights)
+        sharding.load_parts(model.to("meta"), weights)
 
 
 def test_blocks_are_the_layers_of_a_model():

@@ -1,4 +1,4 @@
-"""Examples of tar files: order, content, workers and a resume; and tar files that are damaged or of another kind."""
+"""Examples in tar files: order, content, workers, a resume; damaged and other tar files."""
 
 import io
 import os
@@ -107,7 +107,7 @@ LYING = {
 
 @pytest.mark.parametrize("kind", LYING)
 def test_a_tar_file_that_lies_is_one_line(tmp_path, kind):
-    """Without end, with a traceback, or without the examples behind a damaged header, which tarfile takes for the end."""
+    """tarfile itself reads forever, raises a traceback, or takes a damaged header for the end."""
     path = tmp_path / "a.tar"
     path.write_bytes(header("w.cls", b"0") + LYING[kind] + bytes(1024))
     signal.alarm(60)

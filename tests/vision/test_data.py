@@ -1,4 +1,4 @@
-"""MNIST files, intact and malformed; the order of the data, and which rank gets which example."""
+"""MNIST's files, intact and malformed, and the digits of scikit-learn."""
 
 import gzip
 import os
@@ -12,14 +12,8 @@ import numpy
 import pytest
 import torch
 
-from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.training.batches import evaluation_batches, steps_per_epoch, training_batches
+from hpctrain.errors import HpctrainError
 from hpctrain.vision import data
-
-
-def world(rank, size):
-    return World(rank, size, rank, size, 0, 1, "torchrun")
 
 
 def idx(*sizes, magic=None, values=None):
@@ -94,7 +88,7 @@ def test_a_truncated_gz_is_named(folder):
 def test_class_folders_without_train_are_told_where_they_belong(tmp_path):
     (tmp_path / "cat").mkdir()
     with pytest.raises(
-        HpctrainError, match="or for --model resnet50 one with train/ and val/, which have class folders"
+        HpctrainError, match="or for --model resnet50 a folder with train/ and val/, which have class folders"
     ):
         data.load(tmp_path)
 
@@ -126,37 +120,6 @@ def test_digits():
     assert images.shape == (4, 1, 28, 28) and float(images.min()) == -1 and labels.dtype == torch.int64
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_step_takes_the_same_examples_whatever_the_number_of_ranks(size):
-    alone = list(training_batches(100, 24, seed=3, epoch=2, world=world(0, 1)))
-    ranks = [list(training_batches(100, 24, seed=3, epoch=2, world=world(r, size))) for r in range(size)]
-    assert len(alone) == 4
-    for step, batch in enumerate(alone):
-        assert torch.equal(torch.cat([ranks[r][step] for r in range(size)]), batch)
-
-
-def test_the_order_depends_on_seed_and_epoch_alone():
-    def order(seed, epoch):
-        return torch.cat(list(training_batches(96, 24, seed, epoch, world(0, 1)))).tolist()
-
-    assert order(1, 1) == order(1, 1)
-    assert order(1, 1) != order(1, 2) and order(1, 1) != order(2, 1)
-    assert sorted(order(1, 1)) == list(range(96))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_evaluation_has_every_example_once(size):
-    seen = torch.cat([index for r in range(size) for index in evaluation_batches(100, 8, world(r, size))])
-    assert seen.tolist() == list(range(100))
-
-
-def test_batches_that_cannot_be_shared():
-    with pytest.raises(UsageError, match=r"--batch-size 10 .* 4 ranks .* multiple of 4, such as 8"):
-        steps_per_epoch(100, 10, world(0, 4))
-    with pytest.raises(UsageError, match="--batch-size 128 is more than the 100"):
-        steps_per_epoch(100, 128, world(0, 4))
-
-
 def test_images_are_resized_in_the_batch():
     pixels = torch.zeros(2, 28, 28, dtype=torch.uint8)
     pixels[1, :, 14:] = 255
@@ -178,7 +141,7 @@ def test_the_digits_are_those_of_scikit_learn():
 
 
 def memory_after(code, megabytes):
-    """Run code in a process whose address space can grow by this much after its imports; returns its output."""
+    """Run code in a process whose address space can grow by this much after its imports."""
     program = f"""
 import resource, sys
 from pathlib import Path

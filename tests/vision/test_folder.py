@@ -1,4 +1,7 @@
-"""Images in class folders and tar files: which are read, how, and that a resumed run sees the same augmented images."""
+"""Images in class folders and tar files: which are read, and how.
+
+A resumed run sees the same augmented images.
+"""
 
 import inspect
 import io
@@ -106,10 +109,13 @@ def test_files_that_are_not_read_are_told(copy, capsys):
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).touch()
     args = recipe.parse(
-        recipe.vision_parser("train_ddp", ""), ["--model=resnet50", f"--data={copy}", "--workers=0"]
+        recipe.vision_parser("train_ddp", ""),
+        ["--model=resnet50", f"--data={copy}", "--workers=0"],
+        recipe.ImageOptions(),
     )
     recipe.load_data(args, ALONE)
-    told = f"{copy}/train: not used: 4 files (2 .webp, 1 .jpg, 1 without a suffix): only JPEG and PNG in class folders are read\n"
+    kinds = "2 .webp, 1 .jpg, 1 without a suffix"
+    told = f"{copy}/train: not used: 4 files ({kinds}): only JPEG and PNG in class folders are read\n"
     assert capsys.readouterr().out == told
 
 
@@ -133,9 +139,14 @@ def test_gray_palette_cmyk_16_bit_and_rotated_images(tmp_path):
     colors = {path.name: corner(path) for path in tmp_path.iterdir()}
     gray = (102, 102, 102)
     assert colors == {
-        "gray.png": gray, "gray16.png": gray, "bits.png": (255, 255, 255), "palette.png": RED, "alpha.png": RED, "cmyk.jpg": RED,
+        "gray.png": gray,
+        "gray16.png": gray,
+        "bits.png": (255, 255, 255),
+        "palette.png": RED,
+        "alpha.png": RED,
+        "cmyk.jpg": RED,
         "rotated.jpg": RED,
-    }  # fmt: skip
+    }
     assert decode(tmp_path / "rotated.jpg").size == (40, 20)
     assert {decode(path).mode for path in tmp_path.iterdir()} == {"RGB"}
 
@@ -245,7 +256,7 @@ def test_the_evaluation_set_is_val_valid_or_test(copy):
 
 
 def test_the_mnist_net_refuses_color_images(images):
-    args = recipe.parse(recipe.vision_parser("train_ddp", ""), ["--data", str(images)])
+    args = recipe.parse(recipe.vision_parser("train_ddp", ""), ["--data", str(images)], recipe.ImageOptions())
     with pytest.raises(HpctrainError, match="takes MNIST's: add --model resnet50"):
         recipe.load_data(args, ALONE)
 
@@ -408,7 +419,7 @@ def test_every_image_gives_a_crop(size):
 
 
 def test_the_center_crop_is_the_middle_224_of_256():
-    """The shorter side becomes 256 pixels: a line at 20 of 256 is in the crop from 16 to 240, one at 10 is not."""
+    """The shorter side becomes 256 pixels, and the crop is from 16 to 240."""
     image = Image.new("RGB", (512, 256))
     image.paste(RED, (0, 20, 512, 21))
     image.paste(GREEN, (0, 10, 512, 11))
@@ -417,7 +428,7 @@ def test_the_center_crop_is_the_middle_224_of_256():
 
 
 def test_random_crops_have_the_distribution_of_the_paper():
-    """A ramp to the right and one downward: the range of each in a crop is its width and height, and the sign of one its flip."""
+    """The image has two ramps. Their ranges in a crop are its width and height; a sign shows a flip."""
     ramp = numpy.zeros((256, 256, 3), numpy.uint8)
     ramp[:, :, 0], ramp[:, :, 1] = numpy.arange(256)[None], numpy.arange(256)[:, None]
     image = Image.fromarray(ramp)
@@ -470,7 +481,7 @@ if __name__ == "__main__":
 
 
 def train(trainer, images, cwd, *words, ranks=2):
-    """With a small model, on ranks in the image, which has Horovod, or on ranks that have their imports behind them."""
+    """With a small model: Horovod in the image, the other trainers on warm-started ranks."""
     words = [
         "--model",
         "resnet50",
@@ -535,7 +546,11 @@ def test_a_broken_image_ends_the_job_in_one_line(copy, tmp_path):
 
 @pytest.mark.slow
 def test_resnet50_has_the_channels_and_classes_of_the_folder(images):
-    args = recipe.parse(recipe.vision_parser("train_ddp", ""), ["--data", str(images), "--model", "resnet50"])
+    args = recipe.parse(
+        recipe.vision_parser("train_ddp", ""),
+        ["--data", str(images), "--model", "resnet50"],
+        recipe.ImageOptions(),
+    )
     train, _ = recipe.load_data(args, ALONE)
     assert args.image_size == 224 and args.workers == min(16, len(os.sched_getaffinity(0)) - 1)
     model = recipe.build_model(args, train, CPU)

@@ -1,15 +1,16 @@
-"""The trainers in one process and on two ranks, and train_horovod in the image. test_matrix.py is about launchers."""
+"""The trainers in one process and on two ranks, and train_horovod in the image.
 
-import argparse
-import copy
+test_matrix.py is about launchers.
+"""
+
 import json
+import math
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,12 +19,14 @@ import slurm_cluster
 import torch
 
 from hpctrain.checkpoints import checkpoint
+from hpctrain.cli import COMMANDS
 from hpctrain.distributed.world import ALONE, World
-from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.training import kernels
+from hpctrain.errors import UsageError
+from hpctrain.training.batches import evaluation_batches
 from hpctrain.vision import data, recipe, train_fsdp
 from hpctrain.vision.model import MnistNet, ResNet50
-from hpctrain.vision.train_horovod import learning_rate
+from hpctrain.vision.train_fsdp import missing_batches
+from hpctrain.vision.train_horovod import HorovodOptions, learning_rate
 from tests.helpers import SIF, write_digits
 from tests.tools import warm_start
 
@@ -33,7 +36,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
 
 
 def run(launcher, *args, cwd, **env):
-    """Run hpctrain by the words of a launcher, or on a number of ranks that have their imports behind them."""
+    """Run hpctrain with the words of a launcher, or on a number of warm-started ranks."""
     words, env = list(map(str, args)), os.environ | env
     if isinstance(launcher, int):
         ranks = (
@@ -59,13 +62,18 @@ def train(launcher, *args, cwd, trainer="train_ddp", **env):
 def in_image(*command, **env):
     """A launcher inside the image, which has Horovod, with the current sources."""
     env = {
-        "PYTHONPATH": SRC, "OMP_NUM_THREADS": 1, "HOROVOD_FUSION_THRESHOLD": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29517,
-        "OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1, **env,
-    }  # fmt: skip
-    return [
-        str(slurm_cluster.CLUSTER_SH), "run", "-b", str(SRC), "-b", str(SIF), "--", "apptainer", "exec", "--bind", str(SRC),
-        *(word for name, value in env.items() for word in ("--env", f"{name}={value}")), str(SIF), *command,
-    ]  # fmt: skip
+        "PYTHONPATH": SRC,
+        "OMP_NUM_THREADS": 1,
+        "HOROVOD_FUSION_THRESHOLD": 0,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29517,
+        "OMPI_ALLOW_RUN_AS_ROOT": 1,
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1,
+        **env,
+    }
+    options = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
+    shell = [str(slurm_cluster.CLUSTER_SH), "run", "-b", str(SRC), "-b", str(SIF), "--"]
+    return [*shell, "apptainer", "exec", "--bind", str(SRC), *options, str(SIF), *command]
 
 
 HOROVOD_ALONE = in_image("python", "-m", "hpctrain")
@@ -86,7 +94,10 @@ def weights(folder, epoch):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two epochs on digits with the same global batch: in one process, on two ranks, and on two ranks of a real torchrun."""
+    """Two epochs on digits with the same global batch.
+
+    In one process, on two ranks, and on two ranks that torchrun has started.
+    """
     cwd = tmp_path_factory.mktemp("runs")
     for name, launcher in (("one", 1), ("two", 2), ("again", [*TORCHRUN, "-m", "hpctrain"])):
         train(launcher, "--epochs", 2, "--out", name, cwd=cwd)
@@ -224,6 +235,29 @@ def test_fsdp_on_two_ranks_gives_the_weights_and_metrics_of_ddp_bit_for_bit(runs
     )
 
 
+@pytest.mark.parametrize("examples", [1, 8, 9, 10, 40])
+def test_all_ranks_of_fsdp_evaluate_the_same_number_of_batches(examples):
+    """Each forward pass gathers weights: a rank that has fewer would leave the others waiting."""
+    for size in (2, 3, 8):
+        worlds = [World(rank, size, rank, size, 0, 1, "torchrun") for rank in range(size)]
+        own = [len(list(evaluation_batches(examples, 4, world))) for world in worlds]
+        missing = [missing_batches(examples, 4, world) for world in worlds]
+        assert {a + b for a, b in zip(own, missing, strict=True)} == {max(own)}
+
+
+def test_evaluation_leaves_the_model_in_training_mode():
+    """With the loss and the accuracy of a model that gives each digit the same probability."""
+    args = recipe.parse(recipe.vision_parser("train_ddp", ""), [], recipe.ImageOptions())
+    args.image_size = 28
+    _, test_set = data.load(None)
+    model = MnistNet()
+    for parameter in model.fc2.parameters():
+        torch.nn.init.zeros_(parameter)
+    loss, accuracy = recipe.evaluate(model, test_set, args, ALONE, torch.device("cpu"), lambda sums: sums)
+    assert loss == pytest.approx(math.log(10), rel=1e-5)
+    assert accuracy == (test_set.labels == 0).double().mean() and model.training
+
+
 @pytest.mark.slow
 def test_lightning_prints_nothing_of_its_own(runs, tmp_path):
     write_digits(tmp_path / "digits")
@@ -243,7 +277,9 @@ def test_sigterm_ends_lightning_at_once(tmp_path):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_fast_kernels_on_a_cpu_are_on_request(fast):
-    args = recipe.parse(recipe.vision_parser("train_ddp", ""), ["--fast-kernels"] * fast)
+    args = recipe.parse(
+        recipe.vision_parser("train_ddp", ""), ["--fast-kernels"] * fast, recipe.ImageOptions()
+    )
     training_set, _ = data.load(None)
     model = recipe.build_model(args, training_set, torch.device("cpu"))
     optimizer = recipe.make_optimizer(args, model.parameters())
@@ -276,35 +312,6 @@ def test_compiled_training_is_the_same_to_rounding_and_its_checkpoints_are_plain
     assert list(weights(tmp_path / "run", 2)) == list(weights(runs / "two", 2))
 
 
-def test_only_training_is_compiled_and_a_copy_is_not(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda function, dynamic: lambda *inputs: (calls.append(dynamic), function(*inputs))[1],
-    )
-    model = MnistNet()
-    names = list(model.state_dict())
-    kernels.compile_training(model, dynamic=True)
-    images = torch.zeros(1, 1, 28, 28)
-    copy.deepcopy(model).train()(images)
-    model.eval()(images)
-    assert calls == [] and list(model.state_dict()) == names
-    model.train()(images)
-    assert calls == [True]
-
-
-def test_compiled_layers_of_1x1_convolutions_do_not_warn_under_ddp():
-    """torch warns of strides in dimensions of size 1, once on each rank, in four lines."""
-    with warnings.catch_warnings(record=True) as shown:
-        kernels.compile_training(MnistNet())
-        for message in ("Grad strides do not match bucket view strides. This may", "Grads of another kind"):
-            warnings.warn(message, stacklevel=1)
-    assert [text for each in shown if (text := str(each.message)).startswith("Grad")] == [
-        "Grads of another kind"
-    ]
-
-
 @pytest.mark.slow
 def test_compile_without_a_compiler_is_one_line(tmp_path):
     done = run(
@@ -321,32 +328,11 @@ def test_compile_without_a_compiler_is_one_line(tmp_path):
     )
 
 
-def test_compiled_kernels_of_another_user_are_not_loaded(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    os.chown(tmp_path, 1, 1)
-    with pytest.raises(
-        HpctrainError, match=f"{tmp_path} belongs to another user: set TORCHINDUCTOR_CACHE_DIR"
-    ):
-        kernels.check_compiler(argparse.Namespace(compile=True))
-
-
 @pytest.mark.slow
-def test_deterministic_has_the_same_weights_on_a_cpu_and_refuses_what_is_not(runs, tmp_path):
+def test_deterministic_training_has_the_same_weights_on_a_cpu(runs, tmp_path):
     train(1, "--epochs", 1, "--out", "run", cwd=tmp_path)
     train(1, "--epochs", 2, "--resume", "run", "--deterministic", cwd=tmp_path)
     assert result(tmp_path / "run")["weights_sha256"] == result(runs / "one")["weights_sha256"]
-    refused = """
-import argparse, os, torch
-from hpctrain.distributed import entry, world
-from hpctrain.training import kernels
-kernels.make_deterministic(argparse.Namespace(deterministic=False), torch.device("cuda"), on_gpu=True)
-assert torch.is_deterministic_algorithms_warn_only_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-kernels.make_deterministic(argparse.Namespace(deterministic=True), torch.device("cpu"))
-entry.main(lambda _: torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2)), world.ALONE)
-"""
-    done = subprocess.run([sys.executable, "-c", refused], capture_output=True, text=True)
-    line = "hpctrain: error: --deterministic: put_ does not have a deterministic implementation: leave the option out\n"
-    assert (done.returncode, done.stderr) == (1, line)
 
 
 @pytest.mark.slow
@@ -387,7 +373,7 @@ def test_data_parallel_in_one_process(runs, tmp_path):
     [("train_ddp", 1, 2), ("train_lightning", 1, 2), ("train_horovod", HOROVOD_ALONE, HOROVOD_TWO)],
 )
 def test_a_checkpoint_goes_from_two_ranks_to_one_and_back(runs, sif, tmp_path, trainer, alone, two):
-    """In both directions; both end near the uninterrupted run, and the same number of ranks gives exactly its weights."""
+    """Both end near the uninterrupted run. The same number of ranks gives exactly its weights."""
     launchers = {"one": alone, "two": two}
     for name, launcher in launchers.items():
         train(launcher, "--epochs", 1, "--out", name, cwd=tmp_path, trainer=trainer)
@@ -456,7 +442,8 @@ def test_horovod_gives_the_weights_and_metrics_of_ddp_under_every_launcher(runs,
 @pytest.mark.slow
 def test_compiled_training_with_horovod_is_that_of_ddp(runs, sif, tmp_path):
     """The CPU image has no compiler: the graphs are made, but not the kernels of C++."""
-    code = "import functools, sys, torch; torch.compile = functools.partial(torch.compile, backend='aot_eager'); "
+    code = "import functools, sys, torch; "
+    code += "torch.compile = functools.partial(torch.compile, backend='aot_eager'); "
     code += "from hpctrain.__main__ import main; sys.argv[0] = 'hpctrain'; main()"
     launcher = in_image("torchrun", "--nproc-per-node=2", "--no-python", "python", "-c", code)
     train(launcher, "--epochs", 2, "--compile", "--out", "run", cwd=tmp_path, trainer="train_horovod")
@@ -465,26 +452,20 @@ def test_compiled_training_with_horovod_is_that_of_ddp(runs, sif, tmp_path):
 
 @pytest.mark.slow
 def test_the_options_of_horovod(runs, sif, tmp_path):
-    """A step of two batches of 16 equals one of 32; 16-bit gradients give a similar loss; Adasum trains."""
+    """A step of two batches of 16 equals one of 32; 16-bit gradients give a similar loss."""
 
-    def loss(name, *args, launcher=HOROVOD_TWO):
-        train(launcher, "--epochs", 2, *args, "--out", name, cwd=tmp_path, trainer="train_horovod")
+    def loss(name, *args):
+        train(HOROVOD_TWO, "--epochs", 2, *args, "--out", name, cwd=tmp_path, trainer="train_horovod")
         return result(tmp_path / name)["test_loss"]
 
     exact = result(runs / "two")["test_loss"]
     assert loss("parts", "--batch-size", 16, "--batches-per-allreduce", 2) == pytest.approx(exact, rel=0.05)
-    assert loss("predivide", "--gradient-predivide-factor", 2) == pytest.approx(exact, rel=0.05)
     halves = loss("fp16", "--fp16-allreduce")
     assert halves != exact and halves == pytest.approx(exact, rel=0.1)
-    mpi = in_image("mpirun", "-np", "2", "python", "-m", "hpctrain", HOROVOD_CONTROLLER="mpi")
-    assert (
-        loss("adasum", "--data", write_digits(tmp_path / "all", 1437, 360), "--use-adasum", launcher=mpi)
-        < 0.5
-    )
 
 
 def test_the_learning_rate_warms_up_step_by_step_and_then_decays():
-    args = argparse.Namespace(lr=0.8, lr_decay=0.5, warmup_epochs=2)
+    args = HorovodOptions(lr=0.8, lr_decay=0.5, warmup_epochs=2)
     rates = [learning_rate(step, 10, World(0, 4, 0, 4, 0, 1, "torchrun"), args) for step in range(40)]
     assert (
         rates[0] == pytest.approx(0.2) and rates[10] == pytest.approx(0.5) and rates[20] == pytest.approx(0.8)
@@ -524,32 +505,9 @@ def test_a_missing_main_address_is_an_error(tmp_path):
     assert done.returncode == 1 and "MASTER_ADDR and MASTER_PORT are not set" in done.stderr
 
 
-@pytest.mark.slow
-def test_train_single_under_srun_is_an_error_with_the_right_command(tmp_path):
-    """Rank 0 prints it. Rank 1 exits quietly, so that srun does not kill rank 0 before that."""
-    step = {
-        "SLURM_STEP_ID": "0",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-    }
-    done = [
-        run(1, "train_single", cwd=tmp_path, SLURM_PROCID=rank, SLURM_LOCALID=rank, **step) for rank in "01"
-    ]
-    message = "train_single trains in one process, but srun started 2: use train_ddp, or srun --ntasks=1"
-    assert [(each.returncode, each.stdout, each.stderr) for each in done] == [
-        (2, "", f"hpctrain: error: {message}\n"),
-        (0, "", ""),
-    ]
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_train_single_trains_as_train_ddp_does(runs, tmp_path):
-    train(1, "--epochs", 2, "--out", "single", cwd=tmp_path, trainer="train_single")
-    assert result(tmp_path / "single")["weights_sha256"] == result(runs / "one")["weights_sha256"]
-    done = run(1, "train_single", "--help", cwd=tmp_path)
-    assert done.stdout.startswith("usage: hpctrain train_single ") and "--strategy" in done.stdout
+def test_train_single_is_train_ddp():
+    """Another name of it, which the notebooks use."""
+    assert COMMANDS["train_single"][0] == COMMANDS["train_ddp"][0]
 
 
 BAD_INPUT = [
@@ -570,7 +528,7 @@ BAD_INPUT = [
         2,
         "--devices 4, but without a launcher there is 1 rank on this node: make them equal",
     ),
-    (["train_horovod", "--use-adasum", "--gradient-predivide-factor", "2"], 2, "use one of the two"),
+    (["train_horovod", "--warmup-epochs", "-1"], 2, "--warmup-epochs -1 is below zero"),
     (
         ["train_horovod"],
         1,
@@ -605,13 +563,8 @@ def test_bad_input_is_one_line(tmp_path, args, status, message):
         (["train_ddp", "--data", "nowhere"], "nowhere: no such folder"),
         (["train_ddp", "--out", "/proc/run"], "/proc/run: cannot be written"),
         (["train_ddp", "--strategy", "dp"], "--strategy dp is for one process, but torchrun started 2"),
-        (
-            ["train_single", "--epochs", "1"],
-            "train_single trains in one process, but torchrun started 2: use train_ddp, or start",
-        ),
         (["train_lightning", "--devices", "4"], "--devices 4, but torchrun started 2 ranks on this node"),
         (["train_lightning", "--batch-size", "33"], "2 ranks cannot share it evenly"),
-        (["train_horovod", "--use-adasum"], "--use-adasum needs MPI"),
     ],
 )
 def test_one_of_two_ranks_prints_the_error(tmp_path, args, message):
@@ -643,7 +596,8 @@ def test_a_job_that_slurm_requeues_is_resumed(tmp_path):
 
 
 def test_a_bar_on_a_terminal(tmp_path):
-    command = f"stty cols 120 rows 30; {sys.executable} -m hpctrain train_ddp --data digits --epochs 1 --batch-size 8 --out run"
+    options = "--data digits --epochs 1 --batch-size 8 --out run"
+    command = f"stty cols 120 rows 30; {sys.executable} -m hpctrain train_ddp {options}"
     write_digits(tmp_path / "digits")
     done = subprocess.run(
         ["script", "-qec", command, "/dev/null"], cwd=tmp_path, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: RunFolder and WorldEnvironment for Trainers of users, and the Trainer of hpctrain's own commands."""
+"""PyTorch Lightning: RunFolder and WorldEnvironment for users' Trainers, and hpctrain's own Trainer."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,6 +1,7 @@
-"""A strategy of Lightning's Trainer for models of which each rank holds a part: see sharding.py."""
+"""A strategy of Lightning's Trainer for sharded models: see training/sharding.py."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,14 +14,14 @@ from hpctrain.training.sharding import (
     copy_without_weights,
     gather_model,
     is_sharded,
-    load_weights,
+    load_parts,
     shard,
     split,
     split_state,
 )
 
 with import_of_lightning():
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.trainer.states import TrainerFn
 
 
@@ -42,20 +43,26 @@ class ShardedStrategy(JsonStrategy):
         **options: Any,
     ) -> None:
         super().__init__(world, **options)
-        self._options = {"tensor_parallel": tensor_parallel, "styles": styles, "cpu_offload": cpu_offload}
+        self._shard = partial(shard, tensor_parallel=tensor_parallel, styles=styles, cpu_offload=cpu_offload)
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module
+        return self.lightning_module
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, if it is not yet, and make its optimizer.
+        """Shard the model, unless an earlier call has, and make its optimizer.
 
         Lightning calls this to train and to test.
         """
+        assert self.accelerator
         self.accelerator.setup(trainer)
-        model = self.lightning_module.model
+        model = self._module.get_submodule("model")
         if not is_sharded(model):
             self._skeleton = copy_without_weights(model)
-            shard(model, self.root_device, bf16=trainer.precision == "bf16-mixed", **self._options)
-        for name, buffer in self.lightning_module.named_buffers(recurse=False):
-            setattr(self.lightning_module, name, buffer.to(self.root_device))
+            self._shard(model, self.root_device, bf16=trainer.precision == "bf16-mixed")
+        for name, buffer in self._module.named_buffers(recurse=False):
+            setattr(self._module, name, buffer.to(self.root_device))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -66,26 +73,24 @@ class ShardedStrategy(JsonStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: a rank loads its parts, when the model is sharded."""
+        """True: a rank loads its parts after the model is sharded."""
         return True
 
-    def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of each weight."""
-        load_weights(self.lightning_module, checkpoint["state_dict"])
+        load_parts(self._module, checkpoint["state_dict"])
 
-    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(split_state(optimizer, state))
 
     def gather_model(self) -> nn.Module:
-        """The model as it was before it was sharded, with its weights, in the memory of rank 0.
-
-        A collective call.
-        """
-        return gather_model(self.lightning_module.model, self._skeleton)
+        """The model before it was sharded, with its weights, in the memory of rank 0. A collective call."""
+        return gather_model(self._module.get_submodule("model"), self._skeleton)
 
     def teardown(self) -> None:
-        """Keep the model where it is: it is tested after the training."""
+        """Keep the model on its device: it is tested after the training."""
+        assert self.accelerator
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -1,16 +1,15 @@
 """Lightning's Trainer with the ranks, checkpoints and run folder of hpctrain."""
 
-import argparse
 import logging
 import signal
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.checkpoints import checkpoint
@@ -27,20 +26,32 @@ with import_of_lightning():
 
     from hpctrain.lightning.run_folder import RunFolder, WorldEnvironment
 
+PRECISIONS: dict[str, Literal["32-true", "bf16-mixed"]] = {"fp32": "32-true", "bf16": "bf16-mixed"}
+
+
+class TrainerOptions(Protocol):
+    """The options of a command that make_trainer() uses."""
+
+    epochs: int
+    batch_size: int
+    precision: str
+
 
 def quiet() -> None:
     """Silence Lightning's tips, its lines about hardware, and warnings that do not apply here."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # the data are in memory
-    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")  # its sampler is
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # logged values are the same on all ranks
-    # Lightning 2.6 calls a function that torch 2.13 deprecates
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    for message in (
+        "does not have many workers",  # the data are in memory
+        "dataloader is not resumable",  # the sampler is
+        "sync_dist=True",  # logged values are the same on all ranks
+        "LeafSpec",  # Lightning 2.6 calls a function that torch 2.13 deprecates
+    ):
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
 
 
 class JsonStrategy(DDPStrategy):
-    """DDPStrategy whose ranks exchange JSON: Lightning's own broadcast() unpickles what another rank sends."""
+    """DDPStrategy whose ranks exchange JSON: Lightning's broadcast() unpickles what another rank sends."""
 
     def __init__(self, world: World, **options: Any) -> None:
         super().__init__(**options)
@@ -52,53 +63,68 @@ class JsonStrategy(DDPStrategy):
 
 
 class TrainerFolder(RunFolder):
-    """The RunFolder of hpctrain's own trainers, which open the run and whose samplers know the epoch and the
-    step.
+    """The RunFolder of hpctrain's own trainers: they open the run, and their samplers know epoch and step.
 
-    `batch_size` is the global one. `bare` maps the LightningModule to the model inside it. Each checkpoint
-    has the weights of that model as "model", under the same names as the checkpoints of the other trainers.
-    `score` gets the metrics that the module logged in an evaluation; the one with the highest score is the
-    best. With `evaluate_every`, evaluations also follow every so many steps of the run, and a checkpoint
-    where one is the best so far. A run that stalls there has no further step: the module skips the batches
+    `batch_size` is the global one. `model` is the model inside the LightningModule: each checkpoint has its
+    weights as "model", under the same names as the checkpoints of the other trainers. `score` gets the
+    metrics that the module logged in an evaluation; the highest score is the best.
+
+    With `evaluate_every`, evaluations also follow every so many steps of the run, and a checkpoint if the
+    evaluation is the best so far. A run that stalls there has no further step: the module skips the batches
     that are left, see on_train_epoch_end().
     """
+
+    _run: Run  # open from the start
 
     def __init__(
         self,
         run: Run,
-        args: argparse.Namespace,
-        bare: Callable[[LightningModule], torch.nn.Module],
+        batch_size: int,
+        model: nn.Module,
         score: Callable[[dict[str, float]], tuple[float, ...]],
+        evaluate_every: int | None = None,
     ) -> None:
         super().__init__(run.folder)
-        self._run, self._batch_size, self._bare, self._score = run, args.batch_size, bare, score
-        self._evaluate_every: int | None = getattr(args, "eval_every", None)
+        self._run, self._batch_size = run, batch_size
+        self._model, self._score_of, self._evaluate_every = model, score, evaluate_every
+
+    def _bare(self, module: LightningModule) -> nn.Module:
+        return self._model
+
+    def _score(self, metrics: dict[str, float]) -> tuple[float, ...]:
+        return self._score_of(metrics)
 
     def resume(self, trainer: Trainer) -> dict[str, Any]:
         """The state of the checkpoint that the run was resumed from."""
         path = self._run.resume_from
-        return (
-            checkpoint.open_lazily(path) if self._run.in_parts else checkpoint.load(path, torch.device("cpu"))
-        )
+        assert path
+        if self._run.in_parts:
+            return checkpoint.open_lazily(path)
+        return checkpoint.load(path, torch.device("cpu"))
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Let SIGTERM end this process, and arrange DDP's buckets with one example of the first batch."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # see RunFolder
         self._run.check_steps(self._steps(trainer))
         if isinstance(trainer.strategy.model, DistributedDataParallel):
+            loader: Any = trainer.train_dataloader
             with torch.random.fork_rng(devices=[]):  # an iterator of a DataLoader draws a seed
-                batch = apply_to_collection(
-                    next(iter(trainer.train_dataloader)), Tensor, lambda tensor: tensor[:1]
-                )
+                batch = apply_to_collection(next(iter(loader)), Tensor, lambda tensor: tensor[:1])
             batch = trainer.strategy.batch_to_device(batch, module.device)
-            settle_buckets(trainer.strategy.model, lambda: trainer.strategy.training_step(batch, 0))
+
+            def compute_loss() -> Tensor:
+                loss = trainer.strategy.training_step(batch, 0)
+                assert isinstance(loss, Tensor)
+                return loss
+
+            settle_buckets(trainer.strategy.model, compute_loss)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the optimizer steps, and let an evaluation follow if it is due."""
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-        # Lightning evaluates after a batch whose number is a multiple of val_check_batch
+        # Lightning evaluates after a batch whose number is a multiple of val_check_batch.
         if self._evaluate_every:
             is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
             is_due = is_step and self._run.global_step % self._evaluate_every == 0
@@ -128,7 +154,7 @@ class TrainerFolder(RunFolder):
         return not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Save a checkpoint of the epoch, unless the run has stalled within it, and end the training if the run has stalled."""
+        """Save a checkpoint of the epoch, or end the training if the run has stalled within the epoch."""
         if not self._run.best.has_stalled:
             super().on_train_epoch_end(trainer, module)
         trainer.should_stop = self._run.best.has_stalled
@@ -137,7 +163,8 @@ class TrainerFolder(RunFolder):
         """Nothing: the trainer finishes the run."""
 
     def _start_epoch(self, trainer: Trainer) -> None:
-        epoch, sampler = trainer.current_epoch + 1, trainer.train_dataloader.sampler
+        loader: Any = trainer.train_dataloader
+        epoch, sampler = trainer.current_epoch + 1, loader.sampler
         self._run.start_epoch(
             epoch, self._steps(trainer), self._batch_size, partial(sampler.examples_of, epoch)
         )
@@ -148,37 +175,40 @@ class TrainerFolder(RunFolder):
 
 def make_trainer(
     run: Run,
-    args: argparse.Namespace,
+    args: TrainerOptions,
     device: torch.device,
-    bare: Callable[[LightningModule], torch.nn.Module],
+    model: nn.Module,
     score: Callable[[dict[str, float]], tuple[float, ...]],
     *,
-    find_unused_parameters: bool = False,
+    evaluate_every: int | None = None,
     accumulate_grad_batches: int = 1,
     strategy: Callable[..., DDPStrategy] = JsonStrategy,
 ) -> Trainer:
-    """Create a Trainer for the ranks that a launcher has started, which writes into the run folder.
+    """Create a Trainer for the ranks that a launcher has started. It writes into the run folder.
 
-    It uses the options precision, epochs and batch_size of `args`. For `bare` and `score` see TrainerFolder.
+    For `model`, `score` and `evaluate_every` see TrainerFolder.
     """
     world = run.world
-    # Lightning indexes the list with the local rank. Every entry is this rank's device: with
-    # --gpus-per-task=1 each rank sees only its own GPU, as number 0.
-    devices = [device] * world.local_size
+    chosen: DDPStrategy | Literal["auto"] = "auto"
+    devices: list[int] | Literal["auto", 1] = 1
+    if world.size > 1:
+        # Lightning indexes the list with the local rank. Every entry is this rank's device: with
+        # --gpus-per-task=1 each rank sees only its own GPU, as number 0.
+        chosen, devices = strategy(world, parallel_devices=[device] * world.local_size), "auto"
+    elif device.index is not None:
+        devices = [device.index]
     return Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
-        strategy=strategy(world, parallel_devices=devices, find_unused_parameters=find_unused_parameters)
-        if world.size > 1
-        else "auto",
-        devices="auto" if world.size > 1 else [device.index] if device.type == "cuda" else 1,
+        strategy=chosen,
+        devices=devices,
         num_nodes=world.nodes,
         plugins=[WorldEnvironment(world)],
-        precision={"fp32": "32-true", "bf16": "bf16-mixed"}[args.precision],
+        precision=PRECISIONS[args.precision],
         max_epochs=args.epochs,
         accumulate_grad_batches=accumulate_grad_batches,
         use_distributed_sampler=False,  # the samplers of hpctrain divide the data between the ranks
         num_sanity_val_steps=0,
-        callbacks=[TrainerFolder(run, args, bare, score)],
+        callbacks=[TrainerFolder(run, args.batch_size, model, score, evaluate_every)],
         enable_progress_bar=False,  # Run shows the progress
         enable_model_summary=False,
         logger=False,

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 
 
 def check_batch_size(batch_size: int, world: World, accumulate: int = 1) -> None:
-    """Raise UsageError where the ranks cannot share a global batch evenly, in `accumulate` parts each."""
+    """Raise UsageError if the ranks cannot share a global batch evenly, in `accumulate` parts each."""
     parts = world.size * accumulate
     if batch_size % parts:
         near = max(parts, batch_size // parts * parts)
@@ -32,11 +32,9 @@ def check_batch_size(batch_size: int, world: World, accumulate: int = 1) -> None
 
 
 def steps_per_epoch(examples: int, batch_size: int, world: World, accumulate: int = 1) -> int:
-    """The number of global batches in an epoch.
+    """The number of global batches in an epoch. A remainder of less than a batch is dropped.
 
-    The remainder, less than a batch, is dropped: other examples each epoch.
-
-    Raises UsageError as check_batch_size() does, or where there are fewer examples than one batch.
+    Raises UsageError as check_batch_size() does, or if there are fewer examples than one batch.
     """
     check_batch_size(batch_size, world, accumulate)
     if batch_size > examples:
@@ -51,8 +49,8 @@ def training_batches(
 ) -> Iterator[Tensor]:
     """The examples of this rank for each step of an epoch: int64 indices [batch_size / world.size].
 
-    `batch_size` is the global one. The first `skip` steps, which a resumed run has done already, are left
-    out. Raises UsageError as steps_per_epoch() does.
+    `batch_size` is the global one. The first `skip` steps are left out: a resumed run has done them. Raises
+    UsageError as steps_per_epoch() does.
     """
     order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
     share = batch_size // world.size
@@ -80,17 +78,17 @@ def data_loader(
     skip: int = 0,
     **options: Any,
 ) -> DataLoader:
-    """A DataLoader of the batches of training_batches(), for one epoch; `options` are those of DataLoader, as
-    num_workers.
+    """A DataLoader of the batches of training_batches(), for one epoch.
 
-    Random numbers that the dataset draws for an example (by torch, random and numpy) depend on (seed, epoch,
-    example) alone, so that a resumed run sees the same augmented examples with any number of workers. Raises
+    `options` are options of DataLoader, such as num_workers.
+
+    Random numbers that the dataset draws for an example (with torch, random and numpy) depend on (seed,
+    epoch, example) alone. A resumed run sees the same augmented examples, with any number of workers. Raises
     UsageError as steps_per_epoch() does.
     """
-    batches = [
-        batch.tolist() for batch in training_batches(len(dataset), batch_size, seed, epoch, world, skip)
-    ]
-    # Without a generator of its own, the loader draws a number of those that the model uses for dropout.
+    examples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__()
+    batches = [batch.tolist() for batch in training_batches(examples, batch_size, seed, epoch, world, skip)]
+    # Without a generator, the loader draws from the random numbers that the model uses for dropout.
     return DataLoader(
         _Seeded(dataset, seed, epoch), batch_sampler=batches, generator=torch.Generator(), **options
     )
@@ -118,7 +116,7 @@ class _Seeded(Dataset):
             return self._dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """The examples of a batch, at once if the dataset can give them so, as those of Hugging Face can."""
+        """The examples of a batch, in one call if the dataset has it, as those of Hugging Face do."""
         at_once = getattr(self._dataset, "__getitems__", None)
         if at_once is None:
             return [self[index] for index in indices]
@@ -127,14 +125,13 @@ class _Seeded(Dataset):
 
 
 class ResumableBatches:
-    """The batches of a user's batch sampler in the epoch that `epoch` returns, as lists of (epoch, index):
-    see SeededByKey.
+    """The batches of a user's batch sampler, as lists of (epoch, index): see SeededByKey.
 
-    Their order depends on (seed, epoch) alone, also that of a sampler which draws random numbers where no
-    seed is set. The first `skip` batches of the first epoch are left out.
+    `epoch` returns the current epoch. The order depends on (seed, epoch) alone, even if the sampler draws
+    random numbers without a seed. The first `skip` batches of the first epoch are left out.
     """
 
-    def __init__(self, inner: BatchSampler, epoch: Callable[[], int], seed: int, skip: int) -> None:
+    def __init__(self, inner: Any, epoch: Callable[[], int], seed: int, skip: int) -> None:
         self.inner, self._epoch, self._seed, self._skip = inner, epoch, seed, skip
 
     def __len__(self) -> int:
@@ -142,7 +139,8 @@ class ResumableBatches:
 
     def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
         epoch = self._epoch()
-        for sampler in (self.inner, getattr(self.inner, "sampler", None)):
+        samplers: list[Any] = [self.inner, getattr(self.inner, "sampler", None)]
+        for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             if isinstance(getattr(sampler, "generator", None), torch.Generator):
@@ -158,17 +156,16 @@ class ResumableBatches:
 
 
 class SeededByKey(Dataset):
-    """A user's dataset whose random numbers for an example depend on (seed, epoch, example) alone; indices
-    are (epoch, index).
+    """A user's dataset whose random numbers for an example depend on (seed, epoch, example) alone.
 
-    So persistent workers, which have a copy of the dataset, need not be told the epoch.
+    Indices are (epoch, index): persistent workers have a copy of the dataset, and must learn the epoch.
     """
 
     def __init__(self, inner: Dataset, seed: int) -> None:
         self.inner, self._seed = inner, seed
 
     def __len__(self) -> int:
-        return len(self.inner)
+        return len(self.inner)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__()
 
     def __getitem__(self, key: tuple[int, Any]) -> Any:
         return _Seeded(self.inner, self._seed, key[0])[key[1]]
@@ -184,7 +181,7 @@ class SeededByKey(Dataset):
 
 @contextmanager
 def _random_numbers_of(*key: int) -> Iterator[None]:
-    """Random numbers on the CPU that depend on the key; afterwards those go on that were before."""
+    """Random numbers on the CPU that depend on the key. Afterwards the earlier ones continue."""
     number = hash(key)  # of integers, the same in every process
     before, before_torch = random.getstate(), torch.random.get_rng_state()
     numpy = sys.modules.get("numpy")
@@ -204,12 +201,12 @@ def _random_numbers_of(*key: int) -> Iterator[None]:
 
 
 def seed_step(seed: int, epoch: int, step: int, world: World) -> None:
-    """Seed torch by (seed, epoch, step, rank) alone, before the step: a resumed run then has the same dropout."""
+    """Seed torch by (seed, epoch, step, rank), before the step: a resumed run has the same dropout."""
     seed_torch(hash((seed, epoch, step, world.rank)))
 
 
 def seed_torch(number: int) -> None:
-    """As torch.manual_seed(), for each step: that formats the stack for every kind of device that is not there, in 0.25 ms."""
+    """Seed torch, in each step: torch.manual_seed() takes 0.25 ms for devices that are not there."""
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)

@@ -1,6 +1,7 @@
-"""Fully sharded data parallelism (FSDP2, torch.distributed.fsdp.fully_shard): each rank holds a part of every
-weight, of its gradient and of what the optimizer keeps about it. The weights of a block are gathered while
-the block computes.
+"""Fully sharded data parallelism (FSDP2, torch.distributed.fsdp.fully_shard).
+
+Each rank holds a part of every weight, of its gradient and of its state in the optimizer. The weights of a
+block are gathered while the block computes.
 
 Each rank saves its own part (parts.py). Any number of ranks can resume from such a checkpoint, sharded or
 not.
@@ -39,11 +40,11 @@ def shard(
 
     The weights are those of rank 0. Other ranks may have the model on the meta device: they never hold more
     than a block of it. With `bf16`, weights are gathered as bf16. With `cpu_offload`, the parts of weights
-    and gradients stay in the memory of the node, and only what is gathered is on the device.
+    and gradients stay in the memory of the node, and only gathered weights are on the device.
 
-    Groups of `tensor_parallel` ranks compute the same examples: each rank its columns or rows of the layers
-    that `styles` names, and all of the other layers. What a rank has of a weight then is sharded over the
-    groups.
+    Groups of `tensor_parallel` ranks compute the same examples. Of the layers that `styles` names, each rank
+    of a group computes its columns or rows; of the other layers, everything. A rank's share of a weight is
+    then sharded over the groups.
     """
     ranks, group = dist.get_world_size(), None
     if tensor_parallel > 1:
@@ -57,14 +58,13 @@ def shard(
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     else:
         mesh = init_device_mesh(device.type, (ranks,))
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if bf16
-        else MixedPrecisionPolicy()
-    )
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
+    policy, offload = MixedPrecisionPolicy(), OffloadPolicy()
+    if bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     in_styles = {model.get_submodule(name): style for name, style in (styles or {}).items()}
-    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)  # of a tied weight there are several
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)  # a tied weight has several
     for module in model.modules():
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
             places[id(value)].append((module, name))
@@ -84,27 +84,28 @@ def shard(
 def _receive(
     tensor: Tensor, device: torch.device, places: list[tuple[nn.Module, str]], group: DeviceMesh | None
 ) -> None:
-    """Put the values that rank 0 has of a parameter or buffer into its places in the modules, on the device.
+    """Receive a parameter or buffer from rank 0, and put it into its places in the modules, on the device.
 
     A parameter that all ranks of a `group` have becomes a DTensor.
     """
     values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
     dist.broadcast(values.view(torch.uint8) if values.dtype == torch.bool else values, src=0)
-    if isinstance(tensor, nn.Parameter):
-        values = (
-            values if group is None else DTensor.from_local(values, group, [Replicate()], run_check=False)
-        )
-        values = nn.Parameter(values, tensor.requires_grad)
+    if not isinstance(tensor, nn.Parameter):
+        for module, name in places:
+            module._buffers[name] = values
+        return
+    if group is not None:
+        values = DTensor.from_local(values, group, [Replicate()], run_check=False)
+    parameter = nn.Parameter(values, tensor.requires_grad)
     for module, name in places:
-        (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = values
+        module._parameters[name] = parameter
 
 
 class Whole(ParallelStyle):
     """A layer that is not split: every rank of a group has its weights.
 
-    `placement` says how its inputs are placed in the group.
-
-    If they are split, each rank has a part of the weights' gradients, which are summed.
+    `placement` says how its inputs are placed in the group. If inputs are split, each rank computes a part of
+    the weights' gradients, and the parts are summed.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -112,7 +113,8 @@ class Whole(ParallelStyle):
         self._placement = placement
 
     def _apply(self, module: nn.Module, group: DeviceMesh) -> nn.Module:
-        return distribute_module(module, group, None, self._enter, self._leave)
+        enter: Any = self._enter  # torch declares that it returns None, and uses the result
+        return distribute_module(module, group, None, enter, self._leave)
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...], group: DeviceMesh) -> tuple[Any, ...]:
         return tree_map_only(
@@ -126,7 +128,7 @@ class Whole(ParallelStyle):
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformer: the elements of each list of modules that is not inside of another such list."""
+    """The layers of a transformer: the elements of its outermost lists of modules."""
     if isinstance(model, nn.ModuleList):
         return [block for block in model if any(True for _ in block.parameters())]
     return [block for child in model.children() for block in find_blocks(child)]
@@ -137,8 +139,8 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
-def gather(state: Any) -> Any:
-    """The state with whole tensors in the memory of rank 0; other ranks keep their parts.
+def gather_state(state: Any) -> Any:
+    """The state with whole tensors in the memory of rank 0. Other ranks keep their parts.
 
     A collective call.
     """
@@ -149,19 +151,18 @@ def gather(state: Any) -> Any:
         local = part.to_local()
         if dist.get_rank() != 0:
             return local
-        # Tied weights stay tied, so that a checkpoint has them once. Rank 0 has a part of every weight.
+        # Tied weights stay tied: a checkpoint has them once. Rank 0 has a part of every weight.
         return found.setdefault((local.data_ptr(), local.dtype, part.shape), whole.cpu())
 
     return tree_map_only(DTensor, gather_one, state)
 
 
 def gather_model(model: nn.Module, skeleton: nn.Module) -> nn.Module:
-    """The skeleton, which copy_without_weights() made before `model` was sharded, with all weights, in the
-    memory of rank 0.
+    """The skeleton with all weights of a sharded model, in the memory of rank 0. A collective call.
 
-    A collective call.
+    copy_without_weights() makes the skeleton, before the model is sharded.
     """
-    weights = gather(model.state_dict())
+    weights = gather_state(model.state_dict())
     if dist.get_rank() == 0:
         for name, weight in skeleton.named_parameters():
             weight.data = weights[name]
@@ -171,7 +172,7 @@ def gather_model(model: nn.Module, skeleton: nn.Module) -> nn.Module:
 
 
 def split(state: Any) -> Any:
-    """The state with this rank's part of each tensor, as a checkpoint in parts has it: see parts.py."""
+    """The state with this rank's part of each tensor, for a checkpoint in parts: see parts.py."""
 
     def split_one(tensor: DTensor) -> dict[str, Any]:
         offset, _ = _region(tensor)
@@ -181,7 +182,7 @@ def split(state: Any) -> Any:
 
 
 def split_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of an optimizer's state in a checkpoint, for the optimizer of a model that is sharded or not."""
+    """This rank's part of an optimizer's state in a checkpoint. The model may be sharded or not."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     parts = {
         i: {name: _part(x, weights[i]) for name, x in entry.items()} for i, entry in state["state"].items()
@@ -189,10 +190,10 @@ def split_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict
     return state | {"state": parts}
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor | Pieces]) -> None:
-    """Load the weights of a checkpoint into a model that is sharded or not.
+def load_parts(model: nn.Module, weights: Mapping[str, Tensor | Pieces]) -> None:
+    """Load this rank's part of each weight of a checkpoint. The model may be sharded or not.
 
-    One on the meta device reads none: shard() gives it those of rank 0.
+    A model on the meta device loads nothing: shard() gives it the weights of rank 0.
     """
     if any(weight.is_meta for weight in model.parameters()):
         return
@@ -201,15 +202,14 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor | Pieces]) -> None:
 
 
 def _part(saved: Any, like: Any) -> Any:
-    """This rank's part of a saved tensor, if `like` is sharded and of the same shape; otherwise the whole tensor, or value."""
+    """This rank's part of a saved tensor, if `like` is sharded and has its shape; else all of the value."""
     if isinstance(saved, Tensor | Pieces) and isinstance(like, DTensor) and saved.shape == like.shape:
         offset, size = _region(like)
         if isinstance(saved, Pieces):
             local = saved.region(offset, size)
         else:
-            local = saved[
-                tuple(slice(start, start + n) for start, n in zip(offset, size, strict=True))
-            ].clone()
+            region = [slice(start, start + n) for start, n in zip(offset, size, strict=True)]
+            local = saved[tuple(region)].clone()
         place = like.device_mesh, like.placements
         return DTensor.from_local(
             local.to(like.device), *place, run_check=False, shape=like.shape, stride=like.stride()
@@ -230,10 +230,7 @@ def _region(tensor: DTensor) -> tuple[list[int], list[int]]:
 
 
 def copy_without_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters have no values yet.
-
-    Buffers have theirs, and tied parameters stay tied.
-    """
+    """A copy of a model with empty parameters. Buffers are copied, and tied parameters stay tied."""
     empty = {
         id(weight): nn.Parameter(weight.new_empty(0), weight.requires_grad) for weight in model.parameters()
     }

@@ -1,8 +1,7 @@
 """Examples in tar files, in WebDataset's layout, read by number.
 
-The library webdataset streams tar files: it cannot begin in the middle of an epoch without reading what comes
-before, and its map-style sibling wids ended with webdataset 1.0. An uncompressed tar file needs only the
-offset of each file in it.
+The library webdataset streams tar files: to begin in the middle of an epoch it reads everything before. Its
+map-style sibling wids ended with webdataset 1.0. An uncompressed tar file needs only the offset of each file.
 """
 
 import os
@@ -20,7 +19,7 @@ from hpctrain.text import first_line
 
 
 class TarShards(Dataset):
-    """A map-style data set of the examples in uncompressed tar files, of which only offsets are in memory.
+    """A map-style data set of the examples in uncompressed tar files. Only offsets are in memory.
 
     An example is the files in a row with the same name up to the first dot: 000017.jpg and 000017.cls are
     one. It is read as {"__key__": "000017", "jpg": bytes, "cls": bytes}. All examples have the same
@@ -37,14 +36,15 @@ class TarShards(Dataset):
                 self.extensions = self.extensions or sorted(files)
                 if sorted(files) != self.extensions:
                     raise HpctrainError(
-                        f"{path}: {key} has {', '.join(sorted(files))}, but the first example has {', '.join(self.extensions)}: "
-                        "give all examples the same extensions"
+                        f"{path}: {key} has {', '.join(sorted(files))}, but the first example has "
+                        f"{', '.join(self.extensions)}: give all examples the same extensions"
                     )
                 keys.append(os.fsencode(key))
                 places.append([(number, *files[extension]) for extension in self.extensions])
         if not keys:
             raise HpctrainError(
-                f"{self._paths[0] if paths else 'TarShards()'}: has no examples: give tar files with files in them"
+                f"{self._paths[0] if paths else 'TarShards()'}: has no examples: "
+                "give tar files with files in them"
             )
         # Arrays: lists would be copied into the memory of each worker, as their reference counts change.
         self._keys, self._places = numpy.array(keys), numpy.array(places)
@@ -58,7 +58,7 @@ class TarShards(Dataset):
         return {"__key__": self.key(number)} | dict(zip(self.extensions, contents, strict=True))
 
     def key(self, number: int) -> str:
-        """The name of an example: that of its files up to the first dot."""
+        """The name of an example: the name of its files up to the first dot."""
         return os.fsdecode(bytes(self._keys[number]))
 
     def path(self, number: int) -> Path:
@@ -70,7 +70,7 @@ class TarShards(Dataset):
         return self._read([(number, extension)])[0]
 
     def read_all(self, extension: str) -> list[bytes]:
-        """This file of every example; each tar file is opened once.
+        """The file with this extension of every example. Opens each tar file once.
 
         Raises HpctrainError, naming the tar file.
         """
@@ -80,7 +80,7 @@ class TarShards(Dataset):
         return [content for shard in shards for content in self._read(shard)]
 
     def _read(self, wanted: list[tuple[int, str]]) -> list[bytes]:
-        """The files (example, extension), all of the same tar file."""
+        """The contents of files (example, extension), all in the same tar file."""
         path, contents = self.path(wanted[0][0]), []
         try:
             with path.open("rb", buffering=0) as file:
@@ -99,15 +99,12 @@ class TarShards(Dataset):
 
 
 class _Header(tarfile.TarInfo):
-    """A header of a tar file.
-
-    A negative size is an error: tarfile would go back, and read the same headers without end.
-    """
+    """A header that refuses a negative size: tarfile would go back, and read the same headers forever."""
 
     def _block(self, count: int) -> int:
         if count < 0:
             raise tarfile.ReadError("negative size")
-        return super()._block(count)
+        return super()._block(count)  # type: ignore[misc]  # typeshed does not declare it
 
 
 def _examples_in(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
@@ -139,7 +136,7 @@ def _examples_in(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
         raise
     except Exception as error:  # tarfile raises exceptions of many kinds for damaged files
         raise HpctrainError(
-            f"{path}: cannot be read as an uncompressed tar file ({first_line(error)}): unpack a .tar.gz with gunzip, "
-            "or copy the file again"
+            f"{path}: cannot be read as an uncompressed tar file ({first_line(error)}): "
+            "unpack a .tar.gz with gunzip, or copy the file again"
         ) from error
     return examples

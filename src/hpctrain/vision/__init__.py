@@ -1,1 +1,1 @@
-"""Image classification on digits, MNIST, class folders and tar files: data, models, and a trainer for each framework."""
+"""Image classification: data, models, what all trainers share, and a module for each trainer."""

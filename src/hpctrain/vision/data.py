@@ -1,7 +1,6 @@
 """Images and labels: MNIST from its four idx files, or the digits that are part of scikit-learn.
 
-A data set is small enough to stay in memory as bytes; batches.py selects the examples of each rank. folder.py
-has those that are not.
+These data sets stay in memory, as bytes. folder.py has data sets that are too large for that.
 """
 
 import gzip
@@ -9,9 +8,10 @@ import importlib.util
 import math
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar
 
 import numpy
 import torch
@@ -22,45 +22,47 @@ from hpctrain.files.plain import open_plain
 
 SIDE = 28  # pixels
 CLASSES = 10
-# A .gz may unpack to this many times its size, and a megabyte. MNIST's images unpack to 5 times theirs, its
-# labels to 2 times.
+# A .gz may unpack to this many times its size, plus a megabyte. MNIST's images unpack to 5 times their size,
+# its labels to 2 times.
 MAX_RATIO = 200
 # Mean and standard deviation of ImageNet's pixels, for red, green and blue.
 RGB_MEAN, RGB_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 
-class Images(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Images:
     """Gray images of one digit each: pixels [n, 28, 28] uint8, labels [n] int64 from 0 to 9."""
 
     pixels: Tensor
     labels: Tensor
-    channels = 1
-    classes = range(CLASSES)
-    workers = 0
-    unused = ""
+    channels: ClassVar[int] = 1
+    classes: ClassVar[range] = range(CLASSES)
+    workers: ClassVar[int] = 0  # processes that decode images
+    unused: ClassVar[str] = ""  # a remark on files that were not read
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def batch(self, index: Tensor, device: torch.device, side: int = SIDE) -> tuple[Tensor, Tensor]:
-        """The examples of `index` on `device`: images [b, 1, side, side] float32 from -1 to 1, labels [b] int64."""
-        pixels, labels = (
-            self.pixels[index].to(device, non_blocking=True),
-            self.labels[index].to(device, non_blocking=True),
-        )
+        """The examples of `index` on `device`.
+
+        Images are [b, 1, side, side] float32 from -1 to 1, labels [b] int64.
+        """
+        pixels = self.pixels[index].to(device, non_blocking=True)
+        labels = self.labels[index].to(device, non_blocking=True)
         return to_images(pixels, side), labels
 
     def batches(
         self, indices: Iterable[Tensor], device: torch.device, side: int, epoch: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """batch() of each index in turn; the epoch does not matter."""
+        """batch() of each index in turn. The epoch changes nothing."""
         # On a GPU, only the indices are copied in a step.
         here = type(self)(self.pixels.to(device), self.labels.to(device))
         for index in indices:
             yield here.batch(index.to(device, non_blocking=True), device, side)
 
     def read(self, index: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """The examples of `index`: pixels [b, 28, 28] uint8, labels [b] int64; the epoch does not matter."""
+        """The examples of `index`: pixels [b, 28, 28] uint8, labels [b] int64. The epoch changes nothing."""
         return self.pixels[index], self.labels[index]
 
 
@@ -82,30 +84,25 @@ def to_images(pixels: Tensor, side: int) -> Tensor:
 
 @cache
 def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Those of ImageNet, [3, 1, 1] each.
-
-    Kept, because to copy them to a GPU would wait for it in each step.
-    """
-    return tuple(torch.tensor(values, device=device)[:, None, None] for values in (RGB_MEAN, RGB_STD))
+    """ImageNet's, [3, 1, 1] each. Cached: copying them to a GPU in each step would wait for the GPU."""
+    mean, std = torch.tensor(RGB_MEAN, device=device), torch.tensor(RGB_STD, device=device)
+    return mean[:, None, None], std[:, None, None]
 
 
 def load(folder: Path | None) -> tuple[Images, Images]:
-    """The training set and the test set: MNIST from `folder`, or digits if it is None.
+    """The training set and the test set: MNIST from `folder`, or the digits without one.
 
-    Raises HpctrainError, naming the file, if one is missing or malformed.
+    Raises HpctrainError, naming the file, if a file is missing or malformed.
     """
     return load_digits() if folder is None else load_mnist(folder)
 
 
 def load_mnist(folder: Path) -> tuple[Images, Images]:
-    """MNIST (60,000 + 10,000 images) from the four files of Y.
-
-    LeCun's page, plain or .gz. Raises HpctrainError.
-    """
+    """MNIST (60,000 + 10,000 images) from its four files, plain or .gz. Raises HpctrainError."""
     if not folder.is_dir():
         wrong, hint = ("not a folder", "") if folder.exists() else ("no such folder", hint_unmounted(folder))
         raise HpctrainError(
-            f"{folder}: {wrong}: --data takes a folder with MNIST's four idx files, plain or .gz" + hint
+            f"{folder}: {wrong}: --data takes a folder with MNIST's four idx files, plain or .gz{hint}"
         )
     train, test = (
         Images(
@@ -117,12 +114,14 @@ def load_mnist(folder: Path) -> tuple[Images, Images]:
     for part, images in (("train", train), ("t10k", test)):
         if len(images.pixels) != len(images.labels):
             raise HpctrainError(
-                f"{folder}: {part} has {len(images.pixels)} images but {len(images.labels)} labels: download the files again"
+                f"{folder}: {part} has {len(images.pixels)} images but {len(images.labels)} labels: "
+                "download the files again"
             )
         if images.pixels.shape[1:] != (SIDE, SIDE):
             height, width = images.pixels.shape[1:]
             raise HpctrainError(
-                f"{folder}: the {part} images have {height} x {width} pixels, not {SIDE} x {SIDE}: download the file again"
+                f"{folder}: the {part} images have {height} x {width} pixels, not {SIDE} x {SIDE}: "
+                "download the file again"
             )
         if len(images) == 0 or int(images.labels.max()) >= CLASSES:
             raise HpctrainError(
@@ -132,17 +131,18 @@ def load_mnist(folder: Path) -> tuple[Images, Images]:
 
 
 def _read_idx(folder: Path, name: str, dimensions: int) -> Tensor:
-    """Read an idx file of bytes: two zero bytes, type 8, the number of dimensions, their sizes (big-endian),
-    the data.
+    """Read an idx file of bytes.
 
-    Memory is allocated for as many bytes as the header gives, and only if the file can hold them. Raises
+    Its content: two zero bytes, type 8, the number of dimensions, their sizes (big-endian), the data. Memory
+    is allocated for as many bytes as the header gives, and only if the file can hold them. Raises
     HpctrainError.
     """
     path = next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
     if path is None:
         raise HpctrainError(
-            f"{folder}/{name}: no such file, nor {name}.gz: --data takes a folder with MNIST's four idx files, or for --model "
-            "resnet50 one with train/ and val/, which have class folders or tar files of JPEG or PNG"
+            f"{folder}/{name}: no such file, nor {name}.gz: --data takes a folder with MNIST's four idx "
+            "files, or for --model resnet50 a folder with train/ and val/, which have class folders or tar "
+            "files of JPEG or PNG"
         )
     packed = path.suffix == ".gz"
     try:
@@ -167,15 +167,15 @@ def _read_idx(folder: Path, name: str, dimensions: int) -> Tensor:
     except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: 0 x 4294967295 x 4294967295
         raise HpctrainError(f"{path}: cannot be read ({error}): download the file again") from error
     raise HpctrainError(
-        f"{path}: {found}, but its header gives {wanted} ({' x '.join(map(str, sizes))}): download the file again"
+        f"{path}: {found}, but its header gives {wanted} ({' x '.join(map(str, sizes))}): "
+        "download the file again"
     )
 
 
 def load_digits() -> tuple[Images, Images]:
-    """The 1,797 handwritten digits in scikit-learn (UCI, 8 x 8 pixels), resized to 28 x 28: 1,437 for
-    training, 360 for test.
+    """The 1,797 handwritten digits in scikit-learn, resized to 28 x 28: 1,437 for training, 360 for test.
 
-    Raises HpctrainError if scikit-learn is not installed.
+    Their source is UCI, with 8 x 8 pixels. Raises HpctrainError if scikit-learn is not installed.
     """
     # Read the file directly: importing scikit-learn takes a second, on every rank.
     package = importlib.util.find_spec("sklearn")
@@ -187,9 +187,8 @@ def load_digits() -> tuple[Images, Images]:
         numpy.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
     )
     small = table[:, :64].float().reshape(-1, 1, 8, 8) * (255 / 16)
-    pixels = (
-        torch.nn.functional.interpolate(small, (SIDE, SIDE), mode="bilinear")[:, 0].round().to(torch.uint8)
-    )
+    large = torch.nn.functional.interpolate(small, (SIDE, SIDE), mode="bilinear")[:, 0]
+    pixels = large.round().to(torch.uint8)
     labels = table[:, 64].long()
     # Shuffled, because the file is sorted by writer; with a fixed seed, because the split must not depend on
     # --seed.

@@ -1,9 +1,10 @@
-"""Images in class folders, FOLDER/train/CLASS/NAME.jpg, or in tar files, FOLDER/train/NAME.tar, decoded in
-worker processes.
+"""Images in class folders or tar files, decoded in worker processes.
 
-The same below FOLDER/val for evaluation. Tar files have WebDataset's layout: 000017.jpg and 000017.cls in a
-row are an example. In folders, files, classes and their numbers are those of torchvision's ImageFolder. The
-transforms are those of its reference training of ResNet-50 (github.com/pytorch/vision,
+Training images are FOLDER/train/CLASS/NAME.jpg, or in FOLDER/train/NAME.tar; FOLDER/val has the same layout
+for evaluation. Class folders, files and labels are those of torchvision's ImageFolder. Tar files have
+WebDataset's layout: 000017.jpg and 000017.cls in a row are an example.
+
+The transforms are those of torchvision's reference training of ResNet-50 (github.com/pytorch/vision,
 references/classification/presets.py): a random resized crop and a flip in training; resize and center crop in
 evaluation.
 """
@@ -18,7 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy
 import torch
@@ -37,21 +38,20 @@ if TYPE_CHECKING:  # importing Pillow would hold up MNIST's first step
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 MOST_DIGITS = 9  # of a label, with the end of its line
-# Tar files with fewer examples have no more classes. A label alone says how many there are, and a model has
-# an output for each.
+# A label may be at most this, or the number of examples: a model has an output for each number up to the
+# largest label.
 MOST_CLASSES = 100_000
-TRAINING, EVALUATION = "train", ("val", "valid", "test")  # names of the parts of a data folder
-# What Pillow raises for files that are damaged, in addition to OSError.
+TRAINING, EVALUATION = "train", ("val", "valid", "test")  # folders in a data folder
+# What Pillow raises for damaged files, in addition to OSError.
 DAMAGED = (SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
 
 
 class ImageFolder:
-    """Color images in class folders, of which only the names are in memory.
+    """Color images in class folders. Only their names are in memory.
 
     `seed` selects the augmentation of a training set; an evaluation set has None. Images are cropped to
-    `side` x `side` pixels, by `workers` processes, or by this one if that is 0. `classes` are the names of
-    the classes in the order of their labels. `unused` says how many files are not read, and which; "" if
-    there are none.
+    `side` x `side` pixels by `workers` processes; 0: by this process. `classes` are the names of the classes
+    in the order of their labels. `unused` says how many files are not read, and which ("": all are read).
     """
 
     channels = 3
@@ -60,7 +60,7 @@ class ImageFolder:
     def __init__(self, folder: Path, side: int, seed: int | None, workers: int) -> None:
         """Read the names of all files.
 
-        Raises HpctrainError, naming the folder, if one cannot be read or has no image.
+        Raises HpctrainError, naming the folder, if a folder cannot be read or has no image.
         """
         self._folder, self._side, self._seed, self.workers = folder, side, seed, workers
         entries = [entry for entry in _scan(folder) if not entry.name.startswith(".")]
@@ -88,7 +88,8 @@ class ImageFolder:
                 f"{count:,} {suffix or 'without a suffix'}" for suffix, count in unused.most_common(5)
             )
             count = counted(unused.total(), "file")
-            self.unused = f"{folder}: not used: {count} ({one_line(kinds)}): only JPEG and PNG in class folders are read"
+            read = "only JPEG and PNG in class folders are read"
+            self.unused = f"{folder}: not used: {count} ({one_line(kinds)}): {read}"
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -100,21 +101,23 @@ class ImageFolder:
     def read(self, index: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """The examples of `index`: pixels [b, 3, side, side] uint8, labels [b] int64.
 
-        Raises HpctrainError, naming the file.
-
-        The augmentation of an example depends on (seed, epoch, example) alone.
+        The augmentation of an example depends on (seed, epoch, example) alone. Raises HpctrainError, naming
+        the file.
         """
         return torch.stack([self._pixels(number, epoch) for number in index.tolist()]), self.labels[index]
 
     def batch(self, index: Tensor, device: torch.device, side: int) -> tuple[Tensor, Tensor]:
-        """The examples of `index` on `device`, as in epoch 0: images [b, 3, side, side] float32, labels [b] int64."""
+        """The examples of `index` on `device`, augmented as in epoch 0.
+
+        Images are [b, 3, side, side] float32, labels [b] int64.
+        """
         pixels, labels = self.read(index, epoch=0)
         return to_images(pixels.to(device), side), labels.to(device)
 
     def batches(
         self, indices: Iterable[Tensor], device: torch.device, side: int, epoch: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """batch() of each index in turn, read ahead by the workers. Raises HpctrainError, naming the file."""
+        """batch() of each index in turn. Workers read ahead. Raises HpctrainError, naming the file."""
         pinned = device.type == "cuda"
         for pixels, labels in ImageLoader(self, ((epoch, index) for index in indices), pin_memory=pinned):
             yield to_images(pixels.to(device, non_blocking=True), side), labels.to(device, non_blocking=True)
@@ -134,7 +137,7 @@ class ImageFolder:
 
 
 class ImageShards(ImageFolder):
-    """Color images in tar files, of which only offsets and labels are in memory. See ImageFolder.
+    """Color images in tar files. Only offsets and labels are in memory. See ImageFolder.
 
     The label of an example is the integer in its file .cls.
     """
@@ -169,31 +172,33 @@ class ImageShards(ImageFolder):
         return decode(io.BytesIO(self._shards.read(number, self._extension)), name)
 
 
-class ImageLoader(DataLoader):
-    """A DataLoader of the batches (pixels, labels) for a sampler of (epoch, index); the labels are on the
-    CPU.
+ImageSet: TypeAlias = Images | ImageFolder
 
-    An HpctrainError of a worker is raised as it is; DataLoader itself would raise one with the traceback as
-    its text.
+
+class ImageLoader(DataLoader):
+    """A DataLoader for a sampler of (epoch, index): batches of pixels and labels, on the CPU.
+
+    An HpctrainError of a worker is raised unchanged. DataLoader itself would replace its text by a traceback.
     """
 
     def __init__(
-        self, images: Images | ImageFolder, sampler: Iterable[tuple[int, Tensor]], pin_memory: bool = False
+        self, images: ImageSet, sampler: Iterable[tuple[int, Tensor]], pin_memory: bool = False
     ) -> None:
-        # Without a generator of its own, the loader draws a number of those that the model uses.
-        options = {
-            "batch_size": None,
-            "num_workers": images.workers,
-            "pin_memory": pin_memory,
-            "generator": torch.Generator(),
-        }
-        if images.workers and not can_fork_beside_threads():
-            options["multiprocessing_context"] = "forkserver"
-        super().__init__(ImageDataset(images), sampler=sampler, **options)
+        use_fork_server = images.workers and not can_fork_beside_threads()
+        super().__init__(
+            ImageDataset(images),
+            sampler=sampler,
+            batch_size=None,
+            num_workers=images.workers,
+            pin_memory=pin_memory,
+            # without a generator, the loader draws from the random numbers of the model
+            generator=torch.Generator(),
+            multiprocessing_context="forkserver" if use_fork_server else None,
+        )
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # A generator: the workers, which read ahead, start at the first batch and not before Lightning has
-        # set the epoch.
+    # A generator: the workers read ahead, so they must start at the first batch, when Lightning has set the
+    # epoch.
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]  # torch names its own class
         for batch in super().__iter__():
             if isinstance(batch, HpctrainError):
                 raise batch
@@ -203,7 +208,7 @@ class ImageLoader(DataLoader):
 class ImageDataset(Dataset):
     """A dataset that a sampler indexes with the epoch and the examples of a whole batch."""
 
-    def __init__(self, images: Images | ImageFolder) -> None:
+    def __init__(self, images: ImageSet) -> None:
         self._images = images
 
     def __getitem__(self, item: tuple[int, Tensor]) -> tuple[Tensor, Tensor] | HpctrainError:
@@ -215,7 +220,7 @@ class ImageDataset(Dataset):
 
 
 def is_image_folder(folder: Path | None) -> bool:
-    """Whether --data is a folder with a folder of class folders, or of tar files, for training."""
+    """Whether --data has a folder train/, with class folders or tar files."""
     return folder is not None and (folder / TRAINING).is_dir()
 
 
@@ -228,22 +233,21 @@ def load_folder(folder: Path, side: int, seed: int, workers: int) -> tuple[Image
     if evaluation is None:
         names = ", ".join(f"{name}/" for name in EVALUATION)
         raise HpctrainError(
-            f"{folder}: has {TRAINING}/ but none of {names}: put class folders for evaluation into one of them"
+            f"{folder}: has {TRAINING}/ but none of {names}: "
+            "put class folders for evaluation into one of them"
         )
     tar_files = [sorted(part.glob("*.[tT][aA][rR]")) for part in (folder / TRAINING, evaluation)]
     if any(tar_files):
         return _load_shards(folder, evaluation.name, tar_files, side, seed, workers)
-    train, test = (
-        ImageFolder(folder / TRAINING, side, seed, workers),
-        ImageFolder(evaluation, side, None, workers),
-    )
+    train = ImageFolder(folder / TRAINING, side, seed, workers)
+    test = ImageFolder(evaluation, side, None, workers)
     if different := sorted(set(train.classes) ^ set(test.classes)):
-        has, lacks = (
-            (TRAINING, evaluation.name) if different[0] in train.classes else (evaluation.name, TRAINING)
-        )
+        has, lacks = TRAINING, evaluation.name
+        if different[0] in test.classes:
+            has, lacks = lacks, has
         raise HpctrainError(
-            f"{folder}: the class {different[0]} is in {has}/ but not in {lacks}/ ({len(different)} classes differ in all): "
-            "both need the same classes"
+            f"{folder}: the class {different[0]} is in {has}/ but not in {lacks}/ "
+            f"({len(different)} classes differ in all): both need the same classes"
         )
     return train, test
 
@@ -256,20 +260,17 @@ def _load_shards(
             raise HpctrainError(
                 f"{folder}: there are .tar files in {TRAINING}/ or {evaluation}/, but none in {name}/"
             )
-        if others := [
-            entry.name for entry in _scan(folder / name) if entry.is_dir() and not entry.name.startswith(".")
-        ]:
+        folders = [entry.name for entry in _scan(folder / name) if entry.is_dir()]
+        if visible := [folder for folder in folders if not folder.startswith(".")]:
             raise HpctrainError(
-                f"{folder / name}: has .tar files and the folder {min(others)}: keep one of the two"
+                f"{folder / name}: has .tar files and the folder {min(visible)}: keep one of the two"
             )
-    train, test = (
-        ImageShards(tar_files[0], side, seed, workers),
-        ImageShards(tar_files[1], side, None, workers),
-    )
+    train = ImageShards(tar_files[0], side, seed, workers)
+    test = ImageShards(tar_files[1], side, None, workers)
     if len(test.classes) > len(train.classes):
         raise HpctrainError(
-            f"{folder}: the label {len(test.classes) - 1} is in {evaluation}/, but those in {TRAINING}/ end at "
-            f"{len(train.classes) - 1}: both need the same labels"
+            f"{folder}: the label {len(test.classes) - 1} is in {evaluation}/, but those in {TRAINING}/ end "
+            f"at {len(train.classes) - 1}: both need the same labels"
         )
     return train, test
 
@@ -310,7 +311,7 @@ def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
 def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
     """Read a JPEG or PNG file as an RGB image, turned as its EXIF data say.
 
-    Raises HpctrainError with the path, or the name.
+    Raises HpctrainError, which begins with `name`, or else with the path.
     """
     from PIL import Image, ImageOps
 
@@ -327,8 +328,8 @@ def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
                 return image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise HpctrainError(
-            f"{path}: has more than {Image.MAX_IMAGE_PIXELS} pixels, Pillow's limit against decompression bombs: "
-            "scale the image down or remove it"
+            f"{path}: has more than {Image.MAX_IMAGE_PIXELS} pixels, Pillow's limit against decompression "
+            "bombs: scale the image down or remove it"
         ) from error
     except (OSError, *DAMAGED) as error:
         raise HpctrainError(
@@ -339,8 +340,8 @@ def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
 def random_resized_crop(image: "Image.Image", side: int, chance: random.Random) -> "Image.Image":
     """A random part of the image, scaled to side x side pixels and flipped in half of the cases.
 
-    The part has 8 to 100 % of the area and a ratio of 3:4 to 4:3, as in Szegedy et al., "Going deeper with
-    convolutions" (2015).
+    The part has 8 to 100 % of the area and an aspect ratio of 3:4 to 4:3, as in Szegedy et al., "Going deeper
+    with convolutions" (2015).
     """
     from PIL import Image
 
@@ -356,11 +357,16 @@ def random_resized_crop(image: "Image.Image", side: int, chance: random.Random) 
         w, h = max(1, min(width, round(height * 4 / 3))), max(1, min(height, round(width * 4 / 3)))
         left, top = (width - w) // 2, (height - h) // 2
     part = image.crop((left, top, left + w, top + h)).resize((side, side), Image.Resampling.BILINEAR)
-    return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if chance.random() < 0.5 else part
+    if chance.random() < 0.5:
+        part = part.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return part
 
 
 def center_crop(image: "Image.Image", side: int) -> "Image.Image":
-    """The middle of the image, side x side pixels, after its shorter side was scaled to 8/7 of that: 256 for 224."""
+    """The middle of the image, side x side pixels.
+
+    Before the crop, the shorter side is scaled to 8/7 of `side`: 256 for 224.
+    """
     from PIL import Image
 
     width, height = image.size

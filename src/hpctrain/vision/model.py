@@ -1,4 +1,4 @@
-"""The models, which all trainers share."""
+"""The image classifiers, which all trainers share."""
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +29,19 @@ class MnistNet(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """ResNet-50 from the library transformers (v1.5: the stride is in the 3 x 3 convolution), for gray digits
-    by default.
+    """ResNet-50 from the library transformers (v1.5: the stride is in the 3 x 3 convolution).
 
-    Batch normalization uses the mean and variance of the images that one rank has of a batch, so the weights
-    depend on the number of ranks. Each rank has its own running statistics; every trainer copies rank 0's to
-    all ranks before it evaluates and saves.
+    Batch normalization uses the mean and variance of a rank's own images, so the weights depend on the number
+    of ranks. Each rank has its own running statistics; every trainer copies rank 0's to all ranks before it
+    evaluates and saves.
     """
 
     def __init__(self, channels: int = 1, classes: int = CLASSES) -> None:
         super().__init__()
         from transformers import ResNetConfig, ResNetForImageClassification  # takes seconds to import
 
-        self.net = ResNetForImageClassification(ResNetConfig(num_channels=channels, num_labels=classes))
+        config = ResNetConfig(num_channels=channels, num_labels=classes)  # type: ignore[call-arg]  # an option of its base class
+        self.net = ResNetForImageClassification(config)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images [b, channels, h, w] float32 to logits [b, classes]."""

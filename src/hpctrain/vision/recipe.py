@@ -1,13 +1,17 @@
-"""What the vision trainers share: options, evaluation, and for each model its optimizer and default hyperparameters."""
+"""What the vision trainers share: options, data, model, optimizer, evaluation.
+
+RECIPES has the optimizer and the default hyperparameters of each model.
+"""
 
 import argparse
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, Optimizer
@@ -20,8 +24,7 @@ from hpctrain.run import flops
 from hpctrain.training.batches import evaluation_batches
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
 from hpctrain.vision import data
-from hpctrain.vision.data import Images
-from hpctrain.vision.folder import ImageFolder, is_image_folder, load_folder
+from hpctrain.vision.folder import ImageSet, is_image_folder, load_folder
 from hpctrain.vision.model import MnistNet, ResNet50
 
 
@@ -55,6 +58,27 @@ FOLDER_SIDE = 224  # pixels, for JPEG and PNG unless --image-size is given
 MOST_WORKERS = 16  # by default
 
 
+class ImageOptions(argparse.Namespace):
+    """The options of vision_parser(), as parse() and load_data() fill them in."""
+
+    model: str
+    data: Path | None
+    image_size: int
+    workers: int
+    epochs: int
+    batch_size: int
+    lr: float
+    lr_decay: float
+    seed: int
+    precision: str
+    fast_kernels: bool
+    compile: bool
+    deterministic: bool
+
+
+Options = TypeVar("Options", bound=ImageOptions)
+
+
 def vision_parser(trainer: str, description: str) -> Parser:
     """A parser with the options that all vision trainers have; parse() fills in what depends on the model."""
 
@@ -66,16 +90,18 @@ def vision_parser(trainer: str, description: str) -> Parser:
     add("--model", choices=RECIPES, default="mnist", help="model to train (default: %(default)s)")
     add(
         "--data", type=Path, metavar="FOLDER",
-        help="train on the images in this folder: MNIST's four idx files, or for resnet50 train/ and val/ with class folders "
-        "or tar files of JPEG or PNG (default: the digits in scikit-learn)",
+        help="train on the images in this folder: MNIST's four idx files, or for resnet50 train/ and val/ "
+        "with class folders or tar files of JPEG or PNG (default: the digits in scikit-learn)",
     )  # fmt: skip
     add(
         "--image-size", type=positive(int), metavar="PIXELS",
-        help=f"width and height of the images that resnet50 sees (default: {FOLDER_SIDE} for JPEG and PNG, else 128)",
+        help="width and height of the images that resnet50 sees "
+        f"(default: {FOLDER_SIDE} for JPEG and PNG, else 128)",
     )  # fmt: skip
     add(
         "--workers", type=int, metavar="N",
-        help="processes per rank that decode JPEG and PNG; 0: none (default: CPUs of the rank - 1, at most 16)",
+        help="processes per rank that decode JPEG and PNG; 0: none "
+        f"(default: CPUs of the rank - 1, at most {MOST_WORKERS})",
     )  # fmt: skip
     add("--epochs", type=positive(int), help=f"passes over the training data (default: {default('epochs')})")
     add(
@@ -97,15 +123,19 @@ def vision_parser(trainer: str, description: str) -> Parser:
     )
     add(
         "--fast-kernels", action="store_true",
-        help="train faster on a CPU, with other rounding: channels-last convolutions, a fused optimizer (always on GPUs)",
+        help="train faster on a CPU, with other rounding: channels-last convolutions, a fused optimizer "
+        "(always on GPUs)",
     )  # fmt: skip
     add_kernels(parser)
     return parser
 
 
-def parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line, and fill in missing values from the recipe of --model. Raises UsageError."""
-    args = parser.parse_args(arguments)
+def parse(parser: Parser, arguments: list[str], options: Options) -> Options:
+    """Parse the command line into `options`. Missing values are those of the model's recipe.
+
+    Raises UsageError.
+    """
+    args: Options = parser.parse_args(arguments, options)
     for name in ("epochs", "batch_size", "lr", "lr_decay"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(RECIPES[args.model], name))
@@ -118,43 +148,42 @@ def parse(parser: Parser, arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def load_data(
-    args: argparse.Namespace, world: World
-) -> tuple[Images, Images] | tuple[ImageFolder, ImageFolder]:
-    """The training set and the test set of --data; fills in --image-size and --workers. A collective call.
+def load_data(args: ImageOptions, world: World) -> tuple[ImageSet, ImageSet]:
+    """The training set and the test set of --data. Fills in --image-size and --workers.
 
-    Raises HpctrainError, naming the file or folder.
+    A collective call. Raises HpctrainError, naming the file or folder.
     """
     cpus = sorted(os.sched_getaffinity(0))
-    mine = [world.node_rank, cpus[0], cpus[-1], len(cpus)]
+    own = [world.node_rank, cpus[0], cpus[-1], len(cpus)]
     # ranks that may use the same CPUs: all of a node, unless the launcher binds them
-    sharing = gather(world, mine).count(mine)
+    sharing = gather(world, own).count(own)
     with all_or_none(world):
-        check_compiler(args, world.rank)
+        if args.compile:
+            check_compiler(world.rank)
         in_folders = is_image_folder(args.data)
         if in_folders and args.model == "mnist":
             raise HpctrainError(
                 f"--data {args.data} has color images, and --model mnist takes MNIST's: add --model resnet50"
             )
         if args.workers is None:
-            args.workers = (
-                min(MOST_WORKERS, len(cpus) // sharing - 1) if in_folders and len(cpus) > sharing else 0
-            )
+            spare = len(cpus) // sharing - 1
+            args.workers = min(MOST_WORKERS, max(spare, 0)) if in_folders else 0
         if args.image_size is None:
             args.image_size = FOLDER_SIDE if in_folders else RECIPES[args.model].side
-        sets = (
-            load_folder(args.data, args.image_size, args.seed, args.workers)
-            if in_folders
-            else data.load(args.data)
-        )
-    for unused in [part.unused for part in sets if world.rank == 0 and part.unused]:
-        print(unused, flush=True)
+        sets: tuple[ImageSet, ImageSet]
+        if args.data and in_folders:
+            sets = load_folder(args.data, args.image_size, args.seed, args.workers)
+        else:
+            sets = data.load(args.data)
+    for part in sets:
+        if world.rank == 0 and part.unused:
+            print(part.unused, flush=True)
     return sets
 
 
 def build_model(
-    args: argparse.Namespace,
-    training_set: Images | ImageFolder,
+    args: ImageOptions,
+    training_set: ImageSet,
     device: torch.device,
     *,
     sharded: bool = False,
@@ -164,49 +193,70 @@ def build_model(
     `sharded`: see compile_training().
     """
     torch.manual_seed(args.seed)
-    make_deterministic(args, device, on_gpu=True)
-    model = RECIPES[args.model].model
-    built = (model() if model is MnistNet else model(training_set.channels, len(training_set.classes))).to(
-        device
-    )
-    built = built.to(memory_format=torch.channels_last) if uses_fast_kernels(args, device) else built
+    make_deterministic(args.deterministic, device, on_gpu=True)
+    model: nn.Module
+    if args.model == "mnist":
+        model = MnistNet()
+    else:
+        model = RECIPES[args.model].model(training_set.channels, len(training_set.classes))
+    model.to(device)
+    if uses_fast_kernels(args, device):
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
     if args.compile:
-        compile_training(built, by_block=sharded)
-    return built
+        compile_training(model, by_block=sharded)
+    return model
 
 
-def uses_fast_kernels(args: argparse.Namespace, device: torch.device) -> bool:
-    """Whether images are in memory channels last, and one kernel updates all weights: with --fast-kernels, and on every GPU."""
+def uses_fast_kernels(args: ImageOptions, device: torch.device) -> bool:
+    """Whether weights are channels last in memory, and one kernel updates all of them."""
     return device.type == "cuda" or args.fast_kernels
 
 
-def count_flops(model: nn.Module, training_set: Images | ImageFolder, args: argparse.Namespace) -> int | None:
+def count_flops(model: nn.Module, training_set: ImageSet, args: ImageOptions) -> int | None:
     """The floating-point operations to train on an image: see flops.count_flops()."""
     images, _ = training_set.batch(torch.tensor([0]), torch.device("cpu"), args.image_size)
     return flops.count_flops(model, lambda empty: empty(images.to("meta")))
 
 
-def make_optimizer(args: argparse.Namespace, parameters: Iterable[nn.Parameter]) -> Optimizer:
+def make_optimizer(args: ImageOptions, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Create the optimizer of the model's recipe, with --lr."""
     parameters = list(parameters)
-    # a DTensor, of which _fused_sgd_() has no parts (torch 2.13)
-    is_sharded = hasattr(parameters[0], "to_local")
+    is_sharded = hasattr(parameters[0], "to_local")  # DTensors: _fused_sgd_() takes none (torch 2.13)
     fused = {"fused": True} if uses_fast_kernels(args, parameters[0].device) and not is_sharded else {}
     return RECIPES[args.model].optimizer(parameters, lr=args.lr, **fused)
+
+
+def set_learning_rate(optimizer: Optimizer, args: ImageOptions, epoch: int) -> None:
+    """Set the learning rate of an epoch, counted from 0.
+
+    It depends on the epoch alone, so resuming needs no state of a scheduler.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr * args.lr_decay**epoch
+
+
+def broadcast_buffers(model: nn.Module, world: World) -> None:
+    """Copy rank 0's statistics of batch normalization to all ranks: they are saved, so they are evaluated.
+
+    A collective call.
+    """
+    if world.size > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    test: Images | ImageFolder,
-    args: argparse.Namespace,
+    test: ImageSet,
+    args: ImageOptions,
     world: World,
     device: torch.device,
-    total: Callable[[Tensor], Tensor],
+    sum_over_ranks: Callable[[Tensor], Tensor],
 ) -> tuple[float, float]:
     """Mean loss and accuracy over the whole test set; each example counts once, on any number of ranks.
 
-    `total` sums a tensor over all ranks. A collective call.
+    `sum_over_ranks` sums a tensor over all ranks. A collective call.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -215,5 +265,6 @@ def evaluate(
         logits = model(images)
         sums[0] += cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
-    loss, correct = (total(sums) / len(test)).tolist()
-    return loss, correct
+    loss, accuracy = (sum_over_ranks(sums) / len(test)).tolist()
+    model.train()
+    return loss, accuracy

@@ -1,5 +1,6 @@
-"""Train an image classifier with FSDP2 of PyTorch: each rank holds a part of the weights, gradients and
-optimizer.
+"""Train an image classifier with PyTorch's FSDP2.
+
+Each rank holds a part of the weights, of the gradients and of the optimizer's state.
 
 One node with 4 ranks:
 
@@ -9,11 +10,10 @@ Two nodes with 2 ranks each, in the container, on Slurm:
 
     sbatch launch/apptainer_ddp.sh train_fsdp --model resnet50 --precision bf16 --data FOLDER
 
-The numbers are those of train_ddp, also with --precision bf16: weights are gathered as fp32, which batch
-normalization needs. One process has nothing to shard and does what train_ddp does.
+The numbers are those of train_ddp. With --precision bf16, too: weights are gathered in fp32, which batch
+normalization needs. A single process has nothing to shard, and trains as train_ddp does.
 """
 
-import argparse
 from functools import partial
 from typing import Any
 
@@ -29,37 +29,32 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.options import Parser, add_device
 from hpctrain.run.run import Run
-from hpctrain.training.batches import evaluation_batches, steps_per_epoch, training_batches
+from hpctrain.training.batches import evaluation_batches, steps_per_epoch
 from hpctrain.training.sharding import (
     copy_without_weights,
     gather_model,
-    load_weights,
+    load_parts,
     shard,
     split,
     split_state,
 )
 from hpctrain.vision import recipe
+from hpctrain.vision.loop import train_epochs
+
+
+class FsdpOptions(recipe.ImageOptions):
+    """The options of train_fsdp."""
+
+    device: str
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Train with the options at the end of this file."""
-    args = recipe.parse(parser(), arguments)
-    if args.fast_kernels:
-        raise UsageError(
-            "--fast-kernels is not for train_fsdp, which cannot shard channels-last weights: leave it out"
-        )
-    train(world, args)
-
-
-def train(world: World, args: argparse.Namespace) -> None:
-    """Load the data and train; evaluate and save a checkpoint after each epoch.
-
-    A collective call. Raises HpctrainError.
-    """
+    """Train with the options at the end of this file. A collective call. Raises HpctrainError."""
+    args = parse(arguments)
     device = choose_device(world, args.device)
     with process_group(world, device):
         training_set, test_set = recipe.load_data(args, world)
-        steps = steps_per_epoch(len(training_set), args.batch_size, world)
+        steps_per_epoch(len(training_set), args.batch_size, world)  # raises UsageError before a folder exists
         run = Run(world, "train_fsdp", args, device)
 
         run.in_parts = world.size > 1  # each rank saves its part of a checkpoint
@@ -67,74 +62,57 @@ def train(world: World, args: argparse.Namespace) -> None:
         run.count_flops(lambda: recipe.count_flops(model, training_set, args))
         whole = model
         if run.in_parts:
-            model.to(memory_format=torch.contiguous_format)  # fully_shard() takes no other order
+            # fully_shard() takes no other memory format
+            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # torch's stub
             whole = copy_without_weights(model)
             shard(model, device)
         optimizer = recipe.make_optimizer(args, model.parameters())
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
         if state := run.resume(device, args.epochs, model):
-            load_weights(model, state["model"])
+            load_parts(model, state["model"])
+            assert run.resume_from
             load_optimizer(optimizer, state, run.resume_from, partial(split_state, optimizer))
+
+        def train_step(images: Tensor, labels: Tensor) -> Tensor:
+            recipe.set_learning_rate(optimizer, args, run.epoch)
+            with autocast:
+                loss = cross_entropy(model(images), labels)  # gathers the weights of a block when it computes
+            optimizer.zero_grad()
+            loss.backward()  # averages the gradients over all ranks, and each rank keeps its part
+            run.check_gradients()
+            optimizer.step()
+            return loss.detach()
+
+        def evaluate() -> tuple[float, float]:
+            recipe.broadcast_buffers(model, world)
+            with autocast:
+                return recipe.evaluate(model, test_set, args, world, device, sum_over_ranks)
+
+        def sum_over_ranks(value: Tensor) -> Tensor:
+            if world.size > 1:
+                # Each forward pass gathers weights, so all ranks need the same number of them.
+                for _ in range(missing_batches(len(test_set), args.batch_size, world)):
+                    model(test_set.batch(torch.tensor([0]), device, args.image_size)[0])
+                dist.all_reduce(value)
+            return value
 
         def make_state() -> dict[str, Any]:
             return split({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
-        def evaluate() -> tuple[float, float]:
-            most = torch.tensor(
-                sum(1 for _ in evaluation_batches(len(test_set), args.batch_size, world)), device=device
-            )
-            own = most.item()
-            if world.size > 1:
-                dist.all_reduce(most, dist.ReduceOp.MAX)
-                # all ranks evaluate with rank 0's batch normalization, which is saved
-                for buffer in model.buffers():
-                    dist.broadcast(buffer, src=0)
-
-            def total(value: Tensor) -> Tensor:
-                # all ranks gather weights in each forward pass, so they need as many of them
-                for _ in range(own, most.item()):
-                    model(test_set.batch(torch.tensor([0]), device, args.image_size)[0])
-                if world.size > 1:
-                    dist.all_reduce(value)
-                return value
-
-            with autocast:
-                return recipe.evaluate(model, test_set, args, world, device, total)
-
-        resumed_after_last = run.epoch >= args.epochs
-        for epoch in range(run.epoch + 1, args.epochs + 1):
-            # depends on the epoch alone: resuming needs no scheduler state
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * args.lr_decay ** (epoch - 1)
-            model.train()
-            batches = partial(training_batches, len(training_set), args.batch_size, args.seed, epoch, world)
-            done = run.start_epoch(
-                epoch, steps, args.batch_size, lambda step, batches=batches: next(batches(skip=step))
-            )
-            for images, labels in run.time_data(
-                training_set.batches(batches(skip=done), device, args.image_size, epoch)
-            ):
-                with autocast:
-                    # gathers the weights of a block while it computes
-                    loss = cross_entropy(model(images), labels)
-                optimizer.zero_grad()
-                loss.backward()  # averages the gradients over all ranks, and each rank keeps its part
-                run.check_gradients()
-                optimizer.step()
-                run.step(loss.detach(), learning_rate=optimizer.param_groups[0]["lr"])
-                if run.must_save():
-                    run.save(make_state())
-            run.end_epoch()
-
-            test_loss, test_accuracy = evaluate()
-            run.metrics(test_loss=test_loss, test_accuracy=test_accuracy)
-            run.save(make_state(), score=(test_accuracy, -test_loss))
-        if resumed_after_last:
-            test_loss, test_accuracy = evaluate()
+        test_loss, test_accuracy = train_epochs(
+            run, args, device, training_set, args.batch_size, optimizer, train_step, evaluate, make_state
+        )
         if run.in_parts:
             whole = gather_model(model, whole)
         run.finish(whole, test_loss=test_loss, test_accuracy=test_accuracy)
+
+
+def missing_batches(examples: int, batch_size: int, world: World) -> int:
+    """The evaluation batches that this rank has fewer than the rank with the most examples."""
+    most = -(-examples // world.size)
+    own = sum(1 for _ in evaluation_batches(examples, batch_size, world))
+    return -(-most // batch_size) - own
 
 
 def parser() -> Parser:
@@ -144,3 +122,13 @@ def parser() -> Parser:
     )
     add_device(parser)
     return parser
+
+
+def parse(arguments: list[str]) -> FsdpOptions:
+    """Parse the command line. Raises UsageError."""
+    args = recipe.parse(parser(), arguments, FsdpOptions())
+    if args.fast_kernels:
+        raise UsageError(
+            "--fast-kernels is not for train_fsdp, which cannot shard channels-last weights: leave it out"
+        )
+    return args

@@ -10,15 +10,12 @@ Two nodes with 2 ranks each, on Slurm:
     sbatch launch/apptainer_ddp.sh train_horovod --fp16-allreduce
 
 Horovod's ranks connect over Gloo under every launcher, and need no MPI. With HOROVOD_CONTROLLER=mpi and
-mpirun they connect over MPI, and use it for all-reduces on CPUs; --use-adasum needs that. Horovod fuses
-tensors that are ready at the same time into one all-reduce. HOROVOD_FUSION_THRESHOLD=0, also set by
---deterministic, turns that off, which makes the weights equal bit for bit from run to run.
+mpirun they connect over MPI, and use it for all-reduces on CPUs. Horovod fuses tensors that are ready at the
+same time into one all-reduce. HOROVOD_FUSION_THRESHOLD=0, also set by --deterministic, turns that off: then
+the weights are equal bit for bit from run to run.
 """
 
-import argparse
 import os
-from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,13 +30,23 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.options import Parser, add_device, positive
 from hpctrain.run.run import Run
-from hpctrain.training.batches import steps_per_epoch, training_batches
+from hpctrain.training.batches import steps_per_epoch
 from hpctrain.vision import recipe
+from hpctrain.vision.loop import train_epochs
+
+
+class HorovodOptions(recipe.ImageOptions):
+    """The options of train_horovod."""
+
+    device: str
+    fp16_allreduce: bool
+    batches_per_allreduce: int
+    warmup_epochs: int
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Train with the options at the end of this file."""
-    args = parse(arguments, world)
+    """Train with the options at the end of this file. A collective call. Raises HpctrainError."""
+    args = parse(arguments)
     device = choose_device(world, args.device)
     if args.deterministic:
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
@@ -59,83 +66,63 @@ def main(world: World, arguments: list[str]) -> None:
             named_parameters=model.named_parameters(),
             compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
             backward_passes_per_step=sub_batches,
-            op=hvd.Adasum if args.use_adasum else hvd.Average,
-            gradient_predivide_factor=args.gradient_predivide_factor,
         )
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
         if state := run.resume(device, args.epochs, model):
             model.load_state_dict(state["model"])
-            # Every rank has read it from the same file. hvd.broadcast_optimizer_state() would send it as a
+            assert run.resume_from
+            # Every rank has read the state from the same file. hvd.broadcast_optimizer_state() would send a
             # pickle.
             with all_or_none(world):
                 load_optimizer(optimizer, state, run.resume_from)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-        def make_state() -> dict[str, Any]:
-            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        def train_step(images: Tensor, labels: Tensor) -> Tensor:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(run.global_step, steps, world, args)
+            optimizer.zero_grad()
+            loss_sum = torch.zeros((), device=device)
+            for part, targets in zip(images.chunk(sub_batches), labels.chunk(sub_batches), strict=True):
+                with autocast:
+                    loss = cross_entropy(model(part), targets) / sub_batches
+                loss.backward()  # the last one starts the all-reduces of the gradients
+                loss_sum += loss.detach()
+            optimizer.synchronize()  # waits for the all-reduces
+            run.check_gradients()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            return loss_sum
 
         def evaluate() -> tuple[float, float]:
             # All ranks evaluate with rank 0's batch normalization, which is saved.
             hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
             with autocast:
-                return recipe.evaluate(model, test_set, args, world, device, partial(total, hvd, name="test"))
+                return recipe.evaluate(model, test_set, args, world, device, sum_over_ranks)
 
-        resumed_after_last = run.epoch >= args.epochs
-        for epoch in range(run.epoch + 1, args.epochs + 1):
-            model.train()
-            batches = partial(training_batches, len(training_set), batch_size, args.seed, epoch, world)
-            done = run.start_epoch(
-                epoch, steps, batch_size, lambda step, batches=batches: next(batches(skip=step))
-            )
-            for images, labels in run.time_data(
-                training_set.batches(batches(skip=done), device, args.image_size, epoch)
-            ):
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(run.global_step, steps, world, args)
-                optimizer.zero_grad()
-                loss_sum = torch.zeros((), device=device)
-                for part, targets in zip(images.chunk(sub_batches), labels.chunk(sub_batches), strict=True):
-                    with autocast:
-                        loss = cross_entropy(model(part), targets) / sub_batches
-                    loss.backward()  # the last one starts the all-reduces of the gradients
-                    loss_sum += loss.detach()
-                if args.on_nan == "skip":
-                    optimizer.synchronize()  # waits for the all-reduces
-                    run.check_gradients()
-                    with optimizer.skip_synchronize():
-                        optimizer.step()
-                else:
-                    optimizer.step()  # waits for the all-reduces
-                run.step(loss_sum, learning_rate=optimizer.param_groups[0]["lr"])
-                if run.must_save():
-                    run.save(make_state())
-            run.end_epoch()
+        def sum_over_ranks(value: Tensor) -> Tensor:
+            return hvd.allreduce(value, op=hvd.Sum, name="test")
 
-            test_loss, test_accuracy = evaluate()
-            run.metrics(test_loss=test_loss, test_accuracy=test_accuracy)
-            run.save(make_state(), score=(test_accuracy, -test_loss))
-        if resumed_after_last:
-            test_loss, test_accuracy = evaluate()
+        def make_state() -> dict[str, Any]:
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+        test_loss, test_accuracy = train_epochs(
+            run, args, device, training_set, batch_size, optimizer, train_step, evaluate, make_state
+        )
         run.finish(model, test_loss=test_loss, test_accuracy=test_accuracy)
 
 
-def learning_rate(step: int, steps: int, world: World, args: argparse.Namespace) -> float:
+def learning_rate(step: int, steps: int, world: World, args: HorovodOptions) -> float:
     """The learning rate of a step, counted from 0 over the whole training; an epoch has `steps` steps.
 
-    It rises linearly from --lr / size to --lr over the first --warmup-epochs, and decays each epoch after
-    that.
+    The rate rises linearly from --lr / world.size to --lr over the first --warmup-epochs. After these it
+    decays with each epoch.
     """
     warmup = args.warmup_epochs * steps
     if step < warmup:
         first = args.lr / world.size
         return first + (args.lr - first) * step / warmup
     return args.lr * args.lr_decay ** (step // steps - args.warmup_epochs)
-
-
-def total(hvd: ModuleType, value: Tensor, name: str) -> Tensor:
-    """The sum of a tensor over all ranks; `name` identifies the all-reduce."""
-    return hvd.allreduce(value, op=hvd.Sum, name=name)
 
 
 def parser() -> Parser:
@@ -149,45 +136,27 @@ def parser() -> Parser:
         "--fp16-allreduce", action="store_true", help="compress gradients to 16-bit floats for the all-reduce"
     )
     add(
-        "--batches-per-allreduce", type=positive(int), default=1, metavar="N",
-        help="accumulate N batches of --batch-size for each all-reduce and optimizer step (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--use-adasum",
-        action="store_true",
-        help="combine gradients with Adasum instead of averaging them; needs MPI",
+        "--batches-per-allreduce",
+        type=positive(int),
+        default=1,
+        metavar="N",
+        help="accumulate N batches of --batch-size for each all-reduce and optimizer step "
+        "(default: %(default)s)",
     )
     add(
-        "--gradient-predivide-factor", type=positive(float), default=1.0, metavar="F",
-        help="divide gradients by F before the sum, and by the number of ranks / F after it (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--warmup-epochs", type=int, default=0, metavar="N",
-        help="raise the learning rate linearly from --lr / ranks to --lr over N epochs (default: %(default)s)",
-    )  # fmt: skip
+        "--warmup-epochs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="raise the learning rate linearly from --lr / ranks to --lr over N epochs "
+        "(default: %(default)s)",
+    )
     return parser
 
 
-def parse(arguments: list[str], world: World) -> argparse.Namespace:
-    """Parse the command line. Raises UsageError, also if it does not fit the number of ranks."""
-    args = recipe.parse(parser(), arguments)
+def parse(arguments: list[str]) -> HorovodOptions:
+    """Parse the command line. Raises UsageError."""
+    args = recipe.parse(parser(), arguments, HorovodOptions())
     if args.warmup_epochs < 0:
         raise UsageError(f"--warmup-epochs {args.warmup_epochs} is below zero: use 0 or more")
-    if args.use_adasum:
-        if args.on_nan == "skip":
-            raise UsageError(
-                "--on-nan skip does not work with --use-adasum, which sums no gradients: leave out one of them"
-            )
-        if world.size > 1 and os.environ.get("HOROVOD_CONTROLLER") != "mpi":
-            raise UsageError(
-                "--use-adasum needs MPI: start with mpirun (launch/apptainer_mpi.sh) and HOROVOD_CONTROLLER=mpi"
-            )
-        if args.gradient_predivide_factor != 1:
-            raise UsageError(
-                "--gradient-predivide-factor scales an average, and --use-adasum computes none: use one of the two"
-            )
-        if world.size & (world.size - 1):
-            raise UsageError(
-                f"--use-adasum needs a power of two, but there are {world.size} ranks: start 2, 4, 8, 16, ..."
-            )
     return args

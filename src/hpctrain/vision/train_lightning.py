@@ -11,10 +11,9 @@ Two nodes with 2 ranks each, in the container, on Slurm:
     sbatch launch/apptainer_ddp.sh train_lightning --epochs 3
 
 The checkpoints in the run folder are Lightning's own (Classifier.load_from_checkpoint() reads them). Each
-also has the bare weights as "model", as those of train_ddp have.
+also has the weights of the network as "model", under the names that checkpoints of train_ddp have.
 """
 
-import argparse
 from collections.abc import Iterator
 
 import torch
@@ -39,14 +38,23 @@ with import_of_lightning():
     from torchmetrics import MeanMetric
 
 
+class LightningOptions(recipe.ImageOptions):
+    """The options of train_lightning, as parse() fills them in."""
+
+    accelerator: str
+    devices: int
+    num_nodes: int
+
+
 class Classifier(LightningModule):
     """A network and how it is trained; `args` are the options of the command line."""
 
-    def __init__(self, net: nn.Module, args: argparse.Namespace) -> None:
+    def __init__(self, net: nn.Module, args: LightningOptions) -> None:
         super().__init__()
         self.net, self.args = net, args
         # Sums over all ranks in double precision, like those of the other trainers.
-        self.test_loss, self.test_accuracy = (MeanMetric().set_dtype(torch.float64) for _ in range(2))
+        self.test_loss = MeanMetric().set_dtype(torch.float64)
+        self.test_accuracy = MeanMetric().set_dtype(torch.float64)
 
     def on_after_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Turn pixels into images, on the device."""
@@ -54,9 +62,8 @@ class Classifier(LightningModule):
         return data.to_images(pixels, self.args.image_size), labels
 
     def on_train_epoch_start(self) -> None:
-        """Set the learning rate, which depends on the epoch alone: resuming needs no scheduler state."""
-        for group in self.optimizers().param_groups:
-            group["lr"] = self.args.lr * self.args.lr_decay**self.current_epoch
+        """Set the learning rate of the epoch."""
+        recipe.set_learning_rate(self.trainer.optimizers[0], self.args, self.current_epoch)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """The mean loss over a batch."""
@@ -76,10 +83,13 @@ class Classifier(LightningModule):
         return recipe.make_optimizer(self.args, self.net.parameters())
 
 
-class BatchSampler:
-    """A sampler of whole batches: the epoch that Lightning sets and, in its order, int64 indices [batch_size / world.size]."""
+class ImageBatchSampler:
+    """A sampler of this rank's batches, in the order of the epoch that Lightning sets.
 
-    def __init__(self, examples: int, args: argparse.Namespace, world: World) -> None:
+    A batch is the epoch, counted from 1, and int64 indices [batch_size / world.size].
+    """
+
+    def __init__(self, examples: int, args: LightningOptions, world: World) -> None:
         self._examples, self._args, self._world = examples, args, world
         self._epoch, self._skip = 1, (0, 0)
 
@@ -97,18 +107,14 @@ class BatchSampler:
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this before each epoch, also when it resumes.
-
-        It counts epochs from 0, hpctrain from 1.
-        """
+        """Lightning calls this before each epoch, also when it resumes. It counts epochs from 0."""
         self._epoch = epoch + 1
 
     def __len__(self) -> int:
         return steps_per_epoch(self._examples, self._args.batch_size, self._world)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        # A generator, which reads the epoch at the first batch: a resumed Trainer calls iter() before
-        # set_epoch().
+        # A generator reads the epoch at the first batch: a resumed Trainer calls iter() before set_epoch().
         skip = self._skip[1] if self._epoch == self._skip[0] else 0
         for index in self._batches(self._epoch, skip):
             yield self._epoch, index
@@ -121,21 +127,16 @@ def main(world: World, arguments: list[str]) -> None:
     device = choose_device(world, {"gpu": "cuda"}.get(args.accelerator, args.accelerator))
     with process_group(world, device):  # Lightning uses it and creates none of its own
         training_set, test_set = recipe.load_data(args, world)
-        sampler = BatchSampler(len(training_set), args, world)
-        # raises UsageError before the run folder is created, if the ranks cannot share the batch size
-        len(sampler)
+        steps_per_epoch(len(training_set), args.batch_size, world)  # raises UsageError before a folder exists
         run = Run(world, "train_lightning", args, device)
 
         module = Classifier(recipe.build_model(args, training_set, device), args)
         run.count_flops(lambda: recipe.count_flops(module.net, training_set, args))
-        unused = args.strategy == "ddp_find_unused_parameters_true"
 
         def score(metrics: dict[str, float]) -> tuple[float, ...]:
             return metrics["test_accuracy"], -metrics["test_loss"]
 
-        trainer = make_trainer(
-            run, args, device, lambda module: module.net, score, find_unused_parameters=unused
-        )
+        trainer = make_trainer(run, args, device, module.net, score)
         evaluation = [(0, index) for index in evaluation_batches(len(test_set), args.batch_size, world)]
         test_loader = ImageLoader(test_set, evaluation)
         state = run.resume(device, args.epochs, module.net, "state_dict")
@@ -143,9 +144,10 @@ def main(world: World, arguments: list[str]) -> None:
             module.net.load_state_dict(state["model"])
             trainer.validate(module, test_loader, verbose=False)
         else:
-            train_loader = ImageLoader(training_set, sampler)
+            sampler = ImageBatchSampler(len(training_set), args, world)
             if state:
                 sampler.skip(run.epoch + 1, state["step"])
+            train_loader = ImageLoader(training_set, sampler)
             trainer.fit(module, train_loader, test_loader, ckpt_path=run.resume_from)
         run.finish(module.net, **{name: value.item() for name, value in trainer.callback_metrics.items()})
 
@@ -164,36 +166,26 @@ def parser() -> Parser:
     )
     add("--devices", type=positive(int), help="ranks per node (default: as many as the launcher started)")
     add("--num-nodes", type=positive(int), help="number of nodes (default: as many as the launcher uses)")
-    add(
-        "--strategy",
-        choices=["ddp", "ddp_find_unused_parameters_true"],
-        default="ddp",
-        help="strategy of Lightning's Trainer (default: %(default)s)",
-    )
     return parser
 
 
-def parse(arguments: list[str], world: World) -> argparse.Namespace:
-    """Parse the command line. Raises UsageError, also where it contradicts the launcher."""
-    args = recipe.parse(parser(), arguments)
-    command = world.launcher_command
+def parse(arguments: list[str], world: World) -> LightningOptions:
+    """Parse the command line. Raises UsageError, also if it contradicts the launcher."""
+    args = recipe.parse(parser(), arguments, LightningOptions())
+    started = "without a launcher there is"
+    if world.launcher != "single":
+        started = f"{world.launcher_command} started"
     if args.devices not in (None, world.local_size):
-        ranks = f"{counted(world.local_size, 'rank')} on this node"
-        started = (
-            f"without a launcher there is {ranks}"
-            if world.launcher == "single"
-            else f"{command} started {ranks}"
+        ranks = counted(world.local_size, "rank")
+        raise UsageError(
+            f"--devices {args.devices}, but {started} {ranks} on this node: "
+            "make them equal, or leave --devices out"
         )
-        raise UsageError(f"--devices {args.devices}, but {started}: make them equal, or leave --devices out")
     if args.num_nodes not in (None, world.nodes):
         nodes = counted(world.nodes, "node")
-        started = (
-            f"without a launcher there is {nodes}"
-            if world.launcher == "single"
-            else f"{command} started ranks on {nodes}"
-        )
         raise UsageError(
-            f"--num-nodes {args.num_nodes}, but {started}: make them equal, or leave --num-nodes out"
+            f"--num-nodes {args.num_nodes}, but {started} ranks on {nodes}: "
+            "make them equal, or leave --num-nodes out"
         )
     args.devices, args.num_nodes = world.local_size, world.nodes
     return args

@@ -79,9 +79,10 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         run.best.patience = args.patience
         sharded = run.in_parts = args.strategy == "fsdp" and world.size > 1
         folder = get_initial_model(task, args, run, examples["train"])
-        make_deterministic(args, device)
+        make_deterministic(args.deterministic, device)
         with all_or_none(world):
-            check_compiler(args, world.rank)
+            if args.compile:
+                check_compiler(world.rank)
             check_memory(folder, args, world, device)
             tokenizer = load_tokenizer(folder)
             labels, origin = choose_labels(task, folder, examples["train"])
@@ -118,18 +119,18 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         if sharded:
             # imports much of torch, few runs need it
             from hpctrain.nlp.models.tensor_parallel import choose_strategy
-            from hpctrain.training.sharding import load_weights
+            from hpctrain.training.sharding import load_parts
 
             with all_or_none(world):
                 strategy = choose_strategy(model, args.tensor_parallel, args.cpu_offload)
         trainer = make_trainer(
-            run, args, device, lambda module: module.model, module.score,
-            accumulate_grad_batches=args.accumulate, strategy=strategy,
+            run, args, device, model, module.score,
+            evaluate_every=args.eval_every, accumulate_grad_batches=args.accumulate, strategy=strategy,
         )  # fmt: skip
         if args.epochs:
             state = run.resume(torch.device("cpu"), args.epochs, model, "state_dict", free=())
             if state and (run.epoch >= args.epochs or run.best.has_stalled):  # resumed after the last epoch
-                load_weights(model, state["model"]) if sharded else model.load_state_dict(state["model"])
+                load_parts(model, state["model"]) if sharded else model.load_state_dict(state["model"])
             else:
                 sampler = BatchSampler(train, group, args.batch_size, args.seed, args.accumulate)
                 run.count_flops(lambda: count_text_flops(model, train.lengths, run_empty))
@@ -150,7 +151,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
                     f"stopped after {run.best.latest}: no better {metric} for {args.patience} evaluations"
                 )
             if weights := load_best(metric, run):
-                load_weights(model, weights) if sharded else model.load_state_dict(weights)
+                load_parts(model, weights) if sharded else model.load_state_dict(weights)
         # The only use of the test set.
         trainer.test(
             module, module.make_evaluation_loader("test", examples, features, padding), verbose=False
