@@ -96,7 +96,7 @@ COMMANDS = {
     "export": (
         "hpctrain.commands.export",
         "inspect",
-        "write the metrics of runs as CSV, or for TensorBoard or Weights & Biases",
+        "write the metrics of runs as CSV, or for Weights & Biases",
     ),
     "plot": ("hpctrain.commands.plot", "inspect", "draw the losses and scores of a run as curves.png"),
 }

@@ -8,8 +8,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.options import Parser
-from hpctrain.run.metrics import NOT_SHOWN, hide_errors_of_writers
-from hpctrain.run.reader import read_configs, read_metrics, summarize
+from hpctrain.run.reader import read_configs, read_metrics
 from hpctrain.run.wandb import folder_for_wandb, result_numbers, start_wandb
 from hpctrain.text import first_line
 
@@ -70,27 +69,7 @@ def to_wandb(run: Path) -> str:
     return f"wandb sync {shlex.quote(f'{run}/wandb/{name}')}"
 
 
-def to_tensorboard(run: Path) -> str:
-    """Write tensorboard/ anew, as the trainers write it; returns what shows it.
-
-    Raises HpctrainError while a job writes it.
-    """
-    if summarize(run)["state"] == "running":
-        raise HpctrainError(
-            f"{run} is running, and writes its {run}/tensorboard itself: look there, or wait for its end"
-        )
-    from torch.utils.tensorboard import SummaryWriter
-
-    rows = steps(run)
-    hide_errors_of_writers()
-    with atomic.folder(run / "tensorboard") as folder, SummaryWriter(folder) as board:
-        for row in rows:
-            for name in row.keys() - NOT_SHOWN:
-                board.add_scalar(name, row[name], int(row["step"]))
-    return f"tensorboard --logdir {run}/tensorboard"
-
-
-FORMATS = {"csv": to_csv, "tensorboard": to_tensorboard, "wandb": to_wandb}
+FORMATS = {"csv": to_csv, "wandb": to_wandb}
 
 
 def parser() -> Parser:
@@ -102,7 +81,7 @@ def parser() -> Parser:
     parser.add_argument(
         "format",
         choices=[*FORMATS],
-        help="csv: metrics.csv; tensorboard: its files, which a run has anyway; wandb: an offline run for wandb sync",
+        help="csv: metrics.csv; wandb: an offline run for wandb sync",
     )
     parser.add_argument("run", type=Path, nargs="+", help="run folder, such as runs/train_ddp/17")
     return parser
