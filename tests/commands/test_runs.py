@@ -276,7 +276,7 @@ def test_no_run_folder(tmp_path):
 
 def test_a_name_that_controls_a_terminal_is_escaped(tmp_path):
     folder = make_run(tmp_path / "a\x1b[2Jb")
-    assert r"a\x1b[2Jb" in runs.table([reader.summarize(folder)], tmp_path)
+    assert r"a\x1b[2Jb" in runs.describe_runs([reader.summarize(folder)], tmp_path)
 
 
 def test_torch_is_not_imported(tmp_path):

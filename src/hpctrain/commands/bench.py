@@ -36,7 +36,7 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.files.places import refuse_throw_away
 from hpctrain.options import Parser, add_device
-from hpctrain.run.charts import folder_for_matplotlib
+from hpctrain.run.charts import COLORS, folder_for_matplotlib, save_picture
 from hpctrain.run.config import versions
 from hpctrain.text import first_line
 
@@ -53,7 +53,6 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 STEP = 4  # from a size to the next one
 BETWEEN_NODES = 2**24  # bytes: large enough for the bandwidth, and small enough to ask every node
 ROUNDS, ROUND_SECONDS, MOST_CALLS = 3, 0.2, 200
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00")  # see report.py
 
 # Makes an exchange of so many floats. The exchange returns what arrived: [groups, floats of each], see
 # expected().
@@ -401,21 +400,23 @@ def exchange(arrived: Tensor, function: Callable[..., object], *tensors: Tensor)
 def draw(path: Path, title: str, results: list[dict[str, Any]]) -> None:
     """A line for each operation: bandwidth of the bus over size."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axis = figure.subplots()
-    for color, operation in zip(COLORS, BUS_FACTORS, strict=True):
-        if points := [
-            (one["bytes"], one["busbw_gb_per_s"]) for one in results if one["operation"] == operation
-        ]:
-            axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=operation)
-    # from top to bottom, as their ends
-    lines = sorted(axis.get_lines(), key=lambda line: -line.get_ydata()[-1])
+    last: dict[Line2D, float] = {}  # the value at the right end of each line
+    for color, operation in zip(COLORS, BUS_FACTORS, strict=False):
+        own = [one for one in results if one["operation"] == operation]
+        if own:
+            sizes, values = [one["bytes"] for one in own], [one["busbw_gb_per_s"] for one in own]
+            (line,) = axis.plot(sizes, values, color=color, marker="o", markersize=3, label=operation)
+            last[line] = values[-1]
+    # The legend has the order of the right ends, from top to bottom.
+    lines = sorted(last, key=lambda line: -last[line])
     figure.legend(handles=lines, loc="outside right center", frameon=False)
     axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth in GB/s", title=title)
     axis.grid(alpha=0.3)
-    with atomic.file(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=110)
+    save_picture(figure, path)
 
 
 def size_in_bytes(text: str) -> int:

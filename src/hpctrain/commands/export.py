@@ -14,11 +14,11 @@ from hpctrain.text import first_line
 
 
 def steps(run: Path) -> list[dict[str, float]]:
-    """The metrics of each step, in order; of a step that was repeated after a restart, the last ones.
+    """The metrics of each step, in order. If a restart repeated a step, its last metrics count.
 
     Raises HpctrainError.
     """
-    read_configs(run)  # names the folder that is no run
+    read_configs(run)  # raises for a folder that is not one of a run
     merged: dict[float, dict[str, float]] = {}
     for line in read_metrics(run):
         merged.setdefault(line["step"], {}).update(line)
@@ -28,12 +28,12 @@ def steps(run: Path) -> list[dict[str, float]]:
 
 
 def to_csv(run: Path) -> str:
-    """Write metrics.csv: a row for each step, a column for each metric; returns what to do with it."""
+    """Write metrics.csv: a row for each step, a column for each metric; returns its path."""
     rows = steps(run)
     columns = list(dict.fromkeys(["epoch", "step", *(name for row in rows for name in row)]))
     with atomic.file(run / "metrics.csv") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
-        # A spreadsheet would take a name that begins so for a formula, and compute it.
+        # A spreadsheet would compute such a name as a formula.
         writer.writerow({name: f"'{name}" if name[:1] in {*"=+-@"} else name for name in columns})
         writer.writerows(rows)
     return f"{run}/metrics.csv"
@@ -49,9 +49,8 @@ def to_wandb(run: Path) -> str:
         try:
             logged = start_wandb(run, folder, "offline")
             for row in rows:
-                logged.log(
-                    {name: value for name, value in row.items() if name != "step"}, step=int(row["step"])
-                )
+                step = row.pop("step")
+                logged.log(row, step=int(step))
             logged.summary.update(result_numbers(run))
             logged.finish()
         except HpctrainError:
@@ -73,7 +72,6 @@ FORMATS = {"csv": to_csv, "wandb": to_wandb}
 
 
 def parser() -> Parser:
-    """The options of `hpctrain export`."""
     parser = Parser(
         prog="hpctrain export",
         description="Write the metrics of runs for other tools, into their run folders.",

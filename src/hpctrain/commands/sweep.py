@@ -30,7 +30,7 @@ from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.options import Parser
-from hpctrain.run.charts import folder_for_matplotlib, plain
+from hpctrain.run.charts import folder_for_matplotlib, plain, save_picture
 from hpctrain.run.reader import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
 from hpctrain.text import first_line, one_line
 
@@ -399,8 +399,7 @@ def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:
     for axis in (first, *others):
         axis.grid(alpha=0.3)
     figure.suptitle(plain(str(path.parent)))
-    with atomic.file(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=110)
+    save_picture(figure, path)
 
 
 def parser() -> Parser:
