@@ -29,7 +29,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     rows = [row for run in find(folder) if (row := read_row(run))]
     if not rows:
         raise HpctrainError(
-            f"{folder}: no run with a result in it: submit them with launch/scaling.sh, and wait for their end"
+            f"{folder}: no run with a result in it: submit them with launch/scaling.sh and wait for their end"
         )
     rows.sort(key=lambda row: (row["launcher"], row["ranks"]))
     first: dict[str, dict[str, Any]] = {}
