@@ -16,7 +16,7 @@ from hpctrain.commands.check import check, nccl
 from hpctrain.commands.check.nccl import Network
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
-from tests.commands.check.test_check import errors, in_the_image, rank, run
+from tests.commands.check.helpers import errors, in_the_image, rank, run
 
 # As observed with NCCL 2.29.7 on such interfaces: ncclGetUniqueId, which needs no GPU, used the first one.
 RUNNING = ["lo", "eth0", "docker0", "ib0", "ib1"]
