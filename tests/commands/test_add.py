@@ -39,7 +39,7 @@ def wheel(folder: Path, name: str, version: str, modules: dict[str, str], requir
 
 @pytest.fixture(scope="module")
 def added(site):
-    """A function that runs `hpctrain add` as alice, after it has added a package that contains another numpy."""
+    """A function that runs `hpctrain add` as alice. It has added a package that contains another numpy."""
     folder = site.host_path("/project/alice")
     env = {"HPCTRAIN_PACKAGES": "/project/alice/packages"}
 
@@ -65,7 +65,8 @@ def added(site):
 @pytest.mark.parametrize("runtime", ["apptainer", "podman-hpc", "shifter"])
 def test_packages_on_top_are_found_on_every_rank_and_hide_nothing(site, added, podman_image, runtime):
     site.host_path(f"{HOME}/uses.py").write_text(
-        "import os, extra, numpy, torch\nprint('rank', os.environ['RANK'], extra.name, extra.__file__, numpy.__file__)\n"
+        "import os, extra, numpy, torch\n"
+        "print('rank', os.environ['RANK'], extra.name, extra.__file__, numpy.__file__)\n"
     )
     env = {"HPCTRAIN_RUNTIME": runtime, "HPCTRAIN_PACKAGES": "/project/alice/packages"}
     if runtime == "podman-hpc":
@@ -157,10 +158,11 @@ def test_a_package_that_cannot_be_imported_or_breaks_the_image_is_refused(site, 
 
 # What users of such images add, in versions that need a recent release of what both have.
 ADDED = """\
-accelerate>=1.14 albumentations boto3>=1.43 dask datasets>=5 diffusers>=0.42 einops evaluate>=0.4 fastapi gradio>=6 h5py
-jupyterlab>=4 lightgbm mlflow>=3.10 monai numba>=0.60 nvidia-ml-py opencv-python-headless optuna>=4 pandas>=2 peft>=0.20 plotly
-polars pyarrow>=20 ray>=2.50 s3fs>=2026 scikit-image sentence-transformers>=5 sentencepiece spacy>=3.8 streamlit>=1.50 timm>=1
-torch-geometric>=2.7 torchaudio trl>=1 wandb>=0.30 webdataset xarray zarr>=3
+accelerate>=1.14 albumentations boto3>=1.43 dask datasets>=5 diffusers>=0.42 einops evaluate>=0.4 fastapi
+gradio>=6 h5py jupyterlab>=4 lightgbm mlflow>=3.10 monai numba>=0.60 nvidia-ml-py opencv-python-headless
+optuna>=4 pandas>=2 peft>=0.20 plotly polars pyarrow>=20 ray>=2.50 s3fs>=2026 scikit-image
+sentence-transformers>=5 sentencepiece spacy>=3.8 streamlit>=1.50 timm>=1 torch-geometric>=2.7 torchaudio
+trl>=1 wandb>=0.30 webdataset xarray zarr>=3
 """
 
 

@@ -136,7 +136,7 @@ def test_completion_is_printed_without_a_prepared_file(prefix, monkeypatch, caps
 
 
 def test_a_shell_inside_a_job_gets_its_completion(prefix):
-    """A shell loads it when it starts: in a shell of salloc with 4 tasks, other commands are refused without srun."""
+    """Shells load it at their start, also where other commands need srun: in salloc with 4 tasks."""
     env = {**os.environ, "SLURM_JOB_ID": "17", "SLURM_NTASKS": "4"}
     code = f"""
 import sys; sys.prefix = {str(prefix)!r}

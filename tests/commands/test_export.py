@@ -49,7 +49,8 @@ def test_a_full_disk_is_one_line(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("a small file system needs root")
     make_run(tmp_path / "17", lines=LINES)
-    script = 'mkdir small; mount -t tmpfs -o size=300k none small; cp -r 17 small; cat /dev/zero >small/filler || "$@"'
+    script = "mkdir small; mount -t tmpfs -o size=300k none small; cp -r 17 small; "
+    script += 'cat /dev/zero >small/filler || "$@"'
     command = [
         "unshare",
         "--mount",

@@ -57,7 +57,10 @@ def test_each_file_of_a_run_is_opened_once(tmp_path):
     code = """
 import collections, sys
 opened = collections.Counter()
-sys.addaudithook(lambda event, values: opened.update([values[0]] if event == "open" and isinstance(values[0], str) else []))
+def count(event, values):
+    if event == "open" and isinstance(values[0], str):
+        opened[values[0]] += 1
+sys.addaudithook(count)
 from hpctrain.commands import runs
 from hpctrain.distributed.world import ALONE
 runs.main(ALONE, sys.argv[1:])
@@ -88,7 +91,7 @@ def test_torch_is_not_imported(tmp_path):
 
 
 def test_a_reader_that_ends_and_folders_of_others(tmp_path):
-    """No traceback: of `hpctrain runs | head`, on a full disk, and of a colleague's run, whose folder is for its user alone."""
+    """No traceback: for `hpctrain runs | head`, on a full disk, and for a run that only its user may read."""
     make_run(tmp_path / "run")
     command = [sys.executable, "-m", "hpctrain"]
     with subprocess.Popen(

@@ -112,7 +112,8 @@ def test_a_kernel_of_a_hub_runs_in_the_image(cluster):
     program = """
 from jupyter_client.manager import start_new_kernel
 manager, client = start_new_kernel(kernel_name="hpctrain-cpu")
-client.execute_interactive("import os, torch; print(os.environ['APPTAINER_CONTAINER'], torch.__file__)", timeout=120)
+cell = "import os, torch; print(os.environ['APPTAINER_CONTAINER'], torch.__file__)"
+client.execute_interactive(cell, timeout=120)
 manager.shutdown_kernel(now=True)
 """
     done = cluster.exec("login", BARE_PYTHON, "-c", program, user="alice", cwd=HOME)
@@ -186,7 +187,7 @@ def test_a_kernel_of_podman_hpc(tmp_path):
 
 
 def start_kernel(cluster, name, env):
-    """What a kernel prints that Jupyter's own client starts on the login node, as a JupyterHub would, and then interrupts."""
+    """The folder of a kernel that Jupyter's own client starts on the login node, and then interrupts."""
     program = f"""
 from jupyter_client.manager import start_new_kernel
 manager, client = start_new_kernel(kernel_name="{name}", startup_timeout=300)

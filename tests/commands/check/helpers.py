@@ -55,7 +55,7 @@ def rank(
 
 
 def run(tmp_path, *ranks):
-    """Run the ranks in a network with the addresses of n1 and n2; returns the worst exit status and all output."""
+    """Run the ranks in a network with n1 and n2; returns the worst exit status and all output."""
     if os.geteuid() != 0:
         pytest.skip("nodes of namespaces need root")
     with network() as path:
@@ -73,7 +73,8 @@ def run(tmp_path, *ranks):
 @contextmanager
 def network():
     """The path of a network namespace with the addresses of n1 and n2."""
-    script = "ip link set lo up; ip addr add 10.9.9.1/32 dev lo; ip addr add 10.9.9.2/32 dev lo; echo ready; exec cat"
+    addresses = "ip addr add 10.9.9.1/32 dev lo; ip addr add 10.9.9.2/32 dev lo"
+    script = f"ip link set lo up; {addresses}; echo ready; exec cat"
     with subprocess.Popen(
         ["unshare", "--net", "bash", "-ec", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:

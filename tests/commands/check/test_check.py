@@ -37,7 +37,8 @@ def test_a_rank_whose_peer_never_joins_reports_its_problems_too(tmp_path):
 
 # A private /dev, where the GPU is a /dev/null under another name.
 GPU_DEVICE = (
-    "mkdir dev; mount -t tmpfs -o mode=755 none dev; cp -a /dev/null /dev/zero /dev/urandom dev; mkdir -m 1777 dev/shm; "
+    "mkdir dev; mount -t tmpfs -o mode=755 none dev; "
+    "cp -a /dev/null /dev/zero /dev/urandom dev; mkdir -m 1777 dev/shm; "
     "mknod dev/nvidia0 c 1 3; mount --move dev /dev"
 )
 
@@ -48,18 +49,23 @@ CPU_BUILD = f"rank 0 on n1: torch {torch.__version__} is a CPU build, on a node 
 GPUS = {
     "asked for and not in the container": (
         {"SLURM_GPUS_ON_NODE": "4"},
-        ["rank 0 on n1: the job has a GPU (SLURM_GPUS_ON_NODE=4), but there is no /dev/nvidia* here that this user may open: ",
-         CPU_BUILD],
+        [
+            "rank 0 on n1: the job has a GPU (SLURM_GPUS_ON_NODE=4), but there is no /dev/nvidia* here ",
+            CPU_BUILD,
+        ],
     ),
     "there without the driver's library": (
         {"prepare": GPU_DEVICE, "SLURM_GPUS_ON_NODE": "1"},
-        ["rank 0 on n1: /dev/nvidia0 is visible, but libcuda.so.1 is not found: start the container with --gpu ", CPU_BUILD],
+        [
+            "rank 0 on n1: /dev/nvidia0 is visible, but libcuda.so.1 is not found: start the container with ",
+            CPU_BUILD,
+        ],
     ),
     "wanted and not asked for": (
         {"arguments": ["--device", "cuda"]},
-        ["rank 0 on n1: --device cuda, but there is no /dev/nvidia* here: request a GPU from the scheduler (--gpus-per-node)"],
+        ["rank 0 on n1: --device cuda, but there is no /dev/nvidia* here: request a GPU from the scheduler"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -100,10 +106,8 @@ def test_more_ranks_than_gpus_and_an_old_driver(monkeypatch):
     monkeypatch.setattr(gpu, "gpu_devices", lambda: ["/dev/nvidia0"])
     monkeypatch.setattr(gpu, "has_driver", lambda: True)
     (said,) = gpu.gpu_problems(four, "auto", {})
-    assert (
-        "cannot use /dev/nvidia0 (The NVIDIA driver on your system is too old (found version 11040).): use an image"
-        in said
-    )
+    reason = "The NVIDIA driver on your system is too old (found version 11040)."
+    assert f"cannot use /dev/nvidia0 ({reason}): use an image" in said
 
 
 @pytest.mark.slow
@@ -118,8 +122,8 @@ def test_ranks_that_differ(tmp_path):
     assert said == [
         f"image differs: sha256:aa for rank 0 on n1, sha256:bb for rank 1 on n2: {image}",
         f"mpi4py differs: {version('mpi4py')} for rank 0 on n1, 3.1.0 for rank 1 on n2: {image}",
-        "NCCL_NET differs: missing for rank 0 on n1, Socket for rank 1 on n2: set it before the launcher starts the ranks, and "
-        "not in a file of one node",
+        "NCCL_NET differs: missing for rank 0 on n1, Socket for rank 1 on n2: "
+        "set it before the launcher starts the ranks, and not in a file of one node",
     ]
 
 
@@ -129,7 +133,8 @@ def test_wrong_ranks_per_node(tmp_path):
     ranks = [rank(number, node=0, SLURM_LOCALID=str(number), **packed) for number in range(3)]
     said = refused(tmp_path, *ranks, rank(3, node=1, SLURM_LOCALID="0", **packed))
     assert said == [
-        "wrong ranks per node: 3 on n1, 1 on n2, but --ntasks-per-node=2 was requested: pass that to srun, too",
+        "wrong ranks per node: 3 on n1, 1 on n2, but --ntasks-per-node=2 was requested: "
+        "pass that to srun, too"
     ]
 
 
@@ -152,26 +157,31 @@ def placed(*places, launcher="openmpi", nodes=2):
 MISPLACED = {
     "even": (placed(("n1", 0, 0, ""), ("n2", 0, 1, "")), {}, []),
     "uneven": (
-        placed(("n1", 0, 0, ""), ("n1", 1, 0, ""), ("n2", 0, 1, "")), {},
+        placed(("n1", 0, 0, ""), ("n1", 1, 0, ""), ("n2", 0, 1, "")),
+        {},
         ["wrong ranks per node: 2 on n1, 1 on n2: use srun --ntasks-per-node, or mpirun --map-by ppr:N:node"],
     ),
     "a node of the job left idle": (
-        placed(("n1", 0, 0, ""), ("n1", 1, 0, ""), nodes=1), {"SLURM_JOB_NUM_NODES": "2"},
+        placed(("n1", 0, 0, ""), ("n1", 1, 0, ""), nodes=1),
+        {"SLURM_JOB_NUM_NODES": "2"},
         ["wrong number of nodes: 1 instead of 2, 2 on n1: pass the list of all nodes to the launcher"],
     ),
     "in turn": (
-        placed(("n1", 0, 0, ""), ("n2", 0, 0, ""), ("n1", 1, 1, ""), ("n2", 1, 1, "")), {},
+        placed(("n1", 0, 0, ""), ("n2", 0, 0, ""), ("n1", 1, 1, ""), ("n2", 1, 1, "")),
+        {},
         ["the ranks do not fill one node after the other (2 on n1, 2 on n2): use mpirun --map-by slot"],
     ),
     "a GPU for two": (
-        placed(("n1", 0, 0, "GPU-a"), ("n1", 1, 0, "GPU-a"), nodes=1), {},
+        placed(("n1", 0, 0, "GPU-a"), ("n1", 1, 0, "GPU-a"), nodes=1),
+        {},
         ["ranks 0-1 on n1 share GPU-a: start one task per GPU (--ntasks-per-node)"],
     ),
     "a local rank for two": (
-        placed(("n1", 0, 0, ""), ("n1", 0, 0, ""), nodes=1), {},
+        placed(("n1", 0, 0, ""), ("n1", 0, 0, ""), nodes=1),
+        {},
         ["ranks 0-1 on n1 share local rank 0: start one task per GPU (--ntasks-per-node)"],
     ),
-}  # fmt: skip
+}
 
 
 def test_ranks_that_see_one_gpu_each_are_warned_of():
@@ -214,7 +224,7 @@ def test_misplaced_ranks(name):
 
 
 def test_a_network_that_delivers_wrong_numbers(monkeypatch):
-    """Faults that a healthy network does not have: nothing arrives in the ring, and the sum is that of one rank."""
+    """Nothing arrives in the ring, and the sum is that of one rank."""
     torch_distributed = SimpleNamespace(
         P2POp=lambda *_: None,
         isend=None,
@@ -242,7 +252,7 @@ def test_a_place_is_short():
 
 
 def pip_install_user(home, package, python):
-    """Install a package into ~/.local of this home, as `pip install --user` does; returns its site-packages."""
+    """Install a package into this home as `pip install --user` does; returns its site-packages."""
     folder = home / ".local/lib" / python.name / "site-packages"
     (folder / package).mkdir(parents=True)
     (folder / package / "__init__.py").write_text("__version__ = '0.1'\n")

@@ -20,7 +20,8 @@ NO_RENDEZVOUS = {
         {
             "hosts": "10.9.9.2 n2\n203.0.113.1 n1\n",
             "prepare": "ip link add hole type veth peer name end; ip addr add 203.0.113.2/24 dev hole\n"
-            "ip link set hole up; ip link set end up; ip neigh add 203.0.113.1 lladdr 02:00:00:00:00:01 dev hole",
+            "ip link set hole up; ip link set end up\n"
+            "ip neigh add 203.0.113.1 lladdr 02:00:00:00:00:01 dev hole",
         },
         "rank 1 on n2: MASTER_ADDR n1 cannot be reached (203.0.113.1: timed out): ",
     ),
@@ -54,8 +55,10 @@ def test_a_node_without_a_rendezvous_reports_why_at_once(tmp_path, name):
 @pytest.mark.slow
 def test_rank_0_on_another_node_than_the_address(tmp_path):
     said = refused(tmp_path, rank(0, hosts=HOSTS + "203.0.113.1 n7\n", MASTER_ADDR="n7"))
-    assert said == ["rank 0 on n1: MASTER_ADDR n7 (203.0.113.1) is not an address of this node, where rank 0 runs: "
-                    "export the name of this node"]  # fmt: skip
+    assert said == [
+        "rank 0 on n1: MASTER_ADDR n7 (203.0.113.1) is not an address of this node, where rank 0 runs: "
+        "export the name of this node"
+    ]
 
 
 @pytest.mark.slow
@@ -97,15 +100,19 @@ FOLDERS = {
         "MPLCONFIGDIR ({cwd}/cache): the file system is read-only: bind mount it writable",
     ),
     "somebody else's cache": (
-        {"prepare": full("/mnt", "mode=1777") + "; mkdir -m 755 /mnt/cache; cd /mnt", "program": [*NOBODY, *CHECK],
-         "TMPDIR": "/mnt/cache", "HOME": "/mnt"},
+        {
+            "prepare": full("/mnt", "mode=1777") + "; mkdir -m 755 /mnt/cache; cd /mnt",
+            "program": [*NOBODY, *CHECK],
+            "TMPDIR": "/mnt/cache",
+            "HOME": "/mnt",
+        },
         "TMPDIR (/mnt/cache): user 65534 may not write there: ",
     ),
     "no room in shared memory": (
         {"prepare": full("/dev/shm")},
         "shared memory (/dev/shm): the file system is full (",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
