@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
-from tests.commands.test_runs import make_run
+from tests.helpers import make_run
 
 READ = (
     "import pathlib, sys\n"

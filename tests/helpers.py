@@ -1,10 +1,17 @@
-"""What tests of several folders share beside fixtures: paths, and small data sets."""
+"""What tests of several folders share beside fixtures: paths, small data sets, run folders, sockets."""
 
 import gzip
+import http.client
 import json
 import os
+import socket
+import struct
+import subprocess
+import sys
 from pathlib import Path
 
+# of the image of a run that make_run() writes
+DIGEST = "sha256:" + 64 * "ab"
 REPOSITORY = Path(__file__).resolve().parents[1]
 SIF = REPOSITORY / "hpctrain-cpu.sif"
 DATA = Path(os.environ.get("HPCTRAIN_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
@@ -69,3 +76,87 @@ def write_fewer(source: Path, target: Path) -> None:
         end = "\n\n" if source.suffix == ".tsv" else "\n"
         head, *examples = source.read_text().strip().split(end)
         target.write_text(end.join([head, *examples[::4]]) + "\n")
+
+
+def run_hpctrain(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hpctrain", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def make_run(folder, *, starts=1, lines=None, result=True, started="2026-11-20T10:00:00+0000", **options):
+    folder.mkdir(parents=True)
+    for number in range(1, starts + 1):
+        config = {
+            "trainer": "train_ddp",
+            "options": {"epochs": 3, "lr": 0.1, "out": str(folder), **options},
+            "world": {"size": 4, "nodes": 2, "launcher": "slurm"},
+            "job": str(16 + number),
+            "device": "x86_64",
+            "image_digest": DIGEST,
+            "versions": {"torch": "2.13.0"},
+            "started": started,
+        } | ({"resumed_at": 10} if number > 1 else {})
+        (folder / ("config.json" if number == 1 else f"config.{number}.json")).write_text(json.dumps(config))
+    if lines is None:
+        lines = [
+            {"epoch": 1, "step": step, "seconds": step, "train_loss": 3 / step, "examples_per_s": 99.5}
+            for step in (5, 10)
+        ]
+        lines.append(
+            {
+                "epoch": 1,
+                "step": 10,
+                "seconds": 11,
+                "test_loss": 0.2,
+                "test_accuracy": 0.875,
+                "accuracy/part": 1.0,
+            }
+        )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if result:
+        (folder / "result.json").write_text("{}")
+    return folder
+
+
+def wandb_records(path):
+    """The records of a file of wandb: a log of LevelDB (its doc/log_format.md) behind a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, at, parts = path.read_bytes(), 7, []
+    assert content[:4] == b":W&B"
+    while at < len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        parts.append(content[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(b"".join(parts))
+            parts = []
+            yield record
+
+
+def wandb_key(item):
+    return item.key or "/".join(item.nested_key)
+
+
+def ask_socket(path, target, **headers):
+    """The status, the headers and the content that a server on a Unix socket answers."""
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(str(path))
+    connection.request("GET", target, headers=headers)
+    response = connection.getresponse()
+    return response.status, response.headers, response.read().decode()
+
+
+def listening_ports(pid):
+    sockets = {path.readlink().name for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]

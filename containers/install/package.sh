@@ -33,7 +33,7 @@ echo "import os; os.environ.get(\"HPCTRAIN_PACKAGES\") and $add" >"$site/hpctrai
 home=$(mktemp -d)
 HOME=$home PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$site "$prefix/bin/python" -m hpctrain completion \
     --write "$root$prefix" ||
-    die "the shell completion and the man page could not be made; see above"
+    die "the shell completion could not be made; see above"
 rm -rf "$home"
 
 PYTHONPATH=$site "$prefix/bin/python" - >"$root$prefix/versions.json" <<'PY'

@@ -9,7 +9,7 @@ GROUPS = {
 }
 
 # Each command: its module, its group, and its line in --help. The module has
-# parser() -> Parser                 the options; the man page and shell completion are made from it as well
+# parser() -> Parser                 the options; shell completion is made from it as well
 #     main(world, arguments) -> None     runs the command
 # and is imported only when it is needed: importing torch takes a second, and --help should not wait for it.
 COMMANDS = {
@@ -96,7 +96,7 @@ COMMANDS = {
     "export": (
         "hpctrain.commands.export",
         "inspect",
-        "write the metrics of runs as CSV, or for TensorBoard or Weights & Biases",
+        "write the metrics of runs as CSV, or for Weights & Biases",
     ),
     "plot": ("hpctrain.commands.plot", "inspect", "draw the losses and scores of a run as curves.png"),
 }

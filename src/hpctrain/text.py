@@ -1,5 +1,7 @@
 """How texts and numbers are shown."""
 
+from collections.abc import Callable, Sequence
+
 
 def one_line(text: str) -> str:
     r"""The text with \n for a line break, and so on: names of files may hold those, and what controls a terminal."""
@@ -20,6 +22,12 @@ def reason(error: BaseException) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things, such as "1 node" or "2 nodes"."""
     return f"{number} {noun}" + "s" * (number != 1)
+
+
+def table(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.ljust) -> str:
+    """Rows of cells as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(one_line("  ".join(map(align, row, widths)).rstrip()) for row in rows)
 
 
 def shorten(words: list[str], separator: str) -> str:

@@ -25,9 +25,15 @@ def run(tmp_path, ranks, *arguments, setup=short_rounds):
 @pytest.mark.parametrize(
     ("operation", "ranks", "seconds", "bus"),
     # By doc/PERFORMANCE.md of nccl-tests, for 8 MB in 1 ms, which is 8 GB/s.
-    [("all-reduce", 2, 1e-3, 8), ("all-reduce", 8, 1e-3, 14), ("all-gather", 4, 1e-3, 6), ("reduce-scatter", 4, 1e-3, 6),
-     ("broadcast", 4, 1e-3, 8), ("point-to-point", 4, 1e-3, 8)],
-)  # fmt: skip
+    [
+        ("all-reduce", 2, 1e-3, 8),
+        ("all-reduce", 8, 1e-3, 14),
+        ("all-gather", 4, 1e-3, 6),
+        ("reduce-scatter", 4, 1e-3, 6),
+        ("broadcast", 4, 1e-3, 8),
+        ("point-to-point", 4, 1e-3, 8),
+    ],
+)
 def test_bandwidth_of_the_bus(operation, ranks, seconds, bus):
     assert 8e6 / seconds / 1e9 * bench.BUS_FACTORS[operation](ranks) == pytest.approx(bus)
 

@@ -1,4 +1,4 @@
-"""Shell completion completes in a real bash, and the man page has every command and every option."""
+"""Shell completion completes in a real bash, and every command and option has its help and its page."""
 
 import os
 import re
@@ -12,7 +12,6 @@ from slurm_cluster import REPOSITORY
 
 from hpctrain.cli import COMMANDS, GROUPS
 from hpctrain.commands import completion
-from hpctrain.commands.man_page import escape, man_page
 
 HPCTRAIN = [sys.executable, "-m", "hpctrain"]
 
@@ -68,37 +67,6 @@ def test_zsh(prefix):
         assert f"\n    {name}:" in text
     if shutil.which("zsh"):
         subprocess.run(["zsh", "-n", prefix / completion.FILES["zsh"]], check=True)
-
-
-def test_the_man_page_has_every_command_and_every_option(prefix, parsers):
-    text = (prefix / completion.FILES["man"]).read_text()
-    assert re.findall(r"^\.SS (.*)$", text, re.M) == [
-        escape(name) for group in GROUPS for name in COMMANDS if COMMANDS[name][1] == group
-    ]
-    sections = dict(
-        zip(re.findall(r"^\.SS (.*)$", text, re.M), re.split(r"^\.SS .*$", text, flags=re.M)[1:], strict=True)
-    )
-    for name, parser in parsers.items():
-        for action in parser._actions:
-            for option in action.option_strings:
-                assert rf"\fB{escape(option)}\fR" in sections[escape(name)], (name, option)
-            if not action.option_strings:
-                assert (
-                    escape(str(action.metavar or action.dest.upper())) in sections[escape(name)]
-                    or action.choices
-                )
-
-
-def test_the_man_page_is_rendered_without_a_warning(prefix):
-    if not shutil.which("groff"):
-        pytest.skip("no groff: apt-get install groff-base")
-    command = ["groff", "-man", "-Tutf8", "-ww", "-Kutf8", prefix / completion.FILES["man"]]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == ""
-    text = re.sub("\x1b\\[[0-9;]*m|.\b", "", done.stdout)
-    assert "hpctrain train_ddp [OPTION]..." in text and "--batch-size" in text and "nlp.classify" in text
-    # An example keeps its lines.
-    assert re.search(r"^ +export HPCTRAIN_PACKAGES=~/packages$", text, re.M)
 
 
 def test_every_command_has_a_group_and_a_line_that_stands_alone(parsers):
@@ -168,7 +136,7 @@ def test_completion_is_printed_without_a_prepared_file(prefix, monkeypatch, caps
 
 
 def test_a_shell_inside_a_job_gets_its_completion(prefix):
-    """A shell loads it when it starts: in a shell of salloc with 4 tasks, other commands are refused without srun."""
+    """Shells load it at their start, also where other commands need srun: in salloc with 4 tasks."""
     env = {**os.environ, "SLURM_JOB_ID": "17", "SLURM_NTASKS": "4"}
     code = f"""
 import sys; sys.prefix = {str(prefix)!r}
@@ -202,23 +170,3 @@ def test_a_prefix_that_cannot_be_written_is_named(monkeypatch, parsers):
         completion.HpctrainError, match=r"/proc/nothing/share.*: cannot be written .*--write ~/.local"
     ):
         completion.write_files(Path("/proc/nothing"))
-
-
-def test_text_for_groff():
-    assert escape(r"a\b --c") == r"a\eb \-\-c"
-    assert escape(".jsonl files") == r"\&.jsonl files" and escape("'quoted'") == r"\&'quoted'"
-
-
-def test_a_page_of_unusual_arguments():
-    """Positional arguments of every kind, percent signs, and paragraphs of a description."""
-    parsers = {name: completion.Parser(prog=f"hpctrain {name}") for name in COMMANDS}
-    parser = parsers["plot"] = completion.Parser(
-        prog="hpctrain plot", description="First.\n\n    an example\n\nLast."
-    )
-    parser.add_argument("one")
-    parser.add_argument("two", nargs="?", choices=["a", "b"], help="100 %% of %(choices)s (%(prog)s)")
-    parser.add_argument("three", nargs="*", metavar="TEXT")
-    text = man_page(parsers)
-    assert r"\fBhpctrain plot\fR [\fIOPTION\fR]... \fIONE\fR \fI[{a,b}]\fR \fI[TEXT ...]\fR" in text
-    assert "100 % of ['a', 'b'] (hpctrain plot)" in text or "100 % of a, b (hpctrain plot)" in text
-    assert "\n.nf\n.RS\nan example\n.RE\n.fi\n" in text

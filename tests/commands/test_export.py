@@ -3,14 +3,12 @@
 import csv
 import json
 import os
-import struct
 import subprocess
 import sys
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.commands.test_runs import make_run, run
+from tests.helpers import make_run, run_hpctrain, wandb_key, wandb_records
 
 # A run that was requeued after step 10: step 10 twice, and a step of training and of evaluation in two lines.
 LINES = [
@@ -36,7 +34,7 @@ STEPS = {
 
 def test_csv(tmp_path):
     folder = make_run(tmp_path / "runs/a,b", starts=2, lines=LINES)
-    done = run("export", "csv", folder, cwd=tmp_path)
+    done = run_hpctrain("export", "csv", folder, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{folder}/metrics.csv\n", "")
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -47,36 +45,12 @@ def test_csv(tmp_path):
 
 
 @pytest.mark.slow
-def test_tensorboard(tmp_path):
-    folder = make_run(tmp_path / "runs/17", starts=2, lines=LINES)
-    (folder / "tensorboard").mkdir()
-    (folder / "tensorboard/events.old").touch()
-    done = run("export", "tensorboard", folder, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, f"tensorboard --logdir {folder}/tensorboard\n"), done.stderr
-    (written,) = (folder / "tensorboard").iterdir()
-    board = EventAccumulator(str(written)).Reload()
-    found = sorted(
-        (point.step, name, point.value) for name in board.Tags()["scalars"] for point in board.Scalars(name)
-    )
-    expected = sorted(
-        (step, *item)
-        for step, row in STEPS.items()
-        for item in row.items()
-        if item[0] not in ("epoch", "seconds")
-    )
-    assert found == expected
-    (folder / "owner.json").write_text("{}")  # a job has it open
-    refused = run("export", "tensorboard", folder, cwd=tmp_path)
-    assert refused.returncode == 1 and "is running, and writes its" in refused.stderr and written.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_full_disk_is_one_line(tmp_path, name):
+def test_a_full_disk_is_one_line(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("a small file system needs root")
     make_run(tmp_path / "17", lines=LINES)
-    script = 'mkdir small; mount -t tmpfs -o size=300k none small; cp -r 17 small; cat /dev/zero >small/filler || "$@"'
+    script = "mkdir small; mount -t tmpfs -o size=300k none small; cp -r 17 small; "
+    script += 'cat /dev/zero >small/filler || "$@"'
     command = [
         "unshare",
         "--mount",
@@ -88,7 +62,7 @@ def test_a_full_disk_is_one_line(tmp_path, name):
         "-m",
         "hpctrain",
         "export",
-        name,
+        "wandb",
         "small/17",
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -100,30 +74,6 @@ def test_a_full_disk_is_one_line(tmp_path, name):
     )
 
 
-def records(path):
-    """The records of a file of wandb: a log of LevelDB (its doc/log_format.md) behind a header of 7 bytes."""
-    from wandb.proto import wandb_internal_pb2
-
-    content, at, parts = path.read_bytes(), 7, []
-    assert content[:4] == b":W&B"
-    while at < len(content):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, at)
-        parts.append(content[at + 7 : at + 7 + length])
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(b"".join(parts))
-            parts = []
-            yield record
-
-
-def name_of(item):
-    return item.key or "/".join(item.nested_key)
-
-
 @pytest.mark.slow
 def test_wandb(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
@@ -132,22 +82,22 @@ def test_wandb(tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     for _ in range(2):  # the second replaces the first
-        done = run("export", "wandb", folder, cwd=tmp_path)
+        done = run_hpctrain("export", "wandb", folder, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
     assert [*(tmp_path / "tmp").iterdir()] == []
     (written,) = (folder / "wandb").iterdir()
     assert done.stdout == f"wandb sync '{written}'\n"
-    found = list(records(next(written.glob("*.wandb"))))
+    found = list(wandb_records(next(written.glob("*.wandb"))))
 
     history = {}
     for record in found:
         if record.HasField("history"):
-            values = {name_of(item): json.loads(item.value_json) for item in record.history.item}
+            values = {wandb_key(item): json.loads(item.value_json) for item in record.history.item}
             assert values["_step"] not in history
             history[values["_step"]] = {name: value for name, value in values.items() if name[0] != "_"}
     assert history == STEPS
     config = {
-        name_of(item): json.loads(item.value_json)
+        wandb_key(item): json.loads(item.value_json)
         for record in found
         if record.HasField("run")
         for item in record.run.config.update
@@ -161,7 +111,7 @@ def test_wandb(tmp_path, monkeypatch):
     summary = {}
     for record in found:
         if record.HasField("summary"):
-            summary |= {name_of(item): json.loads(item.value_json) for item in record.summary.update}
+            summary |= {wandb_key(item): json.loads(item.value_json) for item in record.summary.update}
     assert (summary["test_accuracy"], summary["epochs"]) == (0.75, 2)
     # Nothing of this machine
     kinds = {record.WhichOneof("record_type") for record in found}
@@ -193,5 +143,5 @@ def test_invalid_input_is_one_line(tmp_path):
     (make_run(tmp_path / "no", lines=LINES) / "metrics.csv").mkdir()
     cases.append((["export", "csv", tmp_path / "no"], "no: cannot be written (Is a directory)"))
     for words, message in cases:
-        done = run(*words, cwd=tmp_path)
+        done = run_hpctrain(*words, cwd=tmp_path)
         assert done.returncode != 0 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -76,7 +76,8 @@ def test_runs_of_several_trainers_are_not_compared(tmp_path):
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        ("world", []), ("world", {"size": 1}), ("size", 0), ("size", "4"), ("size", 2**70), ("launcher", []), ("batch_size", [1]),
+        ("world", []), ("world", {"size": 1}), ("size", 0), ("size", "4"), ("size", 2**70),
+        ("launcher", []), ("batch_size", [1]),
         ("speed", "examples_per_s"), ("step_ms_p50", "\x1b[2J"), ("step_ms_p50", None), ("examples_per_s", 0),
         ("examples_per_s", float("nan")), ("examples_per_s", 10**400),
     ],
@@ -110,10 +111,11 @@ def submit(tmp_path, *words):
 def test_a_job_for_each_number_of_ranks(tmp_path):
     words = ["launch/apptainer_ddp.sh", "train_ddp", "--batch-size", "64"]
     done = submit(tmp_path, "runs/none", "1,2,8", "4", *words)
+    command = "launch/apptainer_ddp.sh train_ddp --batch-size 64 --out runs/none"
     assert done.stdout.splitlines() == [
-        "sbatch --nodes=1 --ntasks-per-node=1 launch/apptainer_ddp.sh train_ddp --batch-size 64 --out runs/none/1-ranks",
-        "sbatch --nodes=1 --ntasks-per-node=2 launch/apptainer_ddp.sh train_ddp --batch-size 64 --out runs/none/2-ranks",
-        "sbatch --nodes=2 --ntasks-per-node=4 launch/apptainer_ddp.sh train_ddp --batch-size 64 --out runs/none/8-ranks",
+        f"sbatch --nodes=1 --ntasks-per-node=1 {command}/1-ranks",
+        f"sbatch --nodes=1 --ntasks-per-node=2 {command}/2-ranks",
+        f"sbatch --nodes=2 --ntasks-per-node=4 {command}/8-ranks",
         "when the jobs have ended: hpctrain scaling runs/none",
     ]
     # as `module load hpctrain` has them: on the PATH

@@ -17,8 +17,7 @@ import pytest
 from hpctrain.commands.export import steps
 from hpctrain.run import wandb
 from hpctrain.run.reader import read_metrics
-from tests.commands.test_export import name_of, records
-from tests.helpers import write_digits
+from tests.helpers import wandb_key, wandb_records, write_digits
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 OPTIONS = ["--checkpoint-every", "3", "--out", "run", "--resume", "auto", "--wandb"]
@@ -193,9 +192,9 @@ def test_offline_one_run_with_each_step_once_after_a_kill(tmp_path):
     assert "resuming after" in out and "hpctrain: --wandb: offline (" in out
     (written,) = folder.glob("wandb/offline-run-*")
     assert f"to upload it: wandb sync run/wandb/{written.name}\n" in out
-    found = list(records(next(written.glob("*.wandb"))))
+    found = list(wandb_records(next(written.glob("*.wandb"))))
     lines = [
-        {name_of(item): json.loads(item.value_json) for item in r.history.item}
+        {wandb_key(item): json.loads(item.value_json) for item in r.history.item}
         for r in found
         if r.HasField("history")
     ]

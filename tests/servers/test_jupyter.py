@@ -1,13 +1,10 @@
-"""hpctrain jupyter: a server that its user reaches through ssh, and nobody else; and a kernel for a JupyterHub."""
+"""hpctrain jupyter: a server that only its user reaches, through ssh; and a kernel for a JupyterHub."""
 
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
 
 import pytest
 
@@ -15,24 +12,9 @@ from hpctrain.errors import HpctrainError
 from hpctrain.servers import jupyter
 from tests.helpers import BARE_PYTHON
 from tests.launch.test_launch import HOME, wait, wait_until_idle
+from tests.servers.helpers import ASK, opened, words_of_the_log
 from tests.tools.browser import Browser
 
-# Asks the server by its socket, without the token.
-ASK = """
-import http.client, socket, sys
-connection = http.client.HTTPConnection("localhost")
-connection.sock = socket.socket(socket.AF_UNIX)
-connection.sock.connect(sys.argv[1])
-connection.request("GET", "/api/status")
-print(connection.getresponse().status)
-"""
-# Asks TensorBoard through the tunnel for its runs, with a cookie.
-OPEN = """
-import http.client, sys
-connection = http.client.HTTPConnection("localhost", 8888)
-connection.request("GET", "/data/runs", headers={"Cookie": sys.argv[1]})
-print(connection.getresponse().status)
-"""
 CELL = """
 import os, torch
 from IPython.display import Image
@@ -40,32 +22,6 @@ print(torch.__version__, "RANK" in os.environ, "SLURM_PROCID" in os.environ)
 !torchrun --standalone --nproc-per-node 2 -m hpctrain train_ddp --epochs 2 --out runs/of-a-cell
 Image("runs/of-a-cell/curves.png")
 """
-
-
-def words_of_the_log(cluster, log, says):
-    """The ssh command of a job's log, its socket and its node, when the log says this."""
-    deadline = time.monotonic() + 300
-    while says not in (text := log.read_text() if log.exists() else ""):
-        assert time.monotonic() < deadline and "error" not in text, text
-        time.sleep(1)
-    command = re.search(r"ssh -N -L 8888:(\S+/socket) -J alice@login alice@(n\d)", text)
-    return text, command[0], command[1], command[2]
-
-
-@contextmanager
-def opened(cluster, command):
-    """The ssh command runs on the login node."""
-    tunnel = cluster.start("login", *command.split(), user="alice")
-    try:
-        deadline = time.monotonic() + 60
-        listens = "import socket; socket.create_connection(('localhost', 8888))"
-        while cluster.exec("login", "python3", "-c", listens, user="alice", check=False).returncode:
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
-        yield
-    finally:
-        tunnel.send_signal(signal.SIGTERM)
-        tunnel.wait()
 
 
 def run_in_jupyterlab(browser, token, code):
@@ -140,36 +96,6 @@ def test_in_the_allocation_of_salloc(cluster):
 
 
 @pytest.mark.slow
-def test_tensorboard_in_a_pbs_job_through_the_command_of_the_log(cluster):
-    """By qsub over Slurm.
-
-    From another user and from another node nothing reaches it; with ssh and the token its user does.
-    """
-    cluster.exec("login", "mkdir", "-p", f"{HOME}/runs", user="alice")
-    qsub = ["qsub", "-N", "board", "-l", "select=1:ncpus=1:mpiprocs=1", "-l", "walltime=00:10:00"]
-    line = f"{HOME}/launch/jupyter.sh tensorboard runs\n"
-    job = int(cluster.exec("login", *qsub, user="alice", cwd=HOME, input=line).stdout)
-    text, command, socket, node = words_of_the_log(
-        cluster, cluster.host_path(f"{HOME}/board.o{job}"), "Then open"
-    )
-    token = cluster.host_path(re.search(r"give the token in (\S+)", text)[1]).read_text().strip()
-    ask = ["python3", "-c", ASK, socket]
-    assert "PermissionError" in cluster.exec(node, *ask, user="bob", check=False).stderr
-    assert (
-        "FileNotFoundError"
-        in cluster.exec("n2" if node == "n1" else "n1", *ask, user="alice", check=False).stderr
-    )
-    assert cluster.exec(node, *ask, user="alice").stdout == "403\n"
-    with opened(cluster, command):
-        for given, status in (("wrong", "403"), (token, "200")):
-            words = ["python3", "-c", OPEN, f"token={given}"]
-            assert cluster.exec("login", *words, user="alice").stdout == f"{status}\n"
-    cluster.exec("login", "qdel", str(job), user="alice")
-    wait_until_idle(cluster, job)
-    assert cluster.exec(node, "test", "-e", socket, check=False).returncode != 0
-
-
-@pytest.mark.slow
 def test_a_kernel_of_a_hub_runs_in_the_image(cluster):
     written = cluster.exec(
         "login",
@@ -186,7 +112,8 @@ def test_a_kernel_of_a_hub_runs_in_the_image(cluster):
     program = """
 from jupyter_client.manager import start_new_kernel
 manager, client = start_new_kernel(kernel_name="hpctrain-cpu")
-client.execute_interactive("import os, torch; print(os.environ['APPTAINER_CONTAINER'], torch.__file__)", timeout=120)
+cell = "import os, torch; print(os.environ['APPTAINER_CONTAINER'], torch.__file__)"
+client.execute_interactive(cell, timeout=120)
 manager.shutdown_kernel(now=True)
 """
     done = cluster.exec("login", BARE_PYTHON, "-c", program, user="alice", cwd=HOME)
@@ -260,7 +187,7 @@ def test_a_kernel_of_podman_hpc(tmp_path):
 
 
 def start_kernel(cluster, name, env):
-    """What a kernel prints that Jupyter's own client starts on the login node, as a JupyterHub would, and then interrupts."""
+    """The folder of a kernel that Jupyter's own client starts on the login node, and then interrupts."""
     program = f"""
 from jupyter_client.manager import start_new_kernel
 manager, client = start_new_kernel(kernel_name="{name}", startup_timeout=300)

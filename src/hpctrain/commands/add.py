@@ -29,18 +29,19 @@ Install Python packages into a folder, on top of the image, with uv.
     export HPCTRAIN_PACKAGES=~/packages
     apptainer exec hpctrain-cpu.sif hpctrain add einops
 
-The packages go into a subfolder of HPCTRAIN_PACKAGES named after the Python and the torch of the image, since packages
-are built for these. The launch scripts mount it into the container. Python searches it last, so nothing in it replaces a
-package of the image. A package that needs other versions of these is refused. So is one that cannot be imported, or with
-which the image's own packages cannot be imported any more. To change the version of a package that you have added, remove
-the folder and add your packages again.
+The packages go into a subfolder of HPCTRAIN_PACKAGES named after the Python and the torch of the image, since
+packages are built for these. The launch scripts mount it into the container. Python searches it last, so
+nothing in it replaces a package of the image. These packages are refused: one that needs other versions of
+the image's packages, one that cannot be imported, and one with which the image's own packages cannot be
+imported any more. To change the version of a package that you have added, remove the folder and add your
+packages again.
 """
 
 
-# Run by the Python of the image: import what a folder adds, and then the packages that the image is made for,
-# which import those that they need. Print each name and what failed. Some packages import their parts when
-# these are used, so two such parts have names here. pip is a program, and importing it changes setuptools;
-# the other names are of no package, but some wheels install them.
+# A program for the Python of the image. It imports what a folder adds, and then the packages that the image
+# is made for, which import what they need. It prints each name, and what failed. Some packages import parts
+# only when these are used, so two such parts are named here. pip is a program, and importing it changes
+# setuptools. The names beside pip are no packages, but some wheels install them.
 IMPORT_ALL = """
 import importlib, importlib.metadata, os, re, site, sys
 added = sys.argv[1]
@@ -55,10 +56,12 @@ def names(path, wanted=None):
             name = first if others else first.partition(".")[0]
             if name.isidentifier() and name[0] != "_":
                 found[name] = distribution.name
-    return {name: found[name] for name in sorted(found.keys() - {"pip", "test", "tests", "docs", "examples", "benchmarks"})}
+    skipped = {"pip", "test", "tests", "docs", "examples", "benchmarks"}
+    return {name: found[name] for name in sorted(found.keys() - skipped)}
 new = names([added])
-required = [line for line in importlib.metadata.requires("hpctrain") if "extra == 'dev'" not in line.replace('"', "'")]
-wanted = {re.match(r"[\\w.-]+", line)[0].lower() for line in required} | {"horovod", "hpctrain", "torchmetrics", "torchvision"}
+required = [line.replace('"', "'") for line in importlib.metadata.requires("hpctrain")]
+wanted = {re.match(r"[\\w.-]+", line)[0].lower() for line in required if "extra == 'dev'" not in line}
+wanted |= {"horovod", "hpctrain", "torchmetrics", "torchvision"}
 of_image = names([path for path in sys.path if path != added], wanted)
 for name in ("transformers.models.bert.modeling_bert", "transformers.trainer"):
     if "transformers" in of_image:
@@ -101,41 +104,50 @@ def problems() -> Iterator[str]:
     if wanted and not wanted.is_dir():
         others = ", ".join(sorted(path.name for path in wanted.parent.glob("python*-torch*"))) or "nothing"
         yield (
-            f"HPCTRAIN_PACKAGES={wanted.parent} holds {others}, not {wanted.name}: use hpctrain add in this image, or unset it"
+            f"HPCTRAIN_PACKAGES={wanted.parent} holds {others}, not {wanted.name}: "
+            "use hpctrain add in this image, or unset it"
         )
 
 
 def import_problems() -> Iterator[str]:
-    """Yield which package cannot be imported, of those in HPCTRAIN_PACKAGES and then of the image's beside them."""
+    """Yield which package cannot be imported, first of HPCTRAIN_PACKAGES, then of the image."""
     wanted = folder()
     if wanted and wanted.is_dir() and (failure := failed_import(site_packages(wanted))):
-        yield f"with the packages in {wanted}: {failure}: remove the one that is wrong, or unset HPCTRAIN_PACKAGES"
+        yield (
+            f"with the packages in {wanted}: {failure}: "
+            "remove the one that is wrong, or unset HPCTRAIN_PACKAGES"
+        )
 
 
 def failed_import(added: Path) -> str | None:
-    """The first import that fails of the packages in a folder and then of the image's, as "PACKAGE: ERROR"; None if all work."""
-    command = [*SAFE_PYTHON, "-W", "ignore", "-c", IMPORT_ALL, added]
+    """The first import that fails, of the packages in a folder and then of the image's; None if all work.
+
+    The text is "PACKAGE: ERROR".
+    """
+    command = [*SAFE_PYTHON, "-W", "ignore", "-c", IMPORT_ALL, str(added)]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
-    said = [line for line in done.stdout.splitlines() if line.startswith(("importing ", "failed "))]
-    last = said[-1] if said else "importing nothing"
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("importing ", "failed "))]
+    last = lines[-1] if lines else "importing nothing"
     if last.startswith("failed "):
         return last.removeprefix("failed ")
     return f"{last} ended Python with status {done.returncode}" if done.returncode != 0 else None
 
 
 def parser() -> "Parser":
-    """The arguments of `hpctrain add`, which are those of `uv pip install`."""
     from argparse import REMAINDER, RawDescriptionHelpFormatter
 
     from hpctrain.options import Parser
 
     parser = Parser(prog="hpctrain add", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(
-        "arguments", nargs=REMAINDER, metavar="ARGUMENT",
-        help="argument of uv pip install: a package name, a wheel, -r FILE, --require-hashes, --index-url URL, ...",
-    )  # fmt: skip
+        "arguments",
+        nargs=REMAINDER,
+        metavar="ARGUMENT",
+        help="argument of uv pip install: a package name, a wheel, -r FILE, --require-hashes, "
+        "--index-url URL, ...",
+    )
     return parser
 
 
@@ -144,7 +156,7 @@ def main(world: "World", arguments: list[str]) -> None:
 
     Raises HpctrainError if uv refuses or an import fails; then nothing is changed.
     """
-    from hpctrain.errors import HpctrainError, UsageError
+    from hpctrain.errors import UsageError
 
     if arguments[:1] in (["-h"], ["--help"]):  # all other arguments are uv's
         parser().print_help()
@@ -164,7 +176,7 @@ def main(world: "World", arguments: list[str]) -> None:
         )
     if str(site_packages(target)) not in sys.path:
         raise UsageError(
-            f"{sys.executable} does not search HPCTRAIN_PACKAGES, only an image's Python does: use pip install"
+            f"{sys.executable} does not search HPCTRAIN_PACKAGES, as an image's Python does: use pip install"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -174,43 +186,40 @@ def main(world: "World", arguments: list[str]) -> None:
             f"{target}: {error.strerror}: set HPCTRAIN_PACKAGES to a writable folder, and bind mount it"
         ) from None
     with work as name:
-        prefix = Path(name, "prefix")
-        there = list({dist.name: dist for dist in distributions() if dist.name}.values())
-        _describe(there, site_packages(prefix))
-        constraints = Path(name, "constraints.txt")
-        constraints.write_text("".join(f"{dist.name}=={dist.version}\n" for dist in there))
-        uv = [
-            *SAFE_PYTHON,
-            "-m",
-            "uv",
-            "pip",
-            "install",
-            "--prefix",
-            prefix,
-            "--python",
-            sys.executable,
-            "--compile-bytecode",
-        ]
-        # A cache on the same file system, so that uv moves files instead of copying them.
-        done = subprocess.run(
-            [*uv, "--constraint", constraints, *arguments],
-            env=os.environ | {"UV_CACHE_DIR": str(Path(name, "cache"))},
+        install(arguments, Path(name), target)
+
+
+def install(arguments: list[str], work: Path, target: Path) -> None:
+    """Install packages into `work`, an empty folder on the same file system, and then move them to `target`.
+
+    Raises HpctrainError.
+    """
+    from hpctrain.errors import HpctrainError
+
+    prefix = work / "prefix"
+    there = list({dist.name: dist for dist in distributions() if dist.name}.values())
+    _describe(there, site_packages(prefix))
+    constraints = work / "constraints.txt"
+    constraints.write_text("".join(f"{dist.name}=={dist.version}\n" for dist in there))
+    uv = [*SAFE_PYTHON, "-m", "uv", "pip", "install", "--python", sys.executable, "--compile-bytecode"]
+    uv += ["--prefix", str(prefix), "--constraint", str(constraints), *arguments]
+    # With a cache on the same file system, uv moves files instead of copying them.
+    done = subprocess.run(uv, env=os.environ | {"UV_CACHE_DIR": str(work / "cache")})
+    if done.returncode != 0:
+        raise HpctrainError(
+            f"uv could not install this into {target}, see above; the folder and the image are unchanged"
         )
-        if done.returncode != 0:
-            raise HpctrainError(
-                f"uv could not install this into {target}, see above; the folder and the image are unchanged"
-            )
-        for dist in there:
-            shutil.rmtree(site_packages(prefix) / _info(dist))
-        added = [dist.name for dist in distributions(path=[str(site_packages(prefix))])]
-        if replaced := sorted({dist.name for dist in there} & set(added)):
-            raise HpctrainError(
-                f"{', '.join(replaced)} would be installed a second time; the folder and the image are unchanged"
-            )
-        print("hpctrain: importing the new packages, then those of the image", flush=True)
-        if failure := failed_import(site_packages(prefix)):
-            raise HpctrainError(f"{failure}; the folder and the image are unchanged")
-        _move_files(prefix, target)
+    for dist in there:
+        shutil.rmtree(site_packages(prefix) / _info(dist))
+    added = [dist.name for dist in distributions(path=[str(site_packages(prefix))])]
+    if replaced := sorted({dist.name for dist in there} & set(added)):
+        raise HpctrainError(
+            f"{', '.join(replaced)} would be installed a second time; the folder and the image are unchanged"
+        )
+    print("hpctrain: importing the new packages, then those of the image", flush=True)
+    if failure := failed_import(site_packages(prefix)):
+        raise HpctrainError(f"{failure}; the folder and the image are unchanged")
+    _move_files(prefix, target)
 
 
 def _info(distribution: Distribution) -> str:
@@ -219,7 +228,7 @@ def _info(distribution: Distribution) -> str:
 
 
 def _describe(there: list[Distribution], folder: Path) -> None:
-    """Write what uv reads of installed packages, without the packages: it then neither installs nor replaces them."""
+    """Write what uv reads of installed packages, so that uv neither installs nor replaces them."""
     for dist in there:
         info = folder / _info(dist)
         info.mkdir(parents=True, exist_ok=True)
@@ -231,7 +240,7 @@ def _describe(there: list[Distribution], folder: Path) -> None:
 
 
 def _move_files(source: Path, target: Path) -> None:
-    """Move all files into another folder, those that say what is installed last: half a package would not be one."""
+    """Move all files into another folder, the *.dist-info last: a package without one is not installed."""
     files = [path for path in source.rglob("*") if path.is_symlink() or not path.is_dir()]
     for path in sorted(files, key=lambda path: path.parent.suffix == ".dist-info"):
         to = target / path.relative_to(source)

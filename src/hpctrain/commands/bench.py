@@ -4,10 +4,9 @@ Run it with the script of the long job, on the nodes of the long job:
 
     sbatch launch/apptainer_ddp.sh bench
 
-The sizes and the two bandwidths are those of nccl-tests (doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests),
-so that the figures compare. The bandwidth of the algorithm is the size through the time. The bandwidth of the
-bus is what one link carried at least: it compares with that of the hardware, and does not depend on the
-number of ranks.
+The sizes and the two bandwidths are those of nccl-tests (doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests).
+The bandwidth of the algorithm is the size divided by the time. The bandwidth of the bus is what one link
+carried at least: it does not depend on the number of ranks, and compares with the hardware's.
 """
 
 import argparse
@@ -27,20 +26,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.commands.check.mpi import mpi_library, mpi_name
 from hpctrain.distributed.device import choose_device, free_memory
 from hpctrain.distributed.horovod import horovod
+from hpctrain.distributed.mpi import mpi_library, mpi_name
 from hpctrain.distributed.rendezvous import all_or_none, gather, process_group
 from hpctrain.distributed.world import World, job_id
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.files.places import refuse_throw_away
 from hpctrain.options import Parser, add_device
-from hpctrain.run.charts import folder_for_matplotlib
+from hpctrain.run.charts import COLORS, folder_for_matplotlib, save_picture
 from hpctrain.run.config import versions
 from hpctrain.text import first_line
 
-# What the bandwidth of the algorithm is multiplied by, for n ranks.
+# Bandwidth of the bus over that of the algorithm, for n ranks.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -53,10 +52,8 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 STEP = 4  # from a size to the next one
 BETWEEN_NODES = 2**24  # bytes: large enough for the bandwidth, and small enough to ask every node
 ROUNDS, ROUND_SECONDS, MOST_CALLS = 3, 0.2, 200
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00")  # see report.py
 
-# Makes an exchange of so many floats. The exchange returns what arrived: [groups, floats of each], see
-# expected().
+# Makes an exchange of so many floats, which returns what arrived, [groups, floats of each]: see expected().
 Maker = Callable[..., Callable[[], Tensor]]
 
 
@@ -89,7 +86,7 @@ def main(world: World, arguments: list[str]) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Create the folder of the results. Raises HpctrainError."""
+    """Create the folder of the results. Raises HpctrainError if it has results already."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_throw_away(folder)
@@ -109,7 +106,7 @@ def measure(
     makers: dict[str, Maker],
     folder: Path,
 ) -> None:
-    """Measure all operations, print a line for each as soon as it is there, and write bench.json and bench.png."""
+    """Measure all operations, print a line for each, and write bench.json and bench.png."""
     chosen = args.operations or list(makers)
     if unknown := [operation for operation in chosen if operation not in makers]:
         raise UsageError(
@@ -119,6 +116,7 @@ def measure(
     memory = min(gather(world, free_memory(world, device)))
     hosts = gather(world, os.uname().nodename)
     results: list[dict[str, Any]] = []
+    between: list[dict[str, Any]] = []
     title = f"{name}, {world.extent}"
     show(world, f"{title}; time of the slowest rank, median of {ROUNDS} rounds")
     show(world, f"{'operation':15} {'bytes':>12} {'time (us)':>12} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}")
@@ -126,10 +124,8 @@ def measure(
         for size in sizes(args.min_size, largest):
             count = max(1, size // 4 // world.size) * world.size
             if 3 * count * 4 > memory:
-                show(
-                    world,
-                    f"{operation:15} {count * 4:12} left out: it needs {3 * count * 4:,} bytes, {memory:,} are free",
-                )
+                needed = f"it needs {3 * count * 4:,} bytes, {memory:,} are free"
+                show(world, f"{operation:15} {count * 4:12} left out: {needed}")
                 break
             call = makers[operation](count)
             check_values(world, operation, count, call())
@@ -139,11 +135,9 @@ def measure(
             figures = {"seconds": seconds, "algbw_gb_per_s": algorithm, "busbw_gb_per_s": bus}
             results.append({"operation": operation, "bytes": count * 4, **figures})
             show(world, f"{operation:15} {count * 4:12} {seconds * 1e6:12.1f} {algorithm:13.3f} {bus:13.3f}")
-    between = []
     if POINT_TO_POINT in chosen and world.nodes > 1:
-        between = measure_nodes(
-            world, device, makers[POINT_TO_POINT], min(BETWEEN_NODES, memory // 3) // 4, hosts
-        )
+        count = min(BETWEEN_NODES, memory // 3) // 4
+        between = measure_nodes(world, device, makers[POINT_TO_POINT], count, hosts)
     if world.rank == 0:
         record = {
             "backend": name,
@@ -151,8 +145,9 @@ def measure(
             "job": job_id(),
             "hosts": hosts,
             "software": versions(),
+            "results": results,
+            "between_nodes": between,
         }
-        record |= {"results": results, "between_nodes": between}
         atomic.write_text(folder / "bench.json", json.dumps(record, indent=1) + "\n")
         with folder_for_matplotlib():
             draw(folder / "bench.png", title, results)
@@ -162,29 +157,22 @@ def measure(
 def measure_nodes(
     world: World, device: torch.device, make: Maker, count: int, hosts: list[str]
 ) -> list[dict[str, Any]]:
-    """The bandwidth between rank 0 and the first rank of each other node, one after the other; prints the extremes."""
-    firsts = [
-        rank
-        for rank, (node, local) in enumerate(gather(world, (world.node_rank, world.local_rank)))
-        if local == 0 and node
-    ]
-    between = []
+    """Measure between rank 0 and the first rank of each other node in turn; prints median and extremes."""
+    places = gather(world, (world.node_rank, world.local_rank))
+    firsts = [rank for rank, (node, local) in enumerate(places) if local == 0 and node != 0]
+    between: list[dict[str, Any]] = []
+    speeds: list[tuple[float, str]] = []
     for peer in firsts:
         seconds = time_calls(world, device, make(count, peer=peer))
-        between.append(
-            {
-                "node": hosts[peer],
-                "bytes": count * 4,
-                "seconds": seconds,
-                "gb_per_s": count * 4 / seconds / 1e9,
-            }
-        )
-    ordered = sorted(between, key=lambda one: one["gb_per_s"])
-    slowest, middle, fastest = ordered[0], statistics.median(one["gb_per_s"] for one in between), ordered[-1]
+        speed = count * 4 / seconds / 1e9
+        speeds.append((speed, hosts[peer]))
+        between.append({"node": hosts[peer], "bytes": count * 4, "seconds": seconds, "gb_per_s": speed})
+    slowest, fastest = min(speeds), max(speeds)
+    middle = statistics.median(speed for speed, _ in speeds)
     show(
         world,
         f"{count * 4:,} bytes between {hosts[0]} and each other node: median {middle:.3f} GB/s, "
-        f"slowest {slowest['gb_per_s']:.3f} ({slowest['node']}), fastest {fastest['gb_per_s']:.3f} ({fastest['node']})",
+        f"slowest {slowest[0]:.3f} ({slowest[1]}), fastest {fastest[0]:.3f} ({fastest[1]})",
     )
     return between
 
@@ -203,23 +191,22 @@ def sizes(smallest: int, largest: int) -> Iterator[int]:
 
 
 def expected(operation: str, ranks: int) -> Tensor:
-    """What arrives where rank r sends r + 1 in every float: [groups, 1]."""
+    """What arrives, [groups, 1], if rank r sends r + 1 in every float."""
     if operation == "all-gather":
         return torch.arange(1.0, ranks + 1).unsqueeze(1)
-    return torch.tensor([[1.0 if operation in ("broadcast", POINT_TO_POINT) else ranks * (ranks + 1) / 2]])
+    if operation in ("broadcast", POINT_TO_POINT):
+        return torch.tensor([[1.0]])  # from rank 0
+    return torch.tensor([[ranks * (ranks + 1) / 2]])
 
 
 def check_values(world: World, operation: str, count: int, arrived: Tensor) -> None:
-    """Raise HpctrainError, which names the ranks, where other values arrived than were sent.
-
-    A collective call.
-    """
+    """Raise HpctrainError, naming the ranks, if wrong values arrived. A collective call."""
     with all_or_none(world):
         wrong = int((arrived != expected(operation, world.size).to(arrived.device)).sum())
         if wrong:
             raise HpctrainError(
-                f"{operation} of {count * 4} bytes: {wrong} of {arrived.numel()} values arrived wrong on {os.uname().nodename}: "
-                "do not train on these nodes"
+                f"{operation} of {count * 4} bytes: {wrong} of {arrived.numel()} values arrived wrong "
+                f"on {os.uname().nodename}: do not train on these nodes"
             )
     arrived.zero_()  # a sum in place would grow with each exchange
 
@@ -242,12 +229,11 @@ def time_calls(world: World, device: torch.device, call: Callable[[], object]) -
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-# --- the backends: each gives its name, and a Maker for each operation ---
+# --- the backends: each yields its name, and a Maker for each operation ---
 
 
 @contextmanager
@@ -255,7 +241,7 @@ def torch_backend(world: World, device: torch.device) -> Iterator[tuple[str, dic
     """The process groups of PyTorch: NCCL on GPUs, else Gloo."""
     name = "nccl" if device.type == "cuda" else "gloo"
     group = dist.new_group(backend=name)
-    # Their names before torch 2.13
+    # The second names are those before torch 2.13.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     yield (
@@ -275,10 +261,7 @@ def torch_backend(world: World, device: torch.device) -> Iterator[tuple[str, dic
 
 @contextmanager
 def mpi_backend(world: World, device: torch.device) -> Iterator[tuple[str, dict[str, Maker]]]:
-    """The MPI library that mpi4py loads, on the memory of the host.
-
-    Raises HpctrainError without an MPI launcher.
-    """
+    """The MPI library that mpi4py loads, on the memory of the host. Raises HpctrainError."""
     mpi = mpi_library(world)
     with all_or_none(world):
         if mpi is None:
@@ -320,17 +303,27 @@ def horovod_backend(world: World, device: torch.device) -> Iterator[tuple[str, d
         return of_size
 
     with horovod(world) as hvd:
+
+        def all_reduce(values: Tensor) -> Tensor:
+            return hvd.allreduce_(values, op=hvd.Sum, name="all-reduce")
+
+        def all_gather(values: Tensor) -> Tensor:
+            return hvd.allgather(values, name="all-gather")
+
+        def reduce_scatter(values: Tensor) -> Tensor:
+            return hvd.reducescatter(values, op=hvd.Sum, name="reduce-scatter")
+
+        def broadcast(values: Tensor) -> Tensor:
+            return hvd.broadcast_(values, 0, name="broadcast")
+
+        library = "MPI" if os.environ.get("HOROVOD_CONTROLLER") == "mpi" else "Gloo"
         yield (
-            f"Horovod {metadata.version('horovod')} over {'MPI' if os.environ.get('HOROVOD_CONTROLLER') == 'mpi' else 'Gloo'}",
+            f"Horovod {metadata.version('horovod')} over {library}",
             {
-                "all-reduce": make(lambda values: hvd.allreduce_(values, op=hvd.Sum, name="all-reduce")),
-                "all-gather": make(
-                    lambda values: hvd.allgather(values, name="all-gather"), world.size, world.size
-                ),
-                "reduce-scatter": make(
-                    lambda values: hvd.reducescatter(values, op=hvd.Sum, name="reduce-scatter")
-                ),
-                "broadcast": make(lambda values: hvd.broadcast_(values, 0, name="broadcast")),
+                "all-reduce": make(all_reduce),
+                "all-gather": make(all_gather, world.size, world.size),
+                "reduce-scatter": make(reduce_scatter),
+                "broadcast": make(broadcast),
             },
         )
 
@@ -348,7 +341,10 @@ def makers(
     send: Callable[[Tensor, int], object],
     receive: Callable[[Tensor, int], object],
 ) -> dict[str, Maker]:
-    """A Maker for each operation, of functions that exchange tensors [floats]; of two tensors, values arrive in the first."""
+    """A Maker for each operation, of functions that exchange tensors [floats].
+
+    If a function has two tensors, values arrive in the first.
+    """
 
     def full(count: int) -> Tensor:
         return torch.full((count,), world.rank + 1.0, device=device)
@@ -371,14 +367,18 @@ def makers(
     def make_point_to_point(
         count: int, peer: int = world.local_size if world.nodes > 1 else 1
     ) -> Callable[[], Tensor]:
-        """One way between rank 0 and `peer`, forth and back in turns; by default the first rank of the next node, if any."""
+        """One way between rank 0 and `peer`, forth and back in turns.
+
+        `peer` is by default the first rank of the second node, or rank 1.
+        """
         values = torch.full((count,), 0.0 if world.rank == peer else 1.0, device=device)
-        directions = itertools.cycle((0, peer))  # which of them sends
+        senders = itertools.cycle((0, peer))
 
         def call() -> Tensor:
-            sender = next(directions)
+            sender = next(senders)
             if world.rank in (0, peer):
-                (send if world.rank == sender else receive)(values, peer - world.rank)
+                transfer = send if world.rank == sender else receive
+                transfer(values, peer - world.rank)
             return values.view(1, -1)
 
         return call
@@ -393,29 +393,31 @@ def makers(
 
 
 def exchange(arrived: Tensor, function: Callable[..., object], *tensors: Tensor) -> Tensor:
-    """Call the function, and return where the values arrive."""
+    """Call the function, and return the tensor in which values arrive."""
     function(*tensors)
     return arrived
 
 
 def draw(path: Path, title: str, results: list[dict[str, Any]]) -> None:
-    """A line for each operation: bandwidth of the bus over size."""
+    """Draw the bandwidth of the bus over the size, a line for each operation."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axis = figure.subplots()
-    for color, operation in zip(COLORS, BUS_FACTORS, strict=True):
-        if points := [
-            (one["bytes"], one["busbw_gb_per_s"]) for one in results if one["operation"] == operation
-        ]:
-            axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=operation)
-    # from top to bottom, as their ends
-    lines = sorted(axis.get_lines(), key=lambda line: -line.get_ydata()[-1])
+    last: dict[Line2D, float] = {}  # the value at the right end of each line
+    for color, operation in zip(COLORS, BUS_FACTORS, strict=False):
+        own = [one for one in results if one["operation"] == operation]
+        if own:
+            sizes, values = [one["bytes"] for one in own], [one["busbw_gb_per_s"] for one in own]
+            (line,) = axis.plot(sizes, values, color=color, marker="o", markersize=3, label=operation)
+            last[line] = values[-1]
+    # The legend has the order of the right ends, from top to bottom.
+    lines = sorted(last, key=lambda line: -last[line])
     figure.legend(handles=lines, loc="outside right center", frameon=False)
     axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth in GB/s", title=title)
     axis.grid(alpha=0.3)
-    with atomic.file(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=110)
+    save_picture(figure, path)
 
 
 def size_in_bytes(text: str) -> int:
@@ -429,7 +431,6 @@ def size_in_bytes(text: str) -> int:
 
 
 def parser() -> Parser:
-    """The options of `hpctrain bench`."""
     parser = Parser(
         prog="hpctrain bench", description="Measure how fast the ranks exchange data, by operation and size."
     )

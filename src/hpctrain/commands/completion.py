@@ -1,7 +1,7 @@
-"""hpctrain completion: shell completion and the man page, made from the argument parsers of all commands.
+"""hpctrain completion: shell completion, made from the argument parsers of all commands.
 
     source <(hpctrain completion bash)        complete hpctrain in this shell
-    hpctrain completion --write ~/.local      install completion for bash and zsh, and the man page
+    hpctrain completion --write ~/.local      install completion for bash and zsh
 
 The build of the image writes the same files into the image, and `hpctrain completion bash` prints the one
 that is there. Making them takes seconds, because it imports every command.
@@ -12,17 +12,15 @@ from importlib import import_module
 from pathlib import Path
 
 from hpctrain.cli import COMMANDS
-from hpctrain.commands.man_page import man_page
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.options import Parser
 
-# Where bash-completion, zsh and man look for a command that is in PREFIX/bin.
+# Where bash-completion and zsh look for a command that is in PREFIX/bin.
 FILES = {
     "bash": "share/bash-completion/completions/hpctrain",
     "zsh": "share/zsh/site-functions/_hpctrain",
-    "man": "share/man/man1/hpctrain.1",
 }
 
 
@@ -44,34 +42,29 @@ def shell_completion(shell: str, parsers: dict[str, Parser]) -> str:
     for name, parser in parsers.items():
         for action in parser._actions:  # argparse has no public list of them
             if action.type is Path:
-                action.complete = shtab.FILE
+                action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab reads this attribute
         commands.add_parser(name, help=COMMANDS[name][2], parents=[parser], add_help=False)
     return shtab.complete(hpctrain, shell).rstrip("\n") + "\n"
 
 
 def write_files(prefix: Path) -> None:
-    """Write completion for both shells, and the man page, below `prefix`. Raises HpctrainError."""
+    """Write the scripts of both shells below `prefix`, and print their paths. Raises HpctrainError."""
     parsers = command_parsers()
-    texts = {shell: shell_completion(shell, parsers) for shell in ("bash", "zsh")} | {
-        "man": man_page(parsers)
-    }
-    for name, text in texts.items():
-        path = prefix / FILES[name]
+    for shell, name in FILES.items():
+        path = prefix / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write_text(path, text)
+            atomic.write_text(path, shell_completion(shell, parsers))
         except OSError as error:
             raise HpctrainError(
-                f"{path}: cannot be written ({error.strerror}): give a folder that you can write to, such as --write ~/.local"
+                f"{path}: cannot be written ({error.strerror}): "
+                "give a folder that you can write to, such as --write ~/.local"
             ) from error
         print(path)
 
 
 def parser() -> Parser:
-    """The options of `hpctrain completion`."""
-    parser = Parser(
-        prog="hpctrain completion", description="Print shell completion, or install it with the man page."
-    )
+    parser = Parser(prog="hpctrain completion", description="Print or install shell completion.")
     parser.add_argument(
         "shell", nargs="?", choices=["bash", "zsh"], help="print the completion script of this shell"
     )
@@ -79,13 +72,13 @@ def parser() -> Parser:
         "--write",
         type=Path,
         metavar="PREFIX",
-        help="write the completion scripts and the man page to PREFIX/share, such as ~/.local/share",
+        help="write the completion scripts of both shells to PREFIX/share, such as ~/.local/share",
     )
     return parser
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Print the script of a shell, or write all files."""
+    """Print the script of a shell, or write both."""
     args = parser().parse_args(arguments)
     if (args.shell is None) == (args.write is None):
         raise UsageError("completion takes bash, zsh or --write PREFIX: source <(hpctrain completion bash)")

@@ -8,18 +8,17 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.options import Parser
-from hpctrain.run.metrics import NOT_SHOWN, hide_errors_of_writers
-from hpctrain.run.reader import read_configs, read_metrics, summarize
+from hpctrain.run.reader import read_configs, read_metrics
 from hpctrain.run.wandb import folder_for_wandb, result_numbers, start_wandb
 from hpctrain.text import first_line
 
 
 def steps(run: Path) -> list[dict[str, float]]:
-    """The metrics of each step, in order; of a step that was repeated after a restart, the last ones.
+    """The metrics of each step, in order. If a restart repeated a step, its last metrics count.
 
     Raises HpctrainError.
     """
-    read_configs(run)  # names the folder that is no run
+    read_configs(run)  # raises for a folder that is not one of a run
     merged: dict[float, dict[str, float]] = {}
     for line in read_metrics(run):
         merged.setdefault(line["step"], {}).update(line)
@@ -29,12 +28,12 @@ def steps(run: Path) -> list[dict[str, float]]:
 
 
 def to_csv(run: Path) -> str:
-    """Write metrics.csv: a row for each step, a column for each metric; returns what to do with it."""
+    """Write metrics.csv: a row for each step, a column for each metric; returns its path."""
     rows = steps(run)
     columns = list(dict.fromkeys(["epoch", "step", *(name for row in rows for name in row)]))
     with atomic.file(run / "metrics.csv") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
-        # A spreadsheet would take a name that begins so for a formula, and compute it.
+        # A spreadsheet would compute such a name as a formula.
         writer.writerow({name: f"'{name}" if name[:1] in {*"=+-@"} else name for name in columns})
         writer.writerows(rows)
     return f"{run}/metrics.csv"
@@ -50,9 +49,8 @@ def to_wandb(run: Path) -> str:
         try:
             logged = start_wandb(run, folder, "offline")
             for row in rows:
-                logged.log(
-                    {name: value for name, value in row.items() if name != "step"}, step=int(row["step"])
-                )
+                step = row.pop("step")
+                logged.log(row, step=int(step))
             logged.summary.update(result_numbers(run))
             logged.finish()
         except HpctrainError:
@@ -70,31 +68,10 @@ def to_wandb(run: Path) -> str:
     return f"wandb sync {shlex.quote(f'{run}/wandb/{name}')}"
 
 
-def to_tensorboard(run: Path) -> str:
-    """Write tensorboard/ anew, as the trainers write it; returns what shows it.
-
-    Raises HpctrainError while a job writes it.
-    """
-    if summarize(run)["state"] == "running":
-        raise HpctrainError(
-            f"{run} is running, and writes its {run}/tensorboard itself: look there, or wait for its end"
-        )
-    from torch.utils.tensorboard import SummaryWriter
-
-    rows = steps(run)
-    hide_errors_of_writers()
-    with atomic.folder(run / "tensorboard") as folder, SummaryWriter(folder) as board:
-        for row in rows:
-            for name in row.keys() - NOT_SHOWN:
-                board.add_scalar(name, row[name], int(row["step"]))
-    return f"tensorboard --logdir {run}/tensorboard"
-
-
-FORMATS = {"csv": to_csv, "tensorboard": to_tensorboard, "wandb": to_wandb}
+FORMATS = {"csv": to_csv, "wandb": to_wandb}
 
 
 def parser() -> Parser:
-    """The options of `hpctrain export`."""
     parser = Parser(
         prog="hpctrain export",
         description="Write the metrics of runs for other tools, into their run folders.",
@@ -102,7 +79,7 @@ def parser() -> Parser:
     parser.add_argument(
         "format",
         choices=[*FORMATS],
-        help="csv: metrics.csv; tensorboard: its files, which a run has anyway; wandb: an offline run for wandb sync",
+        help="csv: metrics.csv; wandb: an offline run for wandb sync",
     )
     parser.add_argument("run", type=Path, nargs="+", help="run folder, such as runs/train_ddp/17")
     return parser

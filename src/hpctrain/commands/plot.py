@@ -10,7 +10,6 @@ from hpctrain.text import reason
 
 
 def parser() -> Parser:
-    """The options of `hpctrain plot`."""
     parser = Parser(
         prog="hpctrain plot", description="Draw the losses and scores of a run over its steps as curves.png."
     )
@@ -23,7 +22,7 @@ def main(world: World, arguments: list[str]) -> None:
     run = parser().parse_args(arguments).run
     try:
         print(plot(run))
-    except OSError as error:  # a run of somebody else
+    except OSError as error:  # a run of another user
         raise HpctrainError(
             f"{run}/curves.png: cannot be written ({reason(error)}): use hpctrain report --out"
         ) from error

@@ -4,26 +4,26 @@ import html
 import io
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpctrain.commands.runs import format_score, format_start
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.options import Parser
-from hpctrain.run.charts import folder_for_matplotlib, plain, the_first
+from hpctrain.run.charts import COLORS, folder_for_matplotlib, plain, save_picture, the_first
 from hpctrain.run.metrics import format_seconds
 from hpctrain.run.reader import is_number, points, read_configs, read_metrics, summarize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-# Told apart also by people who cannot see red or green, and on light and dark pages: M. Okabe and K. Ito,
-# "Color Universal Design" (2008).
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-# Stands for the color of the page's text in a picture, which is replaced: matplotlib knows no "currentColor".
+# Drawn in place of the color of the page's text, and then replaced by "currentColor", which matplotlib lacks.
 TEXT = "#010203"
-# First what people look at first; scores come between.
+# The charts that come first and last; those of scores are between them.
 FIRST, LAST = (
     ("train_loss", "test_loss"),
     ("examples_per_s", "learning_rate", "peak_memory_mb", "gpu_percent"),
@@ -34,7 +34,8 @@ PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title>
 <style>
 :root {{ color-scheme: light dark; }}
@@ -42,8 +43,12 @@ body {{ font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max
 h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1.05rem; margin-top: 1.5rem; }}
 .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; }}
-th, td {{ padding: .2rem .8rem .2rem 0; text-align: left; white-space: nowrap; border-bottom: 1px solid #8884; }}
-.charts {{ display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 350px), 1fr)); }}
+th, td {{
+  padding: .2rem .8rem .2rem 0; text-align: left; white-space: nowrap; border-bottom: 1px solid #8884;
+}}
+.charts {{
+  display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 350px), 1fr));
+}}
 .charts svg {{ width: 100%; height: auto; }}
 .color {{ display: inline-block; width: .8rem; height: .8rem; border-radius: 50%; margin-right: .4rem; }}
 </style>
@@ -58,7 +63,10 @@ th, td {{ padding: .2rem .8rem .2rem 0; text-align: left; white-space: nowrap; b
 
 
 class Content(NamedTuple):
-    """What a report shows of a run: its row of `hpctrain runs`, its configurations and the lines of its metrics."""
+    """What a report shows of a run.
+
+    `row` is its row of `hpctrain runs`, `configs` has one configuration per start, `lines` are its metrics.
+    """
 
     row: dict[str, Any]
     configs: list[dict[str, Any]]
@@ -66,7 +74,7 @@ class Content(NamedTuple):
 
 
 def read(run: Path) -> Content:
-    """Read a run folder. Raises HpctrainError if it is none, or has no metrics yet."""
+    """Read a run folder. Raises HpctrainError if the folder is not one of a run, or has no metrics yet."""
     content = Content(summarize(run), read_configs(run), read_metrics(run))
     if not content.lines:
         raise HpctrainError(f"{run}/metrics.jsonl has no line yet: wait for the first, or leave this run out")
@@ -74,7 +82,7 @@ def read(run: Path) -> Content:
 
 
 def metric_names(runs: list[Content]) -> list[str]:
-    """The metrics that a chart shows, in order; "score/part" is a detail of a score and has none."""
+    """The metrics that get a chart, in order. "score/part", a detail of a score, gets none."""
     found = dict.fromkeys(name for run in runs for line in run.lines for name in line if "/" not in name)
     scores = [name for name in found if name not in (*FIRST, *LAST, "epoch", "step", "seconds")]
     return the_first([name for name in (*FIRST, *scores, *LAST) if name in found])
@@ -86,15 +94,14 @@ def draw(axis: "Axes", runs: list[Content], name: str) -> None:
         color = COLORS[number % len(COLORS)]
         found = [(step, value) for step, value in points(run.lines, name) if math.isfinite(value)]
         if found:
-            axis.plot(
-                *zip(*found, strict=True), color=color, marker="o" if len(found) < 30 else None, markersize=3
-            )
+            steps, values = zip(*found, strict=True)
+            axis.plot(steps, values, color=color, marker="o" if len(found) < 30 else None, markersize=3)
         for config in run.configs[1:]:
             if is_number(config.get("resumed_at")):
                 axis.axvline(config["resumed_at"], color=color, linestyle=":", linewidth=2)
     axis.set(xlabel="step", title=TITLES.get(name, plain(name.replace("_", " "))))
-    values = [value for run in runs for _, value in points(run.lines, name)]
-    if name.endswith("_loss") and 0 < 20 * min(values) < max(values) < math.inf:
+    every = [value for run in runs for _, value in points(run.lines, name)]
+    if name.endswith("_loss") and 0 < 20 * min(every) < max(every) < math.inf:
         axis.set_yscale("log")
     axis.grid(alpha=0.3)
 
@@ -104,26 +111,35 @@ def chart(runs: list[Content], name: str) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    colors = dict.fromkeys(
-        ["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"], TEXT
+    settings = rc_context(
+        {
+            "text.color": TEXT,
+            "axes.labelcolor": TEXT,
+            "axes.edgecolor": TEXT,
+            "xtick.color": TEXT,
+            "ytick.color": TEXT,
+            "grid.color": TEXT,
+            "svg.fonttype": "none",  # text instead of paths
+            "svg.hashsalt": name,  # no two charts of a page may give their parts the same ids
+        }
     )
-    # Text stays text. The salt keeps the names that a chart gives its parts apart from those of the other
-    # charts.
-    with rc_context({**colors, "svg.fonttype": "none", "svg.hashsalt": name}):
+    with settings:
         figure = Figure(figsize=(5.6, 3.2), layout="constrained")
         axis = figure.subplots()
         draw(axis, runs, name)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S).replace(
-        TEXT, "currentColor"
-    )
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S)
+    svg = svg.replace(TEXT, "currentColor")
     return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
 
 
 def differences(runs: list[Content]) -> list[tuple[str, ...]]:
-    """The options, versions and other facts that are not the same in all runs: a row each, its name and a value per run."""
+    """The options, versions and other facts that differ between runs.
+
+    Each row has the name of the fact, and its value in each run.
+    """
     facts = []
     for run in runs:
         config = run.configs[-1]
@@ -148,15 +164,12 @@ def page(runs: list[Content]) -> str:
     rows = []
     for number, run in enumerate(runs):
         row, color = run.row, COLORS[number % len(COLORS)]
-        score = f"{row['score']} {row['value']:.4g}" if row["score"] else ""
         position = f"epoch {row['epoch']}/{row['epochs']}, step {row['step']}"
-        time, started = (
-            format_seconds(run.lines[-1].get("seconds", 0)),
-            str(row["started"])[:16].replace("T", " "),
-        )
-        cells = [row["state"], row["job"], position, score, time, started, row["image_digest"] or ""]
-        name = f'<td><span class="color" style="background:{color}"></span>{html.escape(row["run"])}</td>'
-        rows.append(f"<tr>{name}{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in cells)}</tr>")
+        time = format_seconds(run.lines[-1].get("seconds", 0))
+        cells = [row["state"], row["job"], position, format_score(row), time, format_start(row)]
+        cells.append(row["image_digest"] or "")
+        mark = f'<span class="color" style="background:{color}"></span>'
+        rows.append([mark + html.escape(row["run"]), *(html.escape(str(cell)) for cell in cells)])
     heads = ("run", "state", "job", "position", "score", "time", "started", "image")
     unequal = differences(runs)
     if len(runs) == 1:
@@ -165,24 +178,27 @@ def page(runs: list[Content]) -> str:
         text = "<p>None: options, versions, image and ranks are the same.</p>"
     else:
         text = _table(
-            ("", *(run.row["run"] for run in runs)), [tuple(map(html.escape, row)) for row in unequal]
+            ["", *(html.escape(run.row["run"]) for run in runs)],
+            [[html.escape(cell) for cell in row] for row in unequal],
         )
     title = "Runs" if len(runs) > 1 else str(runs[0].row["run"])
     return PAGE.format(
         title=html.escape(title),
-        runs=f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{''.join(rows)}</table>",
+        runs=_table(heads, rows),
         charts="\n".join(chart(runs, name) for name in metric_names(runs)),
         differences=f'<div class="wide">{text}</div>',
     )
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
-    return f"<table><tr>{head}</tr>{''.join('<tr>' + ''.join(f'<td>{text}</td>' for text in row) + '</tr>' for row in rows)}</table>"
+def _table(heads: Sequence[str], rows: list[list[str]]) -> str:
+    """A table as HTML, of cells that are HTML already."""
+    lines = ["".join(f"<th>{head}</th>" for head in heads)]
+    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
-def picture(runs: list[Content]) -> bytes:
-    """The charts of the report as a PNG, with a legend."""
+def picture(runs: list[Content]) -> "Figure":
+    """The charts of the report as one figure, with a legend."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -197,13 +213,10 @@ def picture(runs: list[Content]) -> bytes:
         axis.axis("off")
     marks = [Line2D([], [], color=COLORS[number % len(COLORS)]) for number in range(len(runs))]
     figure.legend(marks, [plain(run.row["run"]) for run in runs], loc="outside upper left", ncols=3)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=110)
-    return content.getvalue()
+    return figure
 
 
 def parser() -> Parser:
-    """The options of `hpctrain report`."""
     parser = Parser(
         prog="hpctrain report", description="Compare runs on one HTML page, which needs no network."
     )
@@ -218,19 +231,19 @@ def parser() -> Parser:
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Write the report, and print its path.
-
-    Raises HpctrainError, naming the file that cannot be read or written.
-    """
+    """Write the report, and print its path. Raises HpctrainError."""
     args = parser().parse_args(arguments)
     if args.out.suffix not in (".html", ".png"):
         raise UsageError(f"--out {args.out}: give a name that ends in .html or .png")
     runs = [read(run) for run in args.run]
-    with folder_for_matplotlib():
-        content = picture(runs) if args.out.suffix == ".png" else page(runs).encode(errors="backslashreplace")
     try:
-        with atomic.file(args.out, "wb") as file:
-            file.write(content)
+        with folder_for_matplotlib():
+            if args.out.suffix == ".png":
+                save_picture(picture(runs), args.out)
+            else:
+                # A name may hold half of a character, which UTF-8 cannot encode.
+                text = page(runs).encode(errors="backslashreplace").decode()
+                atomic.write_text(args.out, text)
     except OSError as error:
         raise HpctrainError(
             f"{args.out}: cannot be written ({error.strerror}): use --out to name another file"

@@ -8,10 +8,10 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.options import Parser
 from hpctrain.run.reader import find, summarize
-from hpctrain.text import one_line
+from hpctrain.text import table
 
 
-def table(rows: list[dict[str, Any]], folder: Path) -> str:
+def describe_runs(rows: list[dict[str, Any]], folder: Path) -> str:
     """The rows as lines of text, the run that started last at the end."""
     cells = [("RUN", "STATE", "JOB", "EPOCH", "STEP", "SCORE", "EXAMPLES/S", "STARTED", "IMAGE")]
     for row in sorted(rows, key=lambda row: str(row["started"])):
@@ -23,22 +23,26 @@ def table(rows: list[dict[str, Any]], folder: Path) -> str:
                 str(row["job"]) + (f" ({row['starts']} starts)" if row["starts"] > 1 else ""),
                 f"{row['epoch']}/{row['epochs']}",
                 str(row["step"]),
-                f"{row['score']} {row['value']:.4g}" if row["score"] else "-",
+                format_score(row) or "-",
                 f"{row['examples_per_s']:.4g}" if row["examples_per_s"] else "-",
-                str(row["started"])[:16].replace("T", " "),
+                format_start(row),
                 str(row["image_digest"] or "-").removeprefix("sha256:")[:12],
             )
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    )
-    return "\n".join(map(one_line, lines))
+    return table(cells)
+
+
+def format_score(row: dict[str, Any]) -> str:
+    """The name and the value of a run's score; "" if it has none."""
+    return f"{row['score']} {row['value']:.4g}" if row["score"] else ""
+
+
+def format_start(row: dict[str, Any]) -> str:
+    """The date and the time to the minute at which a run was started first."""
+    return str(row["started"])[:16].replace("T", " ")
 
 
 def parser() -> Parser:
-    """The options of `hpctrain runs`."""
     parser = Parser(
         prog="hpctrain runs",
         description="List the run folders below a folder: state, position, score, speed.",
@@ -58,4 +62,4 @@ def main(world: World, arguments: list[str]) -> None:
         raise HpctrainError(
             f"{args.folder}: no run folder in it that you can read, with a config.json: name another folder"
         )
-    print(json.dumps(rows, indent=2) if args.json else table(rows, args.folder))
+    print(json.dumps(rows, indent=2) if args.json else describe_runs(rows, args.folder))

@@ -9,68 +9,69 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.options import Parser
-from hpctrain.run.charts import folder_for_matplotlib, plain
+from hpctrain.run.charts import folder_for_matplotlib, plain, save_picture
 from hpctrain.run.reader import find, is_number, read_configs, read_json
-from hpctrain.text import one_line
+from hpctrain.text import one_line, table
 
 COLUMNS = {
     "launcher": "LAUNCHER", "ranks": "RANKS", "nodes": "NODES", "batch_size": "BATCH", "step_ms": "STEP (MS)",
     "examples_per_s": "EXAMPLES/S", "speedup": "SPEEDUP", "efficiency": "EFFICIENCY",
 }  # fmt: skip
-NO_NUMBERS = {"launcher", "batch_size"}
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """A row of COLUMNS for each finished run in a folder, in the order of launchers and ranks.
 
-    Raises HpctrainError.
-
     Speedup and efficiency compare with the run of the same launcher that has the fewest ranks: examples per
-    second, and the same per rank. That is right for strong scaling (one batch size) and for weak scaling (one
-    batch size per rank).
+    second, and examples per second and rank. The comparison holds for strong scaling (one batch size) and for
+    weak scaling (one batch size per rank). Raises HpctrainError.
     """
-    rows = []
-    for run in find(folder):
-        config = read_configs(run)[-1]
-        speed = read_json(run / "result.json").get("speed") if (run / "result.json").exists() else None
-        if not speed or "examples_per_s" not in speed:
-            print(f"{one_line(str(run))}: left out, as it has no result yet", flush=True)
-            continue
-        try:
-            world = World(**config["world"])
-            row = {
-                "launcher": one_line(world.launcher_command), "ranks": world.size, "nodes": world.nodes,
-                "batch_size": config["options"].get("batch_size"), "step_ms": speed["step_ms_p50"],
-                "examples_per_s": speed["examples_per_s"],
-            }  # fmt: skip
-            valid = all(
-                is_number(row[name]) and 0 < row[name] < math.inf
-                for name in COLUMNS.keys() & row.keys() - NO_NUMBERS
-            )
-            valid = valid and type(row["batch_size"]) in (int, type(None))
-        except (AttributeError, KeyError, TypeError):
-            valid = False
-        if not valid:
-            raise HpctrainError(
-                f"{run}: config.json or result.json is not of hpctrain: remove this run, or move it elsewhere"
-            )
-        rows.append(row | {"trainer": config.get("trainer"), "run": str(run)})
+    rows = [row for run in find(folder) if (row := read_row(run))]
+    if not rows:
+        raise HpctrainError(
+            f"{folder}: no run with a result in it: submit them with launch/scaling.sh and wait for their end"
+        )
     rows.sort(key=lambda row: (row["launcher"], row["ranks"]))
     first: dict[str, dict[str, Any]] = {}
     for row in rows:
         base = first.setdefault(row["launcher"], row)
         if row["trainer"] != base["trainer"]:
             raise HpctrainError(
-                f"{row['run']} is of {row['trainer']} and another run with {row['launcher']} of {base['trainer']}: "
-                "compare runs of one trainer, as launch/scaling.sh makes them"
+                f"{row['run']} is of {row['trainer']} and another run with {row['launcher']} of "
+                f"{base['trainer']}: compare runs of one trainer, as launch/scaling.sh makes them"
             )
         row["speedup"] = row["examples_per_s"] / base["examples_per_s"]
         row["efficiency"] = row["speedup"] * base["ranks"] / row["ranks"]
-    if not rows:
-        raise HpctrainError(
-            f"{folder}: no run with a result in it: submit them with launch/scaling.sh, and wait for their end"
-        )
     return rows
+
+
+def read_row(run: Path) -> dict[str, Any] | None:
+    """What a run folder itself says; None, and a line, if it has no result yet. Raises HpctrainError."""
+    config = read_configs(run)[-1]
+    speed = read_json(run / "result.json").get("speed") if (run / "result.json").exists() else None
+    if not speed or "examples_per_s" not in speed:
+        print(f"{one_line(str(run))}: left out, as it has no result yet", flush=True)
+        return None
+    try:
+        world = World(**config["world"])
+        row = {
+            "launcher": one_line(world.launcher_command),
+            "ranks": world.size,
+            "nodes": world.nodes,
+            "batch_size": config["options"].get("batch_size"),
+            "step_ms": speed["step_ms_p50"],
+            "examples_per_s": speed["examples_per_s"],
+        }
+        numbers = (row[name] for name in ("ranks", "nodes", "step_ms", "examples_per_s"))
+        valid = all(is_number(value) and 0 < value < math.inf for value in numbers)
+        valid = valid and type(row["batch_size"]) in (int, type(None))
+    except (AttributeError, KeyError, TypeError):
+        valid = False
+    if not valid:
+        raise HpctrainError(
+            f"{run}: config.json or result.json is not of hpctrain: remove this run, or move it elsewhere"
+        )
+    return row | {"trainer": config.get("trainer"), "run": str(run)}
 
 
 def describe(rows: list[dict[str, Any]]) -> str:
@@ -78,26 +79,15 @@ def describe(rows: list[dict[str, Any]]) -> str:
     if len({row["batch_size"] for row in rows}) == 1:
         return f"strong scaling: {rows[0]['batch_size']} examples in a step"
     per_rank = {(row["batch_size"] or 0) / row["ranks"] for row in rows}
-    return (
-        f"weak scaling: {per_rank.pop():g} examples in a step of a rank"
-        if len(per_rank) == 1
-        else "different batch sizes"
-    )
+    if len(per_rank) == 1:
+        return f"weak scaling: {per_rank.pop():g} examples in a step of a rank"
+    return "different batch sizes"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as lines of text."""
-
-    def text(name: str, value: Any) -> str:
-        if name == "efficiency":
-            return f"{value:.1%}"
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    cells = [[*COLUMNS.values()], *([text(name, row[name]) for name in COLUMNS] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells
-    )
+def format_cell(name: str, value: Any) -> str:
+    if name == "efficiency":
+        return f"{value:.1%}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
@@ -123,12 +113,10 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend()
     figure.suptitle(plain(title))
-    with atomic.file(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=110)
+    save_picture(figure, path)
 
 
 def parser() -> Parser:
-    """The options of `hpctrain scaling`."""
     parser = Parser(
         prog="hpctrain scaling",
         description="Compare runs on 1, 2, 4, ... ranks: throughput, speedup, efficiency.",
@@ -142,7 +130,8 @@ def main(world: World, arguments: list[str]) -> None:
     folder = parser().parse_args(arguments).folder
     rows = read_rows(folder)
     title = f"{folder}: {describe(rows)}"
-    print(one_line(title), table(rows), sep="\n")
+    cells = [[format_cell(name, row[name]) for name in COLUMNS] for row in rows]
+    print(one_line(title), table([[*COLUMNS.values()], *cells], str.rjust), sep="\n")
     try:
         atomic.write_text(folder / "scaling.json", json.dumps(rows, indent=2) + "\n")
         with folder_for_matplotlib():

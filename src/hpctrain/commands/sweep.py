@@ -1,12 +1,10 @@
 """hpctrain sweep: search hyperparameters, as a job array whose tasks are the trials.
 
-Nothing coordinates the trials. Each one reads what the others have in their run folders, asks Optuna for its
-own parameters, writes them into its folder, and trains there as a run of its own. So any of them may be
-killed and run again. Optuna keeps no file: its journal can be corrupted on NFS
-(github.com/optuna/optuna/issues/5138).
+Nothing coordinates the trials. Each one reads the run folders of the others, asks Optuna for its own
+parameters, writes them into its folder, and trains there. A trial that was killed can therefore be run again.
+Optuna keeps no file: its journal can be corrupted on NFS (github.com/optuna/optuna/issues/5138).
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -30,26 +28,27 @@ from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.options import Parser
-from hpctrain.run.charts import folder_for_matplotlib, plain
+from hpctrain.run.charts import folder_for_matplotlib, plain, save_picture
 from hpctrain.run.reader import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
 from hpctrain.text import first_line, one_line
 
+# A file in the folder of a trial, and how a trial with this file has ended. The first one counts.
+ENDINGS = {"result.json": "complete", PRUNED: "pruned", DIVERGED: "diverged"}
 FAILED = "error.txt"  # in the folder of a trial that an error has ended
-SAME_ERRORS = 3  # of the first trials: the others would have it as well
+SAME_ERRORS = 3  # so many first trials with the same error end the sweep
 WAIT = 120  # s, for the parameters of rank 0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that has begun, and how it is: complete, pruned, diverged or running (which it may be again
-    after a kill).
+    """A trial that has begun.
 
-    `scores` are those after each epoch, by its number. Only a complete trial has a value.
+    `scores` has the metric after each epoch, by the number of the epoch. Only a complete trial has a value.
     """
 
     number: int
     parameters: dict[str, Any]
-    state: str = "running"
+    state: str = "running"  # or a value of ENDINGS
     value: float | None = None
     scores: dict[int, float] = field(default_factory=dict)
 
@@ -58,37 +57,39 @@ class Trial:
 
 
 def trial_folder(folder: Path, number: int) -> Path:
-    """The run folder of a trial."""
     return folder / f"trial-{number:03d}"
 
 
-def has_ended(folder: Path, number: int) -> bool:
-    """Whether a trial has a result, was pruned, or diverged: then it would diverge again."""
-    return any((trial_folder(folder, number) / name).exists() for name in ("result.json", PRUNED, DIVERGED))
+def read_state(folder: Path, number: int) -> str:
+    """How a trial has ended, or "running": its job may also have been killed."""
+    for name, state in ENDINGS.items():
+        if (trial_folder(folder, number) / name).exists():
+            return state
+    return "running"
+
+
+def without_end(sweep: Sweep, folder: Path) -> list[int]:
+    """The numbers of the trials that have not ended, or not begun."""
+    return [number for number in range(sweep.trials) if read_state(folder, number) == "running"]
 
 
 def read_trial(sweep: Sweep, folder: Path, number: int) -> Trial:
     """A trial that has begun. Raises HpctrainError if it is complete and has no such metric.
 
-    The value is that of result.json, or the best one after an epoch where only metrics.jsonl has the metric.
+    The value is that of result.json. If only metrics.jsonl has the metric, it is the best one of all epochs.
     """
-    path = trial_folder(folder, number)
+    path, state = trial_folder(folder, number), read_state(folder, number)
     parameters, lines = read_json(path / "parameters.json"), read_metrics(path)
     scores = {int(line["epoch"]): line[sweep.metric] for line in lines if sweep.metric in line}
-    if not (path / "result.json").exists():
-        state = (
-            "pruned" if (path / PRUNED).exists() else "diverged" if (path / DIVERGED).exists() else "running"
-        )
+    if state != "complete":
         return Trial(number, parameters, state, scores=scores)
     result = read_json(path / "result.json")
     value = result.get(sweep.metric, _choose(sweep)(scores.values()) if scores else None)
     if not isinstance(value, int | float):
-        measured = result | {
-            name: value for line in lines for name, value in line.items() if name not in result
-        }
-        known = ", ".join(name for name, value in measured.items() if isinstance(value, int | float))
+        measured = [*result.items(), *(item for line in lines for item in line.items())]
+        known = ", ".join(dict.fromkeys(name for name, value in measured if isinstance(value, int | float)))
         raise HpctrainError(f"{path} has no {sweep.metric}: metric can be {known}")
-    return Trial(number, parameters, "complete", value, scores)
+    return Trial(number, parameters, state, value, scores)
 
 
 def read_trials(sweep: Sweep, folder: Path) -> list[Trial]:
@@ -102,14 +103,13 @@ def read_trials(sweep: Sweep, folder: Path) -> list[Trial]:
 
 
 def suggest(sweep: Sweep, trials: list[Trial], number: int) -> dict[str, Any]:
-    """The parameters of a trial, a function of the file, its number, and the trials that have begun.
+    """The parameters of a trial. They depend on the file, its number, and the trials that have begun alone.
 
-    Those without a result yet count as bad ones for TPE (constant liar), so that trials at the same time
-    differ.
+    TPE takes a trial without a result for a bad one (constant liar), so that trials at the same time differ.
     """
     if sweep.sampler == "grid":
         chosen = {}
-        # not all combinations, which a short file can have without end
+        # One combination, without a list of all: a short file can describe billions.
         for name, form in reversed(sweep.parameters.items()):
             number, place = divmod(number, len(form["values"]))
             chosen[name] = form["values"][place]
@@ -119,12 +119,10 @@ def suggest(sweep: Sweep, trials: list[Trial], number: int) -> dict[str, Any]:
     seed = (sweep.seed * 1_000_003 + number) % 2**32
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of constant_liar
-        tpe = sweep.sampler == "tpe"
-        sampler = (
-            optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-            if tpe
-            else optuna.samplers.RandomSampler(seed)
-        )
+        if sweep.sampler == "tpe":
+            sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+        else:
+            sampler = optuna.samplers.RandomSampler(seed)
     study = optuna.create_study(direction=sweep.direction, sampler=sampler)
     forms = _distributions(sweep)
     study.add_trials([_for_optuna(trial, forms) for trial in trials])
@@ -132,10 +130,9 @@ def suggest(sweep: Sweep, trials: list[Trial], number: int) -> dict[str, Any]:
 
 
 def should_prune(sweep: Sweep, trials: list[Trial], trial: Trial) -> bool:
-    """Whether the median pruner ends a trial now: its best score is worse than the median of the complete
-    trials by this epoch.
+    """Whether a trial's best score is worse than the median of the complete trials by this epoch.
 
-    At first it lets five trials complete.
+    The median pruner first lets five trials complete.
     """
     optuna = _import_optuna("leave out pruner")
     study = optuna.create_study(direction=sweep.direction)
@@ -159,8 +156,13 @@ def _for_optuna(trial: Trial, forms: dict[str, Any]) -> Any:
     from optuna.trial import TrialState, create_trial
 
     state = TrialState.FAIL if trial.state == "diverged" else TrialState[trial.state.upper()]
-    values = {"value": trial.value, "intermediate_values": trial.scores}
-    return create_trial(state=state, params=trial.parameters, distributions=forms, **values)
+    return create_trial(
+        state=state,
+        value=trial.value,
+        params=trial.parameters,
+        distributions=forms,
+        intermediate_values=trial.scores,
+    )
 
 
 def _distributions(sweep: Sweep) -> dict[str, Any]:
@@ -183,33 +185,49 @@ def _distribution(form: dict[str, Any]) -> Any:
 
 
 def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
-    """Train with the parameters of a trial, on all ranks.
-
-    It goes on where an earlier start of it was ended.
-    """
+    """Run a trial on all ranks, or continue where its last start ended."""
     path = trial_folder(folder, number)
-    if has_ended(folder, number):
+    if read_state(folder, number) != "running":
         if world.rank == 0:
             print(f"trial {number} has ended already: {path}", flush=True)
         return
+    parameters = choose_parameters(sweep, folder, number, world)
+    if world.rank == 0:
+        print(f"trial {number}: {_describe(parameters)}", flush=True)
+    train(sweep, folder, number, world, parameters)
+    if world.rank == 0:
+        print(_describe_progress(sweep, read_trials(sweep, folder)), flush=True)
+        if not without_end(sweep, folder):
+            show(sweep, folder)
+
+
+def choose_parameters(sweep: Sweep, folder: Path, number: int, world: World) -> dict[str, Any]:
+    """The parameters of a trial, which rank 0 writes at its first start. Raises HpctrainError on a time-out.
+
+    The ranks meet over the file system: the trainer has not made their process group yet.
+    """
+    file = trial_folder(folder, number) / "parameters.json"
     if world.rank == 0:
         _keep_sweep(sweep, folder)
-        (path / FAILED).unlink(missing_ok=True)
-        if not (path / "parameters.json").exists():
+        file.with_name(FAILED).unlink(missing_ok=True)
+        if not file.exists():
             parameters = suggest(sweep, read_trials(sweep, folder), number)
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            atomic.write_text(path / "parameters.json", json.dumps(parameters, indent=2) + "\n")
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            atomic.write_text(file, json.dumps(parameters, indent=2) + "\n")
     deadline = time.monotonic() + WAIT
-    while not (path / "parameters.json").exists():
+    while not file.exists():
         if time.monotonic() > deadline:
             raise HpctrainError(
-                f"rank {world.rank} sees no {path}/parameters.json of rank 0: is it a file system of all nodes?"
+                f"rank {world.rank} sees no {file} of rank 0: is it a file system of all nodes?"
             )
         time.sleep(0.1)
-    chosen = read_json(path / "parameters.json")
-    if world.rank == 0:
-        print(f"trial {number}: {_describe(chosen)}", flush=True)
-    options = [f"--{name}={value}" for name, value in chosen.items()]
+    return read_json(file)
+
+
+def train(sweep: Sweep, folder: Path, number: int, world: World, parameters: dict[str, Any]) -> None:
+    """Run the trainer in the folder of a trial, and write how it ended if it has no result."""
+    path = trial_folder(folder, number)
+    options = [f"--{name}={value}" for name, value in parameters.items()]
     name, *words = sweep.command
     trainer = import_module(COMMANDS[name][0])
     from hpctrain.run.run import Run  # imports torch, which --show does not need
@@ -228,19 +246,13 @@ def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
             # for run_all() to compare
             atomic.write_text(path / FAILED, first_line(error).replace(str(path), "FOLDER"))
         raise
-    if world.rank == 0:
-        trials = read_trials(sweep, folder)
-        print(_describe_progress(sweep, trials), flush=True)
-        if all(has_ended(folder, number) for number in range(sweep.trials)):
-            show(sweep, folder)
 
 
 def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
-    """Whether to end a trial after this epoch, the same on every rank; then PRUNED is in its folder.
+    """Whether to end a trial after this epoch. A collective call, with the same answer on every rank.
 
-    A collective call.
-
-    Raises HpctrainError if the metric is not measured after each epoch.
+    Writes PRUNED into the folder of a trial that ends. Raises HpctrainError if the metric is not measured
+    after each epoch.
     """
     from hpctrain.distributed.rendezvous import all_or_none, broadcast  # imports torch
 
@@ -255,9 +267,10 @@ def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
                 raise HpctrainError(
                     f"{sweep.metric} is not measured after each epoch, as pruner needs: metric can be {known}"
                 )
-            pruned = bool(should_prune(sweep, trials, trial))  # numpy's
+            pruned = bool(should_prune(sweep, trials, trial))  # from numpy's bool
             if pruned:
-                text = f"pruned after epoch {max(trial.scores)}, {sweep.metric} {trial.scores[max(trial.scores)]:.4f}"
+                epoch = max(trial.scores)
+                text = f"pruned after epoch {epoch}, {sweep.metric} {trial.scores[epoch]:.4f}"
                 atomic.write_text(trial_folder(folder, number) / PRUNED, f"{text}\n")
                 print(f"trial {number} {text}", flush=True)
     return broadcast(world, pruned)
@@ -283,40 +296,28 @@ def _keep_sweep(sweep: Sweep, folder: Path) -> None:
 
 
 def run_all(file: Path, sweep: Sweep, folder: Path) -> None:
-    """Run the trials without a result one after the other, in this machine's own processes.
+    """Run the trials that have not ended one after the other, each as a process of this machine.
 
     Raises HpctrainError if some fail, and at once if the first ones all fail with the same error.
     """
     _keep_sweep(sweep, folder)
     errors: list[str] = []
-    for number in range(sweep.trials):
-        if not has_ended(folder, number):
-            command = [
-                *SAFE_PYTHON,
-                "-m",
-                "hpctrain",
-                "sweep",
-                str(file),
-                "--out",
-                str(folder),
-                "--trial",
-                str(number),
-            ]
-            subprocess.run(command, check=False)
-            failed = trial_folder(folder, number) / FAILED
-            errors.append(failed.read_text(encoding="utf-8") if failed.exists() else "")
-            none_has_ended = not any(has_ended(folder, other) for other in range(sweep.trials))
-            if none_has_ended and errors[0] and errors == SAME_ERRORS * errors[:1]:
-                raise HpctrainError(
-                    f"the first {SAME_ERRORS} trials end with the same error ({errors[0]}): correct {file}"
-                )
-    missing = [number for number in range(sweep.trials) if not has_ended(folder, number)]
-    if missing:
+    for number in without_end(sweep, folder):
+        sweep_words = ["sweep", str(file), "--out", str(folder), "--trial", str(number)]
+        subprocess.run([*SAFE_PYTHON, "-m", "hpctrain", *sweep_words], check=False)
+        failed = trial_folder(folder, number) / FAILED
+        errors.append(failed.read_text(encoding="utf-8") if failed.exists() else "")
+        all_failed = len(without_end(sweep, folder)) == sweep.trials
+        if all_failed and errors[0] and errors == SAME_ERRORS * errors[:1]:
+            raise HpctrainError(
+                f"the first {SAME_ERRORS} trials end with the same error ({errors[0]}): correct {file}"
+            )
+    if missing := without_end(sweep, folder):
         raise HpctrainError(
             f"{len(missing)} of {sweep.trials} trials have not ended ({', '.join(map(str, missing[:10]))}): "
             "see what they printed, and run this again"
         )
-    if not errors:  # otherwise the last trial has shown them
+    if not errors:  # otherwise the last trial has shown the results
         show(sweep, folder)
 
 
@@ -324,10 +325,8 @@ def _choose(sweep: Sweep) -> Callable[..., Any]:
     return max if sweep.direction == "maximize" else min
 
 
-def _best(sweep: Sweep, trials: list[Trial]) -> Trial | None:
-    return _choose(sweep)(
-        (trial for trial in trials if trial.value is not None), key=lambda trial: trial.value, default=None
-    )
+def _best(sweep: Sweep, complete: list[Trial]) -> Trial:
+    return _choose(sweep)(complete, key=lambda trial: trial.value)
 
 
 def _describe(parameters: dict[str, Any]) -> str:
@@ -339,11 +338,12 @@ def _describe(parameters: dict[str, Any]) -> str:
 
 
 def _describe_progress(sweep: Sweep, trials: list[Trial]) -> str:
-    count = sum(trial.value is not None for trial in trials)
-    pruned = sum(trial.state == "pruned" for trial in trials)
-    best = _best(sweep, trials)
-    text = f"{count} of {sweep.trials} trials have a result" + (f", {pruned} pruned" if pruned else "")
-    if best:
+    complete = [trial for trial in trials if trial.state == "complete"]
+    text = f"{len(complete)} of {sweep.trials} trials have a result"
+    if pruned := sum(trial.state == "pruned" for trial in trials):
+        text += f", {pruned} pruned"
+    if complete:
+        best = _best(sweep, complete)
         text += f"; best {sweep.metric} {best.value:.4g} of trial {best.number}: {_describe(best.parameters)}"
     return text
 
@@ -353,22 +353,24 @@ def show(sweep: Sweep, folder: Path) -> None:
     trials = read_trials(sweep, folder)
     sign = 1 if sweep.direction == "maximize" else -1
     for trial in sorted(trials, key=lambda trial: (trial.value is not None, sign * (trial.value or 0))):
-        text = f"{sweep.metric} {trial.value:.4f}" if trial.value is not None else trial.state
-        if trial.state == "pruned":
+        text = trial.state
+        if trial.state == "complete":
+            text = f"{sweep.metric} {trial.value:.4f}"
+        elif trial.state == "pruned":
             text = (trial_folder(folder, trial.number) / PRUNED).read_text(encoding="utf-8").strip()
-        print(
-            f"trial {trial.number:3}  {'no result' if text == 'running' else text}  {_describe(trial.parameters)}"
-        )
+        elif trial.state == "running":
+            text = "no result"
+        print(f"trial {trial.number:3}  {text}  {_describe(trial.parameters)}")
     print(_describe_progress(sweep, trials))
-    finished = [trial for trial in trials if trial.value is not None]
-    if finished:
+    complete = [trial for trial in trials if trial.state == "complete"]
+    if complete:
         with folder_for_matplotlib():
-            _draw(sweep, finished, folder / "sweep.png")
+            _draw(sweep, complete, folder / "sweep.png")
         print(f"picture: {folder}/sweep.png", flush=True)
 
 
 def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:
-    """The values in the order of the trials with the best so far, and over each parameter."""
+    """Draw the values of complete trials in their order, with the best so far, and over each parameter."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -383,10 +385,9 @@ def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:
     first.set(xlabel="trial", ylabel=plain(sweep.metric.replace("_", " ")))
     first.legend()
     best = _best(sweep, trials)
-    for axis, (name, form) in itertools.zip_longest(others, sweep.parameters.items(), fillvalue=(None, None)):
-        if name is None:
-            axis.set_axis_off()
-            continue
+    for axis in others[len(sweep.parameters) :]:
+        axis.set_axis_off()
+    for axis, (name, form) in zip(others, sweep.parameters.items(), strict=False):
         seen = [trial.parameters[name] for trial in trials]
         at = form["values"].index if "values" in form else float
         axis.plot([at(value) for value in seen], values, "o")
@@ -399,15 +400,14 @@ def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:
     for axis in (first, *others):
         axis.grid(alpha=0.3)
     figure.suptitle(plain(str(path.parent)))
-    with atomic.file(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=110)
+    save_picture(figure, path)
 
 
 def parser() -> Parser:
-    """The options of `hpctrain sweep`."""
     parser = Parser(
         prog="hpctrain sweep",
-        description="Search hyperparameters: in a job array the task is the trial, otherwise the trials run one after the other.",
+        description="Search hyperparameters. Each task of a job array runs one trial; "
+        "without a job array, the trials run one after the other.",
     )
     parser.add_argument("file", type=Path, help="the sweep, in YAML: docs/sweep.md has its keys")
     parser.add_argument(
@@ -425,7 +425,7 @@ def parser() -> Parser:
 
 def main(world: World, arguments: list[str]) -> None:
     """Run a trial, or all; or show them. Raises HpctrainError."""
-    args: argparse.Namespace = parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     sweep, folder = read_file(args.file), args.out or Path("runs") / args.file.stem
     number = args.trial
     if number is None and "SLURM_ARRAY_TASK_ID" in os.environ:
@@ -438,12 +438,14 @@ def main(world: World, arguments: list[str]) -> None:
     if number is not None:
         if not 0 <= number < sweep.trials:
             raise UsageError(
-                f"there is no trial {number}: {args.file} has {sweep.trials}, so give --array=0-{sweep.trials - 1}"
+                f"there is no trial {number}: {args.file} has {sweep.trials}, "
+                f"so give --array=0-{sweep.trials - 1}"
             )
         run_trial(sweep, folder, number, world)
     elif world.size > 1 or world.launcher != ALONE.launcher:
         raise UsageError(
-            f"submit a sweep as a job array, such as sbatch --array=0-{sweep.trials - 1}%4 ..., or give --trial N"
+            f"submit a sweep as a job array, such as sbatch --array=0-{sweep.trials - 1}%4 ..., "
+            "or give --trial N"
         )
     else:
         run_all(args.file, sweep, folder)

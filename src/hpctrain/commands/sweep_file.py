@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -13,10 +14,12 @@ from hpctrain.options import did_you_mean
 from hpctrain.text import reason
 
 OWN = {"out", "resume"}  # options that a trial sets itself
-SAMPLERS = ("tpe", "random", "grid")
+CHOICES = {
+    "direction": ("minimize", "maximize"),
+    "sampler": ("tpe", "random", "grid"),
+    "pruner": ("none", "median"),
+}
 MOST_TRIALS = 10_000  # a trial looks for the folders of all others
-PRUNERS = ("none", "median")
-DIRECTIONS = ("minimize", "maximize")
 FORMS = "{low: 1e-5, high: 1e-2, log: true}, {low: 1, high: 8, step: 1} or {values: [16, 32]}"
 
 
@@ -24,7 +27,8 @@ FORMS = "{low: 1e-5, high: 1e-2, log: true}, {low: 1, high: 8, step: 1} or {valu
 class Sweep:
     """What a sweep file says.
 
-    `command` has the words of a command of hpctrain that trains, without --out and --resume.
+    `command` has the words of a command of hpctrain that trains, without --out and --resume. A parameter is
+    {"values": [...]}, or {"low": ..., "high": ...} with numbers and perhaps "log" or "step".
     """
 
     command: list[str]
@@ -39,6 +43,32 @@ class Sweep:
 
 def read_file(path: Path) -> Sweep:
     """Read a sweep file, in YAML. Raises UsageError, naming the file and the key."""
+    content = _read_yaml(path)
+    keys = Sweep.__dataclass_fields__
+    for name in content:
+        if name not in keys:
+            raise UsageError(f"{path}: there is no key {name!r}: choose from {', '.join(keys)}")
+    for name in ("command", "metric", "direction", "parameters"):
+        if not content.get(name):
+            raise UsageError(f"{path}: {name} is missing: see docs/sweep.md")
+    command, parameters = content["command"], content["parameters"]
+    try:
+        words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+    except (TypeError, ValueError):  # no text and no list, or a quote without an end
+        words = []
+    if not words or not isinstance(parameters, dict):
+        raise UsageError(
+            f"{path}: give a command line as command, and the range of each option as parameters"
+        )
+    ranges = {str(name): _read_range(f"{path}: parameter {name}", form) for name, form in parameters.items()}
+    sweep = Sweep(**content | {"command": words, "parameters": ranges})
+    if problem := next(_problems(sweep), None):
+        raise UsageError(f"{path}: {problem}")
+    return sweep
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The keys and values of a file. Raises UsageError."""
     import yaml
 
     try:
@@ -51,58 +81,64 @@ def read_file(path: Path) -> Sweep:
         raise UsageError(f"{path}: cannot be read as YAML ({reason(error)}): see docs/sweep.md") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path}: not a list of keys and values: see docs/sweep.md")
-    keys = Sweep.__dataclass_fields__
-    for name in content:
-        if name not in keys:
-            raise UsageError(f"{path}: there is no key {name!r}: choose from {', '.join(keys)}")
-    for name in ("command", "metric", "direction", "parameters"):
-        if not content.get(name):
-            raise UsageError(f"{path}: {name} is missing: see docs/sweep.md")
+    return content
+
+
+def _read_range(place: str, form: Any) -> dict[str, Any]:
+    """The values or the range of a parameter. Raises UsageError, which begins with `place`."""
+    error = UsageError(f"{place}: give {FORMS}, with low below high; log: low above 0, and no step")
+    if not isinstance(form, dict):
+        raise error
+    if form.keys() == {"values"}:
+        values = form["values"]
+        valid = isinstance(values, list) and all(isinstance(value, str | int | float) for value in values)
+        if not valid or not values:
+            raise error
+        return form
+    if not {"low", "high"} <= form.keys() <= {"low", "high", "log", "step"}:
+        raise error
     try:
-        command = content["command"]
-        words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
-        sweep = Sweep(
-            **content
-            | {"command": words, "parameters": {str(name): x for name, x in content["parameters"].items()}}
-        )
-        trainer = words[0]
-    except (AttributeError, IndexError, TypeError, ValueError):  # ValueError: quotes that do not end
-        raise UsageError(
-            f"{path}: give a command line as command, and the range of each option as parameters"
-        ) from None
-    given = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
+        numbers = {name: _number(form[name]) for name in ("low", "high", "step") if name in form}
+    except (OverflowError, TypeError, ValueError):
+        raise error from None
+    positive = [numbers["high"] - numbers["low"], numbers.get("step", 1)]
+    if form.get("log"):
+        positive.append(numbers["low"])
+    if not all(0 < value < math.inf for value in positive) or (form.get("log") and "step" in form):
+        raise error
+    return form | numbers
+
+
+def _number(value: Any) -> float:
+    """A number, or a text such as 1e-5, which YAML takes for no number. Raises ValueError and others."""
+    number = float(value)  # raises OverflowError for an integer that is too large
+    return value if type(value) is int else number
+
+
+def _problems(sweep: Sweep) -> Iterator[str]:
+    """What is wrong with the values of a sweep."""
+    trainer = sweep.command[0]
     trainers = [name for name, (_, group, _) in COMMANDS.items() if group in ("train", "fine-tune")]
-    for text, fits in (
-        (
-            f"command {trainer!r}: {did_you_mean(trainer, trainers) or 'choose from ' + ', '.join(trainers)}",
-            trainer in trainers,
-        ),
-        ("--out and --resume are the sweep's own: leave them out", not OWN & {*given, *sweep.parameters}),
-        (
-            f"direction {sweep.direction!r}: choose from {', '.join(DIRECTIONS)}",
-            sweep.direction in DIRECTIONS,
-        ),
-        (f"sampler {sweep.sampler!r}: choose from {', '.join(SAMPLERS)}", sweep.sampler in SAMPLERS),
-        (f"pruner {sweep.pruner!r}: choose from {', '.join(PRUNERS)}", sweep.pruner in PRUNERS),
-        (
-            f"trials {sweep.trials!r}: give a number from 1 to {MOST_TRIALS:,}",
-            type(sweep.trials) is int and 0 < sweep.trials <= MOST_TRIALS,
-        ),
-        (f"seed {sweep.seed!r}: give an integer", type(sweep.seed) is int),
-        (
-            f"metric {sweep.metric!r}: give a name in result.json, such as test_loss",
-            isinstance(sweep.metric, str) and sweep.metric.isprintable(),
-        ),
-    ):
-        if not fits:
-            raise UsageError(f"{path}: {text}")
+    if trainer not in trainers:
+        advice = did_you_mean(trainer, trainers) or f"choose from {', '.join(trainers)}"
+        yield f"command {trainer!r}: {advice}"
+    for key, choices in CHOICES.items():
+        if getattr(sweep, key) not in choices:
+            yield f"{key} {getattr(sweep, key)!r}: choose from {', '.join(choices)}"
+    if type(sweep.trials) is not int or not 0 < sweep.trials <= MOST_TRIALS:
+        yield f"trials {sweep.trials!r}: give a number from 1 to {MOST_TRIALS:,}"
+    if type(sweep.seed) is not int:
+        yield f"seed {sweep.seed!r}: give an integer"
+    if not isinstance(sweep.metric, str) or not sweep.metric.isprintable():
+        yield f"metric {sweep.metric!r}: give a name in result.json, such as test_loss"
+    given = {word.removeprefix("--").partition("=")[0] for word in sweep.command if word.startswith("--")}
+    if OWN & {*given, *sweep.parameters}:
+        yield "--out and --resume are the sweep's own: leave them out"
     for name, form in sweep.parameters.items():
-        _check_parameter(f"{path}: parameter {name}", form)
         if name in given:
-            raise UsageError(f"{path}: parameter {name} is in command as well: leave it out there")
+            yield f"parameter {name} is in command as well: leave it out there"
         if sweep.sampler == "grid" and "values" not in form:
-            raise UsageError(f"{path}: parameter {name}: sampler grid needs values for each")
-    return sweep
+            yield f"parameter {name}: sampler grid needs values for each"
 
 
 def check_options(path: Path, sweep: Sweep) -> None:
@@ -120,30 +156,3 @@ def check_options(path: Path, sweep: Sweep) -> None:
             parser.parse_args([*sweep.command[1:], *options])
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from None
-
-
-def _check_parameter(place: str, form: Any) -> None:
-    if (
-        isinstance(form, dict)
-        and form.keys() == {"values"}
-        and isinstance(form["values"], list)
-        and form["values"]
-    ):
-        if all(isinstance(value, str | int | float) for value in form["values"]):
-            return
-    elif isinstance(form, dict) and {"low", "high"} <= form.keys() <= {"low", "high", "log", "step"}:
-        try:
-            for name in ("low", "high", "step"):  # YAML takes 1e-5 for a text
-                if name in form:
-                    number = float(form[name])  # fails for integers that are too large
-                    form[name] = form[name] if type(form[name]) is int else number
-            positive = [
-                form["high"] - form["low"],
-                form.get("step", 1),
-                form["low"] if form.get("log") else 1,
-            ]
-            if all(0 < value < math.inf for value in positive) and not (form.get("log") and "step" in form):
-                return
-        except (OverflowError, TypeError, ValueError):
-            pass
-    raise UsageError(f"{place}: give {FORMS}, with low below high; log: low above 0, and no step")

@@ -1,4 +1,4 @@
-"""The losses and scores of a run over its steps, as a picture."""
+"""The losses and scores of a run over its steps, as a picture; and what all pictures share."""
 
 import os
 import shlex
@@ -6,12 +6,19 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.run.reader import NOT_SCORES, load_metrics, points
 from hpctrain.text import one_line, reason
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Told apart also by people who cannot see red or green, and on light and dark pages: M. Okabe and K. Ito,
+# "Color Universal Design" (2008).
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 MOST_METRICS = 100  # each takes a tenth of a second or more
 
 
@@ -97,6 +104,11 @@ def _draw(folder: Path) -> Path:
         axes[1].set_title(f"accuracy: best {best[0]:.4f} after epoch {best[1]}")
     figure.suptitle(plain(str(folder)))
     path = folder / "curves.png"
+    save_picture(figure, path)
+    return path
+
+
+def save_picture(figure: "Figure", path: Path) -> None:
+    """Write a figure as a PNG. Raises OSError."""
     with atomic.file(path, "wb") as file:
         figure.savefig(file, format="png", dpi=110)
-    return path

@@ -2,10 +2,9 @@
 
     sbatch launch/jupyter.sh
 
-Nobody else reaches it: see tunnel.py. The server has the token in its environment.
+No other user reaches it: see tunnel.py. The server has the token in its environment.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -24,8 +23,7 @@ from hpctrain.files import atomic
 from hpctrain.options import Parser
 from hpctrain.servers.tunnel import Tunnel
 
-# A notebook starts launchers of its own. What this process has from its launcher would make their ranks take
-# its place.
+# Prefixes of variables that a launcher sets. Launchers that a notebook starts must not find them.
 OF_THE_LAUNCHER = (
     "SLURM_STEP",
     "SLURM_PROCID",
@@ -56,8 +54,7 @@ OF_A_RANK = {
 }
 # Otherwise JupyterLab asks everybody whether it may fetch news.
 LAB_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
-# A container has its own environment, and is in the folder / unless told: the notebook's folder is known when
-# it starts.
+# HOME and PWD are expanded when a kernel starts: then the folder of its notebook is known.
 ENTER_PODMAN_HPC = """\
 exec podman-hpc run --rm --userns=keep-id --network=host --ipc=host --env HOME \
 --volume /tmp:/tmp --volume "$HOME:$HOME" --workdir "$PWD" "$@\""""
@@ -75,12 +72,12 @@ def main(world: World, arguments: list[str]) -> None:
     if args.kernel:
         print(write_kernel())
     else:
-        serve(args)
+        serve(args.out)
 
 
-def serve(args: argparse.Namespace) -> None:
-    """Run the server until it ends or this process gets SIGTERM."""
-    with Tunnel("jupyter", args.out) as tunnel:
+def serve(folder: Path | None) -> None:
+    """Run the server until it ends or this process gets SIGTERM. `folder` is for the token: see Tunnel."""
+    with Tunnel("jupyter", folder) as tunnel:
         environment = without_launcher(os.environ)
         environment |= {"JUPYTER_TOKEN": tunnel.token, "JUPYTER_RUNTIME_DIR": str(tunnel.private)}
         settings = tunnel.private / "labconfig/default_setting_overrides.json"
@@ -88,24 +85,22 @@ def serve(args: argparse.Namespace) -> None:
         settings.write_text(json.dumps(LAB_SETTINGS))
         folders = (str(tunnel.private), environment.get("JUPYTER_CONFIG_PATH"))
         environment["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
-        command = [*SAFE_PYTHON, "-m", "jupyterlab", "--no-browser", f"--ServerApp.sock={tunnel.socket}"]
-        # Kernels listen on sockets in the private folder, too.
-        command += [
+        command = [
+            *SAFE_PYTHON, "-m", "jupyterlab", "--no-browser",
+            f"--ServerApp.sock={tunnel.socket}",
             "--ServerApp.sock_mode=0600",
-            "--KernelManager.transport=ipc",
             f"--ServerApp.root_dir={Path.cwd()}",
-        ]
-        command += [
+            "--KernelManager.transport=ipc",  # kernels listen on sockets in the private folder, too
             "--LabApp.news_url=None",
             "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-        ]
+        ]  # fmt: skip
         if os.geteuid() == 0:
             command.append("--allow-root")
         server = subprocess.Popen(command, env=environment)
         tunnel.print_how_to_connect("JupyterLab", "/lab")
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
         while server.poll() is None:
-            if stop_requested():  # of a job that is canceled, the ranks get no signal before they are killed
+            if stop_requested():  # scancel kills the ranks of a job without a signal before
                 server.terminate()
             time.sleep(1)
     if server.returncode > 0:
@@ -122,33 +117,12 @@ def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
-    """Write kernel.json for a JupyterHub of the site, whose notebooks then run in this image; returns its
-    path.
+    """Write kernel.json, with which notebooks of a site's JupyterHub run in this image; returns its path.
 
-    It has the name of the image, with a number where that is the kernel of another image.
-
-    The image is that of HPCTRAIN_RUNTIME and HPCTRAIN_IMAGE, as for the launch scripts, or by default that of
-    the container of Apptainer in which this process is. Raises HpctrainError if it is in none.
+    The kernel has the name of the image, with a number if a kernel of another image has this name. Raises
+    HpctrainError.
     """
-    runtime, image = env.get("HPCTRAIN_RUNTIME", "apptainer"), env.get("HPCTRAIN_IMAGE", "")
-    if runtime == "shifter" and image:
-        modules = (
-            [f"--module={env['HPCTRAIN_SHIFTER_MODULES']}"] if env.get("HPCTRAIN_SHIFTER_MODULES") else []
-        )
-        enter = ["shifter", f"--image={image}", *modules]
-    elif runtime == "podman-hpc" and image:
-        modules = [f"--{module}" for module in env.get("HPCTRAIN_PODMAN_MODULES", "").split()]
-        folders = [
-            f"--volume={path}:{path}" for path in env.get("HPCTRAIN_BIND", "").split() if Path(path).is_dir()
-        ]
-        enter = ["sh", "-c", ENTER_PODMAN_HPC, "sh", *modules, *folders, image]
-    elif image := env.get("APPTAINER_CONTAINER") or env.get("SINGULARITY_CONTAINER", ""):
-        enter = ["apptainer" if "APPTAINER_CONTAINER" in env else "singularity", "exec", "--nv", image]
-    else:
-        raise HpctrainError(
-            "--kernel cannot tell the image: run it in a container of apptainer (apptainer exec SIF hpctrain jupyter ...), "
-            "or set HPCTRAIN_RUNTIME to shifter or podman-hpc, and HPCTRAIN_IMAGE to the image's name"
-        )
+    image, enter = enter_image(env)
     data = Path(env.get("JUPYTER_DATA_DIR") or Path.home() / ".local/share/jupyter")
     first = image.rpartition("/")[2].removesuffix(".sif")
     for name in chain([first], (f"{first} {number}" for number in count(2))):
@@ -172,6 +146,31 @@ def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
     return path
 
 
+def enter_image(env: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The image of a kernel, and the command that runs a program in it.
+
+    The image is that of HPCTRAIN_RUNTIME and HPCTRAIN_IMAGE, as for the launch scripts, or by default the
+    Apptainer container that this process runs in. Raises HpctrainError outside of a container.
+    """
+    runtime, image = env.get("HPCTRAIN_RUNTIME", "apptainer"), env.get("HPCTRAIN_IMAGE", "")
+    if runtime == "shifter" and image:
+        modules = env.get("HPCTRAIN_SHIFTER_MODULES")
+        return image, ["shifter", f"--image={image}", *([f"--module={modules}"] if modules else [])]
+    if runtime == "podman-hpc" and image:
+        options = [f"--{module}" for module in env.get("HPCTRAIN_PODMAN_MODULES", "").split()]
+        folders = [path for path in env.get("HPCTRAIN_BIND", "").split() if Path(path).is_dir()]
+        options += [f"--volume={path}:{path}" for path in folders]
+        return image, ["sh", "-c", ENTER_PODMAN_HPC, "sh", *options, image]
+    for program, variable in (("apptainer", "APPTAINER_CONTAINER"), ("singularity", "SINGULARITY_CONTAINER")):
+        if image := env.get(variable, ""):
+            return image, [program, "exec", "--nv", image]
+    raise HpctrainError(
+        "--kernel cannot tell the image: run it in a container of apptainer "
+        "(apptainer exec SIF hpctrain jupyter ...), or set HPCTRAIN_RUNTIME to shifter or podman-hpc, "
+        "and HPCTRAIN_IMAGE to the image's name"
+    )
+
+
 def _enters(path: Path, image: str) -> bool:
     """Whether a kernel.json starts a kernel in this image."""
     try:
@@ -181,7 +180,6 @@ def _enters(path: Path, image: str) -> bool:
 
 
 def parser() -> Parser:
-    """The options of `hpctrain jupyter`."""
     parser = Parser(
         prog="hpctrain jupyter", description="Run JupyterLab of the image on a compute node, for you alone."
     )

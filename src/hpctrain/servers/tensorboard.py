@@ -2,8 +2,8 @@
 
     sbatch launch/jupyter.sh tensorboard runs
 
-TensorBoard itself has no token and listens on a port. Here it is an application in a server of ours: see
-tunnel.py.
+TensorBoard itself has no token and listens on a port. Here its application runs in a server that asks for a
+token and listens on a Unix socket: see tunnel.py.
 """
 
 import argparse
@@ -38,17 +38,15 @@ def main(world: World, arguments: list[str]) -> None:
 
 
 def start_board(folder: Path, tunnel: Tunnel) -> None:
-    """Let a thread serve TensorBoard on the socket of the tunnel, to whoever has its token."""
+    """Let a thread serve TensorBoard on the socket of the tunnel, for requests with the token."""
     from tensorboard import program
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Handler(WSGIRequestHandler):
-        """Logs no requests: their addresses may have the token."""
-
         protocol_version = "HTTP/1.1"
 
         def log(self, *_: Any) -> None:
-            """Nothing."""
+            """Log no requests: their addresses may have the token."""
 
     class Server(program.TensorBoardServer):
         def __init__(self, application: Application, flags: argparse.Namespace) -> None:
@@ -66,13 +64,13 @@ def start_board(folder: Path, tunnel: Tunnel) -> None:
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     board = program.TensorBoard(server_class=Server)
-    # With load_fast, a second process of TensorBoard's would read the files, and listen on a port.
+    # With load_fast, a second process of TensorBoard would read the files and listen on a port.
     board.configure(logdir=str(folder), load_fast="false", window_title=f"{folder} - TensorBoard")
     board.launch()
 
 
 def require_token(application: Application, token: str) -> Application:
-    """The application for requests that have the token; others get the page that asks for it."""
+    """Pass requests with the token to the application, and answer others with a page that asks for it."""
 
     def guarded(environ: dict[str, Any], start: Callable) -> Iterable[bytes]:
         target = f"{environ.get('PATH_INFO', '/')}?{environ.get('QUERY_STRING', '')}"
@@ -94,7 +92,6 @@ def require_token(application: Application, token: str) -> Application:
 
 
 def parser() -> Parser:
-    """The options of `hpctrain tensorboard`."""
     parser = Parser(
         prog="hpctrain tensorboard", description="Run TensorBoard on a compute node, for you alone."
     )

@@ -1,9 +1,9 @@
 """Servers on a compute node for one user alone: `hpctrain jupyter`, `tensorboard` and `serve`.
 
 A server listens on a Unix socket in a folder that only its user can enter, not on a port that everybody on
-the cluster can reach, and ssh forwards the socket. A new token is needed on top, because the other end of the
-tunnel is a port of the user's machine. It is in a file of the user's, but neither in the log nor on a command
-line, which everybody on the node can read.
+the cluster can reach. ssh forwards the socket to a port of the user's machine, which other users of that
+machine can reach, so each server has a new token, too. The token is in a file that only the user can read:
+everybody on the node can read command lines, and perhaps the log.
 """
 
 import hmac
@@ -28,9 +28,15 @@ from hpctrain.files.places import refuse_throw_away
 
 # A request without the token gets this page, whose form sends the token as ?token=.
 TOKEN_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>Token</title>
-<style>:root { color-scheme: light dark } body { font: 16px/1.6 system-ui, sans-serif; margin: 2rem auto; padding: 1rem;
-max-width: 30rem } input, button { font: inherit; box-sizing: border-box; width: 100%; padding: .4rem; margin-top: .5rem }</style>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Token</title>
+<style>
+:root { color-scheme: light dark }
+body { font: 16px/1.6 system-ui, sans-serif; margin: 2rem auto; padding: 1rem; max-width: 30rem }
+input, button { font: inherit; box-sizing: border-box; width: 100%; padding: .4rem; margin-top: .5rem }
+</style>
 <p>Here the token is missing or not of this server. Paste it from the file that the log names.
 <form action="/"><input type="password" name="token" aria-label="Token" autofocus><button>Open</button></form>
 """
@@ -54,18 +60,17 @@ class Tunnel:
             refuse_throw_away(self._folder)
             self.token_file = self._folder.resolve() / "token"
             self.token_file.unlink(missing_ok=True)
-            # Opened once: in a folder of others, what has this name can be another file a moment later.
-            with os.fdopen(
-                os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
-            ) as file:
+            # Created and opened in one call: in a shared folder, others could replace a file between two.
+            descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
                 file.write(self.token + "\n")
         except OSError as error:
             raise HpctrainError(
-                f"{self._folder}: cannot be written ({error.strerror}): start this in a folder of your own, or name one by --out"
+                f"{self._folder}: cannot be written ({error.strerror}): "
+                "start this in a folder of your own, or name one by --out"
             ) from error
-        # On the disk of the node: a socket works in no other place, and its name must be short. For this user
-        # alone. In a batch job it is in a folder that the launch script removes, as a job that is canceled
-        # can kill this process first.
+        # On the disk of the node, because a socket works there only and needs a short name. In a batch job it
+        # is in a folder that the launch script removes, because scancel can kill this process first.
         control = control_folder()
         prefix = f"{self._name}." if control else f"hpctrain-{self._name}."
         self.private = Path(tempfile.mkdtemp(prefix=prefix, dir=control or "/tmp"))
@@ -89,7 +94,7 @@ class Tunnel:
         """Wait for SIGTERM, Ctrl-C, or the end of the job, while threads of this process answer requests."""
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # for the end of the with block
         with suppress(KeyboardInterrupt):
-            # of a job that is canceled, the ranks get no signal before they are killed
+            # scancel kills the ranks of a job without a signal before.
             while not stop_requested():
                 time.sleep(1)
 
@@ -102,7 +107,8 @@ def how_to_connect(
     login = env.get("SLURM_SUBMIT_HOST") or env.get("PBS_O_HOST")
     jump = f" -J {user}@{login}" if login and login != node else ""
     return (
-        f"hpctrain: {title} starts on {node}. On your own machine (with the name that it knows the login node by):\n"
+        f"hpctrain: {title} starts on {node}. "
+        "On your own machine (with the name that it knows the login node by):\n"
         f"    ssh -N -L 8888:{socket}{jump} {user}@{node}\n"
         f"Then open http://localhost:8888{path} and give the token in {token_file}"
     )
@@ -117,7 +123,7 @@ def cookie_for(target: str, token: str) -> str:
 def has_token(authorization: str, cookie: str, token: str) -> bool:
     """Whether a request has the token, in its header Authorization or in its cookie."""
     given = authorization.removeprefix("Bearer ")
-    with suppress(Exception):  # a cookie of somebody else that is none
+    with suppress(Exception):  # somebody may send a malformed cookie
         given = given or SimpleCookie(cookie)["token"].value
     return _is_equal(given, token)
 

@@ -16,7 +16,7 @@ from hpctrain.commands.check import check, nccl
 from hpctrain.commands.check.nccl import Network
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
-from tests.commands.check.test_check import errors, in_the_image, rank, run
+from tests.commands.check.helpers import errors, in_the_image, rank, run
 
 # As observed with NCCL 2.29.7 on such interfaces: ncclGetUniqueId, which needs no GPU, used the first one.
 RUNNING = ["lo", "eth0", "docker0", "ib0", "ib1"]
@@ -54,9 +54,11 @@ def test_running_interfaces():
     script = """
         ip link set lo up
         ip link add six type veth peer name four; ip link add idle type veth peer name bare
-        ip address add fd00::1/64 dev six; ip address add 10.0.0.1/24 dev four; ip address add 10.0.1.1/24 dev idle
-        ip link set six addrgenmode none; ip link set four addrgenmode none; ip link set six up; ip link set four up
-        exec "$@" -c 'from hpctrain.commands.check.nccl import running_interfaces; print(*running_interfaces())'
+        ip address add fd00::1/64 dev six
+        ip address add 10.0.0.1/24 dev four
+        ip address add 10.0.1.1/24 dev idle
+        for name in six four; do ip link set $name addrgenmode none; ip link set $name up; done
+        exec "$@" -c 'from hpctrain.commands.check import nccl; print(*nccl.running_interfaces())'
     """
     done = subprocess.run(
         ["unshare", "--net", "bash", "-ec", script, "-", sys.executable], capture_output=True, text=True
@@ -117,7 +119,7 @@ class Node:
         return self.file("dev/infiniband/uverbs0", "")
 
     def network(self, nccl: str = nccl.DEFAULT_VERSION, **env: str) -> Network:
-        """predict_network() on this node, in a process whose loader finds its libraries, with an interface hsn0."""
+        """What predict_network() says in a process whose loader finds the libraries of this node."""
         script = (
             "import json, sys; from dataclasses import asdict; from hpctrain.commands.check import nccl\n"
             f"nccl.running_interfaces, nccl.DEFAULT_VERSION = lambda: ['lo', 'hsn0'], {nccl!r}\n"
@@ -144,90 +146,206 @@ NO_CARD = "no InfiniBand or RoCE card in /sys/class/infiniband"
 NO_PLUGIN = "no libnccl-net.so"
 TCP = "Socket (TCP over hsn0)"
 NO_SLINGSHOT = f"{NO_PLUGIN}, without which NCCL cannot use this node's Slingshot (cxi0, cxi1): "
-BROKEN = "libnccl-net.so does not load: libfabric.so.1: cannot open shared object file: No such file or directory: "
+BROKEN = "libnccl-net.so does not load: libfabric.so.1: cannot open shared object file: "
+BROKEN += "No such file or directory: "
 IB = "IB (mlx5_0:1 InfiniBand"
 NETWORKS = {
     # the node, its variables, then the network: its name, whether it is unintended, and how the description
     # begins or what it has
     "nothing": (lambda n: n, {}, "Socket", False, [f"{TCP}{SLOW}{NO_PLUGIN}; {NO_CARD}"]),
-    "a plugin": (lambda n: n.plugin(), {}, AWS, False, [f"{AWS} (libnccl-net.so, loaded ", "/lib/libfabric.so.1, "]),
+    "a plugin": (
+        lambda n: n.plugin(),
+        {},
+        AWS,
+        False,
+        [f"{AWS} (libnccl-net.so, loaded ", "/lib/libfabric.so.1, "],
+    ),
     "a plugin by name": (Node.plugin, {"NCCL_NET": "aws libfabric"}, AWS, False, [AWS, "), by NCCL_NET"]),
     "a plugin on Slingshot with a libfabric that has no way there": (
-        lambda n: n.plugin().slingshot(), {"NCCL_NET": AWS}, AWS, False,
+        lambda n: n.plugin().slingshot(),
+        {"NCCL_NET": AWS},
+        AWS,
+        False,
         [AWS, "but no libcxi.so.1, which libfabric needs for Slingshot (cxi0, cxi1)), by NCCL_NET"],
     ),
     "a plugin by its suffix": (
-        lambda n: n.plugin(file="libnccl-net-ofi.so"), {"NCCL_NET_PLUGIN": "ofi"}, AWS, False, [f"{AWS} (libnccl-net-ofi.so"]
+        lambda n: n.plugin(file="libnccl-net-ofi.so"),
+        {"NCCL_NET_PLUGIN": "ofi"},
+        AWS,
+        False,
+        [f"{AWS} (libnccl-net-ofi.so"],
     ),
     "the second of two plugins": (
-        lambda n: n.plugin(file="libnccl-net-ofi.so"), {"NCCL_NET_PLUGIN": "mine,ofi"}, AWS, False, [AWS]
+        lambda n: n.plugin(file="libnccl-net-ofi.so"),
+        {"NCCL_NET_PLUGIN": "mine,ofi"},
+        AWS,
+        False,
+        [AWS],
     ),
     "a plugin that is not the one of NCCL_NET": (
-        lambda n: n.plugin("Libfabric"), {"NCCL_NET": AWS}, "", True,
+        lambda n: n.plugin("Libfabric"),
+        {"NCCL_NET": AWS},
+        "",
+        True,
         [f"none: NCCL_NET is '{AWS}', but this node has Libfabric (libnccl-net.so, "],
     ),
     "a plugin that needs what is not there": (
-        lambda n: n.plugin().without("libfabric.so.1"), {}, "Socket", True, [f"{TCP}{SLOW}{BROKEN}"],
+        lambda n: n.plugin().without("libfabric.so.1"),
+        {},
+        "Socket",
+        True,
+        [f"{TCP}{SLOW}{BROKEN}"],
     ),
     "a plugin that needs what is not there, and has to be": (
-        lambda n: n.plugin().without("libfabric.so.1"), {"NCCL_NET": AWS}, "", True, [f"none: NCCL_NET is '{AWS}', but {BROKEN}"],
+        lambda n: n.plugin().without("libfabric.so.1"),
+        {"NCCL_NET": AWS},
+        "",
+        True,
+        [f"none: NCCL_NET is '{AWS}', but {BROKEN}"],
     ),
     "a plugin for another NCCL": (
-        lambda n: n.plugin(version=5), {}, "Socket", True, [TCP, "libnccl-net.so has no ncclNetPlugin of v6 to v11: "],
+        lambda n: n.plugin(version=5),
+        {},
+        "Socket",
+        True,
+        [TCP, "libnccl-net.so has no ncclNetPlugin of v6 to v11: "],
     ),
     "a plugin that is named and not there": (
-        lambda n: n.card().verbs(), {"NCCL_NET_PLUGIN": "ofi"}, "IB", True,
+        lambda n: n.card().verbs(),
+        {"NCCL_NET_PLUGIN": "ofi"},
+        "IB",
+        True,
         [f"{IB}), because: no libnccl-net-ofi.so"],
     ),
     "a plugin that is not wanted": (
-        lambda n: n.plugin().card().verbs(), {"NCCL_NET_PLUGIN": "none"}, "IB", False, [f"{IB})"],
+        lambda n: n.plugin().card().verbs(),
+        {"NCCL_NET_PLUGIN": "none"},
+        "IB",
+        False,
+        [f"{IB})"],
     ),
-    "Slingshot without the plugin": (Node.slingshot, {}, "Socket", True, [f"{TCP}{SLOW}{NO_SLINGSHOT}", "podman-hpc --nccl"]),
+    "Slingshot without the plugin": (
+        Node.slingshot,
+        {},
+        "Socket",
+        True,
+        [f"{TCP}{SLOW}{NO_SLINGSHOT}", "podman-hpc --nccl"],
+    ),
     "Slingshot without the plugin, which the site demands": (
-        Node.slingshot, {"NCCL_NET": AWS}, "", True, [f"none: NCCL_NET is '{AWS}', but {NO_SLINGSHOT}"]
+        Node.slingshot,
+        {"NCCL_NET": AWS},
+        "",
+        True,
+        [f"none: NCCL_NET is '{AWS}', but {NO_SLINGSHOT}"],
     ),
-    "Slingshot, and TCP by choice": (Node.slingshot, {"NCCL_NET": "Socket"}, "Socket", False, [f"{TCP}, by NCCL_NET"]),
+    "Slingshot, and TCP by choice": (
+        Node.slingshot,
+        {"NCCL_NET": "Socket"},
+        "Socket",
+        False,
+        [f"{TCP}, by NCCL_NET"],
+    ),
     "two cards": (
-        lambda n: n.card().card("mlx5_1", layer="Ethernet").verbs(), {}, "IB", False, [f"{IB}, mlx5_1:1 RoCE)"],
+        lambda n: n.card().card("mlx5_1", layer="Ethernet").verbs(),
+        {},
+        "IB",
+        False,
+        [f"{IB}, mlx5_1:1 RoCE)"],
     ),
     "one of two cards": (
-        lambda n: n.card().card("mlx5_1").verbs(), {"NCCL_IB_HCA": "^=mlx5_1"}, "IB", False, [f"{IB})"],
+        lambda n: n.card().card("mlx5_1").verbs(),
+        {"NCCL_IB_HCA": "^=mlx5_1"},
+        "IB",
+        False,
+        [f"{IB})"],
     ),
     "a card by its port": (
-        lambda n: n.card().card("mlx5_1").verbs(), {"NCCL_IB_HCA": "mlx5_0:2,mlx5_1:1"}, "IB", False, ["IB (mlx5_1:1 Infini"],
+        lambda n: n.card().card("mlx5_1").verbs(),
+        {"NCCL_IB_HCA": "mlx5_0:2,mlx5_1:1"},
+        "IB",
+        False,
+        ["IB (mlx5_1:1 Infini"],
     ),
     "a card that is not there": (
-        lambda n: n.card().verbs(), {"NCCL_IB_HCA": "mlx4"}, "Socket", True, [TCP, "NCCL_IB_HCA=mlx4 excludes mlx5_0:1"],
+        lambda n: n.card().verbs(),
+        {"NCCL_IB_HCA": "mlx4"},
+        "Socket",
+        True,
+        [TCP, "NCCL_IB_HCA=mlx4 excludes mlx5_0:1"],
     ),
     "a card without a link": (
-        lambda n: n.card(state="1: DOWN").verbs(), {}, "Socket", False, [f"{TCP}{SLOW}{NO_PLUGIN}; no active port on mlx5_0"],
+        lambda n: n.card(state="1: DOWN").verbs(),
+        {},
+        "Socket",
+        False,
+        [f"{TCP}{SLOW}{NO_PLUGIN}; no active port on mlx5_0"],
     ),
     "a card of EFA, which is not for verbs": (
-        lambda n: n.card("efa_0", layer="Unspecified").verbs(), {}, "Socket", False, [TCP, "no active port on efa_0"],
+        lambda n: n.card("efa_0", layer="Unspecified").verbs(),
+        {},
+        "Socket",
+        False,
+        [TCP, "no active port on efa_0"],
     ),
-    "a card, and IB off": (lambda n: n.card().verbs(), {"NCCL_IB_DISABLE": "1"}, "Socket", False, [TCP, "NCCL_IB_DISABLE is 1"]),
+    "a card, and IB off": (
+        lambda n: n.card().verbs(),
+        {"NCCL_IB_DISABLE": "1"},
+        "Socket",
+        False,
+        [TCP, "NCCL_IB_DISABLE is 1"],
+    ),
     "a card, and libibverbs broken": (
-        lambda n: (n.lib / "libibverbs.so.1").write_text("no library") and n.card(), {}, "Socket", True,
-        [TCP, "mlx5_0:1 InfiniBand is present, but ", "libibverbs.so.1: ", "install libibverbs1 and ibverbs-providers"],
+        lambda n: (n.lib / "libibverbs.so.1").write_text("no library") and n.card(),
+        {},
+        "Socket",
+        True,
+        [
+            TCP,
+            "mlx5_0:1 InfiniBand is present, but ",
+            "libibverbs.so.1: ",
+            "install libibverbs1 and ibverbs-providers",
+        ],
     ),
     "a card that the container does not show": (
-        lambda n: shutil.rmtree(n.card().verbs().root / "dev") or n, {}, "Socket", True,
-        [TCP, "mlx5_0:1 InfiniBand is present, but no /dev/infiniband/uverbs* that this user may open: "
-         "start the container with "],
+        lambda n: shutil.rmtree(n.card().verbs().root / "dev") or n,
+        {},
+        "Socket",
+        True,
+        [
+            TCP,
+            "mlx5_0:1 InfiniBand is present, but no /dev/infiniband/uverbs* that this user may open: "
+            "start the container with ",
+        ],
     ),
     "no name where one is wanted": (
-        Node.plugin, {"NCCL_NET": ""}, "", True, ["none: NCCL_NET is '', but this node has AWS Libfabric"],
+        Node.plugin,
+        {"NCCL_NET": ""},
+        "",
+        True,
+        ["none: NCCL_NET is '', but this node has AWS Libfabric"],
     ),
     "no interface for the rendezvous": (
-        Node.plugin, {"NCCL_SOCKET_IFNAME": "ib"}, "", True, ["none: NCCL_SOCKET_IFNAME is 'ib', but this node has lo, hsn0: "],
+        Node.plugin,
+        {"NCCL_SOCKET_IFNAME": "ib"},
+        "",
+        True,
+        ["none: NCCL_SOCKET_IFNAME is 'ib', but this node has lo, hsn0: "],
     ),
     "a file of the site": (
-        lambda n: n.card().verbs().file("etc/nccl.conf", "# ours\nNCCL_IB_DISABLE=1\n"), {}, "Socket", False, ["Socket"],
+        lambda n: n.card().verbs().file("etc/nccl.conf", "# ours\nNCCL_IB_DISABLE=1\n"),
+        {},
+        "Socket",
+        False,
+        ["Socket"],
     ),
     "a file of the site, and the user's own choice": (
-        lambda n: n.card().verbs().file("etc/nccl.conf", "NCCL_IB_DISABLE=1\n"), {"NCCL_IB_DISABLE": "0"}, "IB", False, ["IB"],
+        lambda n: n.card().verbs().file("etc/nccl.conf", "NCCL_IB_DISABLE=1\n"),
+        {"NCCL_IB_DISABLE": "0"},
+        "IB",
+        False,
+        ["IB"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NETWORKS)
@@ -352,9 +470,19 @@ def test_nodes_that_differ(tmp_path, node):
 
 # The report of a rank with a GPU.
 GPU = {
-    "rank": 0, "size": 1, "node_rank": 0, "local_rank": 0, "local_size": 1, "host": "n1", "launcher": "none",
-    "device": "cuda:0 H100", "gpu": "GPU-a", "visible_gpus": 1, "software": {}, "fabric": {},
-}  # fmt: skip
+    "rank": 0,
+    "size": 1,
+    "node_rank": 0,
+    "local_rank": 0,
+    "local_size": 1,
+    "host": "n1",
+    "launcher": "none",
+    "device": "cuda:0 H100",
+    "gpu": "GPU-a",
+    "visible_gpus": 1,
+    "software": {},
+    "fabric": {},
+}
 
 
 def test_gpus_on_nodes_that_differ():
@@ -363,8 +491,8 @@ def test_gpus_on_nodes_that_differ():
         for number, name in enumerate(["IB", "Socket", "IB", ""])
     ]
     assert list(check.consistency_problems(lines)) == [
-        "NCCL uses different networks: IB for ranks 0,2 on n0, n2, Socket for rank 1 on n1, none for rank 3 on n3: "
-        "see above what these nodes lack, or exclude them"
+        "NCCL uses different networks: IB for ranks 0,2 on n0, n2, Socket for rank 1 on n1, "
+        "none for rank 3 on n3: see above what these nodes lack, or exclude them"
     ]
     assert not list(check.consistency_problems(lines[::2]))
 

@@ -8,7 +8,7 @@ import pytest
 from hpctrain.commands import report
 from hpctrain.distributed.world import ALONE
 from hpctrain.nlp.use import serve
-from tests.commands.test_runs import make_run
+from tests.helpers import make_run
 from tests.nlp.use.test_serve import Anything, Pairs
 from tests.tools.browser import Browser
 

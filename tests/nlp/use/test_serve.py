@@ -20,8 +20,7 @@ import pytest
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.use import serve
-from tests.servers.test_tunnel import ask as ask_socket
-from tests.servers.test_tunnel import listening_ports
+from tests.helpers import ask_socket, listening_ports
 
 
 class Pairs:

@@ -5,8 +5,7 @@ Run it with the script of the long job that comes after it:
     sbatch launch/apptainer_ddp.sh check
 
 First each rank checks its own node, then the ranks compare their versions, settings and devices, then they
-exchange numbers. Every problem is one line, printed once however many ranks have it. The variables of
-schedulers that are read here are only compared with what the ranks find; the rank itself comes from world.py.
+exchange numbers. Each problem is one line, which names all ranks that have it.
 """
 
 import os
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.commands import add
-from hpctrain.commands.check.mpi import mpi_library, mpi_name, mpi_problems
+from hpctrain.commands.check.mpi import mpi_problems
 from hpctrain.commands.check.nccl import Network, capture_nccl_log, compare_with_log, predict_network
 from hpctrain.commands.check.node import (
     file_system_problems,
@@ -32,6 +31,7 @@ from hpctrain.commands.check.node import (
 )
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.gpu import gpu_problems
+from hpctrain.distributed.mpi import mpi_library, mpi_name
 from hpctrain.distributed.python import shadowed_packages
 from hpctrain.distributed.rendezvous import JOIN_TIMEOUT, format_ranks, gather, process_group
 from hpctrain.distributed.world import World
@@ -44,7 +44,6 @@ START_SECONDS = seconds_since_start()  # with torch imported
 
 
 def parser() -> Parser:
-    """The options of `hpctrain check`."""
     parser = Parser(
         prog="hpctrain check",
         description="Check every rank's node, software and folders, and the network between them.",
@@ -63,13 +62,11 @@ def main(world: World, arguments: list[str]) -> None:
         # Without a rendezvous there is no rank 0 that gathers the problems: each node prints its own.
         if unreachable := list(rendezvous_problems(world)):
             fail(f"{here}: {text}" for text in problems + unreachable)
-    # A missing GPU for --device cuda is in the list of problems already, and must not prevent the other
-    # checks.
+    # --device cuda without a GPU is in `problems`, and must not prevent the other checks.
     device = choose_device(world, "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     with ExitStack() as joined:
         try:
-            # Over Gloo on every device: ranks with and without a GPU could not connect over NCCL to report
-            # that they differ.
+            # Over Gloo on every device: a rank without a GPU could not report over NCCL that it has none.
             joined.enter_context(process_group(world, torch.device("cpu")))
         except SystemExit:  # rank 0 names the missing ranks; the problems of this rank may be the reason
             print_errors(f"{here}: {text}" for text in problems)
@@ -77,13 +74,17 @@ def main(world: World, arguments: list[str]) -> None:
         except HpctrainError as error:
             fail([*(f"{here}: {text}" for text in problems), str(error)])
         except RuntimeError as error:
-            reason = f"{here}: Gloo could not connect the ranks ({first_line(error)}): set GLOO_SOCKET_IFNAME to the network "
-            fail([*(f"{here}: {text}" for text in problems), reason + "interface that connects the nodes"])
+            reason = (
+                f"{here}: Gloo could not connect the ranks ({first_line(error)}): "
+                "set GLOO_SOCKET_IFNAME to the network interface that connects the nodes"
+            )
+            fail([*(f"{here}: {text}" for text in problems), reason])
         try:
             check_collectively(world, device, problems)
         except RuntimeError as error:
             raise HpctrainError(
-                f"{here}: lost the connection to the other ranks ({first_line(error)}): look for the first error of another rank"
+                f"{here}: lost the connection to the other ranks ({first_line(error)}): "
+                "look for the first error of another rank"
             ) from error
 
 
@@ -100,19 +101,12 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
     hosts = [report["host"] for report in reports]
     if world.rank == 0:
         for report in reports:
-            print(
-                f"rank {report['rank']} of {report['size']}  node {report['node_rank']} of {report['nodes']}  "
-                f"local {report['local_rank']} of {report['local_size']}  {report['host']}  {report['device']}  "
-                + "  ".join(
-                    f"{name} {version}" for name, version in report["software"].items() if name != "image"
-                )
-            )
+            print(describe_rank(report))
         for line in [*describe_start(reports), *describe_networks(reports), *isolation_warnings(reports)]:
             print(line)
     end_on_problems(world, hosts, problems, [*consistency_problems(reports), *placement_problems(reports)])
-    passed = [
-        f"check passed: {counted(world.size, 'rank')} on {counted(len(set(hosts)), 'host')} ({world.launcher})"
-    ]
+    ranks, nodes = counted(world.size, "rank"), counted(len(set(hosts)), "host")
+    passed = [f"check passed: {ranks} on {nodes} ({world.launcher})"]
     if world.size > 1:
         with capture_nccl_log() as logged_network:
             group = dist.new_group(backend="nccl") if device.type == "cuda" else None
@@ -152,9 +146,9 @@ def fail(lines: Iterable[str]) -> NoReturn:
 def end_on_problems(world: World, hosts: list[str], problems: list[str], common: Iterable[str] = ()) -> None:
     """End all ranks if one of them has a problem. A collective call.
 
-    `problems` are those of this rank, `common` those that every rank finds alike. Rank 0 prints each of them
-    once and raises HpctrainError. The others exit with status 0: srun kills all ranks at the first failure,
-    perhaps before rank 0 has printed its errors.
+    `problems` are those of this rank, `common` those that all ranks find. Rank 0 prints each problem once and
+    raises HpctrainError. The other ranks exit with status 0, because srun kills all ranks at the first
+    failure, perhaps before rank 0 has printed its errors.
     """
     ranks: dict[str, list[int]] = {}
     for rank, texts in enumerate(gather(world, problems)):
@@ -176,7 +170,7 @@ def format_place(ranks: list[int], hosts: list[str]) -> str:
 
 
 def rank_report(world: World, device: torch.device, nccl: Network) -> dict[str, Any]:
-    """What this rank sends to the others for comparison: its place, device, versions and network settings."""
+    """What the ranks compare: place, device, versions and network settings of this rank."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     software = versions()
     for name in ("lightning", "transformers", "horovod", "mpi4py"):
@@ -200,6 +194,21 @@ def rank_report(world: World, device: torch.device, nccl: Network) -> dict[str, 
             name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "FI_", "UCX_"))
         },
     }
+
+
+def describe_rank(report: dict[str, Any]) -> str:
+    """The line of a rank, with its place, its device and its versions."""
+    software = (f"{name} {version}" for name, version in report["software"].items() if name != "image")
+    return "  ".join(
+        [
+            f"rank {report['rank']} of {report['size']}",
+            f"node {report['node_rank']} of {report['nodes']}",
+            f"local {report['local_rank']} of {report['local_size']}",
+            report["host"],
+            report["device"],
+            *software,
+        ]
+    )
 
 
 def consistency_problems(reports: list[dict[str, Any]]) -> Iterator[str]:
@@ -239,19 +248,21 @@ def consistency_problems(reports: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def describe_start(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """How long the processes took to start, and what mounts their image: a line, and a warning of what is known to be slow."""
+    """How long the processes took to start, and what mounts their image; warns of a mount that is slow."""
+    fastest = min(report["start"] for report in reports)
     slowest = max(reports, key=lambda report: report["start"])
     mounts = sorted({report["mount"] for report in reports} - {""})
     yield (
-        f"from the start of Python to the end of its imports: {min(report['start'] for report in reports):.1f} to "
-        f"{slowest['start']:.1f} s (rank {slowest['rank']} on {slowest['host']})"
+        f"from the start of Python to the end of its imports: {fastest:.1f} to {slowest['start']:.1f} s "
+        f"(rank {slowest['rank']} on {slowest['host']})"
         + (f"; the image is mounted by {', '.join(mounts)}" if mounts else "")
     )
     # github.com/apptainer/apptainer/issues/665: a job took 170 minutes instead of 24
     if "squashfuse" in mounts:
         hosts = list(dict.fromkeys(report["host"] for report in reports if report["mount"] == "squashfuse"))
         yield (
-            f"warning: on {shorten(hosts, ', ')} the image is mounted by squashfuse, which has one thread for all ranks: "
+            f"warning: on {shorten(hosts, ', ')} the image is mounted by squashfuse, "
+            "which has one thread for all ranks: "
             "ask the staff to install squashfuse_ll, which Apptainer then prefers"
         )
 
@@ -263,16 +274,18 @@ def describe_networks(reports: list[dict[str, Any]]) -> Iterator[str]:
     for report in reports:
         ranks.setdefault(report["nccl"], []).append(report["rank"])
     for description, having in ranks.items():
-        yield f"NCCL between nodes{f', {format_place(having, hosts)}' if len(ranks) > 1 else ''}: {description}"
+        place = f", {format_place(having, hosts)}" if len(ranks) > 1 else ""
+        yield f"NCCL between nodes{place}: {description}"
 
 
 def isolation_warnings(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Ranks of one node that see one GPU each, through which NCCL finds no NVLink (github.com/NVIDIA/nccl/issues/1066)."""
+    """Ranks of one node that see one GPU each: NCCL then finds no NVLink (NVIDIA/nccl issue 1066)."""
+    hosts = [report["host"] for report in reports]
     alone = [report["rank"] for report in reports if report["visible_gpus"] == 1 and report["local_size"] > 1]
     if alone:
         yield (
-            f"warning: {format_place(alone, [report['host'] for report in reports])} see one GPU each (--gpus-per-task), so NCCL "
-            "does not use NVLink between them: request GPUs by --gpus-per-node"
+            f"warning: {format_place(alone, hosts)} see one GPU each (--gpus-per-task), "
+            "so NCCL does not use NVLink between them: request GPUs by --gpus-per-node"
         )
 
 
@@ -291,13 +304,19 @@ def placement_problems(reports: list[dict[str, Any]], env: Mapping[str, str] = o
     slurm, nodes = reports[0]["launcher"] == "slurm", reports[0]["nodes"]
     requested = env.get("SLURM_NTASKS_PER_NODE") if slurm else None
     if requested and set(counts.values()) != {int(requested)}:
-        yield f"wrong ranks per node: {shown}, but --ntasks-per-node={requested} was requested: pass that to srun, too"
+        yield (
+            f"wrong ranks per node: {shown}, but --ntasks-per-node={requested} was requested: "
+            "pass that to srun, too"
+        )
     elif len(set(counts.values())) > 1:
         yield f"wrong ranks per node: {shown}: use srun --ntasks-per-node, or mpirun --map-by ppr:N:node"
     if not slurm:  # srun counts the nodes of the step; other launchers may leave nodes of the job idle
         nodes = max(nodes, int(env.get("SLURM_JOB_NUM_NODES", 0)))
     if nodes != len(counts):
-        yield f"wrong number of nodes: {len(counts)} instead of {nodes}, {shown}: pass the list of all nodes to the launcher"
+        yield (
+            f"wrong number of nodes: {len(counts)} instead of {nodes}, {shown}: "
+            "pass the list of all nodes to the launcher"
+        )
     elif len({(report["node_rank"], report["host"]) for report in reports}) != nodes:
         yield f"the ranks do not fill one node after the other ({shown}): use mpirun --map-by slot"
 
@@ -322,11 +341,15 @@ def ring_problems(
             part.wait(JOIN_TIMEOUT)
     except RuntimeError as error:
         raise HpctrainError(
-            f"rank {world.rank} on {hosts[world.rank]} could not exchange a number with rank {left} on {hosts[left]} and rank "
-            f"{right} on {hosts[right]} ({first_line(error)}): check the network of these nodes, or exclude them"
+            f"rank {world.rank} on {hosts[world.rank]} could not exchange a number with rank {left} on "
+            f"{hosts[left]} and rank {right} on {hosts[right]} ({first_line(error)}): "
+            "check the network of these nodes, or exclude them"
         ) from error
     if received.item() != left:
-        yield f"in the ring, rank {left} on {hosts[left]} sent {left}, but {received.item()} arrived: do not train on these nodes"
+        yield (
+            f"in the ring, rank {left} on {hosts[left]} sent {left}, but {received.item()} arrived: "
+            "do not train on these nodes"
+        )
 
 
 def all_reduce_problems(world: World, device: torch.device, group: dist.ProcessGroup | None) -> Iterator[str]:

@@ -32,9 +32,8 @@ INTERFACES = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
 class Rules:
     """What differs between versions of NCCL.
 
-    `plugins` are the versions of the plugin interface that it looks for, in its order; each struct begins
-    with a pointer to the name. `files` are those that it tries for a name in NCCL_NET_PLUGIN,
-    `files_of_library` if the name is that of a library.
+    `plugins` are the versions of the plugin interface in NCCL's order. For a name in NCCL_NET_PLUGIN, NCCL
+    tries `files`, or `files_of_library` if the name is that of a library.
     """
 
     plugins: range
@@ -70,7 +69,7 @@ DEFAULT_VERSION = "2.29.7"  # of cu130
 
 
 def nccl_rules() -> Rules:
-    """Those of the NCCL that is installed, or of DEFAULT_VERSION where there is none."""
+    """The rules of the installed NCCL, or of DEFAULT_VERSION if there is none."""
     version = DEFAULT_VERSION
     for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         try:
@@ -109,16 +108,17 @@ def predict_network(env: Mapping[str, str] = os.environ, root: Path = Path("/"))
         found = shorten(running, ", ") or "no interface with an address"
         return Network(
             "",
-            f"none: NCCL_SOCKET_IFNAME is '{wanted}', but this node has {found}: name one of these, or unset it",
+            f"none: NCCL_SOCKET_IFNAME is '{wanted}', but this node has {found}: "
+            "name one of these, or unset it",
             True,
         )
     tcp = Network("Socket", f"TCP over {', '.join(interfaces)}")
     networks = [*find_plugins(env, root, rules), find_infiniband(env, root), tcp]
     named = env.get("NCCL_NET")
-    taken = next(
-        (one for one in networks if one.name and (named is None or one.name.lower() == named.lower())), None
-    )
-    if taken is None:
+    usable = [one for one in networks if one.name]
+    if named is not None:
+        usable = [one for one in usable if one.name.lower() == named.lower()]
+    if not usable:
         offers = "; ".join(
             f"this node has {one.name} ({one.description})" if one.name else one.description
             for one in networks
@@ -128,6 +128,7 @@ def predict_network(env: Mapping[str, str] = os.environ, root: Path = Path("/"))
             f"none: NCCL_NET is '{named}', but {offers}: load that network (docs/fabric.md), or unset it",
             True,
         )
+    taken = usable[0]
     if named is not None:
         return Network(taken.name, f"{taken.name} ({taken.description}), by NCCL_NET")
     skipped = networks[: networks.index(taken)]
@@ -181,18 +182,13 @@ def matches(wanted: str, name: str, port: int | None = None) -> bool:
 
 
 def find_plugins(env: Mapping[str, str], root: Path, rules: Rules) -> Iterator[Network]:
-    """The plugins that NCCL loads; the dynamic loader searches for them in LD_LIBRARY_PATH, then in the cache of ldconfig."""
+    """The plugins that NCCL loads, in its order.
+
+    The dynamic loader searches for them in LD_LIBRARY_PATH, then in the cache of ldconfig.
+    """
     cards = list_folder(root / "sys/class/cxi")
     wanted = env.get("NCCL_NET_PLUGIN")
-    names = "libnccl-net.so" if wanted is None else "" if rules.none and wanted.lower() == "none" else wanted
-    for name in filter(None, names.split(",") if rules.lists else [names]):
-        is_library = re.fullmatch(rules.library, name)
-        templates = rules.files_of_library if is_library else rules.files
-        files = (
-            list(dict.fromkeys(template.format(name) for template in templates))
-            if wanted is not None
-            else [name]
-        )
+    for files in plugin_files(wanted, rules):
         errors = []
         for file in files:
             try:
@@ -203,15 +199,32 @@ def find_plugins(env: Mapping[str, str], root: Path, rules: Rules) -> Iterator[N
         else:
             broken = [error for file, error in zip(files, errors, strict=True) if not is_absent(file, error)]
             if broken:
-                description = f"{files[-1]} does not load: {broken[0]}: add the folder of the missing library to LD_LIBRARY_PATH"
+                description = (
+                    f"{files[-1]} does not load: {broken[0]}: "
+                    "add the folder of the missing library to LD_LIBRARY_PATH"
+                )
             elif cards:
                 description = (
-                    f"no {files[-1]}, without which NCCL cannot use this node's Slingshot ({', '.join(cards)}): give the runtime "
-                    "the site's module (podman-hpc --nccl, shifter --module=nccl-plugin), or add its folder to LD_LIBRARY_PATH"
+                    f"no {files[-1]}, without which NCCL cannot use this node's Slingshot "
+                    f"({', '.join(cards)}): give the runtime the site's module "
+                    "(podman-hpc --nccl, shifter --module=nccl-plugin), "
+                    "or add its folder to LD_LIBRARY_PATH"
                 )
             else:
                 description = f"no {files[-1]}"
             yield Network("", description, bool(broken or cards or wanted))
+
+
+def plugin_files(wanted: str | None, rules: Rules) -> Iterator[list[str]]:
+    """The files that NCCL tries for each plugin; `wanted` is NCCL_NET_PLUGIN, None if it is not set."""
+    if wanted is None:
+        yield ["libnccl-net.so"]
+        return
+    if rules.none and wanted.lower() == "none":
+        return
+    for name in filter(None, wanted.split(",") if rules.lists else [wanted]):
+        templates = rules.files_of_library if re.fullmatch(rules.library, name) else rules.files
+        yield list(dict.fromkeys(template.format(name) for template in templates))
 
 
 def is_absent(file: str, error: str) -> bool:
@@ -289,7 +302,7 @@ def find_infiniband(env: Mapping[str, str], root: Path) -> Network:
 
 
 def running_interfaces() -> list[str]:
-    """The interfaces that are up and have an address, in NCCL's order: those with an IPv4 address first."""
+    """The interfaces that are up and have an address, in NCCL's order: first those with an IPv4 address."""
     inet6 = Path("/proc/net/if_inet6")
     fields = [line.split() for line in inet6.read_text().splitlines()] if inet6.exists() else []
     with_ipv6 = {field[-1] for field in fields if int(field[0], 16) != 1}  # without ::1
@@ -303,16 +316,14 @@ def running_interfaces() -> list[str]:
             try:
                 fcntl.ioctl(probe, SIOCGIFADDR, request)
                 with_ipv4.append(name)
-            except OSError:
-                others += [name] if name in with_ipv6 else []
+            except OSError:  # no IPv4 address
+                if name in with_ipv6:
+                    others.append(name)
     return with_ipv4 + others
 
 
 def tcp_interfaces(env: Mapping[str, str], running: list[str], rules: Rules) -> list[str]:
-    """The interfaces over which NCCL's ranks connect, and send their data if there is no other network.
-
-    May be empty.
-    """
+    """The interfaces over which NCCL's ranks connect, and send data if there is no other network."""
     wanted = env.get("NCCL_SOCKET_IFNAME", "")
     for names in (wanted,) if len(wanted) > 1 else rules.interfaces:  # NCCL ignores a single letter
         if found := [name for name in running if matches(names, name)]:
@@ -325,10 +336,9 @@ def tcp_interfaces(env: Mapping[str, str], running: list[str], rules: Rules) -> 
 
 @contextmanager
 def capture_nccl_log() -> Iterator[Callable[[], str]]:
-    """Have NCCL, which must not be initialized yet, log to a file; yields a function that returns the network
-    in this log.
+    """Let NCCL, not initialized yet, log to a file. Yields a function that returns the network in the log.
 
-    If the user has set NCCL_DEBUG, the log is theirs: it stays where it is, and the function returns "".
+    If the user has set NCCL_DEBUG, NCCL logs where the user wants, and the function returns "".
     """
     if "NCCL_DEBUG" in os.environ:
         yield lambda: ""

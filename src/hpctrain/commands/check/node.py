@@ -1,8 +1,7 @@
-"""Checks of the node that a rank runs on: its network address, its Python packages, and the folders that it
-writes to.
+"""Checks of the node that a rank runs on: its network address, the folders that it writes to, its image.
 
-Each check yields one line per problem, which says what is wrong and what to do. Nothing here imports torch,
-so that these checks also run where torch is broken.
+Each check yields one line per problem, which says what is wrong and what to do. Nothing here imports torch:
+these checks also run where torch is broken.
 """
 
 import errno
@@ -17,8 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hpctrain.distributed.world import World
 
-# Long enough for a slow name server or switch, and shorter than srun's --wait, after which it kills the
-# ranks.
+# Long enough for a slow name server or switch. srun kills the ranks after --wait, which is longer.
 CONNECT_SECONDS = 5
 # Caches of libraries, which create these folders when they first need them.
 CACHES = ("HF_HOME", "TORCH_HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME", "TMPDIR")
@@ -30,10 +28,12 @@ def rendezvous_problems(world: "World", env: Mapping[str, str] = os.environ) -> 
         return
     own = os.uname().nodename
     if (world.nodes > 1 or world.launcher == "horovodrun") and "GLOO_SOCKET_IFNAME" not in env:
-        # Gloo gives the other ranks the address of this node's own name; Horovod's Gloo crashes if it has
-        # none.
+        # Gloo gives the other ranks the address of this node's own name. Without one, Horovod's Gloo crashes.
         addresses = [address for _, address in resolve(own)]
-        advice = "correct /etc/hosts, or set GLOO_SOCKET_IFNAME (HOROVOD_GLOO_IFACE) to the interface that connects the nodes"
+        advice = (
+            "correct /etc/hosts, or set GLOO_SOCKET_IFNAME (HOROVOD_GLOO_IFACE) "
+            "to the interface that connects the nodes"
+        )
         if not addresses:
             yield f"this node's own name, {own}, has no address: {advice}"
         elif world.nodes > 1 and all(map(is_loopback, addresses)):
@@ -45,13 +45,20 @@ def rendezvous_problems(world: "World", env: Mapping[str, str] = os.environ) -> 
     listed = ", ".join(address for _, address in found)
     if not found:
         yield (
-            f"MASTER_ADDR {name} does not resolve: set it to a name or address of the first node that this node can resolve; "
-            "in a container check that the host's /etc/hosts and /etc/resolv.conf are mounted"
+            f"MASTER_ADDR {name} does not resolve: set it to a name or address of the first node "
+            "that this node can resolve; in a container check that the host's /etc/hosts "
+            "and /etc/resolv.conf are mounted"
         )
     elif world.node_rank > 0 and all(is_loopback(address) for _, address in found):
-        yield f"MASTER_ADDR {name} is {listed}, which is this node and not that of rank 0: export the address of rank 0's node"
+        yield (
+            f"MASTER_ADDR {name} is {listed}, which is this node and not that of rank 0: "
+            "export the address of rank 0's node"
+        )
     elif world.rank == 0 and not any(is_local(family, address) for family, address in found):
-        yield f"MASTER_ADDR {name} ({listed}) is not an address of this node, where rank 0 runs: export the name of this node"
+        yield (
+            f"MASTER_ADDR {name} ({listed}) is not an address of this node, where rank 0 runs: "
+            "export the name of this node"
+        )
     elif world.node_rank > 0 and (errors := connection_errors(found, int(port))):
         if all(family == socket.AF_INET6 for family, _ in found):
             yield (
@@ -60,7 +67,8 @@ def rendezvous_problems(world: "World", env: Mapping[str, str] = os.environ) -> 
             )
         else:
             yield (
-                f"MASTER_ADDR {name} cannot be reached ({errors}): a firewall blocks it, or it is in the wrong network; "
+                f"MASTER_ADDR {name} cannot be reached ({errors}): "
+                "a firewall blocks it, or it is in the wrong network; "
                 "export the address of the first node in the network that connects the nodes"
             )
 
@@ -75,12 +83,11 @@ def resolve(name: str) -> list[tuple[int, str]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this is a loopback address; Debian's /etc/hosts gives 127.0.1.1 to the machine's own name."""
+    """Debian's /etc/hosts gives 127.0.1.1 to the machine's own name."""
     return address.startswith("127.") or address == "::1"
 
 
 def is_local(family: int, address: str) -> bool:
-    """Whether an interface of this node has this address."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
@@ -92,7 +99,7 @@ def is_local(family: int, address: str) -> bool:
 def connection_errors(addresses: list[tuple[int, str]], port: int) -> str:
     """Why none of these addresses can be reached; "" if one can.
 
-    A refused connection counts: rank 0 may open the port later.
+    An address that refuses the connection can be reached: rank 0 may open the port later.
     """
     errors = []
     for family, address in addresses:
@@ -109,7 +116,7 @@ def connection_errors(addresses: list[tuple[int, str]], port: int) -> str:
 
 
 def file_system_problems(env: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Folders that training writes to, but where 4 MiB cannot be written: home, current folder, caches, shared memory."""
+    """Why 4 MiB cannot be written to the home, the current folder, a cache, or shared memory."""
     home = Path(env.get("HOME", "/"))
     wanted = {"home": home, "the current folder": Path.cwd(), "shared memory": Path("/dev/shm")}
     wanted |= {name: Path(env[name]) for name in CACHES if env.get(name)}
@@ -139,10 +146,9 @@ def seconds_since_start() -> float:
 
 
 def image_mount(env: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> str:
-    """What mounts the SIF of this container: "squashfuse_ll", "squashfuse" or "kernel"; "" if there is none,
-    or it is hidden.
+    """What mounts the SIF of this container: "squashfuse_ll", "squashfuse" or "kernel"; "" if that is hidden.
 
-    The container covers the mount itself. Its server, if there is one, is a process of this user outside.
+    The container covers the mount itself. squashfuse is a process of this user outside of the container.
     """
     image = env.get("APPTAINER_CONTAINER", env.get("SINGULARITY_CONTAINER", ""))
     if not image or Path(image).is_dir():
@@ -158,7 +164,7 @@ def image_mount(env: Mapping[str, str] = os.environ, proc: Path = Path("/proc"))
     for name in ("squashfuse_ll", "squashfuse"):
         if name in names.values():
             return name
-    # With process ids of its own, or with hidepid, the container does not show the server.
+    # A container with process ids of its own, or with hidepid, does not show squashfuse.
     return "kernel" if "1" in names and names["1"] not in ("appinit", "sinit") else ""
 
 

@@ -1,0 +1,30 @@
+"""The MPI library of ranks that their launcher starts as an MPI program."""
+
+import os
+from collections.abc import Mapping
+from types import ModuleType
+
+from hpctrain.distributed.world import World
+
+
+def mpi_library(world: World, env: Mapping[str, str] = os.environ) -> ModuleType | None:
+    """mpi4py.MPI, not yet initialized; None if the launcher starts no MPI programs, or mpi4py is missing."""
+    srun_offers_pmi = world.launcher == "slurm" and ("PMIX_RANK" in env or "PMI_RANK" in env)
+    if "HPCTRAIN_WORLD_SIZE" in env and "HPCTRAIN_MPI_LIBRARY" not in env:
+        # The launch script does not use MPI. With a default PMI in slurm.conf, every srun offers one.
+        return None
+    if world.launcher not in ("openmpi", "mpich") and not srun_offers_pmi:
+        return None
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):  # no mpi4py, or no MPI library that it can load
+        return None
+    return MPI
+
+
+def mpi_name(mpi: ModuleType) -> str:
+    """The name and version of the MPI library, such as "Open MPI v4.1.4"."""
+    return mpi.Get_library_version().partition(",")[0].partition("\n")[0].strip()

@@ -1,0 +1,156 @@
+"""hpctrain report: its page and its picture."""
+
+import html.parser
+import json
+import math
+import re
+import struct
+
+import pytest
+
+from hpctrain.commands import export, report
+from hpctrain.distributed.world import ALONE
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.run import charts, reader
+from tests.helpers import make_run, run_hpctrain
+
+
+class Page(html.parser.HTMLParser):
+    """The text, the elements, and the addresses that a page refers to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.texts, self.elements, self.addresses = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append(tag)
+        self.addresses += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
+
+    def handle_data(self, data):
+        self.texts.append(data.strip())
+
+
+def test_the_page(tmp_path):
+    first = make_run(tmp_path / "runs/<b>first&", starts=2)
+    second = make_run(tmp_path / "runs/second", lr=0.2)
+    done = run_hpctrain("report", first, second, "--out", "both.html", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "both.html\n", "")
+    text = (tmp_path / "both.html").read_text()
+    page = Page(text)
+    assert page.elements.count("svg") == 4 and "b" not in page.elements
+    titles = [
+        name for name in page.texts if name in ("train loss", "test loss", "test accuracy", "examples per s")
+    ]
+    assert titles == ["train loss", "test loss", "test accuracy", "examples per s"]
+    assert (
+        str(first) in page.texts
+        and {"--lr", "0.1", "0.2"} <= set(page.texts)
+        and "--epochs" not in page.texts
+    )
+    # no network: within the page alone; and no script
+    assert (
+        page.addresses
+        and all(address.startswith("#") for address in page.addresses)
+        and "script" not in page.elements
+    )
+    assert not re.search(r"url\((?!#)|@import", text) and "currentColor" in text and report.TEXT not in text
+    ids = re.findall(r'clipPath id="(\w+)"', text)
+    assert len(ids) == len(set(ids)) >= 4
+
+
+def test_memory_and_use_of_gpus_have_charts(tmp_path):
+    lines = [
+        {"epoch": 1, "step": step, "train_loss": 1.0, "peak_memory_mb": 900.0, "gpu_percent": 87.0}
+        for step in (5, 10)
+    ]
+    folder = make_run(tmp_path / "run", lines=lines)
+    assert reader.summarize(folder)["score"] == "train_loss"
+    assert report.metric_names([report.read(folder)]) == ["train_loss", "peak_memory_mb", "gpu_percent"]
+    report.main(ALONE, [str(folder), "--out", str(tmp_path / "page.html")])
+    assert {"peak memory (MB)", "GPU use (%)"} <= set(Page((tmp_path / "page.html").read_text()).texts)
+
+
+def test_more_metrics_than_anybody_looks_at_take_no_hours(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(charts, "MOST_METRICS", 3)
+    content = report.read(
+        make_run(tmp_path / "run", lines=[{"epoch": 1, "step": 1} | {f"m{i}": i for i in range(9)}])
+    )
+    assert report.metric_names([content]) == ["m0", "m1", "m2"]
+    assert (
+        capsys.readouterr().out
+        == "hpctrain: the first 3 of 9 metrics are drawn; hpctrain export csv has all\n"
+    )
+
+
+def test_a_restart_is_a_dotted_line(tmp_path):
+    for starts in (1, 2):
+        content = report.read(make_run(tmp_path / str(starts), starts=starts))
+        assert report.chart([content], "train_loss").count("stroke-dasharray: 2,3.3") == starts - 1
+
+
+def test_one_run_and_equal_runs(tmp_path):
+    folders = [make_run(tmp_path / name) for name in ("a", "b")]
+    report.main(ALONE, [str(folders[0]), "--out", str(tmp_path / "one.html")])
+    assert "There is only one run." in (tmp_path / "one.html").read_text()
+    report.main(ALONE, [*map(str, folders), "--out", str(tmp_path / "two.html")])
+    assert "options, versions, image and ranks are the same" in (tmp_path / "two.html").read_text()
+
+
+def test_the_picture(tmp_path):
+    report.main(ALONE, [str(make_run(tmp_path / "run")), "--out", str(tmp_path / "both.png")])
+    content = (tmp_path / "both.png").read_bytes()
+    width, height = struct.unpack(">II", content[16:24])
+    assert content.startswith(b"\x89PNG") and width > 1500 and height > 600
+
+
+def test_what_cannot_be_reported(tmp_path):
+    folder = make_run(tmp_path / "run", lines=[])
+    with pytest.raises(HpctrainError, match=r"run/metrics.jsonl has no line yet"):
+        report.main(ALONE, [str(folder)])
+    with pytest.raises(HpctrainError, match=r"elsewhere/config.json: cannot be read"):
+        report.main(ALONE, [str(tmp_path / "elsewhere")])
+    with pytest.raises(UsageError, match=r"--out x.pdf: give a name that ends in .html or .png"):
+        report.main(ALONE, [str(folder), "--out", "x.pdf"])
+    whole = make_run(tmp_path / "whole")
+    with pytest.raises(HpctrainError, match=r"no/where.html: cannot be written"):
+        report.main(ALONE, [str(whole), "--out", str(tmp_path / "no/where.html")])
+
+
+def test_values_that_are_not_finite_are_left_out(tmp_path):
+    lines = [
+        {"epoch": 1, "step": step, "train_loss": value}
+        for step, value in enumerate([1.0, float("nan"), float("inf"), 2.0])
+    ]
+    report.main(ALONE, [str(make_run(tmp_path / "run", lines=lines)), "--out", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").read_text().count("<svg") == 1
+
+
+def test_a_run_folder_of_somebody_else_gives_no_traceback(tmp_path, capsys):
+    """Formulas that are none, halves of characters, numbers beyond each axis, and what is no number."""
+    odd = [math.inf, math.nan, 1e308, -1e308, 2**70]
+    lines = [
+        {"epoch": 1, "step": 1, "seconds": 1, "train_loss": 2.0, name: value}
+        for name in ("step", "seconds")
+        for value in odd
+    ]
+    lines += [
+        {"epoch": value, "step": 2, "test_loss": value, "$\\frac{$": 1, "$\\frac{$_loss": 1}
+        for value in (*odd, 2)
+    ]
+    lines[-1] |= {"half \ud800": 1, "\x1b[2J": 1, "x" * 5000: 1, "=HYPERLINK(1)": 5}
+    folder = make_run(tmp_path / "$\\frac{$ \udcff", lines=lines, starts=10)
+    for number, value in enumerate([*odd, "x", [], {}], 3):
+        path = folder / f"config.{number}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"resumed_at": value}))
+    report.main(ALONE, [str(folder), str(folder), "--out", str(tmp_path / "page.html")])
+    report.main(ALONE, [str(folder), "--out", str(tmp_path / "page.png")])
+    assert charts.plot(folder).stat().st_size > 10_000
+    export.to_csv(folder)
+    assert (
+        (folder / "metrics.csv")
+        .read_text()
+        .splitlines()[0]
+        .endswith(",$\\frac{$,$\\frac{$_loss,'=HYPERLINK(1)")
+    )
