@@ -66,7 +66,7 @@ def main() -> None:
         saver._copied.wait = timed  # each optimizer.step() calls it
         for turn in range(1, options.turns + 1):
             started = time.perf_counter()
-            saver.save(checkpoint.path_of(Path(folder), 1, turn), state(), 0)
+            saver.save_in_background(checkpoint.path_of(Path(folder), 1, turn), state(), 0)
             blocked.append(time.perf_counter() - started)
             waited.clear()
             busy.append(step())

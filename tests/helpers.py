@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hpctrain.checkpoints.position import Evaluations, Position
+
 # of the image of a run that make_run() writes
 DIGEST = "sha256:" + 64 * "ab"
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -27,17 +29,19 @@ MEMORY_AND_THREADS = {
     "MALLOC_TRIM_THRESHOLD_": "536870912",
 }
 
-# What a checkpoint says of its run.
-POSITION = {
-    "epoch": 1,
-    "step": 0,
-    "steps": 4,
-    "best": [1, [0.5], 0, 1, 1, [1, 0]],
-    "losses": [0.0],
-    "unlogged": 0,
-    "skipped": 0,
-}
-POSITION |= {"lines": 0, "seconds": 1.5, "options": {}}
+# What a checkpoint holds beside the weights and the optimizer.
+POSITION = Position(
+    epoch=1,
+    step=0,
+    steps=4,
+    best=Evaluations(1, (0.5,), 0, 1, 1, (1, 0)),
+    losses=[0.0],
+    unlogged=0,
+    skipped=0,
+    lines=0,
+    seconds=1.5,
+    options={},
+).to_entries()
 
 
 def write_digits(folder: Path, train: int = 320, test: int = 80) -> Path:

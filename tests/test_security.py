@@ -439,7 +439,9 @@ def test_a_folder_of_somebody_else_does_not_stop_a_job(tmp_path, monkeypatch, th
     control.report_saved(None)
     control.report_failed()
     env = os.environ | {"SLURM_JOB_ID": "17", "HPCTRAIN_CACHE": str(tmp_path)}
-    subprocess.run([REPOSITORY / "launch/lib/task.sh", "none", "--", "true"], env=env, check=True, timeout=100)
+    subprocess.run(
+        [REPOSITORY / "launch/lib/task.sh", "none", "--", "true"], env=env, check=True, timeout=100
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["saved", "stop"]
 
 
@@ -541,20 +543,19 @@ def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, replaced_b
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "tensorboard"])
 def test_no_folder_of_a_run_is_a_link_of_somebody_else(tmp_path, theirs, name):
     """By a link to the checkpoints of another run of yours, those would be overwritten, and the oldest removed."""
-    from argparse import Namespace
-
     from hpctrain.checkpoints import checkpoint
     from hpctrain.errors import HpctrainError
     from hpctrain.run.folder import prepare_folder
+    from hpctrain.run.options import RunOptions
 
     for folder in ("run", "other"):
         (tmp_path / folder).mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "other")
     # a link of your own is kept
-    prepare_folder("train_ddp", Namespace(out=tmp_path / "run", resume=None))[2].release()
+    prepare_folder("train_ddp", RunOptions(out=tmp_path / "run"))[2].release()
     theirs(tmp_path / "run" / name)
     with pytest.raises(HpctrainError, match=r"run: cannot be written .a link that another user made"):
-        prepare_folder("train_ddp", Namespace(out=tmp_path / "run", resume=None))
+        prepare_folder("train_ddp", RunOptions(out=tmp_path / "run"))
     # made later
     with pytest.raises(HpctrainError, match=r"could not be written .*a link that another user made"):
         checkpoint.save(tmp_path / "run" / name / "epoch-0001.pt", {})
@@ -575,13 +576,12 @@ def test_links_in_a_run_folder_that_others_can_write(tmp_path, theirs, name):
         with tunnel.Tunnel("serve", tmp_path) as opened:
             assert link.read_text() == opened.token + "\n" and not link.is_symlink()
     elif name == ".probe":
-        from argparse import Namespace
-
         from hpctrain.errors import HpctrainError
         from hpctrain.run.folder import prepare_folder
+        from hpctrain.run.options import RunOptions
 
         with pytest.raises(HpctrainError, match=r"cannot be written \(File exists\)"):
-            prepare_folder("train_ddp", Namespace(out=tmp_path, resume=None))
+            prepare_folder("train_ddp", RunOptions(out=tmp_path))
     else:
         with pytest.raises(PermissionError, match="a link that another user made"):
             atomic.open_to_append(link)

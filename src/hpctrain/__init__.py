@@ -26,6 +26,7 @@ _MODULES = {
     "main": "distributed.entry",
     "process_group": "distributed.rendezvous",
     "Run": "run.run",
+    "RunOptions": "run.options",
     "seed_step": "training.batches",
     "settle_buckets": "training.buckets",
     "steps_per_epoch": "training.batches",

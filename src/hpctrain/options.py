@@ -14,12 +14,15 @@ from hpctrain.errors import UsageError
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError, so that one rank prints the error and not all of them."""
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    # argparse overloads the method by the type of `namespace`
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         """Parse the command line.
 
-        Raises UsageError, which names the option that is most like an unknown one.
+        Raises UsageError; for an unknown option, it names the most similar one.
         """
-        # Where any number of words may stand, argparse by itself takes none of them after an option.
+        # Otherwise argparse takes no positional argument of nargs "*" or "+" after an option.
         many = any(action.nargs in ("*", "+") and not action.option_strings for action in self._actions)
         found, unknown = (self.parse_known_intermixed_args if many else self.parse_known_args)(
             args, namespace
@@ -31,20 +34,18 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the message and exiting."""
         raise UsageError(f"{self.prog}: {message} ({self.prog} --help lists the options)")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question with the known word that is most like a mistyped one; "" if none is."""
+    """A question with the known word that is most similar to a mistyped one; "" if no word is similar."""
     return "".join(f"did you mean {found}?" for found in difflib.get_close_matches(word, known, n=1))
 
 
 def trainer_parser(trainer: str, description: str) -> Parser:
-    """A parser with the options that every trainer has; Run needs them, and --epochs.
+    """A parser with the options that every trainer has: those of Run except --epochs, and --seed.
 
-    `trainer` names the default run folder. In a user's script, the program in messages is the name of the
-    script.
+    `trainer` names the default run folder. In a user's script, messages name the script as the program.
     """
     parser = Parser(prog=f"hpctrain {trainer}" if trainer in COMMANDS else None, description=description)
     add = parser.add_argument
@@ -64,7 +65,8 @@ def trainer_parser(trainer: str, description: str) -> Parser:
         "--resume",
         type=Path,
         metavar="RUN",
-        help="resume from the last intact checkpoint of this run folder; auto: of --out, or start if it has none",
+        help="resume from the last intact checkpoint of this run folder; "
+        "auto: of --out, or start if it has none",
     )
     add("--force", action="store_true", help="resume although options differ that change the result")
     add(
@@ -72,7 +74,8 @@ def trainer_parser(trainer: str, description: str) -> Parser:
         type=interval,
         default="10min",
         metavar="INTERVAL",
-        help="save within an epoch after so many steps (500), or so much time (30s, 10min, 1h) (default: %(default)s)",
+        help="save within an epoch after so many steps (500), or so much time (30s, 10min, 1h) "
+        "(default: %(default)s)",
     )
     add(
         "--keep-checkpoints",
@@ -85,7 +88,8 @@ def trainer_parser(trainer: str, description: str) -> Parser:
         "--on-nan",
         choices=["stop", "skip"],
         default="stop",
-        help="when a gradient is not finite: stop, or skip the step, at most 10 in a row (default: %(default)s)",
+        help="when a gradient is not finite: stop, or skip the step, at most 10 in a row "
+        "(default: %(default)s)",
     )
     add(
         "--wandb",
@@ -95,14 +99,15 @@ def trainer_parser(trainer: str, description: str) -> Parser:
     add(
         "--profile",
         action="store_true",
-        help="write what some steps spend their time on, as a trace and as a page of text",
+        help="profile some steps: write a trace and a page of text",
     )
     add(
         "--watchdog",
         type=seconds,
         default=60,
         metavar="SECONDS",
-        help="end the job when a rank does not answer, or no step finishes, for this time; 0: never (default: %(default)g)",
+        help="end the job when a rank does not answer, or no step finishes, for this time; 0: never "
+        "(default: %(default)g)",
     )
     return parser
 
@@ -122,13 +127,14 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="make the kernels of training steps with torch.compile, at the first step; they round otherwise; needs g++",
+        help="compile the kernels of training steps with torch.compile, at the first step; "
+        "last digits differ; needs g++",
     )
     parser.add_argument(
         "--deterministic",
         action="store_true",
-        help="fail at an operation that could give other bits in another run; on a CPU all give the same (default: on a GPU, "
-        "image classifiers warn)",
+        help="fail at an operation that could give other bits in another run; on a CPU no operation does "
+        "(default: on a GPU, image classifiers warn)",
     )
 
 
@@ -141,7 +147,7 @@ def seconds(text: str) -> float:
 
 
 def interval(text: str) -> str:
-    """An argparse type: the text of an Interval. It stays a text, which config.json can hold."""
+    """An argparse type: a text that Interval.parse() accepts. config.json holds the text."""
     try:
         Interval.parse(text)
     except ValueError:

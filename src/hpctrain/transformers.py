@@ -1,15 +1,13 @@
-"""Run folder, verified checkpoints and requeue for a Trainer of transformers: docs/own-script.md shows the
-use.
+"""Run folder, verified checkpoints and requeue for a Trainer of transformers: see docs/own-script.md.
 
 transformers writes checkpoint-N into its output_dir, file by file, and resumes from the one with the highest
-number, also where the job was killed while it wrote it. Here a checkpoint counts when it has its SHA256SUMS,
+number, even if the job was killed while it wrote that one. Here a checkpoint counts when it has SHA256SUMS,
 which is written last.
 """
 
 import json
 import math
 import time
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +29,14 @@ from hpctrain.text import first_line
 
 
 class RunFolder(TrainerCallback):
-    """A callback that makes the output_dir of a Trainer a run folder, with metrics and result, and ends it
-    when the job has to.
+    """A callback that makes the output_dir of a Trainer a run folder, with metrics, requeue and result.
 
         folder = RunFolder(arguments)
         trainer = Trainer(model, arguments, callbacks=[folder], ...)
         trainer.train(resume_from_checkpoint=folder.checkpoint)
 
-    `checkpoint` is the newest whole checkpoint, None in a new run. When the launch script asks for the end of
-    the job, all ranks save at the same step, and EndEarly ends them. To create a RunFolder is a collective
+    `checkpoint` is the newest intact checkpoint, None in a new run. When the launch script asks for the end
+    of the job, all ranks save at the same step, and EndEarly ends them. Creating a RunFolder is a collective
     call. It ends every rank if the training has its result already. Raises HpctrainError.
     """
 
@@ -48,13 +45,17 @@ class RunFolder(TrainerCallback):
         self._world = detect()
         if self._world.size != arguments.world_size:
             raise UsageError(
-                f"transformers trains alone on each of the {self._world.size} ranks: give TrainingArguments(use_cpu=True) on "
-                "nodes without GPUs, and start the script with a launch script or with torchrun"
+                f"transformers trains alone on each of the {self._world.size} ranks: "
+                "give TrainingArguments(use_cpu=True) on nodes without GPUs, and start the script with a "
+                "launch script or with torchrun"
             )
-        if arguments.save_total_limit == 1:  # the earlier one is removed before the new one is verified
+        # transformers removes the earlier checkpoint before the new one is verified
+        if arguments.save_total_limit == 1:
             raise UsageError(
-                "save_total_limit=1 leaves no checkpoint when the job is killed while it saves: give 2 or more"
+                "save_total_limit=1 leaves no checkpoint when the job is killed while it saves: "
+                "give 2 or more"
             )
+        assert arguments.output_dir  # has a default
         self.folder, self._arguments = Path(arguments.output_dir), arguments
         self._decisions, self._stopping = Decisions(self._world), False
         self._last: dict[str, float] = {}
@@ -104,25 +105,18 @@ class RunFolder(TrainerCallback):
             self._seconds = kept[-1]["seconds"] if kept else 0.0
         except (OSError, ValueError, KeyError) as error:
             raise HpctrainError(
-                f"{self.folder}: cannot be used as a run folder ({first_line(error)}): give another output_dir"
+                f"{self.folder}: cannot be used as a run folder ({first_line(error)}): "
+                "give another output_dir"
             ) from error
-        self._config = write_config(
-            self.folder,
-            self._world,
-            "transformers",
-            Namespace(**arguments.to_sanitized_dict()),
-            arguments.device,
-        )
+        options = arguments.to_sanitized_dict()
+        self._config = write_config(self.folder, self._world, "transformers", options, arguments.device)
         if checkpoint:
             add_resumption(self._config, checkpoint, step)
             self._print(f"resuming from {checkpoint}")
         return str(checkpoint) if checkpoint else None, False
 
     def _newest_whole(self) -> Path | None:
-        """The checkpoint with the highest number whose files are those that were written.
-
-        Prints why others are skipped.
-        """
+        """The checkpoint with the highest number whose files match SHA256SUMS. Prints why it skips others."""
         paths = [
             path
             for path in self.folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")

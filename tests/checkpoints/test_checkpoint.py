@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoints import checkpoint, parts
+from hpctrain.checkpoints.position import Position
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from tests.helpers import POSITION
@@ -84,7 +85,7 @@ def test_a_checkpoint_of_somebody_else_is_one_line(run):
     sparse = {name: value.to_sparse() for name, value in model.state_dict().items()}
     wrong += [("model", dict.fromkeys(model.state_dict(), "x")), ("model", sparse)]
     meta = {name: value.to("meta") for name, value in model.state_dict().items()}
-    wrong += [("model", meta), ("options", {1: "x"}), *((name, None) for name in POSITION)]
+    wrong += [("model", meta), ("options", {1: "x"}), *((name, None) for name in Position._fields)]
     for name, value in wrong:
         checkpoint.save(path, good | {name: value})
         with pytest.raises(
@@ -157,7 +158,10 @@ def test_an_error_without_a_message_is_named_by_its_type(run, monkeypatch, name)
 
     monkeypatch.setattr(torch, name, fail)
     with pytest.raises(HpctrainError, match=r"epoch-0001.pt: .*\(RuntimeError\)"):
-        checkpoint.save(path, {}) if name == "save" else checkpoint.load(path, torch.device("cpu"))
+        if name == "save":
+            checkpoint.save(path, {})
+        else:
+            checkpoint.load(path, torch.device("cpu"))
 
 
 def test_code_is_never_loaded(run):

@@ -82,7 +82,7 @@ def test_a_time_that_is_due(folder, monkeypatch):
         now += 0.1
         if saver.is_due(step, last=False):
             due.append(now)
-            saver.save(checkpoint.path_of(folder, 1, step), state(1), NO_BEST)
+            saver.save_in_background(checkpoint.path_of(folder, 1, step), state(1), NO_BEST)
     saver.wait()
     assert len(due) == 3
     assert all(
@@ -141,7 +141,7 @@ def test_the_state_of_the_optimizer_is_that_of_the_save_although_it_is_copied_la
     current = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
     expected = copy.deepcopy(current)
     began = time.monotonic()
-    saver.save(checkpoint.path_of(folder, 1), current, NO_BEST)
+    saver.save_in_background(checkpoint.path_of(folder, 1), current, NO_BEST)
     blocked = time.monotonic() - began
     step()
     assert blocked < 1.5 <= time.monotonic() - began
@@ -188,9 +188,9 @@ def test_a_slow_disk_makes_the_next_save_wait_and_drops_none(folder, monkeypatch
     monkeypatch.setattr(checkpoint, "save", slow)
     saver = make(folder)
     begun = time.monotonic()
-    saver.save(checkpoint.path_of(folder, 1), state(1), NO_BEST)
+    saver.save_in_background(checkpoint.path_of(folder, 1), state(1), NO_BEST)
     assert writing.wait(60) and time.monotonic() - begun < 1.5 and names(folder) == []
-    saver.save(checkpoint.path_of(folder, 2), state(2), NO_BEST)
+    saver.save_in_background(checkpoint.path_of(folder, 2), state(2), NO_BEST)
     assert time.monotonic() - begun > 1.5 and "epoch-0001.pt" in names(folder)
     saver.wait()
     weights = [
@@ -202,8 +202,8 @@ def test_a_slow_disk_makes_the_next_save_wait_and_drops_none(folder, monkeypatch
 
 def test_weights_that_are_not_finite_are_not_saved(folder):
     saver = make(folder)
-    saver.save(checkpoint.path_of(folder, 1), state(1), NO_BEST)
-    saver.save(checkpoint.path_of(folder, 2), state(float("nan")), NO_BEST)
+    saver.save_in_background(checkpoint.path_of(folder, 1), state(1), NO_BEST)
+    saver.save_in_background(checkpoint.path_of(folder, 2), state(float("nan")), NO_BEST)
     with pytest.raises(
         HpctrainError, match=r"epoch-0002.pt are not finite: training diverged, use a smaller --lr"
     ):
@@ -220,12 +220,15 @@ def test_a_write_that_fails_is_due_at_the_next_decision_and_raised_once(folder, 
 
     with monkeypatch.context() as context:
         context.setattr(checkpoint, "save", fail)
-        saver.save(checkpoint.path_of(folder, 1), state(1), NO_BEST)
+        saver.save_in_background(checkpoint.path_of(folder, 1), state(1), NO_BEST)
         saver._writer.join()
     assert saver.is_due(1, last=False)
     with pytest.raises(HpctrainError, match="the disk is full"):
-        saver.wait() if raised_by == "wait" else saver.save(checkpoint.path_of(folder, 2), state(2), NO_BEST)
-    saver.save(checkpoint.path_of(folder, 3), state(3), NO_BEST)
+        if raised_by == "wait":
+            saver.wait()
+        else:
+            saver.save_in_background(checkpoint.path_of(folder, 2), state(2), NO_BEST)
+    saver.save_in_background(checkpoint.path_of(folder, 3), state(3), NO_BEST)
     saver.wait()
     assert names(folder) == ["epoch-0003.pt"]
 
@@ -244,7 +247,7 @@ def test_a_file_system_that_cannot_be_written_for_a_while(folder, monkeypatch, c
 
     monkeypatch.setattr(os, "fsync", fsync)
     saver = make(folder)
-    saver.save(checkpoint.path_of(folder, 1), state(1), NO_BEST)
+    saver.save_in_background(checkpoint.path_of(folder, 1), state(1), NO_BEST)
     if lasts == 3:
         saver.wait()
         assert names(folder) == ["epoch-0001.pt"]
@@ -270,7 +273,8 @@ from hpctrain.errors import HpctrainError
 def fail(world, arguments):
     folder, real = Path(arguments[0]), checkpoint.save
     checkpoint.save = lambda *words: (time.sleep(0.5), real(*words))
-    Checkpointer(world, folder, Interval(0, 600), 3, lambda: None).save(checkpoint.path_of(folder, 1), {"epoch": 1}, 0)
+    saver = Checkpointer(world, folder, Interval(0, 600), 3, lambda: None)
+    saver.save_in_background(checkpoint.path_of(folder, 1), {"epoch": 1}, 0)
     raise HpctrainError("training diverged")
 sys.modules["probe"] = types.SimpleNamespace(main=fail)
 cli.COMMANDS["probe"] = ("probe", "use", "fail")
@@ -289,7 +293,7 @@ def test_a_job_that_lost_the_folder_while_it_wrote_leaves_nothing(folder):
             raise HpctrainError("job 8 continues this run")
 
     saver = Checkpointer(ALONE, folder, NEVER, 3, check)
-    saver.save(checkpoint.path_of(folder, 1), state(1), NO_BEST)
+    saver.save_in_background(checkpoint.path_of(folder, 1), state(1), NO_BEST)
     saver.wait()
     with pytest.MonkeyPatch.context() as context:
         intact = checkpoint.is_intact
@@ -300,7 +304,7 @@ def test_a_job_that_lost_the_folder_while_it_wrote_leaves_nothing(folder):
             return intact(path)
 
         context.setattr(checkpoint, "is_intact", is_intact)
-        saver.save(checkpoint.path_of(folder, 2), state(2), NO_BEST)
+        saver.save_in_background(checkpoint.path_of(folder, 2), state(2), NO_BEST)
         with pytest.raises(HpctrainError, match="job 8 continues"):
             saver.wait()
     assert names(folder) == ["epoch-0001.pt"]
@@ -310,7 +314,9 @@ def test_the_newest_and_the_best_are_kept(folder):
     (folder / "checkpoints/notes.pt").touch()  # somebody else's
     saver = make(folder, keep=2)
     for epoch, step in ((1, 0), (2, 0), (3, 5), (3, 10), (3, 0), (4, 7)):
-        saver.save(checkpoint.path_of(folder, epoch, step), state(epoch), checkpoint.path_of(folder, 1))
+        saver.save_in_background(
+            checkpoint.path_of(folder, epoch, step), state(epoch), checkpoint.path_of(folder, 1)
+        )
     saver.wait()
     assert names(folder) == ["epoch-0001.pt", "epoch-0003.pt", "epoch-0004-step-000007.pt", "notes.pt"]
 
@@ -320,7 +326,7 @@ def test_a_checkpoint_in_parts_leaves_the_last_complete_one_until_all_ranks_have
     saver = Checkpointer(World(0, 2, 0, 2, 0, 1, "torchrun"), folder, NEVER, 1, lambda: None)
     saver.in_parts = True
     for epoch in (1, 2, 3):
-        saver.save(checkpoint.path_of(folder, epoch), state(epoch), NO_BEST)
+        saver.save_in_background(checkpoint.path_of(folder, epoch), state(epoch), NO_BEST)
         saver.wait()
         if epoch < 3:
             shutil.copy(
@@ -348,7 +354,7 @@ def test_a_checkpoint_of_the_job_that_owns_the_folder_by_now_is_not_removed(fold
     saver.clear(path)
     assert path.exists()
     with pytest.raises(HpctrainError, match="job 2 continues"):
-        saver.save(path, state(1), NO_BEST)
+        saver.save_in_background(path, state(1), NO_BEST)
 
 
 def test_the_best_checkpoint_stays_until_all_ranks_have_written_a_better_one(folder):
@@ -356,7 +362,9 @@ def test_the_best_checkpoint_stays_until_all_ranks_have_written_a_better_one(fol
     saver = Checkpointer(World(0, 2, 0, 2, 0, 1, "torchrun"), folder, NEVER, 1, lambda: None)
     saver.in_parts = True
     for epoch, best in ((1, 1), (2, 1), (3, 1), (4, 4), (5, 4)):
-        saver.save(checkpoint.path_of(folder, epoch), state(epoch), checkpoint.path_of(folder, best))
+        saver.save_in_background(
+            checkpoint.path_of(folder, epoch), state(epoch), checkpoint.path_of(folder, best)
+        )
         saver.wait()
         if epoch == 4:
             assert names(folder) == ["epoch-0001.pt", "epoch-0003.pt", "epoch-0004.pt"]

@@ -503,7 +503,9 @@ def test_a_node_that_srun_does_not_reach_is_no_fault_of_the_program(programs, tm
     """The job was FAILED, as no checkpoint had been saved. Its ranks on the other nodes may have started."""
     shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
-    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=1"
+    source = (
+        f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=1"
+    )
     done = subprocess.run(
         ["bash", "-euc", f"{source}; conclude {status}"],
         env=programs | {"SLURM_JOB_ID": "7"},
@@ -524,7 +526,9 @@ def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(
     shown = f"JobState=RUNNING Restarts={restarts} PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
-    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=2"
+    source = (
+        f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=2"
+    )
     done = subprocess.run(
         ["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True
     )
@@ -540,9 +544,7 @@ def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_
         (tmp_path / name).write_text("--resume runs/x\n")
     shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown}\n')
-    source = (
-        f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x.sh; HPCTRAIN_REQUEUES=1"
-    )
+    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x.sh; HPCTRAIN_REQUEUES=1"
     done = subprocess.run(
         ["bash", "-euc", f"{source}; ARGUMENTS=(train_ddp --out 'a b'); conclude 0"],
         env=programs | {"SLURM_JOB_ID": "7"}, capture_output=True, text=True,
@@ -956,7 +958,11 @@ def test_what_a_rank_of_horovodrun_leaves_does_not_keep_its_connection(tmp_path)
         "HPCTRAIN_COMMAND": shlex.join(words),
     }
     done = subprocess.run(
-        [REPOSITORY / "launch/lib/task.sh", "horovodrun"], env=env, capture_output=True, text=True, timeout=100
+        [REPOSITORY / "launch/lib/task.sh", "horovodrun"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 137 and re.search(r"rank 1 on \S+ was ended by signal 9", done.stderr), (
         done.stderr

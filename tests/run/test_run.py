@@ -23,6 +23,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.run import run
 from hpctrain.run.config import write_json
 from hpctrain.run.folder import find_earlier_checkpoint
+from hpctrain.run.options import RunOptions
 from tests.helpers import REPOSITORY, write_digits
 
 DIGEST = "sha256:" + "ab" * 32
@@ -37,17 +38,8 @@ def clean(monkeypatch):
 
 
 def start(folder, resume=None):
-    args = argparse.Namespace(
-        out=folder,
-        resume=resume,
-        epochs=1,
-        watchdog=0,
-        checkpoint_every="10min",
-        keep_checkpoints=3,
-        force=False,
-        on_nan="stop",
-    )
-    return run.Run(ALONE, "test", args, torch.device("cpu"))
+    options = RunOptions(out=folder, resume=resume, epochs=1, watchdog=0)
+    return run.Run(ALONE, "test", options, torch.device("cpu"))
 
 
 def finish(opened):
@@ -126,7 +118,7 @@ def test_values_of_numpy_and_torch_are_numbers_in_the_files(tmp_path, capsys):
     state = {"model": model.state_dict(), "optimizer": {}}
     opened.save(state, score=torch.tensor(0.5))
     opened.save(state, score=(numpy.float64(0.75), torch.tensor(0.25)))
-    assert opened.best.state()[1] == [0.75, 0.25]
+    assert opened.best.evaluations.score == (0.75, 0.25)
     opened.finish(model, test_accuracy=torch.tensor(0.5), test_f1=numpy.float32(0.25))
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     for values in (lines[-1], json.loads((tmp_path / "run/result.json").read_text())):
@@ -193,6 +185,25 @@ def test_a_finished_run_that_refuses_to_be_resumed_stays_as_it_was(tmp_path, wid
     assert sorted((tmp_path / "run").iterdir()) == before
 
 
+def test_a_resume_reads_the_newest_checkpoint_once_to_verify_it_and_once_to_load_it(tmp_path):
+    model = torch.nn.Linear(4096, 1024)
+    size = model.weight.nbytes
+
+    def count_bytes():  # of all read() calls of this process; reading through mmap() is not counted
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+    opened = start(tmp_path / "run")
+    opened.resume(torch.device("cpu"), 1, model)
+    opened.end_epoch()
+    opened.save({"model": model.state_dict(), "optimizer": {}})
+    opened._checkpointer.wait()
+    before = count_bytes()
+    again = start(tmp_path / "run", resume=tmp_path / "run")
+    assert size < count_bytes() - before < 1.1 * size
+    assert again.resume(torch.device("cpu"), 1, model)["epoch"] == 1
+    assert 2 * size < count_bytes() - before < 2.1 * size
+
+
 def test_a_start_that_failed_before_its_first_step_leaves_its_folder_to_the_next(tmp_path):
     start(tmp_path / "run")
     opened = start(tmp_path / "run")
@@ -214,9 +225,9 @@ def test_resume_auto_without_out_is_for_jobs(tmp_path, monkeypatch):
     """Elsewhere each start would have another folder, and begin anew."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HpctrainError, match="--resume auto needs --out here"):
-        start(None, run.AUTO)
+        start(None, "auto")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert start(None, run.AUTO).folder == Path("runs/test/17")
+    assert start(None, "auto").folder == Path("runs/test/17")
 
 
 def test_a_run_that_died_while_it_wrote_its_first_checkpoint_in_parts_begins_again(tmp_path):
@@ -233,13 +244,13 @@ def test_a_run_that_died_while_it_wrote_its_first_checkpoint_in_parts_begins_aga
         start(folder, resume=folder)
     with pytest.raises(HpctrainError, match=f"continue that run with --resume auto --out {folder}"):
         start(folder)
-    again = start(folder, run.AUTO)
+    again = start(folder, "auto")
     assert again.resume(torch.device("cpu"), 1, torch.nn.Linear(2, 1)) is None
     assert (folder / "metrics.jsonl").read_text() == ""
     part.write_text("corrupt")
     part.with_name("rank-0001-of-0002.pt").touch()
     with pytest.raises(HpctrainError, match="every checkpoint in it is corrupt"):
-        start(folder, run.AUTO)
+        start(folder, "auto")
 
 
 def test_the_best_checkpoint_is_found_in_the_folders_of_earlier_runs(tmp_path):
@@ -395,11 +406,8 @@ run.os._exit(0)
 
 def test_the_log_of_10_000_steps_is_short(tmp_path, capsys):
     """No bar, and each line about training has the speed and the time that is left."""
-    args = argparse.Namespace(
-        out=tmp_path / "run", resume=None, epochs=20, watchdog=0, checkpoint_every="10min", keep_checkpoints=3, force=False,
-        on_nan="stop",
-    )  # fmt: skip
-    opened = run.Run(ALONE, "test", args, torch.device("cpu"))
+    options = RunOptions(out=tmp_path / "run", epochs=20, watchdog=0)
+    opened = run.Run(ALONE, "test", options, torch.device("cpu"))
     loss = torch.tensor(0.5)
     for epoch in range(1, 21):
         opened.start_epoch(epoch, 500, 32)

@@ -1,9 +1,8 @@
 """Checkpoints that appear complete and verified under their final name, or not at all.
 
-A checkpoint is a plain torch.save() of a dictionary. That is a zip archive with a CRC-32 for every record.
-torch.load() does not check it and this file does, so a truncated file or a flipped bit is found before
-anything is trained on it. The checkpoint of a model of which each rank holds a part is a folder of such
-files: see parts.py.
+A checkpoint is a plain torch.save() of a dictionary: a zip archive with a CRC-32 for every record.
+torch.load() ignores the CRC-32. is_intact() compares it, so nothing is trained on a truncated file or a
+flipped bit. The checkpoint of a sharded model is a folder of such files: see parts.py.
 """
 
 import copy
@@ -23,18 +22,19 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils._pytree import tree_map_only
 
 from hpctrain.checkpoints import parts
+from hpctrain.checkpoints.position import Position
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.text import first_line, one_line
 
+# Classes that wrap a model, and the attribute that holds the model.
+_WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
+
 
 def path_of(folder: Path, epoch: int, step: int = 0) -> Path:
-    """The path of the checkpoint of an epoch, counted from 1, or of the one after `step` steps of that epoch."""
-    return (
-        folder
-        / "checkpoints"
-        / (f"epoch-{epoch:04d}-step-{step:06d}.pt" if step else f"epoch-{epoch:04d}.pt")
-    )
+    """The path of the checkpoint after an epoch, counted from 1, or after `step` steps of that epoch."""
+    name = f"epoch-{epoch:04d}-step-{step:06d}.pt" if step else f"epoch-{epoch:04d}.pt"
+    return folder / "checkpoints" / name
 
 
 def list_newest_first(folder: Path) -> list[Path]:
@@ -48,7 +48,10 @@ def list_newest_first(folder: Path) -> list[Path]:
 
 
 def has_complete(folder: Path) -> bool:
-    """Whether a run folder has a checkpoint, with the files of all ranks: a job may have died while it wrote its first one."""
+    """Whether a run folder has a checkpoint with the files of all ranks.
+
+    A job may have died while it wrote its first checkpoint.
+    """
     return any(map(_has_all_files, list_newest_first(folder)))
 
 
@@ -73,7 +76,7 @@ def remove(path: Path) -> None:
 def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: None) -> None:
     """Write `state`, on one rank. `check` is called when the file is complete, before it gets its name.
 
-    Raises HpctrainError, naming the file, if it cannot be written; earlier checkpoints stay as they are.
+    Raises HpctrainError, naming the file, if it cannot be written. Earlier checkpoints stay as they are.
     """
     try:
         atomic.check_link(path.parent)
@@ -85,32 +88,35 @@ def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: 
                 raise OSError("the file read back is not the one written")
             check()
     except (OSError, RuntimeError) as error:
-        # torch.save() reports a full disk as a RuntimeError that says nothing of it, beside the OSError of
-        # the file.
+        # When the disk is full, torch.save() raises a RuntimeError that does not say so; its context does.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise HpctrainError(
-            f"{path}: the checkpoint could not be written ({first_line(cause)}): free some space there, or use --out"
+            f"{path}: the checkpoint could not be written ({first_line(cause)}): "
+            "free some space there, or use --out"
         ) from error
 
 
 def check_loadable(state: dict[str, Any], where: str) -> None:
-    """Raise UsageError for a state that could be saved but not loaded: checkpoints are tensors and plain values, never code."""
+    """Raise UsageError for a state that holds more than tensors and plain values: load() refuses it."""
     file = io.BytesIO()
     torch.save(tree_map_only(torch.Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype), state), file)
     file.seek(0)
     try:
         torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))  # after advice on how to load it all the same
+        found = re.search(r"GLOBAL (\S+)", str(error))  # behind advice to load the object in spite of it
         text = found[1] if found else first_line(error)
         raise UsageError(
-            f"the checkpoints would hold more than tensors and plain values ({text[:200]}): remove it from {where}, "
-            "or call torch.serialization.add_safe_globals()"
+            f"the checkpoints would hold more than tensors and plain values ({text[:200]}): "
+            f"remove it from {where}, or call torch.serialization.add_safe_globals()"
         ) from None
 
 
 def check_resumable(state: dict[str, Any], entry: str | None) -> None:
-    """Raise UsageError for the state of a run that find_fitting() would not take; `entry` is None if it will not be asked."""
+    """Raise UsageError for a state that find_fitting() would skip, as it needs the model and this entry.
+
+    `entry` is None if nothing will resume from the state.
+    """
     if entry and not isinstance(state.get("model"), dict):
         raise UsageError(
             "run.save() got no state_dict() of the model as 'model', without which no run can be resumed"
@@ -121,17 +127,17 @@ def check_resumable(state: dict[str, Any], entry: str | None) -> None:
 
 
 def find_newest(folder: Path) -> Path:
-    """The last intact checkpoint of a run folder. Prints the names of corrupt ones, which it skips.
+    """The last intact checkpoint of a run folder. Prints the names of corrupt checkpoints, which it skips.
 
-    Raises HpctrainError if there is none.
+    Raises HpctrainError if no checkpoint is intact.
     """
-    corrupt = []
+    corrupt: list[str] = []
     for path in list_newest_first(folder):
         if is_intact(path):
             if corrupt:
-                skipped = ", ".join(corrupt)
                 print(
-                    f"hpctrain: skipping corrupt or incomplete {skipped} in {path.parent}, resuming from {path.name}",
+                    f"hpctrain: skipping corrupt or incomplete {', '.join(corrupt)} in {path.parent}, "
+                    f"resuming from {path.name}",
                     flush=True,
                 )
             return path
@@ -141,8 +147,8 @@ def find_newest(folder: Path) -> Path:
             f"{folder}: every checkpoint in it is corrupt ({', '.join(corrupt)}): start without --resume"
         )
     raise HpctrainError(
-        f"{folder}: no checkpoint to resume from (checkpoints/epoch-*.pt): name a run folder that has one, or start that run "
-        f"again with --resume auto --out {folder}"
+        f"{folder}: no checkpoint to resume from (checkpoints/epoch-*.pt): name a run folder that has one, "
+        f"or start that run again with --resume auto --out {folder}"
     )
 
 
@@ -150,19 +156,23 @@ def find_fitting(
     newest: Path,
     model: torch.nn.Module,
     entry: str,
-    list_other_options: Callable[[dict[str, str]], str] | None = None,
+    describe_differences: Callable[[dict[str, str]], str] = lambda saved: "",
 ) -> Path:
-    """The newest checkpoint of this model, from `newest` on backwards in its folder; prints why others are
-    skipped.
+    """The newest checkpoint that this model can be resumed from. Prints why it skips others.
 
-    It has an entry of this name beside "model", "epoch" and "step", as the checkpoints of the trainer that
-    asks have. `list_other_options` gets the options that a checkpoint of another model was saved with, and
-    names those that differ. Raises HpctrainError that names the folder and `newest` if none fits.
+    The search goes backwards from `newest`, which find_newest() has just verified: it is not read through a
+    second time. A checkpoint fits if it has the position of a run, the weights of `model`, and an entry of
+    this name, as the checkpoints of the same trainer have. `describe_differences` gets the options that a
+    checkpoint of another model was saved with, and names those that differ now. Raises HpctrainError that
+    names the folder and `newest` if no checkpoint fits.
     """
     problems: dict[str, str] = {}
     paths = list_newest_first(newest.parent.parent)
     for path in paths[paths.index(newest) :]:
-        problem = _describe_misfit(path, model, entry, list_other_options)
+        if path == newest or is_intact(path):
+            problem = _describe_misfit(path, model, entry, describe_differences)
+        else:
+            problem = "corrupt"
         if not problem:
             for name, text in problems.items():
                 line = f"hpctrain: skipping {name} in {path.parent} ({text}), resuming from {path.name}"
@@ -177,11 +187,9 @@ def find_fitting(
 
 
 def _describe_misfit(
-    path: Path, model: torch.nn.Module, entry: str, list_other_options: Callable[[dict[str, str]], str] | None
+    path: Path, model: torch.nn.Module, entry: str, describe_differences: Callable[[dict[str, str]], str]
 ) -> str:
-    """Why a checkpoint is not one of this model; "" if it is."""
-    if not is_intact(path):
-        return "corrupt"
+    """Why a checkpoint does not fit this model; "" if it does."""
     try:
         state = _open(path)
     except Exception as error:
@@ -189,16 +197,18 @@ def _describe_misfit(
     weights = state.get("model") if isinstance(state, dict) else None
     if not isinstance(weights, dict) or not {"epoch", "step", entry} <= state.keys():
         return "it is of another trainer"
-    if not _has_position(state):
-        return "its position is none that hpctrain writes"
+    try:
+        position = Position.from_entries(state)
+    except ValueError as error:
+        return f"it holds no position of a run ({error})"
     own, saved = (
         {name: _shape_of(value) for name, value in part.items()} for part in (model.state_dict(), weights)
     )
     differing = next((name for name in [*own, *saved] if own.get(name) != saved.get(name)), None)
     if not differing:
         return ""
-    others = list_other_options(state.get("options", {})) if list_other_options else ""
-    cause = f", because of {others}" if others else ""
+    options = describe_differences(position.options)
+    cause = f", because of {options}" if options else ""
     return f"it is of another model: {differing} is {saved.get(differing)}, not {own.get(differing)}{cause}"
 
 
@@ -206,25 +216,6 @@ def _shape_of(value: Any) -> tuple[int, ...] | str:
     """The shape of a tensor or of its Pieces."""
     dense = parts.has_memory(value) if isinstance(value, torch.Tensor) else hasattr(value, "shape")
     return tuple(value.shape) if dense else "no dense tensor"
-
-
-def _has_position(state: dict[str, Any]) -> bool:
-    """Whether what a checkpoint says of its run, beside weights, is of the kinds that Run.save() writes."""
-    numbers = [state.get(name) for name in ("epoch", "step", "steps", "unlogged", "skipped", "lines")]
-    losses, options = state.get("losses"), state.get("options")
-    match state.get("best"):
-        case [int(), list() as score] | [int(), list() as score, int(), int(), int(), [int(), int()]]:
-            return (
-                all(type(number) is int and 0 <= number < 2**31 for number in numbers)
-                and (
-                    isinstance(losses, list)
-                    and losses != []
-                    and isinstance(options, dict)
-                    and all(isinstance(name, str) for name in options)
-                )
-                and all(isinstance(value, int | float) for value in [*score, *losses, state.get("seconds")])
-            )
-    return False
 
 
 def load_optimizer(
@@ -235,10 +226,8 @@ def load_optimizer(
 ) -> None:
     """Load the entry "optimizer" of a checkpoint.
 
-    Raises HpctrainError, naming the file, if it is not of this model.
-
-    `split` maps the entry to this rank's part of it. The options of the optimizer, such as its momentum, stay
-    its own.
+    `split` maps the entry to this rank's part of it. The optimizer keeps its own options, such as its
+    momentum. Raises HpctrainError, naming the file, if the entry does not fit the model.
     """
     try:
         saved, own = state["optimizer"], optimizer.state_dict()["param_groups"]
@@ -258,9 +247,10 @@ def load_optimizer(
             for name, value in values.items():
                 if name != "step" and value is not None and getattr(value, "shape", None) != parameter.shape:
                     raise ValueError("a tensor of another shape")
-    except Exception as error:  # a file of somebody else may have anything there
+    except Exception as error:  # the entry may hold anything
         raise HpctrainError(
-            f"{path}: not the optimizer of this model ({first_line(error)[:200]}): resume from another run folder"
+            f"{path}: not the optimizer of this model ({first_line(error)[:200]}): "
+            "resume from another run folder"
         ) from error
 
 
@@ -275,37 +265,34 @@ def load(path: Path, device: torch.device) -> dict[str, Any]:
             return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), whole)
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch.load() passes on the errors of zipfile, pickle and others
-        raise _describe(path, error) from error
+        raise _loading_error(path, error) from error
 
 
 def open_lazily(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint, whose weights stay on the disk until they are used: they are mapped, or
-    Pieces.
+    """The state of a checkpoint, whose tensors are read when they are used: mapped files, or Pieces.
 
     Raises HpctrainError, naming the file.
     """
     try:
         return _open(path)
     except Exception as error:
-        raise _describe(path, error) from error
+        raise _loading_error(path, error) from error
 
 
 def _open(path: Path) -> dict[str, Any]:
-    return (
-        parts.read(path)
-        if path.is_dir()
-        else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    )
+    if path.is_dir():
+        return parts.read(path)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def _describe(path: Path, error: Exception) -> HpctrainError:
+def _loading_error(path: Path, error: Exception) -> HpctrainError:
     return HpctrainError(
         f"{path}: not a checkpoint that can be loaded ({first_line(error)}): resume from another run folder"
     )
 
 
 def is_intact(path: Path) -> bool:
-    """Whether every record of the archive is there and matches its CRC-32; of a folder, whether all of its files are intact."""
+    """Whether every record of the archive is there and matches its CRC-32, in all files of a folder."""
     try:
         if path.is_dir():
             with ThreadPoolExecutor() as threads:
@@ -313,18 +300,16 @@ def is_intact(path: Path) -> bool:
         if not path.is_file():  # a pipe would be waited for
             return False
         with zipfile.ZipFile(path) as archive:
-            # torch.save() compresses nothing. A record that is compressed is not from it, and may unpack to
-            # any size.
+            # torch.save() does not compress. A compressed record of another writer may unpack to any size.
             stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
             return stored and archive.testzip() is None
-    except (
-        Exception
-    ):  # broken headers raise ValueError, RuntimeError, NotImplementedError, UnicodeDecodeError and others
+    except Exception:
+        # Broken headers raise ValueError, RuntimeError, NotImplementedError, UnicodeDecodeError and others.
         return False
 
 
 def check_intact(path: Path) -> None:
-    """Raise HpctrainError, naming the file, if it or a file in the folder is not as it was written."""
+    """Raise HpctrainError, naming the path, if is_intact() is false."""
     if not is_intact(path):
         raise HpctrainError(
             f"{path}: damaged since it was written, or incomplete: copy it again, or take another checkpoint"
@@ -332,15 +317,13 @@ def check_intact(path: Path) -> None:
 
 
 def load_weights(model: torch.nn.Module, path: str | Path) -> None:
-    """Load weights into a model, in place: of a checkpoint of hpctrain or Lightning, or of a file that has
-    nothing else.
+    """Load weights into a model, in place, from a checkpoint of hpctrain or Lightning, or a file of weights.
 
     DistributedDataParallel, DataParallel and torch.compile put a prefix before each name; the model and the
-    file may each have one. Raises HpctrainError that names the file, if it is damaged or does not fit the
-    model.
+    file may each have one. Raises HpctrainError, naming the file, if it is damaged or does not fit the model.
     """
     path = Path(path)
-    if path.is_dir() or zipfile.is_zipfile(path):  # others have no checksum
+    if path.is_dir() or zipfile.is_zipfile(path):  # other formats have no checksum
         check_intact(path)
     content = load(path, torch.device("cpu"))
     if not isinstance(content, dict):
@@ -359,7 +342,7 @@ def load_weights(model: torch.nn.Module, path: str | Path) -> None:
 
 
 def without_prefix(weights: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """The weights under the names that they have in a model that nothing wraps, if they are those of the model wrapped."""
+    """The weights without the prefixes that wrappers of this model put before their names."""
     weights, own = copy.copy(weights), model.state_dict().keys()
     if hasattr(weights, "_metadata"):  # by which load_state_dict() knows old versions
         weights._metadata = copy.copy(weights._metadata)
@@ -371,15 +354,13 @@ def without_prefix(weights: dict[str, Any], model: torch.nn.Module) -> dict[str,
 
 def with_plain_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     """The state of a checkpoint, with without_prefix() of its entry "model"."""
-    return (
-        state | {"model": without_prefix(state["model"], model)}
-        if isinstance(state.get("model"), dict)
-        else state
-    )
+    if not isinstance(state.get("model"), dict):
+        return state
+    return state | {"model": without_prefix(state["model"], model)}
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """The model in DistributedDataParallel, DataParallel or torch.compile, or the model itself."""
-    while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
-        model = model.module if hasattr(model, "module") else model._orig_mod
+    while name := _WRAPPERS.get(type(model).__name__):
+        model = model.get_submodule(name)
     return model

@@ -1,13 +1,12 @@
-"""Checkpoints in parts: a folder under the name of a checkpoint, with a file of each rank that holds a part
-of the model.
+"""Checkpoints in parts: a folder under the name of a checkpoint, with one file per rank.
 
     checkpoints/epoch-0001.pt/rank-0000-of-0002.pt
     checkpoints/epoch-0001.pt/rank-0001-of-0002.pt
 
-Each file is written and verified as a whole checkpoint is (checkpoint.py), by its rank alone: no rank waits
-for another one or exchanges data meanwhile. The checkpoint counts when all files are there and intact. A file
-has the whole state of its rank; a tensor of which the rank has a part is a dictionary of that part, its
-offset in the tensor, and the shape of the tensor.
+Each rank writes and verifies its file as checkpoint.py does a whole checkpoint. Meanwhile the ranks exchange
+no data and do not wait for each other. The checkpoint counts when all files are there and intact. A file has
+the state of its rank. A tensor of which the rank holds a part is a dictionary: the part, its offset in the
+tensor, and the shape of the tensor.
 """
 
 import re
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from hpctrain.checkpoints.position import SAME_ON_ALL_RANKS
 
 PART = {"part", "offset", "shape"}
 
@@ -34,7 +35,7 @@ def find_files(folder: Path) -> list[Path]:
         if (match := re.fullmatch(r"rank-\d+-of-(\d+)\.pt", path.name))
     }
     files: list[Path] = []
-    # a name may give any number of ranks, so that the first missing one ends this
+    # a name may claim any number of ranks: the first missing file ends the loop
     for rank in range(max(sizes, default=0)):
         files.append(path_of_rank(folder, rank, max(sizes)))
         if not files[-1].is_file():
@@ -45,7 +46,7 @@ def find_files(folder: Path) -> list[Path]:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own for each element. A file of somebody else may have others."""
+    """Whether a tensor has memory of its own for each element. A file may hold sparse or expanded tensors."""
     dense = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
     return dense and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
@@ -93,16 +94,15 @@ class Pieces:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The state in the files of all ranks: Pieces for the tensors that are in parts, of which nothing is read
-    yet.
+    """The state in the files of all ranks, with Pieces, which are read later, for the tensors in parts.
 
-    Other values are those of rank 0. Raises OSError, and the errors of torch.load() and of states that do not
-    belong together.
+    Other values are those of rank 0. Raises OSError, the errors of torch.load(), and ValueError if the files
+    do not belong together.
     """
     states = [
         torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in find_files(folder)
     ]
-    for name in ("epoch", "step", "global_step", "losses", "options"):  # the same on all ranks
+    for name in SAME_ON_ALL_RANKS:
         if any(str(state.get(name)) != str(states[0].get(name)) for state in states):
             raise ValueError(f"its files are of different checkpoints ({name})")
     return _merge(states)

@@ -1,7 +1,7 @@
 """When a run saves a checkpoint, and how: a copy in memory at the step, written to disk in the background.
 
-All ranks have to save at the same step. They agree on it every few seconds; between these decisions no rank
-waits for another one.
+All ranks have to save at the same step. They agree on the step every few seconds. Between these decisions no
+rank waits for another rank.
 """
 
 import copy
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,8 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import DivergedError, HpctrainError
 from hpctrain.files.atomic import Retry
 
-# The ranks decide about every PERIOD seconds, and never more than MOST_STEPS steps apart, in case the steps
-# become slower.
-PERIOD, MOST_STEPS = 2.0, 500
+PERIOD = 2.0  # s, about, between decisions of the ranks
+MOST_STEPS = 500  # between decisions, in case the steps become slower
 
 
 class Decisions:
@@ -47,8 +47,8 @@ class Decisions:
         """The values of every rank, in rank order. A collective call, which sets when to decide again."""
         now = time.monotonic()
         fitting = int(PERIOD * self._since / max(now - self._decided, 1e-6))
-        next_one = min(max(fitting, 1), 2 * self._until, MOST_STEPS)
-        answers = gather(self._world, [next_one, *values])
+        until = min(max(fitting, 1), 2 * self._until, MOST_STEPS)
+        answers = gather(self._world, [until, *values])
         self._since, self._until, self._decided = 0, answers[0][0], now
         return [values for _, *values in answers]
 
@@ -56,11 +56,9 @@ class Decisions:
 class Checkpointer:
     """Saves the checkpoints of a run folder.
 
-    `keep` is the number of the newest ones to keep, beside the best one.
-
-    `check` is called before a checkpoint gets its final name; it raises HpctrainError if this job may no
-    longer write. `resume_with`: see report_saved(). If `in_parts` is set, every rank saves its own part;
-    otherwise rank 0 saves all.
+    `keep`: how many of the newest checkpoints to keep, beside the best one. `check` is called before a
+    checkpoint gets its final name; it raises HpctrainError if this job may no longer write. `resume_with`:
+    see report_saved(). If `in_parts` is set, every rank saves its own part; otherwise rank 0 saves all.
     """
 
     def __init__(
@@ -73,17 +71,15 @@ class Checkpointer:
         resume_with: Path | None = None,
     ) -> None:
         self.in_parts = False
-        self.entry: str | None = None  # that a resume needs beside the model
-        self._world = world
-        self._last: tuple[Path, Path] | None = None  # the last checkpoint written, and the best one then
+        self.entry: str | None = None  # what a resume needs beside the model
         self.stop = False  # the launch script has asked for the end, on every rank
-        self._folder, self._every, self._keep, self._check, self._resume_with = (
-            folder,
-            every,
-            keep,
-            check,
-            resume_with,
-        )
+        self._world = world
+        self._folder = folder
+        self._every = every
+        self._keep = keep
+        self._check = check
+        self._resume_with = resume_with
+        self._last: tuple[Path, Path] | None = None  # the last checkpoint written, and the best one then
         self._decisions = Decisions(world)
         self._saved = time.monotonic()
         self._copy: Any = None
@@ -111,8 +107,8 @@ class Checkpointer:
         return self.stop
 
     def _decide(self) -> bool:
-        """Whether a checkpoint is due, for the time or to stop. Sets `stop`."""
-        # A checkpoint that could not be written is due as well: save() raises its error.
+        """Whether a checkpoint is due: for its interval, or because the job has to stop. Sets `stop`."""
+        # An error of the earlier checkpoint makes the next one due: save_in_background() raises it.
         late = (
             self._every.seconds > 0 and time.monotonic() - self._saved >= self._every.seconds
         ) or self._error is not None
@@ -123,40 +119,37 @@ class Checkpointer:
             report_saved(self._resume_with)
         return self.stop or any(late for _, late, _ in savers)
 
-    def save(self, path: Path, state: dict[str, Any], best: Path) -> None:
+    def save_in_background(self, path: Path, state: dict[str, Any], best: Path) -> None:
         """Copy `state`, and start to write it; on one rank, or on each if `in_parts`.
 
-        A checkpoint being written is waited for.
+        Waits for the earlier checkpoint first. `best` is the checkpoint of the best evaluation, which is
+        kept. Tensors outside of state["model"] must not change before the next optimizer.step().
 
-        `best` is the checkpoint of the best evaluation, which is kept.
-
-        Tensors outside of state["model"] must not change before the next optimizer.step().
-
-        Raises HpctrainError if that one could not be written, and what check_resumable() and `check` raise.
+        Raises HpctrainError if the earlier checkpoint could not be written, and what check_resumable() and
+        `check` raise.
         """
         self.wait()
         self._check()
         if self._copy is None and not self.in_parts:
             checkpoint.check_resumable(state, self.entry)
-        # A forward pass may change the model, by the statistics of batch normalization. The rest of the
-        # state, that of the optimizer, changes in optimizer.step() only, which waits for the thread that
-        # copies it.
+        # A forward pass may change the model: batch normalization has statistics. The state of the optimizer
+        # changes in optimizer.step() only, which waits for the thread that copies it.
         model = state.get("model", {})
         self._copy, pairs = plan_copy({"model": model, **state}, self._copy)
         of_model = len({_memory(tensor) for tensor in tensors_of(model)})
         copy_tensors(pairs[:of_model])
         self._saved = time.monotonic()
         self._copied.clear()
-        # Not a daemon: where an error ends the program, entry.py waits until the checkpoint is written.
+        # Not a daemon thread: when an error ends the program, entry.py waits for the checkpoint.
         arguments = (path, self._copy, pairs[of_model:], best)
         self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._writer.start()
 
     def clear(self, path: Path) -> None:
-        """On rank 0, remove what an earlier run left at the path of a checkpoint and this one cannot replace file by file."""
+        """On rank 0, remove a folder at the path of a checkpoint: this run may have files for other ranks."""
         if self._world.rank == 0 and (self.in_parts or path.is_dir()):
-            with suppress(OSError, HpctrainError):  # writing will fail then, and say why
-                self._check()  # it may be of a job that owns the folder by now
+            with suppress(OSError, HpctrainError):  # writing will raise the same error
+                self._check()  # another job may own the folder by now
                 checkpoint.remove(path)
 
     def _wait_for_copy(self, *_: Any) -> None:
@@ -179,15 +172,14 @@ class Checkpointer:
             self._copied.set()
         del pairs  # the sources
         try:
-            # The last step may have spoilt them, after its loss was computed. The earlier checkpoint stays
-            # the newest.
+            # The last step, after its loss was computed, may have made weights that are not finite. The
+            # earlier checkpoint stays the newest.
             if not all(weight.isfinite().all() for weight in tensors_of(state["model"])):
                 raise DivergedError(
                     f"the weights to be saved in {path} are not finite: training diverged, use a smaller --lr"
                 )
             if self.in_parts:
-                # The last checkpoint is complete by now, on every rank. Whether this one will be is not known
-                # here.
+                # The last checkpoint is complete on every rank. The new one may stay incomplete.
                 if self._last:
                     complete, earlier_best = self._last
                     self._remove_old(complete, path, earlier_best, best)
@@ -204,7 +196,7 @@ class Checkpointer:
             )
 
     def _remove_old(self, complete: Path, current: Path, *best: Path) -> None:
-        """Remove all but the newest ones, a `complete` one, the one that is being written, and the best ones of both."""
+        """Remove all checkpoints but the newest, the last `complete`, the `current`, and those in `best`."""
         if self._world.rank != 0:
             return
         others = [
@@ -227,11 +219,10 @@ class Checkpointer:
 
 
 def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
-    """A copy of nested dictionaries, lists and tensors for the memory of the host, and pairs of tensors
-    (target, source) in it.
+    """A copy of nested dictionaries, lists and tensors in host memory, and its tensors as (target, source).
 
-    The targets have no values yet. They are those of an `earlier` copy where the shapes are the same, which
-    makes copying several times as fast: the kernel need not provide new pages. Tensors that share their
+    The targets have no values yet. Targets of an `earlier` copy are used again where shape and strides are
+    the same: copying is several times as fast when the kernel need not provide new pages. Tensors that share
     memory share it in the copy as well, so torch.save() writes it once.
     """
     targets: dict[tuple, Tensor] = {}
@@ -242,8 +233,7 @@ def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, 
         key = _memory(tensor)
         if key not in targets:
             fits = isinstance(target, Tensor) and (target.shape, target.dtype) == (tensor.shape, tensor.dtype)
-            # A fused optimizer takes for granted that its state is in the order of the weights (channels
-            # last) in memory.
+            # A fused optimizer expects its state in the memory order of the weights (channels last).
             if not fits or id(target) in used or target.stride() != tensor.stride():
                 target = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             used.add(id(target))
@@ -261,24 +251,19 @@ def plan_copy(value: Any, earlier: Any = None) -> tuple[Any, list[tuple[Tensor, 
                 copied[name] = plan(value[name], before.get(name))
             return copied
         if isinstance(value, list | tuple):
-            before = (
-                earlier
-                if isinstance(earlier, list | tuple) and len(earlier) == len(value)
-                else [None] * len(value)
-            )
-            return type(value)([plan(part, old) for part, old in zip(value, before, strict=True)])
+            olds = earlier if isinstance(earlier, list | tuple) else ()
+            return type(value)([plan(part, old) for part, old in zip_longest(value, olds[: len(value)])])
         return copy.deepcopy(value)
 
     return plan(value, earlier), pairs
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in the value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _memory(tensor: Tensor) -> tuple:
-    """Equal for tensors that are the same values in the same memory."""
+    """A key that is equal for tensors of the same values in the same memory."""
     return (
         tensor.untyped_storage().data_ptr(),
         tensor.storage_offset(),
@@ -289,6 +274,6 @@ def _memory(tensor: Tensor) -> tuple:
 
 
 def copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy each source to its target."""
+    """Copy each source to its target; the pairs are (target, source)."""
     for target, source in pairs:
         target.copy_(source)

@@ -29,6 +29,7 @@ from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.options import Parser
 from hpctrain.run.charts import folder_for_matplotlib, plain, save_picture
+from hpctrain.run.options import prune_with
 from hpctrain.run.reader import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
 from hpctrain.text import first_line, one_line
 
@@ -230,11 +231,9 @@ def train(sweep: Sweep, folder: Path, number: int, world: World, parameters: dic
     options = [f"--{name}={value}" for name, value in parameters.items()]
     name, *words = sweep.command
     trainer = import_module(COMMANDS[name][0])
-    from hpctrain.run.run import Run  # imports torch, which --show does not need
-
-    Run.prune = partial(prune, sweep, folder, number) if sweep.pruner != "none" else None
     try:
-        trainer.main(world, [*words, *options, "--out", str(path), "--resume", "auto"])
+        with prune_with(partial(prune, sweep, folder, number) if sweep.pruner != "none" else None):
+            trainer.main(world, [*words, *options, "--out", str(path), "--resume", "auto"])
     except EndEarly:  # on all ranks
         if not (path / PRUNED).exists():
             raise

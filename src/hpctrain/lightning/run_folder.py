@@ -1,10 +1,9 @@
-"""Run folder, checkpoints and requeue for a Trainer of Lightning that is somebody's own: docs/own-script.md
-shows the use.
+"""Run folder, checkpoints and requeue for a Lightning Trainer in a user's script: see docs/own-script.md.
 
-Lightning resumes within an epoch from a loader that starts the epoch again, so that the first batches are
-trained on twice and the last ones never. RunFolder leaves out the batches that are done, and makes order,
-random augmentation and dropout functions of seed, epoch and step. So a resumed run has the weights of one
-that was never stopped, bit for bit.
+Lightning resumes within an epoch from a loader that starts the epoch again: it trains on the first batches
+twice, and never on the last ones. RunFolder leaves out the batches that are done, and makes order, random
+augmentation and dropout functions of seed, epoch and step. A resumed run has the weights of a run that was
+never stopped, bit for bit.
 """
 
 import math
@@ -13,7 +12,7 @@ import random
 import signal
 import sys
 import time
-from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,12 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from hpctrain.checkpoints import checkpoint
-from hpctrain.checkpoints.interval import Interval
 from hpctrain.distributed.entry import print_errors_in_one_line
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, main_address
 from hpctrain.distributed.world import World, detect
 from hpctrain.errors import UsageError
-from hpctrain.run.folder import AUTO
+from hpctrain.run.options import RunOptions
 from hpctrain.run.run import Run
 from hpctrain.training.batches import ResumableBatches, SeededByKey, seed_torch
 
@@ -52,7 +50,7 @@ class WorldEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: a launcher has started the ranks, or there is only one."""
+        """True: a launcher has started the ranks, or there is only one rank."""
         return True
 
     @property
@@ -67,7 +65,7 @@ class WorldEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """False: it is among the plugins of the Trainer, which need not detect it."""
+        """False: the Trainer has it as a plugin, and need not detect it."""
         return False
 
     def world_size(self) -> int:
@@ -94,8 +92,7 @@ class WorldEnvironment(ClusterEnvironment):
 
 
 class RunFolder(Checkpoint):
-    """A callback that gives a Trainer a run folder: metrics, checkpoints at any step, the end at the time
-    limit, the result.
+    """A callback that gives a Trainer a run folder: metrics, checkpoints at any step, requeue, the result.
 
         folder = RunFolder("runs/mine")
         trainer = Trainer(max_epochs=3, callbacks=[folder], ...)
@@ -103,24 +100,27 @@ class RunFolder(Checkpoint):
 
     It takes the place of ModelCheckpoint, which a Trainer may have as well. A checkpoint is due every
     `checkpoint_every` (500 steps, 30s, 10min, 1h), after each epoch, and when the launch script asks for the
-    end of the job. The newest `keep_checkpoints` are kept. Raises UsageError for an interval that is none.
+    end of the job. The newest `keep_checkpoints` are kept. Raises UsageError if `checkpoint_every` is not an
+    interval.
     """
+
+    _run: Run  # from setup() on
 
     def __init__(
         self, folder: str | Path, *, checkpoint_every: int | str = "10min", keep_checkpoints: int = 3
     ) -> None:
         print_errors_in_one_line()
-        try:
-            Interval.parse(str(checkpoint_every))
-        except ValueError:
-            raise UsageError(
-                f"checkpoint_every={checkpoint_every!r}: give a number of steps (500) or a time (10min)"
-            ) from None
-        self._args = Namespace(out=Path(folder), resume=AUTO, force=False, watchdog=0, on_nan="stop")
-        self._args.checkpoint_every, self._args.keep_checkpoints = str(checkpoint_every), keep_checkpoints
-        self._args.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # of lightning.seed_everything()
-        self._run: Run | None = None
-        self._state: dict[str, Any] | None = None  # that the run was resumed from
+        self._seed_of_run = int(os.environ.get("PL_GLOBAL_SEED", 0))  # of lightning.seed_everything()
+        self._folder = Path(folder)
+        self._options = RunOptions(
+            out=self._folder,
+            resume="auto",
+            watchdog=0,
+            checkpoint_every=str(checkpoint_every),
+            keep_checkpoints=keep_checkpoints,
+            others={"seed": self._seed_of_run},
+        )
+        self._state: dict[str, Any] | None = None  # of the checkpoint that the run was resumed from
         self._metrics: dict[str, float] = {}
         self._begun = self._must_save = self._saving = False
         self._last = 0.0  # when the last batch, or a validation after it, was done
@@ -131,7 +131,7 @@ class RunFolder(Checkpoint):
 
         If it is corrupt, Trainer.fit() loads an older one.
         """
-        return next(iter(checkpoint.list_newest_first(self._args.out)), None)
+        return next(iter(checkpoint.list_newest_first(self._folder)), None)
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Open the run folder, and let the Trainer save and load checkpoints there.
@@ -140,7 +140,7 @@ class RunFolder(Checkpoint):
         """
         if stage != "fit":
             return
-        if self._run is None:
+        if not hasattr(self, "_run"):
             self._run = self._open(trainer, module)
         self._checkpoints = _RunCheckpoints(self._run.folder / "checkpoints", self, trainer)
         trainer.strategy.checkpoint_io = self._checkpoints
@@ -150,7 +150,7 @@ class RunFolder(Checkpoint):
             raise UsageError(
                 "RunFolder counts epochs: make the Trainer with max_epochs, and without max_steps"
             )
-        if trainer.reload_dataloaders_every_n_epochs:
+        if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]  # Trainer() sets it
             raise UsageError("RunFolder cannot resume with reload_dataloaders_every_n_epochs: leave it out")
         if not module.automatic_optimization:
             raise UsageError(
@@ -161,21 +161,22 @@ class RunFolder(Checkpoint):
             raise UsageError(
                 f'RunFolder cannot save what {name} saves in parts: make the Trainer with strategy="ddp"'
             )
-        self._args.epochs = trainer.max_epochs
+        options = replace(self._options, epochs=trainer.max_epochs)
         places = trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.num_devices
         world = World(*places, trainer.node_rank, trainer.num_nodes, detect().launcher)
-        return Run(world, "lightning", self._args, trainer.strategy.root_device)
+        return Run(world, "lightning", options, trainer.strategy.root_device)
 
     @property
     def resume_from(self) -> Path | None:
-        """The checkpoint that the run resumes from, in its folder or in that of another run."""
-        return self._run and self._run.resume_from
+        """The checkpoint that the run resumes from, in its own folder or in the folder of another run."""
+        return self._run.resume_from
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
         """The newest checkpoint that fits, in CPU memory; None in a new run.
 
         A collective call. Raises HpctrainError.
         """
+        assert trainer.max_epochs
         self._state = self._run.resume(CPU, trainer.max_epochs, trainer.lightning_module, "state_dict")
         return self._state
 
@@ -194,12 +195,13 @@ class RunFolder(Checkpoint):
             self.resume(trainer)
         if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
             raise UsageError(
-                "ReduceLROnPlateau changes after the checkpoint of an epoch: use another scheduler with RunFolder"
+                "ReduceLROnPlateau changes after the checkpoint of an epoch: "
+                "use another scheduler with RunFolder"
             )
         self._prepare_loader(trainer)
         self._state = None  # as large as the model and its optimizer
         if isinstance(model := trainer.strategy.model, DistributedDataParallel) and not model.static_graph:
-            # See settle_buckets(). This is no training_step(), which may do more than compute a loss.
+            # See settle_buckets(). training_step() is left out: it may do more than compute a loss.
             with patch.object(
                 module, "forward", lambda: sum((p * 0).sum() for p in module.parameters() if p.requires_grad)
             ):
@@ -224,45 +226,41 @@ class RunFolder(Checkpoint):
             or loader.batch_sampler is None
         ):
             raise UsageError(
-                "RunFolder can resume within an epoch from one torch.utils.data.DataLoader, with batches of a Dataset that has "
-                f"__getitem__ and __len__, and not from this {type(loader).__name__}: give Trainer.fit() such a loader"
+                "RunFolder can resume within an epoch from one torch.utils.data.DataLoader, with batches of "
+                "a Dataset that has __getitem__ and __len__, and not from this "
+                f"{type(loader).__name__}: give Trainer.fit() such a loader"
             )
         self._run.check_steps(self._steps(trainer))  # Lightning starts no epoch that has no batch left
         skip = self._state["step"] * trainer.accumulate_grad_batches if self._state else 0
-        batches = (
-            loader.batch_sampler.inner
-            if isinstance(loader.batch_sampler, ResumableBatches)
-            else loader.batch_sampler
-        )
-        # DataLoader refuses a new batch sampler, because its workers have the old one; new workers are
+        batches: Any = loader.batch_sampler
+        if isinstance(batches, ResumableBatches):
+            batches = batches.inner
+        resumable = ResumableBatches(batches, lambda: trainer.current_epoch, self._seed_of_run, skip)
+        # DataLoader refuses a new batch sampler, because its workers have the old one. New workers are
         # started below.
-        object.__setattr__(
-            loader,
-            "batch_sampler",
-            ResumableBatches(batches, lambda: trainer.current_epoch, self._args.seed, skip),
-        )
+        object.__setattr__(loader, "batch_sampler", resumable)
         if not isinstance(loader.dataset, SeededByKey):
-            object.__setattr__(loader, "dataset", SeededByKey(loader.dataset, self._args.seed))
+            object.__setattr__(loader, "dataset", SeededByKey(loader.dataset, self._seed_of_run))
         loader._iterator = None  # of persistent workers
-        # An iterator without a generator draws one of the random numbers that are seeded here; a resumed
-        # Trainer makes others.
+        # An iterator draws from the generator of its loader, or from the random numbers that are seeded here.
+        # A resumed Trainer makes other iterators, so each loader gets a generator.
         apply_to_collection([loader, trainer.val_dataloaders], DataLoader, _give_generator)
-        # Lightning has made an iterator before it calls on_train_start()
+        # Lightning has made an iterator of the old batches before it calls on_train_start().
+        assert trainer.fit_loop._data_fetcher
         iter(trainer.fit_loop._data_fetcher)
         self._seed(trainer, skip, "before")
 
     def on_train_batch_start(
         self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin the epoch.
+        """Begin the epoch before its first batch, and save if a checkpoint is due.
 
-        Save, where it is due: Lightning counts the batch before this one as done only now.
-
-        There is no on_train_epoch_start() in a run that is resumed within an epoch.
+        Lightning counts the batch before this one as done only now. It does not call on_train_epoch_start()
+        in a run that is resumed within an epoch.
         """
         if self._begun:
             self._run.times.wait(time.perf_counter() - self._last)
-        else:  # Lightning has the first batch before anybody can begin to measure
+        else:  # Lightning gets the first batch before a callback can start a clock
             self._begun = True
             self._start_epoch(trainer)
             self._loss = torch.zeros((), device=module.device)
@@ -272,7 +270,8 @@ class RunFolder(Checkpoint):
         self._seed(trainer, batch_idx, "in")
 
     def _start_epoch(self, trainer: Trainer) -> None:
-        batch_size = getattr(trainer.train_dataloader.batch_sampler, "batch_size", None) or 1
+        loader = trainer.train_dataloader
+        batch_size = getattr(loader and loader.batch_sampler, "batch_size", None) or 1
         batch_size *= trainer.accumulate_grad_batches * self._run.world.size
         self._run.start_epoch(trainer.current_epoch + 1, self._steps(trainer), batch_size)
 
@@ -280,10 +279,12 @@ class RunFolder(Checkpoint):
         return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
 
     def _seed(self, trainer: Trainer, batch_idx: int, stage: str) -> None:
-        """Seed random numbers by (seed, epoch, batch, rank) alone: "before" a step, for its batch, and "in" it."""
-        number = hash(
-            (self._args.seed, trainer.current_epoch, batch_idx, self._run.world.rank, stage == "in")
-        )
+        """Seed random numbers by (seed, epoch, batch, rank) alone.
+
+        `stage` is "before" a step, when its batch is made, or "in" it.
+        """
+        key = self._seed_of_run, trainer.current_epoch, batch_idx, self._run.world.rank, stage == "in"
+        number = hash(key)
         seed_torch(number)
         random.seed(number)
         if numpy := sys.modules.get("numpy"):
@@ -304,7 +305,7 @@ class RunFolder(Checkpoint):
     ) -> None:
         """Count the optimizer steps, with their losses."""
         self._seed(trainer, batch_idx + 1, "before")
-        if outputs:  # training_step() may have left out the batch
+        if outputs:  # training_step() may skip a batch
             self._loss += outputs["loss"]  # Lightning has divided it by accumulate_grad_batches
         if (
             batch_idx + 1
@@ -336,7 +337,7 @@ class RunFolder(Checkpoint):
         if not self._saving:
             return
         state["model"] = self._bare(module).state_dict()
-        # Lightning counts the batch before this one once more when it resumes, in the steps of its loggers
+        # Lightning counts the batch before this one again when it resumes, in the steps of its loggers.
         if self._begun:
             state["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
@@ -357,7 +358,7 @@ class RunFolder(Checkpoint):
         return module
 
     def _score(self, metrics: dict[str, float]) -> tuple[float, ...] | None:
-        """What makes an epoch the best one: the highest of these."""
+        """The score of an epoch, of which the highest is the best; None if epochs have no score."""
         return None
 
     def _end_epoch(self) -> None:
@@ -366,7 +367,7 @@ class RunFolder(Checkpoint):
             self._run.end_epoch()
 
     def _dump(self, trainer: Trainer) -> None:
-        """Let Lightning collect its state, on rank 0: it calls on_save_checkpoint(), and there _RunCheckpoints."""
+        """Let Lightning collect its state: it calls on_save_checkpoint(), and _RunCheckpoints on rank 0."""
         self._saving = True
         trainer.save_checkpoint(self._checkpoints.folder, weights_only=False)
         self._saving = False
@@ -377,11 +378,10 @@ class RunFolder(Checkpoint):
 
 
 class _RunCheckpoints(CheckpointIO):
-    """Hands Lightning's checkpoints to the run folder, and loads them from there; others go where they went
-    without it.
+    """Saves Lightning's checkpoints in the run folder, and loads them from there.
 
-    Rank 0 alone saves, while the other ranks wait for it in a barrier. So save_checkpoint() only keeps the
-    state, for Run.save(), which all ranks call.
+    Checkpoints of other callbacks go where they went before. Lightning calls save_checkpoint() on rank 0,
+    while the other ranks wait in a barrier, so it only keeps the state for Run.save(), which all ranks call.
     """
 
     def __init__(self, folder: Path, callback: RunFolder, trainer: Trainer) -> None:
@@ -408,7 +408,7 @@ class _RunCheckpoints(CheckpointIO):
         return self._others.load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint that is not of the run folder, which removes its own."""
+        """Remove a checkpoint of another callback; the run folder removes its own ones."""
         self._others.remove_checkpoint(path)
 
 

@@ -29,26 +29,25 @@ def plot(folder: Path) -> Path:
 
 
 def try_to_plot(folder: Path) -> None:
-    """Draw curves.png at the end of a run, or print why not: no result must be lost for its picture."""
+    """Draw curves.png at the end of a run, or print why not: a run must not lose its result then."""
     try:
         plot(folder)
     except Exception as error:  # also matplotlib's own
-        print(
-            f"hpctrain: curves.png is not drawn ({reason(error)}): see hpctrain plot {shlex.quote(str(folder))}",
-            flush=True,
-        )
+        command = f"hpctrain plot {shlex.quote(str(folder))}"
+        print(f"hpctrain: curves.png is not drawn ({reason(error)}): see {command}", flush=True)
 
 
 def plain(text: str) -> str:
-    """A name as a picture shows it: matplotlib takes what is between two $ for a formula, and cannot draw half of a character."""
+    """A name for matplotlib, which takes text between two $ as a formula and refuses lone surrogates."""
     return one_line(text).replace("$", r"\$")
 
 
 def the_first(names: list[str]) -> list[str]:
-    """As many metrics as a picture or a page can have. Says so if there are more."""
+    """The first MOST_METRICS names. Prints a line if there are more."""
     if len(names) > MOST_METRICS:
         print(
-            f"hpctrain: the first {MOST_METRICS} of {len(names):,} metrics are drawn; hpctrain export csv has all",
+            f"hpctrain: the first {MOST_METRICS} of {len(names):,} metrics are drawn; "
+            "hpctrain export csv has all",
             flush=True,
         )
     return names[:MOST_METRICS]
@@ -56,10 +55,7 @@ def the_first(names: list[str]) -> list[str]:
 
 @contextmanager
 def folder_for_matplotlib() -> Iterator[None]:
-    """Give matplotlib a folder for its cache that nobody else can have filled.
-
-    A home may be read-only, or the image's.
-    """
+    """Give matplotlib an empty folder for its cache: the home may be read-only, or part of the image."""
     if "MPLCONFIGDIR" in os.environ:
         yield
         return
@@ -72,13 +68,14 @@ def folder_for_matplotlib() -> Iterator[None]:
 
 
 def _draw(folder: Path) -> Path:
-    from matplotlib.figure import Figure  # not pyplot, which keeps what it draws
+    from matplotlib.figure import Figure  # pyplot would keep every figure in memory
 
     try:
         lines = load_metrics(folder)
     except OSError as error:
         raise HpctrainError(
-            f"{folder}/metrics.jsonl cannot be read ({reason(error)}): give a run folder, such as runs/train_ddp/17"
+            f"{folder}/metrics.jsonl cannot be read ({reason(error)}): "
+            "give a run folder, such as runs/train_ddp/17"
         ) from error
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     axes = figure.subplots(1, 2)

@@ -1,6 +1,5 @@
-"""Finding, creating and owning the folder of a run."""
+"""The folder of a run: choose it, create it, and become its owner."""
 
-import argparse
 import json
 import math
 import os
@@ -15,30 +14,27 @@ from hpctrain.distributed.world import in_job, job_id, restart_count, torchrun_r
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.files.places import refuse_throw_away
+from hpctrain.run.options import RunOptions
 from hpctrain.run.owner import Owner
 from hpctrain.run.reader import read_json
 
-# --resume auto: resume from the run folder itself if it has a checkpoint
-AUTO = Path("auto")
 # What a run folder has before its first step, beside its configurations.
 BEGINNING = {"owner.json", "metrics.jsonl", "checkpoints", "logs", "from-scratch"}
 
 
-def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path | None, Owner]:
+def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None, Owner]:
     """Create the run folder and own it, on one rank.
 
-    Returns it, the checkpoint to resume from, if any, and its owner.
-
-    Raises HpctrainError.
+    Returns the folder, the checkpoint to resume from, if any, and the owner. Raises HpctrainError.
     """
-    if args.resume == AUTO and not args.out and not in_job():
+    if options.is_auto and not options.out and not in_job():
         raise UsageError(
             "--resume auto needs --out here: without a job of Slurm or PBS, each start has a new run folder"
         )
-    source = None if args.resume == AUTO else args.resume
-    folder = args.out or source or Path("runs") / trainer / job_id()
+    source = None if options.is_auto or options.resume is None else Path(options.resume)
+    folder = Path(options.out or source or Path("runs") / trainer / job_id())
     earlier_run = (folder / "config.json").exists()
-    again, failed_start = args.resume == AUTO, False
+    again, failed_start = options.is_auto, False
     if earlier_run and not again and (not source or source.resolve() != folder.resolve()):
         again = restart_count() > 0 or (torchrun_restarts() and Owner(folder).is_of_this_launch())
         again = again and json.loads((folder / "config.json").read_text(encoding="utf-8"))["job"] == job_id()
@@ -57,7 +53,7 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
     if source and not (own and (folder / "checkpoints").is_dir()):
         resume = checkpoint.find_newest(source)
     try:
-        # For its user alone, with all that is in it. A folder that exists keeps its permissions.
+        # A new folder is for its user alone. A folder that exists keeps its permissions.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_throw_away(folder)
         for name in ("checkpoints", "logs", "tensorboard"):  # old checkpoints are removed
@@ -66,18 +62,19 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
         owner.acquire()
         for path in folder.glob("config*.json") if failed_start else ():
             path.unlink()
-        for part in ("checkpoints", "logs"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
-        # a sharded one is a folder
-        for part in [folder, folder / "checkpoints", *checkpoint.list_newest_first(folder)]:
-            atomic.remove_leftovers(part)
+        for name in ("checkpoints", "logs"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        # the checkpoint of a sharded model is a folder
+        for path in [folder, folder / "checkpoints", *checkpoint.list_newest_first(folder)]:
+            atomic.remove_leftovers(path)
         probe = folder / f".probe.{os.getpid()}"
-        with probe.open("xb") as file:  # no link of somebody else's
+        with probe.open("xb") as file:  # "x" follows no link that another user has put there
             file.write(bytes(16_000))
         probe.unlink()
     except OSError as error:
         raise HpctrainError(
-            f"{folder}: cannot be written ({error.strerror}): use --out to name a folder that you can write to"
+            f"{folder}: cannot be written ({error.strerror}): "
+            "use --out to name a folder that you can write to"
         ) from error
     if own:
         with withdraw_if_refused(owner):
@@ -86,7 +83,7 @@ def prepare_folder(trainer: str, args: argparse.Namespace) -> tuple[Path, Path |
 
 
 def _is_failed_start(folder: Path) -> bool:
-    """Whether a folder has only the beginning of a run, which an error has ended before its first line of metrics."""
+    """Whether an error has ended the run in this folder before its first line of metrics."""
     with suppress(OSError, ValueError):
         known = all(
             path.name in BEGINNING or re.fullmatch(r"config(\.\d+)?\.json", path.name)
@@ -101,7 +98,10 @@ def _is_failed_start(folder: Path) -> bool:
 
 @contextmanager
 def withdraw_if_refused(owner: Owner, config: Path | None = None) -> Iterator[None]:
-    """Leave a run that refuses to be resumed as it was: without an owner and without `config`, a config.N.json of this start."""
+    """After an HpctrainError, leave a run as it was: without this owner, and without `config`.
+
+    `config` is the config.N.json of this start.
+    """
     try:
         yield
     except HpctrainError:
@@ -112,9 +112,9 @@ def withdraw_if_refused(owner: Owner, config: Path | None = None) -> Iterator[No
 
 
 def find_earlier_checkpoint(folders: list[Path], epoch: int, step: int) -> Path:
-    """The path of a checkpoint in one of these run folders, or in that of a run which one of them was resumed from, and so on."""
+    """The path of a checkpoint in one of these run folders, or in a folder that one was resumed from."""
     folders = [*folders]
-    for folder in folders:  # and those that are added meanwhile
+    for folder in folders:  # the loop adds some
         path = checkpoint.path_of(folder, epoch, step)
         if path.exists():
             return path
@@ -127,7 +127,7 @@ def find_earlier_checkpoint(folders: list[Path], epoch: int, step: int) -> Path:
 
 
 def finished_epochs(folder: Path) -> float:
-    """The epochs of the result in a run folder; 0 if it has none, infinity if the result does not say."""
+    """The epochs of the result in a run folder: 0 without a result, infinity if the result does not say."""
     try:
         return json.loads((folder / "result.json").read_text(encoding="utf-8")).get("epochs", math.inf)
     except FileNotFoundError:

@@ -18,12 +18,10 @@ NOT_SHOWN = {"epoch", "step", "seconds"}  # in TensorBoard
 
 
 class Metrics:
-    """The metrics of a run folder, on one rank.
+    """The metrics of a run folder, on one rank. `lines` is the number of lines in metrics.jsonl.
 
-    `lines` is their number. With `wandb` they go to Weights & Biases as well.
-
-    `check` is called while a file system cannot be written; it raises HpctrainError if this job may no longer
-    write.
+    With `wandb` they go to Weights & Biases as well. `check` is called while the file system cannot be
+    written; it raises HpctrainError if this job may no longer write.
     """
 
     def __init__(self, folder: Path, wandb: bool = False, check: Callable[[], None] = lambda: None) -> None:
@@ -46,7 +44,7 @@ class Metrics:
             self._show_again()
 
     def rewind(self, lines: int) -> None:
-        """Keep the first lines alone: a resumed run repeats the steps of the others. Raises OSError."""
+        """Keep the first lines only: a resumed run repeats the steps of the others. Raises OSError."""
         if self._file.tell() == 0:
             return
         self._close_files()
@@ -63,7 +61,7 @@ class Metrics:
             self._mirror.close()
 
     def _flush(self) -> None:
-        """Write what is in memory, where a part of it that could not be written stays. Raises OSError."""
+        """Write what is in memory; after an error, try again with what is left. Raises OSError."""
         retry = atomic.Retry()
         while True:
             try:
@@ -107,7 +105,7 @@ class Metrics:
 
 
 def hide_errors_of_writers() -> None:
-    """Let the thread of a SummaryWriter print no stack when it cannot write; the next call of the writer raises the error."""
+    """Print no stack when the thread of a SummaryWriter cannot write: its next call raises the error."""
     default_hook = threading.excepthook
 
     def hook(error: threading.ExceptHookArgs) -> None:
@@ -118,7 +116,7 @@ def hide_errors_of_writers() -> None:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time as people say it: 40 s, 12 min, 3 h 05 min."""
+    """Such as 40 s, 12 min, 3 h 05 min."""
     minutes = round(seconds / 60)
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -126,5 +124,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def plain_numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """The values, those of numpy and torch as numbers of Python."""
+    """The values, with scalars of numpy and torch as numbers of Python."""
     return {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}

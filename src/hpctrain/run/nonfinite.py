@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: where they began, and steps that are skipped because of them (--on-nan skip)."""
+"""Losses and gradients that are not finite: where they began, and the steps that --on-nan skip skips."""
 
 import math
 from collections.abc import Callable
@@ -33,15 +33,14 @@ class NonFinite:
         return self._in_a_row > 0
 
     def start_epoch(self, first_step: int, examples_of: Callable[[int], Tensor] | None) -> None:
-        """`first_step` steps were done before this epoch; `examples_of` gives the examples of this rank in a step of it."""
+        """`first_step`: steps before this epoch. `examples_of`: this rank's examples in a step of it."""
         self._first_step, self._examples_of, self._losses = first_step, examples_of, []
         self._keep_buffers()
 
     def add(self, step: int, loss: Tensor) -> Tensor:
-        """Remember the loss of this rank in a step of the epoch, counted from 0, without waiting for a GPU to
-        compute it.
+        """Remember the loss of this rank in a step of the epoch, counted from 0. Does not wait for a GPU.
 
-        Returns it without its graph, which would keep the activations of the step.
+        Returns the loss without its graph, which would keep the activations of the step in memory.
         """
         loss = torch.as_tensor(loss).detach()
         self._losses.append((step, loss))
@@ -68,7 +67,8 @@ class NonFinite:
                     raise SystemExit(0)  # rank 0 prints the error: see all_or_none()
                 skip = ", or --on-nan skip" if origin and not self._skip else ""
                 raise DivergedError(
-                    f"{name} is {value} at {place}{origin}: training diverged, use a smaller --lr{skip} ({advice})"
+                    f"{name} is {value} at {place}{origin}: training diverged, "
+                    f"use a smaller --lr{skip} ({advice})"
                 )
 
     def _origin(self) -> str:
@@ -96,12 +96,10 @@ class NonFinite:
         return f", since step {number} on rank {rank}{examples_there}"
 
     def check_gradients(self) -> bool:
-        """With --on-nan skip: whether the gradients are finite.
+        """With --on-nan skip: whether the gradients, which are the same on all ranks, are finite.
 
-        If not they are removed, and the optimizer changes nothing then.
-
-        All ranks have the same gradients by now, so they decide alike. What batch normalization has made of
-        the batch is undone. Raises DivergedError after too many such steps in a row.
+        If not, removes them, so that the optimizer changes nothing, and restores the statistics of batch
+        normalization. Raises DivergedError after too many such steps in a row.
         """
         if not self._skip:
             return True
@@ -116,7 +114,8 @@ class NonFinite:
             if self._world.rank != 0:
                 raise SystemExit(0)  # rank 0 prints the error: see all_or_none()
             raise DivergedError(
-                f"the gradients of {MOST_IN_A_ROW} steps in a row were not finite: training diverged, use a smaller --lr"
+                f"the gradients of {MOST_IN_A_ROW} steps in a row were not finite: "
+                "training diverged, use a smaller --lr"
             )
         for parameter in self.model.parameters():
             parameter.grad = None

@@ -1,11 +1,11 @@
 """One job writes in a run folder: its owner, which owner.json names.
 
-The owner changes the time stamp of that file every BEAT seconds. Another job that wants the folder watches
-the file for five beats. If it changes, that job is refused; if not, the owner is dead, and the job takes the
-folder. A restart of the same job takes it at once. An owner that was only thought dead, such as ranks that go
-on after Slurm has given up their node, finds the name of the other before it writes again, and ends.
+The owner updates the time stamp of owner.json every BEAT seconds. Another job that wants the folder watches
+the time stamp for five beats. If it changes, the other job is refused. If it does not, the owner is dead, and
+the other job becomes the owner. A restart of the same job becomes the owner at once. Ranks may live on after
+Slurm has given up their node: before they write again, they read the name of the new owner, and end.
 
-Nothing here needs locks, which many parallel file systems do not have, or equal clocks on the nodes.
+This works without locks, which many parallel file systems lack, and without equal clocks on the nodes.
 """
 
 import hashlib
@@ -29,29 +29,28 @@ BEAT = 2.0  # s
 class Owner:
     """The ownership of a run folder, from acquire() to release(), by one rank.
 
-    Others, which check() it, give its `id`.
+    Other ranks pass the `id` of that rank as `own_id`, to check() it.
     """
 
     def __init__(self, folder: Path, own_id: str = "") -> None:
         self._path = folder / "owner.json"
-        self._own = {"job": job_id(), "restart": restart_count(), "host": platform.node(), "pid": os.getpid()}
+        self.id = own_id or os.urandom(8).hex()
         launch = hashlib.sha256(os.environ.get("HPCTRAIN_JOB_SECRET", "").encode()).hexdigest()[:16]
-        self._own |= {"space": _process_space(), "launch": launch, "id": own_id or os.urandom(8).hex()}
-        self.id: str = self._own["id"]
+        self._own = {"job": job_id(), "restart": restart_count(), "host": platform.node(), "pid": os.getpid()}
+        self._own |= {"space": _process_space(), "launch": launch, "id": self.id}
         self._released = threading.Event()
 
     def acquire(self) -> None:
-        """Become the owner. Raises HpctrainError that names the job which is it, and OSError."""
+        """Become the owner. Raises HpctrainError, which names the job that is the owner, and OSError."""
         text = json.dumps(self._own) + "\n"
         try:
-            # of two that begin at the same time, one fails
+            # of two jobs that begin at the same time, one fails
             with self._path.open("x", encoding="utf-8") as file:
                 try:
                     file.write(text)
                     file.flush()
-                except (
-                    OSError
-                ):  # a full disk: the next start would watch whether an owner lives that never was
+                except OSError:
+                    # A full disk: the next start must not find an owner that never wrote.
                     self._path.unlink(missing_ok=True)
                     raise
         except FileExistsError:
@@ -60,20 +59,17 @@ class Owner:
                 line = (
                     f"hpctrain: {_name(earlier)} wrote in {self._path.parent}: watching whether it still does"
                 )
-                print(one_line(line), flush=True)  # the file may be of somebody else
+                print(one_line(line), flush=True)  # another user may have written the file
                 self._watch()
             atomic.write_text(self._path, text)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def is_of_this_launch(self) -> bool:
-        """Whether the folder has an owner that the same launch script started: its ranks, before torchrun started them again."""
+        """Whether the same launch script started the owner: torchrun has restarted the ranks since."""
         return (self._read() or {}).get("launch") == self._own["launch"]
 
     def check(self) -> None:
-        """Raise HpctrainError if another job owns the folder by now.
-
-        A file system that does not answer is no reason.
-        """
+        """Raise HpctrainError if another job owns the folder by now. Ignores errors of the file system."""
         with suppress(OSError):
             now = self._read()
             if now is None or now.get("id") != self._own["id"]:
@@ -98,10 +94,10 @@ class Owner:
         return content if isinstance(content, dict) else {}
 
     def _is_dead(self, earlier: dict[str, Any]) -> bool:
-        """Whether an owner is certainly no other that lives.
+        """Whether no other live process can be the earlier owner.
 
-        It is an earlier start of this job, or a process of this machine that has ended, or this process, as
-        in a notebook.
+        The earlier owner is another start of this job, or a process of this machine that has ended, or, in a
+        notebook, this process itself.
         """
         if earlier.get("job") == self._own["job"] and earlier.get("restart") != self._own["restart"]:
             return True
@@ -128,7 +124,8 @@ class Owner:
 
     def _refusal(self, owner: dict[str, Any]) -> HpctrainError:
         return HpctrainError(
-            f"{self._path.parent}: {_name(owner)} writes in this run folder: wait for its end or cancel it, or give another --out"
+            f"{self._path.parent}: {_name(owner)} writes in this run folder: "
+            "wait for its end or cancel it, or give another --out"
         )
 
     def _beat(self) -> None:
@@ -143,11 +140,9 @@ def _name(owner: dict[str, Any]) -> str:
 
 
 def _process_space() -> str:
-    """What identifies the machine since its start and the namespace of processes: equal if process ids mean the same."""
+    """The boot of the machine and the namespace of processes: process ids are comparable if it is equal."""
     try:
-        return (
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            + f" {Path('/proc/self/ns/pid').stat().st_ino}"
-        )
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
         return os.urandom(8).hex()

@@ -1,10 +1,8 @@
-"""--profile: what some steps of a run spend their time on, as a trace of torch.profiler and as one page of
-text.
+"""--profile: what some steps of a run spend their time on, as a trace of torch.profiler and a page of text.
 
 Perfetto (ui.perfetto.dev) and chrome://tracing show the trace.
 """
 
-import argparse
 import gzip
 import json
 import os
@@ -41,8 +39,7 @@ class Profile:
         self.is_running = False
 
     def step(self, waited: float, left: int) -> str:
-        """A step has ended, `waited` seconds of which went by before its batch was there; `left` more are in
-        its epoch.
+        """Count a step, of which `waited` seconds were spent on its batch; its epoch has `left` more steps.
 
         Returns the path of the page when it is written, else "". Raises HpctrainError if it cannot be.
         """
@@ -57,7 +54,7 @@ class Profile:
 
     def _start(self) -> None:
         self._first = self._done + 1
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write lines of its own to stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines of Kineto on stderr
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -67,6 +64,7 @@ class Profile:
         self._began, self.is_running = time.perf_counter(), True
 
     def _finish(self) -> str:
+        assert self._profiler
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - self._began
@@ -78,18 +76,18 @@ class Profile:
                 self._profiler.export_chrome_trace(str(trace))
                 with gzip.open(trace, "rt", encoding="utf-8") as file:
                     events = json.load(file)["traceEvents"]
-                head = f"{self._title}: steps {self._first} to {self._done} since its start, {1e3 * seconds / STEPS:.2f} ms each"
-                Path(unfinished, "summary.txt").write_text(
-                    f"{head}\n\n{self._summarize(events, seconds)}", encoding="utf-8"
-                )
+                steps = f"steps {self._first} to {self._done} since its start"
+                head = f"{self._title}: {steps}, {1e3 * seconds / STEPS:.2f} ms each"
+                page = self._summarize(self._profiler.key_averages(), events, seconds)
+                Path(unfinished, "summary.txt").write_text(f"{head}\n\n{page}", encoding="utf-8")
         except OSError as error:
             raise HpctrainError(
                 f"{self._folder}: cannot be written ({first_line(error)}): free some space there"
             ) from error
         return f"{self._folder}/summary.txt"
 
-    def _summarize(self, events: list[dict[str, Any]], seconds: float) -> str:
-        """The page below its title, for a profile of so many seconds."""
+    def _summarize(self, averages: Iterable[Any], events: list[dict[str, Any]], seconds: float) -> str:
+        """The page below its title, for a profile of so many seconds with these averages of operators."""
         on_gpu = self._device.type == "cuda"
         communication, other = find_work(events, on_gpu)
         times = {"waiting for data": self._waited}
@@ -99,9 +97,7 @@ class Profile:
         if on_gpu:
             times["GPU without work"] = seconds - total([*communication, *other])
         kind = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        operators = sorted(self._profiler.key_averages(), key=lambda row: getattr(row, kind), reverse=True)[
-            :ROWS
-        ]
+        operators = sorted(averages, key=lambda row: getattr(row, kind), reverse=True)[:ROWS]
 
         def line(name: str, spent: float, calls: float | None = None) -> str:
             count = "" if calls is None else f"{calls:9.1f}"
@@ -121,21 +117,11 @@ class Profile:
                     if getattr(row, kind)
                 ),
                 "",
-                "The profiler makes the steps slower. Exposed is communication beside which nothing is computed.",
+                "The profiler makes the steps slower. "
+                "Exposed is communication beside which nothing is computed.",
                 "",
             ]
         )
-
-
-def make_profile(
-    args: argparse.Namespace, folder: Path, trainer: str, world: World, device: torch.device
-) -> Profile | None:
-    """The Profile of rank 0 with --profile, which writes into this folder."""
-    return (
-        Profile(folder, trainer, world, device)
-        if getattr(args, "profile", False) and world.rank == 0
-        else None
-    )
 
 
 def find_work(
@@ -143,10 +129,11 @@ def find_work(
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """When collectives ran, and when anything else was computed: intervals in seconds, which may overlap.
 
-    On a GPU these are kernels; on a CPU, the operators, and what Gloo's threads do. Horovod's threads are not
-    in a trace.
+    On a GPU these are kernels; on a CPU, operators and the work of Gloo's threads. A trace lacks Horovod's
+    threads.
     """
-    communication, other = [], []
+    communication: list[tuple[float, float]] = []
+    other: list[tuple[float, float]] = []
     for event in events:
         if event.get("ph") != "X":  # has no duration
             continue

@@ -1,4 +1,4 @@
-"""The log of a rank, which also gets what ends the rank: uncaught exceptions, and crashes of the interpreter."""
+"""The log of a rank, which also gets uncaught exceptions and crashes of the interpreter."""
 
 import faulthandler
 import os
@@ -21,9 +21,8 @@ from hpctrain.files.redaction import hide_secrets
 def open_log(path: Path, world: World) -> IO[str]:
     """Open the log of this rank.
 
-    Uncaught exceptions go to it as well as to stderr; crashes of the interpreter go to it alone.
-
-    Of the exception that the death of another rank causes, stderr gets one line.
+    Uncaught exceptions go to the log and to stderr; crashes of the interpreter go to the log only. If the
+    death of another rank causes an exception, stderr gets one line.
     """
     try:
         log = atomic.open_to_append(path)
@@ -36,14 +35,14 @@ def open_log(path: Path, world: World) -> IO[str]:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _write(log, "".join(traceback.format_exception(kind, error, trace)))
-        # What Gloo and NCCL say when another rank has died. Its own error is the one to read, not this stack
-        # of every other rank.
+        # Gloo and NCCL say this when another rank has died. The user has to read that rank's error, and not
+        # the stacks of all others.
         if world.size > 1 and re.search(
             "Connection (closed|reset) by peer|Broken pipe|ncclRemoteError", str(error)
         ):
             print_error(
-                f"hpctrain: error: {path.stem} on {platform.node()} lost the connection to another rank, which has probably "
-                f"died: look for the first error of the job; the stack is in {path}"
+                f"hpctrain: error: {path.stem} on {platform.node()} lost the connection to another rank, "
+                f"which has probably died: look for the first error of the job; the stack is in {path}"
             )
             os._exit(1)
         default_hook(kind, error, trace)
@@ -58,5 +57,5 @@ def write_line(log: IO[str], text: str) -> None:
 
 
 def _write(log: IO[str], text: str) -> None:
-    with suppress(OSError):  # a full disk, maybe for a while only, is no reason to end the training
+    with suppress(OSError):  # a full disk must not end the training
         print(hide_secrets(text), end="", file=log, flush=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files.plain import open_plain
@@ -26,9 +26,8 @@ SIGN_OF_LIFE = 60.0  # s
 TAIL = 8192  # bytes
 # A file of a run that is read whole has less; a metrics.jsonl of this size has a million lines.
 MOST = 2**28  # bytes
-# Names of metrics that are longer, and numbers of which the axis of a chart cannot have the range, are no
-# metrics.
-LONGEST_NAME, LARGEST = 200, 1e307
+LONGEST_NAME = 200  # of a metric
+LARGEST = 1e307  # the axis of a chart cannot have a larger range
 
 
 def find(folder: Path) -> Iterator[Path]:
@@ -45,8 +44,9 @@ def read_configs(run: Path) -> list[dict[str, Any]]:
 
     Raises HpctrainError, naming the file.
     """
-    configs, path = [], run / "config.json"
-    while not configs or path.exists():  # the folder may be closed to this user: reading says so
+    configs: list[dict[str, Any]] = []
+    path = run / "config.json"
+    while not configs or path.exists():  # if the folder is closed to this user, read_json() raises
         configs.append(read_json(path))
         last = configs[-1]
         if not isinstance(last.get("options"), dict) or not all(
@@ -74,17 +74,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_whole(file: IO[bytes]) -> bytes:
-    """The content of a file.
-
-    Raises OSError if it is too large for one of a run: somebody else may have made it.
-    """
+    """The content of a file. Raises OSError if it is larger than MOST, which no file of a run is."""
     if os.fstat(file.fileno()).st_size > MOST:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     return file.read()
 
 
 def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
-    """As load_metrics(); none if the file cannot be read."""
+    """The lines of load_metrics(), or [] if the file cannot be read."""
     try:
         return load_metrics(run, tail)
     except OSError:
@@ -92,12 +89,10 @@ def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
 
 
 def load_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl, of its last `tail` bytes if given.
+    """The lines of metrics.jsonl, or of its last `tail` bytes.
 
-    A line that is being written is left out.
-
-    So is what is no number, or one that is too large to draw, and what has no name that can be shown. Raises
-    OSError.
+    Skips an incomplete line, values that is_number() refuses, and names that are too long or unprintable.
+    Raises OSError.
     """
     with open_plain(run / "metrics.jsonl") as file:
         if tail is not None and file.seek(0, os.SEEK_END) > tail:
@@ -112,39 +107,36 @@ def load_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
             line = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        line = (
-            {name: value for name, value in line.items() if _is_metric(name, value)}
-            if isinstance(line, dict)
-            else {}
-        )
+        if not isinstance(line, dict):
+            continue
+        line = {name: value for name, value in line.items() if _is_metric(name, value)}
         if {"epoch", "step"} <= line.keys():
             lines.append(line)
     return lines
 
 
 def _is_metric(name: str, value: object) -> bool:
+    if not is_number(value):
+        return False
     if name in ("epoch", "step", "seconds"):
-        return is_number(value) and math.isfinite(value)
-    return is_number(value) and name.isprintable() and len(name) <= LONGEST_NAME
+        return math.isfinite(value)
+    return name.isprintable() and len(name) <= LONGEST_NAME
 
 
-def is_number(value: object) -> bool:
-    """Whether a value of JSON is a number that a chart can have; NaN and infinity, of a run that diverged, are numbers, too."""
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a chart can draw a value of JSON. NaN and infinity count: a run that diverged has them."""
     return (isinstance(value, int) and abs(value) < 2**63) or (
         isinstance(value, float) and not LARGEST < abs(value) < math.inf
     )
 
 
 def points(lines: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
-    """The steps and values of a metric.
-
-    A run that was resumed may have a step twice: the last value counts.
-    """
+    """The steps and values of a metric. If a step occurs twice, in a resumed run, the last value counts."""
     return sorted({line["step"]: line[name] for line in lines if name in line}.items())
 
 
 def _score(lines: list[dict[str, float]]) -> tuple[str | None, float | None]:
-    """The first score of the last line that has one, which is the one that selects the best epoch; otherwise the last loss."""
+    """The first score of the last line with a score; it selects the best epoch. Otherwise the last loss."""
     found = [
         item
         for line in reversed(lines)
@@ -183,7 +175,7 @@ def summarize(run: Path) -> dict[str, Any]:
 
 
 def _state(run: Path, started: str) -> str:
-    """finished, running, pruned or diverged (in a sweep), or stopped: the run has work left, and no job works on it now."""
+    """running, finished, pruned or diverged (in a sweep), or stopped: work is left, and no job does it."""
     try:
         if time.time() - (run / "owner.json").stat().st_mtime < SIGN_OF_LIFE:
             return "running"
@@ -201,7 +193,7 @@ def _state(run: Path, started: str) -> str:
 
 
 def _speed(run: Path, state: str, lines: list[dict[str, float]]) -> float | None:
-    """The examples per second of a finished run as a whole, of another one between its last lines of metrics."""
+    """The examples per second: of the whole run if it is finished, else between its last lines of metrics."""
     if state == "finished":
         with suppress(HpctrainError):
             speed = read_json(run / "result.json").get("speed")

@@ -1,17 +1,17 @@
 """The run folder: the configuration of a run, its metrics, its checkpoints and its result.
 
     runs/<trainer>/<job id>/
-        config.json      every option, the versions, the image, the world (config.2.json when the run is resumed)
+        config.json      all options, versions, image, world; config.2.json and so on for a resumed run
         metrics.jsonl    one line per log step; a resumed run continues it from the checkpoint's line
         owner.json       the job that is writing here (see owner.py)
-        result.json      the last metrics, the SHA-256 of the final weights, the speed of a step and the peak memory of a rank
+        result.json      last metrics, SHA-256 of the final weights, speed of a step, peak memory of a rank
         curves.png       losses and scores over the steps
         checkpoints/     epoch-NNNN.pt, and epoch-NNNN-step-NNNNNN.pt within an epoch
         logs/            rank-NNNN.log, one per rank
         profile/         with --profile, what some steps spend their time on (see profile.py)
         tensorboard/
 
-An earlier run is never overwritten: a folder that holds one is refused unless that run is resumed. A new
+A run never overwrites an earlier one: it refuses a folder that holds a run, unless it resumes that run. A new
 folder is for its user alone, and has no secrets (see redaction.py).
 """
 
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from hpctrain.checkpoints import checkpoint
 from hpctrain.checkpoints.interval import Interval
+from hpctrain.checkpoints.position import Position
 from hpctrain.checkpoints.saver import Checkpointer
 from hpctrain.distributed.control import report_saved, report_stopped
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, gather
@@ -41,26 +42,19 @@ from hpctrain.files.digests import weights_sha256
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.run.best import Best
 from hpctrain.run.charts import try_to_plot
-from hpctrain.run.config import (
-    add_image_digest,
-    add_resumption,
-    compare_options,
-    list_other_options,
-    weighty_options,
-    write_config,
-    write_json,
-)
+from hpctrain.run.config import add_image_digest, add_resumption, write_config, write_json
 from hpctrain.run.flops import utilization
-from hpctrain.run.folder import AUTO, finished_epochs, prepare_folder, withdraw_if_refused
+from hpctrain.run.folder import finished_epochs, prepare_folder, withdraw_if_refused
 from hpctrain.run.metrics import Metrics, format_seconds, plain_numbers
 from hpctrain.run.nonfinite import NonFinite
+from hpctrain.run.options import RunOptions, describe_differences
 from hpctrain.run.owner import Owner
-from hpctrain.run.profile import NO_PROFILE, make_profile
+from hpctrain.run.profile import NO_PROFILE, Profile
 from hpctrain.run.rank_log import open_log, write_line
 from hpctrain.run.speed import StepTimes, T, gather_most, gather_tokens, gpu_percent, peak_memory
 from hpctrain.text import one_line
 
-# Metrics that every line of metrics.jsonl has and no line of the log: they change little.
+# Metrics for metrics.jsonl and not for the log: they change little.
 NOT_PRINTED = {"peak_memory_mb", "gpu_percent"}
 
 
@@ -68,8 +62,7 @@ class Run:
     """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank writes its own log.
 
     `epoch` is the number of finished epochs. A trainer may set `best.patience`, and end the training when
-    `best.has_stalled`. `prune`, if set, decides on all ranks whether the run ends after an epoch. `in_parts`:
-    each rank saves its part (sharding.py).
+    `best.has_stalled`. With `in_parts`, each rank saves its part of the model (sharding.py).
 
     A trainer calls, in this order,
 
@@ -77,52 +70,61 @@ class Run:
         start_epoch()                             in each epoch
             time_data()                           around its batches
             check_gradients()                     before each optimizer step
-            step(), and save() if must_save()     after it; between them start_evaluation(), metrics(), end_evaluation()
+            step(), and save() if must_save()     after it; between them
+            start_evaluation(), metrics(), end_evaluation()    around an evaluation within the epoch
         end_epoch()
         metrics() and save()                      after the evaluation
         finish()                                  once
     """
 
-    prune: ClassVar[Callable[[World], bool] | None] = None  # set by `hpctrain sweep`
+    def __init__(
+        self, world: World, trainer: str, options: RunOptions | argparse.Namespace, device: torch.device
+    ) -> None:
+        """Create the folder, or open it again to resume. A collective call.
 
-    def __init__(self, world: World, trainer: str, args: argparse.Namespace, device: torch.device) -> None:
-        """Create the folder, or open it again to resume.
-
-        A collective call. Raises HpctrainError, naming the folder.
+        `options` may also be the namespace that trainer_parser() has parsed. Raises HpctrainError, naming the
+        folder.
         """
+        if isinstance(options, argparse.Namespace):
+            options = RunOptions.from_args(options)
         self.world = world
-        paths: list[str | None] = []
+        found: list[str | None] = []
         with all_or_none(world):
             if world.rank == 0:
-                *found, self._owner = prepare_folder(trainer, args)
-                paths = [*(path and str(path) for path in found), self._owner.id]
-        folder, resume_from, owner_id = broadcast(world, paths)
+                own_folder, newest, owner = prepare_folder(trainer, options)
+                found = [str(own_folder), str(newest) if newest else None, owner.id]
+        folder, resume_from, owner_id = broadcast(world, found)
         self.folder, self.resume_from = Path(folder), Path(resume_from) if resume_from else None
-        self._owner = self._owner if world.rank == 0 else Owner(self.folder, owner_id)
+        self._owner = owner if world.rank == 0 else Owner(self.folder, owner_id)
         with all_or_none(world):
             self._log = open_log(self.folder / "logs" / f"rank-{world.rank:04d}.log", world)
         self.log(
-            f"rank {world.rank} of {world.size} on {platform.node()}, {device}, pid {os.getpid()}, torch {torch.__version__}"
+            f"rank {world.rank} of {world.size} on {platform.node()}, {device}, pid {os.getpid()}, "
+            f"torch {torch.__version__}"
         )
         with all_or_none(world):
             if world.rank == 0:
-                self._config = write_config(self.folder, world, trainer, args, device)
+                self._config = write_config(self.folder, world, trainer, options.list_all(), device)
                 self.print(f"run folder {folder}, {world.extent} ({world.launcher}), {device.type}")
-                self._metrics = Metrics(self.folder, vars(args).get("wandb", False), self._owner.check)
-        self._watchdog = Watchdog(world, args.watchdog, self._log)
-        self._args, self._device = args, device
-        self.times = StepTimes(make_profile(args, self.folder / "profile", trainer, world, device))
-        self._nonfinite = NonFinite(world, args.on_nan == "skip")
-        # the same command resumes
-        self._resume_with = None if args.out and args.resume == AUTO else self.folder
-        every = Interval.parse(args.checkpoint_every)
+                self._metrics = Metrics(self.folder, options.wandb, self._owner.check)
+        self._watchdog = Watchdog(world, options.watchdog, self._log)
+        self._options, self._device = options, device
+        profile = None
+        if options.profile and world.rank == 0:
+            profile = Profile(self.folder / "profile", trainer, world, device)
+        self.times = StepTimes(profile)
+        self._nonfinite = NonFinite(world, options.on_nan == "skip")
+        # With --out and --resume auto, the same command resumes.
+        self._resume_with = None if options.out and options.is_auto else self.folder
+        every = Interval.parse(str(options.checkpoint_every))
         self._checkpointer = Checkpointer(
-            world, self.folder, every, args.keep_checkpoints, self._owner.check, self._resume_with
+            world, self.folder, every, options.keep_checkpoints, self._owner.check, self._resume_with
         )
         self._bar: tqdm | None = None
         self.epoch, self.best, self.in_parts = 0, Best(), False
+        self._epochs = options.epochs
         self._flops: float | None = None
-        # The position within the next epoch, and what was summed since the last line of metrics.
+        # The position within the next epoch, and the sums since the last line of metrics.
         self._step = self._steps = self._examples = 0
         self._loss_sum: Tensor | float = 0.0
         self._unlogged, self._since = 0, time.perf_counter()
@@ -138,14 +140,16 @@ class Run:
     ) -> dict[str, Any] | None:
         """The state to resume from, on every rank, or None if the run is new. A collective call.
 
-        It has the weights of `model`, and the entry of this name: see checkpoint.find_fitting(). A state with
-        all epochs, or that has stalled, is that of a run which died before it wrote result.json, and is to be
-        finished without training. Metrics that were written after the checkpoint are removed.
+        The state has the weights of `model`, and the entry of this name: see checkpoint.find_fitting(). A
+        state with all epochs, or of a run that has stalled, is from a run that died before it wrote
+        result.json: the trainer finishes it without training. Metrics that were written after the checkpoint
+        are removed.
 
-        Raises UsageError if the run has all of its epochs and its result already, HpctrainError if no
-        checkpoint fits, or if its options differ in others than the `free` ones and those that never matter,
-        unless --force is given.
+        Raises UsageError if the run has all of its epochs and its result already. Raises HpctrainError if no
+        checkpoint fits, or, unless --force is given, if options differ that change the weights; options named
+        in `free` may differ.
         """
+        self._epochs = epochs
         self._nonfinite.model = model = checkpoint.unwrap(model)
         self._checkpointer.in_parts, self._checkpointer.entry = self.in_parts, entry
         if self.resume_from is None:
@@ -153,54 +157,77 @@ class Run:
                 self._metrics.rewind(0)
             return None
         with withdraw_if_refused(self._owner, self._config if self.world.rank == 0 else None):
-            chosen = ""
-            with all_or_none(self.world):
-                if self.world.rank == 0:
-                    others = partial(list_other_options, self._args, free=free)
-                    chosen = str(checkpoint.find_fitting(self.resume_from, model, entry, others))
-            self.resume_from = Path(broadcast(self.world, chosen))
-            with all_or_none(self.world):
-                state = (
-                    checkpoint.open_lazily(self.resume_from)
-                    if self.in_parts
-                    else checkpoint.load(self.resume_from, device)
-                )
-            self.epoch, self._step = state["epoch"], state["step"]
-            self.best.load(state["best"], self.epoch)
-            if (self.epoch >= epochs or self.best.has_stalled) and self.epoch <= finished_epochs(
-                self.resume_from.parent.parent
-            ):
-                # Slurm may requeue a job that has completed
-                if restart_count() > 0 or self._args.resume == AUTO:
-                    self.print(f"{self.folder} has {self.epoch} epochs already: nothing to do")
-                    self._leave()
-                larger = "larger --epochs" if self.epoch >= epochs else "larger --patience, with --force,"
+            state = self._load(device, model, entry, free)
+            position = Position.from_entries(state)
+            self.epoch, self._step, self.best.evaluations = position.epoch, position.step, position.best
+            if self.epoch >= epochs or self.best.has_stalled:
+                self._refuse_if_finished(epochs)
+            text = describe_differences(self._options.list_weighty(), position.options, free)
+            if text and not self._options.force:
                 raise UsageError(
-                    f"{self.folder} has {self.epoch} epochs already: give a {larger} to continue"
+                    f"{self.resume_from} was saved with other options: {text}: "
+                    "give those of that run, or --force to go on with these"
                 )
-            if text := compare_options(self._args, state["options"], free, self.resume_from):
-                self.print(f"--force: continuing with {text}")
-        self._steps, self._unlogged, self._nonfinite.skipped = (
-            state["steps"],
-            state["unlogged"],
-            state["skipped"],
-        )
-        losses = state["losses"]
-        # On another number of ranks each takes their mean: the line of metrics has the mean over the ranks.
-        self._loss_sum = (
-            losses[self.world.rank] if len(losses) == self.world.size else sum(losses) / len(losses)
-        )
-        self._started = time.monotonic() - state["seconds"]
+        if text:
+            self.print(f"--force: continuing with {text}")
+        self._steps, self._unlogged = position.steps, position.unlogged
+        self._nonfinite.skipped = position.skipped
+        losses = position.losses
+        if len(losses) == self.world.size:
+            self._loss_sum = losses[self.world.rank]
+        else:
+            # Each rank takes the mean: the next line of metrics has the mean over the ranks.
+            self._loss_sum = sum(losses) / len(losses)
+        self._started = time.monotonic() - position.seconds
         if self.world.rank == 0:
             own = self.resume_from.parent.parent.resolve() == self.folder.resolve()
-            self._metrics.rewind(state["lines"] if own else 0)
+            self._metrics.rewind(position.lines if own else 0)
             add_resumption(self._config, self.resume_from, self.global_step)
-        within = f" and {self._step} steps" if self._step else ""
-        self.print(f"resuming after epoch {self.epoch}{within} of {self.resume_from}")
+        self.print(f"resuming after {self._place} of {self.resume_from}")
         return state
 
+    def _load(
+        self, device: torch.device, model: torch.nn.Module, entry: str, free: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """The state of the newest checkpoint that fits, which becomes `resume_from`. A collective call."""
+        chosen = ""
+        with all_or_none(self.world):
+            if self.world.rank == 0:
+                assert self.resume_from
+                compare = partial(describe_differences, self._options.list_weighty(), free=free)
+                chosen = str(checkpoint.find_fitting(self.resume_from, model, entry, compare))
+        self.resume_from = Path(broadcast(self.world, chosen))
+        with all_or_none(self.world):
+            if self.in_parts:
+                state = checkpoint.open_lazily(self.resume_from)
+            else:
+                state = checkpoint.load(self.resume_from, device)
+        return state
+
+    def _refuse_if_finished(self, epochs: int) -> None:
+        """End every rank if the run to resume, which has no epoch left, has a result. A collective call.
+
+        Slurm may requeue a job that has completed: then nothing is left to do. Raises UsageError otherwise.
+        """
+        assert self.resume_from
+        if self.epoch > finished_epochs(self.resume_from.parent.parent):
+            return
+        done = f"{self.folder} has {self.epoch} epochs already"
+        if restart_count() > 0 or self._options.is_auto:
+            self.print(f"{done}: nothing to do")
+            self._leave()
+        larger = "larger --epochs" if self.epoch >= epochs else "larger --patience, with --force,"
+        raise UsageError(f"{done}: give a {larger} to continue")
+
+    @property
+    def _place(self) -> str:
+        return f"epoch {self.epoch}" + (f" and {self._step} steps" if self._step else "")
+
     def count_flops(self, count: Callable[[], float | None]) -> None:
-        """On a GPU, let the speed in result.json have its FLOP/s; `count` gives those of an example, and may take seconds."""
+        """On a GPU, add FLOP/s to the speed in result.json.
+
+        `count` returns the operations of training on one example; it may take seconds.
+        """
         if self.world.rank == 0 and self._device.type == "cuda":
             self._flops = count()
 
@@ -208,8 +235,8 @@ class Run:
         """Raise UsageError if the run was resumed within an epoch that had another number of steps."""
         if self._step and steps != self._steps:
             raise UsageError(
-                f"{self.resume_from} is of a run with {self._steps} steps in an epoch, and this one has {steps}: "
-                "give the --data and the options of that run"
+                f"{self.resume_from} is of a run with {self._steps} steps in an epoch, and this one has "
+                f"{steps}: give the --data and the options of that run"
             )
 
     def start_epoch(
@@ -217,11 +244,9 @@ class Run:
     ) -> int:
         """Begin an epoch of this many steps, with this many examples each.
 
-        Returns how many of them are done already.
-
-        That is 0, unless the run was resumed within this epoch. `examples_of` gives the numbers of this
-        rank's examples in a step of the epoch, for errors. Shows a progress bar if stderr is a terminal.
-        Raises UsageError as check_steps() does.
+        Returns how many steps are done already: 0, unless the run was resumed within this epoch.
+        `examples_of` maps a step of the epoch to the numbers of this rank's examples, for errors. Shows a
+        progress bar if stderr is a terminal. Raises UsageError as check_steps() does.
         """
         self.check_steps(steps)
         self._steps, self._examples, self._since = steps, examples, time.perf_counter()
@@ -232,28 +257,27 @@ class Run:
         return self._step
 
     def time_data(self, batches: Iterable[T]) -> Iterator[T]:
-        """These batches, one by one; how long each is waited for becomes the data_share in result.json."""
+        """These batches, one by one. The time to wait for them becomes data_share in result.json."""
         return self.times.time_data(batches)
 
     def check_gradients(self) -> None:
-        """With --on-nan skip: remove gradients, by now those of all ranks, that are not finite: the optimizer
-        does nothing then.
+        """With --on-nan skip: remove gradients that are not finite, so that the optimizer does nothing.
 
-        Raises HpctrainError after too many such steps in a row.
+        Call it when the gradients are those of all ranks. Raises HpctrainError after too many such steps in a
+        row.
         """
         if not self._nonfinite.check_gradients():
             self.print(
-                f"step {self.global_step + 1} is skipped: its gradients are not finite ({self._nonfinite.skipped} so far)"
+                f"step {self.global_step + 1} is skipped: its gradients are not finite "
+                f"({self._nonfinite.skipped} so far)"
             )
 
     def step(self, loss: Tensor, **values: float) -> None:
         """Count an optimizer step, with the mean loss of this rank's examples.
 
-        The first step starts the watchdog.
-
-        Five times an epoch it writes a line of metrics: the mean loss over all ranks since the last line,
-        `values`, the speed, the peak memory of the rank that needs most, and the mean use of GPUs. A
-        collective call then. Raises HpctrainError if the mean is not finite.
+        The first step starts the watchdog. Five times an epoch, the call is collective and writes a line of
+        metrics: the mean loss over all ranks since the last line, `values`, the speed, the peak memory of the
+        rank that needs most, and the mean use of GPUs. Raises HpctrainError if the mean loss is not finite.
         """
         if not self._nonfinite.is_skipping:
             self._unlogged += 1
@@ -289,7 +313,7 @@ class Run:
     def end_evaluation(self, score: tuple[float, ...]) -> bool:
         """Count the evaluation.
 
-        Returns whether save() is to follow: if it is the best one, or the run has stalled.
+        Returns whether save() has to follow, because the evaluation is the best one or the run has stalled.
         """
         self._since += time.perf_counter()
         self.times.start()
@@ -302,7 +326,7 @@ class Run:
     def save(self, state: dict[str, Any], score: float | tuple[float, ...] | None = None) -> None:
         """Save a checkpoint, written in the background. A collective call. Raises HpctrainError.
 
-        After an epoch `score` is that of its evaluation: the highest one is the best. If the launch script
+        After an epoch, `score` is the score of its evaluation; the highest is the best. If the launch script
         has asked for the end of the job, and epochs are left, this checkpoint is the last, and EndEarly ends
         every rank.
         """
@@ -314,46 +338,42 @@ class Run:
         losses = gather(self.world, float(self._loss_sum))
         # weights that are not finite must not become the newest checkpoint
         self._check_finite(train_loss=sum(losses))
-        self._wait_for_checkpoint()  # it is complete, on all ranks, before the next one takes its place
+        self._wait_for_checkpoint()  # all ranks complete the earlier checkpoint before the next one
         with all_or_none(self.world):
             if self.world.rank == 0 or self.in_parts:
-                position = {
-                    "epoch": self.epoch,
-                    "step": self._step,
-                    "steps": self._steps,
-                    "global_step": self.global_step,
-                    "best": self.best.state(),
-                    "losses": losses,
-                    "unlogged": self._unlogged,
-                    "skipped": self._nonfinite.skipped,
-                    "lines": self._metrics.lines if self.world.rank == 0 else 0,
-                    "seconds": time.monotonic() - self._started,
-                    "options": weighty_options(self._args),
-                }
-                best = checkpoint.path_of(self.folder, self.best.epoch, self.best.step)
-                self._checkpointer.save(
-                    path, checkpoint.with_plain_names(state, self._nonfinite.model) | position, best
+                position = Position(
+                    epoch=self.epoch,
+                    step=self._step,
+                    steps=self._steps,
+                    best=self.best.evaluations,
+                    losses=losses,
+                    unlogged=self._unlogged,
+                    skipped=self._nonfinite.skipped,
+                    lines=self._metrics.lines if self.world.rank == 0 else 0,
+                    seconds=time.monotonic() - self._started,
+                    options=self._options.list_weighty(),
                 )
-        if self.epoch >= self._args.epochs or self.best.has_stalled:
+                state = checkpoint.with_plain_names(state, self._nonfinite.model) | position.to_entries()
+                best = checkpoint.path_of(self.folder, self.best.epoch, self.best.step)
+                self._checkpointer.save_in_background(path, state, best)
+        if (self._epochs is not None and self.epoch >= self._epochs) or self.best.has_stalled:
             return
-        if score is not None and Run.prune and Run.prune(self.world):
+        if score is not None and self._options.prune and self._options.prune(self.world):
             self._wait_for_checkpoint()
             self._leave()
-        # Within an epoch must_save() has asked already.
-        if self._checkpointer.stop if self._step else self._checkpointer.decide_to_stop():
+        # Within an epoch, must_save() has asked the ranks.
+        must_end = self._checkpointer.stop if self._step else self._checkpointer.decide_to_stop()
+        if must_end:
             self._end_early()
         self.times.start()
 
     def _end_early(self) -> None:
-        """End this process, when its checkpoint is written, because the launch script has asked for it.
+        """End every rank when its checkpoint is written, because the launch script has asked for the end.
 
         A collective call.
         """
         self._wait_for_checkpoint()
-        within = f" and {self._step} steps" if self._step else ""
-        self.print(
-            f"ending early, as the job has to: saved after epoch {self.epoch}{within} in {self.folder}"
-        )
+        self.print(f"ending early, as the job has to: saved after {self._place} in {self.folder}")
         report_saved(self._resume_with)
         report_stopped()
         self._leave()
@@ -372,7 +392,7 @@ class Run:
     def metrics(self, **values: float) -> None:
         """Write a line of metrics for the present epoch and step, and print it.
 
-        Every rank passes the same values, which are over all ranks. Raises HpctrainError if one is not
+        Every rank passes the same values, computed over all ranks. Raises HpctrainError if a value is not
         finite.
         """
         self._watchdog.pause()  # a file system may stall
@@ -390,10 +410,9 @@ class Run:
                 f"{self.folder}/metrics.jsonl: cannot be written ({error.strerror}): free some space"
             ) from error
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items() if name not in NOT_PRINTED)
-        if speed := values.get("examples_per_s"):
-            text += (
-                f"  {format_seconds((self._args.epochs * self._steps - step) * self._examples / speed)} left"
-            )
+        if self._epochs is not None and (speed := values.get("examples_per_s")):
+            left = (self._epochs * self._steps - step) * self._examples / speed
+            text += f"  {format_seconds(left)} left"
         if self._bar:
             self._bar.set_postfix_str(text)
         else:
@@ -419,57 +438,46 @@ class Run:
     def finish(self, model: torch.nn.Module, **values: float) -> None:
         """Write result.json and curves.png, and print where they are.
 
-        A collective call. Raises HpctrainError.
-
-        If the launch script was still computing the image's digest when the run started, it is added to
-        config.json now.
+        A collective call. Raises HpctrainError. If the launch script has computed the image's digest by now,
+        config.json gets it.
         """
         self._watchdog.stop()
         self._wait_for_checkpoint()
         self.log(f"peak memory of this rank: {peak_memory(self._device):.1f} MB")
-        tokens, most = (
-            gather_tokens(self.world, self.times),
-            gather_most(self.world, self._device, self.times),
-        )
+        tokens = gather_tokens(self.world, self.times)
+        most = gather_most(self.world, self._device, self.times)
         if self.world.rank != 0:
             return
         self._owner.check()
         speed = self.times.figures(self._examples, *tokens)
         if self._flops and "examples_per_s" in speed:
             name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
-            speed |= utilization(
-                speed["examples_per_s"] * self._flops / self.world.size, name, self._args.precision
-            )
+            precision = self._options.others.get("precision", "fp32")
+            flops_per_s = speed["examples_per_s"] * self._flops / self.world.size
+            speed |= utilization(flops_per_s, name, precision)
         speed |= most
-        result = {
-            **(values := plain_numbers(values)),
-            **({"skipped_steps": self._nonfinite.skipped} if self._nonfinite.skipped else {}),
-            "epochs": self.epoch,
-            "seconds": round(time.monotonic() - self._started, 3),
-            "weights_sha256": weights_sha256(checkpoint.unwrap(model)),
-            "speed": speed,
-        }
+        values = plain_numbers(values)
+        skipped = {"skipped_steps": self._nonfinite.skipped} if self._nonfinite.skipped else {}
+        seconds = round(time.monotonic() - self._started, 3)
+        digest = weights_sha256(checkpoint.unwrap(model))
+        result: dict[str, Any] = values | skipped | {"epochs": self.epoch, "seconds": seconds}
+        result |= {"weights_sha256": digest, "speed": speed}
         add_image_digest(self._config)
         self._metrics.close()
         try_to_plot(self.folder)
-        write_json(self.folder / "result.json", result)  # last: a run that has it has nothing left to do
-        self.print(
-            "  ".join(
-                [*(f"{name} {value:.4f}" for name, value in values.items()), f"in {result['seconds']:.1f} s"]
-            )
-        )
+        write_json(self.folder / "result.json", result)  # last: a run with a result has nothing left to do
+        scores = [f"{name} {value:.4f}" for name, value in values.items()]
+        self.print("  ".join([*scores, f"in {seconds:.1f} s"]))
         self.print("  ".join(f"{name} {value:.4g}" for name, value in speed.items()))
-        if getattr(self._args, "profile", False) and not (self.folder / "profile").exists():
+        if self._options.profile and not (self.folder / "profile").exists():
             self.print(NO_PROFILE)
-        self.print(
-            f"weights {result['weights_sha256'][:16]}, metrics, checkpoints and curves.png are in {self.folder}"
-        )
+        self.print(f"weights {digest[:16]}, metrics, checkpoints and curves.png are in {self.folder}")
         self._owner.release()
 
     def print(self, text: str) -> None:
         """Print a line on rank 0, above the progress bar; every rank logs it.
 
-        A name in it may control no terminal.
+        Control characters are escaped: the line may contain names of files.
         """
         self.log(text)
         if self.world.rank == 0:

@@ -19,33 +19,34 @@ T = TypeVar("T")
 class StepTimes:
     """The times from step to step of this rank, since this start of the job.
 
-    With a GPU, a step returns before the GPU has finished it. The times still are those of the GPU, as soon
-    as it is the slower of the two.
+    A step returns before a GPU has finished it. The times are still those of the GPU, if it is slower than
+    the CPU.
     """
 
     def __init__(self, profile: Profile | None = None) -> None:
         self._profile = profile
         self._seconds = array("f")
-        self.tokens = [0, 0]  # of this rank in all steps, without and with padding, if it trains on texts
-        self._tokens = [0, 0]  # in the present one
+        # Of texts: the tokens of this rank in all steps, without and with padding, and in the present step.
+        self.tokens = [0, 0]
+        self._tokens = [0, 0]
         self._last = self._waiting = self._waited = 0.0
         self._knows_data = False
 
     def start(self) -> None:
-        """The next step begins now: what came before, such as an evaluation or a checkpoint, is not part of it."""
+        """Begin the next step now, after an evaluation or a checkpoint, which are not part of it."""
         self._last, self._waiting = time.perf_counter(), 0.0
 
     def wait(self, seconds: float) -> None:
-        """This much of the present step went by before its data were there."""
+        """Count time of the present step in which it waited for its data."""
         self._waiting += seconds
         self._knows_data = True
 
     def count_tokens(self, real: int, padded: int) -> None:
-        """The present step has so many tokens on this rank, without and with padding."""
+        """Count tokens of the present step on this rank, without and with padding."""
         self._tokens = [self._tokens[0] + real, self._tokens[1] + padded]
 
     def time_data(self, batches: Iterable[T]) -> Iterator[T]:
-        """These batches, one by one; how long each was waited for."""
+        """These batches, one by one. wait() gets the time to wait for each."""
         iterator = iter(batches)
         while True:
             began = time.perf_counter()
@@ -57,11 +58,10 @@ class StepTimes:
             yield batch
 
     def step(self, left: int = 0) -> str:
-        """A step has ended, and the next one begins, `left` of which are in this epoch.
+        """End a step, of which `left` more are in this epoch, and begin the next one.
 
-        Steps in the profile do not count.
-
-        Returns a line about the profile when it is written, else "". Raises HpctrainError if it cannot be.
+        Steps in the profile do not count. Returns the path of the profile's page when it is written, else "".
+        Raises HpctrainError if it cannot be written.
         """
         now, waited, page = time.perf_counter(), self._waiting, ""
         if not (self._profile and self._profile.is_running):
@@ -77,30 +77,28 @@ class StepTimes:
 
     @property
     def data_share(self) -> float | None:
-        """The share of the steps' time in which they waited for their data; None if wait() was never called."""
+        """The share of the steps' time spent waiting for data; None if wait() was never called."""
         return self._waited / sum(self._seconds) if self._knows_data and self._seconds else None
 
     def figures(self, examples: int, tokens: int = 0, padded: int = 0) -> dict[str, float]:
-        """Median and 95th percentile in ms, and what was trained on per second; {} without steps.
+        """Median and 95th percentile of a step in ms, and examples and tokens per second; {} without steps.
 
-        `examples` are those of a step. If they are texts, `tokens` are those of all steps and ranks without
-        padding, and `padded` those with it.
+        `examples`: of one step. `tokens`, `padded`: of texts, in all steps on all ranks, without and with
+        padding.
         """
         if not self._seconds:
             return {}
         ordered = sorted(self._seconds)
         seconds = sum(ordered)
-        of_texts = (
-            {"tokens_per_s": round(tokens / seconds, 3), "padding_share": round(1 - tokens / padded, 4)}
-            if padded
-            else {}
-        )
-        return {
+        found = {
             "step_ms_p50": round(1e3 * statistics.median(ordered), 3),
             "step_ms_p95": round(1e3 * ordered[int(0.95 * (len(ordered) - 1) + 0.5)], 3),
             "examples_per_s": round(examples * len(ordered) / seconds, 3),
-            **of_texts,
         }
+        if padded:
+            found["tokens_per_s"] = round(tokens / seconds, 3)
+            found["padding_share"] = round(1 - tokens / padded, 4)
+        return found
 
 
 def gather_tokens(world: World, times: StepTimes) -> list[int]:
@@ -109,26 +107,25 @@ def gather_tokens(world: World, times: StepTimes) -> list[int]:
 
 
 def gather_most(world: World, device: torch.device, times: StepTimes) -> dict[str, float]:
-    """The time in data and the peak memory, each of the rank where it is highest. A collective call."""
+    """data_share and peak_memory_mb, each of the rank where it is highest. A collective call."""
     memory, shares = zip(*gather(world, [peak_memory(device), times.data_share]), strict=True)
     data = {} if None in shares else {"data_share": round(max(shares), 4)}
     return data | {"peak_memory_mb": round(max(memory), 1)}
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most memory that this process has used so far, in MB (10^6 bytes): that of its tensors on a GPU, or its own."""
+    """The peak memory in MB (10^6 bytes): of this process's tensors on a GPU, or of the process itself."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # Linux counts in KiB
 
 
 def gpu_percent(device: torch.device) -> float | None:
-    """The share of the last second or less in which the GPU computed, in percent; None on a CPU, or where NVML does not say."""
+    """The use of the GPU in the last second or less, in percent; None on a CPU or without NVML."""
     if device.type != "cuda":
         return None
     try:
         return float(torch.cuda.utilization(device))
-    except (
-        Exception
-    ):  # no nvidia-ml-py, an old driver, a part of a GPU (MIG), another make: each has an error of its own
+    except Exception:
+        # No nvidia-ml-py, an old driver, a part of a GPU (MIG), another make: each raises another exception.
         return None

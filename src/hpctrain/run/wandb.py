@@ -1,9 +1,9 @@
 """--wandb: the metrics of a run at Weights & Biases (W&B) while it trains.
 
-A process of its own follows metrics.jsonl, so nothing that W&B or its network does can end a training or slow
-it down. It logs to the service where that can be reached with a key, and into an offline run in the run
-folder otherwise. A job that is started again sends the same steps to the same W&B run, whose id comes from
-config.json; W&B ignores those that it has.
+A separate process follows metrics.jsonl, so neither W&B nor the network can end a training or slow it down.
+It logs to the service if it has a key and reaches it, and otherwise into an offline run in the run folder. A
+restarted job sends the same steps to the same W&B run, whose id comes from config.json; W&B ignores steps
+that it has.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ LONGEST_END = 20  # s, for the last metrics to arrive after the training
 class Mirror:
     """The process that follows the metrics of a run folder.
 
-    No method raises, or waits for longer than LONGEST_END.
+    No method raises an exception, or waits longer than LONGEST_END.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +46,7 @@ class Mirror:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process, at the first call. It has a session of its own: Ctrl-C is for the trainer."""
+        """Start the process, at the first call, in a session of its own: Ctrl-C is for the trainer."""
         if self._is_started:
             return
         self._is_started = True
@@ -57,7 +57,7 @@ class Mirror:
             _print_failure(self._folder, first_line(error))
 
     def close(self) -> None:
-        """Let the process send what it has not sent yet."""
+        """Let the process send the last metrics and end."""
         if self._process is None:
             return
         try:
@@ -68,17 +68,18 @@ class Mirror:
 
 
 def _print_failure(run: Path, reason: str) -> None:
-    text = f"{reason}: the training goes on without, and this makes an offline run of all metrics: hpctrain export wandb {run}"
-    print_error(f"hpctrain: --wandb: {hide_secrets(text)}")
+    text = (
+        f"{reason}: the training goes on without W&B, and this command makes an offline run of all metrics:"
+    )
+    print_error(f"hpctrain: --wandb: {hide_secrets(f'{text} hpctrain export wandb {run}')}")
 
 
 @contextmanager
 def folder_for_wandb() -> Iterator[None]:
-    """Give wandb a folder for its temporary ones, two of which it makes when it is imported, and remove them
-    all at the end.
+    """Give wandb a folder for its temporary folders, and remove them at the end.
 
-    wandb itself removes them when the interpreter is finalized, which processes of hpctrain are not: see
-    entry.py.
+    wandb makes two when it is imported, and removes them when the interpreter is finalized. Processes of
+    hpctrain are not finalized: see entry.py.
     """
     with tempfile.TemporaryDirectory(prefix="hpctrain-wandb.") as folder:
         tempfile.tempdir = folder
@@ -93,11 +94,12 @@ def folder_for_wandb() -> Iterator[None]:
 def start_wandb(run: Path, folder: Path, mode: str) -> "wandb.Run":
     """Start the W&B run of a run folder, in `mode` online or offline; wandb writes below `folder`.
 
-    It has the configuration of the run folder, which is without secrets, and nothing of this process or its
-    machine. Raises HpctrainError if there is no wandb or the run folder is none, and whatever wandb raises.
+    W&B gets the configuration of the run folder, which is without secrets, and nothing about this process or
+    its machine. Raises HpctrainError if wandb is missing or `run` is not a run folder, and whatever wandb
+    raises.
     """
     os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
-    logging.raiseExceptions = False  # on a full disk, each line of wandb's own log would print a stack
+    logging.raiseExceptions = False  # on a full disk, each line of wandb's log would print a stack
     try:
         import wandb
     except ImportError as error:
@@ -116,14 +118,20 @@ def start_wandb(run: Path, folder: Path, mode: str) -> "wandb.Run":
         x_disable_machine_info=True, x_disable_meta=True, x_disable_stats=True, x_save_requirements=False,
     )  # fmt: skip
     return wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "hpctrain"), dir=folder, id=identity(configs[0]), config=config, mode=mode,
-        resume="allow" if mode == "online" else None, name=f"{summary['trainer']} {summary['job']}",
-        job_type=str(summary["trainer"]), settings=settings,
-    )  # fmt: skip
+        project=os.environ.get("WANDB_PROJECT", "hpctrain"),
+        dir=folder,
+        id=identity(configs[0]),
+        config=config,
+        mode=mode,  # type: ignore[arg-type]  # of WANDB_MODE: wandb checks it
+        resume="allow" if mode == "online" else None,
+        name=f"{summary['trainer']} {summary['job']}",
+        job_type=str(summary["trainer"]),
+        settings=settings,
+    )
 
 
 def identity(config: dict[str, Any]) -> str:
-    """The id of a run at W&B, from what never changes in its first config.json: the image's digest may be added later."""
+    """The id of a run at W&B, from entries of its first config.json that never change."""
     stable = [config.get(name) for name in ("trainer", "job", "host", "started", "command")]
     return hashlib.sha256(json.dumps(stable).encode()).hexdigest()[:16]
 
@@ -138,8 +146,8 @@ def result_numbers(run: Path) -> dict[str, Any]:
 
 
 def _start_where_possible(run: Path) -> "wandb.Run":
-    """Start the W&B run online if that works, else offline, or as WANDB_MODE says; prints where it is."""
-    _remove_pieces(run)  # of earlier starts of the job, whose steps the new piece gets as well
+    """Start the W&B run in WANDB_MODE, or online if that works, else offline. Prints where it is."""
+    _remove_pieces(run)  # of earlier starts of the job: the new piece gets their steps, too
     mode, reason = os.environ.get("WANDB_MODE", "online"), ""
     if mode == "online":
         try:
@@ -148,7 +156,7 @@ def _start_where_possible(run: Path) -> "wandb.Run":
             return logged
         except HpctrainError:
             raise
-        except Exception as error:  # of the network, the service, or because there is no key
+        except Exception as error:  # no network, no key, or an error of the service
             mode, reason = "offline", f" ({first_line(error)})"
             _remove_pieces(run)
     logged = start_wandb(run, run, mode)
@@ -163,11 +171,11 @@ def _remove_pieces(run: Path) -> None:
 
 
 def follow(run: Path) -> None:
-    """Log the lines of metrics.jsonl as they appear, until stdin has a line or ends: the trainer is done, or
-    dead.
+    """Log the lines of metrics.jsonl as they appear, until stdin has a line or ends.
 
-    A step may have several lines. It is logged when the next one begins, because W&B takes each step once;
-    the last one of a trainer that has died may lack a line, and is logged after the resume.
+    The trainer is done when it writes the line, or dead when stdin ends without a line. A step may have
+    several lines. W&B takes each step once, so a step is logged when the next one begins. The last step of a
+    dead trainer may lack lines: it is logged after the resume.
     """
     logged = _start_where_possible(run)
     ended, text = False, b""

@@ -1,0 +1,68 @@
+"""The position of a run: what each of its checkpoints holds beside the weights and the optimizer."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+# Entries that the files of all ranks have in common, if they belong to one checkpoint.
+SAME_ON_ALL_RANKS = ("epoch", "step", "global_step", "losses", "options")
+_COUNTS = ("epoch", "step", "steps", "unlogged", "skipped", "lines")
+
+
+class Evaluations(NamedTuple):
+    """The best evaluation of a run so far, and the number of evaluations, in the order of a checkpoint."""
+
+    epoch: int = 0  # of the best evaluation, from 1; 0 before the first evaluation
+    score: tuple[float, ...] = ()
+    step: int = 0  # steps of its epoch before the best evaluation; 0: it followed the whole epoch
+    total: int = 0  # evaluations
+    number: int = 0  # of the best evaluation among them, from 1
+    latest: tuple[int, int] = (0, 0)  # epoch and step of the last evaluation
+
+
+class Position(NamedTuple):
+    """Where a run is when it saves a checkpoint."""
+
+    epoch: int  # finished epochs
+    step: int  # finished optimizer steps of the next epoch
+    steps: int  # optimizer steps in an epoch
+    best: Evaluations
+    losses: list[float]  # for each rank, the sum over the unlogged steps
+    unlogged: int  # steps since the last line of metrics
+    skipped: int  # steps whose gradients were not finite
+    lines: int  # of metrics.jsonl
+    seconds: float  # since the start of the training
+    options: dict[str, str]  # the options that change the weights
+
+    def to_entries(self) -> dict[str, Any]:
+        """The entries of a checkpoint, of types that torch.load() accepts."""
+        epoch, score, step, total, number, latest = self.best
+        return self._asdict() | {
+            "global_step": self.epoch * self.steps + self.step,
+            "best": [epoch, [*score], step, total, number, [*latest]],
+        }
+
+    @classmethod
+    def from_entries(cls, state: Mapping[str, Any]) -> "Position":
+        """The position in the state of a checkpoint, which anybody may have written.
+
+        Raises ValueError if an entry is missing or has values that to_entries() does not write.
+        """
+        entries: dict[str, Any] = {name: state.get(name) for name in cls._fields}
+        losses, options = entries["losses"], entries["options"]
+        match entries["best"]:
+            case [int(epoch), list(score)]:  # of versions that evaluated once after each epoch
+                best = Evaluations(epoch, (*score,), 0, entries["epoch"], epoch, (entries["epoch"], 0))
+            case [int(epoch), list(score), int(step), int(total), int(number), [int(), int()] as latest]:
+                best = Evaluations(epoch, (*score,), step, total, number, (latest[0], latest[1]))
+            case _:
+                raise ValueError("best")
+        for name in _COUNTS:
+            if type(entries[name]) is not int or not 0 <= entries[name] < 2**31:
+                raise ValueError(name)
+        if not isinstance(losses, list) or not losses:
+            raise ValueError("losses")
+        if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+            raise ValueError("options")
+        if not all(isinstance(value, int | float) for value in [*best.score, *losses, entries["seconds"]]):
+            raise ValueError("score, losses or seconds")
+        return cls(**entries | {"best": best})

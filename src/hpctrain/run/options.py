@@ -1,0 +1,136 @@
+"""The options of a run, and which of them have to stay the same when the run is resumed."""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.checkpoints.interval import Interval
+from hpctrain.distributed.world import World
+from hpctrain.errors import UsageError
+
+Prune = Callable[[World], bool]
+
+# Options that may differ when a run is resumed: they do not change its weights by more than rounding. A
+# checkpoint of another --data with as many examples is not noticed: jobs copy their data to folders that are
+# named after the job.
+_FREE = {"out", "resume", "force", "data", "watchdog", "checkpoint_every", "keep_checkpoints", "strict"}
+_FREE |= {
+    "on_nan",
+    "device",
+    "devices",
+    "num_nodes",
+    "accelerator",
+    "workers",
+    "strategy",
+    "wandb",
+    "profile",
+}
+_FREE |= {
+    "gradient_checkpointing",
+    "tensor_parallel",
+    "cpu_offload",
+    "compile",
+    "cuda_graphs",
+    "deterministic",
+}
+# Given by the command that runs a trainer in this process: see prune_with().
+_prune: ContextVar[Prune | None] = ContextVar("prune", default=None)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of a Run. A script without argparse constructs them, for example in a notebook:
+
+        RunOptions(out="runs/mine", resume="auto", epochs=3, others={"lr": 0.1})
+
+    out               run folder (default: the folder in `resume`, or runs/NAME/<job id>)
+    resume            run folder whose last intact checkpoint the run resumes from;
+                      "auto": that of `out`, or a new run if `out` has none (default: a new run)
+    force             resume although options differ that change the result (default: False)
+    epochs            passes over the data; Run.resume() replaces this value (default: unknown)
+    checkpoint_every  steps (500) or time ("30s", "1h") between checkpoints (default: "10min")
+    keep_checkpoints  how many of the newest checkpoints to keep beside the best one (default: 3)
+    on_nan            when a gradient is not finite: "stop", or "skip" the step (default: "stop")
+    wandb             log to Weights & Biases, too (default: False)
+    profile           profile some steps (default: False)
+    watchdog          seconds without an answer of a rank, or without a finished step, after which the job
+                      ends; 0: never (default: 60)
+    others            the script's own options, such as the learning rate, for config.json. A run is resumed
+                      with the same ones. `precision`: "bf16" compares the speed with a GPU's peak in bf16
+    prune             called on all ranks after the evaluation of an epoch; True ends the run
+
+    Raises UsageError if `checkpoint_every` is not an interval.
+    """
+
+    out: str | Path | None = None
+    resume: str | Path | None = None
+    force: bool = False
+    epochs: int | None = None
+    checkpoint_every: int | str = "10min"
+    keep_checkpoints: int = 3
+    on_nan: Literal["stop", "skip"] = "stop"
+    wandb: bool = False
+    profile: bool = False
+    watchdog: float = 60.0
+    others: Mapping[str, Any] = field(default_factory=dict)
+    prune: Prune | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            Interval.parse(str(self.checkpoint_every))
+        except ValueError:
+            raise UsageError(
+                f"checkpoint_every={self.checkpoint_every!r}: give a number of steps (500) or a time (10min)"
+            ) from None
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "RunOptions":
+        """The options that trainer_parser() has parsed. `others` are all of them, in their order."""
+        options = vars(args)
+        own = {name: options[name] for name in _list_names() if name in options}
+        return cls(**own, others={**options}, prune=_prune.get())
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the run resumes its own folder, if that has a checkpoint."""
+        return str(self.resume) == "auto"
+
+    def list_all(self) -> dict[str, Any]:
+        """All options by name, as config.json has them."""
+        return {**self.others, **{name: getattr(self, name) for name in _list_names()}}
+
+    def list_weighty(self) -> dict[str, str]:
+        """The options that change the weights by more than rounding, as a checkpoint has them."""
+        return {name: str(value) for name, value in self.list_all().items() if name not in _FREE}
+
+
+def _list_names() -> list[str]:
+    return [each.name for each in fields(RunOptions) if each.name not in ("others", "prune")]
+
+
+@contextmanager
+def prune_with(prune: Prune | None) -> Iterator[None]:
+    """`prune` of the RunOptions that a command makes of its command line, which cannot name a function."""
+    before = _prune.set(prune)
+    try:
+        yield
+    finally:
+        _prune.reset(before)
+
+
+def describe_differences(own: dict[str, str], saved: dict[str, str], free: tuple[str, ...]) -> str:
+    """The weighty options that differ from those of a checkpoint, as a text; "" if none does.
+
+    `free` names further options that may differ.
+    """
+    # An option that an earlier version did not have counts as one that was not given.
+    names = [
+        name for name in sorted({*own, *saved} - {*free}) if own.get(name, "None") != saved.get(name, "None")
+    ]
+    return ", ".join(
+        f"--{name.replace('_', '-')} {own.get(name)} instead of {saved.get(name)}" for name in names
+    )

@@ -1,0 +1,90 @@
+"""The options of a run: from the command line, or from a script without argparse."""
+
+import json
+
+import pytest
+import torch
+
+import hpctrain
+from hpctrain.checkpoints import checkpoint
+from hpctrain.distributed.world import ALONE
+from hpctrain.errors import EndEarly, UsageError
+from hpctrain.run.options import RunOptions, describe_differences, prune_with
+
+CPU = torch.device("cpu")
+
+
+def parse(*words):
+    parser = hpctrain.trainer_parser("mine", "")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=0.1)
+    return parser.parse_args(words)
+
+
+def train_an_epoch(run):
+    model = torch.nn.Linear(2, 1)
+    assert run.resume(CPU, 2, model) is None
+    run.start_epoch(1, 1, 4)
+    run.step(torch.tensor(1.0))
+    run.end_epoch()
+    run.save({"model": model.state_dict(), "optimizer": {}}, score=0.5)
+    run._checkpointer.wait()
+    return model
+
+
+def test_the_defaults_are_those_of_the_command_line():
+    options = RunOptions.from_args(parse())
+    assert options == RunOptions(epochs=2, others=options.others)
+
+
+def test_config_json_has_all_options_of_the_command_line_in_their_order():
+    args = parse("--out", "runs/a", "--lr", "0.2")
+    assert list(RunOptions.from_args(args).list_all().items()) == list(vars(args).items())
+
+
+def test_options_that_change_the_weights():
+    args = parse("--out", "a", "--resume", "auto", "--wandb", "--watchdog", "5")
+    assert RunOptions.from_args(args).list_weighty() == {"seed": "1", "epochs": "2", "lr": "0.1"}
+
+
+def test_differences_name_the_options_of_the_command_line():
+    own, saved = {"lr": "0.1", "batch_size": "4", "new": "None"}, {"lr": "0.2", "batch_size": "8"}
+    assert describe_differences(own, saved, ("lr",)) == "--batch-size 4 instead of 8"
+    assert describe_differences(own, own, ()) == ""
+
+
+def test_a_script_without_argparse(tmp_path):
+    """A notebook, for example: the options are those of config.json, and a resume compares them."""
+    options = RunOptions(out=str(tmp_path / "run"), resume="auto", epochs=2, others={"lr": 0.1})
+    train_an_epoch(hpctrain.Run(ALONE, "mine", options, CPU))
+    recorded = json.loads((tmp_path / "run/config.json").read_text())["options"]
+    assert (recorded["lr"], recorded["epochs"], recorded["checkpoint_every"]) == (0.1, 2, "10min")
+    again = hpctrain.Run(
+        ALONE, "mine", RunOptions(out=tmp_path / "run", resume="auto", others={"lr": 1}), CPU
+    )
+    with pytest.raises(UsageError, match=r"other options: --lr 1 instead of 0.1: give those .* or --force"):
+        again.resume(CPU, 2, torch.nn.Linear(2, 1))
+
+
+def test_an_interval_that_is_none_is_refused():
+    with pytest.raises(UsageError, match="checkpoint_every='often': give a number of steps"):
+        RunOptions(checkpoint_every="often")
+
+
+def test_prune_ends_the_run_after_the_checkpoint_of_an_epoch(tmp_path):
+    asked = []
+    run = hpctrain.Run(
+        ALONE, "mine", RunOptions(out=tmp_path, prune=lambda world: not asked.append(world)), CPU
+    )
+    with pytest.raises(EndEarly):
+        train_an_epoch(run)
+    assert asked == [ALONE] and checkpoint.find_newest(tmp_path).name == "epoch-0001.pt"
+
+
+def test_a_command_that_is_run_by_another_one_gets_its_prune():
+    def prune(world):
+        return True
+
+    with prune_with(prune):
+        assert RunOptions.from_args(parse()).prune is prune
+    assert RunOptions.from_args(parse()).prune is None
