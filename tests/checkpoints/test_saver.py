@@ -272,7 +272,7 @@ def fail(world, arguments):
     checkpoint.save = lambda *words: (time.sleep(0.5), real(*words))
     Checkpointer(world, folder, Interval(0, 600), 3, lambda: None).save(checkpoint.path_of(folder, 1), {"epoch": 1}, 0)
     raise HpctrainError("training diverged")
-sys.modules["probe"] = types.SimpleNamespace(main=fail)
+sys.modules["probe"] = types.SimpleNamespace(parser=None, main=fail)
 cli.COMMANDS["probe"] = ("probe", "use", "fail")
 __main__.main()
 """

@@ -17,13 +17,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hpctrain.cli import COMMANDS
+from hpctrain.cli import load_command
 from hpctrain.commands.sweep_file import Sweep, check_options, read_file
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import ALONE, World
@@ -211,7 +210,7 @@ def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
         print(f"trial {number}: {_describe(chosen)}", flush=True)
     options = [f"--{name}={value}" for name, value in chosen.items()]
     name, *words = sweep.command
-    trainer = import_module(COMMANDS[name][0])
+    trainer = load_command(name)
     from hpctrain.run.run import Run  # imports torch, which --show does not need
 
     Run.prune = partial(prune, sweep, folder, number) if sweep.pruner != "none" else None

@@ -19,15 +19,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.nlp.tasks.problems import MultiLabel, Regression
-from hpctrain.nlp.training import finetune, options
-from hpctrain.options import Parser
 
 
 class Document(NamedTuple):
@@ -172,13 +169,3 @@ class Classify(Task):
 
 
 TASK = Classify()
-
-
-def parser() -> Parser:
-    """The options of `hpctrain nlp.classify`."""
-    return options.make_parser(TASK)
-
-
-def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.classify`."""
-    finetune.fine_tune(TASK, world, arguments)

@@ -20,14 +20,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutput
 
-from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Task
-from hpctrain.nlp.training import finetune, options
-from hpctrain.options import Parser
 
 PROMPTS = {"1": "긍정: ", "0": "부정: "}  # the prompt for each label of NSMC: positive, negative
 
@@ -250,13 +247,3 @@ def _get_begin_and_end(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
 
 
 TASK = Generate()
-
-
-def parser() -> Parser:
-    """The options of `hpctrain nlp.generate`."""
-    return options.make_parser(TASK)
-
-
-def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.generate`."""
-    finetune.fine_tune(TASK, world, arguments)

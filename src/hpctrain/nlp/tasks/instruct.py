@@ -14,15 +14,12 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.nlp.tasks.generate import Generate
-from hpctrain.nlp.training import finetune, options
-from hpctrain.options import Parser
 from hpctrain.text import first_line
 
 ROLES = ("system", "user", "assistant")
@@ -271,13 +268,3 @@ def _apply(
 
 
 TASK = Instruct()
-
-
-def parser() -> Parser:
-    """The options of `hpctrain nlp.instruct`."""
-    return options.make_parser(TASK)
-
-
-def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.instruct`."""
-    finetune.fine_tune(TASK, world, arguments)

@@ -23,7 +23,6 @@ import numpy
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.data import formats
@@ -31,8 +30,6 @@ from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.nlp.tasks.alignment import NO_UNIT, UnitAligner, make_character_tokenizer, split_windows
 from hpctrain.nlp.tasks.bio import Entity, from_bio, split_units, to_bio
-from hpctrain.nlp.training import finetune, options
-from hpctrain.options import Parser
 
 SEPARATOR = "␞"  # U+241E, between a text and the same text with its entities marked
 TAG = r"(?:O|[BIESLUM]-\S+)"
@@ -399,13 +396,3 @@ def _divide(part: float, whole: float) -> float:
 
 
 TASK = Ner()
-
-
-def parser() -> Parser:
-    """The options of `hpctrain nlp.ner`."""
-    return options.make_parser(TASK)
-
-
-def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.ner`."""
-    finetune.fine_tune(TASK, world, arguments)

@@ -13,13 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.tasks.classify import Classify
-from hpctrain.nlp.training import finetune, options
-from hpctrain.options import Parser
 
 KORNLI_COLUMNS = ("sentence1", "sentence2", "gold_label")
 KORSTS_COLUMNS = ("genre", "filename", "year", "id", "score", "sentence1", "sentence2")
@@ -117,13 +114,3 @@ class PairClassify(Classify):
 
 
 TASK = PairClassify()
-
-
-def parser() -> Parser:
-    """The options of `hpctrain nlp.pair`."""
-    return options.make_parser(TASK)
-
-
-def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.pair`."""
-    finetune.fine_tune(TASK, world, arguments)

@@ -22,14 +22,11 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForQuestionAnswering, PreTrainedTokenizerFast
 from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
-from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.tasks.answer_scores import is_latin, score_korquad, score_squad
 from hpctrain.nlp.tasks.squad import UNANSWERABLE, Question, read_questions
-from hpctrain.nlp.training import finetune, options
-from hpctrain.options import Parser
 
 TOP_SPANS = 20  # spans of each window that compete for the answer
 # Longest answer in tokens. The longest of KorQuAD's dev set has 43 characters, which are at most 43 subword
@@ -347,13 +344,3 @@ def _strip_span(start: int, text: str) -> tuple[int, str]:
 
 
 TASK = Qa()
-
-
-def parser() -> Parser:
-    """The options of `hpctrain nlp.qa`."""
-    return options.make_parser(TASK)
-
-
-def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.qa`."""
-    finetune.fine_tune(TASK, world, arguments)
