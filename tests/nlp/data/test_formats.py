@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from dataclasses import replace
 from itertools import pairwise, permutations, product
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def pass_through_bio(sentence):
 
 def strip_id_and_location(example):
     """An example without its id and its location in a file."""
-    return example._replace(location="", **({"id": ""} if "id" in example._fields else {}))
+    return replace(example, location="", **({"id": ""} if hasattr(example, "id") else {}))
 
 
 # --- the samples ---
@@ -149,11 +150,11 @@ def test_empty_documents_nan_quotes_and_unicode_separators_are_text(tmp_path):
     text = '1\t\t1\n2\tnan\t0\n3\t"열린 따옴표\t0\n4\ta\u2028b\x0bc\t1\r\n5\t 끝 \t1'
     path = write(tmp_path / "ratings_train.txt", "\ufeff" + NSMC_HEADER.replace("\n", "\r\n") + text)
     assert classify.TASK.read(path) == [
-        Document("1", "", "1", f"{path}, line 2"),
-        Document("2", "nan", "0", f"{path}, line 3"),
-        Document("3", '"열린 따옴표', "0", f"{path}, line 4"),
-        Document("4", "a\u2028b\x0bc", "1", f"{path}, line 5"),
-        Document("5", " 끝 ", "1", f"{path}, line 6"),
+        Document("1", "", "1", location=f"{path}, line 2"),
+        Document("2", "nan", "0", location=f"{path}, line 3"),
+        Document("3", '"열린 따옴표', "0", location=f"{path}, line 4"),
+        Document("4", "a\u2028b\x0bc", "1", location=f"{path}, line 5"),
+        Document("5", " 끝 ", "1", location=f"{path}, line 6"),
     ]
 
 
@@ -250,9 +251,9 @@ QUESTION = {"question": "무엇?", "context": "가나다 라마"}
 def test_json_lines_are_read(task, item, expected, tmp_path):
     path = write(tmp_path / "train.jsonl", f"\n{json.dumps(item)}\n\n")
     (found,) = TASKS[task].read(path)
-    assert found._replace(location="") == expected and found.location.startswith(f"{path}, ")
+    assert replace(found, location="") == expected and found.location.startswith(f"{path}, ")
     (of_capitals,) = TASKS[task].read(path.rename(tmp_path / "TRAIN.JSONL"))
-    assert of_capitals._replace(location="") == expected
+    assert replace(of_capitals, location="") == expected
 
 
 @pytest.mark.parametrize(
@@ -294,8 +295,8 @@ def test_json_and_tsv_give_the_same_pairs(tmp_path):
     ]
     from_json = pair.TASK.read(write(tmp_path / "a.json", json.dumps(items)))
     from_tsv = pair.TASK.read(write(tmp_path / "a.tsv", KORNLI_HEADER + '"곧 온다\t온다.\tentailment\n'))
-    assert from_json == [Pair("a", '"곧 온다', "온다.", "entailment", f"{tmp_path}/a.json, a")]
-    assert from_tsv == [from_json[0]._replace(id="line 2", location=f"{tmp_path}/a.tsv, line 2")]
+    assert from_json == [Pair("a", '"곧 온다', "온다.", "entailment", location=f"{tmp_path}/a.json, a")]
+    assert from_tsv == [replace(from_json[0], id="line 2", location=f"{tmp_path}/a.tsv, line 2")]
 
 
 KLUE_PAIR = '{"guid": "b", "premise": "가", "hypothesis": "나", "gold_label": "neutral"}'
@@ -357,11 +358,11 @@ def test_all_entity_formats_give_the_same_type(tmp_path):
     )
     entities = [Entity(0, 1, "PS"), Entity(1, 3, "LC")]
     assert ner.TASK.read(write(tmp_path / "klue", klue)) == [
-        Sentence("s1-x", "김서울 #", entities, False, f"{tmp_path}/klue, line 3")
+        Sentence("s1-x", "김서울 #", entities, False, location=f"{tmp_path}/klue, line 3")
     ]
     lines = "김서울 #␞<김:PS><서울:LC> #\n"
     assert ner.TASK.read(write(tmp_path / "lines", lines)) == [
-        Sentence("line 1", "김서울 #", entities, False, f"{tmp_path}/lines, line 1")
+        Sentence("line 1", "김서울 #", entities, False, location=f"{tmp_path}/lines, line 1")
     ]
     conll = "-DOCSTART- -X- O O\n\nNew NNP I-NP I-LOC\nYork NNP I-NP I-LOC\nAnna NNP I-NP B-LOC\nx\tO\n\n\n나 B-PER\n"
     assert ner.TASK.read(write(tmp_path / "conll", conll)) == [
@@ -370,9 +371,9 @@ def test_all_entity_formats_give_the_same_type(tmp_path):
             "New York Anna x",
             [Entity(0, 8, "LOC"), Entity(9, 13, "LOC")],
             True,
-            f"{tmp_path}/conll, line 3",
+            location=f"{tmp_path}/conll, line 3",
         ),
-        Sentence("line 9", "나", [Entity(0, 1, "PER")], True, f"{tmp_path}/conll, line 9"),
+        Sentence("line 9", "나", [Entity(0, 1, "PER")], True, location=f"{tmp_path}/conll, line 9"),
     ]
 
 
@@ -535,7 +536,13 @@ def test_error_in_entities_names_the_line(tmp_path, content, message, left):
 def test_answer_may_start_at_the_first_character(tmp_path):
     question = qa.TASK.read(write(tmp_path / "a.json", json.dumps(squad())))[0]
     assert question == Question(
-        "q1", "글", "가나다 라마", "무엇?", [Answer("가나다", 0)], False, f"{tmp_path}/a.json, question q1"
+        "q1",
+        "글",
+        "가나다 라마",
+        "무엇?",
+        [Answer("가나다", 0)],
+        False,
+        location=f"{tmp_path}/a.json, question q1",
     )
 
 
@@ -644,12 +651,12 @@ def test_json_that_is_not_squad_is_an_error(tmp_path, content, message):
 def test_reviews_get_a_prompt_and_plain_text_does_not(tmp_path):
     reviews = generate.TASK.read(write(tmp_path / "a.txt", NSMC_HEADER + "1\t좋다\t1\n2\t나쁘다\t0\n"))
     assert reviews == [
-        Passage("긍정: ", "좋다", f"{tmp_path}/a.txt, line 2"),
-        Passage("부정: ", "나쁘다", f"{tmp_path}/a.txt, line 3"),
+        Passage("긍정: ", "좋다", location=f"{tmp_path}/a.txt, line 2"),
+        Passage("부정: ", "나쁘다", location=f"{tmp_path}/a.txt, line 3"),
     ]
     assert generate.TASK.read(write(tmp_path / "b.txt", "하나.\n\n둘\t셋.\n")) == [
-        Passage("", "하나.", f"{tmp_path}/b.txt, line 1"),
-        Passage("", "둘\t셋.", f"{tmp_path}/b.txt, line 3"),
+        Passage("", "하나.", location=f"{tmp_path}/b.txt, line 1"),
+        Passage("", "둘\t셋.", location=f"{tmp_path}/b.txt, line 3"),
     ]
 
 

@@ -19,6 +19,7 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.tasks import classify, generate, ner, pair, qa
 from hpctrain.nlp.tasks.bio import Entity
+from hpctrain.nlp.tasks.pair import Pair
 from hpctrain.nlp.tasks.squad import UNANSWERABLE, Answer
 from hpctrain.nlp.training import finetune
 from hpctrain.nlp.training.options import make_parser, parse_options
@@ -72,9 +73,7 @@ def test_tsv_has_no_quotation_marks(tmp_path):
         '\ufefflanguage\tgold_label\tsentence1\tsentence2\r\nen\tneutral\t"Mama\u2028, he said.\ta "b\r\n'.encode()
     )
     found = pair.TASK.read(path, None, {"first": "sentence1", "second": "sentence2", "label": "gold_label"})
-    assert [tuple(example) for example in found] == [
-        ("line 2", '"Mama\u2028, he said.', 'a "b', "neutral", f"{path}, line 2")
-    ]
+    assert found == [Pair("line 2", '"Mama\u2028, he said.', 'a "b', "neutral", location=f"{path}, line 2")]
     for line, message in (
         ("en\tneutral\ta\tb\tc", "line 2: more fields than the header has"),
         ("en\tneutral\ta", "no column"),

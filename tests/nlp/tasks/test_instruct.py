@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pandas
 import pytest
@@ -122,7 +123,7 @@ def test_the_template_of_the_tokenizer_is_used(tokenizer, monkeypatch):
 def test_a_template_that_cannot_be_used_is_one_line(tokenizer, monkeypatch, template, message):
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(HpctrainError, match=message):
-        TASK.tokenize(tokenizer, [TWO_TURNS._replace(location="line 3")], [], 64, 0)
+        TASK.tokenize(tokenizer, [replace(TWO_TURNS, location="line 3")], [], 64, 0)
 
 
 def test_what_is_too_long_is_truncated_or_left_out(tokenizer):

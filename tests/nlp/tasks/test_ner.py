@@ -110,7 +110,7 @@ def trained(kind):
 
 
 def sentence(text, *entities, by_token=False):
-    return Sentence("1", text, [Entity(*entity) for entity in entities], by_token, "here")
+    return Sentence("1", text, [Entity(*entity) for entity in entities], by_token, location="here")
 
 
 def features(tokenizer, *examples, labels=None, max_length=256):
@@ -616,7 +616,7 @@ def test_scores_of_random_tags_match_seqeval(seed):
         # correct entities have two types, so that a predicted one may have a third
         tags = choose.choices(["O", "B-LC", "I-LC", "B-PS", "I-PS"], k=count)
         entities = from_bio(split_units(text, True), tags, strict=True)
-        examples.append(Sentence("", text, entities, True, ""))
+        examples.append(Sentence("", text, entities, True))
         gold_tags = to_bio(split_units(text, True), entities)
         predicted.append([tag if choose.random() < 0.6 else choose.choice(labels) for tag in gold_tags])
     made = features(tokenizer, *examples, labels=labels, max_length=8)

@@ -1,5 +1,6 @@
 """Question answering: windows that lose no answer, the best span over all windows, and KorQuAD's scores."""
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -451,7 +452,7 @@ def test_metric_that_selects_the_epoch_fits_the_language():
 def test_question_without_an_answer_points_at_cls_and_counts_in_the_loss():
     context, tokenizer = make_numbered(60)
     examples = [
-        question(context, "w40")._replace(optional=True),
+        replace(question(context, "w40"), optional=True),
         Question("q", "", context, "무엇?", UNANSWERABLE, True),
     ]
     features = TASK.tokenize(tokenizer, examples, [], 32, 8)
@@ -469,7 +470,7 @@ def test_no_answer_is_given_if_it_scores_higher_in_every_window(cls, answer):
     context, tokenizer = make_numbered(40 + 8)
     example = question(context, "w40")
     for optional in (True, False):
-        features = TASK.tokenize(tokenizer, [example._replace(optional=optional)], [], 38, 8)
+        features = TASK.tokenize(tokenizer, [replace(example, optional=optional)], [], 38, 8)
         assert len(features.example) == 2
         logits = numpy.where(features.tokens["start"] == context.index("w40"), 3.0, 0.0)
         logits[features.starts[:2]] = cls

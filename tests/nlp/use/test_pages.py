@@ -43,7 +43,7 @@ def test_the_report_fits_every_width_in_light_and_dark(tmp_path):
 def test_the_page_of_a_model_asks_for_the_token_and_marks_the_answer(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "find_task", lambda folder: (Pairs(), {}))
     monkeypatch.setattr(serve, "load_tokenizer", lambda folder: None)
-    monkeypatch.setattr(serve, "load_model", lambda task, folder: Anything())
+    monkeypatch.setattr(serve, "load_model", lambda task, folder, device: Anything())
     args = argparse.Namespace(device="cpu", batch_size=8, max_new_tokens=4)
     monkeypatch.setattr(serve.Handler, "model", serve.Model(tmp_path, args), raising=False)
     monkeypatch.setattr(serve.Handler, "token", "the-token", raising=False)

@@ -61,7 +61,7 @@ def task(monkeypatch, tmp_path):
     task = Pairs()
     monkeypatch.setattr(serve, "find_task", lambda folder: (task, {}))
     monkeypatch.setattr(serve, "load_tokenizer", lambda folder: None)
-    monkeypatch.setattr(serve, "load_model", lambda task, folder: Anything())
+    monkeypatch.setattr(serve, "load_model", lambda task, folder, device: Anything())
     return task
 
 
