@@ -67,9 +67,9 @@ def test_all_answers_are_learned_and_nothing_else(tokenizer):
     end = tokenizer.eos_token
     answers, text = learned(tokenizer, TWO_TURNS)
     assert answers == [f"파란색{end}", f"하얀색{end}"]
-    assert (
-        text
-        == f"{end}<|system|>\n짧게.\n<|user|>\n하늘?\n<|assistant|>\n파란색{end}\n<|user|>\n눈?\n<|assistant|>\n하얀색{end}"
+    assert text == (
+        f"{end}<|system|>\n짧게.\n<|user|>\n하늘?\n<|assistant|>\n파란색{end}\n"
+        f"<|user|>\n눈?\n<|assistant|>\n하얀색{end}"
     )
 
 
@@ -199,7 +199,8 @@ def test_published_forms_are_read(tmp_path, item, messages):
         ({"instruction": "색?", "input": "", "output": "하얀색"}, ["instruction=instruction"], "색?"),
         ({"instruction": "색?", "context": "눈", "response": "하얀색"}, ["response=response"], "색?\n\n눈"),
         ({"q": "색?", "a": "하얀색"}, ["prompt=q", "completion=a"], "색?"),
-        ({"prompt": [{"role": "user", "content": "색?"}], "answer": [{"role": "assistant", "content": "하얀색"}]},
+        ({"prompt": [{"role": "user", "content": "색?"}],
+          "answer": [{"role": "assistant", "content": "하얀색"}]},
          ["completion=answer"], "색?"),
     ],
 )  # fmt: skip

@@ -46,7 +46,7 @@ def colors(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def similar(tmp_path_factory):
-    """Pairs in the format of KorSTS: 5.0 for the same word twice, 0.0 for others, 2.5 for the same with another number."""
+    """Pairs in the format of KorSTS: 5.0 for the same word twice, else a number from the first word."""
     folder = tmp_path_factory.mktemp("similar")
     words = [*COLORS]
     for name, times in (("train", 20), ("dev", 4), ("test", 4)):
