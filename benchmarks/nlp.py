@@ -51,7 +51,7 @@ from hpctrain.nlp.data import formats
 from hpctrain.nlp.models.initial_model import load_model
 from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import SIZES, create_model
-from hpctrain.nlp.tasks.classify import TASK
+from hpctrain.nlp.tasks.classify import TASK, Document
 from hpctrain.nlp.training.lightning_module import FineTuneModule
 from hpctrain.nlp.training.options import parse_options
 from hpctrain.options import positive
@@ -76,7 +76,7 @@ class Setting(NamedTuple):
     labels: list[str]
     train: Features
     held_out: Features
-    texts: list[formats.Example]  # of `train`
+    texts: list[Document]  # of `train`
     untimed: int  # the first steps
 
     @property

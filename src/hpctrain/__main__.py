@@ -2,10 +2,9 @@
 
 import gc
 import sys
-from importlib import import_module
 
 from hpctrain import __version__
-from hpctrain.cli import COMMANDS, GROUPS
+from hpctrain.cli import COMMANDS, GROUPS, load_command
 from hpctrain.options import did_you_mean
 
 
@@ -56,7 +55,7 @@ def main() -> None:
                 or f"choose from {', '.join(COMMANDS)}, or give a launch script a .py file"
             )
             raise UsageError(f"there is no command {name!r}: {choices}")
-        import_module(COMMANDS[name][0]).main(world, arguments)
+        load_command(name).main(world, arguments)
 
     # A shell runs this command when it starts, also a shell inside a job, where detect() could raise an
     # error.

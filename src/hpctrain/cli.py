@@ -1,5 +1,14 @@
 """The table of commands. It is the only module that names modules above it, as strings."""
 
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from hpctrain.distributed.world import World
+    from hpctrain.options import Parser
+
 # The groups of `hpctrain --help`, in its order.
 GROUPS = {
     "train": "Train an image classifier (digits, MNIST, class folders, tar files):",
@@ -8,10 +17,8 @@ GROUPS = {
     "inspect": "Inspect nodes and runs:",
 }
 
-# Each command: its module, its group, and its line in --help. The module has
-# parser() -> Parser                 the options; shell completion is made from it as well
-#     main(world, arguments) -> None     runs the command
-# and is imported only when it is needed: importing torch takes a second, and --help should not wait for it.
+# Each command: its module, its group, and its line in --help. load_command() says what the module has. It is
+# imported only when it is needed: importing torch takes a second, and --help should not wait for it.
 COMMANDS = {
     "train_ddp": (
         "hpctrain.vision.train_ddp",
@@ -54,7 +61,7 @@ COMMANDS = {
     "nlp.instruct": (
         "hpctrain.nlp.tasks.instruct",
         "fine-tune",
-        "fine-tune a model to answer, by conversations",
+        "fine-tune a model to answer chat messages",
     ),
     "sweep": (
         "hpctrain.commands.sweep",
@@ -100,3 +107,24 @@ COMMANDS = {
     ),
     "plot": ("hpctrain.commands.plot", "inspect", "draw the losses and scores of a run as curves.png"),
 }
+
+
+class Command(NamedTuple):
+    """`parser()` has the options, also for shell completion; `main()` runs the command."""
+
+    parser: "Callable[[], Parser]"
+    main: "Callable[[World, list[str]], None]"
+
+
+def load_command(name: str) -> Command:
+    """Import a command. Its module has parser() and main(), except in the group "fine-tune".
+
+    There it has TASK, a task (nlp/task.py), and the two functions that all tasks share get it.
+    """
+    path, group, _ = COMMANDS[name]
+    module = import_module(path)
+    if group != "fine-tune":
+        return Command(module.parser, module.main)
+    options = import_module("hpctrain.nlp.training.options")
+    finetune = import_module("hpctrain.nlp.training.finetune")
+    return Command(partial(options.make_parser, module.TASK), partial(finetune.fine_tune, module.TASK))

@@ -276,7 +276,7 @@ def fail(world, arguments):
     saver = Checkpointer(world, folder, Interval(0, 600), 3, lambda: None)
     saver.save_in_background(checkpoint.path_of(folder, 1), {"epoch": 1}, 0)
     raise HpctrainError("training diverged")
-sys.modules["probe"] = types.SimpleNamespace(main=fail)
+sys.modules["probe"] = types.SimpleNamespace(parser=None, main=fail)
 cli.COMMANDS["probe"] = ("probe", "use", "fail")
 __main__.main()
 """

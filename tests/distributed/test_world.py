@@ -263,15 +263,14 @@ def test_real_torchrun():
 def start_ranks(ranks, *, size=2, seconds=10, late=None, **env):
     """Start these ranks of a Slurm step as real processes, with a join time-out of `seconds`; rank `late` sleeps first."""
     code = """
-import sys, time
+import sys, time, types
 from datetime import timedelta
 import torch, hpctrain.distributed.rendezvous as w, hpctrain.__main__ as main
 w.JOIN_TIMEOUT = timedelta(seconds=int(sys.argv[1]))
 def command(world, _):
     with w.process_group(world, torch.device("cpu")):
         print(sum(w.gather(world, world.rank)))
-sys.modules["meeting"] = type(sys)("meeting")
-sys.modules["meeting"].main = command
+sys.modules["meeting"] = types.SimpleNamespace(parser=None, main=command)
 main.COMMANDS["meeting"] = ("meeting", "use", "")
 if sys.argv.pop(2) == w.os.environ["SLURM_PROCID"]:
     time.sleep(600)

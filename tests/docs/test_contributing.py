@@ -61,7 +61,10 @@ def project(tmp_path):
 
 
 def add(project, heading, name, edits):
-    """Make the edits: for a file a text, a function of its old text, or None if a command writes it; for a folder its files."""
+    """Make the edits of files: a text, a function of the old text, or None if a command writes the file.
+
+    The edit of a folder is the texts of its files.
+    """
     listed = [path.replace("NAME", name) for path in LISTED[heading]]
     assert set(edits) <= set(listed), f"{heading} does not list {set(edits) - set(listed)}"
     optional = {
@@ -194,14 +197,10 @@ def test_add_a_trainer(project):
 TASK = '''
     """Classify the lines of a file, "label: text" each."""
 
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.options import Parser
     from hpctrain.errors import HpctrainError
-    from hpctrain.nlp.training import finetune, options
     from hpctrain.nlp.tasks.classify import Classify, Document
-    from hpctrain.distributed.world import World
 
 
     class Toy(Classify):
@@ -210,24 +209,23 @@ TASK = '''
         name = "toy"
         title = "Classification of lines"
         formats = "label: text"
+        fields = ()
 
-        def read(self, path: Path, skipped: list[HpctrainError] | None = None) -> list[Document]:
+        def read(
+            self,
+            path: Path,
+            skipped: list[HpctrainError] | None = None,
+            columns: dict[str, str] | None = None,
+        ) -> list[Document]:
             """Read a file of lines."""
-            lines = path.read_text(encoding="utf-8").splitlines()
-            return [Document(str(i), *reversed(line.split(": ", 1)), f"{path}, line {i}") for i, line in enumerate(lines, 1)]
+            lines = [line.split(": ", 1) for line in path.read_text(encoding="utf-8").splitlines()]
+            return [
+                Document(str(number), text, label, location=f"{path}, line {number}")
+                for number, (label, text) in enumerate(lines, 1)
+            ]
 
 
     TASK = Toy()
-
-
-    def parser() -> Parser:
-        """The options."""
-        return options.make_parser(TASK)
-
-
-    def main(world: World, arguments: list[str]) -> None:
-        """Train."""
-        finetune.fine_tune(TASK, world, arguments)
 '''
 
 
@@ -238,9 +236,9 @@ def test_add_an_nlp_task(project):
         for i in range(20)
         for label, text in (("good", "I liked it"), ("bad", "what a bore"))
     ]
-    row = '    "nlp.toy": ("hpctrain.nlp.toy", "fine-tune", "classify lines"),\n'
+    row = '    "nlp.toy": ("hpctrain.nlp.tasks.toy", "fine-tune", "classify lines"),\n'
     edits = {
-        "src/hpctrain/nlp/toy.py": TASK,
+        "src/hpctrain/nlp/tasks/toy.py": TASK,
         "src/hpctrain/cli.py": lambda text: text.replace('    "predict": ', row + '    "predict": '),
         "src/hpctrain/nlp/samples/toy/": {"train.txt": "".join(lines), "test.txt": "".join(lines[:8])},
     }
@@ -252,7 +250,7 @@ def test_add_an_nlp_task(project):
     answers = run(*python, "predict", "runs/toy", "I liked it", "what a bore", cwd=project, **cache)
     assert re.findall('"label": "(.*?)"', answers) == ["good", "bad"]
     assert touched(project) == {
-        "src/hpctrain/nlp/toy.py", "src/hpctrain/cli.py",
+        "src/hpctrain/nlp/tasks/toy.py", "src/hpctrain/cli.py",
         "src/hpctrain/nlp/samples/toy/train.txt", "src/hpctrain/nlp/samples/toy/test.txt",
     }  # fmt: skip
 
@@ -306,7 +304,8 @@ LAUNCHER = """
     launch_with_toy() {
         LAUNCHER_TEXT='toy, over srun'
         LAUNCH=(srun --nodes="$NODES" --ntasks-per-node="$TASKS" bash -c
-            'export TOY_RANK=$SLURM_PROCID TOY_LOCAL=$SLURM_LOCALID TOY_NODE=$SLURM_NODEID; exec "$@"' - "$TASK" toy)
+            'export TOY_RANK=$SLURM_PROCID TOY_LOCAL=$SLURM_LOCALID TOY_NODE=$SLURM_NODEID; exec "$@"' -
+            "$TASK" toy)
     }
 
     task_toy() {
@@ -326,7 +325,7 @@ RUNTIME = """
 
 @pytest.mark.slow
 def test_add_a_launcher_and_a_runtime(project, cluster):
-    """Both at once, because a job costs ten seconds: a check of four ranks on two nodes, over the toy in the toy."""
+    """Both at once, because a job costs ten seconds: a check of four ranks on two nodes."""
     launcher = {
         "launch/lib/launchers/toy.sh": LAUNCHER,
         "launch/apptainer_toy.sh": (REPOSITORY / "launch/apptainer_ddp.sh")

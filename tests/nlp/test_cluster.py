@@ -1,4 +1,4 @@
-"""The fine-tuning tasks as users run them: by sbatch, in the container, on two nodes with two ranks each."""
+"""The fine-tuning tasks as users run them: with sbatch, in the container, four ranks on two nodes."""
 
 import json
 import os

@@ -16,6 +16,7 @@ from hpctrain.checkpoints.checkpoint import with_plain_names
 from hpctrain.distributed.world import ALONE
 from hpctrain.nlp.batches.sampling import FeatureDataset
 from hpctrain.nlp.tasks import classify
+from hpctrain.nlp.training import finetune
 from hpctrain.nlp.training.lightning_module import FineTuneModule
 from hpctrain.options import trainer_parser
 from hpctrain.run import run, speed
@@ -211,7 +212,7 @@ def test_result_has_tokens_without_padding(tmp_path, monkeypatch):
         "--eval-every",
         "3",
     ]
-    classify.main(ALONE, [*options, "--out", str(tmp_path / "run")])
+    finetune.fine_tune(classify.TASK, ALONE, [*options, "--out", str(tmp_path / "run")])
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
     examples, real, padded = map(sum, zip(*counts, strict=True))
     assert examples == 2 * 64

@@ -8,10 +8,9 @@ that is there. Making them takes seconds, because it imports every command.
 """
 
 import sys
-from importlib import import_module
 from pathlib import Path
 
-from hpctrain.cli import COMMANDS
+from hpctrain.cli import COMMANDS, load_command
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
@@ -29,7 +28,7 @@ def command_parsers() -> dict[str, Parser]:
 
     Imports the modules of all commands, which takes seconds.
     """
-    return {name: import_module(module).parser() for name, (module, _, _) in COMMANDS.items()}
+    return {name: load_command(name).parser() for name in COMMANDS}
 
 
 def shell_completion(shell: str, parsers: dict[str, Parser]) -> str:

@@ -15,13 +15,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hpctrain.cli import COMMANDS
+from hpctrain.cli import load_command
 from hpctrain.commands.sweep_file import Sweep, check_options, read_file
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import ALONE, World
@@ -230,7 +229,7 @@ def train(sweep: Sweep, folder: Path, number: int, world: World, parameters: dic
     path = trial_folder(folder, number)
     options = [f"--{name}={value}" for name, value in parameters.items()]
     name, *words = sweep.command
-    trainer = import_module(COMMANDS[name][0])
+    trainer = load_command(name)
     try:
         with prune_with(partial(prune, sweep, folder, number) if sweep.pruner != "none" else None):
             trainer.main(world, [*words, *options, "--out", str(path), "--resume", "auto"])

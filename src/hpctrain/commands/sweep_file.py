@@ -4,11 +4,10 @@ import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cli import COMMANDS
+from hpctrain.cli import COMMANDS, load_command
 from hpctrain.errors import UsageError
 from hpctrain.options import did_you_mean
 from hpctrain.text import reason
@@ -146,7 +145,7 @@ def check_options(path: Path, sweep: Sweep) -> None:
 
     This imports the trainer, which takes seconds.
     """
-    parser = import_module(COMMANDS[sweep.command[0]][0]).parser()
+    parser = load_command(sweep.command[0]).parser()
     values = {
         name: form.get("values") or [form["low"], form["high"]] for name, form in sweep.parameters.items()
     }

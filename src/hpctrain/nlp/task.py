@@ -1,64 +1,83 @@
 """The interface of a fine-tuning task.
 
-A new task is one file like classify.py and one line in COMMANDS of hpctrain/cli.py.
-
-The file has a subclass of Task, its instance TASK, parser() and main(). The command is `nlp.<name>`, and the
-task's sample data, if there are any, are in samples/<name>/.
+A new task is one file like tasks/classify.py, with a subclass of Task and its instance TASK, and one row in
+COMMANDS of hpctrain/cli.py. The command is `nlp.<name>`, and the task's sample data, if it has any, are in
+samples/<name>/.
 """
 
 import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from transformers.modeling_outputs import ModelOutput
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.batches.sampling import evaluation_batches
 
+if TYPE_CHECKING:
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
 SAMPLES = Path(__file__).parent / "samples"
 IGNORED = -100  # the label that the loss of every model of transformers ignores
 
 
-class Task(ABC):
-    """A fine-tuning task. Training, evaluation and `hpctrain predict` call the same methods.
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One example of a data set; each task has its own kind.
 
-    `Any` in the signatures stands for the task's example type: a NamedTuple whose last field is `location`,
-    where the example was read, such as "ratings_train.txt, line 17".
+    `location` is where it was read, such as "ratings_train.txt, line 17". It is no part of the content, which
+    repr() gives and the cache of tokenized texts depends on.
     """
+
+    location: str = field(default="", kw_only=True, repr=False)
+
+
+AnyExample = TypeVar("AnyExample", bound=Example)
+
+
+class Logits(Protocol):
+    """The output of a model, whose tensors transformers declares as optional."""
+
+    loss: Tensor
+    logits: Tensor
+
+
+class Task(ABC, Generic[AnyExample]):
+    """A fine-tuning task. Training, evaluation and `hpctrain predict` call the same methods."""
 
     name: ClassVar[str]  # the command is nlp.<name>
     title: ClassVar[str]  # for --help and the model card
     formats: ClassVar[str]  # what --data reads, for --help
-    # of an example in a table, for --columns; () for a task without this option
+    # the fields of an example in a table, for --columns; () for a task without this option
     fields: ClassVar[tuple[str, ...]] = ()
-    other_fields: ClassVar[tuple[tuple[str, ...], ...]] = ()  # that an example may have instead
-    problem: ClassVar[str] = ""  # the kind of labels, see --problem, if not one class
-    problem_type: ClassVar[str] = "single_label_classification"  # the same in the words of transformers
+    other_fields: ClassVar[tuple[tuple[str, ...], ...]] = ()  # sets of fields that a table may have instead
+    problem: ClassVar[str] = ""  # the kind of labels, see --problem; "" for one class
+    problem_type: ClassVar[str] = "single_label_classification"  # what transformers calls `problem`
     # whether each feature has one label, in its values: with --class-weights, --problem
     one_label: ClassVar[bool] = False
     # whether a row may have several features; the first label of each is IGNORED: with --pack
     can_pack: ClassVar[bool] = False
-    model: ClassVar[type]  # AutoModelFor... of transformers
+    model: "ClassVar[type[_BaseAutoModelClass]]"  # AutoModelFor... of transformers
     pipeline_tag: ClassVar[str]  # the task's name on the Hugging Face hub
     kind: ClassVar[str] = "bert"  # the architecture that --from-scratch creates: bert or gpt2
     inputs: ClassVar[tuple[str, ...]] = ("text",)  # the texts that `hpctrain predict` takes for one example
     max_length: ClassVar[int] = 128  # default of --max-length
     stride: ClassVar[int] = 0  # default of --stride; 0 for a task without this option
     # padding value of token columns; 0 if missing, input_ids take the tokenizer's
-    padding: ClassVar[dict[str, int]] = {}
+    padding: ClassVar[Mapping[str, int]] = {}
     extra: ClassVar[tuple[str, ...]] = ()  # columns of the features that are not inputs of the model
     cut_text: ClassVar[str] = ""  # what is truncated, for the log, if not the whole example
     # why no prediction can be right for the `lost` examples of the features, for the log
     lost_text: ClassVar[str] = ""
     # what the model card says if the model has a pipeline tokenizer, instead of card_text
     pipeline_text: ClassVar[str] = ""
-    # what the model card says of the use of the model, if it is not as others of transformers
+    # how the model card says to use the model, if other models of transformers are used in another way
     card_text: ClassVar[str] = ""
     groups: ClassVar[str] = ""  # plural of what group() returns, for error messages
     selection_metric: ClassVar[str]  # the validation metric that selects the best epoch: see choose_metric()
@@ -66,12 +85,12 @@ class Task(ABC):
 
     @property
     def samples(self) -> Path | None:
-        """The folder of the sample data, None if the task has none."""
+        """The folder of the sample data; None for a task without sample data."""
         folder = SAMPLES / self.name
         return folder if folder.is_dir() else None
 
-    def for_problem(self, problem: str | None) -> "Task":
-        """The task for a kind of labels; itself, if it has no --problem."""
+    def for_problem(self, problem: str | None) -> "Task[AnyExample]":
+        """The task for a kind of labels; a task without --problem returns itself."""
         return self
 
     # --- examples ---
@@ -79,34 +98,34 @@ class Task(ABC):
     @abstractmethod
     def read(
         self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
-    ) -> list[Any]:
-        """Read the examples of one file, in one of the published formats; data.py has helpers.
+    ) -> list[AnyExample]:
+        """Read the examples of one file, in one of the published formats; data/formats.py has helpers.
 
-        With `columns`, which a task without `fields` never gets, the file is a table (tables.py) and has each
-        field in the column of this name.
+        With `columns` the file is a table (data/tables.py) and has each field in the column of this name. A
+        task without `fields` never gets them.
 
         Raises HpctrainError that names the file and the line. With a list `skipped`, an error in a single
         example goes there and the example is left out; an error in the file as a whole is always raised.
         """
 
     @abstractmethod
-    def make_example(self, texts: Sequence[str], **settings: Any) -> Any:
+    def make_example(self, texts: Sequence[str], **settings: bool) -> AnyExample:
         """Make an example without labels from the `inputs` that a user gives, and from collect_settings()."""
 
     @abstractmethod
-    def get_texts(self, example: Any) -> tuple[str, ...]:
+    def get_texts(self, example: AnyExample) -> tuple[str, ...]:
         """The texts of an example; a tokenizer from scratch is trained on them."""
 
-    def group(self, example: Any) -> Hashable | None:
-        """A key that is equal for examples which --validation-split keeps in one part; None if an example is in no group."""
+    def group(self, example: AnyExample) -> Hashable | None:
+        """The key of examples that --validation-split keeps in one part; None for an example by itself."""
         return None
 
-    def collect_labels(self, examples: Sequence[Any]) -> list[str]:
+    def collect_labels(self, examples: Sequence[AnyExample]) -> list[str]:
         """The label names in the training examples, in a fixed order; empty if the task has no labels."""
         return []
 
-    def collect_settings(self, examples: Sequence[Any]) -> dict[str, Any]:
-        """Properties of the training data, as keyword arguments of make_example(); saved in the model's config.json."""
+    def collect_settings(self, examples: Sequence[AnyExample]) -> dict[str, bool]:
+        """Properties of the training data: keyword arguments of make_example(), saved in config.json."""
         return {}
 
     # --- training and evaluation ---
@@ -115,14 +134,17 @@ class Task(ABC):
     def tokenize(
         self,
         tokenizer: PreTrainedTokenizerFast,
-        examples: Sequence[Any],
+        examples: Sequence[AnyExample],
         labels: list[str],
         max_length: int,
         stride: int,
     ) -> Features:
-        """Make the features of the examples, with their labels; a label that is not in `labels` becomes IGNORED."""
+        """Make the features of the examples, with their labels.
 
-    def compute_loss(self, output: ModelOutput, batch: dict[str, Any]) -> Tensor:
+        A label that is not in `labels` becomes IGNORED.
+        """
+
+    def compute_loss(self, output: Any, batch: dict[str, Any]) -> Tensor:
         """The mean loss over the labels of a batch; override it if the model's own loss includes padding.
 
         In training with --class-weights the batch of a task with `one_label` has "class_weights", [labels].
@@ -130,7 +152,7 @@ class Task(ABC):
         return output.loss
 
     @abstractmethod
-    def predict(self, output: ModelOutput, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: Any, batch: dict[str, Any]) -> list[Any]:
         """One prediction for each feature of a batch, an array of numpy.
 
         Ranks exchange these, so keep them small.
@@ -138,39 +160,45 @@ class Task(ABC):
 
     @abstractmethod
     def make_answers(
-        self, examples: Sequence[Any], features: Features, predictions: Sequence[Any], labels: list[str]
+        self,
+        examples: Sequence[AnyExample],
+        features: Features,
+        predictions: Sequence[Any],
+        labels: list[str],
     ) -> list[dict[str, Any]]:
-        """Combine the predictions for all features into one answer for each example: what `hpctrain predict` prints."""
+        """Combine the predictions for all features into one answer for each example.
+
+        `hpctrain predict` prints the answers.
+        """
 
     @abstractmethod
-    def score(self, examples: Sequence[Any], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+    def score(self, examples: Sequence[AnyExample], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Metrics over the whole set, `selection_metric` among them.
 
         A name with a slash is a detail, such as "f1/PS".
         """
 
-    def choose_metric(self, examples: Sequence[Any]) -> str:
+    def choose_metric(self, examples: Sequence[AnyExample]) -> str:
         """The validation metric that selects the best epoch, for these validation examples."""
         return self.selection_metric
 
     # --- using the model ---
 
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
-        """Change the tokenizer, before it is saved, so that in transformers it gives the model what it was trained on."""
+        """Change the tokenizer before it is saved: in transformers, it is to give the input of training."""
         tokenizer.model_max_length = max_length
 
-    def make_pipeline_tokenizer(self, tokenizer: PreTrainedTokenizerFast, settings: dict[str, Any]) -> str:
-        """The tokenizer.json with which a pipeline of transformers gives the scores of the run, if it is not
-        the model's own.
+    def make_pipeline_tokenizer(self, tokenizer: PreTrainedTokenizerFast, settings: dict[str, bool]) -> str:
+        """The tokenizer.json with which a pipeline of transformers gives the scores of the run.
 
-        `settings` are those of collect_settings(). "" if there is none.
+        "" if the model's own tokenizer does, or if no tokenizer can. `settings`: see collect_settings().
         """
         return ""
 
     def generate_samples(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Any]
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[AnyExample]
     ) -> list[str]:
-        """A few outputs of the model for the model card, for tasks whose scores alone do not show the quality."""
+        """A few outputs of the model for its card, if the scores alone do not show the quality."""
         return []
 
     @torch.inference_mode()
@@ -183,11 +211,11 @@ class Task(ABC):
         args: argparse.Namespace,
         first: int,
     ) -> tuple[list[dict[str, Any]], int]:
-        """Answer `rows` of `inputs` for `hpctrain predict`; returns the answers and how many texts were
-        truncated.
+        """Answer `rows` of `inputs` for `hpctrain predict`.
 
-        `config` is the "hpctrain" part of the model's config.json, `args` are the options of predict, and
-        `first` is the number of the first row in the whole input, counted from 0.
+        Returns the answers and how many texts were truncated. `config` is the "hpctrain" part of the model's
+        config.json, `args` are the options of predict, and `first` is the number of the first row in the
+        whole input, counted from 0.
         """
         labels = config["labels"]
         examples = [self.make_example(row, **config["settings"]) for row in rows]

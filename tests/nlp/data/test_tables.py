@@ -1,4 +1,4 @@
-"""Tables with columns of any names (--columns): each format, classes by name, missing columns, damaged files."""
+"""Tables (--columns): each format, classes by name, missing columns, damaged files."""
 
 import argparse
 import csv
@@ -19,6 +19,7 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.tasks import classify, generate, ner, pair, qa
 from hpctrain.nlp.tasks.bio import Entity
+from hpctrain.nlp.tasks.pair import Pair
 from hpctrain.nlp.tasks.squad import UNANSWERABLE, Answer
 from hpctrain.nlp.training import finetune
 from hpctrain.nlp.training.options import make_parser, parse_options
@@ -69,12 +70,11 @@ def test_tsv_has_no_quotation_marks(tmp_path):
     """As the files of XNLI and GLUE, which have a mark at the beginning of a field."""
     path = tmp_path / "xnli.dev.tsv"
     path.write_bytes(
-        '\ufefflanguage\tgold_label\tsentence1\tsentence2\r\nen\tneutral\t"Mama\u2028, he said.\ta "b\r\n'.encode()
+        b"\xef\xbb\xbflanguage\tgold_label\tsentence1\tsentence2\r\n"
+        + 'en\tneutral\t"Mama\u2028, he said.\ta "b\r\n'.encode()
     )
     found = pair.TASK.read(path, None, {"first": "sentence1", "second": "sentence2", "label": "gold_label"})
-    assert [tuple(example) for example in found] == [
-        ("line 2", '"Mama\u2028, he said.', 'a "b', "neutral", f"{path}, line 2")
-    ]
+    assert found == [Pair("line 2", '"Mama\u2028, he said.', 'a "b', "neutral", location=f"{path}, line 2")]
     for line, message in (
         ("en\tneutral\ta\tb\tc", "line 2: more fields than the header has"),
         ("en\tneutral\ta", "no column"),
@@ -187,25 +187,37 @@ MISSING = r"no column 'stars', but review, sterne"
 @pytest.mark.parametrize(
     ("name", "content", "message", "left"),
     [
-        ("a.csv", "review,sterne\n좋다,1\n", rf"a\.csv: {MISSING}: give --columns FIELD=COLUMN with one of these", 0),
+        ("a.csv", "review,sterne\n좋다,1\n",
+         rf"a\.csv: {MISSING}: give --columns FIELD=COLUMN with one of these", 0),
         ("a.csv", "review|stars\n좋다|1\n", r"no column 'review', but review\|stars: give --columns", 0),
         ("a.csv", "review,stars,stars\n좋다,1,1\n", "it has several columns 'stars': rename all but one", 0),
-        ("a.csv", "review,stars\n좋다,1\n\n나쁘다\n", r"line 3: its column 'stars' has no value: fix the line", 1),
-        ("a.csv", "review,stars\n좋다,1\n좋다, 참,1\n", r"line 3: more fields than the header has: in a csv, quote", 1),
+        ("a.csv", "review,stars\n좋다,1\n\n나쁘다\n",
+         r"line 3: its column 'stars' has no value: fix the line", 1),
+        ("a.csv", "review,stars\n좋다,1\n좋다, 참,1\n",
+         r"line 3: more fields than the header has: in a csv, quote", 1),
         ("a.csv", "review,stars\n좋다,1\n좋다,\n", r"line 3: the label is empty", 1),
-        ("a.csv", 'review,stars\n좋다,1\n"좋다,1\n나쁘다,0\n', r"line 3: not valid csv .*is a quotation mark not closed\?", 0),
-        ("a.csv", 'review,stars\n"' + "x\n" * 80_000, r"line 2: not valid csv \(field larger than field limit", 0),
+        ("a.csv", 'review,stars\n좋다,1\n"좋다,1\n나쁘다,0\n',
+         r"line 3: not valid csv .*is a quotation mark not closed\?", 0),
+        ("a.csv", 'review,stars\n"' + "x\n" * 80_000,
+         r"line 2: not valid csv \(field larger than field limit", 0),
         ("a.csv", "review,stars\n", "the file has no examples", 0),
         ("a.csv", "", "the file is empty", 0),
-        ("a.csv", "review,stars\n좋다,1\n".encode("cp949"), r"line 2: not UTF-8: convert the file, e\.g\. iconv -f cp949", 0),
+        ("a.csv", "review,stars\n좋다,1\n".encode("cp949"),
+         r"line 2: not UTF-8: convert the file, e\.g\. iconv -f cp949", 0),
         ("a.jsonl", '{"review": "a", "sterne": 1}\n', rf"a\.jsonl, line 1: {MISSING}", 0),
-        ("a.jsonl", '{"review": "a", "stars": 1}\n{"review": "a", "stars": null}', "line 2: its column 'stars' has no value", 1),
-        ("a.jsonl", '{"review": "a", "stars": 1}\n{"review": 3, "stars": 1}', "line 2 has no 'text' of type str", 1),
+        ("a.jsonl", '{"review": "a", "stars": 1}\n{"review": "a", "stars": null}',
+         "line 2: its column 'stars' has no value", 1),
+        ("a.jsonl", '{"review": "a", "stars": 1}\n{"review": 3, "stars": 1}',
+         "line 2 has no 'text' of type str", 1),
         ("a.json", '[{"review": "a", "stars": 1}, 3]', r"a\.json, \[1\]: not a JSON object", 1),
-        ("a.json", '[{"review": "a", "stars": 1}', r"json, line 1: not valid JSON .* or give --data a list of objects", 0),
-        ("a.parquet", b"PAR1", r"a\.parquet: not a file of Parquet that can be read \(.*\): download the file again", 0),
-        ("a.arrow", b"", r"a\.arrow: not a file of Arrow that can be read \(.*\): download the file again", 0),
-        ("a.xlsx", b"PK", r"a\.xlsx: not a table that --columns reads \(\.arrow, \.csv, \.json, \.jsonl, \.parquet, \.tsv\)", 0),
+        ("a.json", '[{"review": "a", "stars": 1}',
+         r"json, line 1: not valid JSON .* or give --data a list of objects", 0),
+        ("a.parquet", b"PAR1",
+         r"a\.parquet: not a file of Parquet that can be read \(.*\): download the file again", 0),
+        ("a.arrow", b"",
+         r"a\.arrow: not a file of Arrow that can be read \(.*\): download the file again", 0),
+        ("a.xlsx", b"PK", r"a\.xlsx: not a table that --columns reads "
+         r"\(\.arrow, \.csv, \.json, \.jsonl, \.parquet, \.tsv\)", 0),
     ],
 )  # fmt: skip
 def test_invalid_table_is_one_line(name, content, message, left, tmp_path):
@@ -317,7 +329,7 @@ def test_run_reads_the_tables_of_a_folder(tmp_path, capsys):
 
 
 def test_folders_of_the_library_datasets_and_of_the_hub_are_read(tmp_path):
-    """With the splits as folders, beside files that are not data; and with the files of a configuration in a folder."""
+    """The splits are folders, beside files that are not data; or the files are in a folder."""
     splits = datasets.DatasetDict(
         {name: datasets.Dataset.from_list(ROWS[i:]) for i, name in enumerate(("test", "train"))}
     )

@@ -182,7 +182,7 @@ def test_a_flipped_bit_in_an_adapter_or_its_model_is_found(base, run, tmp_path):
     config = damaged / "adapter_config.json"
     config.write_text(config.read_text().replace(str(base.resolve()), str(tmp_path / "model.safetensors")))
     with pytest.raises(HpctrainError, match=r"/model.safetensors: not the file that was written"):
-        predict.load_model(classify.TASK, damaged)
+        predict.load_model(classify.TASK, damaged, torch.device("cpu"))
 
 
 def test_invalid_use_is_one_line(base, run, tmp_path):
@@ -204,12 +204,12 @@ def test_invalid_use_is_one_line(base, run, tmp_path):
     with pytest.raises(
         HpctrainError, match=r"whose model is not found: /nowhere/model: .*base_model_name_or_path in"
     ):
-        predict.load_model(classify.TASK, moved)
+        predict.load_model(classify.TASK, moved, torch.device("cpu"))
     # transformers tries for 46 s to connect to a hub that cannot be reached.
     config.write_text(config.read_text().replace("/nowhere/model", "nobody/no-model"))
     began = time.monotonic()
     with pytest.raises(
         HpctrainError, match=r"whose model is not found: nobody/no-model \(not a folder here\)"
     ):
-        predict.load_model(classify.TASK, moved)
+        predict.load_model(classify.TASK, moved, torch.device("cpu"))
     assert time.monotonic() - began < 20

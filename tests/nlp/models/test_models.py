@@ -58,7 +58,7 @@ def resolve(here, arguments):
     with rendezvous.process_group(here, device.choose_device(here, "cpu")):
         print("FOUND", hub.resolve_model(arguments[0], here), flush=True)
 
-sys.modules["probe"] = types.SimpleNamespace(main=resolve)
+sys.modules["probe"] = types.SimpleNamespace(parser=None, main=resolve)
 __main__.COMMANDS["resolve"] = ("probe", *__main__.COMMANDS["fetch"][1:])
 __main__.main()
 """

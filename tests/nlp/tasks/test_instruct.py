@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pandas
 import pytest
@@ -66,9 +67,9 @@ def test_all_answers_are_learned_and_nothing_else(tokenizer):
     end = tokenizer.eos_token
     answers, text = learned(tokenizer, TWO_TURNS)
     assert answers == [f"파란색{end}", f"하얀색{end}"]
-    assert (
-        text
-        == f"{end}<|system|>\n짧게.\n<|user|>\n하늘?\n<|assistant|>\n파란색{end}\n<|user|>\n눈?\n<|assistant|>\n하얀색{end}"
+    assert text == (
+        f"{end}<|system|>\n짧게.\n<|user|>\n하늘?\n<|assistant|>\n파란색{end}\n"
+        f"<|user|>\n눈?\n<|assistant|>\n하얀색{end}"
     )
 
 
@@ -122,7 +123,7 @@ def test_the_template_of_the_tokenizer_is_used(tokenizer, monkeypatch):
 def test_a_template_that_cannot_be_used_is_one_line(tokenizer, monkeypatch, template, message):
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(HpctrainError, match=message):
-        TASK.tokenize(tokenizer, [TWO_TURNS._replace(location="line 3")], [], 64, 0)
+        TASK.tokenize(tokenizer, [replace(TWO_TURNS, location="line 3")], [], 64, 0)
 
 
 def test_what_is_too_long_is_truncated_or_left_out(tokenizer):
@@ -198,7 +199,8 @@ def test_published_forms_are_read(tmp_path, item, messages):
         ({"instruction": "색?", "input": "", "output": "하얀색"}, ["instruction=instruction"], "색?"),
         ({"instruction": "색?", "context": "눈", "response": "하얀색"}, ["response=response"], "색?\n\n눈"),
         ({"q": "색?", "a": "하얀색"}, ["prompt=q", "completion=a"], "색?"),
-        ({"prompt": [{"role": "user", "content": "색?"}], "answer": [{"role": "assistant", "content": "하얀색"}]},
+        ({"prompt": [{"role": "user", "content": "색?"}],
+          "answer": [{"role": "assistant", "content": "하얀색"}]},
          ["completion=answer"], "색?"),
     ],
 )  # fmt: skip

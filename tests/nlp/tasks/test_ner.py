@@ -1,4 +1,4 @@
-"""Named entities: from text to features to entities again, for every kind of tokenizer; scores compared with seqeval."""
+"""Named entities: reading, from text to features to entities again, scores compared with seqeval."""
 
 import random
 import re
@@ -20,6 +20,7 @@ from hpctrain.nlp.tasks.alignment import NO_UNIT
 from hpctrain.nlp.tasks.bio import Entity, from_bio, split_units, to_bio
 from hpctrain.nlp.tasks.ner import TASK, Sentence
 from tests.helpers import DATA
+from tests.nlp.data.test_formats import assert_error, write
 
 SPECIAL = {
     "pad_token": "[PAD]",
@@ -110,7 +111,7 @@ def trained(kind):
 
 
 def sentence(text, *entities, by_token=False):
-    return Sentence("1", text, [Entity(*entity) for entity in entities], by_token, "here")
+    return Sentence("1", text, [Entity(*entity) for entity in entities], by_token, location="here")
 
 
 def features(tokenizer, *examples, labels=None, max_length=256):
@@ -122,7 +123,7 @@ def column(made, name, feature=0):
 
 
 def format_feature(tokenizer, made, labels, feature=0):
-    """A feature in readable form: "서:B-LC ##울:I-LC ##에:O ##서:O"; no label after a colon that the loss ignores."""
+    """A feature as "서:B-LC ##울:I-LC ##에:O ##서:O"; a label that the loss ignores is empty."""
     pieces = tokenizer.convert_ids_to_tokens(column(made, "input_ids", feature))
     tags = ["" if label == IGNORED else labels[label] for label in column(made, "labels", feature)]
     return " ".join(f"{piece}:{tag}" for piece, tag in zip(pieces, tags, strict=True))
@@ -169,6 +170,131 @@ def batch(made, tokenizer, index):
 
 def run(model, inputs):
     return model(**{name: tensor for name, tensor in inputs.items() if name not in {*TASK.extra, "units"}})
+
+
+# --- reading ---
+
+
+def test_all_entity_formats_give_the_same_type(tmp_path):
+    klue = (
+        "## 컬럼명 : CHAR\tNE_TAG\n## s1-x\t<김:PS><서울:LC> #\n김\tB-PS\n서\tB-LC\n울\tI-LC\n \tO\n#\tO\n\n"
+    )
+    entities = [Entity(0, 1, "PS"), Entity(1, 3, "LC")]
+    assert TASK.read(write(tmp_path / "klue", klue)) == [
+        Sentence("s1-x", "김서울 #", entities, False, location=f"{tmp_path}/klue, line 3")
+    ]
+    lines = "김서울 #␞<김:PS><서울:LC> #\n"
+    assert TASK.read(write(tmp_path / "lines", lines)) == [
+        Sentence("line 1", "김서울 #", entities, False, location=f"{tmp_path}/lines, line 1")
+    ]
+    conll = "-DOCSTART- -X- O O\n\nNew NNP I-NP I-LOC\nYork NNP I-NP I-LOC\n"
+    conll += "Anna NNP I-NP B-LOC\nx\tO\n\n\n나 B-PER\n"
+    assert TASK.read(write(tmp_path / "conll", conll)) == [
+        Sentence(
+            "line 3",
+            "New York Anna x",
+            [Entity(0, 8, "LOC"), Entity(9, 13, "LOC")],
+            True,
+            location=f"{tmp_path}/conll, line 3",
+        ),
+        Sentence("line 9", "나", [Entity(0, 1, "PER")], True, location=f"{tmp_path}/conll, line 9"),
+    ]
+
+
+def test_conll_may_have_iobes_tags_comments_and_other_spaces_in_tokens(tmp_path):
+    lines = "# id = 1\n#\nNew\tB-LC\nYork E-LC \nAnna S-PS\nBo  S-PS\n# O\n\n#end\n# O\n10\u00a0km I-QT\n"
+    sentences = TASK.read(write(tmp_path / "a.conll", lines))
+    assert [(s.text, [tuple(entity) for entity in s.entities]) for s in sentences] == [
+        ("New York Anna Bo #", [(0, 8, "LC"), (9, 13, "PS"), (14, 16, "PS")]),
+        ("# 10\u00a0km", [(2, 7, "QT")]),
+    ]
+    assert TASK.collect_labels(sentences) == ["O", "B-LC", "B-PS", "B-QT", "I-LC", "I-PS", "I-QT"]
+
+
+@pytest.mark.parametrize("last, single, inside", ["LUI", "ESM"])
+def test_conll_may_have_bilou_or_bmes_tags(tmp_path, last, single, inside):
+    lines = f"New B-LC\nYork {last}-LC\nAnna {single}-PS\nBo B-PS\nB {inside}-PS\nLi {last}-PS\n"
+    (sentence,) = TASK.read(write(tmp_path / "a.conll", lines))
+    assert [tuple(entity) for entity in sentence.entities] == [(0, 8, "LC"), (9, 13, "PS"), (14, 21, "PS")]
+
+
+def test_conll_with_an_empty_token_is_not_tagged_by_character(tmp_path):
+    """As two files of the Broad Twitter Corpus.
+
+    Of 2,000 sentences 4 were left, with the spaces of a text as its tokens.
+    """
+    skipped = []
+    sentences = TASK.read(write(tmp_path / "h.conll", "New\tB-LC\nYork\tI-LC\n\nx\tO\n \tO\n\n"), skipped)
+    assert [(s.text, s.by_token) for s in sentences] == [("New York", True)]
+    assert "line 5: expected a token and its tag" in str(skipped[0])
+
+
+def test_numbered_tokens_of_germeval_are_not_taken_for_the_tokens(tmp_path):
+    lines = "#\thttp://a\n1\tSchartau\tB-PER\tO\n2\tsagte\tO\tO\n\n#\thttp://b\n1\tBerlin\tB-LOC\tO\n"
+    assert_error(
+        TASK.read,
+        write(tmp_path / "g.tsv", lines),
+        "its first column numbers the tokens: .* cut -f 2,3",
+        left=0,
+    )
+    assert len(TASK.read(write(tmp_path / "a.conll", "1 O\n\n1 O\n"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "marked", "entities"),
+    [
+        ("<파도>를 봤다", "<<파도:AF>>를 봤다", [(1, 3, "AF")]),
+        ("a < b: c > d 김", "a < b: c > d <김:PS>", [(13, 14, "PS")]),
+        ("<이것:은> 글 <김:A>", "<이것:은> 글 <김:A>", []),
+        ("12:30에", "<12:30:TI>에", [(0, 5, "TI")]),
+        ("<x:A> 김 <y:B>", "<x:A> <김:PS> <y:B>", [(6, 7, "PS")]),
+    ],
+)
+def test_brackets_in_the_text_are_not_marks(tmp_path, text, marked, entities):
+    sentence = TASK.read(write(tmp_path / "lines.txt", f"{text}␞{marked}"))[0]
+    assert sentence.text == text and [tuple(entity) for entity in sentence.entities] == entities
+
+
+KLUE_SENTENCE = "가\tO\n\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "left"),
+    [
+        (
+            f"## 컬럼명\n{KLUE_SENTENCE}가\tB-PS\n나 O\n\n{KLUE_SENTENCE}",
+            r"ner\.tsv, line 5: expected one character",
+            2,
+        ),
+        (f"## 컬럼명\n가\tB-PS\n나다\tO\n\n{KLUE_SENTENCE}", "line 3: expected one character", 1),
+        (
+            f"## 컬럼명\n가\tB-PS\n나\tX-PS\n\n{KLUE_SENTENCE}",
+            "line 3: the tag is 'X-PS', not O, B-TYPE or I-TYPE",
+            1,
+        ),
+        ("## 컬럼명\n가\tB-PS\n나\tX-PS\n", "line 3: the tag is 'X-PS'", 0),
+        ("Anna B-PER\n# a comment\n\nAnna B-PER\n", "line 2: the tag is 'comment'", 1),
+        ("Anna B-PER\nKim\n\nAnna B-PER\n", "line 2: expected a token and its tag", 1),
+        ("Anna B-PER\n\nAnna PER\nKim X\n", "line 3: the tag is 'PER'", 1),
+        ("김 씨␞<김:PS> 씨\n김 씨 <김:PS> 씨\n", "line 2: expected the text, ␞", 1),
+        (
+            "김 씨␞<김:PS> 군\n김 씨␞<김:PS> 씨\n",
+            "line 1: the text after ␞, without its marks, differs from the text before it",
+            1,
+        ),
+        (
+            "김 씨␞<박:PS> 씨\n",
+            "line 1: the text after ␞, without its marks, differs from the text before it",
+            0,
+        ),
+        ("그냥 글입니다.\n", "unknown format for named entities", 0),
+        ("글\n", "unknown format for named entities", 0),
+        ("## 컬럼명\n", "the file has no examples", 0),
+        ("\n\n", "the file is empty", 0),
+    ],
+)
+def test_error_in_entities_names_the_line(tmp_path, content, message, left):
+    assert_error(TASK.read, write(tmp_path / "ner.tsv", content), message, left)
 
 
 # --- from text to features to entities ---
@@ -249,81 +375,6 @@ def test_entities_of_unusual_characters_come_back_from_features(kind):
 # --- labels ---
 
 
-def test_token_is_split_where_an_entity_ends_inside_it():
-    tokenizer = wordpiece(["서울에서", "서", "##울", "##에", "##서", "살", "##다"])
-    example = sentence("서울에서 살다", (0, 2, "LC"))
-    labels = TASK.collect_labels([example])
-    made = features(tokenizer, example)
-    assert (
-        format_feature(tokenizer, made, labels) == "[CLS]: 서:B-LC ##울:I-LC ##에:O ##서:O 살:O ##다:O [SEP]:"
-    )
-    assert column(made, "unit") == [NO_UNIT, 0, 1, 2, 3, 5, 6, NO_UNIT]
-    assert made.values["units"].tolist() == [6]
-
-
-def test_character_takes_the_best_token_in_the_vocabulary():
-    tokenizer = wordpiece(["서울", "##에서", "서", "울", "##에", "("])
-    example = sentence("서울에서(뷁쉙", (0, 2, "LC"))
-    # 울 exists only without ##, 서 only as the start of a word, and each character of an unknown word is
-    # unknown
-    assert format_feature(tokenizer, features(tokenizer, example), TASK.collect_labels([example])) == (
-        "[CLS]: 서:B-LC 울:I-LC ##에:O 서:O (:O [UNK]:O [UNK]:O [SEP]:"
-    )
-
-
-def test_token_for_a_space_carries_no_tag():
-    pieces = [
-        ("[UNK]", 0.0),
-        ("[CLS]", 0.0),
-        ("[SEP]", 0.0),
-        ("[PAD]", 0.0),
-        ("▁", -3.0),
-        ("▁서울", -1.0),
-        ("서", -3.0),
-        ("울", -3.0),
-    ]
-    backend = Tokenizer(models.Unigram(pieces, unk_id=0))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer = wrapped(
-        backend, {name: SPECIAL[name] for name in ("pad_token", "unk_token", "cls_token", "sep_token")}
-    )
-    example = sentence("서울 울", (0, 2, "LC"))
-    # 서울 is split, and 울 is as the tokenizer makes it
-    assert (
-        format_feature(tokenizer, features(tokenizer, example), TASK.collect_labels([example]))
-        == "[CLS]: ▁: 서:B-LC 울:I-LC ▁: 울:O [SEP]:"
-    )
-
-
-def test_tokens_that_divide_a_character_do_not_repeat():
-    # of 각간: ㄱ, ㅏㄱㄱ, ㅏㄴ; and 간
-    jamo = ["\u1100", "##\u1161\u11a8\u1100", "##\u1161\u11ab", "##\u1100\u1161\u11ab"]
-    tokenizer = wordpiece(jamo, lowercase=True, strip_accents=True)
-    example = sentence("각간", (1, 2, "PS"))
-    assert len(tokenizer.tokenize("각간")) == 3
-    assert (
-        format_feature(tokenizer, features(tokenizer, example), TASK.collect_labels([example]))
-        == f"[CLS]: {jamo[0]}:O {jamo[3]}:B-PS [SEP]:"
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_split_tokens_keep_the_mark_of_a_word_start(kind):
-    tokenizer = trained(kind)
-    made = features(tokenizer, sentence("한국에서 살았다 한국"))
-    pieces = tokenizer.convert_ids_to_tokens(column(made, "input_ids"))
-    firsts = {unit: pieces[i] for i, unit in enumerate(column(made, "unit")) if unit != NO_UNIT}
-    assert sorted(firsts) == [0, 1, 2, 3, 5, 6, 7, 9, 10]
-    if kind.startswith("wordpiece"):
-        assert [unit for unit, piece in firsts.items() if not piece.startswith("##")] == [0, 5, 9]
-    else:
-        # without add_prefix_space, a text has no space at its beginning
-        assert [unit for unit, piece in firsts.items() if piece[0] in "Ġ▁"] == [0, 5, 9][
-            kind == "byte level" :
-        ]
-    assert firsts[1] == firsts[10]
-
-
 def test_second_of_two_adjacent_entities_has_its_own_b():
     tokenizer = wordpiece(["서울", "서", "##울", "##부", "##산", "##에"])
     example = sentence("서울부산에", (0, 2, "LC"), (2, 4, "LC"))
@@ -393,47 +444,7 @@ def test_unit_without_a_token_belongs_to_the_entity_around_it():
     assert to_set(TASK.make_answers([example], made, [numpy.array(tags)], labels)[0]) == {(0, 1, "PS")}
 
 
-# --- windows ---
-
-
-@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "byte level"])
-def test_windows_are_consecutive_and_carry_every_unit_once(kind):
-    examples = load_klue("dev")[:500]
-    tokenizer = trained(kind)
-    whole, windows = (features(tokenizer, *examples, max_length=length) for length in (512, 24))
-    assert len(whole.example) == len(examples)
-    assert windows.lengths.max() <= 24
-    assert windows.example.tolist() == sorted(windows.example.tolist())
-    special = set(tokenizer.all_special_ids)
-    for name in ("input_ids", "unit", "labels"):
-        one, many = (
-            made.tokens[name][~numpy.isin(made.tokens["input_ids"], [*special])] for made in (whole, windows)
-        )
-        assert numpy.array_equal(one, many)
-
-
-def test_windows_end_at_a_space_if_one_is_near_and_never_inside_a_unit():
-    text = "가나다라 마바사 아 자차카타파하거너더러"
-    made = features(wordpiece(), sentence(text), max_length=10)
-    # 8 tokens each; the space after 아 is too early in the window
-    windows = [[text[unit] for unit in column(made, "unit", i)[1:-1]] for i in range(len(made.example))]
-    assert list(map("".join, windows)) == ["가나다라마바사아", "자차카타파하거너", "더러"]
-    made = features(wordpiece(), sentence(text), max_length=9)
-    windows = [[text[unit] for unit in column(made, "unit", i)[1:-1]] for i in range(len(made.example))]
-    assert list(map("".join, windows)) == ["가나다라마바사", "아자차카타파하", "거너더러"]
-
-    made = features(
-        wordpiece(["a", "##a", "b", "##b"]), sentence("aaa bbb aaaaaaaaa b", by_token=True), max_length=6
-    )
-    # the third unit is longer than a window: its tag is in its first window
-    assert [column(made, "unit", i)[1:-1] for i in range(len(made.example))] == [
-        [0, NO_UNIT, NO_UNIT],
-        [1, NO_UNIT, NO_UNIT],
-        [2, NO_UNIT, NO_UNIT, NO_UNIT],
-        [NO_UNIT] * 4,
-        [NO_UNIT, 3],
-    ]
-    assert made.values["units"].tolist() == [1, 1, 1, 1, 1]
+# --- inputs of the model ---
 
 
 def test_window_filled_by_special_tokens_is_refused():
@@ -443,9 +454,6 @@ def test_window_filled_by_special_tokens_is_refused():
     ):
         features(tokenizer, sentence("가"), max_length=2)
     assert features(tokenizer, sentence("가"), max_length=3).lengths.tolist() == [3]
-
-
-# --- inputs of the model ---
 
 
 def test_padding_and_truncation_of_the_tokenizer_are_turned_off():
@@ -537,42 +545,6 @@ def test_small_model_learns_the_sample_data_and_the_code_of_its_card_gives_its_s
     assert load_tokenizer(folder).tokenize(examples[0].text) == tokenizer.tokenize(examples[0].text)
 
 
-@pytest.mark.parametrize(
-    "text", ["서울에서 살던 ABC社 x1", "뷁서울 2026년", "  서울\u3000에서!", "서울에서😀살던"]
-)
-def test_pipeline_tokenizer_gives_the_tokens_of_training(text):
-    tokenizer = wordpiece(
-        [
-            "서울",
-            "##에서",
-            "서",
-            "##울",
-            "울",
-            "에",
-            "##에",
-            "살",
-            "##던",
-            "A",
-            "##B",
-            "C",
-            "x",
-            "1",
-            "2",
-            "##0",
-            "년",
-        ]
-    )
-    backend = Tokenizer.from_str(TASK.make_pipeline_tokenizer(tokenizer, {"by_token": False}))
-    made = features(tokenizer, Sentence("", text, [], by_token=False))
-    assert backend.encode(text).ids == column(made, "input_ids")
-
-
-def test_no_pipeline_tokenizer_for_other_tokenizers_and_for_data_by_token():
-    assert not TASK.make_pipeline_tokenizer(byte_level(["서울에서 살던"]), {"by_token": False})
-    assert not TASK.make_pipeline_tokenizer(wordpiece(["서"]), {"by_token": True})
-    assert "find_entities" not in make_card("x", TASK, "x", "x", None, {}, {}, {})
-
-
 def test_example_from_user_input():
     _, answers = pass_through_features(wordpiece("가나"), [TASK.make_example(["가 나"])], 256)
     assert answers == [{"entities": []}]
@@ -616,7 +588,7 @@ def test_scores_of_random_tags_match_seqeval(seed):
         # correct entities have two types, so that a predicted one may have a third
         tags = choose.choices(["O", "B-LC", "I-LC", "B-PS", "I-PS"], k=count)
         entities = from_bio(split_units(text, True), tags, strict=True)
-        examples.append(Sentence("", text, entities, True, ""))
+        examples.append(Sentence("", text, entities, True))
         gold_tags = to_bio(split_units(text, True), entities)
         predicted.append([tag if choose.random() < 0.6 else choose.choice(labels) for tag in gold_tags])
     made = features(tokenizer, *examples, labels=labels, max_length=8)

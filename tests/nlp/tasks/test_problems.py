@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import numpy
 import pandas
@@ -45,7 +46,7 @@ def colors(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def similar(tmp_path_factory):
-    """Pairs in the format of KorSTS: 5.0 for the same word twice, 0.0 for others, 2.5 for the same with another number."""
+    """Pairs in the format of KorSTS: 5.0 for the same word twice, else a number from the first word."""
     folder = tmp_path_factory.mktemp("similar")
     words = [*COLORS]
     for name, times in (("train", 20), ("dev", 4), ("test", 4)):
@@ -104,7 +105,7 @@ def test_a_resume_with_another_problem_is_refused_by_its_name(number, tmp_path):
 
 
 def examples(task, labels):
-    return [task.make_example(["a", "b"][: len(task.inputs)])._replace(label=label) for label in labels]
+    return [replace(task.make_example(["a", "b"][: len(task.inputs)]), label=label) for label in labels]
 
 
 def test_f1_of_several_classes_is_that_of_scikit_learn():
@@ -245,7 +246,8 @@ def test_published_forms_of_numbers_and_classes(tmp_path, similar):
     sts["labels"] = {"label": 3.7, "real-label": 3.714285714285714, "binary-label": 1}
     path = tmp_path / "klue-sts-v1.1_train.json"
     path.write_text(json.dumps([sts]))
-    assert NUMBER.read(path)[0][1:4] == ("가", "나", 3.7)
+    pair_of_sts = NUMBER.read(path)[0]
+    assert (pair_of_sts.first, pair_of_sts.second, pair_of_sts.label) == ("가", "나", 3.7)
     assert pair.TASK.read(path)[0].label == "1"
     lines = tmp_path / "a.jsonl"
     labels = (["b", "a", "b"], [], "x, 3", "[x], y")

@@ -1,5 +1,6 @@
 """Question answering: windows that lose no answer, the best span over all windows, and KorQuAD's scores."""
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -12,7 +13,6 @@ from transformers import BertConfig, BertForQuestionAnswering, PreTrainedTokeniz
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import UsageError
 from hpctrain.nlp.data import formats
-from hpctrain.nlp.tasks.answer_scores import score_korquad, score_squad
 from hpctrain.nlp.tasks.qa import MAX_ANSWER, NO_ANSWER, TASK, TOP_SPANS
 from hpctrain.nlp.tasks.squad import UNANSWERABLE, Answer, Question
 from hpctrain.nlp.training.lightning_module import FineTuneModule
@@ -192,7 +192,8 @@ def test_stride_too_large_for_the_window_is_refused(max_length, stride):
 
 @pytest.mark.parametrize("normalizer", [{}, {"strip_accents": True, "lowercase": True}])
 def test_positions_are_characters_of_the_original_context(normalizer):
-    context = "\u200bCafé Ünïon\x00은 서울의 \U0001f370 가게로,\u3000\uff11년 年에 (옛 \uff21\uff22) 열었다. e\u0301lan 각"
+    context = "\u200bCafé Ünïon\x00은 서울의 \U0001f370 가게로,\u3000\uff11년 年에 "
+    context += "(옛 \uff21\uff22) 열었다. e\u0301lan 각"
     tokenizer = make_tokenizer([context, "무엇?"] * 2, **normalizer)
     answers = [
         "Café",
@@ -367,60 +368,6 @@ def test_loss_does_not_depend_on_padding():
 # --- scores ---
 
 
-@pytest.mark.parametrize(
-    ("answer", "rights", "exact", "f1"),
-    [
-        ("서울", ["서울"], 1, 1),
-        (
-            "서울에서",
-            ["서울"],
-            0,
-            2 * 2 / (4 + 2),
-        ),  # 2 of 4 predicted characters are correct, and 2 of 2 expected
-        ("부산", ["서울"], 0, 0),
-        ("", ["서울"], 0, 0),
-        ("가가나", ["가나나"], 0, 2 * 2 / (3 + 3)),  # a multiset intersection
-        ("울서", ["서울"], 0, 1),  # order does not count
-        ("《서울》 <역> 〈앞〉 \u2018길\u2019", ["서울 역 앞 길"], 1, 1),
-        ("음악(공연)", ["음악 공연"], 1, 1),  # brackets are spaces
-        ("음악 공연", ["음악공연"], 0, 1),  # F1 ignores spaces
-        ("1,000명.", ["1000명"], 1, 1),  # other punctuation is deleted
-        ("A-B", ["ab"], 1, 1),
-        ("The Beatles", ["beatles"], 0, 2 * 7 / (10 + 7)),  # articles are kept
-        ("한·미", ["한미"], 0, 2 * 2 / (3 + 2)),  # not ASCII punctuation
-        ("“서울”", ["서울"], 0, 2 * 2 / (4 + 2)),  # nor are these
-        ("  서울   역 ", ["서울 역"], 1, 1),
-        ("서울에서", ["부산", "서울에서", "서울"], 1, 1),  # the correct answer with the highest score
-        ("서울에", ["부산", "서울에서", "서"], 0, 2 * 3 / (3 + 4)),
-    ],
-)
-def test_scores_match_korquad(answer, rights, exact, f1):
-    assert score_korquad(answer, rights) == (exact, pytest.approx(f1))
-    examples = [Question("q", "글", "", "", [Answer(right, 0) for right in rights])]
-    assert TASK.score(examples, [{"answer": answer}])["f1_char"] == pytest.approx(f1)
-
-
-@pytest.mark.parametrize(
-    ("answer", "rights", "exact", "f1"),
-    [
-        ("The Beatles!", ["beatles"], 1, 1),  # articles and punctuation are deleted
-        ("in the old town", ["Old  Town"], 0, 2 * 2 / (3 + 2)),
-        ("towns", ["town"], 0, 0),  # words, not characters
-        ("a the an", ["the"], 1, 1),
-        ("", ["the", "old"], 0, 0),  # an answer of articles alone does not count beside others
-        ("old old town", ["old town town"], 0, 2 * 2 / (3 + 3)),
-        ("1,000", ["1000"], 1, 1),
-        ("another", ["other"], 0, 0),  # an article is a word
-        ("old town", ["new town", "old town hall", "old"], 0, 2 * 2 / (2 + 3)),  # the best of several
-        ("", [""], 1, 1),
-        ("the", [""], 1, 1),
-        ("town", [""], 0, 0),
-    ],
-)
-def test_scores_match_squad(answer, rights, exact, f1):
-    assert score_squad(answer, rights) == (exact, pytest.approx(f1))
-
-
 def test_metric_that_selects_the_epoch_fits_the_language():
     korean, english = (
         Question("q", "", "", "", [Answer(text, 0)]) for text in ("서울은 대한민국의 수도(Seoul)", "Beatles")
@@ -451,7 +398,7 @@ def test_metric_that_selects_the_epoch_fits_the_language():
 def test_question_without_an_answer_points_at_cls_and_counts_in_the_loss():
     context, tokenizer = make_numbered(60)
     examples = [
-        question(context, "w40")._replace(optional=True),
+        replace(question(context, "w40"), optional=True),
         Question("q", "", context, "무엇?", UNANSWERABLE, True),
     ]
     features = TASK.tokenize(tokenizer, examples, [], 32, 8)
@@ -469,7 +416,7 @@ def test_no_answer_is_given_if_it_scores_higher_in_every_window(cls, answer):
     context, tokenizer = make_numbered(40 + 8)
     example = question(context, "w40")
     for optional in (True, False):
-        features = TASK.tokenize(tokenizer, [example._replace(optional=optional)], [], 38, 8)
+        features = TASK.tokenize(tokenizer, [replace(example, optional=optional)], [], 38, 8)
         assert len(features.example) == 2
         logits = numpy.where(features.tokens["start"] == context.index("w40"), 3.0, 0.0)
         logits[features.starts[:2]] = cls
@@ -541,7 +488,8 @@ def test_every_korquad_answer_is_in_a_window(korquad, capsys):
         with capsys.disabled():
             print(
                 f"\nKorQuAD {name}: {len(examples):,} questions, {len(features.example):,} windows; answers: "
-                f"{exactly:,} come back exactly, {covered:,} with the rest of a token, {longer:,} are longer than a window"
+                f"{exactly:,} come back exactly, {covered:,} with the rest of a token, "
+                f"{longer:,} are longer than a window"
             )
         assert longer == 0
     assert len(train) + len(validation) == 5774

@@ -24,7 +24,7 @@ from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hpctrain.cli import COMMANDS
+from hpctrain.cli import COMMANDS, load_command
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches import features
@@ -76,7 +76,7 @@ def train(task, out, *options):
     """Run a fine-tuning in this process; returns its folder."""
     hook = sys.excepthook
     try:
-        TASKS[task].main(ALONE, [*map(str, options), "--out", str(out)])
+        finetune.fine_tune(TASKS[task].TASK, ALONE, [*map(str, options), "--out", str(out)])
     finally:
         sys.excepthook = hook  # the run has replaced it
     return out
@@ -776,7 +776,7 @@ def test_log_says_whether_a_question_or_an_answer_is_too_long(config, tmp_path, 
         0.01,
     )
     shown = capsys.readouterr().out
-    lost = r"examples with an answer that no prediction can be, because it is longer than 64 tokens or than a window; the first: "
+    lost = r"examples with an answer longer than 64 tokens or than a window, so no prediction can be right; the first: "
     assert re.search(rf"test: 1 of .* {lost}.*dev\.json, question long", shown), shown
     assert re.search(
         r"train: 1 of .* examples with a question too long for --max-length 384 and truncated; .*long", shown
@@ -885,8 +885,8 @@ def test_every_task_is_found_by_its_command():
     """No other table lists the tasks: `hpctrain predict` finds them in COMMANDS."""
     commands = {name: module for name, (module, *_) in COMMANDS.items() if name.startswith("nlp.")}
     assert commands == {f"nlp.{name}": module.__name__ for name, module in TASKS.items()}
-    for module in TASKS.values():
-        assert module.parser().prog == f"hpctrain nlp.{module.TASK.name}"
+    for name in TASKS:
+        assert load_command(f"nlp.{name}").parser().prog == f"hpctrain nlp.{name}"
     assert (predict.parser().prog, hub.parser().prog) == ("hpctrain predict", "hpctrain fetch")
 
 

@@ -142,7 +142,7 @@ def test_transformers_asks_no_gpu_for_the_mask(kind, monkeypatch):
 )
 def test_what_is_not_for_graphs_is_refused(options, message, tmp_path):
     with pytest.raises(UsageError, match=message):
-        classify.main(ALONE, ["--cuda-graphs", *options, "--out", str(tmp_path / "run")])
+        finetune.fine_tune(classify.TASK, ALONE, ["--cuda-graphs", *options, "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
 
 

@@ -21,6 +21,7 @@ import pytest
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.use import serve
 from tests.helpers import ask_socket, listening_ports
+from tests.tools.browser import Browser
 
 
 class Pairs:
@@ -60,7 +61,7 @@ def task(monkeypatch, tmp_path):
     task = Pairs()
     monkeypatch.setattr(serve, "find_task", lambda folder: (task, {}))
     monkeypatch.setattr(serve, "load_tokenizer", lambda folder: None)
-    monkeypatch.setattr(serve, "load_model", lambda task, folder: Anything())
+    monkeypatch.setattr(serve, "load_model", lambda task, folder, device: Anything())
     return task
 
 
@@ -102,8 +103,8 @@ def test_json(ask):
 
 @pytest.mark.parametrize(
     "content",
-    [5, [], {}, {"question": "a"}, {"question": "a", "context": 5}, {"question": "a", "context": "\ud800"}, [[1]], None, "x",
-     257 * [{"question": "a", "context": "b"}]],
+    [5, [], {}, {"question": "a"}, {"question": "a", "context": 5}, {"question": "a", "context": "\ud800"},
+     [[1]], None, "x", 257 * [{"question": "a", "context": "b"}]],
 )  # fmt: skip
 def test_json_that_is_invalid(ask, content):
     status, answer = post(ask, content)
@@ -221,7 +222,8 @@ def test_requests_of_many_are_answered_together(ask, task):
             '<mark style="--color:#e69f00">B<small>Y</small></mark>',
         ),
         (("A",), {"entities": []}, "A\n<small>no entity</small>"),
-        (("?", "a & b"), {"answer": "", "start": 0, "score": 0.5}, "a &amp; b\n<small>no answer in this context (50.0%)</small>"),
+        (("?", "a & b"), {"answer": "", "start": 0, "score": 0.5},
+         "a &amp; b\n<small>no answer in this context (50.0%)</small>"),
         (("A",), {"label": "<1>", "probability": 0.987}, "&lt;1&gt;<small>98.7%</small>"),
         (("A <",), {"generated": "> B"}, "A &lt;<mark>&gt; B</mark>"),
         (("A",), {"other": "<"}, '{\n  &quot;other&quot;: &quot;&lt;&quot;\n}'),
@@ -230,6 +232,40 @@ def test_requests_of_many_are_answered_together(ask, task):
 def test_how_an_answer_looks(row, answer, shown):
     found = serve.show_answer(row, answer)
     assert found == shown or ("probability" in answer and found.startswith(shown) and "width:99%" in found)
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "find_task", lambda folder: (Pairs(), {}))
+    monkeypatch.setattr(serve, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(serve, "load_model", lambda task, folder, device: Anything())
+    args = argparse.Namespace(device="cpu", batch_size=8, max_new_tokens=4)
+    monkeypatch.setattr(serve.Handler, "model", serve.Model(tmp_path, args), raising=False)
+    monkeypatch.setattr(serve.Handler, "token", "the-token", raising=False)
+    server = serve.Server(("127.0.0.1", 0), serve.Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with Browser() as browser:
+        browser.resize(360, 900)
+        browser.open(f"http://127.0.0.1:{server.server_port}/")
+        assert "the token is missing" in browser.evaluate("document.body.innerText")
+        browser.evaluate("document.querySelector('[name=token]').value = 'the-token'")
+        browser.click("button")
+        browser.wait_for("document.querySelector('[name=question]')")
+        assert "token" not in browser.evaluate("location.href")
+        for name, text in (("question", "Who?"), ("context", "Kim <b>lives</b> in Seoul")):
+            browser.evaluate(f"document.querySelector('[name={name}]').value = '{text}'")
+        browser.click("button")
+        browser.wait_for("document.querySelector('mark')")
+        assert browser.evaluate("document.querySelector('mark').innerText").startswith("Kim")
+        assert "Kim75.0% <b>lives</b> in Seoul" in browser.evaluate(
+            "document.querySelector('.answer').innerText"
+        )
+        assert (
+            browser.evaluate("getComputedStyle(document.querySelector('mark')).backgroundColor")
+            != "rgba(0, 0, 0, 0)"
+        )
+        assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    server.shutdown()
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
-"""Read data sets as they are published: which file holds which split, and what the readers of the tasks have
-in common.
+"""Read data sets as they are published: find the file of each split, and what the tasks' readers share.
 
 Each task reads its own formats (Task.read). Nothing is dropped silently: an example that a reader cannot
 understand is an error that names the file and the line, either raised (--strict) or kept in a list `skipped`
@@ -21,7 +20,7 @@ from hpctrain.files.plain import open_plain
 from hpctrain.text import counted, first_line, one_line
 
 if TYPE_CHECKING:  # it imports all of transformers, and `hpctrain fetch` needs none
-    from hpctrain.nlp.task import Task
+    from hpctrain.nlp.task import Example, Task
 
 # Words in file names that identify the split (testa and testb: CoNLL-2003), and the suffixes of data files.
 OF_VALIDATION = ("validation", "valid", "val", "dev", "testa")
@@ -29,7 +28,7 @@ SPLITS = {"train": "train", **dict.fromkeys(OF_VALIDATION, "validation"), "test"
 JSON_LINES = ".jsonl"  # a JSON object in each line
 SUFFIXES = {".txt", ".tsv", ".json", JSON_LINES, ".conll", ".bio", *(f".{word}" for word in SPLITS)}
 TABLES = {".csv", ".tsv", ".json", JSON_LINES, ".parquet", ".arrow"}  # what --columns reads, see tables.py
-TABLES_BELOW = ("*/data-*.arrow", "*/*.parquet")  # others there are not data: state.json, cache-*.arrow
+TABLES_BELOW = ("*/data-*.arrow", "*/*.parquet")  # not state.json and cache-*.arrow, which are no data
 NSMC_COLUMNS = ("id", "document", "label")
 # the first bytes of Parquet, of a file and of a stream of Arrow
 MAGIC_OF_TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
@@ -43,42 +42,41 @@ MAGIC_OF_PACKED = {
 MAX_ERRORS = 100  # of a file that are kept
 SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which is no text
 
-Example = TypeVar("Example")
+AnyExample = TypeVar("AnyExample", bound="Example")
 
 
 # --- splits ---
 
 
 def load_splits(
-    task: "Task",
+    task: "Task[AnyExample]",
     data: Path | None,
     skipped: list[HpctrainError] | None = None,
     columns: dict[str, str] | None = None,
-) -> dict[str, list[Any]]:
-    """Read the examples of each split from the files in a folder, or from the task's sample data if `data` is
-    None.
+) -> dict[str, list[AnyExample]]:
+    """Read the examples of each split from the files in a folder.
 
-    A single file is read as "train", for split_examples() to divide. With `columns` the files are tables: see
-    Task.read(). Raises HpctrainError; with a list `skipped`, errors in single examples go there instead.
-    Raises UsageError if there is no `data` and the task has no sample data.
+    Without `data` these are the task's sample data. A single file is read as "train", for split_examples() to
+    divide. With `columns` the files are tables: see Task.read(). Raises HpctrainError; with a list `skipped`,
+    errors in single examples go there instead. Raises UsageError if there is no `data` and the task has no
+    sample data.
     """
     folder = data or task.samples
     if folder is None:
         raise UsageError(f"nlp.{task.name} has no sample data: give --data a folder or a file")
-
-    def read(path: Path) -> list[Any]:
-        return task.read(path, skipped, columns) if columns else task.read(path, skipped)
-
     if folder.is_file():
-        return {"train": read(folder)}
+        return {"train": task.read(folder, skipped, columns)}
     splits = find_split_files(folder, tables=columns is not None)
-    return {name: [example for path in paths for example in read(path)] for name, paths in splits.items()}
+    return {
+        name: [example for path in paths for example in task.read(path, skipped, columns)]
+        for name, paths in splits.items()
+    }
 
 
 def list_names(names: Sequence[str]) -> str:
     """Names for a line of the log: the first 20, and how many more there are."""
     more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
-    return ", ".join(map(shorten, names[:20])) + more
+    return ", ".join(map(excerpt, names[:20])) + more
 
 
 def describe_skipped(skipped: Sequence[HpctrainError]) -> str:
@@ -90,16 +88,15 @@ def describe_skipped(skipped: Sequence[HpctrainError]) -> str:
 
 
 def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]]:
-    """Find the files of each split ("train", "validation", "test") by the names under which data sets are
-    published.
+    """Find the files of each split ("train", "validation", "test") by their published names.
 
     A file belongs to a split if its name contains the split as a word: ratings_train.txt,
     klue-ner-v1.1_dev.tsv, xnli.test.ko.tsv. Several files of one split, such as the two training files of
     KorNLI, are read one after the other. If a data set publishes dev files but no test set (KLUE, KorQuAD),
     dev is the test set.
 
-    With `tables` the files are TABLES. If the folder has none of a split, they are those one folder below,
-    where the hub and the library datasets have them: plain_text/train-00000-of-00001.parquet,
+    With `tables` the files are TABLES. If none of them belongs to a split, the files one folder below are
+    taken, where the hub and the library datasets have them: plain_text/train-00000-of-00001.parquet,
     train/data-00000-of-00001.arrow.
 
     Raises HpctrainError that lists the files if there is no training or test file, or if there are two of one
@@ -124,14 +121,13 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
     ):
         if name not in splits:
             found = list_names(sorted(path.name for path in files)) or "no data file"
-            others = list_names(
-                sorted(path.name for path in folder.iterdir() if path.suffix.lower() in TABLES - suffixes)
+            tables_there = sorted(
+                path.name for path in folder.iterdir() if path.suffix.lower() in TABLES - suffixes
             )
-            raise HpctrainError(
-                f"{folder}: no {name} file, such as {such_as} (found {found}): "
-                f"{others and f'give --columns FIELD=COLUMN, which reads {others}, '}"
-                f"{'or ' if others else ''}add one, or give --data a single file, which is then split"
-            )
+            advice = "add one, or give --data a single file, which is then split"
+            if tables_there:
+                advice = f"give --columns FIELD=COLUMN, which reads {list_names(tables_there)}, or {advice}"
+            raise HpctrainError(f"{folder}: no {name} file, such as {such_as} (found {found}): {advice}")
     return splits
 
 
@@ -145,13 +141,14 @@ def _group_by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]
             other = seen.setdefault((name, path.with_suffix("")), path)
             if other is not path:
                 raise HpctrainError(
-                    f"{folder}: {other.name} and {path.name} are the same data in two formats: move one to another folder"
+                    f"{folder}: {other.name} and {path.name} are the same data in two formats: "
+                    "move one to another folder"
                 )
     return splits
 
 
 def describe_unused(folder: Path | None, tables: bool = False) -> str:
-    """The files of --data that belong to no split; "" if there are none, or if --data is not a folder."""
+    """The files in the folder --data that belong to no split; "" if there are none."""
     if folder is None or not folder.is_dir():
         return ""
     used = {path for paths in find_split_files(folder, tables).values() for path in paths}
@@ -161,8 +158,8 @@ def describe_unused(folder: Path | None, tables: bool = False) -> str:
 
 
 def split_examples(
-    task: "Task", examples: Sequence[Any], fraction: float, seed: int
-) -> tuple[list[Any], list[Any]]:
+    task: "Task[AnyExample]", examples: Sequence[AnyExample], fraction: float, seed: int
+) -> tuple[list[AnyExample], list[AnyExample]]:
     """Divide examples at random into a training and a validation part; validation gets `fraction` of them.
 
     The division depends on the seed alone, and both parts keep the order of the file. Examples of one group
@@ -183,15 +180,17 @@ def split_examples(
             break
         validation.update(members[group])
     if not 0 < len(validation) < len(examples):
-        what = counted(len(examples), "example") + (
-            f" of {len(members)} {task.groups}" if len(members) < len(examples) else ""
-        )
+        what = counted(len(examples), "example")
+        if len(members) < len(examples):
+            what += f" of {len(members)} {task.groups}"
         if len(members) < 2:
             raise UsageError(
-                f"--data has {what}, too few to split: add more, or a file for each of train, validation and test"
+                f"--data has {what}, too few to split: "
+                "add more, or a file for each of train, validation and test"
             )
         raise UsageError(
-            f"--validation-split {fraction} of {what} leaves a part empty: give another fraction, or more data"
+            f"--validation-split {fraction} of {what} leaves a part empty: "
+            "give another fraction, or more data"
         )
     return (
         [example for i, example in enumerate(examples) if i not in validation],
@@ -215,17 +214,17 @@ def are_most_letters(texts: Iterable[str], of_script: Callable[[str], bool]) -> 
 
 def read_examples(
     path: Path,
-    make: Callable[..., Example],
+    make: Callable[..., AnyExample],
     items: Iterable[tuple[Any, ...]],
     skipped: list[HpctrainError] | None,
-) -> list[Example]:
-    """Call `make` with each item of a file; if it raises HpctrainError, the example is skipped and the error
-    kept in `skipped`.
+) -> list[AnyExample]:
+    """Call `make` with each item of a file. If it raises HpctrainError, the example is skipped.
 
-    Without a list `skipped` the error is raised. Always raised are errors of `items` itself, and a file
-    without any example.
+    The error goes to the list `skipped`; without a list it is raised. Errors of `items` itself, and a file
+    without any example, are always raised.
     """
-    examples, errors = [], []
+    examples: list[AnyExample] = []
+    errors: list[HpctrainError] = []
     for item in items:
         try:
             examples.append(make(*item))
@@ -241,7 +240,7 @@ def read_examples(
         )
     if not examples:
         raise HpctrainError(f"{path}: the file has no examples: download it again")
-    if errors:
+    if skipped is not None:
         skipped += errors
     return examples
 
@@ -271,13 +270,11 @@ def decode_text(
 ) -> str:
     """The text in a file with this content, without a byte order mark.
 
-    Raises HpctrainError if it is not UTF-8.
-
-    `for_tables` is what to do with a table of Parquet or Arrow.
+    Raises HpctrainError if it is not UTF-8. `for_tables` is the advice for a table of Parquet or Arrow.
     """
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16 -t utf-8")
-    # what begins with ASCII, such as a header, without a mark
+    # UTF-16 without a byte order mark that begins with ASCII, such as a header.
     if content[1:4:2] == b"\0\0" and content[:1] != b"\0":
         raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16le -t utf-8")
     if packed := next((name for magic, name in MAGIC_OF_PACKED.items() if content.startswith(magic)), None):
@@ -301,9 +298,12 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_json_lines(
-    path: Path, make: Callable[[str, dict[str, Any]], Example], skipped: list[HpctrainError] | None
-) -> list[Example]:
-    """read_examples() of a file that has a JSON object in each line, or a blank line; `make` gets the location and the object."""
+    path: Path, make: Callable[[str, dict[str, Any]], AnyExample], skipped: list[HpctrainError] | None
+) -> list[AnyExample]:
+    """read_examples() of a file with a JSON object in each line that is not blank.
+
+    `make` gets the location and the object.
+    """
     lines = (
         (f"{path}, line {number}", line) for number, line in enumerate(read_lines(path), 1) if line.strip()
     )
@@ -344,7 +344,7 @@ def split_fields(location: str, line: str, columns: tuple[str, ...]) -> list[str
 
 
 def read_json(path: Path, type_: type, expected: str) -> Any:
-    """The JSON value of a file, which must be of this type and not empty; `expected` describes it in errors."""
+    """The JSON value of a file, of this type and not empty; `expected` describes it in errors."""
     try:
         value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
@@ -368,16 +368,16 @@ def get_field(location: str, item: object, key: str, type_: type, expected: str)
 
     JSON can escape half of a character ("\\ud83d"), which is no text and which no tokenizer takes.
     """
-    value = item.get(key) if isinstance(item, dict) else None
+    value: Any = item.get(key) if isinstance(item, dict) else None
     if type(value) is not type_:  # true is an int to isinstance()
         raise HpctrainError(f"{location} has no {key!r} of type {type_.__name__}: expected {expected}")
-    if type_ is str and SURROGATE.search(value):
+    if isinstance(value, str) and SURROGATE.search(value):
         raise HpctrainError(f"{location}: {key!r} has half of a character, {value[:80]!r}: fix the file")
     return value
 
 
 def get_label(location: str, item: object, key: str, expected: str) -> str:
-    """`item[key]`, a text, an integer, or true or false, without white space around it; it must not be empty."""
+    """`item[key]`, a text that is not empty, an integer, or true or false, without white space around it."""
     value = item.get(key) if isinstance(item, dict) else None
     for type_, what, problem in ((float, "a number", "regression"), (list, "a list", "multi-label")):
         if type(value) is type_:
@@ -388,6 +388,6 @@ def get_label(location: str, item: object, key: str, expected: str) -> str:
     return label
 
 
-def shorten(text: str) -> str:
+def excerpt(text: str) -> str:
     """The beginning of a text of a file, in one line."""
     return one_line(text if len(text) <= 80 else f"{text[:80]}...")

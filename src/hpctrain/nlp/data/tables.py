@@ -13,29 +13,28 @@ from typing import Any
 from hpctrain.errors import HpctrainError
 from hpctrain.files.plain import open_plain
 from hpctrain.nlp.data import formats
-from hpctrain.nlp.data.formats import Example
+from hpctrain.nlp.data.formats import AnyExample
 from hpctrain.text import first_line
 
 ROWS = 1_000  # of Parquet that are read at a time
-# What a file of Parquet or Arrow may unpack to, as a multiple of its size, and what a row counts for beside
-# its texts.
+# The most that a file of Parquet or Arrow may unpack to, as a multiple of its size; and the bytes that a row
+# counts for beside its texts.
 MAX_RATIO, ROW = 1_000, 100
 
 
 def read_columns(
     path: Path,
     columns: Mapping[str, str],
-    make: Callable[[str, dict[str, Any]], Example],
+    make: Callable[[str, dict[str, Any]], AnyExample],
     skipped: list[HpctrainError] | None,
-) -> list[Example]:
-    """read_examples() of the rows of a table; `make` gets the location of a row, and its value of each field
-    in `columns`.
+) -> list[AnyExample]:
+    """read_examples() of the rows of a table; `make` gets the location of a row, and a value for each field.
 
     `columns` has the name of the column of each field. A value that is missing is an error of its row.
-    Raises HpctrainError that lists the columns of the file if it lacks one of these.
+    Raises HpctrainError that lists the columns of the file if one of `columns` is missing.
     """
 
-    def make_from_row(location: str, row: object) -> Example:
+    def make_from_row(location: str, row: object) -> AnyExample:
         return make(location, _pick_fields(location, row, columns))
 
     is_json = path.suffix.lower() in (".json", formats.JSON_LINES)
@@ -55,7 +54,8 @@ def read_columns(
         rows = _iterate_arrow(path, columns)
     else:
         raise HpctrainError(
-            f"{path}: not a table that --columns reads ({', '.join(sorted(formats.TABLES))}): convert it, or leave out --columns"
+            f"{path}: not a table that --columns reads ({', '.join(sorted(formats.TABLES))}): "
+            "convert it, or leave out --columns"
         )
     return formats.read_examples(path, make_from_row, rows, skipped)
 
@@ -69,13 +69,10 @@ def _pick_fields(location: str, row: object, columns: Mapping[str, str]) -> dict
             location, "more fields than the header has: in a csv, quote a field that has a comma in it"
         )
     for column in columns.values():
-        if row.get(column) is None:
-            problem = (
-                f"its column {column!r} has no value"
-                if column in row
-                else _describe_columns(column, list(row))
-            )
-            raise formats.line_error(location, problem)
+        if column not in row:
+            raise formats.line_error(location, _describe_columns(column, list(row)))
+        if row[column] is None:
+            raise formats.line_error(location, f"its column {column!r} has no value")
     return {field: row[column] for field, column in columns.items()}
 
 
@@ -95,10 +92,10 @@ def _describe_columns(column: str, names: Sequence[str]) -> str:
 
 
 def _iterate_csv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """The location and the fields of each row below the header; a field in quotation marks may have
-    separators and line breaks.
+    """The location and the fields of each row below the header.
 
-    Fields are separated by commas, or by what the header has instead of them: semicolons or tabs.
+    Fields are separated by commas, or by semicolons or tabs if the header has no comma. A field in quotation
+    marks may have separators and line breaks.
     """
     text, line = formats.read_text(path), 1
     header = text.partition("\n")[0]
@@ -133,7 +130,10 @@ def _iterate_tsv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, 
 
 
 def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The location and the values of each row of a Parquet or Arrow file, a few rows at a time; classes by their names."""
+    """The location and the values of each row of a Parquet or Arrow file; classes by their names.
+
+    A few rows are read at a time.
+    """
     try:
         import pyarrow
     except ImportError as error:  # the images have it
@@ -159,7 +159,8 @@ def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str
                     room -= ROW + _count_size(list(row.values()))
                     if room < 0:
                         raise HpctrainError(
-                            f"{path}: unpacks to over {MAX_RATIO} times its size: convert it to .jsonl, if it is right"
+                            f"{path}: unpacks to over {MAX_RATIO} times its size: "
+                            "convert it to .jsonl, if it is right"
                         )
                     yield (
                         f"{path}, row {number}",
@@ -170,7 +171,8 @@ def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str
     except Exception as error:  # pyarrow raises exceptions of many kinds for damaged files
         kind = path.suffix.removeprefix(".").capitalize()
         raise HpctrainError(
-            f"{path}: not a file of {kind} that can be read ({first_line(error)[:200]}): download the file again"
+            f"{path}: not a file of {kind} that can be read ({first_line(error)[:200]}): "
+            "download the file again"
         ) from error
 
 
@@ -182,20 +184,18 @@ def _count_size(value: Any) -> int:
 
 
 def _open_parquet(file: Any, names: list[str]) -> tuple[Any, Iterable[Any]]:
-    """The schema and the record batches of a file of Parquet."""
     from pyarrow import parquet
 
     schema = parquet.ParquetFile(file).schema
     leaves = map(schema.column, range(len(schema)))
-    # Otherwise a text that is there once for many rows would be copied for each of them. In lists this would
-    # be slow.
+    # Otherwise a text that is stored once for many rows would be copied for each row. In lists this is slow.
     texts = [leaf.path for leaf in leaves if leaf.path in names and leaf.logical_type.type == "STRING"]
     table = parquet.ParquetFile(file, read_dictionary=texts)
     return table.schema_arrow, table.iter_batches(ROWS, columns=names, use_threads=False)
 
 
 def _open_arrow(file: Any) -> tuple[Any, Iterable[Any]]:
-    """The schema and the record batches of Arrow's IPC: of a file, or of a stream, which the library datasets writes."""
+    """The schema and the record batches of Arrow's IPC: a file, or a stream (the library datasets)."""
     from pyarrow import ipc
 
     is_stream = file.read(6) != b"ARROW1"
@@ -208,7 +208,7 @@ def _open_arrow(file: Any) -> tuple[Any, Iterable[Any]]:
 
 
 def _find_class_names(metadata: Mapping[bytes, bytes] | None, column: str) -> list[str]:
-    """The names that the library datasets has written for the numbers in a column (ClassLabel), or in its lists; else []."""
+    """The class names of a column, or of its lists, from the library datasets (ClassLabel); else []."""
     try:
         feature = json.loads((metadata or {})[b"huggingface"])["info"]["features"][column]
         names = feature.get("feature", feature)["names"]
@@ -220,7 +220,7 @@ def _find_class_names(metadata: Mapping[bytes, bytes] | None, column: str) -> li
 def _name_classes(value: Any, names: list[str]) -> Any:
     """The names for numbers of classes, if there are names.
 
-    A number without one is no value: -1 stands for no label.
+    None for a number without a name: -1 stands for no label.
     """
     if isinstance(value, list):
         return [_name_classes(each, names) for each in value]

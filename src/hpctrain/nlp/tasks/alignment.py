@@ -1,4 +1,4 @@
-"""Align subword tokens with the units that a data set tags (see bio.py), so that each unit has a token that carries its tag."""
+"""Align subword tokens with the units that a data set tags (see bio.py)."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ class UnitAligner:
         ids: list[int] = []
         units: list[int] = []
         last = NO_UNIT  # the last unit that has a token
-        # the last unit whose tokens were made here, so that no further token of it is needed
+        # The last unit whose tokens were made here: its further tokens are left out.
         replaced = NO_UNIT
         for id_, token, (start, end) in zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True):
             covered = sorted({unit for unit in unit_of[start:end] if unit != NO_UNIT})
@@ -89,13 +89,12 @@ class UnitAligner:
 
 
 def make_character_tokenizer(backend: Tokenizer) -> str:
-    """The content of a tokenizer.json that gives the tokens of UnitAligner.align() for units of one
-    character; "" if none can.
+    """A tokenizer.json that gives the tokens of UnitAligner.align() for units of one character.
 
-    Possible for WordPiece: BPE without merges, with the same vocabulary, takes each character by itself, and
-    prefixes those that continue a word. A character that the vocabulary has only without the prefix gets a
-    second name for the same id. `tokenizers` writes one name for each id, so the content has to be written as
-    it is.
+    "" unless `backend` is WordPiece. BPE without merges, with the vocabulary of WordPiece, takes each
+    character by itself, and prefixes those that continue a word. A character that the vocabulary has only
+    without the prefix gets a second name for the same id. `tokenizers` keeps one name for each id when it
+    writes the file, so the caller has to write this text itself.
     """
     content = json.loads(backend.to_str())
     model = content["model"]
@@ -119,10 +118,10 @@ def make_character_tokenizer(backend: Tokenizer) -> str:
 
 
 def split_windows(units: list[int], after_space: list[bool], size: int) -> Iterator[slice]:
-    """Divide the tokens of a sentence into windows of at most `size`, before a unit, and after a space if one
-    is near the end.
+    """Divide the tokens of a sentence into windows of at most `size`.
 
-    `units` is the unit of each token, `after_space` whether the unit follows a space.
+    A window ends before a unit, and at a space if there is one in its second half. `units` is the unit of
+    each token, `after_space` whether the unit follows a space.
     """
     start = 0
     while len(units) - start > size:

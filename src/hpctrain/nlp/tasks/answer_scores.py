@@ -1,5 +1,4 @@
-"""Scores of answers to questions: exact match and F1, as KorQuAD's and as SQuAD's evaluation scripts define
-them, in [0, 1].
+"""Exact match and F1 of answers, in [0, 1], as the evaluation scripts of KorQuAD and of SQuAD define them.
 
 KorQuAD compares characters, because Korean particles are attached to words: evaluate-v1.0.py of
 https://korquad.github.io/KorQuad%201.0/. SQuAD compares words: evaluate-v2.0.py of
@@ -20,16 +19,15 @@ PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
 
 
 def normalize_korquad(text: str) -> str:
-    """An answer as KorQuAD compares it: quotes and brackets become spaces, other ASCII punctuation is
-    deleted, in lower case.
+    """An answer as KorQuAD compares it: lower case, without ASCII punctuation.
 
-    Consecutive spaces become one. Unlike in SQuAD, articles are kept.
+    Quotes and brackets become spaces. Consecutive spaces become one. Unlike in SQuAD, articles are kept.
     """
     return " ".join(text.translate(SPACES).lower().translate(PUNCTUATION).split())
 
 
 def normalize_squad(text: str) -> str:
-    """An answer as SQuAD compares it: lower case, without ASCII punctuation and the articles a, an and the; single spaces."""
+    """An answer as SQuAD compares it: lower case, without ASCII punctuation and a, an, the; single spaces."""
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split())
 
 
@@ -45,12 +43,15 @@ def compute_f1(predicted: Sequence[str], correct: Sequence[str]) -> float:
 
 
 def score_korquad(predicted: str, correct: Sequence[str]) -> tuple[float, float]:
-    """Exact match and F1 of the characters of an answer, spaces left out: the best over the correct answers."""
+    """Exact match and F1 of the characters of an answer without spaces: the best over the correct answers."""
     return _score(normalize_korquad, lambda text: list(text.replace(" ", "")), predicted, correct)
 
 
 def score_squad(predicted: str, correct: Sequence[str]) -> tuple[float, float]:
-    """Exact match and F1 of the words of an answer: the best over the correct answers that are more than articles."""
+    """Exact match and F1 of the words of an answer: the best over the correct answers.
+
+    Correct answers of articles and punctuation alone do not count, unless all are.
+    """
     return _score(
         normalize_squad, str.split, predicted, [text for text in correct if normalize_squad(text)] or [""]
     )
@@ -60,9 +61,8 @@ def _score(
     normalize: Callable[[str], str], split: Callable[[str], list[str]], predicted: str, correct: Sequence[str]
 ) -> tuple[float, float]:
     answer, *rest = map(normalize, [predicted, *correct])
-    return max(float(answer == right) for right in rest), max(
-        compute_f1(split(answer), split(right)) for right in rest
-    )
+    exact = max(float(answer == right) for right in rest)
+    return exact, max(compute_f1(split(answer), split(right)) for right in rest)
 
 
 def is_latin(texts: Iterable[str]) -> bool:

@@ -11,107 +11,67 @@ On two nodes, in the container, with Slurm:
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
-from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
-from hpctrain.nlp.task import IGNORED, Task
+from hpctrain.nlp.task import IGNORED, Example, Logits, Task
 from hpctrain.nlp.tasks.problems import MultiLabel, Regression
-from hpctrain.nlp.training import finetune, options
-from hpctrain.options import Parser
+
+Label = str | tuple[str, ...] | float  # one class; with --problem several classes, or a number
 
 
-class Document(NamedTuple):
-    """A text, which may be empty, and its class; with --problem several classes, or a number."""
+class Labeled(Example):
+    """An example with a label."""
 
-    id: str
-    text: str
-    label: str | tuple[str, ...] | float
-    location: str = ""
+    __slots__ = ()
+    label: Label
 
 
-class Classify(Task):
-    """Assign one class to a text. for_problem() has the same task with several classes, or a number."""
+AnyLabeled = TypeVar("AnyLabeled", bound=Labeled)
 
-    name = "classify"
-    title = "Text classification"
-    formats = "NSMC: tsv with id, document, label; jsonl with text, label"
-    fields = ("text", "label")
+
+class LabelTask(Task[AnyLabeled]):
+    """Assign one class to each example. for_problem() has the same task with several classes, or a number."""
+
     one_label = True
     model = AutoModelForSequenceClassification
     pipeline_tag = "text-classification"
     selection_metric = "accuracy"
 
-    def for_problem(self, problem: str | None) -> Task:
+    def for_problem(self, problem: str | None) -> Task[AnyLabeled]:
         """The same task for labels of another kind, see --problem."""
         kind = {"multi-label": MultiLabel, "regression": Regression}.get(problem or "")
         return type(f"{kind.__name__}{type(self).__name__}", (kind, type(self)), {})() if kind else self
 
-    def get_label(
-        self, location: str, item: object, key: str, expected: str
-    ) -> str | tuple[str, ...] | float:
+    def get_label(self, location: str, item: object, key: str, expected: str) -> Label:
         """The label of an example. Raises HpctrainError."""
         return formats.get_label(location, item, key, expected)
 
-    def read(
-        self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
-    ) -> list[Document]:
-        """Read the tsv of NSMC (id, document, label) or JSON Lines (text or document, label)."""
-
-        def make(location: str, line: str) -> Document:
-            id_, text, label = formats.split_fields(location, line, formats.NSMC_COLUMNS)
-            return Document(id_, text, self.get_label(location, {"label": label}, "label", ""), location)
-
-        def make_from_json(location: str, item: dict[str, Any]) -> Document:
-            expected = "an object with text and label"
-            text = formats.get_field(
-                location, item, "document" if "document" in item else "text", str, expected
-            )
-            return Document(
-                location.rpartition(", ")[2],
-                text,
-                self.get_label(location, item, "label", expected),
-                location,
-            )
-
-        if columns:
-            return read_columns(path, columns, make_from_json, skipped)
-        if path.suffix.lower() == formats.JSON_LINES:
-            return formats.read_json_lines(path, make_from_json, skipped)
-        return formats.read_examples(path, make, formats.read_table(path, formats.NSMC_COLUMNS), skipped)
-
-    def make_example(self, texts: Sequence[str]) -> Document:
-        """A text with the class unknown."""
-        return Document("", texts[0], "")
-
-    def get_texts(self, example: Document) -> tuple[str, ...]:
-        """One text; PairClassify returns two, which the model sees separated by [SEP]."""
-        return (example.text,)
-
-    def collect_labels(self, examples: Sequence[Document]) -> list[str]:
+    def collect_labels(self, examples: Sequence[AnyLabeled]) -> list[str]:
         """The classes in alphabetical order."""
-        return sorted({example.label for example in examples})
+        return sorted({str(example.label) for example in examples})
 
     def tokenize(
         self,
         tokenizer: PreTrainedTokenizerFast,
-        examples: Sequence[Document],
+        examples: Sequence[AnyLabeled],
         labels: list[str],
         max_length: int,
         stride: int,
     ) -> Features:
         """One feature for each example.
 
-        A text that is too long is truncated at its end; of a pair, the longer text first.
+        A text that is too long is truncated at its end; of a pair, the longer text first. The model sees two
+        texts separated by [SEP].
         """
         texts = [self.get_texts(example) for example in examples]
         encodings = list(
@@ -127,13 +87,13 @@ class Classify(Task):
             cut=[i for i, encoding in enumerate(encodings) if encoding.overflowing],
         )
 
-    def make_targets(self, examples: Sequence[Document], labels: list[str]) -> dict[str, Sequence[Any]]:
-        """The values of the features that the loss needs: the number of each class, and whether there is one."""
-        number = {label: i for i, label in enumerate(labels)}
+    def make_targets(self, examples: Sequence[AnyLabeled], labels: list[str]) -> dict[str, Sequence[Any]]:
+        """What the loss needs of each feature: the number of its class, and whether it has one."""
+        number: dict[Label, int] = {label: i for i, label in enumerate(labels)}
         targets = [number.get(example.label, IGNORED) for example in examples]
         return {"labels": targets, "units": [target != IGNORED for target in targets]}
 
-    def compute_loss(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> Tensor:
+    def compute_loss(self, output: Logits, batch: dict[str, Any]) -> Tensor:
         """The model's own loss, or the mean over the labels of their losses, each times the weight of its
         class.
 
@@ -145,18 +105,22 @@ class Classify(Task):
         losses = cross_entropy(output.logits, batch["labels"], batch["class_weights"], reduction="sum")
         return losses / batch["units"].sum()
 
-    def predict(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: Logits, batch: dict[str, Any]) -> list[Any]:
         """The probability of each class, [classes]."""
         return list(output.logits.float().softmax(-1).cpu().numpy())
 
     def make_answers(
-        self, examples: Sequence[Document], features: Features, predictions: Sequence[Any], labels: list[str]
+        self,
+        examples: Sequence[AnyLabeled],
+        features: Features,
+        predictions: Sequence[Any],
+        labels: list[str],
     ) -> list[dict[str, Any]]:
         """The most probable class, and its probability."""
         return [{"label": labels[p.argmax()], "probability": round(float(p.max()), 6)} for p in predictions]
 
-    def score(self, examples: Sequence[Document], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Accuracy; precision, recall and F1, each averaged over the classes that the examples have (macro)."""
+    def score(self, examples: Sequence[AnyLabeled], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Accuracy; and the mean of precision, recall and F1 over the classes of the examples (macro)."""
         gold, predicted = [example.label for example in examples], [answer["label"] for answer in answers]
         right = Counter(label for label, answer in zip(gold, predicted, strict=True) if label == answer)
         of_gold, of_predicted = Counter(gold), Counter(predicted)
@@ -171,14 +135,52 @@ class Classify(Task):
         return {"accuracy": right.total() / len(gold), **macro}
 
 
+@dataclass(frozen=True, slots=True)
+class Document(Labeled):
+    """A text, which may be empty, and its label."""
+
+    id: str
+    text: str
+    label: Label
+
+
+class Classify(LabelTask[Document]):
+    """Classify texts."""
+
+    name = "classify"
+    title = "Text classification"
+    formats = "NSMC: tsv with id, document, label; jsonl with text, label"
+    fields = ("text", "label")
+
+    def read(
+        self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
+    ) -> list[Document]:
+        """Read the tsv of NSMC (id, document, label) or JSON Lines (text or document, label)."""
+
+        def make(location: str, line: str) -> Document:
+            id_, text, written = formats.split_fields(location, line, formats.NSMC_COLUMNS)
+            label = self.get_label(location, {"label": written}, "label", "")
+            return Document(id_, text, label, location=location)
+
+        def make_from_json(location: str, item: dict[str, Any]) -> Document:
+            expected = "an object with text and label"
+            key = "document" if "document" in item else "text"
+            text = formats.get_field(location, item, key, str, expected)
+            label = self.get_label(location, item, "label", expected)
+            return Document(location.rpartition(", ")[2], text, label, location=location)
+
+        if columns:
+            return read_columns(path, columns, make_from_json, skipped)
+        if path.suffix.lower() == formats.JSON_LINES:
+            return formats.read_json_lines(path, make_from_json, skipped)
+        return formats.read_examples(path, make, formats.read_table(path, formats.NSMC_COLUMNS), skipped)
+
+    def make_example(self, texts: Sequence[str], **_: bool) -> Document:
+        """A text with the class unknown."""
+        return Document("", texts[0], "")
+
+    def get_texts(self, example: Document) -> tuple[str, ...]:
+        return (example.text,)
+
+
 TASK = Classify()
-
-
-def parser() -> Parser:
-    """The options of `hpctrain nlp.classify`."""
-    return options.make_parser(TASK)
-
-
-def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.classify`."""
-    finetune.fine_tune(TASK, world, arguments)

@@ -10,59 +10,154 @@ On two nodes, in the container, with Slurm:
 
 import argparse
 import math
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.modeling_outputs import CausalLMOutput
 
-from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
-from hpctrain.nlp.task import IGNORED, Task
-from hpctrain.nlp.training import finetune, options
-from hpctrain.options import Parser
+from hpctrain.nlp.task import IGNORED, AnyExample, Example, Logits, Task
 
 PROMPTS = {"1": "긍정: ", "0": "부정: "}  # the prompt for each label of NSMC: positive, negative
 
 
-class Passage(NamedTuple):
+class LanguageModelTask(Task[AnyExample]):
+    """Continue a text. The loss is over the tokens that have a label."""
+
+    can_pack = True
+    model = AutoModelForCausalLM
+    pipeline_tag = "text-generation"
+    kind = "gpt2"
+    padding: ClassVar[Mapping[str, int]] = {"labels": IGNORED}
+    selection_metric = "perplexity"
+    higher_is_better = False
+
+    def predict(self, output: Logits, batch: dict[str, Any]) -> list[Any]:
+        """The negative log likelihood of the labels in each feature, and their number."""
+        logits, targets = output.logits[:, :-1].float(), batch["labels"][:, 1:]
+        losses = cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+        return list(
+            torch.stack([losses.double().sum(1), (targets != IGNORED).sum(1).double()], 1).cpu().numpy()
+        )
+
+    def make_answers(
+        self,
+        examples: Sequence[AnyExample],
+        features: Features,
+        predictions: Sequence[Any],
+        labels: list[str],
+    ) -> list[dict[str, Any]]:
+        """The negative log likelihood of each text, and its number of tokens."""
+        sums = numpy.zeros((len(examples), 2))
+        numpy.add.at(sums, features.example, numpy.asarray(predictions).reshape(-1, 2))
+        return [{"negative_log_likelihood": float(loss), "tokens": int(tokens)} for loss, tokens in sums]
+
+    def score(self, examples: Sequence[AnyExample], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Perplexity: e to the mean negative log likelihood of a token, over all tokens of all texts."""
+        loss, tokens = (
+            math.fsum(answer[name] for answer in answers) for name in ("negative_log_likelihood", "tokens")
+        )
+        return {"perplexity": math.exp(min(loss / tokens, 700))}
+
+    def answer(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        rows: Sequence[tuple[str, ...]],
+        config: dict[str, Any],
+        args: argparse.Namespace,
+        first: int,
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Continue each text; no text counts as truncated."""
+        answers = []
+        for i in range(0, len(rows), args.batch_size):
+            prompts = [row[0] for row in rows[i : i + args.batch_size]]
+            seed = args.seed + (first + i) // args.batch_size
+            texts = self.generate_texts(model, tokenizer, prompts, args.max_new_tokens, seed)
+            answers += [{"generated": text} for text in texts]
+        return answers, 0
+
+    @abstractmethod
+    def encode_prompts(self, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each prompt that a user gives, up to where the model continues it."""
+
+    @torch.inference_mode()
+    def generate_texts(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        prompts: Sequence[str],
+        max_new_tokens: int,
+        seed: int,
+    ) -> list[str]:
+        """Continue each prompt by at most max_new_tokens, sampled with the seed from the top 95 % (top-p).
+
+        If a prompt is too long for the model, its beginning is left out. Raises UsageError if the model has
+        no positions for a prompt beside the new tokens.
+        """
+        positions = _count_positions(model)
+        room = positions - max_new_tokens
+        if room < 1:
+            raise UsageError(
+                f"--max-new-tokens {max_new_tokens} leaves no room for a text in the {positions:,} positions "
+                f"of the model: give at most {positions - 1}"
+            )
+        rows = [row[-room:] for row in self.encode_prompts(tokenizer, prompts)]
+        longest = max(map(len, rows))
+        # Padded on the left, because generation continues at the right.
+        ids = torch.tensor(
+            [[tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows], device=model.device
+        )
+        mask = torch.tensor(
+            [[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device
+        )
+        torch.manual_seed(seed)
+        generated = model.eval().generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            top_p=0.95,
+            top_k=0,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        return tokenizer.batch_decode(generated[:, longest:], skip_special_tokens=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Passage(Example):
     """A text, and the prompt that it continues; plain text has an empty prompt."""
 
     prompt: str
     text: str
-    location: str = ""
 
 
-class Generate(Task):
+class Generate(LanguageModelTask[Passage]):
     """Continue a prompt. The loss is over the text only, not over the prompt."""
 
     name = "generate"
     title = "Text generation"
     formats = "plain text, one paragraph per line; or NSMC, with a prompt for each label; jsonl with text"
     fields = ("text",)
-    can_pack = True
-    model = AutoModelForCausalLM
-    pipeline_tag = "text-generation"
-    kind = "gpt2"
-    padding: ClassVar = {"labels": IGNORED}
-    selection_metric = "perplexity"
-    higher_is_better = False
 
     def read(
         self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
     ) -> list[Passage]:
-        """Read plain text, one paragraph per line, ignoring blank lines; or the tsv of NSMC; or JSON Lines (text)."""
+        """Read plain text, one paragraph per line; the tsv of NSMC; or JSON Lines (text)."""
 
         def make_from_json(location: str, item: dict[str, Any]) -> Passage:
             text = formats.get_field(location, item, "text", str, "an object with text")
-            return Passage("", text, location)
+            return Passage("", text, location=location)
 
         if columns:
             return read_columns(path, columns, make_from_json, skipped)
@@ -71,7 +166,7 @@ class Generate(Task):
         lines = formats.read_lines(path)
         if lines[0].split("\t") != list(formats.NSMC_COLUMNS):
             return [
-                Passage("", line, f"{path}, line {number}")
+                Passage("", line, location=f"{path}, line {number}")
                 for number, line in enumerate(lines, 1)
                 if line.strip()
             ]
@@ -80,20 +175,19 @@ class Generate(Task):
             _, text, label = formats.split_fields(location, line, formats.NSMC_COLUMNS)
             label = label.strip()
             if label not in PROMPTS:
+                known = " and ".join(sorted(PROMPTS))
                 raise formats.line_error(
-                    location,
-                    f"the label is {label[:80]!r}, but only {' and '.join(sorted(PROMPTS))} have a prompt",
+                    location, f"the label is {label[:80]!r}, but only {known} have a prompt"
                 )
-            return Passage(PROMPTS[label], text, location)
+            return Passage(PROMPTS[label], text, location=location)
 
         return formats.read_examples(path, make, formats.read_table(path, formats.NSMC_COLUMNS), skipped)
 
-    def make_example(self, texts: Sequence[str]) -> Passage:
+    def make_example(self, texts: Sequence[str], **_: bool) -> Passage:
         """A prompt with the text unknown."""
         return Passage(texts[0], "")
 
     def get_texts(self, example: Passage) -> tuple[str, ...]:
-        """The prompt and the text."""
         return (example.prompt, example.text)
 
     def tokenize(
@@ -129,33 +223,10 @@ class Generate(Task):
                 example_of.append(i)
         return Features.from_lists(columns, {"units": units}, example=example_of)
 
-    def predict(self, output: CausalLMOutput, batch: dict[str, Any]) -> list[Any]:
-        """The negative log likelihood of the text in each feature and its number of tokens, without padding and prompt."""
-        logits, targets = output.logits[:, :-1].float(), batch["labels"][:, 1:]
-        losses = cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
-        return list(
-            torch.stack([losses.double().sum(1), (targets != IGNORED).sum(1).double()], 1).cpu().numpy()
-        )
-
-    def make_answers(
-        self, examples: Sequence[Passage], features: Features, predictions: Sequence[Any], labels: list[str]
-    ) -> list[dict[str, Any]]:
-        """The negative log likelihood of each text, and its number of tokens."""
-        sums = numpy.zeros((len(examples), 2))
-        numpy.add.at(sums, features.example, numpy.asarray(predictions).reshape(-1, 2))
-        return [{"negative_log_likelihood": float(loss), "tokens": int(tokens)} for loss, tokens in sums]
-
-    def score(self, examples: Sequence[Passage], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Perplexity: e to the mean negative log likelihood of a token, over all tokens of all texts and their ends."""
-        loss, tokens = (
-            math.fsum(answer[name] for answer in answers) for name in ("negative_log_likelihood", "tokens")
-        )
-        return {"perplexity": math.exp(min(loss / tokens, 700))}
-
     def generate_samples(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Passage]
     ) -> list[str]:
-        """Two texts for each prompt in the data, or for the first two words of two texts if the data have no prompts."""
+        """Two texts for each prompt in the data, or for the first two words of two texts without a prompt."""
         prompts = sorted({example.prompt for example in examples})
         if prompts == [""]:
             prompts = [" ".join(example.text.split()[:2]) for example in examples[:2]]
@@ -169,73 +240,12 @@ class Generate(Task):
         begin, _ = _get_begin_and_end(tokenizer)
         if tokenizer("a")["input_ids"][:1] != [begin]:
             tokenizer.bos_token_id = begin
-            tokenizer.add_bos_token = True
-
-    def answer(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerFast,
-        rows: Sequence[tuple[str, ...]],
-        config: dict[str, Any],
-        args: argparse.Namespace,
-        first: int,
-    ) -> tuple[list[dict[str, Any]], int]:
-        """Continue each text; no text counts as truncated."""
-        answers = []
-        for i in range(0, len(rows), args.batch_size):
-            prompts = [row[0] for row in rows[i : i + args.batch_size]]
-            seed = args.seed + (first + i) // args.batch_size
-            texts = self.generate_texts(model, tokenizer, prompts, args.max_new_tokens, seed)
-            answers += [{"generated": text} for text in texts]
-        return answers, 0
+            tokenizer.add_bos_token = True  # type: ignore[misc]  # it has a setter, which mypy does not see
 
     def encode_prompts(self, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each prompt, as a text begins in training."""
+        """The tokens of each prompt, with the token that a text begins with in training."""
         begin, _ = _get_begin_and_end(tokenizer)
         return [[begin, *encoding.ids] for encoding in encode_texts(tokenizer, list(prompts), None)]
-
-    @torch.inference_mode()
-    def generate_texts(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerFast,
-        prompts: Sequence[str],
-        max_new_tokens: int,
-        seed: int,
-    ) -> list[str]:
-        """A continuation of each prompt of at most max_new_tokens, sampled from the most probable 95 %
-        (top-p) with the seed.
-
-        If a prompt is too long for the model, its beginning is left out. Raises UsageError if the model has
-        no positions for a prompt beside the new tokens.
-        """
-        room = _count_positions(model) - max_new_tokens
-        if room < 1:
-            raise UsageError(
-                f"--max-new-tokens {max_new_tokens} leaves no room for a text in the {_count_positions(model):,} positions of "
-                f"the model: give at most {_count_positions(model) - 1}"
-            )
-        rows = [row[-room:] for row in self.encode_prompts(tokenizer, prompts)]
-        longest = max(map(len, rows))
-        # Padded on the left, because generation continues at the right.
-        ids = torch.tensor(
-            [[tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows], device=model.device
-        )
-        mask = torch.tensor(
-            [[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device
-        )
-        torch.manual_seed(seed)
-        generated = model.eval().generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=max_new_tokens,
-            do_sample=True,
-            top_p=0.95,
-            top_k=0,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        return [tokenizer.decode(row, skip_special_tokens=True) for row in generated[:, longest:]]
 
 
 def _count_positions(model: PreTrainedModel) -> int:
@@ -250,13 +260,3 @@ def _get_begin_and_end(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
 
 
 TASK = Generate()
-
-
-def parser() -> Parser:
-    """The options of `hpctrain nlp.generate`."""
-    return options.make_parser(TASK)
-
-
-def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.generate`."""
-    finetune.fine_tune(TASK, world, arguments)

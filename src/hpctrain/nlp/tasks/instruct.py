@@ -1,4 +1,4 @@
-"""Teach a language model to answer, by conversations (supervised fine-tuning):
+"""Teach a language model to answer chat messages (supervised fine-tuning):
 
     hpctrain nlp.instruct                                              sample data, tiny model from scratch
     hpctrain nlp.instruct --data chats --model Qwen/Qwen2.5-0.5B --lora-rank 16 --max-length 1024
@@ -9,42 +9,41 @@ On two nodes, in the container, with Slurm:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
-from hpctrain.nlp.task import IGNORED, Task
-from hpctrain.nlp.tasks.generate import Generate
-from hpctrain.nlp.training import finetune, options
-from hpctrain.options import Parser
+from hpctrain.nlp.task import IGNORED, Example
+from hpctrain.nlp.tasks.generate import LanguageModelTask
 from hpctrain.text import first_line
 
 ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-# For tokenizers that have none; it is saved with the model. An answer ends with the token for the end of a
-# text.
+# The chat template for tokenizers without one; it is saved with the model. An answer ends with the token for
+# the end of a text.
 TEMPLATE = (
     "{{ bos_token or eos_token }}{% for message in messages %}{{ '' if loop.first else '\\n' }}"
-    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + (eos_token if message['role'] == 'assistant' else '') }}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] "
+    "+ (eos_token if message['role'] == 'assistant' else '') }}"
     "{% endfor %}{{ '\\n<|assistant|>\\n' if add_generation_prompt else '' }}"
 )
 
 
-class Conversation(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Conversation(Example):
     """Messages, each with its role and its text. Nothing is learned from the first `context` of them."""
 
     messages: tuple[tuple[str, str], ...]
     context: int = 1
-    location: str = ""
 
 
-class Instruct(Generate):
+class Instruct(LanguageModelTask[Conversation]):
     """Answer the messages of a user.
 
     The loss is over all answers of the assistant, not over what they answer.
@@ -53,8 +52,8 @@ class Instruct(Generate):
     name = "instruct"
     title = "Instruction tuning"
     formats = (
-        "jsonl or a JSON list with messages (role, content), with conversations (from, value), with instruction, input, output, "
-        "or with prompt, completion"
+        "jsonl or a JSON list with messages (role, content), with conversations (from, value), "
+        "with instruction, input, output, or with prompt, completion"
     )
     fields = ("messages",)
     other_fields = (
@@ -73,12 +72,11 @@ class Instruct(Generate):
             return read_columns(path, columns, make_conversation, skipped)
         if formats.read_text(path).lstrip().startswith("["):
             items = enumerate(formats.read_json(path, list, "a list of objects"))
-            return formats.read_examples(
-                path, make_conversation, ((f"{path}, [{i}]", item) for i, item in items), skipped
-            )
+            located = ((f"{path}, [{i}]", item) for i, item in items)
+            return formats.read_examples(path, make_conversation, located, skipped)
         return formats.read_json_lines(path, make_conversation, skipped)
 
-    def make_example(self, texts: Sequence[str]) -> Conversation:
+    def make_example(self, texts: Sequence[str], **_: bool) -> Conversation:
         """The message of a user, to be answered."""
         return Conversation((("user", texts[0]),))
 
@@ -141,7 +139,7 @@ class Instruct(Generate):
 
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
         """Also keep the chat template of the training."""
-        Task.prepare_tokenizer(self, tokenizer, max_length)
+        super().prepare_tokenizer(tokenizer, max_length)
         tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
 
 
@@ -166,7 +164,8 @@ def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
     elif key is None and "prompt" in has:  # with messages, it is the first of them (UltraChat)
         if has.get("label") is False:  # KTO
             raise HpctrainError(
-                f"{location}: its label is false, so the completion is not to be learned: remove such examples"
+                f"{location}: its label is false, so the completion is not to be learned: "
+                "remove such examples"
             )
         kind = list if isinstance(has["prompt"], list) else str
         prompt, completion = (
@@ -185,7 +184,7 @@ def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
         context += context > 1
     if not any(role == "assistant" and text for role, text in messages[context:]):
         raise formats.line_error(location, "it has no answer of the assistant")
-    return Conversation(tuple(messages), context, location)
+    return Conversation(tuple(messages), context, location=location)
 
 
 def _read_messages(location: str, items: list[Any]) -> list[tuple[str, str]]:
@@ -201,7 +200,7 @@ def _read_messages(location: str, items: list[Any]) -> list[tuple[str, str]]:
         role = SHAREGPT_ROLES.get(role, role)
         if role not in ROLES:
             raise formats.line_error(
-                place, f"the role is {formats.shorten(role)!r}, not one of {', '.join(ROLES)}"
+                place, f"the role is {formats.excerpt(role)!r}, not one of {', '.join(ROLES)}"
             )
         # OpenAI: 0 for an answer that is not to be learned
         if role == "assistant" and message.get("weight", 1) != 1:
@@ -213,35 +212,40 @@ def _read_messages(location: str, items: list[Any]) -> list[tuple[str, str]]:
 
 
 def _refuse_unread(location: str, item: dict[str, Any], *keys: str) -> None:
-    """Raise HpctrainError for an object that has something under one of these keys: the model would not see it."""
+    """Raise HpctrainError for an object with one of these keys, whose value the model would not see."""
     if found := next((key for key in keys if item.get(key) not in (None, "", "[]", [], {})), None):
         raise HpctrainError(
-            f"{location} has {found!r}, which nlp.instruct does not read: write them into a message, or remove them"
+            f"{location} has {found!r}, which nlp.instruct does not read: "
+            "write them into a message, or remove them"
         )
 
 
 def render(tokenizer: PreTrainedTokenizerFast, example: Conversation) -> tuple[str, list[tuple[int, int]]]:
-    """A conversation in the chat template of the tokenizer, and where its answers begin and end, in
-    characters.
+    """A conversation in the chat template of the tokenizer, and the first and last character of its answers.
 
-    An answer begins where the template would ask for one; what the assistant says first answers nothing.
-    Raises HpctrainError if the template refuses the conversation, or writes a message in another way once
-    others follow, or than it asks for an answer: the model would learn what it never has to write.
+    An answer begins where the template would ask for an answer. A message of the assistant that nothing
+    precedes is not an answer.
+
+    Raises HpctrainError if the template refuses the conversation, if it writes a message in another way once
+    others follow, or if it begins an answer in another way than it asks for an answer: the model would learn
+    what it never has to write.
     """
     answers, before = [], ""
     for i, (role, _) in enumerate(example.messages, 1):
         text = _apply(tokenizer, example.messages[:i], location=example.location)
         if not text.startswith(before):
             raise HpctrainError(
-                f"{example.location}: the chat template of the tokenizer changes messages {i - 1} and before when message {i} "
-                "follows: leave out such conversations, or change chat_template.jinja in the folder of --model"
+                f"{example.location}: the chat template of the tokenizer changes messages {i - 1} and before "
+                f"when message {i} follows: leave out such conversations, "
+                "or change chat_template.jinja in the folder of --model"
             )
         if role == "assistant" and i > example.context:
             prompt = _apply(tokenizer, example.messages[: i - 1], answer=True, location=example.location)
             if not text.startswith(prompt):
                 raise HpctrainError(
-                    f"{example.location}: the chat template of the tokenizer asks for an answer by {prompt[len(before) :]!r} "
-                    f"and writes message {i} another way: change chat_template.jinja in the folder of --model"
+                    f"{example.location}: the chat template of the tokenizer asks for an answer by "
+                    f"{prompt[len(before) :]!r} and writes message {i} another way: "
+                    "change chat_template.jinja in the folder of --model"
                 )
             answers.append((len(prompt), len(text)))
         before = text
@@ -257,7 +261,7 @@ def _apply(
 ) -> str:
     """The messages in the chat template, with the beginning of an answer if wanted."""
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             [{"role": role, "content": text} for role, text in messages],
             chat_template=tokenizer.chat_template or TEMPLATE,
             tokenize=False,
@@ -265,19 +269,12 @@ def _apply(
         )
     except Exception as error:  # templates of models raise exceptions of many kinds
         raise HpctrainError(
-            f"{location}: the chat template of the tokenizer refuses this conversation ({first_line(error)[:200]}): "
-            "leave out such conversations, or change chat_template.jinja in the folder of --model"
+            f"{location}: the chat template of the tokenizer refuses this conversation "
+            f"({first_line(error)[:200]}): leave out such conversations, "
+            "or change chat_template.jinja in the folder of --model"
         ) from error
+    assert isinstance(text, str)  # because of tokenize=False
+    return text
 
 
 TASK = Instruct()
-
-
-def parser() -> Parser:
-    """The options of `hpctrain nlp.instruct`."""
-    return options.make_parser(TASK)
-
-
-def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.instruct`."""
-    finetune.fine_tune(TASK, world, arguments)

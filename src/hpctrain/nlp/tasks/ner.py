@@ -15,35 +15,33 @@ that covers several units is split (alignment.py).
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import numpy
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
-from transformers.modeling_outputs import TokenClassifierOutput
 
-from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
-from hpctrain.nlp.task import IGNORED, Task
+from hpctrain.nlp.task import IGNORED, Example, Logits, Task
 from hpctrain.nlp.tasks.alignment import NO_UNIT, UnitAligner, make_character_tokenizer, split_windows
 from hpctrain.nlp.tasks.bio import Entity, from_bio, split_units, to_bio
-from hpctrain.nlp.training import finetune, options
-from hpctrain.options import Parser
 
 SEPARATOR = "␞"  # U+241E, between a text and the same text with its entities marked
 TAG = r"(?:O|[BIESLUM]-\S+)"
-# The last unit of an entity, an entity of a single one, and what is between: IOBES (E, S), BILOU (L, U), BMES
-# (M, E, S).
+# The tags of other schemes: the last unit of an entity (E, L), its only unit (S, U), a unit in between (M).
+# IOBES has E and S, BILOU has L and U, BMES has M, E and S.
 TO_BIO = {"E": "I", "L": "I", "S": "B", "U": "B", "M": "I"}
 BLANKS = " \t"  # around the fields of CoNLL; other white space, such as U+00A0, is part of a token
 DOCUMENT_START = "-DOCSTART-"  # a line of CoNLL-2003 between documents
 
 
-class Sentence(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Sentence(Example):
     """A text and its entities, in order and without overlap.
 
     `by_token`: the data set tags tokens separated by spaces, and is scored by them; otherwise characters.
@@ -53,47 +51,52 @@ class Sentence(NamedTuple):
     text: str
     entities: list[Entity]
     by_token: bool
-    location: str = ""
 
 
-class Ner(Task):
+class Ner(Task[Sentence]):
     """Find the named entities in a sentence, and the type of each."""
 
     name = "ner"
     title = "Named entity recognition"
     formats = (
-        "KLUE-NER: tsv by character; lines of text␞text with <span:TAG>; CoNLL: a token and its tag per line (BIO, IOBES, BILOU "
-        "or BMES); jsonl with tokens, tags or with text, entities"
+        "KLUE-NER: tsv by character; lines of text␞text with <span:TAG>; "
+        "CoNLL: a token and its tag per line (BIO, IOBES, BILOU or BMES); "
+        "jsonl with tokens, tags or with text, entities"
     )
     fields = ("tokens", "tags")
     model = AutoModelForTokenClassification
     pipeline_tag = "token-classification"
     max_length = 256  # the longest sentence of KLUE-NER has 145 characters
-    padding = {"labels": IGNORED, "unit": NO_UNIT}  # noqa: RUF012 - Task declares it
+    padding: ClassVar[Mapping[str, int]] = {"labels": IGNORED, "unit": NO_UNIT}
     extra = ("unit",)
     card_text = (
-        '`hpctrain predict` gives the scores above. `pipeline("token-classification")` of transformers finds far fewer entities: '
-        "it does not split the tokens in which an entity ends, as training and `hpctrain predict` do."
+        '`hpctrain predict` gives the scores above. `pipeline("token-classification")` of transformers finds '
+        "far fewer entities: it does not split the tokens in which an entity ends, as training and "
+        "`hpctrain predict` do."
     )
-    pipeline_text = """`hpctrain predict` gives the scores above. So does the code below, for texts that fit into one window:
-the second tokenizer of this folder cuts a text into characters. With the first one a pipeline finds far fewer entities,
-because it does not split the tokens in which an entity ends. `aggregation_strategy="simple"` gives entities at once, but
-also those without a B- tag, which the scores do not count.
+    pipeline_text = """`hpctrain predict` gives the scores above. So does the code below, for texts that fit
+into one window: the second tokenizer of this folder cuts a text into characters. With the first one a
+pipeline finds far fewer entities, because it does not split the tokens in which an entity ends.
+`aggregation_strategy="simple"` gives entities at once, but also those without a B- tag, which the scores do
+not count.
 
 ```python
 from transformers import pipeline
 
-tag = pipeline("token-classification", model="FOLDER", tokenizer="FOLDER/pipeline_tokenizer", aggregation_strategy="none")
+folder = "FOLDER"
+tokenizer = f"{folder}/pipeline_tokenizer"
+tag = pipeline("token-classification", model=folder, tokenizer=tokenizer, aggregation_strategy="none")
 
 
 def find_entities(text):
     entities = []
     for token in tag(text):
         prefix, type_ = token["entity"].split("-", 1)
+        start, end, index = token["start"], token["end"], token["index"]
         if prefix == "B":
-            entities.append({"start": token["start"], "end": token["end"], "type": type_, "last": token["index"]})
-        elif entities and (entities[-1]["type"], entities[-1]["last"] + 1) == (type_, token["index"]):
-            entities[-1].update(end=token["end"], last=token["index"])
+            entities.append({"start": start, "end": end, "type": type_, "last": index})
+        elif entities and (entities[-1]["type"], entities[-1]["last"] + 1) == (type_, index):
+            entities[-1].update(end=end, last=index)
     return entities
 ```"""
     selection_metric = "f1"
@@ -101,8 +104,7 @@ def find_entities(text):
     def read(
         self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
     ) -> list[Sentence]:
-        """Read the tsv by character of KLUE-NER, lines with ␞ and <span:TAG>, the token and tag per line of
-        CoNLL, or JSON Lines.
+        """Read the tsv of KLUE-NER, lines with ␞ and <span:TAG>, the lines of CoNLL, or JSON Lines.
 
         An error in a line makes its whole sentence an error.
         """
@@ -124,8 +126,9 @@ def find_entities(text):
         )
         if not by_character and not first.startswith(DOCUMENT_START) and not _ends_with_tag(first):
             raise HpctrainError(
-                f"{path}: unknown format for named entities: each line should have a character, a tab and its tag (KLUE-NER, "
-                f"with ## header lines), or a text, {SEPARATOR} and the text with <span:TAG>, or a token and its tag (CoNLL)"
+                f"{path}: unknown format for named entities: each line should have a character, a tab and "
+                f"its tag (KLUE-NER, with ## header lines), or a text, {SEPARATOR} and the text with "
+                "<span:TAG>, or a token and its tag (CoNLL)"
             )
 
         def make(id_: str, numbered: list[tuple[int, str]]) -> Sentence:
@@ -138,16 +141,16 @@ def find_entities(text):
             and any(" " in sentence.text for sentence in sentences)
         ):
             raise HpctrainError(
-                f"{path}: its first column numbers the tokens: keep the columns of the token and of its tag, e.g. cut -f 2,3"
+                f"{path}: its first column numbers the tokens: "
+                "keep the columns of the token and of its tag, e.g. cut -f 2,3"
             )
         return sentences
 
-    def make_example(self, texts: Sequence[str], by_token: bool = False) -> Sentence:
+    def make_example(self, texts: Sequence[str], by_token: bool = False, **_: bool) -> Sentence:
         """A sentence with the entities unknown; `by_token` as in the training data."""
-        return Sentence("", texts[0], [], by_token, "")
+        return Sentence("", texts[0], [], by_token)
 
     def get_texts(self, example: Sentence) -> tuple[str, ...]:
-        """The sentence without its tags."""
         return (example.text,)
 
     def collect_labels(self, examples: Sequence[Sentence]) -> list[str]:
@@ -155,12 +158,17 @@ def find_entities(text):
         types = {entity.type for example in examples for entity in example.entities}
         return ["O", *sorted(f"{prefix}-{type_}" for prefix in "BI" for type_ in types)]
 
-    def collect_settings(self, examples: Sequence[Sentence]) -> dict[str, Any]:
+    def collect_settings(self, examples: Sequence[Sentence]) -> dict[str, bool]:
         """Whether the data set tags tokens or characters."""
         return {"by_token": examples[0].by_token}
 
-    def make_pipeline_tokenizer(self, tokenizer: PreTrainedTokenizerFast, settings: dict[str, Any]) -> str:
-        """A tokenizer by character, for data tagged by character and WordPiece; "" otherwise."""
+    def make_pipeline_tokenizer(self, tokenizer: PreTrainedTokenizerFast, settings: dict[str, bool]) -> str:
+        """A tokenizer by character, for data tagged by character and WordPiece; "" otherwise.
+
+        The models that the documents name for Korean entities (KLUE-BERT, KLUE-RoBERTa, KcBERT) are of this
+        kind. In a pipeline of transformers they would miss each entity that ends inside a token, about one in
+        five of KLUE-NER.
+        """
         return "" if settings["by_token"] else make_character_tokenizer(tokenizer.backend_tokenizer)
 
     def tokenize(
@@ -171,12 +179,11 @@ def find_entities(text):
         max_length: int,
         stride: int,
     ) -> Features:
-        """One feature for each sentence, or consecutive windows if it is longer than max_length; nothing is
-        truncated.
+        """One feature for each sentence, or consecutive windows if it is longer than max_length.
 
-        The column `unit` is the unit whose tag a token carries, or NO_UNIT, whose label is IGNORED. If all
-        labels of a window are ignored, its first token gets O, because the mean over no labels is NaN. Raises
-        UsageError if the special tokens fill the window.
+        Nothing is truncated. The column `unit` is the unit whose tag a token carries, or NO_UNIT, whose label
+        is IGNORED. If all labels of a window are ignored, its first token gets O, because the mean over no
+        labels is NaN. Raises UsageError if the special tokens fill the window.
         """
         aligner = UnitAligner(tokenizer.backend_tokenizer)
         before, after = aligner.before, aligner.after
@@ -217,7 +224,7 @@ def find_entities(text):
         counts = [sum(label != IGNORED for label in target) for target in rows["labels"]]
         return Features.from_lists(rows, {"units": counts}, example=example_of)
 
-    def predict(self, output: TokenClassifierOutput, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: Logits, batch: dict[str, Any]) -> list[Any]:
         """The index of the most probable tag for each unit in a window, in their order, int16."""
         tags = output.logits.argmax(-1).cpu().numpy().astype(numpy.int16)
         has_unit = batch["unit"].cpu().numpy() != NO_UNIT
@@ -228,36 +235,37 @@ def find_entities(text):
     ) -> list[dict[str, Any]]:
         """The entities of each sentence: start and end in its text, type, and text[start:end]."""
         spans = [split_units(example.text, example.by_token) for example in examples]
-        tags = [[""] * len(units) for units in spans]
+        tags = [[""] * len(places) for places in spans]
         for i, (example, prediction) in enumerate(zip(features.example, predictions, strict=True)):
             units = features.tokens["unit"][features.starts[i] : features.starts[i + 1]]
             for unit, tag in zip(units[units != NO_UNIT], prediction, strict=True):
                 tags[example][unit] = labels[tag]
         answers = []
-        for example, units, predicted in zip(examples, spans, tags, strict=True):
+        for sentence, places, predicted in zip(examples, spans, tags, strict=True):
             # A unit without a token, such as a space, belongs to the entity that continues after it.
             for unit in reversed(range(len(predicted))):
                 following = predicted[unit + 1] if unit + 1 < len(predicted) else "O"
                 predicted[unit] = predicted[unit] or (following if following.startswith("I-") else "O")
-            entities = from_bio(units, predicted, strict=True)
-            answers.append(
-                [{**entity._asdict(), "text": example.text[entity.start : entity.end]} for entity in entities]
-            )
-        return [{"entities": entities} for entities in answers]
+            entities = from_bio(places, predicted, strict=True)
+            shown = [{**each._asdict(), "text": sentence.text[each.start : each.end]} for each in entities]
+            answers.append({"entities": shown})
+        return answers
 
     def score(self, examples: Sequence[Sentence], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Precision, recall and F1 of entities, correct if start, end and type all match; and F1 of each
-        type.
+        """Precision, recall and F1 of entities, and F1 of each type.
 
-        Equal to seqeval's micro average (mode="strict", scheme=IOB2) over the units of the data set. Entities
-        of a type that was not in the training data count as missed.
+        An entity is correct if start, end and type match. The scores are equal to seqeval's micro average
+        (mode="strict", scheme=IOB2) over the units of the data set. Entities of a type that was not in the
+        training data count as missed.
         """
-        correct, gold, predicted = Counter(), Counter(), Counter()
+        correct: Counter[str] = Counter()
+        gold: Counter[str] = Counter()
+        predicted: Counter[str] = Counter()
         for example, answer in zip(examples, answers, strict=True):
-            expected = {tuple(entity) for entity in example.entities}
-            found = {(entity["start"], entity["end"], entity["type"]) for entity in answer["entities"]}
+            expected = set(example.entities)
+            found = {Entity(each["start"], each["end"], each["type"]) for each in answer["entities"]}
             for count, entities in ((correct, expected & found), (gold, expected), (predicted, found)):
-                count.update(type_ for _, _, type_ in entities)
+                count.update(entity.type for entity in entities)
         return {
             "f1": _divide(2 * correct.total(), gold.total() + predicted.total()),
             "precision": _divide(correct.total(), predicted.total()),
@@ -271,7 +279,8 @@ def find_entities(text):
 
 def _split_sentences(lines: list[str], by_character: bool) -> Iterator[tuple[str, list[tuple[int, str]]]]:
     """The id of each sentence ("" if it has none) and its numbered lines. Blank lines separate sentences."""
-    id_, numbered = "", []
+    id_ = ""
+    numbered: list[tuple[int, str]] = []
     for number, line in enumerate([*lines, ""], 1):
         if by_character and line.startswith("## "):
             id_ = line[3:].split("\t")[0]
@@ -314,7 +323,7 @@ def _join_units(id_: str, units: list[str], tags: list[str], by_token: bool, loc
     """The sentence of these units and their tags in BIO, IOBES, BILOU or BMES."""
     text = (" " if by_token else "").join(units)
     tags = [TO_BIO.get(tag[0], tag[0]) + tag[1:] for tag in tags]
-    return Sentence(id_, text, from_bio(split_units(text, by_token), tags), by_token, location)
+    return Sentence(id_, text, from_bio(split_units(text, by_token), tags), by_token, location=location)
 
 
 def _is_numbering(sentence: Sentence) -> bool:
@@ -330,12 +339,15 @@ def _ends_with_tag(line: str) -> bool:
 
 
 def _is_comment(line: str) -> bool:
-    """Whether a line of CoNLL is a comment: it begins with # and has no tag at its end. # may also be a token."""
+    """Whether a line of CoNLL begins with # and has no tag at its end. # may also be a token."""
     return line.startswith("#") and not _ends_with_tag(line)
 
 
 def _make_from_json(location: str, item: dict[str, Any]) -> Sentence:
-    """The sentence of an object with tokens and their tags, or with text and entities, as `hpctrain predict` writes it."""
+    """The sentence of an object with tokens and their tags, or with text and entities.
+
+    `hpctrain predict` writes text and entities.
+    """
     expected = "an object with tokens and tags, or with text and entities (start, end, type)"
     id_ = location.rpartition(", ")[2]
     if "tokens" in item:
@@ -365,7 +377,7 @@ def _make_from_json(location: str, item: dict[str, Any]) -> Sentence:
         0 <= start < end <= len(text) and type_ for start, end, type_ in entities
     ):
         raise formats.line_error(location, "an entity is outside the text, overlaps another, or has no type")
-    return Sentence(id_, text, sorted(entities), False, location)
+    return Sentence(id_, text, sorted(entities), False, location=location)
 
 
 def _parse_marked_line(location: str, line: str) -> Sentence:
@@ -379,8 +391,7 @@ def _parse_marked_line(location: str, line: str) -> Sentence:
     entities, at, done = [], 0, 0
     for mark in re.finditer(r"<([^<]+?):([A-Za-z][\w-]*)>", marked):
         start = at + mark.start() - done
-        # If the text has the same <...:...> here, it is not a mark; it is compared together with what follows
-        # it.
+        # If the text has the same <...:...> here, it is not a mark. The text after it is compared with it.
         if text.startswith(mark[0], start):
             continue
         if text[at : start + len(mark[1])] != marked[done : mark.start()] + mark[1]:
@@ -399,13 +410,3 @@ def _divide(part: float, whole: float) -> float:
 
 
 TASK = Ner()
-
-
-def parser() -> Parser:
-    """The options of `hpctrain nlp.ner`."""
-    return options.make_parser(TASK)
-
-
-def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.ner`."""
-    finetune.fine_tune(TASK, world, arguments)

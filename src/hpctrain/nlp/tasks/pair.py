@@ -10,40 +10,38 @@ On two nodes, in the container, with Slurm:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
-from hpctrain.nlp.tasks.classify import Classify
-from hpctrain.nlp.training import finetune, options
-from hpctrain.options import Parser
+from hpctrain.nlp.tasks.classify import Label, Labeled, LabelTask
 
 KORNLI_COLUMNS = ("sentence1", "sentence2", "gold_label")
 KORSTS_COLUMNS = ("genre", "filename", "year", "id", "score", "sentence1", "sentence2")
 KLUE_NAMES = ("premise", "hypothesis", "gold_label")
 
 
-class Pair(NamedTuple):
-    """Two sentences and their relation, such as "entailment"; with --problem several classes, or a number."""
+@dataclass(frozen=True, slots=True)
+class Pair(Labeled):
+    """Two sentences and their label, such as "entailment"."""
 
     id: str
     first: str
     second: str
-    label: str | tuple[str, ...] | float
-    location: str = ""
+    label: Label
 
 
-class PairClassify(Classify):
-    """Assign one class to two sentences; everything else is as for one text."""
+class PairClassify(LabelTask[Pair]):
+    """Classify sentence pairs."""
 
     name = "pair"
     title = "Sentence pair classification"
     formats = (
-        "KLUE-NLI and KLUE-STS: JSON list; KorNLI: tsv with sentence1, sentence2, gold_label; KorSTS: tsv; jsonl with the names "
-        "of either"
+        "KLUE-NLI and KLUE-STS: JSON list; KorNLI: tsv with sentence1, sentence2, gold_label; KorSTS: tsv; "
+        "jsonl with the names of either"
     )
     fields = ("first", "second", "label")
     inputs = ("first", "second")
@@ -51,10 +49,10 @@ class PairClassify(Classify):
     def read(
         self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
     ) -> list[Pair]:
-        """Read the JSON list of KLUE (errors name the guid), or a tsv of KorNLI or KorSTS or JSON Lines
-        (errors name the line).
+        """Read the JSON list of KLUE, a tsv of KorNLI or KorSTS, or JSON Lines.
 
-        KLUE-STS has a number and a class for each pair, from the number.
+        Errors name the guid of KLUE, else the line. KLUE-STS has a number for each pair, and a class made
+        from the number.
         """
         expected = "KLUE-NLI's list of objects with guid, premise, hypothesis and gold_label"
         if columns:
@@ -62,20 +60,22 @@ class PairClassify(Classify):
 
         def make_from_klue(number: int, item: object) -> Pair:
             id_ = formats.get_field(f"{path}, [{number}]", item, "guid", str, expected)
-            location = f"{path}, {formats.shorten(id_)}"
+            location = f"{path}, {formats.excerpt(id_)}"
             return make_from_object(id_, location, item)
 
         def make_from_object(id_: str, location: str, item: object) -> Pair:
-            names = KORNLI_COLUMNS if isinstance(item, dict) and "sentence1" in item else KLUE_NAMES
-            *names, label = self.fields if columns else names
-            first, second = (formats.get_field(location, item, key, str, expected) for key in names)
-            if "gold_label" in (label, (columns or {}).get("label")) and item.get(label) == "-":
+            record = item if isinstance(item, dict) else {}
+            keys = KORNLI_COLUMNS if "sentence1" in record else KLUE_NAMES
+            *texts, key = self.fields if columns else keys
+            first, second = (formats.get_field(location, item, text, str, expected) for text in texts)
+            if "gold_label" in (key, (columns or {}).get("label")) and record.get(key) == "-":
                 raise HpctrainError(
                     f"{location}: the gold_label is -: its annotators did not agree; remove the example"
                 )
-            if not columns and isinstance(item, dict) and isinstance(item.get("labels"), dict):  # of KLUE-STS
-                item, label = item["labels"], "label" if self.problem == "regression" else "binary-label"
-            return Pair(id_, first, second, self.get_label(location, item, label, expected), location)
+            if not columns and isinstance(record.get("labels"), dict):  # of KLUE-STS
+                record, key = record["labels"], "label" if self.problem == "regression" else "binary-label"
+            label = self.get_label(location, record, key, expected)
+            return Pair(id_, first, second, label, location=location)
 
         def make_from_json(location: str, item: dict[str, Any]) -> Pair:
             return make_from_object(location.rpartition(", ")[2], location, item)
@@ -90,24 +90,19 @@ class PairClassify(Classify):
         if path.suffix.lower() == formats.JSON_LINES:
             return formats.read_json_lines(path, make_from_json, skipped)
         if formats.read_text(path).lstrip().startswith(("[", "{")):
-            return formats.read_examples(
-                path, make_from_klue, enumerate(formats.read_json(path, list, expected)), skipped
-            )
-        names = (
-            KORSTS_COLUMNS
-            if formats.read_lines(path)[0].split("\t") == list(KORSTS_COLUMNS)
-            else KORNLI_COLUMNS
-        )
-        if names == KORSTS_COLUMNS and self.problem != "regression":
+            items = enumerate(formats.read_json(path, list, expected))
+            return formats.read_examples(path, make_from_klue, items, skipped)
+        is_korsts = formats.read_lines(path)[0].split("\t") == list(KORSTS_COLUMNS)
+        names = KORSTS_COLUMNS if is_korsts else KORNLI_COLUMNS
+        if is_korsts and self.problem != "regression":
             raise HpctrainError(f"{path}: its labels are numbers, as in KorSTS: give --problem regression")
         return formats.read_examples(path, make_from_tsv, formats.read_table(path, names), skipped)
 
-    def make_example(self, texts: Sequence[str]) -> Pair:
+    def make_example(self, texts: Sequence[str], **_: bool) -> Pair:
         """Two sentences with the relation unknown."""
         return Pair("", texts[0], texts[1], "")
 
     def get_texts(self, example: Pair) -> tuple[str, ...]:
-        """Both sentences; a tokenizer takes a tuple of two as a pair."""
         return (example.first, example.second)
 
     def score(self, examples: Sequence[Pair], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -117,13 +112,3 @@ class PairClassify(Classify):
 
 
 TASK = PairClassify()
-
-
-def parser() -> Parser:
-    """The options of `hpctrain nlp.pair`."""
-    return options.make_parser(TASK)
-
-
-def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.pair`."""
-    finetune.fine_tune(TASK, world, arguments)

@@ -1,25 +1,24 @@
-"""Labels that are not one class of a text: several classes (multi-label), or a number (regression).
+"""Labels for --problem: several classes of a text (multi-label), or a number (regression).
 
-For --problem.
-
-Each class here is combined with a task that has one label, see Classify.for_problem(), and takes the place of
-its methods about labels.
+LabelTask.for_problem() combines a class of this module with a task. The methods here replace those of the
+task, which are for one class.
 """
 
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy
 from numpy import ndarray
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
-from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.data import formats
+from hpctrain.nlp.task import Logits
 
 
 class MultiLabel:
@@ -32,8 +31,8 @@ class MultiLabel:
     def get_label(self, location: str, item: object, key: str, expected: str) -> tuple[str, ...]:
         """The classes of `item[key]`: a list, or a text with commas between them. It may be empty."""
         value = item.get(key) if isinstance(item, dict) else None
-        # Two more ways in which classes are kept. They would be read as the classes 0 and 1, and as ['a' and
-        # 'b'].
+        # Two other ways to write classes are refused: [0, 1, 1] would be read as the classes 0 and 1, and the
+        # text "['a', 'b']" as the classes ['a' and 'b'].
         if isinstance(value, list) and all(
             type(each) in (int, float, bool) and each in (0, 1) for each in value
         ):
@@ -43,7 +42,8 @@ class MultiLabel:
                 )
         elif isinstance(value, str) and re.fullmatch(r"\[\s*(['\"\d].*)?\]", value.strip(), re.DOTALL):
             raise HpctrainError(
-                f"{location}: the {key} is the text of a list: write the classes with commas between them (a,b)"
+                f"{location}: the {key} is the text of a list: "
+                "write the classes with commas between them (a,b)"
             )
         if not isinstance(value, list):
             value = (
@@ -68,18 +68,18 @@ class MultiLabel:
         )
         return {"labels": targets, "units": numpy.ones(len(examples), numpy.int64)}
 
-    def compute_loss(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> Tensor:
-        """That of the model, in fp32 with bf16 as well."""
+    def compute_loss(self, output: Logits, batch: dict[str, Any]) -> Tensor:
+        """The mean binary cross entropy, computed in fp32 with --precision bf16 as well."""
         return binary_cross_entropy_with_logits(output.logits.float(), batch["labels"])
 
-    def predict(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: Logits, batch: dict[str, Any]) -> list[Any]:
         """The probability of each class, [classes]."""
         return list(output.logits.float().sigmoid().cpu().numpy())
 
     def make_answers(
         self, examples: Sequence[Any], features: Features, predictions: Sequence[Any], labels: list[str]
     ) -> list[dict[str, Any]]:
-        """The classes with a probability of at least one half, the most probable first, and their probabilities."""
+        """The classes with a probability of at least one half, and these probabilities, in falling order."""
         answers = []
         for p in predictions:
             chosen = [i for i in numpy.argsort(-p, kind="stable").tolist() if p[i] >= 0.5]
@@ -92,10 +92,10 @@ class MultiLabel:
         return answers
 
     def score(self, examples: Sequence[Any], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """F1 over all pairs of a text and a class (micro); the mean of the F1 of each class that the examples
-        have (macro).
+        """F1 over all pairs of a text and a class (micro), and the mean F1 of the classes (macro).
 
-        `exact_match` is the fraction of texts for which all classes are right, and no other one was answered.
+        The classes are those that the examples have. `exact_match` is the fraction of texts whose answer has
+        all of their classes and no other class.
         """
         gold, predicted = (
             [{*example.label} for example in examples],
@@ -125,13 +125,14 @@ class Regression:
     def get_label(self, location: str, item: object, key: str, expected: str) -> float:
         """The finite number of `item[key]`, which may be a text."""
         value = item.get(key) if isinstance(item, dict) else None
-        try:
-            number = float(value) if type(value) in (int, float, str) else math.nan
-        except (ValueError, OverflowError):
-            number = math.nan
+        number = math.nan
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            with suppress(ValueError, OverflowError):
+                number = float(value)
         if not math.isfinite(number):
+            shown = formats.excerpt(repr(value))
             raise HpctrainError(
-                f"{location}: the {key} is {formats.shorten(repr(value))}, not a number: fix it, or remove the example"
+                f"{location}: the {key} is {shown}, not a number: fix it, or remove the example"
             )
         return number
 
@@ -146,25 +147,23 @@ class Regression:
         )
         return {"labels": targets, "units": numpy.isfinite(targets)}
 
-    def compute_loss(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> Tensor:
-        """That of the model, in fp32 with bf16 as well."""
+    def compute_loss(self, output: Logits, batch: dict[str, Any]) -> Tensor:
+        """The mean squared error, computed in fp32 with --precision bf16 as well."""
         return mse_loss(output.logits.float()[:, 0], batch["labels"])
 
-    def predict(self, output: SequenceClassifierOutput, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: Logits, batch: dict[str, Any]) -> list[Any]:
         """The number, []."""
         return list(output.logits.float()[:, 0].cpu().numpy())
 
     def make_answers(
         self, examples: Sequence[Any], features: Features, predictions: Sequence[Any], labels: list[str]
     ) -> list[dict[str, Any]]:
-        """The number."""
         return [{"score": round(float(p), 6)} for p in predictions]
 
     def score(self, examples: Sequence[Any], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """The correlations of the answers with the right numbers, by their values (Pearson) and by their
-        ranks (Spearman).
+        """The correlations of the answers with the right numbers, of values (Pearson) and ranks (Spearman).
 
-        0 if either has one value only, for which there is no correlation.
+        0 if all answers or all right numbers are the same: then there is no correlation.
         """
         columns = [
             numpy.array([example.label for example in examples]),
@@ -179,7 +178,7 @@ def compute_f1(right: int, wrong: int, missed: int) -> float:
 
 
 def rank(column: ndarray) -> ndarray:
-    """The ranks of numbers, [n], from 1; equal ones get the mean of theirs."""
+    """The ranks of numbers, [n], from 1; equal numbers get the mean of their ranks."""
     _, place, counts = numpy.unique(column, return_inverse=True, return_counts=True)
     return (numpy.cumsum(counts) - (counts - 1) / 2)[place]
 

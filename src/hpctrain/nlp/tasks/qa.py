@@ -10,9 +10,9 @@ On two nodes, in the container, with Slurm:
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -20,25 +20,27 @@ from tokenizers import Encoding
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForQuestionAnswering, PreTrainedTokenizerFast
-from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
-from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.tasks.answer_scores import is_latin, score_korquad, score_squad
 from hpctrain.nlp.tasks.squad import UNANSWERABLE, Question, read_questions
-from hpctrain.nlp.training import finetune, options
-from hpctrain.options import Parser
 
 TOP_SPANS = 20  # spans of each window that compete for the answer
-# Longest answer in tokens. The longest of KorQuAD's dev set has 43 characters, which are at most 43 subword
-# tokens.
+# Longest answer in tokens. The longest in KorQuAD's dev set has 43 characters, so at most 43 subword tokens.
 MAX_ANSWER = 64
 NO_ANSWER = -2  # in the column `start`: the token, [CLS], that a model points at if there is no answer
 
 
-class Qa(Task):
+class SpanLogits(Protocol):
+    """The output of a model, whose tensors transformers declares as optional."""
+
+    start_logits: Tensor
+    end_logits: Tensor
+
+
+class Qa(Task[Question]):
     """Find the span of a text (context) that answers a question.
 
     A long context has several windows, one feature each.
@@ -53,30 +55,31 @@ class Qa(Task):
     inputs = ("question", "context")
     max_length = 384
     stride = 128
-    padding: ClassVar[dict[str, int]] = {"start": -1, "end": -1}
+    padding: ClassVar[Mapping[str, int]] = {"start": -1, "end": -1}
     # Given the positions, the model would compute a loss that includes padding in its softmax.
     extra = ("start", "end", "start_positions", "end_positions")
     cut_text = "with a question "
-    lost_text = f"with an answer that no prediction can be, because it is longer than {MAX_ANSWER} tokens or than a window"
+    lost_text = (
+        f"with an answer longer than {MAX_ANSWER} tokens or than a window, so no prediction can be right"
+    )
     groups = "articles"
     selection_metric = "f1_char"  # choose_metric() may take another
 
     def read(
         self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
     ) -> list[Question]:
-        """Read the JSON of SQuAD, which KorQuAD 1.0 shares; errors name the question."""
+        """Read the JSON of SQuAD, which KorQuAD 1.0 shares; errors name the question (squad.py)."""
         return read_questions(path, skipped, columns)
 
-    def make_example(self, texts: Sequence[str], optional: bool = False) -> Question:
+    def make_example(self, texts: Sequence[str], optional: bool = False, **_: bool) -> Question:
         """A question with the answer unknown; `optional` as in the training data."""
         return Question("", "", texts[1], texts[0], [], optional)
 
-    def collect_settings(self, examples: Sequence[Question]) -> dict[str, Any]:
+    def collect_settings(self, examples: Sequence[Question]) -> dict[str, bool]:
         """Whether the data set has questions without an answer."""
         return {"optional": True} if any(example.optional for example in examples) else {}
 
     def get_texts(self, example: Question) -> tuple[str, ...]:
-        """The question and the context."""
         return (example.question, example.context)
 
     def group(self, example: Question) -> str:
@@ -91,12 +94,12 @@ class Qa(Task):
         max_length: int,
         stride: int,
     ) -> Features:
-        """One feature for each window: the question and as much of the context as fits; windows share
-        `stride` tokens.
+        """One feature for each window: the question and as much of the context as fits.
 
-        `start` and `end` of a token are the characters context[start:end], or negative for a token outside
-        the context. The target is the first answer: the fewest tokens that cover it. A window that does not
-        contain all of them points at [CLS], and so does each window of a question without an answer.
+        Windows share `stride` tokens. `start` and `end` of a token are the characters context[start:end], or
+        negative for a token outside the context. The target is the first answer: the fewest tokens that cover
+        it. A window that does not contain all of them points at [CLS], and so does each window of a question
+        without an answer.
 
         `cut` has the examples whose question is truncated, `lost` those with an answer longer than any window
         or than MAX_ANSWER. Raises UsageError if windows of max_length cannot share `stride` tokens.
@@ -107,15 +110,15 @@ class Qa(Task):
         special = tokenizer.num_special_tokens_to_add(pair=True)
         if most <= special:
             raise UsageError(
-                f"--stride {stride} with --max-length {max_length} leaves no room for a question and new text: "
-                f"give --stride at most {max(0, max_length // 3)}, or a larger --max-length"
+                f"--stride {stride} with --max-length {max_length} leaves no room for a question and new "
+                f"text: give --stride at most {max(0, max_length // 3)}, or a larger --max-length"
             )
         questions, cut = _truncate_questions(tokenizer, examples, most)
         lost = []
-        columns = {"input_ids": [], "start": [], "end": []}
+        columns: dict[str, list[array[int]]] = {"input_ids": [], "start": [], "end": []}
         if "token_type_ids" in tokenizer.model_input_names:
             columns["token_type_ids"] = []
-        values = {"start_positions": [], "end_positions": [], "units": []}
+        values: dict[str, list[int]] = {"start_positions": [], "end_positions": [], "units": []}
         example_of = []
         pairs = [(question, example.context) for question, example in zip(questions, examples, strict=True)]
         encodings = encode_texts(tokenizer, pairs, max_length, cut="only_second", stride=stride, offsets=True)
@@ -129,7 +132,7 @@ class Qa(Task):
             for window, position in zip(windows, positions, strict=True):
                 encoding, before, starts, ends = window
                 after = len(encoding.ids) - before - len(starts)
-                # arrays, because lists of numbers take four times the memory
+                # Lists of numbers would take four times the memory of arrays.
                 columns["input_ids"].append(array("i", encoding.ids))
                 start = array("i", [-1] * before + [*starts] + [-1] * after)
                 cls = _find_cls(tokenizer, encoding)
@@ -146,8 +149,8 @@ class Qa(Task):
                 example_of.append(number)
         return Features.from_lists(columns, values, example=example_of, cut=cut, lost=lost)
 
-    def compute_loss(self, output: QuestionAnsweringModelOutput, batch: dict[str, Any]) -> Tensor:
-        """The mean of the cross-entropies of start and end, with a softmax over the tokens of the window but not its padding."""
+    def compute_loss(self, output: SpanLogits, batch: dict[str, Any]) -> Tensor:
+        """The mean of the cross-entropies of start and end, each with a softmax without the padding."""
         padding = batch["attention_mask"] == 0
         start, end = (
             cross_entropy(logits.float().masked_fill(padding, -torch.inf), batch[name])
@@ -158,12 +161,12 @@ class Qa(Task):
         )
         return (start + end) / 2
 
-    def predict(self, output: QuestionAnsweringModelOutput, batch: dict[str, Any]) -> list[Any]:
-        """The best spans of each window: at most TOP_SPANS of at most MAX_ANSWER tokens, [spans, 3], best
-        first.
+    def predict(self, output: SpanLogits, batch: dict[str, Any]) -> list[Any]:
+        """The best spans of each window: at most TOP_SPANS of at most MAX_ANSWER tokens, [spans, 3].
 
-        A span is its score (the sum of its two logits), and the characters of the context where it starts and
-        ends. If the question may have no answer, a last row is the score of that, at NO_ANSWER.
+        The best comes first. A span is its score (the sum of its two logits), and the characters of the
+        context where it starts and ends. If the question may have no answer, a last row is the score of no
+        answer, at NO_ANSWER.
         """
         outside = batch["start"] < 0  # [b, tokens]
         starts = output.start_logits.float().masked_fill(outside, -torch.inf)
@@ -190,12 +193,11 @@ class Qa(Task):
     def make_answers(
         self, examples: Sequence[Question], features: Features, predictions: Sequence[Any], labels: list[str]
     ) -> list[dict[str, Any]]:
-        """The best span over all windows of a question, its start in the context, and its probability
-        (score).
+        """The best span over all windows of a question, its start in the context, and its probability.
 
-        The probability is relative to the spans that predict() kept. If the context has no text, the answer
-        has none either. Nor if the best span has a lower score than no answer, whose score is the lowest of
-        all windows (Devlin et al. 2019, 4.3, with a threshold of 0).
+        The probability ("score") is relative to the spans that predict() kept. The answer is empty if the
+        context has no text, or if the score of no answer is higher than that of the best span. The score of
+        no answer is the lowest of all windows (Devlin et al. 2019, 4.3, with a threshold of 0).
         """
         windows_of: list[list[Any]] = [[] for _ in examples]
         for number, spans in zip(features.example, predictions, strict=True):
@@ -225,19 +227,15 @@ class Qa(Task):
         return answers
 
     def choose_metric(self, examples: Sequence[Question]) -> str:
-        """SQuAD's F1 of words if most letters of the correct answers are Latin, else KorQuAD's F1 of characters."""
-        return (
-            "f1_word"
-            if is_latin(answer.text for example in examples for answer in example.answers)
-            else "f1_char"
-        )
+        """SQuAD's F1 of words if most letters of the correct answers are Latin, else that of characters."""
+        answers = (answer.text for example in examples for answer in example.answers)
+        return "f1_word" if is_latin(answers) else "f1_char"
 
     def score(self, examples: Sequence[Question], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """The means of KorQuAD's F1 of characters, SQuAD's F1 of words, and the exact match of the one that
-        choose_metric() has.
+        """The means of KorQuAD's F1 of characters, of SQuAD's F1 of words, and of the exact match.
 
-        If there are questions without an answer, also each for questions with and without an answer, as SQuAD
-        2.0 reports it.
+        The exact match is KorQuAD's or SQuAD's, as choose_metric() says. If there are questions without an
+        answer, each mean is also given for the questions with and without an answer, as by SQuAD 2.0.
         """
         korquad, squad = (
             [score(answer["answer"], [right.text for right in example.answers])
@@ -263,7 +261,7 @@ class Qa(Task):
 
 
 class _Window(NamedTuple):
-    """The tokens of a window, how many of them precede the context, and where those of the context start and end in it."""
+    """The tokens of a window: how many precede the context, and where those of the context start and end."""
 
     encoding: Encoding
     before: int
@@ -283,12 +281,15 @@ def _make_window(encoding: Encoding) -> _Window:
 
 
 def _has_span(example: Question) -> bool:
-    """Whether the answer is known, and there is one."""
+    """Whether the answer is known and is not empty."""
     return example.answers not in ([], UNANSWERABLE)
 
 
 def _locate_answer(example: Question, windows: list[_Window]) -> list[tuple[int, int] | None]:
-    """The first and the last token of the first answer in each window; None if the window does not contain all of it."""
+    """The first and the last token of the first answer in each window.
+
+    None for a window that does not contain all of the answer.
+    """
     if not _has_span(example):
         return [None] * len(windows)
     start, text = _strip_span(example.answers[0].start, example.answers[0].text)
@@ -342,18 +343,11 @@ def _find_cls(tokenizer: PreTrainedTokenizerFast, encoding: Encoding) -> int:
 
 
 def _strip_span(start: int, text: str) -> tuple[int, str]:
-    """The start and the text of a span without the white space around it; some tokens include the space before a word."""
+    """The start and the text of a span without the white space around it.
+
+    Some tokens include the space before a word.
+    """
     return start + len(text) - len(text.lstrip()), text.strip()
 
 
 TASK = Qa()
-
-
-def parser() -> Parser:
-    """The options of `hpctrain nlp.qa`."""
-    return options.make_parser(TASK)
-
-
-def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.qa`."""
-    finetune.fine_tune(TASK, world, arguments)

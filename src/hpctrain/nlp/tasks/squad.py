@@ -1,12 +1,14 @@
-"""Read questions and their answers: the JSON of SQuAD 1.1, SQuAD 2.0 and KorQuAD 1.0, and JSON Lines of one question each."""
+"""Read questions and their answers: the JSON of SQuAD 1.1, SQuAD 2.0 and KorQuAD 1.0, and JSON Lines."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
+from hpctrain.nlp.task import Example
 
 EXPECTED = (
     "SQuAD JSON (KorQuAD 1.0): data, paragraphs, context, qas, id, question, answers, text, answer_start"
@@ -23,11 +25,12 @@ class Answer(NamedTuple):
 UNANSWERABLE = [Answer("", 0)]  # the answers of a question that the context does not answer (SQuAD 2.0)
 
 
-class Question(NamedTuple):
-    """A question about a paragraph (context) of an article (title), and the answers that count as correct, at
-    least one.
+@dataclass(frozen=True, slots=True)
+class Question(Example):
+    """A question about a paragraph (context) of an article (title), and the answers that count as correct.
 
-    `optional`: the data have questions without an answer, so the model may give none.
+    There is at least one answer in the data, UNANSWERABLE included, and none in what a user asks. `optional`:
+    the data have questions without an answer, so the model may answer "".
     """
 
     id: str
@@ -36,7 +39,6 @@ class Question(NamedTuple):
     question: str
     answers: list[Answer]
     optional: bool = False
-    location: str = ""
 
 
 def read_questions(
@@ -44,18 +46,17 @@ def read_questions(
 ) -> list[Question]:
     """Read the questions of a file; errors name the question.
 
-    One with is_impossible, or without answers, is UNANSWERABLE.
-
-    Each answer must be at its answer_start, except that its white space may differ (in KorQuAD's dev set all
-    5,774 match exactly).
+    A question with is_impossible, or without answers, is UNANSWERABLE. Each answer must be at its
+    answer_start, except that its white space may differ (in KorQuAD's dev set all 5,774 match exactly).
     """
-    seen = set()
+    seen: set[str] = set()
 
     def make(where: str, title: str, context: str, item: object) -> Question:
         if isinstance(item, dict) and type(item.get("id")) is int:  # as in COVID-QA
             item = item | {"id": str(item["id"])}
         id_ = _get(where, item, "id", str)
-        location = f"{path}, question {formats.shorten(id_)}"
+        assert isinstance(item, dict)  # it has an id
+        location = f"{path}, question {formats.excerpt(id_)}"
         text = _get(location, item, "question", str)
         answers = _read_answers(location, context, item)
         if id_ in seen:
@@ -68,10 +69,9 @@ def read_questions(
     def make_from_json(location: str, item: dict[str, Any]) -> Question:
         item = {"id": location.rpartition(", ")[2], **item}
         context = _get(location, item, "context", str)
-        # Questions of one text are kept together if there are no titles.
-        return make(
-            location, _get(location, item, "title", str) if item.get("title") else context, context, item
-        )
+        # Without titles, the questions of one text are a group.
+        title = _get(location, item, "title", str) if item.get("title") else context
+        return make(location, title, context, item)
 
     if columns:
         questions = read_columns(path, columns, make_from_json, skipped)
@@ -79,8 +79,9 @@ def read_questions(
         questions = formats.read_json_lines(path, make_from_json, skipped)
     else:
         questions = formats.read_examples(path, make, _iterate_questions(path), skipped)
-    optional = any(question.answers == UNANSWERABLE for question in questions)
-    return [question._replace(optional=True) for question in questions] if optional else questions
+    if any(question.answers == UNANSWERABLE for question in questions):
+        return [replace(question, optional=True) for question in questions]
+    return questions
 
 
 def _read_answers(location: str, context: str, item: dict[str, Any]) -> list[Answer]:
@@ -110,9 +111,9 @@ def _read_answers(location: str, context: str, item: dict[str, Any]) -> list[Ans
 
 
 def _iterate_questions(path: Path) -> Iterator[tuple[str, str, str, object]]:
-    """The position of each question in the file, the title and the context it belongs to, and its JSON value."""
+    """For each question its position in the file, its title, its context, and its JSON value."""
     for a, article in enumerate(_get(f"{path}", formats.read_json(path, dict, EXPECTED), "data", list)):
-        # COVID-QA has no titles, others have empty ones. What is no object fails below.
+        # COVID-QA has no titles, others have empty ones. An article that is not an object fails below.
         untitled = isinstance(article, dict) and not article.get("title")
         title = f"data[{a}]" if untitled else _get(f"{path}, data[{a}]", article, "title", str)
         for p, paragraph in enumerate(_get(f"{path}, data[{a}]", article, "paragraphs", list)):

@@ -220,8 +220,7 @@ def tokenize_splits(
     vocabulary = (tokenizer.backend_tokenizer.to_str(), tokenizer.model_input_names, tokenizer.chat_template)
     for name, part in examples.items():
         start = time.monotonic()
-        content = [example[:-1] for example in part]  # everything but the location in a file
-        key = make_cache_key(task.name, vocabulary, labels, args.max_length, args.stride, content)
+        key = make_cache_key(task.name, vocabulary, labels, args.max_length, args.stride, part)
         make = partial(_tokenize, task, folder, tokenizer, part, labels, args)
         made = features[name] = load_or_make(key, make, run.world)
         lengths = made.lengths
@@ -281,7 +280,7 @@ def balance_classes(labels: list[str], train: Features, run: Run) -> Tensor:
     present = counts > 0
     weights = torch.where(present, counts.sum() / (present.sum() * counts.clamp(min=1)), 0.0)
     for label, count, weight in zip(labels, counts.tolist(), weights.tolist(), strict=True):
-        run.print(f"class {formats.shorten(label)}: {count:,} training examples, weight {weight:.4g}")
+        run.print(f"class {formats.excerpt(label)}: {count:,} training examples, weight {weight:.4g}")
     return weights
 
 

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hpctrain.cli import COMMANDS
 from hpctrain.distributed.device import choose_device
@@ -35,12 +35,11 @@ from hpctrain.options import Parser, add_device, positive
 from hpctrain.text import counted, first_line
 
 CHUNK = 2048  # texts that are sorted by length together and answered at a time
-# What controls a terminal and json.dumps() leaves as it is: DEL, and the second set of control characters.
+# Characters that control a terminal and that json.dumps() does not escape: DEL and the C1 set.
 CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Run `hpctrain predict`, in one process."""
     if world.size > 1:
         raise UsageError(
             f"predict runs in one process, but the launcher started {world.size}: run it without a launcher"
@@ -54,7 +53,7 @@ def main(world: World, arguments: list[str]) -> None:
     rows = list(read_rows(args, task))
 
     tokenizer = load_tokenizer(folder)
-    model = load_model(task, folder).to(device).eval()
+    model = load_model(task, folder, device)
     try:
         if args.out:
             try:
@@ -68,28 +67,28 @@ def main(world: World, arguments: list[str]) -> None:
             truncated = write_answers(task, model, tokenizer, config, rows, args, sys.stdout)
     except (HpctrainError, OSError):
         raise
-    except (
-        Exception
-    ) as error:  # a configuration, tokenizer and weights that do not belong together; too little memory
+    # Configuration, tokenizer and weights may not belong together, or the memory may be too small.
+    except Exception as error:
         raise HpctrainError(
-            f"{folder}: its model cannot answer these texts ({describe_error(error)}): copy the folder again, or give a smaller "
-            "--batch-size"
+            f"{folder}: its model cannot answer these texts ({describe_error(error)}): "
+            "copy the folder again, or give a smaller --batch-size"
         ) from error
     if truncated:
+        limit = config["max_length"]
         print(
-            f"truncated {truncated:,} of {len(rows):,} texts, which are longer than {config['max_length']} tokens",
+            f"truncated {truncated:,} of {len(rows):,} texts, which are longer than {limit} tokens",
             file=sys.stderr,
         )
 
 
 def write_answers(
-    task: Task,
-    model: torch.nn.Module,
+    task: Task[Any],
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     config: dict[str, Any],
     rows: list[tuple[str, ...]],
     args: argparse.Namespace,
-    out: TextIO,
+    out: IO[str],
 ) -> int:
     """Write one line for each row, in their order. Returns how many texts were truncated."""
     truncated = 0
@@ -109,7 +108,7 @@ def write_answers(
 
 
 def find_model_folder(folder: Path) -> Path:
-    """The model folder in a run folder; another folder as it is.
+    """The model folder in a run folder; `folder` itself if it is not a run folder.
 
     Raises HpctrainError if it has a pipe or a device.
     """
@@ -118,7 +117,7 @@ def find_model_folder(folder: Path) -> Path:
     return found
 
 
-def find_task(folder: Path) -> tuple[Task, dict[str, Any]]:
+def find_task(folder: Path) -> tuple[Task[Any], dict[str, Any]]:
     """The task that a model was fine-tuned for, and the "hpctrain" part of its config.json.
 
     Raises HpctrainError.
@@ -131,16 +130,19 @@ def find_task(folder: Path) -> tuple[Task, dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise HpctrainError(
-        f"{folder}: not a model fine-tuned by hpctrain: give the model folder of a run, such as runs/nlp.classify/17/model"
+        f"{folder}: not a model fine-tuned by hpctrain: "
+        "give the model folder of a run, such as runs/nlp.classify/17/model"
     )
 
 
-def load_model(task: Task, folder: Path) -> torch.nn.Module:
+def load_model(task: Task[Any], folder: Path, device: torch.device) -> PreTrainedModel:
     """The model in a folder, in fp32. Raises HpctrainError if it is incomplete or damaged."""
+    model: Any  # a PreTrainedModel, or an adapter of peft over one
     try:
         if (folder / ADAPTER_CONFIG).exists():
-            return load_adapter(task, folder)
-        return task.model.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+            model = load_adapter(task, folder)
+        else:
+            model = task.model.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     except HpctrainError:
         raise
     except Exception as error:  # the loaders of the many file formats raise exceptions of many kinds
@@ -148,16 +150,17 @@ def load_model(task: Task, folder: Path) -> torch.nn.Module:
             describe_pickle_error(folder, error)
             or f"{folder}: the model cannot be loaded ({first_line(error)}): copy the folder again"
         ) from error
+    return model.to(device).eval()
 
 
-def read_rows(args: argparse.Namespace, task: Task) -> Iterator[tuple[str, ...]]:
-    """The texts to answer, one tuple of task.inputs for each answer: from the command line, or from the lines of --file."""
+def read_rows(args: argparse.Namespace, task: Task[Any]) -> Iterator[tuple[str, ...]]:
+    """The texts of each answer, task.inputs: from the command line, or from the lines of --file."""
     names = task.inputs
     if not args.file:
         if not args.text or len(args.text) % len(names):
             raise UsageError(
-                f"{counted(len(args.text), 'text')} given, but each answer of {task.name} needs {' and '.join(names)}: "
-                "give them one after the other, or use --file"
+                f"{counted(len(args.text), 'text')} given, but each answer of {task.name} needs "
+                f"{' and '.join(names)}: give them one after the other, or use --file"
             )
         if any(map(SURROGATE.search, args.text)):  # Python's form of bytes that are not UTF-8
             raise UsageError("TEXT is not UTF-8: set the locale of the terminal to UTF-8, or use --file")
@@ -211,7 +214,6 @@ def add_answer_options(options: Parser) -> None:
 
 
 def parser() -> Parser:
-    """The options of `hpctrain predict`."""
     options = Parser(
         prog="hpctrain predict",
         description="Answer texts with a fine-tuned model. Prints one JSON object per line.",
@@ -232,7 +234,7 @@ def parser() -> Parser:
     add(
         "--file",
         type=Path,
-        help="answer each line of this file instead: a text, or two texts separated by a tab; in .jsonl, an object",
+        help="answer each line of this file: a text, or two texts separated by a tab; in .jsonl, an object",
     )
     add(
         "--out",

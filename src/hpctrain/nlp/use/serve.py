@@ -38,8 +38,8 @@ from hpctrain.text import first_line
 LARGEST_BODY = 2**20  # bytes of a request
 MOST_DIGITS = 100  # of a length; Python refuses to read thousands
 MOST_ROWS = 256  # examples of a request
-# Of entity types, in the order in which they appear; told apart also by people who cannot see red or green
-# (see report.py).
+# Colors of entity types, in the order in which they appear; also for people who cannot see red or green (see
+# report.py).
 COLORS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#0072b2")
 
 PAGE = """<!doctype html>
@@ -55,7 +55,8 @@ label {{ display: block; margin-top: .8rem; }}
 textarea {{ box-sizing: border-box; width: 100%; font: inherit; padding: .4rem; }}
 button {{ font: inherit; margin: .8rem 0; padding: .3rem 1.2rem; }}
 .answer {{ border-top: 1px solid #8886; padding-top: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }}
-mark {{ color: inherit; background: var(--color, #e69f00); background: color-mix(in srgb, var(--color, #e69f00) 40%, transparent);
+mark {{ color: inherit; background: var(--color, #e69f00);
+  background: color-mix(in srgb, var(--color, #e69f00) 40%, transparent);
   border-radius: .2rem; padding: .1rem .2rem; }}
 small {{ opacity: .8; margin-left: .3rem; }}
 .bar {{ display: block; height: .8rem; background: #8883; border-radius: .4rem; overflow: hidden; }}
@@ -76,7 +77,7 @@ class Model:
         device = choose_device(ALONE, args.device)
         self.task, self._config = find_task(folder)
         self._tokenizer = load_tokenizer(folder)
-        self._model = load_model(self.task, folder).to(device).eval()
+        self._model = load_model(self.task, folder, device)
         self._args, self._numbers = args, itertools.count(1)
         self._waiting: queue.SimpleQueue[tuple[list[tuple[str, ...]], Future]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
@@ -102,21 +103,18 @@ class Model:
     def _try(self, requests: list[tuple[list[tuple[str, ...]], Future]], last: bool = False) -> bool:
         """Answer requests together; returns whether that succeeded.
 
-        An error goes to the requests if it is the last try.
+        On the last try, an error goes to the first request.
         """
-        self._args.seed = next(self._numbers)  # another text at each request
+        self._args.seed = next(self._numbers)  # each request gets another generated text
         rows = [row for rows, _ in requests for row in rows]
         try:
             with panics_as_errors():
                 answers, _ = self.task.answer(self._model, self._tokenizer, rows, self._config, self._args, 0)
         except Exception as error:
             if last:
-                text = (
-                    str(error)
-                    if isinstance(error, HpctrainError)
-                    else f"the model cannot answer this ({describe_error(error)})"
-                )
-                requests[0][1].set_exception(HpctrainError(text))
+                if not isinstance(error, HpctrainError):
+                    error = HpctrainError(f"the model cannot answer this ({describe_error(error)})")
+                requests[0][1].set_exception(error)
             return False
         found = iter(answers)
         for own, future in requests:
@@ -154,7 +152,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the body of the request is not read
             self._send_error(
                 HTTPStatus.FORBIDDEN,
-                "the token is missing or not of this server: send that of its address in a header, Authorization: Bearer TOKEN",
+                "the token is missing or not of this server: "
+                "send that of its address in a header, Authorization: Bearer TOKEN",
             )
             return
         length = self.headers.get("Content-Length", "")
@@ -202,10 +201,8 @@ class Handler(BaseHTTPRequestHandler):
         except (ValueError, KeyError, TypeError, RecursionError):
             valid = False
         if not valid or not 0 < len(rows) <= MOST_ROWS:
-            text = (
-                f"expected a JSON object with {' and '.join(names)}, or a list of at most {MOST_ROWS} of them"
-            )
-            self._send_error(HTTPStatus.BAD_REQUEST, text)
+            expected = f"a JSON object with {' and '.join(names)}, or a list of at most {MOST_ROWS} of them"
+            self._send_error(HTTPStatus.BAD_REQUEST, f"expected {expected}")
             return
         try:
             answers = self.model.answer(rows)
@@ -220,11 +217,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def _page(self, row: tuple[str, ...] = (), answer: str = "") -> str:
         task = self.model.task
-        fields = "".join(
-            f'<label>{name.capitalize()}<textarea name="{name}" rows="{5 if name == "context" else 2}" required>\n'
-            f"{html.escape(text)}</textarea></label>"
-            for name, text in itertools.zip_longest(task.inputs, row, fillvalue="")
-        )
+        fields = ""
+        for name, text in itertools.zip_longest(task.inputs, row, fillvalue=""):
+            height = 5 if name == "context" else 2
+            fields += (
+                f'<label>{name.capitalize()}<textarea name="{name}" rows="{height}" required>\n'
+                f"{html.escape(text)}</textarea></label>"
+            )
         return PAGE.format(title=html.escape(task.title), fields=fields, answer=answer)
 
     def _send_error(self, status: HTTPStatus, text: str) -> None:
@@ -246,11 +245,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the address of a request may have the token."""
+        """Log nothing: the address of a request may have the token."""
 
 
 def show_answer(row: tuple[str, ...], answer: dict[str, Any]) -> str:
-    """The answer as people look at it, in HTML: entities in the text, the answer in its context, a probability as a bar."""
+    """The answer in HTML: entities in the text, the answer in its context, a probability as a bar."""
     if "entities" in answer:
         colors: dict[str, str] = {}
         marks = []
@@ -285,15 +284,13 @@ def _mark(text: str, marks: list[tuple[int, int, str, str]]) -> str:
     parts, done = [], 0
     for start, end, color, name in marks:
         parts.append(html.escape(text[done:start]))
-        parts.append(
-            f'<mark style="--color:{color}">{html.escape(text[start:end])}<small>{html.escape(name)}</small></mark>'
-        )
+        marked = f"{html.escape(text[start:end])}<small>{html.escape(name)}</small>"
+        parts.append(f'<mark style="--color:{color}">{marked}</mark>')
         done = end
     return "".join([*parts, html.escape(text[done:])])
 
 
 def parser() -> Parser:
-    """The options of `hpctrain serve`."""
     options = Parser(
         prog="hpctrain serve", description="Show a fine-tuned model as a web page and a JSON service."
     )
@@ -301,19 +298,20 @@ def parser() -> Parser:
     add("folder", type=Path, metavar="RUN", help="run folder or model folder, such as runs/nlp.classify/17")
     add(
         "--host",
-        help="address to listen on; others than 127.0.0.1 are open to the network (default: 127.0.0.1; in a job a Unix socket)",
+        help="address to listen on; any but 127.0.0.1 is open to the network "
+        "(default: 127.0.0.1; in a job a Unix socket)",
     )
     add(
         "--port",
         type=int,
-        help="port to listen on; 0: any that is free (default: 8000; in a job a Unix socket)",
+        help="port to listen on; 0: a free one (default: 8000; in a job a Unix socket)",
     )
     add_answer_options(options)
     return options
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Serve until a signal. Raises HpctrainError if the model cannot be loaded, or the port not be used."""
+    """Serve until a signal. Raises HpctrainError if the model cannot be loaded or the port cannot be used."""
     if world.size > 1:
         raise UsageError(
             f"serve runs in one process, but the launcher started {world.size}: run it without a launcher"
@@ -327,7 +325,7 @@ def main(world: World, arguments: list[str]) -> None:
     ):
         with Tunnel("serve") as tunnel:
             Handler.token = tunnel.token
-            server = UnixServer(str(tunnel.socket), Handler)
+            server = UnixServer(tunnel.socket, Handler)
             tunnel.print_how_to_connect(f"the page of {Handler.model.task.name}")
             threading.Thread(target=server.serve_forever, daemon=True).start()
             tunnel.wait()
@@ -338,11 +336,11 @@ def main(world: World, arguments: list[str]) -> None:
 class Server(ThreadingHTTPServer):
     """A thread for each connection."""
 
-    # connections that wait for theirs; with Python's 5, Linux resets some of 200 programs
+    # Connections that may wait for a thread. With Python's 5, Linux resets some of 200 programs.
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error, but no stack for each client that ends its connection early, which anybody on the node can do."""
+        """Log an error, but no stack when a client ends its connection early, which anybody can do."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -352,10 +350,14 @@ class UnixServer(Server):
 
     address_family = socket.AF_UNIX
 
+    def __init__(self, path: Path, handler: type[BaseHTTPRequestHandler]) -> None:
+        self._path = path
+        super().__init__((str(path), 0), handler)
+
     def server_bind(self) -> None:
-        """As HTTPServer does for an address with a port."""
-        self.socket.bind(self.server_address)
-        Path(self.server_address).chmod(0o600)
+        """Bind the socket to its path; HTTPServer would bind it to an address and a port."""
+        self.socket.bind(str(self._path))
+        self._path.chmod(0o600)
 
 
 def serve_on_port(args: argparse.Namespace) -> None:
@@ -385,7 +387,7 @@ def serve_on_port(args: argparse.Namespace) -> None:
         )
     else:
         print(f"serving {Handler.model.task.name} at {address}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # for the end of this block
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that `finally` runs
     try:
         server.serve_forever()
     except KeyboardInterrupt:
