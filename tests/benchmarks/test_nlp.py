@@ -8,7 +8,10 @@ from slurm_cluster import REPOSITORY
 
 
 def run(*options):
-    """Run the benchmark; returns the rows of its table as dictionaries of text, by the name of the way, and both its outputs."""
+    """Run the benchmark.
+
+    Returns the rows of its table as dictionaries of text, by the name of the way, and both its outputs.
+    """
     command = [
         *options,
         REPOSITORY / "benchmarks/nlp.py",

@@ -1,4 +1,4 @@
-"""The fine-tuning tasks as users run them: with sbatch, in the container, on two nodes with two ranks each."""
+"""The fine-tuning tasks as users run them: sbatch, the container, and two nodes with two ranks each."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def instruct_words(cluster):
 def test_a_model_split_over_two_nodes_gives_the_loss_of_one_process(
     cluster, instruct_words, request, options, alone
 ):
-    """Tensor parallelism within a node and FSDP between the nodes; and an adapter over a model that is sharded."""
+    """Tensor parallelism within a node and FSDP between the nodes; and an adapter of a sharded model."""
     run = f"runs/{request.node.callspec.id}"
     ended, output = job(cluster, *instruct_words, *options, "--out", run)
     assert ended.state == "COMPLETED" and "4 ranks on 2 nodes (slurm)" in output, output

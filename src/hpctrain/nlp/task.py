@@ -19,7 +19,8 @@ from transformers.modeling_outputs import ModelOutput
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features
-from hpctrain.nlp.batches.sampling import evaluation_batches
+from hpctrain.nlp.batches.sampling import evaluation_batches_by_length
+from hpctrain.nlp.batches.text_batch import TextBatch
 
 SAMPLES = Path(__file__).parent / "samples"
 IGNORED = -100  # the label that the loss of every model of transformers ignores
@@ -44,7 +45,7 @@ class Task(ABC):
     one_label: ClassVar[bool] = False
     # whether a row may have several features; the first label of each is IGNORED: with --pack
     can_pack: ClassVar[bool] = False
-    model: ClassVar[type]  # AutoModelFor... of transformers
+    model: ClassVar[Any]  # AutoModelFor... of transformers
     pipeline_tag: ClassVar[str]  # the task's name on the Hugging Face hub
     kind: ClassVar[str] = "bert"  # the architecture that --from-scratch creates: bert or gpt2
     inputs: ClassVar[tuple[str, ...]] = ("text",)  # the texts that `hpctrain predict` takes for one example
@@ -122,15 +123,12 @@ class Task(ABC):
     ) -> Features:
         """Make the features of the examples, with their labels; a label that is not in `labels` becomes IGNORED."""
 
-    def compute_loss(self, output: ModelOutput, batch: dict[str, Any]) -> Tensor:
-        """The mean loss over the labels of a batch; override it if the model's own loss includes padding.
-
-        In training with --class-weights the batch of a task with `one_label` has "class_weights", [labels].
-        """
+    def compute_loss(self, output: ModelOutput, batch: TextBatch) -> Tensor:
+        """The mean loss over the labels of a batch; override it if the model's own loss includes padding."""
         return output.loss
 
     @abstractmethod
-    def predict(self, output: ModelOutput, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: ModelOutput, batch: TextBatch) -> list[Any]:
         """One prediction for each feature of a batch, an array of numpy.
 
         Ranks exchange these, so keep them small.
@@ -193,11 +191,10 @@ class Task(ABC):
         examples = [self.make_example(row, **config["settings"]) for row in rows]
         features = self.tokenize(tokenizer, examples, labels, config["max_length"], config["stride"])
         padding = {**self.padding, "input_ids": tokenizer.pad_token_id}
-        not_inputs = {"units", "labels", *self.extra}
         predictions: list[Any] = [None] * len(features.lengths)
-        for index in evaluation_batches(features.lengths, args.batch_size):
-            batch = {name: column.to(model.device) for name, column in features.batch(index, padding).items()}
-            output = model(**{name: column for name, column in batch.items() if name not in not_inputs})
+        for index in evaluation_batches_by_length(features.lengths, args.batch_size):
+            batch = features.batch(index, padding).to(model.device)
+            output = model(**batch.model_inputs(without={"labels", *self.extra}))
             for i, prediction in zip(index.tolist(), self.predict(output, batch), strict=True):
                 predictions[i] = prediction
         return self.make_answers(examples, features, predictions, labels), len(features.cut)

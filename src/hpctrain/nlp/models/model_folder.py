@@ -185,7 +185,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
 
 
 def refuse_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise HpctrainError for a model with Python code of its own, of an architecture that transformers lacks."""
+    """Raise HpctrainError for a model of an unknown architecture that brings its own Python code."""
     if "auto_map" not in config:
         return
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

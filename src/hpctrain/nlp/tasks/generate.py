@@ -23,6 +23,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
+from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Task
@@ -129,9 +130,9 @@ class Generate(Task):
                 example_of.append(i)
         return Features.from_lists(columns, {"units": units}, example=example_of)
 
-    def predict(self, output: CausalLMOutput, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: CausalLMOutput, batch: TextBatch) -> list[Any]:
         """The negative log likelihood of the text in each feature and its number of tokens, without padding and prompt."""
-        logits, targets = output.logits[:, :-1].float(), batch["labels"][:, 1:]
+        logits, targets = output.logits[:, :-1].float(), batch.tokens["labels"][:, 1:]
         losses = cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
         return list(
             torch.stack([losses.double().sum(1), (targets != IGNORED).sum(1).double()], 1).cpu().numpy()
