@@ -17,6 +17,7 @@ On a shared machine, set OMP_NUM_THREADS=1: threads that wait for each other was
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -46,8 +47,10 @@ from hpctrain.distributed.rendezvous import all_or_none, broadcast, process_grou
 from hpctrain.distributed.world import World, detect
 from hpctrain.lightning.trainer import make_trainer, quiet
 from hpctrain.nlp.batches.features import Features, load_or_make, make_cache_key
-from hpctrain.nlp.batches.sampling import BatchSampler, evaluation_batches, make_loader
+from hpctrain.nlp.batches.sampling import LengthGroupedSampler, evaluation_batches_by_length, make_loader
+from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.data import formats
+from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.initial_model import load_model
 from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import SIZES, create_model
@@ -63,15 +66,15 @@ KCBERT = {"base": (12, 768, 30_000), "large": (24, 1024, 30_000)}
 WARM_UP = 4  # steps of each way before the first turn, while torch chooses its kernels
 
 
-See = Callable[[dict[str, Tensor]], dict[str, Tensor]]  # shows a batch to the Meter, before it is on the GPU
+See = Callable[[Tensor, Tensor], None]  # shows tokens and attention mask of a batch to the Meter
 
 
 class Setting(NamedTuple):
-    """What all ways have in common; `args` are options of `hpctrain nlp.classify`."""
+    """What all ways have in common."""
 
     world: World
     device: torch.device
-    args: argparse.Namespace
+    args: FineTuneOptions
     tokenizer: PreTrainedTokenizerFast
     labels: list[str]
     train: Features
@@ -145,7 +148,8 @@ def train_as_in_tutorials(setting: Setting, model: PreTrainedModel, see: See) ->
     parallel = torch.nn.parallel.DistributedDataParallel(model) if world.size > 1 else model
     for batch in loader:
         optimizer.zero_grad()
-        loss = parallel(**{name: column.to(setting.device) for name, column in see(batch).items()}).loss
+        see(batch["input_ids"], batch["attention_mask"])
+        loss = parallel(**{name: column.to(setting.device) for name, column in batch.items()}).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -155,9 +159,18 @@ def train_as_in_tutorials(setting: Setting, model: PreTrainedModel, see: See) ->
 def train_with_trainer(
     setting: Setting, model: PreTrainedModel, see: See, order: str, compiled: bool = False
 ) -> None:
-    """The Trainer of transformers with its defaults: padded to the longest text of a batch, batches sampled in this order."""
+    """The Trainer of transformers with its defaults, and batches sampled in this order.
+
+    It pads to the longest text of a batch.
+    """
     args = setting.args
-    collate = transformers.DataCollatorWithPadding(setting.tokenizer)
+    pad_rows = transformers.DataCollatorWithPadding(setting.tokenizer)
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = pad_rows(rows)
+        see(batch["input_ids"], batch["attention_mask"])
+        return batch
+
     # otherwise it compiles anew for the second length, and again for more
     os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"] = "true"
     precision = getattr(torch.backends, "fp32_precision", None)
@@ -182,7 +195,7 @@ def train_with_trainer(
             log_level="error",
         ),
         train_dataset=make_rows(setting.train),
-        data_collator=lambda rows: see(collate(rows)),
+        data_collator=collate,
     )
     trainer.train()
     # with torch_compile the Trainer has changed it, and Lightning, which asks for it in the old way, would
@@ -195,16 +208,20 @@ def train_with_hpctrain(
     setting: Setting, model: PreTrainedModel, see: See, compiled: bool = False, graphs: bool = False
 ) -> None:
     """As `hpctrain nlp.classify` does."""
-    args, world, train = setting.args, setting.world, setting.train
-    args.cuda_graphs = graphs
+    args, world, train = dataclasses.replace(setting.args, cuda_graphs=graphs), setting.world, setting.train
     run = Run(world, "nlp.classify", args, setting.device)
     module = FineTuneModule(TASK, model, setting.labels, args, run, setting.steps)
     if compiled:
         compile_training(model, dynamic=True, by_block=True)
     padding = {**TASK.padding, "input_ids": setting.tokenizer.pad_token_id}
-    sampler = BatchSampler(train, world, args.batch_size, args.seed, args.accumulate)
+    sampler = LengthGroupedSampler(train, world, args.batch_size, args.seed, args.accumulate)
     loader = make_loader(train, padding, sampler, round_up_to=args.max_length if graphs else 0)
-    convert, loader.collate_fn = loader.collate_fn, lambda batch: see(convert(batch))
+
+    def collate(batch: TextBatch) -> TextBatch:
+        see(batch.tokens["input_ids"], batch.attention_mask)
+        return batch
+
+    loader.collate_fn = collate
     make_trainer(run, args, setting.device, model, module.score).fit(module, loader)
     run.finish(model)  # waits until the checkpoint is written: this folder is temporary
 
@@ -224,7 +241,10 @@ WAYS: dict[str, Callable[[Setting, PreTrainedModel, See], None]] = {
 
 
 def tokenize(setting: Setting, way: str) -> None:
-    """Tokenize the training reviews as this way does: one at a time and padded, all at once, or as `hpctrain nlp.classify`."""
+    """Tokenize the training reviews as this way does.
+
+    That is one at a time and padded, all at once, or as `hpctrain nlp.classify`.
+    """
     tokenizer, longest = setting.tokenizer, setting.args.max_length
     # as many as those whose training is timed
     reviews = setting.texts[setting.untimed * setting.args.batch_size :]
@@ -242,7 +262,10 @@ def tokenize(setting: Setting, way: str) -> None:
 
 
 class Meter:
-    """Counts the tokens of the batches, in see(), and times the steps, with hooks of torch and therefore equally for all ways."""
+    """Counts the tokens of the batches, in see(), and times the steps, with hooks of torch.
+
+    The hooks are the same for all ways.
+    """
 
     def __init__(self, setting: Setting, model: PreTrainedModel) -> None:
         self._setting, self._done = setting, 0
@@ -253,11 +276,9 @@ class Meter:
         if not setting.untimed:
             self._hooks.append(model.register_forward_pre_hook(self._start))
 
-    def see(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Count a batch, and return it."""
-        tokens = batch["input_ids"]
-        self._seen.append((len(tokens), int(batch["attention_mask"].sum()), tokens.numel()))
-        return batch
+    def see(self, tokens: Tensor, mask: Tensor) -> None:
+        """Count a batch, before it is on the GPU: input_ids and attention_mask, [b, length]."""
+        self._seen.append((len(tokens), int(mask.sum()), tokens.numel()))
 
     def _now(self) -> float:
         if self._setting.device.type == "cuda":
@@ -309,12 +330,10 @@ def evaluate(setting: Setting, model: PreTrainedModel, way: str) -> dict[str, fl
     world, lengths = setting.world, setting.held_out.lengths
     in_order = iter(torch.arange(world.rank, len(lengths), world.size).split(64))
     sums = torch.zeros(3, dtype=torch.float64, device=setting.device)
-    for index in (
-        evaluation_batches(lengths, 64, world.rank, world.size)
-        if way.startswith(("(c", "(d", "(e"))
-        else in_order
-    ):
-        batch = setting.held_out.batch(index, {"input_ids": setting.tokenizer.pad_token_id})
+    by_length = evaluation_batches_by_length(lengths, 64, world.rank, world.size)
+    for index in by_length if way.startswith(("(c", "(d", "(e")) else in_order:
+        features = setting.held_out.batch(index, {"input_ids": setting.tokenizer.pad_token_id})
+        batch = features.tokens | features.values | {"attention_mask": features.attention_mask}
         if way.startswith("(a)"):
             missing = setting.args.max_length - batch["input_ids"].shape[1]
             for name in ("input_ids", "attention_mask", *({"token_type_ids"} & batch.keys())):
@@ -323,7 +342,7 @@ def evaluate(setting: Setting, model: PreTrainedModel, way: str) -> dict[str, fl
                     (0, missing),
                     value=setting.tokenizer.pad_token_id if name == "input_ids" else 0,
                 )
-        batch = {name: column.to(setting.device) for name, column in batch.items() if name != "units"}
+        batch = {name: column.to(setting.device) for name, column in batch.items()}
         output = model(**batch)
         right = (output.logits.argmax(1) == batch["labels"]).sum()
         sums += torch.stack(
@@ -337,8 +356,9 @@ def evaluate(setting: Setting, model: PreTrainedModel, way: str) -> dict[str, fl
 
 def measure(setting: Setting, way: str, seed: int, out: Path) -> dict[str, float]:
     """Train a new model in this way, and evaluate it."""
-    args = argparse.Namespace(**vars(setting.args) | {"seed": seed, "out": out})
+    args = dataclasses.replace(setting.args, seed=seed, out=out)
     setting = setting._replace(args=args)
+    assert args.model  # see prepare()
     model = load_model(TASK, Path(args.model), setting.tokenizer, setting.labels, args)
     meter = Meter(setting, model)
     with redirect_stdout(sys.stderr):  # the progress of the trainers
@@ -395,8 +415,8 @@ def prepare(args: argparse.Namespace, world: World, device: torch.device, folder
     if world.rank == 0:
         everything = TASK.tokenize(tokenizer, texts, labels, args.max_length, 0)
         print(
-            f"tokenizing: {len(texts):,} reviews in {time.perf_counter() - began:.1f} s, {everything.lengths.sum():,} tokens, "
-            f"mean {everything.lengths.mean():.1f}",
+            f"tokenizing: {len(texts):,} reviews in {time.perf_counter() - began:.1f} s, "
+            f"{everything.lengths.sum():,} tokens, mean {everything.lengths.mean():.1f}",
             flush=True,
         )
     os.environ["HPCTRAIN_CACHE"] = str(folder / "cache")
@@ -427,8 +447,8 @@ def format_table(results: dict[str, list[dict[str, float]]]) -> str:
     Ratios are taken within a turn, because the speed of the machine may change between turns.
     """
     lines = [
-        f"| way | examples/s | relative to (a) | {list(results)[-1][:3]} relative to it | real tokens/s | share of real tokens "
-        "| end to end, s: tokenize + train + evaluate | evaluation loss | accuracy |",
+        f"| way | examples/s | relative to (a) | {list(results)[-1][:3]} relative to it | real tokens/s "
+        "| share of real tokens | end to end, s: tokenize + train + evaluate | evaluation loss | accuracy |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
 
@@ -444,16 +464,20 @@ def format_table(results: dict[str, list[dict[str, float]]]) -> str:
         of_it = spread((c / this for this, _, c in zip(*speeds, strict=True)), 2)
         parts = " + ".join(f"{median[f'{part} s']:.1f}" for part in ("tokenize", "train", "evaluate"))
         lines.append(
-            f"| {way} | {spread(speeds[0], 0)} | {of_a} | {of_it} | {median['real tokens/s']:,.0f} | {median['share']:.3f} | "
-            f"{median['end to end s']:.1f}: {parts} | {spread((turn['loss'] for turn in turns), 4)} | {median['accuracy']:.4f} |"
+            f"| {way} | {spread(speeds[0], 0)} | {of_a} | {of_it} | {median['real tokens/s']:,.0f} "
+            f"| {median['share']:.3f} | {median['end to end s']:.1f}: {parts} "
+            f"| {spread((turn['loss'] for turn in turns), 4)} | {median['accuracy']:.4f} |"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Run all ways in turns, so that other load on the machine affects them equally; print a table of medians."""
+    """Run all ways in turns, and print a table of medians.
+
+    In turns, other load on the machine affects all ways equally.
+    """
     parser = argparse.ArgumentParser(
-        description="Compare training on film reviews: a tutorial's loop, Hugging Face's Trainer, and hpctrain."
+        description="Compare training on film reviews: a tutorial's loop, Hugging Face's Trainer, hpctrain."
     )
     add = parser.add_argument
     add(
@@ -524,13 +548,15 @@ def main() -> None:
                     print(f"turn {turn + 1}  {way:30} {text}", flush=True)
     if world.rank == 0:
         print(
-            f"\n{args.size}, {setting.steps * args.batch_size:,} reviews in batches of {args.batch_size}, {args.precision} on "
-            f"{world.size} x {device.type} with {torch.get_num_threads()} threads, medians of {args.turns}:\n\n"
+            f"\n{args.size}, {setting.steps * args.batch_size:,} reviews in batches of {args.batch_size}, "
+            f"{args.precision} on {world.size} x {device.type} with {torch.get_num_threads()} threads, "
+            f"medians of {args.turns}:\n\n"
             f"{format_table(results)}"
         )
         if skipped:
             print(
-                "\n(b) was skipped: Hugging Face's Trainer needs accelerate, which is not installed: pip install accelerate"
+                "\n(b) was skipped: Hugging Face's Trainer needs accelerate, which is not installed: "
+                "pip install accelerate"
             )
 
 

@@ -45,7 +45,7 @@ LONG_FILES = [
     "docs/test_notebooks.py",
     "test_security.py",
     "run/test_resume.py",
-    "nlp/models/test_models.py",
+    "nlp/models/test_hub.py",
     "commands/check/test_check.py",
     "run/test_wandb.py",
     "containers/test_build_errors.py",

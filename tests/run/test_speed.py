@@ -188,9 +188,8 @@ def count_tokens(monkeypatch, counts):
 
     def forward(module, batch, plain=FineTuneModule.forward):
         if module.training and module.trainer.training:
-            counts.append(
-                (len(batch["input_ids"]), int(batch["attention_mask"].sum()), batch["attention_mask"].numel())
-            )
+            mask = batch.attention_mask
+            counts.append((len(mask), int(mask.sum()), mask.numel()))
         return plain(module, batch)
 
     monkeypatch.setattr(FineTuneModule, "forward", forward)

@@ -35,8 +35,8 @@ from hpctrain.nlp.training.options import parse_options
 from hpctrain.training import sharding
 from hpctrain.training.sharding import copy_without_weights, find_blocks, split_state
 from tests.helpers import write_digits
-from tests.nlp.training.test_finetune import NO_DROPOUT, SHAPE, metrics, result, scores, train
-from tests.nlp.training.test_finetune import cache as cache  # a fixture, for each test
+from tests.nlp.conftest import feature_cache as feature_cache  # a fixture, for each test
+from tests.nlp.helpers import NO_DROPOUT, SHAPE, metrics, result, scores, train
 from tests.tools import warm_start
 
 CPU = torch.device("cpu")

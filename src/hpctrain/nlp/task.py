@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features
-from hpctrain.nlp.batches.sampling import evaluation_batches
+from hpctrain.nlp.batches.sampling import evaluation_batches_by_length
+from hpctrain.nlp.batches.text_batch import TextBatch
 
 if TYPE_CHECKING:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -144,15 +145,12 @@ class Task(ABC, Generic[AnyExample]):
         A label that is not in `labels` becomes IGNORED.
         """
 
-    def compute_loss(self, output: Any, batch: dict[str, Any]) -> Tensor:
-        """The mean loss over the labels of a batch; override it if the model's own loss includes padding.
-
-        In training with --class-weights the batch of a task with `one_label` has "class_weights", [labels].
-        """
+    def compute_loss(self, output: Any, batch: TextBatch) -> Tensor:
+        """The mean loss over the labels of a batch; override it if the model's own loss includes padding."""
         return output.loss
 
     @abstractmethod
-    def predict(self, output: Any, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: Any, batch: TextBatch) -> list[Any]:
         """One prediction for each feature of a batch, an array of numpy.
 
         Ranks exchange these, so keep them small.
@@ -221,11 +219,10 @@ class Task(ABC, Generic[AnyExample]):
         examples = [self.make_example(row, **config["settings"]) for row in rows]
         features = self.tokenize(tokenizer, examples, labels, config["max_length"], config["stride"])
         padding = {**self.padding, "input_ids": tokenizer.pad_token_id}
-        not_inputs = {"units", "labels", *self.extra}
         predictions: list[Any] = [None] * len(features.lengths)
-        for index in evaluation_batches(features.lengths, args.batch_size):
-            batch = {name: column.to(model.device) for name, column in features.batch(index, padding).items()}
-            output = model(**{name: column for name, column in batch.items() if name not in not_inputs})
+        for index in evaluation_batches_by_length(features.lengths, args.batch_size):
+            batch = features.batch(index, padding).to(model.device)
+            output = model(**batch.model_inputs(without={"labels", *self.extra}))
             for i, prediction in zip(index.tolist(), self.predict(output, batch), strict=True):
                 predictions[i] = prediction
         return self.make_answers(examples, features, predictions, labels), len(features.cut)

@@ -17,8 +17,7 @@ from hpctrain.nlp.task import IGNORED
 from hpctrain.nlp.tasks import classify
 from hpctrain.nlp.tasks.instruct import TASK
 from hpctrain.nlp.training.options import parse_options
-from tests.nlp.training.test_finetune import cache as cache  # a fixture, for each test
-from tests.nlp.training.test_finetune import metrics, result, train
+from tests.nlp.helpers import metrics, result, train
 from tests.tools import warm_start
 
 NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
@@ -48,15 +47,16 @@ def test_packed_features_are_those_that_were_put_in():
     labels = [[IGNORED, *text[1:]] for text in texts]
     features = Features.from_lists({"input_ids": texts, "labels": labels}, {"units": [2, 0, 3, 1]})
     batch = features.pack(torch.tensor([2, 0, 1]), {"input_ids": 99, "labels": IGNORED})
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [1, 2, 3, 4]]
-    assert batch["labels"].tolist() == [[IGNORED, 6, 7, 8], [IGNORED, 2, 3, IGNORED]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 0]]
-    assert batch["units"].tolist() == [3, 2, 0] and "attention_mask" not in batch
+    assert batch.tokens["input_ids"].tolist() == [[5, 6, 7, 8], [1, 2, 3, 4]]
+    assert batch.tokens["labels"].tolist() == [[IGNORED, 6, 7, 8], [IGNORED, 2, 3, IGNORED]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 0]]
+    assert batch.units.tolist() == [3, 2, 0] and not batch.is_padded
     batch = features.pack(torch.tensor([2, 3]), {"input_ids": 99, "labels": IGNORED})
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 99, 99]]
-    assert batch["labels"][1].tolist() == [IGNORED, 10, IGNORED, IGNORED] and batch["position_ids"][
-        1
-    ].tolist() == [0, 1, 0, 1]
+    assert batch.tokens["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 99, 99]]
+    assert batch.tokens["labels"][1].tolist() == [IGNORED, 10, IGNORED, IGNORED]
+    assert batch.position_ids[1].tolist() == [0, 1, 0, 1]
+    assert batch.attention_mask[1].tolist() == [1, 1, 0, 0] and batch.real_tokens == 6
+    assert batch.model_inputs().keys() == {"input_ids", "labels", "position_ids"}
 
 
 def make_model(kind, vocabulary=50, **shape):

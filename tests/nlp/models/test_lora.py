@@ -17,8 +17,7 @@ from hpctrain.nlp.models import lora
 from hpctrain.nlp.tasks import classify
 from hpctrain.nlp.training.options import parse_options
 from hpctrain.nlp.use import predict
-from tests.nlp.training.test_finetune import NO_DROPOUT, SHAPE, metrics, result, run_predict, scores, train
-from tests.nlp.training.test_finetune import cache as cache  # a fixture, for each test
+from tests.nlp.helpers import NO_DROPOUT, SHAPE, metrics, result, run_predict, scores, train
 from tests.tools import warm_start
 
 DATA = classify.TASK.samples
@@ -134,7 +133,10 @@ def test_a_language_model_and_all_linear_layers(tmp_path, capfd):
 
 @pytest.mark.slow
 def test_an_adapter_is_trained_further(base, run, tmp_path):
-    """With --epochs 0 it scores as it did; after another epoch with a small rate nearly so, and only its own weights differ."""
+    """With --epochs 0 its scores stay.
+
+    After another epoch with a small learning rate they are close, and only the adapter's weights differ.
+    """
     more = ("--data", DATA, "--model", base, "--lora-from", run / "model", "--batch-size", 8)
     again = train("classify", tmp_path / "again", *more, "--epochs", 0)
     assert scores(again) == pytest.approx(scores(run), rel=1e-5)

@@ -17,8 +17,7 @@ from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.models.tensor_parallel import choose_styles
 from hpctrain.nlp.tasks import instruct
 from hpctrain.nlp.training.options import parse_options
-from tests.nlp.training.test_finetune import cache as cache  # a fixture, for each test
-from tests.nlp.training.test_finetune import result, train
+from tests.nlp.helpers import result, train
 from tests.training.test_sharding import CPU, losses, train_ranks, weights
 
 SHAPE = {
@@ -123,7 +122,7 @@ def test_what_cannot_be_split_is_refused_in_one_line(llama, tmp_path):
 
 
 def test_the_memory_of_a_split_model(llama, monkeypatch):
-    """By hand: on four ranks in two groups, a rank has a quarter of the split layers, and half of the others."""
+    """By hand: on four ranks in two groups, a rank has a quarter of the split layers, half of the others."""
     split = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
     others = (
         sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(llama).parameters()) - split

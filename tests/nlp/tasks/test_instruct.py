@@ -16,8 +16,7 @@ from hpctrain.nlp.task import IGNORED
 from hpctrain.nlp.tasks import instruct
 from hpctrain.nlp.tasks.instruct import TASK, Conversation
 from hpctrain.nlp.training.options import parse_columns
-from tests.nlp.training.test_finetune import cache as cache  # a fixture, for each test
-from tests.nlp.training.test_finetune import metrics, train
+from tests.nlp.helpers import metrics, train
 from tests.tools import warm_start
 
 CHATML = (

@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 from functools import cache
 
 import numpy
@@ -168,8 +169,8 @@ def batch(made, tokenizer, index):
     return made.batch(torch.tensor(index), {"input_ids": tokenizer.pad_token_id, **TASK.padding})
 
 
-def run(model, inputs):
-    return model(**{name: tensor for name, tensor in inputs.items() if name not in {*TASK.extra, "units"}})
+def run(model, batch):
+    return model(**batch.model_inputs(without=TASK.extra))
 
 
 # --- reading ---
@@ -485,17 +486,17 @@ def test_padding_changes_neither_loss_nor_predictions():
         batch(made, tokenizer, [1]),
         batch(made, tokenizer, [0, 1]),
     )
-    assert both["attention_mask"][0].sum() == alone["attention_mask"].sum() < both["attention_mask"][1].sum()
-    padded = both["attention_mask"] == 0
-    assert (both["labels"][padded] == IGNORED).all()
-    assert (both["unit"][padded] == NO_UNIT).all()
+    assert both.attention_mask[0].sum() == alone.attention_mask.sum() < both.attention_mask[1].sum()
+    padded = both.attention_mask == 0
+    assert (both.tokens["labels"][padded] == IGNORED).all()
+    assert (both.tokens["unit"][padded] == NO_UNIT).all()
     with torch.no_grad():
         one, two, together = (run(model, inputs) for inputs in (alone, other, both))
-        unmasked = run(model, {**both, "attention_mask": torch.ones_like(both["attention_mask"])})
+        unmasked = run(model, replace(both, attention_mask=torch.ones_like(both.attention_mask)))
     counts = made.values["units"]
     mean = (one.loss.item() * counts[0] + two.loss.item() * counts[1]) / counts.sum()
     assert together.loss.item() == pytest.approx(mean, rel=1e-5)
-    length = alone["input_ids"].shape[1]
+    length = alone.attention_mask.shape[1]
     torch.testing.assert_close(together.logits[0, :length], one.logits[0], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(unmasked.logits[0, :length], one.logits[0], rtol=1e-4, atol=1e-5)
     predictions = TASK.predict(together, both)

@@ -17,8 +17,7 @@ from hpctrain.nlp.data import formats
 from hpctrain.nlp.tasks import classify, pair
 from hpctrain.nlp.training.options import parse_options
 from hpctrain.nlp.use import serve
-from tests.nlp.training.test_finetune import NO_DROPOUT, SHAPE, metrics, result, run_predict, scores, train
-from tests.nlp.training.test_finetune import cache as cache  # a fixture, for each test
+from tests.nlp.helpers import NO_DROPOUT, SHAPE, metrics, result, run_predict, scores, train
 from tests.tools import warm_start
 
 MANY, NUMBER = classify.TASK.for_problem("multi-label"), pair.TASK.for_problem("regression")

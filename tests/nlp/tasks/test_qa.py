@@ -285,14 +285,14 @@ def test_best_spans_match_an_exhaustive_search():
     features = TASK.tokenize(tokenizer, examples, [], 120, 30)
     batch = features.batch(torch.arange(len(features.example)), TASK.padding)
     generator = torch.Generator().manual_seed(1)
-    starts, ends = torch.randn(2, *batch["start"].shape, generator=generator)
+    starts, ends = torch.randn(2, *batch.tokens["start"].shape, generator=generator)
     # the highest scores would be an end before its start, the question, and the padding
     ends[:, 10], starts[:, -1], starts[:, 1], ends[:, 2] = 50, 50, 90, 90
     predictions = TASK.predict(SimpleNamespace(start_logits=starts, end_logits=ends), batch)
-    assert len(predictions) == len(batch["start"]) > 4
+    assert len(predictions) == len(batch.tokens["start"]) > 4
     for row, spans in enumerate(predictions):
         expected = search_spans(
-            *(column[row].tolist() for column in (starts, ends, batch["start"], batch["end"]))
+            *(column[row].tolist() for column in (starts, ends, batch.tokens["start"], batch.tokens["end"]))
         )
         assert numpy.allclose(spans, expected)
         assert (spans[:, 2] > spans[:, 1]).all()
@@ -303,7 +303,7 @@ def test_logits_in_bf16_are_added_in_fp32():
     context, tokenizer = make_numbered(30)
     features = TASK.tokenize(tokenizer, [question(context, "w3")], [], 64, 8)
     batch = features.batch(torch.arange(1), TASK.padding)
-    logits = torch.zeros(batch["start"].shape, dtype=torch.bfloat16)
+    logits = torch.zeros(batch.tokens["start"].shape, dtype=torch.bfloat16)
     logits[0, 6], logits[0, 7] = 256, 1
     (spans,) = TASK.predict(SimpleNamespace(start_logits=logits, end_logits=logits), batch)
     assert spans[:2, 0].tolist() == [512, 257]
@@ -350,7 +350,7 @@ def test_loss_does_not_depend_on_padding():
     examples = [question("w1 w2", "w1"), question(context, "w40")]
     features = TASK.tokenize(tokenizer, examples, [], 100, 8)
     batch = features.batch(torch.arange(2), TASK.padding)
-    starts, ends = torch.randn(2, *batch["start"].shape, generator=torch.Generator().manual_seed(1))
+    starts, ends = torch.randn(2, *batch.tokens["start"].shape, generator=torch.Generator().manual_seed(1))
     starts[0, -1] = ends[0, -1] = 50  # at padding
     together = TASK.compute_loss(SimpleNamespace(start_logits=starts, end_logits=ends), batch)
     alone = []
@@ -530,7 +530,7 @@ def test_small_bert_memorizes_the_sample_data():
     batch = features.batch(
         torch.arange(len(features.example)), {**TASK.padding, "input_ids": tokenizer.pad_token_id}
     )
-    inputs = {name: column for name, column in batch.items() if name not in ("units", *TASK.extra)}
+    inputs = batch.model_inputs(without=TASK.extra)
     for _ in range(150):
         TASK.compute_loss(model(**inputs), batch).backward()
         optimizer.step()

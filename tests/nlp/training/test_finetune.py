@@ -9,9 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,47 +19,36 @@ import torch
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hpctrain.cli import COMMANDS, load_command
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches import features
 from hpctrain.nlp.data import formats
-from hpctrain.nlp.models import hub, initial_model
+from hpctrain.nlp.models import hub
 from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.task import IGNORED, SAMPLES
-from hpctrain.nlp.tasks import classify, generate, instruct, ner, pair, qa
+from hpctrain.nlp.tasks import classify, generate, pair
 from hpctrain.nlp.tasks.classify import Document
 from hpctrain.nlp.tasks.generate import Passage
 from hpctrain.nlp.training import finetune
 from hpctrain.nlp.training.lightning_module import FineTuneModule
 from hpctrain.nlp.training.options import parse_options
 from hpctrain.nlp.use import predict
-
-TASKS = {module.TASK.name: module for module in (classify, pair, ner, qa, generate, instruct)}
-
-# without randomness, so that different ways to the same numbers can be compared
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-SHAPE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 600,
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """The cache of tokenized texts for these tests."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HPCTRAIN_CACHE", str(folder))
-        # otherwise a run in this process sets it, also for later tests
-        patch.setenv("MPLCONFIGDIR", str(folder))
-        yield folder / "features"
+from tests.nlp.helpers import (
+    NO_DROPOUT,
+    SHAPE,
+    TASKS,
+    metrics,
+    name_labels,
+    result,
+    run_predict,
+    scores,
+    train,
+    validations,
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,32 +56,6 @@ def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("config") / "config.json"
     path.write_text(json.dumps({"model_type": "bert"} | SHAPE | NO_DROPOUT))
     return path
-
-
-def train(task, out, *options):
-    """Run a fine-tuning in this process; returns its folder."""
-    hook = sys.excepthook
-    try:
-        finetune.fine_tune(TASKS[task].TASK, ALONE, [*map(str, options), "--out", str(out)])
-    finally:
-        sys.excepthook = hook  # the run has replaced it
-    return out
-
-
-def result(folder):
-    return json.loads((folder / "result.json").read_text())
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def scores(folder, of="test_"):
-    return {name: value for name, value in result(folder).items() if name.startswith(of)}
-
-
-def validations(folder):
-    return [line for line in metrics(folder) if "validation_loss" in line]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +72,7 @@ FOUR = ("--epochs", 4, "--batch-size", 8, "--lr", 2e-3, "--limit", 120)
 
 
 def test_sigterm_ends_a_rank_at_once(config, tmp_path, monkeypatch):
-    """Lightning's handler starts a collective, in which a rank would wait for others that are in another one."""
+    """Lightning's handler starts a collective, in which a rank would wait for ranks in another collective."""
     handlers = set()
     real = FineTuneModule.forward
 
@@ -137,7 +97,7 @@ def test_learning_rate_rises_to_its_peak_then_falls_to_zero(trained):
 
 @pytest.mark.slow
 def test_accumulate_does_not_change_losses_and_scores(trained, config, tmp_path):
-    """Neither for classes, nor if the loss is a mean over tokens and the parts have different numbers of them."""
+    """Neither of classes, nor if the loss is a mean over tokens and the parts differ in their number."""
     in_parts = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--accumulate", 4)
     assert [line["step"] for line in metrics(in_parts)] == [line["step"] for line in metrics(trained)]
     for name, value in scores(trained).items():
@@ -183,18 +143,6 @@ def test_compiled_training_has_the_losses_of_one_that_is_not(trained, config, tm
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # and that of check_compiler()
-
-
-def test_model_starts_in_training_mode_with_dropout():
-    """from_pretrained() returns a model in evaluation mode, and Lightning does not change that."""
-    args = parse_options(classify.TASK, ["--epochs", "1"])
-    assert args.from_scratch == "tiny"
-    folder = Path(os.environ["HPCTRAIN_CACHE"]) / "tiny"
-    create_model(folder, "tiny", "bert", ["한 줄", "두 줄"], 1, 128)
-    model = initial_model.load_model(classify.TASK, folder, load_tokenizer(folder), ["0", "1"], args)
-    assert model.training and model.config.hidden_dropout_prob > 0
-    ids = torch.tensor([[2, 5, 6, 3]])
-    assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("task", ["classify", "generate"])
@@ -325,8 +273,8 @@ def test_perplexity_counts_each_token_of_the_text_once_without_padding(tmp_path)
         predictions = []
         for rows in torch.arange(len(made.lengths)).split(batch_size):
             batch = made.batch(rows, {**generate.TASK.padding, "input_ids": tokenizer.pad_token_id})
-            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            predictions += generate.TASK.predict(model(**inputs), batch)
+            output = model(**batch.model_inputs(without={"labels"}))
+            predictions += generate.TASK.predict(output, batch)
         answers = generate.TASK.make_answers(passages, made, predictions, [])
         return generate.TASK.score(passages, answers)["perplexity"], [answer["tokens"] for answer in answers]
 
@@ -339,103 +287,7 @@ def test_perplexity_counts_each_token_of_the_text_once_without_padding(tmp_path)
     assert in_windows == text
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_padding_does_not_change_the_output(task, tmp_path):
-    """A text gets the same output alone and in a batch with a longer one."""
-    examples = sorted(
-        formats.load_splits(TASKS[task].TASK, None)["train"][:20],
-        key=lambda x: len("".join(TASKS[task].TASK.get_texts(x))),
-    )
-    examples = [examples[0], examples[-1]]
-    module = TASKS[task].TASK
-    create_model(
-        tmp_path / "model", "tiny", module.kind, [t for x in examples for t in module.get_texts(x)], 1, 512
-    )
-    tokenizer = load_tokenizer(tmp_path / "model")
-    labels = module.collect_labels(examples)
-    args = parse_options(module, ["--epochs", "0"])
-    model = initial_model.load_model(module, tmp_path / "model", tokenizer, labels, args).eval()
-    made = module.tokenize(tokenizer, examples, labels, module.max_length, module.stride)
-    step = FineTuneModule(module, model, labels, args, SimpleNamespace(world=ALONE), 1)
-    padding = {**module.padding, "input_ids": tokenizer.pad_token_id}
-    with torch.no_grad():
-        alone, both = (
-            step(made.batch(torch.tensor(rows), padding)) for rows in ([0], [0, len(made.lengths) - 1])
-        )
-    first = alone.start_logits if task == "qa" else alone.logits
-    beside = both.start_logits if task == "qa" else both.logits
-    width = () if task in ("classify", "pair") else (slice(None, first.shape[1]),)
-    assert made.lengths[-1] > made.lengths[0]
-    assert torch.allclose(beside[(slice(0, 1), *width)], first, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("wrong", [None, 5])
-def test_classifier_of_the_last_token_knows_what_padding_is(wrong, tmp_path):
-    """Llama, GPT-2 and others classify by the last token that is not padding, as config.json says; many have none there."""
-    rows = [
-        Document("", text, label) for text, label in (("정말 재미있다, 또 보고 싶다", "1"), ("별로", "0"))
-    ]
-    create_model(tmp_path / "m", "tiny", "gpt2", [row.text for row in rows], 1, 64)
-    for name in ("config.json", "tokenizer_config.json"):
-        settings = json.loads((tmp_path / "m" / name).read_text()) | (
-            {"pad_token_id": wrong} if name == "config.json" else {}
-        )
-        settings.pop("pad_token", None)
-        (tmp_path / "m" / name).write_text(json.dumps(settings))
-    (tmp_path / "m/SHA256SUMS").unlink()
-    tokenizer = load_tokenizer(tmp_path / "m")
-    args = parse_options(classify.TASK, ["--epochs", "0", "--max-length", "64"])
-    model = initial_model.load_model(classify.TASK, tmp_path / "m", tokenizer, ["0", "1"], args).eval()
-    made = classify.TASK.tokenize(tokenizer, rows, ["0", "1"], 64, 0)
-    padding = {**classify.TASK.padding, "input_ids": tokenizer.pad_token_id}
-    both, alone = (made.batch(torch.tensor(index), padding) for index in ([0, 1], [1]))
-    logits = [
-        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        for batch in (both, alone)
-    ]
-    assert torch.allclose(logits[0][1:], logits[1], atol=1e-5)
-
-
-def test_a_model_none_of_whose_weights_fit_the_task_is_not_to_be_fetched_again(tmp_path):
-    """transformers has question answering with Llama, but under names that weights of Llama do not have."""
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "vocab_size": 99,
-    }
-    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
-    tokenizer = SimpleNamespace(model_max_length=384, pad_token_id=0)
-    args = parse_options(qa.TASK, ["--epochs", "0"])
-    with pytest.raises(
-        HpctrainError,
-        match=r"none of its weights is one of LlamaForQuestionAnswering, which nlp.qa needs: give",
-    ):
-        initial_model.load_model(qa.TASK, tmp_path, tokenizer, [], args)
-
-
 # --- the cache of tokenized texts ---
-
-
-def test_cache_key_depends_on_text_label_tokenizer_length_stride_and_task():
-    """Without any one of them in the key, a run would train on the wrong features."""
-    rows = [("1", "글", "0"), ("2", "둘", "1")]
-    parts = ["classify", '{"vocab": 1}', ["0", "1"], 128, 0, rows]
-    changed = [
-        ["pair", *parts[1:]],
-        [parts[0], '{"vocab": 2}', *parts[2:]],
-        [*parts[:2], ["1", "0"], *parts[3:]],
-        [*parts[:3], 64, *parts[4:]],
-        [*parts[:4], 16, parts[5]],
-        [*parts[:5], [("1", "글", "1"), rows[1]]],
-        [*parts[:5], rows[:1]],
-        [*parts[:5], rows[::-1]],
-        [*parts[:5], [("1", "글\0('2'", "0"), rows[1]]],
-    ]
-    keys = [features.make_cache_key(*each) for each in [parts, *changed]]
-    assert len(set(keys)) == len(keys) and keys[0] == features.make_cache_key(*parts)
 
 
 def test_second_run_maps_the_cached_features(trained, config, tmp_path, monkeypatch):
@@ -446,98 +298,8 @@ def test_second_run_maps_the_cached_features(trained, config, tmp_path, monkeypa
         "key", lambda: features.Features.from_lists({"input_ids": [[1, 2], [3]]}, {"units": [1, 1]}), ALONE
     )
     assert isinstance(found.tokens["input_ids"], numpy.memmap)
-    assert found.batch(torch.tensor([1, 0]), {"input_ids": 9})["input_ids"].tolist() == [[3, 9], [1, 2]]
-
-
-MAKE = """
-import sys, time
-from pathlib import Path
-from hpctrain.nlp.batches.features import Features, load_or_make
-from hpctrain.distributed.rendezvous import process_group
-from hpctrain.distributed.device import choose_device
-from hpctrain.distributed.world import detect
-world = detect()
-def make():
-    with Path(sys.argv[1]).open("a") as file:
-        file.write(f"rank {world.rank}\\n")
-    time.sleep(1)
-    return Features.from_lists({"input_ids": [[1, 2, 3], [4]]}, {"units": [1, 1]})
-with process_group(world, choose_device(world, "cpu")):
-    found = load_or_make("the key", make, world)
-assert found.tokens["input_ids"].tolist() == [1, 2, 3, 4]
-"""
-
-
-@pytest.mark.slow
-def test_one_rank_of_a_job_tokenizes_while_another_job_does_the_same(tmp_path):
-    (tmp_path / "make.py").write_text(MAKE)
-    env = os.environ | {"HPCTRAIN_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "make.py"]
-    jobs = [
-        subprocess.Popen([*command, name], cwd=tmp_path, env=env, stderr=subprocess.PIPE)
-        for name in ("first", "second")
-    ]
-    errors = [job.communicate()[1].decode()[-3000:] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], "\n".join(errors)
-    for name in ("first", "second"):
-        made = (tmp_path / name).read_text().splitlines() if (tmp_path / name).exists() else []
-        assert made in (["rank 0"], [])
-    assert (tmp_path / "first").exists() or (tmp_path / "second").exists()
-    assert [path.name for path in (tmp_path / "cache/features").iterdir()] == ["the key"]
-
-
-def test_features_that_another_job_wrote_meanwhile_are_not_replaced(cache):
-    """Its ranks have mapped the files: on NFS, reading a removed one fails."""
-
-    def make():
-        features.load_or_make(
-            "twice", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
-        )
-        inodes.append((cache / "twice/starts.npy").stat().st_ino)
-        return features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]})
-
-    inodes = []
-    made = features.load_or_make("twice", make, ALONE)
-    assert made.tokens["input_ids"].tolist() == [1]
-    assert [(cache / "twice/starts.npy").stat().st_ino] == inodes
-    assert not list(cache.glob(".twice*"))
-
-
-def test_what_killed_jobs_have_left_in_the_cache_is_removed_after_a_day(cache):
-    """A job of today may still be writing."""
-    left = [cache / f".{name}.0123456789ab.tmp" for name in ("yesterday", "today")]
-    for folder in left:
-        folder.mkdir(parents=True)
-        (folder / "starts.npy").touch()
-    os.utime(left[0], (time.time() - 90_000,) * 2)
-    features.load_or_make(
-        "new", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
-    )
-    assert [folder.exists() for folder in left] == [False, True]
-    shutil.rmtree(left[1])
-
-
-def test_unwritable_cache_is_an_error_with_its_path(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(
-        HpctrainError, match=r"file/features: the tokenized texts cannot be written .*set HPCTRAIN_CACHE"
-    ):
-        features.load_or_make(
-            "key", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
-        )
-
-
-def test_damaged_cache_is_an_error_with_its_path(cache):
-    features.load_or_make(
-        "broken", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
-    )
-    (cache / "broken/starts.npy").write_bytes(b"")
-    with pytest.raises(
-        HpctrainError,
-        match=r"broken: the tokenized texts cannot be read .*remove this folder and start again",
-    ):
-        features.load_or_make("broken", lambda: None, ALONE)
+    batch = found.batch(torch.tensor([1, 0]), {"input_ids": 9})
+    assert batch.tokens["input_ids"].tolist() == [[3, 9], [1, 2]]
 
 
 # --- the saved model ---
@@ -572,17 +334,13 @@ def test_fine_tuned_model_keeps_its_labels_when_tested_or_trained_again(trained,
 
 
 def copy_model(source, folder, **config):
-    """A model as from elsewhere, without hpctrain's part of config.json and without digests; with other entries."""
+    """A model as from elsewhere: without hpctrain's part of config.json and digests, with other entries."""
     shutil.copytree(source / "model", folder)
     (folder / "SHA256SUMS").unlink()
     content = json.loads((folder / "config.json").read_text())
     content.pop("hpctrain")
     (folder / "config.json").write_text(json.dumps(content | config))
     return folder
-
-
-def name_labels(*names):
-    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
 
 
 def swap_rows(folder):
@@ -604,45 +362,6 @@ def test_model_from_elsewhere_keeps_the_order_of_its_labels(trained, tmp_path, c
     assert json.loads((once_more / "model/config.json").read_text())["id2label"] == {"0": "1", "1": "0"}
 
 
-ELEVEN = [str(i) for i in range(11)]  # in alphabetical order, 10 would come before 2
-LABELS = [f"LABEL_{i}" for i in ELEVEN]
-
-
-@pytest.mark.parametrize(
-    ("known", "needed", "labels", "origin"),
-    [
-        (["b", "a"], ["a", "b"], ["b", "a"], " of the model"),
-        (["c", "b", "a"], ["a", "b"], ["c", "b", "a"], " of the model"),
-        (
-            ["LABEL_0", "LABEL_1"],
-            ["a", "b"],
-            ["a", "b"],
-            ", assumed to be LABEL_0, LABEL_1 of the model in this order",
-        ),
-        (LABELS, ELEVEN, ELEVEN, f", assumed to be {', '.join(LABELS)} of the model in this order"),
-        (
-            ["LABEL_0"],
-            ["a", "b"],
-            ["a", "b"],
-            " for a new last layer, because the model has others (LABEL_0)",
-        ),
-        (["good", "bad"], ["0", "1"], ["0", "1"], ", assumed to be good, bad of the model in this order"),
-        (None, ["0", "1"], ["0", "1"], ""),
-    ],
-    ids=["same", "more", "nameless", "eleven", "nameless, more", "others", "no head"],
-)
-def test_labels_are_those_of_the_model_if_it_has_them(known, needed, labels, origin, tmp_path):
-    config = {
-        "model_type": "bert",
-        "architectures": ["BertForSequenceClassification" if known else "BertModel"],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config | (name_labels(*known) if known else {})))
-    found = initial_model.choose_labels(
-        classify.TASK, tmp_path, [Document("", "", label) for label in sorted(needed)]
-    )
-    assert found == (labels, origin)
-
-
 def test_model_for_several_labels_of_a_text_is_trained_for_one(trained, tmp_path):
     """Its own loss takes no numbers of classes."""
     model = copy_model(trained, tmp_path / "model", problem_type="multi_label_classification")
@@ -661,13 +380,6 @@ def models(tmp_path_factory):
     # more than any test set has
     few = ("--epochs", 1, "--batch-size", 8, "--limit", 64, "--from-scratch", "tiny")
     return {task: train(task, folder / task, *few) / "model" for task in TASKS}
-
-
-def run_predict(capfd, *arguments):
-    """Run `hpctrain predict` in this process; returns what it prints."""
-    capfd.readouterr()
-    predict.main(ALONE, [str(argument) for argument in arguments])
-    return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
 
 
 QUESTIONS = {
@@ -799,7 +511,10 @@ def test_options_of_predict_may_stand_between_the_folder_and_the_texts():
 @pytest.mark.parametrize("length", [512, 513, 10_000])
 def test_text_longer_than_the_positions_is_refused(models, length):
     """With 512, it depended on the seed whether the text ended before."""
-    message = rf"--max-new-tokens {length} leaves no room for a text in the 512 positions of the model: give at most 511"
+    message = (
+        rf"--max-new-tokens {length} leaves no room for a text in the 512 positions of the model: "
+        "give at most 511"
+    )
     with pytest.raises(UsageError, match=message):
         predict.main(ALONE, [str(models["generate"]), "오늘은", "--max-new-tokens", str(length)])
 
@@ -976,7 +691,10 @@ def test_score_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capsys):
 
 
 def test_nan_loss_ends_the_run(config, tmp_path):
-    error = r"train_loss is nan at epoch \d, step \d+, since step \d+ .*: training diverged, use a smaller --lr.*run"
+    error = (
+        r"train_loss is nan at epoch \d, step \d+, since step \d+ .*: training diverged, "
+        "use a smaller --lr.*run"
+    )
     with pytest.raises(HpctrainError, match=error):
         train(
             "classify",
@@ -1003,27 +721,6 @@ def test_test_split_of_a_single_file_does_not_depend_on_the_seed():
     ]
     assert sets[0]["test"] == sets[1]["test"] and sets[0]["validation"] != sets[1]["validation"]
     assert not set(sets[0]["test"]) & {*sets[0]["train"], *sets[0]["validation"]}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--data", "x"],
-            "--data needs a model: give --model NAME, such as beomi/kcbert-base, or --from-scratch",
-        ),
-        (
-            ["--model", "a/b", "--from-scratch", "tiny"],
-            "--model and --from-scratch exclude each other: give only one",
-        ),
-        (["--epochs", "-1"], "--epochs -1 is negative: give 0 or more"),
-        (["--warmup", "2"], "--warmup 2.0 is not a fraction: give a number from 0 to 1"),
-        (["--batch-size", "0"], "0 is not above zero"),
-    ],
-)
-def test_invalid_options_are_refused(options, message):
-    with pytest.raises(UsageError, match=message):
-        parse_options(classify.TASK, options)
 
 
 def test_max_length_beyond_the_positions_of_the_model_is_refused(trained, tmp_path):
@@ -1066,7 +763,8 @@ def change_vocabulary(model, change):
         ),
         (
             lambda vocabulary: {token: i if i < 5 else i + 10_000 for token, i in vocabulary.items()},
-            r"its tokenizer has the token 10\d{3}, but its model only \d+ tokens: .* fetch or copy the folder again",
+            r"its tokenizer has the token 10\d{3}, but its model only \d+ tokens: "
+            ".* fetch or copy the folder again",
         ),
     ],
     ids=["broken", "of another model"],

@@ -1,4 +1,4 @@
-"""Options of fine-tuning that change how long and on what is trained: --patience, --eval-every, --class-weights."""
+"""Options of a fine-tuning: which are refused; --patience, --eval-every and --class-weights in training."""
 
 import json
 import os
@@ -15,11 +15,13 @@ from sklearn.utils.class_weight import compute_class_weight
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
+from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.tasks import classify, ner, pair
 from hpctrain.nlp.training import finetune
+from hpctrain.nlp.training.lightning_module import compute_weighted_loss
 from hpctrain.nlp.training.options import parse_options
-from tests.nlp.training.test_finetune import (
+from tests.nlp.helpers import (
     NO_DROPOUT,
     SHAPE,
     metrics,
@@ -29,7 +31,6 @@ from tests.nlp.training.test_finetune import (
     train,
     validations,
 )
-from tests.nlp.training.test_finetune import cache as cache  # a fixture, for each test
 from tests.tools import warm_start
 
 
@@ -69,14 +70,11 @@ def test_loss_is_the_mean_of_the_weighted_losses_of_the_labels():
     logits, labels = torch.tensor([[2.0, 0.0], [0.5, 1.0], [1.0, 1.0]]), torch.tensor([0, 1, 0])
     weights = torch.tensor([0.75, 1.5])
     each = -logits.log_softmax(1)[range(3), labels]
-    batch = {"labels": labels, "units": torch.ones(3, dtype=torch.int64), "class_weights": weights}
-    output = SimpleNamespace(logits=logits, loss=each.mean())
+    features = Features.from_lists({"input_ids": [[1]] * 3}, {"labels": labels, "units": [1] * 3})
+    batch = features.batch(torch.arange(3), {})
     expected = (0.75 * each[0] + 1.5 * each[1] + 0.75 * each[2]) / 3
-    for task in (classify.TASK, pair.TASK):
-        assert task.compute_loss(output, batch).item() == pytest.approx(expected.item())
-        assert task.compute_loss(output, {"labels": labels}) is output.loss  # evaluation
-    equal = batch | {"class_weights": torch.ones(2)}
-    assert classify.TASK.compute_loss(output, equal).item() == pytest.approx(each.mean().item())
+    assert compute_weighted_loss(logits, batch, weights).item() == pytest.approx(expected.item())
+    assert compute_weighted_loss(logits, batch, torch.ones(2)).item() == pytest.approx(each.mean().item())
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +98,7 @@ RARE = ("--epochs", 8, "--batch-size", 20, "--lr", 3e-3)
 
 @pytest.mark.slow
 def test_rare_class_is_found(rare, config, tmp_path, capfd):
-    """Most examples with its word are of the other class; with weights they count less than those of the rare one."""
+    """Most examples with its word are of the other class; with weights, the rare class counts more."""
     recalls, runs = [], []
     examples = formats.load_splits(classify.TASK, rare)["test"]
     for more in ((), ("--class-weights", "balanced")):
@@ -281,7 +279,7 @@ def test_a_run_that_has_ended_is_not_continued(stopped, config, tmp_path, capsys
 
 @pytest.mark.slow
 def test_two_ranks_stop_at_the_same_epoch_with_the_same_losses(rare, config, tmp_path):
-    """The weights of the model never change, so that no epoch is better than the first, and losses differ by rounding alone."""
+    """The weights never change: no epoch is better than the first, and losses differ by rounding alone."""
     options = (
         "--epochs",
         9,
@@ -413,3 +411,24 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused_before_the_data_are_read
         UsageError, match="--batch-size 33 is the global batch, and 2 ranks cannot share it evenly"
     ):
         finetune.fine_tune(classify.TASK, world, ["--batch-size", "33"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--data", "x"],
+            "--data needs a model: give --model NAME, such as beomi/kcbert-base, or --from-scratch",
+        ),
+        (
+            ["--model", "a/b", "--from-scratch", "tiny"],
+            "--model and --from-scratch exclude each other: give only one",
+        ),
+        (["--epochs", "-1"], "argument --epochs: -1 is negative: give 0 or more"),
+        (["--warmup", "2"], "argument --warmup: 2 is not a fraction: give a number from 0 to 1"),
+        (["--batch-size", "0"], "0 is not above zero"),
+    ],
+)
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        parse_options(classify.TASK, options)

@@ -1,7 +1,7 @@
-"""Tokenized texts: computed once, cached on disk under a hash of everything they depend on, and memory-mapped
-by every rank.
+"""Tokenized texts: computed once, cached on disk, and memory-mapped by every rank.
 
-A text of 20 tokens takes 20 entries here, not --max-length: padding is added when a batch is built.
+The name of a cached file is a hash of everything that its content depends on. A text of 20 tokens takes 20
+entries here, not --max-length: padding is added when a batch is built.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.files.digests import check_digests, write_digests
+from hpctrain.nlp.batches.text_batch import TextBatch
 
 VERSION = 3  # of the files in the cache; increase it when their content changes
 MULTIPLE = 8  # tokens: --cuda-graphs pads batches to a multiple of it, so that there are few shapes to record
@@ -33,14 +34,12 @@ CHUNK = 10_000  # texts passed to the tokenizer in one call, for its threads to 
 class Features(NamedTuple):
     """n features: one for each example, or one for each window if examples have several windows.
 
-    starts: [n + 1], feature i has the tokens from starts[i] to starts[i + 1]
-    tokens: by name, one value for each token, [all tokens]
-    values: by name, one value for each feature, [n], or several, [n, k]; "units" is the number of labels that
-    its loss is the
-        mean of
-    example: [n], the index of the example that a feature belongs to
-    cut: the indices of the examples that were truncated
-    lost: the indices of the examples whose answer no prediction can be
+    starts: int64 [n + 1], feature i has the tokens from starts[i] to starts[i + 1]
+    tokens: by name, int32 [all tokens], one value for each token
+    values: by name, int64 or float32 [n] or [n, k], for a whole feature; units are the labels of its loss
+    example: int64 [n], the index of the example that a feature belongs to
+    cut: int64, the indices of the examples that were truncated
+    lost: int64, the indices of the examples whose answer no prediction can be
     """
 
     starts: ndarray
@@ -85,13 +84,11 @@ class Features(NamedTuple):
         """Tokens of each feature, [n]."""
         return numpy.diff(self.starts)
 
-    def batch(self, index: Tensor, padding: Mapping[str, int], round_up_to: int = 0) -> dict[str, Tensor]:
-        """The features of `index` [b], padded on the right to the longest: tokens and attention_mask [b,
-        longest], values [b].
+    def batch(self, index: Tensor, padding: Mapping[str, int], round_up_to: int = 0) -> TextBatch:
+        """The features of `index` [b], one per row, padded on the right to the longest.
 
-        `padding` has the padding value of each column of tokens, 0 if missing. All tensors are int64, those
-        of fractions float32. The length is rounded up to a multiple of MULTIPLE, but not beyond
-        `round_up_to`.
+        `padding` has the padding value of each column of tokens, 0 if missing. The length is rounded up to a
+        multiple of MULTIPLE, but not beyond `round_up_to`.
         """
         rows = index.numpy()
         starts = self.starts[rows]
@@ -100,14 +97,13 @@ class Features(NamedTuple):
         position = numpy.arange(max(longest, min(round_up_to, -(-longest // MULTIPLE) * MULTIPLE)))
         mask = position < lengths[:, None]
         place = numpy.where(mask, starts[:, None] + position, 0)
-        arrays = {
+        tokens = {
             name: numpy.where(mask, flat[place], padding.get(name, 0)) for name, flat in self.tokens.items()
         }
-        arrays |= {"attention_mask": mask} | {name: column[rows] for name, column in self.values.items()}
-        return {name: torch.from_numpy(array.astype(_number_type(array))) for name, array in arrays.items()}
+        return self._make_batch(index, tokens, mask)
 
-    def pack(self, index: Tensor, padding: Mapping[str, int]) -> dict[str, Tensor]:
-        """The features of `index` [b], several in a row: tokens and position_ids [rows, longest], values [b].
+    def pack(self, index: Tensor, padding: Mapping[str, int]) -> TextBatch:
+        """The features of `index` [b], several per row.
 
         No row is longer than the longest feature. The position_ids of a feature begin at 0, by which the
         models of transformers keep it apart from others in its row; those of the padding begin at 0 as well.
@@ -117,9 +113,10 @@ class Features(NamedTuple):
         lengths = self.starts[indices + 1] - self.starts[indices]
         rows = pack_rows(lengths.tolist())
         longest = int(lengths.max())
-        arrays = {
+        tokens = {
             name: numpy.full((len(rows), longest), padding.get(name, 0), numpy.int64) for name in self.tokens
         }
+        mask = numpy.zeros((len(rows), longest), bool)
         positions = numpy.zeros((len(rows), longest), numpy.int64)
         for row, members in enumerate(rows):
             end = 0
@@ -127,23 +124,35 @@ class Features(NamedTuple):
                 begin, end = end, end + int(lengths[i])
                 first = self.starts[indices[i]]
                 for name, flat in self.tokens.items():
-                    arrays[name][row, begin:end] = flat[first : first + lengths[i]]
+                    tokens[name][row, begin:end] = flat[first : first + lengths[i]]
                 positions[row, begin:end] = numpy.arange(end - begin)
+            mask[row, :end] = True
             positions[row, end:] = numpy.arange(longest - end)
-        arrays |= {"position_ids": positions} | {
-            name: column[indices] for name, column in self.values.items()
-        }
-        return {name: torch.from_numpy(array.astype(_number_type(array))) for name, array in arrays.items()}
+        return self._make_batch(index, tokens, mask, position_ids=torch.from_numpy(positions))
+
+    def _make_batch(
+        self, index: Tensor, tokens: dict[str, ndarray], mask: ndarray, position_ids: Tensor | None = None
+    ) -> TextBatch:
+        values = {name: _to_tensor(column[index.numpy()]) for name, column in self.values.items()}
+        return TextBatch(
+            index,
+            {name: _to_tensor(array) for name, array in tokens.items()},
+            units=values.pop("units"),
+            values=values,
+            attention_mask=_to_tensor(mask),
+            position_ids=position_ids,
+            real_tokens=int(mask.sum()),
+        )
 
 
 def pack_rows(lengths: Sequence[int]) -> list[list[int]]:
-    """Put these lengths into few rows that are as long as the longest: each into the first row with room, the
-    longest first.
+    """Put these lengths into few rows that are as long as the longest; returns their numbers in each row.
 
-    Returns the numbers of the lengths in each row (first-fit decreasing: at most 22 % more rows than the best
-    packing, and one).
+    First-fit decreasing, which takes at most 22 % more rows than the best packing, and one: each length goes
+    into the first row with room, the longest first.
     """
-    room, rows = [], []
+    room: list[int] = []
+    rows: list[list[int]] = []
     longest = max(lengths)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         row = next((row for row, free in enumerate(room) if lengths[i] <= free), len(rows))
@@ -157,6 +166,10 @@ def pack_rows(lengths: Sequence[int]) -> list[list[int]]:
 
 def _number_type(array: ndarray) -> type:
     return numpy.float32 if array.dtype.kind == "f" else numpy.int64
+
+
+def _to_tensor(array: ndarray) -> Tensor:
+    return torch.from_numpy(array.astype(_number_type(array)))
 
 
 def encode_texts(
@@ -203,7 +216,7 @@ def encode_texts(
 
 
 def make_cache_key(*parts: Any) -> str:
-    """SHA-256 of everything that the features depend on: another text, tokenizer or length gives another key."""
+    """SHA-256 of everything that the features depend on, such as the texts, the tokenizer and the length."""
     digest = hashlib.sha256(f"features {VERSION}".encode())
     for part in parts:
         # One item at a time: a single repr() of 150,000 texts would take as much memory as the texts.
@@ -214,7 +227,10 @@ def make_cache_key(*parts: Any) -> str:
 
 
 def get_cache_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """$HPCTRAIN_CACHE/features, which the launch scripts set to a folder on scratch, or ~/.cache/hpctrain/features."""
+    """$HPCTRAIN_CACHE/features, or ~/.cache/hpctrain/features.
+
+    The launch scripts set HPCTRAIN_CACHE to a folder on scratch.
+    """
     home = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME") or Path.home()) / ".cache")
     return Path(env.get("HPCTRAIN_CACHE") or f"{home}/hpctrain") / "features"
 
@@ -256,8 +272,8 @@ def _write_features(folder: Path, features: Features) -> None:
         # otherwise another job has written the same meanwhile, and its ranks have mapped the files
         if not folder.exists():
             raise HpctrainError(
-                f"{folder.parent}: the tokenized texts cannot be written ({error.strerror or error}): free some space there, or "
-                "set HPCTRAIN_CACHE to a folder on scratch"
+                f"{folder.parent}: the tokenized texts cannot be written ({error.strerror or error}): "
+                "free some space there, or set HPCTRAIN_CACHE to a folder on scratch"
             ) from error
 
 

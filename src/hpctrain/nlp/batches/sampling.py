@@ -4,27 +4,32 @@ The order is a pure function of (seed, epoch), so resuming needs no state but th
 takes the same examples on any number of ranks.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hpctrain.distributed.world import World
 from hpctrain.nlp.batches.features import Features
+from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.training.batches import steps_per_epoch
 
 # Number of batches that are sorted by length together. More of them leave less padding, but fewer ways to
 # combine examples.
 POOL = 100
 
+Selection = tuple[Tensor, float]  # index and weight of a TextBatch
 
-def batches_by_length(lengths: Sequence[int], batch_size: int, seed: int, epoch: int, parts: int) -> Tensor:
-    """The examples of each step of an epoch and their distribution: indices [steps, parts, batch_size /
-    parts], int64.
+
+def training_batches_by_length(
+    lengths: ArrayLike, batch_size: int, seed: int, epoch: int, parts: int
+) -> Tensor:
+    """The examples of each step of an epoch and of each part: int64 [steps, parts, batch_size / parts].
 
     `lengths` are the tokens of each example. A part is what a rank computes at once. All examples are
     shuffled. Each POOL batches are sorted by length and cut into global batches, whose examples are dealt to
@@ -32,14 +37,14 @@ def batches_by_length(lengths: Sequence[int], batch_size: int, seed: int, epoch:
     batch with the longest text comes first, so that running out of memory shows in the first step. No example
     comes twice. The remainder that does not fill a global batch is left out: other examples each epoch.
     """
-    steps = len(lengths) // batch_size
+    # a cache may hold unsigned integers, which cannot be negated
+    tokens = numpy.asarray(lengths, numpy.int64)
+    steps = len(tokens) // batch_size
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = torch.randperm(len(lengths), generator=generator).numpy()[: steps * batch_size]
+    order = torch.randperm(len(tokens), generator=generator).numpy()[: steps * batch_size]
     # At least four pools, if there are as many batches: a single one would make the same batches in every
     # epoch.
     pool = numpy.arange(len(order)) // (batch_size * max(1, min(POOL, steps // 4)))
-    # a cache may hold unsigned integers, which cannot be negated
-    tokens = numpy.asarray(lengths, numpy.int64)
     batches = order[numpy.lexsort((-tokens[order], pool))].reshape(steps, batch_size)
 
     batches = batches[torch.randperm(steps, generator=generator).numpy()]
@@ -52,8 +57,8 @@ def batches_by_length(lengths: Sequence[int], batch_size: int, seed: int, epoch:
     return torch.from_numpy(rounds.swapaxes(1, 2).copy())
 
 
-def evaluation_batches(
-    lengths: Sequence[int], batch_size: int, rank: int = 0, ranks: int = 1
+def evaluation_batches_by_length(
+    lengths: ArrayLike, batch_size: int, rank: int = 0, ranks: int = 1
 ) -> Iterator[Tensor]:
     """The examples that a rank evaluates, longest first.
 
@@ -66,45 +71,34 @@ def evaluation_batches(
 
 
 class FeatureDataset(Dataset):
-    """Features, one batch at a time: an item is a pair of indices [b] and a dictionary with further entries
-    of the batch.
-
-    With `pack`, each batch is packed.
-    """
+    """Features, a batch at a time; with `pack`, each batch is packed."""
 
     def __init__(self, features: Features, padding: dict[str, int], pack: bool, round_up_to: int) -> None:
-        self._make_batch, self._padding = (
-            features.pack if pack else partial(features.batch, round_up_to=round_up_to),
-            padding,
-        )
+        self._make_batch = features.pack if pack else partial(features.batch, round_up_to=round_up_to)
+        self._padding = padding
 
-    def __getitem__(self, item: tuple[Tensor, dict[str, Any]]) -> dict[str, Any]:
-        index, more = item
-        return self._make_batch(index, self._padding) | more
+    def __getitem__(self, item: Selection) -> TextBatch:
+        index, weight = item
+        return replace(self._make_batch(index, self._padding), weight=weight)
 
 
 def make_loader(
     features: Features,
     padding: dict[str, int],
-    sampler: Iterable[Any],
+    sampler: Iterable[Selection],
     pack: bool = False,
     round_up_to: int = 0,
 ) -> DataLoader:
     """Load the batches that a sampler yields, into pinned memory if there is a GPU.
 
-    With `pack` a row has several features.
-
-    `round_up_to`: see Features.batch().
+    With `pack` a row has several features. `round_up_to`: see Features.batch().
     """
     dataset = FeatureDataset(features, padding, pack, round_up_to)
     return DataLoader(dataset, sampler=sampler, batch_size=None, pin_memory=torch.cuda.is_available())
 
 
-class BatchSampler(Sampler):
-    """The training batches of this rank in the current epoch, each in `accumulate` parts.
-
-    Beside each part are the weight of its loss, and "real", its tokens without padding.
-    """
+class LengthGroupedSampler(Sampler):
+    """The training batches of this rank in the current epoch, each in `accumulate` parts."""
 
     def __init__(
         self, features: Features, world: World, batch_size: int, seed: int, accumulate: int = 1
@@ -124,7 +118,7 @@ class BatchSampler(Sampler):
 
     def _batches(self, epoch: int) -> Tensor:
         parts = self._world.size * self._accumulate
-        return batches_by_length(self._features.lengths, self._batch_size, self._seed, epoch, parts)
+        return training_batches_by_length(self._features.lengths, self._batch_size, self._seed, epoch, parts)
 
     def _parts_of_rank(self, batch: Tensor) -> Tensor:
         return batch[self._world.rank * self._accumulate : (self._world.rank + 1) * self._accumulate]
@@ -139,12 +133,9 @@ class BatchSampler(Sampler):
     def __len__(self) -> int:
         return self._steps * self._accumulate
 
-    def __iter__(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    def __iter__(self) -> Iterator[Selection]:
         parts = self._world.size * self._accumulate
-        units, lengths = (
-            torch.from_numpy(self._features.values["units"].copy()),
-            torch.from_numpy(self._features.lengths),
-        )
+        units = torch.from_numpy(self._features.values["units"].copy())
         skip = self._skip[1] if self._epoch == self._skip[0] else 0
         for batch in self._batches(self._epoch)[skip:]:
             # The model returns the mean over the labels of a part. DDP averages over the ranks, and Lightning
@@ -152,7 +143,4 @@ class BatchSampler(Sampler):
             # labels of the whole batch.
             total = int(units[batch].sum())
             for index in self._parts_of_rank(batch):
-                yield (
-                    index,
-                    {"weight": int(units[index].sum()) * parts / total, "real": int(lengths[index].sum())},
-                )
+                yield index, int(units[index].sum()) * parts / total

@@ -15,7 +15,9 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub import HfApi, constants, errors, snapshot_download
-from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+
+# a public name of a package without __all__
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id  # type: ignore[attr-defined]
 
 from hpctrain.distributed.rendezvous import all_or_none, gather
 from hpctrain.distributed.world import World
@@ -33,24 +35,22 @@ disable_progress_bars()
 # Only what from_pretrained() reads: nothing in subfolders (onnx/), for other frameworks or in another
 # precision ...
 NEEDED = [
-    "config.json", "generation_config.json", "tokenizer*.json", "vocab*", "merges.txt", "special_tokens_map.json",
-    "added_tokens.json", "chat_template*", "*.model", "model.safetensors*", "model-?????-of-?????.safetensors",
+    "config.json", "generation_config.json", "tokenizer*.json", "vocab*", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model", "model.safetensors*",
+    "model-?????-of-?????.safetensors",
 ]  # fmt: skip
 # ... and pickled weights only if there are no others.
 PICKLES = ["pytorch_model.bin*", "pytorch_model-?????-of-?????.bin"]
-# Of a data set, the tables, and texts.
+FILE_SUFFIXES = {".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt"}  # no name of a model ends so
 DATA_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-OF_FILES = {".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt"}  # no name of a model ends so
-DATA = ["*.parquet", "*.arrow", "*.csv", "*.tsv", "*.jsonl", "*.json", "*.txt"]
+DATA_FILES = ["*.parquet", "*.arrow", "*.csv", "*.tsv", "*.jsonl", "*.json", "*.txt"]
 
 
 def resolve_model(name: str, world: World) -> Path:
     """The folder of a model on this node; `name` is a folder, or a name on the hub such as beomi/kcbert-base.
 
-    Collective.
-
-    See _resolve() for models of the hub. Raises HpctrainError that names the command to fetch the model
-    beforehand.
+    A collective call; see _resolve() for models of the hub. Raises HpctrainError that names the command to
+    fetch the model beforehand.
     """
     is_folder = gather(world, Path(name).is_dir())
     with all_or_none(world):
@@ -71,10 +71,8 @@ def resolve_model(name: str, world: World) -> Path:
 def resolve_data(path: Path, world: World) -> Path:
     """The folder or the file of a data set on this node; `path` is one, or a name on the hub.
 
-    A collective call.
-
-    On the hub it is owner/name, or owner/name/folder if the data set has several parts, such as
-    klue/klue/nli. See _resolve(). Raises HpctrainError that says what to give instead.
+    On the hub it is owner/name, or owner/name/folder if the data set has several parts: klue/klue/nli. A
+    collective call, see _resolve(). Raises HpctrainError that says what to give instead.
     """
     exists = gather(world, path.exists())
     with all_or_none(world):
@@ -89,18 +87,19 @@ def resolve_data(path: Path, world: World) -> Path:
                 )
             return path
         owner, name, part = (*path.parts, "", "")[:3]
-        local = path.suffix.lower() in SUFFIXES | TABLES  # no name on the hub ends so
-        local |= path.resolve() != Path.cwd() / path  # a link leads nowhere
+        is_file_name = path.suffix.lower() in SUFFIXES | TABLES  # no name on the hub ends so
+        is_broken_link = path.resolve() != Path.cwd() / path
         if (
-            local
+            is_file_name
+            or is_broken_link
             or not name
             or path.is_absolute()
             or len(path.parts) > 3
             or not DATA_NAME.fullmatch(f"{owner}/{name}")
         ):
             raise HpctrainError(
-                f"{path}: cannot be read (No such file or directory): give --data a folder or a file, or the name of a data set "
-                f"on the hub (OWNER/NAME){hint_unmounted(path)}"
+                f"{path}: cannot be read (No such file or directory): give --data a folder or a file, or the "
+                f"name of a data set on the hub (OWNER/NAME){hint_unmounted(path)}"
             )
     snapshot = _resolve(f"{owner}/{name}", world, _find_data_in_cache, partial(_download_data, path))
     with all_or_none(world):
@@ -135,15 +134,15 @@ def _resolve(
         snapshot = snapshot or find(name, commit)
         if snapshot is None:
             raise HpctrainError(
-                f"{name}: the first rank on {os.uname().nodename} has it in its cache, but this rank does not find it in "
-                f"{constants.HF_HUB_CACHE}: set HF_HOME to the same folder for all ranks on a node"
+                f"{name}: the first rank on {os.uname().nodename} has it in its cache, but this rank does "
+                f"not find it in {constants.HF_HUB_CACHE}: "
+                "set HF_HOME to the same folder for all ranks on a node"
             )
     return snapshot
 
 
 def find_model(name: str, commit: str | None = None) -> Path:
-    """The folder of a model for this process alone: `name` itself, or a commit of a model of the hub in the
-    cache.
+    """The folder of a model for this process alone: `name` itself, or a folder of the cache.
 
     A commit that is in the cache is taken without any network access. Raises HpctrainError with the reason
     and the remedy.
@@ -151,7 +150,8 @@ def find_model(name: str, commit: str | None = None) -> Path:
     if Path(name).is_dir():
         return validate_folder(Path(name))
     _validate_name(name)
-    return (commit and _find_in_cache(name, commit)) or _download_to_cache(name, commit)
+    cached = _find_in_cache(name, commit) if commit else None
+    return cached or _download_to_cache(name, commit)
 
 
 def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
@@ -166,6 +166,7 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
         raise HpctrainError(f"{folder} already exists: use it with --model {folder}, or give another folder")
     with _explain_errors(name, "check the name and the connection, then run the command again"):
         commit = HfApi().model_info(name, revision=revision).sha
+    assert commit is not None  # the hub gives the commit with all other information
     unfinished = folder.with_name(f".{folder.name}.{commit}.partial")
     with _explain_errors(name, f"run the same command again, and it continues from {unfinished}"):
         _download_snapshot(name, commit, local_dir=unfinished)
@@ -177,13 +178,13 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
 
 def _validate_name(name: str) -> None:
     try:
-        if Path(name).exists() or Path(name).suffix in OF_FILES:
+        if Path(name).exists() or Path(name).suffix in FILE_SUFFIXES:
             raise errors.HFValidationError
         validate_repo_id(name)
     except errors.HFValidationError as error:
         raise HpctrainError(
-            f"{name}: neither a folder nor a model name: give an existing folder, or a name on the hub such as beomi/kcbert-base"
-            f"{hint_unmounted(name)}"
+            f"{name}: neither a folder nor a model name: give an existing folder, or a name on the hub such "
+            f"as beomi/kcbert-base{hint_unmounted(name)}"
         ) from error
 
 
@@ -211,8 +212,11 @@ def _find_in_cache(name: str, commit: str) -> Path | None:
 def _find_data_in_cache(name: str, commit: str | None) -> Path | None:
     """The folder of a commit of a data set in the cache if it is there, without any network access."""
     try:
-        where = {"repo_type": "dataset", "revision": commit, "allow_patterns": DATA}
-        return Path(snapshot_download(name, local_files_only=True, **where))
+        return Path(
+            snapshot_download(
+                name, repo_type="dataset", revision=commit, allow_patterns=DATA_FILES, local_files_only=True
+            )
+        )
     except errors.LocalEntryNotFoundError:
         return None
 
@@ -226,11 +230,13 @@ def _download_data(path: Path, name: str, commit: str | None = None) -> Path:
     with _explain_errors(
         f"{path} (no such file or folder here, so a data set on the hub)", remedy, "data set"
     ):
-        folder = Path(snapshot_download(name, repo_type="dataset", revision=commit, allow_patterns=DATA))
+        folder = Path(
+            snapshot_download(name, repo_type="dataset", revision=commit, allow_patterns=DATA_FILES)
+        )
         if not any(path.is_file() for path in folder.rglob("*")):
             raise HpctrainError(
-                f"{name}: this data set has no tables ({', '.join(DATA)}), and code of data sets is not run: "
-                "download its files, and give --data DIR"
+                f"{name}: this data set has no tables ({', '.join(DATA_FILES)}), and code of data sets is "
+                "not run: download its files, and give --data DIR"
             )
         return folder
 
@@ -250,9 +256,7 @@ def _explain_errors(what: str, remedy: str, kind: str = "model") -> Iterator[Non
             yield
     except HpctrainError:
         raise
-    except (
-        Exception
-    ) as error:  # of the HTTP library, of the hub's library, of its transport in Rust, or of the disk
+    except Exception as error:  # of the HTTP library, the hub's library, its transport in Rust, or the disk
         hub = constants.ENDPOINT
         if isinstance(error, errors.GatedRepoError):
             reason = f"gated: accept its terms at {hub} and log in (hf auth login, or HF_TOKEN)"
@@ -273,7 +277,6 @@ def _explain_errors(what: str, remedy: str, kind: str = "model") -> Iterator[Non
 
 
 def parser() -> Parser:
-    """The options of `hpctrain fetch`."""
     options = Parser(
         prog="hpctrain fetch",
         description="Download a model from the Hugging Face hub into a folder, for nodes without internet.",
@@ -293,5 +296,6 @@ def main(world: World, arguments: list[str]) -> None:
         commit = fetch_model(args.model, args.folder, args.revision)
         size = sum(path.stat().st_size for path in args.folder.iterdir())
         print(
-            f"{args.folder}: {args.model} at commit {commit}, {size / 1e6:,.1f} MB; use it with --model {args.folder}"
+            f"{args.folder}: {args.model} at commit {commit}, {size / 1e6:,.1f} MB; "
+            f"use it with --model {args.folder}"
         )

@@ -1,17 +1,18 @@
-"""The model that a fine-tuning starts from: an existing or a new one, its labels, and the checks that it fits the data."""
+"""The model that a fine-tuning starts from, existing or new: its labels, and checks that it fits the data."""
 
-import argparse
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hpctrain.distributed.rendezvous import all_or_none
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.data import formats
+from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.hub import resolve_model
 from hpctrain.nlp.models.lora import refuse_adapter
 from hpctrain.nlp.models.model_folder import describe_pickle_error, read_labels
@@ -21,13 +22,14 @@ from hpctrain.run.run import Run
 from hpctrain.text import first_line
 
 
-def get_initial_model(task: Task, args: argparse.Namespace, run: Run, train: list[Any]) -> Path:
+def get_initial_model(task: Task, args: FineTuneOptions, run: Run, train: list[Any]) -> Path:
     """The folder of the model that training starts from; --from-scratch creates it in the run folder.
 
     A collective call.
     """
     if args.model:
         return resolve_model(args.model, run.world)
+    assert args.from_scratch  # see parse_options()
     folder = run.folder / "from-scratch"
     with all_or_none(run.world):
         # It belongs to the checkpoint that a run is resumed from. Without one it is of an attempt that
@@ -36,15 +38,14 @@ def get_initial_model(task: Task, args: argparse.Namespace, run: Run, train: lis
             texts = list(dict.fromkeys(text for example in train for text in task.get_texts(example)))
             vocabulary = create_model(folder, args.from_scratch, task.kind, texts, args.seed, args.max_length)
             run.print(
-                f"created a {task.kind} model from scratch ({args.from_scratch}); its tokenizer has {vocabulary:,} subword "
-                "tokens, trained on the training texts"
+                f"created a {task.kind} model from scratch ({args.from_scratch}); its tokenizer has "
+                f"{vocabulary:,} subword tokens, trained on the training texts"
             )
     return folder
 
 
 def choose_labels(task: Task, folder: Path, train: list[Any]) -> tuple[list[str], str]:
-    """The label names in the order of the model's outputs, and a remark for the log on where that order is
-    from.
+    """The label names in the order of the model's outputs, and where that order is from, for the log.
 
     A model that is fine-tuned already keeps its own names and order if they cover the data: another order
     would give its outputs to other labels. Otherwise the names are those of the training data.
@@ -72,67 +73,18 @@ def load_model(
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
     labels: list[str],
-    args: argparse.Namespace,
+    args: FineTuneOptions,
     empty: bool = False,
-) -> torch.nn.Module:
+) -> PreTrainedModel:
     """The model with a head for these labels, in training mode.
 
-    A head that the folder lacks is initialized from --seed.
-
-    If `empty`, it is on the meta device, without values.
-    Raises HpctrainError if the folder has no model for this task, or the model is shorter than --max-length.
+    A head that the folder lacks is initialized from --seed. If `empty`, the model is on the meta device,
+    without values. Raises HpctrainError if the folder has no model for this task, or the model is shorter
+    than --max-length.
     """
     refuse_adapter(folder)
-    torch.manual_seed(args.seed)
-    heads = {
-        "num_labels": len(labels),
-        "id2label": dict(enumerate(labels)),
-        "label2id": {x: i for i, x in enumerate(labels)},
-    }
-    # a model that was trained for labels of another kind would compute another loss
-    heads["problem_type"] = task.problem_type
-    common = {"dtype": torch.float32, "trust_remote_code": False, "attn_implementation": "sdpa"}
-    try:
-        if empty:
-            config = transformers.AutoConfig.from_pretrained(
-                folder, trust_remote_code=False, **(heads if labels else {})
-            )
-            with torch.device("meta"):
-                model, loading = task.model.from_config(config, **common), {"missing_keys": []}
-        else:
-            model, loading = task.model.from_pretrained(
-                folder,
-                ignore_mismatched_sizes=True,  # of a head for other labels
-                output_loading_info=True,
-                **common,
-                **(heads if labels else {}),
-            )
-    except Exception as error:  # the loaders of the many file formats raise exceptions of many kinds
-        raise HpctrainError(
-            describe_pickle_error(folder, error)
-            or f"{folder}: not a model for nlp.{task.name} ({first_line(error)}): give another --model"
-        ) from error
-    # The head may be missing, and the pooler, which masked language models do not have; but nothing below
-    # them.
-    missing = sorted(
-        name
-        for name in loading["missing_keys"]
-        if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name
-    )
-    if missing and len(missing) == len(model.base_model.state_dict()):
-        raise HpctrainError(
-            f"{folder}: none of its weights is one of {type(model).__name__}, which nlp.{task.name} needs: give another --model, "
-            "such as klue/bert-base"
-        )
-    if missing:
-        raise HpctrainError(
-            f"{folder}: {len(missing)} weights of the {model.config.model_type} model are missing, such as {missing[0]}: "
-            "fetch or copy it again"
-        )
-    # RoBERTa's positions begin at 2; the model_max_length of its tokenizer is the number left for tokens.
-    # That of a tokenizer which hpctrain saved is the --max-length of that run.
-    longest = getattr(model.config, "hpctrain", {}).get("positions", tokenizer.model_max_length)
-    positions = min(getattr(model.config, "max_position_embeddings", longest), longest)
+    model = _load_weights(task, folder, labels, args.seed, empty)
+    positions = _count_positions(model, tokenizer)
     if args.max_length > positions:
         raise HpctrainError(
             f"--max-length {args.max_length} is too long for {folder}, which has {positions} positions: "
@@ -143,37 +95,110 @@ def load_model(
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.train()  # from_pretrained() turns dropout off, and Lightning does not turn it on
     if args.gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise HpctrainError(
-                f"{folder}: its architecture has no gradient checkpointing: leave out --gradient-checkpointing"
-            )
-        # earlier versions of transformers have the second one only, of which later ones warn
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
+        _checkpoint_gradients(model, folder)
     model.config.use_cache = False  # the cache of keys and values is for generation only
     model.config.hpctrain = {
-        "task": task.name, "problem": task.problem, "labels": labels, "max_length": args.max_length, "stride": args.stride,
+        "task": task.name,
+        "problem": task.problem,
+        "labels": labels,
+        "max_length": args.max_length,
+        "stride": args.stride,
         "positions": positions,
-    }  # fmt: skip
+    }
     return model
 
 
-def check_tokens(folder: Path, model: torch.nn.Module, features: dict[str, Features]) -> None:
+def _load_weights(task: Task, folder: Path, labels: list[str], seed: int, empty: bool) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    heads: dict[str, Any] = {}
+    if labels:
+        heads = {
+            "num_labels": len(labels),
+            "id2label": dict(enumerate(labels)),
+            "label2id": {label: i for i, label in enumerate(labels)},
+            # a model that was trained for labels of another kind would compute another loss
+            "problem_type": task.problem_type,
+        }
+    common = {"dtype": torch.float32, "trust_remote_code": False, "attn_implementation": "sdpa"}
+    missing: Collection[str] = ()
+    try:
+        if empty:
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **heads)
+            with torch.device("meta"):
+                model = task.model.from_config(config, **common)
+        else:
+            model, loading = task.model.from_pretrained(
+                folder,
+                ignore_mismatched_sizes=True,  # of a head for other labels
+                output_loading_info=True,
+                **common,
+                **heads,
+            )
+            missing = loading["missing_keys"]
+    except Exception as error:  # the loaders of the many file formats raise exceptions of many kinds
+        raise HpctrainError(
+            describe_pickle_error(folder, error)
+            or f"{folder}: not a model for nlp.{task.name} ({first_line(error)}): give another --model"
+        ) from error
+    _check_missing(task, folder, model, missing)
+    return model
+
+
+def _check_missing(task: Task, folder: Path, model: PreTrainedModel, names: Collection[str]) -> None:
+    """Raise HpctrainError if the folder lacks weights.
+
+    The head may be missing, and the pooler, which masked language models do not have; but nothing below them.
+    """
+    below = f"{model.base_model_prefix}."
+    missing = sorted(name for name in names if name.startswith(below) and "pooler" not in name)
+    if missing and len(missing) == len(model.base_model.state_dict()):
+        raise HpctrainError(
+            f"{folder}: none of its weights is one of {type(model).__name__}, which nlp.{task.name} needs: "
+            "give another --model, such as klue/bert-base"
+        )
+    if missing:
+        raise HpctrainError(
+            f"{folder}: {len(missing)} weights of the {model.config.model_type} model are missing, such as "
+            f"{missing[0]}: fetch or copy it again"
+        )
+
+
+def _count_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> int:
+    """The number of tokens that fit into the model.
+
+    RoBERTa's positions begin at 2; the model_max_length of its tokenizer is the number left for tokens. The
+    model_max_length of a tokenizer that hpctrain saved is the --max-length of that run.
+    """
+    longest = getattr(model.config, "hpctrain", {}).get("positions", tokenizer.model_max_length)
+    return min(getattr(model.config, "max_position_embeddings", longest), longest)
+
+
+def _checkpoint_gradients(model: PreTrainedModel, folder: Path) -> None:
+    if not model.supports_gradient_checkpointing:
+        raise HpctrainError(
+            f"{folder}: its architecture has no gradient checkpointing: leave out --gradient-checkpointing"
+        )
+    # earlier versions of transformers have the second one only, of which later ones warn
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def check_tokens(folder: Path, model: PreTrainedModel, features: dict[str, Features]) -> None:
     """Raise HpctrainError if the model has no embedding for a token of the features."""
-    count = len(model.get_input_embeddings().weight)
+    embeddings = model.get_input_embeddings().weight
+    assert isinstance(embeddings, torch.Tensor)
+    count = len(embeddings)
     last = max(int(made.tokens["input_ids"].max(initial=0)) for made in features.values())
     if last >= count:
         raise HpctrainError(
-            f"{folder}: its tokenizer has the token {last}, but its model only {count} tokens: they do not belong together, "
-            "fetch or copy the folder again"
+            f"{folder}: its tokenizer has the token {last}, but its model only {count} tokens: "
+            "they do not belong together, fetch or copy the folder again"
         )
 
 
 @torch.no_grad()
-def check_packing(folder: Path, model: torch.nn.Module) -> None:
-    """Raise HpctrainError if what the model computes for a text depends on another one before it in a packed row."""
+def check_packing(folder: Path, model: PreTrainedModel) -> None:
+    """Raise HpctrainError if the output for a text depends on another text before it in a packed row."""
     first, second = torch.tensor([[3, 1, 2, 0]]), torch.tensor([[1, 2, 0]])
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
     model.eval()
@@ -182,5 +207,6 @@ def check_packing(folder: Path, model: torch.nn.Module) -> None:
     model.train()
     if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max())):
         raise HpctrainError(
-            f"{folder}: its architecture ({model.config.model_type}) does not keep the texts of a row apart: leave out --pack"
+            f"{folder}: its architecture ({model.config.model_type}) does not keep the texts of a row apart: "
+            "leave out --pack"
         )

@@ -1,9 +1,9 @@
-"""LoRA (Hu et al. 2021, arxiv.org/abs/2106.09685) by the library peft: small matrices beside the layers of a
-frozen model are trained, together with its last layer. The result is an adapter: these weights alone, and the
-name of the model.
+"""LoRA (Hu et al. 2021, arxiv.org/abs/2106.09685), with the library peft.
+
+Small matrices beside the layers of a frozen model are trained, together with its last layer. The result is an
+adapter: these weights alone, and the name of the model.
 """
 
-import argparse
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files.digests import check_digests
+from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.hub import find_model
 from hpctrain.nlp.models.model_folder import read_json_object, refuse_pipes
 from hpctrain.nlp.task import Task
@@ -29,18 +31,13 @@ TASK_TYPES = {
 }
 
 
-def uses_lora(args: argparse.Namespace) -> bool:
-    """Whether the options ask for an adapter."""
-    return bool(args.lora_rank or args.lora_from)
+def add_lora(task: Task, model: PreTrainedModel, folder: Path, args: FineTuneOptions) -> PreTrainedModel:
+    """The model of a folder, frozen, with trainable matrices: a PeftModel, which has all that the model has.
 
-
-def add_lora(task: Task, model: torch.nn.Module, folder: Path, args: argparse.Namespace) -> torch.nn.Module:
-    """The model of a folder, frozen, with the trainable matrices of --lora-from, or of rank --lora-rank,
-    initialized from --seed.
-
-    They are scaled by alpha / rank = 2, as in the examples of peft. The head and the pooler, which may be
-    new, are trained whole; but not the head of a language model, which is its embedding. Raises HpctrainError
-    if the model lacks --lora-target, or does not fit the adapter.
+    The matrices are those of --lora-from, or of rank --lora-rank, initialized from --seed and scaled by
+    alpha / rank = 2, as in the examples of peft. The head and the pooler, which may be new, are trained
+    whole; but not the head of a language model, which is its embedding. Raises HpctrainError if the model
+    lacks --lora-target, or does not fit the adapter.
     """
     from peft import LoraConfig, get_peft_model  # takes a second, and few runs need it
 
@@ -51,6 +48,7 @@ def add_lora(task: Task, model: torch.nn.Module, folder: Path, args: argparse.Na
         heads = (name for name, child in model.named_children() if name != model.base_model_prefix)
         whole = {name for name in heads if any(True for _ in model.get_submodule(name).parameters())}
         whole |= {"pooler" for name, _ in model.named_modules() if name.endswith(".pooler")}
+    assert args.model and args.lora_rank  # see parse_options()
     is_folder = Path(args.model).is_dir()
     config = LoraConfig(
         task_type=TASK_TYPES[task.pipeline_tag],
@@ -66,13 +64,14 @@ def add_lora(task: Task, model: torch.nn.Module, folder: Path, args: argparse.Na
             adapted = get_peft_model(model, config)
     except ValueError as error:
         raise HpctrainError(
-            f"--lora-target: {first_line(error)[:200]}: give all-linear, or names of layers, such as {list_layers(model)}"
+            f"--lora-target: {first_line(error)[:200]}: give all-linear, or names of layers, such as "
+            f"{list_layers(model)}"
         ) from error
     config.base_model_name_or_path = str(folder.resolve()) if is_folder else args.model
-    return adapted
+    return adapted  # type: ignore[return-value]  # see the docstring
 
 
-def _continue_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+def _continue_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """The model with the adapter of a folder, to be trained. Raises HpctrainError, naming the folder."""
     from peft import PeftModel
 
@@ -94,12 +93,12 @@ def _continue_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
         ) from error
     if any("missing adapter keys" in str(warning.message) for warning in caught):
         raise HpctrainError(f"{folder}: the adapter lacks weights for --model: give the model that it is for")
-    return adapted
+    return adapted  # type: ignore[return-value]  # see add_lora()
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Without what peft warns of on every rank: names that transformers will change, and defaults that it corrects itself."""
+    """Silence what peft says on every rank about its defaults and about later versions of transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -118,7 +117,7 @@ def count_parameters(model: torch.nn.Module) -> str:
     return f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
 
 
-def load_adapter(task: Task, folder: Path) -> torch.nn.Module:
+def load_adapter(task: Task, folder: Path) -> PreTrainedModel:
     """The model of an adapter that hpctrain has written, in fp32, with the adapter merged into its weights.
 
     The base model is looked up as --model is. Raises HpctrainError if it is not found or damaged, and the
@@ -133,7 +132,8 @@ def load_adapter(task: Task, folder: Path) -> torch.nn.Module:
         base_folder = find_model(name, adapter.get("revision"))
     except HpctrainError as error:
         raise HpctrainError(
-            f"{folder}: an adapter, whose model is not found: {error}, or change base_model_name_or_path in {ADAPTER_CONFIG}"
+            f"{folder}: an adapter, whose model is not found: {error}, or change base_model_name_or_path in "
+            f"{ADAPTER_CONFIG}"
         ) from error
     check_digests(base_folder)
     base = task.model.from_pretrained(

@@ -1,6 +1,5 @@
-"""Whether a model can be trained in the memory that there is, asked before it is loaded."""
+"""Check, before a model is loaded, that it can be trained in the memory of the ranks."""
 
-import argparse
 import json
 import math
 import re
@@ -12,7 +11,7 @@ import transformers
 from hpctrain.distributed.device import free_memory
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp.models.lora import uses_lora
+from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.model_folder import list_parts
 
 # Bytes of a weight in fp32: of a frozen one itself; of a trained one also its gradient and the two moments of
@@ -21,7 +20,10 @@ FROZEN, TRAINED = 4, 16
 
 
 def read_sizes(folder: Path) -> dict[str, int]:
-    """The number of values of each weight in the model files of a folder, by their headers; of pickled ones as if in fp32."""
+    """The number of values of each weight in the model files of a folder, by their headers.
+
+    Pickled files have no header: they count as one weight in fp32.
+    """
     sizes = {}
     # others, such as consolidated.safetensors, are not loaded
     for path in (folder / part for part in list_parts(folder)):
@@ -35,7 +37,10 @@ def read_sizes(folder: Path) -> dict[str, int]:
 
 
 def count_split(folder: Path, sizes: dict[str, int]) -> int:
-    """How many values are in the layers that --tensor-parallel splits; each rank of a group has all of the others."""
+    """How many values are in the layers that --tensor-parallel splits.
+
+    Each rank of a group has all values of the other layers.
+    """
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     layers = getattr(config, "base_model_tp_plan", None) or {}
     patterns = [
@@ -44,16 +49,15 @@ def count_split(folder: Path, sizes: dict[str, int]) -> int:
     return sum(size for name, size in sizes.items() if any(pattern.search(name) for pattern in patterns))
 
 
-def check_memory(folder: Path, args: argparse.Namespace, world: World, device: torch.device) -> None:
-    """Raise HpctrainError, with the arithmetic and what to do, if weights, gradients and optimizer cannot
-    fit.
+def check_memory(folder: Path, args: FineTuneOptions, world: World, device: torch.device) -> None:
+    """Raise HpctrainError, with the arithmetic, if weights, gradients and optimizer do not fit.
 
-    Activations are not counted: what passes may still be too large.
+    Activations are not counted: a model that passes may still be too large.
     """
     sizes = read_sizes(folder)
     place = torch.device("cpu") if args.cpu_offload else device
     count, limit = sum(sizes.values()), free_memory(world, place)
-    each = TRAINED if args.epochs and not uses_lora(args) else FROZEN
+    each = TRAINED if args.epochs and not args.uses_lora else FROZEN
     ranks = world.size if args.strategy == "fsdp" else 1
     share, spread = count / ranks, f" on {ranks} ranks" if ranks > 1 else ""
     if args.tensor_parallel > 1:
@@ -68,8 +72,8 @@ def check_memory(folder: Path, args: argparse.Namespace, world: World, device: t
         if place.type == "cuda" and world.size > 1 and args.tensor_parallel == 1:
             advice += ", or --cpu-offload"
         raise HpctrainError(
-            f"{folder}: {count:,} weights of {each} bytes{spread} are {needed / 1e9:.2f} GB, and rank {world.rank} can have "
-            f"{limit / 1e9:.2f} GB: take {advice} (docs/large-models.md)"
+            f"{folder}: {count:,} weights of {each} bytes{spread} are {needed / 1e9:.2f} GB, and rank "
+            f"{world.rank} can have {limit / 1e9:.2f} GB: take {advice} (docs/large-models.md)"
         )
     host = free_memory(world, torch.device("cpu")) * world.local_size
     loaders = world.local_size if args.lora_from else 1
@@ -81,6 +85,7 @@ def check_memory(folder: Path, args: argparse.Namespace, world: World, device: t
                 "fewer ranks on a node",
             )
         raise HpctrainError(
-            f"{folder}: {count:,} weights of {FROZEN} bytes are {count * FROZEN / 1e9:.2f} GB. {who} them all before it "
-            f"gives each rank its part, and its node has {host / 1e9:.2f} GB: take {advice} (docs/large-models.md)"
+            f"{folder}: {count:,} weights of {FROZEN} bytes are {count * FROZEN / 1e9:.2f} GB. {who} them "
+            f"all before it gives each rank its part, and its node has {host / 1e9:.2f} GB: "
+            f"take {advice} (docs/large-models.md)"
         )

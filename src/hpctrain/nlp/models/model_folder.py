@@ -1,4 +1,7 @@
-"""Model folders, as from_pretrained() of transformers reads them: config.json, the weights, the tokenizer, and a model card."""
+"""Model folders, as from_pretrained() of transformers reads them.
+
+A folder has config.json, the weights, the tokenizer, and a model card.
+"""
 
 import errno
 import json
@@ -42,16 +45,15 @@ WEIGHTS = (
 def validate_folder(folder: Path) -> Path:
     """Return the folder if it has a configuration and all of its weights.
 
-    Raises HpctrainError that names what is missing.
-
-    Of a safetensors file, header and size are compared, but not all of its content.
+    Raises HpctrainError that names what is missing. Of a safetensors file, header and size are compared, but
+    not the whole content.
     """
     refuse_pipes(folder)
     for wanted, names in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS)):
         if not any((folder / name).exists() for name in names):
             raise HpctrainError(
-                f"{folder}: no {wanted} in it: give a folder with config.json, model.safetensors and the tokenizer, "
-                "as hpctrain fetch and save_pretrained() write it"
+                f"{folder}: no {wanted} in it: give a folder with config.json, model.safetensors and the "
+                "tokenizer, as hpctrain fetch and save_pretrained() write it"
             )
     read_json_object(folder / "config.json")
     for part in list_parts(folder):
@@ -83,7 +85,10 @@ def list_parts(folder: Path) -> list[str]:
 
 
 def refuse_pipes(folder: Path) -> None:
-    """Raise HpctrainError for a pipe or a device in a folder: some readers wait for it without end, others pass over it."""
+    """Raise HpctrainError for a pipe or a device in a folder.
+
+    Some readers would wait for it without end, others pass over it.
+    """
     for path in folder.glob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise HpctrainError(
@@ -105,20 +110,20 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise HpctrainError if a size in the content of a config.json is absurd: building such a model would not end."""
+    """Raise HpctrainError if a size in a config.json is absurd: building such a model would not end."""
     for key, value in config.items():
         most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
         if isinstance(value, dict) and key.endswith("_config"):  # such as text_config
             check_sizes(path, value)
         elif type(value) is int and value > most and SIZE.search(key):
             raise HpctrainError(
-                f"{path}: its {key} is over {most:,}, which no model has: fix the file, or fetch or copy it again"
+                f"{path}: its {key} is over {most:,}, which no model has: fix the file, or fetch or copy it "
+                "again"
             )
 
 
 def read_labels(folder: Path, task: "Task") -> list[str]:
-    """The label names of a fine-tuned model in the order of its outputs; [] if its architecture has no such
-    outputs.
+    """The label names of a fine-tuned model in the order of its outputs; [] if it has no such outputs.
 
     A model without names of its own has LABEL_0, LABEL_1, ... Raises HpctrainError if config.json cannot be
     used.
@@ -140,10 +145,8 @@ def read_labels(folder: Path, task: "Task") -> list[str]:
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     """The tokenizer of a model folder, with a padding token.
 
-    Raises HpctrainError if there is no fast tokenizer in it.
-
-    It is the first part of a folder that is loaded, so a damaged model, and one that needs code of its own,
-    is refused here.
+    It is the first part of a folder that is loaded. Raises HpctrainError if there is no fast tokenizer in it,
+    if the folder is damaged, or if the model needs code of its own.
     """
     check_digests(folder)
     config = read_json_object(folder / "config.json") if (folder / "config.json").exists() else {}
@@ -156,48 +159,51 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
             )
     except Exception as error:  # the loaders of the many tokenizers raise exceptions of many kinds
         raise HpctrainError(
-            f"{folder}: the tokenizer cannot be loaded ({describe_error(error)}): fetch or copy the folder again"
+            f"{folder}: the tokenizer cannot be loaded ({describe_error(error)}): "
+            "fetch or copy the folder again"
         ) from error
     if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
         raise HpctrainError(
-            f"{folder}: its tokenizer ({type(tokenizer).__name__}) is not a fast one, which is needed for the position of each "
-            "token in the text: use a model that has a tokenizer.json"
+            f"{folder}: its tokenizer ({type(tokenizer).__name__}) is not a fast one, which is needed for "
+            "the position of each token in the text: use a model that has a tokenizer.json"
         )
     files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
     # transformers 5 silently makes an empty tokenizer then
     if not any((folder / name).exists() for name in files):
         raise HpctrainError(
-            f"{folder}: no tokenizer in it ({' or '.join(files)}): copy it from the model that this one is based on"
+            f"{folder}: no tokenizer in it ({' or '.join(files)}): "
+            "copy it from the model that this one is based on"
         )
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise HpctrainError(
-                f"{folder}: its tokenizer has neither a pad_token nor an eos_token: set one in tokenizer_config.json"
+                f"{folder}: its tokenizer has neither a pad_token nor an eos_token: "
+                "set one in tokenizer_config.json"
             )
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so it may be any token
     return tokenizer
 
 
 def refuse_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise HpctrainError if the model is of no architecture of transformers, but brings the Python code of its own."""
+    """Raise HpctrainError for a model of an unknown architecture that brings its own Python code."""
     if "auto_map" not in config:
         return
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if str(config.get("model_type")) not in CONFIG_MAPPING:
         raise HpctrainError(
-            f"{folder}: its model needs Python code of its own (auto_map in config.json), and code of models is not run: "
-            "use a model of an architecture that transformers has"
+            f"{folder}: its model needs Python code of its own (auto_map in config.json), and code of models "
+            "is not run: use a model of an architecture that transformers has"
         )
 
 
 def describe_pickle_error(folder: Path, error: BaseException) -> str:
-    """Why pickled weights cannot be loaded, in one line that names the file; "" if the weights are no pickle."""
+    """Why pickled weights cannot be loaded, in one line that names the file; "" for other weights."""
     pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if pickles and not any(folder.glob("*.safetensors")):
         return (
-            f"{folder / pickles[0]}: cannot be loaded ({describe_error(error)}), and code in a pickle is not run: "
-            "convert the weights to safetensors, or use a model that has model.safetensors"
+            f"{folder / pickles[0]}: cannot be loaded ({describe_error(error)}), and code in a pickle is not "
+            "run: convert the weights to safetensors, or use a model that has model.safetensors"
         )
     return ""
 
@@ -209,13 +215,11 @@ def save_model(
     card: str = "",
     pipeline_tokenizer: str = "",
 ) -> None:
-    """Write a model folder, with the card as README.md, on one rank; an earlier model is replaced once this
-    one is complete.
+    """Write a model folder, with the card as README.md, on one rank.
 
-    `pipeline_tokenizer` is the tokenizer.json of a second tokenizer, in the folder pipeline_tokenizer (Task
-    has its use).
-
-    Raises HpctrainError that names the folder if it cannot be written, or holds something other than a model.
+    An earlier model is replaced once this one is complete. `pipeline_tokenizer` is the tokenizer.json of a
+    second tokenizer, in the folder pipeline_tokenizer (Task has its use). Raises HpctrainError that names the
+    folder if it cannot be written, or holds something other than a model.
     """
     try:
         if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
@@ -240,15 +244,16 @@ def save_model(
         if isinstance(error, HpctrainError) or not (isinstance(error, OSError) or is_disk_error(error)):
             raise
         raise HpctrainError(
-            f"{folder}: the model cannot be written ({describe_error(error)}): free some space, or give another folder"
+            f"{folder}: the model cannot be written ({describe_error(error)}): "
+            "free some space, or give another folder"
         ) from error
 
 
 def _save_pipeline_tokenizer(folder: Path, tokenizer: "PreTrainedTokenizerFast", content: str) -> None:
-    """Write a tokenizer folder with this tokenizer.json, and the special tokens and the maximum length of
-    `tokenizer`.
+    """Write a tokenizer folder with this tokenizer.json.
 
-    Its class is the general one: that of a model, such as BertTokenizer, ignores the model in tokenizer.json.
+    Its special tokens and its maximum length are those of `tokenizer`. Its class is the general one: the
+    class of a model, such as BertTokenizer, ignores the model in tokenizer.json.
     """
     second = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(content),
@@ -272,8 +277,7 @@ def make_card(
     pipeline_tokenizer: bool = False,
     adapter: bool = False,
 ) -> str:
-    """A model card in Markdown with YAML metadata: the scores of the run, how to use the model, and how it
-    was trained.
+    """A model card in Markdown with YAML metadata: scores, how to use the model, and how it was trained.
 
     `base` is the model that was fine-tuned: a name on the hub, or that of a folder. `data` is the name of the
     data set, and `language` that of its texts in ISO 639-1, None if it is not known. `pipeline_tokenizer`:
@@ -299,7 +303,8 @@ def make_card(
     loader = task.model.__name__
     text = task.pipeline_text if pipeline_tokenizer else task.card_text
     words = " ".join(name.upper() for name in task.inputs)
-    load = f'from transformers import AutoTokenizer, {loader}\n\ntokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
+    load = f"from transformers import AutoTokenizer, {loader}\n\n"
+    load += 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
     if adapter:
         quoted = json.dumps(base, ensure_ascii=False)  # people copy this code, and a folder may have any name
         load = (

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -20,11 +20,11 @@ if TYPE_CHECKING:  # importing a class of transformers takes seconds
 
 
 class Size(NamedTuple):
-    """Layers, hidden size (heads are 64 wide, the feed-forward layer four times the hidden size), largest vocabulary."""
+    """Heads are 64 wide, and the feed-forward layer is four times as wide as the hidden size."""
 
     layers: int
     hidden: int
-    vocabulary: int
+    vocabulary: int  # at most
 
 
 # Layers and hidden sizes of Turc et al. 2019 (arXiv 1908.08962), whose models all have the 30,522 subword
@@ -44,9 +44,7 @@ KINDS = {"bert": ("BertConfig", "BertModel"), "gpt2": ("GPT2Config", "GPT2LMHead
 def create_model(
     folder: Path, config: str, kind: str, texts: Sequence[str], seed: int, max_length: int
 ) -> int:
-    """Write a model with random weights and a tokenizer trained on the texts.
-
-    Returns the size of its vocabulary.
+    """Write a model with random weights and a tokenizer trained on the texts; returns its vocabulary's size.
 
     `config` is one of SIZES or the path of a config.json of transformers. `kind` is "bert" (WordPiece that
     keeps case and accents; stripping accents would decompose Hangul) or "gpt2" (byte-level BPE). The
@@ -72,19 +70,18 @@ def create_model(
         torch.manual_seed(seed)
         try:
             model = getattr(transformers, KINDS[kind][1])(settings)
-        except Exception as error:  # such as a hidden size that is not a multiple of the number of heads, or too large for memory
+        # such as a hidden size that is not a multiple of the number of heads, or too large for memory
+        except Exception as error:
             raise HpctrainError(
-                f"{config}: transformers cannot create a {kind} model from it ({describe_error(error)}): fix the file"
+                f"{config}: transformers cannot create a {kind} model from it ({describe_error(error)}): "
+                "fix the file"
             ) from error
     save_model(folder, model, tokenizer)
     return len(tokenizer)
 
 
 def make_config(config: str, kind: str) -> "PretrainedConfig":
-    """The configuration of transformers for one of SIZES or the path of a config.json.
-
-    Raises HpctrainError.
-    """
+    """The configuration for one of SIZES or the path of a config.json. Raises HpctrainError."""
     make = getattr(transformers, KINDS[kind][0])
     if config in SIZES:
         size = SIZES[config]
@@ -100,13 +97,15 @@ def make_config(config: str, kind: str) -> "PretrainedConfig":
     path = Path(config)
     if not path.is_file():
         raise HpctrainError(
-            f"--from-scratch {config}: no such size or file: give {', '.join(SIZES)}, or the config.json of a {kind} model"
+            f"--from-scratch {config}: no such size or file: give {', '.join(SIZES)}, or the config.json of "
+            f"a {kind} model"
         )
     content = read_json_object(path)
     check_sizes(path, content)
     if content.get("model_type") != kind:
         raise HpctrainError(
-            f"{path}: its model_type is {content.get('model_type')!r}, but this task needs {kind!r}: give another config.json"
+            f"{path}: its model_type is {content.get('model_type')!r}, but this task needs {kind!r}: "
+            "give another config.json"
         )
     try:
         return make.from_dict(content)
@@ -126,14 +125,13 @@ def cut_words(text: str) -> str:
 
 
 def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTrainedTokenizerFast":
-    """A tokenizer with at most `vocabulary` subword tokens, but at least all single bytes or common
-    characters.
+    """A tokenizer with at most `vocabulary` subword tokens, but at least all bytes or common characters.
 
     It is a function of the texts alone.
     """
     texts = [cut_words(text) for text in texts]
     # A word that occurs once gets no token of its own: the model would memorize it.
-    options = {"vocab_size": vocabulary, "min_frequency": 2, "show_progress": False}
+    options: dict[str, Any] = {"vocab_size": vocabulary, "min_frequency": 2, "show_progress": False}
     if kind == "gpt2":
         end = "<|endoftext|>"
         special = [end, "<|pad|>"]
@@ -144,7 +142,7 @@ def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTr
         )
         backend.train_from_iterator(texts, trainer)
         trained = json.loads(backend.to_str())["model"]
-        merges = [tuple(merge) for merge in trained["merges"]]
+        merges: Any = [tuple(merge) for merge in trained["merges"]]  # its annotation has strings only
         return transformers.GPT2Tokenizer(
             vocab=trained["vocab"],
             merges=merges,
@@ -157,11 +155,9 @@ def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTr
     blank = transformers.BertTokenizer(do_lower_case=False, strip_accents=False)
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer, backend.pre_tokenizer = (
-        blank.backend_tokenizer.normalizer,
-        blank.backend_tokenizer.pre_tokenizer,
-    )
-    counts = Counter()
+    backend.normalizer = blank.backend_tokenizer.normalizer
+    backend.pre_tokenizer = blank.backend_tokenizer.pre_tokenizer
+    counts: Counter[str] = Counter()
     for text in texts:
         counts.update(backend.normalizer.normalize_str(text))
     # A character may take two tokens, one at the start of a word and one within; half of the vocabulary is

@@ -1,10 +1,12 @@
-"""--tensor-parallel N: which layers of a model are split over N ranks, by the plan that transformers has for its architecture."""
+"""--tensor-parallel N: which layers of a model are split over N ranks.
+
+transformers has the plan for its architecture.
+"""
 
 import re
 from collections.abc import Callable
 from functools import partial
 
-import torch
 import transformers
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -23,7 +25,9 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def choose_strategy(model: torch.nn.Module, number: int, cpu_offload: bool) -> Callable[..., ShardedStrategy]:
+def choose_strategy(
+    model: transformers.PreTrainedModel, number: int, cpu_offload: bool
+) -> Callable[..., ShardedStrategy]:
     """The strategy of a Trainer for a sharded model whose layers are split over this number of ranks.
 
     Raises HpctrainError.
@@ -42,14 +46,15 @@ def choose_styles(model: transformers.PreTrainedModel, number: int) -> dict[str,
     kind = model.config.model_type
     if not plan or not set(plan.values()) <= STYLES.keys():
         raise HpctrainError(
-            f"--tensor-parallel {number}: no plan to split a model of type {kind}; those of llama, mistral and qwen3 have one: "
-            "leave it out, or take --strategy fsdp"
+            f"--tensor-parallel {number}: no plan to split a model of type {kind}; those of llama, mistral "
+            "and qwen3 have one: leave it out, or take --strategy fsdp"
         )
     for name in SIZES:
         size = getattr(model.config, name, None)
         if size is not None and size % number:
             raise HpctrainError(
-                f"--tensor-parallel {number} does not divide the {name} of the model, {size}: give a divisor of it"
+                f"--tensor-parallel {number} does not divide the {name} of the model, {size}: "
+                "give a divisor of it"
             )
     prefix = re.escape(f"{model.base_model_prefix}.")
     patterns = {

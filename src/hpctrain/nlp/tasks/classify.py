@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features, encode_texts
+from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Example, Logits, Task
@@ -93,19 +92,7 @@ class LabelTask(Task[AnyLabeled]):
         targets = [number.get(example.label, IGNORED) for example in examples]
         return {"labels": targets, "units": [target != IGNORED for target in targets]}
 
-    def compute_loss(self, output: Logits, batch: dict[str, Any]) -> Tensor:
-        """The model's own loss, or the mean over the labels of their losses, each times the weight of its
-        class.
-
-        It is not divided by the sum of the weights, as torch does: in a batch without the rare class, that
-        would take the low weight of the others away again.
-        """
-        if "class_weights" not in batch:
-            return output.loss
-        losses = cross_entropy(output.logits, batch["labels"], batch["class_weights"], reduction="sum")
-        return losses / batch["units"].sum()
-
-    def predict(self, output: Logits, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: Logits, batch: TextBatch) -> list[Any]:
         """The probability of each class, [classes]."""
         return list(output.logits.float().softmax(-1).cpu().numpy())
 

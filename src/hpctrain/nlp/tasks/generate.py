@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
+from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.task import IGNORED, AnyExample, Example, Logits, Task
@@ -41,9 +42,9 @@ class LanguageModelTask(Task[AnyExample]):
     selection_metric = "perplexity"
     higher_is_better = False
 
-    def predict(self, output: Logits, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: Logits, batch: TextBatch) -> list[Any]:
         """The negative log likelihood of the labels in each feature, and their number."""
-        logits, targets = output.logits[:, :-1].float(), batch["labels"][:, 1:]
+        logits, targets = output.logits[:, :-1].float(), batch.tokens["labels"][:, 1:]
         losses = cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
         return list(
             torch.stack([losses.double().sum(1), (targets != IGNORED).sum(1).double()], 1).cpu().numpy()

@@ -25,6 +25,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFas
 
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
+from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Example, Logits, Task
@@ -224,10 +225,10 @@ def find_entities(text):
         counts = [sum(label != IGNORED for label in target) for target in rows["labels"]]
         return Features.from_lists(rows, {"units": counts}, example=example_of)
 
-    def predict(self, output: Logits, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: Logits, batch: TextBatch) -> list[Any]:
         """The index of the most probable tag for each unit in a window, in their order, int16."""
         tags = output.logits.argmax(-1).cpu().numpy().astype(numpy.int16)
-        has_unit = batch["unit"].cpu().numpy() != NO_UNIT
+        has_unit = batch.tokens["unit"].cpu().numpy() != NO_UNIT
         return [row[mask] for row, mask in zip(tags, has_unit, strict=True)]
 
     def make_answers(

@@ -17,6 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features
+from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.task import Logits
 
@@ -68,11 +69,11 @@ class MultiLabel:
         )
         return {"labels": targets, "units": numpy.ones(len(examples), numpy.int64)}
 
-    def compute_loss(self, output: Logits, batch: dict[str, Any]) -> Tensor:
+    def compute_loss(self, output: Logits, batch: TextBatch) -> Tensor:
         """The mean binary cross entropy, computed in fp32 with --precision bf16 as well."""
-        return binary_cross_entropy_with_logits(output.logits.float(), batch["labels"])
+        return binary_cross_entropy_with_logits(output.logits.float(), batch.values["labels"])
 
-    def predict(self, output: Logits, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: Logits, batch: TextBatch) -> list[Any]:
         """The probability of each class, [classes]."""
         return list(output.logits.float().sigmoid().cpu().numpy())
 
@@ -147,11 +148,11 @@ class Regression:
         )
         return {"labels": targets, "units": numpy.isfinite(targets)}
 
-    def compute_loss(self, output: Logits, batch: dict[str, Any]) -> Tensor:
+    def compute_loss(self, output: Logits, batch: TextBatch) -> Tensor:
         """The mean squared error, computed in fp32 with --precision bf16 as well."""
-        return mse_loss(output.logits.float()[:, 0], batch["labels"])
+        return mse_loss(output.logits.float()[:, 0], batch.values["labels"])
 
-    def predict(self, output: Logits, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: Logits, batch: TextBatch) -> list[Any]:
         """The number, []."""
         return list(output.logits.float()[:, 0].cpu().numpy())
 

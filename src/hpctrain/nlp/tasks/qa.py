@@ -23,6 +23,7 @@ from transformers import AutoModelForQuestionAnswering, PreTrainedTokenizerFast
 
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
+from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.tasks.answer_scores import is_latin, score_korquad, score_squad
 from hpctrain.nlp.tasks.squad import UNANSWERABLE, Question, read_questions
@@ -149,11 +150,11 @@ class Qa(Task[Question]):
                 example_of.append(number)
         return Features.from_lists(columns, values, example=example_of, cut=cut, lost=lost)
 
-    def compute_loss(self, output: SpanLogits, batch: dict[str, Any]) -> Tensor:
+    def compute_loss(self, output: SpanLogits, batch: TextBatch) -> Tensor:
         """The mean of the cross-entropies of start and end, each with a softmax without the padding."""
-        padding = batch["attention_mask"] == 0
+        padding = batch.attention_mask == 0
         start, end = (
-            cross_entropy(logits.float().masked_fill(padding, -torch.inf), batch[name])
+            cross_entropy(logits.float().masked_fill(padding, -torch.inf), batch.values[name])
             for logits, name in (
                 (output.start_logits, "start_positions"),
                 (output.end_logits, "end_positions"),
@@ -161,14 +162,14 @@ class Qa(Task[Question]):
         )
         return (start + end) / 2
 
-    def predict(self, output: SpanLogits, batch: dict[str, Any]) -> list[Any]:
+    def predict(self, output: SpanLogits, batch: TextBatch) -> list[Any]:
         """The best spans of each window: at most TOP_SPANS of at most MAX_ANSWER tokens, [spans, 3].
 
         The best comes first. A span is its score (the sum of its two logits), and the characters of the
         context where it starts and ends. If the question may have no answer, a last row is the score of no
         answer, at NO_ANSWER.
         """
-        outside = batch["start"] < 0  # [b, tokens]
+        outside = batch.tokens["start"] < 0  # [b, tokens]
         starts = output.start_logits.float().masked_fill(outside, -torch.inf)
         ends = output.end_logits.float().masked_fill(outside, -torch.inf)
         # [b, tokens, MAX_ANSWER]: from each token to itself and to those after it, so that no span ends
@@ -181,10 +182,15 @@ class Qa(Task[Question]):
         last = (first + best % MAX_ANSWER).clamp(max=outside.shape[1] - 1)  # beyond it the score is -inf
         # float32 represents positions up to 16 million exactly
         spans = torch.stack(
-            [scores, batch["start"].gather(1, first).float(), batch["end"].gather(1, last).float()], 2
+            [
+                scores,
+                batch.tokens["start"].gather(1, first).float(),
+                batch.tokens["end"].gather(1, last).float(),
+            ],
+            2,
         )
         none = output.start_logits.float() + output.end_logits.float()
-        none = none.masked_fill(batch["start"] != NO_ANSWER, -torch.inf).amax(1)
+        none = none.masked_fill(batch.tokens["start"] != NO_ANSWER, -torch.inf).amax(1)
         spans = torch.cat(
             [spans, torch.stack([none, *[torch.full_like(none, NO_ANSWER)] * 2], 1)[:, None]], 1
         )

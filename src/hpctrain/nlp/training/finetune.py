@@ -10,10 +10,10 @@ The loss is the mean over the labels of the whole batch: ranks have equal number
 tokens.
 """
 
-import argparse
 import math
 import shlex
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,20 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.device import choose_device
+from hpctrain.distributed.lazy_imports import import_of_lightning
 from hpctrain.distributed.rendezvous import all_or_none, process_group
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
+from hpctrain.errors import HpctrainError, panics_as_errors
 from hpctrain.lightning.trainer import JsonStrategy, make_trainer, quiet
 from hpctrain.nlp.batches.features import Features, load_or_make, make_cache_key
-from hpctrain.nlp.batches.sampling import BatchSampler, make_loader
+from hpctrain.nlp.batches.sampling import LengthGroupedSampler, make_loader
 from hpctrain.nlp.data import formats
+from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.hub import resolve_data
 from hpctrain.nlp.models.initial_model import (
     check_packing,
@@ -40,130 +43,60 @@ from hpctrain.nlp.models.initial_model import (
     get_initial_model,
     load_model,
 )
-from hpctrain.nlp.models.lora import add_lora, count_parameters, uses_lora
+from hpctrain.nlp.models.lora import add_lora, count_parameters
 from hpctrain.nlp.models.memory import check_memory
 from hpctrain.nlp.models.model_folder import describe_error, load_tokenizer, make_card, save_model
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.training.lightning_module import FineTuneModule
-from hpctrain.nlp.training.options import parse_options
+from hpctrain.nlp.training.options import check_ranks, parse_options
 from hpctrain.nlp.training.step_graphs import check_layers
 from hpctrain.run.config import versions
 from hpctrain.run.flops import count_text_flops
 from hpctrain.run.folder import find_earlier_checkpoint
 from hpctrain.run.run import Run
 from hpctrain.text import counted, one_line
-from hpctrain.training.batches import check_batch_size, steps_per_epoch
+from hpctrain.training.batches import steps_per_epoch
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
+
+with import_of_lightning():
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy
 
 
 def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
-    """Run `hpctrain nlp.<task>` with these arguments: read, tokenize, train, test, and save the best model."""
+    """Run `hpctrain nlp.<task>`: read, tokenize, train, test, and save the best model."""
     args = parse_options(task, arguments)
-    if args.cpu_offload and world.size == 1:
-        raise UsageError(
-            "--cpu-offload is for the parts of --strategy fsdp, and one rank has all of them: start two or more"
-        )
-    if args.cuda_graphs and world.size > 1:
-        raise UsageError(f"--cuda-graphs is for one rank, and there are {world.size}: leave it out")
     task = task.for_problem(args.problem)
-    group = world.in_groups_of(args.tensor_parallel)  # the place of this rank in the order of the data
-    if args.epochs:
-        check_batch_size(args.batch_size, group, args.accumulate)  # before hours of reading and tokenizing
-    quiet()
     device = choose_device(world, args.device)
-    if args.cuda_graphs and device.type != "cuda":
-        raise UsageError("--cuda-graphs needs a GPU, and this rank computes on the CPU: leave it out")
+    check_ranks(args, world, device)  # before hours of reading and tokenizing
+    quiet()
     with process_group(world, device, cpu_tensors=args.cpu_offload):
         examples = read_examples(task, args, world)
         run = Run(world, f"nlp.{task.name}", args, device)
         run.best.patience = args.patience
-        sharded = run.in_parts = args.strategy == "fsdp" and world.size > 1
+        run.in_parts = args.strategy == "fsdp" and world.size > 1
+
         folder = get_initial_model(task, args, run, examples["train"])
         make_deterministic(args.deterministic, device)
-        with all_or_none(world):
-            if args.compile:
-                check_compiler(world.rank)
-            check_memory(folder, args, world, device)
-            tokenizer = load_tokenizer(folder)
-            labels, origin = choose_labels(task, folder, examples["train"])
-            # shard() takes weights from rank 0; peft needs some
-            empty = sharded and world.rank != 0 and not args.lora_from
-            model = load_model(task, folder, tokenizer, labels, args, empty)
-            if args.pack and not empty:
-                check_packing(folder, model)
-            if args.cuda_graphs:
-                check_layers(model.config)
-            model.config.hpctrain["settings"] = task.collect_settings(examples["train"])
-            if uses_lora(args):
-                model = add_lora(task, model, folder, args)
-        if labels:
-            run.print(f"{counted(len(labels), 'label')}{origin}: {formats.list_names(labels)}")
-        if uses_lora(args):
-            run.print(f"LoRA: {count_parameters(model)}")
+        model, tokenizer, labels = prepare_model(task, folder, examples["train"], args, run, device)
         features = tokenize_splits(task, folder, tokenizer, labels, examples, args, run)
         with all_or_none(world):
             check_tokens(folder, model, features)
 
+        module = prepare_module(task, model, labels, features["train"], args, run)
+        trainer = prepare_trainer(module, args, run, device)
         padding = {**task.padding, "input_ids": tokenizer.pad_token_id}
-        train = features["train"]
-        epoch_steps = (
-            steps_per_epoch(len(train.lengths), args.batch_size, group, args.accumulate) if args.epochs else 0
+        test, validation = (
+            module.make_evaluation_loader(name, examples[name], features[name], padding)
+            for name in ("test", "validation")
         )
-        weights = balance_classes(labels, train, run) if args.class_weights else None
-        module = FineTuneModule(
-            task, model, labels, args, run, steps=args.epochs * epoch_steps, class_weights=weights
-        )
-        if args.compile:
-            compile_training(model, dynamic=True, by_block=True)  # batches are as long as their longest text
-        strategy = JsonStrategy
-        if sharded:
-            # imports much of torch, few runs need it
-            from hpctrain.nlp.models.tensor_parallel import choose_strategy
-            from hpctrain.training.sharding import load_parts
-
-            with all_or_none(world):
-                strategy = choose_strategy(model, args.tensor_parallel, args.cpu_offload)
-        trainer = make_trainer(
-            run, args, device, model, module.score,
-            evaluate_every=args.eval_every, accumulate_grad_batches=args.accumulate, strategy=strategy,
-        )  # fmt: skip
         if args.epochs:
-            state = run.resume(torch.device("cpu"), args.epochs, model, "state_dict", free=())
-            if state and (run.epoch >= args.epochs or run.best.has_stalled):  # resumed after the last epoch
-                load_parts(model, state["model"]) if sharded else model.load_state_dict(state["model"])
-            else:
-                sampler = BatchSampler(train, group, args.batch_size, args.seed, args.accumulate)
-                run.count_flops(lambda: count_text_flops(model, train.lengths, run_empty))
-                if state:
-                    sampler.skip(run.epoch + 1, state["step"])
-                    del state  # as large as the model and its optimizer
-                trainer.fit(
-                    module,
-                    make_loader(
-                        train, padding, sampler, args.pack, args.max_length if args.cuda_graphs else 0
-                    ),
-                    module.make_evaluation_loader("validation", examples, features, padding),
-                    ckpt_path=run.resume_from,
-                )
-            metric = f"validation_{module.choose_metric(examples['validation'])}"
-            if run.best.has_stalled and run.epoch < args.epochs:
-                run.print(
-                    f"stopped after {run.best.latest}: no better {metric} for {args.patience} evaluations"
-                )
-            if weights := load_best(metric, run):
-                load_parts(model, weights) if sharded else model.load_state_dict(weights)
-        # The only use of the test set.
-        trainer.test(
-            module, module.make_evaluation_loader("test", examples, features, padding), verbose=False
-        )
-        scores = {
-            name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("test_")
-        }
-        for name in [name for name, value in scores.items() if not math.isfinite(value)]:
-            run.print(f"{name} is {scores.pop(name)}: left out")  # a score is optional, the model is not
-        run.metrics(**scores)
-        if sharded:
-            model = trainer.strategy.gather_model()
+            train(trainer, module, features["train"], padding, validation, args, run)
+            use_best_weights(model, f"validation_{module.choose_metric(examples['validation'])}", args, run)
+        scores = score_test_set(trainer, module, test, run)
+
+        if run.in_parts:
+            model = trainer.strategy.gather_model()  # type: ignore[attr-defined]  # a ShardedStrategy
         with all_or_none(world):
             if world.rank == 0:
                 save_result(task, model, tokenizer, args, run, scores, examples["test"])
@@ -176,8 +109,11 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
 # --- before training ---
 
 
-def read_examples(task: Task, args: argparse.Namespace, world: World) -> dict[str, list[Any]]:
-    """The examples of "train", "validation" and "test"; a split without a file is taken from the training data."""
+def read_examples(task: Task, args: FineTuneOptions, world: World) -> dict[str, list[Any]]:
+    """The examples of "train", "validation" and "test".
+
+    A split without a file is taken from the training data.
+    """
     skipped: list[HpctrainError] | None = None if args.strict else []
     path = resolve_data(args.data, world) if args.data else None
     with all_or_none(world):
@@ -200,13 +136,43 @@ def read_examples(task: Task, args: argparse.Namespace, world: World) -> dict[st
     return splits
 
 
+def prepare_model(
+    task: Task, folder: Path, train: list[Any], args: FineTuneOptions, run: Run, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, list[str]]:
+    """The model to train, its tokenizer, and the names of its labels.
+
+    A collective call. With --strategy fsdp only rank 0 has the weights. Raises HpctrainError if the model
+    cannot be trained with these options, or not in the memory of this rank.
+    """
+    with all_or_none(run.world):
+        check_compiler(args, run.world.rank)
+        check_memory(folder, args, run.world, device)
+        tokenizer = load_tokenizer(folder)
+        labels, origin = choose_labels(task, folder, train)
+        # shard() takes weights from rank 0; peft needs some
+        empty = run.in_parts and run.world.rank != 0 and not args.lora_from
+        model = load_model(task, folder, tokenizer, labels, args, empty)
+        if args.pack and not empty:
+            check_packing(folder, model)
+        if args.cuda_graphs:
+            check_layers(model.config)
+        model.config.hpctrain["settings"] = task.collect_settings(train)
+        if args.uses_lora:
+            model = add_lora(task, model, folder, args)
+    if labels:
+        run.print(f"{counted(len(labels), 'label')}{origin}: {formats.list_names(labels)}")
+    if args.uses_lora:
+        run.print(f"LoRA: {count_parameters(model)}")
+    return model, tokenizer, labels
+
+
 def tokenize_splits(
     task: Task,
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
     labels: list[str],
     examples: dict[str, list[Any]],
-    args: argparse.Namespace,
+    args: FineTuneOptions,
     run: Run,
 ) -> dict[str, Features]:
     """The features of each split, from the cache or made now; prints their sizes and problems.
@@ -226,28 +192,32 @@ def tokenize_splits(
         lengths = made.lengths
         windows = f" in {len(lengths):,} windows" if len(lengths) != len(part) else ""
         run.print(
-            f"{name}: {len(part):,} examples{windows}, {lengths.sum():,} tokens (mean {lengths.mean():.1f}, longest "
-            f"{lengths.max()}), tokenized or loaded in {time.monotonic() - start:.1f} s"
+            f"{name}: {len(part):,} examples{windows}, {lengths.sum():,} tokens (mean {lengths.mean():.1f}, "
+            f"longest {lengths.max()}), tokenized or loaded in {time.monotonic() - start:.1f} s"
         )
-
-        truncated, lost = ([part[i] for i in indices] for indices in (made.cut, made.lost))
-        unseen = (
-            [example for example in part if not set(task.collect_labels([example])) <= set(labels)]
-            if labels
-            else []
-        )
-        for affected, problem in (
-            (truncated, f"{task.cut_text}too long for --max-length {args.max_length} and truncated"),
-            (lost, task.lost_text),
-            (unseen, "with a label that is not in the training data, so any answer is wrong"),
-        ):
-            if affected:
-                text = f"{name}: {len(affected):,} of {len(part):,} examples {problem}; the first: {affected[0].location}"
-                with all_or_none(run.world):
-                    if args.strict:
-                        raise HpctrainError(f"{text}: fix the data, or run without --strict")
-                run.print(text)
+        for problem in describe_problems(task, part, made, labels, args.max_length):
+            with all_or_none(run.world):
+                if args.strict:
+                    raise HpctrainError(f"{name}: {problem}: fix the data, or run without --strict")
+            run.print(f"{name}: {problem}")
     return features
+
+
+def describe_problems(
+    task: Task, examples: list[Any], features: Features, labels: list[str], max_length: int
+) -> Iterator[str]:
+    """How many examples of a split the model cannot see whole, or cannot answer, and the first of them."""
+    truncated, lost = ([examples[i] for i in indices] for indices in (features.cut, features.lost))
+    known = set(labels)
+    unseen = [example for example in examples if labels and not set(task.collect_labels([example])) <= known]
+    for affected, problem in (
+        (truncated, f"{task.cut_text}too long for --max-length {max_length} and truncated"),
+        (lost, task.lost_text),
+        (unseen, "with a label that is not in the training data, so any answer is wrong"),
+    ):
+        if affected:
+            first = affected[0].location
+            yield f"{len(affected):,} of {len(examples):,} examples {problem}; the first: {first}"
 
 
 def _tokenize(
@@ -256,7 +226,7 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerFast,
     examples: list[Any],
     labels: list[str],
-    args: argparse.Namespace,
+    args: FineTuneOptions,
 ) -> Features:
     try:
         with panics_as_errors():
@@ -265,16 +235,30 @@ def _tokenize(
         raise
     except Exception as error:  # the tokenizers of damaged files raise exceptions of many kinds
         raise HpctrainError(
-            f"{folder}: its tokenizer cannot tokenize the data ({describe_error(error)}): fetch or copy the folder again"
+            f"{folder}: its tokenizer cannot tokenize the data ({describe_error(error)}): "
+            "fetch or copy the folder again"
         ) from error
 
 
-def balance_classes(labels: list[str], train: Features, run: Run) -> Tensor:
-    """The weight of each class, [labels], as "balanced" of scikit-learn: examples / (classes * examples of
-    the class).
+def prepare_module(
+    task: Task, model: PreTrainedModel, labels: list[str], train: Features, args: FineTuneOptions, run: Run
+) -> FineTuneModule:
+    """The model with its training and evaluation steps; with --compile, it is compiled at the first one."""
+    steps = 0
+    if args.epochs:
+        group = run.world.in_groups_of(args.tensor_parallel)
+        steps = args.epochs * steps_per_epoch(len(train.lengths), args.batch_size, group, args.accumulate)
+    weights = balance_classes(labels, train, run) if args.class_weights else None
+    module = FineTuneModule(task, model, labels, args, run, steps, class_weights=weights)
+    if args.compile:
+        compile_training(model, dynamic=True, by_block=True)  # batches are as long as their longest text
+    return module
 
-    Counted are the classes that the training set has; another one, which only the model has, gets 0. Prints
-    all of them.
+
+def balance_classes(labels: list[str], train: Features, run: Run) -> Tensor:
+    """The weight of each class, [labels]: examples / (classes * examples of the class), as in scikit-learn.
+
+    Only the classes of the training set count; a class that only the model has gets 0. Prints all weights.
     """
     counts = torch.bincount(torch.from_numpy(train.values["labels"].copy()), minlength=len(labels))
     present = counts > 0
@@ -284,12 +268,63 @@ def balance_classes(labels: list[str], train: Features, run: Run) -> Tensor:
     return weights
 
 
+def prepare_trainer(module: FineTuneModule, args: FineTuneOptions, run: Run, device: torch.device) -> Trainer:
+    """A Trainer with DDP, or with the strategy that shards the model. A collective call."""
+    strategy: Callable[..., DDPStrategy] = JsonStrategy
+    if run.in_parts:
+        # imports much of torch, few runs need it
+        from hpctrain.nlp.models.tensor_parallel import choose_strategy
+
+        with all_or_none(run.world):
+            strategy = choose_strategy(module.model, args.tensor_parallel, args.cpu_offload)
+    return make_trainer(
+        run, args, device, module.model, module.score,
+        evaluate_every=args.eval_every, accumulate_grad_batches=args.accumulate, strategy=strategy,
+    )  # fmt: skip
+
+
+# --- training ---
+
+
+def train(
+    trainer: Trainer,
+    module: FineTuneModule,
+    features: Features,
+    padding: dict[str, int],
+    validation: DataLoader,
+    args: FineTuneOptions,
+    run: Run,
+) -> None:
+    """Train the epochs that are left; validate after each of them."""
+    model = module.model
+    state = run.resume(torch.device("cpu"), args.epochs, model, "state_dict", free=())
+    if state and (run.epoch >= args.epochs or run.best.has_stalled):  # resumed after the last epoch
+        set_weights(model, state["model"], run)
+        return
+    sampler = LengthGroupedSampler(features, module.group, args.batch_size, args.seed, args.accumulate)
+    run.count_flops(lambda: count_text_flops(model, features.lengths, run_empty))
+    if state:
+        sampler.skip(run.epoch + 1, state["step"])
+        del state  # as large as the model and its optimizer
+    longest = args.max_length if args.cuda_graphs else 0
+    batches = make_loader(features, padding, sampler, bool(args.pack), longest)
+    trainer.fit(module, batches, validation, ckpt_path=run.resume_from)
+
+
 def run_empty(model: torch.nn.Module, length: int) -> dict[str, Tensor]:
     """The output of a model without values, for a text of this length in tokens."""
     return model(input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"))
 
 
 # --- after training ---
+
+
+def use_best_weights(model: PreTrainedModel, metric: str, args: FineTuneOptions, run: Run) -> None:
+    """Load the weights of the evaluation with the best validation score, unless it is the last evaluation."""
+    if run.best.has_stalled and run.epoch < args.epochs:
+        run.print(f"stopped after {run.best.latest}: no better {metric} for {args.patience} evaluations")
+    if weights := load_best(metric, run):
+        set_weights(model, weights, run)
 
 
 def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
@@ -312,11 +347,35 @@ def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
     return state["model"]
 
 
+def set_weights(model: PreTrainedModel, weights: dict[str, Any], run: Run) -> None:
+    """Load the weights of a checkpoint into the model; of a sharded model, the part of this rank."""
+    if run.in_parts:
+        from hpctrain.training.sharding import load_parts  # imports much of torch, few runs need it
+
+        load_parts(model, weights)
+    else:
+        model.load_state_dict(weights)
+
+
+def score_test_set(
+    trainer: Trainer, module: FineTuneModule, batches: DataLoader, run: Run
+) -> dict[str, float]:
+    """The scores of the test set, which has no other use."""
+    trainer.test(module, batches, verbose=False)
+    scores = {
+        name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("test_")
+    }
+    for name in [name for name, value in scores.items() if not math.isfinite(value)]:
+        run.print(f"{name} is {scores.pop(name)}: left out")  # a score is optional, the model is not
+    run.metrics(**scores)
+    return scores
+
+
 def save_result(
     task: Task,
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    args: argparse.Namespace,
+    args: FineTuneOptions,
     run: Run,
     scores: dict[str, float],
     test: list[Any],
@@ -335,7 +394,7 @@ def save_result(
         options=options,
         versions=versions() | {"transformers": transformers.__version__},
         pipeline_tokenizer=bool(pipeline_tokenizer),
-        adapter=uses_lora(args) and not args.lora_merge,
+        adapter=args.uses_lora and not args.lora_merge,
     )
     # a token may control a terminal
     samples = [one_line(text) for text in task.generate_samples(model, tokenizer, test)]
@@ -345,11 +404,11 @@ def save_result(
         for text in samples:
             run.print(f"sample: {text}")
     if args.lora_merge:
-        model = model.merge_and_unload()
+        model = model.merge_and_unload()  # type: ignore[operator]  # a PeftModel
     save_model(run.folder / "model", model, tokenizer, card, pipeline_tokenizer)
 
 
 def _hide_folders(value: Any) -> str:
-    """An option for the model card, which may be published: of a file or folder only its name, of the hub the whole."""
+    """The value of an option for the model card, which may be published: of a path, only its last part."""
     path = Path(str(value))
     return path.absolute().name if path.exists() or path.is_absolute() else str(value)

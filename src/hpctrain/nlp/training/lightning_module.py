@@ -1,21 +1,24 @@
 """How a task's model is trained and scored: the LightningModule that Lightning's Trainer drives."""
 
-import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from hpctrain.distributed.lazy_imports import import_of_lightning
 from hpctrain.distributed.rendezvous import broadcast, gather
 from hpctrain.nlp.batches.features import Features
-from hpctrain.nlp.batches.sampling import evaluation_batches, make_loader
+from hpctrain.nlp.batches.sampling import Selection, evaluation_batches_by_length, make_loader
+from hpctrain.nlp.batches.text_batch import TextBatch
+from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.training.step_graphs import StepGraphs
 from hpctrain.run.run import Run
@@ -24,20 +27,25 @@ from hpctrain.training.batches import seed_step
 with import_of_lightning():
     from lightning.pytorch import LightningModule
 
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+
 
 class FineTuneModule(LightningModule):
-    """A model with its training and evaluation steps; `args` are the options, `steps` the optimizer steps of
-    all epochs.
+    """A model with its training and evaluation steps.
 
-    `class_weights`, [labels], weigh the training loss; the loss of an evaluation stays as it is.
+    `steps` are the optimizer steps of all epochs. `class_weights`, [labels], weigh the training loss; the
+    loss of an evaluation stays as it is.
     """
+
+    class_weights: Tensor | None
 
     def __init__(
         self,
         task: Task,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         labels: list[str],
-        args: argparse.Namespace,
+        args: FineTuneOptions,
         run: Run,
         steps: int,
         class_weights: Tensor | None = None,
@@ -47,15 +55,18 @@ class FineTuneModule(LightningModule):
         self.register_buffer("class_weights", class_weights, persistent=False)
         self._task, self._labels, self._args, self._run, self._steps = task, labels, args, run, steps
         # the ranks of a group compute the same examples
-        self._group = run.world.in_groups_of(args.tensor_parallel)
+        self.group = run.world.in_groups_of(args.tensor_parallel)
         self._sets: dict[str, tuple[list[Any], Features]] = {}
         self._predictions: list[tuple[int, Any]] = []
         self._graphs: StepGraphs | None = None  # with --cuda-graphs, from the first step on
 
     # --- training ---
 
-    def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW without decay of biases and norms; the learning rate rises linearly, then falls linearly to 0, every step."""
+    def configure_optimizers(self) -> "OptimizerLRSchedulerConfig":
+        """AdamW without decay of biases and norms.
+
+        The learning rate changes every step: it rises linearly to its peak, then falls linearly to 0.
+        """
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},
@@ -66,11 +77,9 @@ class FineTuneModule(LightningModule):
 
         # that of transformers' get_linear_schedule_with_warmup(), whose module imports peft
         def factor(step: int) -> float:
-            return (
-                step / warmup
-                if step < warmup
-                else max(0.0, (self._steps - step) / max(1, self._steps - warmup))
-            )
+            if step < warmup:
+                return step / warmup
+            return max(0.0, (self._steps - step) / max(1, self._steps - warmup))
 
         scheduler = LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -83,41 +92,36 @@ class FineTuneModule(LightningModule):
         """
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
-    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch: TextBatch, batch_idx: int) -> int | None:
         """Seed dropout by seed, epoch, batch and rank alone, so that a resumed run draws the same masks.
 
         Returns -1, with which Lightning leaves out the rest of an epoch, if the run has stalled within it.
         """
         if self._run.best.has_stalled:
             return -1
-        seed_step(self._args.seed, self.current_epoch, batch_idx, self._group)
+        seed_step(self._args.seed, self.current_epoch, batch_idx, self.group)
         if self._run.world.rank % self._args.tensor_parallel == 0:  # of each group of ranks one
-            self._run.times.count_tokens(batch["real"], batch["input_ids"].numel())
+            self._run.times.count_tokens(batch.real_tokens, batch.attention_mask.numel())
         return None
 
-    def forward(self, batch: dict[str, Any]) -> transformers.utils.ModelOutput:
-        """The model's output for a batch, without the columns that are not inputs of the model."""
-        not_inputs = {"units", "index", "weight", "is_padded", *self._task.extra}
-        if not batch.get("is_padded", True):
-            not_inputs.add("attention_mask")  # BERT would ask the GPU whether there is any padding, and wait
-        return self.model(**{name: value for name, value in batch.items() if name not in not_inputs})
+    def forward(self, batch: TextBatch) -> ModelOutput:
+        return self.model(**batch.model_inputs(without=self._task.extra))
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """The loss of one part of a global batch; BatchSampler explains the weight."""
-        batch = {name: value for name, value in batch.items() if name != "real"} | {
-            "is_padded": batch["real"] < batch["input_ids"].numel()
-        }
+    def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor:
+        """The loss of one part of a global batch; LengthGroupedSampler explains the weight."""
         if not self._args.cuda_graphs:
             return self._compute_loss(batch)
         if self._graphs is None:
             self._graphs = StepGraphs(self.parameters(), self._compute_loss)
         return self._graphs.run(batch)
 
-    def _compute_loss(self, batch: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, batch: TextBatch) -> Tensor:
         output = self(batch)
-        if self.class_weights is not None:
-            batch = {**batch, "class_weights": self.class_weights}
-        return self._task.compute_loss(output, batch) * batch["weight"]
+        if self.class_weights is None:
+            loss = self._task.compute_loss(output, batch)
+        else:
+            loss = compute_weighted_loss(output.logits, batch, self.class_weights)
+        return loss * batch.weight
 
     def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
         """Compute the gradients, unless the graph of the step has them already."""
@@ -127,7 +131,10 @@ class FineTuneModule(LightningModule):
             self._graphs.give_gradients()
 
     def on_train_end(self) -> None:
-        """Free the graphs, the gradients and the optimizer, which Lightning would copy to the host, seconds for each GB."""
+        """Free the graphs, the gradients and the optimizer.
+
+        Lightning would copy them to the host, which takes seconds per GB.
+        """
         self._graphs = None
         for optimizer in self.trainer.optimizers:
             optimizer.state.clear()
@@ -138,44 +145,39 @@ class FineTuneModule(LightningModule):
     def make_evaluation_loader(
         self,
         name: str,
-        examples: dict[str, list[Any]],
-        features: dict[str, Features],
+        examples: list[Any],
+        features: Features,
         padding: dict[str, int],
     ) -> DataLoader:
         """The batches of this rank of the "validation" or the "test" set."""
-        self._sets[name] = (examples[name], features[name])
-        world = self._group
+        self._sets[name] = (examples, features)
+        world = self.group
         batch_size = max(1, self._args.batch_size // world.size)
-        # A rank without any example gets an empty batch: otherwise Lightning would leave it out of the
-        # collectives.
-        indices = list(evaluation_batches(features[name].lengths, batch_size, world.rank, world.size))
-        nothing = torch.empty(0, dtype=torch.int64)
-        batches = [(index, {"index": index}) for index in indices or [nothing]]
-        # all ranks gather weights in each forward pass, so they need as many of them
-        if self._args.strategy == "fsdp":
-            batches = [(index, {"index": index}) for index in indices]
-            most = -(-len(features[name].lengths) // (batch_size * world.size))
-            batches += [(torch.tensor([0]), {"index": nothing})] * (most - len(batches))
-        return make_loader(features[name], padding, batches)
+        indices = evaluation_batches_by_length(features.lengths, batch_size, world.rank, world.size)
+        batches: list[Selection] = [(index, 1.0) for index in indices]
+        # All ranks need the same number of batches, and at least one: Lightning leaves a rank without a batch
+        # out of the collectives, and ranks with a sharded model gather its weights in each forward pass. So
+        # the first example is repeated, in a batch that does not count.
+        most = -(-len(features.lengths) // (batch_size * world.size))
+        batches += [(torch.tensor([0]), 0.0)] * (most - len(batches))
+        return make_loader(features, padding, batches)
 
     def on_validation_epoch_start(self) -> None:
         """Reset the predictions and the sums: of the loss over all labels, and of the labels."""
         self._predictions, self._sums = [], torch.zeros(2, dtype=torch.float64, device=self.device)
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def validation_step(self, batch: TextBatch, batch_idx: int) -> None:
         """Keep the predictions and add up the loss."""
-        if not len(batch["index"]) and self._args.strategy != "fsdp":
-            return
         output = self(batch)
-        if not len(batch["index"]):
+        if not batch.weight:
             return
-        units = batch["units"].sum()
+        units = batch.units.sum()
         if units:
             self._sums += torch.stack([self._task.compute_loss(output, batch) * units, units])
-        self._predictions += zip(batch["index"].tolist(), self._task.predict(output, batch), strict=True)
+        self._predictions += zip(batch.index.tolist(), self._task.predict(output, batch), strict=True)
 
     def on_validation_epoch_end(self, name: str = "validation") -> None:
-        """Score the predictions of all ranks together on rank 0: each example counts once, on any number of ranks."""
+        """Score the predictions of all ranks together, on rank 0; each example counts once."""
         world = self._run.world
         examples, features = self._sets[name]
         if world.rank % self._args.tensor_parallel:  # another rank of the group has the same
@@ -210,22 +212,34 @@ class FineTuneModule(LightningModule):
         return self._task.choose_metric(examples) if self.class_weights is None else "f1"
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
-        """The score of an epoch by its validation; the loss, if any, breaks ties, which are frequent with few examples."""
+        """The score of an epoch by its validation.
+
+        The loss, if any, breaks ties, which are frequent with few examples.
+        """
         value = metrics[f"validation_{self.choose_metric(self._sets['validation'][0])}"]
         return value if self._task.higher_is_better else -value, -metrics.get("validation_loss", 0)
 
     on_test_epoch_start, test_step = on_validation_epoch_start, validation_step
 
     def on_test_epoch_end(self) -> None:
-        """Score the test set like the validation set."""
         self.on_validation_epoch_end("test")
+
+
+def compute_weighted_loss(logits: Tensor, batch: TextBatch, class_weights: Tensor) -> Tensor:
+    """The mean over the labels of a batch of their cross entropy, each times the weight of its class.
+
+    It is not divided by the sum of the weights, as torch does: in a batch without the rare class, that would
+    take the low weight of the others away again.
+    """
+    losses = cross_entropy(logits, batch.values["labels"], class_weights, reduction="sum")
+    return losses / batch.units.sum()
 
 
 # --- exchanging predictions ---
 
 
 def pack_predictions(numbered: list[tuple[int, numpy.ndarray]]) -> dict[str, list[Any]]:
-    """Predictions and the numbers of their features as lists, which JSON can hold; each value comes back with the same bits."""
+    """Predictions and the numbers of their features as lists, for JSON, which keeps each bit of a value."""
     return {
         "features": [feature for feature, _ in numbered],
         "shapes": [prediction.shape for _, prediction in numbered],
@@ -235,7 +249,6 @@ def pack_predictions(numbered: list[tuple[int, numpy.ndarray]]) -> dict[str, lis
 
 
 def unpack_predictions(packed: dict[str, list[Any]]) -> list[tuple[int, numpy.ndarray]]:
-    """The predictions and the numbers of their features, from pack_predictions() of another rank."""
     columns = (packed[name] for name in ("features", "shapes", "types", "values"))
     return [
         (feature, numpy.array(values, type_).reshape(shape))

@@ -1,21 +1,96 @@
 """The options that all fine-tuning tasks share."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.nlp.data.formats import TABLES
+from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.scratch import SIZES
 from hpctrain.nlp.task import Task
 from hpctrain.options import Parser, add_device, add_kernels, positive, trainer_parser
+from hpctrain.training.batches import check_batch_size
 
 # A model from scratch needs a higher learning rate than a pretrained one. The sample data are small and need
 # many steps.
 DEFAULTS = {"epochs": 3, "batch_size": 32, "lr": 5e-5}
 FROM_SCRATCH_DEFAULTS = {"epochs": 3, "batch_size": 32, "lr": 5e-4}
 SAMPLE_DEFAULTS = {"epochs": 20, "batch_size": 8, "lr": 1e-3}
+
+# Options that exclude or need each other: a condition, and the error where it holds. {NAME} stands for the
+# value of an option.
+REFUSED: list[tuple[Callable[[FineTuneOptions], object], str]] = [
+    (
+        lambda args: args.class_weights and args.problem,
+        "--class-weights is for examples of one class: leave it out with --problem {problem}",
+    ),
+    (
+        lambda args: args.columns and not args.data,
+        "--columns needs --data: give the folder or the file of the tables",
+    ),
+    (
+        lambda args: args.model and args.from_scratch,
+        "--model and --from-scratch exclude each other: give only one",
+    ),
+    (
+        lambda args: args.data and not args.model and not args.from_scratch,
+        "--data needs a model: give --model NAME, such as beomi/kcbert-base, or --from-scratch with a size "
+        f"({', '.join(SIZES)})",
+    ),
+    (
+        lambda args: args.uses_lora and not args.model,
+        "LoRA needs a trained model, which it leaves as it is: give --model NAME",
+    ),
+    (
+        lambda args: args.lora_from and (args.lora_rank or args.lora_target),
+        "--lora-from trains an adapter with its own rank and layers: leave out --lora-rank and --lora-target",
+    ),
+    (
+        lambda args: (args.lora_target or args.lora_merge) and not args.uses_lora,
+        "--lora-target and --lora-merge need --lora-rank: give the rank, such as 8",
+    ),
+    (
+        lambda args: args.tensor_parallel > 1 and args.uses_lora,
+        "--tensor-parallel splits no LoRA matrices: leave it out, --strategy fsdp shards them",
+    ),
+    (
+        lambda args: args.tensor_parallel > 1 and args.compile,
+        "--compile is not for --tensor-parallel: leave out one",
+    ),
+    (
+        lambda args: args.tensor_parallel > 1 and args.cpu_offload,
+        "--cpu-offload is not for --tensor-parallel: leave out one",
+    ),
+    (
+        lambda args: args.cuda_graphs and args.accumulate > 1,
+        "--accumulate is not for --cuda-graphs: leave out one",
+    ),
+    (
+        lambda args: args.cuda_graphs and args.gradient_checkpointing,
+        "--gradient-checkpointing is not for --cuda-graphs: leave out one",
+    ),
+]
+
+
+def non_negative(text: str) -> int:
+    """An argparse type."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative: give 0 or more")
+    return value
+
+
+def fraction(text: str) -> float:
+    """An argparse type."""
+    value = float(text)
+    if not 0 <= value <= 1:  # also refuses NaN
+        raise argparse.ArgumentTypeError(f"{text} is not a fraction: give a number from 0 to 1")
+    return value
 
 
 def make_parser(task: Task) -> Parser:
@@ -28,17 +103,17 @@ def make_parser(task: Task) -> Parser:
         "--data",
         type=Path,
         metavar="PATH",
-        help=f"train on the files in this folder, as they were published, or on a single file, which is then split; or on a "
-        f"data set of the Hugging Face hub, OWNER/NAME or OWNER/NAME/FOLDER; {task.formats} "
-        f"({'default: sample data' if task.samples else 'required'})",
+        help=f"train on the files in this folder, as they were published, or on a single file, which is then "
+        "split; or on a data set of the Hugging Face hub, OWNER/NAME or OWNER/NAME/FOLDER; "
+        f"{task.formats} ({'default: sample data' if task.samples else 'required'})",
     )
     if task.fields:
         add(
             "--columns",
             nargs="+",
             metavar="FIELD=COLUMN",
-            help=f"read --data as tables ({', '.join(sorted(TABLES))}), each field in the column of this name; "
-            f"fields: {list_fields(task)} (default of a field: the column of its own name)",
+            help=f"read --data as tables ({', '.join(sorted(TABLES))}), each field in the column of this "
+            f"name; fields: {list_fields(task)} (default of a field: the column of its own name)",
         )
     add(
         "--model",
@@ -48,18 +123,21 @@ def make_parser(task: Task) -> Parser:
     add(
         "--from-scratch",
         metavar="CONFIG",
-        help=f"train a new model: {', '.join(SIZES)}, or the path of a config.json (default with the sample data: tiny)",
+        help=f"train a new model: {', '.join(SIZES)}, or the path of a config.json "
+        "(default with the sample data: tiny)",
     )
     add(
         "--epochs",
-        type=int,
-        help="passes over the training data; 0 only scores the test set (default: 3; 20 with the sample data)",
+        type=non_negative,
+        help="passes over the training data; 0 only scores the test set "
+        "(default: 3; 20 with the sample data)",
     )
     add(
         "--patience",
         type=positive(int),
         metavar="N",
-        help="end the training after N evaluations without a better validation score (default: train all --epochs)",
+        help="end the training after N evaluations without a better validation score "
+        "(default: train all --epochs)",
     )
     add(
         "--eval-every",
@@ -84,27 +162,28 @@ def make_parser(task: Task) -> Parser:
         "--strategy",
         choices=["ddp", "fsdp"],
         default="ddp",
-        help="fsdp: shard the weights, gradients and optimizer over all ranks, for models that do not fit one GPU "
-        "(default: %(default)s)",
+        help="fsdp: shard the weights, gradients and optimizer over all ranks, for models that do not fit "
+        "one GPU (default: %(default)s)",
     )
     add(
         "--cpu-offload",
         action="store_true",
-        help="keep the weights, gradients and optimizer in the memory of the node, and on the GPU what a layer needs while it "
-        "computes; sets --strategy fsdp, and takes longer",
+        help="keep the weights, gradients and optimizer in the memory of the node, and on the GPU what a "
+        "layer needs while it computes; sets --strategy fsdp, and takes longer",
     )
     add(
         "--tensor-parallel",
         type=positive(int),
         default=1,
         metavar="N",
-        help="split each layer over N consecutive ranks, which compute the same examples; sets --strategy fsdp for the rest "
-        "(default: %(default)s)",
+        help="split each layer over N consecutive ranks, which compute the same examples; sets --strategy "
+        "fsdp for the rest (default: %(default)s)",
     )
     add(
         "--gradient-checkpointing",
         action="store_true",
-        help="save memory: compute the activations of a layer again for its gradients, instead of keeping them",
+        help="save memory: compute the activations of a layer again for its gradients, instead of keeping "
+        "them",
     )
     add(
         "--lr",
@@ -113,7 +192,7 @@ def make_parser(task: Task) -> Parser:
     )
     add(
         "--warmup",
-        type=float,
+        type=fraction,
         default=0.1,
         metavar="FRACTION",
         help="fraction of all steps in which the learning rate rises to --lr (default: %(default)s)",
@@ -130,51 +209,58 @@ def make_parser(task: Task) -> Parser:
             "--pack",
             action="store_true",
             default=None,
-            help="train on several short texts in one row, without attention between them, where they would be padded",
+            help="train on several short texts in one row, without attention between them, where they would "
+            "be padded",
         )
     if task.stride:
         add(
             "--stride",
             type=positive(int),
             metavar="TOKENS",
-            help=f"tokens that consecutive windows share (default: {task.stride}, or a third of --max-length if that is less)",
+            help=f"tokens that consecutive windows share (default: {task.stride}, or a third of --max-length "
+            "if that is less)",
         )
     add(
         "--validation-split",
         type=float,
         default=0.1,
         metavar="FRACTION",
-        help="fraction of the training data for validation if there is no validation file (default: %(default)s)",
+        help="fraction of the training data for validation if there is no validation file "
+        "(default: %(default)s)",
     )
     if task.one_label:
         add(
             "--problem",
             choices=["multi-label", "regression"],
-            help="multi-label: an example has any number of classes, a list or with commas between them; regression: its label "
-            "is a number (default: it has one class)",
+            help="multi-label: an example has any number of classes, a list or with commas between them; "
+            "regression: its label is a number (default: it has one class)",
         )
         add(
             "--class-weights",
             choices=["balanced"],
-            help="balanced: weigh the loss of an example by examples / (classes * examples of its class), for rare classes",
+            help="balanced: weigh the loss of an example by examples / (classes * examples of its class), "
+            "for rare classes",
         )
     add(
         "--lora-rank",
         type=positive(int),
         metavar="N",
-        help="LoRA: freeze the model, and train matrices of rank N beside its layers; model/ is then an adapter",
+        help="LoRA: freeze the model, and train matrices of rank N beside its layers; model/ is then an "
+        "adapter",
     )
     add(
         "--lora-target",
         nargs="+",
         metavar="LAYER",
-        help="names of the layers that get LoRA matrices, or all-linear (default: those of peft for this architecture)",
+        help="names of the layers that get LoRA matrices, or all-linear (default: those of peft for this "
+        "architecture)",
     )
     add(
         "--lora-from",
         type=Path,
         metavar="FOLDER",
-        help="train the LoRA adapter in this folder further, which is for --model; it has its own rank and layers",
+        help="train the LoRA adapter in this folder further, which is for --model; it has its own rank and "
+        "layers",
     )
     add(
         "--lora-merge",
@@ -190,7 +276,8 @@ def make_parser(task: Task) -> Parser:
     add(
         "--strict",
         action="store_true",
-        help="fail on a malformed example, a truncated text or a label not in the training data (default: report how many)",
+        help="fail on a malformed example, a truncated text or a label not in the training data (default: "
+        "report how many)",
     )
     add(
         "--precision",
@@ -202,74 +289,62 @@ def make_parser(task: Task) -> Parser:
     add(
         "--cuda-graphs",
         action="store_true",
-        help="let a GPU start the kernels of a step by itself: faster for short texts; for one rank, without --accumulate",
+        help="let a GPU start the kernels of a step by itself: faster for short texts; for one rank, without "
+        "--accumulate",
     )
     add_device(parser)
     return parser
 
 
-def parse_options(task: Task, arguments: list[str]) -> argparse.Namespace:
+def parse_options(task: Task, arguments: list[str]) -> FineTuneOptions:
     """The options with all defaults filled in. Raises UsageError."""
-    args = make_parser(task).parse_args(arguments)
-    args.stride = getattr(args, "stride", None) or min(task.stride, args.max_length // 3)
-    args.class_weights = getattr(args, "class_weights", None)
-    args.problem, args.pack = getattr(args, "problem", None), getattr(args, "pack", None)
-    if args.class_weights and args.problem:
-        raise UsageError(
-            f"--class-weights is for examples of one class: leave it out with --problem {args.problem}"
-        )
-    args.columns = parse_columns(task, getattr(args, "columns", None))
-    if args.columns and not args.data:
-        raise UsageError("--columns needs --data: give the folder or the file of the tables")
-    if args.model and args.from_scratch:
-        raise UsageError("--model and --from-scratch exclude each other: give only one")
-    if not args.model and not args.from_scratch:
-        if args.data:
-            raise UsageError(
-                "--data needs a model: give --model NAME, such as beomi/kcbert-base, or --from-scratch "
-                f"with a size ({', '.join(SIZES)})"
-            )
-        args.from_scratch = "tiny"
-    if (args.lora_rank or args.lora_from) and not args.model:
-        raise UsageError("LoRA needs a trained model, which it leaves as it is: give --model NAME")
-    if args.lora_from and (args.lora_rank or args.lora_target):
-        raise UsageError(
-            "--lora-from trains an adapter with its own rank and layers: leave out --lora-rank and --lora-target"
-        )
-    if (args.lora_target or args.lora_merge) and not (args.lora_rank or args.lora_from):
-        raise UsageError("--lora-target and --lora-merge need --lora-rank: give the rank, such as 8")
-    if args.cpu_offload or args.tensor_parallel > 1:
-        args.strategy = "fsdp"
-    if args.tensor_parallel > 1 and (args.lora_rank or args.lora_from):
-        raise UsageError(
-            "--tensor-parallel splits no LoRA matrices: leave it out, --strategy fsdp shards them"
-        )
-    for option, given in (("--compile", args.compile), ("--cpu-offload", args.cpu_offload)):
-        if given and args.tensor_parallel > 1:
-            raise UsageError(f"{option} is not for --tensor-parallel: leave out one")
-    for option, given in (
-        ("--accumulate", args.accumulate > 1),
-        ("--gradient-checkpointing", args.gradient_checkpointing),
-    ):
-        if given and args.cuda_graphs:
-            raise UsageError(f"{option} is not for --cuda-graphs: leave out one")
-    for name, value in (
-        DEFAULTS if args.model else FROM_SCRATCH_DEFAULTS if args.data else SAMPLE_DEFAULTS
-    ).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.epochs < 0:
-        raise UsageError(f"--epochs {args.epochs} is negative: give 0 or more")
-    if not 0 <= args.warmup <= 1:
-        raise UsageError(f"--warmup {args.warmup} is not a fraction: give a number from 0 to 1")
-    if args.precision == "auto":
-        bf16 = (
-            args.device != "cpu"
-            and torch.cuda.is_available()
-            and torch.cuda.is_bf16_supported(including_emulation=False)
-        )
-        args.precision = "bf16" if bf16 else "fp32"
+    given = vars(make_parser(task).parse_args(arguments))
+    given["columns"] = parse_columns(task, given.get("columns"))
+    given["stride"] = given.get("stride") or min(task.stride, given["max_length"] // 3)
+    if not given["data"] and not given["model"] and not given["from_scratch"]:
+        given["from_scratch"] = "tiny"
+    for name, value in choose_defaults(given).items():
+        if given[name] is None:
+            given[name] = value
+    if given["cpu_offload"] or given["tensor_parallel"] > 1:
+        given["strategy"] = "fsdp"
+    if given["precision"] == "auto":
+        given["precision"] = choose_precision(given["device"])
+
+    args = FineTuneOptions(**given)
+    for is_refused, message in REFUSED:
+        if is_refused(args):
+            raise UsageError(message.format(**given))
     return args
+
+
+def choose_defaults(given: dict[str, Any]) -> dict[str, float]:
+    if given["model"]:
+        return DEFAULTS
+    return FROM_SCRATCH_DEFAULTS if given["data"] else SAMPLE_DEFAULTS
+
+
+def choose_precision(device: str) -> str:
+    """bf16 where --device may be a GPU and the GPU computes in bf16, else fp32."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+
+
+def check_ranks(args: FineTuneOptions, world: World, device: torch.device) -> None:
+    """Raise UsageError for options that do not fit the number of ranks or the device."""
+    if args.cpu_offload and world.size == 1:
+        raise UsageError(
+            "--cpu-offload is for the parts of --strategy fsdp, and one rank has all of them: "
+            "start two or more"
+        )
+    if args.cuda_graphs and world.size > 1:
+        raise UsageError(f"--cuda-graphs is for one rank, and there are {world.size}: leave it out")
+    if args.cuda_graphs and device.type != "cuda":
+        raise UsageError("--cuda-graphs needs a GPU, and this rank computes on the CPU: leave it out")
+    group = world.in_groups_of(args.tensor_parallel)
+    if args.epochs:
+        check_batch_size(args.batch_size, group, args.accumulate)
 
 
 def parse_columns(task: Task, texts: list[str] | None) -> dict[str, str] | None:
@@ -289,5 +364,4 @@ def parse_columns(task: Task, texts: list[str] | None) -> dict[str, str] | None:
 
 
 def list_fields(task: Task) -> str:
-    """The names for --columns."""
     return "; or ".join(map(", ".join, (task.fields, *task.other_fields)))

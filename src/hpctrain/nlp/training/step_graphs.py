@@ -1,20 +1,20 @@
-"""--cuda-graphs: the thousands of kernels of a training step, recorded once, which a GPU then starts by
-itself.
+"""--cuda-graphs: record the thousands of kernels of a training step once; the GPU then starts them by itself.
 
 A short text keeps a GPU busy for less time than a processor needs to start each kernel on it. The kernels,
 and the random numbers of dropout, are those of a step without graphs, so the weights are the same, bit for
 bit.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from transformers import masking_utils
 
 from hpctrain.errors import HpctrainError
+from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.text import first_line
 
 MOST = 100  # shapes, each of which takes memory; batches of further ones are computed without a graph
@@ -23,14 +23,14 @@ MOST = 100  # shapes, each of which takes memory; batches of further ones are co
 class _Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
     loss: Tensor
-    inputs: dict[str, Tensor]
+    batch: TextBatch  # the graph reads its tensors
 
 
 class StepGraphs:
-    """Forward and backward pass in a graph for each shape of a batch; `compute_loss` maps a batch to its loss."""
+    """Forward and backward pass, in a graph for each shape of a batch."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], compute_loss: Callable[[dict[str, Any]], Tensor]
+        self, parameters: Iterable[nn.Parameter], compute_loss: Callable[[TextBatch], Tensor]
     ) -> None:
         self._parameters, self._compute_loss = list(parameters), compute_loss
         self._used: list[nn.Parameter] = []  # those that have a gradient,
@@ -38,14 +38,12 @@ class StepGraphs:
         self._recorded: dict[Any, _Recorded] = {}
         self._pool: Any = None
 
-    def run(self, batch: dict[str, Any]) -> Tensor:
+    def run(self, batch: TextBatch) -> Tensor:
         """The loss of a batch; its gradients are computed, too.
 
         Raises HpctrainError if the steps cannot be recorded.
         """
-        key = tuple(
-            (name, value.shape if isinstance(value, Tensor) else value) for name, value in batch.items()
-        )
+        key = (batch.is_padded, batch.weight, *(tensor.shape for tensor in batch.tensors()))
         if key not in self._recorded and len(self._recorded) == MOST:
             self.give_gradients()
             return self._pass(batch)
@@ -53,9 +51,9 @@ class StepGraphs:
             state = torch.cuda.get_rng_state()
             self._recorded[key] = self._record(batch)
             torch.cuda.set_rng_state(state)
-        graph, loss, inputs = self._recorded[key]
-        for name, column in inputs.items():
-            column.copy_(batch[name])
+        graph, loss, recorded = self._recorded[key]
+        for mine, given in zip(recorded.tensors(), batch.tensors(), strict=True):
+            mine.copy_(given)
         graph.replay()
         return loss.clone()
 
@@ -64,15 +62,14 @@ class StepGraphs:
         for parameter, gradient in zip(self._used, self._gradients, strict=True):
             parameter.grad = gradient
 
-    def _record(self, batch: dict[str, Any]) -> _Recorded:
-        inputs = {name: value.clone() for name, value in batch.items() if isinstance(value, Tensor)}
-        whole = batch | inputs
+    def _record(self, batch: TextBatch) -> _Recorded:
+        batch = batch.map(Tensor.clone)
         # First without recording: libraries prepare themselves in their first call, which must not be part of
         # a graph.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._compute(whole)
+            self._compute(batch)
         torch.cuda.current_stream().wait_stream(side)
         used = [parameter for parameter in self._parameters if parameter.grad is not None]
         if not self._gradients:
@@ -83,15 +80,16 @@ class StepGraphs:
             )
         self.give_gradients()
         try:
-            return _Recorded(*self._capture(whole), inputs)
+            return _Recorded(*self._capture(batch), batch)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise HpctrainError(
-                f"--cuda-graphs: the steps of this model cannot be recorded ({first_line(error)}): leave it out"
+                f"--cuda-graphs: the steps of this model cannot be recorded ({first_line(error)}): "
+                "leave it out"
             ) from error
 
-    def _capture(self, batch: dict[str, Any]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, batch: TextBatch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads may use the GPU meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -99,13 +97,13 @@ class StepGraphs:
         self._pool = graph.pool()
         return graph, loss
 
-    def _pass(self, batch: dict[str, Any]) -> Tensor:
+    def _pass(self, batch: TextBatch) -> Tensor:
         torch._foreach_zero_(self._gradients)
         return self._compute(batch)
 
-    def _compute(self, batch: dict[str, Any]) -> Tensor:
+    def _compute(self, batch: TextBatch) -> Tensor:
         torch.clear_autocast_cache()  # the weights in bf16, of which each graph has to make its own
-        with _choose_mask(batch):
+        with no_search_for_packed_texts(batch):
             loss = self._compute_loss(batch)
         with torch.autocast("cuda", enabled=False):  # as in a step without graphs
             loss.backward()
@@ -113,17 +111,25 @@ class StepGraphs:
         return loss.detach()
 
 
-def _choose_mask(batch: dict[str, Any]) -> Any:
-    """Decide whether transformers makes a mask, as it does in a trace, or none, with which attention is
-    faster.
+@contextmanager
+def no_search_for_packed_texts(batch: TextBatch) -> Iterator[None]:
+    """Keep transformers from searching a batch without padding for texts that are packed in rows.
 
-    Without this it would ask the GPU for the padding, and for texts that are packed in rows, which cannot be
-    recorded.
+    The search reads values from the GPU, which cannot be recorded. So in a recording transformers takes all
+    texts for packed, and makes an attention mask. Without one, attention is faster, and the weights are those
+    of a step without graphs. transformers has no option for this; its version is in test_step_graphs.py.
+    In a version without this function, a recording makes the mask.
     """
-    if batch.get("is_padded", True) or "attention_mask" not in batch:
-        return patch.multiple(masking_utils, create=True, is_tracing=lambda *_: True)
-    none = {"is_tracing": lambda *_: False, "find_packed_sequence_indices": lambda *_: None}
-    return patch.multiple(masking_utils, create=True, **none)
+    name = "find_packed_sequence_indices"
+    search = getattr(masking_utils, name, None)
+    if batch.is_padded or batch.position_ids is not None or search is None:
+        yield
+        return
+    setattr(masking_utils, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, search)
 
 
 def check_layers(config: Any) -> None:

@@ -1,0 +1,173 @@
+"""Features: batches of them, and their cache."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hpctrain.distributed.world import ALONE
+from hpctrain.errors import HpctrainError
+from hpctrain.nlp.batches import features
+from hpctrain.nlp.batches.features import Features
+from hpctrain.nlp.data import formats
+from hpctrain.nlp.models import initial_model
+from hpctrain.nlp.models.model_folder import load_tokenizer
+from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.training.lightning_module import FineTuneModule
+from hpctrain.nlp.training.options import parse_options
+from tests.nlp.helpers import TASKS
+
+
+def test_batches_are_padded_to_a_multiple():
+    features = Features.from_lists({"input_ids": [[1, 2, 3], [4]]}, {"units": [1, 1]})
+    batch = features.batch(torch.tensor([0, 1]), {"input_ids": 9}, round_up_to=64)
+    assert batch.tokens["input_ids"].tolist() == [[1, 2, 3, 9, 9, 9, 9, 9], [4, 9, 9, 9, 9, 9, 9, 9]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
+    # --max-length, beyond which a model may have no positions
+    batches = [features.batch(torch.tensor([0, 1]), {}, most) for most in (0, 3, 5)]
+    assert [batch.attention_mask.shape[1] for batch in batches] == [3, 3, 5]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_padding_does_not_change_the_output(task, tmp_path):
+    """A text gets the same output alone and in a batch with a longer one."""
+    examples = sorted(
+        formats.load_splits(TASKS[task].TASK, None)["train"][:20],
+        key=lambda x: len("".join(TASKS[task].TASK.get_texts(x))),
+    )
+    examples = [examples[0], examples[-1]]
+    module = TASKS[task].TASK
+    create_model(
+        tmp_path / "model", "tiny", module.kind, [t for x in examples for t in module.get_texts(x)], 1, 512
+    )
+    tokenizer = load_tokenizer(tmp_path / "model")
+    labels = module.collect_labels(examples)
+    args = parse_options(module, ["--epochs", "0"])
+    model = initial_model.load_model(module, tmp_path / "model", tokenizer, labels, args).eval()
+    made = module.tokenize(tokenizer, examples, labels, module.max_length, module.stride)
+    step = FineTuneModule(module, model, labels, args, SimpleNamespace(world=ALONE), 1)
+    padding = {**module.padding, "input_ids": tokenizer.pad_token_id}
+    with torch.no_grad():
+        alone, both = (
+            step(made.batch(torch.tensor(rows), padding)) for rows in ([0], [0, len(made.lengths) - 1])
+        )
+    first = alone.start_logits if task == "qa" else alone.logits
+    beside = both.start_logits if task == "qa" else both.logits
+    width = () if task in ("classify", "pair") else (slice(None, first.shape[1]),)
+    assert made.lengths[-1] > made.lengths[0]
+    assert torch.allclose(beside[(slice(0, 1), *width)], first, atol=1e-5)
+
+
+def test_cache_key_depends_on_text_label_tokenizer_length_stride_and_task():
+    """Without any one of them in the key, a run would train on the wrong features."""
+    rows = [("1", "글", "0"), ("2", "둘", "1")]
+    parts = ["classify", '{"vocab": 1}', ["0", "1"], 128, 0, rows]
+    changed = [
+        ["pair", *parts[1:]],
+        [parts[0], '{"vocab": 2}', *parts[2:]],
+        [*parts[:2], ["1", "0"], *parts[3:]],
+        [*parts[:3], 64, *parts[4:]],
+        [*parts[:4], 16, parts[5]],
+        [*parts[:5], [("1", "글", "1"), rows[1]]],
+        [*parts[:5], rows[:1]],
+        [*parts[:5], rows[::-1]],
+        [*parts[:5], [("1", "글\0('2'", "0"), rows[1]]],
+    ]
+    keys = [features.make_cache_key(*each) for each in [parts, *changed]]
+    assert len(set(keys)) == len(keys) and keys[0] == features.make_cache_key(*parts)
+
+
+MAKE = """
+import sys, time
+from pathlib import Path
+from hpctrain.nlp.batches.features import Features, load_or_make
+from hpctrain.distributed.rendezvous import process_group
+from hpctrain.distributed.device import choose_device
+from hpctrain.distributed.world import detect
+world = detect()
+def make():
+    with Path(sys.argv[1]).open("a") as file:
+        file.write(f"rank {world.rank}\\n")
+    time.sleep(1)
+    return Features.from_lists({"input_ids": [[1, 2, 3], [4]]}, {"units": [1, 1]})
+with process_group(world, choose_device(world, "cpu")):
+    found = load_or_make("the key", make, world)
+assert found.tokens["input_ids"].tolist() == [1, 2, 3, 4]
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_of_a_job_tokenizes_while_another_job_does_the_same(tmp_path):
+    (tmp_path / "make.py").write_text(MAKE)
+    env = os.environ | {"HPCTRAIN_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "make.py"]
+    jobs = [
+        subprocess.Popen([*command, name], cwd=tmp_path, env=env, stderr=subprocess.PIPE)
+        for name in ("first", "second")
+    ]
+    errors = [job.communicate()[1].decode()[-3000:] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], "\n".join(errors)
+    for name in ("first", "second"):
+        made = (tmp_path / name).read_text().splitlines() if (tmp_path / name).exists() else []
+        assert made in (["rank 0"], [])
+    assert (tmp_path / "first").exists() or (tmp_path / "second").exists()
+    assert [path.name for path in (tmp_path / "cache/features").iterdir()] == ["the key"]
+
+
+def test_features_that_another_job_wrote_meanwhile_are_not_replaced(feature_cache):
+    """Its ranks have mapped the files: on NFS, reading a removed one fails."""
+
+    def make():
+        features.load_or_make(
+            "twice", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
+        )
+        inodes.append((feature_cache / "twice/starts.npy").stat().st_ino)
+        return features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]})
+
+    inodes = []
+    made = features.load_or_make("twice", make, ALONE)
+    assert made.tokens["input_ids"].tolist() == [1]
+    assert [(feature_cache / "twice/starts.npy").stat().st_ino] == inodes
+    assert not list(feature_cache.glob(".twice*"))
+
+
+def test_what_killed_jobs_have_left_in_the_cache_is_removed_after_a_day(feature_cache):
+    """A job of today may still be writing."""
+    left = [feature_cache / f".{name}.0123456789ab.tmp" for name in ("yesterday", "today")]
+    for folder in left:
+        folder.mkdir(parents=True)
+        (folder / "starts.npy").touch()
+    os.utime(left[0], (time.time() - 90_000,) * 2)
+    features.load_or_make(
+        "new", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
+    )
+    assert [folder.exists() for folder in left] == [False, True]
+    shutil.rmtree(left[1])
+
+
+def test_unwritable_cache_is_an_error_with_its_path(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(
+        HpctrainError, match=r"file/features: the tokenized texts cannot be written .*set HPCTRAIN_CACHE"
+    ):
+        features.load_or_make(
+            "key", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
+        )
+
+
+def test_damaged_cache_is_an_error_with_its_path(feature_cache):
+    features.load_or_make(
+        "broken", lambda: features.Features.from_lists({"input_ids": [[1]]}, {"units": [1]}), ALONE
+    )
+    (feature_cache / "broken/starts.npy").write_bytes(b"")
+    with pytest.raises(
+        HpctrainError,
+        match=r"broken: the tokenized texts cannot be read .*remove this folder and start again",
+    ):
+        features.load_or_make("broken", lambda: None, ALONE)

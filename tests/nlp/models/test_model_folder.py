@@ -1,0 +1,176 @@
+"""Model folders: what is missing in them, their tokenizers, and saving them."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import metadata_load
+
+from hpctrain.distributed.world import ALONE
+from hpctrain.errors import HpctrainError
+from hpctrain.files.digests import weights_sha256
+from hpctrain.nlp.models.hub import resolve_model
+from hpctrain.nlp.models.model_folder import load_tokenizer, make_card, save_model
+from hpctrain.nlp.tasks import ner
+from tests.nlp.helpers import digests
+
+NAME = "beomi/kcbert-base"
+
+
+def test_model_folder_is_validated_and_missing_parts_are_named(bert, tmp_path):
+    assert resolve_model(str(bert), ALONE) == bert
+    folder = tmp_path / "model"
+    shutil.copytree(bert, folder)
+    with pytest.raises(
+        HpctrainError, match=rf"a run folder, whose model is one folder below: give {folder}$"
+    ):
+        resolve_model(str(tmp_path), ALONE)
+    (folder / "model.safetensors").write_bytes((bert / "model.safetensors").read_bytes()[:-1])
+    with pytest.raises(HpctrainError, match=r"model/model\.safetensors: damaged .*: fetch or copy it again"):
+        resolve_model(str(folder), ALONE)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(HpctrainError, match=r"model: no model\.safetensors in it"):
+        resolve_model(str(folder), ALONE)
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
+    )
+    with pytest.raises(
+        HpctrainError, match=r"model-00001-of-00002\.safetensors, a part of the weights, is missing"
+    ):
+        resolve_model(str(folder), ALONE)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(HpctrainError, match=r"model/config\.json: cannot be read as JSON"):
+        resolve_model(str(folder), ALONE)
+    (folder / "config.json").unlink()
+    with pytest.raises(HpctrainError, match=r"model: no config\.json in it: give a folder with config\.json"):
+        resolve_model(str(folder), ALONE)
+
+
+def test_vocabulary_file_alone_is_a_tokenizer_as_in_kcbert(bert, tmp_path):
+    vocabulary = sorted(load_tokenizer(bert).get_vocab().items(), key=lambda item: item[1])
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece, _ in vocabulary))
+    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false, "model_max_length": 300}')
+    shutil.copy(bert / "config.json", tmp_path)
+    for text in ("정말 재미있다 Wow", "별로!"):
+        assert load_tokenizer(tmp_path)(text)["input_ids"] == load_tokenizer(bert)(text)["input_ids"]
+
+
+def test_missing_padding_token_becomes_the_end_token(gpt2, tmp_path):
+    shutil.copytree(gpt2, tmp_path / "m")
+    config = json.loads((gpt2 / "tokenizer_config.json").read_text())
+    config.pop("pad_token")
+    (tmp_path / "m/tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "m/SHA256SUMS").unlink()
+    assert load_tokenizer(tmp_path / "m").pad_token == "<|endoftext|>"
+
+
+def test_slow_or_missing_tokenizer_is_an_error(bert, tmp_path):
+    shutil.copy(bert / "config.json", tmp_path)
+    with pytest.raises(HpctrainError, match=r"no tokenizer in it \(tokenizer.json or vocab.txt\)"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(HpctrainError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CanineTokenizer"}')
+    (tmp_path / "config.json").write_text('{"model_type": "canine"}')
+    with pytest.raises(HpctrainError, match=r"its tokenizer \(CanineTokenizer\) is not a fast one"):
+        load_tokenizer(tmp_path)
+
+
+TASK = SimpleNamespace(
+    name="classify",
+    pipeline_tag="text-classification",
+    model=transformers.AutoModelForSequenceClassification,
+    inputs=("text",),
+    card_text="",
+)
+
+
+def test_saved_model_loads_unchanged_and_its_card_is_valid(bert, tmp_path):
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        bert, num_labels=3, id2label={0: "a", 1: "b", 2: "c"}
+    )
+    tokenizer = load_tokenizer(bert)
+    scores = {"accuracy": 0.9123456, "f1": torch.tensor(0.5).item(), "f1/PS": 0.25}
+    options = {"lr": 5e-5, "data": Path("../nsmc"), "name": "한글"}
+    card = make_card(
+        "Reviews: good or bad?",
+        TASK,
+        NAME,
+        "../data/nsmc",
+        "ko",
+        scores,
+        options,
+        {"torch": torch.__version__},
+    )
+    save_model(tmp_path / "out" / "model", model, tokenizer, card)
+
+    folder = tmp_path / "out" / "model"
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert weights_sha256(again) == weights_sha256(model)
+    text = "정말 재미있다 Wow"
+    assert load_tokenizer(folder)(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert again.config.id2label == {0: "a", 1: "b", 2: "c"}
+    # no file names the temporary folder, .model.<random>
+    assert not [
+        path.name
+        for path in folder.glob("*.json")
+        if str(tmp_path) in path.read_text() or ".model." in path.read_text()
+    ]
+
+    for base in ("from scratch (sizes/own.json)", str(tmp_path), "../models/kc"):
+        assert "base_model" not in make_card("x", TASK, base, "data", None, {}, {}, {}).split("---")[1]
+    metadata = metadata_load(folder / "README.md")
+    assert metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "text-classification"
+    assert metadata["base_model"] == NAME and metadata["language"] == "ko"
+    results = metadata["model-index"][0]["results"][0]
+    assert (
+        results["dataset"]["name"] == "nsmc"
+        and {m["type"]: m["value"] for m in results["metrics"]}["accuracy"] == 0.9123456
+    )
+    text = (folder / "README.md").read_text()
+    assert (
+        "| f1/PS | 0.2500 |" in text and "hpctrain predict FOLDER TEXT" in text and '"name": "한글"' in text
+    )
+    assert "AutoModelForSequenceClassification.from_pretrained" in text
+    # A pipeline of transformers finds another F1 for named entities, so the card says which call gives the
+    # score.
+    assert "pipeline(" not in text
+    card = make_card("x", ner.TASK, NAME, "data", None, {}, {}, {})
+    assert (
+        "hpctrain predict FOLDER TEXT\n```\n\n`hpctrain predict` gives the scores above. `pipeline(" in card
+    )
+
+
+def test_earlier_model_stays_until_the_new_one_is_complete(bert, tmp_path, monkeypatch):
+    model, tokenizer = transformers.AutoModel.from_pretrained(bert), load_tokenizer(bert)
+    folder = tmp_path / "model"
+    save_model(folder, model, tokenizer, "first")
+    before = digests(folder)
+
+    def fail(*args, **kwargs):
+        assert digests(folder) == before  # the new one is written beside it
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(tokenizer, "save_pretrained", fail)
+        with pytest.raises(HpctrainError, match="model: the model cannot be written"):
+            save_model(folder, model, tokenizer, "second")
+    assert digests(folder) == before and [path.name for path in tmp_path.iterdir()] == ["model"]
+    save_model(folder, model, tokenizer, "third")
+    assert (folder / "README.md").read_text() == "third" and [path.name for path in tmp_path.iterdir()] == [
+        "model"
+    ]
+
+
+def test_folder_without_a_model_is_not_replaced(bert, tmp_path):
+    (tmp_path / "thesis.txt").write_text("five years")
+    with pytest.raises(HpctrainError, match="is not empty and not a model, so it is not replaced"):
+        save_model(tmp_path, transformers.AutoModel.from_pretrained(bert), load_tokenizer(bert), "card")
+    assert (tmp_path / "thesis.txt").exists()
