@@ -53,7 +53,7 @@ LONG_FILES = [
     "docs/test_contributing.py",
     "test_own_script.py",
     "containers/test_image_files.py",
-    "distributed/test_world.py",
+    "distributed/test_rendezvous.py",
 ]
 
 

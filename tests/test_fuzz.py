@@ -46,8 +46,9 @@ TASKS += [classify.TASK.for_problem("multi-label"), pair.TASK.for_problem("regre
 FILES = sorted(path for path in SAMPLES.glob("*/*") if path.is_file())
 BEGINNINGS = {path: path.read_bytes()[:2000] for path in FILES if path.suffix != ".json"}
 BREAKS = [
-    b"\0", b"\r", b"\r\n", b"\n\n", b"\t", b" ", b"\xef\xbb\xbf", b"\xff\xfe", b"\xed\xa0\x80", b"\xe2\x90\x9e", b"\xe2\x80\xa8",
-    b"\x1b[2J", b"\x1c", b"<", b">:", b"{", b"[", b'"', b"B-", b"I-", b"## ", b"-DOCSTART-",
+    b"\0", b"\r", b"\r\n", b"\n\n", b"\t", b" ", b"\xef\xbb\xbf", b"\xff\xfe", b"\xed\xa0\x80",
+    b"\xe2\x90\x9e", b"\xe2\x80\xa8", b"\x1b[2J", b"\x1c", b"<", b">:", b"{", b"[",
+    b'"', b"B-", b"I-", b"## ", b"-DOCSTART-",
 ]  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def read_or_refuse(read, path):
 
 
 def read_in_all_ways(content, suffix, tasks=TASKS, columns=False):
-    """Read the content of a file as each task does, with --strict and without; as a table if it has columns."""
+    """Read the content of a file as each task does, with and without --strict; as a table if `columns`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"train{suffix}")
         path.write_bytes(content)
@@ -295,8 +296,9 @@ def test_any_line_of_json_is_read_or_refused(value):
 
 @pytest.mark.parametrize(
     "content",
-    [b"[" + b"1" * 5000 + b"]", b'{"data": ' + b"1" * 5000 + b"}", b'[{"guid": ' * 3000, b'{"data": [' * 3000, b'{"a":1,"a":2}',
-     b'{"data": [], "data": 1e999999}', b"[NaN, Infinity]", b'"' * 3, b"\xef\xbb\xbf" * 2 + b"[]", "[1]".encode("utf-16")],
+    [b"[" + b"1" * 5000 + b"]", b'{"data": ' + b"1" * 5000 + b"}", b'[{"guid": ' * 3000,
+     b'{"data": [' * 3000, b'{"a":1,"a":2}', b'{"data": [], "data": 1e999999}', b"[NaN, Infinity]", b'"' * 3,
+     b"\xef\xbb\xbf" * 2 + b"[]", "[1]".encode("utf-16")],
 )  # fmt: skip
 def test_json_that_is_special(content):
     read_in_all_ways(content, ".json", [pair.TASK, qa.TASK])
@@ -444,13 +446,15 @@ PANICS = {
     "a pattern without end": {"pre_tokenizer": SPLIT},
     "a template of two texts": {
         "post_processor": {
-            "type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [], "special_tokens": {},
+            "type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [],
+            "special_tokens": {},
         }
     },
     "a long prefix": {
         "model": {
-            "type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]], "continuing_subword_prefix": "x" * 10,
-            "dropout": None, "unk_token": None, "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": False,
+            "type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]],
+            "continuing_subword_prefix": "x" * 10, "end_of_word_suffix": None,
+            "dropout": None, "unk_token": None, "fuse_unk": True, "byte_fallback": False,
         }
     },
 }  # fmt: skip
@@ -495,7 +499,10 @@ def test_a_pipe_in_a_model_folder_is_not_waited_for(model, tmp_path, name):
 
 
 def test_only_the_files_of_weights_that_are_loaded_are_read(model, tmp_path):
-    """Others, such as consolidated.safetensors of the hub, counted as memory, and a header that lies was read whole."""
+    """Others, such as consolidated.safetensors of the hub, counted as memory.
+
+    Their headers were read whole, however long they said that they are.
+    """
     folder = shutil.copytree(model, tmp_path / "model")
     sizes = memory.read_sizes(folder)
     (folder / "consolidated.safetensors").write_bytes(b"\xff" * 7 + b"\x7f")

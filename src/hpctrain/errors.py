@@ -25,12 +25,18 @@ class DivergedError(HpctrainError):
 
 
 class EndEarly(SystemExit):
-    """The end of a process without an error: its job goes on later from the checkpoint just saved, or has nothing to do."""
+    """The end of a process without an error.
+
+    Its job goes on later from the checkpoint that was just saved, or has nothing to do.
+    """
 
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise a panic of a library in Rust as RuntimeError: its own class is a BaseException, which `except Exception` misses."""
+    """Raise a panic of a library in Rust as RuntimeError.
+
+    Its own class is a BaseException, which `except Exception` misses.
+    """
     try:
         yield
     except BaseException as error:
@@ -40,14 +46,20 @@ def panics_as_errors() -> Iterator[None]:
 
 
 def hint_unmounted(path: str | Path) -> str:
-    """What to add to an error about a path that is missing: in a container, its folder may only not be mounted."""
+    """What to add to an error about a missing path: in a container, its folder may not be mounted."""
     folder = Path(os.path.realpath(path)).parent  # of a link, that of its target
     if folder.exists() or not os.environ.keys() & {"APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"}:
         return ""
-    return f"; if it is there outside of the container, export HPCTRAIN_BIND={folder} (apptainer exec --bind {folder})"
+    return (
+        "; if it is there outside of the container, "
+        f"export HPCTRAIN_BIND={folder} (apptainer exec --bind {folder})"
+    )
 
 
 def print_error(text: str) -> None:
-    """Print lines to stderr in one write: print() makes two, and the line of another rank may come between them."""
+    """Print lines to stderr in one write.
+
+    print() makes two, and the line of another rank may come between them.
+    """
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

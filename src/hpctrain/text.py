@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 
 
 def one_line(text: str) -> str:
-    r"""The text with \n for a line break, and so on: names of files may hold those, and what controls a terminal."""
+    r"""The text with \n for a line break, and so on.
+
+    Names of files may contain those, and characters that control a terminal.
+    """
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -15,7 +18,10 @@ def first_line(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Why a file cannot be read, for a message that names the file: str() of an OSError names it, too, and its number."""
+    """Why something failed, for a message that names the file or the host.
+
+    str() of an OSError names them as well, and the number of the error.
+    """
     return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())[:200]
 
 

@@ -1,4 +1,7 @@
-"""A trainer imports no library that it does not use, and these work as before where they are used."""
+"""A trainer imports no library that it does not use, and these work as before where they are used.
+
+Tried with torch 2.13, Lightning 2.6 and torchmetrics 1.9, whose modules lazy_imports.py replaces.
+"""
 
 import subprocess
 import sys
@@ -36,7 +39,8 @@ def run(program):
 def test_trainer_does_not_import_what_it_does_not_use(trainer, not_used, tmp_path):
     run(f"""
 import os, sys
-sys.argv = ["hpctrain", {trainer!r}, "--epochs", "1", "--batch-size", "64", "--out", {str(tmp_path / "run")!r}]
+sys.argv = ["hpctrain", {trainer!r}, "--epochs", "1", "--batch-size", "64"]
+sys.argv += ["--out", {str(tmp_path / "run")!r}]
 os._exit = sys.exit
 from hpctrain.__main__ import main
 try:
@@ -68,7 +72,8 @@ from hpctrain.run.run import Run
 def first_step(run, loss, **values):
     more = sorted(set(sys.modules) - of_torch)
     assert len(more) <= 70 and len(files) - opened <= 150, (more, files[opened:])
-    assert {{name.partition(".")[0] for name in more}}.isdisjoint(("matplotlib", "PIL", "sklearn", "tensorboard"))
+    packages = {{name.partition(".")[0] for name in more}}
+    assert packages.isdisjoint(("matplotlib", "PIL", "sklearn", "tensorboard"))
     print("counted", flush=True)
     os._exit(0)
 Run.step = first_step
@@ -86,7 +91,8 @@ import sys
 from hpctrain.distributed.lazy_imports import import_of_lightning
 with import_of_lightning():
     from lightning.pytorch import LightningModule, Trainer
-assert [name for name in ("scipy", "matplotlib", "transformers", "torch._dynamo.eval_frame") if name in sys.modules] == []
+names = ("scipy", "matplotlib", "transformers", "torch._dynamo.eval_frame")
+assert [name for name in names if name in sys.modules] == []
 import matplotlib.pyplot, scipy.signal, torch, torch._dynamo, transformers
 from lightning_utilities.core.imports import RequirementCache
 assert RequirementCache("scipy")
@@ -104,7 +110,8 @@ assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 
         "from torch._dynamo import OptimizedModule; print(2.0 if isinstance(OptimizedModule, type) else 0)",
         "torch._dynamo.utils.counters.clear(); print(2.0)",
         # some libraries ask every module for its file
-        "print(2.0 * (not any(m.__name__ == 'torch._dynamo' for m in list(sys.modules.values()) if hasattr(m, '__file__'))))",
+        "files = [m.__name__ for m in list(sys.modules.values()) if hasattr(m, '__file__')]\n"
+        "print(2.0 * ('torch._dynamo' not in files))",
     ],
     ids=["compile", "part", "name", "name of a part", "file"],
 )

@@ -67,7 +67,7 @@ def start(size, folder, behave, own_nodes=False):
 
 
 def finish(started, folder, ends):
-    """The exit status and the log of each rank; None for those that still run when the ranks `ends` have ended."""
+    """The exit status and the log of each rank, when the ranks `ends` have ended; None for those that run."""
     for rank in ends:
         started[rank].join(20 * LIMIT)
     statuses = [process.exitcode for process in started]

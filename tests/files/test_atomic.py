@@ -127,6 +127,9 @@ def test_a_process_that_is_killed_leaves_what_was_there(path, moment):
     """Before the rename; the temporary file or folder stays, under a hidden name."""
     write(path, "first")
     kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    half = "opened.write('half'); opened.flush()"
+    if path.name == "folder":
+        half = "(opened / 'inside').write_text('half')"
     code = f"""
 import os, signal
 from pathlib import Path
@@ -137,7 +140,7 @@ if {moment!r} == "renaming":
         {kill}
     os.replace = os.rename = die
 with {"atomic.folder" if path.name == "folder" else "atomic.file"}(path) as opened:
-    {"(opened / 'inside').write_text('half')" if path.name == "folder" else "opened.write('half'); opened.flush()"}
+    {half}
     if {moment!r} == "written":
         {kill}
 """
@@ -216,7 +219,7 @@ def test_a_file_system_that_cannot_sync_folders(path, monkeypatch):
 
 
 def test_a_folder_that_must_not_replace_another(tmp_path):
-    """Two jobs make the same folder at the same time: the second one finds it, and leaves it to its readers."""
+    """If two jobs make the same folder at a time, the second one leaves the first one's to its readers."""
     path = tmp_path / "folder"
     with pytest.raises(OSError), atomic.folder(path, replace=False) as second:
         (second / "inside").write_text("second")

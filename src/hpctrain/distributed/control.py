@@ -1,14 +1,14 @@
-"""What the launch script and the ranks tell each other, so that a job ends in time and goes on later.
+"""Files by which the launch script and the ranks agree that a job ends in time and is requeued.
 
 The launch script names a folder of this job in HPCTRAIN_CONTROL, on its own node. The files there:
 
     stop       by the launch script: the time limit is near, or the job is being preempted. Save and end.
-    saved      by a rank, after each checkpoint: the option that resumes from it, or nothing if the same command does.
+    saved      by a rank, after each checkpoint: the option to resume it; empty if the same command does.
     stopped    by a rank: the program ends because of `stop`, has saved, and has work left.
     failed     by a rank: an error ends the program that would come again.
 
-The launch script requeues the job after `stopped`, and after a failure that is none of the program's own, if
-there is a checkpoint of this start (launch/lib/requeue.sh). Every rank calls these functions, because rank 0
+The launch script requeues the job after `stopped`. It also does after a failure without `failed`, if there is
+a checkpoint of this start (launch/lib/requeue.sh). Every rank calls these functions, because rank 0
 may be on another node: torchrun numbers the nodes by their names. On other nodes, and without a launch
 script, they do nothing.
 """
@@ -29,7 +29,10 @@ def stop_requested() -> bool:
 
 
 def report_saved(resume_with: Path | None) -> None:
-    """Tell the launch script that a checkpoint is complete, in a run folder to give to --resume; None if that is not needed."""
+    """Tell the launch script that a checkpoint is complete.
+
+    `resume_with` is the run folder for --resume; None if the same command resumes.
+    """
     _write("saved", f"--resume {shlex.quote(str(resume_with))}\n" if resume_with else "")
 
 
@@ -46,7 +49,7 @@ def report_failed() -> None:
 def control_folder() -> Path | None:
     """HPCTRAIN_CONTROL, if this node has it.
 
-    On another node somebody else may have made one of that name in /tmp.
+    On another node another user may have made a folder of that name in /tmp.
     """
     folder = Path(os.environ.get("HPCTRAIN_CONTROL", ""))
     with suppress(OSError):

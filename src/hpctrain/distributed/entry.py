@@ -19,7 +19,7 @@ from hpctrain.distributed.python import shadowed_packages
 from hpctrain.distributed.world import World, detect
 from hpctrain.errors import EndEarly, HpctrainError, UsageError, print_error
 from hpctrain.files.redaction import hide_secrets
-from hpctrain.text import first_line
+from hpctrain.text import first_line, reason
 
 # The exit status of a script that wants to be started again: see docs/own-script.md.
 REQUEUE = 75
@@ -38,40 +38,11 @@ def main(function: Callable[[World], object], world: World | None = None) -> NoR
         rank = world.rank
         function(world)
         sys.stdout.flush()
-    except HpctrainError as error:
-        status = _report(error, rank)
-    except RuntimeError as error:
-        if "does not have a deterministic implementation" not in (text := first_line(error)):
+    except BaseException as error:
+        handled = _handle(error, rank)
+        if handled is None:
             raise
-        status = _report(
-            HpctrainError(f"--deterministic: {text.partition(',')[0]}: leave the option out"), rank
-        )
-    except (ImportError, AttributeError):
-        for text in shadowed_packages():  # may be why
-            print_error(f"hpctrain: error: {text}")
-        raise
-    except EndEarly:
-        pass
-    except BrokenPipeError:  # the reader of the output has ended, such as `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 141
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename:  # print() names no file
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = _report(
-            HpctrainError(f"the output cannot be written ({error.strerror}): free some space there"), rank
-        )
-    except KeyboardInterrupt:
-        status = 130
-        if rank == 0:
-            print_error("hpctrain: interrupted")
-    except SystemExit as end:
-        if end.code != REQUEUE:
-            report_failed()  # another rank prints the error, or the script has
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print_error(end.code)
+        status = handled
     # An error must not lose a checkpoint that is being written in the background.
     for thread in threading.enumerate():
         if thread.name == "checkpoint":
@@ -82,6 +53,53 @@ def main(function: Callable[[World], object], world: World | None = None) -> NoR
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _handle(error: BaseException, rank: int) -> int | None:
+    """Print what the user has to know; returns the exit status, or None if that is a traceback."""
+    if isinstance(error, EndEarly):
+        return 0
+    if isinstance(error, SystemExit):
+        return _handle_exit(error)
+    if isinstance(error, KeyboardInterrupt):
+        if rank == 0:
+            print_error("hpctrain: interrupted")
+        return 130
+    if isinstance(error, BrokenPipeError):  # the reader of the output has ended, such as `| head`
+        _discard_output()
+        return 141
+    if isinstance(error, ImportError | AttributeError):
+        for text in shadowed_packages():  # may be why
+            print_error(f"hpctrain: error: {text}")
+    explained = _explain(error)
+    return _report(explained, rank) if explained else None
+
+
+def _handle_exit(end: SystemExit) -> int:
+    if end.code != REQUEUE:
+        report_failed()  # another rank prints the error, or the script has
+    if isinstance(end.code, str):
+        print_error(end.code)
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def _explain(error: BaseException) -> HpctrainError | None:
+    """The error for the user, if it is one that the user can fix."""
+    if isinstance(error, HpctrainError):
+        return error
+    # torch has no class for this error. Its text names the function that asked for it (torch 2.13).
+    if isinstance(error, RuntimeError) and "use_deterministic_algorithms" in (text := first_line(error)):
+        return HpctrainError(f"--deterministic: {text.partition(',')[0]}: leave the option out")
+    # print() names no file
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.filename:
+        _discard_output()
+        return HpctrainError(f"the output cannot be written ({reason(error)}): free some space there")
+    return None
+
+
+def _discard_output() -> None:
+    """Let what is still buffered for stdout go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: HpctrainError, rank: int) -> int:
@@ -100,7 +118,10 @@ def _report(error: HpctrainError, rank: int) -> int:
 
 @functools.cache
 def print_errors_in_one_line() -> None:
-    """From now on, an HpctrainError that nothing catches ends this process as in main(); other exceptions do as before."""
+    """From now on, an HpctrainError that nothing catches ends this process as in main().
+
+    Other exceptions end it as before.
+    """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

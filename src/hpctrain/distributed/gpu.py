@@ -31,7 +31,10 @@ def gpu_problems(world: World, wanted: str, env: Mapping[str, str] = os.environ)
     )
     if not allocated and not devices:
         if wanted == "cuda":
-            yield "--device cuda, but there is no /dev/nvidia* here: request a GPU from the scheduler (--gpus-per-node)"
+            yield (
+                "--device cuda, but there is no /dev/nvidia* here: "
+                "request a GPU from the scheduler (--gpus-per-node)"
+            )
         return
     if not devices:
         yield (
@@ -39,16 +42,20 @@ def gpu_problems(world: World, wanted: str, env: Mapping[str, str] = os.environ)
             f"start the container with {option}"
         )
     elif not has_driver():
-        yield (f"{devices[0]} is visible, but libcuda.so.1 is not found: start the container with {option}")
+        yield f"{devices[0]} is visible, but libcuda.so.1 is not found: start the container with {option}"
     if torch.version.cuda is None:
-        yield f"torch {torch.__version__} is a CPU build, on a node with a GPU: use the CUDA image, or --device cpu"
+        yield (
+            f"torch {torch.__version__} is a CPU build, on a node with a GPU: "
+            "use the CUDA image, or --device cpu"
+        )
     elif devices and has_driver():
         try:
             torch.cuda.init()
         except RuntimeError as error:  # names the problem of the driver, such as its age
             yield (
-                f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use {devices[0]} ({first_line(error)}): "
-                "use an image for the CUDA of this driver (cu126 for 525 or newer, cu130 for 580 or newer), or --device cpu"
+                f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use {devices[0]} "
+                f"({first_line(error)}): use an image for the CUDA of this driver "
+                "(cu126 for 525 or newer, cu130 for 580 or newer), or --device cpu"
             )
 
 

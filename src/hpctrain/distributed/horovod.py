@@ -10,6 +10,7 @@ from types import ModuleType
 from hpctrain.distributed.rendezvous import all_or_none, gather, main_address
 from hpctrain.distributed.world import World
 from hpctrain.errors import EndEarly, HpctrainError
+from hpctrain.text import reason
 
 
 @contextmanager
@@ -35,6 +36,7 @@ def init_horovod(world: World) -> ModuleType:
 
     Horovod gets its ranks from horovodrun or, with HOROVOD_CONTROLLER=mpi, from MPI. Otherwise this function
     sets them, and rank 0 runs the rendezvous server, as horovodrun would: then neither MPI nor PMI is needed.
+    The parts of horovodrun that this takes (horovod.runner) are those of Horovod 0.28.1, its last release.
 
     Raises HpctrainError if Horovod is not installed, or its world is not that of the launcher.
     """
@@ -55,8 +57,10 @@ def init_horovod(world: World) -> ModuleType:
         with all_or_none(world):
             if hvd.size() != world.size:
                 raise HpctrainError(
-                    f"{world.launcher_command} started {world.size} ranks, but Horovod sees rank {hvd.rank()} of {hvd.size()}: "
-                    "launcher and MPI library have no common PMI; use launch/apptainer_mpi.sh, or unset HOROVOD_CONTROLLER"
+                    f"{world.launcher_command} started {world.size} ranks, "
+                    f"but Horovod sees rank {hvd.rank()} of {hvd.size()}: "
+                    "launcher and MPI library have no common PMI; "
+                    "use launch/apptainer_mpi.sh, or unset HOROVOD_CONTROLLER"
                 )
         return hvd
 
@@ -97,5 +101,6 @@ def ipv4(name: str) -> str:
         return socket.gethostbyname(name)
     except OSError as error:
         raise HpctrainError(
-            f"{name} has no IPv4 address ({error}), which Horovod needs: set MASTER_ADDR to one of rank 0's node"
+            f"{name} has no IPv4 address ({reason(error)}), which Horovod needs: "
+            "set MASTER_ADDR to one of rank 0's node"
         ) from error

@@ -1,15 +1,17 @@
-"""Keeps libraries from importing what a trainer does not use, which takes most of the time from its start to
-its first step.
+"""Keeps libraries from importing what a trainer does not use: most of the time before its first step.
 
 Every optimizer of torch, and DDP, imports torch._dynamo, the compiler. They ask it only to leave one of their
 functions alone, and whether DDP has to prepare for a compiled model. Lightning needs the name of one class of
 the compiler, and it imports torchmetrics, which imports whatever else it could use if that is installed.
+
+These functions replace entries of sys.modules, as of torch 2.13 and Lightning 2.6.
 """
 
 import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -51,16 +53,14 @@ def postpone_compiler() -> None:
     if COMPILER in sys.modules:
         return
     compiler, utils = _Postponed(COMPILER), _Postponed(f"{COMPILER}.utils")
-    compiler.disable = _leave_alone
-    compiler.graph_break = lambda *_, **__: None
-    compiler.utils = utils
-    utils.get_optimize_ddp_mode = lambda: "no_optimization"
-    sys.modules[COMPILER] = torch._dynamo = compiler
+    vars(utils)["get_optimize_ddp_mode"] = lambda: "no_optimization"
+    vars(compiler).update(disable=_leave_alone, graph_break=lambda *_, **__: None, utils=utils)
+    sys.modules[COMPILER] = vars(torch)["_dynamo"] = compiler
 
 
 @contextmanager
 def import_of_lightning() -> Iterator[None]:
-    """Import Lightning in the body without the compiler and without EXTRAS, in half of the time.
+    """Import Lightning in the block without the compiler and without EXTRAS, in half of the time.
 
     In this process, a LightningModule that was given to torch.compile() is then unknown to a Trainer, and
     torchmetrics has no plot(), no BERTScore and no permutation-invariant training. The trainers of hpctrain
@@ -71,17 +71,17 @@ def import_of_lightning() -> Iterator[None]:
     if "lightning" in sys.modules or not hasattr(imports, "_version"):
         yield
         return
-    hidden: dict[str, ModuleType | None] = dict.fromkeys(EXTRAS)
+    hidden: dict[str, Any] = dict.fromkeys(EXTRAS)  # None: the import fails
     if COMPILER not in sys.modules:
         hidden[COMPILER] = compiler = ModuleType(COMPILER)
-        compiler.disable = _leave_alone
-        compiler.OptimizedModule = type("OptimizedModule", (torch.nn.Module,), {})
+        model_class = type("OptimizedModule", (torch.nn.Module,), {})
+        vars(compiler).update(disable=_leave_alone, OptimizedModule=model_class)
     before = {name: sys.modules[name] for name in hidden if name in sys.modules}
     version = imports._version
 
     def version_unless_hidden(name: str) -> str:
         if name in hidden:
-            raise imports.PackageNotFoundError(name)
+            raise PackageNotFoundError(name)
         return version(name)
 
     sys.modules.update(hidden)

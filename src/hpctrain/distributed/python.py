@@ -1,4 +1,4 @@
-"""The Python of a rank: how to start one that imports nothing of a stranger, and packages that hide others."""
+"""The Python of a rank: a command that imports no code of other users, and packages that hide others."""
 
 import os
 import site
@@ -9,13 +9,16 @@ from pathlib import Path
 
 from hpctrain.text import shorten
 
-# This Python, for a process of hpctrain's own: without the current folder on its sys.path, which may be one
-# that others write to.
+# This Python, for a process of hpctrain's own: without the current folder on its sys.path, which other users
+# may be able to write to.
 SAFE_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 
 
 def shadowed_packages() -> Iterator[str]:
-    """Folders before site-packages on sys.path that hide one of its packages; they may add packages that it lacks."""
+    """Folders before site-packages on sys.path that hide one of its packages.
+
+    They may add packages that it lacks.
+    """
     own = [Path(entry).resolve() for entry in site.getsitepackages()]
     standard = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
     # Without hpctrain itself, which may run from a checkout.

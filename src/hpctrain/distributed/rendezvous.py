@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # documented names
 
 from hpctrain.distributed.lazy_imports import postpone_compiler
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, print_error
-from hpctrain.text import first_line
+from hpctrain.text import first_line, reason
 
 # Every rank of a job has to join within this time.
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -38,7 +39,7 @@ MAX_VALUE = 2**30
 # Groups that are kept until the process ends: see process_group(). Then their threads are joined while they
 # can still get the GIL, which they need to free their last tensor: a thread that asks for it later aborts the
 # process.
-_kept_groups: list[dist.ProcessGroup] = []
+_kept_groups: list[dist.ProcessGroup | None] = []
 # The prefix of the keys in the store, from _connect_store().
 _prefix: list[str] = []
 atexit.register(_kept_groups.clear)
@@ -57,7 +58,6 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
         yield
         return
     backend = ("cpu:gloo,cuda:nccl" if cpu_tensors else "nccl") if device.type == "cuda" else "gloo"
-    options = {"device_id": device} if device.type == "cuda" else {}
     _raise_file_limit()
     store = _connect_store(world)
     try:
@@ -67,15 +67,15 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
             rank=world.rank,
             world_size=world.size,
             timeout=COLLECTIVE_TIMEOUT,
-            **options,
+            device_id=device if device.type == "cuda" else None,
         )
     except dist.DistBackendError as error:
         # Its last line is what NCCL says, such as "Duplicate GPU detected : rank 0 and rank 1 both on CUDA
         # device 60".
         raise HpctrainError(
-            f"rank {world.rank} of {world.size} on {os.uname().nodename}, {device}: NCCL cannot start "
-            f"({str(error).strip().splitlines()[-1]}): give each rank a GPU of its own (--gpus-per-node as large as "
-            "--ntasks-per-node), and set NCCL_DEBUG=WARN to see more"
+            f"{_describe(world)}, {device}: NCCL cannot start ({str(error).strip().splitlines()[-1]}): "
+            "give each rank a GPU of its own (--gpus-per-node as large as --ntasks-per-node), "
+            "and set NCCL_DEBUG=WARN to see more"
         ) from error
     postpone_compiler()
     ends_at_once = False
@@ -93,6 +93,10 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
             _kept_groups.append(dist.group.WORLD)
         if not ends_at_once:
             dist.destroy_process_group()
+
+
+def _describe(world: World) -> str:
+    return f"rank {world.rank} of {world.size} on {os.uname().nodename}"
 
 
 def _raise_file_limit() -> None:
@@ -115,20 +119,22 @@ def main_address(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     if not address or not port.isdecimal():
         raise HpctrainError(
             "MASTER_ADDR and MASTER_PORT are not set: use a script in launch/, or in the batch script "
-            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500; '
+            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) '
+            "MASTER_PORT=29500; "
             "on one machine, MASTER_ADDR=localhost"
         )
     try:
         socket.getaddrinfo(address, int(port))
     except (OSError, OverflowError) as error:
         raise HpctrainError(
-            f"MASTER_ADDR is {address} and MASTER_PORT {port}, which {os.uname().nodename} cannot resolve ({error}): "
+            f"MASTER_ADDR is {address} and MASTER_PORT {port}, "
+            f"which {os.uname().nodename} cannot resolve ({reason(error)}): "
             "set MASTER_ADDR to a name or address of rank 0's node that every node can resolve"
         ) from error
     return address, int(port)
 
 
-def _connect_store(world: World) -> dist.Store:
+def _connect_store(world: World) -> Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT and wait there for all ranks.
 
     Rank 0 serves the store, or torchrun's agent does. Raises HpctrainError.
@@ -136,7 +142,7 @@ def _connect_store(world: World) -> dist.Store:
     address, port = main_address()
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             address,
             port,
             is_master=world.rank == 0 and not agent_serves,
@@ -144,29 +150,28 @@ def _connect_store(world: World) -> dist.Store:
             timeout=JOIN_TIMEOUT,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        reason = first_line(error)
-        if "EADDRINUSE" in reason:
+        text = first_line(error)
+        if "EADDRINUSE" in text:
             raise HpctrainError(
                 f"port {port} of {os.uname().nodename} (MASTER_PORT) is in use by another process: "
                 "set MASTER_PORT to another number"
             ) from error
         raise HpctrainError(
-            f"rank {world.rank} of {world.size} on {os.uname().nodename} did not reach rank 0 at {address}:{port} within "
-            f"{JOIN_TIMEOUT.seconds} s ({reason}): "
+            f"{_describe(world)} did not reach rank 0 at {address}:{port} "
+            f"within {JOIN_TIMEOUT.seconds} s ({text}): "
             f"check that rank 0 started, that {address} is its node, and that this node can reach it"
         ) from error
     try:
         return _wait_for_all_ranks(world, store, f"{address}:{port}")
     except (dist.DistError, RuntimeError) as error:  # the store is gone, or does not answer
         raise HpctrainError(
-            f"rank {world.rank} of {world.size} on {os.uname().nodename} lost the connection to rank 0 at {address}:{port} "
-            f"({first_line(error)}): read the log of rank 0"
+            f"{_describe(world)} lost the connection to rank 0 at {address}:{port} ({first_line(error)}): "
+            "read the log of rank 0"
         ) from error
 
 
-def _wait_for_all_ranks(world: World, store: dist.Store, address: str) -> dist.Store:
-    """Wait until every rank has joined; returns a store with a prefix that belongs to this start of the ranks
-    alone.
+def _wait_for_all_ranks(world: World, store: Store, address: str) -> Store:
+    """Wait until every rank has joined; returns a store whose prefix belongs only to this start of the ranks.
 
     torchrun keeps its store when it restarts the ranks, so a key such as "rank 3 has joined" may come from a
     rank 3 that has died since. Each start of a rank therefore gets a unique id. A rank publishes its id, rank
@@ -179,57 +184,67 @@ def _wait_for_all_ranks(world: World, store: dist.Store, address: str) -> dist.S
     """
     start_id = uuid.uuid4().hex
     if world.rank == 0:
-        missing = set(range(1, world.size))
-        strangers: set[int] = set()
-        deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
-        while missing and time.monotonic() < deadline:
-            for rank in sorted(missing):
-                for key in {_own_key("id of", rank), f"id of {rank}"}:
-                    if not store.check([key]):
-                        continue
-                    its_id = verify(store.get(key), "id of", rank)
-                    if its_id:
-                        store.set(f"answer to {its_id}", seal(start_id, "answer to", its_id))
-                    elif rank not in strangers:
-                        strangers.add(rank)
-                        _warn_of_stranger(f"rank {rank}", address)
-                key = f"{start_id} joined by {rank}"
-                if store.check([key]) and verify(store.get(key), "joined by", rank) == start_id:
-                    missing.remove(rank)
-            time.sleep(0.02)
-        message = ""
-        if missing:
-            message = (
-                f"{format_ranks(missing)} of {world.size} did not join at {address} within {JOIN_TIMEOUT.seconds} s "
-                f"({format_ranks(set(range(world.size)) - missing)} did): check that every rank started, and look at its node"
-            )
-        store.set(f"{start_id} error", seal(message, "error", start_id))
-        if message:
-            time.sleep(1)  # for the other ranks to read it before the store ends with this process
-            raise HpctrainError(message)
+        _admit_ranks(world, store, start_id, address)
     else:
-        store.set(_own_key("id of", world.rank), seal(start_id, "id of", world.rank))
-        its_id = _read_from_rank_0(store, f"answer to {start_id}", ("answer to", start_id), address)
-        store.set(f"{its_id} joined by {world.rank}", seal(its_id, "joined by", world.rank))
-        if _read_from_rank_0(store, f"{its_id} error", ("error", its_id), address):
-            raise SystemExit(0)  # rank 0 prints it: see all_or_none()
-        start_id = its_id
+        start_id = _join_rank_0(world, store, start_id, address)
     store.set_timeout(COLLECTIVE_TIMEOUT)
     _prefix[:] = [_sign("prefix", start_id) or start_id]
-    return dist.PrefixStore(_prefix[0], store)
+    return PrefixStore(_prefix[0], store)
 
 
-def connect_again() -> dist.Store:
-    """A connection of its own to the store of the process group, for a thread: a request waits for an earlier
-    one of the same.
+def _admit_ranks(world: World, store: Store, start_id: str, address: str) -> None:
+    """On rank 0: answer each rank, and wait until all have read the answer. Raises HpctrainError."""
+    missing = set(range(1, world.size))
+    warned_of: set[int] = set()
+    deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
+    while missing and time.monotonic() < deadline:
+        for rank in sorted(missing):
+            for key in {_own_key("id of", rank), f"id of {rank}"}:
+                if not store.check([key]):
+                    continue
+                its_id = verify(store.get(key), "id of", rank)
+                if its_id:
+                    store.set(f"answer to {its_id}", seal(start_id, "answer to", its_id))
+                elif rank not in warned_of:
+                    warned_of.add(rank)
+                    _warn_of_unsigned(f"rank {rank}", address)
+            key = f"{start_id} joined by {rank}"
+            if store.check([key]) and verify(store.get(key), "joined by", rank) == start_id:
+                missing.remove(rank)
+        time.sleep(0.02)
+    message = ""
+    if missing:
+        message = (
+            f"{format_ranks(missing)} of {world.size} did not join at {address} "
+            f"within {JOIN_TIMEOUT.seconds} s ({format_ranks(set(range(world.size)) - missing)} did): "
+            "check that every rank started, and look at its node"
+        )
+    store.set(f"{start_id} error", seal(message, "error", start_id))
+    if message:
+        time.sleep(1)  # for the other ranks to read it before the store ends with this process
+        raise HpctrainError(message)
 
-    Raises DistError or RuntimeError.
+
+def _join_rank_0(world: World, store: Store, own_id: str, address: str) -> str:
+    """On the other ranks: publish the own id; returns that of rank 0, once all ranks have joined."""
+    store.set(_own_key("id of", world.rank), seal(own_id, "id of", world.rank))
+    start_id = _read_from_rank_0(store, f"answer to {own_id}", ("answer to", own_id), address)
+    store.set(f"{start_id} joined by {world.rank}", seal(start_id, "joined by", world.rank))
+    if _read_from_rank_0(store, f"{start_id} error", ("error", start_id), address):
+        raise SystemExit(0)  # rank 0 prints it: see all_or_none()
+    return start_id
+
+
+def connect_again() -> Store:
+    """Another connection to the store of the process group, for a thread.
+
+    A request waits for earlier ones of the same connection. Raises DistError or RuntimeError.
     """
-    store = dist.TCPStore(*main_address(), is_master=False, timeout=JOIN_TIMEOUT)
-    return dist.PrefixStore(f"{_prefix[0]}/threads", store)
+    store = TCPStore(*main_address(), is_master=False, timeout=JOIN_TIMEOUT)
+    return PrefixStore(f"{_prefix[0]}/threads", store)
 
 
-def _read_from_rank_0(store: dist.Store, key: str, context: tuple[object, ...], address: str) -> str:
+def _read_from_rank_0(store: Store, key: str, context: tuple[object, ...], address: str) -> str:
     """Wait for an entry that rank 0 has signed. Raises DistStoreError after a while."""
     timeout = JOIN_TIMEOUT + timedelta(seconds=10)  # rank 0 may have started to wait a little later
     deadline = time.monotonic() + timeout.total_seconds()
@@ -238,32 +253,37 @@ def _read_from_rank_0(store: dist.Store, key: str, context: tuple[object, ...], 
     while (text := verify(store.get(key), *context)) is None:
         if not warned:
             warned = True
-            _warn_of_stranger("rank 0", address)
+            _warn_of_unsigned("rank 0", address)
         if time.monotonic() > deadline:
             raise dist.DistStoreError("no answer that has the signature of this job")
         time.sleep(0.1)
     return text
 
 
-def _warn_of_stranger(name: str, address: str) -> None:
+def _warn_of_unsigned(name: str, address: str) -> None:
+    """Warn of an entry without the signature of the job in the place of this rank's entry."""
     print_error(
-        f"hpctrain: warning: something that is not a rank of this job answered as {name} at {address}, and was ignored"
+        "hpctrain: warning: something that is not a rank of this job "
+        f"answered as {name} at {address}, and was ignored"
     )
 
 
 def _sign(*parts: object) -> str:
-    """HMAC-SHA256 of the parts with HPCTRAIN_JOB_SECRET, which the launch scripts make for each job; "" without it."""
+    """HMAC-SHA256 of the parts with HPCTRAIN_JOB_SECRET; "" without it.
+
+    The launch scripts make a secret for each job.
+    """
     secret = os.environ.get("HPCTRAIN_JOB_SECRET", "")
     return hmac.new(secret.encode(), json.dumps(parts).encode(), "sha256").hexdigest() if secret else ""
 
 
 def _own_key(*parts: object) -> str:
-    """A key of the store that nobody without the job's secret knows; without a secret the parts themselves."""
+    """A key of the store that only ranks with the job's secret know; without a secret, the parts."""
     return _sign("key", *parts) or " ".join(map(str, parts))
 
 
 def seal(text: str, *context: object) -> str:
-    """The text behind its signature, which holds in this context only: an entry cannot be copied to another place."""
+    """The text after its signature, which is valid in this context only: copies elsewhere are ignored."""
     signature = _sign(text, *context)
     return f"{signature} {text}" if signature else text
 
@@ -279,7 +299,7 @@ def verify(entry: bytes, *context: object) -> str | None:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in short form, such as "rank 3" or "ranks 0-2,5"; if there are more than eight ranges, the first six."""
+    """Ranks in short form, such as "rank 3" or "ranks 0-2,5"; of more than eight ranges, the first six."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][1] + 1:
@@ -349,14 +369,14 @@ def _decode(rank: int, content: torch.Tensor) -> Any:
         return json.loads(content.cpu().numpy().tobytes())
     except (ValueError, RecursionError) as error:
         raise HpctrainError(
-            f"rank {rank} sent something other than JSON, which is not read: run the same version of hpctrain on every rank"
+            f"rank {rank} sent something other than JSON, which is not read: "
+            "run the same version of hpctrain on every rank"
         ) from error
 
 
 @contextmanager
 def all_or_none(world: World) -> Iterator[None]:
-    """Run the block on every rank; if it raises HpctrainError on any of them, all ranks exit and rank 0
-    prints why.
+    """Run the block on every rank; if it raises HpctrainError on any of them, all exit and rank 0 prints why.
 
     Without this, ranks without an error would wait for the others in the next collective, and an error that
     all ranks have would be printed by each of them. A collective call, which needs the process group.
@@ -374,7 +394,7 @@ def all_or_none(world: World) -> Iterator[None]:
         # With status 0: srun kills all ranks at the first failure, perhaps before rank 0 has printed the
         # error.
         raise SystemExit(0)
-    everywhere = len(ranks) == 1 and len(next(iter(ranks.values()))) == world.size
-    raise HpctrainError(
-        next(iter(ranks)) if everywhere else "; ".join(f"on {format_ranks(r)}: {m}" for m, r in ranks.items())
-    )
+    first, *others = ranks
+    if not others and len(ranks[first]) == world.size:
+        raise HpctrainError(first)
+    raise HpctrainError("; ".join(f"on {format_ranks(r)}: {text}" for text, r in ranks.items()))

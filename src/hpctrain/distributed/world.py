@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.text import counted
+from hpctrain.text import counted, reason
 
 # Step ids in the environment of a batch script and of the shell that salloc opens on a node (slurm.h:
 # SLURM_BATCH_SCRIPT, SLURM_INTERACTIVE_STEP): one process each, however many tasks the job has.
@@ -53,7 +53,8 @@ class World:
         """
         if self.size % number:
             raise UsageError(
-                f"--tensor-parallel {number} does not divide the number of ranks, {self.size}: give a divisor of it"
+                f"--tensor-parallel {number} does not divide the number of ranks, {self.size}: "
+                "give a divisor of it"
             )
         return replace(self, rank=self.rank // number, size=self.size // number)
 
@@ -85,18 +86,24 @@ def detect(env: Mapping[str, str] = os.environ) -> World:
         )
     if "HPCTRAIN_WORLD_SIZE" in env and world.size != _read_number(env, "HPCTRAIN_WORLD_SIZE"):
         raise HpctrainError(
-            f"the launch script started {env['HPCTRAIN_WORLD_SIZE']} ranks, but according to {world.launcher} this is rank "
-            f"{world.rank} of {world.size}: the launcher and the image do not use the same PMI; "
-            "try another --mpi= for srun (srun --mpi=list shows them), or run without apptainer's --containall"
+            f"the launch script started {env['HPCTRAIN_WORLD_SIZE']} ranks, but according to {world.launcher} "
+            f"this is rank {world.rank} of {world.size}: the launcher and the image do not use the same PMI; "
+            "try another --mpi= for srun (srun --mpi=list shows them), "
+            "or run without apptainer's --containall"
         )
     return world
+
+
+def _read_numbers(env: Mapping[str, str], *names: str) -> list[int]:
+    return [_read_number(env, name) for name in names]
 
 
 def _read_number(env: Mapping[str, str], name: str) -> int:
     value = env.get(name, "")
     if not value.isdecimal():
         raise HpctrainError(
-            f"{name} is {value!r}, not a number: unset it, or start this with a launcher (srun, torchrun, ...)"
+            f"{name} is {value!r}, not a number: "
+            "unset it, or start this with a launcher (srun, torchrun, ...)"
         )
     return int(value)
 
@@ -104,8 +111,11 @@ def _read_number(env: Mapping[str, str], name: str) -> int:
 def _torchrun(env: Mapping[str, str]) -> World | None:
     if "TORCHELASTIC_RUN_ID" not in env:
         return None
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-    return World(*(_read_number(env, name) for name in names), "torchrun")
+    rank, size, local_rank, local_size = _read_numbers(
+        env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    )
+    node_rank, nodes = _read_numbers(env, "GROUP_RANK", "GROUP_WORLD_SIZE")
+    return World(rank, size, local_rank, local_size, node_rank, nodes, "torchrun")
 
 
 def _horovodrun(env: Mapping[str, str]) -> World | None:
@@ -113,30 +123,34 @@ def _horovodrun(env: Mapping[str, str]) -> World | None:
     # HOROVOD_RANK itself.
     if "HOROVOD_RANK" not in env or "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in env:
         return None
-    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-    return World(*(_read_number(env, f"HOROVOD_{name}") for name in names), "horovodrun")
+    rank, size, local_rank, local_size = _read_numbers(
+        env, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
+    )
+    node_rank, nodes = _read_numbers(env, "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
+    return World(rank, size, local_rank, local_size, node_rank, nodes, "horovodrun")
 
 
 def _openmpi(env: Mapping[str, str]) -> World | None:
     # Not PMIX_RANK: `srun --mpi=pmix` sets it, too, and PMIx has no variable for the size.
     if "OMPI_COMM_WORLD_SIZE" not in env:
         return None
-    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    return _mpi_world(*(_read_number(env, f"OMPI_COMM_WORLD_{name}") for name in names), "openmpi")
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    return _mpi_world("openmpi", *_read_numbers(env, *names))
 
 
 def _mpich(env: Mapping[str, str]) -> World | None:
     # A variable that only Hydra sets: `srun --mpi=pmi2` sets PMI_RANK as well, and that is a Slurm step.
     if "MPI_LOCALNRANKS" not in env:
         return None
-    return _mpi_world(
-        *(_read_number(env, name) for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
-        "mpich",
-    )
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return _mpi_world("mpich", *_read_numbers(env, *names))
 
 
-def _mpi_world(rank: int, size: int, local_rank: int, local_size: int, launcher: str) -> World:
-    """The world of an MPI launcher, which does not number nodes: ranks fill one node after the other, mpirun's default."""
+def _mpi_world(launcher: str, rank: int, size: int, local_rank: int, local_size: int) -> World:
+    """The world of an MPI launcher, which does not number nodes.
+
+    Ranks fill one node after the other, mpirun's default.
+    """
     per_node = max(local_size, 1)
     return World(rank, size, local_rank, local_size, rank // per_node, -(-size // per_node), launcher)
 
@@ -148,7 +162,8 @@ def _slurm_step(env: Mapping[str, str]) -> World | None:
     counts = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if node >= len(counts):
         raise HpctrainError(
-            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE lists {len(counts)} nodes: start this with srun"
+            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE lists {len(counts)} nodes: "
+            "start this with srun"
         )
     return World(
         rank=_read_number(env, "SLURM_PROCID"),
@@ -179,15 +194,15 @@ def _refuse_one_process_in_a_larger_job(env: Mapping[str, str]) -> None:
         tasks = _read_number(env, "SLURM_NTASKS") if "SLURM_NTASKS" in env else 1
         if tasks > 1:
             raise HpctrainError(
-                f"this Slurm job has {tasks} tasks, but this process is not one of them: put srun before the command, "
-                "or submit launch/apptainer_ddp.sh"
+                f"this Slurm job has {tasks} tasks, but this process is not one of them: "
+                "put srun before the command, or submit launch/apptainer_ddp.sh"
             )
     elif "PBS_NODEFILE" in env:
         try:
             slots = len(Path(env["PBS_NODEFILE"]).read_text().split())
         except OSError as error:
             raise HpctrainError(
-                f"PBS_NODEFILE cannot be read ({error}): run this on the first node of the job"
+                f"PBS_NODEFILE cannot be read ({reason(error)}): run this on the first node of the job"
             ) from error
         if slots > 1:
             raise HpctrainError(
@@ -197,7 +212,10 @@ def _refuse_one_process_in_a_larger_job(env: Mapping[str, str]) -> None:
 
 
 def job_id(env: Mapping[str, str] = os.environ) -> str:
-    """The scheduler's id of this job ("17", "17_3" in a Slurm array, "17.server" on PBS), or the time without a scheduler."""
+    """The scheduler's id of this job; the time without a scheduler.
+
+    "17" in Slurm, "17_3" in an array of Slurm, "17.server" in PBS.
+    """
     if "SLURM_ARRAY_TASK_ID" in env and "SLURM_ARRAY_JOB_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     return env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or time.strftime("%Y%m%d-%H%M%S")

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-# A file system may be full, read-only or gone for a while: writing is tried again every so many seconds, for
-# so many.
+# A file system may be full, read-only or gone for a while: how often and how long writing is tried again, in
+# seconds.
 RETRY_EVERY, RETRY_FOR = 5.0, 300.0
 
 
@@ -27,7 +27,7 @@ class Retry:
     """For a loop that tries again what could not be written, until wait() raises the error."""
 
     def __init__(self) -> None:
-        self._began, self._told = time.monotonic(), False
+        self._began, self._printed = time.monotonic(), False
 
     def wait(self, error: Exception, problem: str) -> None:
         """Print the problem, once, and wait until it is time to try again.
@@ -36,8 +36,8 @@ class Retry:
         """
         if time.monotonic() - self._began > RETRY_FOR:
             raise error
-        if not self._told:
-            self._told = True
+        if not self._printed:
+            self._printed = True
             print(f"hpctrain: {problem}; trying again for {RETRY_FOR:g} s", flush=True)
         time.sleep(RETRY_EVERY)
 
@@ -71,7 +71,7 @@ def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def check_link(path: Path) -> None:
-    """Raise PermissionError if the path is a link of another user: it could point to any file or folder of this one."""
+    """Raise PermissionError for a link of another user, which could point to any file of this one."""
     if path.is_symlink() and path.lstat().st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "a link that another user made", str(path))
 
@@ -97,10 +97,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def folder(path: Path, replace: bool = True) -> Iterator[Path]:
-    """Create a folder that becomes `path` when the block ends without an exception; see rename_folder() for
-    `replace`.
+    """Create a folder that becomes `path` when the block ends without an exception.
 
-    The block gets the path of the temporary folder, which is empty. Parents of `path` are created.
+    The block gets the path of the temporary folder, which is empty. Parents of `path` are created. `replace`
+    is explained at rename_folder().
     """
     check_link(path)
     path = Path(os.path.realpath(path))
@@ -141,11 +141,10 @@ def rename_folder(finished: Path, path: Path, replace: bool = True) -> None:
 
 
 def remove_leftovers(folder: Path, age: float = 0) -> None:
-    """Remove what killed writers have left in a folder, and not changed for `age` seconds.
+    """Remove temporary files and folders of killed writers, unless they changed in the last `age` seconds.
 
-    Nobody may be writing these.
-
-    An earlier folder that was to be replaced gets its name back, unless the new one has it.
+    No process may be writing them. An earlier folder that was to be replaced gets its name back, unless the
+    new one has it.
     """
     for path in folder.glob(".*.*"):
         match = re.fullmatch(r"\.(.{1,32})\.[0-9a-f]{12}\.(tmp|old)", path.name)
@@ -175,5 +174,5 @@ def sync(path: Path) -> None:
 
 
 def _temporary_name(path: Path) -> Path:
-    """A hidden name beside `path`, short enough for any file system, that no other process has, on this node or another."""
+    """A hidden name beside `path` that no process on any node has, short enough for any file system."""
     return path.with_name(f".{path.name[:32]}.{os.urandom(6).hex()}.tmp")

@@ -1,5 +1,4 @@
-"""SHA-256 of weights, and of the files in a folder, in SHA256SUMS: `sha256sum --check SHA256SUMS` reads it as
-well.
+"""SHA-256 of weights, and of the files in a folder: `sha256sum --check SHA256SUMS` reads these as well.
 
 Neither safetensors nor numpy notices a flipped bit in its data. A folder without SHA256SUMS, such as one from
 elsewhere, is not checked.
@@ -12,6 +11,7 @@ import torch
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
+from hpctrain.text import reason
 
 NAME = "SHA256SUMS"
 NOT_CHECKED = (NAME, "README.md")  # a user may edit a model card
@@ -25,10 +25,7 @@ def write_digests(folder: Path) -> None:
 
 
 def check_digests(folder: Path) -> None:
-    """Raise HpctrainError that names the first file that is not as SHA256SUMS says.
-
-    Nothing is checked without that file.
-    """
+    """Raise HpctrainError that names the first file with another digest than in SHA256SUMS, if any."""
     sums = folder / NAME
     try:
         lines = sums.read_bytes().decode(errors="replace").splitlines() if sums.exists() else []
@@ -38,12 +35,12 @@ def check_digests(folder: Path) -> None:
             known = between in ("  ", " *") and ".." not in Path(name).parts and (folder / name).is_file()
             if not known or _digest(folder / name) != digest:
                 raise HpctrainError(
-                    f"{folder / name}: not the file that was written, according to {NAME}: copy it or make it again, or remove "
-                    f"{NAME} if you have changed it"
+                    f"{folder / name}: not the file that was written, according to {NAME}: "
+                    f"copy it or make it again, or remove {NAME} if you have changed it"
                 )
     except OSError as error:
         raise HpctrainError(
-            f"{folder}: cannot be read ({error.strerror}): copy it or make it again"
+            f"{folder}: cannot be read ({reason(error)}): copy it or make it again"
         ) from error
 
 
@@ -56,7 +53,7 @@ def _digest(path: Path) -> str:
 
 
 def weights_sha256(model: torch.nn.Module) -> str:
-    """SHA-256 over the names, types, shapes and bytes of all parameters and buffers: equal if the weights are, bit for bit."""
+    """SHA-256 over the names, types, shapes and bytes of all parameters and buffers."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -1,20 +1,18 @@
-"""Lets the threads of torch finish before Python ends, and keeps their groups until then, in every rank of a
-user's script.
+"""Lets a rank of a user's script end: keeps process groups that it destroys, and waits for threads of torch.
 
 torch calls wait_at_exit() by its entry point (see pyproject.toml), in every script that imports it. So this
-imports little.
+file imports little, and torch in functions only.
 """
 
 import atexit
 import functools
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 INTERVAL_S = 0.002
-# A thread of the user's own that never rests must not hold up the end for longer.
+# A thread of the script that never rests must not delay the end for longer.
 LIMIT_S = 1.0
 # Groups that the script has destroyed.
 _kept_groups: list[Any] = []
@@ -22,8 +20,6 @@ _kept_groups: list[Any] = []
 
 def wait_at_exit() -> None:
     """For `import torch`: at the end of a rank, wait until the other threads of the process rest.
-
-    Does nothing elsewhere.
 
     A thread of Gloo frees the tensors of a collective after the call has returned, and takes Python's lock
     for it. If the interpreter is being finalized by then, the process aborts with "terminate called without
@@ -40,24 +36,23 @@ def keep_destroyed_groups() -> None:
     """Keep each process group that the script destroys until its end.
 
     The destructor of a Gloo group waits for its threads. Where DDP has the last reference, it holds Python's
-    lock meanwhile, and a thread that needs it to free a tensor waits forever (torch 2.13). So a rank never
-    ended that freed its model after destroy_process_group(), as at the end of a function;
+    lock meanwhile, and a thread that needs the lock to free a tensor waits forever (torch 2.13). So a rank
+    never ended that freed its model after destroy_process_group(), as at the end of a function.
     rendezvous.process_group() keeps the group of hpctrain's trainers.
     """
-    from torch.distributed import distributed_c10d
+    import torch.distributed as dist
 
-    destroy = getattr(distributed_c10d, "destroy_process_group", None)
-    if destroy is None:  # a torch without torch.distributed
+    if not dist.is_available():
         return
+    destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)
-    def destroy_process_group(group: Any = None) -> None:
-        if group is None or group is distributed_c10d.GroupMember.WORLD:
-            _kept_groups.extend(distributed_c10d._world.pg_map)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        if group is None or group is dist.group.WORLD:
+            _kept_groups.extend(dist.distributed_c10d._world.pg_map)
         destroy(group)
 
-    sys.modules["torch.distributed"].destroy_process_group = destroy_process_group
-    distributed_c10d.destroy_process_group = destroy_process_group
+    dist.destroy_process_group = destroy_process_group
 
 
 def wait_for_threads() -> None:
@@ -77,7 +72,10 @@ def wait_for_threads() -> None:
 
 
 def _count_switches() -> dict[str, tuple[str, ...] | None]:
-    """The context switches of each other thread so far, by its id; None for one that runs or waits for a core."""
+    """The context switches of each other thread so far, by its id.
+
+    None stands for a thread that runs or waits for a core.
+    """
     switches: dict[str, tuple[str, ...] | None] = {}
     for task in Path("/proc/self/task").iterdir():
         try:

@@ -1,48 +1,20 @@
-"""Finds ranks of a user's script that work alone: started by a launch script, but without a process group,
-Horovod or MPI.
+"""Finds ranks that train alone, although a launch script started several to train together.
 
-torch and Lightning call the functions at the end by their entry points (see pyproject.toml), in every script
-that imports them. So this imports little.
+torch and Lightning call the functions without an underscore by the entry points in pyproject.toml, in every
+script that imports them. So this file imports little, and torch in functions only.
 """
 
-import atexit
-import contextlib
+import functools
 import os
-import select
 import sys
-import threading
-from pathlib import Path
-from typing import Any, NoReturn
+from contextlib import suppress
+from typing import Any
 
 from hpctrain.errors import UsageError, print_error
 
 
-def _make_callbacks(package: str) -> list[Any]:
-    """A callback of this package, in a job of more than one rank that a launch script has started."""
-    if int(os.environ.get("HPCTRAIN_WORLD_SIZE") or 1) == 1:
-        return []
-
-    class OneWorld(sys.modules[package].Callback):
-        """Compares the number of processes of a Trainer, before it trains, with that of the job."""
-
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            """Raise UsageError if the Trainer has one process and the job has more."""
-            from hpctrain.distributed.entry import print_errors_in_one_line
-            from hpctrain.distributed.world import detect
-
-            world = detect()
-            if stage == "fit" and trainer.world_size == 1 < world.size:
-                print_errors_in_one_line()
-                raise UsageError(
-                    f"this Trainer trains alone on each of the {world.size} ranks: make it with devices={world.local_size}, "
-                    f'num_nodes={world.nodes}, strategy="ddp"; for separate trainings, unset HPCTRAIN_WORLD_SIZE before that'
-                )
-
-    return [OneWorld()]
-
-
 def callbacks_of_lightning() -> list[Any]:
-    """For `import lightning`: refuses a Trainer that would train alone on every rank, as its defaults do on CPUs."""
+    """For `import lightning`: refuses a Trainer that would train alone on each rank, its default on CPUs."""
     return _make_callbacks("lightning.pytorch")
 
 
@@ -51,107 +23,91 @@ def callbacks_of_pytorch_lightning() -> list[Any]:
     return _make_callbacks("pytorch_lightning")
 
 
+def _make_callbacks(package: str) -> list[Any]:
+    if _count_ranks() == 1:
+        return []
+    return [sys.modules[package].callbacks.LambdaCallback(setup=_refuse_lone_trainer)]
+
+
+def _refuse_lone_trainer(trainer: Any, module: Any, stage: str) -> None:
+    from hpctrain.distributed.entry import print_errors_in_one_line
+    from hpctrain.distributed.world import detect
+
+    world = detect()
+    if stage == "fit" and trainer.world_size == 1 < world.size:
+        print_errors_in_one_line()
+        raise UsageError(
+            f"this Trainer trains alone on each of the {world.size} ranks: "
+            f'make it with devices={world.local_size}, num_nodes={world.nodes}, strategy="ddp"; '
+            "for separate trainings, unset HPCTRAIN_WORLD_SIZE before that"
+        )
+
+
 def watch_rank_0() -> None:
-    """For `import torch`: lets rank 0 of a job say at its end that it never joined the other ranks.
+    """For `import torch`: rank 0 of a job warns at its first optimizer step if the ranks train alone.
 
-    Such a script trains N times on its own, with exit status 0. It may be meant so, and is no error. Does
-    nothing without a launch script. A process that the script starts, as by torch.multiprocessing.spawn(),
-    tells it that it has joined.
-
-    accelerate, and with it the Trainer of transformers, sees one rank on CPUs unless it is told that there is
-    no GPU. With a torch that is built for CPUs it is told so, on every rank.
+    Such a script trains once on each rank, with exit status 0. That may be intended, so it is no error.
     """
-    ranks = os.environ.get("HPCTRAIN_WORLD_SIZE") or "1"
-    if ranks == "1":
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    if _count_ranks() == 1:
         return
-    if sys.modules["torch"].accelerator.current_accelerator() is None:
+    # On CPUs accelerate, and with it the Trainer of transformers, trains alone unless this is set.
+    if torch.accelerator.current_accelerator() is None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    script = os.environ.get("HPCTRAIN_RANK_0")
-    if os.environ.get("RANK") != "0" and not script:
+    if os.environ.get("RANK") == "0":
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def _count_ranks() -> int:
+    """How many ranks a launch script started; 1 without one."""
+    return int(os.environ.get("HPCTRAIN_WORLD_SIZE") or 1)
+
+
+def _before_step(*_: object) -> None:
+    import torch
+
+    if not torch.compiler.is_compiling():  # a compiled step would trace what follows
+        _warn_of_lone_ranks()
+
+
+@functools.cache  # the first step only
+def _warn_of_lone_ranks() -> None:
+    if not _has_joined():
+        advice = (
+            "call torch.distributed.init_process_group() first, or start a script for Horovod with "
+            "launch/apptainer_horovod.sh; docs/own-script.md shows how"
+        )
+    elif _is_alone_in_accelerate():
+        advice = "on nodes without GPUs, give TrainingArguments(use_cpu=True) or Accelerator(cpu=True)"
+    else:
         return
-    from torch.distributed import distributed_c10d
+    print_error(f"hpctrain: warning: each of the {_count_ranks()} ranks trains alone: {advice}")
 
-    # every way to make a process group leads there
-    original = getattr(distributed_c10d, "_new_process_group_helper", None)
-    if original is None:
-        return
-    joined = exited = False
-    told, tell = (-1, -1) if script else os.pipe()
-    path = script or f"/proc/{os.getpid()}/fd/{tell}"
-    original_exit = sys.exit
 
-    def leave(status: object = None) -> NoReturn:
-        nonlocal exited
-        exited = exited or status not in (None, 0)
-        original_exit(status)
+def _has_joined() -> bool:
+    """Whether this process is connected to other ranks, by any library."""
+    import torch.distributed as dist
 
-    def join(*args: Any, **kwargs: Any) -> Any:
-        nonlocal joined
-        joined = True
-        distributed_c10d._new_process_group_helper = original
-        # A world of processes on this node alone has one of these addresses.
-        if not path.startswith(f"/proc/{os.getpid()}/") and os.environ.get("MASTER_ADDR") not in (
-            "localhost",
-            "127.0.0.1",
-        ):
-            with contextlib.suppress(OSError):
-                if Path(path).is_fifo():
-                    Path(path).write_bytes(b"1")
-        return original(*args, **kwargs)
-
-    def ask_horovod() -> None:
-        nonlocal joined
-        joined = joined or _joined_by_horovod()
-
-    def is_told() -> bool:
-        with contextlib.suppress(OSError, ValueError):  # the script has closed it
-            return bool(select.select([told], [], [], 0)[0])
-        return False
-
-    def report() -> None:
-        failed = exited or hasattr(sys, "last_type")  # Python has printed a traceback
-        if not (joined or failed or _joined_by_mpi() or _joined_by_rpc() or is_told()):
-            print_error(
-                f"hpctrain: {ranks} ranks ran this script, and rank 0 never joined the others: each did the same work alone. "
-                "Call torch.distributed.init_process_group(), or start a script for Horovod by launch/apptainer_horovod.sh; "
-                "docs/own-script.md shows how"
-            )
-        elif not failed and _is_alone_in_accelerate():
-            print_error(
-                f"hpctrain: {ranks} ranks ran this script, and accelerate, which transformers uses, let each train alone: give "
-                "TrainingArguments(use_cpu=True) or Accelerator(cpu=True) on nodes without GPUs"
-            )
-
-    distributed_c10d._new_process_group_helper = join
-    if script:
-        return
-    os.environ["HPCTRAIN_RANK_0"] = path
-    sys.exit = leave  # argparse and others report a wrong option, and call it
-    atexit.register(report)
-    # Python calls this before the functions of atexit, of which Horovod's shutdown comes first.
-    threading._register_atexit(ask_horovod)
+    if dist.is_available() and dist.is_initialized():
+        # With this address, the processes of each node have a group of their own, whose first one warns.
+        is_local = os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1")
+        nodes = _count_ranks() // int(os.environ.get("HPCTRAIN_TASKS_PER_NODE") or 1)
+        return not (is_local and nodes > 1 and dist.get_rank() == 0)
+    rpc = sys.modules.get("torch.distributed.rpc")
+    if rpc:
+        with suppress(RuntimeError):  # not connected
+            rpc.get_worker_info()
+            return True
+    hvd, mpi = sys.modules.get("horovod.torch"), sys.modules.get("mpi4py.MPI")
+    if hvd and hvd.is_initialized() and hvd.size() > 1:
+        return True
+    return bool(mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1)
 
 
 def _is_alone_in_accelerate() -> bool:
     state = sys.modules.get("accelerate.state")
-    return (
-        state is not None
-        and state.PartialState._shared_state.get("distributed_type") == state.DistributedType.NO
-    )
-
-
-def _joined_by_horovod() -> bool:
-    """Whether Horovod has several ranks, or had: after a shutdown by the script it does not tell."""
-    hvd = sys.modules.get("horovod.torch")
-    return hvd is not None and (not hvd.is_initialized() or hvd.size() > 1)
-
-
-def _joined_by_rpc() -> bool:
-    """Whether torch.distributed.rpc has connected the ranks, which it does without a process group; also after its shutdown."""
-    rpc = sys.modules.get("torch.distributed.rpc.api")
-    return bool(getattr(rpc, "_ALL_WORKER_NAMES", None))
-
-
-def _joined_by_mpi() -> bool:
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and mpi.Is_initialized() and (mpi.Is_finalized() or mpi.COMM_WORLD.size > 1)
+    if not state:
+        return False
+    return state.PartialState._shared_state.get("distributed_type") == state.DistributedType.NO

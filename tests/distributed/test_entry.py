@@ -1,0 +1,87 @@
+"""How the process of a rank ends: its exit status, and what it prints."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+
+def python(code, **env):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | env
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "stderr"),
+    [
+        (
+            "raise hpctrain.HpctrainError('no data: give --data')",
+            1,
+            "hpctrain: error: no data: give --data\n",
+        ),
+        ("raise hpctrain.UsageError('no such option')", 2, "hpctrain: error: no such option\n"),
+        (
+            "hpctrain.trainer_parser('mine', '').parse_args(['--nonsense'])",
+            2,
+            r"hpctrain: error: \S+: unrecognized arguments",
+        ),
+        ("hpctrain.detect; raise ValueError('boom')", 1, "Traceback (.*\n)+ValueError: boom\n"),
+        ("hpctrain.main(lambda world: print(world.size))", 0, ""),
+        ("hpctrain.main(lambda world: sys.exit('stop'))", 1, "stop\n"),
+        ("hpctrain.main(lambda world: sys.exit(75))", 75, ""),
+        (
+            "def interrupt(_): raise KeyboardInterrupt\nhpctrain.main(interrupt)",
+            130,
+            "hpctrain: interrupted\n",
+        ),
+        ("from hpctrain.errors import EndEarly\ndef end(_): raise EndEarly\nhpctrain.main(end)", 0, ""),
+        (
+            "os.dup2(os.open('/dev/full', os.O_WRONLY), 1); hpctrain.main(lambda world: print('x'))",
+            1,
+            r"hpctrain: error: the output cannot be written \(No space left on device\): free some space",
+        ),
+        ("hpctrain.main(lambda world: 1 / 0)", 1, "Traceback (.*\n)+ZeroDivisionError"),
+    ],
+)
+def test_the_end_of_a_script(tmp_path, code, status, stderr):
+    done = python(f"import os, sys, hpctrain\n{code}", HPCTRAIN_CONTROL=str(tmp_path))
+    assert done.returncode == status and re.match(stderr, done.stderr) and (stderr or not done.stderr), (
+        done.stderr
+    )
+    assert (tmp_path / "failed").exists() == (stderr.startswith("hpctrain: error") or stderr == "stop\n")
+
+
+def test_an_error_of_usage_is_printed_by_rank_0_alone():
+    env = {
+        "TORCHELASTIC_RUN_ID": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+    }
+    done = python("import hpctrain; raise hpctrain.UsageError('x')", **env, RANK="1", LOCAL_RANK="1")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_broken_pipe_ends_without_a_message():
+    code = "import hpctrain; hpctrain.main(lambda world: print('x'))"
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" | true; echo ${PIPESTATUS[0]}', sys.executable, code],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_an_operation_without_a_deterministic_implementation_is_one_line():
+    """torch 2.13 raises RuntimeError, whose text names use_deterministic_algorithms()."""
+    code = (
+        "import hpctrain, torch\n"
+        "torch.use_deterministic_algorithms(True)\n"
+        "hpctrain.main(lambda _: torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2)))"
+    )
+    done = python(code)
+    message = "--deterministic: put_ does not have a deterministic implementation: leave the option out"
+    assert (done.returncode, done.stderr) == (1, f"hpctrain: error: {message}\n")

@@ -1,0 +1,28 @@
+"""Secrets in options, variables and URLs do not reach files and logs."""
+
+from hpctrain.files.redaction import hide_secrets
+
+
+def test_secrets_are_hidden(monkeypatch):
+    for name, value in {
+        "HF_TOKEN": "hf_abcdefgh",
+        "my_api_key": "sesame-street",
+        "SHORT_KEY": "1",
+        "HOME": "/home",
+    }.items():
+        monkeypatch.setenv(name, value)
+    before = {
+        "hub_token": "x", "Password": ["a", "b"], "token": None,
+        "max_new_tokens": 64, "epochs": 1, "tokenizer": "a/b",
+        "command": ["--hub-token", "x", "--lr", "1", "--api-key=x", "hf_abcdefgh", "--max-new-tokens", "64"],
+        "deep": [{"secret": {"a": "b"}}], "url": "https://me:pass@host/x see http://host/a@b",
+        "text": "key=sesame-street /home 1",
+    }  # fmt: skip
+    assert hide_secrets(before) == {
+        "hub_token": "***", "Password": "***", "token": None,
+        "max_new_tokens": 64, "epochs": 1, "tokenizer": "a/b",
+        "command": ["--hub-token", "***", "--lr", "1", "--api-key=***", "***", "--max-new-tokens", "64"],
+        "deep": [{"secret": "***"}], "url": "https://***@host/x see http://host/a@b",
+        "text": "key=*** /home 1",
+    }  # fmt: skip
+    assert before["deep"] == [{"secret": {"a": "b"}}]

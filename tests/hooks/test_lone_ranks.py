@@ -1,0 +1,176 @@
+"""Ranks that train alone do not go unnoticed: a Trainer of Lightning is refused, other scripts are warned."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hpctrain.hooks import lone_ranks
+from tests.vision.test_train import in_image
+
+# ---- a Trainer of Lightning ----
+
+TRAINER = """
+import os, sys, torch, {package} as lightning
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, _):
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+quiet = ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"]
+quiet = dict.fromkeys(quiet, False)
+if sys.argv[1:]:
+    del os.environ["HPCTRAIN_WORLD_SIZE"]
+loader = torch.utils.data.DataLoader(torch.ones(4, 2))
+lightning.Trainer(accelerator="cpu", max_epochs=1, **quiet).fit(Module(), loader)
+print("trained")
+"""
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "LOCAL_RANK": "0", "RANK": "0",
+    "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "HPCTRAIN_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
+}  # fmt: skip
+
+
+def run(folder, script, *words, **env):
+    """Run a script as rank 0 of a job."""
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, folder / "script.py", *words]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ | env
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_a_trainer_that_would_train_alone_on_each_rank_is_refused(tmp_path, package):
+    """As by default on CPUs, where each rank had its own weights at the end and exit status 0."""
+    script = TRAINER.format(package=package)
+    refused = run(tmp_path, script, **TORCHRUN)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    message = "hpctrain: error: this Trainer trains alone on each of the 2 ranks: make it with devices=2, "
+    assert message in refused.stderr and "Traceback" not in refused.stderr, refused.stderr
+    if package == "lightning":
+        separate = run(tmp_path, script, "separate", **TORCHRUN)
+        assert (separate.returncode, separate.stdout) == (0, "trained\n"), separate.stderr
+
+
+# ---- other scripts ----
+
+STEP = "torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1).step()\n"
+GROUP = "torch.distributed.init_process_group('gloo', world_size=1, rank=0)\n"
+# Each process of the script makes a group, as by torch.multiprocessing.spawn().
+PROCESSES = (
+    "import torch, torch.multiprocessing as m\n"
+    f"def work(_):\n    {GROUP}    {STEP}"
+    "if __name__ == '__main__': m.spawn(work)\n"
+)
+SCRIPTS = {
+    "trains alone": f"import torch\n{STEP}{STEP}",
+    "compiles, and trains alone": f"import torch\ntorch.compile(lambda x: x, backend='eager')(1)\n{STEP}",
+    "has processes that join on each node alone": PROCESSES,
+    "does not train": "import torch",
+    "joins": f"import torch\n{GROUP}{STEP}torch.distributed.destroy_process_group()",
+    "joins by a DeviceMesh": f"import torch\ntorch.distributed.init_device_mesh('cpu', (1,))\n{STEP}",
+    "joins by rpc": "import torch, torch.distributed.rpc as r\n"
+    f"r.init_rpc('a', rank=0, world_size=1)\n{STEP}r.shutdown()",
+    "has processes that join": f"import os; os.environ['MASTER_ADDR'] = '127.0.0.2'\n{PROCESSES}",
+}
+# A world of one rank, so that none is waited for, in a job of two.
+ONE_OF_TWO = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0",
+    "HPCTRAIN_WORLD_SIZE": "2", "HPCTRAIN_TASKS_PER_NODE": "2",
+}  # fmt: skip
+WARNING = "hpctrain: warning: each of the 2 ranks trains alone: "
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_rank_0_warns_at_its_first_step_if_it_has_not_joined(tmp_path, script):
+    nodes = {"HPCTRAIN_TASKS_PER_NODE": "1"} if "processes" in script else {}
+    done = run(tmp_path, SCRIPTS[script], **ONE_OF_TWO | nodes)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(WARNING) == script.endswith("alone"), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", [{"RANK": "1"}, {"HPCTRAIN_WORLD_SIZE": "1"}, {"HPCTRAIN_WORLD_SIZE": ""}])
+def test_other_ranks_and_jobs_of_one_rank_do_not_warn(tmp_path, env):
+    done = run(tmp_path, SCRIPTS["trains alone"], **ONE_OF_TWO | env)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_the_hook_compiles_to_nothing(tmp_path):
+    """torch 2.13 compiles the hooks of an optimizer with its step."""
+    script = f"import torch\noptimizer = {STEP.replace('.step()', '')}"
+    script += "torch.compile(optimizer.step, backend='eager')()\n"
+    script += "print(torch._dynamo.utils.counters['graph_break'])"
+    with_hook, without = (run(tmp_path, script, **ONE_OF_TWO | {"RANK": rank}) for rank in "01")
+    assert with_hook.returncode == 0 and WARNING not in with_hook.stderr, with_hook.stderr
+    assert with_hook.stdout == without.stdout
+
+
+def horovod(initialized, size):
+    return {"horovod.torch": SimpleNamespace(is_initialized=lambda: initialized, size=lambda: size)}
+
+
+def mpi(size, finalized=False):
+    world = SimpleNamespace(size=size)
+    library = {"Is_initialized": lambda: True, "Is_finalized": lambda: finalized, "COMM_WORLD": world}
+    return {"mpi4py.MPI": SimpleNamespace(**library)}
+
+
+@pytest.mark.parametrize(
+    ("library", "has_joined"),
+    [
+        ({}, False),
+        (horovod(True, 2), True),
+        (horovod(True, 1), False),
+        (horovod(False, 0), False),
+        (mpi(2), True),
+        (mpi(1), False),
+        (mpi(2, finalized=True), False),
+    ],
+)
+def test_ranks_of_horovod_and_mpi_have_joined(monkeypatch, library, has_joined):
+    for name, module in library.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert lone_ranks._has_joined() == has_joined
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "kind"), [({}, "MULTI_CPU"), ({"ACCELERATE_USE_CPU": "false"}, "NO")], ids=["cpu", "other"]
+)
+def test_a_trainer_of_transformers_joins_on_cpus_or_is_warned(tmp_path, env, kind):
+    """A torch for CPUs tells accelerate that there is no GPU.
+
+    Otherwise accelerate 1.15 makes a process group, and each rank trains alone. _is_alone_in_accelerate()
+    reads a private name of its state.
+    """
+    script = (
+        "import torch\nfrom transformers import TrainingArguments\n"
+        f"print(TrainingArguments('out').distributed_state.distributed_type)\n{STEP}"
+    )
+    done = run(tmp_path, script, **ONE_OF_TWO | env)
+    assert (done.returncode, done.stdout) == (0, f"DistributedType.{kind}\n"), done.stderr
+    warning = (
+        f"{WARNING}on nodes without GPUs, give TrainingArguments(use_cpu=True) or Accelerator(cpu=True)\n"
+    )
+    assert (warning in done.stderr) == (kind == "NO"), done.stderr
+
+
+@pytest.mark.slow
+def test_horovod_that_srun_started_without_mpi_is_warned(tmp_path):
+    """It does not know the other ranks."""
+    launcher = in_image("python", RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, HPCTRAIN_WORLD_SIZE=2)
+    code = f"import torch, horovod.torch as hvd; hvd.init(); print(hvd.size()); {STEP}"
+    done = subprocess.run([*launcher, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stdout + done.stderr
+    assert WARNING in done.stderr, done.stderr
