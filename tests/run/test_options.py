@@ -33,18 +33,18 @@ def train_an_epoch(run):
 
 
 def test_the_defaults_are_those_of_the_command_line():
-    options = RunOptions.from_args(parse())
+    options = RunOptions.from_args(vars(parse()))
     assert options == RunOptions(epochs=2, others=options.others)
 
 
 def test_config_json_has_all_options_of_the_command_line_in_their_order():
     args = parse("--out", "runs/a", "--lr", "0.2")
-    assert list(RunOptions.from_args(args).list_all().items()) == list(vars(args).items())
+    assert list(RunOptions.from_args(vars(args)).list_all().items()) == list(vars(args).items())
 
 
 def test_options_that_change_the_weights():
     args = parse("--out", "a", "--resume", "auto", "--wandb", "--watchdog", "5")
-    assert RunOptions.from_args(args).list_weighty() == {"seed": "1", "epochs": "2", "lr": "0.1"}
+    assert RunOptions.from_args(vars(args)).list_weighty() == {"seed": "1", "epochs": "2", "lr": "0.1"}
 
 
 def test_differences_name_the_options_of_the_command_line():
@@ -86,5 +86,5 @@ def test_a_command_that_is_run_by_another_one_gets_its_prune():
         return True
 
     with prune_with(prune):
-        assert RunOptions.from_args(parse()).prune is prune
-    assert RunOptions.from_args(parse()).prune is None
+        assert RunOptions.from_args(vars(parse())).prune is prune
+    assert RunOptions.from_args(vars(parse())).prune is None

@@ -32,9 +32,14 @@ PRECISIONS: dict[str, Literal["32-true", "bf16-mixed"]] = {"fp32": "32-true", "b
 class TrainerOptions(Protocol):
     """The options of a command that make_trainer() uses."""
 
-    epochs: int
-    batch_size: int
-    precision: str
+    @property
+    def epochs(self) -> int: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def precision(self) -> str: ...
 
 
 def quiet() -> None:

@@ -1,16 +1,12 @@
 """The options of a fine-tuning; training/options.py has their parser, and says what they mean."""
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
-class FineTuneOptions(argparse.Namespace):
-    """The options of `hpctrain nlp.<task>`, with all defaults filled in; None where one is not given.
-
-    It is a Namespace for Run and make_trainer(), which take the options of all trainers.
-    """
+class FineTuneOptions:
+    """The options of `hpctrain nlp.<task>`, with all defaults filled in; None where one is not given."""
 
     # the model
     model: str | None

@@ -1,6 +1,5 @@
 """The options of a run, and which of them have to stay the same when the run is resumed."""
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -88,9 +87,8 @@ class RunOptions:
             ) from None
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> "RunOptions":
-        """The options that trainer_parser() has parsed. `others` are all of them, in their order."""
-        options = vars(args)
+    def from_args(cls, options: Mapping[str, Any]) -> "RunOptions":
+        """The options that trainer_parser() has parsed, by name. `others` are all of them, in their order."""
         own = {name: options[name] for name in _list_names() if name in options}
         return cls(**own, others={**options}, prune=_prune.get())
 

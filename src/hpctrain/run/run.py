@@ -86,7 +86,7 @@ class Run:
         folder.
         """
         if isinstance(options, argparse.Namespace):
-            options = RunOptions.from_args(options)
+            options = RunOptions.from_args(vars(options))
         self.world = world
         found: list[str | None] = []
         with all_or_none(world):

@@ -53,6 +53,7 @@ from hpctrain.nlp.training.step_graphs import check_layers
 from hpctrain.run.config import versions
 from hpctrain.run.flops import count_text_flops
 from hpctrain.run.folder import find_earlier_checkpoint
+from hpctrain.run.options import RunOptions
 from hpctrain.run.run import Run
 from hpctrain.text import counted, one_line
 from hpctrain.training.batches import steps_per_epoch
@@ -72,7 +73,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
     quiet()
     with process_group(world, device, cpu_tensors=args.cpu_offload):
         examples = read_examples(task, args, world)
-        run = Run(world, f"nlp.{task.name}", args, device)
+        run = Run(world, f"nlp.{task.name}", RunOptions.from_args(vars(args)), device)
         run.best.patience = args.patience
         run.in_parts = args.strategy == "fsdp" and world.size > 1
 
@@ -145,7 +146,8 @@ def prepare_model(
     cannot be trained with these options, or not in the memory of this rank.
     """
     with all_or_none(run.world):
-        check_compiler(args, run.world.rank)
+        if args.compile:
+            check_compiler(run.world.rank)
         check_memory(folder, args, run.world, device)
         tokenizer = load_tokenizer(folder)
         labels, origin = choose_labels(task, folder, train)
