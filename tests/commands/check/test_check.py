@@ -50,20 +50,25 @@ GPUS = {
     "asked for and not in the container": (
         {"SLURM_GPUS_ON_NODE": "4"},
         [
-            "rank 0 on n1: the job has a GPU (SLURM_GPUS_ON_NODE=4), but there is no /dev/nvidia* here ",
+            "rank 0 on n1: the job has a GPU (SLURM_GPUS_ON_NODE=4), "
+            "but there is no /dev/nvidia* here that this user may open: ",
             CPU_BUILD,
         ],
     ),
     "there without the driver's library": (
         {"prepare": GPU_DEVICE, "SLURM_GPUS_ON_NODE": "1"},
         [
-            "rank 0 on n1: /dev/nvidia0 is visible, but libcuda.so.1 is not found: start the container with ",
+            "rank 0 on n1: /dev/nvidia0 is visible, but libcuda.so.1 is not found: "
+            "start the container with --gpu ",
             CPU_BUILD,
         ],
     ),
     "wanted and not asked for": (
         {"arguments": ["--device", "cuda"]},
-        ["rank 0 on n1: --device cuda, but there is no /dev/nvidia* here: request a GPU from the scheduler"],
+        [
+            "rank 0 on n1: --device cuda, but there is no /dev/nvidia* here: "
+            "request a GPU from the scheduler (--gpus-per-node)"
+        ],
     ),
 }
 
