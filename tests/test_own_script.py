@@ -95,7 +95,7 @@ def test_the_last_step_resumes_bit_for_bit(tmp_path):
 
 
 def test_the_import_does_nothing():
-    code = "import sys; before = set(sys.modules); hook = sys.excepthook; import hpctrain; assert sys.excepthook is hook; "
+    code = "import sys; hook = sys.excepthook; import hpctrain; assert sys.excepthook is hook; "
     code += "print([name for name in sys.modules if name.startswith(('torch', 'numpy', 'hpctrain.'))])"
     assert python(code).stdout == "[]\n"
 
@@ -310,10 +310,12 @@ class Module(lightning.LightningModule):
         return self.layer(batch).mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+names = ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"]
+quiet = dict.fromkeys(names, False)
 if sys.argv[1:]:
     del os.environ["HPCTRAIN_WORLD_SIZE"]
-lightning.Trainer(accelerator="cpu", max_epochs=1, **quiet).fit(Module(), torch.utils.data.DataLoader(torch.ones(4, 2)))
+loader = torch.utils.data.DataLoader(torch.ones(4, 2))
+lightning.Trainer(accelerator="cpu", max_epochs=1, **quiet).fit(Module(), loader)
 print("trained")
 """
 
@@ -321,7 +323,7 @@ print("trained")
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
 def test_a_trainer_that_would_train_alone_on_each_rank_is_refused(tmp_path, package):
-    """As the defaults of Trainer do on CPUs, where each rank had its own weights at the end and exit status 0."""
+    """The defaults of Trainer do on CPUs: each rank had its own weights at the end, and exit status 0."""
     (tmp_path / "script.py").write_text(TRAINER.format(package=package))
     env = {
         "TORCHELASTIC_RUN_ID": "1",
@@ -342,7 +344,8 @@ def test_a_trainer_that_would_train_alone_on_each_rank_is_refused(tmp_path, pack
 
     refused = run()
     assert (refused.returncode, refused.stdout) == (2, "")
-    message = "hpctrain: error: this Trainer trains alone on each of the 2 ranks: make it with devices=2, num_nodes=1"
+    message = "hpctrain: error: this Trainer trains alone on each of the 2 ranks: "
+    message += "make it with devices=2, num_nodes=1"
     assert message in refused.stderr and "Traceback" not in refused.stderr, refused.stderr
     if package == "lightning":
         separate = run("separate")
@@ -380,7 +383,7 @@ def test_a_rank_ends_after_the_threads_of_torch(tmp_path):
 
 
 def test_a_rank_keeps_the_groups_that_its_script_destroys(tmp_path):
-    """Examples of accelerate, whose model is freed after that, never ended: DDP freed the group, and waited for its threads."""
+    """Examples of accelerate free the model later, and never ended: DDP freed the group."""
     path = tmp_path / "script.py"
     path.write_text(
         "import gc, weakref, torch, torch.distributed as dist\n"
@@ -404,14 +407,18 @@ SCRIPTS = {
     "alone": "import torch",
     "an error before": "import torch; raise ValueError",
     "a wrong option": "import argparse, torch; argparse.ArgumentParser().parse_args(['--wrong'])",
-    "torch": "import torch.distributed as dist; dist.init_process_group('gloo', world_size=1); dist.destroy_process_group()",
-    "DeviceMesh": "import torch; torch.distributed.init_device_mesh('cpu', (1,)); torch.distributed.destroy_process_group()",
+    "torch": "import torch.distributed as dist; dist.init_process_group('gloo', world_size=1); "
+    "dist.destroy_process_group()",
+    "DeviceMesh": "import torch; torch.distributed.init_device_mesh('cpu', (1,)); "
+    "torch.distributed.destroy_process_group()",
     "rpc": "import torch.distributed.rpc as rpc; rpc.init_rpc('a', rank=0, world_size=1); rpc.shutdown()",
-    "its programs": "import os, subprocess as s, sys, torch; os.environ['MASTER_ADDR'] = '127.0.0.2'; s.run([sys.executable, "
-    "'-c', 'import torch.distributed as d; d.init_process_group(\"gloo\", world_size=1)'])",
+    "its programs": "import os, subprocess as s, sys, torch; os.environ['MASTER_ADDR'] = '127.0.0.2'; "
+    "s.run([sys.executable, '-c', 'import torch.distributed as d; "
+    'd.init_process_group("gloo", world_size=1)\'])',
     "its processes on this node alone": "import torch.distributed as d, torch.multiprocessing as m\n"
     "m.start_processes(lambda _: d.init_process_group('gloo', world_size=1), start_method='fork')",
-    "a process of a script": "import os, subprocess as s, sys, torch; s.run([sys.executable, '-c', 'import torch']); os._exit(0)",
+    "a process of a script": "import os, subprocess as s, sys, torch; "
+    "s.run([sys.executable, '-c', 'import torch']); os._exit(0)",
 }
 
 
@@ -449,7 +456,8 @@ def test_a_trainer_of_transformers_joins_on_cpus_or_the_end_says_so(tmp_path):
     """
     path = tmp_path / "script.py"
     path.write_text(
-        "from transformers import TrainingArguments; print(TrainingArguments('out').distributed_state.distributed_type)"
+        "from transformers import TrainingArguments\n"
+        "print(TrainingArguments('out').distributed_state.distributed_type)"
     )
     env = {
         "RANK": "0",

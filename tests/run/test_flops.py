@@ -1,4 +1,4 @@
-"""Floating-point operations of models, against counts by hand, and the share of a GPU's peak in result.json."""
+"""Floating-point operations of models as counted by hand, and the share of a GPU's peak in result.json."""
 
 import json
 from functools import partial
@@ -20,14 +20,14 @@ from tests.helpers import write_digits
 
 
 def count_bert(tokens):
-    """The forward pass of BERT-base: 12 layers of 768, feed-forward 3072; its pooler and two classes see one token."""
+    """The forward pass of BERT-base: 12 layers of 768, feed-forward 3072; the pooler sees one token."""
     projections = 2 * tokens * (4 * 768 * 768 + 2 * 768 * 3072)
     attention = 2 * 2 * tokens * tokens * 768  # scores, and the sum of the values
     return 12 * (projections + attention) + 2 * 768 * 768 + 2 * 768 * 2
 
 
 def count_llama(tokens):
-    """The forward pass of 4 layers of 256 with 8 heads, of which 2 have keys and values, gated feed-forward 512, 1,000 tokens."""
+    """The forward pass of 4 layers of 256: 8 heads, 2 with keys and values, feed-forward 512."""
     projections = 2 * tokens * (2 * 256 * 256 + 2 * 256 * 64 + 3 * 256 * 512)
     attention = 2 * 2 * tokens * tokens * 256
     return 4 * (projections + attention) + 2 * tokens * 256 * 1000
@@ -64,7 +64,7 @@ def test_llama():
 
 
 def test_resnet50():
-    """4.09 GMAC at 224 x 224 (torchvision's table of weights); the first convolution has no gradient of its input."""
+    """4.09 GMAC at 224 x 224 (torchvision's table). The first convolution has no gradient of its input."""
     first = 2 * 112 * 112 * 64 * 3 * 7 * 7
     with torch.device("meta"):
         model = ResNet50(3, 1000)
