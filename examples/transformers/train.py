@@ -16,7 +16,10 @@ from hpctrain.transformers import RunFolder  # hpctrain
 
 
 class Sentences(Dataset):
-    """Random sentences of eight subword tokens; the label says whether the first is of the upper half of the vocabulary."""
+    """Random sentences of eight subword tokens.
+
+    The label says whether the first token is from the upper half of the vocabulary.
+    """
 
     tokens = torch.randint(100, (512, 8), generator=torch.Generator().manual_seed(0))
 

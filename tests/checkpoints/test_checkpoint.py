@@ -113,6 +113,23 @@ def test_a_checkpoint_of_somebody_else_is_one_line(run):
     assert optimizer.param_groups[0]["momentum"] == 0.9
 
 
+def test_a_compiled_model_is_unwrapped_although_it_has_a_part_named_module():
+    """The wrapper of torch.compile passes on the attributes of the model."""
+
+    class OptimizedModule(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self._orig_mod = model
+
+        def __getattr__(self, name):
+            if name == "_orig_mod":
+                return super().__getattr__(name)
+            return getattr(self._orig_mod, name)
+
+    model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 1)})
+    assert checkpoint.unwrap(OptimizedModule(model)) is model
+
+
 def test_no_checkpoint(run):
     with pytest.raises(HpctrainError, match="no checkpoint to resume from"):
         checkpoint.find_newest(run)

@@ -1,4 +1,4 @@
-"""A flipped bit in anything that is stored is never loaded as something else: by a seed, so that each run flips the same ones."""
+"""A flipped bit in a stored file is never loaded as another value. The bits depend on a seed."""
 
 import random
 import shutil
@@ -108,7 +108,7 @@ def test_the_best_weights_of_a_fine_tuning(tmp_path):
 
 
 def test_checkpoints_in_parts(tmp_path):
-    """The files of two ranks: with a flipped bit in one of them, the checkpoint before is the newest, or nothing has changed."""
+    """After a flipped bit in a rank's file, the checkpoint before is the newest, or the bit has no effect."""
     state = {
         "epoch": 1,
         "step": 0,

@@ -1,4 +1,4 @@
-"""Trainers of Lightning and transformers in scripts of users: stopped and killed at any step, they end with the same weights."""
+"""Trainers of Lightning and transformers in users' scripts resume with the same weights."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def run_script(path, prepare=None):
 
 
 def stop_after(steps):
-    """In a rank: ask for the end of the job after so many optimizer steps, as the launch script does; the ranks stop at once."""
+    """In a rank: ask for the end of the job after so many optimizer steps, as the launch script does."""
     saver.MOST_STEPS = 1
     done = Counter()
 
@@ -45,7 +45,7 @@ def stop_after(steps):
 
 
 def kill_at_sync(number):
-    """In a rank: end without warning when this file or folder of checkpoints, counted from 1, is synced to disk."""
+    """In a rank: kill the process when this file or folder of checkpoints, from 1, is synced to disk."""
     synced, fsync = Counter(), os.fsync
 
     def count(descriptor):
@@ -148,7 +148,8 @@ def fit(name, module=None, data=None, again=False, **options):
     folder = RunFolder(name)
     quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
     options = {"max_epochs": 1} | options
-    trainer = Trainer(accelerator="cpu", devices=1, callbacks=[folder], plugins=[WorldEnvironment(ALONE)], **quiet, **options)
+    options |= {"callbacks": [folder], "plugins": [WorldEnvironment(ALONE)]}
+    trainer = Trainer(accelerator="cpu", devices=1, **quiet, **options)
     loader = DataLoader(torch.ones(4, 2) if data is None else data)
     trainer.fit(module or Module(), loader, ckpt_path=None if again else folder.ckpt_path)
     return folder

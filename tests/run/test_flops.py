@@ -1,4 +1,4 @@
-"""Floating-point operations of models, against counts by hand, and the share of a GPU's peak in result.json."""
+"""Floating-point operations of models as counted by hand, and the share of a GPU's peak in result.json."""
 
 import json
 from functools import partial
@@ -9,25 +9,24 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
+from hpctrain.cli import load_command
 from hpctrain.distributed.world import ALONE
-from hpctrain.nlp.tasks import classify
 from hpctrain.nlp.training.finetune import run_empty
 from hpctrain.run import flops, run
 from hpctrain.run.run import Run
-from hpctrain.vision import train_lightning
 from hpctrain.vision.model import ResNet50
 from tests.helpers import write_digits
 
 
 def count_bert(tokens):
-    """The forward pass of BERT-base: 12 layers of 768, feed-forward 3072; its pooler and two classes see one token."""
+    """The forward pass of BERT-base: 12 layers of 768, feed-forward 3072; the pooler sees one token."""
     projections = 2 * tokens * (4 * 768 * 768 + 2 * 768 * 3072)
     attention = 2 * 2 * tokens * tokens * 768  # scores, and the sum of the values
     return 12 * (projections + attention) + 2 * 768 * 768 + 2 * 768 * 2
 
 
 def count_llama(tokens):
-    """The forward pass of 4 layers of 256 with 8 heads, of which 2 have keys and values, gated feed-forward 512, 1,000 tokens."""
+    """The forward pass of 4 layers of 256: 8 heads, 2 with keys and values, feed-forward 512."""
     projections = 2 * tokens * (2 * 256 * 256 + 2 * 256 * 64 + 3 * 256 * 512)
     attention = 2 * 2 * tokens * tokens * 256
     return 4 * (projections + attention) + 2 * tokens * 256 * 1000
@@ -64,7 +63,7 @@ def test_llama():
 
 
 def test_resnet50():
-    """4.09 GMAC at 224 x 224 (torchvision's table of weights); the first convolution has no gradient of its input."""
+    """4.09 GMAC at 224 x 224 (torchvision's table). The first convolution has no gradient of its input."""
     first = 2 * 112 * 112 * 64 * 3 * 7 * 7
     with torch.device("meta"):
         model = ResNet50(3, 1000)
@@ -96,15 +95,15 @@ def test_utilization(name, share):
 
 
 @pytest.mark.parametrize(
-    ("main", "options"),
-    [(train_lightning.main, []), (classify.main, ["--limit", "64", "--batch-size", "16"])],
+    ("command", "options"),
+    [("train_lightning", []), ("nlp.classify", ["--limit", "64", "--batch-size", "16"])],
 )
-def test_result_has_the_share_of_the_peak(tmp_path, monkeypatch, main, options):
+def test_result_has_the_share_of_the_peak(tmp_path, monkeypatch, command, options):
     """As on a GPU, where alone it is counted."""
     monkeypatch.setattr(Run, "count_flops", lambda self, count: setattr(self, "_flops", count()))
     monkeypatch.setattr(run, "utilization", lambda flops_per_s, name, precision: {"counted": flops_per_s})
-    data = [] if main is classify.main else ["--data", str(write_digits(tmp_path / "data"))]
-    main(ALONE, [*options, *data, "--epochs", "1", "--out", str(tmp_path / "run")])
+    data = ["--data", str(write_digits(tmp_path / "data"))] if command == "train_lightning" else []
+    load_command(command).main(ALONE, [*options, *data, "--epochs", "1", "--out", str(tmp_path / "run")])
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
     per_example = figures["counted"] / figures["examples_per_s"]
     assert per_example == pytest.approx(71_565_312) if data else 1e5 < per_example < 1e9

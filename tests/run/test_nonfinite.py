@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: the error says where they began, and --on-nan skip goes on without those steps."""
+"""Losses and gradients that are not finite: the error says where they began; --on-nan skip goes on."""
 
 import inspect
 import json
@@ -106,7 +106,8 @@ def test_stop_names_the_step_the_rank_and_the_examples(tmp_path, trainer):
     assert done.returncode == 1
     found = re.findall(r"hpctrain: error: (.*)", done.stderr)
     assert len(found) == 1, done.stderr
-    error = r"train_loss is nan at epoch \d, step (\d+), since step (\d+) on rank \d with the training examples ([\d, ]+) "
+    error = r"train_loss is nan at epoch \d, step (\d+), since step (\d+) on rank \d "
+    error += r"with the training examples ([\d, ]+) "
     noticed, since, examples = re.match(error, found[0]).groups()
     assert int(since) <= int(noticed) and BAD in map(int, examples.split(", ")), found
     assert "use a smaller --lr, or --on-nan skip (earlier checkpoints are in run)" in found[0]
@@ -182,7 +183,8 @@ def test_the_error_names_the_first_step():
     with pytest.raises(HpctrainError) as caught:
         nonfinite.check({"train_loss": float("nan")}, "epoch 3, step 103", "advice")
     assert str(caught.value) == (
-        "train_loss is nan at epoch 3, step 103, since step 102 on rank 0 with the training examples 1, 17 (counted from 0): "
+        "train_loss is nan at epoch 3, step 103, since step 102 on rank 0 "
+        "with the training examples 1, 17 (counted from 0): "
         "training diverged, use a smaller --lr, or --on-nan skip (advice)"
     )
     nonfinite.clear()

@@ -69,7 +69,7 @@ EIGHT = pytest.param("train_ddp", 8, marks=pytest.mark.slow)
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """A function that returns the folder of a run of a case that was not cut, with checkpoints every 3 steps."""
+    """A function: the folder of a whole run of a case, with checkpoints every 3 steps."""
     folders = {}
 
     def folder_of(trainer, launcher):
@@ -114,7 +114,7 @@ def test_a_run_cut_within_an_epoch(tmp_path, whole_run, trainer, launcher):
 
 @pytest.mark.parametrize(("trainer", "launcher"), [*CASES, FSDP], ids=[*IDS, "fsdp-4"])
 def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path, whole_run, trainer, launcher):
-    """Again and again, right after each start, as in a job that is preempted at once; with the command line of the first."""
+    """A job that is preempted right after each start, with the same command line."""
     control = tmp_path / "control"
     last = 1 if launcher is HOROVOD_FOUR or trainer == "train_fsdp" else 2
     for restart in range(last + 1):
@@ -203,8 +203,9 @@ def test_options_that_change_the_result_are_refused_by_name(tmp_path):
     changed = ["--epochs", "2", "--batch-size", "16", "--seed", "2", "--resume", "run"]
     done = run(1, "train_ddp", "--data", "digits", *changed, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr == (
-        "hpctrain: error: run/checkpoints/epoch-0001.pt was saved with other options: --batch-size 16 instead of 32, --seed 2 "
-        "instead of 1: give those of that run, or --force to go on with these\n"
+        "hpctrain: error: run/checkpoints/epoch-0001.pt was saved with other options: "
+        "--batch-size 16 instead of 32, --seed 2 instead of 1: "
+        "give those of that run, or --force to go on with these\n"
     )
     assert before == {path: path.read_bytes() for path in (tmp_path / "run/checkpoints").iterdir()}
     assert len(metrics(tmp_path / "run")) == 6

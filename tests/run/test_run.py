@@ -1,4 +1,4 @@
-"""The run folder: its JSON files appear complete or not at all, and name the image's digest even if that is known late."""
+"""The run folder: its files appear complete or not at all, and config.json gets the image's digest."""
 
 import argparse
 import json
@@ -388,7 +388,8 @@ for step in range(1, 400):
         threading.Timer(2, lambda: os.truncate("small/filler", 0)).start()
 opened.finish(run.torch.nn.Linear(2, 1))
 steps = [json.loads(line)["train_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-board = [point.value for point in EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("train_loss")]
+points = EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("train_loss")
+board = [point.value for point in points]
 assert steps == board == [*range(1, 400)], (steps, board)
 assert (folder / "logs/rank-0000.log").read_text().count("train_loss") == 399
 run.os._exit(0)
@@ -398,10 +399,8 @@ run.os._exit(0)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("hpctrain: ")]
-    assert (
-        said
-        == "hpctrain: small/run/metrics.jsonl: cannot be written (No space left on device); trying again for 300 s"
-    )
+    advice = "cannot be written (No space left on device); trying again for 300 s"
+    assert said == f"hpctrain: small/run/metrics.jsonl: {advice}"
 
 
 def test_the_log_of_10_000_steps_is_short(tmp_path, capsys):
@@ -519,8 +518,8 @@ def test_a_checkpoint_of_another_model_is_skipped_and_none_that_fits_is_one_line
     )
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert (
-        "run: none of its checkpoints can be resumed from (the newest, epoch-0002.pt: it is of another model: "
-        in done.stderr
+        "run: none of its checkpoints can be resumed from "
+        "(the newest, epoch-0002.pt: it is of another model: " in done.stderr
     )
 
 

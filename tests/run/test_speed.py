@@ -196,7 +196,7 @@ def count_tokens(monkeypatch, counts):
 
 
 def test_result_has_tokens_without_padding(tmp_path, monkeypatch):
-    """Of the examples that were trained on: one of 65 is left out in each epoch, and an evaluation is not training."""
+    """One of 65 examples is left out in each epoch, and an evaluation does not count."""
     counts = []
     count_tokens(monkeypatch, counts)
     options = [

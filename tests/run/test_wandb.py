@@ -1,4 +1,4 @@
-"""--wandb: a live run of Weights & Biases, or an offline one, and a training that goes on whatever the service does."""
+"""--wandb: a live or an offline run of Weights & Biases. The training goes on whatever the service does."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ OPTIONS = ["--checkpoint-every", "3", "--out", "run", "--resume", "auto", "--wan
 
 
 class Service(BaseHTTPRequestHandler):
-    """As much of W&B's service as its client needs to make a run, to go on with it, and to send its history."""
+    """The part of W&B's service that its client needs to create and resume a run and to send its history."""
 
     protocol_version = "HTTP/1.1"
     history: dict[int, dict[str, float]]  # by the number of the line
