@@ -61,7 +61,8 @@ if __name__ == "__main__":
                 else f"ended with status {failure.exitcode}"
             )
             sys.exit(
-                f"hpctrain: rank {rank} was the first to fail on {node}: process {failure.pid} {how}, see its lines above"
+                f"hpctrain: rank {rank} was the first to fail on {node}: process {failure.pid} {how}, "
+                "see its lines above"
             )
         except (
             RendezvousConnectionError

@@ -1,4 +1,4 @@
-"""A user's own script: PyTorch DDP with the environment variables that torchrun sets, independent of hpctrain."""
+"""A user's own script: PyTorch DDP with the variables that torchrun sets, independent of hpctrain."""
 
 import gc
 import os

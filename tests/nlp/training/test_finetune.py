@@ -488,7 +488,8 @@ def test_log_says_whether_a_question_or_an_answer_is_too_long(config, tmp_path, 
         0.01,
     )
     shown = capsys.readouterr().out
-    lost = r"examples with an answer longer than 64 tokens or than a window, so no prediction can be right; the first: "
+    lost = "examples with an answer longer than 64 tokens or than a window, "
+    lost += "so no prediction can be right; the first: "
     assert re.search(rf"test: 1 of .* {lost}.*dev\.json, question long", shown), shown
     assert re.search(
         r"train: 1 of .* examples with a question too long for --max-length 384 and truncated; .*long", shown

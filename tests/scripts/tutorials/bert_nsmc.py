@@ -38,10 +38,11 @@ if __name__ == "__main__":
     )
     data = TensorDataset(texts["input_ids"], texts["attention_mask"], torch.tensor(list(reviews["label"])))
     ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    trainer = pl.Trainer(accelerator="auto", strategy="ddp", devices=here, num_nodes=ranks // here, max_epochs=1,
-                         logger=False, enable_checkpointing=False)  # fmt: skip
+    trainer = pl.Trainer(accelerator="auto", strategy="ddp", devices=here, num_nodes=ranks // here,
+                         max_epochs=1, logger=False, enable_checkpointing=False)  # fmt: skip
     trainer.fit(Sentiment(sys.argv[1]), DataLoader(data, batch_size=4, shuffle=True))
     print(
-        f"rank {trainer.global_rank} of {trainer.world_size} loss {trainer.callback_metrics['loss_epoch']:.6f}",
+        f"rank {trainer.global_rank} of {trainer.world_size} "
+        f"loss {trainer.callback_metrics['loss_epoch']:.6f}",
         flush=True,
     )

@@ -1,4 +1,4 @@
-"""MNIST by pytorch_lightning and torchvision, as in the tutorial "Lightning on Neuron": a module, a data module, a Trainer."""
+"""MNIST by pytorch_lightning and torchvision, as in the tutorial "Lightning on Neuron"."""
 
 import os
 
@@ -49,8 +49,8 @@ class Classifier(pl.LightningModule):
 if __name__ == "__main__":
     pl.seed_everything(0)
     ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    trainer = pl.Trainer(accelerator="auto", strategy="ddp", devices=here, num_nodes=ranks // here, max_epochs=1,
-                         logger=False, enable_checkpointing=False)  # fmt: skip
+    trainer = pl.Trainer(accelerator="auto", strategy="ddp", devices=here, num_nodes=ranks // here,
+                         max_epochs=1, logger=False, enable_checkpointing=False)  # fmt: skip
     trainer.fit(Classifier(), Digits())
     print(
         f"rank {trainer.global_rank} of {trainer.world_size} loss {trainer.callback_metrics['loss']:.6f}",

@@ -1,4 +1,4 @@
-"""torchvision's ResNet-50 by DDP on random images like CIFAR, as in HPC_helper and in NERSC's tutorial from one GPU to many."""
+"""torchvision's ResNet-50 by DDP on random images like CIFAR, as in HPC_helper and in NERSC's tutorial."""
 
 import os
 
