@@ -1,4 +1,1 @@
-"""Fine-tuning of language models: one module per task.
-
-Tasks read published data sets, or the sample data in this package.
-"""
+"""Fine-tuning of language models on published data sets, or on the samples of this package."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hpctrain.nlp.data.formats import are_most_letters
 
-# What KorQuAD's evaluation script replaces by a space. It deletes the rest of string.punctuation.
+# Characters that KorQuAD's evaluation script replaces by a space; it deletes the rest of string.punctuation.
 SPACES = str.maketrans(dict.fromkeys("'\"《》<>〈〉()‘’", " "))  # noqa: RUF001 - as in that script
 PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
 
