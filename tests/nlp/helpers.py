@@ -7,6 +7,7 @@ import sys
 from hpctrain.distributed.world import ALONE
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.tasks import classify, generate, instruct, ner, pair, qa
+from hpctrain.nlp.training import finetune
 from hpctrain.nlp.use import predict
 
 TASKS = {module.TASK.name: module for module in (classify, pair, ner, qa, generate, instruct)}
@@ -29,7 +30,7 @@ def train(task, out, *options):
     """Run a fine-tuning in this process; returns its folder."""
     hook = sys.excepthook
     try:
-        TASKS[task].main(ALONE, [*map(str, options), "--out", str(out)])
+        finetune.fine_tune(TASKS[task].TASK, ALONE, [*map(str, options), "--out", str(out)])
     finally:
         sys.excepthook = hook  # the run has replaced it
     return out
