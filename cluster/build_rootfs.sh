@@ -1,12 +1,13 @@
 #!/bin/bash
 # build_rootfs.sh DIR - build the root file system of all nodes of the test cluster.
 #
-# Debian trixie (Slurm 24.11 with the commands of PBS, munge, Open MPI 5, podman, environment modules) with apptainer from sid,
-# podman-hpc from PyPI, and the users alice and bob. It takes about a minute and 800 MB.
+# Debian trixie (Slurm 24.11 with the commands of PBS, munge, Open MPI 5, podman, environment modules) with
+# apptainer from sid, podman-hpc from PyPI, and the users alice and bob. It takes about a minute and 800 MB.
 # DIR appears when it is complete. If this version of the script has made it before, nothing happens.
 set -euo pipefail
 
-usage='usage: build_rootfs.sh DIR    build the root file system of the test cluster in DIR (needs root and mmdebstrap)'
+usage='usage: build_rootfs.sh DIR
+build the root file system of the test cluster in DIR (needs root and mmdebstrap)'
 
 packages=(
     # the scheduler and its authentication
@@ -45,8 +46,8 @@ debian_mirror() {
 install_packages() {
     local debian keyring=/usr/share/keyrings/debian-archive-keyring.gpg
     debian=$(debian_mirror)
-    # trixie is the default release, so only apptainer, which trixie lacks, comes from sid. sid's index is valid for a week;
-    # an old mirror or a wrong clock must not stop the tests.
+    # trixie is the default release, so only apptainer, which trixie lacks, comes from sid. sid's index is
+    # valid for a week; an old mirror or a wrong clock must not stop the tests.
     # In its own mount namespace, because a killed build then leaves no mounts.
     unshare --mount --propagation private \
         mmdebstrap --quiet --mode=root --variant=apt --include="${packages[*]}" \
@@ -64,15 +65,18 @@ install_packages() {
 install_podman_hpc() {
     local root=$1 home=/opt/podman-hpc file
     chroot "$root" python3 -m venv --system-site-packages "$home"
-    # pip runs in ROOT with the host names and certificates of this host, which are mounted only while it runs.
+    # pip runs in ROOT with the host names and certificates of this host, which are mounted only while it
+    # runs.
     touch "$root/etc/hosts" "$root/etc/resolv.conf"
-    echo 'podman-hpc==1.2.2 --hash=sha256:e83201400609e82eabf7aae0503ad36f2fbb34e70bcc0f12ea3ff19788af8d79' >"$root/tmp/podman-hpc.lock"
+    echo 'podman-hpc==1.2.2 --hash=sha256:e83201400609e82eabf7aae0503ad36f2fbb34e70bcc0f12ea3ff19788af8d79' \
+        >"$root/tmp/podman-hpc.lock"
     # shellcheck disable=SC2016  # the inner shell expands them
     PIP_CERT=/etc/ssl/certs/ca-certificates.crt unshare --mount --propagation private bash -euc '
         for file in /etc/{hosts,resolv.conf,ssl/certs}; do
             mount --bind "$file" "$1$file"
         done
-        chroot "$1" "$2/bin/pip" install --quiet --no-deps --no-cache-dir --require-hashes -r /tmp/podman-hpc.lock
+        chroot "$1" "$2/bin/pip" install --quiet --no-deps --no-cache-dir --require-hashes \
+            -r /tmp/podman-hpc.lock
     ' - "$root" "$home"
     rm "$root/tmp/podman-hpc.lock"
     chroot "$root" "$home/bin/pip" --quiet uninstall --yes pip
@@ -84,8 +88,9 @@ install_podman_hpc() {
     make_static_mksquashfs "$root"
 }
 
-# make_static_mksquashfs ROOT: podman-hpc runs mksquashfs inside the image that it squashes, so it must not need a library of
-# the image. Debian has no static mksquashfs; this script contains the dynamic one with its libraries.
+# make_static_mksquashfs ROOT: podman-hpc runs mksquashfs inside the image that it squashes, so it must not
+# need a library of the image. Debian has no static mksquashfs; this script contains the dynamic one with its
+# libraries.
 make_static_mksquashfs() {
     local root=$1
     cat >"$root/usr/bin/mksquashfs.static" <<'END'
@@ -98,12 +103,13 @@ exit
 END
     # shellcheck disable=SC2016  # the inner shell expands them
     chroot "$root" sh -c 'tar -c --dereference --transform "s|.*/||" \
-        /usr/bin/mksquashfs $(ldd /usr/bin/mksquashfs | grep -o "/[^ ]*") 2>/dev/null' >>"$root/usr/bin/mksquashfs.static"
+        /usr/bin/mksquashfs $(ldd /usr/bin/mksquashfs | grep -o "/[^ ]*") 2>/dev/null' \
+        >>"$root/usr/bin/mksquashfs.static"
     chmod 755 "$root/usr/bin/mksquashfs.static"
 }
 
-# add_users ROOT: add ordinary users who can start containers (useradd gives each a range of subordinate ids) and can log in to
-# every node by ssh. A cluster starts with a copy of this /home.
+# add_users ROOT: add ordinary users who can start containers (useradd gives each a range of subordinate ids)
+# and can log in to every node by ssh. A cluster starts with a copy of this /home.
 add_users() {
     local root=$1 user
     for user in alice:1000 bob:1001; do
@@ -125,14 +131,18 @@ configure() {
     # All nodes have the same known host key, so ssh never asks about an unknown host.
     sed 's/^/login,n* /' "$root/etc/ssh/ssh_host_ed25519_key.pub" >"$root/etc/ssh/ssh_known_hosts"
     printf '%s\n' 'UsePAM no' 'PasswordAuthentication no' >"$root/etc/ssh/sshd_config.d/cluster.conf"
-    # By default apptainer passes on all capabilities, which fails for a root without some of them, as in a container.
-    sed -i 's/^root default capabilities.*/root default capabilities = file/' "$root/etc/apptainer/apptainer.conf"
-    # The nodes have no fabric. With Open MPI 5's default, which includes ofi and uct, some starts of Horovod hung.
+    # By default apptainer passes on all capabilities, which fails for a root without some of them, as in a
+    # container.
+    sed -i 's/^root default capabilities.*/root default capabilities = file/' \
+        "$root/etc/apptainer/apptainer.conf"
+    # The nodes have no fabric. With Open MPI 5's default, which includes ofi and uct, some starts of Horovod
+    # hung.
     echo 'btl = tcp,self,sm' >>"$root/etc/openmpi/openmpi-mca-params.conf"
     # cluster/slurm/qsub comes before Slurm's own in PATH.
     ln -s /etc/slurm/qsub "$root/usr/local/bin/qsub"
     # A module as a site offers one: the image's environment, which extract_environment.sh puts on the nodes.
-    printf '%s\n' '#%Module' 'module-whatis {PyTorch, Horovod and hpctrain}' 'prepend-path PATH /opt/hpctrain/bin' \
+    printf '%s\n' '#%Module' 'module-whatis {PyTorch, Horovod and hpctrain}' \
+        'prepend-path PATH /opt/hpctrain/bin' \
         >"$root/usr/share/modules/modulefiles/pytorch"
     # Each node writes its own host name, and there is no DNS.
     rm -f "$root/etc/hostname" "$root/etc/resolv.conf"
@@ -168,7 +178,8 @@ umask 022
 for attempt in 1 2 3; do
     rm -rf --one-file-system "$part"
     ! install_packages "$part" >&2 || break
-    ((attempt < 3)) || die "mmdebstrap failed three times, see above; check the network and the mirror $(debian_mirror)"
+    ((attempt < 3)) ||
+        die "mmdebstrap failed three times, see above; check the network and the mirror $(debian_mirror)"
     echo "build_rootfs.sh: mmdebstrap failed; trying again" >&2
 done
 install_podman_hpc "$part" >&2

@@ -1,10 +1,10 @@
 #!/bin/bash
-# cluster.sh - a small supercomputer on one machine: a login node and compute nodes with Slurm, made of Linux namespaces. Each
-# node has its own host name, network address, processes, /tmp and /dev, and a writable layer of its own over one root file
-# system (build_rootfs.sh). All nodes share /home and /project.
+# cluster.sh - a small supercomputer on one machine: a login node and compute nodes with Slurm, made of Linux
+# namespaces. Each node has its own host name, network address, processes, /tmp and /dev, and a writable layer
+# of its own over one root file system (build_rootfs.sh). All nodes share /home and /project.
 #
-# How it works: each node is one `unshare` process, whose child is process 1 of the node (machine.sh). The pid of the unshare is
-# in STATE/machines/NAME/pid. When it dies, the whole node dies.
+# How it works: each node is one `unshare` process, whose child is process 1 of the node (machine.sh). The pid
+# of the unshare is in STATE/machines/NAME/pid. When it dies, the whole node dies.
 set -euo pipefail
 
 usage() {
@@ -12,19 +12,20 @@ usage() {
 usage: cluster.sh up [N]                 start a login node and N compute nodes n1, n2, ... (default 2)
        cluster.sh status                 show the nodes and the jobs
        cluster.sh exec [-e NAME=VALUE]... HOST[:USER] CMD [ARG]...
-                                         run CMD on login, n1, ... as USER (root, alice or bob), in the home folder
+                                         run CMD on login, n1, ... as USER (root, alice or bob) in the home
        cluster.sh crash NODE             switch off a compute node
        cluster.sh boot NODE              switch on a crashed node, with a fresh disk
        cluster.sh link NODE up|down      connect or disconnect the network of a compute node
        cluster.sh down [--purge]         stop all nodes; keep home/, project/ and log/ unless --purge
        cluster.sh run [-u USER] [-e NAME=VALUE]... [-b SRC[:DST]]... -- CMD [ARG]...
-                                         run one command in a temporary node with this host's network and the current
-                                         folder, without a cluster: for example run -- apptainer build ...
+                                         run one command in a temporary node with this host's network and the
+                                         current folder, without a cluster: for example
+                                         run -- apptainer build ...
 
 settings from the environment, which `up` records for the later commands, and their defaults:
-  CLUSTER            state folder of this cluster                     (build/cluster/default of the repository)
-  CLUSTER_ROOTFS     root file system, from build_rootfs.sh           (build/cluster/rootfs of the repository)
-  CLUSTER_NET        first three numbers of the nodes' IP addresses, which are visible inside only    (10.78.0)
+  CLUSTER            state folder of this cluster                (build/cluster/default of the repository)
+  CLUSTER_ROOTFS     root file system, from build_rootfs.sh      (build/cluster/rootfs of the repository)
+  CLUSTER_NET        first three numbers of the nodes' IP addresses, visible inside only       (10.78.0)
   CLUSTER_CPUS       cores that each node reports to Slurm            (8)
   CLUSTER_MEM        memory in MB that each node reports to Slurm     (16000)
   CLUSTER_GPUS       GPUs that each node reports to Slurm, with fake devices  (0)
@@ -63,12 +64,13 @@ NODES=2
 
 # ---- processes ----
 
-# start_time PID: print the start time of a process in clock ticks; fail if it has ended or is a zombie. A pid with its start
-# time identifies one process, even if the pid is reused.
+# start_time PID: print the start time of a process in clock ticks; fail if it has ended or is a zombie. A pid
+# with its start time identifies one process, even if the pid is reused.
 start_time() {
     local stat fields
     stat=$(cat "/proc/$1/stat" 2>/dev/null) || return 1
-    read -ra fields <<<"${stat##*) }" # the name in parentheses can contain anything; fields[0] is the 3rd field
+    # The name in parentheses can contain anything; fields[0] is the 3rd field.
+    read -ra fields <<<"${stat##*) }"
     [[ ${fields[0]} != Z ]] || return 1
     echo "${fields[19]}"
 }
@@ -112,7 +114,8 @@ start_machine() {
     rm -rf --one-file-system "$dir"
     mkdir -p "$dir" "$state/log/$name"
     if [[ $name != login ]]; then
-        login=$(machine_pid login) || die "the login node is not running; start the cluster with cluster.sh up"
+        login=$(machine_pid login) ||
+            die "the login node is not running; start the cluster with cluster.sh up"
         gpus=$GPUS
     fi
     local binds="$state/home=/home
@@ -121,8 +124,8 @@ $state/etc/slurm=/etc/slurm=ro
 $state/etc/hosts=/etc/hosts=ro
 $state/log/$name=/var/log/slurm
 ${BIND//[ :]/$'\n'}"
-    # The process records its own pid before it becomes the node, and holds the lock (file 9) until then. So `down` always
-    # finds it, even if `up` is killed at this moment.
+    # The process records its own pid before it becomes the node, and holds the lock (file 9) until then. So
+    # `down` always finds it, even if `up` is killed at this moment.
     (
         pid=$BASHPID # here, because the next line has a subshell
         echo "$pid $(start_time "$pid")" >"$dir/pid"
@@ -149,12 +152,13 @@ wait_booted() {
     done
 }
 
-# enter NAME: set the array `enter` to a command prefix that runs a command as root in all namespaces of a node. The node's
-# unshare is in all of them except the pid namespace, which only its child entered.
+# enter NAME: set the array `enter` to a command prefix that runs a command as root in all namespaces of a
+# node. The node's unshare is in all of them except the pid namespace, which only its child entered.
 enter() {
     local pid
     pid=$(machine_pid "$1") || die "$1 is not running; see cluster.sh status"
-    enter=(nsenter --target "$pid" --mount --uts --ipc --net --root --wd --pid="/proc/$pid/ns/pid_for_children" --)
+    enter=(nsenter --target "$pid" --mount --uts --ipc --net --root --wd
+        --pid="/proc/$pid/ns/pid_for_children" --)
 }
 
 # in_machine NAME CMD [ARG]...: run a command as root on a node
@@ -176,7 +180,8 @@ need_root() {
 }
 
 need_rootfs() {
-    [[ -e $ROOTFS/etc/hpctrain-rootfs ]] || die "there is no root file system in $ROOTFS; run $here/build_rootfs.sh $ROOTFS"
+    [[ -e $ROOTFS/etc/hpctrain-rootfs ]] ||
+        die "there is no root file system in $ROOTFS; run $here/build_rootfs.sh $ROOTFS"
 }
 
 # lock: only one command at a time may change the nodes
@@ -200,7 +205,8 @@ load_settings() {
 
 # check_node NAME: stop unless it is a compute node of the running cluster
 check_node() {
-    [[ ${1-} =~ ^n([1-9][0-9]*)$ && ${BASH_REMATCH[1]} -le $NODES ]] || bad_usage "'${1-}' is not a compute node; give n1 to n$NODES"
+    [[ ${1-} =~ ^n([1-9][0-9]*)$ && ${BASH_REMATCH[1]} -le $NODES ]] ||
+        bad_usage "'${1-}' is not a compute node; give n1 to n$NODES"
 }
 
 # print_settings: print the settings as shell assignments
@@ -241,19 +247,23 @@ END
 up() {
     local number bind i deadline started=$EPOCHREALTIME
     NODES=${1:-$NODES}
-    [[ $# -le 1 && $NODES =~ ^[1-9][0-9]*$ && $NODES -le 200 ]] || bad_usage "give up a number of nodes from 1 to 200"
+    [[ $# -le 1 && $NODES =~ ^[1-9][0-9]*$ && $NODES -le 200 ]] ||
+        bad_usage "give up a number of nodes from 1 to 200"
     for number in "$CPUS" "$MEM" "$GPUS"; do
-        [[ $number =~ ^[0-9]+$ ]] || bad_usage "CLUSTER_CPUS, CLUSTER_MEM and CLUSTER_GPUS must be numbers, not '$number'"
+        [[ $number =~ ^[0-9]+$ ]] ||
+            bad_usage "CLUSTER_CPUS, CLUSTER_MEM and CLUSTER_GPUS must be numbers, not '$number'"
     done
     for bind in ${BIND//:/ }; do
-        [[ $bind == /*=/* && -e ${bind%%=*} ]] || bad_usage "CLUSTER_BIND must hold SRC=DST with an existing SRC and absolute paths, not '$bind'"
+        [[ $bind == /*=/* && -e ${bind%%=*} ]] ||
+            bad_usage "CLUSTER_BIND must hold SRC=DST with an existing SRC and absolute paths, not '$bind'"
     done
     need_root
     need_rootfs
     lock
     if is_up; then
         [[ $(<"$state/settings") == "$(print_settings)" ]] ||
-            die "a cluster with other settings ($state/settings) is running; stop it with cluster.sh down first"
+            die "a cluster with other settings ($state/settings) is running;" \
+                "stop it with cluster.sh down first"
         echo "cluster.sh: already up in $state" >&2
         return
     fi
@@ -324,9 +334,9 @@ status() {
     in_machine login squeue
 }
 
-# as_user USER FOLDER CMD [ARG]...: set the array `command` to a command that runs CMD as USER in FOLDER, in a clean environment
-# with `variables`. CMD gets a SIGTERM when its caller ends, as a command over ssh does. Open MPI waits in a loop, and has to be
-# told that other nodes share its cores.
+# as_user USER FOLDER CMD [ARG]...: set the array `command` to a command that runs CMD as USER in FOLDER, in a
+# clean environment with `variables`. CMD gets a SIGTERM when its caller ends, as a command over ssh does.
+# Open MPI waits in a loop, and has to be told that other nodes share its cores.
 as_user() {
     command=(
         setpriv --reuid "$1" --regid "$1" --init-groups --reset-env --pdeathsig TERM --
@@ -355,7 +365,8 @@ exec_command() {
     if [[ $user == root ]]; then
         folder=/root
     fi
-    [[ $user == root || -d $state/home/$user ]] || bad_usage "there is no user '$user'; give root, alice or bob"
+    [[ $user == root || -d $state/home/$user ]] ||
+        bad_usage "there is no user '$user'; give root, alice or bob"
     as_user "$user" "${CLUSTER_CWD:-$folder}" "$@"
     enter "$host"
     exec "${enter[@]}" "${command[@]}"
@@ -416,7 +427,8 @@ run_command() {
                 src=$(realpath -m -- "${2%%:*}")
                 dst=$src
                 [[ $2 != *:* ]] || dst=${2#*:}
-                [[ -e $src && $dst == /* ]] || bad_usage "-b takes SRC[:DST] with an existing SRC and an absolute DST"
+                [[ -e $src && $dst == /* ]] ||
+                    bad_usage "-b takes SRC[:DST] with an existing SRC and an absolute DST"
                 binds+="$src=$dst"$'\n'
                 ;;
             *) bad_usage "run has no option $1" ;;
@@ -425,18 +437,20 @@ run_command() {
     done
     [[ ${1-} == -- && $# -ge 2 ]] || bad_usage "run takes its options, then --, then a command"
     shift
-    [[ $PWD != / ]] || die "cannot run in /, because the current folder is mounted in the node; cd to another folder"
+    [[ $PWD != / ]] ||
+        die "cannot run in /, because the current folder is mounted in the node; cd to another folder"
     need_root
     need_rootfs
-    [[ $user == root || -d $ROOTFS/home/$user ]] || bad_usage "there is no user '$user'; give root, alice or bob"
+    [[ $user == root || -d $ROOTFS/home/$user ]] ||
+        bad_usage "there is no user '$user'; give root, alice or bob"
 
     # With the host's network go its host names and certificates.
     for file in /etc/{hosts,resolv.conf,ssl/certs} /usr/{share,local/share}/ca-certificates; do
         [[ ! -e $file ]] || binds+="$file=$file=ro"$'\n'
     done
 
-    # The writable layer is on disk, because images are built in it. If this process is killed, the node is killed (pdeathsig),
-    # and the next run or down removes the layer.
+    # The writable layer is on disk, because images are built in it. If this process is killed, the node is
+    # killed (pdeathsig), and the next run or down removes the layer.
     local scratch
     scratch=$state/run/$$.$(start_time $$)
     sweep_scratch
@@ -444,7 +458,8 @@ run_command() {
     # shellcheck disable=SC2064  # expand it now
     trap "rm -rf --one-file-system '$scratch'" EXIT
     as_user "$user" "$folder" "$@"
-    env MACHINE_ROOTFS="$ROOTFS" MACHINE_DIR="$scratch" MACHINE_BINDS="$binds" PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+    env MACHINE_ROOTFS="$ROOTFS" MACHINE_DIR="$scratch" MACHINE_BINDS="$binds" \
+        PATH=/usr/sbin:/usr/bin:/sbin:/bin \
         setpriv --pdeathsig KILL unshare --fork --kill-child=KILL --pid --mount --ipc --propagation private \
         "$here/machine.sh" run "${command[@]}"
 }

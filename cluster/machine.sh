@@ -1,9 +1,11 @@
 #!/bin/bash
-# machine.sh - one node of the test cluster, from the inside. cluster.sh starts it as process 1 of new namespaces (processes and
-# mounts, and for a node of a cluster also network and host name). Do not call it by hand.
+# machine.sh - one node of the test cluster, from the inside. cluster.sh starts it as process 1 of new
+# namespaces (processes and mounts, and for a node of a cluster also network and host name). Do not call it by
+# hand.
 #
-# It first builds the node's file system: the shared root file system, read-only, with a writable layer on top, and its own
-# /dev, /proc and /tmp. Then it makes that its root, and either starts the daemons of a cluster node or runs one command.
+# It first builds the node's file system: the shared root file system, read-only, with a writable layer on
+# top, and its own /dev, /proc and /tmp. Then it makes that its root, and either starts the daemons of a
+# cluster node or runs one command.
 set -euo pipefail
 
 usage='usage: machine.sh boot NAME          become a node of the cluster
@@ -28,7 +30,8 @@ make_root() {
     mkdir -p "$MACHINE_DIR"/{upper,work,root}
     local layers="lowerdir=$MACHINE_ROOTFS,upperdir=$MACHINE_DIR/upper,workdir=$MACHINE_DIR/work"
     mount -t overlay -o "$layers" overlay "$root" ||
-        die "cannot mount an overlay in $MACHINE_DIR; set CLUSTER to a folder on a disk, outside of a container's own layers"
+        die "cannot mount an overlay in $MACHINE_DIR;" \
+            "set CLUSTER to a folder on a disk, outside of a container's own layers"
     mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
     mount -t sysfs -o nosuid,nodev,noexec sysfs "$root/sys"
     # podman's crun needs it to start a container
@@ -86,8 +89,8 @@ bind_folders() {
     done <<<"${MACHINE_BINDS:-}"
 }
 
-# enter_root STAGE [ARG]...: make $root the root and continue there with STAGE of this script, in the node's own bash. With
-# pivot_root, because in a chroot the kernel denies the user namespaces that apptainer needs.
+# enter_root STAGE [ARG]...: make $root the root and continue there with STAGE of this script, in the node's
+# own bash. With pivot_root, because in a chroot the kernel denies the user namespaces that apptainer needs.
 enter_root() {
     install -m 755 "$script" "$root/usr/local/sbin/machine.sh"
     mkdir "$root/.host"
@@ -100,13 +103,13 @@ enter_root() {
 
 # ---- with the node's own root ----
 
-# connect NAME: set up the network. The login node has a bridge, and each compute node a veth pair from its eth0 to it. File 7
-# is the network namespace of the login node.
+# connect NAME: set up the network. The login node has a bridge, and each compute node a veth pair from its
+# eth0 to it. File 7 is the network namespace of the login node.
 connect() {
     local name=$1 address bytes mac
     address=$(getent hosts "$name" | cut -d ' ' -f 1)
-    # A node that is switched on again has the MAC address it had. With another one, nodes that remember the old one do not reach
-    # it for up to a minute.
+    # A node that is switched on again has the MAC address it had. With another one, nodes that remember the
+    # old one do not reach it for up to a minute.
     IFS=. read -ra bytes <<<"$address"
     printf -v mac '02:00:%02x:%02x:%02x:%02x' "${bytes[@]}"
     ip link set lo up
@@ -141,8 +144,8 @@ start_daemons() {
     touch /run/ready # cluster.sh waits for it
 }
 
-# wait_for_end: stay as process 1 until the owner has ended. File 8 is the owner's folder in the host's /proc. It refers to that
-# process even if the pid is reused, and has no exe once the process is dead.
+# wait_for_end: stay as process 1 until the owner has ended. File 8 is the owner's folder in the host's /proc.
+# It refers to that process even if the pid is reused, and has no exe once the process is dead.
 wait_for_end() {
     while [[ -z ${MACHINE_OWNER:-} || -e /proc/self/fd/8/exe ]]; do
         sleep 1

@@ -1,9 +1,11 @@
-# Functions of the scripts that build images, here and in apptainer/. Sourced from the repository's root, never run.
+# Functions of the scripts that build images, here and in apptainer/. Sourced from the repository's root,
+# never run.
 # shellcheck shell=bash
 # shellcheck source=containers/install/step_functions.sh
 source containers/install/step_functions.sh
 
-# parse_options NAME... -- ARGUMENT...: set the variable NAME for each --NAME VALUE among the arguments; --help ends the script.
+# parse_options NAME... -- ARGUMENT...: set the variable NAME for each --NAME VALUE among the arguments;
+# --help ends the script.
 parse_options() {
     local names=' '
     while [[ $1 != -- ]]; do
@@ -20,8 +22,8 @@ parse_options() {
     done
 }
 
-# ca_bundle: print the file of certificates that this machine trusts. A build gets it as a secret: pip has its own list and
-# would not trust a network that rewrites TLS.
+# ca_bundle: print the file of certificates that this machine trusts. A build gets it as a secret: pip has its
+# own list and would not trust a network that rewrites TLS.
 ca_bundle() {
     local file
     [[ -z ${SSL_CERT_FILE:-} || -s $SSL_CERT_FILE ]] ||
@@ -44,13 +46,15 @@ image_name() {
     esac
 }
 
-# registry_answers: succeed if the registry of the pinned base can be reached. Without a login it answers 401, which will do.
+# registry_answers: succeed if the registry of the pinned base can be reached. Without a login it answers 401,
+# which will do.
 registry_answers() {
     curl -s -m 5 -o /dev/null https://registry-1.docker.io/v2/
 }
 
-# The time of every file in an image, the same for all commits: a layer that a commit did not change keeps its digest, from
-# a cache or built again. (With the commit's time, buildah would take a cached layer with another time.)
+# The time of every file in an image, the same for all commits: a layer that a commit did not change keeps its
+# digest, from a cache or built again. (With the commit's time, buildah would take a cached layer with another
+# time.)
 export SOURCE_DATE_EPOCH=1767225600 # 2026-01-01
 
 # commit_date: print the date of the commit, for the label of an image.
@@ -58,16 +62,18 @@ commit_date() {
     date -u -d "@$(git log -1 --format=%ct 2>/dev/null || printf %s "$SOURCE_DATE_EPOCH")" +%FT%TZ
 }
 
-# image_tool COMMAND...: run a tool that builds, writes or reads an image. If it fails, its output stays on the screen and our
-# last line explains it: with the message of the install step that failed, if one did.
+# image_tool COMMAND...: run a tool that builds, writes or reads an image. If it fails, its output stays on
+# the screen and our last line explains it: with the message of the install step that failed, if one did.
 image_tool() {
     local output step
     if output=$("$@" 2>&1 | sed 'w /dev/stderr'); then return; fi # as in run_pip
     step=$(grep -oE '\b[a-z_]+\.sh: .*' <<<"$output" | tail -n 1 || true)
     [[ -z $step ]] || die "the build failed: $step"
     case ${output,,} in
-        *"no space left"* | *"quota exceeded"* | *"storing layer"*"closed pipe"*) # the last is buildah's message if TMPDIR is full
-            die "the build failed: the disk is full, of the image store, of TMPDIR (${TMPDIR:-/var/tmp}) or of the result; free some space" ;;
+        *"no space left"* | *"quota exceeded"* | *"storing layer"*"closed pipe"*)
+            # The last is buildah's message if TMPDIR is full.
+            die "the build failed: the disk is full, of the image store, of TMPDIR (${TMPDIR:-/var/tmp}) or" \
+                "of the result; free some space" ;;
         *"temporary failure resolving"* | *"could not resolve"* | *"failed to fetch"* | *"dial tcp"*)
             die "the build failed: cannot reach the address above; check the network and try again" ;;
     esac

@@ -1,14 +1,15 @@
 #!/bin/bash
-# build_image.sh [--flavor FLAVOR] [--mpi openmpi|mpich] [--tool docker|podman|buildah]: build the image (make image).
-# It makes localhost/hpctrain:FLAVOR in the tool's own store, and build/hpctrain-FLAVOR.tar, an OCI archive for apptainer,
-# `podman load`, `docker load` and registries. With --mpi mpich both are named FLAVOR-mpich. Beside the archive is its record
-# (docs/verify.md) with the digest of its manifest, which a registry shows and every build of a commit gives.
-#   BASE_IMAGE=NAME  the Debian 12 image to start from. By default the one that containers/Dockerfile pins, or if no registry
-#                    answers, the one that containers/build_base.sh makes from a Debian mirror
+# build_image.sh [--flavor FLAVOR] [--mpi openmpi|mpich] [--tool docker|podman|buildah]: build the image
+# (make image). It makes localhost/hpctrain:FLAVOR in the tool's own store, and build/hpctrain-FLAVOR.tar, an
+# OCI archive for apptainer, `podman load`, `docker load` and registries. With --mpi mpich both are named
+# FLAVOR-mpich. Beside the archive is its record (docs/verify.md) with the digest of its manifest, which a
+# registry shows and every build of a commit gives.
+#   BASE_IMAGE=NAME  the Debian 12 image to start from. By default the one that containers/Dockerfile pins, or
+#                    if no registry answers, the one that containers/build_base.sh makes from a Debian mirror
 #   DEBIAN_SNAPSHOT=TIMESTAMP  see containers/install/debian.sh
 #   WHEELS=FOLDER    wheels to use before the index; by default the local folder in pip's configuration
-#   COMPILED_WHEELS=FOLDER  where compiled wheels are kept, for later builds from the same inputs; build/compiled by
-#                    default. Empty: compile
+#   COMPILED_WHEELS=FOLDER  where compiled wheels are kept, for later builds from the same inputs;
+#                    build/compiled by default. Empty: compile
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,7 +20,8 @@ flavor=cpu mpi=openmpi tool=
 parse_options flavor mpi tool -- "$@"
 name=$(image_name "$flavor" "$mpi")
 
-# tool_works TOOL: a docker client alone is not enough. Its daemon must answer, and --build-context needs buildx.
+# tool_works TOOL: a docker client alone is not enough. Its daemon must answer, and --build-context needs
+# buildx.
 tool_works() {
     case $1 in
         docker) timeout 10 docker info >/dev/null 2>&1 && docker buildx version >/dev/null 2>&1 ;;
@@ -32,7 +34,8 @@ for candidate in ${tool:-docker podman buildah}; do
         tool=$candidate
         break
     elif [[ -n $tool ]]; then
-        die "$tool does not work here (docker needs a daemon and buildx); install it, or omit --tool to use another"
+        die "$tool does not work here (docker needs a daemon and buildx);" \
+            "install it, or omit --tool to use another"
     fi
 done
 [[ -n $tool ]] || die "no docker, podman or buildah is installed; apt-get install buildah"
@@ -62,17 +65,21 @@ kept=${COMPILED_WHEELS-build/compiled}
 compiled=$work/no-wheels
 if [[ -n $kept && -d $kept ]]; then compiled=$(realpath "$kept"); fi
 
-# A label is public, so it holds no local path and no credentials. A clone over ssh gets the same label as one over https.
-source=$(git config --get remote.origin.url 2>/dev/null | sed -E 's#^(ssh://)?git@([^:/]+)[:/]#https://\2/#; s#\.git$##' || true)
+# A label is public, so it holds no local path and no credentials. A clone over ssh gets the same label as one
+# over https.
+source=$(git config --get remote.origin.url 2>/dev/null |
+    sed -E 's#^(ssh://)?git@([^:/]+)[:/]#https://\2/#; s#\.git$##' || true)
 [[ $source =~ ^https://[^@]+$ ]] || source=
 revision=$(git rev-parse --verify --quiet HEAD 2>/dev/null || true)
 image=localhost/hpctrain:$name
 arguments=(--file "$work/context/containers/Dockerfile"
     --build-arg "FLAVOR=$flavor" --build-arg "MPI=$mpi" --build-arg "DEBIAN_SNAPSHOT=${DEBIAN_SNAPSHOT:-}"
     ${BASE_IMAGE:+--build-arg "BASE_IMAGE=$BASE_IMAGE"}
-    --build-arg "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" --build-arg "CREATED=$(commit_date)"
+    --build-arg "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
+    --build-arg "CREATED=$(commit_date)"
     --build-arg "REVISION=$revision" --build-arg "SOURCE=$source"
-    --build-context "wheels=${wheels:-$work/no-wheels}" --build-context "kept=$compiled" ${ca:+--secret "id=ca,src=$ca"})
+    --build-context "wheels=${wheels:-$work/no-wheels}" --build-context "kept=$compiled"
+    ${ca:+--secret "id=ca,src=$ca"})
 
 # A copy of the build context, with modes that do not depend on the umask of this checkout.
 mkdir "$work/context"
@@ -80,37 +87,45 @@ mapfile -t parts < <(sed -n 's/^!//p' .dockerignore)
 parts+=(.dockerignore containers/Dockerfile)
 changed=$(git status --porcelain -- "${parts[@]}" 2>/dev/null || true)
 tar --create --mode=u=rwX,go=rX --mtime="@$SOURCE_DATE_EPOCH" "${parts[@]}" |
-    tar --extract --preserve-permissions --directory "$work/context" || die "the build failed: the disk is full, of build/; free some space"
+    tar --extract --preserve-permissions --directory "$work/context" ||
+        die "the build failed: the disk is full, of build/; free some space"
 
 mkdir "$work/oci"
 if [[ $tool == docker ]]; then
-    # Without attestations, which contain the time of the build. BuildKit sets the time of files if its version can.
+    # Without attestations, which contain the time of the build. BuildKit sets the time of files if its
+    # version can.
     build=(docker buildx build --provenance=false "${arguments[@]}")
     image_tool "${build[@]}" --tag "$image" --output type=docker,rewrite-timestamp=true "$work/context"
     image_tool docker save --output "$work/docker.tar" "$image"
     tar --extract --file "$work/docker.tar" --directory "$work/oci"
     rm "$work/docker.tar"
-    [[ -f $work/oci/index.json ]] || die "docker save wrote no OCI image; use docker 25 or newer, or --tool buildah"
+    [[ -f $work/oci/index.json ]] ||
+        die "docker save wrote no OCI image; use docker 25 or newer, or --tool buildah"
 else
-    # chroot works in a container, on a batch node and for ordinary users, and gives the same image. Two jobs: stages that do
-    # not depend on each other are built at the same time.
+    # chroot works in a container, on a batch node and for ordinary users, and gives the same image. Two jobs:
+    # stages that do not depend on each other are built at the same time.
     export BUILDAH_ISOLATION=${BUILDAH_ISOLATION:-chroot}
-    build=("$tool" build --layers --jobs 2 --format oci --identity-label=false --timestamp "$SOURCE_DATE_EPOCH" "${arguments[@]}")
+    build=("$tool" build --layers --jobs 2 --format oci --identity-label=false
+        --timestamp "$SOURCE_DATE_EPOCH" "${arguments[@]}")
     image_tool "${build[@]}" --tag "$image" "$work/context"
     image_tool "$tool" push --quiet "$image" "oci:$work/oci:$image"
 fi
 if [[ -n $kept ]]; then # all steps of this are in the cache
-    image_tool "${build[@]}" --quiet --target compiled --output "type=local,dest=$work/compiled" "$work/context"
+    image_tool "${build[@]}" --quiet --target compiled \
+        --output "type=local,dest=$work/compiled" "$work/context"
     { mkdir -p "$kept" && cp -r "$work/compiled/." "$kept"; } ||
         die "cannot write to COMPILED_WHEELS=$kept; set it to another folder"
 fi
 # docker load reads this file only, unless docker uses the containerd store.
-python3 containers/record.py docker-manifest "$work/oci" "$image" || die "the build failed: the disk is full, of build/; free some space"
+python3 containers/record.py docker-manifest "$work/oci" "$image" ||
+    die "the build failed: the disk is full, of build/; free some space"
 tar --create --file "$work/hpctrain-$name.tar" --sort=name --mode=u=rwX,go=rX --mtime="@$SOURCE_DATE_EPOCH" \
     --owner=0 --group=0 --numeric-owner --directory "$work/oci" oci-layout index.json manifest.json blobs ||
     die "the build failed: the disk is full, of build/; free some space"
-python3 containers/record.py image "$work/hpctrain-$name.tar" --context "$work/context" --builder "$("$tool" --version)" \
+python3 containers/record.py image "$work/hpctrain-$name.tar" --context "$work/context" \
+    --builder "$("$tool" --version)" \
     ${changed:+--dirty} || die "the build failed: cannot write the record of the image; see above"
 mv "$work/hpctrain-$name".* build/
 digest=$(<"build/hpctrain-$name.digest")
-echo "build: made $image and build/hpctrain-$name.tar ($(du -h "build/hpctrain-$name.tar" | cut -f1)), $digest"
+size=$(du -h "build/hpctrain-$name.tar" | cut -f1)
+echo "build: made $image and build/hpctrain-$name.tar ($size), $digest"

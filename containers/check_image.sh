@@ -1,7 +1,8 @@
 #!/bin/bash
-# check_image.sh: check that this image works. Run it inside the image; every build ends with it, and it is a good first step
-# on a new machine. Two processes must find each other and sum their numbers, over Gloo and over MPI. An exit status of 0
-# would prove nothing: a wrong MPI setup starts two worlds of one process each, and both succeed.
+# check_image.sh: check that this image works. Run it inside the image; every build ends with it, and it is a
+# good first step on a new machine. Two processes must find each other and sum their numbers, over Gloo and
+# over MPI. An exit status of 0 would prove nothing: a wrong MPI setup starts two worlds of one process each,
+# and both succeed.
 
 set -euo pipefail
 prefix=/opt/hpctrain
@@ -26,7 +27,8 @@ if [[ $(id -u) == 0 ]]; then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 
-[[ $(command -v python) == "$prefix/bin/python" ]] || die "python is $(command -v python), not $prefix/bin/python; put $prefix/bin first in PATH"
+[[ $(command -v python) == "$prefix/bin/python" ]] ||
+    die "python is $(command -v python), not $prefix/bin/python; put $prefix/bin first in PATH"
 # Search the image without its mounts. -xdev alone would search a mounted folder of the same disk.
 mounted=()
 while read -r _ _ _ _ at _; do
@@ -34,12 +36,14 @@ while read -r _ _ _ _ at _; do
 done </proc/self/mountinfo
 privileged=$(find / -xdev "${mounted[@]}" -type f -perm /6000 -print -quit 2>/dev/null || true)
 [[ -z $privileged ]] || die "$privileged is setuid or setgid"
-open=$(find / -xdev "${mounted[@]}" -perm -0002 ! -type l ! \( -type d -perm -1000 \) -print -quit 2>/dev/null || true)
+open=$(find / -xdev "${mounted[@]}" -perm -0002 ! -type l ! \( -type d -perm -1000 \) -print -quit \
+    2>/dev/null || true)
 [[ -z $open ]] || die "$open is writable by everyone"
 closed=$(find "$prefix" ! -type l ! -perm -o=r -print -quit)
 [[ -z $closed ]] || die "$closed is not readable by ordinary users"
 
-# The report of horovodrun --check-build. It starts a process for each of its lines, which here need not import torch again.
+# The report of horovodrun --check-build. It starts a process for each of its lines, which here need not
+# import torch again.
 built=$(python -c '
 import torch
 from horovod.runner.launch import check_build
@@ -108,29 +112,37 @@ check_two() {
     shift
     output=$(timeout 600 "$@" 2>errors) || die "$name: failed: $(tail -n 20 errors)"
     # Not line by line: one process can print between the text and the newline of the other.
-    [[ $(grep -o 'size 2 sum 3' <<<"$output" | wc -l) == 2 ]] || die "$name: expected 'size 2 sum 3' twice, got: $output"
+    [[ $(grep -o 'size 2 sum 3' <<<"$output" | wc -l) == 2 ]] ||
+        die "$name: expected 'size 2 sum 3' twice, got: $output"
     echo "check: $name: size 2, sum 3"
 }
 # Without an address, Horovod's Gloo crashes without a message.
 getent hosts "$(hostname)" >/dev/null || die "the host name $(hostname) has no address; add it to /etc/hosts"
 # The loopback interface, because every machine has one.
 export GLOO_SOCKET_IFNAME=lo
-library=$(python -c 'from mpi4py import MPI; print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())')
+library=$(python -c '
+from mpi4py import MPI
+print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())')
 mpirun=(mpirun -np 2)
 if [[ $(mpirun --version) == *"Open MPI"* ]]; then
     mpirun+=(--oversubscribe)
     fabric=$(ompi_info --parsable | grep -oE '^mca:(pml:ucx|mtl:ofi|pmix:ext3x):version:"component' || true)
-    [[ $(wc -l <<<"$fabric") == 3 ]] || die "Open MPI is built without UCX, libfabric or PMIx; it has: $fabric"
+    [[ $(wc -l <<<"$fabric") == 3 ]] ||
+        die "Open MPI is built without UCX, libfabric or PMIx; it has: $fabric"
 else
     fabric=$(mpichversion --device)
-    [[ $fabric == *ucx* && $fabric == *ofi* ]] || die "MPICH is built without UCX or libfabric; it has: $fabric"
+    [[ $fabric == *ucx* && $fabric == *ofi* ]] ||
+        die "MPICH is built without UCX or libfabric; it has: $fabric"
 fi
 echo "check: MPI is $library, with UCX and libfabric"
 check_two "mpi4py, mpirun" "${mpirun[@]}" python mpi4py_sum.py
 check_two "Horovod over MPI, mpirun" "${mpirun[@]}" python horovod_sum.py
-check_two "Horovod over Gloo, horovodrun" horovodrun --gloo --network-interfaces lo -np 2 python horovod_sum.py
+check_two "Horovod over Gloo, horovodrun" \
+    horovodrun --gloo --network-interfaces lo -np 2 python horovod_sum.py
 # It sums over Gloo, too.
-timeout 600 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 -m hpctrain check >output 2>errors ||
+timeout 600 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 -m hpctrain check \
+    >output 2>errors ||
     die "hpctrain check, torchrun: failed: $(tail -n 20 errors)"
-grep -o 'check passed: 2 ranks.*' output || die "hpctrain check, torchrun: expected two ranks, got: $(<output)"
+grep -o 'check passed: 2 ranks.*' output ||
+    die "hpctrain check, torchrun: expected two ranks, got: $(<output)"
 echo "check: the image works"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# install_host_packages.sh PACKAGE...: install the missing ones of these Debian packages. As root it runs apt-get and prints
-# their names; for other users it stops with the command that installs them.
+# install_host_packages.sh PACKAGE...: install the missing ones of these Debian packages. As root it runs
+# apt-get and prints their names; for other users it stops with the command that installs them.
 
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -17,11 +17,14 @@ exec 9<"${BASH_SOURCE[0]}"
 flock 9
 missing=()
 for package in "$@"; do
-    dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || missing+=("$package")
+    dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed ||
+        missing+=("$package")
 done
 [[ ${#missing[@]} -gt 0 ]] || exit 0
 
-command -v apt-get >/dev/null || die "missing packages, by their names in Debian: ${missing[*]}; install them with the package manager of this system"
+command -v apt-get >/dev/null ||
+    die "missing packages, by their names in Debian: ${missing[*]};" \
+        "install them with the package manager of this system"
 [[ $(id -u) == 0 ]] || die "missing packages: sudo apt-get install --no-install-recommends ${missing[*]}"
 echo "installing with apt-get: ${missing[*]}"
 export DEBIAN_FRONTEND=noninteractive

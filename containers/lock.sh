@@ -1,17 +1,19 @@
 #!/bin/bash
-# lock.sh [--flavor FLAVOR] [--platform x86_64|aarch64] [--upgrade|--check]: write containers/locks/FLAVOR.lock for all flavors
-# or for one, with mpich.lock and horovod.lock (make lock). With cpu.lock it writes tests/dev.lock, the tools of the tests.
+# lock.sh [--flavor FLAVOR] [--platform x86_64|aarch64] [--upgrade|--check]: write
+# containers/locks/FLAVOR.lock for all flavors or for one, with mpich.lock and horovod.lock (make lock). With
+# cpu.lock it writes tests/dev.lock, the tools of the tests.
 # lock.sh --debian: write the records of Debian's versions.
-# A lock pins every package with the hashes of its files, for Python 3.11 on Linux. An existing pin is kept, unless --upgrade is
-# given, or pyproject.toml or FLAVOR.in excludes it.
-#   --platform     x86_64 by default. A lock has the hashes of all files of a version, so the lock of a flavor that exists for
-#                  both platforms is the same for both, as that of cu130
+# A lock pins every package with the hashes of its files, for Python 3.11 on Linux. An existing pin is kept,
+# unless --upgrade is given, or pyproject.toml or FLAVOR.in excludes it.
+#   --platform     x86_64 by default. A lock has the hashes of all files of a version, so the lock of a flavor
+#                  that exists for both platforms is the same for both, as that of cu130
 #   --check        write nothing, and fail if a lock is stale (make lock-check)
-#   --debian       write containers/locks/MPI-ARCHITECTURE.debian: the versions that Debian would install today in the image
-#                  and its build stage. The first line is the DEBIAN_SNAPSHOT that has these versions
+#   --debian       write containers/locks/MPI-ARCHITECTURE.debian: the versions that Debian would install
+#                  today in the image and its build stage. The first line is the DEBIAN_SNAPSHOT that
+#                  has these versions
 # It needs uv (pip install uv), or mmdebstrap for --debian.
-#   WHEELS=FOLDER  folder with the wheel of torch for the CPU; by default the local folder in pip's configuration, else
-#                  PyTorch's index
+#   WHEELS=FOLDER  folder with the wheel of torch for the CPU; by default the local folder in pip's
+#                  configuration, else PyTorch's index
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -43,14 +45,17 @@ if [[ -n $debian ]]; then
     for mpi in openmpi mpich; do
         packages=$(MPI=$mpi containers/install/debian.sh list | paste -sd,)
         for architecture in amd64 arm64; do
-            # A simulation cannot start from a merged /usr, as containers/build_base.sh does, and needs no emulator for arm64.
+            # A simulation cannot start from a merged /usr, as containers/build_base.sh does, and needs no
+            # emulator for arm64.
             mmdebstrap --variant=minbase --simulate --verbose --skip=check/qemu \
-                --architectures="$architecture" --include="usr-is-merged,$packages" bookworm /dev/null >"$work/log" 2>&1 ||
+                --architectures="$architecture" --include="usr-is-merged,$packages" \
+                bookworm /dev/null >"$work/log" 2>&1 ||
                 die "mmdebstrap failed: $(tail -n 5 "$work/log")"
             record=$locks/$mpi-$architecture.debian
             {
                 echo "# DEBIAN_SNAPSHOT=$snapshot"
-                sed -n '/^Inst usrmerge /d; s/^Inst \([^ ]*\) .*(\([^ ]*\) .*/\1 \2/p' "$work/log" | LC_ALL=C sort -u
+                sed -n '/^Inst usrmerge /d; s/^Inst \([^ ]*\) .*(\([^ ]*\) .*/\1 \2/p' "$work/log" |
+                    LC_ALL=C sort -u
             } >"$work/record"
             cp "$work/record" "$record.new"
             mv "$record.new" "$record"
@@ -71,8 +76,9 @@ fi
 # torch for the CPU has an index of its own; torch for CUDA is on PyPI.
 torch=$(wheels_folder)
 torch=${torch:-https://download.pytorch.org/whl/cpu/torch/}
-# A lock must be the same wherever it is made, so it holds no index, folder or command line. Most malicious releases are found
-# within days, so no release is younger than a week; a folder of wheels does not say how old its torch is.
+# A lock must be the same wherever it is made, so it holds no index, folder or command line. Most malicious
+# releases are found within days, so no release is younger than a week; a folder of wheels does not say how
+# old its torch is.
 compile=(uv pip compile --quiet --no-config --python-version 3.11 --python-platform "$platform-manylinux_2_28"
     --exclude-newer "7 days" --exclude-newer-package torch=false --generate-hashes
     --no-emit-find-links --no-emit-index-url --no-header --no-annotate "${upgrade[@]}")
@@ -83,7 +89,8 @@ write_lock() {
     shift
     # uv keeps the pins of an existing output file.
     if [[ -f $lock ]]; then cp "$lock" "$new"; fi
-    "${compile[@]}" "$@" --output-file "$new" || die "uv cannot resolve the requirements; see its message above"
+    "${compile[@]}" "$@" --output-file "$new" ||
+        die "uv cannot resolve the requirements; see its message above"
     { echo "# Made by containers/lock.sh (make lock). Do not edit."; grep -v '^#' "$new"; } >"$work/new"
     if [[ -n $check ]]; then
         diff -u "$lock" "$work/new" >&2 || die "$lock is stale; run make lock"
@@ -105,7 +112,8 @@ for flavor in "${flavors[@]}"; do
     if [[ $flavor == cpu ]]; then
         # The environment of the tests has the packages of the image as well.
         mapfile -t image < <(sed -n 's/^\([a-z0-9._-]*\)==.*/\1/p' "$locks/cpu.lock")
-        write_lock tests/dev.lock pyproject.toml --extra dev --constraint "$locks/cpu.lock" --find-links "$torch" \
+        write_lock tests/dev.lock pyproject.toml --extra dev --constraint "$locks/cpu.lock" \
+            --find-links "$torch" \
             "${image[@]/#/--no-emit-package=}"
     fi
 done

@@ -1,10 +1,11 @@
 #!/bin/bash
-# reproduce.sh [--flavor FLAVOR] [--mpi openmpi|mpich]: build the image twice, each time in an empty store of its own, and its
-# SIF twice, and compare them byte for byte (make reproduce). As root with the test cluster's file system, an ordinary user
-# builds the second SIF. If two differ, it prints the difference (files with mode, owner, time and hash, or the
-# configuration) and exits with status 1.
-# The result is build/hpctrain-FLAVOR.tar with its record, as containers/build_image.sh makes them. It takes the time and the space
-# of two builds without a cache: for the cpu flavor 12 minutes on 2 idle cores and 15 GB.
+# reproduce.sh [--flavor FLAVOR] [--mpi openmpi|mpich]: build the image twice, each time in an empty store of
+# its own, and its SIF twice, and compare them byte for byte (make reproduce). As root with the test cluster's
+# file system, an ordinary user builds the second SIF. If two differ, it prints the difference (files with
+# mode, owner, time and hash, or the configuration) and exits with status 1.
+# The result is build/hpctrain-FLAVOR.tar with its record, as containers/build_image.sh makes them. It takes
+# the time and the space of two builds without a cache: for the cpu flavor 12 minutes on 2 idle cores and 15
+# GB.
 #   TMPDIR=FOLDER  where the stores go (/tmp by default)
 
 set -euo pipefail
@@ -15,7 +16,8 @@ source containers/build_functions.sh
 flavor=cpu mpi=openmpi
 parse_options flavor mpi -- "$@"
 name=hpctrain-$(image_name "$flavor" "$mpi")
-command -v buildah >/dev/null || die "buildah is not installed, the tool that can use a separate store; apt-get install buildah"
+command -v buildah >/dev/null ||
+    die "buildah is not installed, the tool that can use a separate store; apt-get install buildah"
 work=$(mktemp -d)
 trap clean_up EXIT
 
@@ -27,12 +29,14 @@ with_store() {
 # clean_up: a failed build leaves a container with its files mounted
 clean_up() {
     for turn in "$work"/[12]; do
-        [[ ! -f $turn/storage.conf ]] || with_store "$(basename "$turn")" buildah rm --all >/dev/null 2>&1 || true
+        [[ ! -f $turn/storage.conf ]] ||
+            with_store "$(basename "$turn")" buildah rm --all >/dev/null 2>&1 || true
     done
     chmod -R u+w "$work" && rm -rf "$work"
 }
 
-# list_archive ARCHIVE: print its configuration, and the files of each layer with tar's listing and the hash of their content
+# list_archive ARCHIVE: print its configuration, and the files of each layer with tar's listing and the hash
+# of their content
 list_archive() {
     local part paths folder=$1.files
     mkdir "$folder"
@@ -50,10 +54,12 @@ list_archive() {
 
 for turn in 1 2; do
     mkdir "$work/$turn"
-    printf '[storage]\ndriver = "overlay"\ngraphroot = "%s/graph"\nrunroot = "%s/run"\n' "$work/$turn" "$work/$turn" \
+    printf '[storage]\ndriver = "overlay"\ngraphroot = "%s/graph"\nrunroot = "%s/run"\n' \
+        "$work/$turn" "$work/$turn" \
         >"$work/$turn/storage.conf"
     echo "reproduce: build $turn of $name, in an empty store"
-    COMPILED_WHEELS='' with_store "$turn" containers/build_image.sh --flavor "$flavor" --mpi "$mpi" --tool buildah >"$work/$turn.log" 2>&1 ||
+    COMPILED_WHEELS='' with_store "$turn" containers/build_image.sh --flavor "$flavor" --mpi "$mpi" \
+        --tool buildah >"$work/$turn.log" 2>&1 ||
         die "build $turn failed: $(tail -n 20 "$work/$turn.log")"
     cp "build/$name.tar" "$work/$turn.tar"
     cp "build/$name.provenance.json" "$work/$turn.json"
@@ -80,7 +86,9 @@ for turn in 1 2; do
     read -ra maker <<<"${makers[turn - 1]}"
     "${maker[@]}" --flavor "$flavor" --mpi "$mpi" --output "$work/sif/$turn.sif" >"$work/$turn.log" 2>&1 ||
         die "SIF $turn failed: $(tail -n 20 "$work/$turn.log")"
-    echo "reproduce: SIF $turn, by user $(stat -c %u "$work/sif/$turn.sif"), is sha256:$(sha256sum "$work/sif/$turn.sif" | cut -d' ' -f1)"
+    digest=$(sha256sum "$work/sif/$turn.sif" | cut -d' ' -f1)
+    echo "reproduce: SIF $turn, by user $(stat -c %u "$work/sif/$turn.sif"), is sha256:$digest"
 done
-cmp "$work/sif/1.sif" "$work/sif/2.sif" || die "the two SIFs differ, but the images do not; compare the versions of apptainer and mksquashfs"
+cmp "$work/sif/1.sif" "$work/sif/2.sif" ||
+    die "the two SIFs differ, but the images do not; compare the versions of apptainer and mksquashfs"
 echo "reproduce: both builds are identical"

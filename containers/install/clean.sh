@@ -1,6 +1,7 @@
 #!/bin/bash
-# clean.sh PREFIX: remove files that nothing in the image uses from PREFIX: headers, static libraries and cmake files, and CUDA
-# libraries that no other file names. With CUDA the headers of torch stay, for torch.compile. On a host, do not run it.
+# clean.sh PREFIX: remove files that nothing in the image uses from PREFIX: headers, static libraries and
+# cmake files, and CUDA libraries that no other file names. With CUDA the headers of torch stay, for
+# torch.compile. On a host, do not run it.
 
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -15,7 +16,8 @@ esac
 [[ -d $site/torch ]] || die "$1 has no torch; give the PREFIX of an environment that python.sh made"
 
 [[ -d $site/nvidia ]] || rm -rf "$site/torch/include"
-rm -rf "$site/torch/share" "$site"/numpy/_core/{include,lib} "$site"/mpi4py/include "$site"/pyarrow/{include,src} \
+rm -rf "$site/torch/share" "$site"/numpy/_core/{include,lib} "$site"/mpi4py/include \
+    "$site"/pyarrow/{include,src} \
     "$site"/nvidia/*/include
 rm -f "$1"/include/mpi*.h "$1"/bin/mpi{cc,cxx,c++} "$1"/lib/libmpi.so # of MPICH
 find "$site" \( -name '*.a' -o -name '*.pyx' -o -name '*.pxd' \) -type f -delete

@@ -1,6 +1,6 @@
 #!/bin/bash
-# package.sh PREFIX SOURCE: install hpctrain itself from the folder SOURCE (pyproject.toml, LICENSE, src/) into PREFIX, and
-# write the versions of all packages to PREFIX/versions.json.
+# package.sh PREFIX SOURCE: install hpctrain itself from the folder SOURCE (pyproject.toml, LICENSE, src/)
+# into PREFIX, and write the versions of all packages to PREFIX/versions.json.
 #   DESTDIR=FOLDER  write below FOLDER instead of /, for a layer that holds hpctrain and nothing else
 #   REVISION=COMMIT the commit of the source, for versions.json
 
@@ -20,16 +20,20 @@ root=${DESTDIR:-}
 
 "$prefix/bin/python" -m pip install --no-cache-dir --no-deps --no-build-isolation --no-index --no-compile \
     --no-warn-script-location ${root:+--root "$root"} "$source" ||
-    die "pip cannot install $source in $root$prefix; see above, and check the free space there and in ${TMPDIR:-/tmp}"
+    die "pip cannot install $source in $root$prefix;" \
+        "see above, and check the free space there and in ${TMPDIR:-/tmp}"
 site=$root$prefix/lib/python3.11/site-packages
 # checked-hash: Python notices an edited source file, because users mount their own over it.
 compile_bytecode "$prefix/bin/python" "$site/hpctrain" checked-hash
 # Python runs this line when it starts: it appends the user's packages (hpctrain add) to sys.path.
-echo 'import os; os.environ.get("HPCTRAIN_PACKAGES") and __import__("hpctrain.commands.add").commands.add.add_to_sys_path()' \
+printf '%s; %s and %s\n' 'import os' 'os.environ.get("HPCTRAIN_PACKAGES")' \
+    '__import__("hpctrain.commands.add").commands.add.add_to_sys_path()' \
     >"$site/hpctrain-packages.pth"
-# Importing every command creates caches, which belong neither into the image nor into the home of whoever builds it.
+# Importing every command creates caches, which belong neither into the image nor into the home of whoever
+# builds it.
 home=$(mktemp -d)
-HOME=$home PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$site "$prefix/bin/python" -m hpctrain completion --write "$root$prefix" ||
+HOME=$home PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$site \
+    "$prefix/bin/python" -m hpctrain completion --write "$root$prefix" ||
     die "the shell completion and the man page could not be made; see above"
 rm -rf "$home"
 

@@ -1,7 +1,8 @@
 #!/bin/bash
-# torchvision.sh PREFIX FLAVOR: build torchvision for the torch in PREFIX from Debian's source package, and install it there.
-# The wheel on PyPI needs the CUDA build of torch: a flavor with CUDA has it in its lock, and this script then does nothing.
-# It needs PREFIX from python.sh, a C++20 compiler, and the headers of libjpeg and libpng.
+# torchvision.sh PREFIX FLAVOR: build torchvision for the torch in PREFIX from Debian's source package, and
+# install it there. The wheel on PyPI needs the CUDA build of torch: a flavor with CUDA has it in its lock,
+# and this script then does nothing. It needs PREFIX from python.sh, a C++20 compiler, and the headers of
+# libjpeg and libpng.
 #   DESTDIR, COMPILED_WHEELS  as for horovod.sh
 
 set -euo pipefail
@@ -21,7 +22,8 @@ if grep -q '^torchvision==' "${here%/*}/locks/$flavor.lock"; then
     exit
 fi
 for tool in c++ cc make; do
-    command -v "$tool" >/dev/null || die "$tool is not installed; install it (on Debian: the packages of debian.sh build)"
+    command -v "$tool" >/dev/null ||
+        die "$tool is not installed; install it (on Debian: the packages of debian.sh build)"
 done
 lock=${here%/*}/locks/torchvision.lock
 key=$(compiled_key torchvision "$prefix" "$flavor" "${here%/*}" install/torchvision.sh locks/torchvision.lock)
@@ -34,8 +36,9 @@ mkdir "$work/source"
 tar -xf "$work/source.tar.gz" -C "$work/source" --strip-components 1
 cd "$work/source"
 
-# Its own setup.py compiles forty files, and for each the compiler reads all headers of torch, for ten seconds. As one file they
-# take a fifth of the time; three kernels define functions of the same names, and stay apart.
+# Its own setup.py compiles forty files, and for each the compiler reads all headers of torch, for ten
+# seconds. As one file they take a fifth of the time; three kernels define functions of the same names, and
+# stay apart.
 for file in torchvision/csrc/{*.cpp,ops/*.cpp,ops/{autocast,autograd,cpu,quantized/cpu}/*.cpp}; do
     [[ $file == */cpu/@(ps_roi_pool|roi_align|roi_pool)_kernel.cpp ]] || echo "#include \"$file\""
 done >operators.cpp
@@ -50,7 +53,8 @@ torchvision/_C.so: operators.o ps_roi_pool_kernel.o roi_align_kernel.o roi_pool_
 torchvision/image.so: image.o dgif_lib.o gif_hash.o gifalloc.o openbsd-reallocarray.o
 torchvision/image.so: CODECS = -lpng -ljpeg
 %.so: ; c++ -shared -s -o $@ $^ -L$(TORCH)/lib -ltorch -ltorch_cpu -lc10 $(CODECS)
-%.o: %.cpp ; c++ -std=c++20 -DPNG_FOUND=1 -DJPEG_FOUND=1 $(FLAGS) -I$(TORCH)/include -I$(TORCH)/include/torch/csrc/api/include -c $< -o $@
+INCLUDES = -I$(TORCH)/include -I$(TORCH)/include/torch/csrc/api/include
+%.o: %.cpp ; c++ -std=c++20 -DPNG_FOUND=1 -DJPEG_FOUND=1 $(FLAGS) $(INCLUDES) -c $< -o $@
 %.o: %.c ; cc $(FLAGS) -c $< -o $@
 MAKE
 make -j "$(nproc)" "TORCH=$prefix/lib/python3.11/site-packages/torch" ||
@@ -67,7 +71,8 @@ setup(
 )
 PY
 rm -f pyproject.toml setup.cfg
-"$prefix/bin/python" -m pip wheel --no-cache-dir --no-deps --no-build-isolation --no-index --wheel-dir "$work" . ||
+"$prefix/bin/python" -m pip wheel --no-cache-dir --no-deps --no-build-isolation --no-index \
+    --wheel-dir "$work" . ||
     die "cannot make a wheel of torchvision; see above"
 install_wheel torchvision "$prefix" "$work"
 keep_wheel "$key" "$work"
