@@ -1,4 +1,4 @@
-"""torchrun with signed states of its rendezvous, for launch/lib/launcher.sh.
+"""torchrun with signed states of its rendezvous, for launch/lib/launchers/torchrun.sh.
 
 The torchruns of a job agree on its nodes by a pickle in a store, whose port has no password. Whoever writes
 another pickle there runs code in each of them. Here the pickle is behind its HMAC-SHA256 with
@@ -55,18 +55,14 @@ if __name__ == "__main__":
             run.main()
         except ChildFailedError as error:  # a traceback of torchrun would hide the lines of the rank
             rank, failure = error.get_first_failure()
-            how = (
-                f"was killed by signal {-failure.exitcode}"
-                if failure.exitcode < 0
-                else f"ended with status {failure.exitcode}"
-            )
+            how = f"ended with status {failure.exitcode}"
+            if failure.exitcode < 0:
+                how = f"was killed by signal {-failure.exitcode}"
             sys.exit(
-                f"hpctrain: rank {rank} was the first to fail on {node}: process {failure.pid} {how}, "
-                "see its lines above"
+                f"hpctrain: rank {rank} was the first to fail on {node}: "
+                f"process {failure.pid} {how}, see its lines above"
             )
-        except (
-            RendezvousConnectionError
-        ) as error:  # on the other nodes, when the torchrun of the first one has ended
+        except RendezvousConnectionError as error:  # the torchrun of the first node has ended
             why = str(error.__cause__ or error).partition("\n")[0]
             sys.exit(
                 f"hpctrain: torchrun on {node} has no connection to the first node ({why}): see its lines"
