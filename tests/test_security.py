@@ -439,7 +439,9 @@ def test_a_folder_of_somebody_else_does_not_stop_a_job(tmp_path, monkeypatch, th
     control.report_saved(None)
     control.report_failed()
     env = os.environ | {"SLURM_JOB_ID": "17", "HPCTRAIN_CACHE": str(tmp_path)}
-    subprocess.run([REPOSITORY / "launch/lib/task.sh", "none", "--", "true"], env=env, check=True, timeout=100)
+    subprocess.run(
+        [REPOSITORY / "launch/lib/task.sh", "none", "--", "true"], env=env, check=True, timeout=100
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["saved", "stop"]
 
 

@@ -15,18 +15,20 @@ NAMES = [path.stem for path in SITES]
 SOURCE = re.compile(r"# 20\d\d-(0[1-9]|1[0-2]), \S.*")
 BARE = {"PATH": os.environ["PATH"], "HOME": "/home/alice", "USER": "alice"}
 # Folders and names: an empty value counts as not set.
-EMPTY_IS_NOT_SET = {"HPCTRAIN_FLAVOR", "HPCTRAIN_RUNTIME", "HPCTRAIN_CACHE", "HF_HOME", "TORCH_HOME", "MPLCONFIGDIR", "SCRATCH",
-                    "XDG_CACHE_HOME", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR"}  # fmt: skip
+EMPTY_IS_NOT_SET = {
+    "HPCTRAIN_FLAVOR", "HPCTRAIN_RUNTIME", "HPCTRAIN_CACHE", "HF_HOME", "TORCH_HOME", "MPLCONFIGDIR",
+    "SCRATCH", "XDG_CACHE_HOME", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR",
+}  # fmt: skip
 
 
 @pytest.fixture
 def launch(tmp_path):
-    """A copy of launch/ whose site files a test may change; nothing on this machine identifies a real site."""
+    """A copy of launch/ whose site files a test may change. Nothing here identifies a real site."""
     return shutil.copytree(REPOSITORY / "launch", tmp_path / "hpctrain/launch")
 
 
 def source(launch, *arguments, env=None, then="env -0", shell=("bash", "-euc")):
-    """Source launch/site.sh in a shell with nothing set but `env`; how it ended, and the variables that it then has."""
+    """Source launch/site.sh in a shell with nothing set but `env`; how it ended, and its variables."""
     script = f'source {launch}/site.sh "$@"; {then}'
     command = [*shell, script, "-", *arguments]
     done = subprocess.run(
@@ -166,7 +168,8 @@ def test_nothing_is_executed(launch, value):
 
 
 def test_references_and_spaces(launch):
-    text = "SCRATCH=/scratch/$USER\nNCCL_NET=AWS  Libfabric [*] ^x\nXDG_CACHE_HOME=${SCRATCH}/a$UID/${HOME}x\nHF_HOME=$NO_SUCH/x\n"
+    text = "SCRATCH=/scratch/$USER\nNCCL_NET=AWS  Libfabric [*] ^x\n"
+    text += "XDG_CACHE_HOME=${SCRATCH}/a$UID/${HOME}x\nHF_HOME=$NO_SUCH/x\n"
     (launch / "sites/mine.env").write_text(text)
     done, env = source(launch, "mine")
     assert done.returncode == 0, done.stderr
@@ -232,8 +235,8 @@ def test_help(launch, option):
 
 def test_started_as_a_program_it_says_how_it_is_used(launch):
     done = subprocess.run([launch / "site.sh", "neuron"], env=BARE, capture_output=True, text=True)
-    message = f"hpctrain: error: {launch}/site.sh sets variables of your shell: run source {launch}/site.sh neuron\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    message = f"{launch}/site.sh sets variables of your shell: run source {launch}/site.sh neuron"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hpctrain: error: {message}\n")
 
 
 # Detection of the site
@@ -332,7 +335,7 @@ def test_a_job_does_not_pretend_to_set_what_sbatch_reads(launch):
 
 
 def test_the_shell_is_left_as_it_was(launch):
-    """Options, positions and functions of the user's shell; what is added begins with hpctrain or _hpctrain."""
+    """Options, positions and functions of the user's shell. What is added begins with (_)hpctrain."""
     show = "set +o; shopt -p; declare -F; echo $#; "
     script = f"{show} echo ----; source {launch}/site.sh perlmutter; {show}"
     done = subprocess.run(
@@ -358,9 +361,10 @@ def test_the_shell_is_left_as_it_was(launch):
     ],
 )
 def test_habits_of_a_shell(launch, habit):
-    """A cd that prints, no file names from patterns, other word separators, strict options: the site is found, and they stay."""
+    """A cd that prints, no file names from patterns, other word separators, strict options."""
     (launch / "sites/toy.env").write_text("SITE_DETECT=OTHER=x TOY_HOST=toy*\nHPCTRAIN_BIND=/toy /a*\n")
-    script = f"{habit}\nbefore=$-$IFS; source launch/site.sh; source launch/site.sh; [[ $before == $-$IFS ]]; env -0"
+    script = f"{habit}\nbefore=$-$IFS; source launch/site.sh; source launch/site.sh"
+    script += "; [[ $before == $-$IFS ]]; env -0"
     env = BARE | {"TOY_HOST": "toy7", "PWD": str(launch.parent)}
     done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, cwd=launch.parent)
     assert done.returncode == 0 and done.stderr == "hpctrain: site toy (TOY_HOST=toy7)\n", done.stderr
