@@ -58,6 +58,7 @@ from hpctrain.nlp.tasks.classify import TASK, Document
 from hpctrain.nlp.training.lightning_module import FineTuneModule
 from hpctrain.nlp.training.options import parse_options
 from hpctrain.options import positive
+from hpctrain.run.options import RunOptions
 from hpctrain.run.run import Run
 from hpctrain.training.kernels import compile_training
 
@@ -209,7 +210,7 @@ def train_with_hpctrain(
 ) -> None:
     """As `hpctrain nlp.classify` does."""
     args, world, train = dataclasses.replace(setting.args, cuda_graphs=graphs), setting.world, setting.train
-    run = Run(world, "nlp.classify", args, setting.device)
+    run = Run(world, "nlp.classify", RunOptions.from_args(vars(args)), setting.device)
     module = FineTuneModule(TASK, model, setting.labels, args, run, setting.steps)
     if compiled:
         compile_training(model, dynamic=True, by_block=True)

@@ -4,8 +4,8 @@
 # MPICH in PREFIX, or Debian's Open MPI.
 #   DESTDIR=FOLDER  write below FOLDER instead of /, for a layer that holds Horovod and nothing else
 #   COMPILED_WHEELS=FOLDER  compiled wheels of earlier builds. A wheel that was built from the same inputs is
-#                           installed as it is;
-#                   else the new wheel is put there, if the folder is writable. By default, always compile
+#                   installed as it is; else the new wheel is put there, if the folder is writable. By
+#                   default, always compile
 
 set -euo pipefail
 umask 022

@@ -1,4 +1,4 @@
-"""hpctrain report: its page and its picture."""
+"""hpctrain report: its page, in Chromium as well, and its picture."""
 
 import html.parser
 import json
@@ -13,6 +13,15 @@ from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.run import charts, reader
 from tests.helpers import make_run, run_hpctrain
+from tests.tools.browser import Browser
+
+WIDTHS = (360, 768, 1280, 1920)
+FITS = "document.documentElement.scrollWidth <= window.innerWidth"
+# The relative luminance of a color like "rgb(1, 2, 3)", without its gamma: enough to tell light from dark.
+LIGHT = (
+    "(element, name) => "
+    "getComputedStyle(element)[name].match(/[0-9]+/g).slice(0, 3).map(Number).reduce((a, b) => a + b) / 765"
+)
 
 
 class Page(html.parser.HTMLParser):
@@ -154,3 +163,24 @@ def test_a_run_folder_of_somebody_else_gives_no_traceback(tmp_path, capsys):
         .splitlines()[0]
         .endswith(",$\\frac{$,$\\frac{$_loss,'=HYPERLINK(1)")
     )
+
+
+@pytest.mark.slow
+def test_the_report_fits_every_width_in_light_and_dark(tmp_path):
+    runs = [make_run(tmp_path / "first", starts=2), make_run(tmp_path / "second", lr=0.2)]
+    report.main(ALONE, [*map(str, runs), "--out", str(tmp_path / "page.html")])
+    with Browser() as browser:
+        columns = []
+        for width in WIDTHS:
+            browser.resize(width, 900)
+            for scheme in ("light", "dark"):
+                browser.prefer(scheme)
+                browser.open(f"file://{tmp_path}/page.html")
+                assert browser.evaluate(FITS), width
+                text = browser.evaluate(f"({LIGHT})(document.querySelector('svg text'), 'fill')")
+                assert text > 0.7 if scheme == "dark" else text < 0.3
+            tops = browser.evaluate(
+                "[...document.querySelectorAll('.charts svg')].map(svg => svg.getBoundingClientRect().top)"
+            )
+            columns.append(tops.count(tops[0]))
+        assert columns == [1, 2, 3, 4]

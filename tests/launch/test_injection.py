@@ -24,10 +24,10 @@ pytestmark = pytest.mark.slow
 
 LAUNCH = REPOSITORY / "launch"
 PIECES = [
-    "$(touch canary)", "`touch canary`", "touch canary", ";", "&", "|", "\n", "\r", "\t", " ", "'", '"', "\\", "$", "${HOME}",
-    "$HOME", "$((1))", "HOME[$(touch canary)]", "*", "?", "[a-z]", "[0]=", "{a,b}", "~", "!", "!!", "#", "<", ">", "(", ")", "-",
-    "--", "-P", "=", ":", ",", "%s", "\\n", "\\c", "é", "한", "\u2028", "\x01", "\x1b[2J", "\x7f", "\udcff", "/", "..", "x", "1",
-    ".py",
+    "$(touch canary)", "`touch canary`", "touch canary", ";", "&", "|", "\n", "\r", "\t", " ", "'", '"', "\\",
+    "$", "${HOME}", "$HOME", "$((1))", "HOME[$(touch canary)]", "*", "?", "[a-z]", "[0]=", "{a,b}", "~", "!",
+    "!!", "#", "<", ">", "(", ")", "-", "--", "-P", "=", ":", ",", "%s", "\\n", "\\c", "é", "한", "\u2028",
+    "\x01", "\x1b[2J", "\x7f", "\udcff", "/", "..", "x", "1", ".py",
 ]  # fmt: skip
 WORD = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
 WORDS = st.lists(WORD, min_size=3, max_size=12)
@@ -76,8 +76,9 @@ def a_shell():
             (top / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
             (top / "bin" / name).chmod(0o755)
         variables = {
-            "PATH": f"{top}/bin:{os.environ['PATH']}", "HOME": f"{top}/home", "TMPDIR": str(top), "LC_ALL": "C.UTF-8",
-            "HPCTRAIN_ROOT": str(REPOSITORY), "HPCTRAIN_IMAGE": f"{top}/image", "HPCTRAIN_CACHE": f"{top}/cache",
+            "PATH": f"{top}/bin:{os.environ['PATH']}", "HOME": f"{top}/home", "TMPDIR": str(top),
+            "LC_ALL": "C.UTF-8", "HPCTRAIN_ROOT": str(REPOSITORY), "HPCTRAIN_IMAGE": f"{top}/image",
+            "HPCTRAIN_CACHE": f"{top}/cache",
             "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS_PER_NODE": "1",
         }  # fmt: skip
 
@@ -223,11 +224,13 @@ def test_images_of_any_name(name, is_file):
 # ---- variables that the scripts read ----
 
 NAMES = [
-    "HPCTRAIN_IMAGE", "HPCTRAIN_FLAVOR", "HPCTRAIN_RUNTIME", "HPCTRAIN_BIND", "HPCTRAIN_PACKAGES", "HPCTRAIN_MODULES",
-    "HPCTRAIN_PYTHON_ENV", "HPCTRAIN_SITE", "HPCTRAIN_CACHE", "HPCTRAIN_TASKS", "HPCTRAIN_MPI", "HPCTRAIN_NODE_TIMEOUT",
-    "HPCTRAIN_INTERFACE", "HPCTRAIN_ROOT", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "SCRATCH", "SLURM_JOB_ID",
-    "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT",
-    "SLURM_JOB_NODELIST", "SLURM_CLUSTER_NAME", "PBS_JOBID", "NCPUS", "CC_CLUSTER", "NERSC_HOST", "SIF_COPY", "CDPATH",
+    "HPCTRAIN_IMAGE", "HPCTRAIN_FLAVOR", "HPCTRAIN_RUNTIME", "HPCTRAIN_BIND", "HPCTRAIN_PACKAGES",
+    "HPCTRAIN_MODULES", "HPCTRAIN_PYTHON_ENV", "HPCTRAIN_SITE", "HPCTRAIN_CACHE", "HPCTRAIN_TASKS",
+    "HPCTRAIN_MPI", "HPCTRAIN_NODE_TIMEOUT", "HPCTRAIN_INTERFACE", "HPCTRAIN_ROOT", "MASTER_ADDR",
+    "MASTER_PORT", "OMP_NUM_THREADS", "SCRATCH", "SLURM_JOB_ID", "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT",
+    "SLURM_JOB_NODELIST", "SLURM_CLUSTER_NAME", "PBS_JOBID", "NCPUS", "CC_CLUSTER", "NERSC_HOST", "SIF_COPY",
+    "CDPATH",
 ]  # fmt: skip
 NUMBERS = ["SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT"]
 
@@ -296,7 +299,7 @@ LINE = st.tuples(
 @example(["NCCL_HOME[$(touch canary)]=1"])
 @example(["NCCL_NET=\x1b[2J\x01"])
 def test_a_site_file_is_data(lines):
-    """Each value that is set is the text of its line, with variables replaced; any other file is refused in one line."""
+    """Each value is the text of its line, with variables replaced. Any other file is refused in one line."""
     with a_shell() as run:
         launch = shutil.copytree(LAUNCH, run.top / "hpctrain/launch")
         (launch / "sites/mine.env").write_bytes(os.fsencode("\n".join(lines)))
@@ -341,7 +344,8 @@ def test_words_and_secrets_pass_horovodrun(words, secret):
             set -euo pipefail
             source {LAUNCH}/lib/main.sh
             source {LAUNCH}/lib/launchers/horovodrun.sh
-            JOB=17 COMMAND_IN_VARIABLE=1 CONTAINER=(apptainer exec "$HPCTRAIN_IMAGE") SIF="" LAUNCH=("$TASK" horovodrun)
+            JOB=17 COMMAND_IN_VARIABLE=1 CONTAINER=(apptainer exec "$HPCTRAIN_IMAGE") SIF=""
+            LAUNCH=("$TASK" horovodrun)
             compose python "$@"
             hide_secrets
             ! env -0 | grep -qz ^HF_TOKEN=

@@ -1,4 +1,4 @@
-"""The launch scripts as shipped, submitted by an ordinary user with sbatch to a real Slurm cluster of two nodes."""
+"""The launch scripts as shipped: an ordinary user submits them with sbatch to a real Slurm cluster."""
 
 import functools
 import json
@@ -89,7 +89,7 @@ def submitted():
 
 @pytest.fixture
 def ahead(request, submitted):
-    """A function that submits this test's job and, while it runs, those of the next tests with other parameters."""
+    """A function that submits this test's job, and those of the next tests with other parameters."""
 
     def job_of_this_test(submit):
         mine = [item for item in request.session.items if getattr(item, "function", None) is request.function]
@@ -177,7 +177,8 @@ def test_the_arguments_of_a_script_arrive_as_they_are(cluster):
     arguments = ["--anything", "a b", "$HOME", "`id`", "*", "", "quote'and\"quote", "back\\slash", "-x"]
     mine = folder(cluster, "mine.py")
     mine.write_text(
-        "import json, os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], json.dumps(sys.argv[1:]))\n"
+        "import json, os, sys\n"
+        "print(os.environ['RANK'], os.environ['WORLD_SIZE'], json.dumps(sys.argv[1:]))\n"
     )
     ended, output = job(cluster, "./mine.py", *arguments)
     assert ended.state == "COMPLETED", output
@@ -217,7 +218,8 @@ def test_horovod_is_started_and_shut_down_again_and_again(cluster):
 
     Before the patch of its rendezvous, init() connected to addresses of the one before, after some cycles.
     """
-    cycles = "import horovod.torch as hvd\nfor _ in range(40):\n    hvd.init()\n    assert hvd.size() == 4\n    hvd.shutdown()\n"
+    cycles = "import horovod.torch as hvd\n"
+    cycles += "for _ in range(40):\n    hvd.init()\n    assert hvd.size() == 4\n    hvd.shutdown()\n"
     folder(cluster, "mine.py").write_text(cycles)
     ended, output = job(cluster, "--launcher=horovodrun", "./mine.py", script="launch/apptainer_horovod.sh")
     assert ended.state == "COMPLETED", output
@@ -246,12 +248,14 @@ def test_inside_salloc(cluster):
 
 
 def test_container_and_bare_metal_give_the_same_weights(cluster):
-    """The same job with the container and without: the Python environment of the image, run by the nodes' libc."""
+    """Without: the Python environment of the image, run by the nodes' libc."""
     numbers = []
     for name, python in (("container", "apptainer exec hpctrain-cpu.sif python"), ("bare", BARE_PYTHON)):
         script = (
-            f"#!/bin/bash\nexport MASTER_ADDR=$(hostname) MASTER_PORT=$((25000 + SLURM_JOB_ID)) OMP_NUM_THREADS=1\n"
-            f"srun --nodes=2 --ntasks-per-node=2 {python} -m hpctrain train_ddp {FEW} --epochs 2 --out runs/{name}\n"
+            "#!/bin/bash\n"
+            "export MASTER_ADDR=$(hostname) MASTER_PORT=$((25000 + SLURM_JOB_ID)) OMP_NUM_THREADS=1\n"
+            f"srun --nodes=2 --ntasks-per-node=2 {python} -m hpctrain train_ddp {FEW} --epochs 2"
+            f" --out runs/{name}\n"
         )
         numbers.append(cluster.submit("--nodes=2", "--ntasks-per-node=2", cwd=HOME, script=script))
     for number in numbers:
@@ -489,7 +493,8 @@ def node_dies(sif):
 
 def two_nodes_die(cluster):
     """That of the batch script, and the spare one at the same time. The third one requeues the job."""
-    text = "import os, time\nprint('waits', flush=True)\nos.environ.get('SLURM_RESTART_COUNT') or time.sleep(1000)\n"
+    text = "import os, time\nprint('waits', flush=True)\n"
+    text += "os.environ.get('SLURM_RESTART_COUNT') or time.sleep(1000)\n"
     folder(cluster, "waits.py").write_text(text)
     number = cluster.submit("--no-kill", "--nodes=3", SCRIPT, "--spare-nodes=1", "waits.py", cwd=HOME)
     show = ["login", "scontrol", "show", "job", str(number)]
@@ -706,7 +711,8 @@ def test_torchrun_restarts_all_ranks(cluster):
         "dist.init_process_group('gloo')\n"
         "again = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         "if dist.get_rank() == 3 and again == 0: os.kill(os.getpid(), 9)\n"
-        "x = torch.ones(1); dist.all_reduce(x); print(f'sum {x.item()} after {again}\\n', end='', flush=True)\n"
+        "x = torch.ones(1); dist.all_reduce(x)\n"
+        "print(f'sum {x.item()} after {again}\\n', end='', flush=True)\n"
         "dist.destroy_process_group()\n"
     )
     number = cluster.submit("launch/apptainer_torchrun.sh", "--max-restarts=2", "dies.py", cwd=HOME)
@@ -778,7 +784,10 @@ def test_a_second_job_on_a_run_folder_is_refused(cluster):
 
 
 def test_a_pmi_that_the_mpi_library_does_not_support(cluster):
-    """Open MPI 4 of the image aborts under pmi2; Open MPI 5 of the nodes gives four worlds of one, which end with exit 0."""
+    """Open MPI 4 of the image aborts under pmi2.
+
+    Open MPI 5 of the nodes gives four worlds of one rank, which end with exit status 0.
+    """
     # and where no launch script looks first
     script = "#!/bin/bash\nexport MASTER_ADDR=$(hostname) MASTER_PORT=25000\n" + (
         "srun --mpi=pmi2 --nodes=2 --ntasks-per-node=2 /opt/hpctrain/bin/python -m hpctrain check\n"
@@ -804,7 +813,7 @@ def test_a_pmi_that_the_mpi_library_does_not_support(cluster):
 
 
 def gpus(sif):
-    """The nodes' GPUs are device files without a driver; this tests the options of the script and the output of check."""
+    """The nodes' GPUs are device files without a driver: for the options of the script and for check."""
     with Cluster(nodes=1, gpus=2, binds={sif: f"/project/{sif.name}"}) as cluster:
         cluster.install("alice")
         options = ["--nodes=1", "--gpus-per-node=2"]
@@ -856,7 +865,7 @@ def test_without_a_container_by_conda(cluster):
 
 
 def test_pbs(cluster):
-    """By qsub over Slurm (slurm-wlm-torque): the variables and hosts of PBS, none of Slurm's variables, and mpirun by ssh."""
+    """By qsub over Slurm (slurm-wlm-torque), with the variables of PBS, and with mpirun over ssh."""
 
     def submit(line, select):
         words = ["qsub", "-l", select, "-l", "walltime=00:10:00"]
@@ -885,7 +894,7 @@ def test_pbs(cluster):
 
 
 def test_horovodrun_enters_shifter_on_the_other_node(cluster):
-    """It passes the PATH of the image on over ssh, where shifter was not found; a module's apptainer would not have been."""
+    """It passes the PATH of the image on over ssh, where shifter was not found."""
     env = {
         "PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin",
         "SHIFTER_SIF": "/project/hpctrain-cpu.sif",
@@ -897,7 +906,7 @@ def test_horovodrun_enters_shifter_on_the_other_node(cluster):
 
 
 def test_shifter(cluster):
-    """With a stand-in, because shifter is not available here: its command line, and the rendezvous of the ranks."""
+    """With a stand-in, as shifter is not available here: its command line, and the rendezvous."""
     env = {
         "PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin",
         "SHIFTER_RECORD": f"{HOME}/shifter.record",
@@ -921,8 +930,8 @@ def test_shifter(cluster):
     record = folder(cluster, "shifter.record").read_text().splitlines()
     assert len(record) == 2
     assert set(record) == {
-        "shifter '--image=id:0123456789abcdef' '--module=gpu,nccl-plugin' 'python' '-m' 'hpctrain' 'train_ddp' "
-        f"'{FEW}' '--epochs' '1'"
+        "shifter '--image=id:0123456789abcdef' '--module=gpu,nccl-plugin' 'python' '-m' 'hpctrain' "
+        f"'train_ddp' '{FEW}' '--epochs' '1'"
     }
     ended, output = wait(cluster, no_image)
     assert ended.state == "FAILED" and "nothing:1: shifter has no such image" in output, output
@@ -1059,7 +1068,8 @@ def test_a_port_that_is_in_use(cluster):
 def test_no_secret_is_on_a_command_line(cluster):
     """horovodrun writes its environment on the command lines of ssh; each rank still gets it."""
     folder(cluster, "show_token.py").write_text(
-        "import os, time\nprint('got', os.environ['HF_TOKEN'] == 'hf_' + 'secret', flush=True)\ntime.sleep(10)\n"
+        "import os, time\n"
+        "print('got', os.environ['HF_TOKEN'] == 'hf_' + 'secret', flush=True)\ntime.sleep(10)\n"
     )
     number = cluster.submit(
         HERE, *LAUNCHERS["horovodrun"], "show_token.py", cwd=HOME, env={"HF_TOKEN": "hf_secret"}
@@ -1123,5 +1133,5 @@ def test_a_rank_that_hangs_at_start_fails_the_job_and_is_named(cluster, hanging,
 
 
 def test_nothing_is_left_of_any_job(cluster):
-    """The last test on the cluster: processes are found by their command lines, whatever their environment is."""
+    """The last test on the cluster. It finds processes by their command lines, not by their variables."""
     wait_until_idle(cluster)

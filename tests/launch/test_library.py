@@ -1,4 +1,4 @@
-"""The parts of launch/lib that need no cluster: digests of images, options, and adding a runtime and a launcher."""
+"""What needs no cluster in launch/lib: digests of images, options, adding a runtime and a launcher."""
 
 import functools
 import hashlib
@@ -107,7 +107,10 @@ def test_a_record_counts_for_its_image_alone(image):
 
 
 def test_a_record_of_somebody_else_does_not_count(image):
-    """In a folder such as /tmp anybody can put one beside the image; who owns the image or runs the job can be trusted."""
+    """In a folder such as /tmp anybody can put one beside the image.
+
+    Who owns the image or runs the job can be trusted.
+    """
     if os.getuid() != 0:
         pytest.skip("needs root, to make files of others")
     hash_it(image)
@@ -456,7 +459,7 @@ def test_a_script_for_mpi_that_fails_under_srun_is_told_by_what_to_start_it(
         command, env=programs | job, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     last = done.stdout.splitlines()[-1]
-    hint = f"hpctrain: if MPI did not start above: mine.py imports {told}, so submit it by launch/apptainer_mpi.sh or launch/"
+    hint = f"hpctrain: if MPI did not start above: mine.py imports {told}, so submit it by launch/"
     assert last.startswith(hint if told else "hpctrain: command: "), done.stdout
 
 
@@ -464,6 +467,15 @@ def test_one_of_a_kind_has_no_plural(programs):
     """The log began with "1 nodes x 1 tasks"."""
     said = dry_run("local.sh", programs | {"HPCTRAIN_TASKS": "1"}, "check").stdout
     assert re.search(r"job \d+, 1 node x 1 task x \d+ threads?, 0 GPUs per node, on localhost\n", said), said
+
+
+def conclude(status, control, requeues, env, assignments="SCRIPT=x"):
+    """The end of a batch script whose launcher has ended with this status."""
+    source = (
+        f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={control} HPCTRAIN_REQUEUES={requeues}"
+    )
+    script = f"{source} {assignments}; conclude {status}"
+    return subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -491,10 +503,7 @@ def test_attempts_that_stop_and_save_nothing_are_counted(programs, tmp_path, sta
     shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"HPCTRAIN_CONTROL": str(tmp_path / "control"), "SLURM_JOB_ID": "7"}
-    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES={requeues}"
-    done = subprocess.run(
-        ["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True
-    )
+    done = conclude(status, tmp_path / "control", requeues, env)
     assert done.returncode == 75 and end in done.stdout, done
 
 
@@ -503,15 +512,7 @@ def test_a_node_that_srun_does_not_reach_is_no_fault_of_the_program(programs, tm
     """The job was FAILED, as no checkpoint had been saved. Its ranks on the other nodes may have started."""
     shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
-    source = (
-        f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=1"
-    )
-    done = subprocess.run(
-        ["bash", "-euc", f"{source}; conclude {status}"],
-        env=programs | {"SLURM_JOB_ID": "7"},
-        capture_output=True,
-        text=True,
-    )
+    done = conclude(status, tmp_path, 1, programs | {"SLURM_JOB_ID": "7"})
     assert done.returncode == status and ("requeue 7\n" in done.stdout) == requeued, done
     assert (
         "does not reach, restart 1 of at most 1 (HPCTRAIN_REQUEUES): requeuing" in done.stdout
@@ -522,16 +523,11 @@ def test_a_node_that_srun_does_not_reach_is_no_fault_of_the_program(programs, tm
 def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(
     programs, tmp_path, status, restarts, requeued
 ):
-    """A job with a checkpoint was FAILED: Slurm killed the ranks of its second attempt within a second of their start."""
+    """A job with a checkpoint was FAILED: Slurm killed its ranks within a second of their second start."""
     shown = f"JobState=RUNNING Restarts={restarts} PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
-    source = (
-        f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x; HPCTRAIN_REQUEUES=2"
-    )
-    done = subprocess.run(
-        ["bash", "-euc", f"{source}; conclude {status}"], env=env, capture_output=True, text=True
-    )
+    done = conclude(status, tmp_path, 2, env)
     assert done.returncode == status and ("requeue 7\n" in done.stdout) == requeued, done
     assert (
         "while a restart began, restart 2 of at most 2 (HPCTRAIN_REQUEUES): requeuing" in done.stdout
@@ -544,13 +540,11 @@ def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_
         (tmp_path / name).write_text("--resume runs/x\n")
     shown = "JobState=RUNNING Restarts=0 PreemptTime=None"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown}\n')
-    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}; SCRIPT=x.sh; HPCTRAIN_REQUEUES=1"
-    done = subprocess.run(
-        ["bash", "-euc", f"{source}; ARGUMENTS=(train_ddp --out 'a b'); conclude 0"],
-        env=programs | {"SLURM_JOB_ID": "7"}, capture_output=True, text=True,
-    )  # fmt: skip
-    said = f"Slurm does not requeue the job: continue with sbatch {REPOSITORY}/launch/x.sh train_ddp --out a\\ b --resume runs/x"
-    assert done.returncode == 75 and done.stdout.splitlines()[-1] == f"hpctrain: {said}", done
+    env = programs | {"SLURM_JOB_ID": "7"}
+    done = conclude(0, tmp_path, 1, env, "SCRIPT=x.sh ARGUMENTS=(train_ddp --out 'a b')")
+    command = f"{REPOSITORY}/launch/x.sh train_ddp --out a\\ b --resume runs/x"
+    said = f"hpctrain: Slurm does not requeue the job: continue with sbatch {command}"
+    assert done.returncode == 75 and done.stdout.splitlines()[-1] == said, done
 
 
 def test_preemptions_are_not_counted(programs, tmp_path):
@@ -559,10 +553,7 @@ def test_preemptions_are_not_counted(programs, tmp_path):
     shown = "JobState=RUNNING Restarts=5 PreemptTime=2026-11-20T12:00:00"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\n[ "$1" = show ] && echo {shown} || echo "$@"\n')
     env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "5"}
-    source = f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={tmp_path}/control; SCRIPT=x; HPCTRAIN_REQUEUES=1"
-    done = subprocess.run(
-        ["bash", "-euc", f"{source}; conclude 143"], env=env, capture_output=True, text=True
-    )
+    done = conclude(143, tmp_path / "control", 1, env)
     assert done.returncode == 143 and "the job is preempted: requeuing the job\nrequeue 7\n" in done.stdout, (
         done
     )
@@ -609,7 +600,8 @@ def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
     """With programs of PBS that only print and record; no PBS was at hand."""
     texts = {
         "mpirun": MPIRUN,
-        "qsub": f'#!/bin/bash\nprintf "%s\\n" "$@" "$(cat)" "$HPCTRAIN_RESTARTS" >{tmp_path}/asked\necho 18.srv\n',
+        "qsub": "#!/bin/bash\n"
+        f'printf "%s\\n" "$@" "$(cat)" "$HPCTRAIN_RESTARTS" >{tmp_path}/asked\necho 18.srv\n',
     }
     limit = {"walltime": "00:00:16", "walltime unknown": "unlimited"}.get(case, "00:30:00")
     texts["qstat"] = f"#!/bin/bash\n[[ $1 == -f && $2 == 17.srv ]] && cat {tmp_path}/shown\n"
@@ -645,8 +637,9 @@ def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
         )
         assert reason in said and said.endswith(": job 18.srv continues the run")
         assert (tmp_path / "asked").read_text().splitlines() == [
-            "-j", "oe", "-W", "depend=afterany:17.srv", "-l", "select=2:ncpus=2:mpiprocs=2", "-l", f"walltime={limit}",
-            "-N", "hpctrain", "-A", "st-pi-1", "-q", "workq", "-v", "HPCTRAIN_RESTARTS,HPCTRAIN_IMAGE,HPCTRAIN_ROOT,WORD",
+            "-j", "oe", "-W", "depend=afterany:17.srv", "-l", "select=2:ncpus=2:mpiprocs=2",
+            "-l", f"walltime={limit}", "-N", "hpctrain", "-A", "st-pi-1", "-q", "workq",
+            "-v", "HPCTRAIN_RESTARTS,HPCTRAIN_IMAGE,HPCTRAIN_ROOT,WORD",
             f"exec {resumed}", "1",
         ]  # fmt: skip
     else:
@@ -702,7 +695,8 @@ def test_an_invalid_number_of_restarts(number):
         (
             "apptainer_ddp.sh",
             {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "{}", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
-            "srun started this script 4 times: submit it with sbatch launch/apptainer_ddp.sh, or run it inside salloc",
+            "srun started this script 4 times: "
+            "submit it with sbatch launch/apptainer_ddp.sh, or run it inside salloc",
         ),
     ],
 )
@@ -748,10 +742,8 @@ def test_the_other_tasks_of_srun_say_nothing(programs, tmp_path):
 
 def test_an_older_bash():
     """RHEL 8 has bash 4.4, without EPOCHREALTIME."""
-    done = subprocess.run(
-        ["bash", "-c", f"unset EPOCHREALTIME; set -euo pipefail; source {REPOSITORY}/launch/lib/main.sh; echo $BEGAN"],
-        env=BARE, capture_output=True, text=True,
-    )  # fmt: skip
+    script = f"unset EPOCHREALTIME; source {REPOSITORY}/launch/lib/main.sh; echo $BEGAN"
+    done = subprocess.run(["bash", "-euc", script], env=BARE, capture_output=True, text=True)
     assert abs(int(done.stdout or 0) / 1000 - time.time()) < 60, done.stderr
 
 
@@ -840,8 +832,9 @@ def test_a_folder_in_tmp_that_somebody_else_made_is_not_used(trick):
         assert each.stdout.split() == [f"{used}/cache", f"{used}/cache/huggingface", f"{used}/inductor"], (
             each.stderr
         )
-        text = f"hpctrain: warning: on {os.uname().nodename} {own} belongs to somebody else: caches are in {used} instead\n"
-        assert each.stderr == (text if trick else "")
+        text = f"{own} belongs to somebody else: caches are in {used} instead\n"
+        warning = f"hpctrain: warning: on {os.uname().nodename} {text}"
+        assert each.stderr == (warning if trick else "")
 
 
 def test_no_digest_is_written_into_a_folder_of_somebody_else(image):
@@ -858,7 +851,8 @@ def test_no_digest_is_written_into_a_folder_of_somebody_else(image):
         Path(folder).chmod(0o755)
         shutil.copytree(REPOSITORY / "launch", f"{folder}/launch")
         shutil.copy(image, f"{folder}/x.sif")
-        script = f"source {folder}/launch/lib/main.sh; find_digest {folder}/x.sif; hash_in_background {folder}/x.sif; sleep 3"
+        script = f"source {folder}/launch/lib/main.sh; find_digest {folder}/x.sif"
+        script += f"; hash_in_background {folder}/x.sif; sleep 3"
         user = ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups"]
         try:
             done = subprocess.run(
@@ -943,7 +937,7 @@ def test_sigterm_to_a_task(programs, tmp_path, shown, folder, ends):
 
 @pytest.mark.slow
 def test_what_a_rank_of_horovodrun_leaves_does_not_keep_its_connection(tmp_path):
-    """sshd closes a connection when nobody has the output of its command; horovodrun waits for that, and so does this test."""
+    """sshd closes a connection when nobody has the output of its command, and horovodrun waits for that."""
     words = ["--", "bash", "-c", f"sleep 300 & echo $! >{tmp_path}/left; kill -KILL $$"]
     env = BARE | {
         "HOROVOD_RANK": "1",
@@ -978,7 +972,7 @@ def wait_until(condition):
 
 
 def test_a_rank_of_horovodrun_ends_with_its_connection(tmp_path):
-    """After scancel, too: Slurm ends horovodrun on the first node, and knows nothing of what sshd has started on the others."""
+    """After scancel, too: Slurm does not know what sshd has started on the other nodes."""
     (tmp_path / "sshd").symlink_to("/bin/bash")
     rank = f"echo $$ >{tmp_path}/rank.part; mv {tmp_path}/rank.part {tmp_path}/rank; sleep 300 & wait"
     env = BARE | {
@@ -1015,7 +1009,8 @@ def test_a_container_of_podman_that_is_still_being_made_is_removed_too(tmp_path)
     """
     folder = tmp_path.resolve()
     for name, text in {
-        "podman": f"case $1 in --version) echo 5 ;; run) touch {folder}/begun; sleep 1; touch {folder}/container ;; esac",
+        "podman": "case $1 in --version) echo 5 ;;"
+        f" run) touch {folder}/begun; sleep 1; touch {folder}/container ;; esac",
         "podman-hpc": f"case $1 in images) echo sha256:0 ;; rm) rm {folder}/container ;; esac",
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -1042,7 +1037,7 @@ SHOWN = "JobId=7 JobState=RUNNING Requeue=1 Restarts={} BatchFlag=1 PreemptTime=
 
 @pytest.fixture
 def shown(tmp_path):
-    """What `scontrol show job` prints in a script that finds this PATH; `scontrol requeue` and srun write into the file asked."""
+    """What `scontrol show job` prints. `scontrol requeue` and srun write into the file asked."""
     texts = {
         "scontrol": f"""
 case $1:$2 in
@@ -1079,7 +1074,8 @@ def test_an_attempt_that_slurm_has_replaced_does_not_requeue_the_next_one(
     """Its node was cut off; Slurm started the job again on others, and then the network came back."""
     (tmp_path / "saved").touch()
     more = {"SLURM_RESTART_COUNT": attempt} if attempt else {}
-    script = f"HPCTRAIN_CONTROL={tmp_path} SPARE_NODES=1 NODES=2 HOSTS=(n1 n2) SCRIPT=x; replace_nodes || conclude 137"
+    script = f"HPCTRAIN_CONTROL={tmp_path} SPARE_NODES=1 NODES=2 HOSTS=(n1 n2) SCRIPT=x"
+    script += "; replace_nodes || conclude 137"
     done = library(script, **shown(restarts, "1,2" if requeued else "2,3"), HPCTRAIN_REQUEUES="9", **more)
     assert done.returncode == 137 and (tmp_path / "asked").exists() == requeued, done.stdout + done.stderr
 
@@ -1254,7 +1250,8 @@ launch
 FORK_LAUNCHER = """
 launch_with_fork() {
     LAUNCHER_TEXT='fork'
-    LAUNCH=(bash -c 'for ((i = 0; i < HPCTRAIN_WORLD_SIZE; i++)); do FORK_RANK=$i "$@" & done; wait' - "$TASK" fork)
+    LAUNCH=(bash -c 'for ((i = 0; i < HPCTRAIN_WORLD_SIZE; i++)); do FORK_RANK=$i "$@" & done; wait' -
+        "$TASK" fork)
 }
 task_fork() {
     set_ranks FORK_RANK FORK_RANK
@@ -1313,7 +1310,8 @@ NO_GATEWAY = "the gateway of the images does not answer, so try again later"
     [
         (
             "up",
-            "nothing:1: shifter has no such image: shifterimg pull it, or set HPCTRAIN_IMAGE (shifterimg images lists yours)",
+            "nothing:1: shifter has no such image: "
+            "shifterimg pull it, or set HPCTRAIN_IMAGE (shifterimg images lists yours)",
         ),
         ("down", f"shifterimg lookup: ERROR: failed to contact the image gateway: {NO_GATEWAY}"),
         ("slow", f"shifterimg lookup: err 28: {NO_GATEWAY}"),
@@ -1349,7 +1347,8 @@ def start_on_gpus(folder, driver, image):
     """A dry run of local.sh on a machine with four GPUs of this driver."""
     list_gpus = "printf 'GPU %s: NVIDIA A100\n' 0 1 2 3"
     programs = {
-        "nvidia-smi": f'case $1 in --list-gpus) {list_gpus} ;; --query-gpu=driver_version) echo "{driver}" ;; esac',
+        "nvidia-smi": f"case $1 in --list-gpus) {list_gpus} ;;"
+        f' --query-gpu=driver_version) echo "{driver}" ;; esac',
         "apptainer": "echo apptainer version 1.4.5",
     }
     for name, body in programs.items():
@@ -1390,9 +1389,10 @@ def test_an_image_for_cpus_and_gpus(tmp_path):
 # ---- secrets ----
 
 NAMES = [
-    "HF_TOKEN", "hf_token", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "PASSWD", "GIT_CREDENTIALS",
-    "HPCTRAIN_JOB_SECRET", "MONKEY", "TOKEN", "KEY", "max_new_tokens", "TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY",
-    "TOKENS_KEY", "PKEYKEY", "TOKENSTOKEN", "TOKPKEYEN", "PATH", "OMP_NUM_THREADS", "_", "K",
+    "HF_TOKEN", "hf_token", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "PASSWD",
+    "GIT_CREDENTIALS", "HPCTRAIN_JOB_SECRET", "MONKEY", "TOKEN", "KEY", "max_new_tokens",
+    "TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY", "TOKENS_KEY", "PKEYKEY", "TOKENSTOKEN", "TOKPKEYEN", "PATH",
+    "OMP_NUM_THREADS", "_", "K",
 ]  # fmt: skip
 
 

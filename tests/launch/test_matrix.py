@@ -47,7 +47,7 @@ BEGIN, END = "<!-- what tests/launch/test_matrix.py saw pass -->\n", "<!-- end -
 
 
 class Cells:
-    """Runs each cell once; `ahead` submits the next cells, so that they run while a test waits for another one."""
+    """Runs each cell once. `ahead` submits the next cells while a test waits for another one."""
 
     def __init__(self, cluster: Cluster, podman_image: dict[str, str]) -> None:
         self._cluster = cluster
@@ -126,7 +126,7 @@ def test_the_same_loss_by_every_trainer(cell):
 
 
 def test_horovod_with_tensor_fusion(cell):
-    """Fused tensors are summed in other pieces, so in another order: the same to rounding, which grows with each step."""
+    """Fused tensors are summed in another order: equal to rounding, which grows with each step."""
     cells = [("srun", "apptainer", "train_horovod", fusion, 104) for fusion in (False, True)]
     cell.ahead(cells)
     weights = [torch.load(cell(*each) / "checkpoints/epoch-0001.pt")["model"] for each in cells]

@@ -105,8 +105,8 @@ def test_the_modulefile(prefix, kind):
         return done
 
     code = module("load", "hpctrain").stdout
-    show = subprocess.run(["bash", "-c", f'{code}\necho "$HPCTRAIN_ROOT"; echo "$PATH"; type -P hpctrain apptainer_ddp.sh'],
-                          env=env, capture_output=True, text=True)  # fmt: skip
+    script = f'{code}\necho "$HPCTRAIN_ROOT"; echo "$PATH"; type -P hpctrain apptainer_ddp.sh'
+    show = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
     expected = [
         str(root),
         f"{root}/bin:{root}/launch:/usr/bin:/bin",

@@ -1,4 +1,4 @@
-"""One container on each node: the image is mounted once per node, and nobody loses it, or leaves it, however a rank ends."""
+"""One container on each node mounts the image once. However a rank ends, the others keep it."""
 
 import os
 import re
@@ -60,7 +60,7 @@ def left(cluster, node, job=0):
 
 @pytest.fixture(scope="module", autouse=True)
 def no_old_locks(cluster):
-    """Remove the empty files that apptainer leaves when it is killed while it starts, as in jobs of other tests."""
+    """Remove the empty files that apptainer leaves when it is killed while it starts."""
     for node in ("n1", "n2", "n3", "n4"):
         cluster.exec(node, "sh", "-c", "rm -f /dev/shm/sharens_*")
 
@@ -96,10 +96,12 @@ def test_a_job_that_is_canceled_or_fails_leaves_nothing(cluster):
 def tasks(cluster, words, path=""):
     """Start three tasks of one node by hand, without srun, which would kill the others when one has ended."""
     script = f"""
-        cd {HOME} && export PATH={path}$PATH HPCTRAIN_NODE_CONTAINER=/tmp/hpctrain-container-0-{os.urandom(4).hex()}
-        export HPCTRAIN_CONTROL=/tmp SLURM_JOB_ID=1 HPCTRAIN_WORLD_SIZE=3 HPCTRAIN_TASKS_PER_NODE=3 SLURM_NODEID=0
+        cd {HOME} && export PATH={path}$PATH
+        export HPCTRAIN_NODE_CONTAINER=/tmp/hpctrain-container-0-{os.urandom(4).hex()} HPCTRAIN_CONTROL=/tmp
+        export SLURM_JOB_ID=1 HPCTRAIN_WORLD_SIZE=3 HPCTRAIN_TASKS_PER_NODE=3 SLURM_NODEID=0
         for rank in 0 1 2; do
-            SLURM_PROCID=$rank SLURM_LOCALID=$rank launch/lib/task.sh srun apptainer exec hpctrain-cpu.sif -- {words} &
+            SLURM_PROCID=$rank SLURM_LOCALID=$rank launch/lib/task.sh srun \\
+                apptainer exec hpctrain-cpu.sif -- {words} &
         done
         wait"""
     return cluster.start("n4", "bash", "-c", script, user="alice")
@@ -131,7 +133,8 @@ def test_without_a_common_container_each_task_has_its_own(cluster):
     (folder / "refuses").mkdir()
     wrapper = folder / "refuses/apptainer"
     wrapper.write_text(
-        '#!/bin/sh\n[ "$2" != --sharens ] || { echo "FATAL: no" >&2; exit 255; }\nexec /usr/bin/apptainer "$@"\n'
+        '#!/bin/sh\n[ "$2" != --sharens ] || { echo "FATAL: no" >&2; exit 255; }\n'
+        'exec /usr/bin/apptainer "$@"\n'
     )
     wrapper.chmod(0o755)
     words = f"sh -c 'echo ${{APPTAINER_INSTANCE:-own}} >>{HOME}/own-containers'"

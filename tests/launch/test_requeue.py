@@ -40,7 +40,8 @@ if case in ("killed", "again", "unsaved"):
     time.sleep(1)
     os.kill(os.getpid(), 9) if rank == 3 else time.sleep(100)
 if case == "usage":
-    time.sleep(2 if rank == 0 else 0)  # as the trainers do: srun kills the ranks that are left at the first failure
+    # As the trainers do: srun kills the remaining ranks when the first one fails.
+    time.sleep(2 if rank == 0 else 0)
     sys.exit(2 if rank == 0 else 0)
 while not told.exists():
     if rank == 0 and (control / "stop").exists() and case not in ("ignores", "canceled"):
@@ -183,8 +184,8 @@ def test_a_killed_rank_after_a_checkpoint(ended):
     state, restarts, output = ended("killed")
     assert (state, restarts) == ("COMPLETED", 1), output
     assert said(output) == [
-        "hpctrain: exit status N after a checkpoint or the request to stop, restart 1 of at most 10 (HPCTRAIN_REQUEUES): "
-        "requeuing the job"
+        "hpctrain: exit status N after a checkpoint or the request to stop, "
+        "restart 1 of at most 10 (HPCTRAIN_REQUEUES): requeuing the job"
     ]
 
 
@@ -298,7 +299,7 @@ def test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to(clust
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_trainer_of_a_user_ends_with_the_weights_of_a_run_that_nothing_happened_to(cluster, tmp_path, name):
-    """An example with more and slower data, on two nodes: asked to stop within an epoch, as before a time limit, and requeued."""
+    """An example with more and slower data: asked to stop within an epoch, and requeued."""
     text = EXAMPLES[name].read_text()
     changes = [
         ("512", "2048"),

@@ -15,18 +15,20 @@ NAMES = [path.stem for path in SITES]
 SOURCE = re.compile(r"# 20\d\d-(0[1-9]|1[0-2]), \S.*")
 BARE = {"PATH": os.environ["PATH"], "HOME": "/home/alice", "USER": "alice"}
 # Folders and names: an empty value counts as not set.
-EMPTY_IS_NOT_SET = {"HPCTRAIN_FLAVOR", "HPCTRAIN_RUNTIME", "HPCTRAIN_CACHE", "HF_HOME", "TORCH_HOME", "MPLCONFIGDIR", "SCRATCH",
-                    "XDG_CACHE_HOME", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR"}  # fmt: skip
+EMPTY_IS_NOT_SET = {
+    "HPCTRAIN_FLAVOR", "HPCTRAIN_RUNTIME", "HPCTRAIN_CACHE", "HF_HOME", "TORCH_HOME", "MPLCONFIGDIR",
+    "SCRATCH", "XDG_CACHE_HOME", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR",
+}  # fmt: skip
 
 
 @pytest.fixture
 def launch(tmp_path):
-    """A copy of launch/ whose site files a test may change; nothing on this machine identifies a real site."""
+    """A copy of launch/ whose site files a test may change. Nothing here identifies a real site."""
     return shutil.copytree(REPOSITORY / "launch", tmp_path / "hpctrain/launch")
 
 
 def source(launch, *arguments, env=None, then="env -0", shell=("bash", "-euc")):
-    """Source launch/site.sh in a shell with nothing set but `env`; how it ended, and the variables that it then has."""
+    """Source launch/site.sh in a shell with nothing set but `env`; how it ended, and its variables."""
     script = f'source {launch}/site.sh "$@"; {then}'
     command = [*shell, script, "-", *arguments]
     done = subprocess.run(
@@ -42,27 +44,27 @@ def keys(path):
 # The files
 
 
-@pytest.mark.parametrize("site", SITES, ids=NAMES)
-def test_every_fact_has_a_source_and_a_date(site):
+@pytest.mark.parametrize("site_file", SITES, ids=NAMES)
+def test_every_fact_has_a_source_and_a_date(site_file):
     """A comment `# YEAR-MONTH, SOURCE` is in the same paragraph as the value, before it."""
-    assert keys(site)
-    for paragraph in site.read_text().split("\n\n"):
+    assert keys(site_file)
+    for paragraph in site_file.read_text().split("\n\n"):
         sourced = False
         for line in paragraph.splitlines():
             sourced = sourced or bool(SOURCE.fullmatch(line))
-            assert line.startswith("#") or sourced, f"{site.name}: no source for {line}"
+            assert line.startswith("#") or sourced, f"{site_file.name}: no source for {line}"
             assert not line.startswith("# 20") or SOURCE.fullmatch(line), (
-                f"{site.name}: {line} is not # YEAR-MONTH, SOURCE"
+                f"{site_file.name}: {line} is not # YEAR-MONTH, SOURCE"
             )
 
 
-@pytest.mark.parametrize("site", SITES, ids=NAMES)
-def test_keys_are_known_and_values_parse(launch, site):
+@pytest.mark.parametrize("site_file", SITES, ids=NAMES)
+def test_keys_are_known_and_values_parse(launch, site_file):
     """Reading checks each line first, so this also shows that no file has a command or a quote in it."""
-    done, env = source(launch, site.stem, env={"SCRATCH": "/scratch/alice"})
+    done, env = source(launch, site_file.stem, env={"SCRATCH": "/scratch/alice"})
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert set(keys(site)) - set(env) <= {"SITE_DETECT"}
-    for key in keys(site):
+    assert set(keys(site_file)) - set(env) <= {"SITE_DETECT"}
+    for key in keys(site_file):
         assert not re.search(r"[$`\"'\\]", env.get(key, "")), f"{key}={env[key]}"
     assert "SITE_DETECT" not in env
 
@@ -96,22 +98,24 @@ def test_a_folder_in_tmp_that_somebody_else_made_is_told(name):
 # Precedence
 
 
-@pytest.mark.parametrize("site", SITES, ids=NAMES)
-def test_what_the_user_has_set_wins(launch, site):
+@pytest.mark.parametrize("site_file", SITES, ids=NAMES)
+def test_what_the_user_has_set_wins(launch, site_file):
     chosen = {
-        key: "mine" for key in [*keys(site), *keys(SITES[NAMES.index("generic")])] if key != "SITE_DETECT"
+        key: "mine"
+        for key in [*keys(site_file), *keys(SITES[NAMES.index("generic")])]
+        if key != "SITE_DETECT"
     }
-    done, env = source(launch, site.stem, env=chosen)
+    done, env = source(launch, site_file.stem, env=chosen)
     assert done.returncode == 0, done.stderr
     assert {key: env[key] for key in chosen} == chosen
-    assert env["HPCTRAIN_SITE"] == site.stem and env["HPCTRAIN_ROOT"] == str(launch.parent)
+    assert env["HPCTRAIN_SITE"] == site_file.stem and env["HPCTRAIN_ROOT"] == str(launch.parent)
 
 
-@pytest.mark.parametrize("site", SITES, ids=NAMES)
-def test_what_the_user_has_set_to_nothing_stays_nothing(launch, site):
-    chosen = {key: "" for key in keys(site) if key != "SITE_DETECT"}
-    _, without = source(launch, site.stem)
-    done, env = source(launch, site.stem, env=chosen)
+@pytest.mark.parametrize("site_file", SITES, ids=NAMES)
+def test_what_the_user_has_set_to_nothing_stays_nothing(launch, site_file):
+    chosen = {key: "" for key in keys(site_file) if key != "SITE_DETECT"}
+    _, without = source(launch, site_file.stem)
+    done, env = source(launch, site_file.stem, env=chosen)
     assert done.returncode == 0, done.stderr
     for key in chosen:
         if key in EMPTY_IS_NOT_SET:
@@ -166,7 +170,8 @@ def test_nothing_is_executed(launch, value):
 
 
 def test_references_and_spaces(launch):
-    text = "SCRATCH=/scratch/$USER\nNCCL_NET=AWS  Libfabric [*] ^x\nXDG_CACHE_HOME=${SCRATCH}/a$UID/${HOME}x\nHF_HOME=$NO_SUCH/x\n"
+    text = "SCRATCH=/scratch/$USER\nNCCL_NET=AWS  Libfabric [*] ^x\n"
+    text += "XDG_CACHE_HOME=${SCRATCH}/a$UID/${HOME}x\nHF_HOME=$NO_SUCH/x\n"
     (launch / "sites/mine.env").write_text(text)
     done, env = source(launch, "mine")
     assert done.returncode == 0, done.stderr
@@ -232,15 +237,15 @@ def test_help(launch, option):
 
 def test_started_as_a_program_it_says_how_it_is_used(launch):
     done = subprocess.run([launch / "site.sh", "neuron"], env=BARE, capture_output=True, text=True)
-    message = f"hpctrain: error: {launch}/site.sh sets variables of your shell: run source {launch}/site.sh neuron\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    message = f"{launch}/site.sh sets variables of your shell: run source {launch}/site.sh neuron"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hpctrain: error: {message}\n")
 
 
 # Detection of the site
 
 
 @pytest.mark.parametrize(
-    ("env", "site", "why"),
+    ("env", "name", "why"),
     [
         ({"NERSC_HOST": "perlmutter"}, "perlmutter", "NERSC_HOST=perlmutter"),
         ({"CC_CLUSTER": "trillium-gpu"}, "alliance", "CC_CLUSTER=trillium-gpu"),
@@ -249,9 +254,9 @@ def test_started_as_a_program_it_says_how_it_is_used(launch):
         ({}, "generic", "detected none of alliance neuron perlmutter sockeye"),
     ],
 )
-def test_the_site_is_detected_and_printed(launch, env, site, why):
+def test_the_site_is_detected_and_printed(launch, env, name, why):
     done, found = source(launch, env=env)
-    assert found["HPCTRAIN_SITE"] == site and done.stderr == f"hpctrain: site {site} ({why})\n"
+    assert found["HPCTRAIN_SITE"] == name and done.stderr == f"hpctrain: site {name} ({why})\n"
 
 
 def test_by_slurm_and_by_the_name_of_the_machine(launch, tmp_path):
@@ -332,7 +337,7 @@ def test_a_job_does_not_pretend_to_set_what_sbatch_reads(launch):
 
 
 def test_the_shell_is_left_as_it_was(launch):
-    """Options, positions and functions of the user's shell; what is added begins with hpctrain or _hpctrain."""
+    """Options, positions and functions of the user's shell. What is added begins with (_)hpctrain."""
     show = "set +o; shopt -p; declare -F; echo $#; "
     script = f"{show} echo ----; source {launch}/site.sh perlmutter; {show}"
     done = subprocess.run(
@@ -358,9 +363,10 @@ def test_the_shell_is_left_as_it_was(launch):
     ],
 )
 def test_habits_of_a_shell(launch, habit):
-    """A cd that prints, no file names from patterns, other word separators, strict options: the site is found, and they stay."""
+    """A cd that prints, no file names from patterns, other word separators, strict options."""
     (launch / "sites/toy.env").write_text("SITE_DETECT=OTHER=x TOY_HOST=toy*\nHPCTRAIN_BIND=/toy /a*\n")
-    script = f"{habit}\nbefore=$-$IFS; source launch/site.sh; source launch/site.sh; [[ $before == $-$IFS ]]; env -0"
+    script = f"{habit}\nbefore=$-$IFS; source launch/site.sh; source launch/site.sh"
+    script += "; [[ $before == $-$IFS ]]; env -0"
     env = BARE | {"TOY_HOST": "toy7", "PWD": str(launch.parent)}
     done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, cwd=launch.parent)
     assert done.returncode == 0 and done.stderr == "hpctrain: site toy (TOY_HOST=toy7)\n", done.stderr
