@@ -86,8 +86,9 @@ def detect(env: Mapping[str, str] = os.environ) -> World:
         )
     if "HPCTRAIN_WORLD_SIZE" in env and world.size != _read_number(env, "HPCTRAIN_WORLD_SIZE"):
         raise HpctrainError(
-            f"the launch script started {env['HPCTRAIN_WORLD_SIZE']} ranks, "
-            f"but according to {world.launcher} this is rank {world.rank} of {world.size}: the launcher and the image do not use the same PMI; "
+            f"the launch script started {env['HPCTRAIN_WORLD_SIZE']} ranks, but according to "
+            f"{world.launcher} this is rank {world.rank} of {world.size}: "
+            "the launcher and the image do not use the same PMI; "
             "try another --mpi= for srun (srun --mpi=list shows them), "
             "or run without apptainer's --containall"
         )
