@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(flaky.SecondTries(BUILD.parent / "flaky.jsonl"))
+    flaky.register(config, BUILD.parent / "flaky.jsonl")
 
 
 # The files that take longest, first: otherwise the last of them would run alone. Of the fast tests,

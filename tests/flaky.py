@@ -35,13 +35,7 @@ def reason(report: pytest.TestReport) -> str:
 
 
 class SecondTries:
-    """What needed a second try in this run, and in the last runs."""
-
-    def __init__(self, record: Path) -> None:
-        self.record = record
-        self.tests: set[str] = set()  # on the cluster
-        self.reasons: dict[str, str] = {}
-        self.failed: set[str] = set()
+    """Gives the second try of a test a cluster of its own, where no job of the first one runs."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
@@ -52,10 +46,19 @@ class SecondTries:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """Give the second try fixtures and a cluster of its own, where no job of the first one runs."""
         if item.stash.get(FAILED, False) and item.get_closest_marker("flaky"):
             item.session._setupstate.teardown_exact(None)  # as pytest does after the last test
             item.stash[FAILED] = False
+
+
+class Summary:
+    """What needed a second try in this run, and in the last runs."""
+
+    def __init__(self, record: Path) -> None:
+        self.record = record
+        self.tests: set[str] = set()  # on the cluster
+        self.reasons: dict[str, str] = {}
+        self.failed: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome == "rerun":
@@ -90,3 +93,9 @@ class SecondTries:
         for test, times in Counter(test for run in runs for test in run["flaky"]).items():
             if times > 1:
                 say(f"{test} was flaky in {times} of the last {len(runs)} runs: find out why")
+
+
+def register(config: pytest.Config, record: Path) -> None:
+    config.pluginmanager.register(SecondTries())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Summary(record))

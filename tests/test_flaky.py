@@ -13,7 +13,7 @@ import pytest
 from tests import flaky
 
 def pytest_configure(config):
-    config.pluginmanager.register(flaky.SecondTries(pathlib.Path("build/flaky.jsonl")))
+    flaky.register(config, pathlib.Path("build/flaky.jsonl"))
 
 def pytest_collection_modifyitems(items):
     flaky.mark(items)
@@ -49,11 +49,11 @@ def test_without_a_cluster():
 """
 
 
-@pytest.fixture
-def result(pytester):
+@pytest.fixture(params=[[], ["-n1"]], ids=["one process", "a worker"])
+def result(pytester, request):
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(FILE)
-    return pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", *request.param)
 
 
 def test_only_a_test_on_the_cluster_is_tried_again(result):
