@@ -96,11 +96,7 @@ def trainer_parser(trainer: str, description: str) -> Parser:
         action="store_true",
         help="log to Weights & Biases too, into an offline run without a key or a network",
     )
-    add(
-        "--profile",
-        action="store_true",
-        help="profile some steps: write a trace and a page of text",
-    )
+    add("--profile", action="store_true", help="profile some steps: write a trace and a page of text")
     add(
         "--watchdog",
         type=seconds,

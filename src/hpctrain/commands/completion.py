@@ -17,10 +17,7 @@ from hpctrain.files import atomic
 from hpctrain.options import Parser
 
 # Where bash-completion and zsh look for a command that is in PREFIX/bin.
-FILES = {
-    "bash": "share/bash-completion/completions/hpctrain",
-    "zsh": "share/zsh/site-functions/_hpctrain",
-}
+FILES = {"bash": "share/bash-completion/completions/hpctrain", "zsh": "share/zsh/site-functions/_hpctrain"}
 
 
 def command_parsers() -> dict[str, Parser]:

@@ -77,9 +77,7 @@ def parser() -> Parser:
         description="Write the metrics of runs for other tools, into their run folders.",
     )
     parser.add_argument(
-        "format",
-        choices=[*FORMATS],
-        help="csv: metrics.csv; wandb: an offline run for wandb sync",
+        "format", choices=[*FORMATS], help="csv: metrics.csv; wandb: an offline run for wandb sync"
     )
     parser.add_argument("run", type=Path, nargs="+", help="run folder, such as runs/train_ddp/17")
     return parser

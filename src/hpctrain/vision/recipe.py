@@ -182,11 +182,7 @@ def load_data(args: ImageOptions, world: World) -> tuple[ImageSet, ImageSet]:
 
 
 def build_model(
-    args: ImageOptions,
-    training_set: ImageSet,
-    device: torch.device,
-    *,
-    sharded: bool = False,
+    args: ImageOptions, training_set: ImageSet, device: torch.device, *, sharded: bool = False
 ) -> nn.Module:
     """Create the model on `device`; its initial weights depend on --seed alone.
 

@@ -143,11 +143,7 @@ class FineTuneModule(LightningModule):
     # --- evaluation ---
 
     def make_evaluation_loader(
-        self,
-        name: str,
-        examples: list[Any],
-        features: Features,
-        padding: dict[str, int],
+        self, name: str, examples: list[Any], features: Features, padding: dict[str, int]
     ) -> DataLoader:
         """The batches of this rank of the "validation" or the "test" set."""
         self._sets[name] = (examples, features)

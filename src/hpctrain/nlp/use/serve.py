@@ -301,11 +301,7 @@ def parser() -> Parser:
         help="address to listen on; any but 127.0.0.1 is open to the network "
         "(default: 127.0.0.1; in a job a Unix socket)",
     )
-    add(
-        "--port",
-        type=int,
-        help="port to listen on; 0: a free one (default: 8000; in a job a Unix socket)",
-    )
+    add("--port", type=int, help="port to listen on; 0: a free one (default: 8000; in a job a Unix socket)")
     add_answer_options(options)
     return options
 
