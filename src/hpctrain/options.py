@@ -18,10 +18,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse the command line.
-
-        Raises UsageError; for an unknown option, it names the most similar one.
-        """
+        """Parse the command line. Raises UsageError; for an unknown option, it names the most similar one."""
         # Otherwise argparse takes no positional argument of nargs "*" or "+" after an option.
         many = any(action.nargs in ("*", "+") and not action.option_strings for action in self._actions)
         found, unknown = (self.parse_known_intermixed_args if many else self.parse_known_args)(
