@@ -86,7 +86,8 @@ _hpctrain_set() {
     export "$1=$2"
 }
 
-# _hpctrain_read FILE check|shell|job|detect: check its lines, export values, or set _hpctrain_reply (SITE_DETECT)
+# _hpctrain_read FILE check|shell|job|detect: check each line; export the values (in a job without sbatch's)
+# or set _hpctrain_reply to the value of SITE_DETECT
 _hpctrain_read() {
     local line key kind number=0 cr detect=''
     cr=$(printf '\r')

@@ -52,10 +52,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 class Pieces:
-    """A tensor that is in pieces: `shape`, and `region()` to read a part of it.
-
-    Raises ValueError if pieces are missing.
-    """
+    """A tensor in pieces; region() reads a part of it. Raises ValueError if pieces are missing."""
 
     def __init__(self, parts: Sequence[dict[str, Any]]) -> None:
         self.shape = torch.Size(parts[0]["shape"])

@@ -21,10 +21,7 @@ FILES = {"bash": "share/bash-completion/completions/hpctrain", "zsh": "share/zsh
 
 
 def command_parsers() -> dict[str, Parser]:
-    """The parser of every command, in the order of COMMANDS.
-
-    Imports the modules of all commands, which takes seconds.
-    """
+    """The parser of every command, in the order of COMMANDS. The imports take seconds."""
     return {name: load_command(name).parser() for name in COMMANDS}
 
 

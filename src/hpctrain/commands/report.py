@@ -136,10 +136,7 @@ def chart(runs: list[Content], name: str) -> str:
 
 
 def differences(runs: list[Content]) -> list[tuple[str, ...]]:
-    """The options, versions and other facts that differ between runs.
-
-    Each row has the name of the fact, and its value in each run.
-    """
+    """Rows of a fact that differs between runs, such as an option or version, and its value in each run."""
     facts = []
     for run in runs:
         config = run.configs[-1]

@@ -275,10 +275,7 @@ def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
 
 
 def _keep_sweep(sweep: Sweep, folder: Path) -> None:
-    """Write sweep.json, or compare with it.
-
-    Raises UsageError if they differ in more than the number of trials.
-    """
+    """Write sweep.json, or raise UsageError if it differs in more than the number of trials."""
     own, path = asdict(sweep), folder / "sweep.json"
     kept = read_json(path) if path.exists() else own
     differing = [name for name in own if name != "trials" and own[name] != kept.get(name)]

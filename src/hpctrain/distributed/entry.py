@@ -118,10 +118,7 @@ def _report(error: HpctrainError, rank: int) -> int:
 
 @functools.cache
 def print_errors_in_one_line() -> None:
-    """From now on, an HpctrainError that nothing catches ends this process as in main().
-
-    Other exceptions end it as before.
-    """
+    """From now on, an HpctrainError that nothing catches ends this process as in main()."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

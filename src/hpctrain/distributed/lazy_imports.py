@@ -37,10 +37,7 @@ class _Postponed(ModuleType):
 
 
 def _leave_alone(function: Callable | None = None, *_: object, **__: object) -> Callable:
-    """What torch._dynamo.disable() does where nothing is compiled.
-
-    Without a function, it returns a decorator.
-    """
+    """What torch._dynamo.disable() does where nothing is compiled; without a function, a decorator."""
     return function or _leave_alone
 
 

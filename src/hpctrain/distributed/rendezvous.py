@@ -111,10 +111,7 @@ def _raise_file_limit() -> None:
 
 
 def main_address(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT, the address of rank 0.
-
-    Raises HpctrainError where they are not set or the name does not resolve.
-    """
+    """MASTER_ADDR and MASTER_PORT of rank 0. Raises HpctrainError if unset, or if the name is unknown."""
     address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise HpctrainError(
@@ -269,10 +266,7 @@ def _warn_of_unsigned(name: str, address: str) -> None:
 
 
 def _sign(*parts: object) -> str:
-    """HMAC-SHA256 of the parts with HPCTRAIN_JOB_SECRET; "" without it.
-
-    The launch scripts make a secret for each job.
-    """
+    """HMAC-SHA256 of the parts with the job's HPCTRAIN_JOB_SECRET; "" without it."""
     secret = os.environ.get("HPCTRAIN_JOB_SECRET", "")
     return hmac.new(secret.encode(), json.dumps(parts).encode(), "sha256").hexdigest() if secret else ""
 

@@ -197,10 +197,7 @@ class Watchdog:
         )
 
     def _end(self, problem: str, heartbeats: dict[int, Heartbeat]) -> None:
-        """Print the problem and what the ranks were doing, and end this process.
-
-        The launcher ends the others.
-        """
+        """Print the problem and what the ranks were doing; end this process. The launcher ends others."""
         lines = [f"hpctrain: error: {problem}"]
         all_known = heartbeats | {self._world.rank: self._own_heartbeat()}
         for rank, each in sorted(all_known.items())[:MOST_RANKS_SHOWN]:

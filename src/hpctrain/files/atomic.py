@@ -30,10 +30,7 @@ class Retry:
         self._began, self._printed = time.monotonic(), False
 
     def wait(self, error: Exception, problem: str) -> None:
-        """Print the problem, once, and wait until it is time to try again.
-
-        Raises `error` after RETRY_FOR seconds.
-        """
+        """Print the problem once, and wait for a new try. Raises `error` after RETRY_FOR seconds."""
         if time.monotonic() - self._began > RETRY_FOR:
             raise error
         if not self._printed:
@@ -77,10 +74,7 @@ def check_link(path: Path) -> None:
 
 
 def open_to_append(path: Path) -> IO[str]:
-    """Open a text file, in UTF-8, which grows in its place; created if there is none.
-
-    Links of other users raise OSError.
-    """
+    """Open or create a UTF-8 text file that grows in place. Links of other users raise OSError."""
     check_link(path)
 
     def opener(name: str, flags: int) -> int:

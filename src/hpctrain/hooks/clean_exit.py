@@ -72,10 +72,7 @@ def wait_for_threads() -> None:
 
 
 def _count_switches() -> dict[str, tuple[str, ...] | None]:
-    """The context switches of each other thread so far, by its id.
-
-    None stands for a thread that runs or waits for a core.
-    """
+    """The context switches of each other thread so far, by id; None: it runs or waits for a core."""
     switches: dict[str, tuple[str, ...] | None] = {}
     for task in Path("/proc/self/task").iterdir():
         try:

@@ -51,10 +51,7 @@ class ShardedStrategy(JsonStrategy):
         return self.lightning_module
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, unless an earlier call has, and make its optimizer.
-
-        Lightning calls this to train and to test.
-        """
+        """Shard the model, unless an earlier call has, and make its optimizer: to train and to test."""
         assert self.accelerator
         self.accelerator.setup(trainer)
         model = self._module.get_submodule("model")

@@ -98,10 +98,7 @@ def _is_failed_start(folder: Path) -> bool:
 
 @contextmanager
 def withdraw_if_refused(owner: Owner, config: Path | None = None) -> Iterator[None]:
-    """After an HpctrainError, leave a run as it was: without this owner, and without `config`.
-
-    `config` is the config.N.json of this start.
-    """
+    """After an HpctrainError, leave a run as it was: without this owner and `config` (config.N.json)."""
     try:
         yield
     except HpctrainError:

@@ -19,23 +19,17 @@ Prune = Callable[[World], bool]
 _FREE = {"out", "resume", "force", "data", "watchdog", "checkpoint_every", "keep_checkpoints", "strict"}
 _FREE |= {
     "on_nan",
+    "wandb",
+    "profile",
     "device",
     "devices",
     "num_nodes",
     "accelerator",
-    "workers",
     "strategy",
-    "wandb",
-    "profile",
+    "workers",
 }
-_FREE |= {
-    "gradient_checkpointing",
-    "tensor_parallel",
-    "cpu_offload",
-    "compile",
-    "cuda_graphs",
-    "deterministic",
-}
+_FREE |= {"gradient_checkpointing", "tensor_parallel", "cpu_offload"}
+_FREE |= {"compile", "cuda_graphs", "deterministic"}
 # Given by the command that runs a trainer in this process: see prune_with().
 _prune: ContextVar[Prune | None] = ContextVar("prune", default=None)
 
@@ -121,10 +115,7 @@ def prune_with(prune: Prune | None) -> Iterator[None]:
 
 
 def describe_differences(own: dict[str, str], saved: dict[str, str], free: tuple[str, ...]) -> str:
-    """The weighty options that differ from those of a checkpoint, as a text; "" if none does.
-
-    `free` names further options that may differ.
-    """
+    """Weighty options that differ from a checkpoint's, but not those of `free`, as a text; "" if none."""
     # An option that an earlier version did not have counts as one that was not given.
     names = [
         name for name in sorted({*own, *saved} - {*free}) if own.get(name, "None") != saved.get(name, "None")

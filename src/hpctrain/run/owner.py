@@ -27,10 +27,7 @@ BEAT = 2.0  # s
 
 
 class Owner:
-    """The ownership of a run folder, from acquire() to release(), by one rank.
-
-    Other ranks pass the `id` of that rank as `own_id`, to check() it.
-    """
+    """Ownership of a run folder by one rank, from acquire() to release(); the others check() its `id`."""
 
     def __init__(self, folder: Path, own_id: str = "") -> None:
         self._path = folder / "owner.json"

@@ -26,10 +26,7 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events of a tra
 
 
 class Profile:
-    """Profiles STEPS steps of this rank in one epoch, after SKIPPED others.
-
-    `is_running` says whether it does so now.
-    """
+    """Profiles STEPS steps of this rank after SKIPPED others; `is_running`: whether it does now."""
 
     def __init__(self, folder: Path, trainer: str, world: World, device: torch.device) -> None:
         self._folder, self._device = folder, device

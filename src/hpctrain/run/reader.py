@@ -40,10 +40,7 @@ def find(folder: Path) -> Iterator[Path]:
 
 
 def read_configs(run: Path) -> list[dict[str, Any]]:
-    """What config.json says, and config.2.json and so on of a run that was resumed.
-
-    Raises HpctrainError, naming the file.
-    """
+    """Read config.json and, for resumed runs, config.2.json ... Raises HpctrainError, naming the file."""
     configs: list[dict[str, Any]] = []
     path = run / "config.json"
     while not configs or path.exists():  # if the folder is closed to this user, read_json() raises
@@ -149,10 +146,7 @@ def _score(lines: list[dict[str, float]]) -> tuple[str | None, float | None]:
 
 
 def summarize(run: Path) -> dict[str, Any]:
-    """A row of the table: state, job, position, score, speed, start and image of a run.
-
-    Raises HpctrainError.
-    """
+    """A table row: state, job, position, score, speed, start, image of a run. Raises HpctrainError."""
     configs = read_configs(run)
     last = configs[-1]
     lines, state = read_metrics(run, TAIL), _state(run, str(last.get("started")))

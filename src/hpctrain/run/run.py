@@ -224,10 +224,7 @@ class Run:
         return f"epoch {self.epoch}" + (f" and {self._step} steps" if self._step else "")
 
     def count_flops(self, count: Callable[[], float | None]) -> None:
-        """On a GPU, add FLOP/s to the speed in result.json.
-
-        `count` returns the operations of training on one example; it may take seconds.
-        """
+        """On a GPU, add FLOP/s to the speed in result.json. `count` (slow) returns those of an example."""
         if self.world.rank == 0 and self._device.type == "cuda":
             self._flops = count()
 
@@ -311,10 +308,7 @@ class Run:
         self._since -= time.perf_counter()
 
     def end_evaluation(self, score: tuple[float, ...]) -> bool:
-        """Count the evaluation.
-
-        Returns whether save() has to follow, because the evaluation is the best one or the run has stalled.
-        """
+        """Count the evaluation. Returns whether to save() next: it is the best, or the run has stalled."""
         self._since += time.perf_counter()
         self.times.start()
         return self.best.add(self.epoch + 1, self._step, score) or self.best.has_stalled
@@ -368,10 +362,7 @@ class Run:
         self.times.start()
 
     def _end_early(self) -> None:
-        """End every rank when its checkpoint is written, because the launch script has asked for the end.
-
-        A collective call.
-        """
+        """End every rank when its checkpoint is written: the script asked for the end (collective)."""
         self._wait_for_checkpoint()
         self.print(f"ending early, as the job has to: saved after {self._place} in {self.folder}")
         report_saved(self._resume_with)
@@ -419,10 +410,7 @@ class Run:
             self.print(f"epoch {epoch} step {step}  {text}")
 
     def _check_finite(self, **values: float) -> None:
-        """End every rank if a value, the same on all of them, is not finite.
-
-        Raises HpctrainError on rank 0.
-        """
+        """End every rank if a value, the same on all, is not finite (HpctrainError on rank 0)."""
         place = f"epoch {self.epoch + (self._step > 0)}, step {self.global_step}"
         self._nonfinite.check(values, place, f"earlier checkpoints are in {self.folder}")
 
@@ -475,10 +463,7 @@ class Run:
         self._owner.release()
 
     def print(self, text: str) -> None:
-        """Print a line on rank 0, above the progress bar; every rank logs it.
-
-        Control characters are escaped: the line may contain names of files.
-        """
+        """Print a line on rank 0 above the progress bar, and log it on all; control characters escaped."""
         self.log(text)
         if self.world.rank == 0:
             tqdm.write(hide_secrets(one_line(text)), file=sys.stdout)

@@ -36,10 +36,7 @@ LONGEST_END = 20  # s, for the last metrics to arrive after the training
 
 
 class Mirror:
-    """The process that follows the metrics of a run folder.
-
-    No method raises an exception, or waits longer than LONGEST_END.
-    """
+    """Follows a run folder's metrics. Methods raise no exception, and wait at most LONGEST_END."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._is_started = folder, False

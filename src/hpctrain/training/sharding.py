@@ -140,10 +140,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def gather_state(state: Any) -> Any:
-    """The state with whole tensors in the memory of rank 0. Other ranks keep their parts.
-
-    A collective call.
-    """
+    """The whole state in the memory of rank 0; other ranks keep their parts (collective)."""
     found: dict[tuple, Tensor] = {}
 
     def gather_one(part: DTensor) -> Tensor:

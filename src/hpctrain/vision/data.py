@@ -44,10 +44,7 @@ class Images:
         return len(self.labels)
 
     def batch(self, index: Tensor, device: torch.device, side: int = SIDE) -> tuple[Tensor, Tensor]:
-        """The examples of `index` on `device`.
-
-        Images are [b, 1, side, side] float32 from -1 to 1, labels [b] int64.
-        """
+        """Examples on `device`: images [b, 1, side, side] float32 from -1 to 1, labels [b] int64."""
         pixels = self.pixels[index].to(device, non_blocking=True)
         labels = self.labels[index].to(device, non_blocking=True)
         return to_images(pixels, side), labels

@@ -58,10 +58,7 @@ class ImageFolder:
     unused = ""
 
     def __init__(self, folder: Path, side: int, seed: int | None, workers: int) -> None:
-        """Read the names of all files.
-
-        Raises HpctrainError, naming the folder, if a folder cannot be read or has no image.
-        """
+        """Read the names of all files. Raises HpctrainError for a folder without images or permission."""
         self._folder, self._side, self._seed, self.workers = folder, side, seed, workers
         entries = [entry for entry in _scan(folder) if not entry.name.startswith(".")]
         self.classes = sorted(entry.name for entry in entries if entry.is_dir())
@@ -107,10 +104,7 @@ class ImageFolder:
         return torch.stack([self._pixels(number, epoch) for number in index.tolist()]), self.labels[index]
 
     def batch(self, index: Tensor, device: torch.device, side: int) -> tuple[Tensor, Tensor]:
-        """The examples of `index` on `device`, augmented as in epoch 0.
-
-        Images are [b, 3, side, side] float32, labels [b] int64.
-        """
+        """Examples on `device`, augmented as in epoch 0: [b, 3, side, side] float32, labels [b] int64."""
         pixels, labels = self.read(index, epoch=0)
         return to_images(pixels.to(device), side), labels.to(device)
 
@@ -137,10 +131,7 @@ class ImageFolder:
 
 
 class ImageShards(ImageFolder):
-    """Color images in tar files. Only offsets and labels are in memory. See ImageFolder.
-
-    The label of an example is the integer in its file .cls.
-    """
+    """Color images in tar files, only offsets and labels in memory. The label is the integer in .cls."""
 
     def __init__(self, paths: list[Path], side: int, seed: int | None, workers: int) -> None:
         """Read the headers and the labels. Raises HpctrainError, naming the tar file."""
@@ -225,10 +216,7 @@ def is_image_folder(folder: Path | None) -> bool:
 
 
 def load_folder(folder: Path, side: int, seed: int, workers: int) -> tuple[ImageFolder, ImageFolder]:
-    """The training set and the evaluation set in `folder`.
-
-    Raises HpctrainError if a part or a class is missing, naming it.
-    """
+    """The training and evaluation sets in `folder`. HpctrainError names a missing part or class."""
     evaluation = next((folder / name for name in EVALUATION if (folder / name).is_dir()), None)
     if evaluation is None:
         names = ", ".join(f"{name}/" for name in EVALUATION)
@@ -309,10 +297,7 @@ def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
 
 
 def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
-    """Read a JPEG or PNG file as an RGB image, turned as its EXIF data say.
-
-    Raises HpctrainError, which begins with `name`, or else with the path.
-    """
+    """Read a JPEG or PNG file as RGB, turned by its EXIF. Raises HpctrainError, `name` or path first."""
     from PIL import Image, ImageOps
 
     path = name or source
@@ -363,10 +348,7 @@ def random_resized_crop(image: "Image.Image", side: int, chance: random.Random) 
 
 
 def center_crop(image: "Image.Image", side: int) -> "Image.Image":
-    """The middle of the image, side x side pixels.
-
-    Before the crop, the shorter side is scaled to 8/7 of `side`: 256 for 224.
-    """
+    """The middle side x side pixels, after scaling the shorter side to 8/7 of `side`: 256 for 224."""
     from PIL import Image
 
     width, height = image.size

@@ -105,7 +105,7 @@ def predict_network(env: Mapping[str, str] = os.environ, root: Path = Path("/"))
     interfaces = tcp_interfaces(env, running, rules)
     if not interfaces:  # NCCL's ranks connect over TCP first, whichever network the data use
         wanted = env.get("NCCL_SOCKET_IFNAME", "")
-        found = shorten(running, ", ") or "no interface with an address"
+        found = shorten(running) or "no interface with an address"
         return Network(
             "",
             f"none: NCCL_SOCKET_IFNAME is '{wanted}', but this node has {found}: "
@@ -182,10 +182,7 @@ def matches(wanted: str, name: str, port: int | None = None) -> bool:
 
 
 def find_plugins(env: Mapping[str, str], root: Path, rules: Rules) -> Iterator[Network]:
-    """The plugins that NCCL loads, in its order.
-
-    The dynamic loader searches for them in LD_LIBRARY_PATH, then in the cache of ldconfig.
-    """
+    """The plugins that NCCL loads, in its order, from LD_LIBRARY_PATH, then ldconfig's cache."""
     cards = list_folder(root / "sys/class/cxi")
     wanted = env.get("NCCL_NET_PLUGIN")
     for files in plugin_files(wanted, rules):

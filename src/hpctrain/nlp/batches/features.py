@@ -59,10 +59,7 @@ class Features(NamedTuple):
         cut: Sequence[int] = (),
         lost: Sequence[int] = (),
     ) -> "Features":
-        """Make features from lists: each column of tokens has one list for each feature.
-
-        Default: one feature an example.
-        """
+        """Make features from lists; columns have a list per feature, by default one an example."""
         first = next(iter(tokens.values()))
         flat = {
             name: numpy.fromiter(chain.from_iterable(lists), numpy.int32) for name, lists in tokens.items()
@@ -227,10 +224,7 @@ def make_cache_key(*parts: Any) -> str:
 
 
 def get_cache_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """$HPCTRAIN_CACHE/features, or ~/.cache/hpctrain/features.
-
-    The launch scripts set HPCTRAIN_CACHE to a folder on scratch.
-    """
+    """$HPCTRAIN_CACHE/features, which launch scripts put on scratch, or ~/.cache/hpctrain/features."""
     home = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME") or Path.home()) / ".cache")
     return Path(env.get("HPCTRAIN_CACHE") or f"{home}/hpctrain") / "features"
 

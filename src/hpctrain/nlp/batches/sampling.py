@@ -124,10 +124,7 @@ class LengthGroupedSampler(Sampler):
         return batch[self._world.rank * self._accumulate : (self._world.rank + 1) * self._accumulate]
 
     def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this before each epoch, also when it resumes.
-
-        It counts from 0, and hpctrain from 1.
-        """
+        """Lightning calls this before each epoch, also of a resumed run, and counts them from 0."""
         self._epoch = epoch + 1
 
     def __len__(self) -> int:

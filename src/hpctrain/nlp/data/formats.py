@@ -300,10 +300,7 @@ def read_lines(path: Path) -> list[str]:
 def read_json_lines(
     path: Path, make: Callable[[str, dict[str, Any]], AnyExample], skipped: list[HpctrainError] | None
 ) -> list[AnyExample]:
-    """read_examples() of a file with a JSON object in each line that is not blank.
-
-    `make` gets the location and the object.
-    """
+    """read_examples() of JSON Lines; `make` gets the location and the object. Blank lines are skipped."""
     lines = (
         (f"{path}, line {number}", line) for number, line in enumerate(read_lines(path), 1) if line.strip()
     )

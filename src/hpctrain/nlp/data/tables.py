@@ -116,10 +116,7 @@ def _iterate_csv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, 
 
 
 def _iterate_tsv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str | None, Any]]]:
-    """The location and the fields of each row below the header.
-
-    A quotation mark is text, as in the tsv of XNLI and GLUE.
-    """
+    """Location and fields of each row below the header. Quotation marks are text, as in XNLI and GLUE."""
     header, *lines = formats.read_lines(path)
     names = header.split("\t")
     _check_columns(path, columns, names)
@@ -130,10 +127,7 @@ def _iterate_tsv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, 
 
 
 def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The location and the values of each row of a Parquet or Arrow file; classes by their names.
-
-    A few rows are read at a time.
-    """
+    """Location and values of each row of a Parquet or Arrow file, read in parts; classes by name."""
     try:
         import pyarrow
     except ImportError as error:  # the images have it
@@ -218,10 +212,7 @@ def _find_class_names(metadata: Mapping[bytes, bytes] | None, column: str) -> li
 
 
 def _name_classes(value: Any, names: list[str]) -> Any:
-    """The names for numbers of classes, if there are names.
-
-    None for a number without a name: -1 stands for no label.
-    """
+    """The names for numbers of classes, if any. None for a number without one: -1 stands for no label."""
     if isinstance(value, list):
         return [_name_classes(each, names) for each in value]
     if not names or type(value) is not int:

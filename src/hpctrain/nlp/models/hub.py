@@ -1,7 +1,4 @@
-"""Find a model or a data set by the name of a folder or of a repository on the Hugging Face hub.
-
-`hpctrain fetch` downloads a model beforehand.
-"""
+"""Find or fetch a model or data set by a folder, or by its name on the Hugging Face hub."""
 
 import os
 import re
@@ -222,10 +219,7 @@ def _find_data_in_cache(name: str, commit: str | None) -> Path | None:
 
 
 def _download_data(path: Path, name: str, commit: str | None = None) -> Path:
-    """Download a data set into the cache.
-
-    `path` is the argument of --data, which may be a path with a mistake in it.
-    """
+    """Download a data set into the cache; `path` is the --data argument, perhaps a path with a mistake."""
     remedy = "correct the path, or download the data set where there is internet and give --data DIR"
     with _explain_errors(
         f"{path} (no such file or folder here, so a data set on the hub)", remedy, "data set"

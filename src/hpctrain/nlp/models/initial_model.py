@@ -23,10 +23,7 @@ from hpctrain.text import first_line
 
 
 def get_initial_model(task: Task, args: FineTuneOptions, run: Run, train: list[Any]) -> Path:
-    """The folder of the model that training starts from; --from-scratch creates it in the run folder.
-
-    A collective call.
-    """
+    """The folder of the initial model; --from-scratch creates it in the run folder (collective)."""
     if args.model:
         return resolve_model(args.model, run.world)
     assert args.from_scratch  # see parse_options()

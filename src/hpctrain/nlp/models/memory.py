@@ -37,10 +37,7 @@ def read_sizes(folder: Path) -> dict[str, int]:
 
 
 def count_split(folder: Path, sizes: dict[str, int]) -> int:
-    """How many values are in the layers that --tensor-parallel splits.
-
-    Each rank of a group has all values of the other layers.
-    """
+    """How many values --tensor-parallel splits; each rank of a group has all of the others."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     layers = getattr(config, "base_model_tp_plan", None) or {}
     patterns = [

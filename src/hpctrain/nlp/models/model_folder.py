@@ -1,7 +1,4 @@
-"""Model folders, as from_pretrained() of transformers reads them.
-
-A folder has config.json, the weights, the tokenizer, and a model card.
-"""
+"""Model folders of from_pretrained(): config.json, the weights, the tokenizer, a model card."""
 
 import errno
 import json
@@ -71,10 +68,7 @@ def validate_folder(folder: Path) -> Path:
 
 
 def list_parts(folder: Path) -> list[str]:
-    """The names of the files of weights that from_pretrained() reads.
-
-    Raises HpctrainError if their list is broken.
-    """
+    """Names of the weight files that from_pretrained() reads. Raises HpctrainError if a list is broken."""
     weights = next(name for name in WEIGHTS if (folder / name).exists())
     if not weights.endswith(".json"):
         return [weights]
@@ -85,10 +79,7 @@ def list_parts(folder: Path) -> list[str]:
 
 
 def refuse_pipes(folder: Path) -> None:
-    """Raise HpctrainError for a pipe or a device in a folder.
-
-    Some readers would wait for it without end, others pass over it.
-    """
+    """Raise HpctrainError for a pipe or device in a folder, for which some readers wait without end."""
     for path in folder.glob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise HpctrainError(

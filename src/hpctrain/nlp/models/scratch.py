@@ -125,10 +125,7 @@ def cut_words(text: str) -> str:
 
 
 def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTrainedTokenizerFast":
-    """A tokenizer with at most `vocabulary` subword tokens, but at least all bytes or common characters.
-
-    It is a function of the texts alone.
-    """
+    """A tokenizer of the texts alone, with at most `vocabulary` subword tokens, or more if bytes need it."""
     texts = [cut_words(text) for text in texts]
     # A word that occurs once gets no token of its own: the model would memorize it.
     options: dict[str, Any] = {"vocab_size": vocabulary, "min_frequency": 2, "show_progress": False}

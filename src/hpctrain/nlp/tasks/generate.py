@@ -199,10 +199,7 @@ class Generate(LanguageModelTask[Passage]):
         max_length: int,
         stride: int,
     ) -> Features:
-        """Begin, prompt, text, end.
-
-        Anything longer than max_length has several windows; each token is predicted in one.
-        """
+        """Begin, prompt, text, end. A longer one has several windows; each token is predicted in one."""
         begin, end = _get_begin_and_end(tokenizer)
         columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
         units, example_of = [], []

@@ -345,10 +345,7 @@ def _is_comment(line: str) -> bool:
 
 
 def _make_from_json(location: str, item: dict[str, Any]) -> Sentence:
-    """The sentence of an object with tokens and their tags, or with text and entities.
-
-    `hpctrain predict` writes text and entities.
-    """
+    """The sentence of an object with tokens and tags, or text and entities, as hpctrain predict writes."""
     expected = "an object with tokens and tags, or with text and entities (start, end, type)"
     id_ = location.rpartition(", ")[2]
     if "tokens" in item:

@@ -42,10 +42,7 @@ class SpanLogits(Protocol):
 
 
 class Qa(Task[Question]):
-    """Find the span of a text (context) that answers a question.
-
-    A long context has several windows, one feature each.
-    """
+    """Find the span of a text (context) that answers a question; long contexts have several windows."""
 
     name = "qa"
     title = "Question answering"
@@ -292,10 +289,7 @@ def _has_span(example: Question) -> bool:
 
 
 def _locate_answer(example: Question, windows: list[_Window]) -> list[tuple[int, int] | None]:
-    """The first and the last token of the first answer in each window.
-
-    None for a window that does not contain all of the answer.
-    """
+    """First and last token of the first answer in each window; None unless it contains the whole answer."""
     if not _has_span(example):
         return [None] * len(windows)
     start, text = _strip_span(example.answers[0].start, example.answers[0].text)
@@ -349,10 +343,7 @@ def _find_cls(tokenizer: PreTrainedTokenizerFast, encoding: Encoding) -> int:
 
 
 def _strip_span(start: int, text: str) -> tuple[int, str]:
-    """The start and the text of a span without the white space around it.
-
-    Some tokens include the space before a word.
-    """
+    """A span's start and text without white space, which some tokens include before a word."""
     return start + len(text) - len(text.lstrip()), text.strip()
 
 

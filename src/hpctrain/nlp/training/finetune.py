@@ -111,10 +111,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
 
 
 def read_examples(task: Task, args: FineTuneOptions, world: World) -> dict[str, list[Any]]:
-    """The examples of "train", "validation" and "test".
-
-    A split without a file is taken from the training data.
-    """
+    """The "train", "validation" and "test" examples; splits without a file come from training."""
     skipped: list[HpctrainError] | None = None if args.strict else []
     path = resolve_data(args.data, world) if args.data else None
     with all_or_none(world):

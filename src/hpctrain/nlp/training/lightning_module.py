@@ -63,10 +63,7 @@ class FineTuneModule(LightningModule):
     # --- training ---
 
     def configure_optimizers(self) -> "OptimizerLRSchedulerConfig":
-        """AdamW without decay of biases and norms.
-
-        The learning rate changes every step: it rises linearly to its peak, then falls linearly to 0.
-        """
+        """AdamW without decay of biases and norms; the rate rises linearly to its peak, then falls to 0."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},
@@ -131,10 +128,7 @@ class FineTuneModule(LightningModule):
             self._graphs.give_gradients()
 
     def on_train_end(self) -> None:
-        """Free the graphs, the gradients and the optimizer.
-
-        Lightning would copy them to the host, which takes seconds per GB.
-        """
+        """Free graphs, gradients and optimizer, which Lightning would copy to the host (seconds per GB)."""
         self._graphs = None
         for optimizer in self.trainer.optimizers:
             optimizer.state.clear()
@@ -208,10 +202,7 @@ class FineTuneModule(LightningModule):
         return self._task.choose_metric(examples) if self.class_weights is None else "f1"
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
-        """The score of an epoch by its validation.
-
-        The loss, if any, breaks ties, which are frequent with few examples.
-        """
+        """The score of an epoch; the loss, if any, breaks ties, frequent with few examples."""
         value = metrics[f"validation_{self.choose_metric(self._sets['validation'][0])}"]
         return value if self._task.higher_is_better else -value, -metrics.get("validation_loss", 0)
 

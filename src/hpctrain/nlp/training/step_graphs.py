@@ -39,10 +39,7 @@ class StepGraphs:
         self._pool: Any = None
 
     def run(self, batch: TextBatch) -> Tensor:
-        """The loss of a batch; its gradients are computed, too.
-
-        Raises HpctrainError if the steps cannot be recorded.
-        """
+        """The loss of a batch, with its gradients. Raises HpctrainError if recording fails."""
         key = (batch.is_padded, batch.weight, *(tensor.shape for tensor in batch.tensors()))
         if key not in self._recorded and len(self._recorded) == MOST:
             self.give_gradients()

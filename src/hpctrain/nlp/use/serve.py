@@ -101,10 +101,7 @@ class Model:
                 self._try(requests, last=True)
 
     def _try(self, requests: list[tuple[list[tuple[str, ...]], Future]], last: bool = False) -> bool:
-        """Answer requests together; returns whether that succeeded.
-
-        On the last try, an error goes to the first request.
-        """
+        """Answer requests together; returns whether that succeeded. The last error goes to the first."""
         self._args.seed = next(self._numbers)  # each request gets another generated text
         rows = [row for rows, _ in requests for row in rows]
         try:
