@@ -124,10 +124,7 @@ def check_resumable(state: dict[str, Any], entry: str | None) -> None:
 
 
 def find_newest(folder: Path) -> Path:
-    """The last intact checkpoint of a run folder. Prints the names of corrupt checkpoints, which it skips.
-
-    Raises HpctrainError if no checkpoint is intact.
-    """
+    """The last intact checkpoint; prints the corrupt ones that it skips. Raises HpctrainError without any."""
     corrupt: list[str] = []
     for path in list_newest_first(folder):
         if is_intact(path):

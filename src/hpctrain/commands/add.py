@@ -181,10 +181,7 @@ def main(world: "World", arguments: list[str]) -> None:
 
 
 def install(arguments: list[str], work: Path, target: Path) -> None:
-    """Install packages into `work`, an empty folder on the same file system, and then move them to `target`.
-
-    Raises HpctrainError.
-    """
+    """Install packages into `work`, an empty folder of the same file system, then move them to `target`."""
     from hpctrain.errors import HpctrainError
 
     prefix = work / "prefix"

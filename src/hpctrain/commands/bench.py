@@ -361,7 +361,7 @@ def makers(
     def make_point_to_point(
         count: int, peer: int = world.local_size if world.nodes > 1 else 1
     ) -> Callable[[], Tensor]:
-        """Send one way between rank 0 and `peer`, by default rank 1 or the second node's first rank."""
+        """Exchange with `peer`, in turns; by default the second node's first rank, or rank 1."""
         values = torch.full((count,), 0.0 if world.rank == peer else 1.0, device=device)
         senders = itertools.cycle((0, peer))
 

@@ -63,10 +63,7 @@ th, td {{
 
 
 class Content(NamedTuple):
-    """What a report shows of a run.
-
-    `row` is its row of `hpctrain runs`, `configs` has one configuration per start, `lines` are its metrics.
-    """
+    """A run in a report: `row` of hpctrain runs, `configs` (one per start), `lines` of its metrics."""
 
     row: dict[str, Any]
     configs: list[dict[str, Any]]

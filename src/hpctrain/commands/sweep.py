@@ -130,10 +130,7 @@ def suggest(sweep: Sweep, trials: list[Trial], number: int) -> dict[str, Any]:
 
 
 def should_prune(sweep: Sweep, trials: list[Trial], trial: Trial) -> bool:
-    """Whether a trial's best score is worse than the median of the complete trials by this epoch.
-
-    The median pruner first lets five trials complete.
-    """
+    """Whether a trial's best score is worse than the median of the complete trials (at least five) by now."""
     optuna = _import_optuna("leave out pruner")
     study = optuna.create_study(direction=sweep.direction)
     forms = _distributions(sweep)

@@ -28,9 +28,8 @@ REQUEUE = 75
 def main(function: Callable[[World], object], world: World | None = None) -> NoReturn:
     """Call function(world), and end this process; `world` is the detected one unless given.
 
-    Exit status 0 after the last line of the function, and on the ranks that leave an error to rank 0; 1 after
-    an error, and 2 after one in the command line, which rank 0 prints. Other exceptions are raised, for
-    Python to print their traceback.
+    Exit status 0 after the function, and on ranks that leave an error to rank 0; 1 after an error, and 2 if
+    it is in the command line, which rank 0 prints. Python prints the traceback of other exceptions.
     """
     status, rank = 0, 0
     try:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from hpctrain.text import shorten
 
-# This Python, for a process of hpctrain's own: without the current folder on its sys.path, which other users
-# may be able to write to.
+# This Python without the current folder on sys.path, which other users may be able to write to.
 SAFE_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 
 

@@ -28,17 +28,14 @@ from hpctrain.text import first_line, reason
 
 # Every rank of a job has to join within this time.
 JOIN_TIMEOUT = timedelta(seconds=60)
-# A rank waits this long for the others in a collective: rank 0 may write a checkpoint or compute scores
-# before it joins.
+# How long ranks wait in a collective: rank 0 may write a checkpoint or compute scores before it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
-# The largest value that ranks exchange, in bytes: a length from another rank decides how much memory is
-# allocated.
+# The largest value that ranks exchange, in bytes; another rank's length decides how much is allocated.
 MAX_VALUE = 2**30
 
-# Groups that are kept until the process ends: see process_group(). Then their threads are joined while they
-# can still get the GIL, which they need to free their last tensor: a thread that asks for it later aborts the
-# process.
+# Groups kept until the process ends (see process_group()). Then their threads are joined while they can get
+# the GIL to free their last tensor: a thread that asks for it later aborts the process.
 _kept_groups: list[dist.ProcessGroup | None] = []
 # The prefix of the keys in the store, from _connect_store().
 _prefix: list[str] = []
@@ -385,8 +382,7 @@ def all_or_none(world: World) -> Iterator[None]:
     if not ranks:
         return
     if world.rank != 0:
-        # With status 0: srun kills all ranks at the first failure, perhaps before rank 0 has printed the
-        # error.
+        # With status 0: srun kills all ranks at the first failure, perhaps before rank 0 prints the error.
         raise SystemExit(0)
     first, *others = ranks
     if not others and len(ranks[first]) == world.size:

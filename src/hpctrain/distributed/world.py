@@ -117,8 +117,7 @@ def _torchrun(env: Mapping[str, str]) -> World | None:
 
 
 def _horovodrun(env: Mapping[str, str]) -> World | None:
-    # The address of its server has to be there as well: under the other launchers train_horovod sets
-    # HOROVOD_RANK itself.
+    # The server's address, too: under other launchers train_horovod sets HOROVOD_RANK itself.
     if "HOROVOD_RANK" not in env or "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in env:
         return None
     rank, size, local_rank, local_size = _read_numbers(

@@ -221,8 +221,7 @@ class RunFolder(Checkpoint):
         if isinstance(batches, ResumableBatches):
             batches = batches.inner
         resumable = ResumableBatches(batches, lambda: trainer.current_epoch, self._seed_of_run, skip)
-        # DataLoader refuses a new batch sampler, because its workers have the old one. New workers are
-        # started below.
+        # DataLoader refuses a new batch sampler because of its old workers. New workers are started below.
         object.__setattr__(loader, "batch_sampler", resumable)
         if not isinstance(loader.dataset, SeededByKey):
             object.__setattr__(loader, "dataset", SeededByKey(loader.dataset, self._seed_of_run))

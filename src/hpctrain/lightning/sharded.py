@@ -26,9 +26,7 @@ with import_of_lightning():
 
 
 class ShardedStrategy(JsonStrategy):
-    """Shards the `model` of a LightningModule over all ranks, for a Trainer.
-
-    In bf16, weights are gathered as bf16 as well.
+    """Shards the `model` of a LightningModule over all ranks, for a Trainer; bf16 gathers weights as bf16.
 
     `tensor_parallel`, `styles` and `cpu_offload` are those of shard().
     """

@@ -13,22 +13,11 @@ from hpctrain.errors import UsageError
 
 Prune = Callable[[World], bool]
 
-# Options that may differ when a run is resumed: they do not change its weights by more than rounding. A
-# checkpoint of another --data with as many examples is not noticed: jobs copy their data to folders that are
-# named after the job.
+# Options that may differ when a run is resumed: they change its weights by rounding at most. The path of the
+# data may: jobs copy it to folders named after the job. Other data with as many examples go unnoticed.
 _FREE = {"out", "resume", "force", "data", "watchdog", "checkpoint_every", "keep_checkpoints", "strict"}
-_FREE |= {
-    "on_nan",
-    "wandb",
-    "profile",
-    "device",
-    "devices",
-    "num_nodes",
-    "accelerator",
-    "strategy",
-    "workers",
-}
-_FREE |= {"gradient_checkpointing", "tensor_parallel", "cpu_offload"}
+_FREE |= {"on_nan", "wandb", "profile", "device", "devices", "num_nodes", "accelerator", "strategy"}
+_FREE |= {"workers", "gradient_checkpointing", "tensor_parallel", "cpu_offload"}
 _FREE |= {"compile", "cuda_graphs", "deterministic"}
 # Given by the command that runs a trainer in this process: see prune_with().
 _prune: ContextVar[Prune | None] = ContextVar("prune", default=None)

@@ -35,8 +35,7 @@ def open_log(path: Path, world: World) -> IO[str]:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _write(log, "".join(traceback.format_exception(kind, error, trace)))
-        # Gloo and NCCL say this when another rank has died. The user has to read that rank's error, and not
-        # the stacks of all others.
+        # Gloo and NCCL say this when another rank has died, whose error alone the user has to read.
         if world.size > 1 and re.search(
             "Connection (closed|reset) by peer|Broken pipe|ncclRemoteError", str(error)
         ):

@@ -19,8 +19,7 @@ from hpctrain.text import reason
 NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s", "peak_memory_mb", "gpu_percent"}
 PRUNED = "pruned.txt"  # in the folder of a trial that its sweep has ended early
 DIVERGED = "diverged.txt"  # in that of a trial whose parameters do not let it train
-# An owner changes the time stamp of owner.json every two seconds; clocks of nodes and file servers differ by
-# less than this.
+# owner.json is touched every two seconds; clocks of nodes and file servers differ by less than this.
 SIGN_OF_LIFE = 60.0  # s
 # More than the last lines of metrics.jsonl, which has a few hundred bytes a line.
 TAIL = 8192  # bytes

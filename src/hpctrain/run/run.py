@@ -80,10 +80,9 @@ class Run:
     def __init__(
         self, world: World, trainer: str, options: RunOptions | argparse.Namespace, device: torch.device
     ) -> None:
-        """Create the folder, or open it again to resume. A collective call.
+        """Create the folder, or open it again to resume (collective). HpctrainError names the folder.
 
-        `options` may also be the namespace that trainer_parser() has parsed. Raises HpctrainError, naming the
-        folder.
+        `options` may also be the namespace that trainer_parser() has parsed.
         """
         if isinstance(options, argparse.Namespace):
             options = RunOptions.from_args(vars(options))
@@ -381,10 +380,9 @@ class Run:
         raise EndEarly(0)
 
     def metrics(self, **values: float) -> None:
-        """Write a line of metrics for the present epoch and step, and print it.
+        """Write and print a line of metrics for the present epoch and step.
 
-        Every rank passes the same values, computed over all ranks. Raises HpctrainError if a value is not
-        finite.
+        Every rank passes the same values over all ranks. Raises HpctrainError if one is not finite.
         """
         self._watchdog.pause()  # a file system may stall
         values = plain_numbers(values)
@@ -424,10 +422,9 @@ class Run:
             self._bar = None
 
     def finish(self, model: torch.nn.Module, **values: float) -> None:
-        """Write result.json and curves.png, and print where they are.
+        """Write result.json and curves.png, and print where they are (collective). Raises HpctrainError.
 
-        A collective call. Raises HpctrainError. If the launch script has computed the image's digest by now,
-        config.json gets it.
+        If the launch script has computed the image's digest by now, config.json gets it.
         """
         self._watchdog.stop()
         self._wait_for_checkpoint()

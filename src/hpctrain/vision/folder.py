@@ -38,8 +38,7 @@ if TYPE_CHECKING:  # importing Pillow would hold up MNIST's first step
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 MOST_DIGITS = 9  # of a label, with the end of its line
-# A label may be at most this, or the number of examples: a model has an output for each number up to the
-# largest label.
+# The largest label allowed, or the number of examples if larger: models have an output for each number.
 MOST_CLASSES = 100_000
 TRAINING, EVALUATION = "train", ("val", "valid", "test")  # folders in a data folder
 # What Pillow raises for damaged files, in addition to OSError.
@@ -76,8 +75,7 @@ class ImageFolder:
                 )
             names += found
             sizes.append(len(found))
-        # An array: a list of a million strings would be copied into the memory of each worker, as their
-        # reference counts change.
+        # An array: reference counts of a list's strings would copy it into the memory of each worker.
         self._names = numpy.array([os.fsencode(name.relative_to(folder)) for name in names])
         self.labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
         if unused:
@@ -187,8 +185,7 @@ class ImageLoader(DataLoader):
             multiprocessing_context="forkserver" if use_fork_server else None,
         )
 
-    # A generator: the workers read ahead, so they must start at the first batch, when Lightning has set the
-    # epoch.
+    # A generator: workers must start at the first batch, when Lightning has set the epoch.
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]  # torch names its own class
         for batch in super().__iter__():
             if isinstance(batch, HpctrainError):
@@ -274,12 +271,7 @@ def _scan(folder: Path) -> list[os.DirEntry]:
 
 
 def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
-    """All images in a class folder and its subfolders, in the order of torchvision's ImageFolder.
-
-    Raises HpctrainError.
-
-    Other files are counted in `unused` by their suffix.
-    """
+    """All images below a class folder, in the order of torchvision's ImageFolder; `unused`: other files."""
 
     def fail(error: OSError) -> None:
         raise HpctrainError(

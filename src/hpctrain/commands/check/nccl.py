@@ -23,8 +23,7 @@ from pathlib import Path
 
 from hpctrain.text import shorten
 
-# The values of NCCL_SOCKET_IFNAME that NCCL tries if it is not set: the first one that matches an interface
-# counts.
+# What NCCL tries for NCCL_SOCKET_IFNAME if it is not set, until one matches an interface.
 INTERFACES = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
 
 

@@ -218,10 +218,9 @@ def read_examples(
     items: Iterable[tuple[Any, ...]],
     skipped: list[HpctrainError] | None,
 ) -> list[AnyExample]:
-    """Call `make` with each item of a file. If it raises HpctrainError, the example is skipped.
+    """Call `make` with each item of a file. Its HpctrainError skips the example, into the list `skipped`.
 
-    The error goes to the list `skipped`; without a list it is raised. Errors of `items` itself, and a file
-    without any example, are always raised.
+    Without a list it is raised, as are errors of `items` and a file without any example.
     """
     examples: list[AnyExample] = []
     errors: list[HpctrainError] = []

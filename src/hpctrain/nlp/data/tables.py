@@ -17,8 +17,7 @@ from hpctrain.nlp.data.formats import AnyExample
 from hpctrain.text import first_line
 
 ROWS = 1_000  # of Parquet that are read at a time
-# The most that a file of Parquet or Arrow may unpack to, as a multiple of its size; and the bytes that a row
-# counts for beside its texts.
+# How much a Parquet or Arrow file may unpack to per byte, and what a row counts beside its texts.
 MAX_RATIO, ROW = 1_000, 100
 
 

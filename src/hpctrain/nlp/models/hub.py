@@ -29,8 +29,7 @@ from hpctrain.options import Parser
 huggingface_hub.utils.logging.set_verbosity_error()
 disable_progress_bars()
 
-# Only what from_pretrained() reads: nothing in subfolders (onnx/), for other frameworks or in another
-# precision ...
+# Only what from_pretrained() reads: no subfolders (onnx/), other frameworks or precisions ...
 NEEDED = [
     "config.json", "generation_config.json", "tokenizer*.json", "vocab*", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model", "model.safetensors*",
@@ -186,7 +185,7 @@ def _validate_name(name: str) -> None:
 
 
 def _download_snapshot(name: str, commit: str | None = None, **where: Any) -> Path:
-    """Download the needed files of a repository unless they are there; returns their validated folder.
+    """Download a repository's needed files unless they are there; returns their validated folder.
 
     In a cache, the folder is named by the commit.
     """

@@ -142,10 +142,7 @@ def _load_weights(task: Task, folder: Path, labels: list[str], seed: int, empty:
 
 
 def _check_missing(task: Task, folder: Path, model: PreTrainedModel, names: Collection[str]) -> None:
-    """Raise HpctrainError if the folder lacks weights.
-
-    The head may be missing, and the pooler, which masked language models do not have; but nothing below them.
-    """
+    """Raise HpctrainError if weights but the head or the pooler (absent in masked LMs) are missing."""
     below = f"{model.base_model_prefix}."
     missing = sorted(name for name in names if name.startswith(below) and "pooler" not in name)
     if missing and len(missing) == len(model.base_model.state_dict()):

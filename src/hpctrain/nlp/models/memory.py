@@ -14,8 +14,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.model_folder import list_parts
 
-# Bytes of a weight in fp32: of a frozen one itself; of a trained one also its gradient and the two moments of
-# AdamW.
+# Bytes of a weight in fp32: a frozen one; a trained one, with gradient and AdamW's two moments.
 FROZEN, TRAINED = 4, 16
 
 

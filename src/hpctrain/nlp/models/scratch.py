@@ -27,8 +27,7 @@ class Size(NamedTuple):
     vocabulary: int  # at most
 
 
-# Layers and hidden sizes of Turc et al. 2019 (arXiv 1908.08962), whose models all have the 30,522 subword
-# tokens of BERT.
+# Layers and hidden sizes of Turc et al. 2019 (arXiv 1908.08962), with BERT's 30,522 subword tokens.
 SIZES = {
     "tiny": Size(2, 128, 8000),
     "mini": Size(4, 256, 12000),
@@ -157,8 +156,7 @@ def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTr
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(backend.normalizer.normalize_str(text))
-    # A character may take two tokens, one at the start of a word and one within; half of the vocabulary is
-    # left for longer ones.
+    # A character may take two tokens, at a word's start and within; half is left for longer ones.
     common = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))[
         : max(1, vocabulary // 4)
     ]
@@ -171,6 +169,5 @@ def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTr
     )
     within = sorted(token for token in backend.get_vocab() if token.startswith("##") and len(token) == 3)
     backend.train_from_iterator(texts, trainers.WordPieceTrainer(special_tokens=special + within, **options))
-    # The characters are not special tokens: a new tokenizer with this vocabulary treats them as ordinary
-    # ones.
+    # Not as special tokens: a new tokenizer with this vocabulary treats them as ordinary ones.
     return transformers.BertTokenizer(vocab=backend.get_vocab(), do_lower_case=False, strip_accents=False)

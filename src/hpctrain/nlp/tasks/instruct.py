@@ -25,8 +25,7 @@ from hpctrain.text import first_line
 
 ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-# The chat template for tokenizers without one; it is saved with the model. An answer ends with the token for
-# the end of a text.
+# The template of tokenizers without one, saved with the model. An answer ends with the end-of-text token.
 TEMPLATE = (
     "{{ bos_token or eos_token }}{% for message in messages %}{{ '' if loop.first else '\\n' }}"
     "{{ '<|' + message['role'] + '|>\\n' + message['content'] "

@@ -169,8 +169,7 @@ class Qa(Task[Question]):
         outside = batch.tokens["start"] < 0  # [b, tokens]
         starts = output.start_logits.float().masked_fill(outside, -torch.inf)
         ends = output.end_logits.float().masked_fill(outside, -torch.inf)
-        # [b, tokens, MAX_ANSWER]: from each token to itself and to those after it, so that no span ends
-        # before it starts
+        # [b, tokens, MAX_ANSWER]: each token and those after it, so no span ends before its start
         scores = starts[:, :, None] + pad(ends, (0, MAX_ANSWER - 1), value=-torch.inf).unfold(
             1, MAX_ANSWER, 1
         )
@@ -293,8 +292,7 @@ def _locate_answer(example: Question, windows: list[_Window]) -> list[tuple[int,
     if not _has_span(example):
         return [None] * len(windows)
     start, text = _strip_span(example.answers[0].start, example.answers[0].text)
-    # From the first token that ends after the start to the last that starts before the end; first > last if
-    # there is none.
+    # From the first token that ends after the start to the last before the end; first > last if none.
     spans = [
         (bisect_right(window.ends, start), bisect_left(window.starts, start + len(text)) - 1)
         for window in windows

@@ -327,9 +327,7 @@ def use_best_weights(model: PreTrainedModel, metric: str, args: FineTuneOptions,
 
 
 def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
-    """The weights of the evaluation with the best validation score, None if that is the last.
-
-    A collective call.
+    """The weights of the best validation, None if it is the last (collective).
 
     Raises HpctrainError, naming the checkpoint, if it is damaged.
     """

@@ -61,8 +61,7 @@ class StepGraphs:
 
     def _record(self, batch: TextBatch) -> _Recorded:
         batch = batch.map(Tensor.clone)
-        # First without recording: libraries prepare themselves in their first call, which must not be part of
-        # a graph.
+        # First without recording: in their first call libraries prepare themselves, which no graph may hold.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -38,8 +38,7 @@ from hpctrain.text import first_line
 LARGEST_BODY = 2**20  # bytes of a request
 MOST_DIGITS = 100  # of a length; Python refuses to read thousands
 MOST_ROWS = 256  # examples of a request
-# Colors of entity types, in the order in which they appear; also for people who cannot see red or green (see
-# report.py).
+# Colors of entity types in order of appearance, also for people who cannot see red or green (report.py).
 COLORS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#0072b2")
 
 PAGE = """<!doctype html>
