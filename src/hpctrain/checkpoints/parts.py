@@ -93,8 +93,7 @@ class Pieces:
 def read(folder: Path) -> dict[str, Any]:
     """The state in the files of all ranks, with Pieces, which are read later, for the tensors in parts.
 
-    Other values are those of rank 0. Raises OSError, the errors of torch.load(), and ValueError if the files
-    do not belong together.
+    Other values are rank 0's. Raises OSError, torch.load()'s errors, ValueError if files do not fit together.
     """
     states = [
         torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in find_files(folder)

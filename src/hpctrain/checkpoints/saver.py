@@ -1,7 +1,6 @@
 """When a run saves a checkpoint, and how: a copy in memory at the step, written to disk in the background.
 
-All ranks have to save at the same step. They agree on the step every few seconds. Between these decisions no
-rank waits for another rank.
+All ranks save at the same step, on which they agree every few seconds. In between no rank waits for another.
 """
 
 import copy

@@ -1,7 +1,6 @@
 """hpctrain add: Python packages of your own on top of an image, without building another image.
 
-Python reads this module at its start in an image (hpctrain-packages.pth), so it imports the standard
-library and hpctrain only.
+Python reads this at its start in an image (hpctrain-packages.pth): import the standard library and hpctrain.
 """
 
 import os

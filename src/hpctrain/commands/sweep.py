@@ -246,8 +246,7 @@ def train(sweep: Sweep, folder: Path, number: int, world: World, parameters: dic
 def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
     """Whether to end a trial after this epoch. A collective call, with the same answer on every rank.
 
-    Writes PRUNED into the folder of a trial that ends. Raises HpctrainError if the metric is not measured
-    after each epoch.
+    Writes PRUNED into the ended trial's folder. Raises HpctrainError if an epoch does not measure the metric.
     """
     from hpctrain.distributed.rendezvous import all_or_none, broadcast  # imports torch
 

@@ -1,5 +1,4 @@
-"""How the process of a rank ends: errors in one line, exit statuses that launchers understand, and no
-checkpoint lost.
+"""How a rank ends: with one-line errors, exit statuses that launchers understand, and no checkpoint lost.
 
 The commands of hpctrain run by main(), and scripts of users may. In a script that does not, an error of
 hpctrain is one line as well once it has used a name of `import hpctrain`: see print_errors_in_one_line().

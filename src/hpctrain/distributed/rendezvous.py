@@ -47,8 +47,7 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
     """Initialize the default process group for the block; a world of one rank needs none.
 
     The backend follows the device: nccl on CUDA, gloo on CPU. With `cpu_tensors`, collectives on CUDA take
-    tensors of the CPU, too, by gloo. Raises HpctrainError, naming the missing ranks, if not all of them join
-    within JOIN_TIMEOUT.
+    tensors of the CPU, too, by gloo. HpctrainError names the ranks that do not join within JOIN_TIMEOUT.
     """
     if world.size == 1:
         postpone_compiler()

@@ -92,8 +92,7 @@ def write_text(path: Path, text: str) -> None:
 def folder(path: Path, replace: bool = True) -> Iterator[Path]:
     """Create a folder that becomes `path` when the block ends without an exception.
 
-    The block gets the path of the temporary folder, which is empty. Parents of `path` are created. `replace`
-    is explained at rename_folder().
+    The block gets an empty temporary folder. Parents of `path` are created. `replace`: see rename_folder().
     """
     check_link(path)
     path = Path(os.path.realpath(path))
@@ -113,8 +112,7 @@ def rename_folder(finished: Path, path: Path, replace: bool = True) -> None:
     """Sync a finished folder beside `path`, and rename it to `path`.
 
     An earlier folder that has files is replaced, or raises OSError if `replace` is false. A rename cannot
-    replace such a folder, so the earlier one is renamed first: a crash between the two renames leaves both,
-    under hidden names.
+    replace it, so it is renamed first: a crash between the two renames leaves both, under hidden names.
     """
     for part in finished.rglob("*"):
         if not part.is_symlink():
@@ -136,8 +134,7 @@ def rename_folder(finished: Path, path: Path, replace: bool = True) -> None:
 def remove_leftovers(folder: Path, age: float = 0) -> None:
     """Remove temporary files and folders of killed writers, unless they changed in the last `age` seconds.
 
-    No process may be writing them. An earlier folder that was to be replaced gets its name back, unless the
-    new one has it.
+    No process may be writing them. A folder that was to be replaced gets its name back, if it is free.
     """
     for path in folder.glob(".*.*"):
         match = re.fullmatch(r"\.(.{1,32})\.[0-9a-f]{12}\.(tmp|old)", path.name)

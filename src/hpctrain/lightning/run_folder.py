@@ -239,8 +239,7 @@ class RunFolder(Checkpoint):
     ) -> None:
         """Begin the epoch before its first batch, and save if a checkpoint is due.
 
-        Lightning counts the batch before this one as done only now. It does not call on_train_epoch_start()
-        in a run that is resumed within an epoch.
+        Only now Lightning counts the batch before. It has no on_train_epoch_start() in a resumed epoch.
         """
         if self._begun:
             self._run.times.wait(time.perf_counter() - self._last)

@@ -93,8 +93,7 @@ class Owner:
     def _is_dead(self, earlier: dict[str, Any]) -> bool:
         """Whether no other live process can be the earlier owner.
 
-        The earlier owner is another start of this job, or a process of this machine that has ended, or, in a
-        notebook, this process itself.
+        It may be another start of this job, an ended process of this machine, or (notebook) this process.
         """
         if earlier.get("job") == self._own["job"] and earlier.get("restart") != self._own["restart"]:
             return True

@@ -126,8 +126,7 @@ def find_work(
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """When collectives ran, and when anything else was computed: intervals in seconds, which may overlap.
 
-    On a GPU these are kernels; on a CPU, operators and the work of Gloo's threads. A trace lacks Horovod's
-    threads.
+    Kernels on a GPU, on a CPU operators and the work of Gloo's threads; a trace lacks Horovod's.
     """
     communication: list[tuple[float, float]] = []
     other: list[tuple[float, float]] = []

@@ -21,8 +21,7 @@ from hpctrain.files.redaction import hide_secrets
 def open_log(path: Path, world: World) -> IO[str]:
     """Open the log of this rank.
 
-    Uncaught exceptions go to the log and to stderr; crashes of the interpreter go to the log only. If the
-    death of another rank causes an exception, stderr gets one line.
+    Uncaught exceptions also go to stderr (one line if another rank's death causes it), crashes do not.
     """
     try:
         log = atomic.open_to_append(path)

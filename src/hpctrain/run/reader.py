@@ -87,8 +87,7 @@ def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
 def load_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
     """The lines of metrics.jsonl, or of its last `tail` bytes.
 
-    Skips an incomplete line, values that is_number() refuses, and names that are too long or unprintable.
-    Raises OSError.
+    Skips incomplete lines, values that is_number() refuses, and too long or unprintable names.
     """
     with open_plain(run / "metrics.jsonl") as file:
         if tail is not None and file.seek(0, os.SEEK_END) > tail:

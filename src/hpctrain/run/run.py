@@ -259,8 +259,7 @@ class Run:
     def check_gradients(self) -> None:
         """With --on-nan skip: remove gradients that are not finite, so that the optimizer does nothing.
 
-        Call it when the gradients are those of all ranks. Raises HpctrainError after too many such steps in a
-        row.
+        Call it on the gradients of all ranks. Raises HpctrainError after too many such steps in a row.
         """
         if not self._nonfinite.check_gradients():
             self.print(
@@ -319,9 +318,8 @@ class Run:
     def save(self, state: dict[str, Any], score: float | tuple[float, ...] | None = None) -> None:
         """Save a checkpoint, written in the background. A collective call. Raises HpctrainError.
 
-        After an epoch, `score` is the score of its evaluation; the highest is the best. If the launch script
-        has asked for the end of the job, and epochs are left, this checkpoint is the last, and EndEarly ends
-        every rank.
+        After an epoch, `score` is that of its evaluation; the highest is the best. If the launch script has
+        asked for the job's end and epochs are left, EndEarly ends every rank after this checkpoint.
         """
         self._watchdog.pause()
         path = checkpoint.path_of(self.folder, self.epoch + (self._step > 0), self._step)

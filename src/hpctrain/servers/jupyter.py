@@ -97,8 +97,7 @@ def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
 def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
     """Write kernel.json, with which notebooks of a site's JupyterHub run in this image; returns its path.
 
-    The kernel has the name of the image, with a number if a kernel of another image has this name. Raises
-    HpctrainError.
+    It has the image's name, with a number if another image's kernel has that. Raises HpctrainError.
     """
     image, enter = enter_image(env)
     data = Path(env.get("JUPYTER_DATA_DIR") or Path.home() / ".local/share/jupyter")

@@ -87,8 +87,7 @@ SIOCGIFFLAGS, SIOCGIFADDR, IFF_RUNNING = 0x8913, 0x8915, 0x40
 class Network:
     """A network of NCCL; `name` is as in NCCL_NET: "AWS Libfabric", "IB", "Socket", or "" for none.
 
-    `description` lists its parts, or why it cannot be used. `unintended` means that the node or its settings
-    imply another one.
+    `description`: its parts, or why it is unusable. `unintended`: the node or its settings imply another.
     """
 
     name: str

@@ -93,8 +93,7 @@ def _describe_columns(column: str, names: Sequence[str]) -> str:
 def _iterate_csv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
     """The location and the fields of each row below the header.
 
-    Fields are separated by commas, or by semicolons or tabs if the header has no comma. A field in quotation
-    marks may have separators and line breaks.
+    Commas, else semicolons or tabs, separate fields; quoted ones may have separators and line breaks.
     """
     text, line = formats.read_text(path), 1
     header = text.partition("\n")[0]

@@ -45,8 +45,7 @@ DATA_FILES = ["*.parquet", "*.arrow", "*.csv", "*.tsv", "*.jsonl", "*.json", "*.
 def resolve_model(name: str, world: World) -> Path:
     """The folder of a model on this node; `name` is a folder, or a name on the hub such as beomi/kcbert-base.
 
-    A collective call; see _resolve() for models of the hub. Raises HpctrainError that names the command to
-    fetch the model beforehand.
+    A collective call; see _resolve() for models of the hub. HpctrainError names the command to fetch it.
     """
     is_folder = gather(world, Path(name).is_dir())
     with all_or_none(world):
@@ -140,8 +139,7 @@ def _resolve(
 def find_model(name: str, commit: str | None = None) -> Path:
     """The folder of a model for this process alone: `name` itself, or a folder of the cache.
 
-    A commit that is in the cache is taken without any network access. Raises HpctrainError with the reason
-    and the remedy.
+    A commit in the cache is taken without network access. Raises HpctrainError with reason and remedy.
     """
     if Path(name).is_dir():
         return validate_folder(Path(name))
@@ -154,8 +152,7 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
     """Download a model of the hub into a folder of its own, for nodes without internet. Returns its commit.
 
     The folder appears when the download is complete and validated. Until then the files are beside it, in a
-    hidden folder named by the commit, where the next call continues. Raises HpctrainError, also if the folder
-    exists.
+    hidden folder named by the commit, where the next call continues. HpctrainError if the folder exists.
     """
     _validate_name(name)
     if folder.exists():

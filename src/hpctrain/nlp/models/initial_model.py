@@ -75,9 +75,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with a head for these labels, in training mode.
 
-    A head that the folder lacks is initialized from --seed. If `empty`, the model is on the meta device,
-    without values. Raises HpctrainError if the folder has no model for this task, or the model is shorter
-    than --max-length.
+    A head that the folder lacks is initialized from --seed. If `empty`, the model is on the meta device.
+    Raises HpctrainError if the folder has no model for this task, or one shorter than --max-length.
     """
     refuse_adapter(folder)
     model = _load_weights(task, folder, labels, args.seed, empty)

@@ -117,8 +117,7 @@ def make_config(config: str, kind: str) -> "PretrainedConfig":
 def cut_words(text: str) -> str:
     """The text, with a line break after each LONGEST_WORD characters that have no white space among them.
 
-    The time of the tokenizers' trainers grows with the square of a word: a text of a million such characters
-    takes hours.
+    Trainers of tokenizers need time with the square of a word: a million such characters take hours.
     """
     return re.sub(rf"\S{{{LONGEST_WORD}}}(?=\S)", r"\g<0>\n", text)
 

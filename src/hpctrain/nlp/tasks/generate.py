@@ -102,8 +102,7 @@ class LanguageModelTask(Task[AnyExample]):
     ) -> list[str]:
         """Continue each prompt by at most max_new_tokens, sampled with the seed from the top 95 % (top-p).
 
-        If a prompt is too long for the model, its beginning is left out. Raises UsageError if the model has
-        no positions for a prompt beside the new tokens.
+        A long prompt loses its beginning. Raises UsageError if the new tokens leave no position for it.
         """
         positions = _count_positions(model)
         room = positions - max_new_tokens

@@ -163,8 +163,7 @@ class Qa(Task[Question]):
         """The best spans of each window: at most TOP_SPANS of at most MAX_ANSWER tokens, [spans, 3].
 
         The best comes first. A span is its score (the sum of its two logits), and the characters of the
-        context where it starts and ends. If the question may have no answer, a last row is the score of no
-        answer, at NO_ANSWER.
+        context where it starts and ends. A last row is the score of no answer, at NO_ANSWER, if allowed.
         """
         outside = batch.tokens["start"] < 0  # [b, tokens]
         starts = output.start_logits.float().masked_fill(outside, -torch.inf)

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 class FineTuneModule(LightningModule):
     """A model with its training and evaluation steps.
 
-    `steps` are the optimizer steps of all epochs. `class_weights`, [labels], weigh the training loss; the
-    loss of an evaluation stays as it is.
+    `steps`: optimizer steps of all epochs. `class_weights`, [labels], weigh the training loss alone.
     """
 
     class_weights: Tensor | None
@@ -84,8 +83,7 @@ class FineTuneModule(LightningModule):
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
         """Clip gradients to a norm of 1.
 
-        Lightning's own clipping refuses fused optimizers with bf16, because of a gradient scaler that bf16
-        does not use.
+        Lightning refuses fused optimizers with bf16, for a gradient scaler that bf16 does not use.
         """
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
@@ -215,8 +213,7 @@ class FineTuneModule(LightningModule):
 def compute_weighted_loss(logits: Tensor, batch: TextBatch, class_weights: Tensor) -> Tensor:
     """The mean over the labels of a batch of their cross entropy, each times the weight of its class.
 
-    It is not divided by the sum of the weights, as torch does: in a batch without the rare class, that would
-    take the low weight of the others away again.
+    Torch divides by the sum of the weights: without the rare class, that would undo the others' low weight.
     """
     losses = cross_entropy(logits, batch.values["labels"], class_weights, reduction="sum")
     return losses / batch.units.sum()

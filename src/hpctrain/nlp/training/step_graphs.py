@@ -1,8 +1,7 @@
 """--cuda-graphs: record the thousands of kernels of a training step once; the GPU then starts them by itself.
 
 A short text keeps a GPU busy for less time than a processor needs to start each kernel on it. The kernels,
-and the random numbers of dropout, are those of a step without graphs, so the weights are the same, bit for
-bit.
+and dropout's random numbers, are those of a step without graphs, so the weights are the same, bit for bit.
 """
 
 from collections.abc import Callable, Iterable, Iterator
