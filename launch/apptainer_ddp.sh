@@ -1,6 +1,5 @@
 #!/bin/bash
-# Run a trainer on every task of a Slurm job, each in the container: srun starts the tasks, and apptainer
-# enters the image.
+# Run a trainer on every task of a Slurm job, in the container: srun starts the tasks, apptainer enters it.
 #
 # usage: sbatch [SBATCH OPTION]... launch/apptainer_ddp.sh [OPTION]...
 #            [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Run a trainer, or any MPI program in Python, over MPI: srun or the host's mpirun starts the ranks, each in
-# the container. Before it runs anything, it checks that MPI gives one world of all ranks.
+# Run a trainer, or any MPI program in Python, over MPI: srun or the host's mpirun starts the ranks in the
+# container. First it checks that MPI gives one world of all ranks.
 #
 # usage: sbatch [SBATCH OPTION]... launch/apptainer_mpi.sh [OPTION]...
 #            [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...

@@ -1,6 +1,5 @@
 #!/bin/bash
-# Run a trainer with torchrun: srun starts one torchrun on each node, in the container, and that starts the
-# ranks of its node.
+# Run a trainer with torchrun: srun starts one in the container of each node, and that starts its ranks.
 #
 # usage: sbatch [SBATCH OPTION]... launch/apptainer_torchrun.sh [OPTION]...
 #            [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...

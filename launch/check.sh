@@ -1,6 +1,5 @@
 #!/bin/bash
-# Check every rank of a job before a long run: hpctrain check with one of the other scripts and, if it passes,
-# the run itself.
+# Check every rank with hpctrain check, by one of the other scripts; if it passes, start the run itself.
 #
 # usage: sbatch [SBATCH OPTION]... launch/check.sh [SCRIPT] [OPTION]...
 #            [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...

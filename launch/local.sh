@@ -1,6 +1,5 @@
 #!/bin/bash
-# Run a trainer on this machine, without a scheduler: torchrun starts one rank per GPU, with the container or
-# without.
+# Run a trainer on this machine without a scheduler, in the container or not: torchrun, one rank per GPU.
 #
 # usage: launch/local.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]...
 #

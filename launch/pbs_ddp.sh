@@ -1,6 +1,5 @@
 #!/bin/bash
-# Run a trainer on every slot of a PBS job, each in the container: mpirun starts the ranks, and apptainer
-# enters the image.
+# Run a trainer on every slot of a PBS job, in the container: mpirun starts the ranks, apptainer enters it.
 #
 # usage: qsub [QSUB OPTION]... launch/pbs_ddp.sh                train_ddp on digits, 2 nodes with 2 ranks each
 #        echo "$PWD/launch/pbs_ddp.sh [OPTION]... [TRAINER | SCRIPT.py | -m MODULE] [ARGUMENT]..." |

@@ -1,6 +1,5 @@
 #!/bin/bash
-# Submit a command with 1, 2, 4, ... ranks, each as a job of its own. Afterwards, hpctrain scaling FOLDER
-# compares them.
+# Submit a command with 1, 2, 4, ... ranks, one job each. Then hpctrain scaling FOLDER compares them.
 #
 # usage: launch/scaling.sh [--weak] [--gpus] FOLDER RANKS RANKS_PER_NODE LAUNCH_SCRIPT TRAINER [OPTION]...
 #
@@ -13,8 +12,7 @@
 #            together (strong)
 #   --gpus   ask for a GPU for each rank
 #
-# What else sbatch needs is in its own variables: SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT (source
-# launch/site.sh).
+# sbatch reads its own variables, too: SBATCH_ACCOUNT, SBATCH_PARTITION (source launch/site.sh).
 set -euo pipefail
 
 die() {

@@ -1,6 +1,5 @@
 #!/bin/bash
-# The defaults of your site, for this shell: what sbatch and the launch scripts read from the environment. For
-# bash and zsh.
+# The defaults of your site for this shell (bash or zsh), which sbatch and the launch scripts read.
 #
 #   source launch/site.sh perlmutter     those of launch/sites/perlmutter.env
 #   source launch/site.sh                those of the site that is detected, or of generic.env

@@ -19,7 +19,7 @@ MATRIX = [
 MAIN_ROAD = {
     # ---- hpctrain ----
     "the same weights with every launcher and runtime": [
-        "vision/test_train.py::test_two_ranks_give_the_weights_of_one_process",
+        "vision/test_train.py::test_two_ranks_give_the_weights_of_one_process"
     ],
     "At its time limit, after a preemption and": [
         "launch/test_requeue.py::test_a_time_limit",
@@ -55,13 +55,13 @@ MAIN_ROAD = {
     "| `modules_ddp.sh` |": ["launch/test_launch.py::test_without_a_container_by_a_module"],
     "| `pbs_ddp.sh` |": ["launch/test_launch.py::test_pbs"],
     "| `jupyter.sh` |": [
-        "servers/test_jupyter.py::test_a_cell_trains_on_two_ranks_through_the_command_of_the_log",
+        "servers/test_jupyter.py::test_a_cell_trains_on_two_ranks_through_the_command_of_the_log"
     ],
     "| `local.sh` |": ["launch/test_launch.py::test_local_in_the_container"],
     "| `check.sh` |": ["launch/test_launch.py::test_check_from_another_folder"],
     # ---- Your own script ----
     "passes its arguments on unchanged": [
-        "launch/test_launch.py::test_the_arguments_of_a_script_arrive_as_they_are",
+        "launch/test_launch.py::test_the_arguments_of_a_script_arrive_as_they_are"
     ],
     "With `import hpctrain` your loop": ["test_own_script.py::test_the_last_step_resumes_bit_for_bit"],
     # ---- Fine-tuning ----
@@ -74,7 +74,7 @@ MAIN_ROAD = {
         "nlp/test_cluster.py::test_a_model_split_over_two_nodes_gives_the_loss_of_one_process[tensor-parallel]",
     ],
     "`hpctrain serve` shows a model": [
-        "nlp/use/test_serve.py::test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer",
+        "nlp/use/test_serve.py::test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer"
     ],
     # ---- What works ----
     "These trainers ran with every launcher": MATRIX,

@@ -32,8 +32,7 @@ is_file_of() {
     found=$(stat -c '%F:%u' "$1" 2>/dev/null) && [[ -r $1 && " ${*:2} " == *" ${found#regular file:} "* ]]
 }
 
-# hash_in_background SIF: print the digest when it is known, and record it; HPCTRAIN_IMAGE_DIGEST_FILE names
-# the file to come
+# hash_in_background SIF: hash it, print and record the digest; HPCTRAIN_IMAGE_DIGEST_FILE names its file
 hash_in_background() {
     # a cache for its user alone, if it is made here
     if { [[ $DIGEST_FILE != "/tmp/hpctrain-$UID"/* ]] || make_own "/tmp/hpctrain-$UID"; } &&

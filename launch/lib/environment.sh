@@ -22,8 +22,7 @@ keep_users_variables() {
 }
 keep_users_variables
 
-# make_own FOLDER: create it for this user alone, unless it exists. Fails if it belongs to somebody else, as
-# one in /tmp may.
+# make_own FOLDER: create it for this user alone, unless it exists. Fails if it belongs to somebody else.
 make_own() {
     mkdir -m 700 "$1" 2>/dev/null || [[ ! -L $1 && (-O $1 || ! -e $1) ]]
 }

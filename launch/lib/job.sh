@@ -1,5 +1,4 @@
-# What the scheduler granted, and the environment that every rank of the job gets. Sourced by
-# launch/lib/main.sh.
+# What the scheduler granted, and the environment of every rank. Sourced by launch/lib/main.sh.
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
@@ -27,8 +26,7 @@ read_slurm_job() {
             die "--spare-nodes=$SPARE_NODES of the job's $(counted ${#HOSTS[@]} node):" \
                 "ask for more (sbatch --nodes)"
         HOSTS=("${HOSTS[@]:0:${#HOSTS[@]}-SPARE_NODES}")
-        # Passed to srun again, because without it Slurm packs the first node full: 3 + 1 tasks on two nodes
-        # of three slots.
+        # Passed to srun again: without it Slurm packs the first node full, 3 + 1 tasks on nodes of 3 slots.
         spread=${SLURM_NTASKS_PER_NODE:-${SLURM_TASKS_PER_NODE:-1}}
         TASKS=${spread%%(*}
         [[ $TASKS =~ ^[1-9][0-9]*$ ]] ||
@@ -41,8 +39,7 @@ read_slurm_job() {
     fi
     THREADS=${SLURM_CPUS_PER_TASK:-1}
     GPUS=${SLURM_GPUS_ON_NODE:-0}
-    # After this time Slurm has noticed that a node is dead, and requeues the job. The watchdog does not end
-    # it before.
+    # Then Slurm has noticed that a node is dead, and requeues the job. The watchdog waits for that.
     timeout=$(scontrol show config 2>/dev/null | awk '$1 == "SlurmdTimeout" { print $3 + 60 }') || true
     export HPCTRAIN_NODE_TIMEOUT=${HPCTRAIN_NODE_TIMEOUT:-$timeout}
     load_site
@@ -96,15 +93,13 @@ enter_submit_folder() {
         die "$1, where you submitted, is not on $(hostname): submit from a folder that all nodes share"
 }
 
-# load_site: set the defaults of HPCTRAIN_SITE, or of the detected site, for variables that the user has not
-# set
+# load_site: set the defaults of HPCTRAIN_SITE, or of the detected site; variables of the user win
 load_site() {
     export HPCTRAIN_ROOT=${HPCTRAIN_ROOT:-$ROOT}
     hpctrain_load_site "$ROOT" job "${HPCTRAIN_SITE:-}" || exit 2
 }
 
-# fake_allocation KIND NODES TASKS: for a dry run outside of a job, the numbers that the script's #KIND lines
-# request by these names
+# fake_allocation KIND NODES TASKS: for a dry run without a job, read these numbers from the #KIND lines
 fake_allocation() {
     say "no job: the numbers come from the #$1 lines of $0, and the node names are made up"
     JOB=0
@@ -116,8 +111,7 @@ visible_gpus() {
     { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c GPU || true
 }
 
-# export_job_env: export what every job has: the world size, which each rank checks, and the address of the
-# rendezvous
+# export_job_env: export what every job has, such as the world size and the address of the rendezvous
 export_job_env() {
     local number port
     NODES=${#HOSTS[@]}
@@ -141,20 +135,17 @@ export_job_env() {
     number=${JOB//[!0-9]/}
     port=$((20000 + (10#0$number * 8 + ${SLURM_RESTART_COUNT:-0}) % 12000))
     export MASTER_PORT=${MASTER_PORT:-$(first_free_port "$port")}
-    # The ranks sign with it that they are of this job. A dry run has none, so that the commands it prints
-    # need none.
+    # The ranks sign with it that they are of this job. The commands of a dry run need none.
     [[ -n ${OPTION[dry-run]:-} ]] ||
         export HPCTRAIN_JOB_SECRET=${HPCTRAIN_JOB_SECRET:-$(random_hex)$(random_hex)}
     # torch warns about every address without a name; real problems arrive as errors.
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     export PYTHONNOUSERSITE=1
-    # Users set it to an empty value to disable a site's, but NCCL takes that for the name of a network, and
-    # fails.
+    # Users empty it to disable a site's, but NCCL takes an empty value for a network's name, and fails.
     [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
 }
 
-# check_numbers NAME...: die if one of these variables is set and not a number. In arithmetic the shell would
-# run HOME[$(COMMAND)].
+# check_numbers NAME...: die unless these are numbers or unset. Arithmetic would run HOME[$(COMMAND)].
 check_numbers() {
     local name
     for name in "$@"; do
@@ -163,8 +154,7 @@ check_numbers() {
     done
 }
 
-# first_free_port PORT: print this port, or the next one on which nothing listens on this node. Batch scripts
-# run on rank 0's node.
+# first_free_port PORT: print this port, or the next one that is free on this node, which is rank 0's
 first_free_port() {
     local port
     for ((port = $1; port < $1 + 100; port++)); do
@@ -194,8 +184,7 @@ is_secret() {
     return 1
 }
 
-# forwarded_names: print the names of the variables that a task needs and mpirun does not send to the other
-# nodes by itself
+# forwarded_names: print the variables that a task needs and that mpirun does not send by itself
 forwarded_names() {
     local name pattern
     for name in $(compgen -e); do

@@ -1,5 +1,4 @@
-# The launchers: what starts a copy of the program for each rank. Sourced by launch/lib/main.sh, and by
-# launch/lib/task.sh in each task.
+# The launchers start a copy of the program for each rank. Sourced by launch/lib/main.sh and task.sh.
 #
 # To add one, write launchers/NAME.sh with two functions. launch_with_NAME runs on the first node and fills
 #   LAUNCH               the words before the command of a rank; they end with "$TASK" NAME, or with "$TASK"
@@ -7,8 +6,7 @@
 #   LAUNCHER_TEXT        for the log
 # and, if it needs to,
 #   PYTHON               what starts the words of PROGRAM, instead of python
-#   COMMAND_IN_VARIABLE  not empty: the command of a rank goes to the tasks in HPCTRAIN_COMMAND, not on the
-#                        command line
+#   COMMAND_IN_VARIABLE  not empty: the command of a rank goes to the tasks in HPCTRAIN_COMMAND
 #   CLEAN_UP+=(FUNCTION) ends the processes that outlive a failed job
 # task_NAME runs in each task before it enters the image. It calls set_ranks, and export_torchrun_env if
 # neither Lightning nor hpctrain (src/hpctrain/distributed/world.py) detects the variables of the launcher.
@@ -26,8 +24,7 @@ use_launcher() {
 # ---- what several launchers use ----
 
 # set_srun TASKS_PER_NODE [OPTION]...: fill LAUNCH. When a task fails, srun kills the others at once. When one
-# ends without an error, the others may take any time: rank 0 of a script may evaluate or save after the
-# others.
+# ends without an error, the others may take any time: rank 0 of a script may evaluate or save after them.
 set_srun() {
     local nodelist
     LAUNCH=(srun --nodes="$NODES" --ntasks=$((NODES * $1)) --ntasks-per-node="$1"
@@ -86,8 +83,7 @@ index_of_command() {
     echo $((index + 1))
 }
 
-# is_users_script: whether the task runs a script of the user's, which may read its rank from the launcher's
-# variables
+# is_users_script: whether the task runs a user's script, which may read its rank from Slurm's variables
 is_users_script() {
     local program=("${WORDS[@]:$(index_of_command) + 1}")
     [[ ${program[0]:-} == *.py || (${program[0]:-} == -m && ${program[1]:-} != hpctrain) ]]

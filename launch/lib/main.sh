@@ -8,8 +8,7 @@
 #   set_program      the command that runs in the image      PROGRAM
 #   use_launcher     the words that start it for each rank   LAUNCH PYTHON LAUNCHER_TEXT
 #   launch           compose the command, print it, run it   COMMAND
-# Commands are arrays and never strings that a shell would split again, so a user's arguments arrive
-# unchanged.
+# Commands are arrays and never strings to split again, so a user's arguments arrive unchanged.
 # shellcheck shell=bash
 
 # shellcheck source=launch/lib/environment.sh
@@ -24,8 +23,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 # shellcheck disable=SC2034 # launchers/ read it
 TASK=$ROOT/launch/lib/task.sh
 
-# Functions to run when the script ends, with its exit status as argument. If there are any, launch waits for
-# the job.
+# Functions to run when the script ends, with its exit status. If there are any, launch waits for the job.
 CLEAN_UP=()
 WITHIN=60 # seconds for on_every_node: a node may be dead, and Slurm not know it yet
 SIF_COPY='' # on each node, with --broadcast
@@ -89,8 +87,7 @@ set_command() {
     print_summary
 }
 
-# compose WORD...: fill COMMAND with the launcher's command line that runs the words in the image, once for
-# each rank
+# compose WORD...: fill COMMAND with the launcher's command line that runs the words in the image of each rank
 compose() {
     local in_image=("${CONTAINER[@]}" ${SIF:+"${SIF_COPY:-$SIF}"} -- "$@")
     # Nobody can know this name before the folder is there.

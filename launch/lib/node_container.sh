@@ -15,8 +15,7 @@
 #   instances/    its record of the instance
 # shellcheck shell=bash
 
-# enter_node_container: let WORDS enter the container of this node. Where there is none, they enter the image
-# as before.
+# enter_node_container: let WORDS enter the container of this node, or the image if there is none
 enter_node_container() {
     local folder=$HPCTRAIN_NODE_CONTAINER deadline=$((SECONDS + 60)) name='' container=''
     until mkdir "$folder/tasks/$RANK" 2>/dev/null; do
@@ -30,8 +29,7 @@ enter_node_container() {
         is_own "$folder" && ((SECONDS < deadline)) || return 0
         sleep 0.05
     done
-    # It may be somebody else's, who saw its name on another node, and has everything in it that is expected
-    # here.
+    # It may be a copy by somebody else, who saw its name on another node.
     is_own "$folder" || return 0
     # shellcheck disable=SC2034 # task.sh reads it
     { [[ -p $folder/alive ]] && exec {ALIVE}<>"$folder/alive"; } || return 0
@@ -49,8 +47,7 @@ is_own() {
     [[ -O $1 && ! -L $1 ]]
 }
 
-# start_node_container FOLDER: start the container, and set REPLY to its process, which waits for the other
-# end of the pipe
+# start_node_container FOLDER: start the container, which reads from the pipe; REPLY is its process
 start_node_container() {
     # Somebody else may have taken this name of Apptainer's, in which Apptainer waits for a byte.
     if ! rm -f "/dev/shm/sharens_instance_$$" 2>"$1/error"; then
@@ -66,8 +63,7 @@ start_node_container() {
 
 # publish_node_container FOLDER PROCESS DEADLINE: write the name of the instance when it can be entered
 publish_node_container() {
-    # Apptainer writes a byte to this file then. Nothing else here needs the file, and a process that is
-    # killed would leave it.
+    # Apptainer then writes a byte to this file. Nothing else needs it, and a killed process would leave it.
     local name=sharens_instance_$$ ready=/dev/shm/sharens_instance_$$
     until [[ -O $ready && -s $ready ]]; do
         if ((SECONDS >= $3)) || ! kill -0 "$2" 2>/dev/null; then

@@ -1,5 +1,4 @@
-# The command line of a launch script: its options, its --help, and the program. Sourced by
-# launch/lib/main.sh.
+# The command line of a launch script: options, --help, program. Sourced by launch/lib/main.sh.
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 # shellcheck disable=SC2054 # commas within words
@@ -140,8 +139,7 @@ script_has() {
     [[ $SCRIPT == @(${1//,/|}) ]]
 }
 
-# The text of --help: the comment at the head of the script without its #SBATCH and #PBS lines, its options,
-# and the settings.
+# The text of --help: the comment at the head of the script without #SBATCH and #PBS lines, options, settings.
 usage() {
     sed -n '2,/^[^#]/{/^#\(SBATCH\|PBS\)/d;s/^# \{0,1\}//p}' "$0"
     echo 'Options, before the name of the trainer or script:'
@@ -169,8 +167,7 @@ print_rows() {
     done
 }
 
-# set_program [TRAINER]: fill PROGRAM with Python's arguments for ARGUMENTS: a bundled trainer by its name, or
-# the user's .py file or -m MODULE
+# set_program [TRAINER]: fill PROGRAM with Python's arguments: a bundled trainer, a .py file or -m MODULE
 set_program() {
     ((${#ARGUMENTS[@]})) || ARGUMENTS=("${1:-train_ddp}")
     case ${ARGUMENTS[0]} in
@@ -189,8 +186,7 @@ set_program() {
         ;;
     *)
         PROGRAM=(-m hpctrain "${ARGUMENTS[@]}")
-        # Otherwise python -m would import a token.py or random.py of the current folder in place of Python's
-        # own.
+        # Otherwise python -m imports a token.py or random.py of the current folder instead of Python's.
         export PYTHONSAFEPATH=1
         ;;
     esac

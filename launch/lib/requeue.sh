@@ -14,12 +14,10 @@ STOP_AT=0   # then the ranks are asked to stop, in SECONDS
 WALLTIME='' # of a PBS job, in seconds, if qstat tells it here
 KILL_AT=''  # then ranks that have not stopped are killed, in SECONDS
 ATTEMPT=${SLURM_RESTART_COUNT:-0} # replace_nodes changes the variable
-# srun's exit status if it could not start the tasks of a node: Slurm's error 1001, of which a status has 8
-# bits
+# The exit status of srun when it could not start the tasks of a node: the low 8 bits of Slurm's error 1001
 UNREACHED=233
 
-# open_control: create HPCTRAIN_CONTROL in a batch job. A job of salloc or qsub -I has none: its user sees how
-# it ends.
+# open_control: create HPCTRAIN_CONTROL in a batch job. In salloc or qsub -I the user sees how it ends.
 open_control() {
     [[ ${HPCTRAIN_REQUEUES:=10} =~ ^(0|[1-9][0-9]{0,8})$ ]] ||
         die "HPCTRAIN_REQUEUES is '$HPCTRAIN_REQUEUES': set it to a number of restarts"
@@ -35,15 +33,13 @@ open_control() {
     [[ -z $EARLY_STOP ]] || request_stop
 }
 
-# has_control: whether this node has that folder. On another node somebody else can make one of its name,
-# whose links point to files of this user.
+# has_control: whether this node has that folder, and not a copy of somebody else's, with links to user files
 has_control() {
     [[ -d $HPCTRAIN_CONTROL && -O $HPCTRAIN_CONTROL && ! -L $HPCTRAIN_CONTROL ]]
 }
 
 # read_pbs_fields: PBS announces the end of the walltime by SIGTERM, seconds before SIGKILL. So this script
-# gets USR1 two minutes before it, as by sbatch --signal. And where PBS has run this job before, the ranks
-# resume.
+# gets USR1 two minutes before, as by sbatch --signal. If PBS has run this job before, the ranks resume.
 read_pbs_fields() {
     [[ ! $(pbs_field run_count) =~ ^[1-9][0-9]{0,8}$ ]] || export HPCTRAIN_PBS_RERUNS=$((BASH_REMATCH[0] - 1))
     [[ $(pbs_field Resource_List.walltime) =~ ^([0-9]+):([0-9]+):([0-9]+)$ ]] || return 0
@@ -62,8 +58,7 @@ end_timer() {
     kill "$TIMER" 2>/dev/null
 }
 
-# request_stop [TERM]: the trap for USR1 (sbatch --signal), and for TERM (PBS at the end of the walltime and
-# at qdel, Slurm when it ends the job)
+# request_stop [TERM]: the trap for USR1 (sbatch --signal) and TERM (end of the walltime, qdel, end by Slurm)
 request_stop() {
     local start end limit left
     [[ -z $STOPPING ]] || return 0
@@ -80,8 +75,7 @@ request_stop() {
         limit=$((end - start)) left=$((end - $(date +%s)))
     fi
     if [[ -n ${limit:-} ]]; then
-        # Slurm sends the signal at the start of a job whose time limit is not longer than --signal. Such a
-        # job trains for half of it.
+        # Slurm sends it at once if the time limit is not longer than --signal. Such a job trains half of it.
         ((limit > 240 || left <= limit / 2)) || STOP_AT=$((SECONDS + left - limit / 2))
         # The last third of the time is for ending the ranks and requeuing the job.
         KILL_AT=$((STOP_AT + (left - STOP_AT + SECONDS) * 2 / 3))
@@ -93,8 +87,7 @@ ask_to_stop() {
     ((SECONDS < STOP_AT)) || touch "$HPCTRAIN_CONTROL/stop"
 }
 
-# run_launcher: run COMMAND and return its exit status. It runs in the background, because bash runs traps
-# between commands only.
+# run_launcher: run COMMAND, in the background because bash runs traps between commands; return its status
 run_launcher() {
     local status=0 launcher
     trap request_stop USR1
@@ -116,9 +109,8 @@ run_launcher() {
     wait "$launcher"
 }
 
-# replace_nodes: after a failure, start the ranks again within the job if one of their nodes has failed and a
-# spare one is there. Slurm has taken a node that has failed from a job of sbatch --no-kill, and has ended the
-# step that ran there.
+# replace_nodes: after a node failure, start the ranks again within the job if a spare node is there. Slurm
+# has taken the failed node from a job of sbatch --no-kill, and has ended the step that ran there.
 replace_nodes() {
     local left host failed=''
     ((SPARE_NODES > 0)) && [[ -z $STOPPING && ! -e $HPCTRAIN_CONTROL/failed ]] && is_current || return 1
@@ -139,9 +131,8 @@ replace_nodes() {
     set_command
 }
 
-# guard_batch_script: where the node of this script fails, Slurm does not requeue a job of sbatch --no-kill,
-# and its other nodes would idle until the time limit. So they look at the first one, one of them every ten
-# seconds.
+# guard_batch_script: if this node fails, Slurm does not requeue a job of sbatch --no-kill, and its other
+# nodes would idle until the time limit. So they look at the first one, one of them every ten seconds.
 guard_batch_script() {
     ((SPARE_NODES)) || return 0
     while watch_from_other_nodes; sleep 10; do :; done &
@@ -167,14 +158,12 @@ watch_from_other_nodes() {
         done' guard "$(job_id)" "$ATTEMPT" "${HOSTS[0]}" || true
 }
 
-# is_current: whether Slurm runs this attempt of the job. Where this node was cut off, it may have started
-# another one elsewhere.
+# is_current: whether Slurm runs this attempt. If this node was cut off, another may run elsewhere.
 is_current() {
     [[ $(job_field JobState) == RUNNING && $(job_field Restarts) == "$ATTEMPT" ]]
 }
 
-# conclude STATUS: requeue the job whose launcher ended with STATUS, or say why it does not go on. Returns the
-# script's exit status.
+# conclude STATUS: requeue the job, or say why it does not go on. Returns the script's exit status.
 conclude() {
     local status=$1 control=$HPCTRAIN_CONTROL option='' why=''
     local restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}}
@@ -220,8 +209,7 @@ conclude() {
     return "$status"
 }
 
-# requeue WHY RESTARTS OPTION: have the scheduler start the job again. OPTION resumes from the last
-# checkpoint.
+# requeue WHY RESTARTS OPTION: have the scheduler start the job again. OPTION resumes the run.
 requeue() {
     local number
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
@@ -234,9 +222,8 @@ requeue() {
     fi
 }
 
-# submit_again RESTARTS OPTION: submit another PBS job like this one, which begins after it and continues the
-# run, and print its number. PBS lets only operators requeue a running job. Not after TERM, because the user
-# may have deleted the job.
+# submit_again RESTARTS OPTION: submit another PBS job, which continues the run after this one; print its
+# number. PBS lets only operators requeue a running job. Not after TERM: the user may have deleted the job.
 submit_again() {
     local name value names=HPCTRAIN_RESTARTS options=(-j oe -W "depend=afterany:$PBS_JOBID")
     [[ $STOPPING != TERM && $PBS_JOBID != *'['* ]] && command -v qsub >/dev/null || return 1
@@ -263,8 +250,7 @@ pbs_field() {
     qstat -f "$PBS_JOBID" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g' | sed -n "s/^ *$1 = //p" || true
 }
 
-# job_id: print the number of the job; of a task of an array ARRAY_TASK, because one task has the number of
-# the whole array
+# job_id: print the job's number, or ARRAY_TASK: one task of an array has the number of the whole array
 job_id() {
     echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 }

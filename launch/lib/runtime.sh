@@ -1,7 +1,6 @@
 # The runtimes: how a task enters the image. Sourced by launch/lib/main.sh.
 #
-# To add one, write runtimes/NAME.sh with a function NAME_command; podman-hpc is podman_hpc there. The
-# function fills
+# To add one, write runtimes/NAME.sh with a function NAME_command (podman_hpc for podman-hpc), which fills
 #   CONTAINER          the words that enter the image, before the command
 #   SIF                the image, if it is a file that --broadcast may copy; it follows these words
 #   HPCTRAIN_IMAGE     the image, as the log and config.json name it
@@ -12,8 +11,7 @@
 #   HPCTRAIN_CONTAINER_VARIABLES  variables that the runtime sets inside and that are wrong on another node
 #   RUNTIME_VARIABLES             variables of its own that it needs on every node
 #   HPCTRAIN_NODE_CONTAINER       not empty: the tasks of a node may share a container (node_container.sh)
-#   HPCTRAIN_END_TASK             a command that ends, on its node, what survives the process that enters the
-#                                 image
+#   HPCTRAIN_END_TASK             a command that ends what survives the process that enters the image
 #   CLEAN_UP+=(FUNCTION)          ends the processes that outlive a failed job
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
@@ -92,15 +90,13 @@ check_flavor() {
         die "HPCTRAIN_FLAVOR is '$HPCTRAIN_FLAVOR': choose one of ${known[*]}"
 }
 
-# check_driver: die if the driver of this node is too old for the image. Only the image's name says here what
-# it was built for.
+# check_driver: die if the driver of this node is too old for the image, going by the image's name
 check_driver() {
     local name=${HPCTRAIN_IMAGE##*/} driver oldest
     local advice='no image of hpctrain runs with it: ask your site for a newer one'
-    if [[ $name =~ (^|[:_-])cpu([-.]|$) ]]; then
+    [[ ! $name =~ (^|[:_-])cpu([-.]|$) ]] ||
         say "warning: $HPCTRAIN_IMAGE is for CPUs, and this job has $(counted "$GPUS" GPU) per node:" \
             "set HPCTRAIN_FLAVOR to cu130 or cu126"
-    fi
     [[ $name =~ (^|[:_-])cu1([23]) ]] || return 0
     oldest=$((BASH_REMATCH[2] == 3 ? 580 : 525)) # for all of CUDA 12, by its minor-version compatibility
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
@@ -110,8 +106,7 @@ check_driver() {
         die "$HPCTRAIN_IMAGE needs NVIDIA's driver $oldest or newer, and $(hostname) has $driver: $advice"
 }
 
-# find_folders_to_bind: fill FOLDERS with the folders of the host to bind into the image, those that the user
-# can enter, each once
+# find_folders_to_bind: fill FOLDERS with the folders to bind that the user can enter, each once
 find_folders_to_bind() {
     local path paths
     FOLDERS=()
@@ -127,8 +122,7 @@ find_folders_to_bind() {
     done
 }
 
-# split_list TEXT ARRAY: fill ARRAY with the words of TEXT; patterns in them are not expanded to the names of
-# files
+# split_list TEXT ARRAY: fill ARRAY with the words of TEXT, without expanding patterns to file names
 split_list() {
     read -r -d '' -a "$2" <<<"$1" || true
 }
@@ -140,16 +134,14 @@ resolve_folder() {
     REPLY=${REPLY%$'\n.'}
 }
 
-# refuse_separators FOLDER: to apptainer and podman they separate a folder from its place in the image;
-# apptainer has no escape for them
+# refuse_separators FOLDER: of a folder and its place in the image; apptainer has no escape for them
 refuse_separators() {
     [[ $1 != *[,:$'\n']* ]] ||
         die "$(printf %q "$1"): a container cannot have a folder whose name holds a comma, a colon" \
             "or a line break: rename it, or submit from another one"
 }
 
-# A PYTHONPATH of the host's modules would put the host's packages before the image's. APPTAINERENV_PYTHONPATH
-# sets one inside.
+# A host module's PYTHONPATH would come before the image's packages; APPTAINERENV_PYTHONPATH sets one inside.
 unset_host_python() {
     unset PYTHONPATH PYTHONHOME
 }

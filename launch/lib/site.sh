@@ -1,18 +1,15 @@
 # The site files: launch/sites/NAME.env, read as data and never executed. Sourced by launch/lib/main.sh in a
 # job, and by launch/site.sh in the user's shell, which may be zsh.
 #
-# A line is KEY=VALUE, a comment (#) or empty. A VALUE is text in which $NAME and ${NAME} stand for variables;
-# it has no quotes.
+# A line is KEY=VALUE, a comment (#) or empty. In a VALUE, $NAME and ${NAME} stand for variables; no quotes.
 # - What the user has set wins, also if it is empty (an empty folder or name counts as not set).
 # - A line that refers to a variable that is not set is skipped; a later line with the same key may apply.
 # - A key that a site does not set gets its value from generic.env.
-# - SITE_DETECT lists what identifies the site: VARIABLE=PATTERN, HOST=PATTERN for the name of the machine, or
-#   CLUSTER=PATTERN for the ClusterName of Slurm.
+# - SITE_DETECT identifies the site: VARIABLE=PATTERN, HOST=PATTERN, or CLUSTER=PATTERN (Slurm's ClusterName).
 # shellcheck shell=bash
 
 # _hpctrain_kind KEY: set _hpctrain_reply to the kind of a key: site, sbatch, text or list; fails for a key
-# that no site file may have. This is the one list of the keys. Programs have too many variables to list, so
-# those go by their prefix.
+# that no site file may have. This is the one list of keys; programs' variables go by their prefix.
 _hpctrain_kind() {
     case $1 in
     *[!A-Za-z0-9_]*) return 1 ;; # the shell would evaluate NCCL_X[$(COMMAND)]
@@ -47,9 +44,8 @@ _hpctrain_value() {
     fi
 }
 
-# _hpctrain_expand VALUE: set _hpctrain_reply to VALUE with its references replaced, and _hpctrain_missing
-# where one of them is not set. Fails where VALUE contains characters of the shell's syntax. USER and UID are
-# always set.
+# _hpctrain_expand VALUE: set _hpctrain_reply to VALUE with its references replaced, and _hpctrain_missing if
+# one is not set; USER and UID always are. Fails where VALUE contains characters of the shell's syntax.
 _hpctrain_expand() {
     local rest=$1 text='' name value brace='{'
     case $rest in
@@ -90,8 +86,8 @@ _hpctrain_set() {
     export "$1=$2"
 }
 
-# _hpctrain_read FILE check|shell|job|detect: check every line, export its values (in a job without those of
-# sbatch), or set _hpctrain_reply to the value of SITE_DETECT
+# _hpctrain_read FILE check|shell|job|detect: check each line; export the values (in a job without sbatch's)
+# or set _hpctrain_reply to the value of SITE_DETECT
 _hpctrain_read() {
     local line key kind number=0 cr detect=''
     cr=$(printf '\r')
@@ -125,8 +121,7 @@ _hpctrain_read() {
     _hpctrain_reply=$detect
 }
 
-# _hpctrain_detect FOLDER: set _hpctrain_reply to the name of the site and _hpctrain_why to what identified
-# it, or to generic and ''
+# _hpctrain_detect FOLDER: set _hpctrain_reply to the site and _hpctrain_why to its sign, or generic and ''
 _hpctrain_detect() {
     local file entry entries value IFS=' '
     for file in "$1"/*.env; do
@@ -163,11 +158,9 @@ _hpctrain_detect() {
     _hpctrain_why='' _hpctrain_reply=generic
 }
 
-# hpctrain_load_site ROOT shell|job [NAME]: set the defaults of the site, detected if it is not named; fails
-# with one line that says why
+# hpctrain_load_site ROOT shell|job [NAME]: set the defaults of this or the detected site, or print an error
 hpctrain_load_site() {
-    # Until this function returns: in zsh words, patterns and arrays as in sh, and file names even if the user
-    # has set -f
+    # Until this function returns, zsh has words, patterns and arrays as in sh, and expands file names
     if [ -n "${ZSH_VERSION:-}" ]; then
         emulate -L sh
     else
@@ -196,8 +189,7 @@ hpctrain_load_site() {
     _hpctrain_read "$file" check && _hpctrain_read "$sites/generic.env" check || return 1
     _hpctrain_read "$file" "$2" && _hpctrain_read "$sites/generic.env" "$2" || return 1
     export HPCTRAIN_SITE="$name"
-    # What this shell starts reads models and texts there. Jobs take another folder instead
-    # (launch/lib/task.sh).
+    # What this shell starts reads models and texts there. Jobs take another folder (launch/lib/task.sh).
     case $2:${HPCTRAIN_CACHE:-} in
     "shell:/tmp/hpctrain-$UID/"*)
         own=/tmp/hpctrain-$UID

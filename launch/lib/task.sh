@@ -70,8 +70,7 @@ run_as_child() {
     # shellcheck disable=SC2064 # the name of the function
     trap "$1" TERM
     shift
-    # In parentheses: otherwise bash would have the child ignore SIGINT. The pipe of the node's container is
-    # for this shell.
+    # In parentheses: otherwise the child ignores SIGINT. The node container's pipe is for this shell.
     (
         [[ -z $ALIVE ]] || exec {ALIVE}>&-
         exec "$@"

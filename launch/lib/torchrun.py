@@ -24,12 +24,10 @@ LENGTH = 32  # bytes of a signature
 
 
 def sign(content: bytes) -> bytes:
-    """The signature of a state."""
     return hmac.digest(os.environ["HPCTRAIN_JOB_SECRET"].encode(), b"torchrun " + content, "sha256")
 
 
 def dumps(state: object) -> bytes:
-    """The pickle of a state behind its signature."""
     content = pickle.dumps(state)
     return sign(content) + content
 

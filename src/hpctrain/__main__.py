@@ -26,13 +26,8 @@ def help_text() -> str:
 
 
 def main() -> None:
-    """Run the command that the command line names.
-
-    An error that the user can fix ends it with one line and exit status 1, or 2 where the command line is
-    wrong.
-    """
-    # With the default of 700 new objects between collections, they take a tenth of the time that torch needs
-    # to be imported.
+    """Run the command. A user's error is one line and exit status 1, or 2 for an error of usage."""
+    # With the default of 700 objects between collections, these take a tenth of torch's import.
     gc.set_threshold(100_000, 50, 100)
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -57,8 +52,7 @@ def main() -> None:
             raise UsageError(f"there is no command {name!r}: {choices}")
         load_command(name).main(world, arguments)
 
-    # A shell runs this command when it starts, also a shell inside a job, where detect() could raise an
-    # error.
+    # A shell runs this when it starts, also inside a job, where detect() could raise an error.
     entry.main(run, ALONE if name == "completion" else None)
 
 

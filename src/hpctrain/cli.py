@@ -58,11 +58,7 @@ COMMANDS = {
         "fine-tune a model to answer questions from a text (KorQuAD, SQuAD)",
     ),
     "nlp.generate": ("hpctrain.nlp.tasks.generate", "fine-tune", "fine-tune a model to continue a text"),
-    "nlp.instruct": (
-        "hpctrain.nlp.tasks.instruct",
-        "fine-tune",
-        "fine-tune a model to answer chat messages",
-    ),
+    "nlp.instruct": ("hpctrain.nlp.tasks.instruct", "fine-tune", "fine-tune a model to answer chat messages"),
     "sweep": (
         "hpctrain.commands.sweep",
         "use",

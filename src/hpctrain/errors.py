@@ -25,18 +25,12 @@ class DivergedError(HpctrainError):
 
 
 class EndEarly(SystemExit):
-    """The end of a process without an error.
-
-    Its job goes on later from the checkpoint that was just saved, or has nothing to do.
-    """
+    """The end of a process without an error: its job goes on from a checkpoint, or has nothing to do."""
 
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise a panic of a library in Rust as RuntimeError.
-
-    Its own class is a BaseException, which `except Exception` misses.
-    """
+    """Raise a panic of a Rust library, a BaseException that `except Exception` misses, as RuntimeError."""
     try:
         yield
     except BaseException as error:
@@ -57,9 +51,6 @@ def hint_unmounted(path: str | Path) -> str:
 
 
 def print_error(text: str) -> None:
-    """Print lines to stderr in one write.
-
-    print() makes two, and the line of another rank may come between them.
-    """
+    """Print lines to stderr in one write. print() makes two, and another rank may print between them."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

@@ -18,10 +18,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse the command line.
-
-        Raises UsageError; for an unknown option, it names the most similar one.
-        """
+        """Parse the command line. Raises UsageError; for an unknown option, it names the most similar one."""
         # Otherwise argparse takes no positional argument of nargs "*" or "+" after an option.
         many = any(action.nargs in ("*", "+") and not action.option_strings for action in self._actions)
         found, unknown = (self.parse_known_intermixed_args if many else self.parse_known_args)(
@@ -96,11 +93,7 @@ def trainer_parser(trainer: str, description: str) -> Parser:
         action="store_true",
         help="log to Weights & Biases too, into an offline run without a key or a network",
     )
-    add(
-        "--profile",
-        action="store_true",
-        help="profile some steps: write a trace and a page of text",
-    )
+    add("--profile", action="store_true", help="profile some steps: write a trace and a page of text")
     add(
         "--watchdog",
         type=seconds,

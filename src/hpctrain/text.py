@@ -4,10 +4,7 @@ from collections.abc import Callable, Sequence
 
 
 def one_line(text: str) -> str:
-    r"""The text with \n for a line break, and so on.
-
-    Names of files may contain those, and characters that control a terminal.
-    """
+    r"""The text with \n for a line break and so on: file names may contain terminal control characters."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -18,10 +15,7 @@ def first_line(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, for a message that names the file or the host.
-
-    str() of an OSError names them as well, and the number of the error.
-    """
+    """Why something failed, without the file, the host and the number that str() of an OSError adds."""
     return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())[:200]
 
 
@@ -36,6 +30,6 @@ def table(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.
     return "\n".join(one_line("  ".join(map(align, row, widths)).rstrip()) for row in rows)
 
 
-def shorten(words: list[str], separator: str) -> str:
+def shorten(words: list[str]) -> str:
     """Join the words; if there are more than eight, the first six and the number of the others."""
-    return separator.join(words if len(words) <= 8 else [*words[:6], f"... and {len(words) - 6} more"])
+    return ", ".join(words if len(words) <= 8 else [*words[:6], f"... and {len(words) - 6} more"])

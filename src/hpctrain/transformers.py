@@ -71,10 +71,7 @@ class RunFolder(TrainerCallback):
             raise EndEarly(0)
 
     def _open(self) -> tuple[str | None, bool]:
-        """Own the folder, on rank 0.
-
-        Returns the checkpoint to resume from, and whether nothing is left to do.
-        """
+        """Own the folder, on rank 0. Returns the checkpoint to resume from, and whether nothing is left."""
         arguments, new = self._arguments, not (self.folder / "config.json").exists()
         if new and any(self.folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
             raise UsageError(

@@ -195,10 +195,7 @@ def test_a_rank_0_that_never_starts():
 
 @pytest.mark.parametrize(
     ("place", "message"),
-    [
-        ("TCPStore", "did not reach rank 0 at "),
-        ("_wait_for_all_ranks", "lost the connection to rank 0 at "),
-    ],
+    [("TCPStore", "did not reach rank 0 at "), ("_wait_for_all_ranks", "lost the connection to rank 0 at ")],
 )
 def test_an_error_of_the_store_without_a_message_is_named_by_its_type(monkeypatch, place, message):
     def fail(*_, **__):

@@ -1170,15 +1170,7 @@ OF_THE_JOB = {
         "HOST_PATH",
         "IMAGE_DIGEST",
     ),
-    *(
-        "IMAGE_DIGEST_FILE",
-        "JOB",
-        "JOB_SECRET",
-        "MPI_LIBRARY",
-        "NODE_CONTAINER",
-        "NODE_TASK",
-        "NODE_TASKS",
-    ),
+    *("IMAGE_DIGEST_FILE", "JOB", "JOB_SECRET", "MPI_LIBRARY", "NODE_CONTAINER", "NODE_TASK", "NODE_TASKS"),
     *("PBS_RERUNS", "RESTARTS", "SECRETS", "SIF_COPY", "TASKS_PER_NODE", "WORLD_SIZE"),
 }
 

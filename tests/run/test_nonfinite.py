@@ -56,11 +56,7 @@ def poison():
         module.training_step = spoiled(module.training_step)
 
 
-TRAINERS = {
-    "train_ddp": [],
-    "train_lightning": [],
-    "nlp.classify": ["--limit", "200", "--accumulate", "2"],
-}
+TRAINERS = {"train_ddp": [], "train_lightning": [], "nlp.classify": ["--limit", "200", "--accumulate", "2"]}
 
 
 def train(trainer, folder, *options):

@@ -509,11 +509,7 @@ def digest(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "data", "ranks"),
-    [
-        ("train_ddp", "shards", 4),
-        ("train_lightning", "images", 2),
-        ("train_horovod", "shards", 2),
-    ],
+    [("train_ddp", "shards", 4), ("train_lightning", "images", 2), ("train_horovod", "shards", 2)],
 )
 def test_a_run_cut_within_an_epoch_is_resumed_bit_for_bit(request, tmp_path, trainer, data, ranks):
     """In the second epoch, with another number of workers."""

@@ -1,5 +1,4 @@
-# horovodrun: in the image of the first node. It reaches the other nodes over ssh, which ends outside of any
-# container.
+# horovodrun, in the image of the first node, reaches the others over ssh, which ends outside of containers.
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and task.sh
 

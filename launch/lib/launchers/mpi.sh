@@ -2,8 +2,7 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh
 
-# launch_with_mpi HOW: mpirun, or srun with that PMI; "auto" or nothing: the PMI of the MPI library in the
-# image
+# launch_with_mpi HOW: mpirun, or srun with that PMI; "auto" or nothing: the PMI of the image's MPI library
 launch_with_mpi() {
     local how=${1:-${HPCTRAIN_MPI:-auto}} library offered
     library=$("${CONTAINER[@]}" ${SIF:+"$SIF"} python -c '
@@ -49,9 +48,8 @@ choose_pmi() {
     esac
 }
 
-# check_mpi_world LIBRARY LAUNCHER: check that MPI gives one world of all ranks, before the long job. A
-# launcher and a library without a common PMI give N worlds of one rank each, which run, and end with exit
-# status 0.
+# check_mpi_world LIBRARY LAUNCHER: check that MPI gives one world of all ranks, before the long job. Without
+# a common PMI, launcher and library give N worlds of one rank each, which run, and end with exit status 0.
 check_mpi_world() {
     local status=0 output advice='try another --mpi= (srun --mpi=list shows them; or mpirun)'
     compose python -c '

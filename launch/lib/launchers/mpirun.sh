@@ -19,9 +19,8 @@ launch_with_mpirun() {
     LAUNCH+=("$TASK" mpirun)
 }
 
-# Open MPI 4 in the image under mpirun 5 of the host. The first variable names the host's plugins, which are
-# not in the image. Without the second Open MPI 4 starts as a singleton, rank 0 of 1. Open MPI 5 in the image
-# ignores both.
+# Open MPI 4 in the image under mpirun 5 of the host. The first variable names the host's plugins, which the
+# image lacks. Without the second, Open MPI 4 starts as rank 0 of 1. Open MPI 5 in the image ignores both.
 task_mpirun() {
     set_ranks OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK
     unset OMPI_MCA_mca_base_component_path

@@ -11,8 +11,7 @@ launch_with_torchrun() {
         set_srun 1
         set_mpi_hint
         rendezvous=(--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$JOB")
-        # Without it the workers share the store of the rendezvous, and no restart over two nodes recovered
-        # (torch 2.13).
+        # Otherwise workers share the rendezvous's store: no restart over two nodes recovered (torch 2.13).
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     fi
     LAUNCH+=("$TASK" none)

@@ -12,8 +12,7 @@ apptainer_command() {
     find_image
     RUNTIME_VERSION=$("$program" --version)
     CONTAINER=("${program##*/}" exec)
-    # --nv goes before the image. Without a GPU it has no effect and no message, so it is given only if the
-    # job has GPUs.
+    # --nv goes before the image. Without a GPU it does nothing and says nothing.
     ((GPUS == 0)) || CONTAINER+=(--nv)
     for path in "${FOLDERS[@]}"; do
         CONTAINER+=(--bind "$path")

@@ -18,8 +18,7 @@ podman_hpc_command() {
     # An image that was both loaded and pulled has two digests; the one that the user named was found.
     [[ $HPCTRAIN_IMAGE != *@* ]] || DIGEST=${HPCTRAIN_IMAGE#*@}
     RUNTIME_VERSION=$(podman --version)
-    # keep-id: files in shared folders stay the user's own, and PMIx accepts the caller. /tmp: for the sockets
-    # of PMIx.
+    # keep-id: files in shared folders stay the user's own, and PMIx accepts the caller. /tmp: PMIx's sockets.
     CONTAINER=(podman-hpc shared-run --label "$label" --userns=keep-id --network=host --ipc=host
         --volume /tmp:/tmp --volume "$HOME:$HOME" --workdir "$PWD")
     refuse_separators "$HOME"
@@ -35,18 +34,16 @@ podman_hpc_command() {
         CONTAINER+=(--env "$name")
     done
     CONTAINER+=("$HPCTRAIN_IMAGE")
-    # Which of the tasks that one launcher started on this node makes the container, and how many enter it;
-    # task.sh sets both.
+    # The task of this launcher on the node that makes the container, and how many enter it (task.sh)
     export PODMANHPC_LOCALID_VAR=HPCTRAIN_NODE_TASK PODMANHPC_TASKS_PER_NODE_VAR=HPCTRAIN_NODE_TASKS
     # Its unmount of the image gives up after five seconds by default, and a busy node takes longer.
     export UMOUNT_WAIT_RETRIES=${UMOUNT_WAIT_RETRIES:-60}
     RUNTIME_VARIABLES=('PODMANHPC_*' UMOUNT_WAIT_RETRIES)
     export HPCTRAIN_GPU_OPTION='--gpu (podman-hpc; HPCTRAIN_PODMAN_MODULES)'
     unset_host_python
-    # Processes in its containers keep running when podman-hpc is ended: by the task itself, where Slurm ends
-    # the job and lets it start nothing more, and after srun has killed the tasks, where one of them failed.
-    # podman run ignores SIGTERM: while one still makes a container (a second on a busy node), rm would not
-    # see it.
+    # Its containers outlive podman-hpc. The task ends them where Slurm ends the job and lets it start nothing
+    # more; otherwise they end after srun has killed the tasks, where one of them failed. podman run ignores
+    # SIGTERM: while one still makes a container (a second on a busy node), rm would not see it.
     HPCTRAIN_END_TASK="for i in {1..40}; do pgrep -u $UID -f '[p]odman run .*--label $label ' >/dev/null"
     HPCTRAIN_END_TASK+=" && sleep 0.1 || break; done; podman-hpc rm --force --time 0 --filter label=$label"
     export HPCTRAIN_END_TASK

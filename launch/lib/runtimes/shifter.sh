@@ -6,8 +6,7 @@ shifter_command() {
     command -v shifter >/dev/null ||
         die "there is no shifter on the PATH of $(hostname): use a launch script for a runtime of this site"
     : "${HPCTRAIN_IMAGE:=hpctrain:$HPCTRAIN_FLAVOR}"
-    # It prints nothing about an image that it does not have, and on stdout that its gateway does not answer
-    # ("ERROR: ...", "err 28").
+    # It says nothing of a missing image, and on stdout that its gateway is down ("ERROR: ...", "err 28").
     DIGEST=$(shifterimg lookup "$HPCTRAIN_IMAGE" 2>/dev/null) || [[ -z $DIGEST ]] ||
         die "shifterimg lookup: ${DIGEST%.}: the gateway of the images does not answer, so try again later"
     [[ $DIGEST || $HPCTRAIN_IMAGE != "hpctrain:${HPCTRAIN_FLAVOR:-}" ]] || check_flavor

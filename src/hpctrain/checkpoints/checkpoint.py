@@ -48,10 +48,7 @@ def list_newest_first(folder: Path) -> list[Path]:
 
 
 def has_complete(folder: Path) -> bool:
-    """Whether a run folder has a checkpoint with the files of all ranks.
-
-    A job may have died while it wrote its first checkpoint.
-    """
+    """Whether a run folder has a checkpoint of all ranks, and not only an unfinished first one."""
     return any(map(_has_all_files, list_newest_first(folder)))
 
 
@@ -127,10 +124,7 @@ def check_resumable(state: dict[str, Any], entry: str | None) -> None:
 
 
 def find_newest(folder: Path) -> Path:
-    """The last intact checkpoint of a run folder. Prints the names of corrupt checkpoints, which it skips.
-
-    Raises HpctrainError if no checkpoint is intact.
-    """
+    """The last intact checkpoint; prints the corrupt ones that it skips. Raises HpctrainError without any."""
     corrupt: list[str] = []
     for path in list_newest_first(folder):
         if is_intact(path):
@@ -255,10 +249,7 @@ def load_optimizer(
 
 
 def load(path: Path, device: torch.device) -> dict[str, Any]:
-    """Load a checkpoint onto `device`: tensors and plain values only, never code.
-
-    Raises HpctrainError, naming the file.
-    """
+    """Load tensors and plain values to `device`, never code. Raises HpctrainError, naming the file."""
     try:
         if path.is_dir():
             whole = parts.make_whole(parts.read(path))
@@ -269,10 +260,7 @@ def load(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def open_lazily(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint, whose tensors are read when they are used: mapped files, or Pieces.
-
-    Raises HpctrainError, naming the file.
-    """
+    """The state of a checkpoint, in mapped files or Pieces. Raises HpctrainError, naming the file."""
     try:
         return _open(path)
     except Exception as error:

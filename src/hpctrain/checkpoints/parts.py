@@ -52,10 +52,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 class Pieces:
-    """A tensor that is in pieces: `shape`, and `region()` to read a part of it.
-
-    Raises ValueError if pieces are missing.
-    """
+    """A tensor in pieces; region() reads a part of it. Raises ValueError if pieces are missing."""
 
     def __init__(self, parts: Sequence[dict[str, Any]]) -> None:
         self.shape = torch.Size(parts[0]["shape"])
@@ -96,8 +93,7 @@ class Pieces:
 def read(folder: Path) -> dict[str, Any]:
     """The state in the files of all ranks, with Pieces, which are read later, for the tensors in parts.
 
-    Other values are those of rank 0. Raises OSError, the errors of torch.load(), and ValueError if the files
-    do not belong together.
+    Other values are rank 0's. Raises OSError, torch.load()'s errors, ValueError if files do not fit together.
     """
     states = [
         torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in find_files(folder)

@@ -1,7 +1,6 @@
 """When a run saves a checkpoint, and how: a copy in memory at the step, written to disk in the background.
 
-All ranks have to save at the same step. They agree on the step every few seconds. Between these decisions no
-rank waits for another rank.
+All ranks save at the same step, on which they agree every few seconds. In between no rank waits for another.
 """
 
 import copy
@@ -91,10 +90,9 @@ class Checkpointer:
         register_optimizer_step_pre_hook(self._wait_for_copy)
 
     def is_due(self, step: int, last: bool) -> bool:
-        """Whether all ranks save now, after `step` steps of the run. A collective call, once a step.
+        """Whether all ranks save after `step` steps of the run. A collective call, once a step.
 
-        After the `last` step of an epoch only if the job has to stop: evaluation and a checkpoint of the
-        epoch follow.
+        After the `last` step of an epoch only if the job has to stop: an epoch's checkpoint follows.
         """
         due = bool(self._every.steps) and step % self._every.steps == 0
         if self._decisions.is_due() or last:
@@ -172,8 +170,7 @@ class Checkpointer:
             self._copied.set()
         del pairs  # the sources
         try:
-            # The last step, after its loss was computed, may have made weights that are not finite. The
-            # earlier checkpoint stays the newest.
+            # After its loss, the last step may have made weights that are not finite: keep the earlier one.
             if not all(weight.isfinite().all() for weight in tensors_of(state["model"])):
                 raise DivergedError(
                     f"the weights to be saved in {path} are not finite: training diverged, use a smaller --lr"

@@ -1,7 +1,6 @@
 """hpctrain add: Python packages of your own on top of an image, without building another image.
 
-Python reads this module at its start in an image (hpctrain-packages.pth), so it imports the standard
-library and hpctrain only.
+Python reads this at its start in an image (hpctrain-packages.pth): import the standard library and hpctrain.
 """
 
 import os
@@ -90,10 +89,7 @@ def site_packages(folder: Path) -> Path:
 
 
 def add_to_sys_path() -> None:
-    """Append the user's packages to sys.path.
-
-    Every Python of an image calls this at its start (hpctrain-packages.pth).
-    """
+    """Append the user's packages to sys.path, in every Python of an image (hpctrain-packages.pth)."""
     if added := folder():
         site.addsitedir(str(site_packages(added)))
 
@@ -120,10 +116,7 @@ def import_problems() -> Iterator[str]:
 
 
 def failed_import(added: Path) -> str | None:
-    """The first import that fails, of the packages in a folder and then of the image's; None if all work.
-
-    The text is "PACKAGE: ERROR".
-    """
+    """ "PACKAGE: ERROR" of the first import that fails, the folder's packages first; None if all work."""
     command = [*SAFE_PYTHON, "-W", "ignore", "-c", IMPORT_ALL, str(added)]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -152,10 +145,7 @@ def parser() -> "Parser":
 
 
 def main(world: "World", arguments: list[str]) -> None:
-    """Install packages into folder().
-
-    Raises HpctrainError if uv refuses or an import fails; then nothing is changed.
-    """
+    """Install packages into folder(). Nothing changes if uv refuses or an import fails (HpctrainError)."""
     from hpctrain.errors import UsageError
 
     if arguments[:1] in (["-h"], ["--help"]):  # all other arguments are uv's
@@ -190,10 +180,7 @@ def main(world: "World", arguments: list[str]) -> None:
 
 
 def install(arguments: list[str], work: Path, target: Path) -> None:
-    """Install packages into `work`, an empty folder on the same file system, and then move them to `target`.
-
-    Raises HpctrainError.
-    """
+    """Install packages into `work`, an empty folder of the same file system, then move them to `target`."""
     from hpctrain.errors import HpctrainError
 
     prefix = work / "prefix"

@@ -58,10 +58,7 @@ Maker = Callable[..., Callable[[], Tensor]]
 
 
 def main(world: World, arguments: list[str]) -> None:
-    """Measure and print, on rank 0, a line for each operation and size.
-
-    Raises HpctrainError if a value arrives wrong.
-    """
+    """Print a line for each operation and size, on rank 0. Raises HpctrainError if a value arrives wrong."""
     args = parser().parse_args(arguments)
     if world.size == 1:
         raise UsageError(
@@ -341,10 +338,7 @@ def makers(
     send: Callable[[Tensor, int], object],
     receive: Callable[[Tensor, int], object],
 ) -> dict[str, Maker]:
-    """A Maker for each operation, of functions that exchange tensors [floats].
-
-    If a function has two tensors, values arrive in the first.
-    """
+    """A Maker of exchanges of tensors [floats] for each operation; of two, values arrive in the first."""
 
     def full(count: int) -> Tensor:
         return torch.full((count,), world.rank + 1.0, device=device)
@@ -367,10 +361,7 @@ def makers(
     def make_point_to_point(
         count: int, peer: int = world.local_size if world.nodes > 1 else 1
     ) -> Callable[[], Tensor]:
-        """One way between rank 0 and `peer`, forth and back in turns.
-
-        `peer` is by default the first rank of the second node, or rank 1.
-        """
+        """Exchange with `peer`, in turns; by default the second node's first rank, or rank 1."""
         values = torch.full((count,), 0.0 if world.rank == peer else 1.0, device=device)
         senders = itertools.cycle((0, peer))
 

@@ -17,17 +17,11 @@ from hpctrain.files import atomic
 from hpctrain.options import Parser
 
 # Where bash-completion and zsh look for a command that is in PREFIX/bin.
-FILES = {
-    "bash": "share/bash-completion/completions/hpctrain",
-    "zsh": "share/zsh/site-functions/_hpctrain",
-}
+FILES = {"bash": "share/bash-completion/completions/hpctrain", "zsh": "share/zsh/site-functions/_hpctrain"}
 
 
 def command_parsers() -> dict[str, Parser]:
-    """The parser of every command, in the order of COMMANDS.
-
-    Imports the modules of all commands, which takes seconds.
-    """
+    """The parser of every command, in the order of COMMANDS. The imports take seconds."""
     return {name: load_command(name).parser() for name in COMMANDS}
 
 

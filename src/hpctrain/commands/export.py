@@ -14,10 +14,7 @@ from hpctrain.text import first_line
 
 
 def steps(run: Path) -> list[dict[str, float]]:
-    """The metrics of each step, in order. If a restart repeated a step, its last metrics count.
-
-    Raises HpctrainError.
-    """
+    """The metrics of each step, in order; of a repeated step the last. Raises HpctrainError."""
     read_configs(run)  # raises for a folder that is not one of a run
     merged: dict[float, dict[str, float]] = {}
     for line in read_metrics(run):
@@ -77,9 +74,7 @@ def parser() -> Parser:
         description="Write the metrics of runs for other tools, into their run folders.",
     )
     parser.add_argument(
-        "format",
-        choices=[*FORMATS],
-        help="csv: metrics.csv; wandb: an offline run for wandb sync",
+        "format", choices=[*FORMATS], help="csv: metrics.csv; wandb: an offline run for wandb sync"
     )
     parser.add_argument("run", type=Path, nargs="+", help="run folder, such as runs/train_ddp/17")
     return parser

@@ -63,10 +63,7 @@ th, td {{
 
 
 class Content(NamedTuple):
-    """What a report shows of a run.
-
-    `row` is its row of `hpctrain runs`, `configs` has one configuration per start, `lines` are its metrics.
-    """
+    """A run in a report: `row` of hpctrain runs, `configs` (one per start), `lines` of its metrics."""
 
     row: dict[str, Any]
     configs: list[dict[str, Any]]
@@ -136,10 +133,7 @@ def chart(runs: list[Content], name: str) -> str:
 
 
 def differences(runs: list[Content]) -> list[tuple[str, ...]]:
-    """The options, versions and other facts that differ between runs.
-
-    Each row has the name of the fact, and its value in each run.
-    """
+    """Rows of a fact that differs between runs, such as an option or version, and its value in each run."""
     facts = []
     for run in runs:
         config = run.configs[-1]

@@ -130,10 +130,7 @@ def suggest(sweep: Sweep, trials: list[Trial], number: int) -> dict[str, Any]:
 
 
 def should_prune(sweep: Sweep, trials: list[Trial], trial: Trial) -> bool:
-    """Whether a trial's best score is worse than the median of the complete trials by this epoch.
-
-    The median pruner first lets five trials complete.
-    """
+    """Whether a trial's best score is worse than the median of the complete trials (at least five) by now."""
     optuna = _import_optuna("leave out pruner")
     study = optuna.create_study(direction=sweep.direction)
     forms = _distributions(sweep)
@@ -249,8 +246,7 @@ def train(sweep: Sweep, folder: Path, number: int, world: World, parameters: dic
 def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
     """Whether to end a trial after this epoch. A collective call, with the same answer on every rank.
 
-    Writes PRUNED into the folder of a trial that ends. Raises HpctrainError if the metric is not measured
-    after each epoch.
+    Writes PRUNED into the ended trial's folder. Raises HpctrainError if an epoch does not measure the metric.
     """
     from hpctrain.distributed.rendezvous import all_or_none, broadcast  # imports torch
 
@@ -275,10 +271,7 @@ def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
 
 
 def _keep_sweep(sweep: Sweep, folder: Path) -> None:
-    """Write sweep.json, or compare with it.
-
-    Raises UsageError if they differ in more than the number of trials.
-    """
+    """Write sweep.json, or raise UsageError if it differs in more than the number of trials."""
     own, path = asdict(sweep), folder / "sweep.json"
     kept = read_json(path) if path.exists() else own
     differing = [name for name in own if name != "trials" and own[name] != kept.get(name)]

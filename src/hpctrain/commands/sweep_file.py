@@ -141,10 +141,7 @@ def _problems(sweep: Sweep) -> Iterator[str]:
 
 
 def check_options(path: Path, sweep: Sweep) -> None:
-    """Let the parser of the trainer read each value of each parameter. Raises UsageError, naming the file.
-
-    This imports the trainer, which takes seconds.
-    """
+    """Let the trainer's parser read each value, which takes seconds. UsageError names the file."""
     parser = load_command(sweep.command[0]).parser()
     values = {
         name: form.get("values") or [form["low"], form["high"]] for name, form in sweep.parameters.items()

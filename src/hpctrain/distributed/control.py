@@ -29,10 +29,7 @@ def stop_requested() -> bool:
 
 
 def report_saved(resume_with: Path | None) -> None:
-    """Tell the launch script that a checkpoint is complete.
-
-    `resume_with` is the run folder for --resume; None if the same command resumes.
-    """
+    """Tell the launch script that a checkpoint is complete. `resume_with`: folder for --resume, if needed."""
     _write("saved", f"--resume {shlex.quote(str(resume_with))}\n" if resume_with else "")
 
 
@@ -47,10 +44,7 @@ def report_failed() -> None:
 
 
 def control_folder() -> Path | None:
-    """HPCTRAIN_CONTROL, if this node has it.
-
-    On another node another user may have made a folder of that name in /tmp.
-    """
+    """HPCTRAIN_CONTROL, if this node has it. Another user may have made such a folder in /tmp."""
     folder = Path(os.environ.get("HPCTRAIN_CONTROL", ""))
     with suppress(OSError):
         status = folder.lstat()

@@ -1,5 +1,4 @@
-"""How the process of a rank ends: errors in one line, exit statuses that launchers understand, and no
-checkpoint lost.
+"""How a rank ends: with one-line errors, exit statuses that launchers understand, and no checkpoint lost.
 
 The commands of hpctrain run by main(), and scripts of users may. In a script that does not, an error of
 hpctrain is one line as well once it has used a name of `import hpctrain`: see print_errors_in_one_line().
@@ -28,9 +27,8 @@ REQUEUE = 75
 def main(function: Callable[[World], object], world: World | None = None) -> NoReturn:
     """Call function(world), and end this process; `world` is the detected one unless given.
 
-    Exit status 0 after the last line of the function, and on the ranks that leave an error to rank 0; 1 after
-    an error, and 2 after one in the command line, which rank 0 prints. Other exceptions are raised, for
-    Python to print their traceback.
+    Exit status 0 after the function, and on ranks that leave an error to rank 0; 1 after an error, and 2 if
+    it is in the command line, which rank 0 prints. Python prints the traceback of other exceptions.
     """
     status, rank = 0, 0
     try:
@@ -118,10 +116,7 @@ def _report(error: HpctrainError, rank: int) -> int:
 
 @functools.cache
 def print_errors_in_one_line() -> None:
-    """From now on, an HpctrainError that nothing catches ends this process as in main().
-
-    Other exceptions end it as before.
-    """
+    """From now on, an HpctrainError that nothing catches ends this process as in main()."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

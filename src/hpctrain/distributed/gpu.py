@@ -60,10 +60,7 @@ def gpu_problems(world: World, wanted: str, env: Mapping[str, str] = os.environ)
 
 
 def gpu_devices() -> list[str]:
-    """The GPU devices that this process may open.
-
-    Slurm hides those of other jobs with a cgroup, which fails open().
-    """
+    """The GPU devices that this process may open. Slurm's cgroup makes open() fail for other jobs' GPUs."""
     devices = []
     for path in sorted(Path("/dev").glob("nvidia[0-9]*")):
         try:

@@ -15,10 +15,7 @@ from hpctrain.text import reason
 
 @contextmanager
 def horovod(world: World) -> Iterator[ModuleType]:
-    """Horovod with the ranks of `world`, for the block; the value is horovod.torch.
-
-    A collective call. Raises HpctrainError.
-    """
+    """horovod.torch with the ranks of `world`, for the block (collective). Raises HpctrainError."""
     hvd = init_horovod(world)
     ended_early = None
     try:

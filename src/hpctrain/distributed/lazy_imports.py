@@ -27,8 +27,7 @@ class _Postponed(ModuleType):
     """A module that answers some questions by itself and is imported by the first other one."""
 
     def __getattr__(self, name: str) -> Any:
-        # The import system asks for __path__ before it imports a part of the package. Others ask every module
-        # for its __file__.
+        # The import system asks for __path__ before it imports a part; others ask any module for __file__.
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
         if isinstance(sys.modules[COMPILER], _Postponed):
@@ -37,18 +36,14 @@ class _Postponed(ModuleType):
 
 
 def _leave_alone(function: Callable | None = None, *_: object, **__: object) -> Callable:
-    """What torch._dynamo.disable() does where nothing is compiled.
-
-    Without a function, it returns a decorator.
-    """
+    """What torch._dynamo.disable() does where nothing is compiled; without a function, a decorator."""
     return function or _leave_alone
 
 
 def postpone_compiler() -> None:
     """Import torch._dynamo only when something needs it, such as torch.compile.
 
-    Call it after torch.distributed.init_process_group(), which would need it at once, and before the first
-    optimizer.
+    Call it after init_process_group(), which would need it at once, and before the first optimizer.
     """
     if COMPILER in sys.modules:
         return

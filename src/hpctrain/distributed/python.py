@@ -9,16 +9,12 @@ from pathlib import Path
 
 from hpctrain.text import shorten
 
-# This Python, for a process of hpctrain's own: without the current folder on its sys.path, which other users
-# may be able to write to.
+# This Python without the current folder on sys.path, which other users may be able to write to.
 SAFE_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 
 
 def shadowed_packages() -> Iterator[str]:
-    """Folders before site-packages on sys.path that hide one of its packages.
-
-    They may add packages that it lacks.
-    """
+    """Folders before site-packages on sys.path that hide one of its packages."""
     own = [Path(entry).resolve() for entry in site.getsitepackages()]
     standard = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
     # Without hpctrain itself, which may run from a checkout.
@@ -36,7 +32,7 @@ def shadowed_packages() -> Iterator[str]:
                 advice = "remove that folder from PYTHONPATH, or the package from the folder"
             else:
                 advice = "start from another folder, or rename the package"
-            yield f"{folder} hides {shorten(hidden, ', ')} of {sys.prefix}: {advice}"
+            yield f"{folder} hides {shorten(hidden)} of {sys.prefix}: {advice}"
 
 
 def importable_names(folder: Path) -> set[str]:

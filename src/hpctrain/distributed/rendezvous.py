@@ -28,17 +28,14 @@ from hpctrain.text import first_line, reason
 
 # Every rank of a job has to join within this time.
 JOIN_TIMEOUT = timedelta(seconds=60)
-# A rank waits this long for the others in a collective: rank 0 may write a checkpoint or compute scores
-# before it joins.
+# How long ranks wait in a collective: rank 0 may write a checkpoint or compute scores before it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
-# The largest value that ranks exchange, in bytes: a length from another rank decides how much memory is
-# allocated.
+# The largest value that ranks exchange, in bytes; another rank's length decides how much is allocated.
 MAX_VALUE = 2**30
 
-# Groups that are kept until the process ends: see process_group(). Then their threads are joined while they
-# can still get the GIL, which they need to free their last tensor: a thread that asks for it later aborts the
-# process.
+# Groups kept until the process ends (see process_group()). Then their threads are joined while they can get
+# the GIL to free their last tensor: a thread that asks for it later aborts the process.
 _kept_groups: list[dist.ProcessGroup | None] = []
 # The prefix of the keys in the store, from _connect_store().
 _prefix: list[str] = []
@@ -50,8 +47,7 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
     """Initialize the default process group for the block; a world of one rank needs none.
 
     The backend follows the device: nccl on CUDA, gloo on CPU. With `cpu_tensors`, collectives on CUDA take
-    tensors of the CPU, too, by gloo. Raises HpctrainError, naming the missing ranks, if not all of them join
-    within JOIN_TIMEOUT.
+    tensors of the CPU, too, by gloo. HpctrainError names the ranks that do not join within JOIN_TIMEOUT.
     """
     if world.size == 1:
         postpone_compiler()
@@ -111,10 +107,7 @@ def _raise_file_limit() -> None:
 
 
 def main_address(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT, the address of rank 0.
-
-    Raises HpctrainError where they are not set or the name does not resolve.
-    """
+    """MASTER_ADDR and MASTER_PORT of rank 0. Raises HpctrainError if unset, or if the name is unknown."""
     address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise HpctrainError(
@@ -269,10 +262,7 @@ def _warn_of_unsigned(name: str, address: str) -> None:
 
 
 def _sign(*parts: object) -> str:
-    """HMAC-SHA256 of the parts with HPCTRAIN_JOB_SECRET; "" without it.
-
-    The launch scripts make a secret for each job.
-    """
+    """HMAC-SHA256 of the parts with the job's HPCTRAIN_JOB_SECRET; "" without it."""
     secret = os.environ.get("HPCTRAIN_JOB_SECRET", "")
     return hmac.new(secret.encode(), json.dumps(parts).encode(), "sha256").hexdigest() if secret else ""
 
@@ -391,8 +381,7 @@ def all_or_none(world: World) -> Iterator[None]:
     if not ranks:
         return
     if world.rank != 0:
-        # With status 0: srun kills all ranks at the first failure, perhaps before rank 0 has printed the
-        # error.
+        # With status 0: srun kills all ranks at the first failure, perhaps before rank 0 prints the error.
         raise SystemExit(0)
     first, *others = ranks
     if not others and len(ranks[first]) == world.size:

@@ -47,10 +47,7 @@ class Heartbeat(NamedTuple):
 
 
 class Watchdog:
-    """The watchdog of this rank. `limit` is in seconds; 0 turns it off. `log` gets the stacks of all threads.
-
-    To create one is a collective call.
-    """
+    """The watchdog of this rank (collective). `limit`: in seconds, 0: off. `log`: for all threads' stacks."""
 
     def __init__(self, world: World, limit: float, log: IO[str]) -> None:
         self._world, self._limit, self._log = world, limit, log
@@ -128,8 +125,7 @@ class Watchdog:
     def _check_ranks(self) -> None:
         """End the process when a rank is lost or no step finishes."""
         period = self._limit / CHECKS_PER_LIMIT
-        # Time during which this process was stopped itself does not count: a scheduler may suspend the whole
-        # job.
+        # The time while this process was stopped does not count: a scheduler may suspend the whole job.
         elapsed, last = 0.0, time.monotonic()
         while not self._ended.wait(period):
             now = time.monotonic()
@@ -197,17 +193,13 @@ class Watchdog:
         )
 
     def _end(self, problem: str, heartbeats: dict[int, Heartbeat]) -> None:
-        """Print the problem and what the ranks were doing, and end this process.
-
-        The launcher ends the others.
-        """
+        """Print the problem and what the ranks were doing; end this process. The launcher ends others."""
         lines = [f"hpctrain: error: {problem}"]
         all_known = heartbeats | {self._world.rank: self._own_heartbeat()}
         for rank, each in sorted(all_known.items())[:MOST_RANKS_SHOWN]:
             place = f"rank {rank} on {self._hosts[rank]}"
             lines.append(f"hpctrain: {place} had finished {each.steps} steps and was at {each.line}")
-        # If rank 0 is lost, one rank of each node prints. First, because the log may be on a file system that
-        # hangs.
+        # If rank 0 is lost, one rank of each node prints: first, as the log's file system may hang.
         if self._world.rank in (0, 1) or self._world.local_rank == 0:
             print_error("\n".join(lines))
         if self._world.rank == 0:

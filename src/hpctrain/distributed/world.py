@@ -47,10 +47,7 @@ class World:
         return f"{counted(self.size, 'rank')} on {counted(self.nodes, 'node')}"
 
     def in_groups_of(self, number: int) -> "World":
-        """The place of this rank's group among groups of so many consecutive ranks.
-
-        Raises UsageError if a rank is left over.
-        """
+        """This rank's place in its group of so many ranks. Raises UsageError if a rank is left over."""
         if self.size % number:
             raise UsageError(
                 f"--tensor-parallel {number} does not divide the number of ranks, {self.size}: "
@@ -120,8 +117,7 @@ def _torchrun(env: Mapping[str, str]) -> World | None:
 
 
 def _horovodrun(env: Mapping[str, str]) -> World | None:
-    # The address of its server has to be there as well: under the other launchers train_horovod sets
-    # HOROVOD_RANK itself.
+    # The server's address, too: under other launchers train_horovod sets HOROVOD_RANK itself.
     if "HOROVOD_RANK" not in env or "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in env:
         return None
     rank, size, local_rank, local_size = _read_numbers(
@@ -148,10 +144,7 @@ def _mpich(env: Mapping[str, str]) -> World | None:
 
 
 def _mpi_world(launcher: str, rank: int, size: int, local_rank: int, local_size: int) -> World:
-    """The world of an MPI launcher, which does not number nodes.
-
-    Ranks fill one node after the other, mpirun's default.
-    """
+    """The world of an MPI launcher that does not number nodes; ranks fill one node after the other."""
     per_node = max(local_size, 1)
     return World(rank, size, local_rank, local_size, rank // per_node, -(-size // per_node), launcher)
 
@@ -213,10 +206,7 @@ def _refuse_one_process_in_a_larger_job(env: Mapping[str, str]) -> None:
 
 
 def job_id(env: Mapping[str, str] = os.environ) -> str:
-    """The scheduler's id of this job; the time without a scheduler.
-
-    "17" in Slurm, "17_3" in an array of Slurm, "17.server" in PBS.
-    """
+    """The scheduler's job id: "17" or "17_3" (array) in Slurm, "17.server" in PBS; else the time."""
     if "SLURM_ARRAY_TASK_ID" in env and "SLURM_ARRAY_JOB_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     return env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or time.strftime("%Y%m%d-%H%M%S")
@@ -233,8 +223,5 @@ def restart_count(env: Mapping[str, str] = os.environ) -> int:
 
 
 def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun may start these ranks again.
-
-    Its count of restarts is no help: each node has its own.
-    """
+    """Whether torchrun may start these ranks again. Its count of restarts differs between nodes."""
     return int(env.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0

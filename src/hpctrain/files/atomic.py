@@ -18,8 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-# A file system may be full, read-only or gone for a while: how often and how long writing is tried again, in
-# seconds.
+# How often and how long to retry a full, read-only or missing file system, in seconds.
 RETRY_EVERY, RETRY_FOR = 5.0, 300.0
 
 
@@ -30,10 +29,7 @@ class Retry:
         self._began, self._printed = time.monotonic(), False
 
     def wait(self, error: Exception, problem: str) -> None:
-        """Print the problem, once, and wait until it is time to try again.
-
-        Raises `error` after RETRY_FOR seconds.
-        """
+        """Print the problem once, and wait for a new try. Raises `error` after RETRY_FOR seconds."""
         if time.monotonic() - self._began > RETRY_FOR:
             raise error
         if not self._printed:
@@ -77,10 +73,7 @@ def check_link(path: Path) -> None:
 
 
 def open_to_append(path: Path) -> IO[str]:
-    """Open a text file, in UTF-8, which grows in its place; created if there is none.
-
-    Links of other users raise OSError.
-    """
+    """Open or create a UTF-8 text file that grows in place. Links of other users raise OSError."""
     check_link(path)
 
     def opener(name: str, flags: int) -> int:
@@ -99,8 +92,7 @@ def write_text(path: Path, text: str) -> None:
 def folder(path: Path, replace: bool = True) -> Iterator[Path]:
     """Create a folder that becomes `path` when the block ends without an exception.
 
-    The block gets the path of the temporary folder, which is empty. Parents of `path` are created. `replace`
-    is explained at rename_folder().
+    The block gets an empty temporary folder. Parents of `path` are created. `replace`: see rename_folder().
     """
     check_link(path)
     path = Path(os.path.realpath(path))
@@ -120,8 +112,7 @@ def rename_folder(finished: Path, path: Path, replace: bool = True) -> None:
     """Sync a finished folder beside `path`, and rename it to `path`.
 
     An earlier folder that has files is replaced, or raises OSError if `replace` is false. A rename cannot
-    replace such a folder, so the earlier one is renamed first: a crash between the two renames leaves both,
-    under hidden names.
+    replace it, so it is renamed first: a crash between the two renames leaves both, under hidden names.
     """
     for part in finished.rglob("*"):
         if not part.is_symlink():
@@ -143,8 +134,7 @@ def rename_folder(finished: Path, path: Path, replace: bool = True) -> None:
 def remove_leftovers(folder: Path, age: float = 0) -> None:
     """Remove temporary files and folders of killed writers, unless they changed in the last `age` seconds.
 
-    No process may be writing them. An earlier folder that was to be replaced gets its name back, unless the
-    new one has it.
+    No process may be writing them. A folder that was to be replaced gets its name back, if it is free.
     """
     for path in folder.glob(".*.*"):
         match = re.fullmatch(r"\.(.{1,32})\.[0-9a-f]{12}\.(tmp|old)", path.name)

@@ -1,7 +1,6 @@
 """SHA-256 of weights, and of the files in a folder: `sha256sum --check SHA256SUMS` reads these as well.
 
-Neither safetensors nor numpy notices a flipped bit in its data. A folder without SHA256SUMS, such as one from
-elsewhere, is not checked.
+Neither safetensors nor numpy notices a flipped bit. A folder without SHA256SUMS is not checked.
 """
 
 import hashlib

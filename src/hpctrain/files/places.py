@@ -7,10 +7,9 @@ from hpctrain.errors import HpctrainError
 
 
 def refuse_throw_away(folder: Path) -> None:
-    """Raise HpctrainError if the folder is in the memory of an Apptainer container, as with --containall.
+    """Raise HpctrainError if a folder is in the container's memory (--containall).
 
-    Apptainer has such folders in the same tmpfs as the lists of users and groups that it writes for the
-    container.
+    Apptainer has such folders in the tmpfs of the lists of users and groups that it writes.
     """
     if not os.environ.get("APPTAINER_CONTAINER", os.environ.get("SINGULARITY_CONTAINER")):
         return

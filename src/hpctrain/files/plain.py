@@ -8,10 +8,7 @@ from typing import IO
 
 
 def open_plain(path: Path) -> IO[bytes]:
-    """Open a file for reading.
-
-    Raises OSError; also for a pipe or a device, such as a link to /dev/zero, which never end.
-    """
+    """Open a file for reading. Raises OSError, also for a pipe or a device (a link to /dev/zero)."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

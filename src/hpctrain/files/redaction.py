@@ -16,8 +16,7 @@ def hide_secrets(value: Any) -> Any:
     """A copy of a JSON value without secrets, which become "***".
 
     Secrets are: the values of keys and options (--NAME VALUE, NAME=VALUE) whose name is like TOKEN or
-    PASSWORD, the values of environment variables of such names wherever they stand, and user:password@ in
-    URLs.
+    PASSWORD, values of such environment variables wherever they stand, and user:password@ in URLs.
     """
     values = {text for name, text in os.environ.items() if is_secret(name) and len(text) >= SHORTEST}
     return _hide(value, sorted(values, key=len, reverse=True))

@@ -58,8 +58,7 @@ def keep_destroyed_groups() -> None:
 def wait_for_threads() -> None:
     """Return once no other thread of this process has run for 2 ms, or after a second.
 
-    A thread that waits for Python's lock gets it while this one sleeps: it then runs, or has run, at the next
-    look.
+    A thread that waits for Python's lock gets it while this one sleeps, and the next look finds that it ran.
     """
     end = time.monotonic() + LIMIT_S
     before = _count_switches()
@@ -72,10 +71,7 @@ def wait_for_threads() -> None:
 
 
 def _count_switches() -> dict[str, tuple[str, ...] | None]:
-    """The context switches of each other thread so far, by its id.
-
-    None stands for a thread that runs or waits for a core.
-    """
+    """The context switches of each other thread so far, by id; None: it runs or waits for a core."""
     switches: dict[str, tuple[str, ...] | None] = {}
     for task in Path("/proc/self/task").iterdir():
         try:

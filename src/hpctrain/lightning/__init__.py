@@ -9,8 +9,7 @@ __all__ = ["RunFolder", "WorldEnvironment"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not at the top: trainer.py imports Lightning in another way (see lazy_imports.py), and Python imports
-    # this file before it.
+    # Not at the top: trainer.py, imported after this, imports Lightning in another way (lazy_imports.py).
     if name not in __all__:
         raise AttributeError(f"module 'hpctrain.lightning' has no attribute {name!r}")
     from hpctrain.lightning import run_folder

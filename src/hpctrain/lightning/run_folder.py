@@ -39,10 +39,7 @@ CPU = torch.device("cpu")
 
 
 class WorldEnvironment(ClusterEnvironment):
-    """A plugin that passes the World to a Trainer.
-
-    Lightning would detect Slurm under `mpirun` in a Slurm job, where every rank would be rank 0.
-    """
+    """Passes the World to a Trainer. Under mpirun in Slurm, Lightning would give every rank the rank 0."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -127,17 +124,11 @@ class RunFolder(Checkpoint):
 
     @property
     def ckpt_path(self) -> Path | None:
-        """The newest checkpoint of the run folder, None in a new run.
-
-        If it is corrupt, Trainer.fit() loads an older one.
-        """
+        """The newest checkpoint, None in a new run. If it is corrupt, Trainer.fit() loads an older one."""
         return next(iter(checkpoint.list_newest_first(self._folder)), None)
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        """Open the run folder, and let the Trainer save and load checkpoints there.
-
-        A collective call. Raises HpctrainError.
-        """
+        """Open the run folder, for the Trainer's checkpoints (collective). Raises HpctrainError."""
         if stage != "fit":
             return
         if not hasattr(self, "_run"):
@@ -172,19 +163,13 @@ class RunFolder(Checkpoint):
         return self._run.resume_from
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
-        """The newest checkpoint that fits, in CPU memory; None in a new run.
-
-        A collective call. Raises HpctrainError.
-        """
+        """The newest checkpoint that fits, in CPU memory; None in a new run (collective)."""
         assert trainer.max_epochs
         self._state = self._run.resume(CPU, trainer.max_epochs, trainer.lightning_module, "state_dict")
         return self._state
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Prepare the loader and DDP for a run that may be resumed at any step.
-
-        Raises UsageError for what cannot be resumed.
-        """
+        """Prepare the loader and DDP to resume at any step. Raises UsageError if they cannot."""
         # Lightning's handler starts a collective, which waits for ranks that are dead.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._state is None:
@@ -236,8 +221,7 @@ class RunFolder(Checkpoint):
         if isinstance(batches, ResumableBatches):
             batches = batches.inner
         resumable = ResumableBatches(batches, lambda: trainer.current_epoch, self._seed_of_run, skip)
-        # DataLoader refuses a new batch sampler, because its workers have the old one. New workers are
-        # started below.
+        # DataLoader refuses a new batch sampler because of its old workers. New workers are started below.
         object.__setattr__(loader, "batch_sampler", resumable)
         if not isinstance(loader.dataset, SeededByKey):
             object.__setattr__(loader, "dataset", SeededByKey(loader.dataset, self._seed_of_run))
@@ -255,8 +239,7 @@ class RunFolder(Checkpoint):
     ) -> None:
         """Begin the epoch before its first batch, and save if a checkpoint is due.
 
-        Lightning counts the batch before this one as done only now. It does not call on_train_epoch_start()
-        in a run that is resumed within an epoch.
+        Only now Lightning counts the batch before. It has no on_train_epoch_start() in a resumed epoch.
         """
         if self._begun:
             self._run.times.wait(time.perf_counter() - self._last)
@@ -279,10 +262,7 @@ class RunFolder(Checkpoint):
         return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
 
     def _seed(self, trainer: Trainer, batch_idx: int, stage: str) -> None:
-        """Seed random numbers by (seed, epoch, batch, rank) alone.
-
-        `stage` is "before" a step, when its batch is made, or "in" it.
-        """
+        """Seed by (seed, epoch, batch, rank) alone, "before" a step, when its batch is made, or "in" it."""
         key = self._seed_of_run, trainer.current_epoch, batch_idx, self._run.world.rank, stage == "in"
         number = hash(key)
         seed_torch(number)
@@ -342,10 +322,7 @@ class RunFolder(Checkpoint):
             state["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
     def _logged(self, trainer: Trainer) -> dict[str, float]:
-        """The finite values that the module has logged, of rank 0 where the ranks differ.
-
-        A collective call.
-        """
+        """The finite values that the module has logged, of rank 0 where ranks differ (collective)."""
         values = {
             name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1
         }
@@ -399,10 +376,7 @@ class _RunCheckpoints(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load the checkpoint that the run resumes from.
-
-        Lightning calls this on every rank. Raises HpctrainError.
-        """
+        """Load the checkpoint that the run resumes from, on every rank. Raises HpctrainError."""
         if path == self._callback.resume_from or Path(path).parent.resolve() == self.folder.resolve():
             return self._callback.resume(self._trainer) or {}
         return self._others.load_checkpoint(path, map_location, weights_only)

@@ -26,9 +26,7 @@ with import_of_lightning():
 
 
 class ShardedStrategy(JsonStrategy):
-    """Shards the `model` of a LightningModule over all ranks, for a Trainer.
-
-    In bf16, weights are gathered as bf16 as well.
+    """Shards the `model` of a LightningModule over all ranks, for a Trainer; bf16 gathers weights as bf16.
 
     `tensor_parallel`, `styles` and `cpu_offload` are those of shard().
     """
@@ -51,10 +49,7 @@ class ShardedStrategy(JsonStrategy):
         return self.lightning_module
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, unless an earlier call has, and make its optimizer.
-
-        Lightning calls this to train and to test.
-        """
+        """Shard the model, unless an earlier call has, and make its optimizer: to train and to test."""
         assert self.accelerator
         self.accelerator.setup(trainer)
         model = self._module.get_submodule("model")

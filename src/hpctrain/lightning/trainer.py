@@ -147,10 +147,7 @@ class TrainerFolder(RunFolder):
                 dist.broadcast(buffer, src=0)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Write the metrics.
-
-        The checkpoint of an evaluation within an epoch follows before the next step: see RunFolder.
-        """
+        """Write the metrics. An evaluation within an epoch is saved before the next step: see RunFolder."""
         super().on_validation_end(trainer, module)
         if trainer.state.fn == "fit" and self._is_within_epoch(trainer):
             self._must_save |= self._run.end_evaluation(self._score(self._metrics))

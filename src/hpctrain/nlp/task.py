@@ -140,10 +140,7 @@ class Task(ABC, Generic[AnyExample]):
         max_length: int,
         stride: int,
     ) -> Features:
-        """Make the features of the examples, with their labels.
-
-        A label that is not in `labels` becomes IGNORED.
-        """
+        """Make the features of the examples; a label that is not in `labels` becomes IGNORED."""
 
     def compute_loss(self, output: Any, batch: TextBatch) -> Tensor:
         """The mean loss over the labels of a batch; override it if the model's own loss includes padding."""
@@ -151,10 +148,7 @@ class Task(ABC, Generic[AnyExample]):
 
     @abstractmethod
     def predict(self, output: Any, batch: TextBatch) -> list[Any]:
-        """One prediction for each feature of a batch, an array of numpy.
-
-        Ranks exchange these, so keep them small.
-        """
+        """One prediction for each feature of a batch, in numpy. Ranks exchange these: keep them small."""
 
     @abstractmethod
     def make_answers(
@@ -164,17 +158,11 @@ class Task(ABC, Generic[AnyExample]):
         predictions: Sequence[Any],
         labels: list[str],
     ) -> list[dict[str, Any]]:
-        """Combine the predictions for all features into one answer for each example.
-
-        `hpctrain predict` prints the answers.
-        """
+        """Combine the predictions for all features into one answer (of hpctrain predict) per example."""
 
     @abstractmethod
     def score(self, examples: Sequence[AnyExample], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Metrics over the whole set, `selection_metric` among them.
-
-        A name with a slash is a detail, such as "f1/PS".
-        """
+        """Metrics of the whole set with `selection_metric`. A slash makes a detail, such as "f1/PS"."""
 
     def choose_metric(self, examples: Sequence[AnyExample]) -> str:
         """The validation metric that selects the best epoch, for these validation examples."""

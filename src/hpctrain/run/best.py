@@ -6,10 +6,7 @@ from hpctrain.checkpoints.position import Evaluations
 
 
 class Best:
-    """The best evaluation of a run so far.
-
-    The run has stalled after `patience` evaluations in a row that are no better; None: it never stalls.
-    """
+    """The best evaluation so far. The run stalls after `patience` in a row no better (None: never)."""
 
     def __init__(self) -> None:
         self.patience: int | None = None
@@ -46,10 +43,7 @@ class Best:
         return _describe(*self.evaluations.latest)
 
     def add(self, epoch: int, step: int, score: float | Sequence[float]) -> bool:
-        """Count an evaluation at this position.
-
-        Returns whether its score is the highest so far; the first one is.
-        """
+        """Count an evaluation here. Returns whether its score is the highest so far; the first one is."""
         earlier = self.evaluations
         total, latest = earlier.total + 1, (epoch, step)
         # scalars of numpy and torch become numbers of Python

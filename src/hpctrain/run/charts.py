@@ -16,8 +16,7 @@ from hpctrain.text import one_line, reason
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Told apart also by people who cannot see red or green, and on light and dark pages: M. Okabe and K. Ito,
-# "Color Universal Design" (2008).
+# For the color-blind, too, on light and dark pages: M. Okabe, K. Ito, "Color Universal Design" (2008).
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 MOST_METRICS = 100  # each takes a tenth of a second or more
 

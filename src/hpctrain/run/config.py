@@ -80,10 +80,7 @@ def add_image_digest(path: Path) -> None:
 
 
 def add_resumption(path: Path, checkpoint: Path, step: int) -> None:
-    """Add to a config.N.json the checkpoint and the optimizer step that the run was resumed from.
-
-    `hpctrain report` shows them.
-    """
+    """Add to a config.N.json the checkpoint and step that the run was resumed from, for hpctrain report."""
     with suppress(OSError, ValueError, HpctrainError):  # the run does not need the entries
         config = json.loads(path.read_text(encoding="utf-8"))
         write_json(path, config | {"resumed_from": str(checkpoint), "resumed_at": step})

@@ -53,8 +53,7 @@ def count_text_flops(
 ) -> float | None:
     """The mean of count_flops() over texts of these lengths in tokens; `run` calls the model with one text.
 
-    Layers cost in proportion to the length, and attention in proportion to its square: a text of n tokens
-    costs a + b n + c n^2 operations.
+    Layers are linear in the length, attention quadratic: n tokens cost a + b n + c n^2 operations.
     """
 
     def count(length: int) -> int | None:

@@ -23,10 +23,7 @@ BEGINNING = {"owner.json", "metrics.jsonl", "checkpoints", "logs", "from-scratch
 
 
 def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None, Owner]:
-    """Create the run folder and own it, on one rank.
-
-    Returns the folder, the checkpoint to resume from, if any, and the owner. Raises HpctrainError.
-    """
+    """Create and own the run folder, on one rank. Returns it, the checkpoint to resume from, the owner."""
     if options.is_auto and not options.out and not in_job():
         raise UsageError(
             "--resume auto needs --out here: without a job of Slurm or PBS, each start has a new run folder"
@@ -98,10 +95,7 @@ def _is_failed_start(folder: Path) -> bool:
 
 @contextmanager
 def withdraw_if_refused(owner: Owner, config: Path | None = None) -> Iterator[None]:
-    """After an HpctrainError, leave a run as it was: without this owner, and without `config`.
-
-    `config` is the config.N.json of this start.
-    """
+    """After an HpctrainError, leave a run as it was: without this owner and `config` (config.N.json)."""
     try:
         yield
     except HpctrainError:

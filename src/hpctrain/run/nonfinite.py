@@ -56,10 +56,7 @@ class NonFinite:
         self._losses = []
 
     def check(self, values: dict[str, float], place: str, advice: str) -> None:
-        """End every rank if a value, the same on all of them, is not finite.
-
-        Raises DivergedError on rank 0.
-        """
+        """End every rank if a value, the same on all, is not finite (DivergedError on rank 0)."""
         for name, value in values.items():
             if not math.isfinite(value):
                 origin = self._origin()
@@ -72,10 +69,7 @@ class NonFinite:
                 )
 
     def _origin(self) -> str:
-        """The first step whose loss is not finite, its rank and its examples, on every rank.
-
-        A collective call.
-        """
+        """The first step whose loss is not finite, its rank and examples, on every rank (collective)."""
         step = next((step for step, loss in self._losses if not loss.isfinite()), None)
         examples = (
             [] if step is None or self._examples_of is None else self._examples_of(step).flatten().tolist()

@@ -13,29 +13,12 @@ from hpctrain.errors import UsageError
 
 Prune = Callable[[World], bool]
 
-# Options that may differ when a run is resumed: they do not change its weights by more than rounding. A
-# checkpoint of another --data with as many examples is not noticed: jobs copy their data to folders that are
-# named after the job.
+# Options that may differ when a run is resumed: they change its weights by rounding at most. The path of the
+# data may: jobs copy it to folders named after the job. Other data with as many examples go unnoticed.
 _FREE = {"out", "resume", "force", "data", "watchdog", "checkpoint_every", "keep_checkpoints", "strict"}
-_FREE |= {
-    "on_nan",
-    "device",
-    "devices",
-    "num_nodes",
-    "accelerator",
-    "workers",
-    "strategy",
-    "wandb",
-    "profile",
-}
-_FREE |= {
-    "gradient_checkpointing",
-    "tensor_parallel",
-    "cpu_offload",
-    "compile",
-    "cuda_graphs",
-    "deterministic",
-}
+_FREE |= {"on_nan", "wandb", "profile", "device", "devices", "num_nodes", "accelerator", "strategy"}
+_FREE |= {"workers", "gradient_checkpointing", "tensor_parallel", "cpu_offload"}
+_FREE |= {"compile", "cuda_graphs", "deterministic"}
 # Given by the command that runs a trainer in this process: see prune_with().
 _prune: ContextVar[Prune | None] = ContextVar("prune", default=None)
 
@@ -121,10 +104,7 @@ def prune_with(prune: Prune | None) -> Iterator[None]:
 
 
 def describe_differences(own: dict[str, str], saved: dict[str, str], free: tuple[str, ...]) -> str:
-    """The weighty options that differ from those of a checkpoint, as a text; "" if none does.
-
-    `free` names further options that may differ.
-    """
+    """Weighty options that differ from a checkpoint's, but not those of `free`, as a text; "" if none."""
     # An option that an earlier version did not have counts as one that was not given.
     names = [
         name for name in sorted({*own, *saved} - {*free}) if own.get(name, "None") != saved.get(name, "None")

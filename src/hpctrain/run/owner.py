@@ -27,10 +27,7 @@ BEAT = 2.0  # s
 
 
 class Owner:
-    """The ownership of a run folder, from acquire() to release(), by one rank.
-
-    Other ranks pass the `id` of that rank as `own_id`, to check() it.
-    """
+    """Ownership of a run folder by one rank, from acquire() to release(); the others check() its `id`."""
 
     def __init__(self, folder: Path, own_id: str = "") -> None:
         self._path = folder / "owner.json"
@@ -96,8 +93,7 @@ class Owner:
     def _is_dead(self, earlier: dict[str, Any]) -> bool:
         """Whether no other live process can be the earlier owner.
 
-        The earlier owner is another start of this job, or a process of this machine that has ended, or, in a
-        notebook, this process itself.
+        It may be another start of this job, an ended process of this machine, or (notebook) this process.
         """
         if earlier.get("job") == self._own["job"] and earlier.get("restart") != self._own["restart"]:
             return True

@@ -26,10 +26,7 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events of a tra
 
 
 class Profile:
-    """Profiles STEPS steps of this rank in one epoch, after SKIPPED others.
-
-    `is_running` says whether it does so now.
-    """
+    """Profiles STEPS steps of this rank after SKIPPED others; `is_running`: whether it does now."""
 
     def __init__(self, folder: Path, trainer: str, world: World, device: torch.device) -> None:
         self._folder, self._device = folder, device
@@ -129,8 +126,7 @@ def find_work(
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """When collectives ran, and when anything else was computed: intervals in seconds, which may overlap.
 
-    On a GPU these are kernels; on a CPU, operators and the work of Gloo's threads. A trace lacks Horovod's
-    threads.
+    Kernels on a GPU, on a CPU operators and the work of Gloo's threads; a trace lacks Horovod's.
     """
     communication: list[tuple[float, float]] = []
     other: list[tuple[float, float]] = []

@@ -21,8 +21,7 @@ from hpctrain.files.redaction import hide_secrets
 def open_log(path: Path, world: World) -> IO[str]:
     """Open the log of this rank.
 
-    Uncaught exceptions go to the log and to stderr; crashes of the interpreter go to the log only. If the
-    death of another rank causes an exception, stderr gets one line.
+    Uncaught exceptions also go to stderr (one line if another rank's death causes it), crashes do not.
     """
     try:
         log = atomic.open_to_append(path)
@@ -35,8 +34,7 @@ def open_log(path: Path, world: World) -> IO[str]:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _write(log, "".join(traceback.format_exception(kind, error, trace)))
-        # Gloo and NCCL say this when another rank has died. The user has to read that rank's error, and not
-        # the stacks of all others.
+        # Gloo and NCCL say this when another rank has died, whose error alone the user has to read.
         if world.size > 1 and re.search(
             "Connection (closed|reset) by peer|Broken pipe|ncclRemoteError", str(error)
         ):

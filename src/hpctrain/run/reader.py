@@ -19,8 +19,7 @@ from hpctrain.text import reason
 NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s", "peak_memory_mb", "gpu_percent"}
 PRUNED = "pruned.txt"  # in the folder of a trial that its sweep has ended early
 DIVERGED = "diverged.txt"  # in that of a trial whose parameters do not let it train
-# An owner changes the time stamp of owner.json every two seconds; clocks of nodes and file servers differ by
-# less than this.
+# owner.json is touched every two seconds; clocks of nodes and file servers differ by less than this.
 SIGN_OF_LIFE = 60.0  # s
 # More than the last lines of metrics.jsonl, which has a few hundred bytes a line.
 TAIL = 8192  # bytes
@@ -40,10 +39,7 @@ def find(folder: Path) -> Iterator[Path]:
 
 
 def read_configs(run: Path) -> list[dict[str, Any]]:
-    """What config.json says, and config.2.json and so on of a run that was resumed.
-
-    Raises HpctrainError, naming the file.
-    """
+    """Read config.json and, for resumed runs, config.2.json ... Raises HpctrainError, naming the file."""
     configs: list[dict[str, Any]] = []
     path = run / "config.json"
     while not configs or path.exists():  # if the folder is closed to this user, read_json() raises
@@ -91,8 +87,7 @@ def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
 def load_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
     """The lines of metrics.jsonl, or of its last `tail` bytes.
 
-    Skips an incomplete line, values that is_number() refuses, and names that are too long or unprintable.
-    Raises OSError.
+    Skips incomplete lines, values that is_number() refuses, and too long or unprintable names.
     """
     with open_plain(run / "metrics.jsonl") as file:
         if tail is not None and file.seek(0, os.SEEK_END) > tail:
@@ -149,10 +144,7 @@ def _score(lines: list[dict[str, float]]) -> tuple[str | None, float | None]:
 
 
 def summarize(run: Path) -> dict[str, Any]:
-    """A row of the table: state, job, position, score, speed, start and image of a run.
-
-    Raises HpctrainError.
-    """
+    """A table row: state, job, position, score, speed, start, image of a run. Raises HpctrainError."""
     configs = read_configs(run)
     last = configs[-1]
     lines, state = read_metrics(run, TAIL), _state(run, str(last.get("started")))

@@ -80,10 +80,9 @@ class Run:
     def __init__(
         self, world: World, trainer: str, options: RunOptions | argparse.Namespace, device: torch.device
     ) -> None:
-        """Create the folder, or open it again to resume. A collective call.
+        """Create the folder, or open it again to resume (collective). HpctrainError names the folder.
 
-        `options` may also be the namespace that trainer_parser() has parsed. Raises HpctrainError, naming the
-        folder.
+        `options` may also be the namespace that trainer_parser() has parsed.
         """
         if isinstance(options, argparse.Namespace):
             options = RunOptions.from_args(vars(options))
@@ -224,10 +223,7 @@ class Run:
         return f"epoch {self.epoch}" + (f" and {self._step} steps" if self._step else "")
 
     def count_flops(self, count: Callable[[], float | None]) -> None:
-        """On a GPU, add FLOP/s to the speed in result.json.
-
-        `count` returns the operations of training on one example; it may take seconds.
-        """
+        """On a GPU, add FLOP/s to the speed in result.json. `count` (slow) returns those of an example."""
         if self.world.rank == 0 and self._device.type == "cuda":
             self._flops = count()
 
@@ -263,8 +259,7 @@ class Run:
     def check_gradients(self) -> None:
         """With --on-nan skip: remove gradients that are not finite, so that the optimizer does nothing.
 
-        Call it when the gradients are those of all ranks. Raises HpctrainError after too many such steps in a
-        row.
+        Call it on the gradients of all ranks. Raises HpctrainError after too many such steps in a row.
         """
         if not self._nonfinite.check_gradients():
             self.print(
@@ -311,10 +306,7 @@ class Run:
         self._since -= time.perf_counter()
 
     def end_evaluation(self, score: tuple[float, ...]) -> bool:
-        """Count the evaluation.
-
-        Returns whether save() has to follow, because the evaluation is the best one or the run has stalled.
-        """
+        """Count the evaluation. Returns whether to save() next: it is the best, or the run has stalled."""
         self._since += time.perf_counter()
         self.times.start()
         return self.best.add(self.epoch + 1, self._step, score) or self.best.has_stalled
@@ -326,9 +318,8 @@ class Run:
     def save(self, state: dict[str, Any], score: float | tuple[float, ...] | None = None) -> None:
         """Save a checkpoint, written in the background. A collective call. Raises HpctrainError.
 
-        After an epoch, `score` is the score of its evaluation; the highest is the best. If the launch script
-        has asked for the end of the job, and epochs are left, this checkpoint is the last, and EndEarly ends
-        every rank.
+        After an epoch, `score` is that of its evaluation; the highest is the best. If the launch script has
+        asked for the job's end and epochs are left, EndEarly ends every rank after this checkpoint.
         """
         self._watchdog.pause()
         path = checkpoint.path_of(self.folder, self.epoch + (self._step > 0), self._step)
@@ -368,10 +359,7 @@ class Run:
         self.times.start()
 
     def _end_early(self) -> None:
-        """End every rank when its checkpoint is written, because the launch script has asked for the end.
-
-        A collective call.
-        """
+        """End every rank when its checkpoint is written: the script asked for the end (collective)."""
         self._wait_for_checkpoint()
         self.print(f"ending early, as the job has to: saved after {self._place} in {self.folder}")
         report_saved(self._resume_with)
@@ -390,10 +378,9 @@ class Run:
         raise EndEarly(0)
 
     def metrics(self, **values: float) -> None:
-        """Write a line of metrics for the present epoch and step, and print it.
+        """Write and print a line of metrics for the present epoch and step.
 
-        Every rank passes the same values, computed over all ranks. Raises HpctrainError if a value is not
-        finite.
+        Every rank passes the same values over all ranks. Raises HpctrainError if one is not finite.
         """
         self._watchdog.pause()  # a file system may stall
         values = plain_numbers(values)
@@ -419,10 +406,7 @@ class Run:
             self.print(f"epoch {epoch} step {step}  {text}")
 
     def _check_finite(self, **values: float) -> None:
-        """End every rank if a value, the same on all of them, is not finite.
-
-        Raises HpctrainError on rank 0.
-        """
+        """End every rank if a value, the same on all, is not finite (HpctrainError on rank 0)."""
         place = f"epoch {self.epoch + (self._step > 0)}, step {self.global_step}"
         self._nonfinite.check(values, place, f"earlier checkpoints are in {self.folder}")
 
@@ -436,10 +420,9 @@ class Run:
             self._bar = None
 
     def finish(self, model: torch.nn.Module, **values: float) -> None:
-        """Write result.json and curves.png, and print where they are.
+        """Write result.json and curves.png, and print where they are (collective). Raises HpctrainError.
 
-        A collective call. Raises HpctrainError. If the launch script has computed the image's digest by now,
-        config.json gets it.
+        If the launch script has computed the image's digest by now, config.json gets it.
         """
         self._watchdog.stop()
         self._wait_for_checkpoint()
@@ -475,10 +458,7 @@ class Run:
         self._owner.release()
 
     def print(self, text: str) -> None:
-        """Print a line on rank 0, above the progress bar; every rank logs it.
-
-        Control characters are escaped: the line may contain names of files.
-        """
+        """Print a line on rank 0 above the progress bar, and log it on all; control characters escaped."""
         self.log(text)
         if self.world.rank == 0:
             tqdm.write(hide_secrets(one_line(text)), file=sys.stdout)

@@ -19,8 +19,7 @@ T = TypeVar("T")
 class StepTimes:
     """The times from step to step of this rank, since this start of the job.
 
-    A step returns before a GPU has finished it. The times are still those of the GPU, if it is slower than
-    the CPU.
+    A step returns before a GPU has finished; times are still the GPU's, if it is slower than the CPU.
     """
 
     def __init__(self, profile: Profile | None = None) -> None:
@@ -83,8 +82,7 @@ class StepTimes:
     def figures(self, examples: int, tokens: int = 0, padded: int = 0) -> dict[str, float]:
         """Median and 95th percentile of a step in ms, and examples and tokens per second; {} without steps.
 
-        `examples`: of one step. `tokens`, `padded`: of texts, in all steps on all ranks, without and with
-        padding.
+        `examples`: of a step. `tokens`, `padded`: texts of all steps and ranks, without and with padding.
         """
         if not self._seconds:
             return {}

@@ -36,10 +36,7 @@ LONGEST_END = 20  # s, for the last metrics to arrive after the training
 
 
 class Mirror:
-    """The process that follows the metrics of a run folder.
-
-    No method raises an exception, or waits longer than LONGEST_END.
-    """
+    """Follows a run folder's metrics. Methods raise no exception, and wait at most LONGEST_END."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._is_started = folder, False
@@ -78,8 +75,7 @@ def _print_failure(run: Path, reason: str) -> None:
 def folder_for_wandb() -> Iterator[None]:
     """Give wandb a folder for its temporary folders, and remove them at the end.
 
-    wandb makes two when it is imported, and removes them when the interpreter is finalized. Processes of
-    hpctrain are not finalized: see entry.py.
+    wandb makes two at import, and removes them at finalization, which hpctrain skips: see entry.py.
     """
     with tempfile.TemporaryDirectory(prefix="hpctrain-wandb.") as folder:
         tempfile.tempdir = folder
@@ -94,9 +90,8 @@ def folder_for_wandb() -> Iterator[None]:
 def start_wandb(run: Path, folder: Path, mode: str) -> "wandb.Run":
     """Start the W&B run of a run folder, in `mode` online or offline; wandb writes below `folder`.
 
-    W&B gets the configuration of the run folder, which is without secrets, and nothing about this process or
-    its machine. Raises HpctrainError if wandb is missing or `run` is not a run folder, and whatever wandb
-    raises.
+    W&B gets the run folder's configuration, without secrets, and nothing about this process or its machine.
+    Raises HpctrainError if wandb is missing or `run` is not a run folder, and whatever wandb raises.
     """
     os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
     logging.raiseExceptions = False  # on a full disk, each line of wandb's log would print a stack

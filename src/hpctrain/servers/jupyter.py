@@ -24,34 +24,12 @@ from hpctrain.options import Parser
 from hpctrain.servers.tunnel import Tunnel
 
 # Prefixes of variables that a launcher sets. Launchers that a notebook starts must not find them.
-OF_THE_LAUNCHER = (
-    "SLURM_STEP",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_GTIDS",
-    "PMI",
-    "OMPI_COMM_WORLD_",
-    "OMPI_UNIVERSE_",
-    "OMPI_MCA_orte_",
-    "PRTE_",
-    "TORCHELASTIC_",
-    "MASTER_",
-    "HPCTRAIN_WORLD_SIZE",
-    "HPCTRAIN_TASKS_PER_NODE",
-    "HPCTRAIN_CONTROL",
-    "HPCTRAIN_JOB_SECRET",
-    "HPCTRAIN_NODE_TASK",
-)
-OF_A_RANK = {
-    "RANK",
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-}
+OF_THE_LAUNCHER: tuple[str, ...] = ("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+OF_THE_LAUNCHER += ("SLURM_GTIDS", "PMI", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_MCA_orte_", "PRTE_")
+OF_THE_LAUNCHER += ("TORCHELASTIC_", "MASTER_", "HPCTRAIN_WORLD_SIZE", "HPCTRAIN_TASKS_PER_NODE")
+OF_THE_LAUNCHER += ("HPCTRAIN_CONTROL", "HPCTRAIN_JOB_SECRET", "HPCTRAIN_NODE_TASK")
+OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"}
+OF_A_RANK |= {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
 # Otherwise JupyterLab asks everybody whether it may fetch news.
 LAB_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
 # HOME and PWD are expanded when a kernel starts: then the folder of its notebook is known.
@@ -119,8 +97,7 @@ def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
 def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
     """Write kernel.json, with which notebooks of a site's JupyterHub run in this image; returns its path.
 
-    The kernel has the name of the image, with a number if a kernel of another image has this name. Raises
-    HpctrainError.
+    It has the image's name, with a number if another image's kernel has that. Raises HpctrainError.
     """
     image, enter = enter_image(env)
     data = Path(env.get("JUPYTER_DATA_DIR") or Path.home() / ".local/share/jupyter")

@@ -45,8 +45,7 @@ input, button { font: inherit; box-sizing: border-box; width: 100%; padding: .4r
 class Tunnel:
     """The socket and the token of a server, in a with block; both are gone after it.
 
-    `name` is that of the command. The token is in the file `token` of `folder`, by default runs/<name>/<job
-    id>. Raises HpctrainError.
+    `name`: the command. The token is in `folder`/token, by default in runs/<name>/<job id>.
     """
 
     def __init__(self, name: str, folder: Path | None = None) -> None:

@@ -70,13 +70,7 @@ def evaluation_batches(examples: int, batch_size: int, world: World) -> Iterator
 
 
 def data_loader(
-    dataset: Dataset,
-    batch_size: int,
-    seed: int,
-    epoch: int,
-    world: World,
-    skip: int = 0,
-    **options: Any,
+    dataset: Dataset, batch_size: int, seed: int, epoch: int, world: World, skip: int = 0, **options: Any
 ) -> DataLoader:
     """A DataLoader of the batches of training_batches(), for one epoch.
 

@@ -52,8 +52,7 @@ def shard(
             device.type, (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("data", "tensor")
         )
         mesh, group = mesh["data"], mesh["tensor"]
-        # A norm is summed over the groups and then within them, in the same order on all ranks. Nothing
-        # changes a logit in place.
+        # A norm is summed over groups, then within, in the same order. Nothing changes a logit in place.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     else:
@@ -140,10 +139,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def gather_state(state: Any) -> Any:
-    """The state with whole tensors in the memory of rank 0. Other ranks keep their parts.
-
-    A collective call.
-    """
+    """The whole state in the memory of rank 0; other ranks keep their parts (collective)."""
     found: dict[tuple, Tensor] = {}
 
     def gather_one(part: DTensor) -> Tensor:

@@ -70,10 +70,7 @@ class TarShards(Dataset):
         return self._read([(number, extension)])[0]
 
     def read_all(self, extension: str) -> list[bytes]:
-        """The file with this extension of every example. Opens each tar file once.
-
-        Raises HpctrainError, naming the tar file.
-        """
+        """This extension's file of each example; opens each tar once. HpctrainError names the tar file."""
         shards = [
             [(number, extension) for number in group] for _, group in groupby(range(len(self)), self.path)
         ]
@@ -108,10 +105,7 @@ class _Header(tarfile.TarInfo):
 
 
 def _examples_in(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
-    """The key of each example of a tar file, and the offset and size of the file with each extension.
-
-    Raises HpctrainError.
-    """
+    """Key, and offset and size of each file by extension, for each example. Raises HpctrainError."""
     examples: list[tuple[str, dict[str, tuple[int, int]]]] = []
     try:
         with open_plain(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:

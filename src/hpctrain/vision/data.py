@@ -22,8 +22,7 @@ from hpctrain.files.plain import open_plain
 
 SIDE = 28  # pixels
 CLASSES = 10
-# A .gz may unpack to this many times its size, plus a megabyte. MNIST's images unpack to 5 times their size,
-# its labels to 2 times.
+# A .gz may unpack to this many times its size, plus a MB (MNIST: images to 5 times, labels to 2).
 MAX_RATIO = 200
 # Mean and standard deviation of ImageNet's pixels, for red, green and blue.
 RGB_MEAN, RGB_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -44,10 +43,7 @@ class Images:
         return len(self.labels)
 
     def batch(self, index: Tensor, device: torch.device, side: int = SIDE) -> tuple[Tensor, Tensor]:
-        """The examples of `index` on `device`.
-
-        Images are [b, 1, side, side] float32 from -1 to 1, labels [b] int64.
-        """
+        """Examples on `device`: images [b, 1, side, side] float32 from -1 to 1, labels [b] int64."""
         pixels = self.pixels[index].to(device, non_blocking=True)
         labels = self.labels[index].to(device, non_blocking=True)
         return to_images(pixels, side), labels
@@ -131,11 +127,9 @@ def load_mnist(folder: Path) -> tuple[Images, Images]:
 
 
 def _read_idx(folder: Path, name: str, dimensions: int) -> Tensor:
-    """Read an idx file of bytes.
+    """Read an idx file: two zero bytes, type 8, number of dimensions, their sizes (big-endian), bytes.
 
-    Its content: two zero bytes, type 8, the number of dimensions, their sizes (big-endian), the data. Memory
-    is allocated for as many bytes as the header gives, and only if the file can hold them. Raises
-    HpctrainError.
+    Memory is allocated only if the file can hold as many as the header gives. Raises HpctrainError.
     """
     path = next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
     if path is None:
@@ -190,8 +184,7 @@ def load_digits() -> tuple[Images, Images]:
     large = torch.nn.functional.interpolate(small, (SIDE, SIDE), mode="bilinear")[:, 0]
     pixels = large.round().to(torch.uint8)
     labels = table[:, 64].long()
-    # Shuffled, because the file is sorted by writer; with a fixed seed, because the split must not depend on
-    # --seed.
+    # Shuffled, as the file is sorted by writer; a fixed seed, as --seed must not change the split.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     cut = len(labels) * 4 // 5
     return Images(pixels[order[:cut]], labels[order[:cut]]), Images(pixels[order[cut:]], labels[order[cut:]])

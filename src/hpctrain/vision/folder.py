@@ -38,8 +38,7 @@ if TYPE_CHECKING:  # importing Pillow would hold up MNIST's first step
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 MOST_DIGITS = 9  # of a label, with the end of its line
-# A label may be at most this, or the number of examples: a model has an output for each number up to the
-# largest label.
+# The largest label allowed, or the number of examples if larger: models have an output for each number.
 MOST_CLASSES = 100_000
 TRAINING, EVALUATION = "train", ("val", "valid", "test")  # folders in a data folder
 # What Pillow raises for damaged files, in addition to OSError.
@@ -58,10 +57,7 @@ class ImageFolder:
     unused = ""
 
     def __init__(self, folder: Path, side: int, seed: int | None, workers: int) -> None:
-        """Read the names of all files.
-
-        Raises HpctrainError, naming the folder, if a folder cannot be read or has no image.
-        """
+        """Read the names of all files. Raises HpctrainError for a folder without images or permission."""
         self._folder, self._side, self._seed, self.workers = folder, side, seed, workers
         entries = [entry for entry in _scan(folder) if not entry.name.startswith(".")]
         self.classes = sorted(entry.name for entry in entries if entry.is_dir())
@@ -79,8 +75,7 @@ class ImageFolder:
                 )
             names += found
             sizes.append(len(found))
-        # An array: a list of a million strings would be copied into the memory of each worker, as their
-        # reference counts change.
+        # An array: reference counts of a list's strings would copy it into the memory of each worker.
         self._names = numpy.array([os.fsencode(name.relative_to(folder)) for name in names])
         self.labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
         if unused:
@@ -107,10 +102,7 @@ class ImageFolder:
         return torch.stack([self._pixels(number, epoch) for number in index.tolist()]), self.labels[index]
 
     def batch(self, index: Tensor, device: torch.device, side: int) -> tuple[Tensor, Tensor]:
-        """The examples of `index` on `device`, augmented as in epoch 0.
-
-        Images are [b, 3, side, side] float32, labels [b] int64.
-        """
+        """Examples on `device`, augmented as in epoch 0: [b, 3, side, side] float32, labels [b] int64."""
         pixels, labels = self.read(index, epoch=0)
         return to_images(pixels.to(device), side), labels.to(device)
 
@@ -137,10 +129,7 @@ class ImageFolder:
 
 
 class ImageShards(ImageFolder):
-    """Color images in tar files. Only offsets and labels are in memory. See ImageFolder.
-
-    The label of an example is the integer in its file .cls.
-    """
+    """Color images in tar files, only offsets and labels in memory. The label is the integer in .cls."""
 
     def __init__(self, paths: list[Path], side: int, seed: int | None, workers: int) -> None:
         """Read the headers and the labels. Raises HpctrainError, naming the tar file."""
@@ -196,8 +185,7 @@ class ImageLoader(DataLoader):
             multiprocessing_context="forkserver" if use_fork_server else None,
         )
 
-    # A generator: the workers read ahead, so they must start at the first batch, when Lightning has set the
-    # epoch.
+    # A generator: workers must start at the first batch, when Lightning has set the epoch.
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]  # torch names its own class
         for batch in super().__iter__():
             if isinstance(batch, HpctrainError):
@@ -225,10 +213,7 @@ def is_image_folder(folder: Path | None) -> bool:
 
 
 def load_folder(folder: Path, side: int, seed: int, workers: int) -> tuple[ImageFolder, ImageFolder]:
-    """The training set and the evaluation set in `folder`.
-
-    Raises HpctrainError if a part or a class is missing, naming it.
-    """
+    """The training and evaluation sets in `folder`. HpctrainError names a missing part or class."""
     evaluation = next((folder / name for name in EVALUATION if (folder / name).is_dir()), None)
     if evaluation is None:
         names = ", ".join(f"{name}/" for name in EVALUATION)
@@ -286,12 +271,7 @@ def _scan(folder: Path) -> list[os.DirEntry]:
 
 
 def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
-    """All images in a class folder and its subfolders, in the order of torchvision's ImageFolder.
-
-    Raises HpctrainError.
-
-    Other files are counted in `unused` by their suffix.
-    """
+    """All images below a class folder, in the order of torchvision's ImageFolder; `unused`: other files."""
 
     def fail(error: OSError) -> None:
         raise HpctrainError(
@@ -309,10 +289,7 @@ def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
 
 
 def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
-    """Read a JPEG or PNG file as an RGB image, turned as its EXIF data say.
-
-    Raises HpctrainError, which begins with `name`, or else with the path.
-    """
+    """Read a JPEG or PNG file as RGB, turned by its EXIF. Raises HpctrainError, `name` or path first."""
     from PIL import Image, ImageOps
 
     path = name or source
@@ -363,10 +340,7 @@ def random_resized_crop(image: "Image.Image", side: int, chance: random.Random) 
 
 
 def center_crop(image: "Image.Image", side: int) -> "Image.Image":
-    """The middle of the image, side x side pixels.
-
-    Before the crop, the shorter side is scaled to 8/7 of `side`: 256 for 224.
-    """
+    """The middle side x side pixels, after scaling the shorter side to 8/7 of `side`: 256 for 224."""
     from PIL import Image
 
     width, height = image.size

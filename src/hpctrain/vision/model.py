@@ -7,10 +7,9 @@ from hpctrain.vision.data import CLASSES
 
 
 class MnistNet(nn.Module):
-    """The convolutional net of PyTorch's classic MNIST example, without its two dropout layers.
+    """PyTorch's MNIST example (github.com/pytorch/examples, mnist/main.py) without its two dropout layers.
 
     Each rank would draw its own dropout masks, so the weights would depend on the number of ranks.
-    Source: github.com/pytorch/examples, mnist/main.py.
     """
 
     def __init__(self) -> None:

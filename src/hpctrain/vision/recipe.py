@@ -131,10 +131,7 @@ def vision_parser(trainer: str, description: str) -> Parser:
 
 
 def parse(parser: Parser, arguments: list[str], options: Options) -> Options:
-    """Parse the command line into `options`. Missing values are those of the model's recipe.
-
-    Raises UsageError.
-    """
+    """Parse into `options`; missing values come from the model's recipe. Raises UsageError."""
     args: Options = parser.parse_args(arguments, options)
     for name in ("epochs", "batch_size", "lr", "lr_decay"):
         if getattr(args, name) is None:
@@ -182,16 +179,9 @@ def load_data(args: ImageOptions, world: World) -> tuple[ImageSet, ImageSet]:
 
 
 def build_model(
-    args: ImageOptions,
-    training_set: ImageSet,
-    device: torch.device,
-    *,
-    sharded: bool = False,
+    args: ImageOptions, training_set: ImageSet, device: torch.device, *, sharded: bool = False
 ) -> nn.Module:
-    """Create the model on `device`; its initial weights depend on --seed alone.
-
-    `sharded`: see compile_training().
-    """
+    """Create the model on `device`, initialized by --seed alone. `sharded`: see compile_training()."""
     torch.manual_seed(args.seed)
     make_deterministic(args.deterministic, device, on_gpu=True)
     model: nn.Module
@@ -227,19 +217,13 @@ def make_optimizer(args: ImageOptions, parameters: Iterable[nn.Parameter]) -> Op
 
 
 def set_learning_rate(optimizer: Optimizer, args: ImageOptions, epoch: int) -> None:
-    """Set the learning rate of an epoch, counted from 0.
-
-    It depends on the epoch alone, so resuming needs no state of a scheduler.
-    """
+    """Set the learning rate of an epoch, counted from 0. Resuming needs no state of a scheduler."""
     for group in optimizer.param_groups:
         group["lr"] = args.lr * args.lr_decay**epoch
 
 
 def broadcast_buffers(model: nn.Module, world: World) -> None:
-    """Copy rank 0's statistics of batch normalization to all ranks: they are saved, so they are evaluated.
-
-    A collective call.
-    """
+    """Copy rank 0's batch-norm statistics, which are saved, to all ranks for evaluation (collective)."""
     if world.size > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)

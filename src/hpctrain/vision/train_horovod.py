@@ -50,8 +50,7 @@ def main(world: World, arguments: list[str]) -> None:
     device = choose_device(world, args.device)
     if args.deterministic:
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-    # The process group is for the run folder and for errors. It uses Gloo on GPUs, too: torch and Horovod
-    # would conflict in NCCL.
+    # For the run folder and errors; by Gloo on GPUs, too: torch and Horovod would conflict in NCCL.
     with process_group(world, torch.device("cpu")), horovod(world) as hvd:
         training_set, test_set = recipe.load_data(args, world)
         sub_batches = args.batches_per_allreduce
@@ -72,8 +71,7 @@ def main(world: World, arguments: list[str]) -> None:
         if state := run.resume(device, args.epochs, model):
             model.load_state_dict(state["model"])
             assert run.resume_from
-            # Every rank has read the state from the same file. hvd.broadcast_optimizer_state() would send a
-            # pickle.
+            # Every rank has read the same file. hvd.broadcast_optimizer_state() would send a pickle.
             with all_or_none(world):
                 load_optimizer(optimizer, state, run.resume_from)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)

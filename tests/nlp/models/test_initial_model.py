@@ -16,9 +16,7 @@ from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.tasks import classify, qa
 from hpctrain.nlp.tasks.classify import Document
 from hpctrain.nlp.training.options import parse_options
-from tests.nlp.helpers import (
-    name_labels,
-)
+from tests.nlp.helpers import name_labels
 
 
 def test_model_starts_in_training_mode_with_dropout():

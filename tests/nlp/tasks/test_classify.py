@@ -60,10 +60,7 @@ def test_error_in_a_tsv_names_the_line(tmp_path, content, message, left):
 def test_label_may_be_true_or_false(tmp_path):
     """It is named as pandas writes it into a csv."""
     lines = '{"text": "a", "label": true}\n{"text": "b", "label": false}\n'
-    assert [document.label for document in TASK.read(write(tmp_path / "a.jsonl", lines))] == [
-        "True",
-        "False",
-    ]
+    assert [document.label for document in TASK.read(write(tmp_path / "a.jsonl", lines))] == ["True", "False"]
 
 
 def test_all_reviews_of_nsmc_are_read():

@@ -21,16 +21,7 @@ from hpctrain.nlp.tasks import classify, ner, pair
 from hpctrain.nlp.training import finetune
 from hpctrain.nlp.training.lightning_module import compute_weighted_loss
 from hpctrain.nlp.training.options import parse_options
-from tests.nlp.helpers import (
-    NO_DROPOUT,
-    SHAPE,
-    metrics,
-    result,
-    run_predict,
-    scores,
-    train,
-    validations,
-)
+from tests.nlp.helpers import NO_DROPOUT, SHAPE, metrics, result, run_predict, scores, train, validations
 from tests.tools import warm_start
 
 

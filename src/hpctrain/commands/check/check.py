@@ -89,10 +89,7 @@ def main(world: World, arguments: list[str]) -> None:
 
 
 def check_collectively(world: World, device: torch.device, problems: list[str]) -> None:
-    """Compare the ranks, then test communication between them.
-
-    A collective call. Raises HpctrainError on rank 0.
-    """
+    """Compare the ranks, then test communication (collective). Raises HpctrainError on rank 0."""
     nccl = predict_network()
     # Gloo always uses TCP. NCCL within a node uses no network, but fails to start if it finds none.
     if device.type == "cuda" and nccl.unintended and (world.nodes > 1 or not nccl.name):
@@ -163,7 +160,7 @@ def end_on_problems(world: World, hosts: list[str], problems: list[str], common:
 
 def format_place(ranks: list[int], hosts: list[str]) -> str:
     """Ranks and their nodes in short form, such as "ranks 0-3,7 on n1, n2"."""
-    return f"{format_ranks(ranks)} on {shorten(list(dict.fromkeys(hosts[rank] for rank in ranks)), ', ')}"
+    return f"{format_ranks(ranks)} on {shorten(list(dict.fromkeys(hosts[rank] for rank in ranks)))}"
 
 
 # --- comparing the ranks ---
@@ -261,7 +258,7 @@ def describe_start(reports: list[dict[str, Any]]) -> Iterator[str]:
     if "squashfuse" in mounts:
         hosts = list(dict.fromkeys(report["host"] for report in reports if report["mount"] == "squashfuse"))
         yield (
-            f"warning: on {shorten(hosts, ', ')} the image is mounted by squashfuse, "
+            f"warning: on {shorten(hosts)} the image is mounted by squashfuse, "
             "which has one thread for all ranks: "
             "ask the staff to install squashfuse_ll, which Apptainer then prefers"
         )
@@ -300,7 +297,7 @@ def placement_problems(reports: list[dict[str, Any]], env: Mapping[str, str] = o
         if place and len(having) > 1:
             yield f"{format_place(having, hosts)} share {place}: start one task per GPU (--ntasks-per-node)"
     counts = Counter(hosts)
-    shown = shorten([f"{count} on {host}" for host, count in counts.items()], ", ")
+    shown = shorten([f"{count} on {host}" for host, count in counts.items()])
     slurm, nodes = reports[0]["launcher"] == "slurm", reports[0]["nodes"]
     requested = env.get("SLURM_NTASKS_PER_NODE") if slurm else None
     if requested and set(counts.values()) != {int(requested)}:
@@ -327,10 +324,7 @@ def placement_problems(reports: list[dict[str, Any]], env: Mapping[str, str] = o
 def ring_problems(
     world: World, device: torch.device, group: dist.ProcessGroup | None, hosts: list[str]
 ) -> Iterator[str]:
-    """Send the rank's number to its right neighbor and receive that of its left one.
-
-    Raises HpctrainError on a time-out.
-    """
+    """Pass the rank's number to its right neighbor. Raises HpctrainError on a time-out."""
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     sent, received = torch.tensor([world.rank], device=device), torch.tensor([-1], device=device)
     work = dist.batch_isend_irecv(

@@ -23,8 +23,7 @@ from pathlib import Path
 
 from hpctrain.text import shorten
 
-# The values of NCCL_SOCKET_IFNAME that NCCL tries if it is not set: the first one that matches an interface
-# counts.
+# What NCCL tries for NCCL_SOCKET_IFNAME if it is not set, until one matches an interface.
 INTERFACES = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
 
 
@@ -88,8 +87,7 @@ SIOCGIFFLAGS, SIOCGIFADDR, IFF_RUNNING = 0x8913, 0x8915, 0x40
 class Network:
     """A network of NCCL; `name` is as in NCCL_NET: "AWS Libfabric", "IB", "Socket", or "" for none.
 
-    `description` lists its parts, or why it cannot be used. `unintended` means that the node or its settings
-    imply another one.
+    `description`: its parts, or why it is unusable. `unintended`: the node or its settings imply another.
     """
 
     name: str
@@ -105,7 +103,7 @@ def predict_network(env: Mapping[str, str] = os.environ, root: Path = Path("/"))
     interfaces = tcp_interfaces(env, running, rules)
     if not interfaces:  # NCCL's ranks connect over TCP first, whichever network the data use
         wanted = env.get("NCCL_SOCKET_IFNAME", "")
-        found = shorten(running, ", ") or "no interface with an address"
+        found = shorten(running) or "no interface with an address"
         return Network(
             "",
             f"none: NCCL_SOCKET_IFNAME is '{wanted}', but this node has {found}: "
@@ -182,10 +180,7 @@ def matches(wanted: str, name: str, port: int | None = None) -> bool:
 
 
 def find_plugins(env: Mapping[str, str], root: Path, rules: Rules) -> Iterator[Network]:
-    """The plugins that NCCL loads, in its order.
-
-    The dynamic loader searches for them in LD_LIBRARY_PATH, then in the cache of ldconfig.
-    """
+    """The plugins that NCCL loads, in its order, from LD_LIBRARY_PATH, then ldconfig's cache."""
     cards = list_folder(root / "sys/class/cxi")
     wanted = env.get("NCCL_NET_PLUGIN")
     for files in plugin_files(wanted, rules):

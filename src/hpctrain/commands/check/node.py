@@ -1,7 +1,6 @@
-"""Checks of the node that a rank runs on: its network address, the folders that it writes to, its image.
+"""Checks of a rank's node: network address, folders, image. Each yields a line per problem, with the remedy.
 
-Each check yields one line per problem, which says what is wrong and what to do. Nothing here imports torch:
-these checks also run where torch is broken.
+Nothing here imports torch: these checks also run where torch is broken.
 """
 
 import errno

@@ -59,10 +59,7 @@ class Features(NamedTuple):
         cut: Sequence[int] = (),
         lost: Sequence[int] = (),
     ) -> "Features":
-        """Make features from lists: each column of tokens has one list for each feature.
-
-        Default: one feature an example.
-        """
+        """Make features from lists; columns have a list per feature, by default one an example."""
         first = next(iter(tokens.values()))
         flat = {
             name: numpy.fromiter(chain.from_iterable(lists), numpy.int32) for name, lists in tokens.items()
@@ -87,8 +84,8 @@ class Features(NamedTuple):
     def batch(self, index: Tensor, padding: Mapping[str, int], round_up_to: int = 0) -> TextBatch:
         """The features of `index` [b], one per row, padded on the right to the longest.
 
-        `padding` has the padding value of each column of tokens, 0 if missing. The length is rounded up to a
-        multiple of MULTIPLE, but not beyond `round_up_to`.
+        `padding` has a value for columns of tokens (default 0). The length is rounded up to a multiple of
+        MULTIPLE, but not beyond `round_up_to`.
         """
         rows = index.numpy()
         starts = self.starts[rows]
@@ -148,8 +145,7 @@ class Features(NamedTuple):
 def pack_rows(lengths: Sequence[int]) -> list[list[int]]:
     """Put these lengths into few rows that are as long as the longest; returns their numbers in each row.
 
-    First-fit decreasing, which takes at most 22 % more rows than the best packing, and one: each length goes
-    into the first row with room, the longest first.
+    First-fit decreasing: the longest first, each into the first row with room; at most 22 % and 1 rows extra.
     """
     room: list[int] = []
     rows: list[list[int]] = []
@@ -227,10 +223,7 @@ def make_cache_key(*parts: Any) -> str:
 
 
 def get_cache_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """$HPCTRAIN_CACHE/features, or ~/.cache/hpctrain/features.
-
-    The launch scripts set HPCTRAIN_CACHE to a folder on scratch.
-    """
+    """$HPCTRAIN_CACHE/features, which launch scripts put on scratch, or ~/.cache/hpctrain/features."""
     home = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME") or Path.home()) / ".cache")
     return Path(env.get("HPCTRAIN_CACHE") or f"{home}/hpctrain") / "features"
 
@@ -238,9 +231,8 @@ def get_cache_folder(env: Mapping[str, str] = os.environ) -> Path:
 def load_or_make(key: str, make: Callable[[], Features], world: World) -> Features:
     """The features of `key` from the cache, or made by one rank of the job and cached; a collective call.
 
-    If the cache is on a local disk of each node, one rank of each further node makes them as well. They
-    appear complete or not at all, so two jobs may do this at the same time. Raises HpctrainError that names
-    the folder if it cannot be written.
+    If the cache is on a local disk of each node, one rank of each further node makes them as well. They are
+    complete or absent, so two jobs may do this at a time. HpctrainError names an unwritable folder.
     """
     folder = get_cache_folder() / key
     for is_maker in (world.rank == 0, world.local_rank == 0):

@@ -19,8 +19,7 @@ from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.training.batches import steps_per_epoch
 
-# Number of batches that are sorted by length together. More of them leave less padding, but fewer ways to
-# combine examples.
+# Batches sorted by length together. More leave less padding, but fewer ways to combine examples.
 POOL = 100
 
 Selection = tuple[Tensor, float]  # index and weight of a TextBatch
@@ -42,8 +41,7 @@ def training_batches_by_length(
     steps = len(tokens) // batch_size
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(tokens), generator=generator).numpy()[: steps * batch_size]
-    # At least four pools, if there are as many batches: a single one would make the same batches in every
-    # epoch.
+    # At least four pools, if possible: a single one would make the same batches in every epoch.
     pool = numpy.arange(len(order)) // (batch_size * max(1, min(POOL, steps // 4)))
     batches = order[numpy.lexsort((-tokens[order], pool))].reshape(steps, batch_size)
 
@@ -124,10 +122,7 @@ class LengthGroupedSampler(Sampler):
         return batch[self._world.rank * self._accumulate : (self._world.rank + 1) * self._accumulate]
 
     def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this before each epoch, also when it resumes.
-
-        It counts from 0, and hpctrain from 1.
-        """
+        """Lightning calls this before each epoch, also of a resumed run, and counts them from 0."""
         self._epoch = epoch + 1
 
     def __len__(self) -> int:
@@ -138,9 +133,8 @@ class LengthGroupedSampler(Sampler):
         units = torch.from_numpy(self._features.values["units"].copy())
         skip = self._skip[1] if self._epoch == self._skip[0] else 0
         for batch in self._batches(self._epoch)[skip:]:
-            # The model returns the mean over the labels of a part. DDP averages over the ranks, and Lightning
-            # over the parts of a step. Weighted by its share of the labels, the sum is the mean over the
-            # labels of the whole batch.
+            # The model's mean over the labels of a part is averaged over ranks by DDP, and over parts by
+            # Lightning. Weighted by its share of labels, it is the mean over those of the whole batch.
             total = int(units[batch].sum())
             for index in self._parts_of_rank(batch):
                 yield index, int(units[index].sum()) * parts / total

@@ -218,10 +218,9 @@ def read_examples(
     items: Iterable[tuple[Any, ...]],
     skipped: list[HpctrainError] | None,
 ) -> list[AnyExample]:
-    """Call `make` with each item of a file. If it raises HpctrainError, the example is skipped.
+    """Call `make` with each item of a file. Its HpctrainError skips the example, into the list `skipped`.
 
-    The error goes to the list `skipped`; without a list it is raised. Errors of `items` itself, and a file
-    without any example, are always raised.
+    Without a list it is raised, as are errors of `items` and a file without any example.
     """
     examples: list[AnyExample] = []
     errors: list[HpctrainError] = []
@@ -300,10 +299,7 @@ def read_lines(path: Path) -> list[str]:
 def read_json_lines(
     path: Path, make: Callable[[str, dict[str, Any]], AnyExample], skipped: list[HpctrainError] | None
 ) -> list[AnyExample]:
-    """read_examples() of a file with a JSON object in each line that is not blank.
-
-    `make` gets the location and the object.
-    """
+    """read_examples() of JSON Lines; `make` gets the location and the object. Blank lines are skipped."""
     lines = (
         (f"{path}, line {number}", line) for number, line in enumerate(read_lines(path), 1) if line.strip()
     )

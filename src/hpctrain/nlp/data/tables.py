@@ -17,8 +17,7 @@ from hpctrain.nlp.data.formats import AnyExample
 from hpctrain.text import first_line
 
 ROWS = 1_000  # of Parquet that are read at a time
-# The most that a file of Parquet or Arrow may unpack to, as a multiple of its size; and the bytes that a row
-# counts for beside its texts.
+# How much a Parquet or Arrow file may unpack to per byte, and what a row counts beside its texts.
 MAX_RATIO, ROW = 1_000, 100
 
 
@@ -94,8 +93,7 @@ def _describe_columns(column: str, names: Sequence[str]) -> str:
 def _iterate_csv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
     """The location and the fields of each row below the header.
 
-    Fields are separated by commas, or by semicolons or tabs if the header has no comma. A field in quotation
-    marks may have separators and line breaks.
+    Commas, else semicolons or tabs, separate fields; quoted ones may have separators and line breaks.
     """
     text, line = formats.read_text(path), 1
     header = text.partition("\n")[0]
@@ -116,10 +114,7 @@ def _iterate_csv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, 
 
 
 def _iterate_tsv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str | None, Any]]]:
-    """The location and the fields of each row below the header.
-
-    A quotation mark is text, as in the tsv of XNLI and GLUE.
-    """
+    """Location and fields of each row below the header. Quotation marks are text, as in XNLI and GLUE."""
     header, *lines = formats.read_lines(path)
     names = header.split("\t")
     _check_columns(path, columns, names)
@@ -130,10 +125,7 @@ def _iterate_tsv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, 
 
 
 def _iterate_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The location and the values of each row of a Parquet or Arrow file; classes by their names.
-
-    A few rows are read at a time.
-    """
+    """Location and values of each row of a Parquet or Arrow file, read in parts; classes by name."""
     try:
         import pyarrow
     except ImportError as error:  # the images have it
@@ -218,10 +210,7 @@ def _find_class_names(metadata: Mapping[bytes, bytes] | None, column: str) -> li
 
 
 def _name_classes(value: Any, names: list[str]) -> Any:
-    """The names for numbers of classes, if there are names.
-
-    None for a number without a name: -1 stands for no label.
-    """
+    """The names for numbers of classes, if any. None for a number without one: -1 stands for no label."""
     if isinstance(value, list):
         return [_name_classes(each, names) for each in value]
     if not names or type(value) is not int:

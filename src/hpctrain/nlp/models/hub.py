@@ -1,7 +1,4 @@
-"""Find a model or a data set by the name of a folder or of a repository on the Hugging Face hub.
-
-`hpctrain fetch` downloads a model beforehand.
-"""
+"""Find or fetch a model or data set by a folder, or by its name on the Hugging Face hub."""
 
 import os
 import re
@@ -32,8 +29,7 @@ from hpctrain.options import Parser
 huggingface_hub.utils.logging.set_verbosity_error()
 disable_progress_bars()
 
-# Only what from_pretrained() reads: nothing in subfolders (onnx/), for other frameworks or in another
-# precision ...
+# Only what from_pretrained() reads: no subfolders (onnx/), other frameworks or precisions ...
 NEEDED = [
     "config.json", "generation_config.json", "tokenizer*.json", "vocab*", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model", "model.safetensors*",
@@ -49,8 +45,7 @@ DATA_FILES = ["*.parquet", "*.arrow", "*.csv", "*.tsv", "*.jsonl", "*.json", "*.
 def resolve_model(name: str, world: World) -> Path:
     """The folder of a model on this node; `name` is a folder, or a name on the hub such as beomi/kcbert-base.
 
-    A collective call; see _resolve() for models of the hub. Raises HpctrainError that names the command to
-    fetch the model beforehand.
+    A collective call; see _resolve() for models of the hub. HpctrainError names the command to fetch it.
     """
     is_folder = gather(world, Path(name).is_dir())
     with all_or_none(world):
@@ -144,8 +139,7 @@ def _resolve(
 def find_model(name: str, commit: str | None = None) -> Path:
     """The folder of a model for this process alone: `name` itself, or a folder of the cache.
 
-    A commit that is in the cache is taken without any network access. Raises HpctrainError with the reason
-    and the remedy.
+    A commit in the cache is taken without network access. Raises HpctrainError with reason and remedy.
     """
     if Path(name).is_dir():
         return validate_folder(Path(name))
@@ -158,8 +152,7 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
     """Download a model of the hub into a folder of its own, for nodes without internet. Returns its commit.
 
     The folder appears when the download is complete and validated. Until then the files are beside it, in a
-    hidden folder named by the commit, where the next call continues. Raises HpctrainError, also if the folder
-    exists.
+    hidden folder named by the commit, where the next call continues. HpctrainError if the folder exists.
     """
     _validate_name(name)
     if folder.exists():
@@ -189,7 +182,7 @@ def _validate_name(name: str) -> None:
 
 
 def _download_snapshot(name: str, commit: str | None = None, **where: Any) -> Path:
-    """Download the needed files of a repository unless they are there; returns their validated folder.
+    """Download a repository's needed files unless they are there; returns their validated folder.
 
     In a cache, the folder is named by the commit.
     """
@@ -222,10 +215,7 @@ def _find_data_in_cache(name: str, commit: str | None) -> Path | None:
 
 
 def _download_data(path: Path, name: str, commit: str | None = None) -> Path:
-    """Download a data set into the cache.
-
-    `path` is the argument of --data, which may be a path with a mistake in it.
-    """
+    """Download a data set into the cache; `path` is the --data argument, perhaps a path with a mistake."""
     remedy = "correct the path, or download the data set where there is internet and give --data DIR"
     with _explain_errors(
         f"{path} (no such file or folder here, so a data set on the hub)", remedy, "data set"

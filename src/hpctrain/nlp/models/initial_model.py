@@ -23,10 +23,7 @@ from hpctrain.text import first_line
 
 
 def get_initial_model(task: Task, args: FineTuneOptions, run: Run, train: list[Any]) -> Path:
-    """The folder of the model that training starts from; --from-scratch creates it in the run folder.
-
-    A collective call.
-    """
+    """The folder of the initial model; --from-scratch creates it in the run folder (collective)."""
     if args.model:
         return resolve_model(args.model, run.world)
     assert args.from_scratch  # see parse_options()
@@ -78,9 +75,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with a head for these labels, in training mode.
 
-    A head that the folder lacks is initialized from --seed. If `empty`, the model is on the meta device,
-    without values. Raises HpctrainError if the folder has no model for this task, or the model is shorter
-    than --max-length.
+    A head that the folder lacks is initialized from --seed. If `empty`, the model is on the meta device.
+    Raises HpctrainError if the folder has no model for this task, or one shorter than --max-length.
     """
     refuse_adapter(folder)
     model = _load_weights(task, folder, labels, args.seed, empty)
@@ -145,10 +141,7 @@ def _load_weights(task: Task, folder: Path, labels: list[str], seed: int, empty:
 
 
 def _check_missing(task: Task, folder: Path, model: PreTrainedModel, names: Collection[str]) -> None:
-    """Raise HpctrainError if the folder lacks weights.
-
-    The head may be missing, and the pooler, which masked language models do not have; but nothing below them.
-    """
+    """Raise HpctrainError if weights but the head or the pooler (absent in masked LMs) are missing."""
     below = f"{model.base_model_prefix}."
     missing = sorted(name for name in names if name.startswith(below) and "pooler" not in name)
     if missing and len(missing) == len(model.base_model.state_dict()):

@@ -120,8 +120,7 @@ def count_parameters(model: torch.nn.Module) -> str:
 def load_adapter(task: Task, folder: Path) -> PreTrainedModel:
     """The model of an adapter that hpctrain has written, in fp32, with the adapter merged into its weights.
 
-    The base model is looked up as --model is. Raises HpctrainError if it is not found or damaged, and the
-    errors of peft and transformers.
+    Looks up the base model as --model. Raises HpctrainError for it, and errors of peft and transformers.
     """
     from peft import PeftModel
 

@@ -14,8 +14,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.model_folder import list_parts
 
-# Bytes of a weight in fp32: of a frozen one itself; of a trained one also its gradient and the two moments of
-# AdamW.
+# Bytes of a weight in fp32: a frozen one; a trained one, with gradient and AdamW's two moments.
 FROZEN, TRAINED = 4, 16
 
 
@@ -37,10 +36,7 @@ def read_sizes(folder: Path) -> dict[str, int]:
 
 
 def count_split(folder: Path, sizes: dict[str, int]) -> int:
-    """How many values are in the layers that --tensor-parallel splits.
-
-    Each rank of a group has all values of the other layers.
-    """
+    """How many values --tensor-parallel splits; each rank of a group has all of the others."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     layers = getattr(config, "base_model_tp_plan", None) or {}
     patterns = [

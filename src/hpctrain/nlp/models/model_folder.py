@@ -1,7 +1,4 @@
-"""Model folders, as from_pretrained() of transformers reads them.
-
-A folder has config.json, the weights, the tokenizer, and a model card.
-"""
+"""Model folders of from_pretrained(): config.json, the weights, the tokenizer, a model card."""
 
 import errno
 import json
@@ -31,8 +28,7 @@ if TYPE_CHECKING:  # importing a class of transformers takes seconds, and `hpctr
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-# More than any published model has: GPT-3 has 96 layers, and the largest other sizes are positions, at most
-# 10 million.
+# More than published models have: GPT-3 has 96 layers; other sizes are at most 10 million positions.
 MOST_LAYERS, LARGEST_SIZE = 1_000, 100_000_000
 # in the names of sizes in config.json
 SIZE = re.compile(r"layer|size|dim|head|position|emb|inner|ctx|num_|^[dn]_")
@@ -43,10 +39,9 @@ WEIGHTS = (
 
 
 def validate_folder(folder: Path) -> Path:
-    """Return the folder if it has a configuration and all of its weights.
+    """Return the folder if its configuration and weights are complete; else HpctrainError says what is not.
 
-    Raises HpctrainError that names what is missing. Of a safetensors file, header and size are compared, but
-    not the whole content.
+    Of a safetensors file, header and size are compared, but not the whole content.
     """
     refuse_pipes(folder)
     for wanted, names in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS)):
@@ -71,10 +66,7 @@ def validate_folder(folder: Path) -> Path:
 
 
 def list_parts(folder: Path) -> list[str]:
-    """The names of the files of weights that from_pretrained() reads.
-
-    Raises HpctrainError if their list is broken.
-    """
+    """Names of the weight files that from_pretrained() reads. Raises HpctrainError if a list is broken."""
     weights = next(name for name in WEIGHTS if (folder / name).exists())
     if not weights.endswith(".json"):
         return [weights]
@@ -85,10 +77,7 @@ def list_parts(folder: Path) -> list[str]:
 
 
 def refuse_pipes(folder: Path) -> None:
-    """Raise HpctrainError for a pipe or a device in a folder.
-
-    Some readers would wait for it without end, others pass over it.
-    """
+    """Raise HpctrainError for a pipe or device in a folder, for which some readers wait without end."""
     for path in folder.glob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise HpctrainError(
@@ -123,10 +112,9 @@ def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_labels(folder: Path, task: "Task") -> list[str]:
-    """The label names of a fine-tuned model in the order of its outputs; [] if it has no such outputs.
+    """The label names of a fine-tuned model in the order of its outputs, LABEL_0 ... if unnamed; else [].
 
-    A model without names of its own has LABEL_0, LABEL_1, ... Raises HpctrainError if config.json cannot be
-    used.
+    Raises HpctrainError if config.json cannot be used.
     """
     head = task.model.__name__.removeprefix("AutoModel")  # such as ForSequenceClassification
     try:

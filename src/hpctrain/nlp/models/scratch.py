@@ -27,8 +27,7 @@ class Size(NamedTuple):
     vocabulary: int  # at most
 
 
-# Layers and hidden sizes of Turc et al. 2019 (arXiv 1908.08962), whose models all have the 30,522 subword
-# tokens of BERT.
+# Layers and hidden sizes of Turc et al. 2019 (arXiv 1908.08962), with BERT's 30,522 subword tokens.
 SIZES = {
     "tiny": Size(2, 128, 8000),
     "mini": Size(4, 256, 12000),
@@ -118,17 +117,13 @@ def make_config(config: str, kind: str) -> "PretrainedConfig":
 def cut_words(text: str) -> str:
     """The text, with a line break after each LONGEST_WORD characters that have no white space among them.
 
-    The time of the tokenizers' trainers grows with the square of a word: a text of a million such characters
-    takes hours.
+    Trainers of tokenizers need time with the square of a word: a million such characters take hours.
     """
     return re.sub(rf"\S{{{LONGEST_WORD}}}(?=\S)", r"\g<0>\n", text)
 
 
 def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTrainedTokenizerFast":
-    """A tokenizer with at most `vocabulary` subword tokens, but at least all bytes or common characters.
-
-    It is a function of the texts alone.
-    """
+    """A tokenizer of the texts alone, with at most `vocabulary` subword tokens, or more if bytes need it."""
     texts = [cut_words(text) for text in texts]
     # A word that occurs once gets no token of its own: the model would memorize it.
     options: dict[str, Any] = {"vocab_size": vocabulary, "min_frequency": 2, "show_progress": False}
@@ -160,8 +155,7 @@ def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTr
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(backend.normalizer.normalize_str(text))
-    # A character may take two tokens, one at the start of a word and one within; half of the vocabulary is
-    # left for longer ones.
+    # A character may take two tokens, at a word's start and within; half is left for longer ones.
     common = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))[
         : max(1, vocabulary // 4)
     ]
@@ -174,6 +168,5 @@ def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTr
     )
     within = sorted(token for token in backend.get_vocab() if token.startswith("##") and len(token) == 3)
     backend.train_from_iterator(texts, trainers.WordPieceTrainer(special_tokens=special + within, **options))
-    # The characters are not special tokens: a new tokenizer with this vocabulary treats them as ordinary
-    # ones.
+    # Not as special tokens: a new tokenizer with this vocabulary treats them as ordinary ones.
     return transformers.BertTokenizer(vocab=backend.get_vocab(), do_lower_case=False, strip_accents=False)

@@ -1,7 +1,4 @@
-"""--tensor-parallel N: which layers of a model are split over N ranks.
-
-transformers has the plan for its architecture.
-"""
+"""--tensor-parallel N: which layers are split over N ranks, by transformers' plan of the architecture."""
 
 import re
 from collections.abc import Callable
@@ -28,10 +25,7 @@ SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 def choose_strategy(
     model: transformers.PreTrainedModel, number: int, cpu_offload: bool
 ) -> Callable[..., ShardedStrategy]:
-    """The strategy of a Trainer for a sharded model whose layers are split over this number of ranks.
-
-    Raises HpctrainError.
-    """
+    """A Trainer's strategy for layers split over this number of ranks. Raises HpctrainError."""
     if number == 1:
         return partial(ShardedStrategy, cpu_offload=cpu_offload)
     return partial(ShardedStrategy, tensor_parallel=number, styles=choose_styles(model, number))

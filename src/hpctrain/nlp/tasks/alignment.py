@@ -15,8 +15,7 @@ class UnitAligner:
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
-        # WordPiece marks tokens that continue a word with a prefix. The others mark tokens that begin one,
-        # with a space.
+        # WordPiece marks tokens that continue a word; the others mark, with a space, those that begin one.
         self._prefix = getattr(backend.model, "continuing_subword_prefix", None) or ""
         self._spaces = {backend.token_to_id(space) for space in SPACES}
         self._tokenize_unit_cached = cache(self._tokenize_unit)  # a language has few characters

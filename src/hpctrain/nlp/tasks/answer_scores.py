@@ -32,10 +32,7 @@ def normalize_squad(text: str) -> str:
 
 
 def compute_f1(predicted: Sequence[str], correct: Sequence[str]) -> float:
-    """F1 of two multisets of characters or words; order does not count.
-
-    If one is empty, the other must be empty too.
-    """
+    """F1 of two multisets of characters or words. If one is empty, the other must be empty too."""
     if not predicted or not correct:
         return float(predicted == correct)
     same = (Counter(predicted) & Counter(correct)).total()

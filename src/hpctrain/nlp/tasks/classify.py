@@ -69,8 +69,7 @@ class LabelTask(Task[AnyLabeled]):
     ) -> Features:
         """One feature for each example.
 
-        A text that is too long is truncated at its end; of a pair, the longer text first. The model sees two
-        texts separated by [SEP].
+        Long texts are truncated at their end, of a pair the longer first; [SEP] separates two texts.
         """
         texts = [self.get_texts(example) for example in examples]
         encodings = list(

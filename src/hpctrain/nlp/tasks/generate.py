@@ -102,8 +102,7 @@ class LanguageModelTask(Task[AnyExample]):
     ) -> list[str]:
         """Continue each prompt by at most max_new_tokens, sampled with the seed from the top 95 % (top-p).
 
-        If a prompt is too long for the model, its beginning is left out. Raises UsageError if the model has
-        no positions for a prompt beside the new tokens.
+        A long prompt loses its beginning. Raises UsageError if the new tokens leave no position for it.
         """
         positions = _count_positions(model)
         room = positions - max_new_tokens
@@ -199,10 +198,7 @@ class Generate(LanguageModelTask[Passage]):
         max_length: int,
         stride: int,
     ) -> Features:
-        """Begin, prompt, text, end.
-
-        Anything longer than max_length has several windows; each token is predicted in one.
-        """
+        """Begin, prompt, text, end. A longer one has several windows; each token is predicted in one."""
         begin, end = _get_begin_and_end(tokenizer)
         columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
         units, example_of = [], []

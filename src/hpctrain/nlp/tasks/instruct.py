@@ -25,8 +25,7 @@ from hpctrain.text import first_line
 
 ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-# The chat template for tokenizers without one; it is saved with the model. An answer ends with the token for
-# the end of a text.
+# The template of tokenizers without one, saved with the model. An answer ends with the end-of-text token.
 TEMPLATE = (
     "{{ bos_token or eos_token }}{% for message in messages %}{{ '' if loop.first else '\\n' }}"
     "{{ '<|' + message['role'] + '|>\\n' + message['content'] "
@@ -44,10 +43,7 @@ class Conversation(Example):
 
 
 class Instruct(LanguageModelTask[Conversation]):
-    """Answer the messages of a user.
-
-    The loss is over all answers of the assistant, not over what they answer.
-    """
+    """Answer a user's messages. The loss is over all answers of the assistant, not the messages."""
 
     name = "instruct"
     title = "Instruction tuning"
@@ -92,10 +88,7 @@ class Instruct(LanguageModelTask[Conversation]):
         max_length: int,
         stride: int,
     ) -> Features:
-        """The conversation in the chat template of the tokenizer, truncated.
-
-        Labels are the tokens of the assistant's answers.
-        """
+        """The truncated conversation in the chat template; labels are the assistant's tokens."""
         rendered = [render(tokenizer, example) for example in examples]
         columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
         units, example_of, cut, lost = [], [], [], []

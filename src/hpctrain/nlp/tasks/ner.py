@@ -119,8 +119,7 @@ def find_entities(text):
         if SEPARATOR in first:
             numbered = ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line)
             return formats.read_examples(path, _parse_marked_line, numbered, skipped)
-        # Only the format with one character per line has a line for a space; but a token of CoNLL may be
-        # empty by mistake.
+        # Only the format of one character per line has lines for spaces, but CoNLL may miss a token.
         has_characters = sum(len(line.partition("\t")[0]) == 1 for line in filled) * 2 > len(filled)
         by_character = filled[0].startswith("## ") or (
             has_characters and any(line.startswith(" \t") for line in lines)
@@ -201,8 +200,7 @@ def find_entities(text):
         for i, (example, encoding) in enumerate(zip(examples, encodings, strict=True)):
             spans = split_units(example.text, example.by_token)
             ids, units = aligner.align(encoding, example.text, spans)
-            # Tag only units that have a token, so that B- is not lost on a space with which an entity begins
-            # by mistake.
+            # Tag only units with a token, so that B- is not lost on a space at the start of an entity.
             tagged = [unit for unit in units if unit != NO_UNIT]
             tags = iter(to_bio([spans[unit] for unit in tagged], example.entities))
             targets = [IGNORED if unit == NO_UNIT else number.get(next(tags), IGNORED) for unit in units]
@@ -345,10 +343,7 @@ def _is_comment(line: str) -> bool:
 
 
 def _make_from_json(location: str, item: dict[str, Any]) -> Sentence:
-    """The sentence of an object with tokens and their tags, or with text and entities.
-
-    `hpctrain predict` writes text and entities.
-    """
+    """The sentence of an object with tokens and tags, or text and entities, as hpctrain predict writes."""
     expected = "an object with tokens and tags, or with text and entities (start, end, type)"
     id_ = location.rpartition(", ")[2]
     if "tokens" in item:
@@ -382,10 +377,7 @@ def _make_from_json(location: str, item: dict[str, Any]) -> Sentence:
 
 
 def _parse_marked_line(location: str, line: str) -> Sentence:
-    """The sentence of a line `text␞text with <span:TAG>`; brackets that the text itself has are not marks.
-
-    In <<a:TAG>> the inner brackets are the mark.
-    """
+    """The sentence of `text␞text with <span:TAG>`; in <<a:TAG>> only the inner brackets are marks."""
     text, separator, marked = line.partition(SEPARATOR)
     if not separator:
         raise formats.line_error(location, f"expected the text, {SEPARATOR}, and the text with <span:TAG>")

@@ -49,10 +49,9 @@ class PairClassify(LabelTask[Pair]):
     def read(
         self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
     ) -> list[Pair]:
-        """Read the JSON list of KLUE, a tsv of KorNLI or KorSTS, or JSON Lines.
+        """Read the JSON list of KLUE, a tsv of KorNLI or KorSTS, or JSON Lines; errors name guid or line.
 
-        Errors name the guid of KLUE, else the line. KLUE-STS has a number for each pair, and a class made
-        from the number.
+        KLUE-STS has a number for each pair, and a class made from it.
         """
         expected = "KLUE-NLI's list of objects with guid, premise, hypothesis and gold_label"
         if columns:

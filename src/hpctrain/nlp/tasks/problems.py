@@ -1,7 +1,6 @@
 """Labels for --problem: several classes of a text (multi-label), or a number (regression).
 
-LabelTask.for_problem() combines a class of this module with a task. The methods here replace those of the
-task, which are for one class.
+LabelTask.for_problem() combines a class of this module with a task, whose methods for one class it replaces.
 """
 
 import math
@@ -95,8 +94,7 @@ class MultiLabel:
     def score(self, examples: Sequence[Any], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
         """F1 over all pairs of a text and a class (micro), and the mean F1 of the classes (macro).
 
-        The classes are those that the examples have. `exact_match` is the fraction of texts whose answer has
-        all of their classes and no other class.
+        For the classes that examples have. `exact_match`: the fraction of answers that have all classes right.
         """
         gold, predicted = (
             [{*example.label} for example in examples],

@@ -42,10 +42,7 @@ class SpanLogits(Protocol):
 
 
 class Qa(Task[Question]):
-    """Find the span of a text (context) that answers a question.
-
-    A long context has several windows, one feature each.
-    """
+    """Find the span of a text (context) that answers a question; long contexts have several windows."""
 
     name = "qa"
     title = "Question answering"
@@ -166,14 +163,12 @@ class Qa(Task[Question]):
         """The best spans of each window: at most TOP_SPANS of at most MAX_ANSWER tokens, [spans, 3].
 
         The best comes first. A span is its score (the sum of its two logits), and the characters of the
-        context where it starts and ends. If the question may have no answer, a last row is the score of no
-        answer, at NO_ANSWER.
+        context where it starts and ends. A last row is the score of no answer, at NO_ANSWER, if allowed.
         """
         outside = batch.tokens["start"] < 0  # [b, tokens]
         starts = output.start_logits.float().masked_fill(outside, -torch.inf)
         ends = output.end_logits.float().masked_fill(outside, -torch.inf)
-        # [b, tokens, MAX_ANSWER]: from each token to itself and to those after it, so that no span ends
-        # before it starts
+        # [b, tokens, MAX_ANSWER]: each token and those after it, so no span ends before its start
         scores = starts[:, :, None] + pad(ends, (0, MAX_ANSWER - 1), value=-torch.inf).unfold(
             1, MAX_ANSWER, 1
         )
@@ -292,15 +287,11 @@ def _has_span(example: Question) -> bool:
 
 
 def _locate_answer(example: Question, windows: list[_Window]) -> list[tuple[int, int] | None]:
-    """The first and the last token of the first answer in each window.
-
-    None for a window that does not contain all of the answer.
-    """
+    """First and last token of the first answer in each window; None unless it contains the whole answer."""
     if not _has_span(example):
         return [None] * len(windows)
     start, text = _strip_span(example.answers[0].start, example.answers[0].text)
-    # From the first token that ends after the start to the last that starts before the end; first > last if
-    # there is none.
+    # From the first token that ends after the start to the last before the end; first > last if none.
     spans = [
         (bisect_right(window.ends, start), bisect_left(window.starts, start + len(text)) - 1)
         for window in windows
@@ -349,10 +340,7 @@ def _find_cls(tokenizer: PreTrainedTokenizerFast, encoding: Encoding) -> int:
 
 
 def _strip_span(start: int, text: str) -> tuple[int, str]:
-    """The start and the text of a span without the white space around it.
-
-    Some tokens include the space before a word.
-    """
+    """A span's start and text without white space, which some tokens include before a word."""
     return start + len(text) - len(text.lstrip()), text.strip()
 
 

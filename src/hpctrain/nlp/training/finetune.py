@@ -111,10 +111,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
 
 
 def read_examples(task: Task, args: FineTuneOptions, world: World) -> dict[str, list[Any]]:
-    """The examples of "train", "validation" and "test".
-
-    A split without a file is taken from the training data.
-    """
+    """The "train", "validation" and "test" examples; splits without a file come from training."""
     skipped: list[HpctrainError] | None = None if args.strict else []
     path = resolve_data(args.data, world) if args.data else None
     with all_or_none(world):
@@ -330,9 +327,7 @@ def use_best_weights(model: PreTrainedModel, metric: str, args: FineTuneOptions,
 
 
 def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
-    """The weights of the evaluation with the best validation score, None if that is the last.
-
-    A collective call.
+    """The weights of the best validation, None if it is the last (collective).
 
     Raises HpctrainError, naming the checkpoint, if it is damaged.
     """

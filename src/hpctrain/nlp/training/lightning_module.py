@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 class FineTuneModule(LightningModule):
     """A model with its training and evaluation steps.
 
-    `steps` are the optimizer steps of all epochs. `class_weights`, [labels], weigh the training loss; the
-    loss of an evaluation stays as it is.
+    `steps`: optimizer steps of all epochs. `class_weights`, [labels], weigh the training loss alone.
     """
 
     class_weights: Tensor | None
@@ -63,10 +62,7 @@ class FineTuneModule(LightningModule):
     # --- training ---
 
     def configure_optimizers(self) -> "OptimizerLRSchedulerConfig":
-        """AdamW without decay of biases and norms.
-
-        The learning rate changes every step: it rises linearly to its peak, then falls linearly to 0.
-        """
+        """AdamW without decay of biases and norms; the rate rises linearly to its peak, then falls to 0."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},
@@ -87,8 +83,7 @@ class FineTuneModule(LightningModule):
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
         """Clip gradients to a norm of 1.
 
-        Lightning's own clipping refuses fused optimizers with bf16, because of a gradient scaler that bf16
-        does not use.
+        Lightning refuses fused optimizers with bf16, for a gradient scaler that bf16 does not use.
         """
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
@@ -131,10 +126,7 @@ class FineTuneModule(LightningModule):
             self._graphs.give_gradients()
 
     def on_train_end(self) -> None:
-        """Free the graphs, the gradients and the optimizer.
-
-        Lightning would copy them to the host, which takes seconds per GB.
-        """
+        """Free graphs, gradients and optimizer, which Lightning would copy to the host (seconds per GB)."""
         self._graphs = None
         for optimizer in self.trainer.optimizers:
             optimizer.state.clear()
@@ -143,11 +135,7 @@ class FineTuneModule(LightningModule):
     # --- evaluation ---
 
     def make_evaluation_loader(
-        self,
-        name: str,
-        examples: list[Any],
-        features: Features,
-        padding: dict[str, int],
+        self, name: str, examples: list[Any], features: Features, padding: dict[str, int]
     ) -> DataLoader:
         """The batches of this rank of the "validation" or the "test" set."""
         self._sets[name] = (examples, features)
@@ -212,10 +200,7 @@ class FineTuneModule(LightningModule):
         return self._task.choose_metric(examples) if self.class_weights is None else "f1"
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
-        """The score of an epoch by its validation.
-
-        The loss, if any, breaks ties, which are frequent with few examples.
-        """
+        """The score of an epoch; the loss, if any, breaks ties, frequent with few examples."""
         value = metrics[f"validation_{self.choose_metric(self._sets['validation'][0])}"]
         return value if self._task.higher_is_better else -value, -metrics.get("validation_loss", 0)
 
@@ -228,8 +213,7 @@ class FineTuneModule(LightningModule):
 def compute_weighted_loss(logits: Tensor, batch: TextBatch, class_weights: Tensor) -> Tensor:
     """The mean over the labels of a batch of their cross entropy, each times the weight of its class.
 
-    It is not divided by the sum of the weights, as torch does: in a batch without the rare class, that would
-    take the low weight of the others away again.
+    Torch divides by the sum of the weights: without the rare class, that would undo the others' low weight.
     """
     losses = cross_entropy(logits, batch.values["labels"], class_weights, reduction="sum")
     return losses / batch.units.sum()

@@ -16,14 +16,12 @@ from hpctrain.nlp.task import Task
 from hpctrain.options import Parser, add_device, add_kernels, positive, trainer_parser
 from hpctrain.training.batches import check_batch_size
 
-# A model from scratch needs a higher learning rate than a pretrained one. The sample data are small and need
-# many steps.
+# A model from scratch needs a higher learning rate; the small sample data need many steps.
 DEFAULTS = {"epochs": 3, "batch_size": 32, "lr": 5e-5}
 FROM_SCRATCH_DEFAULTS = {"epochs": 3, "batch_size": 32, "lr": 5e-4}
 SAMPLE_DEFAULTS = {"epochs": 20, "batch_size": 8, "lr": 1e-3}
 
-# Options that exclude or need each other: a condition, and the error where it holds. {NAME} stands for the
-# value of an option.
+# Options that exclude or need each other: a condition, and its error, with {NAME} for option values.
 REFUSED: list[tuple[Callable[[FineTuneOptions], object], str]] = [
     (
         lambda args: args.class_weights and args.problem,

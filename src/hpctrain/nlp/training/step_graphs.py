@@ -1,8 +1,7 @@
 """--cuda-graphs: record the thousands of kernels of a training step once; the GPU then starts them by itself.
 
 A short text keeps a GPU busy for less time than a processor needs to start each kernel on it. The kernels,
-and the random numbers of dropout, are those of a step without graphs, so the weights are the same, bit for
-bit.
+and dropout's random numbers, are those of a step without graphs, so the weights are the same, bit for bit.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -39,10 +38,7 @@ class StepGraphs:
         self._pool: Any = None
 
     def run(self, batch: TextBatch) -> Tensor:
-        """The loss of a batch; its gradients are computed, too.
-
-        Raises HpctrainError if the steps cannot be recorded.
-        """
+        """The loss of a batch, with its gradients. Raises HpctrainError if recording fails."""
         key = (batch.is_padded, batch.weight, *(tensor.shape for tensor in batch.tensors()))
         if key not in self._recorded and len(self._recorded) == MOST:
             self.give_gradients()
@@ -64,8 +60,7 @@ class StepGraphs:
 
     def _record(self, batch: TextBatch) -> _Recorded:
         batch = batch.map(Tensor.clone)
-        # First without recording: libraries prepare themselves in their first call, which must not be part of
-        # a graph.
+        # First without recording: in their first call libraries prepare themselves, which no graph may hold.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

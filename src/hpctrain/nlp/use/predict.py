@@ -108,20 +108,14 @@ def write_answers(
 
 
 def find_model_folder(folder: Path) -> Path:
-    """The model folder in a run folder; `folder` itself if it is not a run folder.
-
-    Raises HpctrainError if it has a pipe or a device.
-    """
+    """The model folder of a run folder, else `folder`. Raises HpctrainError for a pipe or a device."""
     found = folder / "model" if (folder / "model/config.json").exists() else folder
     refuse_pipes(found)
     return found
 
 
 def find_task(folder: Path) -> tuple[Task[Any], dict[str, Any]]:
-    """The task that a model was fine-tuned for, and the "hpctrain" part of its config.json.
-
-    Raises HpctrainError.
-    """
+    """The task of a fine-tuned model, and config.json's "hpctrain" part. Raises HpctrainError."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["hpctrain"]
         command = f"nlp.{config['task']}"

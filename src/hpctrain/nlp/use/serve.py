@@ -38,8 +38,7 @@ from hpctrain.text import first_line
 LARGEST_BODY = 2**20  # bytes of a request
 MOST_DIGITS = 100  # of a length; Python refuses to read thousands
 MOST_ROWS = 256  # examples of a request
-# Colors of entity types, in the order in which they appear; also for people who cannot see red or green (see
-# report.py).
+# Colors of entity types in order of appearance, also for people who cannot see red or green (report.py).
 COLORS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#0072b2")
 
 PAGE = """<!doctype html>
@@ -101,10 +100,7 @@ class Model:
                 self._try(requests, last=True)
 
     def _try(self, requests: list[tuple[list[tuple[str, ...]], Future]], last: bool = False) -> bool:
-        """Answer requests together; returns whether that succeeded.
-
-        On the last try, an error goes to the first request.
-        """
+        """Answer requests together; returns whether that succeeded. The last error goes to the first."""
         self._args.seed = next(self._numbers)  # each request gets another generated text
         rows = [row for rows, _ in requests for row in rows]
         try:
@@ -301,11 +297,7 @@ def parser() -> Parser:
         help="address to listen on; any but 127.0.0.1 is open to the network "
         "(default: 127.0.0.1; in a job a Unix socket)",
     )
-    add(
-        "--port",
-        type=int,
-        help="port to listen on; 0: a free one (default: 8000; in a job a Unix socket)",
-    )
+    add("--port", type=int, help="port to listen on; 0: a free one (default: 8000; in a job a Unix socket)")
     add_answer_options(options)
     return options
 
