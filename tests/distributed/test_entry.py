@@ -88,7 +88,7 @@ def test_an_operation_without_a_deterministic_implementation_is_one_line():
 
 
 def test_the_advice_of_cublas_stays():
-    """It names a variable. Leaving out --deterministic, which a script of a user may lack, is not the answer."""
+    """It names a variable. A script of a user may have no --deterministic to leave out."""
     advice = "you must set an environment variable CUBLAS_WORKSPACE_CONFIG"
     text = "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
     text += f"`at::Context::setDeterministicAlgorithms(true)`, but this is not deterministic: {advice}"
