@@ -94,7 +94,7 @@ class MultiLabel:
     def score(self, examples: Sequence[Any], answers: Sequence[dict[str, Any]]) -> dict[str, float]:
         """F1 over all pairs of a text and a class (micro), and the mean F1 of the classes (macro).
 
-        For the classes that examples have. `exact_match`: the fraction of answers that have all classes right.
+        For the classes that examples have. `exact_match`: the fraction of texts with all classes right.
         """
         gold, predicted = (
             [{*example.label} for example in examples],
