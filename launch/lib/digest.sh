@@ -1,10 +1,9 @@
 # The SHA-256 of a SIF, without reading its gigabytes at the start of each job. Sourced by launch/lib/main.sh.
 #
 # IMAGE.sif.digest, beside the SIF, is one line: "sha256:HEX SIZE MTIME". It is valid while the SIF has that
-# size and that time of modification, if it belongs to the owner of the SIF or to the user.
-# apptainer/build_sif.sh writes it; so does the first job, if it may write there. That job also writes the
-# digest alone to a file in HPCTRAIN_CACHE, whose name depends on path, size and time of the SIF; a trainer
-# reads it when it finishes (run.py).
+# size and time of modification, if it belongs to the owner of the SIF or to the user. apptainer/build_sif.sh
+# or the first job writes it, if it may. That job also writes the digest to a file in HPCTRAIN_CACHE, named by
+# path, size and time of the SIF; a trainer reads it when it finishes (run.py).
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # DIGEST and DIGEST_PENDING are read by main.sh
 

@@ -129,9 +129,8 @@ export_job_env() {
     export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}
     export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-536870912}
     export MASTER_ADDR=${MASTER_ADDR:-${HOSTS[0]}}
-    # Each job has a port of its own, so that two on a node do not collide; so has each restart, whose old
-    # port may still linger. Below 32768, where the kernel's ephemeral ports begin.
-    # The number of a PBS array job is like 123[4].
+    # Each job has its own port, so that two on a node do not collide, and each restart, as its old one may
+    # linger; below the kernel's ephemeral ports (32768). The number of a PBS array job is like 123[4].
     number=${JOB//[!0-9]/}
     port=$((20000 + (10#0$number * 8 + ${SLURM_RESTART_COUNT:-0}) % 12000))
     export MASTER_PORT=${MASTER_PORT:-$(first_free_port "$port")}

@@ -3,9 +3,8 @@
 #
 # Apptainer has --sharens for that since 1.3, for processes with one parent. Here each task has a shell of its
 # own as the parent of its rank (shield_from_term), and the process that starts with --sharens ends last,
-# whenever its rank ends. So the first task starts a container that only reads from a pipe, and the tasks
-# enter that one as an instance. The shells of all tasks have the pipe open: the container ends when the last
-# of them has ended, however it ended.
+# whenever its rank ends. So the first task starts a container that only reads from a pipe, which the tasks
+# enter as an instance. All their shells have the pipe open: the container ends with the last of them.
 #
 # The folder HPCTRAIN_NODE_CONTAINER on the disk of the node, whose name is new in each launch, has
 #   tasks/RANK    one for each task; the last task removes the whole folder

@@ -81,8 +81,7 @@ run_as_child() {
     return $status
 }
 
-# Without it the child would live on. horovodrun waits for the end of what it has sent SIGTERM, and of all
-# that has its output.
+# Otherwise the child lives on. horovodrun waits for what it has sent SIGTERM, and for what has its output.
 # shellcheck disable=SC2329 # a trap calls it
 pass_on_term() {
     ASKED=1
@@ -143,9 +142,8 @@ fi
 export HPCTRAIN_NODE_TASK HPCTRAIN_NODE_TASKS
 
 # The caches that are in /tmp by default (launch/sites/generic.env), and the kernels of torch.compile: torch
-# makes their folder at import, and its own default is a name that others can make first, too. Where somebody
-# else has the name, the tasks of the node use another folder of this user, or make one whose name nobody else
-# can know before.
+# makes their folder at import, and its own default is a name that others can make first, too. If somebody
+# else has the name, the node's tasks use another folder of this user, or make one with an unknown name.
 own=/tmp/hpctrain-$UID
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$own/inductor}
 for name in HPCTRAIN_CACHE HF_HOME TORCH_HOME MPLCONFIGDIR TORCHINDUCTOR_CACHE_DIR; do

@@ -1,5 +1,4 @@
-# podman-hpc (NERSC): one container per node, which all tasks of the node enter, because MPI ranks in separate
-# containers do not find each other.
+# podman-hpc (NERSC): one container per node for all its tasks; in separate ones MPI ranks find no others.
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 

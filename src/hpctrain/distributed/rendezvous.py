@@ -66,8 +66,7 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
             device_id=device if device.type == "cuda" else None,
         )
     except dist.DistBackendError as error:
-        # Its last line is what NCCL says, such as "Duplicate GPU detected : rank 0 and rank 1 both on CUDA
-        # device 60".
+        # Its last line is NCCL's, such as "Duplicate GPU detected : rank 0 and rank 1 both on CUDA ...".
         raise HpctrainError(
             f"{_describe(world)}, {device}: NCCL cannot start ({str(error).strip().splitlines()[-1]}): "
             "give each rank a GPU of its own (--gpus-per-node as large as --ntasks-per-node), "
