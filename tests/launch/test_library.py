@@ -719,13 +719,20 @@ def test_a_job_submitted_from_another_folder_names_what_is_missing(programs, tmp
 @pytest.mark.parametrize("name", ["HPCTRAIN_ROOT", "SLURM_SUBMIT_DIR", "PBS_O_WORKDIR"])
 def test_the_copy_that_a_scheduler_runs_finds_the_other_files(programs, tmp_path, name):
     """Slurm runs a copy from its spool folder; each script has the same line for that."""
-    line = re.search(r"^\. .*\n .*\n", (REPOSITORY / "launch/apptainer_ddp.sh").read_text(), re.M)[0]
+    line = re.search(r"^\. .*\n( .*\n)+", (REPOSITORY / "launch/apptainer_ddp.sh").read_text(), re.M)[0]
     for script in [*SCRIPTS, "check.sh"]:
         assert (REPOSITORY / "launch" / script).read_text().count(line) == 1, script
     copy = shutil.copy(REPOSITORY / "launch/local.sh", tmp_path / "slurm_script")
     env = programs | {"HPCTRAIN_ROOT": "", name: str(REPOSITORY)}
     done = subprocess.run([copy, "--dry-run", "check"], env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "launcher torchrun" in done.stdout, done.stderr
+
+
+def test_a_script_runs_by_its_name_alone_in_its_own_folder():
+    """$0 has no slash then. It said: submit from the hpctrain folder."""
+    command = ["bash", "local.sh", "--help"]
+    done = subprocess.run(command, cwd=REPOSITORY / "launch", env=BARE, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("Run a trainer"), done.stderr
 
 
 def test_the_other_tasks_of_srun_say_nothing(programs, tmp_path):
