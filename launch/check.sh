@@ -20,7 +20,8 @@
 set -euo pipefail
 
 # Slurm runs a copy of this script, which has no other files beside it.
-. "${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-${0%/*}/..}}}/launch/lib/main.sh" 2>/dev/null ||
+. "${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib/main.sh" \
+    2>/dev/null ||
     { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2 && exit 2; }
 
 [[ ${1:-} != --help && ${1:-} != -h ]] || { SCRIPT=apptainer_ddp.sh && usage && exit; }

@@ -136,8 +136,9 @@ _hpctrain_detect() {
                 ;;
             HOST) value=$(uname -n) ;;
             CLUSTER)
-                value=$(scontrol show config 2>/dev/null | sed -n 's/^ClusterName *= *//p')
-                value=${SLURM_CLUSTER_NAME:-$value}
+                value=${SLURM_CLUSTER_NAME:-}
+                [ -n "$value" ] ||
+                    value=$(scontrol show config 2>/dev/null | sed -n 's/^ClusterName *= *//p')
                 ;;
             *) _hpctrain_value "${entry%%=*}" && value=$_hpctrain_reply ;;
             esac

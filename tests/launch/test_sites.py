@@ -273,6 +273,17 @@ def test_by_slurm_and_by_the_name_of_the_machine(launch, tmp_path):
         assert env["HPCTRAIN_SITE"] == "neuron", done.stderr
 
 
+def test_a_job_that_knows_its_cluster_does_not_ask_slurm(launch, tmp_path):
+    """Each of thousands of jobs would ask the controller."""
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f"#!/bin/sh\necho asked >>{tmp_path}/asked\n")
+    scontrol.chmod(0o755)
+    job = {"SLURM_CLUSTER_NAME": "sockeye", "PATH": f"{scontrol.parent}:{BARE['PATH']}"}
+    done, env = source(launch, env=job)
+    assert env["HPCTRAIN_SITE"] == "sockeye" and not (tmp_path / "asked").exists(), done.stderr
+
+
 @pytest.mark.parametrize("entry", ["=x", "TOY-HOST=x", "TOY[*]=x", "1=x", "TOY"])
 def test_a_way_to_detect_that_is_wrong_is_named(launch, entry):
     (launch / "sites/mine.env").write_text(f"NCCL_NET=x\nSITE_DETECT={entry}\n")

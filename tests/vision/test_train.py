@@ -528,6 +528,11 @@ BAD_INPUT = [
         2,
         "--devices 4, but without a launcher there is 1 rank on this node: make them equal",
     ),
+    (
+        ["train_lightning", "--num-nodes", "2"],
+        2,
+        "--num-nodes 2, but without a launcher there is 1 rank on 1 node: make them equal",
+    ),
     (["train_horovod", "--warmup-epochs", "-1"], 2, "--warmup-epochs -1 is below zero"),
     (
         ["train_horovod"],

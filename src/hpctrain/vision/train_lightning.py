@@ -182,9 +182,9 @@ def parse(arguments: list[str], world: World) -> LightningOptions:
             "make them equal, or leave --devices out"
         )
     if args.num_nodes not in (None, world.nodes):
-        nodes = counted(world.nodes, "node")
+        ranks = counted(world.size, "rank")
         raise UsageError(
-            f"--num-nodes {args.num_nodes}, but {started} ranks on {nodes}: "
+            f"--num-nodes {args.num_nodes}, but {started} {ranks} on {counted(world.nodes, 'node')}: "
             "make them equal, or leave --num-nodes out"
         )
     args.devices, args.num_nodes = world.local_size, world.nodes

@@ -416,6 +416,8 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused_before_the_data_are_read
             "--model and --from-scratch exclude each other: give only one",
         ),
         (["--epochs", "-1"], "argument --epochs: -1 is negative: give 0 or more"),
+        (["--epochs", "x"], "argument --epochs: invalid int value: 'x'"),
+        (["--warmup", "x"], "argument --warmup: invalid float value: 'x'"),
         (["--warmup", "2"], "argument --warmup: 2 is not a fraction: give a number from 0 to 1"),
         (["--batch-size", "0"], "0 is not above zero"),
     ],

@@ -91,6 +91,10 @@ def fraction(text: str) -> float:
     return value
 
 
+# argparse prints these names: "invalid int value"
+non_negative.__name__, fraction.__name__ = "int", "float"
+
+
 def make_parser(task: Task) -> Parser:
     """The parser of `hpctrain nlp.<task>`."""
     parser = trainer_parser(
