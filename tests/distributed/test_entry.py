@@ -76,7 +76,7 @@ def test_a_broken_pipe_ends_without_a_message():
 
 
 def test_an_operation_without_a_deterministic_implementation_is_one_line():
-    """torch 2.13 raises RuntimeError, whose text names use_deterministic_algorithms()."""
+    """torch 2.13 raises RuntimeError, whose text names the operation and use_deterministic_algorithms()."""
     code = (
         "import hpctrain, torch\n"
         "torch.use_deterministic_algorithms(True)\n"
@@ -85,3 +85,12 @@ def test_an_operation_without_a_deterministic_implementation_is_one_line():
     done = python(code)
     message = "--deterministic: put_ does not have a deterministic implementation: leave the option out"
     assert (done.returncode, done.stderr) == (1, f"hpctrain: error: {message}\n")
+
+
+def test_the_advice_of_cublas_stays():
+    """It names a variable. Leaving out --deterministic, which a script of a user may lack, is not the answer."""
+    advice = "you must set an environment variable CUBLAS_WORKSPACE_CONFIG"
+    text = "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
+    text += f"`at::Context::setDeterministicAlgorithms(true)`, but this is not deterministic: {advice}"
+    done = python(f"import hpctrain\ndef fail(_): raise RuntimeError({text!r})\nhpctrain.main(fail)")
+    assert done.returncode == 1 and done.stderr.endswith(f"{advice}\n"), done.stderr

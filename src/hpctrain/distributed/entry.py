@@ -87,8 +87,9 @@ def _explain(error: BaseException) -> HpctrainError | None:
     """The error for the user, if it is one that the user can fix."""
     if isinstance(error, HpctrainError):
         return error
-    # torch has no class for this error. Its text names the function that asked for it (torch 2.13).
-    if isinstance(error, RuntimeError) and "use_deterministic_algorithms" in (text := first_line(error)):
+    # torch has no class for this error. Its text names the operation, then the setting (torch 2.13).
+    setting = "you set 'torch.use_deterministic_algorithms(True)'"
+    if isinstance(error, RuntimeError) and setting in (text := first_line(error)):
         return HpctrainError(f"--deterministic: {text.partition(',')[0]}: leave the option out")
     # print() names no file
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.filename:
