@@ -58,6 +58,7 @@ def test_a_trainer_that_would_train_alone_on_each_rank_is_refused(tmp_path, pack
     if package == "lightning":
         separate = run(tmp_path, script, "separate", **TORCHRUN)
         assert (separate.returncode, separate.stdout) == (0, "trained\n"), separate.stderr
+        assert "hpctrain: warning" not in separate.stderr, separate.stderr
 
 
 # ---- other scripts ----

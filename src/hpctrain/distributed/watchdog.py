@@ -113,6 +113,7 @@ class Watchdog:
         if not ranks:
             return
         entries = store.multi_get([_key(rank) for rank in ranks])
+        newer: dict[int, Heartbeat] = {}
         for rank, entry in zip(ranks, entries, strict=True):
             text = verify(entry, "heartbeat of", rank)
             if text is None:
@@ -120,7 +121,8 @@ class Watchdog:
             heartbeat = Heartbeat(*json.loads(text))
             # Other users can write an earlier heartbeat again, so that a lost rank seems to live.
             if heartbeat > self._heartbeats.get(rank, ()):
-                self._heartbeats = self._heartbeats | {rank: heartbeat}
+                newer[rank] = heartbeat
+        self._heartbeats = self._heartbeats | newer  # in one step, for the other thread
 
     def _check_ranks(self) -> None:
         """End the process when a rank is lost or no step finishes."""

@@ -74,6 +74,8 @@ def _before_step(*_: object) -> None:
 
 @functools.cache  # the first step only
 def _warn_of_lone_ranks() -> None:
+    if _count_ranks() == 1:  # the script has unset the variable, for separate trainings
+        return
     if not _has_joined():
         advice = (
             "call torch.distributed.init_process_group() first, or start a script for Horovod with "
