@@ -66,9 +66,18 @@ def test_a_script_without_argparse(tmp_path):
         again.resume(CPU, 2, torch.nn.Linear(2, 1))
 
 
-def test_an_interval_that_is_none_is_refused():
-    with pytest.raises(UsageError, match="checkpoint_every='often': give a number of steps"):
-        RunOptions(checkpoint_every="often")
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"checkpoint_every": "often"}, "checkpoint_every='often': give a number of steps"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints=0: keep at least 1"),
+        ({"on_nan": "skpi"}, 'on_nan=\'skpi\': choose "stop" or "skip"'),
+    ],
+)
+def test_a_wrong_value_is_one_line(wrong, message):
+    """argparse checks the command line; a script has no argparse."""
+    with pytest.raises(UsageError, match=message):
+        RunOptions(**wrong)
 
 
 def test_prune_ends_the_run_after_the_checkpoint_of_an_epoch(tmp_path):

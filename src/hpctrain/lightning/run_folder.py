@@ -159,8 +159,11 @@ class RunFolder(Checkpoint):
 
     @property
     def resume_from(self) -> Path | None:
-        """The checkpoint that the run resumes from, in its own folder or in the folder of another run."""
-        return self._run.resume_from
+        """The checkpoint that the run resumes from, in its own folder or in the folder of another run.
+
+        None in a new run, and before the Trainer has begun.
+        """
+        return self._run.resume_from if hasattr(self, "_run") else None
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
         """The newest checkpoint that fits, in CPU memory; None in a new run (collective)."""

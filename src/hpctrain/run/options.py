@@ -45,7 +45,7 @@ class RunOptions:
                       with the same ones. `precision`: "bf16" compares the speed with a GPU's peak in bf16
     prune             called on all ranks after the evaluation of an epoch; True ends the run
 
-    Raises UsageError if `checkpoint_every` is not an interval.
+    Raises UsageError for a value that is none of these.
     """
 
     out: str | Path | None = None
@@ -68,6 +68,10 @@ class RunOptions:
             raise UsageError(
                 f"checkpoint_every={self.checkpoint_every!r}: give a number of steps (500) or a time (10min)"
             ) from None
+        if self.keep_checkpoints < 1:
+            raise UsageError(f"keep_checkpoints={self.keep_checkpoints}: keep at least 1")
+        if self.on_nan not in ("stop", "skip"):
+            raise UsageError(f'on_nan={self.on_nan!r}: choose "stop" or "skip"')
 
     @classmethod
     def from_args(cls, options: Mapping[str, Any]) -> "RunOptions":
