@@ -4,6 +4,7 @@ import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 from collections import Counter
 from functools import partial
@@ -85,6 +86,12 @@ def test_the_examples_are_short():
     for path in EXAMPLES.values():
         lines = path.read_text().splitlines()
         assert len(lines) < 60 and 5 < sum("# hpctrain" in line for line in lines) < 20, path
+
+
+def test_there_is_no_checkpoint_before_the_trainer_has_begun(tmp_path):
+    code = f"from hpctrain.lightning import RunFolder; print(RunFolder({str(tmp_path)!r}).resume_from)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "None\n", done.stderr
 
 
 @pytest.mark.slow
