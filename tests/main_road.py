@@ -71,7 +71,8 @@ MAIN_ROAD = {
         "docs/test_readme.py::test_on_this_machine[README.md]",  # nlp.pair
         "nlp/test_cluster.py::test_four_ranks_on_two_nodes_score_as_one_process_does[qa]",
         "nlp/test_cluster.py::test_four_ranks_on_two_nodes_score_as_one_process_does[generate]",
-        "nlp/test_cluster.py::test_a_model_split_over_two_nodes_gives_the_loss_of_one_process[tensor-parallel]",
+        "nlp/test_cluster.py::test_a_model_split_over_two_nodes_gives_the_loss_of_one_process"
+        "[tensor-parallel]",
     ],
     "`hpctrain serve` shows a model": [
         "nlp/use/test_serve.py::test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer"

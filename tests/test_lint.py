@@ -23,7 +23,8 @@ TOOLS = Path(sys.executable).parent
 
 # Files whose words are not ours: pins, data, a license, patches. This file holds the words that it looks for.
 FOREIGN = re.compile(
-    r"LICENSE|.*\.lock|containers/locks/.*\.debian|containers/patches/.*|src/hpctrain/nlp/samples/.+/.*|.*\.png"
+    r"LICENSE|.*\.lock|containers/locks/.*\.debian|containers/patches/.*"
+    r"|src/hpctrain/nlp/samples/.+/.*|.*\.png"
 )
 OURS = {
     name: text for name, text in TEXTS.items() if not FOREIGN.fullmatch(name) and name != "tests/test_lint.py"
@@ -61,8 +62,10 @@ PHRASES = [
 # British forms, each with what to write. A word in capitals is a name, such as Slurm's state CANCELLED.
 BRITISH = {
     r"\w*(behavi|col|endeav|fav|flav|harb|hon|lab|neighb|rum|vap)our\w*": "-or",
-    r"\w*(author|categor|central|character|container|custom|emphas|final|general|initial|local|maxim|memor|minim|modular|normal"
-    r"|optim|organ|parallel|penal|prior|quant|random|real|recogn|serial|special|stabil|standard|summar|synchron|token|util|vector"
+    r"\w*(author|categor|central|character|container|custom|emphas|final|general"
+    r"|initial|local|maxim|memor|minim|modular|normal"
+    r"|optim|organ|parallel|penal|prior|quant|random|real|recogn|serial|special|stabil|standard"
+    r"|summar|synchron|token|util|vector"
     r"|virtual|visual)is(e|es|ed|er|ers|ing|able|ation|ations)": "-ize",
     r"(analy|cataly|paraly)s(e|ed|er|ers|ing)": "-yze",
     r"\w*(cent|fib|lit|kilomet|millimet|calib|theat)re(s|d)?": "-er",

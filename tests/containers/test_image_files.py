@@ -180,8 +180,10 @@ def test_no_secret_and_no_name_of_the_build_machine(image):
 def test_nothing_is_left_of_the_build(image):
     """Nothing that only installers, compilers or manuals need, and no bytecode that Python would reject."""
     left = (
-        r".*\.(a|o|la|cmake|pc|pxd|pyx)|/usr/include/.+|.*/bin/(gcc|cc|c\+\+|g\+\+|ld|as|make|cmake)(-[0-9]+)?"
-        r"|/var/lib/apt/lists/.+|/var/cache/apt/.*(\.deb|\.bin)|.*/\.cache/.*|/var/log/(apt|dpkg).*|/var/lib/.*-old"
+        r".*\.(a|o|la|cmake|pc|pxd|pyx)|/usr/include/.+"
+        r"|.*/bin/(gcc|cc|c\+\+|g\+\+|ld|as|make|cmake)(-[0-9]+)?"
+        r"|/var/lib/apt/lists/.+|/var/cache/apt/.*(\.deb|\.bin)|.*/\.cache/.*"
+        r"|/var/log/(apt|dpkg).*|/var/lib/.*-old"
         r"|/usr/share/(man|locale)/.+|/opt/.*/site-packages/.*/tests?/.*"
     )
     assert names(image, lambda name, file: not file.info.isdir() and re.fullmatch(left, name)) == []

@@ -186,7 +186,8 @@ class ImageLoader(DataLoader):
         )
 
     # A generator: workers must start at the first batch, when Lightning has set the epoch.
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]  # torch names its own class
+    # torch declares an iterator class of its own.
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]
         for batch in super().__iter__():
             if isinstance(batch, HpctrainError):
                 raise batch

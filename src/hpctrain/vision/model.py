@@ -39,7 +39,8 @@ class ResNet50(nn.Module):
         super().__init__()
         from transformers import ResNetConfig, ResNetForImageClassification  # takes seconds to import
 
-        config = ResNetConfig(num_channels=channels, num_labels=classes)  # type: ignore[call-arg]  # an option of its base class
+        # num_labels is an option of the base class.
+        config = ResNetConfig(num_channels=channels, num_labels=classes)  # type: ignore[call-arg]
         self.net = ResNetForImageClassification(config)
 
     def forward(self, images: Tensor) -> Tensor:
