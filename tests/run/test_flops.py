@@ -56,6 +56,7 @@ def test_bert_base(bert):
 def test_llama():
     shape = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "num_attention_heads": 8}
     config = LlamaConfig(**shape, num_key_value_heads=2, vocab_size=1000, attn_implementation="sdpa")
+    config.use_cache = False  # as in training
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model.activation_checkpointing_enable()

@@ -310,8 +310,10 @@ def train(
     trainer.fit(module, batches, validation, ckpt_path=run.resume_from)
 
 
-def run_empty(model: torch.nn.Module, length: int) -> dict[str, Tensor]:
+def run_empty(model: PreTrainedModel, length: int) -> dict[str, Tensor]:
     """The output of a model without values, for a text of this length in tokens."""
+    # without a cache, transformers looks at positions, which have no values, for several texts in a row
+    model.config.use_cache = True
     return model(input_ids=torch.zeros(1, length, dtype=torch.int64, device="meta"))
 
 
