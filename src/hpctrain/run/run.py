@@ -107,7 +107,7 @@ class Run:
                 self.print(f"run folder {folder}, {world.extent} ({world.launcher}), {device.type}")
                 self._metrics = Metrics(self.folder, options.wandb, self._owner.check)
         self._watchdog = Watchdog(world, options.watchdog, self._log)
-        self._options, self._device = options, device
+        self._options, self.device = options, device
         profile = None
         if options.profile and world.rank == 0:
             profile = Profile(self.folder / "profile", trainer, world, device)
@@ -224,7 +224,7 @@ class Run:
 
     def count_flops(self, count: Callable[[], float | None]) -> None:
         """On a GPU, add FLOP/s to the speed in result.json. `count` (slow) returns those of an example."""
-        if self.world.rank == 0 and self._device.type == "cuda":
+        if self.world.rank == 0 and self.device.type == "cuda":
             self._flops = count()
 
     def check_steps(self, steps: int) -> None:
@@ -284,7 +284,7 @@ class Run:
         if self._bar:
             self._bar.update()
         if self._step % -(-self._steps // 5) == 0 and self._unlogged:
-            own = [float(self._loss_sum), peak_memory(self._device), gpu_percent(self._device)]
+            own = [float(self._loss_sum), peak_memory(self.device), gpu_percent(self.device)]
             losses, memory, use = zip(*gather(self.world, own), strict=True)
             now = time.perf_counter()
             values["examples_per_s"] = self._unlogged * self._examples / (now - self._since)
@@ -426,15 +426,15 @@ class Run:
         """
         self._watchdog.stop()
         self._wait_for_checkpoint()
-        self.log(f"peak memory of this rank: {peak_memory(self._device):.1f} MB")
+        self.log(f"peak memory of this rank: {peak_memory(self.device):.1f} MB")
         tokens = gather_tokens(self.world, self.times)
-        most = gather_most(self.world, self._device, self.times)
+        most = gather_most(self.world, self.device, self.times)
         if self.world.rank != 0:
             return
         self._owner.check()
         speed = self.times.figures(self._examples, *tokens)
         if self._flops and "examples_per_s" in speed:
-            name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
+            name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
             precision = self._options.others.get("precision", "fp32")
             flops_per_s = speed["examples_per_s"] * self._flops / self.world.size
             speed |= utilization(flops_per_s, name, precision)

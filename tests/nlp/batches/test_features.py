@@ -50,7 +50,8 @@ def test_padding_does_not_change_the_output(task, tmp_path):
     args = parse_options(module, ["--epochs", "0"])
     model = initial_model.load_model(module, tmp_path / "model", tokenizer, labels, args).eval()
     made = module.tokenize(tokenizer, examples, labels, module.max_length, module.stride)
-    step = FineTuneModule(module, model, labels, args, SimpleNamespace(world=ALONE), 1)
+    run = SimpleNamespace(world=ALONE, device=torch.device("cuda"))
+    step = FineTuneModule(module, model, labels, args, run, 1)
     padding = {**module.padding, "input_ids": tokenizer.pad_token_id}
     with torch.no_grad():
         alone, both = (
@@ -61,6 +62,17 @@ def test_padding_does_not_change_the_output(task, tmp_path):
     width = () if task in ("classify", "pair") else (slice(None, first.shape[1]),)
     assert made.lengths[-1] > made.lengths[0]
     assert torch.allclose(beside[(slice(0, 1), *width)], first, atol=1e-5)
+    # on a GPU, where lengths are rounded up, the loss is the same
+    losses = {}
+    for device in ("cpu", "cuda"):
+        run.device = torch.device(device)
+        step = FineTuneModule(module, model, labels, args, run, 1)
+        (batch,) = step.make_evaluation_loader("test", examples, made, padding)
+        with torch.no_grad():
+            losses[batch.attention_mask.shape[1]] = module.compute_loss(step(batch), batch).item()
+    longest = int(made.lengths.max())
+    assert list(losses) == list(dict.fromkeys([longest, min(module.max_length, -(-longest // 8) * 8)]))
+    assert max(losses.values()) - min(losses.values()) < 1e-5
 
 
 def test_cache_key_depends_on_text_label_tokenizer_length_stride_and_task():

@@ -384,7 +384,12 @@ def test_metric_that_selects_the_epoch_fits_the_language():
         "f1_word": 1,
     }
     step = FineTuneModule(
-        TASK, torch.nn.Linear(1, 1), [], SimpleNamespace(tensor_parallel=1), SimpleNamespace(world=ALONE), 1
+        TASK,
+        torch.nn.Linear(1, 1),
+        [],
+        SimpleNamespace(tensor_parallel=1),
+        SimpleNamespace(world=ALONE, device=torch.device("cpu")),
+        1,
     )
     metrics = {"validation_f1_char": 0.2, "validation_f1_word": 0.1, "validation_loss": 3.0}
     for example, best in ((korean, 0.2), (english, 0.1)):

@@ -305,8 +305,7 @@ def train(
     if state:
         sampler.skip(run.epoch + 1, state["step"])
         del state  # as large as the model and its optimizer
-    longest = args.max_length if args.cuda_graphs else 0
-    batches = make_loader(features, padding, sampler, bool(args.pack), longest)
+    batches = make_loader(features, padding, sampler, bool(args.pack), module.round_up_to)
     trainer.fit(module, batches, validation, ckpt_path=run.resume_from)
 
 

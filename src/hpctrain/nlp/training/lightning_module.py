@@ -58,6 +58,8 @@ class FineTuneModule(LightningModule):
         self._sets: dict[str, tuple[list[Any], Features]] = {}
         self._predictions: list[tuple[int, Any]] = []
         self._graphs: StepGraphs | None = None  # with --cuda-graphs, from the first step on
+        # the longest batch whose length is rounded up: see make_loader()
+        self.round_up_to = args.max_length if run.device.type == "cuda" else 0
 
     # --- training ---
 
@@ -148,7 +150,7 @@ class FineTuneModule(LightningModule):
         # the first example is repeated, in a batch that does not count.
         most = -(-len(features.lengths) // (batch_size * world.size))
         batches += [(torch.tensor([0]), 0.0)] * (most - len(batches))
-        return make_loader(features, padding, batches)
+        return make_loader(features, padding, batches, round_up_to=self.round_up_to)
 
     def on_validation_epoch_start(self) -> None:
         """Reset the predictions and the sums: of the loss over all labels, and of the labels."""
