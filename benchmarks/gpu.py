@@ -1,574 +1,234 @@
-"""Everything that needs a GPU, in one command: are the trainers right on CUDA, and how fast are they.
+"""Everything that needs a GPU, in about ten minutes: how fast are the trainers, and are they right.
 
-    python benchmarks/gpu.py
     python benchmarks/gpu.py --data nsmc
-    python benchmarks/gpu.py --dry-run      on a CPU, with tiny sizes: shows only that everything runs
+    python benchmarks/gpu.py --data nsmc --budget 780     ends after 780 seconds, whatever is left
+    python benchmarks/gpu.py --dry-run                    on a CPU, with tiny sizes: shows only that it runs
 
-It runs the commands that users run, with this Python, one after the other on one GPU, and writes gpu.json and
-gpu.png. The same command again runs what failed or is missing in that gpu.json, if it is of this GPU and
-these versions. A GPU adds up in another order than a CPU, so that only nearly the same weights are expected
-of the two; a resumed run is expected to give the very same. The speed of text models comes from nlp.py,
-beside a tutorial's loop and transformers' Trainer.
+The cases come in the order of their worth. In each, the ways take turns in one process. Every turn is a line
+of gpu.jsonl as it happens; the table gpu.md and the picture gpu.png follow after each case. The same command
+again measures what is missing, failed, or was measured with other code, versions or options.
 """
 
 import argparse
-import copy
+import hashlib
 import json
 import os
 import platform
-import random
-import re
-import shutil
+import queue
+import signal
 import statistics
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-import transformers
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.checkpoints import checkpoint
-from hpctrain.files.digests import weights_sha256
+import hpctrain
+from hpctrain.files import atomic
 from hpctrain.files.plain import open_plain
-from hpctrain.nlp.models.model_folder import save_model
-from hpctrain.nlp.models.scratch import create_model, make_config
 from hpctrain.run.charts import folder_for_matplotlib
-from hpctrain.run.config import revision, versions, write_json
-from hpctrain.vision.data import load_digits
-from hpctrain.vision.model import MnistNet
+from hpctrain.run.config import versions
 
-HPCTRAIN = [sys.executable, "-m", "hpctrain"]
-TASKS = ("classify", "pair", "ner", "qa", "generate", "instruct")
-# Without TF32, in which cuDNN computes convolutions of fp32 by default. A CPU has nothing of the kind.
-EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
-CLOSE = 0.01  # the largest difference of a weight, or the difference of a test loss, between CPU and GPU
-# Layers, hidden size, heads, key-value heads, size of the feed-forward layer: those of Llama 3.2 1B
-# (huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json), and a tiny one. The vocabulary is that of
-# the sample data.
-LLAMA = {False: (16, 2048, 32, 8, 8192), True: (2, 64, 4, 2, 128)}
-TIMEOUT = 600  # seconds for a command
-WINDOW = 384  # tokens of a window of KorQuAD, whose contexts fill most windows
+HERE = Path(__file__).parent
+LIBRARIES = ("transformers", "lightning", "accelerate", "peft", "liger-kernel", "triton")
+OURS = "hpctrain"  # ways whose names begin so are ours
 
 
-class Failed(Exception):
-    """A command failed, or a figure is not what it has to be."""
+class Case(NamedTuple):
+    """What is measured side by side; `name` is that of gpu_speed.py, or "checks"."""
+
+    name: str
+    title: str
+    unit: str = ""  # of a speed
+    turns: int = 1
 
 
-def run(command: list[str], *options: object, **variables: str) -> str:
-    """Run a command, with more environment variables; returns its output.
+CASES = (
+    Case("machine", "The machine"),
+    Case("reviews", "BERT-base, film reviews, batches of 32", "reviews", 3),
+    Case("windows", "BERT-large, windows of 384 tokens, batches of 64", "windows", 2),
+    Case("lora", "Llama of 1.2 billion weights with LoRA, batches of 16", "conversations", 2),
+    Case("whole", "Llama of 1.2 billion weights, all trained, batches of 16", "conversations", 2),
+    Case("images", "ResNet-50, 224 pixels, batches of 256", "images", 2),
+    Case("shapes", "BERT-base, film reviews: lengths, and attention of cuDNN", "reviews", 2),
+    Case("windows-compiled", "BERT-large, compiled", "windows"),
+    Case("whole-compiled", "Llama of 1.2 billion weights, all trained, compiled", "conversations"),
+    Case("reviews-compiled", "BERT-base, film reviews, compiled", "reviews"),
+    Case("deterministic", "BERT-large with --deterministic", "windows"),
+    Case("checks", "Are the trainers right?"),
+)
 
-    Raises Failed, with the last lines of its output.
-    """
-    words = [*command, *map(str, options)]
-    env = os.environ | variables
+
+class Goal(NamedTuple):
+    """Our fastest way in `cases`, at least `times` the fastest other one there, or a public figure."""
+
+    what: str
+    cases: tuple[str, ...]
+    times: float
+    public: float = 0.0  # a second
+    source: str = ""
+
+
+LAMBDA = "[Lambda](https://github.com/lambdal/deeplearning-benchmark), the best public figure for an H200"
+MXNET = "[MLPerf 4.0](https://github.com/mlcommons/training_results_v4.0), MXNet, of eight H200"
+GOALS = (
+    Goal("reviews", ("reviews", "reviews-compiled"), 2.0),
+    Goal("windows", ("windows", "windows-compiled"), 1.5, 350.0, LAMBDA),
+    Goal("images", ("images",), 0.9, 7953.0, MXNET),
+    Goal("Llama, LoRA", ("lora",), 1.1),
+    Goal("Llama, all weights", ("whole", "whole-compiled"), 1.1),
+)
+
+
+# --- measuring ---
+
+
+class Child:
+    """A process that measures a case, once go() has been called. It has a session of its own."""
+
+    def __init__(self, case: Case, args: argparse.Namespace) -> None:
+        if case.name == "checks":
+            words = [str(HERE / "gpu_checks.py")]
+        else:
+            words = [str(HERE / "gpu_speed.py"), case.name, "--turns", str(1 if args.dry_run else case.turns)]
+            words += ["--data", str(args.data.resolve())] if args.data else []
+        words += ["--dry-run"] if args.dry_run else []
+        self._log = (args.out / f"{case.name}.log").open("w", encoding="utf-8")
+        self._process = subprocess.Popen(
+            [sys.executable, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def go(self) -> None:
+        """Let it begin, now or as soon as it is ready. One that has ended is seen by lines()."""
+        assert self._process.stdin
+        with suppress(BrokenPipeError):
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+
+    def lines(self, deadline: float) -> Iterator[dict[str, Any]]:
+        """What it prints. Raises TimeoutError at the deadline, ChildProcessError if it ends with an error."""
+        while True:
+            try:
+                left = min(threading.TIMEOUT_MAX, max(0.0, deadline - time.monotonic()))
+                text = self._lines.get(timeout=left)
+            except queue.Empty:
+                raise TimeoutError from None
+            if not text:
+                break
+            yield json.loads(text)
+        if self._process.wait():
+            raise ChildProcessError(f"exit code {self._process.returncode}: see {self._log.name}")
+
+    def end(self) -> None:
+        """End it and all that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+
+def measure(cases: list[Case], args: argparse.Namespace, results: "Results", deadline: float) -> None:
+    """Measure these cases; the next one gets ready meanwhile. TimeoutError at the deadline."""
+    children: list[Child] = []
     try:
-        done = subprocess.run(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT, env=env
-        )
-    except subprocess.TimeoutExpired as error:
-        raise Failed(f"{' '.join(words)}: no end after {TIMEOUT} s") from error
-    if done.returncode:
-        lines = done.stdout.splitlines()
-        told = [line for line in lines if re.search(r"error: |^\S*(Error|Failed): ", line)] or lines
-        raise Failed(f"{' '.join(words)}: exit code {done.returncode}: {' | '.join(told[-3:])}")
-    return done.stdout
+        for number, case in enumerate(cases):
+            if not number:
+                children.append(Child(case, args))
+            child, began = children[-1], time.monotonic()
+            child.go()
+            if number + 1 < len(cases):
+                children.append(Child(cases[number + 1], args))
+            try:
+                for line in child.lines(deadline):
+                    if "ready" in line:
+                        began = time.monotonic()
+                    else:
+                        results.add(case, line)
+                results.add(case, {"done": True, "seconds": round(time.monotonic() - began, 1)})
+            except ChildProcessError as error:
+                results.add(case, {"failed": str(error)})
+            results.show()
+    finally:
+        for child in children:
+            child.end()
 
 
-def train(folder: Path, trainer: str, device: str, *options: object, **variables: str) -> dict[str, Any]:
-    """Run a trainer on this device with this run folder; returns its result.json."""
-    where = (
-        ["--accelerator", "gpu" if device == "cuda" else device]
-        if trainer == "train_lightning"
-        else ["--device", device]
-    )
-    run(
-        [*HPCTRAIN, trainer],
-        *where,
-        *options,
-        *([] if "--resume" in options else ["--out", folder]),
-        **variables,
-    )
-    return json.loads((folder / "result.json").read_text())
+class Results:
+    """The lines of gpu.jsonl: first what the machine is, then each turn of each way."""
+
+    def __init__(self, folder: Path, record: dict[str, Any], keys: dict[str, str]) -> None:
+        self._folder, self._keys, self.record = folder, keys, record
+        self.lines = read_earlier(folder / "gpu.jsonl", record, keys)
+        text = "".join(f"{json.dumps(line)}\n" for line in [record, *self.lines])
+        atomic.write_text(folder / "gpu.jsonl", text)
+
+    def missing(self, only: list[str]) -> list[Case]:
+        """The cases that are not measured, of those whose name contains one of `only`, if there are any."""
+        found = {line["case"] for line in self.lines if "done" in line}
+        wanted = [case for case in CASES if not only or any(word in case.name for word in only)]
+        return [case for case in wanted if case.name not in found]
+
+    def add(self, case: Case, line: dict[str, Any]) -> None:
+        """Write a line at once, and print it."""
+        line = {"case": case.name, "key": self._keys[case.name], "date": time.strftime("%F %T")} | line
+        self.lines.append(line)
+        with (self._folder / "gpu.jsonl").open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(line)}\n")
+        if "done" in line:
+            text = f"done in {line['seconds']} s"
+        else:
+            text = f"FAILED: {line['failed']}" if "failed" in line else format_figures(line["figures"])
+        print(f"{case.name:16} {line.get('way', ''):40} {text}", flush=True)
+
+    def turns(self, case: Case) -> dict[str, list[dict[str, Any]]]:
+        """The figures of each way in its turns, in the order of the first turn."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for line in self.lines:
+            if line["case"] == case.name and "figures" in line:
+                found.setdefault(line["way"], []).append(line["figures"])
+        return found
+
+    def failures(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "failed" in line]
+
+    def show(self) -> None:
+        """Write the table and the picture of what there is."""
+        atomic.write_text(self._folder / "gpu.md", format_page(self))
+        with atomic.file(self._folder / "gpu.png", "wb") as file:
+            draw(self, file)
 
 
-def speed(folder: Path) -> dict[str, float]:
-    """The speed of a finished run without its start: the median over its lines of metrics but the first.
-
-    At each line the GPU has finished its steps. In the steps before the first one, libraries choose their
-    kernels.
-    """
-    figures = json.loads((folder / "result.json").read_text())["speed"]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    _, *rates = [line["examples_per_s"] for line in lines if "examples_per_s" in line]
-    need(len(rates) > 1, f"the run has {len(rates) + 1} lines of metrics with a speed: too few steps")
-    warm = statistics.median(rates) / figures["examples_per_s"]
-    per_second = {
-        name: value * warm
-        for name, value in figures.items()
-        if name.endswith(("_per_s", "_per_gpu")) or name == "mfu"
-    }
-    return figures | per_second
-
-
-def difference(folder: Path, other: Path) -> float:
-    """The largest difference of a weight between two run folders after epoch 1; later, rounding has grown."""
-    paths = (run / "checkpoints/epoch-0001.pt" for run in (folder, other))
-    one, two = (checkpoint.load(path, torch.device("cpu"))["model"] for path in paths)
-    return max(float((one[name].double() - two[name].double()).abs().max()) for name in one)
-
-
-def need(holds: bool, what: str) -> None:
-    """Raise Failed unless it holds."""
-    if not holds:
-        raise Failed(what)
-
-
-def check_trainer(work: Path, trainer: str, device: str) -> dict[str, float]:
-    """Train on the digits: nearly the weights of the CPU, and after a resumption the same, bit for bit."""
-    cpu = train(work / "cpu", trainer, "cpu", "--epochs", 2)
-    gpu = train(work / device, trainer, device, "--epochs", 2, **EXACT) if device != "cpu" else cpu
-    largest = difference(work / "cpu", work / device)
-    need(largest <= CLOSE, f"a weight differs by {largest:.3g} from the CPU's, more than {CLOSE}")
-    # The state after the first epoch, as a run has it that ended there.
-    shutil.copytree(work / device, work / "parts")
-    for path in (work / "parts/checkpoints/epoch-0002.pt", work / "parts/result.json"):
-        path.unlink()
-    parts = train(work / "parts", trainer, device, "--epochs", 2, "--resume", work / "parts", **EXACT)
-    need(
-        parts["weights_sha256"] == gpu["weights_sha256"],
-        "a resumed run has other weights than a run in one piece",
-    )
-    return {
-        "largest_difference": largest,
-        "cpu_accuracy": cpu["test_accuracy"],
-        "accuracy": gpu["test_accuracy"],
-    }
-
-
-def check_task(work: Path, task: str, device: str) -> dict[str, float]:
-    """Fine-tune on a part of the sample data in fp32, on the CPU and on the device: nearly the same loss.
-
-    The model has no dropout: a GPU draws other random numbers than a CPU.
-    """
-    kind = "gpt2" if task in ("generate", "instruct") else "bert"
-    config = make_config("tiny", kind).to_dict()
-    config |= {name: 0.0 for name in config if name.endswith(("dropout", "dropout_prob", "pdrop"))}
-    (work / "config.json").write_text(json.dumps(config))
-    options = ["--epochs", 1, "--limit", 64, "--precision", "fp32", "--from-scratch", work / "config.json"]
-    cpu = train(work / "cpu", f"nlp.{task}", "cpu", *options)["test_loss"]
-    gpu = (
-        train(work / device, f"nlp.{task}", device, *options, **EXACT)["test_loss"]
-        if device != "cpu"
-        else cpu
-    )
-    need(abs(cpu - gpu) <= CLOSE, f"the test loss is {gpu:.4f}, and {cpu:.4f} on the CPU")
-    return {"cpu_loss": cpu, "loss": gpu}
-
-
-def graphs(work: Path, task: str, device: str, dry_run: bool) -> dict[str, float]:
-    """Fine-tuning with dropout gives the same bits with and without CUDA graphs.
-
-    All batches have --max-length tokens.
-    """
-    options = ["--epochs", 2, "--limit", 64, "--max-length", 8, "--deterministic"]
-    more = {"plain": [], "graphs": [] if dry_run else ["--cuda-graphs"]}
-    results = {
-        name: train(work / name, f"nlp.{task}", device, *options, *words) for name, words in more.items()
-    }
-    same = len({result["weights_sha256"] for result in results.values()}) == 1
-    need(same, "with --cuda-graphs the weights are others than without it")
-    return {name: result["test_loss"] for name, result in results.items()}
-
-
-def nccl(device: str) -> dict[str, float]:
-    """DDP on one rank of NCCL, in a process of its own: hpctrain needs no process group for one rank."""
-    return json.loads(
-        run(
-            [sys.executable, __file__], "--nccl-rank", device, CUBLAS_WORKSPACE_CONFIG=":4096:8"
-        ).splitlines()[-1]
-    )
-
-
-def nccl_rank(device: torch.device) -> dict[str, float]:
-    """DDP gives the weights of a model without it, exactly: a collective of one rank returns its input."""
-    torch.use_deterministic_algorithms(True)
-    options = {"device_id": device} if device.type == "cuda" else {}
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
-    torch.manual_seed(1)
-    images, labels = torch.randn(64, 1, 28, 28, device=device), torch.randint(10, (64,), device=device)
-    plain = MnistNet().to(device)
-    models = [plain, DistributedDataParallel(copy.deepcopy(plain))]
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-        for _ in range(5):
-            optimizer.zero_grad()
-            cross_entropy(model(images), labels).backward()
-            optimizer.step()
-    need(
-        weights_sha256(plain) == weights_sha256(models[1].module),
-        "DDP on one rank gives other weights than a model without it",
-    )
-    values = torch.randn(2**22, device=device)
-    result = values.clone()
-    dist.all_reduce(result)
-    gathered = [torch.empty_like(values)]
-    dist.all_gather(gathered, values)
-    need(
-        torch.equal(result, values) and torch.equal(gathered[0], values),
-        "a collective of one rank changed its input",
-    )
-    dist.destroy_process_group()
-    return {"ranks": 1}
-
-
-def bf16(work: Path, device: str, dry_run: bool) -> dict[str, float]:
-    """Train on the digits in fp32 and in bf16: nearly the same accuracy."""
-    epochs = ["--epochs", 3] if dry_run else []
-    both = {
-        name: train(work / name, "train_ddp", device, "--precision", name, *epochs)
-        for name in ("fp32", "bf16")
-    }
-    accuracy = {name: result["test_accuracy"] for name, result in both.items()}
-    need(
-        abs(accuracy["fp32"] - accuracy["bf16"]) <= 0.03,
-        f"accuracy {accuracy}: they differ by more than 0.03",
-    )
-    return accuracy
-
-
-def resnet(work: Path, size: int, device: str, dry_run: bool, *more: str) -> dict[str, float]:
-    """The speed of ResNet-50 on images of this size, in bf16: the digits, repeated and enlarged."""
-    batch = 4 if dry_run else 256
-    write_digits(work / "data", batch * (12 if dry_run else 40))
-    options = ["--data", work / "data", "--model", "resnet50", "--image-size", 32 if dry_run else size, *more]
-    train(
-        work / "run",
-        "train_ddp",
-        device,
-        *options,
-        "--batch-size",
-        batch,
-        "--epochs",
-        1,
-        "--precision",
-        "bf16",
-    )
-    return speed(work / "run")
-
-
-def write_digits(folder: Path, train: int) -> None:
-    """Write the bundled digits, repeated, as MNIST's files: this many for training, 64 for the evaluation."""
-    folder.mkdir()
-    for part, images, n in zip(("train", "t10k"), load_digits(), (train, 64), strict=True):
-        number = torch.arange(n) % len(images)
-        for name, values in (
-            ("images-idx3", images.pixels[number]),
-            ("labels-idx1", images.labels[number].byte()),
-        ):
-            header = bytes([0, 0, 8, values.dim()]) + b"".join(
-                length.to_bytes(4, "big") for length in values.shape
-            )
-            (folder / f"{part}-{name}-ubyte").write_bytes(header + values.numpy().tobytes())
-
-
-def bert_qa(work: Path, device: str, dry_run: bool, *more: str) -> dict[str, float]:
-    """The speed of BERT-large (as KcBERT) on questions about long texts with nearly full windows."""
-    words = [f"{chr(0xAC00 + n)}{chr(0xAC00 + n * 7 % 11000)}" for n in range(0, 11000, 5)]
-    chance = random.Random(1)
-    texts = [
-        " ".join(chance.choices(words, k=300 if dry_run else 1500)) for _ in range(24 if dry_run else 240)
-    ]
-    paragraphs = [
-        {
-            "context": text,
-            "qas": [{"id": str(n), "question": text[:9], "answers": [{"text": text[:5], "answer_start": 0}]}],
-        }
-        for n, text in enumerate(texts)
-    ]
-    (work / "data").mkdir()
-    for name, part in (("train", paragraphs[4:]), ("dev", paragraphs[:4])):
-        content = {
-            "version": "1",
-            "data": [{"title": str(n), "paragraphs": [one]} for n, one in enumerate(part)],
-        }
-        (work / f"data/{name}.json").write_text(json.dumps(content))
-    layers, hidden = (2, 64) if dry_run else (24, 1024)
-    config = {
-        "model_type": "bert",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": hidden // 64,
-    }
-    (work / "shape.json").write_text(
-        json.dumps(config | {"intermediate_size": 4 * hidden, "vocab_size": 30_000})
-    )
-    create_model(work / "model", str(work / "shape.json"), "bert", texts, 1, WINDOW)
-    options = [
-        "--data",
-        work / "data",
-        "--model",
-        work / "model",
-        "--epochs",
-        1,
-        "--batch-size",
-        4 if dry_run else 64,
-        *more,
-    ]
-    train(
-        work / "run",
-        "nlp.qa",
-        device,
-        *options,
-        "--max-length",
-        WINDOW,
-        "--precision",
-        "bf16",
-        "--keep-checkpoints",
-        1,
-    )
-    return speed(work / "run")
-
-
-def llama(work: Path, lora: bool, device: str, dry_run: bool) -> dict[str, float]:
-    """The speed of instruction tuning of a Llama model of a billion weights, whole or with LoRA."""
-    layers, hidden, heads, key_values, inner = LLAMA[dry_run]
-    chance = random.Random(1)
-    lines = [" ".join(str(chance.randrange(1000)) for _ in range(240)) for _ in range(48 if dry_run else 320)]
-    with (work / "data.jsonl").open("w") as file:
-        for line in lines:
-            messages = [{"role": "user", "content": line[:40]}, {"role": "assistant", "content": line}]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    create_model(work / "tokenizer", "tiny", "gpt2", lines, 1, 512)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(work / "tokenizer")
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        num_hidden_layers=layers, hidden_size=hidden,
-        num_attention_heads=heads, num_key_value_heads=key_values,
-        intermediate_size=inner, vocab_size=len(tokenizer), max_position_embeddings=2048,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    with torch.device(device):  # a processor would draw a billion random numbers for half a minute
-        save_model(work / "model", transformers.LlamaForCausalLM(config), tokenizer)
-    torch.cuda.empty_cache()
-    options = [
-        "--data",
-        work / "data.jsonl",
-        "--model",
-        work / "model",
-        "--epochs",
-        1,
-        "--batch-size",
-        4 if dry_run else 16,
-    ]
-    options += [*(["--lora-rank", 8] if lora else []), "--precision", "bf16", "--keep-checkpoints", 1]
-    train(work / "run", "nlp.instruct", device, *options)
-    return speed(work / "run")
-
-
-def texts(data: Path | None, device: str, dry_run: bool) -> dict[str, float]:
-    """Examples per second of each way of nlp.py, and the ratios of hpctrain's fastest to the others."""
-    options = ["--size", "tiny" if dry_run else "base", "--precision", "bf16", "--device", device]
-    options += [
-        "--examples",
-        64 if dry_run else 1600,
-        "--held-out",
-        64 if dry_run else 640,
-        "--turns",
-        1 if dry_run else 2,
-    ]
-    options += ["--data", data.resolve()] if data else []
-    options += [] if dry_run else ["--kernels"]
-    output = run([sys.executable, str(Path(__file__).with_name("nlp.py"))], *options)
-    figures: dict[str, list[float]] = {}
-    for way, value in re.findall(r"^turn \d+  (\(.*?) +examples/s ([\d.e+]+)", output, re.M):
-        figures.setdefault(way.strip(), []).append(float(value))
-    need(len(figures) > 1, f"nlp.py printed no speed: {output.splitlines()[-1]}")
-    medians = {way: statistics.median(values) for way, values in figures.items()}
-    best = {
-        own: max(value for way, value in medians.items() if ("hpctrain" in way) is own)
-        for own in (True, False)
-    }
-    ratios = {
-        "times the tutorial": best[True] / medians["(a) tutorial"],
-        "times the best other": best[True] / best[False],
-    }
-    return {f"{way}, examples/s": value for way, value in medians.items()} | ratios
-
-
-def checks(device: str, dry_run: bool) -> Iterator[tuple[str, Any]]:
-    """The name of each check, and a function of an empty folder, which returns its figures."""
-    trainers = [
-        "train_ddp",
-        "train_fsdp",
-        "train_lightning",
-        *(["train_horovod"] if find_spec("horovod") else []),
-    ]
-    for trainer in trainers:
-        yield (
-            f"{trainer}, CPU, GPU, resumed",
-            lambda work, trainer=trainer: check_trainer(work, trainer, device),
-        )
-    yield "DDP, one rank of NCCL", lambda _: nccl(device)
-    yield "train_ddp, bf16", lambda work: bf16(work, device, dry_run)
-    for task in ("classify",) if dry_run else ("classify", "generate"):
-        yield f"nlp.{task}, CUDA graphs", lambda work, task=task: graphs(work, task, device, dry_run)
-    for task in TASKS:
-        yield f"nlp.{task}, CPU and GPU", lambda work, task=task: check_task(work, task, device)
-
-
-def measurements(data: Path | None, device: str, dry_run: bool) -> Iterator[tuple[str, Any]]:
-    """The same for what is measured, and must have the GPU for itself."""
-    yield "ResNet-50, 224 pixels", lambda work: resnet(work, 224, device, dry_run)
-    yield "BERT-base, reviews", lambda _: texts(data, device, dry_run)
-    if not dry_run:
-        fast = ["--compile", "--cuda-graphs"]
-        yield f"BERT-large, {WINDOW} tokens, compiled", lambda work: bert_qa(work, device, dry_run, *fast)
-    for lora in (True, False):
-        yield (
-            f"Llama 1B, {'LoRA' if lora else 'whole'}",
-            lambda work, lora=lora: llama(work, lora, device, dry_run),
-        )
-    if not dry_run:
-        yield "ResNet-50, 224 pixels, compiled", lambda work: resnet(work, 224, device, dry_run, "--compile")
-        yield (
-            f"BERT-large, {WINDOW} tokens, --deterministic",
-            lambda work: bert_qa(work, device, dry_run, "--deterministic"),
-        )
-    yield f"BERT-large, {WINDOW} tokens", lambda work: bert_qa(work, device, dry_run)
-    yield "ResNet-50, 128 pixels", lambda work: resnet(work, 128, device, dry_run)
-
-
-def run_case(case: str, measure: Callable[[Path], dict[str, float]]) -> dict[str, Any]:
-    """Run a case in a folder of its own, and print a line about it.
-
-    No error of it must cost the others their results.
-    """
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hpctrain-gpu-") as work:
-        try:
-            result: dict[str, Any] = {"case": case, "figures": measure(Path(work))}
-        except Failed as error:
-            result = {"case": case, "failed": str(error)}
-        except Exception as error:
-            result = {"case": case, "failed": f"{type(error).__name__}: {error}"}
-    result |= {"date": time.strftime("%Y-%m-%d"), "seconds": round(time.monotonic() - start, 1)}
-    text = result.get("failed") or "  ".join(f"{key} {value:.4g}" for key, value in result["figures"].items())
-    print(
-        f"{'FAILED' if 'failed' in result else 'ok':6} {case:28} {result['seconds']:6} s  {text}", flush=True
-    )
-    return result
-
-
-def draw(path: Path, title: str, results: list[dict[str, Any]]) -> None:
-    """A bar for the examples per second of each case that has some; of nlp.py, those of each way."""
-    rows = []
-    for result in results:
-        for name, value in result.get("figures", {}).items():
-            if name == "examples_per_s" or name.endswith("examples/s"):
-                rows.append(
-                    (
-                        result["case"]
-                        if name == "examples_per_s"
-                        else f"{result['case']}, {name.split(', ex')[0]}",
-                        value,
-                    )
-                )
-    with folder_for_matplotlib():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(9, 1 + 0.35 * len(rows)), layout="constrained")
-        axes = figure.subplots()
-        values = [value for _, value in rows]
-        bars = axes.barh([name for name, _ in rows], values)
-        axes.bar_label(bars, labels=[f"{value:,.0f}" for value in values], padding=3)
-        axes.set(
-            title=title,
-            xlabel="examples per second",
-            xscale="log",
-            xlim=(min(values, default=1) / 10, max(values, default=1) * 3),
-        )
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.invert_yaxis()
-        figure.savefig(path)
-
-
-def main() -> None:
-    """Run all cases, print a line for each, and write gpu.json and gpu.png. Exits 1 if one failed."""
-    parser = argparse.ArgumentParser(description="Check and measure on one GPU all that needs one.")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="on a CPU, with tiny sizes: shows only that everything runs"
-    )
-    parser.add_argument(
-        "--data", type=Path, help="folder of NSMC for the text models (default: the sample data, repeated)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/gpu"), help="folder of the result (default: %(default)s)"
-    )
-    parser.add_argument("--nccl-rank", type=torch.device, metavar="DEVICE", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.nccl_rank:
-        device = torch.device("cuda", 0) if args.nccl_rank.type == "cuda" else args.nccl_rank
-        print(json.dumps(nccl_rank(device)))
-        return
-    if not args.dry_run and not torch.cuda.is_available():
-        sys.exit("gpu.py: torch sees no GPU here: run it on a node with one, or with --dry-run on a CPU")
-    device = "cpu" if args.dry_run else "cuda"
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, a dry run"
-    args.out.mkdir(parents=True, exist_ok=True)
-    record = {"device": name, "date": time.strftime("%Y-%m-%d"), "command": sys.argv[1:]}
-    record |= {"versions": versions() | {"transformers": transformers.__version__}, "revision": revision()}
-    results = read_earlier(args.out / "gpu.json", record)
-    found = {result["case"] for result in results}
-
-    def add(result: dict[str, Any]) -> None:
-        results.append(result)
-        seconds = round(sum(each["seconds"] for each in results))
-        write_json(args.out / "gpu.json", record | {"seconds": seconds, "cases": results})
-
-    cpus = len(os.sched_getaffinity(0))
-    own_threads = "OMP_NUM_THREADS" not in os.environ
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    missing = [case for case in checks(device, args.dry_run) if case[0] not in found]
-    with ThreadPoolExecutor(max(1, min(8, cpus // 2))) as pool:  # they mostly import, on CPUs
-        for result in pool.map(lambda case: run_case(*case), missing):
-            add(result)
-    if own_threads:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cpus // 2))
-    for case in measurements(args.data, device, args.dry_run):
-        if case[0] not in found:
-            add(run_case(*case))
-    draw(args.out / "gpu.png", f"{name}, {record['date']}", results)
-    failed = sum("failed" in result for result in results)
-    print(f"{len(results) - failed} of {len(results)} cases passed; {args.out}/gpu.json and gpu.png")
-    sys.exit(1 if failed else 0)
-
-
-def read_earlier(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases that passed in an earlier run with the same device, versions, revision and options.
+def read_earlier(path: Path, record: dict[str, Any], keys: dict[str, str]) -> list[dict[str, Any]]:
+    """The lines of cases that were measured whole, on the same device, with the same code and options.
 
     Exits if the file is not one that this program has written: it would be overwritten.
     """
     try:
         with open_plain(path) as file:
-            earlier = json.load(file)
-        if any(earlier.get(key) != record[key] for key in ("device", "command", "versions", "revision")):
+            text = file.read().decode()
+        first, *lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        if first["device"] != record["device"]:
             return []
-        passed = [result for result in earlier["cases"] if "failed" not in result]
-        kinds = {"case": str, "seconds": int | float, "figures": dict}
-        if not all(isinstance(result[name], kind) for result in passed for name, kind in kinds.items()):
-            raise ValueError("its cases are of another kind")
-        return passed
+        current = [line for line in lines if line["key"] == keys.get(line["case"])]
     except FileNotFoundError:
         return []
     except Exception as error:
@@ -576,10 +236,215 @@ def read_earlier(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
             f"gpu.py: cannot continue {path} ({type(error).__name__}: {error}): "
             "remove it, or give another --out"
         )
+    done = {line["case"] for line in current if "done" in line}
+    failed = {line["case"] for line in current if "failed" in line}
+    return [line for line in current if line["case"] in done - failed]
+
+
+def make_keys(args: argparse.Namespace, device: str) -> dict[str, str]:
+    """Of each case, the hash of what its figures depend on: code, versions, options, and the device."""
+    package = Path(hpctrain.__file__).parent
+    sources = sorted(path for path in package.rglob("*.py") if path.parent.name != "servers")
+    code = hashlib.sha256()
+    for path in sources:
+        code.update(path.read_bytes())
+
+    def make_key(case: Case) -> str:
+        whole = code.copy()
+        names = ("gpu_checks.py",) if case.name == "checks" else ("gpu_speed.py", "nlp.py")
+        for name in names:
+            whole.update((HERE / name).read_bytes())
+        whole.update(repr((case, device, str(args.data), args.dry_run, all_versions())).encode())
+        return whole.hexdigest()[:16]
+
+    return {case.name: make_key(case) for case in CASES}
+
+
+def all_versions() -> dict[str, Any]:
+    """Those of hpctrain, and of the libraries that are measured."""
+    found = {}
+    for name in LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return versions() | found
+
+
+# --- the table and the picture ---
+
+
+def format_figures(figures: dict[str, Any]) -> str:
+    """Figures in a line."""
+    return "  ".join(
+        f"{name} {value:,.4g}" if isinstance(value, int | float) else f"{name} {value}"
+        for name, value in figures.items()
+    )
+
+
+def spread(values: list[float], digits: int) -> str:
+    """The median, and the lowest and the highest value if there are several."""
+    low, high, median = min(values), max(values), statistics.median(values)
+    more = f" ({low:,.{digits}f} to {high:,.{digits}f})" if len(values) > 1 else ""
+    return f"{median:,.{digits}f}{more}"
+
+
+def format_page(results: Results) -> str:
+    """The page of all tables: the machine, the goals, each case, the failures."""
+    record = results.record
+    parts = [f"# {record['device']}, {record['date']}\n\n| what | version |\n|---|---|\n"]
+    parts += [f"| {name} | {version} |\n" for name, version in record["versions"].items()]
+    parts.append(f"| command | `{record['command']}` |\n")
+    for case in CASES:
+        turns = results.turns(case)
+        if not turns:
+            continue
+        parts.append(f"\n## {case.title}\n\n")
+        if not case.unit:
+            parts.append("| what | result |\n|---|---|\n")
+            for way, (figures, *_) in turns.items():
+                rows = (
+                    [(way, format_figures(figures))]
+                    if way
+                    else [
+                        (name, f"{value:,.4g}" if isinstance(value, float) else str(value))
+                        for name, value in figures.items()
+                    ]
+                )
+                parts += [f"| {name} | {value} |\n" for name, value in rows]
+            continue
+        parts.append(format_speeds(case, turns))
+    goals = "".join(format_goal(goal, results) for goal in GOALS)
+    if goals:
+        parts.append(
+            f"\n## Goals\n\n| what | our fastest | beside | times | goal |\n|---|---|---|---|---|\n{goals}"
+        )
+    if failures := results.failures():
+        parts.append("\n## Failed\n\n")
+        parts += [f"- {line['case']} {line.get('way', '')}: {line['failed']}\n" for line in failures]
+    return "".join(parts)
+
+
+def format_speeds(case: Case, turns: dict[str, list[dict[str, Any]]]) -> str:
+    """The table of a case: medians over its turns, and in parentheses the lowest and the highest value."""
+    lines = [
+        f"| way | {case.unit} a second | ms a step | s before the timed steps | TFLOP/s | MFU |",
+        "|---|" + "---|" * 5,
+    ]
+    for way, figures in turns.items():
+        columns = [
+            [turn[name] for turn in figures if name in turn]
+            for name in ("a second", "ms a step", "s before", "tflops_per_gpu")
+        ]
+        texts = [
+            spread(column, digits) if column else ""
+            for column, digits in zip(columns, (0, 1, 1, 0), strict=True)
+        ]
+        mfu = [turn["mfu"] for turn in figures if "mfu" in turn]
+        texts.append(f"{statistics.median(mfu):.1%}" if mfu else "")
+        lines.append(f"| {way} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def format_goal(goal: Goal, results: Results) -> str:
+    """The row of a goal; "" if one of its sides is not measured."""
+    speeds = {
+        way: statistics.median(turn["a second"] for turn in turns)
+        for case in CASES
+        if case.name in goal.cases
+        for way, turns in results.turns(case).items()
+    }
+    ours = {way: speed for way, speed in speeds.items() if way.startswith(OURS)}
+    others = {way: speed for way, speed in speeds.items() if way not in ours}
+    if goal.public:
+        others = {goal.source: goal.public}
+    if not ours or not others:
+        return ""
+    (our, fast), (other, slow) = (max(each.items(), key=lambda pair: pair[1]) for each in (ours, others))
+    times = fast / slow
+    verdict = "reached" if times >= goal.times else "not reached"
+    return (
+        f"| {goal.what} | {our}: {fast:,.0f} | {other}: {slow:,.0f} | {times:.2f} "
+        f"| {goal.times:g}: {verdict} |\n"
+    )
+
+
+def draw(results: Results, file: IO[bytes]) -> None:
+    """A panel for each case with speeds: bars of medians, the range over the turns, and a public figure."""
+    cases = [case for case in CASES if case.unit and results.turns(case)]
+    public = {name: goal.public for goal in GOALS for name in goal.cases if goal.public}
+    heights = [1.2 + len(results.turns(case)) for case in cases] or [1]
+    with folder_for_matplotlib():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 0.6 + 0.38 * sum(heights)), layout="constrained")
+        figure.suptitle(f"{results.record['device']}, {results.record['date']}")
+        panels = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for case, axes in zip(cases, panels, strict=False):
+            turns = results.turns(case)
+            speeds = {way: [turn["a second"] for turn in figures] for way, figures in turns.items()}
+            medians = [statistics.median(values) for values in speeds.values()]
+            errors = [
+                [median - min(values) for median, values in zip(medians, speeds.values(), strict=True)],
+                [max(values) - median for median, values in zip(medians, speeds.values(), strict=True)],
+            ]
+            colors = ["tab:blue" if way.startswith(OURS) else "tab:gray" for way in speeds]
+            bars = axes.barh(list(speeds), medians, xerr=errors, color=colors)
+            axes.bar_label(bars, labels=[f"{median:,.0f}" for median in medians], padding=4)
+            title = f"{case.title}: {case.unit} a second"
+            if case.name in public:
+                axes.axvline(public[case.name], color="tab:red", linestyle="--")
+                title += "; dashed: the best public figure"
+            axes.set_title(title, loc="left", fontsize=10)
+            axes.margins(x=0.12)
+            axes.invert_yaxis()
+        if not cases:
+            panels[0].set_axis_off()
+        figure.savefig(file, format="png")
+
+
+# --- the program ---
+
+
+def main() -> None:
+    """Measure what is missing. Exits 1 if a way or a check failed, also if the time ended before others."""
+    parser = argparse.ArgumentParser(description="Measure and check on one GPU all that needs one.")
+    add = parser.add_argument
+    add("--dry-run", action="store_true", help="on a CPU, with tiny sizes: shows only that everything runs")
+    add("--data", type=Path, help="folder of NSMC for the reviews (default: the sample data, repeated)")
+    add("--budget", type=float, default=float("inf"), metavar="SECONDS", help="time to measure")
+    add("--only", action="append", default=[], metavar="CASE", help="only cases whose name contains this")
+    add("--out", type=Path, default=Path("runs/gpu"), help="folder of the result (default: %(default)s)")
+    args = parser.parse_args()
+    deadline = time.monotonic() + args.budget
+    if not args.dry_run and not torch.cuda.is_available():
+        sys.exit("gpu.py: torch sees no GPU here: run it on a node with one, or with --dry-run on a CPU")
+    if args.only and not any(word in case.name for word in args.only for case in CASES):
+        names = ", ".join(case.name for case in CASES)
+        sys.exit(f"gpu.py: --only {' '.join(args.only)}: no such case: give some of {names}")
+    device = torch.cuda.get_device_name() if not args.dry_run else f"{platform.machine()}, a dry run"
+    args.out.mkdir(parents=True, exist_ok=True)
+    record = {"device": device, "date": time.strftime("%F"), "versions": all_versions()}
+    record["command"] = f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}".strip()
+    results = Results(args.out, record, make_keys(args, device))
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu.py: ended by SIGTERM; the same command goes on"))
+    missing, ended = results.missing(args.only), ""
+    try:
+        measure(missing, args, results, deadline)
+    except TimeoutError:
+        ended = f"; the time of --budget {args.budget:g} s is over: the same command goes on"
+    finally:
+        results.show()
+    failures = len(results.failures())
+    left = len(results.missing(args.only))
+    print(
+        f"{len(missing) - left} of {len(missing)} cases measured, {failures} failed{ended}; {args.out}/gpu.md"
+    )
+    sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("gpu.py: interrupted; the same command runs what is missing")
+        sys.exit("gpu.py: interrupted; the same command goes on")

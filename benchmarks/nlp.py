@@ -1,5 +1,5 @@
 """Train on film reviews in four ways that take turns in one run: a tutorial's loop, Hugging Face's Trainer
-(twice), hpctrain.
+with its defaults and at its best, hpctrain.
 
     python benchmarks/nlp.py --data nsmc
     torchrun --nproc-per-node 2 benchmarks/nlp.py --data nsmc
@@ -11,7 +11,7 @@ model. Speeds are those of that loop alone: from the first forward pass to the e
 from end to end is that loop with the tokenizing of the training reviews before it and the evaluation after
 it, as each way does them. Each turn has its own seed, so that the losses show what is chance. With --kernels,
 all ways first train on as many examples again that are not timed: kernels are compiled and recorded, except
-those of shapes that come later.
+those of shapes that come later. Training ends with the last timed step, before any checkpoint.
 
 On a shared machine, set OMP_NUM_THREADS=1: threads that wait for each other waste most of their time there.
 """
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,13 +54,13 @@ from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.initial_model import load_model
 from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import SIZES, create_model
+from hpctrain.nlp.task import Task
 from hpctrain.nlp.tasks.classify import TASK, Document
-from hpctrain.nlp.training.lightning_module import FineTuneModule
+from hpctrain.nlp.training.finetune import prepare_module
 from hpctrain.nlp.training.options import parse_options
 from hpctrain.options import positive
 from hpctrain.run.options import RunOptions
 from hpctrain.run.run import Run
-from hpctrain.training.kernels import compile_training
 
 # Layers, hidden size and vocabulary of KcBERT; the other sizes are those of --from-scratch.
 KCBERT = {"base": (12, 768, 30_000), "large": (24, 1024, 30_000)}
@@ -82,6 +82,7 @@ class Setting(NamedTuple):
     held_out: Features
     texts: list[Document]  # of `train`
     untimed: int  # the first steps
+    task: Task[Any] = TASK
 
     @property
     def share(self) -> int:
@@ -104,9 +105,8 @@ def make_rows(features: Features) -> list[dict[str, Any]]:
     rows = []
     for i, (start, end) in enumerate(zip(features.starts[:-1], features.starts[1:], strict=True)):
         tokens = {name: flat[start:end].tolist() for name, flat in features.tokens.items()}
-        rows.append(
-            tokens | {"attention_mask": [1] * int(end - start), "labels": int(features.values["labels"][i])}
-        )
+        values = {name: int(column[i]) for name, column in features.values.items() if name != "units"}
+        rows.append(tokens | values | {"attention_mask": [1] * int(end - start)})
     return rows
 
 
@@ -158,28 +158,38 @@ def train_as_in_tutorials(setting: Setting, model: PreTrainedModel, see: See) ->
 
 
 def train_with_trainer(
-    setting: Setting, model: PreTrainedModel, see: See, order: str, compiled: bool = False
+    setting: Setting, model: PreTrainedModel, see: See, best: bool = False, compiled: bool = False
 ) -> None:
-    """The Trainer of transformers with its defaults, and batches sampled in this order.
+    """The Trainer of transformers with its defaults, or with the options that make it fastest.
 
-    It pads to the longest text of a batch.
+    It pads to the longest text of a batch. `compiled`: with torch.compile, one layer at a time.
     """
-    args = setting.args
-    pad_rows = transformers.DataCollatorWithPadding(setting.tokenizer)
+    args, on_gpu = setting.args, setting.device.type == "cuda"
+    is_causal = "labels" in setting.train.tokens
+    multiple = 8 if best and on_gpu else None
+    collator = transformers.DataCollatorForSeq2Seq if is_causal else transformers.DataCollatorWithPadding
+    pad_rows = collator(setting.tokenizer, pad_to_multiple_of=multiple)
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         batch = pad_rows(rows)
         see(batch["input_ids"], batch["attention_mask"])
         return batch
 
+    options: dict[str, Any] = {}
+    if best:
+        options |= {"train_sampling_strategy": "group_by_length", "optim": "adamw_torch_fused"}
+        options |= {"logging_nan_inf_filter": False}  # it waits for the GPU in each step
+        options |= {"use_liger_kernel": is_causal and on_gpu and find_spec("liger_kernel") is not None}
+        options |= {"dataloader_num_workers": 2 if on_gpu else 0}  # a CPU has no core to spare
     # otherwise it compiles anew for the second length, and again for more
     os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"] = "true"
+    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     precision = getattr(torch.backends, "fp32_precision", None)
     trainer = transformers.Trainer(
         model=model,
         args=transformers.TrainingArguments(
             output_dir=str(args.out),
-            use_cpu=setting.device.type == "cpu",
+            use_cpu=not on_gpu,
             bf16=args.precision == "bf16",
             torch_compile=compiled,
             num_train_epochs=1,
@@ -189,34 +199,41 @@ def train_with_trainer(
             warmup_steps=setting.warm_up,
             weight_decay=0.01,
             seed=args.seed,
-            train_sampling_strategy=order,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
             log_level="error",
+            **options,
         ),
         train_dataset=make_rows(setting.train),
         data_collator=collate,
     )
-    trainer.train()
-    # with torch_compile the Trainer has changed it, and Lightning, which asks for it in the old way, would
-    # fail
-    if precision:
-        torch.backends.fp32_precision = precision
+    try:
+        trainer.train()
+    finally:
+        # with torch_compile the Trainer has changed it, and Lightning, which asks for it in the old way,
+        # would fail
+        if precision:
+            torch.backends.fp32_precision = precision
+            torch.set_float32_matmul_precision("highest")  # the default
 
 
 def train_with_hpctrain(
-    setting: Setting, model: PreTrainedModel, see: See, compiled: bool = False, graphs: bool = False
+    setting: Setting,
+    model: PreTrainedModel,
+    see: See,
+    compiled: bool = False,
+    graphs: bool = False,
+    rounded: bool = True,
 ) -> None:
-    """As `hpctrain nlp.classify` does."""
-    args, world, train = dataclasses.replace(setting.args, cuda_graphs=graphs), setting.world, setting.train
-    run = Run(world, "nlp.classify", RunOptions.from_args(vars(args)), setting.device)
-    module = FineTuneModule(TASK, model, setting.labels, args, run, setting.steps)
-    if compiled:
-        compile_training(model, dynamic=True, by_block=True)
-    padding = {**TASK.padding, "input_ids": setting.tokenizer.pad_token_id}
+    """As `hpctrain nlp.<task>` does; on a GPU with lengths that are rounded up, if `rounded`."""
+    args = dataclasses.replace(setting.args, cuda_graphs=graphs, compile=compiled)
+    world, train, task = setting.world, setting.train, setting.task
+    run = Run(world, f"nlp.{task.name}", RunOptions.from_args(vars(args)), setting.device)
+    module = prepare_module(task, model, setting.labels, train, args, run)
+    padding = {**task.padding, "input_ids": setting.tokenizer.pad_token_id}
     sampler = LengthGroupedSampler(train, world, args.batch_size, args.seed, args.accumulate)
-    loader = make_loader(train, padding, sampler, round_up_to=args.max_length if graphs else 0)
+    loader = make_loader(train, padding, sampler, round_up_to=module.round_up_to if rounded else 0)
 
     def collate(batch: TextBatch) -> TextBatch:
         see(batch.tokens["input_ids"], batch.attention_mask)
@@ -224,16 +241,13 @@ def train_with_hpctrain(
 
     loader.collate_fn = collate
     make_trainer(run, args, setting.device, model, module.score).fit(module, loader)
-    run.finish(model)  # waits until the checkpoint is written: this folder is temporary
 
 
 WAYS: dict[str, Callable[[Setting, PreTrainedModel, See], None]] = {
     "(a) tutorial": train_as_in_tutorials,
-    "(b1) Trainer": partial(train_with_trainer, order="random"),
-    "(b2) Trainer, group_by_length": partial(train_with_trainer, order="group_by_length"),
-    "(b3) Trainer, group_by_length, torch_compile": partial(
-        train_with_trainer, order="group_by_length", compiled=True
-    ),
+    "(b1) Trainer": train_with_trainer,
+    "(b2) Trainer at its best": partial(train_with_trainer, best=True),
+    "(b3) Trainer at its best, torch_compile": partial(train_with_trainer, best=True, compiled=True),
     "(c) hpctrain": train_with_hpctrain,
     "(d) hpctrain --compile": partial(train_with_hpctrain, compiled=True),
     "(e1) hpctrain --cuda-graphs": partial(train_with_hpctrain, graphs=True),
@@ -262,6 +276,10 @@ def tokenize(setting: Setting, way: str) -> None:
 # --- measuring ---
 
 
+class Enough(Exception):
+    """The last timed step is done."""
+
+
 class Meter:
     """Counts the tokens of the batches, in see(), and times the steps, with hooks of torch.
 
@@ -278,7 +296,10 @@ class Meter:
             self._hooks.append(model.register_forward_pre_hook(self._start))
 
     def see(self, tokens: Tensor, mask: Tensor) -> None:
-        """Count a batch, before it is on the GPU: input_ids and attention_mask, [b, length]."""
+        """Count a batch, before it is on the GPU: input_ids and attention_mask, [b, length].
+
+        In a process of its own, as the workers of a DataLoader are, it does not count.
+        """
         self._seen.append((len(tokens), int(mask.sum()), tokens.numel()))
 
     def _now(self) -> float:
@@ -294,8 +315,9 @@ class Meter:
         self._done += 1
         if self._done == self._setting.untimed:
             self.began = self._now()
-        if self._done == self._setting.steps:  # anything after the last step is not training
+        if self._done == self._setting.steps:
             self.ended = self._now()
+            raise Enough
 
     def read(self) -> dict[str, float]:
         """Remove the hooks; returns the numbers over all ranks."""
@@ -303,20 +325,19 @@ class Meter:
             hook.remove()
         setting, timed = self._setting, self._setting.steps - self._setting.untimed
         assert self._done == setting.steps, f"{self._done} of {setting.steps} steps"
+        seconds = self.ended - self.began
+        examples = timed * setting.args.batch_size
+        numbers = {"examples/s": examples / seconds, "train s": seconds}
+        if not self._seen:
+            return numbers
         # The last ones: hpctrain arranges DDP's buckets with an example of the first batch, which it reads
         # twice.
-        total = torch.tensor(self._seen[-timed:], device=setting.device).sum(0)
+        total = torch.tensor(self._seen[: -timed - 1 : -1], device=setting.device).sum(0)
         if setting.world.size > 1:
             dist.all_reduce(total)
-        examples, real, tokens = total.tolist()
-        assert examples == timed * setting.args.batch_size, f"{examples} examples"
-        seconds = self.ended - self.began
-        return {
-            "examples/s": examples / seconds,
-            "real tokens/s": real / seconds,
-            "share": real / tokens,
-            "train s": seconds,
-        }
+        counted, real, tokens = total.tolist()
+        assert counted == examples, f"{counted} examples"
+        return numbers | {"real tokens/s": real / seconds, "share": real / tokens}
 
 
 @torch.inference_mode()
@@ -366,7 +387,8 @@ def measure(setting: Setting, way: str, seed: int, out: Path) -> dict[str, float
         began = time.perf_counter()
         tokenize(setting, way)
         tokenized = time.perf_counter()
-        WAYS[way](setting, model, meter.see)
+        with suppress(Enough):
+            WAYS[way](setting, model, meter.see)
     numbers = meter.read() | {"tokenize s": tokenized - began}
     began = time.perf_counter()
     numbers |= evaluate(setting, model.to(setting.device), way)
@@ -408,7 +430,7 @@ def prepare(args: argparse.Namespace, world: World, device: torch.device, folder
     with all_or_none(world):
         tokenizer = load_tokenizer(folder / "model")
     options = {"--model": folder / "model", "--batch-size": args.batch_size, "--max-length": args.max_length}
-    options |= {"--precision": args.precision, "--lr": args.lr, "--epochs": 1}
+    options |= {"--precision": args.precision, "--lr": args.lr, "--epochs": 1, "--watchdog": 0}
     options = parse_options(TASK, [str(x) for pair in options.items() for x in pair])
 
     labels = TASK.collect_labels(texts)

@@ -1,9 +1,13 @@
 """benchmarks/gpu.py, without a GPU: it runs whole in the image, and sees wrong results."""
 
+import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,9 @@ from slurm_cluster import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import gpu
+import gpu_checks
+
+PROGRAMS = ("gpu.py", "gpu_speed.py", "gpu_checks.py", "nlp.py")
 
 
 @pytest.mark.slow
@@ -18,7 +25,7 @@ def test_a_dry_run_in_the_image(site):
     here = site.host_path("/project/gpu")
     here.mkdir(mode=0o777)
     here.chmod(0o777)
-    for name in ("gpu.py", "nlp.py"):
+    for name in PROGRAMS:
         shutil.copy(REPOSITORY / "benchmarks" / name, here)
     command = ["apptainer", "exec", "--bind", "/project", "/project/hpctrain-cpu.sif", "python", "gpu.py"]
     refused = site.exec("n1", *command, cwd="/project/gpu", user="alice", check=False)
@@ -27,22 +34,164 @@ def test_a_dry_run_in_the_image(site):
         in refused.stderr
     )
     assert refused.returncode == 1
-    done = site.exec("n1", *command, "--dry-run", cwd="/project/gpu", user="alice", check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((here / "runs/gpu/gpu.json").read_text())
-    cases = {case["case"]: case["figures"] for case in record["cases"]}
+    for options in (["--budget", "60"], []):  # cut off, and continued
+        done = site.exec("n1", *command, "--dry-run", *options, cwd="/project/gpu", user="alice", check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        record, *lines = [json.loads(line) for line in (here / "runs/gpu/gpu.jsonl").read_text().splitlines()]
+        assert "a dry run" in record["device"]
+        page = (here / "runs/gpu/gpu.md").read_text()
+        assert page.startswith(f"# {record['device']}")
+        assert (here / "runs/gpu/gpu.png").read_bytes().startswith(b"\x89PNG")
+    assert {line["case"] for line in lines if "done" in line} == {case.name for case in gpu.CASES}
+    assert "\n## Failed" not in page
+    ways = {line["way"] for line in lines if line["case"] == "checks" and "figures" in line}
     trainers = ["train_ddp", "train_fsdp", "train_lightning", "train_horovod"]
-    assert {f"{trainer}, CPU, GPU, resumed" for trainer in trainers} < set(cases)
-    assert {
-        f"nlp.{task}, CPU and GPU" for task in ("classify", "pair", "ner", "qa", "generate", "instruct")
-    } < set(cases)
-    assert cases["ResNet-50, 224 pixels"]["examples_per_s"] > 0
-    assert cases["DDP, one rank of NCCL"] == {"ranks": 1}
-    assert len(cases["BERT-base, reviews"]) >= 3
-    assert cases["BERT-large, 384 tokens"]["padding_share"] < 0.25
-    assert cases["Llama 1B, LoRA"]["tokens_per_s"] > 0
-    assert (here / "runs/gpu/gpu.png").stat().st_size > 10_000
+    assert {f"{trainer}, CPU, GPU, resumed" for trainer in trainers} < ways
+    assert {f"nlp.{task}, CPU and GPU" for task in gpu_checks.TASKS} < ways
+    for case in gpu.CASES:
+        if case.unit:
+            speeds = [
+                line["figures"]["a second"]
+                for line in lines
+                if line["case"] == case.name and "figures" in line
+            ]
+            assert speeds and min(speeds) > 0, case
+            assert f"## {case.title}\n" in page
+    assert page.count("reached |\n") == 3, page  # those with something beside them that is not public
     shutil.rmtree(here)
+
+
+def test_whatever_ends_it_leaves_a_table_and_the_next_one_goes_on(tmp_path):
+    command = [sys.executable, "benchmarks/gpu.py", "--dry-run", "--only", "machine", "--only", "lora"]
+    command += ["--out", tmp_path]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "done in" in line:  # of the machine
+            break
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "gpu.png").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    with (tmp_path / "gpu.jsonl").open("a") as file:
+        file.write('{"case": "lora", "key')  # killed within a line
+    assert "## The machine\n" in (tmp_path / "gpu.md").read_text()
+    done = subprocess.run(
+        [*command, "--budget", "0"], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True
+    )
+    assert (
+        "0 of 1 cases measured, 0 failed; the time of --budget 0 s is over: the same command goes on"
+        in done.stdout
+    )
+    _, *lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert [line["case"] for line in lines] == ["machine", "machine"]
+    assert "## The machine\n" in (tmp_path / "gpu.md").read_text()
+
+
+def make_results(tmp_path, lines, keys=None):
+    """Results with these lines of (case, way, turn, what)."""
+    keys = keys or {case.name: "k" for case in gpu.CASES}
+    record = {"device": "NVIDIA H200", "date": "2026-11-27", "versions": {"torch": "2"}, "command": "gpu.py"}
+    text = [
+        record,
+        *({"case": case, "key": "k", "way": way, "turn": turn} | what for case, way, turn, what in lines),
+    ]
+    (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
+    return gpu.Results(tmp_path, record, keys)
+
+
+def test_what_is_measured_again(tmp_path):
+    speed = {"figures": {"a second": 1.0}}
+    lines = [
+        ("lora", "one", 1, speed), ("lora", "", 0, {"done": True}),
+        ("whole", "one", 1, speed),  # not done
+        ("images", "one", 1, {"failed": "error"}), ("images", "", 0, {"done": True}),
+    ]  # fmt: skip
+    assert {line["case"] for line in make_results(tmp_path, lines).lines} == {"lora"}
+    missing = make_results(tmp_path, lines).missing(["lora", "whole", "images"])
+    assert [case.name for case in missing] == ["whole", "images", "whole-compiled"]
+    other = {case.name: "of other code" for case in gpu.CASES}
+    assert make_results(tmp_path, lines, other).lines == []
+    for content in ("", "[]\n", "{}\n[]\n", '{"device": "NVIDIA H200"}\n{"case": "lora"}\n'):
+        (tmp_path / "gpu.jsonl").write_text(content)
+        with pytest.raises(
+            SystemExit, match=r"^gpu\.py: cannot continue .*gpu\.jsonl .*: remove it, or give"
+        ):
+            gpu.read_earlier(tmp_path / "gpu.jsonl", {"device": "NVIDIA H200"}, other)
+    (tmp_path / "gpu.jsonl").unlink()
+    os.mkfifo(tmp_path / "gpu.jsonl")
+    with pytest.raises(SystemExit, match="not a plain file"):
+        gpu.read_earlier(tmp_path / "gpu.jsonl", {"device": "NVIDIA H200"}, other)
+
+
+def test_the_table_compares_with_the_goals(tmp_path):
+    lines = [
+        *(("whole", way, turn, {"figures": {"a second": speed + turn, "ms a step": 1.0, "mfu": 0.5}})
+          for way, speed in (("Trainer", 100.0), ("hpctrain", 104.0)) for turn in (1, 2, 3)),
+        ("whole-compiled", "hpctrain --compile", 1, {"figures": {"a second": 204.0, "ms a step": 1.0}}),
+        ("images", "hpctrain", 1, {"figures": {"a second": 7000.0, "ms a step": 1.0}}),
+        ("images", "AMP", 1, {"failed": "no memory"}),
+    ]  # fmt: skip
+    lines += [(name, "", 0, {"done": True}) for name in ("whole", "whole-compiled")]
+    results = make_results(tmp_path, lines)
+    for case, way, turn, what in lines:
+        if case == "images":
+            results.add(
+                next(each for each in gpu.CASES if each.name == case), {"way": way, "turn": turn} | what
+            )
+    results.show()
+    page = (tmp_path / "gpu.md").read_text()
+    assert "| hpctrain | 106 (105 to 107) | 1.0 (1.0 to 1.0) |  |  | 50.0% |\n" in page
+    assert "| Llama, all weights | hpctrain --compile: 204 | Trainer: 102 | 2.00 | 1.1: reached |\n" in page
+    assert "| 0.88 | 0.9: not reached |\n" in page
+    assert "- images AMP: no memory\n" in page
+    assert (tmp_path / "gpu.png").stat().st_size > 10_000
+
+
+def test_the_key_of_a_case_follows_its_own_code(tmp_path, monkeypatch):
+    for name in PROGRAMS:
+        shutil.copy(REPOSITORY / "benchmarks" / name, tmp_path)
+    monkeypatch.setattr(gpu, "HERE", tmp_path)
+    args = argparse.Namespace(data=None, dry_run=False)
+    before = gpu.make_keys(args, "NVIDIA H200")
+    (tmp_path / "gpu_checks.py").write_text("")
+    after = gpu.make_keys(args, "NVIDIA H200")
+    assert {name for name in before if before[name] != after[name]} == {"checks"}
+    assert set(before.values()).isdisjoint(gpu.make_keys(args, "NVIDIA H100").values())
+
+
+@pytest.mark.slow
+def test_the_bundle_has_what_a_machine_without_a_network_needs(tmp_path):
+    repository = tmp_path / "hpctrain"
+    for name in ("benchmarks", "src", "containers"):
+        shutil.copytree(REPOSITORY / name, repository / name)
+    reviews = tmp_path / "nsmc"
+    reviews.mkdir()
+    command = [repository / "benchmarks/gpu_bundle.sh", reviews]
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    refused = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (
+        refused.returncode == 1
+        and "ratings_train.txt is missing: give the folder of NSMC\n" in refused.stderr
+    )
+    assert not any((repository / "build").iterdir())
+    for name in ("train", "test"):
+        (reviews / f"ratings_{name}.txt").write_text(
+            "id\tdocument\tlabel\n" + "1\tgood film\t1\n2\tbad\t0\n" * 40
+        )
+    subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    moved = (repository / "build/gpu").rename(tmp_path / "elsewhere")
+    shutil.rmtree(repository)
+    size = sum(path.stat().st_size for path in moved.rglob("*"))
+    assert size < 60e6
+    done = subprocess.run(
+        [moved / "run.sh", "--dry-run", "--only", "reviews-compiled"],
+        env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 cases measured, 0 failed" in done.stdout
+    assert (moved / "packages/liger_kernel").is_dir()
 
 
 def test_wrong_results_are_seen(tmp_path, monkeypatch):
@@ -56,84 +205,26 @@ def test_wrong_results_are_seen(tmp_path, monkeypatch):
             )
         return {"test_accuracy": 0.9, "weights_sha256": digest if "--resume" in options else "a"}
 
-    monkeypatch.setattr(gpu, "train", train)
+    monkeypatch.setattr(gpu_checks, "train", train)
     difference, digest = 0.001, "a"
-    assert gpu.check_trainer(tmp_path / "1", "train_ddp", "cuda")["largest_difference"] == pytest.approx(
-        0.001, rel=1e-3
-    )
+    checked = gpu_checks.check_trainer(tmp_path / "1", "train_ddp", "cuda")
+    assert checked["largest_difference"] == pytest.approx(0.001, rel=1e-3)
     difference = 0.1
-    with pytest.raises(gpu.Failed, match=r"a weight differs by 0\.1 from the CPU's, more than 0\.01"):
-        gpu.check_trainer(tmp_path / "2", "train_ddp", "cuda")
+    with pytest.raises(gpu_checks.Failed, match=r"a weight differs by 0\.1 from the CPU's, more than 0\.01"):
+        gpu_checks.check_trainer(tmp_path / "2", "train_ddp", "cuda")
     difference, digest = 0.0, "b"
-    with pytest.raises(gpu.Failed, match="a resumed run has other weights"):
-        gpu.check_trainer(tmp_path / "3", "train_ddp", "cuda")
-
-
-def test_the_start_of_a_run_is_no_part_of_its_speed(tmp_path):
-    figures = {"examples_per_s": 50.0, "tflops_per_gpu": 5.0, "mfu": 0.2, "step_ms_p50": 10.0}
-    (tmp_path / "result.json").write_text(json.dumps({"speed": figures}))
-    rates = [10.0, 90.0, 100.0, 110.0]  # of the first line, and of the others
-    lines = [{"step": 1, "test_loss": 1.0}, *({"examples_per_s": rate} for rate in rates)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    warm = {"examples_per_s": 100.0, "tflops_per_gpu": 10.0, "mfu": 0.4, "step_ms_p50": 10.0}
-    assert gpu.speed(tmp_path) == pytest.approx(warm)
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[1]) + "\n")
-    with pytest.raises(gpu.Failed, match="too few steps"):
-        gpu.speed(tmp_path)
+    with pytest.raises(gpu_checks.Failed, match="a resumed run has other weights"):
+        gpu_checks.check_trainer(tmp_path / "3", "train_ddp", "cuda")
 
 
 def test_a_command_that_fails_is_named():
-    with pytest.raises(gpu.Failed, match="exit code 3: last words"):
-        gpu.run([sys.executable, "-c", "print('last words'); raise SystemExit(3)"])
-    with pytest.raises(gpu.Failed, match=r"exit code 3: ValueError: the reason$"):
-        gpu.run(
+    with pytest.raises(gpu_checks.Failed, match="exit code 3: last words"):
+        gpu_checks.run([sys.executable, "-c", "print('last words'); raise SystemExit(3)"])
+    with pytest.raises(gpu_checks.Failed, match=r"exit code 3: ValueError: the reason$"):
+        gpu_checks.run(
             [
                 sys.executable,
                 "-c",
                 "print('ValueError: the reason'); print('=====\\n' * 9); raise SystemExit(3)",
             ]
         )
-
-
-def test_a_second_run_does_what_failed_or_is_missing_if_it_is_of_the_same_gpu_and_versions(tmp_path):
-    record = {"device": "NVIDIA H200", "command": [], "versions": {"torch": "2.13.0"}, "revision": "a"}
-    path = tmp_path / "gpu.json"
-    assert gpu.read_earlier(path, record) == []
-    passed, failed = (
-        {"case": "one", "figures": {}, "seconds": 1.0},
-        {"case": "two", "failed": "error", "seconds": 1.0},
-    )
-    path.write_text(json.dumps(record | {"cases": [passed, failed]}))
-    assert gpu.read_earlier(path, record) == [passed]
-    for other in ({"device": "NVIDIA A100"}, {"revision": "b"}):
-        assert gpu.read_earlier(path, record | other) == []
-    for content in ("", "[]", "{", json.dumps(record), json.dumps(record | {"cases": [{"case": "one"}]})):
-        path.write_text(content)
-        with pytest.raises(
-            SystemExit, match=r"^gpu\.py: cannot continue .*gpu\.json .*: remove it, or give another"
-        ):
-            gpu.read_earlier(path, record)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(SystemExit, match="not a plain file"):
-        gpu.read_earlier(path, record)
-
-
-def test_the_speed_of_each_way_is_read(monkeypatch):
-    ways = [
-        "(a) tutorial",
-        "(b3) Trainer, group_by_length, torch_compile",
-        "(e2) hpctrain --compile --cuda-graphs",
-    ]
-    lines = [
-        f"turn {turn}  {way:30} examples/s {10 * number + turn}  share 0.9"
-        for number, way in enumerate(ways)
-        for turn in (1, 3)
-    ]
-    monkeypatch.setattr(gpu, "run", lambda *_: "\n".join(lines))
-    figures = gpu.texts(None, "cuda", False)
-    assert figures == {
-        **{f"{way}, examples/s": 10 * number + 2 for number, way in enumerate(ways)},
-        "times the tutorial": 11,
-        "times the best other": 22 / 12,
-    }
