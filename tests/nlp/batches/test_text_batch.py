@@ -26,6 +26,8 @@ def test_model_gets_a_mask_only_where_there_is_padding():
     assert inputs.keys() == {"input_ids", "labels", "attention_mask"}
     assert inputs["input_ids"].tolist() == [[1, 2], [3, 9]]
     assert inputs["attention_mask"].tolist() == [[1, 1], [1, 0]]
+    without = padded.model_inputs(without={"unit", "attention_mask"})  # for a causal model
+    assert without.keys() == {"input_ids", "labels"}
 
 
 def test_map_reaches_all_tensors_and_leaves_the_batch():

@@ -112,45 +112,6 @@ def test_layerdrop_is_refused():
         step_graphs.check_layers(transformers.BartConfig(encoder_layerdrop=0.1))
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_transformers_reads_no_value_in_a_recording_and_makes_a_mask_only_for_padding(
-    kind, padded, monkeypatch
-):
-    """Holds for transformers 5.23: in a recording it makes masks without reading whether there is padding.
-
-    Its search for packed texts, which a recording replaces by a mask, has no option: see step_graphs.py.
-    """
-    sizes = {"hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8, "num_hidden_layers": 1}
-    config = transformers.AutoConfig.for_model(kind, vocab_size=20, use_cache=False, **sizes)
-    model = transformers.AutoModel.from_config(config).eval()
-    texts = [[1, 2, 3, 4], [5, 6, 7] if padded else [5, 6, 7, 8]]
-    batch = Features.from_lists({"input_ids": texts}, {"units": [1, 1]}).batch(torch.arange(2), {})
-    expected = model(**batch.model_inputs()).last_hidden_state
-    masks = []
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def attend(*inputs, attn_mask=None, **options):
-        masks.append(attn_mask)
-        return attention(*inputs, attn_mask=attn_mask, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: pytest.fail("reads a value"))
-    with step_graphs.no_search_for_packed_texts(batch):
-        found = model(**batch.model_inputs()).last_hidden_state
-    monkeypatch.undo()
-    assert [mask is not None for mask in masks] == [padded]
-    real = batch.attention_mask == 1
-    assert torch.allclose(found[real], expected[real], atol=1e-6)
-
-
-def test_a_version_of_transformers_without_the_search_is_left_as_it_is(monkeypatch):
-    monkeypatch.delattr(transformers.masking_utils, "find_packed_sequence_indices")
-    with step_graphs.no_search_for_packed_texts(make_batch(2)):
-        assert not hasattr(transformers.masking_utils, "find_packed_sequence_indices")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -41,13 +41,14 @@ class TextBatch:
 
         There is no attention_mask where there is no padding: with one, a model would ask the GPU whether
         there is any, and wait. There is none for packed rows either: models tell the texts of a row apart by
-        their position_ids, and no text attends to the padding, which comes last.
+        their position_ids, and no text attends to the padding, which comes last. A causal model does not
+        need one for any batch (needs_mask() of models/masks.py): "attention_mask" is then in `without`.
         """
         columns = self.tokens | self.values
         inputs = {name: column for name, column in columns.items() if name not in without}
         if self.position_ids is not None:
             inputs["position_ids"] = self.position_ids
-        elif self.is_padded:
+        elif self.is_padded and "attention_mask" not in without:
             inputs["attention_mask"] = self.attention_mask
         return inputs
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.lazy_imports import import_of_lightning
-from hpctrain.distributed.rendezvous import all_or_none, process_group
+from hpctrain.distributed.rendezvous import all_or_none, broadcast, process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, panics_as_errors
 from hpctrain.lightning.trainer import JsonStrategy, make_trainer, quiet
@@ -44,6 +44,7 @@ from hpctrain.nlp.models.initial_model import (
     load_model,
 )
 from hpctrain.nlp.models.lora import add_lora, count_parameters
+from hpctrain.nlp.models.masks import needs_mask
 from hpctrain.nlp.models.memory import check_memory
 from hpctrain.nlp.models.model_folder import describe_error, load_tokenizer, make_card, save_model
 from hpctrain.nlp.task import Task
@@ -242,13 +243,19 @@ def _tokenize(
 def prepare_module(
     task: Task, model: PreTrainedModel, labels: list[str], train: Features, args: FineTuneOptions, run: Run
 ) -> FineTuneModule:
-    """The model with its training and evaluation steps; with --compile, it is compiled at the first one."""
+    """The model with its training and evaluation steps; with --compile, it is compiled at the first one.
+
+    A collective call.
+    """
     steps = 0
     if args.epochs:
         group = run.world.in_groups_of(args.tensor_parallel)
         steps = args.epochs * steps_per_epoch(len(train.lengths), args.batch_size, group, args.accumulate)
     weights = balance_classes(labels, train, run) if args.class_weights else None
-    module = FineTuneModule(task, model, labels, args, run, steps, class_weights=weights)
+    # rank 0 decides, because others may have a model without weights
+    needs_none = run.world.rank == 0 and task.pipeline_tag == "text-generation" and not needs_mask(model)
+    masked = not broadcast(run.world, needs_none)
+    module = FineTuneModule(task, model, labels, args, run, steps, class_weights=weights, masked=masked)
     if args.compile:
         compile_training(model, dynamic=True, by_block=True)  # batches are as long as their longest text
     return module

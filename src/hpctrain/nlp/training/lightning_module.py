@@ -19,6 +19,7 @@ from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.batches.sampling import Selection, evaluation_batches_by_length, make_loader
 from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.fine_tune_options import FineTuneOptions
+from hpctrain.nlp.models.masks import no_searches
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.training.step_graphs import StepGraphs
 from hpctrain.run.run import Run
@@ -35,6 +36,7 @@ class FineTuneModule(LightningModule):
     """A model with its training and evaluation steps.
 
     `steps`: optimizer steps of all epochs. `class_weights`, [labels], weigh the training loss alone.
+    `masked`: whether the model gets the attention mask of a batch with padding.
     """
 
     class_weights: Tensor | None
@@ -48,11 +50,13 @@ class FineTuneModule(LightningModule):
         run: Run,
         steps: int,
         class_weights: Tensor | None = None,
+        masked: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
         self.register_buffer("class_weights", class_weights, persistent=False)
         self._task, self._labels, self._args, self._run, self._steps = task, labels, args, run, steps
+        self._without = {*task.extra} if masked else {*task.extra, "attention_mask"}
         # the ranks of a group compute the same examples
         self.group = run.world.in_groups_of(args.tensor_parallel)
         self._sets: dict[str, tuple[list[Any], Features]] = {}
@@ -102,7 +106,9 @@ class FineTuneModule(LightningModule):
         return None
 
     def forward(self, batch: TextBatch) -> ModelOutput:
-        return self.model(**batch.model_inputs(without=self._task.extra))
+        inputs = batch.model_inputs(without=self._without)
+        with no_searches(inputs):
+            return self.model(**inputs)
 
     def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor:
         """The loss of one part of a global batch; LengthGroupedSampler explains the weight."""

@@ -4,13 +4,11 @@ A short text keeps a GPU busy for less time than a processor needs to start each
 and dropout's random numbers, are those of a step without graphs, so the weights are the same, bit for bit.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.text_batch import TextBatch
@@ -98,33 +96,11 @@ class StepGraphs:
 
     def _compute(self, batch: TextBatch) -> Tensor:
         torch.clear_autocast_cache()  # the weights in bf16, of which each graph has to make its own
-        with no_search_for_packed_texts(batch):
-            loss = self._compute_loss(batch)
+        loss = self._compute_loss(batch)
         with torch.autocast("cuda", enabled=False):  # as in a step without graphs
             loss.backward()
         torch.clear_autocast_cache()
         return loss.detach()
-
-
-@contextmanager
-def no_search_for_packed_texts(batch: TextBatch) -> Iterator[None]:
-    """Keep transformers from searching a batch without padding for texts that are packed in rows.
-
-    The search reads values from the GPU, which cannot be recorded. So in a recording transformers takes all
-    texts for packed, and makes an attention mask. Without one, attention is faster, and the weights are those
-    of a step without graphs. transformers has no option for this; its version is in test_step_graphs.py.
-    In a version without this function, a recording makes the mask.
-    """
-    name = "find_packed_sequence_indices"
-    search = getattr(masking_utils, name, None)
-    if batch.is_padded or batch.position_ids is not None or search is None:
-        yield
-        return
-    setattr(masking_utils, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        setattr(masking_utils, name, search)
 
 
 def check_layers(config: Any) -> None:

@@ -1,0 +1,59 @@
+"""Which models need an attention mask for padding on the right, and what transformers does without one."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, masking_utils
+
+# In these, transformers reads values of a batch without a mask.
+SEARCHES = (
+    (masking_utils, "find_packed_sequence_indices"),
+    (PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
+)
+
+
+@torch.no_grad()
+def needs_mask(model: PreTrainedModel) -> bool:
+    """Whether the output for a text changes if the padding after it is not masked. The model is on a CPU.
+
+    It does not change in a causal model, whose tokens attend to none that follow. Not all language models
+    are causal, and config.json does not always tell, so the model computes a batch in both ways. The
+    auxiliary loss of a mixture of experts is over all tokens that are not masked.
+    """
+    tokens = torch.tensor([[3, 1, 2, 0, 1, 2], [1, 2, 0, 3, 3, 3]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    model.eval()
+    masked, plain = model(input_ids=tokens, attention_mask=mask), model(input_ids=tokens)
+    model.train()
+    real = mask == 1
+    return "aux_loss" in plain or not agree(plain.logits[real], masked.logits[real])
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether two outputs for the same text differ by rounding only."""
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+@contextmanager
+def no_searches(inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Keep transformers from reading values of a batch from the GPU, for which each step would wait.
+
+    Where `inputs` have neither a mask nor positions, it searches the positions for texts that are packed in
+    rows, and the tokens for padding, of which it warns. A recording of --cuda-graphs cannot read values: in
+    it, transformers takes all texts for packed, and makes a mask, with which attention is slower.
+    transformers has no option for this; its version is in test_masks.py. A version without these functions
+    is left as it is.
+    """
+    with ExitStack() as stack:
+        if not {"attention_mask", "position_ids"} & inputs.keys():
+            for place, name in SEARCHES:
+                if hasattr(place, name):
+                    stack.enter_context(patch.object(place, name, _find_nothing))
+        yield
+
+
+def _find_nothing(*_: Any) -> None: ...
