@@ -18,14 +18,14 @@ SEARCHES = (
 
 @torch.no_grad()
 def needs_mask(model: PreTrainedModel) -> bool:
-    """Whether the output for a text changes if the padding after it is not masked. The model is on a CPU.
+    """Whether the output for a text changes if the padding after it is not masked.
 
     It does not change in a causal model, whose tokens attend to none that follow. Not all language models
     are causal, and config.json does not always tell, so the model computes a batch in both ways. The
     auxiliary loss of a mixture of experts is over all tokens that are not masked.
     """
-    tokens = torch.tensor([[3, 1, 2, 0, 1, 2], [1, 2, 0, 3, 3, 3]])
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    tokens = torch.tensor([[3, 1, 2, 0, 1, 2], [1, 2, 0, 3, 3, 3]], device=model.device)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]], device=model.device)
     model.eval()
     masked, plain = model(input_ids=tokens, attention_mask=mask), model(input_ids=tokens)
     model.train()
