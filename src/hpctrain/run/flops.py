@@ -49,7 +49,7 @@ def count_flops(model: nn.Module, run: Callable[[nn.Module], Any]) -> int | None
 
 
 def count_text_flops(
-    model: nn.Module, lengths: numpy.ndarray, run: Callable[[nn.Module, int], Any]
+    model: nn.Module, lengths: numpy.ndarray, run: Callable[[Any, int], Any]
 ) -> float | None:
     """The mean of count_flops() over texts of these lengths in tokens; `run` calls the model with one text.
 

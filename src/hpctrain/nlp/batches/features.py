@@ -27,8 +27,8 @@ from hpctrain.files.digests import check_digests, write_digests
 from hpctrain.nlp.batches.text_batch import TextBatch
 
 VERSION = 3  # of the files in the cache; increase it when their content changes
-# Tokens: on a GPU batches are padded to a multiple of it, so that there are few shapes, of which --cuda-graphs
-# records each, and cuDNN plans attention for each.
+# Tokens. On a GPU batches are padded to a multiple of it, so that there are few shapes: --cuda-graphs records
+# each, and cuDNN plans its attention for each.
 MULTIPLE = 8
 CHUNK = 10_000  # texts passed to the tokenizer in one call, for its threads to share
 
