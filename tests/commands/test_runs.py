@@ -34,6 +34,11 @@ def test_the_table(tmp_path):
     ]
     assert first == [*expected, "abababababab"]
     assert second == ["mine", "stopped", "17", "0/3", "0", "-", "-", "2026-11-21 10:00", "abababababab"]
+    # a script that does not say how many epochs it trains
+    (config,) = (tmp_path / "runs/mine").glob("config.json")
+    known = json.loads(config.read_text())
+    config.write_text(json.dumps(known | {"options": known["options"] | {"epochs": None}}))
+    assert "  0/?  " in run_hpctrain("runs", "runs/mine", cwd=tmp_path).stdout
     rows = json.loads(run_hpctrain("runs", "runs/mine", "--json", cwd=tmp_path).stdout)
     assert [(row["run"], row["state"], row["image_digest"]) for row in rows] == [
         ("runs/mine", "stopped", DIGEST)

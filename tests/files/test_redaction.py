@@ -12,14 +12,14 @@ def test_secrets_are_hidden(monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     before = {
-        "hub_token": "x", "Password": ["a", "b"], "token": None, "tokenSecret": "x",
+        "hub_token": "x", "api_tokens": "x", "Password": ["a", "b"], "token": None, "tokenSecret": "x",
         "max_new_tokens": 64, "epochs": 1, "tokenizer": "a/b",
         "command": ["--hub-token", "x", "--lr", "1", "--api-key=x", "hf_abcdefgh", "--max-new-tokens", "64"],
         "deep": [{"secret": {"a": "b"}}], "url": "https://me:pass@host/x see http://host/a@b",
         "text": "key=sesame-street /home 1",
     }  # fmt: skip
     assert hide_secrets(before) == {
-        "hub_token": "***", "Password": "***", "token": None, "tokenSecret": "***",
+        "hub_token": "***", "api_tokens": "***", "Password": "***", "token": None, "tokenSecret": "***",
         "max_new_tokens": 64, "epochs": 1, "tokenizer": "a/b",
         "command": ["--hub-token", "***", "--lr", "1", "--api-key=***", "***", "--max-new-tokens", "64"],
         "deep": [{"secret": "***"}], "url": "https://***@host/x see http://host/a@b",

@@ -21,7 +21,7 @@ def describe_runs(rows: list[dict[str, Any]], folder: Path) -> str:
                 str(path.relative_to(folder) if path != folder else path),
                 row["state"],
                 str(row["job"]) + (f" ({row['starts']} starts)" if row["starts"] > 1 else ""),
-                f"{row['epoch']}/{row['epochs']}",
+                f"{row['epoch']}/{row['epochs'] or '?'}",
                 str(row["step"]),
                 format_score(row) or "-",
                 f"{row['examples_per_s']:.4g}" if row["examples_per_s"] else "-",
