@@ -7,12 +7,13 @@ samples/<name>/.
 
 import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -73,6 +74,8 @@ class Task(ABC, Generic[AnyExample]):
     # padding value of token columns; 0 if missing, input_ids take the tokenizer's
     padding: ClassVar[Mapping[str, int]] = {}
     extra: ClassVar[tuple[str, ...]] = ()  # columns of the features that are not inputs of the model
+    # at most how many times as many examples are evaluated at once as trained: no layer keeps its activations
+    evaluation_factor: ClassVar[int] = 8
     cut_text: ClassVar[str] = ""  # what is truncated, for the log, if not the whole example
     # why no prediction can be right for the `lost` examples of the features, for the log
     lost_text: ClassVar[str] = ""
@@ -147,8 +150,21 @@ class Task(ABC, Generic[AnyExample]):
         return output.loss
 
     @abstractmethod
-    def predict(self, output: Any, batch: TextBatch) -> list[Any]:
-        """One prediction for each feature of a batch, in numpy. Ranks exchange these: keep them small."""
+    def predict(self, output: Any, batch: TextBatch) -> Tensor:
+        """One prediction for each feature of a batch, [b, ...], on the device of the model.
+
+        Keep them small: those of a whole set stay there until its end, and ranks exchange them. Read no value
+        here, which would wait for a GPU in each batch.
+        """
+
+    def trim(self, prediction: ndarray) -> ndarray:
+        """A row of predict() without what only makes the rows of a batch equally long."""
+        return prediction
+
+    def fetch_predictions(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[int, ndarray]]:
+        """The number and the prediction of each feature, from the index and the predictions of batches."""
+        for index, predictions in batches:
+            yield from zip(index.tolist(), map(self.trim, predictions.cpu().numpy()), strict=True)
 
     @abstractmethod
     def make_answers(
@@ -207,10 +223,11 @@ class Task(ABC, Generic[AnyExample]):
         examples = [self.make_example(row, **config["settings"]) for row in rows]
         features = self.tokenize(tokenizer, examples, labels, config["max_length"], config["stride"])
         padding = {**self.padding, "input_ids": tokenizer.pad_token_id}
-        predictions: list[Any] = [None] * len(features.lengths)
+        batches: list[tuple[Tensor, Tensor]] = []
         for index in evaluation_batches_by_length(features.lengths, args.batch_size):
             batch = features.batch(index, padding).to(model.device)
             output = model(**batch.model_inputs(without={"labels", *self.extra}))
-            for i, prediction in zip(index.tolist(), self.predict(output, batch), strict=True):
-                predictions[i] = prediction
+            batches.append((index, self.predict(output, batch)))
+        numbered = dict(self.fetch_predictions(batches))
+        predictions = [numbered[i] for i in range(len(features.lengths))]
         return self.make_answers(examples, features, predictions, labels), len(features.cut)

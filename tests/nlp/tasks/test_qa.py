@@ -79,6 +79,11 @@ def get_target_texts(features, examples):
     ]
 
 
+def get_spans(output, batch):
+    """The predictions for a batch, as they are scored."""
+    return [spans for _, spans in TASK.fetch_predictions([(batch.index, TASK.predict(output, batch))])]
+
+
 def answer_for_logits(features, starts, ends, examples):
     """The answers for given logits of each token of all features."""
     predictions = []
@@ -88,7 +93,7 @@ def answer_for_logits(features, starts, ends, examples):
         output = SimpleNamespace(
             start_logits=torch.tensor(starts[part])[None], end_logits=torch.tensor(ends[part])[None]
         )
-        predictions += TASK.predict(output, batch)
+        predictions += get_spans(output, batch)
     return TASK.make_answers(examples, features, predictions, [])
 
 
@@ -288,7 +293,7 @@ def test_best_spans_match_an_exhaustive_search():
     starts, ends = torch.randn(2, *batch.tokens["start"].shape, generator=generator)
     # the highest scores would be an end before its start, the question, and the padding
     ends[:, 10], starts[:, -1], starts[:, 1], ends[:, 2] = 50, 50, 90, 90
-    predictions = TASK.predict(SimpleNamespace(start_logits=starts, end_logits=ends), batch)
+    predictions = get_spans(SimpleNamespace(start_logits=starts, end_logits=ends), batch)
     assert len(predictions) == len(batch.tokens["start"]) > 4
     for row, spans in enumerate(predictions):
         expected = search_spans(
@@ -305,7 +310,7 @@ def test_logits_in_bf16_are_added_in_fp32():
     batch = features.batch(torch.arange(1), TASK.padding)
     logits = torch.zeros(batch.tokens["start"].shape, dtype=torch.bfloat16)
     logits[0, 6], logits[0, 7] = 256, 1
-    (spans,) = TASK.predict(SimpleNamespace(start_logits=logits, end_logits=logits), batch)
+    (spans,) = get_spans(SimpleNamespace(start_logits=logits, end_logits=logits), batch)
     assert spans[:2, 0].tolist() == [512, 257]
 
 
@@ -543,7 +548,7 @@ def test_small_bert_memorizes_the_sample_data():
         optimizer.zero_grad()
     with torch.inference_mode():
         output = model(**inputs)
-    answers = TASK.make_answers(examples, features, TASK.predict(output, batch), [])
+    answers = TASK.make_answers(examples, features, get_spans(output, batch), [])
     # The fewest tokens that cover the answer: the model cannot come closer.
     closest = {
         number: text

@@ -33,7 +33,7 @@ from hpctrain.nlp.task import IGNORED, SAMPLES
 from hpctrain.nlp.tasks import classify, generate, pair
 from hpctrain.nlp.tasks.classify import Document
 from hpctrain.nlp.tasks.generate import Passage
-from hpctrain.nlp.training import finetune
+from hpctrain.nlp.training import finetune, lightning_module
 from hpctrain.nlp.training.lightning_module import FineTuneModule
 from hpctrain.nlp.training.options import parse_options
 from hpctrain.nlp.use import predict
@@ -274,7 +274,7 @@ def test_perplexity_counts_each_token_of_the_text_once_without_padding(tmp_path)
         for rows in torch.arange(len(made.lengths)).split(batch_size):
             batch = made.batch(rows, {**generate.TASK.padding, "input_ids": tokenizer.pad_token_id})
             output = model(**batch.model_inputs(without={"labels"}))
-            predictions += generate.TASK.predict(output, batch)
+            predictions += generate.TASK.predict(output, batch).tolist()
         answers = generate.TASK.make_answers(passages, made, predictions, [])
         return generate.TASK.score(passages, answers)["perplexity"], [answer["tokens"] for answer in answers]
 
@@ -285,6 +285,54 @@ def test_perplexity_counts_each_token_of_the_text_once_without_padding(tmp_path)
     assert tokens == text  # and the end token; the prompt is not counted
     _, in_windows = perplexity(7, 4)
     assert in_windows == text
+
+
+@pytest.mark.parametrize("task", ["classify", "multi-label", "regression", "ner", "qa", "generate"])
+def test_evaluation_reads_no_value_of_a_batch(task):
+    """Reading one waits for a GPU; tensors without values refuse it."""
+    problem = task if task in ("multi-label", "regression") else None
+    chosen = TASKS["classify" if problem else task].TASK.for_problem(problem)
+    shape = {"ner": (4, 9, 5), "qa": (4, 9), "generate": (4, 9, 50), "regression": (4, 1)}.get(task, (4, 2))
+    names = {"ner": ["unit"], "qa": ["start", "end"], "generate": ["labels"]}.get(task, [])
+    labels = {"multi-label": [[0.0, 1.0]] * 4, "regression": [0.5] * 4}.get(task, [1] * 4)
+    made = features.Features.from_lists(
+        {name: [[1] * 9] * 4 for name in ["input_ids", *names]},
+        {"labels": labels, "start_positions": [1] * 4, "end_positions": [2] * 4, "units": [1] * 4},
+    )
+    batch = made.batch(torch.arange(4), {}).to(torch.device("meta"))
+    logits = torch.zeros(shape, device="meta")
+    output = SimpleNamespace(loss=logits.sum(), logits=logits, start_logits=logits, end_logits=logits)
+
+    args, run = SimpleNamespace(tensor_parallel=1), SimpleNamespace(world=ALONE)
+    module = FineTuneModule(chosen, torch.nn.Module(), [], args, run, steps=0)
+    module.forward = lambda batch: output
+    module.on_validation_epoch_start()
+    module._sums = module._sums.to("meta")
+    module.validation_step(batch, 0)
+    ((index, predictions),) = module._predictions
+    assert index is batch.index and len(predictions) == 4
+
+
+@pytest.mark.parametrize("task", ["classify", "ner", "qa"])
+def test_predictions_do_not_depend_on_the_batches_of_an_evaluation(task, config, tmp_path, monkeypatch):
+    """Evaluated are 8 times as many examples at once as trained, with --gradient-checkpointing as many."""
+    monkeypatch.setattr(lightning_module, "FEWEST_BATCHES", 1)
+    kind, found, sizes = type(TASKS[task].TASK), [], []
+    make, forward = kind.make_answers, FineTuneModule.forward
+    monkeypatch.setattr(kind, "make_answers", lambda *words: found.append(words[3]) or make(*words))
+    monkeypatch.setattr(
+        FineTuneModule, "forward", lambda self, batch: sizes.append(len(batch.index)) or forward(self, batch)
+    )
+    options = ["--epochs", 0, "--batch-size", 8, "--accumulate", 4, "--limit", 40, "--from-scratch", config]
+    many, few = (
+        train(task, tmp_path / name, *options, *more)
+        for name, more in (("many", ()), ("few", ("--gradient-checkpointing",)))
+    )
+    assert sizes[:2] == [16, 16] and sizes[-2:] == [2, 2]
+    of_many, of_few = scores(many), scores(few)
+    assert of_many.pop("test_loss") == pytest.approx(of_few.pop("test_loss"), rel=1e-5)
+    assert of_many == of_few
+    assert all(numpy.allclose(one, other, atol=1e-5) for one, other in zip(*found, strict=True))
 
 
 # --- the cache of tokenized texts ---

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from hpctrain.errors import HpctrainError
@@ -91,9 +92,9 @@ class LabelTask(Task[AnyLabeled]):
         targets = [number.get(example.label, IGNORED) for example in examples]
         return {"labels": targets, "units": [target != IGNORED for target in targets]}
 
-    def predict(self, output: Logits, batch: TextBatch) -> list[Any]:
-        """The probability of each class, [classes]."""
-        return list(output.logits.float().softmax(-1).cpu().numpy())
+    def predict(self, output: Logits, batch: TextBatch) -> Tensor:
+        """The probability of each class, [b, classes]."""
+        return output.logits.float().softmax(-1)
 
     def make_answers(
         self,

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -39,16 +40,16 @@ class LanguageModelTask(Task[AnyExample]):
     pipeline_tag = "text-generation"
     kind = "gpt2"
     padding: ClassVar[Mapping[str, int]] = {"labels": IGNORED}
+    # its outputs are a number for each token and each word of the vocabulary: gigabytes, as in training
+    evaluation_factor = 1
     selection_metric = "perplexity"
     higher_is_better = False
 
-    def predict(self, output: Logits, batch: TextBatch) -> list[Any]:
-        """The negative log likelihood of the labels in each feature, and their number."""
+    def predict(self, output: Logits, batch: TextBatch) -> Tensor:
+        """The negative log likelihood of the labels in each feature, and their number, [b, 2]."""
         logits, targets = output.logits[:, :-1].float(), batch.tokens["labels"][:, 1:]
         losses = cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
-        return list(
-            torch.stack([losses.double().sum(1), (targets != IGNORED).sum(1).double()], 1).cpu().numpy()
-        )
+        return torch.stack([losses.double().sum(1), (targets != IGNORED).sum(1).double()], 1)
 
     def make_answers(
         self,

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy
+import torch
+from numpy import ndarray
+from torch import Tensor
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 
 from hpctrain.errors import HpctrainError, UsageError
@@ -223,11 +225,14 @@ def find_entities(text):
         counts = [sum(label != IGNORED for label in target) for target in rows["labels"]]
         return Features.from_lists(rows, {"units": counts}, example=example_of)
 
-    def predict(self, output: Logits, batch: TextBatch) -> list[Any]:
-        """The index of the most probable tag for each unit in a window, in their order, int16."""
-        tags = output.logits.argmax(-1).cpu().numpy().astype(numpy.int16)
-        has_unit = batch.tokens["unit"].cpu().numpy() != NO_UNIT
-        return [row[mask] for row, mask in zip(tags, has_unit, strict=True)]
+    def predict(self, output: Logits, batch: TextBatch) -> Tensor:
+        """The index of the most probable tag for each token, NO_UNIT without a unit, int16 [b, length]."""
+        tags = output.logits.argmax(-1).to(torch.int16)
+        return tags.masked_fill(batch.tokens["unit"] == NO_UNIT, NO_UNIT)
+
+    def trim(self, prediction: ndarray) -> ndarray:
+        """The tags of the units in a window, in their order."""
+        return prediction[prediction != NO_UNIT]
 
     def make_answers(
         self, examples: Sequence[Sentence], features: Features, predictions: Sequence[Any], labels: list[str]

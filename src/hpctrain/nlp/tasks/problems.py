@@ -72,9 +72,9 @@ class MultiLabel:
         """The mean binary cross entropy, computed in fp32 with --precision bf16 as well."""
         return binary_cross_entropy_with_logits(output.logits.float(), batch.values["labels"])
 
-    def predict(self, output: Logits, batch: TextBatch) -> list[Any]:
-        """The probability of each class, [classes]."""
-        return list(output.logits.float().sigmoid().cpu().numpy())
+    def predict(self, output: Logits, batch: TextBatch) -> Tensor:
+        """The probability of each class, [b, classes]."""
+        return output.logits.float().sigmoid()
 
     def make_answers(
         self, examples: Sequence[Any], features: Features, predictions: Sequence[Any], labels: list[str]
@@ -150,9 +150,9 @@ class Regression:
         """The mean squared error, computed in fp32 with --precision bf16 as well."""
         return mse_loss(output.logits.float()[:, 0], batch.values["labels"])
 
-    def predict(self, output: Logits, batch: TextBatch) -> list[Any]:
-        """The number, []."""
-        return list(output.logits.float()[:, 0].cpu().numpy())
+    def predict(self, output: Logits, batch: TextBatch) -> Tensor:
+        """The number, [b]."""
+        return output.logits.float()[:, 0]
 
     def make_answers(
         self, examples: Sequence[Any], features: Features, predictions: Sequence[Any], labels: list[str]

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy
 import torch
+from numpy import ndarray
 from tokenizers import Encoding
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
@@ -159,8 +160,8 @@ class Qa(Task[Question]):
         )
         return (start + end) / 2
 
-    def predict(self, output: SpanLogits, batch: TextBatch) -> list[Any]:
-        """The best spans of each window: at most TOP_SPANS of at most MAX_ANSWER tokens, [spans, 3].
+    def predict(self, output: SpanLogits, batch: TextBatch) -> Tensor:
+        """The best TOP_SPANS spans of each window, of at most MAX_ANSWER tokens, [b, TOP_SPANS + 1, 3].
 
         The best comes first. A span is its score (the sum of its two logits), and the characters of the
         context where it starts and ends. A last row is the score of no answer, at NO_ANSWER, if allowed.
@@ -186,10 +187,11 @@ class Qa(Task[Question]):
         )
         none = output.start_logits.float() + output.end_logits.float()
         none = none.masked_fill(batch.tokens["start"] != NO_ANSWER, -torch.inf).amax(1)
-        spans = torch.cat(
-            [spans, torch.stack([none, *[torch.full_like(none, NO_ANSWER)] * 2], 1)[:, None]], 1
-        )
-        return [window[numpy.isfinite(window[:, 0])] for window in spans.cpu().numpy()]
+        return torch.cat([spans, torch.stack([none, *[torch.full_like(none, NO_ANSWER)] * 2], 1)[:, None]], 1)
+
+    def trim(self, prediction: ndarray) -> ndarray:
+        """The spans that the window has."""
+        return prediction[numpy.isfinite(prediction[:, 0])]
 
     def make_answers(
         self, examples: Sequence[Question], features: Features, predictions: Sequence[Any], labels: list[str]
