@@ -56,10 +56,15 @@ def quiet() -> None:
 
 
 class JsonStrategy(DDPStrategy):
-    """DDPStrategy whose ranks exchange JSON: Lightning's broadcast() unpickles what another rank sends."""
+    """DDPStrategy whose ranks exchange JSON: Lightning's broadcast() unpickles what another rank sends.
+
+    Buffers are not copied to all ranks in each step: what training computes depends on none, and
+    TrainerFolder copies those of rank 0 before each evaluation. Gradients are views of DDP's buckets: their
+    mean is not copied out of them.
+    """
 
     def __init__(self, world: World, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(broadcast_buffers=False, gradient_as_bucket_view=True, **options)
         self._world = world
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

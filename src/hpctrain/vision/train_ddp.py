@@ -58,7 +58,8 @@ def main(world: World, arguments: list[str]) -> None:
         run.count_flops(lambda: recipe.count_flops(model, training_set, args))
         parallel: nn.Module = model
         if world.size > 1:
-            parallel = DistributedDataParallel(model)
+            # evaluate() copies the batch-norm statistics of rank 0, on which no training step depends
+            parallel = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
         elif args.strategy == "dp":
             parallel = DataParallel(model)
         optimizer = recipe.make_optimizer(args, parallel.parameters())
