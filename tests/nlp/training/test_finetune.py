@@ -303,7 +303,7 @@ def test_evaluation_reads_no_value_of_a_batch(task):
     logits = torch.zeros(shape, device="meta")
     output = SimpleNamespace(loss=logits.sum(), logits=logits, start_logits=logits, end_logits=logits)
 
-    args, run = SimpleNamespace(tensor_parallel=1), SimpleNamespace(world=ALONE)
+    args, run = SimpleNamespace(tensor_parallel=1), SimpleNamespace(world=ALONE, device=torch.device("cpu"))
     module = FineTuneModule(chosen, torch.nn.Module(), [], args, run, steps=0)
     module.forward = lambda batch: output
     module.on_validation_epoch_start()
