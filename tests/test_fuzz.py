@@ -529,7 +529,7 @@ def test_an_answer_controls_no_terminal():
 
 
 @pytest.mark.parametrize(
-    ("key", "new"), [("labels", []), ("labels", 1), ("settings", {"by_token": True}), ("max_length", "x")]
+    ("key", "new"), [("labels", []), ("labels", 1), ("settings", [1]), ("max_length", "x")]
 )
 def test_a_configuration_that_does_not_fit_is_refused(model, key, new, capsys):
     path = model / "config.json"

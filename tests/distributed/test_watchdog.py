@@ -259,3 +259,17 @@ def test_the_line_is_that_of_the_project():
     ask()
     assert re.fullmatch(r"watchdog.py:\d+ describe_line\(\)", lines[0])
     assert describe_line(-1) == "its end"
+    # a thread that waits in a part of Python without a file
+    began, go_on = threading.Event(), threading.Event()
+    code = compile("began.set(); go_on.wait()", "<frozen importlib._bootstrap>", "exec")
+
+    def import_something():
+        exec(code, {"began": began, "go_on": go_on})
+
+    thread = threading.Thread(target=import_something)
+    thread.start()
+    began.wait()
+    line = describe_line(thread.ident)
+    go_on.set()
+    thread.join()
+    assert re.fullmatch(r"test_watchdog.py:\d+ import_something\(\)", line)

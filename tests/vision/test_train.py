@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import slurm_cluster
@@ -478,8 +477,8 @@ def test_the_learning_rate_warms_up_step_by_step_and_then_decays():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["plain_ddp.py", "plain_lightning.py"])
-def test_scripts_of_users(script):
-    done = run(TORCHRUN, slurm_cluster.REPOSITORY / "tests/scripts" / script, cwd=Path("/tmp"))
+def test_scripts_of_users(script, tmp_path):
+    done = run(TORCHRUN, slurm_cluster.REPOSITORY / "tests/scripts" / script, cwd=tmp_path)
     said = re.findall(r"rank (\d) of 2 loss ([\d.]+)", done.stdout)
     assert sorted(rank for rank, _ in said) == ["0", "1"] and len({loss for _, loss in said}) == 1, (
         done.stderr
@@ -487,9 +486,9 @@ def test_scripts_of_users(script):
 
 
 @pytest.mark.slow
-def test_check():
+def test_check(tmp_path):
     for launcher, ranks, text in ((PYTHON, 1, "1 rank"), ([*TORCHRUN, "-m", "hpctrain"], 2, "2 ranks")):
-        done = run(launcher, "check", cwd=Path("/tmp"))
+        done = run(launcher, "check", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert f"check passed: {text} on 1 host (" in done.stdout
         assert f"rank {ranks - 1} of {ranks}" in done.stdout
@@ -610,11 +609,11 @@ def test_a_bar_on_a_terminal(tmp_path):
     assert done.returncode == 0 and re.search(r"epoch 1: +\d+%\|.*step/s.*train_loss", done.stdout)
 
 
-def test_help():
+def test_help(tmp_path):
     for args in (["--help"], ["train_ddp", "--help"], ["check", "--help"], ["plot", "--help"]):
-        done = run(1, *args, cwd=Path("/tmp"))
+        done = run(1, *args, cwd=tmp_path)
         assert done.returncode == 0 and "usage: hpctrain" in done.stdout
-    done = run(1, cwd=Path("/tmp"))
+    done = run(1, cwd=tmp_path)
     assert done.returncode == 2
 
 

@@ -235,7 +235,8 @@ _OWN_FOLDER = str(Path(__file__).parents[1])
 def describe_line(thread: int) -> str:
     """The file, line and function that a thread executes: the innermost outside of installed packages."""
     frame = sys._current_frames().get(thread)
-    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    # "<frozen importlib._bootstrap>" and the like are parts of Python
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     chosen = frame
     while (
         chosen
