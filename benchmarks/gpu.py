@@ -19,6 +19,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -92,7 +93,7 @@ GOALS = (
 class Child:
     """A process that measures a case, once go() has been called. It has a session of its own."""
 
-    def __init__(self, case: Case, args: argparse.Namespace) -> None:
+    def __init__(self, case: Case, args: argparse.Namespace, temporary: str) -> None:
         if case.name == "checks":
             words = [str(HERE / "gpu_checks.py")]
         else:
@@ -106,6 +107,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            env=os.environ | {"TMPDIR": temporary},
             start_new_session=True,
         )
         self._lines: queue.Queue[str] = queue.Queue()
@@ -146,17 +148,19 @@ class Child:
         self._log.close()
 
 
-def measure(cases: list[Case], args: argparse.Namespace, results: "Results", deadline: float) -> None:
+def measure(
+    cases: list[Case], args: argparse.Namespace, results: "Results", deadline: float, temporary: str
+) -> None:
     """Measure these cases; the next one gets ready meanwhile. TimeoutError at the deadline."""
     children: list[Child] = []
     try:
         for number, case in enumerate(cases):
             if not number:
-                children.append(Child(case, args))
+                children.append(Child(case, args, temporary))
             child, began = children[-1], time.monotonic()
             child.go()
             if number + 1 < len(cases):
-                children.append(Child(cases[number + 1], args))
+                children.append(Child(cases[number + 1], args, temporary))
             try:
                 for line in child.lines(deadline):
                     if "ready" in line:
@@ -430,7 +434,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu.py: ended by SIGTERM; the same command goes on"))
     missing, ended = results.missing(args.only), ""
     try:
-        measure(missing, args, results, deadline)
+        with tempfile.TemporaryDirectory(prefix="hpctrain-gpu-") as temporary:
+            measure(missing, args, results, deadline, temporary)
     except TimeoutError:
         ended = f"; the time of --budget {args.budget:g} s is over: the same command goes on"
     finally:

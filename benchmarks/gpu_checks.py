@@ -1,6 +1,4 @@
-"""Check on one GPU what needs one: are the trainers right on CUDA. gpu.py runs this.
-
-    python benchmarks/gpu_checks.py
+"""Check on one GPU what needs one: are the trainers right on CUDA. gpu.py starts it.
 
 It runs the commands that users run, with this Python, several side by side, and prints a line of JSON for
 each check. A GPU adds up in another order than a CPU, so that only nearly the same weights are expected of
@@ -13,15 +11,17 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -257,6 +257,22 @@ def run_check(check: tuple[str, Callable[[Path], dict[str, float]]]) -> None:
     print(json.dumps(line | {"seconds": round(time.monotonic() - began, 1)}), flush=True)
 
 
+def wait_for_start(lines: TextIO) -> None:
+    """Say that this process is ready, and wait for a line. Its process group ends when its input does.
+
+    So it ends with gpu.py, whatever ends that.
+    """
+
+    def watch() -> None:
+        sys.stdin.read()
+        os.killpg(0, signal.SIGKILL)
+
+    print(json.dumps({"ready": True}), file=lines, flush=True)
+    if not sys.stdin.readline():
+        sys.exit("gpu.py has ended")
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
     """Run all checks side by side: they mostly import, on CPUs."""
     parser = argparse.ArgumentParser(description="Check on one GPU what needs one.")
@@ -268,9 +284,7 @@ def main() -> None:
         print(json.dumps(nccl_rank(device)))
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(json.dumps({"ready": "checks"}), flush=True)
-    if not sys.stdin.readline():  # gpu.py has ended
-        return
+    wait_for_start(sys.stdout)
     with ThreadPoolExecutor(max(1, min(12, len(os.sched_getaffinity(0)) - 2))) as pool:
         list(pool.map(run_check, checks("cpu" if args.dry_run else "cuda", args.dry_run)))
 

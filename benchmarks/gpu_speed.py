@@ -1,10 +1,9 @@
 """Measure one case of gpu.py: its ways take turns in this process, and each turn is a line of JSON.
 
-    python benchmarks/gpu_speed.py reviews --data nsmc
-
-It gets ready, prints a line, and waits for a line before it uses the GPU, so that gpu.py can start it while
-another case is measured. All models are made from scratch. Those of texts train from the first step on in one
-loop, of which the last steps are timed, as in nlp.py; training of images is the command `train_ddp` as it is.
+gpu.py starts it: it gets ready, prints a line, and waits for a line before it uses the GPU, so that it can
+get ready while another case is measured. All models are made from scratch. Those of texts train from the
+first step on in one loop, of which the last steps are timed, as in nlp.py; training of images is the command
+`train_ddp` as it is.
 """
 
 import argparse
@@ -28,6 +27,7 @@ import nlp
 import numpy
 import torch
 import transformers
+from gpu_checks import wait_for_start
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -463,9 +463,7 @@ def main() -> None:
     device = torch.device("cpu") if args.dry_run else torch.device("cuda", 0)
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory(prefix="hpctrain-gpu-") as temporary:
         ways = ways_of(args.case, args, device, Path(temporary))
-        print(json.dumps({"ready": args.case}), file=lines, flush=True)
-        if not sys.stdin.readline():  # gpu.py has ended
-            return
+        wait_for_start(lines)
         for turn in range(args.turns):
             # the order is reversed in every second turn
             for name in list(ways)[:: -1 if turn % 2 else 1]:

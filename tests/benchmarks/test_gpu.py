@@ -72,8 +72,15 @@ def test_whatever_ends_it_leaves_a_table_and_the_next_one_goes_on(tmp_path):
     deadline = time.monotonic() + 60
     while not (tmp_path / "gpu.png").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
     process.kill()
     process.wait()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert children and not any(Path(f"/proc/{child}").exists() for child in children)
     with (tmp_path / "gpu.jsonl").open("a") as file:
         file.write('{"case": "lora", "key')  # killed within a line
     assert "## The machine\n" in (tmp_path / "gpu.md").read_text()

@@ -396,7 +396,7 @@ def test_torchrun_that_is_ended_says_so_in_one_line():
         "-c",
     ]
     done = subprocess.run(
-        [*torchrun, "kill -TERM $PPID; sleep 60"], env=BARE, capture_output=True, text=True, timeout=300
+        [*torchrun, "kill -TERM $PPID; exec sleep 60"], env=BARE, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert re.fullmatch(r"hpctrain: torchrun on \S+ was ended by signal 15", done.stderr.splitlines()[-1])
