@@ -482,13 +482,15 @@ def format_table(results: dict[str, list[dict[str, float]]]) -> str:
     (first, *_, last) = results.values()
     for way, turns in results.items():
         median = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+        # what workers collate is not counted
+        real, share = (median.get(name, math.nan) for name in ("real tokens/s", "share"))
         speeds = [[turn["examples/s"] for turn in some] for some in (turns, first, last)]
         of_a = spread((this / a for this, a, _ in zip(*speeds, strict=True)), 2)
         of_it = spread((c / this for this, _, c in zip(*speeds, strict=True)), 2)
         parts = " + ".join(f"{median[f'{part} s']:.1f}" for part in ("tokenize", "train", "evaluate"))
         lines.append(
-            f"| {way} | {spread(speeds[0], 0)} | {of_a} | {of_it} | {median['real tokens/s']:,.0f} "
-            f"| {median['share']:.3f} | {median['end to end s']:.1f}: {parts} "
+            f"| {way} | {spread(speeds[0], 0)} | {of_a} | {of_it} | {real:,.0f} "
+            f"| {share:.3f} | {median['end to end s']:.1f}: {parts} "
             f"| {spread((turn['loss'] for turn in turns), 4)} | {median['accuracy']:.4f} |"
         )
     return "\n".join(lines)
