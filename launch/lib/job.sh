@@ -174,6 +174,7 @@ FORWARDED_VARIABLES=('CUDA_*' 'FI_*' 'GLOO_*' 'GROUP_*' 'HF_*' 'HOROVOD_*' 'HPCT
 # is_secret NAME: whether the value of this variable must not be printed. secret_names.txt has the rules.
 is_secret() {
     local rule word name=${1^^}
+    name=${name//-/_}
     while read -r rule word; do
         case $rule in
         ignore) name=${name//$word/.} ;;

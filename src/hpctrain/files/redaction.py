@@ -46,7 +46,7 @@ def _hide(value: Any, secrets: list[str]) -> Any:
 
 def is_secret(name: str) -> bool:
     """Whether a variable, option or key of this name has a secret as its value."""
-    name = name.upper()
+    name = name.upper().replace("-", "_")
     for rule, word in RULES:
         if rule == "ignore":
             name = name.replace(word, ".")
