@@ -255,7 +255,7 @@ def make_keys(args: argparse.Namespace, device: str) -> dict[str, str]:
 
     def make_key(case: Case) -> str:
         whole = code.copy()
-        names = ("gpu_checks.py",) if case.name == "checks" else ("gpu_speed.py", "nlp.py")
+        names = ("gpu_checks.py",) if case.name == "checks" else ("gpu_speed.py", "nlp.py", "vision.py")
         for name in names:
             whole.update((HERE / name).read_bytes())
         whole.update(repr((case, device, str(args.data), args.dry_run, all_versions())).encode())

@@ -27,9 +27,9 @@ import nlp
 import numpy
 import torch
 import transformers
+import vision
 from gpu_checks import wait_for_start
 from tokenizers import Tokenizer, models
-from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import PreTrainedTokenizerFast
 
@@ -48,20 +48,14 @@ from hpctrain.run.flops import count_flops, count_text_flops, utilization
 from hpctrain.text import first_line
 from hpctrain.training.kernels import make_deterministic
 from hpctrain.vision import train_ddp
-from hpctrain.vision.data import load_digits
 from hpctrain.vision.recipe import RECIPES
 
 Figures = dict[str, float | str]
 Way = Callable[[], Figures]
 
 WINDOW = 384  # tokens of each window of BERT-large
-# Layers, hidden size, heads, size of the feed-forward layer, vocabulary: KcBERT's, and tiny ones.
-BERT = {
-    "base": (12, 768, 12, 3072, 30_000),
-    "large": (24, 1024, 16, 4096, 30_000),
-    "tiny": (2, 64, 2, 128, 1000),
-}
-# With the number of key-value heads: Llama 3.2 1B's
+SHAPES = nlp.KCBERT | {"tiny": (2, 64, 1000)}
+# Layers, hidden size, heads, key-value heads, size of the feed-forward layer, vocabulary: Llama 3.2 1B's
 # (huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json), and tiny ones.
 LLAMA = {"1b": (16, 2048, 32, 8, 8192, 128_256), "tiny": (2, 64, 4, 2, 128, 1000)}
 
@@ -135,6 +129,12 @@ def name_attention(device: torch.device, padded: bool) -> str:
     return max(profiler.key_averages(), key=lambda row: getattr(row, kind)).key[:70]
 
 
+def measure_use(flops_per_s: float, device: torch.device) -> dict[str, float]:
+    """TFLOP/s and MFU in bf16; nothing if the operations of the model could not be counted."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return utilization(flops_per_s, name, "bf16") if flops_per_s else {}
+
+
 # --- texts ---
 
 
@@ -198,21 +198,7 @@ def train_texts(texts: Texts, way: Callable[..., None], folder: Path, determinis
         "ms a step": 1e3 * numbers["train s"] / timed,
         "s before": meter.began - began,
     }
-    if texts.flops:
-        name = torch.cuda.get_device_name() if setting.device.type == "cuda" else "CPU"
-        figures |= utilization(texts.flops * numbers["examples/s"], name, "bf16")
-    return figures
-
-
-def make_bert_config(size: str) -> transformers.BertConfig:
-    layers, hidden, heads, inner, vocabulary = BERT[size]
-    return transformers.BertConfig(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        intermediate_size=inner,
-        vocab_size=vocabulary,
-    )
+    return figures | measure_use((texts.flops or 0) * numbers["examples/s"], setting.device)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -230,14 +216,14 @@ def prepare_reviews(
     reviews = formats.load_splits(task, args.data, [])["train"]
     shape = folder / "shape.json"
     # the weights of this tiny model are not used, its tokenizer is
-    config = make_bert_config("tiny").to_dict() | {"vocab_size": BERT["base"][-1]}
+    config = nlp.make_bert_config(*SHAPES["tiny"]).to_dict() | {"vocab_size": SHAPES["base"][-1]}
     shape.write_text(json.dumps(config), encoding="utf-8")
     create_model(folder / "model", str(shape), "bert", [review.text for review in reviews[:20_000]], 1, 128)
     tokenizer = load_tokenizer(folder / "model")
     reviews = (reviews * -(-steps.examples // len(reviews)))[: steps.examples]
     labels = task.collect_labels(reviews)
     train = task.tokenize(tokenizer, reviews, labels, 128, 0)
-    bert = make_bert_config("tiny" if args.dry_run else "base")
+    bert = nlp.make_bert_config(*SHAPES["tiny" if args.dry_run else "base"])
     bert.vocab_size, bert.num_labels = len(tokenizer), len(labels)
     return prepare_texts(task, train, labels, tokenizer, bert, steps, device, "--max-length", "128")
 
@@ -245,7 +231,7 @@ def prepare_reviews(
 def prepare_windows(args: argparse.Namespace, device: torch.device, _: Path) -> Texts:
     """Windows of WINDOW tokens each, and a BERT-large with the vocabulary of KcBERT."""
     steps = Steps(4, 2, 4) if args.dry_run else Steps(64, 8, 24)
-    bert = make_bert_config("tiny" if args.dry_run else "large")
+    bert = nlp.make_bert_config(*SHAPES["tiny" if args.dry_run else "large"])
     chance = numpy.random.default_rng(1)
     shape = steps.examples, 32 if args.dry_run else WINDOW
     tokens = {
@@ -285,17 +271,7 @@ def prepare_conversations(args: argparse.Namespace, device: torch.device, _: Pat
 def prepare_images(args: argparse.Namespace, _: torch.device, folder: Path) -> Steps:
     """The bundled digits, repeated, as MNIST's files: 10 lines of metrics of four steps each."""
     steps = Steps(4, 2, 18) if args.dry_run else Steps(256, 8, 40)
-    (folder / "data").mkdir()
-    for part, images, n in zip(("train", "t10k"), load_digits(), (steps.examples, 64), strict=True):
-        number = torch.arange(n) % len(images)
-        for name, values in (
-            ("images-idx3", images.pixels[number]),
-            ("labels-idx1", images.labels[number].byte()),
-        ):
-            header = bytes([0, 0, 8, values.dim()]) + b"".join(
-                length.to_bytes(4, "big") for length in values.shape
-            )
-            (folder / f"data/{part}-{name}-ubyte").write_bytes(header + values.numpy().tobytes())
+    vision.write_idx(folder / "data", steps.examples, 64)
     return steps
 
 
@@ -320,14 +296,8 @@ def train_plain(steps: Steps, device: torch.device, pixels: int) -> Figures:
     seconds = time_calls(device, steps.timed, step)
     torch.backends.cudnn.benchmark = False
     speed = steps.batch_size / seconds
-    return {"a second": speed, "ms a step": 1e3 * seconds} | measure_use(model, images[:1], speed, device)
-
-
-def measure_use(model: nn.Module, image: Tensor, speed: float, device: torch.device) -> dict[str, float]:
-    """TFLOP/s and MFU at so many images a second."""
-    operations = count_flops(model, lambda empty: empty(image.to("meta")))
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    return utilization((operations or 0) * speed, name, "bf16")
+    flops = count_flops(model, lambda empty: empty(images[:1].to("meta"))) or 0
+    return {"a second": speed, "ms a step": 1e3 * seconds} | measure_use(flops * speed, device)
 
 
 def train_images(

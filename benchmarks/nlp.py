@@ -410,15 +410,9 @@ def prepare(args: argparse.Namespace, world: World, device: torch.device, folder
         if world.rank == 0:
             shape = args.size
             if args.size in KCBERT:
-                layers, width, vocabulary = KCBERT[args.size]
-                config = {
-                    "num_hidden_layers": layers,
-                    "hidden_size": width,
-                    "num_attention_heads": width // 64,
-                }
-                config |= {"model_type": "bert", "intermediate_size": 4 * width, "vocab_size": vocabulary}
+                config = make_bert_config(*KCBERT[args.size])
                 shape = str(folder / "shape.json")
-                Path(shape).write_text(json.dumps(config), encoding="utf-8")
+                Path(shape).write_text(json.dumps(config.to_dict()), encoding="utf-8")
             create_model(
                 folder / "model",
                 shape,
@@ -453,6 +447,17 @@ def prepare(args: argparse.Namespace, world: World, device: torch.device, folder
         for part in parts.values()
     )
     return Setting(world, device, options, tokenizer, labels, train, held_out, parts["train"], untimed)
+
+
+def make_bert_config(layers: int, width: int, vocabulary: int) -> transformers.BertConfig:
+    """A BERT with heads of 64 and the feed-forward layers of its paper."""
+    return transformers.BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
+        vocab_size=vocabulary,
+    )
 
 
 def take_first(features: Features, n: int) -> Features:

@@ -82,11 +82,13 @@ def train_as_in_tutorials(model_name: str, folder: Path) -> None:
     print(1e3 * statistics.median(times))
 
 
-def write_idx(folder: Path, train: int) -> None:
-    """Write this many of the bundled digits as MNIST's files, and half a batch for the evaluation."""
+def write_idx(folder: Path, train: int, test: int) -> None:
+    """Write this many of the bundled digits, repeated if there are fewer, as MNIST's files."""
     folder.mkdir()
-    for part, images, n in zip(("train", "t10k"), load_digits(), (train, 16), strict=True):
-        for name, values in (("images-idx3", images.pixels[:n]), ("labels-idx1", images.labels[:n].byte())):
+    for part, images, n in zip(("train", "t10k"), load_digits(), (train, test), strict=True):
+        number = torch.arange(n) % len(images)
+        pixels, labels = images.pixels[number], images.labels[number].byte()
+        for name, values in (("images-idx3", pixels), ("labels-idx1", labels)):
             header = bytes([0, 0, 8, values.dim()]) + b"".join(
                 size.to_bytes(4, "big") for size in values.shape
             )
@@ -133,7 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as temporary:
         for model in [args.model] if args.model else RECIPES:
             folder = Path(temporary, model)
-            write_idx(folder, SIZES[model][0])
+            write_idx(folder, SIZES[model][0], 16)
             steps: dict[str, list[float]] = {way: [] for way in WAYS}
             for turn in range(args.turns):
                 # the order is reversed in every second turn

@@ -17,7 +17,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import gpu
 import gpu_checks
 
-PROGRAMS = ("gpu.py", "gpu_speed.py", "gpu_checks.py", "nlp.py")
+PROGRAMS = ("gpu.py", "gpu_speed.py", "gpu_checks.py", "nlp.py", "vision.py")
 
 
 @pytest.mark.slow
