@@ -31,6 +31,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
+        message = message.replace("ignored explicit argument", "it takes no value: leave out")
         raise UsageError(f"{self.prog}: {message} ({self.prog} --help lists the options)")
 
 

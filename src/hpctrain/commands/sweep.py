@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from hpctrain.cli import load_command
-from hpctrain.commands.sweep_file import Sweep, check_options, read_file
+from hpctrain.commands.sweep_file import Sweep, as_options, check_options, read_file
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError
@@ -224,12 +224,11 @@ def choose_parameters(sweep: Sweep, folder: Path, number: int, world: World) -> 
 def train(sweep: Sweep, folder: Path, number: int, world: World, parameters: dict[str, Any]) -> None:
     """Run the trainer in the folder of a trial, and write how it ended if it has no result."""
     path = trial_folder(folder, number)
-    options = [f"--{name}={value}" for name, value in parameters.items()]
     name, *words = sweep.command
     trainer = load_command(name)
     try:
         with prune_with(partial(prune, sweep, folder, number) if sweep.pruner != "none" else None):
-            trainer.main(world, [*words, *options, "--out", str(path), "--resume", "auto"])
+            trainer.main(world, [*words, *as_options(parameters), "--out", str(path), "--resume", "auto"])
     except EndEarly:  # on all ranks
         if not (path / PRUNED).exists():
             raise
