@@ -30,7 +30,7 @@ from hpctrain.options import Parser
 from hpctrain.run.charts import folder_for_matplotlib, plain, save_picture
 from hpctrain.run.options import prune_with
 from hpctrain.run.reader import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
-from hpctrain.text import first_line, one_line
+from hpctrain.text import first_line, one_line, say
 
 # A file in the folder of a trial, and how a trial with this file has ended. The first one counts.
 ENDINGS = {"result.json": "complete", PRUNED: "pruned", DIVERGED: "diverged"}
@@ -186,11 +186,11 @@ def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
     path = trial_folder(folder, number)
     if read_state(folder, number) != "running":
         if world.rank == 0:
-            print(f"trial {number} has ended already: {path}", flush=True)
+            say(f"trial {number} has ended already: {path}")
         return
     parameters = choose_parameters(sweep, folder, number, world)
     if world.rank == 0:
-        print(f"trial {number}: {_describe(parameters)}", flush=True)
+        say(f"trial {number}: {_describe(parameters)}")
     train(sweep, folder, number, world, parameters)
     if world.rank == 0:
         print(_describe_progress(sweep, read_trials(sweep, folder)), flush=True)
@@ -234,7 +234,7 @@ def train(sweep: Sweep, folder: Path, number: int, world: World, parameters: dic
             raise
     except DivergedError as error:  # on rank 0; the others have ended
         atomic.write_text(path / DIVERGED, f"{error}\n")
-        print(f"trial {number} has no result: {error}", flush=True)
+        say(f"trial {number} has no result: {error}")
     except Exception as error:
         if world.rank == 0:
             # for run_all() to compare
@@ -265,7 +265,7 @@ def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
                 epoch = max(trial.scores)
                 text = f"pruned after epoch {epoch}, {sweep.metric} {trial.scores[epoch]:.4f}"
                 atomic.write_text(trial_folder(folder, number) / PRUNED, f"{text}\n")
-                print(f"trial {number} {text}", flush=True)
+                say(f"trial {number} {text}")
     return broadcast(world, pruned)
 
 
@@ -356,7 +356,7 @@ def show(sweep: Sweep, folder: Path) -> None:
     if complete:
         with folder_for_matplotlib():
             _draw(sweep, complete, folder / "sweep.png")
-        print(f"picture: {folder}/sweep.png", flush=True)
+        say(f"picture: {folder}/sweep.png")
 
 
 def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:

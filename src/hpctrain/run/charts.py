@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.run.reader import NOT_SCORES, load_metrics, points
-from hpctrain.text import one_line, reason
+from hpctrain.text import one_line, reason, say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ def try_to_plot(folder: Path) -> None:
         plot(folder)
     except Exception as error:  # also matplotlib's own
         command = f"hpctrain plot {shlex.quote(str(folder))}"
-        print(f"hpctrain: curves.png is not drawn ({reason(error)}): see {command}", flush=True)
+        say(f"hpctrain: curves.png is not drawn ({reason(error)}): see {command}")
 
 
 def plain(text: str) -> str:
@@ -54,16 +54,21 @@ def the_first(names: list[str]) -> list[str]:
 
 @contextmanager
 def folder_for_matplotlib() -> Iterator[None]:
-    """Give matplotlib an empty folder for its cache: the home may be read-only, or part of the image."""
-    if "MPLCONFIGDIR" in os.environ:
-        yield
-        return
+    """Give matplotlib an empty folder for its cache: the home may be read-only, or part of the image.
+
+    Pictures look the same everywhere: matplotlib would obey a matplotlibrc of the current folder.
+    """
     with tempfile.TemporaryDirectory(prefix="hpctrain-matplotlib.") as folder:
-        os.environ["MPLCONFIGDIR"] = folder
+        own = "MPLCONFIGDIR" not in os.environ
+        os.environ.setdefault("MPLCONFIGDIR", folder)
         try:
+            import matplotlib
+
+            matplotlib.rcdefaults()
             yield
         finally:
-            del os.environ["MPLCONFIGDIR"]
+            if own:
+                del os.environ["MPLCONFIGDIR"]
 
 
 def _draw(folder: Path) -> Path:
