@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers.utils import logging
 
-from hpctrain.errors import HpctrainError, panics_as_errors
+from hpctrain.errors import HpctrainError, hint_unmounted, panics_as_errors
 from hpctrain.files import atomic
 from hpctrain.files.digests import check_digests, write_digests
 from hpctrain.files.places import refuse_links_out
@@ -82,6 +82,10 @@ def refuse_foreign_files(folder: Path) -> None:
 
     Readers of pipes may wait without end. What links lead to would be copied into the run's model.
     """
+    if not folder.is_dir():
+        raise HpctrainError(
+            f"{folder}: no such folder: give that of a model or of a run{hint_unmounted(folder)}"
+        )
     refuse_links_out(folder)
     for path in folder.glob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
