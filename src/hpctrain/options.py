@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A question with the known word that is most similar to a mistyped one; "" if no word is similar."""
-    return "".join(f"did you mean {found}?" for found in difflib.get_close_matches(word, known, n=1))
+    return "".join(f"did you mean {found}?" for found in difflib.get_close_matches(word, known, 1, 0.8))
 
 
 def trainer_parser(trainer: str, description: str) -> Parser:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
-from hpctrain.run.reader import NOT_SCORES, load_metrics, points
+from hpctrain.run.reader import NOT_SCORES, best_line, load_metrics, points
 from hpctrain.text import one_line, reason, say
 
 if TYPE_CHECKING:
@@ -100,9 +100,11 @@ def _draw(folder: Path) -> Path:
         axis.grid(alpha=0.3)
         if axis.has_data():
             axis.legend(loc="upper right" if of_loss else "lower right")
-    if "test_accuracy" in names:
-        best = max((line.get("test_accuracy", 0.0), line["epoch"]) for line in lines)
-        axes[1].set_title(f"accuracy: best {best[0]:.4f} after epoch {best[1]}")
+    if best := best_line(lines):
+        name, line = best
+        axes[1].plot([line["step"]], [line[name]], "*", markersize=14, label="best")
+        axes[1].set_title(plain(f"best {name.replace('_', ' ')} {line[name]:.4f} in epoch {line['epoch']:g}"))
+        axes[1].legend(loc="lower right")
     figure.suptitle(plain(str(folder)))
     path = folder / "curves.png"
     save_picture(figure, path)
