@@ -10,13 +10,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.files.plain import open_plain
+from hpctrain.files.plain import open_plain, refuse_pointer
 from hpctrain.text import counted, first_line, one_line
 
 if TYPE_CHECKING:  # it imports all of transformers, and `hpctrain fetch` needs none
@@ -145,6 +146,16 @@ def _group_by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]
                     "move one to another folder"
                 )
     return splits
+
+
+def refuse_pointers(path: Path, tables: bool = False) -> None:
+    """Raise HpctrainError if the file --data, or a file in this folder that would be read, is of Git LFS."""
+    files = [path]
+    if path.is_dir():
+        with suppress(HpctrainError):  # what is wrong with the folder is said when it is read
+            files = [file for part in find_split_files(path, tables).values() for file in part]
+    for file in files:
+        refuse_pointer(file)
 
 
 def describe_unused(folder: Path | None, tables: bool = False) -> str:
