@@ -326,7 +326,6 @@ def test_conversations_that_the_template_refuses_are_left_out_and_counted(tokeni
 def test_data_of_git_lfs_are_named_before_other_advice(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    (tmp_path / "test.jsonl").write_text("{}")
     for data in (path, tmp_path):
         with pytest.raises(HpctrainError, match=r"train.jsonl: a pointer of Git LFS"):
             train("instruct", tmp_path / "run", "--data", data)
