@@ -25,7 +25,7 @@ from hpctrain.checkpoints import parts
 from hpctrain.checkpoints.position import Position
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
-from hpctrain.text import first_line, one_line
+from hpctrain.text import first_line, say
 
 # Classes that wrap a model, and the attribute that holds the model.
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
@@ -170,7 +170,7 @@ def find_fitting(
         if not problem:
             for name, text in problems.items():
                 line = f"hpctrain: skipping {name} in {path.parent} ({text}), resuming from {path.name}"
-                print(one_line(line), flush=True)
+                say(line)
             return path
         problems[path.name] = problem
     name, text = next(iter(problems.items()))

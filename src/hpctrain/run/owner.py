@@ -22,7 +22,7 @@ from hpctrain.distributed.entry import on_failure
 from hpctrain.distributed.world import job_id, restart_count
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
-from hpctrain.text import one_line
+from hpctrain.text import say
 
 BEAT = 2.0  # s
 
@@ -59,7 +59,7 @@ class Owner:
                 line = (
                     f"hpctrain: {_name(earlier)} wrote in {self._path.parent}: watching whether it still does"
                 )
-                print(one_line(line), flush=True)  # another user may have written the file
+                say(line)  # another user may have written the file
                 self._watch()
             atomic.write_text(self._path, text)
         self._acquired = True
@@ -98,7 +98,7 @@ class Owner:
             if self._acquired:
                 with suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:
                     file.write(json.dumps(self._own) + "\n")
-                print(one_line(f"hpctrain: {self._path} was removed: made again"), flush=True)
+                say(f"hpctrain: {self._path} was removed: made again")
             else:
                 return self._own  # rank 0 makes it again
         return self._read()

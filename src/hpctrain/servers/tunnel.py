@@ -70,9 +70,8 @@ class Tunnel:
             ) from error
         # On the disk of the node, because a socket works there only and needs a short name. In a batch job it
         # is in a folder that the launch script removes, because scancel can kill this process first.
-        control = control_folder()
         folder = folder_that_ssh_sees()
-        control = control if folder == Path("/tmp") else None
+        control = control_folder() if folder == Path("/tmp") else None
         prefix = f"{self._name}." if control else f"hpctrain-{self._name}."
         self.private = Path(tempfile.mkdtemp(prefix=prefix, dir=control or folder))
         self.socket = self.private / "socket"

@@ -16,7 +16,12 @@ from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.hub import resolve_model
 from hpctrain.nlp.models.lora import refuse_adapter
 from hpctrain.nlp.models.masks import agree, is_causal
-from hpctrain.nlp.models.model_folder import describe_pickle_error, fit_together, read_labels
+from hpctrain.nlp.models.model_folder import (
+    count_own_positions,
+    describe_pickle_error,
+    fit_together,
+    read_labels,
+)
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.task import Task
 from hpctrain.run.run import Run
@@ -194,8 +199,8 @@ def _count_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast)
     model_max_length of a tokenizer that hpctrain saved is the --max-length of that run.
     """
     longest = getattr(model.config, "hpctrain", {}).get("positions", tokenizer.model_max_length)
-    own = getattr(model.config, "max_position_embeddings", None) or -1
-    return min(own, longest) if own > 0 else longest  # -1 of XLNet: no limit
+    own = count_own_positions(model)
+    return min(own, longest) if own else longest
 
 
 def _checkpoint_gradients(model: PreTrainedModel, folder: Path) -> None:

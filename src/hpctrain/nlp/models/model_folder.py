@@ -241,6 +241,12 @@ def fit_together(
         tokenizer.eos_token, tokenizer.bos_token = tokenizer.sep_token, tokenizer.cls_token
 
 
+def count_own_positions(model: "PreTrainedModel") -> int | None:
+    """The longest text of a model in tokens; None for relative positions, which have no limit (XLNet: -1)."""
+    positions = getattr(model.config, "max_position_embeddings", None) or -1
+    return positions if positions > 0 else None
+
+
 def refuse_code(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise HpctrainError for a model of an unknown architecture that brings its own Python code."""
     if "auto_map" not in config:

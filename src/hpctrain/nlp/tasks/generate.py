@@ -27,8 +27,10 @@ from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
+from hpctrain.nlp.models.model_folder import count_own_positions
 from hpctrain.nlp.task import IGNORED, AnyExample, Example, Logits, Task
 
+ENDLESS = 1_000_000  # positions of a model that has no limit
 PROMPTS = {"1": "긍정: ", "0": "부정: "}  # the prompt for each label of NSMC: positive, negative
 
 
@@ -105,7 +107,7 @@ class LanguageModelTask(Task[AnyExample]):
 
         A long prompt loses its beginning. Raises UsageError if the new tokens leave no position for it.
         """
-        positions = _count_positions(model)
+        positions = count_own_positions(model) or ENDLESS
         room = positions - max_new_tokens
         if room < 1:
             raise UsageError(
@@ -229,7 +231,9 @@ class Generate(LanguageModelTask[Passage]):
         if prompts == [""]:
             prompts = [" ".join(example.text.split()[:2]) for example in examples[:2]]
         prompts = [prompt for prompt in prompts for _ in range(2)]
-        texts = self.generate_texts(model, tokenizer, prompts, min(40, _count_positions(model) // 2), seed=1)
+        texts = self.generate_texts(
+            model, tokenizer, prompts, min(40, (count_own_positions(model) or ENDLESS) // 2), seed=1
+        )
         return [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
 
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
@@ -244,12 +248,6 @@ class Generate(LanguageModelTask[Passage]):
         """The tokens of each prompt, with the token that a text begins with in training."""
         begin, _ = _get_begin_and_end(tokenizer)
         return [[begin, *encoding.ids] for encoding in encode_texts(tokenizer, list(prompts), None)]
-
-
-def _count_positions(model: PreTrainedModel) -> int:
-    """The longest text of the model in tokens; models of relative positions have no limit of their own."""
-    positions = getattr(model.config, "max_position_embeddings", None) or -1
-    return positions if positions > 0 else 1_000_000
 
 
 def _get_begin_and_end(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:

@@ -57,7 +57,7 @@ from hpctrain.run.flops import count_text_flops
 from hpctrain.run.folder import find_earlier_checkpoint
 from hpctrain.run.options import RunOptions
 from hpctrain.run.run import Run
-from hpctrain.text import counted, one_line
+from hpctrain.text import counted, one_line, say
 from hpctrain.training.batches import steps_per_epoch
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
 
@@ -144,10 +144,9 @@ def fit_batch_size(args: FineTuneOptions, examples: int, world: World) -> FineTu
     if not args.epochs or args.batch_size <= examples or not fitting:
         return args
     if world.rank == 0:
-        print(
+        say(
             f"--batch-size is {fitting} instead of {args.batch_size}, "
-            f"because there are {counted(examples, 'training example')}",
-            flush=True,
+            f"because there are {counted(examples, 'training example')}"
         )
     return dataclasses.replace(args, batch_size=fitting)
 
