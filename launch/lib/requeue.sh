@@ -64,7 +64,7 @@ request_stop() {
     [[ -z $STOPPING ]] || return 0
     STOPPING=${1:-USR1} STOP_AT=$SECONDS
     # The ranks have read it, and this script may be killed before it cleans up.
-    [[ $STOPPING != TERM || -z ${HPCTRAIN_SECRETS:-} ]] || rm -f "$HPCTRAIN_SECRETS"
+    [[ $STOPPING != TERM || -z ${HPCTRAIN_ENVIRONMENT:-} ]] || rm -f "$HPCTRAIN_ENVIRONMENT"
     start=$(job_field StartTime) end=$(job_field EndTime)
     if [[ $STOPPING == TERM ]]; then
         : # now
@@ -145,14 +145,14 @@ watch_from_other_nodes() {
     count=${#others[@]}
     { ((count)) && is_current; } || return 0
     # shellcheck disable=SC2016 # the shells on those nodes expand it
-    srun --overlap --mem=0 --no-kill --nodes="$count" --ntasks="$count" \
+    srun --overlap --mem=0 --export=ALL --no-kill --nodes="$count" --ntasks="$count" \
         --exclude="${HOSTS[0]}" --quiet bash -c '
         seconds=$(((SLURM_PROCID + 1) * 10))
         while sleep "$seconds"; do
             seconds=$((SLURM_NTASKS * 10))
-            shown=$(scontrol show job "$1") || continue
-            [[ $shown == *" Restarts=$2 "* ]] || exit
-            nodes=$(grep -oP "\bNodeList=\K\S+" <<<"$shown") || continue
+            shown=$(squeue --noheader --jobs="$1" --Format=RestartCnt:9,NodeList:4000) || continue
+            read -r restarts nodes <<<"$shown"
+            [[ $restarts == "$2" ]] || exit
             hosts=$(scontrol show hostnames "$nodes") || continue
             grep -qxF "$3" <<<"$hosts" || ! scontrol requeue "$1" || exit
         done' guard "$(job_id)" "$ATTEMPT" "${HOSTS[0]}" || true
@@ -160,7 +160,7 @@ watch_from_other_nodes() {
 
 # is_current: whether Slurm runs this attempt. If this node was cut off, another may run elsewhere.
 is_current() {
-    [[ $(job_field JobState) == RUNNING && $(job_field Restarts) == "$ATTEMPT" ]]
+    [[ $(job_field State) == RUNNING && $(job_field RestartCnt) == "$ATTEMPT" ]]
 }
 
 # conclude STATUS: requeue the job, or say why it does not go on. Returns the script's exit status.
@@ -247,7 +247,7 @@ submit_again() {
 
 # pbs_field NAME: print this field of qstat -f, which folds long lines
 pbs_field() {
-    qstat -f "$PBS_JOBID" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g' | sed -n "s/^ *$1 = //p" || true
+    qstat -f "${PBS_JOBID:-}" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g' | sed -n "s/^ *$1 = //p" || true
 }
 
 # job_id: print the job's number, or ARRAY_TASK: one task of an array has the number of the whole array
@@ -260,9 +260,12 @@ nodes_left() {
     scontrol show hostnames "$(job_field NodeList)" 2>/dev/null
 }
 
-# job_field NAME: print this field of scontrol show job; in a PBS job nothing
+# job_field NAME: print this field of squeue --Format; in a PBS job nothing. Not of scontrol show job, whose
+# text has the job's name and other words of the user beside the fields.
 job_field() {
-    [[ -z ${SLURM_JOB_ID:-} ]] || scontrol show job "$(job_id)" 2>/dev/null | grep -oP "\b$1=\K\S+" || true
+    [[ -n ${SLURM_JOB_ID:-} ]] || return 0
+    squeue --noheader --states=all --jobs="$(job_id)" --Format="$1:4000" 2>/dev/null |
+        sed 's/ *$//;q' || true
 }
 
 # words_to_resume OPTION: print the launch script and its arguments, and OPTION, which continues the run

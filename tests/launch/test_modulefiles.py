@@ -53,7 +53,6 @@ def test_the_folders_on_path_have_only_what_users_call(prefix):
     for path in [path for name in ("bin", "launch") for path in (root / name).iterdir() if not path.is_dir()]:
         head = path.read_text().partition("\nset ")[0]
         assert os.access(path, os.X_OK) and re.search("usage: |source launch/site|run a command", head), path
-    assert not (root / "launch/lib/secret_names.txt").is_symlink()
 
 
 def test_another_flavor_is_added_and_nothing_is_replaced(prefix, tmp_path):
