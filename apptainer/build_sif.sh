@@ -15,6 +15,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/build_functions.sh
 source containers/build_functions.sh
+attend apptainer/build_sif.sh "$@"
 
 flavor=cpu mpi=openmpi from=image output=
 parse_options flavor mpi from output -- "$@"

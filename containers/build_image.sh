@@ -15,6 +15,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/build_functions.sh
 source containers/build_functions.sh
+attend containers/build_image.sh "$@"
 
 flavor=cpu mpi=openmpi tool=
 parse_options flavor mpi tool -- "$@"

@@ -4,7 +4,7 @@ import gc
 import sys
 
 from hpctrain import __version__
-from hpctrain.cli import COMMANDS, GROUPS, load_command
+from hpctrain.cli import COMMANDS, GROUPS, load_command, missing_extra_as_error
 from hpctrain.options import did_you_mean
 
 
@@ -50,7 +50,8 @@ def main() -> None:
                 or f"choose from {', '.join(COMMANDS)}, or give a launch script a .py file"
             )
             raise UsageError(f"there is no command {name!r}: {choices}")
-        load_command(name).main(world, arguments)
+        with missing_extra_as_error():
+            load_command(name).main(world, arguments)
 
     # A shell runs this when it starts, also inside a job, where detect() could raise an error.
     entry.main(run, ALONE if name == "completion" else None)
