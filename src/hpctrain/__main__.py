@@ -4,7 +4,7 @@ import gc
 import sys
 
 from hpctrain import __version__
-from hpctrain.cli import COMMANDS, GROUPS, load_command, missing_extra_as_error
+from hpctrain.cli import COMMANDS, GROUPS, load_command
 from hpctrain.options import did_you_mean
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 
     from hpctrain.distributed import entry
     from hpctrain.distributed.world import ALONE, World
-    from hpctrain.errors import UsageError
+    from hpctrain.errors import UsageError, missing_extra_as_error
 
     name = arguments.pop(0)
 

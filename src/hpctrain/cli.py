@@ -1,11 +1,8 @@
 """The table of commands. It is the only module that names modules above it, as strings."""
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, requires
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -127,26 +124,3 @@ def load_command(name: str) -> Command:
     options = import_module("hpctrain.nlp.training.options")
     finetune = import_module("hpctrain.nlp.training.finetune")
     return Command(partial(options.make_parser, module.TASK), partial(finetune.fine_tune, module.TASK))
-
-
-@contextmanager
-def missing_extra_as_error() -> Iterator[None]:
-    """Raise the ModuleNotFoundError of a package of the extra "image" as an error that names the extra."""
-    from hpctrain.errors import HpctrainError
-
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        try:
-            extra = [line for line in requires("hpctrain") or () if 'extra == "image"' in line]
-        except PackageNotFoundError:  # from a folder of sources
-            extra = []
-        missing = (error.name or "").partition(".")[0]
-        names = {re.split(r"[^\w.-]", line, maxsplit=1)[0].replace("-", "_") for line in extra}
-        # Lightning imports lightning_utilities first.
-        if missing not in names and missing.partition("_")[0] not in names:
-            raise
-        raise HpctrainError(
-            f"this needs the package {missing}, which is not installed: install the extra `image`, "
-            "with pip install -e '.[image]' in the folder of hpctrain"
-        ) from error
