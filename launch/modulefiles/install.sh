@@ -58,7 +58,10 @@ prefix=$1 sif=${2:-}
 version=$(sed -nE 's/^version = "(.*)"$/\1/p' "$source_folder/pyproject.toml")
 root=$prefix/hpctrain/$version
 umask 022 # all users read what is made here
-new=$(exec 2>/dev/null; mkdir -p "$prefix"/{,modulefiles/}hpctrain && mktemp -d "$prefix/hpctrain/.new.XXXXXX") ||
+new=$(
+    exec 2>/dev/null # our own line says it
+    mkdir -p "$prefix"/{,modulefiles/}hpctrain && mktemp -d "$prefix/hpctrain/.new.XXXXXX"
+) ||
     die "PREFIX=$prefix cannot be written: give a folder of your own, or run as a user who may write there"
 trap 'rm -rf "$new"' EXIT
 [[ -n $sif ]] || exit 0
