@@ -1,5 +1,10 @@
 """The command line: `hpctrain COMMAND ...`, or `python -m hpctrain COMMAND ...`."""
 
+# ruff: noqa: E402
+from hpctrain.distributed.python import drop_current_folder
+
+drop_current_folder()  # before further imports
+
 import gc
 import sys
 
@@ -30,7 +35,7 @@ def main() -> None:
     # With the default of 700 objects between collections, these take a tenth of torch's import.
     gc.set_threshold(100_000, 50, 100)
     arguments = sys.argv[1:]
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         sys.exit(0 if arguments else 2)
     if arguments[0] == "--version":

@@ -31,12 +31,13 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
+        message = message.replace("ignored explicit argument", "it takes no value: leave out")
         raise UsageError(f"{self.prog}: {message} ({self.prog} --help lists the options)")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A question with the known word that is most similar to a mistyped one; "" if no word is similar."""
-    return "".join(f"did you mean {found}?" for found in difflib.get_close_matches(word, known, n=1))
+    return "".join(f"did you mean {found}?" for found in difflib.get_close_matches(word, known, 1, 0.8))
 
 
 def trainer_parser(trainer: str, description: str) -> Parser:

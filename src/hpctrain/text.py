@@ -8,6 +8,11 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def say(text: str) -> None:
+    """Print a line of one_line() at once."""
+    print(one_line(text), flush=True)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its type if it has no message."""
     lines = str(error).splitlines()

@@ -12,7 +12,7 @@ from slurm_cluster import REPOSITORY
 
 from hpctrain.commands import add
 from hpctrain.distributed.world import ALONE
-from hpctrain.errors import UsageError
+from hpctrain.errors import HpctrainError, UsageError
 
 HOME = "/home/alice/hpctrain"
 
@@ -116,6 +116,42 @@ def test_packages_in_a_folder_that_no_container_can_mount_are_refused(monkeypatc
         monkeypatch.setenv("HPCTRAIN_PACKAGES", str(tmp_path / name))
         with pytest.raises(UsageError, match=f"/{name}: give a folder whose path holds no comma or colon"):
             add.main(ALONE, ["einops"])
+
+
+def test_an_index_comes_from_the_users_own_settings_alone(tmp_path, monkeypatch, capsys):
+    """uv.toml and pyproject.toml of the current folder and its parents may be another user's."""
+    (tmp_path / "index").mkdir()
+    wheel(tmp_path / "index", "extra", "1.0", {"extra.py": ""})
+    settings = f'no-index = true\nfind-links = ["{tmp_path}/index"]\n'
+    here = tmp_path / "of another/here"
+    here.mkdir(parents=True)
+    (here.parent / "uv.toml").write_text(settings)
+    (here / "pyproject.toml").write_text(f"[tool.uv]\n{settings}")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    monkeypatch.setattr(add, "failed_import", lambda *_, **__: None)
+    target = tmp_path / "packages"
+
+    def install(name):
+        (tmp_path / name).mkdir()
+        add.install(["extra"], tmp_path / name, target)
+
+    with pytest.raises(HpctrainError, match="uv could not install this"):
+        install("one")
+    (tmp_path / "config/uv").mkdir(parents=True)
+    (tmp_path / "config/uv/uv.toml").write_text(settings)
+    install("two")
+    assert (add.site_packages(target) / "extra.py").exists()
+    assert capsys.readouterr().out.endswith(f"hpctrain: added extra; in {target}\n")
+
+
+def test_a_slow_check_of_imports_shows_its_progress(tmp_path, monkeypatch, capsys):
+    program = "print('importing a', flush=True); print('noise'); print('failed a: no')"
+    monkeypatch.setattr(add, "IMPORT_ALL", program)
+    monkeypatch.setattr(add, "PROGRESS_EVERY", 0.0)
+    assert add.failed_import(tmp_path, progress=True) == "a: no"
+    assert capsys.readouterr().out.startswith("hpctrain: importing a\n")
 
 
 @pytest.mark.slow

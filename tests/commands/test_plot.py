@@ -1,8 +1,14 @@
 """hpctrain plot."""
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 
+import hpctrain
 from hpctrain.commands import plot
+from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from tests.helpers import make_run
@@ -20,3 +26,31 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (folder / "curves.png").symlink_to("/proc/self/no-such-file")
     with pytest.raises(HpctrainError, match=r"run/curves.png: cannot be written \("):
         plot.main(ALONE, [str(folder)])
+
+
+def test_pictures_and_printed_names_do_not_depend_on_where_one_stands(tmp_path, monkeypatch, capsys):
+    """A matplotlibrc of another user's folder; a folder name with control characters."""
+    import matplotlib
+
+    folder = tmp_path / "run\x1b[2J"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"epoch": 1, "step": 1, "train_loss": 1.0}\n')
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)  # as a matplotlibrc sets it
+    plot.main(ALONE, [str(folder)])
+    assert capsys.readouterr().out == f"{tmp_path}/run\\x1b[2J/curves.png\n"
+    assert not matplotlib.rcParams["text.usetex"]
+
+
+def test_an_empty_entry_of_pythonpath_imports_nothing_from_the_current_folder(tmp_path):
+    (tmp_path / "numpy.py").write_text("raise SystemExit('the wrong numpy')\n")
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "step": 1, "train_loss": 1.0}\n')
+    source = str(Path(hpctrain.__file__).parents[1])
+    for path in (f":{source}", f"{source}:", f"{source}::/nowhere"):
+        done = subprocess.run(
+            [*SAFE_PYTHON, "-m", "hpctrain", "plot", "."],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout) == (0, "curves.png\n"), done.stderr

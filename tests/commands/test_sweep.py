@@ -292,6 +292,22 @@ def test_options_that_the_trainer_refuses_are_found_before_a_trial(tmp_path, mon
         assert [entry.name for entry in tmp_path.iterdir()] == ["search.yaml"]
 
 
+def test_true_and_false_give_an_option_without_a_value_or_leave_it_out(tmp_path, monkeypatch):
+    parameters = {"deterministic": {"values": [True, False]}, "lr": {"values": [0.1]}}
+    flags = replace(SWEEP, parameters=parameters, sampler="grid")
+    sweep.check_options(tmp_path, flags)
+    seen = []
+    trainer = SimpleNamespace(main=lambda world, words: seen.append(words[: words.index("--out")]))
+    monkeypatch.setattr(sweep, "load_command", lambda name: trainer)
+    for number in range(2):
+        sweep.train(flags, tmp_path, number, ALONE, sweep.suggest(flags, [], number))
+    assert seen == [["--deterministic", "--lr=0.1"], ["--lr=0.1"]]
+    with pytest.raises(UsageError, match="--lr: expected one argument"):
+        sweep.check_options(tmp_path, replace(SWEEP, parameters={"lr": {"values": [True]}}))
+    with pytest.raises(UsageError, match="--deterministic: it takes no value: leave out 'true'"):
+        sweep.check_options(tmp_path, replace(SWEEP, parameters={"deterministic": {"values": ["true"]}}))
+
+
 def test_a_sweep_ends_when_its_first_trials_have_the_same_error(tmp_path, monkeypatch, capfd):
     path, out = write(tmp_path, trials=9), ["--out", str(tmp_path / "out")]
     here = SimpleNamespace(

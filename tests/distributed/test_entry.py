@@ -31,6 +31,11 @@ def python(code, **env):
         ("hpctrain.detect; raise ValueError('boom')", 1, "Traceback (.*\n)+ValueError: boom\n"),
         ("hpctrain.main(lambda world: print(world.size))", 0, ""),
         ("hpctrain.main(lambda world: sys.exit('stop'))", 1, "stop\n"),
+        (
+            "def read(_): raise PermissionError(13, 'Permission denied', '/home/bob')\nhpctrain.main(read)",
+            1,
+            "hpctrain: error: /home/bob: Permission denied: name another path, or ask .*\n",
+        ),
         ("hpctrain.main(lambda world: sys.exit(75))", 75, ""),
         (
             "def interrupt(_): raise KeyboardInterrupt\nhpctrain.main(interrupt)",

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.run import charts
+from hpctrain.run import charts, reader
 from tests.helpers import make_run
 
 
@@ -26,3 +26,15 @@ def test_metrics_that_cannot_be_read_are_one_line(tmp_path, kind, reason):
     with pytest.raises(HpctrainError, match=rf"metrics.jsonl cannot be read \({reason}"):
         charts.plot(folder)
     signal.alarm(0)
+
+
+def test_the_best_is_that_of_the_checkpoints():
+    """The lower loss of equal scores, then the first; the score that the run selects by."""
+    rows = [(1, 0.5, 0.9), (2, 0.7, 0.5), (3, 0.7, 0.4), (4, 0.7, 0.4), (5, 0.6, 0.1)]
+    lines = [
+        {"epoch": epoch, "step": epoch, "validation_accuracy": score, "validation_loss": loss}
+        for epoch, score, loss in rows
+    ]
+    name, line = reader.best_line(lines)
+    assert (name, line["epoch"]) == ("validation_accuracy", 3)
+    assert reader.best_line([{"epoch": 1, "step": 1, "test_loss": 1.0}]) is None

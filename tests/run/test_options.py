@@ -97,3 +97,36 @@ def test_a_command_that_is_run_by_another_one_gets_its_prune():
     with prune_with(prune):
         assert RunOptions.from_args(vars(parse())).prune is prune
     assert RunOptions.from_args(vars(parse())).prune is None
+
+
+def test_a_state_that_cannot_be_resumed_is_refused_after_the_first_step(tmp_path):
+    """The first checkpoint of a run may come hours later."""
+    run = hpctrain.Run(ALONE, "mine", RunOptions(out=tmp_path / "run", watchdog=0), CPU)
+    model = torch.nn.Linear(2, 1)
+    run.resume(CPU, 2, model, entry="optimizers")
+    run.start_epoch(1, 9, 4)
+    run.step(torch.tensor(1.0))
+    assert run.must_save()
+    with pytest.raises(hpctrain.HpctrainError, match="got no 'optimizers', without which"):
+        run.save({"model": model.state_dict(), "optimizer": {}})
+    run._state_is_checked = False
+    assert run.must_save()
+    run.save({"model": model.state_dict(), "optimizers": [{}, {}]})
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
+    run.step(torch.tensor(1.0))
+    assert not run.must_save()
+
+
+def test_values_of_a_step_are_means_over_the_ranks(tmp_path, monkeypatch):
+    run = hpctrain.Run(ALONE, "mine", RunOptions(out=tmp_path / "run", watchdog=0), CPU)
+    run.resume(CPU, 1, torch.nn.Linear(2, 1))
+    other = {"d_loss": 3.0}
+    monkeypatch.setattr("hpctrain.run.run.gather", lambda world, own: [own, [*own[:-1], other]])
+    run.start_epoch(1, 2, 4)
+    run.step(torch.tensor(1.0), d_loss=torch.tensor(1.0))
+    line = json.loads((tmp_path / "run/metrics.jsonl").read_text())
+    assert line["d_loss"] == 2.0
+    other["d_loss"] = float("nan")
+    monkeypatch.setattr("hpctrain.run.nonfinite.gather", lambda world, own: [own])
+    with pytest.raises(hpctrain.HpctrainError, match="d_loss is nan at epoch 1, step 2"):
+        run.step(torch.tensor(1.0), d_loss=1.0)

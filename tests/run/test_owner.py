@@ -5,10 +5,12 @@ import multiprocessing
 import os
 import resource
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from hpctrain.errors import HpctrainError
+from hpctrain.files import atomic
 from hpctrain.run import owner
 from hpctrain.run.owner import Owner
 
@@ -153,3 +155,45 @@ def test_a_file_system_that_does_not_answer_is_no_reason_to_end(tmp_path):
     (tmp_path / "owner.json").rmdir()
     with pytest.raises(HpctrainError, match="somebody has removed"):
         new.check()
+
+
+def test_owner_json_that_was_removed_by_hand_is_made_again(tmp_path, capsys):
+    first = acquired(tmp_path)
+    (tmp_path / "config.json").touch()
+    other_rank = Owner(tmp_path, first.id)
+    for each in (first, other_rank):
+        each.check()
+    (tmp_path / "owner.json").unlink()
+    other_rank.check()
+    first.check()
+    assert content(tmp_path)["id"] == first.id
+    assert capsys.readouterr().out == f"hpctrain: {tmp_path}/owner.json was removed: made again\n"
+    (tmp_path / "owner.json").unlink()
+    (tmp_path / "config.2.json").touch()  # another start has come and gone
+    for each in (first, other_rank):
+        with pytest.raises(HpctrainError, match="somebody has removed"):
+            each.check()
+
+
+def test_a_file_system_that_is_gone_is_waited_for(tmp_path, monkeypatch, capsys):
+    folder, away = tmp_path / "run", tmp_path / "away"
+    folder.mkdir()
+    first = acquired(folder)
+    (folder / "config.json").touch()
+    first.check()
+    folder.rename(away)
+    folder.mkdir()
+
+    def come_back(_):
+        folder.rmdir()
+        away.rename(folder)
+
+    monkeypatch.setattr(atomic, "time", SimpleNamespace(sleep=come_back, monotonic=time.monotonic))
+    first.check()
+    assert (
+        "the files of this run are gone: is its file system mounted?; trying again" in capsys.readouterr().out
+    )
+    folder.rename(away)
+    monkeypatch.setattr(atomic, "RETRY_FOR", -1.0)
+    with pytest.raises(HpctrainError, match=r"mounted\? Start again with --resume"):
+        first.check()

@@ -4,13 +4,19 @@ import json
 import os
 import re
 import shutil
+import subprocess
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpctrain.checkpoints import checkpoint
-from tests.helpers import write_digits
+from hpctrain.distributed.python import SAFE_PYTHON
+from hpctrain.errors import HpctrainError
+from hpctrain.run.folder import prepare_folder
+from hpctrain.run.options import RunOptions
+from hpctrain.run.reader import summarize
+from tests.helpers import make_run, write_digits
 from tests.tools import warm_start
 from tests.vision.test_train import in_image, metrics, result, run, train, weights
 
@@ -251,6 +257,37 @@ def test_resume_auto_starts_and_goes_on_with_one_command(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_whose_checkpoints_are_gone_is_not_overwritten(tmp_path):
+    folder = make_run(tmp_path / "run", lines=[{"epoch": 3, "step": 9, "train_loss": 1.0}])
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    before = (folder / "metrics.jsonl").read_text()
+    options = RunOptions(out=folder, resume="auto")
+    with pytest.raises(
+        HpctrainError, match=r"its checkpoints are gone, and it was in epoch 3: put checkpoints/"
+    ):
+        prepare_folder("mine", options)
+    assert (folder / "metrics.jsonl").read_text() == before and not (folder / "owner.json").exists()
+    (folder / "metrics.jsonl").write_text('{"epoch": 2, "step": 4, "train_loss": 1.0}\n')
+    prepare_folder("mine", options)[2].release()  # the first checkpoint was being written
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(HpctrainError, match="its checkpoints are gone, and it was in epoch 2"):
+        prepare_folder("mine", options)
+
+
+def test_a_start_that_ends_by_an_error_does_not_look_as_if_it_ran(tmp_path):
+    program = (
+        "import hpctrain, torch\n"
+        "def start(world):\n"
+        "    hpctrain.Run(world, 'mine', hpctrain.RunOptions(out='run'), torch.device('cpu'))\n"
+        "    raise hpctrain.HpctrainError('HPCTRAIN_CACHE is full')\n"
+        "hpctrain.main(start)\n"
+    )
+    done = subprocess.run([*SAFE_PYTHON, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "hpctrain: error: HPCTRAIN_CACHE is full\n")
+    assert not (tmp_path / "run/owner.json").exists()
+    assert summarize(tmp_path / "run")["state"] == "stopped"
+
+
 def test_a_loss_that_is_not_finite_is_in_no_checkpoint(tmp_path):
     """It is noticed before the next line of metrics."""
     options = ["--lr", "1e30", "--checkpoint-every", "1", "--batch-size", "8", "--out", "run"]

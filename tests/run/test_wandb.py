@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hpctrain.commands.export import steps
+from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.run import wandb
 from hpctrain.run.reader import read_metrics
 from tests.helpers import wandb_key, wandb_records, write_digits
@@ -289,3 +290,16 @@ def test_the_id_does_not_change_when_the_digest_is_added():
     }
     assert wandb.identity(config) == wandb.identity(config | {"image_digest": "sha256:ab"})
     assert wandb.identity(config) != wandb.identity(config | {"job": "18"})
+
+
+def test_settings_of_the_current_folder_are_not_read(tmp_path):
+    """With its base_url another user would get the API key."""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/settings").write_text("[default]\nbase_url = http://127.0.0.1:1\n")
+    program = (
+        "import wandb; from hpctrain.run.wandb import _read_settings; _read_settings(wandb); "
+        "print(wandb.setup().settings.base_url)"
+    )
+    command = [*SAFE_PYTHON, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("https://api.")

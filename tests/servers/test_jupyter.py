@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -264,3 +265,12 @@ def test_invalid_input_is_one_line(env, arguments, message):
         timeout=120,
     )
     assert done.returncode != 0 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_the_server_reads_no_configuration_of_the_current_folder(tmp_path, monkeypatch, capfd):
+    """jupyter_server_config.py is a program."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jupyter, "SAFE_PYTHON", [sys.executable, "-c", "import os; print('in', os.getcwd())"])
+    jupyter.serve(tmp_path / "out")
+    folder = re.search("^in (.*)", capfd.readouterr().out, re.MULTILINE)[1]
+    assert Path(folder).name.startswith("hpctrain-jupyter.")

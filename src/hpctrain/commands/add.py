@@ -9,6 +9,7 @@ import site
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib.metadata import Distribution, distributions, version
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.distributed.world import World
     from hpctrain.options import Parser
 
+PROGRESS_EVERY = 5.0  # s
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 DESCRIPTION = """\
@@ -115,17 +117,24 @@ def import_problems() -> Iterator[str]:
         )
 
 
-def failed_import(added: Path) -> str | None:
+def failed_import(added: Path, progress: bool = False) -> str | None:
     """ "PACKAGE: ERROR" of the first import that fails, the folder's packages first; None if all work."""
     command = [*SAFE_PYTHON, "-W", "ignore", "-c", IMPORT_ALL, str(added)]
-    done = subprocess.run(
+    last, printed = "importing nothing", time.monotonic()
+    with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("importing ", "failed "))]
-    last = lines[-1] if lines else "importing nothing"
+    ) as process:
+        assert process.stdout
+        for line in process.stdout:
+            if not line.startswith(("importing ", "failed ")):
+                continue
+            last = line.rstrip()
+            if progress and time.monotonic() - printed > PROGRESS_EVERY:
+                printed = time.monotonic()
+                print(f"hpctrain: {last}", flush=True)
     if last.startswith("failed "):
         return last.removeprefix("failed ")
-    return f"{last} ended Python with status {done.returncode}" if done.returncode != 0 else None
+    return f"{last} ended Python with status {process.returncode}" if process.returncode != 0 else None
 
 
 def parser() -> "Parser":
@@ -188,10 +197,11 @@ def install(arguments: list[str], work: Path, target: Path) -> None:
     _describe(there, site_packages(prefix))
     constraints = work / "constraints.txt"
     constraints.write_text("".join(f"{dist.name}=={dist.version}\n" for dist in there))
-    uv = [*SAFE_PYTHON, "-m", "uv", "pip", "install", "--python", sys.executable, "--compile-bytecode"]
+    uv = [*SAFE_PYTHON, "-m", "uv", "--no-config", "pip", "install", "--python", sys.executable]
+    uv += ["--compile-bytecode"]
     uv += ["--prefix", str(prefix), "--constraint", str(constraints), *arguments]
     # With a cache on the same file system, uv moves files instead of copying them.
-    done = subprocess.run(uv, env=os.environ | {"UV_CACHE_DIR": str(work / "cache")})
+    done = subprocess.run(uv, env=os.environ | _user_config() | {"UV_CACHE_DIR": str(work / "cache")})
     if done.returncode != 0:
         raise HpctrainError(
             f"uv could not install this into {target}, see above; the folder and the image are unchanged"
@@ -204,9 +214,23 @@ def install(arguments: list[str], work: Path, target: Path) -> None:
             f"{', '.join(replaced)} would be installed a second time; the folder and the image are unchanged"
         )
     print("hpctrain: importing the new packages, then those of the image", flush=True)
-    if failure := failed_import(site_packages(prefix)):
+    if failure := failed_import(site_packages(prefix), progress=True):
         raise HpctrainError(f"{failure}; the folder and the image are unchanged")
     _move_files(prefix, target)
+    print(
+        f"hpctrain: added {', '.join(sorted(added)) or 'nothing, as all is there'}; in {target}", flush=True
+    )
+
+
+def _user_config() -> dict[str, str]:
+    """UV_CONFIG_FILE with the user's own uv.toml, which --no-config leaves out like those of other users.
+
+    uv would otherwise obey uv.toml and pyproject.toml of the current folder and of its parents, and an index
+    named there installs any code.
+    """
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    own = Path(home, "uv", "uv.toml")
+    return {"UV_CONFIG_FILE": str(own)} if own.exists() and "UV_CONFIG_FILE" not in os.environ else {}
 
 
 def _info(distribution: Distribution) -> str:

@@ -37,7 +37,7 @@ from hpctrain.files.places import refuse_throw_away
 from hpctrain.options import Parser, add_device
 from hpctrain.run.charts import COLORS, folder_for_matplotlib, save_picture
 from hpctrain.run.config import versions
-from hpctrain.text import first_line
+from hpctrain.text import first_line, say
 
 # Bandwidth of the bus over that of the algorithm, for n ranks.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
@@ -148,7 +148,7 @@ def measure(
         atomic.write_text(folder / "bench.json", json.dumps(record, indent=1) + "\n")
         with folder_for_matplotlib():
             draw(folder / "bench.png", title, results)
-        print(f"the table as JSON and a picture are in {folder}")
+        say(f"the table as JSON and a picture are in {folder}")
 
 
 def measure_nodes(

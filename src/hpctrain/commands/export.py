@@ -10,7 +10,7 @@ from hpctrain.files import atomic
 from hpctrain.options import Parser
 from hpctrain.run.reader import read_configs, read_metrics
 from hpctrain.run.wandb import folder_for_wandb, result_numbers, start_wandb
-from hpctrain.text import first_line
+from hpctrain.text import first_line, say
 
 
 def steps(run: Path) -> list[dict[str, float]]:
@@ -85,7 +85,7 @@ def main(world: World, arguments: list[str]) -> None:
     args = parser().parse_args(arguments)
     for run in args.run:
         try:
-            print(FORMATS[args.format](run), flush=True)
+            say(FORMATS[args.format](run))
         except OSError as error:
             raise HpctrainError(
                 f"{run}: cannot be written ({error.strerror}): copy the run folder to one of your own"

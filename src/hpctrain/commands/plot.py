@@ -6,7 +6,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.options import Parser
 from hpctrain.run.charts import plot
-from hpctrain.text import reason
+from hpctrain.text import reason, say
 
 
 def parser() -> Parser:
@@ -21,7 +21,7 @@ def main(world: World, arguments: list[str]) -> None:
     """Draw curves.png and print its path. Raises HpctrainError."""
     run = parser().parse_args(arguments).run
     try:
-        print(plot(run))
+        say(str(plot(run)))
     except OSError as error:  # a run of another user
         raise HpctrainError(
             f"{run}/curves.png: cannot be written ({reason(error)}): use hpctrain report --out"

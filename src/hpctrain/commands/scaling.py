@@ -11,7 +11,7 @@ from hpctrain.files import atomic
 from hpctrain.options import Parser
 from hpctrain.run.charts import folder_for_matplotlib, plain, save_picture
 from hpctrain.run.reader import find, is_number, read_configs, read_json
-from hpctrain.text import one_line, table
+from hpctrain.text import one_line, say, table
 
 COLUMNS = {
     "launcher": "LAUNCHER", "ranks": "RANKS", "nodes": "NODES", "batch_size": "BATCH", "step_ms": "STEP (MS)",
@@ -50,7 +50,7 @@ def read_row(run: Path) -> dict[str, Any] | None:
     config = read_configs(run)[-1]
     speed = read_json(run / "result.json").get("speed") if (run / "result.json").exists() else None
     if not speed or "examples_per_s" not in speed:
-        print(f"{one_line(str(run))}: left out, as it has no result yet", flush=True)
+        say(f"{run}: left out, as it has no result yet")
         return None
     try:
         world = World(**config["world"])
@@ -140,4 +140,4 @@ def main(world: World, arguments: list[str]) -> None:
         raise HpctrainError(
             f"{folder}: cannot be written ({error.strerror}): copy it to a folder of your own"
         ) from error
-    print(f"scaling.json and scaling.png are in {folder}", flush=True)
+    say(f"scaling.json and scaling.png are in {folder}")

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from hpctrain.cli import load_command
-from hpctrain.commands.sweep_file import Sweep, check_options, read_file
+from hpctrain.commands.sweep_file import Sweep, as_options, check_options, read_file
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError
@@ -30,7 +30,7 @@ from hpctrain.options import Parser
 from hpctrain.run.charts import folder_for_matplotlib, plain, save_picture
 from hpctrain.run.options import prune_with
 from hpctrain.run.reader import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
-from hpctrain.text import first_line, one_line
+from hpctrain.text import first_line, one_line, say
 
 # A file in the folder of a trial, and how a trial with this file has ended. The first one counts.
 ENDINGS = {"result.json": "complete", PRUNED: "pruned", DIVERGED: "diverged"}
@@ -186,11 +186,11 @@ def run_trial(sweep: Sweep, folder: Path, number: int, world: World) -> None:
     path = trial_folder(folder, number)
     if read_state(folder, number) != "running":
         if world.rank == 0:
-            print(f"trial {number} has ended already: {path}", flush=True)
+            say(f"trial {number} has ended already: {path}")
         return
     parameters = choose_parameters(sweep, folder, number, world)
     if world.rank == 0:
-        print(f"trial {number}: {_describe(parameters)}", flush=True)
+        say(f"trial {number}: {_describe(parameters)}")
     train(sweep, folder, number, world, parameters)
     if world.rank == 0:
         print(_describe_progress(sweep, read_trials(sweep, folder)), flush=True)
@@ -224,18 +224,17 @@ def choose_parameters(sweep: Sweep, folder: Path, number: int, world: World) -> 
 def train(sweep: Sweep, folder: Path, number: int, world: World, parameters: dict[str, Any]) -> None:
     """Run the trainer in the folder of a trial, and write how it ended if it has no result."""
     path = trial_folder(folder, number)
-    options = [f"--{name}={value}" for name, value in parameters.items()]
     name, *words = sweep.command
     trainer = load_command(name)
     try:
         with prune_with(partial(prune, sweep, folder, number) if sweep.pruner != "none" else None):
-            trainer.main(world, [*words, *options, "--out", str(path), "--resume", "auto"])
+            trainer.main(world, [*words, *as_options(parameters), "--out", str(path), "--resume", "auto"])
     except EndEarly:  # on all ranks
         if not (path / PRUNED).exists():
             raise
     except DivergedError as error:  # on rank 0; the others have ended
         atomic.write_text(path / DIVERGED, f"{error}\n")
-        print(f"trial {number} has no result: {error}", flush=True)
+        say(f"trial {number} has no result: {error}")
     except Exception as error:
         if world.rank == 0:
             # for run_all() to compare
@@ -266,7 +265,7 @@ def prune(sweep: Sweep, folder: Path, number: int, world: World) -> bool:
                 epoch = max(trial.scores)
                 text = f"pruned after epoch {epoch}, {sweep.metric} {trial.scores[epoch]:.4f}"
                 atomic.write_text(trial_folder(folder, number) / PRUNED, f"{text}\n")
-                print(f"trial {number} {text}", flush=True)
+                say(f"trial {number} {text}")
     return broadcast(world, pruned)
 
 
@@ -357,7 +356,7 @@ def show(sweep: Sweep, folder: Path) -> None:
     if complete:
         with folder_for_matplotlib():
             _draw(sweep, complete, folder / "sweep.png")
-        print(f"picture: {folder}/sweep.png", flush=True)
+        say(f"picture: {folder}/sweep.png")
 
 
 def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:

@@ -140,6 +140,15 @@ def _problems(sweep: Sweep) -> Iterator[str]:
             yield f"parameter {name}: sampler grid needs values for each"
 
 
+def as_options(parameters: dict[str, Any]) -> list[str]:
+    """The words for a command line: of an option without a value, true gives it and false leaves it out."""
+    return [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in parameters.items()
+        if value is not False
+    ]
+
+
 def check_options(path: Path, sweep: Sweep) -> None:
     """Let the trainer's parser read each value, which takes seconds. UsageError names the file."""
     parser = load_command(sweep.command[0]).parser()
@@ -147,8 +156,8 @@ def check_options(path: Path, sweep: Sweep) -> None:
         name: form.get("values") or [form["low"], form["high"]] for name, form in sweep.parameters.items()
     }
     for number in range(max(map(len, values.values()))):
-        options = [f"--{name}={each[min(number, len(each) - 1)]}" for name, each in values.items()]
+        chosen = {name: each[min(number, len(each) - 1)] for name, each in values.items()}
         try:
-            parser.parse_args([*sweep.command[1:], *options])
+            parser.parse_args([*sweep.command[1:], *as_options(chosen)])
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from None

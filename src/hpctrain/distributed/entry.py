@@ -15,11 +15,15 @@ from typing import NoReturn
 
 from hpctrain.distributed.control import report_failed
 from hpctrain.distributed.python import shadowed_packages
-from hpctrain.distributed.world import World, detect
+from hpctrain.distributed.world import World, detect, torchrun_restarts
 from hpctrain.errors import EndEarly, HpctrainError, UsageError, print_error
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.text import first_line, reason
 
+# Called when an error ends this process: what others should not wait for.
+on_failure: list[Callable[[], object]] = []
+# Errors of a path that a user has given: the folder of another user, a link in a circle, and the like.
+_PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 # The exit status of a script that wants to be started again: see docs/own-script.md.
 REQUEUE = 75
 
@@ -45,12 +49,20 @@ def main(function: Callable[[World], object], world: World | None = None) -> NoR
     for thread in threading.enumerate():
         if thread.name == "checkpoint":
             thread.join()
+    if status != 0:
+        _call_on_failure()
     # Skip the finalization of the interpreter. DDP keeps threads of Gloo beyond destroy_process_group(), and
     # a thread that frees its last tensor during finalization aborts the process: seen in 3 of 30 runs on a
     # busy machine with torch 2.13; github.com/pytorch/pytorch/pull/179291 describes the same.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _call_on_failure() -> None:
+    if not torchrun_restarts():  # a restart finds by owner.json that it goes on with its own run
+        for call in on_failure:
+            call()
 
 
 def _handle(error: BaseException, rank: int) -> int | None:
@@ -93,6 +105,9 @@ def _explain(error: BaseException) -> HpctrainError | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.filename:
         _discard_output()
         return HpctrainError(f"the output cannot be written ({reason(error)}): free some space there")
+    if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename:
+        path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else error.filename
+        return HpctrainError(f"{path}: {reason(error)}: name another path, or ask its owner for access")
     return None
 
 
@@ -128,6 +143,7 @@ def print_errors_in_one_line() -> None:
             rank = detect().rank
         except HpctrainError:
             rank = 0
+        _call_on_failure()
         raise SystemExit(_report(error, rank))  # Python takes the status from it
 
     sys.excepthook = hook

@@ -13,6 +13,19 @@ from hpctrain.text import shorten
 SAFE_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 
 
+def drop_current_folder() -> None:
+    """Take the current folder, in which another user may write, from sys.path and PYTHONPATH.
+
+    An empty entry of PYTHONPATH (":/mine") means the current folder, also to a Python with PYTHONSAFEPATH.
+    """
+    entries = os.environ.get("PYTHONPATH", "").split(":")
+    named = [entry for entry in entries if entry]
+    if len(named) < len(entries) > 1:
+        os.environ["PYTHONPATH"] = ":".join(named)
+        here = {"", str(Path.cwd())} - {*named}
+        sys.path[:] = [entry for entry in sys.path if entry not in here]
+
+
 def shadowed_packages() -> Iterator[str]:
     """Folders before site-packages on sys.path that hide one of its packages."""
     own = [Path(entry).resolve() for entry in site.getsitepackages()]

@@ -1,6 +1,7 @@
-"""Folders that would not keep what is written to them."""
+"""Folders that would not keep what is written to them, or whose content others decide."""
 
 import os
+import stat
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError
@@ -19,3 +20,33 @@ def refuse_throw_away(folder: Path) -> None:
             f"{folder} would be gone at the end, as it is in the memory of the container: "
             "add --bind with a folder of the host, and use --out to name one in it"
         )
+
+
+def refuse_of_others(*paths: Path, advice: str) -> None:
+    """Raise HpctrainError, with advice, if another user made or can change one of these, which are caches.
+
+    Whoever can write to a cache decides what is trained, or which code runs. root may.
+    """
+    for path in paths:
+        status = path.lstat()
+        own = status.st_uid in (os.geteuid(), 0) and not stat.S_ISLNK(status.st_mode)
+        if not own or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise HpctrainError(
+                f"{path}: another user has made it or can change it: {advice}, or chmod go-w your own"
+            )
+
+
+def refuse_links_out(folder: Path) -> None:
+    """Raise HpctrainError for a link in a folder that leaves it: it may lead to a secret of this user.
+
+    In the cache of the Hugging Face hub, files of snapshots/COMMIT are links to blobs/ of the repository.
+    """
+    root = Path(os.path.realpath(folder))
+    if root.parent.name == "snapshots":
+        root = root.parent.parent
+    for path in folder.rglob("*"):
+        target = Path(os.path.realpath(path))
+        if path.is_symlink() and not target.is_relative_to(root):
+            raise HpctrainError(
+                f"{path}: a link that leads out of the folder, to {target}: copy what it means (cp -rL)"
+            )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
-from hpctrain.run.reader import NOT_SCORES, load_metrics, points
-from hpctrain.text import one_line, reason
+from hpctrain.run.reader import NOT_SCORES, best_line, load_metrics, points
+from hpctrain.text import one_line, reason, say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ def try_to_plot(folder: Path) -> None:
         plot(folder)
     except Exception as error:  # also matplotlib's own
         command = f"hpctrain plot {shlex.quote(str(folder))}"
-        print(f"hpctrain: curves.png is not drawn ({reason(error)}): see {command}", flush=True)
+        say(f"hpctrain: curves.png is not drawn ({reason(error)}): see {command}")
 
 
 def plain(text: str) -> str:
@@ -54,16 +54,21 @@ def the_first(names: list[str]) -> list[str]:
 
 @contextmanager
 def folder_for_matplotlib() -> Iterator[None]:
-    """Give matplotlib an empty folder for its cache: the home may be read-only, or part of the image."""
-    if "MPLCONFIGDIR" in os.environ:
-        yield
-        return
+    """Give matplotlib an empty folder for its cache: the home may be read-only, or part of the image.
+
+    Pictures look the same everywhere: matplotlib would obey a matplotlibrc of the current folder.
+    """
     with tempfile.TemporaryDirectory(prefix="hpctrain-matplotlib.") as folder:
-        os.environ["MPLCONFIGDIR"] = folder
+        own = "MPLCONFIGDIR" not in os.environ
+        os.environ.setdefault("MPLCONFIGDIR", folder)
         try:
+            import matplotlib
+
+            matplotlib.rcdefaults()
             yield
         finally:
-            del os.environ["MPLCONFIGDIR"]
+            if own:
+                del os.environ["MPLCONFIGDIR"]
 
 
 def _draw(folder: Path) -> Path:
@@ -95,9 +100,11 @@ def _draw(folder: Path) -> Path:
         axis.grid(alpha=0.3)
         if axis.has_data():
             axis.legend(loc="upper right" if of_loss else "lower right")
-    if "test_accuracy" in names:
-        best = max((line.get("test_accuracy", 0.0), line["epoch"]) for line in lines)
-        axes[1].set_title(f"accuracy: best {best[0]:.4f} after epoch {best[1]}")
+    if best := best_line(lines):
+        name, line = best
+        axes[1].plot([line["step"]], [line[name]], "*", markersize=14, label="best")
+        axes[1].set_title(plain(f"best {name.replace('_', ' ')} {line[name]:.4f} in epoch {line['epoch']:g}"))
+        axes[1].legend(loc="lower right")
     figure.suptitle(plain(str(folder)))
     path = folder / "curves.png"
     save_picture(figure, path)

@@ -16,7 +16,7 @@ from hpctrain.files import atomic
 from hpctrain.files.places import refuse_throw_away
 from hpctrain.run.options import RunOptions
 from hpctrain.run.owner import Owner
-from hpctrain.run.reader import read_json
+from hpctrain.run.reader import TAIL, read_json, read_metrics
 
 # What a run folder has before its first step, beside its configurations.
 BEGINNING = {"owner.json", "metrics.jsonl", "checkpoints", "logs", "from-scratch"}
@@ -43,7 +43,7 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
                 f"{folder} holds a run already: give another --out, or continue that run with {again_with}"
             )
         # Slurm or torchrun has started the job again, with the same command line.
-    if again and checkpoint.has_complete(folder):
+    if again and _can_resume(folder):
         source = folder
     own = source is not None and source.resolve() == folder.resolve()
     resume = None
@@ -77,6 +77,22 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
         with withdraw_if_refused(owner):
             resume = checkpoint.find_newest(folder)  # the last owner may have written until now
     return folder, resume, owner
+
+
+def _can_resume(folder: Path) -> bool:
+    """Whether a run has a checkpoint. HpctrainError if it had: a new start would overwrite its metrics.
+
+    The checkpoint of an epoch is complete before the second epoch after it.
+    """
+    if checkpoint.has_complete(folder):
+        return True
+    lines = read_metrics(folder, TAIL)
+    if lines and (lines[-1]["epoch"] > 2 or not (folder / "checkpoints").is_dir()):
+        raise HpctrainError(
+            f"{folder}: its checkpoints are gone, and it was in epoch {lines[-1]['epoch']:g}: put "
+            "checkpoints/ back, or give another --out to begin again"
+        )
+    return False
 
 
 def _is_failed_start(folder: Path) -> bool:

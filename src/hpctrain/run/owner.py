@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpctrain.distributed.entry import on_failure
 from hpctrain.distributed.world import job_id, restart_count
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
@@ -36,6 +37,8 @@ class Owner:
         self._own = {"job": job_id(), "restart": restart_count(), "host": platform.node(), "pid": os.getpid()}
         self._own |= {"space": _process_space(), "launch": launch, "id": self.id}
         self._released = threading.Event()
+        self._acquired = False
+        self._configs: set[Path] = set()  # when owner.json was there last
 
     def acquire(self) -> None:
         """Become the owner. Raises HpctrainError, which names the job that is the owner, and OSError."""
@@ -59,6 +62,8 @@ class Owner:
                 print(one_line(line), flush=True)  # another user may have written the file
                 self._watch()
             atomic.write_text(self._path, text)
+        self._acquired = True
+        on_failure.append(self.release)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def is_of_this_launch(self) -> bool:
@@ -69,9 +74,34 @@ class Owner:
         """Raise HpctrainError if another job owns the folder by now. Ignores errors of the file system."""
         with suppress(OSError):
             now = self._read()
+            if now is None and self._configs:
+                now = self._take_back()
             if now is None or now.get("id") != self._own["id"]:
                 new = f"{_name(now)} continues this run" if now else f"somebody has removed {self._path}"
                 raise HpctrainError(f"{self._path.parent}: {new}, so this one ends and writes nothing more")
+            self._configs = self._list_configs()
+
+    def _list_configs(self) -> set[Path]:
+        return {*self._path.parent.glob("config*.json")}
+
+    def _take_back(self) -> dict[str, Any] | None:
+        """The owner of a folder that has lost owner.json: this one, unless another start has a config.N.json.
+
+        A folder without its configurations is the place of a file system that is gone: waits for it. Raises
+        HpctrainError if it does not come back.
+        """
+        folder, retry = self._path.parent, atomic.Retry()
+        problem = f"{folder}: the files of this run are gone: is its file system mounted?"
+        while not (configs := self._list_configs()):
+            retry.wait(HpctrainError(f"{problem} Start again with --resume when it is"), problem)
+        if configs == self._configs and self._read() is None:
+            if self._acquired:
+                with suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:
+                    file.write(json.dumps(self._own) + "\n")
+                print(one_line(f"hpctrain: {self._path} was removed: made again"), flush=True)
+            else:
+                return self._own  # rank 0 makes it again
+        return self._read()
 
     def release(self) -> None:
         """Leave the folder to the next job."""

@@ -143,6 +143,20 @@ def _score(lines: list[dict[str, float]]) -> tuple[str | None, float | None]:
     )
 
 
+def best_line(lines: list[dict[str, float]]) -> tuple[str, dict[str, float]] | None:
+    """The score that selects checkpoints, and the line of its best value; None if only losses are measured.
+
+    As Run counts evaluations: of equal scores, the lower loss beside it, then the first.
+    """
+    name, _ = _score(lines)
+    if name is None or name.endswith("_loss"):
+        return None
+    loss = f"{name.partition('_')[0]}_loss"
+    scored = [line for line in lines if name in line and not math.isnan(line[name])]
+    best = max(scored, key=lambda line: (line[name], -line.get(loss, 0.0)), default=None)
+    return (name, best) if best else None
+
+
 def summarize(run: Path) -> dict[str, Any]:
     """A table row: state, job, position, score, speed, start, image of a run. Raises HpctrainError."""
     configs = read_configs(run)

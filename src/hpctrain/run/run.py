@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NoReturn
 
 import torch
@@ -123,6 +124,7 @@ class Run:
         self.epoch, self.best, self.in_parts = 0, Best(), False
         self._epochs = options.epochs
         self._flops: float | None = None
+        self._only_check = self._state_is_checked = False  # see must_save()
         # The position within the next epoch, and the sums since the last line of metrics.
         self._step = self._steps = self._examples = 0
         self._loss_sum: Tensor | float = 0.0
@@ -271,8 +273,9 @@ class Run:
         """Count an optimizer step, with the mean loss of this rank's examples.
 
         The first step starts the watchdog. Five times an epoch, the call is collective and writes a line of
-        metrics: the mean loss over all ranks since the last line, `values`, the speed, the peak memory of the
-        rank that needs most, and the mean use of GPUs. Raises HpctrainError if the mean loss is not finite.
+        metrics: the mean loss over all ranks since the last line, the mean over the ranks of each of `values`
+        in this step, the speed, the peak memory of the rank that needs most, and the mean use of GPUs. Raises
+        HpctrainError if the mean of the loss or of a value is not finite.
         """
         if not self._nonfinite.is_skipping:
             self._unlogged += 1
@@ -284,8 +287,10 @@ class Run:
         if self._bar:
             self._bar.update()
         if self._step % -(-self._steps // 5) == 0 and self._unlogged:
-            own = [float(self._loss_sum), peak_memory(self.device), gpu_percent(self.device)]
-            losses, memory, use = zip(*gather(self.world, own), strict=True)
+            own: list[Any] = [float(self._loss_sum), peak_memory(self.device), gpu_percent(self.device)]
+            own.append(plain_numbers(values))
+            losses, memory, use, of_ranks = zip(*gather(self.world, own), strict=True)
+            values = {name: fmean(each[name] for each in of_ranks) for name in values}
             now = time.perf_counter()
             values["examples_per_s"] = self._unlogged * self._examples / (now - self._since)
             values["peak_memory_mb"] = round(max(memory), 1)
@@ -308,12 +313,19 @@ class Run:
     def end_evaluation(self, score: tuple[float, ...]) -> bool:
         """Count the evaluation. Returns whether to save() next: it is the best, or the run has stalled."""
         self._since += time.perf_counter()
+        self._only_check = False
         self.times.start()
         return self.best.add(self.epoch + 1, self._step, score) or self.best.has_stalled
 
     def must_save(self) -> bool:
-        """Whether to call save() after this step. A collective call, once after each step."""
-        return self._checkpointer.is_due(self.global_step, last=self._step >= self._steps)
+        """Whether to call save() after this step. A collective call, once after each step.
+
+        After the first step, save() only checks that a run could be resumed from the state.
+        """
+        due = self._checkpointer.is_due(self.global_step, last=self._step >= self._steps)
+        self._only_check = not (due or self._state_is_checked or self.in_parts)
+        self._state_is_checked = True
+        return due or self._only_check
 
     def save(self, state: dict[str, Any], score: float | tuple[float, ...] | None = None) -> None:
         """Save a checkpoint, written in the background. A collective call. Raises HpctrainError.
@@ -322,6 +334,13 @@ class Run:
         asked for the job's end and epochs are left, EndEarly ends every rank after this checkpoint.
         """
         self._watchdog.pause()
+        if self._only_check:
+            self._only_check = False
+            with all_or_none(self.world):
+                if self.world.rank == 0:
+                    checkpoint.check_resumable(state, self._checkpointer.entry)
+            self.times.start()
+            return
         path = checkpoint.path_of(self.folder, self.epoch + (self._step > 0), self._step)
         self._checkpointer.clear(path)  # no rank writes before gather()
         if score is not None:
@@ -413,7 +432,7 @@ class Run:
     def end_epoch(self) -> None:
         """All steps of the epoch are done."""
         self._watchdog.pause()
-        self.epoch, self._step = self.epoch + 1, 0
+        self.epoch, self._step, self._only_check = self.epoch + 1, 0, False
         self._loss_sum, self._unlogged = 0.0, 0
         if self._bar:
             self._bar.close()

@@ -20,13 +20,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.errors import HpctrainError, print_error
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.run.reader import read_configs, summarize
-from hpctrain.text import first_line
+from hpctrain.text import first_line, say
 
 if TYPE_CHECKING:
     import wandb
@@ -97,6 +98,8 @@ def start_wandb(run: Path, folder: Path, mode: str) -> "wandb.Run":
     logging.raiseExceptions = False  # on a full disk, each line of wandb's log would print a stack
     try:
         import wandb
+
+        _read_settings(wandb)
     except ImportError as error:
         raise HpctrainError(
             f"wandb cannot be imported ({error}): run this in the image, or pip install wandb"
@@ -125,6 +128,20 @@ def start_wandb(run: Path, folder: Path, mode: str) -> "wandb.Run":
     )
 
 
+def _read_settings(wandb: ModuleType) -> None:
+    """Let wandb read its settings in an empty folder: ./wandb/settings may be another user's.
+
+    It may send the API key to a server of theirs. wandb reads settings once in a process.
+    """
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as empty:
+        os.chdir(empty)
+        try:
+            wandb.setup()
+        finally:
+            os.chdir(before)
+
+
 def identity(config: dict[str, Any]) -> str:
     """The id of a run at W&B, from entries of its first config.json that never change."""
     stable = [config.get(name) for name in ("trainer", "job", "host", "started", "command")]
@@ -147,7 +164,7 @@ def _start_where_possible(run: Path) -> "wandb.Run":
     if mode == "online":
         try:
             logged = start_wandb(run, run, mode)
-            print(f"hpctrain: --wandb: live at {logged.url}", flush=True)
+            say(f"hpctrain: --wandb: live at {logged.url}")
             return logged
         except HpctrainError:
             raise
@@ -156,7 +173,7 @@ def _start_where_possible(run: Path) -> "wandb.Run":
             _remove_pieces(run)
     logged = start_wandb(run, run, mode)
     upload = f"wandb sync {shlex.quote(str(Path(logged.dir).parent))}"
-    print(f"hpctrain: --wandb: {mode}{hide_secrets(reason)}; to upload it: {upload}", flush=True)
+    say(f"hpctrain: --wandb: {mode}{hide_secrets(reason)}; to upload it: {upload}")
     return logged
 
 

@@ -74,7 +74,8 @@ def serve(folder: Path | None) -> None:
         ]  # fmt: skip
         if os.geteuid() == 0:
             command.append("--allow-root")
-        server = subprocess.Popen(command, env=environment)
+        # Jupyter would run jupyter_server_config.py of the current folder, in which others may write.
+        server = subprocess.Popen(command, env=environment, cwd=tunnel.private)
         tunnel.print_how_to_connect("JupyterLab", "/lab")
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
         while server.poll() is None:

@@ -2,12 +2,14 @@
 
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from hpctrain.errors import HpctrainError
+from hpctrain.files.places import refuse_of_others
 from hpctrain.text import first_line
 
 
@@ -34,11 +36,12 @@ def check_compiler(rank: int = 0) -> None:
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    folder = cache_dir()
-    if os.lstat(folder).st_uid != os.getuid():  # its name in /tmp is known to all users of the node
-        raise HpctrainError(
-            f"--compile: {folder} belongs to another user: set TORCHINDUCTOR_CACHE_DIR to a folder of yours"
-        )
+    umask = os.umask(0o077)
+    try:
+        folder = Path(cache_dir())  # made here; its name in /tmp is known to all users of the node
+    finally:
+        os.umask(umask)
+    refuse_of_others(folder, advice="for --compile, set TORCHINDUCTOR_CACHE_DIR to a folder of yours")
     try:
         torch.compile(lambda x: x + 1)(torch.ones(8))
     except Exception as error:  # the class depends on what is missing

@@ -183,3 +183,18 @@ def test_damaged_cache_is_an_error_with_its_path(feature_cache):
         match=r"broken: the tokenized texts cannot be read .*remove this folder and start again",
     ):
         features.load_or_make("broken", lambda: None, ALONE)
+
+
+def test_a_cache_that_others_can_change_is_refused(tmp_path, monkeypatch):
+    """They could flip labels and compute SHA256SUMS again."""
+    monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "cache"))
+    made = Features.from_lists({"input_ids": [[1]]}, {"units": [1]})
+    before = os.umask(0o002)
+    try:
+        features.load_or_make("key", lambda: made, ALONE)
+    finally:
+        os.umask(before)
+    features.load_or_make("key", lambda: made, ALONE)
+    (tmp_path / "cache/features/key/starts.npy").chmod(0o660)
+    with pytest.raises(HpctrainError, match=r"starts\.npy: another user has made it or can change it"):
+        features.load_or_make("key", lambda: made, ALONE)

@@ -14,7 +14,7 @@ from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from hpctrain.files.digests import weights_sha256
 from hpctrain.nlp.models.hub import resolve_model
-from hpctrain.nlp.models.model_folder import load_tokenizer, make_card, save_model
+from hpctrain.nlp.models.model_folder import load_tokenizer, make_card, save_model, validate_folder
 from hpctrain.nlp.tasks import ner
 from tests.nlp.helpers import digests
 
@@ -48,6 +48,15 @@ def test_model_folder_is_validated_and_missing_parts_are_named(bert, tmp_path):
     (folder / "config.json").unlink()
     with pytest.raises(HpctrainError, match=r"model: no config\.json in it: give a folder with config\.json"):
         resolve_model(str(folder), ALONE)
+
+
+def test_a_link_to_a_secret_is_not_copied_into_the_model_of_a_run(bert, tmp_path):
+    shutil.copytree(bert, tmp_path / "model")
+    (tmp_path / "secret").write_text("a key")
+    (tmp_path / "model/chat_template.jinja").symlink_to(tmp_path / "secret")
+    for read in (load_tokenizer, validate_folder):
+        with pytest.raises(HpctrainError, match=r"chat_template\.jinja: a link that leads out of the folder"):
+            read(tmp_path / "model")
 
 
 def test_vocabulary_file_alone_is_a_tokenizer_as_in_kcbert(bert, tmp_path):

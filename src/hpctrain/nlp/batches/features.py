@@ -24,6 +24,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.files.digests import check_digests, write_digests
+from hpctrain.files.places import refuse_of_others
 from hpctrain.nlp.batches.text_batch import TextBatch
 
 VERSION = 3  # of the files in the cache; increase it when their content changes
@@ -256,12 +257,16 @@ def _write_features(folder: Path, features: Features) -> None:
     columns |= {f"values.{name}": column for name, column in features.values.items()}
     try:
         # $HPCTRAIN_CACHE, for its user alone unless it exists: the texts may be confidential.
-        folder.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for private in (folder.parent.parent, folder.parent):
+            private.mkdir(mode=0o700, parents=True, exist_ok=True)
         atomic.remove_leftovers(folder.parent, age=86_400)  # other jobs write there
         with atomic.folder(folder, replace=False) as unfinished:
+            unfinished.chmod(0o700)
             for name, array in columns.items():
                 numpy.save(unfinished / f"{name}.npy", array)
             write_digests(unfinished)
+            for path in unfinished.iterdir():
+                path.chmod(0o600)
     except OSError as error:
         # otherwise another job has written the same meanwhile, and its ranks have mapped the files
         if not folder.exists():
@@ -274,6 +279,8 @@ def _write_features(folder: Path, features: Features) -> None:
 def _read_features(folder: Path, check: bool) -> Features:
     try:
         if check:
+            advice = "set HPCTRAIN_CACHE to a folder of yours"
+            refuse_of_others(folder.parent, folder, *folder.iterdir(), advice=advice)
             check_digests(folder)
         columns = {
             path.name.removesuffix(".npy"): numpy.load(

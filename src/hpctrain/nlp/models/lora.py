@@ -17,7 +17,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files.digests import check_digests
 from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.hub import find_model
-from hpctrain.nlp.models.model_folder import read_json_object, refuse_pipes
+from hpctrain.nlp.models.model_folder import read_json_object, refuse_foreign_files
 from hpctrain.nlp.task import Task
 from hpctrain.text import first_line
 
@@ -75,7 +75,7 @@ def _continue_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """The model with the adapter of a folder, to be trained. Raises HpctrainError, naming the folder."""
     from peft import PeftModel
 
-    refuse_pipes(folder)
+    refuse_foreign_files(folder)
     check_digests(folder)
     config = read_json_object(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":

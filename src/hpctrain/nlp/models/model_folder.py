@@ -13,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers.utils import logging
 
-from hpctrain.errors import HpctrainError, panics_as_errors
+from hpctrain.errors import HpctrainError, hint_unmounted, panics_as_errors
 from hpctrain.files import atomic
 from hpctrain.files.digests import check_digests, write_digests
+from hpctrain.files.places import refuse_links_out
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.text import first_line
 
@@ -43,7 +44,7 @@ def validate_folder(folder: Path) -> Path:
 
     Of a safetensors file, header and size are compared, but not the whole content.
     """
-    refuse_pipes(folder)
+    refuse_foreign_files(folder)
     for wanted, names in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS)):
         if not any((folder / name).exists() for name in names):
             raise HpctrainError(
@@ -76,8 +77,16 @@ def list_parts(folder: Path) -> list[str]:
     return sorted(set(index.values()))
 
 
-def refuse_pipes(folder: Path) -> None:
-    """Raise HpctrainError for a pipe or device in a folder, for which some readers wait without end."""
+def refuse_foreign_files(folder: Path) -> None:
+    """Raise HpctrainError for files that no model has: pipes, devices, links that leave the folder.
+
+    Readers of pipes may wait without end. What links lead to would be copied into the run's model.
+    """
+    if not folder.is_dir():
+        raise HpctrainError(
+            f"{folder}: no such folder: give that of a model or of a run{hint_unmounted(folder)}"
+        )
+    refuse_links_out(folder)
     for path in folder.glob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise HpctrainError(
@@ -136,6 +145,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     It is the first part of a folder that is loaded. Raises HpctrainError if there is no fast tokenizer in it,
     if the folder is damaged, or if the model needs code of its own.
     """
+    refuse_foreign_files(folder)
     check_digests(folder)
     config = read_json_object(folder / "config.json") if (folder / "config.json").exists() else {}
     refuse_code(folder, config)

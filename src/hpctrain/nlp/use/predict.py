@@ -28,7 +28,7 @@ from hpctrain.nlp.models.model_folder import (
     describe_error,
     describe_pickle_error,
     load_tokenizer,
-    refuse_pipes,
+    refuse_foreign_files,
 )
 from hpctrain.nlp.task import Task
 from hpctrain.options import Parser, add_device, positive
@@ -110,7 +110,7 @@ def write_answers(
 def find_model_folder(folder: Path) -> Path:
     """The model folder of a run folder, else `folder`. Raises HpctrainError for a pipe or a device."""
     found = folder / "model" if (folder / "model/config.json").exists() else folder
-    refuse_pipes(found)
+    refuse_foreign_files(found)
     return found
 
 
