@@ -13,7 +13,8 @@ from hpctrain.files import atomic
 from hpctrain.text import reason
 
 NAME = "SHA256SUMS"
-NOT_CHECKED = (NAME, "README.md")  # a user may edit a model card
+# A user may edit a model card, and name the new place of the model that an adapter is for.
+NOT_CHECKED = (NAME, "README.md", "adapter_config.json")
 
 
 def write_digests(folder: Path) -> None:

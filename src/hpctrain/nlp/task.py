@@ -145,6 +145,10 @@ class Task(ABC, Generic[AnyExample]):
     ) -> Features:
         """Make the features of the examples; a label that is not in `labels` becomes IGNORED."""
 
+    def explain_lost(self, tokenizer: PreTrainedTokenizerFast, example: AnyExample) -> HpctrainError | None:
+        """Why one of the `lost` examples of the features was left out; None for `lost_text`."""
+        return None
+
     def compute_loss(self, output: Any, batch: TextBatch) -> Tensor:
         """The mean loss over the labels of a batch; override it if the model's own loss includes padding."""
         return output.loss
@@ -189,6 +193,8 @@ class Task(ABC, Generic[AnyExample]):
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
         """Change the tokenizer before it is saved: in transformers, it is to give the input of training."""
         tokenizer.model_max_length = max_length
+        # save_pretrained() writes those of the class otherwise: see fit_together()
+        tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
 
     def make_pipeline_tokenizer(self, tokenizer: PreTrainedTokenizerFast, settings: dict[str, bool]) -> str:
         """The tokenizer.json with which a pipeline of transformers gives the scores of the run.

@@ -13,9 +13,11 @@ from hpctrain.errors import HpctrainError
 from hpctrain.nlp.models import initial_model
 from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
-from hpctrain.nlp.tasks import classify, qa
+from hpctrain.nlp.tasks import classify, generate, pair, qa
 from hpctrain.nlp.tasks.classify import Document
+from hpctrain.nlp.tasks.pair import Pair
 from hpctrain.nlp.training.options import parse_options
+from tests.nlp.architectures import make_folder
 from tests.nlp.helpers import name_labels
 
 
@@ -69,7 +71,7 @@ def test_a_model_none_of_whose_weights_fit_the_task_is_not_to_be_fetched_again(t
         "vocab_size": 99,
     }
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
-    tokenizer = SimpleNamespace(model_max_length=384, pad_token_id=0)
+    tokenizer = SimpleNamespace(model_max_length=384, pad_token_id=0, model_input_names=[])
     args = parse_options(qa.TASK, ["--epochs", "0"])
     with pytest.raises(
         HpctrainError,
@@ -117,3 +119,67 @@ def test_labels_are_those_of_the_model_if_it_has_them(known, needed, labels, ori
         classify.TASK, tmp_path, [Document("", "", label) for label in sorted(needed)]
     )
     assert found == (labels, origin)
+
+
+def load(task, folder, *options):
+    tokenizer = load_tokenizer(folder)
+    args = parse_options(task, ["--model", str(folder), "--max-length", "64", *options])
+    labels = ["0", "1"] if task.one_label else []
+    return initial_model.load_model(task, folder, tokenizer, labels, args), tokenizer
+
+
+def test_token_types_that_the_model_does_not_have_are_left_out(tmp_path):
+    """The saved tokenizer leaves them out as well."""
+    for kind, names in (
+        ("roberta+bert", ["input_ids", "attention_mask"]),
+        ("distilbert", ["input_ids", "attention_mask"]),
+        ("bert", ["input_ids", "token_type_ids", "attention_mask"]),
+    ):
+        _, tokenizer = load(pair.TASK, make_folder(tmp_path / kind, kind))
+        assert tokenizer.model_input_names == names
+        rows = [Pair("", "하나", "둘", "0"), Pair("", "셋", "넷", "1")]
+        made = pair.TASK.tokenize(tokenizer, rows, ["0", "1"], 64, 0)
+        assert ("token_type_ids" in made.tokens) == ("token_type_ids" in names)
+        pair.TASK.prepare_tokenizer(tokenizer, 64)
+        tokenizer.save_pretrained(tmp_path / "saved")
+        assert load_tokenizer(tmp_path / "saved").model_input_names == names
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("bert", r"an encoder \(bert\), in which a token sees those that it should predict: give a causal"),
+        (
+            "albert",
+            "nlp.generate needs AutoModelForCausalLM, which transformers does not have for albert: give",
+        ),
+        ("t5", "t5 has an encoder and a decoder, .*: give another --model, such as"),
+    ],
+)
+def test_a_model_that_is_no_language_model_is_refused(kind, problem, tmp_path):
+    with pytest.raises(HpctrainError, match=problem):
+        load(generate.TASK, make_folder(tmp_path / kind, kind))
+
+
+def test_an_encoder_made_a_decoder_is_a_language_model(tmp_path):
+    folder = make_folder(tmp_path / "bert", "bert")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_decoder": True}))
+    _, tokenizer = load(generate.TASK, folder)
+    # the tokenizer of BERT names no beginning and no end of a text
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("[CLS]", "[SEP]")
+
+
+def test_a_tokenizer_without_any_end_of_a_text_is_one_line(gpt2, tmp_path):
+    tokenizer = SimpleNamespace(
+        model_input_names=[], pad_token_id=0, eos_token=None, sep_token=None, model_max_length=64
+    )
+    args = parse_options(generate.TASK, ["--max-length", "64"])
+    with pytest.raises(HpctrainError, match=r"no eos_token, .*: set one in tokenizer_config.json"):
+        initial_model.load_model(generate.TASK, gpt2, tokenizer, [], args)
+
+
+def test_attention_is_the_best_that_the_architecture_has(tmp_path):
+    for kind, attention in (("bert", "sdpa"), ("deberta-v2", "eager")):
+        model, _ = load(classify.TASK, make_folder(tmp_path / kind, kind))
+        assert model.config._attn_implementation == attention

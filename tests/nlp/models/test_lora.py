@@ -49,7 +49,7 @@ def test_adapter_has_the_trained_weights_alone(base, run):
     assert not (run / "model/model.safetensors").exists()
     config = json.loads((run / "model/adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == (
-        str(base.resolve()),
+        os.path.relpath(base.resolve(), (run / "model").resolve()),
         4,
         8,
     )
@@ -180,9 +180,12 @@ def test_a_flipped_bit_in_an_adapter_or_its_model_is_found(base, run, tmp_path):
         (tmp_path / name / name).write_bytes(content)
     damaged = tmp_path / "adapter_model.safetensors"
     with pytest.raises(HpctrainError, match=r"adapter_model.safetensors: not the file that was written"):
-        lora.add_lora(classify.TASK, None, base, argparse.Namespace(lora_from=damaged))
+        lora.add_lora(
+            classify.TASK, None, base, argparse.Namespace(model=str(base), lora_from=damaged), damaged
+        )
     config = damaged / "adapter_config.json"
-    config.write_text(config.read_text().replace(str(base.resolve()), str(tmp_path / "model.safetensors")))
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"base_model_name_or_path": "../model.safetensors"}))
     with pytest.raises(HpctrainError, match=r"/model.safetensors: not the file that was written"):
         predict.load_model(classify.TASK, damaged, torch.device("cpu"))
 
@@ -201,10 +204,10 @@ def test_invalid_use_is_one_line(base, run, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(run / "model", moved)
     config = moved / "adapter_config.json"
-    config.write_text(config.read_text().replace(str(base.resolve()), "/nowhere/model"))
-    (moved / "SHA256SUMS").unlink()
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"base_model_name_or_path": "/nowhere/model"}))
     with pytest.raises(
-        HpctrainError, match=r"whose model is not found: /nowhere/model: .*base_model_name_or_path in"
+        HpctrainError, match=r"whose model is not found: /nowhere/model: .*into base_model_name_or_path of"
     ):
         predict.load_model(classify.TASK, moved, torch.device("cpu"))
     # transformers tries for 46 s to connect to a hub that cannot be reached.
@@ -215,3 +218,19 @@ def test_invalid_use_is_one_line(base, run, tmp_path):
     ):
         predict.load_model(classify.TASK, moved, torch.device("cpu"))
     assert time.monotonic() - began < 20
+
+
+def test_an_adapter_and_its_model_can_be_moved(base, run, tmp_path, capfd):
+    """Together they need nothing; for another place, the advice of the error is enough."""
+    assert str(tmp_path.parent) not in (run / "model/adapter_config.json").read_text()
+    name = json.loads((run / "model/adapter_config.json").read_text())["base_model_name_or_path"]
+    adapter = tmp_path / "a/b/c/d/adapter"
+    shutil.copytree(run / "model", adapter)
+    with pytest.raises(HpctrainError, match="write its new place into base_model_name_or_path of"):
+        predict.load_model(classify.TASK, adapter, torch.device("cpu"))
+    shutil.copytree(base, adapter / name)
+    assert "label" in run_predict(capfd, adapter, "재미있다")[0]
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace(name, str(base.resolve())))
+    shutil.rmtree(adapter / name)
+    assert "label" in run_predict(capfd, adapter, "재미있다")[0]

@@ -9,14 +9,16 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import metadata_load
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from hpctrain.files.digests import weights_sha256
+from hpctrain.nlp.models import model_folder
 from hpctrain.nlp.models.hub import resolve_model
 from hpctrain.nlp.models.model_folder import load_tokenizer, make_card, save_model, validate_folder
 from hpctrain.nlp.tasks import ner
-from tests.nlp.helpers import digests
+from tests.nlp.helpers import TEXTS, digests
 
 NAME = "beomi/kcbert-base"
 
@@ -183,3 +185,57 @@ def test_folder_without_a_model_is_not_replaced(bert, tmp_path):
     with pytest.raises(HpctrainError, match="is not empty and not a model, so it is not replaced"):
         save_model(tmp_path, transformers.AutoModel.from_pretrained(bert), load_tokenizer(bert), "card")
     assert (tmp_path / "thesis.txt").exists()
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 438021336\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs_is_named(name, bert, tmp_path):
+    folder = tmp_path / "clone"
+    shutil.copytree(bert, folder)
+    (folder / "SHA256SUMS").unlink()
+    if name == "pytorch_model.bin":
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text(POINTER)
+    with pytest.raises(HpctrainError, match=rf"{name}: a pointer of Git LFS, .*: run git lfs pull"):
+        load_tokenizer(validate_folder(folder))
+
+
+def test_a_pointer_that_is_not_read_is_no_error(bert, tmp_path):
+    shutil.copytree(bert, tmp_path / "clone")
+    for name in ("tf_model.h5", "pytorch_model.bin", "vocab.txt"):
+        (tmp_path / "clone" / name).write_text(POINTER)
+    (tmp_path / "clone/SHA256SUMS").unlink()
+    load_tokenizer(validate_folder(tmp_path / "clone"))
+
+
+def test_a_tokenizer_without_a_configuration_of_another_kind_than_its_architecture(tmp_path):
+    """As skt/kogpt2-base-v2: GPT-2 with SentencePiece's spaces; only config.json has special tokens."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<s>", "</s>", "<usr>", "<pad>", "<unk>"]
+    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=500, special_tokens=special))
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3}
+    config = transformers.GPT2Config(
+        vocab_size=backend.get_vocab_size(), n_layer=1, n_embd=8, n_head=1, n_positions=64, **ids
+    )
+    config.save_pretrained(tmp_path)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "</s>", "<pad>")
+    assert len(tokenizer) == config.vocab_size
+    text = "정말 재미있다"
+    assert tokenizer(text)["input_ids"] == backend.encode(text).ids
+    tokenizer.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved/config.json").write_text((tmp_path / "config.json").read_text())
+    again = load_tokenizer(tmp_path / "saved")
+    assert again(text) == tokenizer(text) and again.eos_token == "</s>"
+
+
+def test_sentencepiece_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_folder, "is_sentencepiece_available", lambda: False)
+    transformers.XLMRobertaConfig().save_pretrained(tmp_path)
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(b"\x0a\x0e\x0a")
+    with pytest.raises(HpctrainError, match=r"is one of sentencepiece, which is not installed: install"):
+        load_tokenizer(tmp_path)

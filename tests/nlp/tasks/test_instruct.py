@@ -15,6 +15,7 @@ from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.task import IGNORED
 from hpctrain.nlp.tasks import instruct
 from hpctrain.nlp.tasks.instruct import TASK, Conversation
+from hpctrain.nlp.training.finetune import describe_problems
 from hpctrain.nlp.training.options import parse_columns
 from tests.nlp.helpers import metrics, train
 from tests.tools import warm_start
@@ -299,3 +300,34 @@ def test_a_model_answers_as_transformers_lets_it_and_on_two_ranks_alike(tmp_path
     more = ("--model", run / "model", "--data", TASK.samples, "--lora-rank", 2)
     adapter = train("instruct", tmp_path / "lora", *options, *more)
     assert (adapter / "model/adapter_model.safetensors").exists()
+
+
+def test_conversations_that_the_template_refuses_are_left_out_and_counted(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"
+        "{% endif %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+    )
+    good = Conversation((("user", "a"), ("assistant", "b")), location="line 1")
+    refused = Conversation((("system", "s"), *good.messages), 1, location="line 2")
+    made = TASK.tokenize(tokenizer, [good, refused, good], [], 64, 0)
+    assert (made.example.tolist(), made.lost.tolist()) == ([0, 2], [1])
+    problems = [*describe_problems(TASK, tokenizer, [good, refused, good], made, [], 64)]
+    assert len(problems) == 1 and problems[0].startswith(
+        "skipped 1 example (an error with --strict); the first: line 2: the chat template of the tokenizer "
+        "refuses this conversation (no system role)"
+    )
+    with pytest.raises(HpctrainError, match=r"line 2: the chat template .* refuses"):
+        TASK.tokenize(tokenizer, [refused], [], 64, 0)
+
+
+def test_data_of_git_lfs_are_named_before_other_advice(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    for data in (path, tmp_path):
+        with pytest.raises(HpctrainError, match=r"train.jsonl: a pointer of Git LFS"):
+            train("instruct", tmp_path / "run", "--data", data)
+    with pytest.raises(HpctrainError, match=r"train.jsonl: a pointer of Git LFS"):
+        TASK.read(path)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.errors import HpctrainError
 from hpctrain.nlp.tasks.pair import TASK, Pair
 from tests.nlp.data.test_formats import KORNLI_HEADER, assert_error, find_data, write
 
@@ -74,3 +75,11 @@ def test_all_pairs_of_klue_are_read():
     assert {
         label: sum(p.label == label for p in pairs) for label in {p.label for p in pairs}
     } == dict.fromkeys(("entailment", "neutral", "contradiction"), 1000)
+
+
+def test_the_names_of_glue_are_read_and_others_get_the_option(tmp_path):
+    item = {"sentence1": "가", "sentence2": "나", "label": 1}
+    assert TASK.read(write(tmp_path / "glue.jsonl", json.dumps(item)))[0].label == "1"
+    other = write(tmp_path / "qqp.jsonl", json.dumps({"question1": "가", "question2": "나", "label": 1}))
+    with pytest.raises(HpctrainError, match="--columns first=COLUMN second=COLUMN label=COLUMN"):
+        TASK.read(other)

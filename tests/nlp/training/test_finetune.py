@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
 from hpctrain.cli import COMMANDS, load_command
 from hpctrain.distributed.world import ALONE, World
@@ -666,7 +666,11 @@ def test_exception_without_a_message_is_named_by_its_type(models, monkeypatch, t
     monkeypatch.setattr(
         classify.Classify,
         "model",
-        SimpleNamespace(from_pretrained=fail_without_message, __name__="AutoModel"),
+        SimpleNamespace(
+            from_pretrained=fail_without_message,
+            __name__="AutoModel",
+            _model_mapping={BertConfig: None},
+        ),
     )
     with pytest.raises(HpctrainError, match=r"model: the model cannot be loaded \(ValueError\)"):
         predict.main(ALONE, [str(models["classify"]), "text"])

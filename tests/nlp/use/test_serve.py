@@ -69,6 +69,7 @@ def task(monkeypatch, tmp_path):
 def ask(task, tmp_path, monkeypatch):
     """A function that sends a request to a server of the task, with its token unless told otherwise."""
     args = argparse.Namespace(device="cpu", batch_size=8, max_new_tokens=4)
+    monkeypatch.setattr(serve, "fit_together", lambda *_: None)
     monkeypatch.setattr(serve.Handler, "model", serve.Model(tmp_path, args), raising=False)
     monkeypatch.setattr(serve.Handler, "token", "the-token", raising=False)
     server = serve.Server(("127.0.0.1", 0), serve.Handler)
@@ -240,6 +241,7 @@ def test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer(tmp_path,
     monkeypatch.setattr(serve, "load_tokenizer", lambda folder: None)
     monkeypatch.setattr(serve, "load_model", lambda task, folder, device: Anything())
     args = argparse.Namespace(device="cpu", batch_size=8, max_new_tokens=4)
+    monkeypatch.setattr(serve, "fit_together", lambda *_: None)
     monkeypatch.setattr(serve.Handler, "model", serve.Model(tmp_path, args), raising=False)
     monkeypatch.setattr(serve.Handler, "token", "the-token", raising=False)
     server = serve.Server(("127.0.0.1", 0), serve.Handler)

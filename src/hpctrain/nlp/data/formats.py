@@ -10,13 +10,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.files.plain import open_plain
+from hpctrain.files.plain import open_plain, refuse_pointer
 from hpctrain.text import counted, first_line, one_line
 
 if TYPE_CHECKING:  # it imports all of transformers, and `hpctrain fetch` needs none
@@ -131,12 +132,16 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
     return splits
 
 
+def find_split(name: str) -> str | None:
+    """The split that a word in the name of a file says; None if there is none."""
+    return next((SPLITS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in SPLITS), None)
+
+
 def _group_by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
     splits: dict[str, list[Path]] = {}
     seen: dict[tuple[str, Path], Path] = {}
     for path in sorted(files):
-        words = re.split(r"[^a-z]+", str(path.relative_to(folder)).lower())
-        if name := next((SPLITS[word] for word in words if word in SPLITS), None):
+        if name := find_split(str(path.relative_to(folder))):
             splits.setdefault(name, []).append(path)
             other = seen.setdefault((name, path.with_suffix("")), path)
             if other is not path:
@@ -145,6 +150,19 @@ def _group_by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]
                     "move one to another folder"
                 )
     return splits
+
+
+def refuse_pointers(path: Path, tables: bool = False) -> None:
+    """Raise HpctrainError if the file --data, or a file in this folder that would be read, is of Git LFS."""
+    files = [path]
+    with suppress(OSError):  # what is wrong with the folder is said when it is read
+        if path.is_dir():
+            suffixes = TABLES if tables else SUFFIXES
+            files = [
+                file for file in path.iterdir() if file.suffix.lower() in suffixes and find_split(file.name)
+            ]
+        for file in files:
+            refuse_pointer(file)
 
 
 def describe_unused(folder: Path | None, tables: bool = False) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from hpctrain.distributed.rendezvous import all_or_none
 from hpctrain.errors import HpctrainError
@@ -15,8 +15,8 @@ from hpctrain.nlp.data import formats
 from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.hub import resolve_model
 from hpctrain.nlp.models.lora import refuse_adapter
-from hpctrain.nlp.models.masks import agree
-from hpctrain.nlp.models.model_folder import describe_pickle_error, read_labels
+from hpctrain.nlp.models.masks import agree, is_causal
+from hpctrain.nlp.models.model_folder import describe_pickle_error, fit_together, read_labels
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.task import Task
 from hpctrain.run.run import Run
@@ -87,9 +87,9 @@ def load_model(
             f"--max-length {args.max_length} is too long for {folder}, which has {positions} positions: "
             f"give --max-length {positions}"
         )
-    # Llama, GPT-2 and others take the last token that is not this one
-    if task.pipeline_tag == "text-classification":
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    fit_together(task, folder, model, tokenizer)
+    if task.pipeline_tag == "text-generation" and not empty:
+        _check_causal(folder, model)
     model.train()  # from_pretrained() turns dropout off, and Lightning does not turn it on
     if args.gradient_checkpointing:
         _checkpoint_gradients(model, folder)
@@ -116,22 +116,26 @@ def _load_weights(task: Task, folder: Path, labels: list[str], seed: int, empty:
             # a model that was trained for labels of another kind would compute another loss
             "problem_type": task.problem_type,
         }
-    common = {"dtype": torch.float32, "trust_remote_code": False, "attn_implementation": "sdpa"}
+    # transformers chooses the attention: sdpa, or eager for architectures that do not have it
+    common = {"dtype": torch.float32, "trust_remote_code": False}
     missing: Collection[str] = ()
     try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **heads)
+        _check_architecture(task, folder, config)
         if empty:
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **heads)
             with torch.device("meta"):
                 model = task.model.from_config(config, **common)
         else:
             model, loading = task.model.from_pretrained(
                 folder,
+                config=config,
                 ignore_mismatched_sizes=True,  # of a head for other labels
                 output_loading_info=True,
                 **common,
-                **heads,
             )
             missing = loading["missing_keys"]
+    except HpctrainError:
+        raise
     except Exception as error:  # the loaders of the many file formats raise exceptions of many kinds
         raise HpctrainError(
             describe_pickle_error(folder, error)
@@ -139,6 +143,32 @@ def _load_weights(task: Task, folder: Path, labels: list[str], seed: int, empty:
         ) from error
     _check_missing(task, folder, model, missing)
     return model
+
+
+def _check_architecture(task: Task, folder: Path, config: PreTrainedConfig) -> None:
+    """Raise HpctrainError if transformers has no model of this architecture for the task."""
+    example = "skt/kogpt2-base-v2" if task.pipeline_tag == "text-generation" else "klue/bert-base"
+    if task.pipeline_tag == "text-generation" and config.is_encoder_decoder:
+        raise HpctrainError(
+            f"{folder}: {config.model_type} has an encoder and a decoder, and nlp.{task.name} trains models "
+            f"that are a decoder alone: give another --model, such as {example}"
+        )
+    classes = task.model._model_mapping
+    assert classes is not None  # of all classes but AutoModel's base
+    if type(config) not in classes:
+        raise HpctrainError(
+            f"{folder}: nlp.{task.name} needs {task.model.__name__}, which transformers does not have for "
+            f"{config.model_type}: give another --model, such as {example}"
+        )
+
+
+def _check_causal(folder: Path, model: PreTrainedModel) -> None:
+    """Raise HpctrainError if a token sees those after it: the loss would fall, and nothing be learned."""
+    if not is_causal(model):
+        raise HpctrainError(
+            f"{folder}: an encoder ({model.config.model_type}), in which a token sees those that it should "
+            "predict: give a causal model, such as skt/kogpt2-base-v2"
+        )
 
 
 def _check_missing(task: Task, folder: Path, model: PreTrainedModel, names: Collection[str]) -> None:
@@ -164,7 +194,8 @@ def _count_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast)
     model_max_length of a tokenizer that hpctrain saved is the --max-length of that run.
     """
     longest = getattr(model.config, "hpctrain", {}).get("positions", tokenizer.model_max_length)
-    return min(getattr(model.config, "max_position_embeddings", longest), longest)
+    own = getattr(model.config, "max_position_embeddings", None) or -1
+    return min(own, longest) if own > 0 else longest  # -1 of XLNet: no limit
 
 
 def _checkpoint_gradients(model: PreTrainedModel, folder: Path) -> None:

@@ -4,10 +4,12 @@ Small matrices beside the layers of a frozen model are trained, together with it
 adapter: these weights alone, and the name of the model.
 """
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -31,32 +33,45 @@ TASK_TYPES = {
 }
 
 
-def add_lora(task: Task, model: PreTrainedModel, folder: Path, args: FineTuneOptions) -> PreTrainedModel:
+def add_lora(
+    task: Task, model: PreTrainedModel, folder: Path, args: FineTuneOptions, out: Path
+) -> PreTrainedModel:
     """The model of a folder, frozen, with trainable matrices: a PeftModel, which has all that the model has.
 
     The matrices are those of --lora-from, or of rank --lora-rank, initialized from --seed and scaled by
     alpha / rank = 2, as in the examples of peft. The head and the pooler, which may be new, are trained
     whole; but not the head of a language model, which is its embedding. Raises HpctrainError if the model
     lacks --lora-target, or does not fit the adapter.
+
+    The adapter, to be saved in the folder `out`, names a model folder by the path from there, so that both
+    can be moved together.
     """
+    assert args.model  # see parse_options()
+    adapted = _continue_adapter(model, args.lora_from) if args.lora_from else _new_adapter(task, model, args)
+    config: Any = adapted.peft_config["default"]
+    is_folder = Path(args.model).is_dir()
+    config.base_model_name_or_path = (
+        os.path.relpath(folder.resolve(), out.resolve()) if is_folder else args.model
+    )
+    config.revision = None if is_folder else folder.name  # a folder of the cache has the name of the commit
+    return adapted
+
+
+def _new_adapter(task: Task, model: PreTrainedModel, args: FineTuneOptions) -> PreTrainedModel:
     from peft import LoraConfig, get_peft_model  # takes a second, and few runs need it
 
-    if args.lora_from:
-        return _continue_adapter(model, args.lora_from)
     whole: set[str] = set()
     if model.get_output_embeddings() is None:
         heads = (name for name, child in model.named_children() if name != model.base_model_prefix)
         whole = {name for name in heads if any(True for _ in model.get_submodule(name).parameters())}
         whole |= {"pooler" for name, _ in model.named_modules() if name.endswith(".pooler")}
-    assert args.model and args.lora_rank  # see parse_options()
-    is_folder = Path(args.model).is_dir()
+    assert args.lora_rank  # see parse_options()
     config = LoraConfig(
         task_type=TASK_TYPES[task.pipeline_tag],
         r=args.lora_rank,
         lora_alpha=2 * args.lora_rank,
         target_modules="all-linear" if args.lora_target == ["all-linear"] else args.lora_target,
         modules_to_save=sorted(whole) or None,
-        revision=None if is_folder else folder.name,  # a folder of the cache has the name of the commit
     )
     torch.manual_seed(args.seed)
     try:
@@ -67,8 +82,7 @@ def add_lora(task: Task, model: PreTrainedModel, folder: Path, args: FineTuneOpt
             f"--lora-target: {first_line(error)[:200]}: give all-linear, or names of layers, such as "
             f"{list_layers(model)}"
         ) from error
-    config.base_model_name_or_path = str(folder.resolve()) if is_folder else args.model
-    return adapted  # type: ignore[return-value]  # see the docstring
+    return adapted  # type: ignore[return-value]  # see add_lora()
 
 
 def _continue_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -126,13 +140,15 @@ def load_adapter(task: Task, folder: Path) -> PreTrainedModel:
 
     adapter = read_json_object(folder / ADAPTER_CONFIG)
     name = str(adapter.get("base_model_name_or_path"))
+    if (beside := folder.resolve() / name).is_dir():  # as add_lora() writes it
+        name = str(beside.resolve())
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     try:
         base_folder = find_model(name, adapter.get("revision"))
     except HpctrainError as error:
         raise HpctrainError(
-            f"{folder}: an adapter, whose model is not found: {error}, or change base_model_name_or_path in "
-            f"{ADAPTER_CONFIG}"
+            f"{folder}: an adapter, whose model is not found: {error}, or write its new place into "
+            f"base_model_name_or_path of {folder / ADAPTER_CONFIG}"
         ) from error
     check_digests(base_folder)
     base = task.model.from_pretrained(

@@ -33,6 +33,20 @@ def needs_mask(model: PreTrainedModel) -> bool:
     return "aux_loss" in plain or not agree(plain.logits[real], masked.logits[real])
 
 
+@torch.no_grad()
+def is_causal(model: PreTrainedModel) -> bool:
+    """Whether the output for a token does not depend on the tokens after it, as a language model needs.
+
+    Masked or not, BERT's does. config.json does not always tell, so the model computes a text and its
+    beginning.
+    """
+    tokens = torch.tensor([[3, 1, 2, 0, 1, 2]], device=model.device)
+    model.eval()
+    whole, beginning = model(input_ids=tokens).logits[:, :3], model(input_ids=tokens[:, :3]).logits
+    model.train()
+    return agree(whole, beginning)
+
+
 def agree(found: Tensor, expected: Tensor) -> bool:
     """Whether two outputs for the same text differ by rounding only."""
     return torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))

@@ -1,6 +1,7 @@
 """Model folders of from_pretrained(): config.json, the weights, the tokenizer, a model card."""
 
 import errno
+import inspect
 import json
 import re
 from collections.abc import Mapping
@@ -12,11 +13,13 @@ from huggingface_hub import EvalResult, ModelCardData
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers.utils import logging
+from transformers.utils.import_utils import is_sentencepiece_available
 
 from hpctrain.errors import HpctrainError, hint_unmounted, panics_as_errors
 from hpctrain.files import atomic
 from hpctrain.files.digests import check_digests, write_digests
 from hpctrain.files.places import refuse_links_out
+from hpctrain.files.plain import open_plain, refuse_pointer
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.text import first_line
 
@@ -57,6 +60,7 @@ def validate_folder(folder: Path) -> Path:
             raise HpctrainError(
                 f"{folder}: {part}, a part of the weights, is missing: fetch or copy the folder again"
             )
+        refuse_pointer(folder / part)
         if part.endswith(".safetensors"):
             try:
                 with safe_open(folder / part, "pt"):
@@ -97,7 +101,8 @@ def refuse_foreign_files(folder: Path) -> None:
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises HpctrainError that names the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with open_plain(path) as file:
+            content = json.loads(file.read().decode())
     except (OSError, ValueError, RecursionError) as error:
         raise HpctrainError(
             f"{path}: cannot be read as JSON ({first_line(error)}): fetch or copy it again"
@@ -150,12 +155,18 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     config = read_json_object(folder / "config.json") if (folder / "config.json").exists() else {}
     refuse_code(folder, config)
     check_sizes(folder / "config.json", config)
+    whole = folder / "tokenizer.json"  # if there, the other files are not read
+    for path in [whole] if whole.exists() else [*folder.glob("*.model"), *folder.glob("vocab*")]:
+        refuse_pointer(path)
     try:
         with panics_as_errors():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            tokenizer = _read_tokenizer(folder, config)
     except Exception as error:  # the loaders of the many tokenizers raise exceptions of many kinds
+        if not whole.exists() and any(folder.glob("*.model")) and not is_sentencepiece_available():
+            raise HpctrainError(
+                f"{folder}: its tokenizer is one of sentencepiece, which is not installed: "
+                "install sentencepiece, or use a model that has a tokenizer.json"
+            ) from error
         raise HpctrainError(
             f"{folder}: the tokenizer cannot be loaded ({describe_error(error)}): "
             "fetch or copy the folder again"
@@ -180,6 +191,54 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
             )
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so it may be any token
     return tokenizer
+
+
+def _read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
+    """The tokenizer of a folder, by transformers."""
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+    path = folder / "tokenizer.json"
+    if (folder / "tokenizer_config.json").exists() or not path.exists():
+        return tokenizer
+    # Only the architecture tells the class then. If its special tokens are not those of tokenizer.json, it is
+    # of another tokenizer (skt/kogpt2-base-v2), and config.json has the special tokens.
+    backend = Tokenizer.from_file(str(path))
+    if all(backend.token_to_id(token) is not None for token in tokenizer.all_special_tokens):
+        return tokenizer
+    names: dict[str, Any] = {
+        name: backend.id_to_token(id_)
+        for name in ("bos_token", "eos_token", "pad_token")
+        if type(id_ := config.get(f"{name}_id")) is int
+    }
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder, **options, **names)
+
+
+def fit_together(
+    task: "Task", folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast"
+) -> None:
+    """Give model and tokenizer what each needs of the other, and what config.json often lacks.
+
+    Raises HpctrainError if a language model has no token for the end of a text.
+    """
+    # KLUE's RoBERTa has the tokenizer of BERT, but one token type; DistilBERT has none
+    accepted = inspect.signature(model.forward).parameters
+    if "token_type_ids" not in accepted or getattr(model.config, "type_vocab_size", 2) < 2:
+        names = tokenizer.model_input_names
+        tokenizer.model_input_names = [name for name in names if name != "token_type_ids"]
+    # Llama, GPT-2 and others classify by the last token that is not this one
+    if task.pipeline_tag == "text-classification":
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    # transformers 5 saves it in generation_config.json; T5 starts with padding
+    if model.config.is_encoder_decoder and getattr(model.config, "decoder_start_token_id", None) is None:
+        model.config.decoder_start_token_id = tokenizer.pad_token_id
+    if task.pipeline_tag == "text-generation" and tokenizer.eos_token is None:
+        if tokenizer.sep_token is None:
+            raise HpctrainError(
+                f"{folder}: its tokenizer has no eos_token, with which a text ends: "
+                "set one in tokenizer_config.json"
+            )
+        # GPT-2 with the tokenizer of BERT
+        tokenizer.eos_token, tokenizer.bos_token = tokenizer.sep_token, tokenizer.cls_token
 
 
 def refuse_code(folder: Path, config: Mapping[str, Any]) -> None:

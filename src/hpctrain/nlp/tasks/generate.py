@@ -248,11 +248,12 @@ class Generate(LanguageModelTask[Passage]):
 
 def _count_positions(model: PreTrainedModel) -> int:
     """The longest text of the model in tokens; models of relative positions have no limit of their own."""
-    return getattr(model.config, "max_position_embeddings", None) or 1_000_000
+    positions = getattr(model.config, "max_position_embeddings", None) or -1
+    return positions if positions > 0 else 1_000_000
 
 
 def _get_begin_and_end(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
-    """The tokens before and after a text. load_tokenizer() makes sure that there is one for the end."""
+    """The tokens before and after a text. fit_together() makes sure that there is one for the end."""
     end = tokenizer.eos_token_id
     return (end if tokenizer.bos_token_id is None else tokenizer.bos_token_id), end
 

@@ -88,12 +88,24 @@ class Instruct(LanguageModelTask[Conversation]):
         max_length: int,
         stride: int,
     ) -> Features:
-        """The truncated conversation in the chat template; labels are the assistant's tokens."""
-        rendered = [render(tokenizer, example) for example in examples]
+        """The truncated conversation in the chat template; labels are the assistant's tokens.
+
+        `lost` has the examples that the template refuses, and those whose answers begin after max_length.
+        """
+        rendered: dict[int, tuple[str, list[tuple[int, int]]]] = {}
+        refused: list[HpctrainError] = []
         columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
         units, example_of, cut, lost = [], [], [], []
-        encodings = encode_texts(tokenizer, [text for text, _ in rendered], None, offsets=True)
-        for i, (encoding, (_, answers)) in enumerate(zip(encodings, rendered, strict=True)):
+        for i, example in enumerate(examples):
+            try:
+                rendered[i] = render(tokenizer, example)
+            except HpctrainError as error:
+                refused.append(error.with_traceback(None))
+                lost.append(i)
+        if not rendered:
+            raise refused[0]
+        encodings = encode_texts(tokenizer, [text for text, _ in rendered.values()], None, offsets=True)
+        for (i, (_, answers)), encoding in zip(rendered.items(), encodings, strict=True):
             is_answer = [
                 start < end and any(first <= start < last for first, last in answers)
                 for start, end in encoding.offsets
@@ -114,6 +126,14 @@ class Instruct(LanguageModelTask[Conversation]):
         if not units:
             raise HpctrainError(f"no answer begins within --max-length {max_length}: give a larger one")
         return Features.from_lists(columns, {"units": units}, example=example_of, cut=cut, lost=lost)
+
+    def explain_lost(self, tokenizer: PreTrainedTokenizerFast, example: Conversation) -> HpctrainError | None:
+        """The error of the chat template for this conversation, if any."""
+        try:
+            render(tokenizer, example)
+        except HpctrainError as error:
+            return error
+        return None
 
     def encode_prompts(self, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> list[list[int]]:
         """The tokens of each message of a user in the chat template, with the beginning of an answer."""

@@ -22,6 +22,12 @@ from hpctrain.nlp.tasks.classify import Label, Labeled, LabelTask
 KORNLI_COLUMNS = ("sentence1", "sentence2", "gold_label")
 KORSTS_COLUMNS = ("genre", "filename", "year", "id", "score", "sentence1", "sentence2")
 KLUE_NAMES = ("premise", "hypothesis", "gold_label")
+# for errors; whether the file has an object in each line
+EXPECTED = {
+    False: "KLUE-NLI's list of objects with guid, premise, hypothesis and gold_label",
+    True: "sentence1 and sentence2 (or premise and hypothesis), and gold_label or label; "
+    "--columns first=COLUMN second=COLUMN label=COLUMN reads other names",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +59,8 @@ class PairClassify(LabelTask[Pair]):
 
         KLUE-STS has a number for each pair, and a class made from it.
         """
-        expected = "KLUE-NLI's list of objects with guid, premise, hypothesis and gold_label"
-        if columns:
-            expected = "two texts and a label"
+        is_lines = path.suffix.lower() == formats.JSON_LINES
+        expected = "two texts and a label" if columns else EXPECTED[is_lines]
 
         def make_from_klue(number: int, item: object) -> Pair:
             id_ = formats.get_field(f"{path}, [{number}]", item, "guid", str, expected)
@@ -64,8 +69,7 @@ class PairClassify(LabelTask[Pair]):
 
         def make_from_object(id_: str, location: str, item: object) -> Pair:
             record = item if isinstance(item, dict) else {}
-            keys = KORNLI_COLUMNS if "sentence1" in record else KLUE_NAMES
-            *texts, key = self.fields if columns else keys
+            *texts, key = self.fields if columns else _find_keys(record)
             first, second = (formats.get_field(location, item, text, str, expected) for text in texts)
             if "gold_label" in (key, (columns or {}).get("label")) and record.get(key) == "-":
                 raise HpctrainError(
@@ -86,7 +90,7 @@ class PairClassify(LabelTask[Pair]):
 
         if columns:
             return read_columns(path, columns, make_from_json, skipped)
-        if path.suffix.lower() == formats.JSON_LINES:
+        if is_lines:
             return formats.read_json_lines(path, make_from_json, skipped)
         if formats.read_text(path).lstrip().startswith(("[", "{")):
             items = enumerate(formats.read_json(path, list, expected))
@@ -108,6 +112,12 @@ class PairClassify(LabelTask[Pair]):
         """Accuracy, and F1 averaged over the classes (macro)."""
         scores = super().score(examples, answers)
         return {name: scores[name] for name in ("accuracy", "f1")}
+
+
+def _find_keys(record: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the two texts and of the label in an object; GLUE's is label."""
+    *texts, label = KORNLI_COLUMNS if "sentence1" in record else KLUE_NAMES
+    return (*texts, "label" if label not in record and "label" in record else label)
 
 
 TASK = PairClassify()

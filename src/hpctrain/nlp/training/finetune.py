@@ -43,7 +43,7 @@ from hpctrain.nlp.models.initial_model import (
     get_initial_model,
     load_model,
 )
-from hpctrain.nlp.models.lora import add_lora, count_parameters
+from hpctrain.nlp.models.lora import add_lora, count_parameters, without_warnings
 from hpctrain.nlp.models.masks import needs_mask
 from hpctrain.nlp.models.memory import check_memory
 from hpctrain.nlp.models.model_folder import describe_error, load_tokenizer, make_card, save_model
@@ -158,7 +158,7 @@ def prepare_model(
             check_layers(model.config)
         model.config.hpctrain["settings"] = task.collect_settings(train)
         if args.uses_lora:
-            model = add_lora(task, model, folder, args)
+            model = add_lora(task, model, folder, args, run.folder / "model")
     if labels:
         run.print(f"{counted(len(labels), 'label')}{origin}: {formats.list_names(labels)}")
     if args.uses_lora:
@@ -195,7 +195,7 @@ def tokenize_splits(
             f"{name}: {len(part):,} examples{windows}, {lengths.sum():,} tokens (mean {lengths.mean():.1f}, "
             f"longest {lengths.max()}), tokenized or loaded in {time.monotonic() - start:.1f} s"
         )
-        for problem in describe_problems(task, part, made, labels, args.max_length):
+        for problem in describe_problems(task, tokenizer, part, made, labels, args.max_length):
             with all_or_none(run.world):
                 if args.strict:
                     raise HpctrainError(f"{name}: {problem}: fix the data, or run without --strict")
@@ -204,10 +204,19 @@ def tokenize_splits(
 
 
 def describe_problems(
-    task: Task, examples: list[Any], features: Features, labels: list[str], max_length: int
+    task: Task,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: list[Any],
+    features: Features,
+    labels: list[str],
+    max_length: int,
 ) -> Iterator[str]:
     """How many examples of a split the model cannot see whole, or cannot answer, and the first of them."""
     truncated, lost = ([examples[i] for i in indices] for indices in (features.cut, features.lost))
+    reasons = [task.explain_lost(tokenizer, example) for example in lost]
+    if refused := [error for error in reasons if error]:
+        yield formats.describe_skipped(refused)
+    lost = [example for example, error in zip(lost, reasons, strict=True) if not error]
     known = set(labels)
     unseen = [example for example in examples if labels and not set(task.collect_labels([example])) <= known]
     for affected, problem in (
@@ -410,7 +419,8 @@ def save_result(
             run.print(f"sample: {text}")
     if args.lora_merge:
         model = model.merge_and_unload()  # type: ignore[operator]  # a PeftModel
-    save_model(run.folder / "model", model, tokenizer, card, pipeline_tokenizer)
+    with without_warnings():  # peft looks for the model of an adapter from the working folder
+        save_model(run.folder / "model", model, tokenizer, card, pipeline_tokenizer)
 
 
 def _hide_folders(value: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
-from hpctrain.nlp.data.formats import TABLES
+from hpctrain.nlp.data.formats import TABLES, refuse_pointers
 from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.scratch import SIZES
 from hpctrain.nlp.task import Task
@@ -299,7 +299,7 @@ def make_parser(task: Task) -> Parser:
 
 
 def parse_options(task: Task, arguments: list[str]) -> FineTuneOptions:
-    """The options with all defaults filled in. Raises UsageError."""
+    """The options with all defaults filled in. Raises UsageError; HpctrainError for data of Git LFS."""
     given = vars(make_parser(task).parse_args(arguments))
     given["columns"] = parse_columns(task, given.get("columns"))
     given["stride"] = given.get("stride") or min(task.stride, given["max_length"] // 3)
@@ -314,6 +314,8 @@ def parse_options(task: Task, arguments: list[str]) -> FineTuneOptions:
         given["precision"] = choose_precision(given["device"])
 
     args = FineTuneOptions(**given)
+    if args.data:  # before the long work, and before advice about other options
+        refuse_pointers(args.data, tables=args.columns is not None)
     for is_refused, message in REFUSED:
         if is_refused(args):
             raise UsageError(message.format(**given))

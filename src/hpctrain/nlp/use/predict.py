@@ -27,6 +27,7 @@ from hpctrain.nlp.models.lora import ADAPTER_CONFIG, load_adapter
 from hpctrain.nlp.models.model_folder import (
     describe_error,
     describe_pickle_error,
+    fit_together,
     load_tokenizer,
     refuse_foreign_files,
 )
@@ -54,6 +55,7 @@ def main(world: World, arguments: list[str]) -> None:
 
     tokenizer = load_tokenizer(folder)
     model = load_model(task, folder, device)
+    fit_together(task, folder, model, tokenizer)
     try:
         if args.out:
             try:

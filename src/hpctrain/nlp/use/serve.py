@@ -29,7 +29,7 @@ from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
 from hpctrain.nlp.data.formats import SURROGATE
-from hpctrain.nlp.models.model_folder import describe_error, load_tokenizer
+from hpctrain.nlp.models.model_folder import describe_error, fit_together, load_tokenizer
 from hpctrain.nlp.use.predict import add_answer_options, find_model_folder, find_task, load_model
 from hpctrain.options import Parser
 from hpctrain.servers.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
@@ -77,6 +77,7 @@ class Model:
         self.task, self._config = find_task(folder)
         self._tokenizer = load_tokenizer(folder)
         self._model = load_model(self.task, folder, device)
+        fit_together(self.task, folder, self._model, self._tokenizer)
         self._args, self._numbers = args, itertools.count(1)
         self._waiting: queue.SimpleQueue[tuple[list[tuple[str, ...]], Future]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
