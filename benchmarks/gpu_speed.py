@@ -172,7 +172,7 @@ def prepare_texts(
             model = task.model.from_config(config, attn_implementation="sdpa").train()
         model.config.use_cache = False
         if args.uses_lora:
-            model = add_lora(task, model, Path(), args)
+            model = add_lora(task, model, Path(), args, Path())
         return model
 
     # before anything has replaced layers by kernels that need values

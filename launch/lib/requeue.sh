@@ -6,6 +6,7 @@
 #   saved      the ranks have saved a checkpoint of this attempt; one line, the option that resumes from it
 #   stopped    the ranks end because of stop, with their checkpoint saved and work left
 #   failed     an error of the program ends it, and would come again after a restart
+#   task.*     one for each task on this node, until the task's command has ended
 # A signal to the ranks would also reach squashfuse, and without the image they end with "Bus error".
 # shellcheck shell=bash
 
@@ -16,6 +17,7 @@ KILL_AT=''  # then ranks that have not stopped are killed, in SECONDS
 ATTEMPT=${SLURM_RESTART_COUNT:-0} # replace_nodes changes the variable
 # The exit status of srun when it could not start the tasks of a node: the low 8 bits of Slurm's error 1001
 UNREACHED=233
+KILLED=137 # that of what SIGKILL has ended
 
 # open_control: create HPCTRAIN_CONTROL in a batch job. In salloc or qsub -I the user sees how it ends.
 open_control() {
@@ -36,6 +38,15 @@ open_control() {
 # has_control: whether this node has that folder, and not a copy of somebody else's, with links to user files
 has_control() {
     [[ -d $HPCTRAIN_CONTROL && -O $HPCTRAIN_CONTROL && ! -L $HPCTRAIN_CONTROL ]]
+}
+
+# begin_task, end_task: let the batch script know that this task's command has ended by itself
+begin_task() {
+    ! has_control || touch "$HPCTRAIN_CONTROL/task.$$"
+}
+
+end_task() {
+    rm -f "$HPCTRAIN_CONTROL/task.$$"
 }
 
 # read_pbs_fields: PBS announces the end of the walltime by SIGTERM, seconds before SIGKILL. So this script
@@ -173,6 +184,10 @@ conclude() {
         ((status)) || status=75 # for Slurm or PBS the job has completed only if it has no work left
         # A job whose attempts save nothing would go on for ever, so HPCTRAIN_REQUEUES limits them.
         [[ ! -e $control/saved ]] || why='the ranks have saved a checkpoint and stopped'
+    elif ((status == 0)) && compgen -G "$control/task.*" >/dev/null; then
+        # As mpirun does when the daemon of another node has been killed
+        say "the launcher ended with exit status 0, and its ranks on $(hostname) had not ended"
+        status=$KILLED
     elif ((status == 0)); then
         return 0
     fi

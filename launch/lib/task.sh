@@ -194,7 +194,9 @@ if [[ -n $WAIT_AND_REPORT ]]; then
         echo "hpctrain: error: rank $RANK on $(uname -n) was ended by signal $((status - 128))" >&2
     end_left_overs
 elif [[ -n $SHIELDED ]]; then
+    begin_task
     run_as_child shield_from_term "$@" || status=$?
+    end_task
     [[ -z $ALIVE ]] || leave_node_container
     # End by the same signal, for srun to report it.
     trap - TERM

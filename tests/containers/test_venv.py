@@ -61,7 +61,8 @@ def run(project: Path, *command: str | Path, **variables: str) -> subprocess.Com
     return subprocess.run(
         command,
         cwd=project,
-        env=os.environ | variables,
+        # make sets some for another make in it, which then prints more lines
+        env={k: v for k, v in os.environ.items() if not k.startswith("MAKE")} | variables,
         text=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -564,6 +564,22 @@ def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(
     ) == requeued, done
 
 
+@pytest.mark.parametrize(("killed", "requeued"), [(True, True), (False, False)])
+def test_a_launcher_that_ends_before_its_ranks_has_not_completed(programs, tmp_path, killed, requeued):
+    """mpirun returned 0 after SIGKILL of its daemon on another node: the job was COMPLETED without a result."""
+    control = tmp_path / "control"
+    control.mkdir()
+    (control / "saved").write_text("--resume runs/x\n")
+    put_squeue(tmp_path)
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@"\n')
+    env = programs | {"HPCTRAIN_CONTROL": str(control), "SLURM_JOB_ID": "7"}
+    rank = ["bash", "-c", "kill -KILL $PPID; exit 0" if killed else "exit 0"]
+    subprocess.run([REPOSITORY / "launch/lib/task.sh", "none", "--", *rank], env=env)
+    done = conclude(0, control, 1, env)
+    assert (done.returncode == 137) == requeued and ("requeue 7\n" in done.stdout) == requeued, done
+    assert ("its ranks on " in done.stdout) == requeued
+
+
 def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_continues(programs, tmp_path):
     """As after sbatch --no-requeue."""
     for name in ("saved", "stopped"):
@@ -813,6 +829,29 @@ def test_the_other_tasks_of_srun_say_nothing(programs, tmp_path):
     }
     done = dry_run("apptainer_ddp.sh", programs | job)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks"), [(None, 4), ("2", 1), ("1,3", 2), ("GPU-17", 1), ("0,-1,2", 1), ("", 1)]
+)
+def test_a_rank_for_each_gpu_that_is_visible(programs, tmp_path, visible, ranks):
+    """On a shared workstation it took all of them."""
+    gpus = "".join(f"echo 'GPU {number}: NVIDIA (UUID: GPU-{number})'; " for number in range(4))
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n[ $1 != --list-gpus ] || {{ {gpus} }}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    env = programs if visible is None else programs | {"CUDA_VISIBLE_DEVICES": visible}
+    assert f" --nproc-per-node={ranks} " in dry_run("local.sh", env, "check").stdout
+
+
+def test_what_belongs_to_the_host_does_not_enter_an_image(tmp_path):
+    ours = f"{tmp_path}/src::relative"
+    theirs = "/sw/lib/python3.9/site-packages:/usr/lib/python3/dist-packages:/opt/site"
+    script = "keep_out_nothing; separate_host_variables; echo $PYTHONPATH; printf '%s\\n' \"${DROPPED[@]}\""
+    env = {"PYTHONPATH": f"{ours}:{theirs}", "PYTHONHOME": "/usr", "APPTAINER_CLEANENV": "1"}
+    kept, *dropped = library(script, **env).stdout.splitlines()
+    assert kept == ours
+    of_python = [f"{folder} of PYTHONPATH" for folder in theirs.split(":")]
+    assert dropped == ["APPTAINER_CLEANENV", "PYTHONHOME", *of_python]
 
 
 def test_an_older_bash():

@@ -55,3 +55,25 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         tunnel.Tunnel("jupyter", Path("/proc/x")),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("tmp", "var", "folder"),
+    [
+        ("/tmp", "/var/tmp", "/tmp"),
+        ("/", "/", "/tmp"),
+        ("/nodes/n1/tmp", "/var/tmp", "/tmp"),
+        ("/jobs/17/.17", "/var/tmp", "/var/tmp"),  # job_container/tmpfs
+        ("/tmp/systemd-private-0-x/tmp", "/var/tmp", "/var/tmp"),
+        ("/tmp-inst/alice", "/jobs/17/.17", None),
+    ],
+)
+def test_ssh_sees_the_folder_of_the_socket(monkeypatch, tmp, var, folder):
+    """Where a job had its own /tmp, the printed command of ssh found no socket, and nothing said why."""
+    monkeypatch.delenv("TMPDIR", raising=False)
+    mounts = f"1 0 8:1 / / rw - ext4\n2 1 8:1 {tmp} /tmp rw - ext4\n3 1 8:1 {var} /var/tmp rw - ext4\n"
+    if folder is None:
+        with pytest.raises(HpctrainError, match="this job has its own /tmp and /var/tmp"):
+            tunnel.folder_that_ssh_sees(mounts)
+    else:
+        assert tunnel.folder_that_ssh_sees(mounts) == Path(folder)

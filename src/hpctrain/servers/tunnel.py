@@ -71,8 +71,10 @@ class Tunnel:
         # On the disk of the node, because a socket works there only and needs a short name. In a batch job it
         # is in a folder that the launch script removes, because scancel can kill this process first.
         control = control_folder()
+        folder = folder_that_ssh_sees()
+        control = control if folder == Path("/tmp") else None
         prefix = f"{self._name}." if control else f"hpctrain-{self._name}."
-        self.private = Path(tempfile.mkdtemp(prefix=prefix, dir=control or "/tmp"))
+        self.private = Path(tempfile.mkdtemp(prefix=prefix, dir=control or folder))
         self.socket = self.private / "socket"
         return self
 
@@ -96,6 +98,27 @@ class Tunnel:
             # scancel kills the ranks of a job without a signal before.
             while not stop_requested():
                 time.sleep(1)
+
+
+def folder_that_ssh_sees(mounts: str | None = None) -> Path:
+    """A folder on the disk of the node that is not a job's own: /tmp, /var/tmp or TMPDIR.
+
+    A site may give each job its own /tmp (job_container/tmpfs of Slurm, pam_namespace), by mounting another
+    folder there, and ssh to the node sees the node's. `mounts` is /proc/self/mountinfo. Raises HpctrainError.
+    """
+    if mounts is None:
+        mounts = Path("/proc/self/mountinfo").read_text()
+    # lines as in proc(5): number, parent, device, folder in the file system, where it is mounted
+    roots = {line.split()[4]: line.split()[3] for line in mounts.splitlines()}
+    names = ["/tmp", "/var/tmp", os.environ.get("TMPDIR", "")]
+    for name in [name for name in names if os.access(name, os.W_OK)]:
+        root = roots.get(name, name)
+        if (root == "/" or root.endswith(name)) and "/systemd-private-" not in root:
+            return Path(name)
+    raise HpctrainError(
+        "this job has its own /tmp and /var/tmp, where ssh to the node does not see the socket: "
+        "set TMPDIR to a folder of the node's disk that all its users see"
+    )
 
 
 def how_to_connect(
