@@ -1,7 +1,7 @@
 """What of a user's shell reaches every rank: variables, paths and what Slurm granted.
 
-By the shipped scripts, with every launcher and runtime. With --write-table the tests write the table of
-docs/reference/environment.md.
+By the shipped scripts, with every launcher (srun, torchrun, mpirun, horovodrun, PBS) and runtime (apptainer,
+podman-hpc, bare). With --write-table the tests write the table of docs/reference/environment.md.
 """
 
 import json

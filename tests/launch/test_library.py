@@ -566,7 +566,7 @@ def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(
 
 @pytest.mark.parametrize(("killed", "requeued"), [(True, True), (False, False)])
 def test_a_launcher_that_ends_before_its_ranks_has_not_completed(programs, tmp_path, killed, requeued):
-    """mpirun returned 0 after SIGKILL of its daemon on another node: the job was COMPLETED without a result."""
+    """mpirun returned 0 after SIGKILL of its daemon on another node, and the job was COMPLETED."""
     control = tmp_path / "control"
     control.mkdir()
     (control / "saved").write_text("--resume runs/x\n")
