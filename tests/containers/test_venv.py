@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -115,13 +116,19 @@ def test_a_signal_ends_a_build_with_all_that_it_started(project, tmp_path, numbe
         f"trap 'touch \"{tmp_path}/cleaned\"' EXIT\n"
         f"output=$(bash -c 'echo $$ >\"$0\"; exec sleep 600' '{tmp_path}/pid' 2>&1 | sed 'w /dev/stderr')",
     )
-    with subprocess.Popen(["containers/toy.sh"], cwd=project, start_new_session=True) as process:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(number)
-        assert process.wait(60) == (130 if number == signal.SIGINT else 143)
+    # nohup and the & of scripts ignore some of them, and so would all that they start
+    command = ["env", "--default-signal", "containers/toy.sh"]
+    with subprocess.Popen(command, cwd=project, start_new_session=True) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(number)
+            assert process.wait(60) == (130 if number == signal.SIGINT else 143)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert (tmp_path / "cleaned").exists()
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 

@@ -837,3 +837,22 @@ def test_label_not_in_training_data_counts_as_wrong():
     made = classify.TASK.tokenize(tokenizer, examples, labels, 128, 0)
     assert made.values["labels"].tolist() == [IGNORED, 1] and made.values["units"].tolist() == [0, 1]
     assert classify.TASK.score(examples, [{"label": "1"}, {"label": "1"}])["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("size", "words", "batch"),
+    [
+        (1, [], 7),
+        (2, [], 6),
+        (2, ["--accumulate", "2"], 4),
+        (8, [], 32),  # they cannot share one: check_batch_size() says so
+        (1, ["--batch-size", "4"], 4),
+        (1, ["--epochs", "0"], 32),
+    ],
+)
+def test_a_batch_is_not_larger_than_the_training_set(capsys, size, words, batch):
+    """Seven reviews of a user's own ended with the advice to use a smaller batch than the default."""
+    args = parse_options(classify.TASK, ["--data", "x", "--model", "y", *words])
+    assert finetune.fit_batch_size(args, 7, World(0, size, 0, size, 0, 1, "slurm")).batch_size == batch
+    changed = f"--batch-size is {batch} instead of 32, because there are 7 training examples\n"
+    assert capsys.readouterr().out == (changed if batch in (7, 6) or "--accumulate" in words else "")

@@ -10,6 +10,7 @@ The loss is the mean over the labels of the whole batch: ranks have equal number
 tokens.
 """
 
+import dataclasses
 import math
 import shlex
 import time
@@ -74,6 +75,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
     quiet()
     with process_group(world, device, cpu_tensors=args.cpu_offload):
         examples = read_examples(task, args, world)
+        args = fit_batch_size(args, len(examples["train"]), world)
         run = Run(world, f"nlp.{task.name}", RunOptions.from_args(vars(args)), device)
         run.best.patience = args.patience
         run.in_parts = args.strategy == "fsdp" and world.size > 1
@@ -133,6 +135,21 @@ def read_examples(task: Task, args: FineTuneOptions, world: World) -> dict[str, 
     if world.rank == 0:
         print(*(f"{one_line(remark)}\n" for remark in remarks if remark), sep="", end="", flush=True)
     return splits
+
+
+def fit_batch_size(args: FineTuneOptions, examples: int, world: World) -> FineTuneOptions:
+    """The options with a batch that is not larger than the training set, if its ranks can share one."""
+    parts = world.in_groups_of(args.tensor_parallel).size * args.accumulate
+    fitting = examples // parts * parts
+    if not args.epochs or args.batch_size <= examples or not fitting:
+        return args
+    if world.rank == 0:
+        print(
+            f"--batch-size is {fitting} instead of {args.batch_size}, "
+            f"because there are {counted(examples, 'training example')}",
+            flush=True,
+        )
+    return dataclasses.replace(args, batch_size=fitting)
 
 
 def prepare_model(
