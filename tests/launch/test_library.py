@@ -1401,7 +1401,8 @@ def test_a_runtime_is_one_file_and_so_is_a_launcher(project):
         f"{rank} {rank} 0 3 3 a toy" for rank in range(3)
     ]
     # hpctrain's own commands detect their rank as well, although world.py has no reader for this launcher
-    code = "from hpctrain.distributed import world; w = world.detect(); print(w.rank, w.size, w.launcher)"
+    code = "from hpctrain.distributed import world; w = world.detect()\n"
+    code += "print(f'{w.rank} {w.size} {w.launcher}\\n', end='')"
     (project / "world.py").write_text(code)
     env["PYTHONPATH"] = str(project / "src")
     done = subprocess.run(
