@@ -1,7 +1,6 @@
 # hpctrain: `make help` lists the targets. Each target sets up what it needs. As root it installs missing Debian
 # packages and prints their names; for other users it stops with the command that installs them.
 
-PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 FLAVOR ?= cpu
 MPI := openmpi
 NAME := $(FLAVOR)$(if $(filter-out openmpi,$(MPI)),-$(MPI))
@@ -15,11 +14,17 @@ BUILD_SCRIPTS := containers/build_image.sh containers/build_base.sh containers/b
 PACKAGE := $(shell find src -type f ! -name '*.pyc' ! -path '*.egg-info/*')
 # With no Apptainer on this machine, the SIF needs the one in the file system of the test cluster.
 APPTAINER := $(if $(shell command -v apptainer || command -v singularity),,$(ROOTFS)/etc/hpctrain-rootfs)
+# What the builds need on this machine, as one list: buildah without docker and podman, mmdebstrap for a base image
+# that no registry gives, and for the root file system of the cluster.
+HOST_PACKAGES = curl python3 $(if $(APPTAINER),mmdebstrap) \
+    $$(docker info >/dev/null 2>&1 || command -v podman >/dev/null || echo buildah) \
+    $$([ -n "$$BASE_IMAGE" ] || [ -s build/base-bookworm.tar ] || \
+        curl -s -m 5 -o /dev/null https://registry-1.docker.io/v2/ || echo mmdebstrap)
 
 BEGAN := $(shell date +%s)
 
-.PHONY: help demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak .room .test-tools lint \
-    benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock lock-check clean
+.PHONY: help demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak .room .apptainer .prefix \
+    .test-tools lint benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock lock-check clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -27,9 +32,8 @@ help:  ## list the targets
 
 ##@ Try and test
 
-demo: .room  ## train from the container on a Slurm cluster of two nodes on this machine
+demo: .room .apptainer  ## train from the container on a Slurm cluster of two nodes on this machine
 	+@$(call build,sif cluster)
-	@command -v python3 >/dev/null || containers/install_host_packages.sh python3
 	python3 cluster/demo.py
 
 # Test files run side by side, in the order of conftest.py, because tests wait for a part of their time. The tests of
@@ -80,9 +84,17 @@ benchmark: venv sif cluster  ## measure container against bare node, job start-u
 # so that the lines of two do not mix.
 build = $(MAKE) --question --no-print-directory $(filter-out test-fast,$(1)) 2>/dev/null || \
 	    echo 'Building $(1), two at a time; each prints its output when it ends.'; \
-	$(MAKE) --jobs=2 --output-sync=target --no-print-directory $(1)
+	exec $(MAKE) --jobs=2 --output-sync=target --no-print-directory $(1)
 
 print_time = seconds=$$(($$(date +%s) - $(BEGAN))); echo "make $(1) took $$((seconds / 60)) min $$((seconds % 60)) s"
+
+# Without one, root uses the Apptainer of the test cluster. Said before an image is built for nothing.
+.apptainer:
+	@[ -z "$(APPTAINER)" ] || [ "$$(id -u)" = 0 ] || { echo "make: apptainer and singularity are not installed here;" \
+	    "install one, or copy a SIF from where you built it" >&2; exit 1; }
+
+.prefix:
+	@launch/modulefiles/install.sh '$(PREFIX)'
 
 # On a full disk every test after the first large ones would fail in its own way.
 .room:
@@ -94,23 +106,26 @@ print_time = seconds=$$(($$(date +%s) - $(BEGAN))); echo "make $(1) took $$((sec
 .test-tools: venv
 	@command -v ip >/dev/null && command -v mkfs.btrfs >/dev/null && command -v tcc >/dev/null && command -v openssl >/dev/null && \
 		command -v chromium >/dev/null && [ -e /usr/share/lmod/lmod/libexec/lmod ] && command -v g++ >/dev/null && \
-		[ -e /usr/include/python3.11/Python.h ] || \
-		containers/install_host_packages.sh iproute2 btrfs-progs tcc openssl lmod chromium g++ python3.11-dev
-	@[ -e .venv/lib/python3.11/site-packages/hpctrain_fork_lock.so ] || containers/install/fork_lock.sh .venv
+		{ [ -e /usr/include/python3.11/Python.h ] || [ ! -e .venv/lib/python3.11 ]; } || \
+		containers/install_host_packages.sh iproute2 btrfs-progs tcc openssl lmod chromium g++ \
+		    $$([ ! -e .venv/lib/python3.11 ] || echo python3.11-dev)
+	@# a fault of Debian's Python 3.11
+	@[ ! -e .venv/lib/python3.11 ] || [ -e .venv/lib/python3.11/site-packages/hpctrain_fork_lock.so ] || \
+		containers/install/fork_lock.sh .venv
 
 ##@ Build
 
 image: $(TAR)  ## build the image with docker, podman or buildah; FLAVOR=cu130, MPI=mpich for others
 
-sif: $(SIF)  ## build hpctrain-cpu.sif from the image
+sif: .apptainer $(SIF)  ## build hpctrain-cpu.sif from the image
 
-sif-from-def: $(APPTAINER)  ## build hpctrain-cpu.sif from apptainer/hpctrain.def, without docker, podman or buildah
-	@command -v curl >/dev/null || containers/install_host_packages.sh curl
+sif-from-def: .apptainer $(APPTAINER)  ## build hpctrain-cpu.sif from apptainer/hpctrain.def, without docker, podman or buildah
+	@containers/install_host_packages.sh curl python3
 	apptainer/build_sif.sh --from def --flavor $(FLAVOR) --mpi $(MPI)
 
 base: build/base-bookworm.tar  ## build a Debian base image from a Debian mirror, where no registry can be reached
 
-venv: .venv/ready  ## make .venv with the image's locked packages and the tools of the tests
+venv: .venv/ready  ## make .venv with the image's packages and the tools of the tests; PYTHON=python3.13 for another
 
 cluster: $(ROOTFS)/etc/hpctrain-rootfs  ## build the root file system of the test cluster
 
@@ -123,21 +138,21 @@ sbom: $(TAR)  ## write the SBOM of the image again: build/hpctrain-cpu.spdx.json
 	containers/record.py sbom $(TAR) >$(TAR:.tar=.spdx.json.new)
 	mv $(TAR:.tar=.spdx.json.new) $(TAR:.tar=.spdx.json)
 
-reproduce: $(APPTAINER)  ## build image and SIF twice from nothing and compare them
-	@command -v buildah >/dev/null || containers/install_host_packages.sh buildah
+reproduce: .apptainer $(APPTAINER)  ## build image and SIF twice from nothing and compare them
+	@containers/install_host_packages.sh buildah $(HOST_PACKAGES)
 	containers/reproduce.sh --flavor $(FLAVOR) --mpi $(MPI)
 
 push: $(if $(REGISTRY),$(TAR))  ## push the image to a registry: REGISTRY=localhost:5000/hpctrain
-	@command -v skopeo >/dev/null || containers/install_host_packages.sh skopeo
+	@containers/install_host_packages.sh skopeo
 	containers/push.sh $(if $(REGISTRY),--registry '$(REGISTRY)') --flavor $(TAR:build/hpctrain-%.tar=%)
 
-install: sif  ## install for all users of a site: launch scripts, SIF and modulefiles in PREFIX=
+install: .prefix sif  ## install for all users of a site: launch scripts, SIF and modulefiles in PREFIX=
 	launch/modulefiles/install.sh '$(PREFIX)' $(SIF)
 
 ##@ Maintain
 
 lock: venv  ## write containers/locks: wheels for pyproject.toml, and today's versions of Debian
-	@command -v mmdebstrap >/dev/null || containers/install_host_packages.sh mmdebstrap
+	@containers/install_host_packages.sh mmdebstrap
 	containers/lock.sh
 	containers/lock.sh --debian
 
@@ -147,11 +162,10 @@ lock-check: venv  ## check that containers/locks match pyproject.toml
 	containers/lock.sh --check --flavor cu130-build --platform aarch64
 
 clean:  ## remove everything that make has built, but not runs/
-	rm -rf --one-file-system build .venv $(SIF)
+	rm -rf --one-file-system build $(SIF) $(and $(wildcard .venv/ready .venv.unfinished),.venv .venv.unfinished)
 
 $(TAR): $(RECIPE) $(PACKAGE) $(BUILD_SCRIPTS)
-	@command -v curl >/dev/null || containers/install_host_packages.sh curl
-	@docker info >/dev/null 2>&1 || command -v podman >/dev/null || containers/install_host_packages.sh buildah
+	@containers/install_host_packages.sh $(HOST_PACKAGES)
 	containers/build_image.sh --flavor $(FLAVOR) --mpi $(MPI)
 
 build/base-bookworm.tar: containers/build_base.sh
@@ -161,15 +175,10 @@ $(SIF): $(TAR) apptainer/build_sif.sh apptainer/hpctrain.def | $(APPTAINER)
 	apptainer/build_sif.sh --from image --flavor $(FLAVOR) --mpi $(MPI)
 
 $(ROOTFS)/etc/hpctrain-rootfs: cluster/build_rootfs.sh
-	@command -v mmdebstrap >/dev/null || containers/install_host_packages.sh mmdebstrap
+	@containers/install_host_packages.sh mmdebstrap
 	cluster/build_rootfs.sh $(ROOTFS)
 	@touch $@
 
-.venv/ready: containers/locks/cpu.lock tests/dev.lock containers/install/python.sh pyproject.toml
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || containers/install_host_packages.sh python3.11-venv
-	rm -rf .venv
-	PYTHON=$(PYTHON) containers/install/python.sh .venv cpu
-	.venv/bin/pip install --quiet --no-deps --no-build-isolation --editable .
-	.venv/bin/pip install --quiet --no-deps --require-hashes --requirement tests/dev.lock
-	.venv/bin/pip check --quiet
-	@touch $@
+.venv/ready: containers/locks/cpu.lock containers/locks/venv.lock tests/dev.lock containers/install/python.sh \
+    containers/venv.sh pyproject.toml
+	containers/venv.sh

@@ -15,6 +15,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/build_functions.sh
 source containers/build_functions.sh
+attend apptainer/build_sif.sh "$@"
 
 flavor=cpu mpi=openmpi from=image output=
 parse_options flavor mpi from output -- "$@"
@@ -23,7 +24,7 @@ name=$(image_name "$flavor" "$mpi")
 output=$(realpath -m "${output:-hpctrain-$name.sif}")
 [[ -w $(dirname "$output") ]] || die "cannot write to $(dirname "$output"); give another --output"
 
-command -v python3 >/dev/null || die "python3 is not installed; containers/sif.py needs it"
+check_python
 
 # The work folder is beside the final file, so that the last step is a rename.
 work=$(mktemp -d "$(dirname "$output")/.sif.XXXXXX") ||

@@ -31,7 +31,7 @@ settings from the environment, which `up` records for the later commands, and th
   CLUSTER_MEM        memory in MB that each node reports to Slurm     (16000)
   CLUSTER_GPUS       GPUs that each node reports to Slurm, with fake devices  (0)
   CLUSTER_MPI        default of srun --mpi: none, pmix, pmi2          (none)
-  CLUSTER_BIND       "SRC=DST ...": files or folders of the host to mount on all nodes
+  CLUSTER_BIND       lines SRC=DST: files or folders of the host to mount on all nodes
   CLUSTER_OWNER_PID  process with which all nodes end
 for exec and run:
   CLUSTER_CWD        folder to run CMD in
@@ -124,7 +124,7 @@ $state/project=/project
 $state/etc/slurm=/etc/slurm=ro
 $state/etc/hosts=/etc/hosts=ro
 $state/log/$name=/var/log/slurm
-${BIND//[ :]/$'\n'}"
+$BIND"
     # The process records its own pid before it becomes the node, and holds the lock (file 9) until then. So
     # `down` always finds it, even if `up` is killed at this moment.
     (
@@ -254,10 +254,11 @@ up() {
         [[ $number =~ ^[0-9]+$ ]] ||
             bad_usage "CLUSTER_CPUS, CLUSTER_MEM and CLUSTER_GPUS must be numbers, not '$number'"
     done
-    for bind in ${BIND//:/ }; do
-        [[ $bind == /*=/* && -e ${bind%%=*} ]] ||
-            bad_usage "CLUSTER_BIND must hold SRC=DST with an existing SRC and absolute paths, not '$bind'"
-    done
+    while read -r bind; do
+        [[ -z $bind || $bind == /*=/* && -e ${bind%%=*} ]] ||
+            bad_usage "CLUSTER_BIND must hold lines SRC=DST with an existing SRC and absolute paths, not" \
+                "'$bind'"
+    done <<<"$BIND"
     need_root
     need_rootfs
     lock

@@ -5,6 +5,7 @@ It needs root, hpctrain-cpu.sif and the cluster's root file system; make builds 
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -51,6 +52,8 @@ def ranks_and_hosts(run: Path) -> list[str]:
 
 
 if __name__ == "__main__":
+    # as for Ctrl-C: the cluster ends, and its temporary folder goes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("demo: terminated"))
     try:
         main()
     except (RuntimeError, TimeoutError, subprocess.CalledProcessError) as error:

@@ -8,6 +8,7 @@ with Cluster(nodes=2) as cluster:
 from __future__ import annotations
 
 import fcntl
+import fnmatch
 import os
 import re
 import shutil
@@ -51,10 +52,34 @@ def missing() -> str | None:
 
 
 def project_files() -> list[str]:
-    """The project's files, relative to REPOSITORY: those of git, and new ones that it does not ignore."""
+    """The project's files, relative to REPOSITORY: those that .gitignore does not name.
+
+    Git lists them. It does not in an unpacked tarball or in a clone of another user, or is missing.
+    """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, check=True).stdout.split(b"\0")
-    return [os.fsdecode(name) for name in names if name and (REPOSITORY / os.fsdecode(name)).is_file()]
+    try:
+        found = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, check=True).stdout.split(b"\0")
+        names = [os.fsdecode(name) for name in found if name]
+    except (OSError, subprocess.CalledProcessError):
+        names = _files_not_ignored()
+    return [name for name in names if (REPOSITORY / name).is_file()]
+
+
+def _files_not_ignored() -> list[str]:
+    lines = (REPOSITORY / ".gitignore").read_text().splitlines()
+    patterns = [".git", *(line.strip("/") for line in lines if line and not line.startswith("#"))]
+
+    def ignored(path: Path) -> bool:
+        # a pattern with a slash in it is a path from here, another one any name
+        names = (path.name, path.relative_to(REPOSITORY).as_posix())
+        return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in patterns)
+
+    names = []
+    for folder, folders, files in os.walk(REPOSITORY):
+        folders[:] = [name for name in folders if not ignored(Path(folder, name))]
+        paths = [Path(folder, name) for name in files]
+        names += [str(path.relative_to(REPOSITORY)) for path in paths if not ignored(path)]
+    return names
 
 
 def bare_binds(sif: Path) -> dict[str | Path, str | Path]:
@@ -103,7 +128,7 @@ class Cluster:
             "CLUSTER_MEM": str(mem),
             "CLUSTER_GPUS": str(gpus),
             "CLUSTER_MPI": mpi,
-            "CLUSTER_BIND": " ".join(f"{source}={target}" for source, target in self._binds.items()),
+            "CLUSTER_BIND": "\n".join(f"{source}={target}" for source, target in self._binds.items()),
             "CLUSTER_OWNER_PID": str(os.getpid()),
         }
 

@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/build_functions.sh
 source containers/build_functions.sh
+attend containers/build_base.sh "$@"
 
 case "$#:${1:-}" in
     0: | 1:--force) ;;

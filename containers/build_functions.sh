@@ -22,6 +22,50 @@ parse_options() {
     done
 }
 
+# attend SCRIPT ARGUMENT...: let a signal that ends this script end its children, too. bash by itself ends
+# without them, and pip or mksquashfs runs on. So the script runs once more, as a child of this process, which
+# only waits.
+attend() {
+    local child ended=0 signal=
+    [[ -z ${BUILD_ATTENDED:-} ]] || return 0
+    export BUILD_ATTENDED=yes
+    "$@" <&0 &
+    child=$!
+    trap 'signal=130; end_tree "$child"' INT
+    trap 'signal=143; end_tree "$child"' TERM HUP
+    until wait "$child" || ended=$?; ! kill -0 "$child" 2>/dev/null; do :; done
+    exit "${signal:-$ended}"
+}
+
+# list_tree PID: print this process and all below it, parents first
+list_tree() {
+    local child children=()
+    echo "$1"
+    read -ra children 2>/dev/null <"/proc/$1/task/$1/children" || true
+    for child in "${children[@]}"; do list_tree "$child"; done
+}
+
+# end_tree PID: end this process and all below it. PID itself may then take its time to remove files.
+end_tree() {
+    local tree
+    mapfile -t tree < <(list_tree "$1")
+    kill -TERM "${tree[@]}" 2>/dev/null || true
+    tree=("${tree[@]:1}")
+    for _ in {1..50}; do
+        ((${#tree[@]})) && kill -0 "${tree[@]}" 2>/dev/null || return 0
+        sleep 0.1
+    done
+    kill -KILL "${tree[@]}" 2>/dev/null || true
+}
+
+# check_python: the scripts in Python here come last in a build, and their error must not.
+check_python() {
+    local least=9
+    python3 -c "import sys; sys.exit(sys.version_info < (3, $least))" 2>/dev/null ||
+        die "python3 is missing or older than 3.$least; put a newer one first in PATH," \
+            "such as that of a module"
+}
+
 # ca_bundle: print the file of certificates that this machine trusts. A build gets it as a secret: pip has its
 # own list and would not trust a network that rewrites TLS.
 ca_bundle() {

@@ -15,6 +15,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/build_functions.sh
 source containers/build_functions.sh
+attend containers/build_image.sh "$@"
 
 flavor=cpu mpi=openmpi tool=
 parse_options flavor mpi tool -- "$@"
@@ -29,6 +30,26 @@ tool_works() {
         *) die "--tool must be docker, podman or buildah, not $1" ;;
     esac
 }
+# choose_rootless_storage: for an ordinary user, buildah may choose vfs, which copies the whole image for each
+# of thirty layers. With fuse-overlayfs it need not.
+choose_rootless_storage() {
+    local store free
+    buildah unshare true 2>/dev/null ||
+        die "buildah cannot make a user namespace for $(id -un); ask for a range in /etc/subuid and for" \
+            "user namespaces, or build elsewhere and copy the SIF"
+    [[ -z ${STORAGE_DRIVER:-} && $(buildah info --format '{{.store.GraphDriverName}}') == vfs ]] || return 0
+    if command -v fuse-overlayfs >/dev/null; then
+        STORAGE_OPTS=overlay.mount_program=$(command -v fuse-overlayfs)
+        export STORAGE_DRIVER=overlay STORAGE_OPTS
+        return
+    fi
+    store=$(buildah info --format '{{.store.GraphRoot}}')
+    free=$(df --output=avail -BG "$store" | tail -n 1)
+    ((${free//[!0-9]/} >= 40)) ||
+        die "buildah's storage driver vfs needs 40 GB in $store, which has$free; install fuse-overlayfs," \
+            "or point CONTAINERS_STORAGE_CONF to a larger disk"
+}
+
 for candidate in ${tool:-docker podman buildah}; do
     if tool_works "$candidate"; then
         tool=$candidate
@@ -39,6 +60,9 @@ for candidate in ${tool:-docker podman buildah}; do
     fi
 done
 [[ -n $tool ]] || die "no docker, podman or buildah is installed; apt-get install buildah"
+
+check_python
+if [[ $tool == buildah && $(id -u) != 0 ]]; then choose_rootless_storage; fi
 
 if [[ -z ${BASE_IMAGE:-} ]] && ! registry_answers; then
     containers/build_base.sh

@@ -1,6 +1,7 @@
 #!/bin/bash
 # install_host_packages.sh PACKAGE...: install the missing ones of these Debian packages. As root it runs
-# apt-get and prints their names; for other users it stops with the command that installs them.
+# apt-get and prints their names; for other users it stops with the command that installs them. A package is
+# not missing if a command of its name is there, from wherever it came.
 
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -17,7 +18,8 @@ exec 9<"${BASH_SOURCE[0]}"
 flock 9
 missing=()
 for package in "$@"; do
-    dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null |
+    command -v "$package" >/dev/null ||
+        dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null |
         grep -qx installed || missing+=("$package")
 done
 [[ ${#missing[@]} -gt 0 ]] || exit 0

@@ -1,9 +1,9 @@
 #!/bin/bash
 # lock.sh [--flavor FLAVOR] [--platform x86_64|aarch64] [--upgrade|--check]: write
-# containers/locks/FLAVOR.lock for all flavors or for one, with mpich.lock and horovod.lock (make lock). With
-# cpu.lock it writes tests/dev.lock, the tools of the tests. lock.sh --debian: write the records of Debian's
-# versions. A lock pins every package with the hashes of its files, for Python 3.11 on Linux. An existing pin
-# is kept, unless --upgrade is given, or pyproject.toml or FLAVOR.in excludes it.
+# containers/locks/FLAVOR.lock for all flavors or for one, with mpich.lock, venv.lock and horovod.lock (make
+# lock). With cpu.lock it writes tests/dev.lock, the tools of the tests. lock.sh --debian: write the records
+# of Debian's versions. A lock pins every package with the hashes of its files, for Python 3.11 on Linux. An
+# existing pin is kept, unless --upgrade is given, or pyproject.toml or FLAVOR.in excludes it.
 #   --platform     x86_64 by default. A lock has the hashes of all files of a version, so the lock of a flavor
 #                  that exists for both platforms is the same for both, as that of cu130
 #   --check        write nothing, and fail if a lock is stale (make lock-check)
@@ -102,7 +102,7 @@ write_lock() {
 for flavor in "${flavors[@]}"; do
     [[ -f $locks/$flavor.in ]] || die "there is no $locks/$flavor.in"
     case $flavor in
-        *-build | mpich) from=(--no-deps) ;;
+        *-build | mpich | venv) from=(--no-deps) ;;
         *) from=(pyproject.toml --extra image --no-emit-package horovod) ;;
     esac
     # A torch such as 2.13.0+cpu is not on PyPI.

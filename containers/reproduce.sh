@@ -11,6 +11,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/build_functions.sh
 source containers/build_functions.sh
+attend containers/reproduce.sh "$@"
 
 flavor=cpu mpi=openmpi
 parse_options flavor mpi -- "$@"

@@ -16,10 +16,21 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm runs a copy of this script, which has no other files beside it.
-. "${HPCTRAIN_ROOT:-${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$(dirname "$0")/..}}}/launch/lib/main.sh" \
-    2>/dev/null ||
-    { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2 && exit 2; }
+# Slurm and PBS run a copy of this script, and its functions are beside the original. Those of the folder of
+# the job count only if they are the user's own.
+load_functions() {
+    local script=$0 folder=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/launch/lib root
+    [[ $0 != */slurm_script ]] || script=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%o)
+    root=$(dirname "$(readlink -f "$script")")/..
+    [[ -r $root/launch/lib/main.sh || ! -O $folder/main.sh ]] || root=$folder/../..
+    root=${HPCTRAIN_ROOT:-$root}
+    [[ -r $root/launch/lib/main.sh ]] || {
+        echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2
+        exit 2
+    }
+    source "$root/launch/lib/main.sh"
+}
+load_functions
 
 parse_options shifter_ddp.sh "$@"
 read_slurm_job

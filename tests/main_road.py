@@ -61,7 +61,12 @@ MAIN_ROAD = {
     "| `check.sh` |": ["launch/test_launch.py::test_check_from_another_folder"],
     # ---- Your own script ----
     "passes its arguments on unchanged": [
-        "launch/test_launch.py::test_the_arguments_of_a_script_arrive_as_they_are"
+        "launch/test_launch.py::test_the_arguments_of_a_script_arrive_as_they_are",
+        *[
+            f"launch/test_environment.py::test_every_rank_gets_what_the_shell_has[{cell}]"
+            for cell in ("srun-apptainer", "horovodrun-podman-hpc", "PBS-bare")
+        ],
+        "launch/test_environment.py::test_a_job_submitted_inside_a_step_of_another_job",
     ],
     "With `import hpctrain` your loop": ["test_own_script.py::test_the_last_step_resumes_bit_for_bit"],
     # ---- Fine-tuning ----

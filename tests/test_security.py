@@ -231,6 +231,7 @@ def test_the_launch_scripts_make_a_secret_and_print_none(tmp_path):
     env |= {
         "HF_TOKEN": "hf_abcdefgh",
         "Hf_Api_Key": "shhh",
+        "DATABASE_URL": "postgres://me:shhh@host/",
         "HPCTRAIN_JOB_SECRET": SECRET,
         "NCCL_IB_PKEY": "0",
     }
@@ -239,8 +240,10 @@ def test_the_launch_scripts_make_a_secret_and_print_none(tmp_path):
     assert done.returncode == 0 and not any(
         text in done.stdout for text in ("hf_abcdefgh", "shhh", SECRET)
     ), done.stderr
-    assert "\n# not printed, because they may be secrets: HF_TOKEN HPCTRAIN_JOB_SECRET\n" in done.stdout
-    assert "\nexport NCCL_IB_PKEY=0\n" in done.stdout
+    # The shell that the commands are pasted into has the user's own variables.
+    names = ("HF_TOKEN", "Hf_Api_Key", "DATABASE_URL", "HPCTRAIN_JOB_SECRET", "NCCL_IB_PKEY=0\n")
+    assert not any(f"export {name}" in done.stdout for name in names)
+    assert "\nexport MASTER_PORT=" in done.stdout
 
     code = f"set -euo pipefail; source {REPOSITORY}/launch/lib/main.sh; "
     code += "make_local_job; forwarded_names; printenv HPCTRAIN_JOB_SECRET"
@@ -492,7 +495,7 @@ def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, replaced_b
     """Who can write the submit folder can replace the file whose name horovodrun shows in ps."""
     lib = REPOSITORY / "launch/lib"
     code = f"set -euo pipefail; source {lib}/main.sh; source {lib}/launchers/horovodrun.sh; JOB=7"
-    code += "; trap() { :; }; hide_secrets; echo $HPCTRAIN_SECRETS"
+    code += "; trap() { :; }; hide_environment; echo $HPCTRAIN_ENVIRONMENT"
     own = os.environ | {"HF_TOKEN": "from the file"}
     made = subprocess.run(
         ["bash", "-c", code], cwd=tmp_path, env=own, capture_output=True, text=True, check=True
@@ -511,7 +514,11 @@ def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, replaced_b
         os.mkfifo(secrets)
         (tmp_path / "timeout").write_text('#!/bin/sh\nexec /usr/bin/timeout 0.5 "$2" "$3" "$4" "$5"\n')
         (tmp_path / "timeout").chmod(0o755)
-    env = {"HPCTRAIN_SECRETS": str(secrets), "HPCTRAIN_COMMAND": "-- printenv HF_TOKEN ", "MASTER_PORT": "1"}
+    env = {
+        "HPCTRAIN_ENVIRONMENT": str(secrets),
+        "HPCTRAIN_COMMAND": "-- printenv HF_TOKEN ",
+        "MASTER_PORT": "1",
+    }
     env |= {
         "HPCTRAIN_HOST_PATH": os.environ["PATH"],
         "HPCTRAIN_WORLD_SIZE": "1",

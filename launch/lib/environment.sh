@@ -1,28 +1,143 @@
-# What the user exported under a name that these scripts use as well, and the user's folder in /tmp. Sourced
-# first by launch/lib/main.sh, and by launch/lib/task.sh.
+# What of the user's environment reaches the ranks. Sourced first by launch/lib/main.sh, and by
+# launch/lib/task.sh.
+#
+# All that the user has exported does, except what belongs to the host (HOST_VARIABLES, and folders of
+# packages in PYTHONPATH), what a job around this one has left, and what would keep the rest out
+# (keep_out_nothing).
+# docs/cluster.md says so to users; a line of the log names what was dropped.
 # shellcheck shell=bash
+# shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
+
+# sbatch --export=NIL gives a job neither of them.
+export PATH HOME=${HOME:-$(getent passwd "$(id -u)" | cut -d: -f6)}
 
 # A user may export TASK=mrpc for the program. Bash would export its own TASK instead.
-OWN_NAMES='ALIVE ARGUMENTS ASKED ATTEMPT BEGAN CHILD CLEAN_UP COMMAND COMMAND_IN_VARIABLE CONTAINER DIGEST
-    DIGEST_FILE DIGEST_PENDING DIGEST_STAMP EARLY_STOP FOLDERS FORWARDED_VARIABLES GPUS HOSTS JOB KILL_AT
-    LAUNCH LAUNCHER_TEXT LAUNCHER_USED MPI_HINT NODES OPTION OPTIONS OPTIONS_GIVEN PROGRAM PYTHON ROOT
-    RUNTIME RUNTIMES RUNTIME_VARIABLES RUNTIME_VERSION SCRIPT SETTINGS SHIELDED SIF SIF_COPY SPARE_NODES
-    STOPPING STOP_AT TASK TASKS THREADS TIMER UNREACHED WAIT_AND_REPORT WALLTIME WITHIN WORDS'
+OWN_NAMES='ALIVE ARGUMENTS ASKED ATTEMPT BEGAN BINDS CHILD CLEAN_UP COMMAND COMMAND_IN_VARIABLE CONTAINER
+    DIGEST DIGEST_FILE DIGEST_PENDING DIGEST_STAMP DROPPED EARLY_STOP GPUS HIDDEN HOSTS HOST_VARIABLES
+    JOB KILLED KILL_AT LATER_VARIABLES LAUNCH LAUNCHER_TEXT LAUNCHER_USED MPI_HINT NODES OF_ONE_TASK
+    OPTION OPTIONS OPTIONS_GIVEN PROGRAM PYTHON RANK_VARIABLES ROOT RUNTIME RUNTIMES RUNTIME_VERSION
+    SCRIPT SETTINGS SHIELDED SIF SIF_COPY SLURM_VARIABLES SPARE_NODES STEP_OPTIONS STOPPING STOP_AT TASK
+    TASKS THREADS TIMER UNREACHED USUAL_VARIABLES WAIT_AND_REPORT WALLTIME WITHIN WORDS'
 
-# Fills USERS_VARIABLES with NAME=value, for env to give them to the program.
-USERS_VARIABLES=()
+# They travel as HPCTRAIN_OWN_TASK, and task.sh gives them to the program. HPCTRAIN_BEFORE gets all that the
+# user has exported, for print_commands.
+declare -gA HPCTRAIN_BEFORE=()
 keep_users_variables() {
     local name
     while read -r name; do
+        HPCTRAIN_BEFORE[$name]=${!name}
         if [[ " ${OWN_NAMES//[[:space:]]/ } " == *" $name "* ]]; then
-            USERS_VARIABLES+=("$name=${!name}")
+            export "HPCTRAIN_OWN_$name=${!name}"
             export -n "${name?}"
         fi
     done < <(compgen -e)
 }
 keep_users_variables
 
+# give_users_variables: the last step before exec, because the functions read variables of these names
+give_users_variables() {
+    local name
+    while read -r name; do
+        unset "${name#HPCTRAIN_OWN_}" # an array cannot be exported
+        export "${name#HPCTRAIN_OWN_}=${!name}"
+        unset "$name"
+    done < <(compgen -e HPCTRAIN_OWN_)
+}
+
 # make_own FOLDER: create it for this user alone, unless it exists. Fails if it belongs to somebody else.
 make_own() {
     mkdir -m 700 "$1" 2>/dev/null || [[ ! -L $1 && (-O $1 || ! -e $1) ]]
+}
+
+# ---- on the first node ----
+
+DROPPED=() # for the log
+
+# They are for programs of the host: an image has its own. LD_PRELOAD names libraries that it does not have.
+HOST_VARIABLES=(PATH 'LD_*' PYTHONHOME)
+
+# What says who a rank is and where it meets the others. Each launcher sets these anew.
+RANK_VARIABLES=(RANK LOCAL_RANK NODE_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE
+    ROLE_WORLD_SIZE 'TORCHELASTIC_*' 'OMPI_COMM_WORLD_*' OMPI_UNIVERSE_SIZE 'PMI_*' 'PMIX_[!M]*' HOROVOD_RANK
+    HOROVOD_SIZE 'HOROVOD_LOCAL_*' 'HOROVOD_CROSS_*')
+
+# Variables of a process, a login or a task, which are wrong on another node
+OF_ONE_TASK=("${RANK_VARIABLES[@]}" _ SHLVL PWD OLDPWD HOSTNAME HOST 'SSH_*' 'XDG_RUNTIME_DIR' 'XDG_SESSION_*'
+    'DBUS_*' 'SLURM*' 'SLINGSHOT_*' 'PMIX_*' 'OMPI_*' PBS_NODENUM PBS_TASKNUM PBS_VNODENUM)
+
+# is_one_of PATTERN...
+is_one_of() {
+    local name=$1 pattern
+    for pattern in "${@:2}"; do
+        # shellcheck disable=SC2053 # a pattern
+        [[ $name != $pattern ]] || return 0
+    done
+    return 1
+}
+
+# drop PATTERN...: unset the exported variables of these names, and remember them for the log
+drop() {
+    local name
+    while read -r name; do
+        if is_one_of "$name" "$@"; then
+            DROPPED+=("$name")
+            unset "$name"
+        fi
+    done < <(compgen -e)
+}
+
+# drop_other_job JOB: A job that is submitted from inside another one has the variables of both. Of those of
+# hpctrain and of the ranks around it none is right here.
+drop_other_job() {
+    if [[ -n ${HPCTRAIN_JOB:-} && $HPCTRAIN_JOB != "$1" ]]; then
+        unset OMP_NUM_THREADS HPCTRAIN_WORLD_SIZE HPCTRAIN_TASKS_PER_NODE HPCTRAIN_JOB_SECRET HPCTRAIN_JOB
+        drop MASTER_ADDR MASTER_PORT HPCTRAIN_NODE_TASK HPCTRAIN_NODE_TASKS HPCTRAIN_CONTAINER_ON
+    fi
+    drop "${RANK_VARIABLES[@]}"
+}
+
+# keep_out_nothing: unset the settings of Apptainer by which the user's variables, home and folders, or the
+# other ranks, are not there. Without variables each rank would train alone.
+keep_out_nothing() {
+    drop {APPTAINER,SINGULARITY}_{CLEANENV,CONTAIN,CONTAINALL,NO_HOME,NO_MOUNT,PWD,CWD,FAKEROOT,BOOT} \
+        {APPTAINER,SINGULARITY}_{PID,UNSHARE_PID,NET,UNSHARE_NET,NETWORK,IPC,UNSHARE_IPC,UTS,UNSHARE_UTS}
+}
+
+# separate_host_variables: for an image, drop what belongs to the host from the environment that enters it.
+# The folders of PYTHONPATH stay, except the host's: packages for another Python, which a module has set.
+separate_host_variables() {
+    local entry entries kept=''
+    drop LD_PRELOAD LD_AUDIT PYTHONHOME
+    [[ -n ${PYTHONPATH:-} ]] || return 0
+    IFS=: read -r -d '' -a entries < <(printf '%s:\0' "$PYTHONPATH") || true
+    for entry in "${entries[@]}"; do
+        case $entry in
+        */site-packages | */site-packages/* | */dist-packages | */dist-packages/* | */lib/python3* | \
+            /usr/* | /opt/* | /lib*) DROPPED+=("$entry of PYTHONPATH") ;;
+        *) kept+=:$entry ;;
+        esac
+    done
+    PYTHONPATH=${kept#:}
+    [[ -n $kept ]] || unset PYTHONPATH
+}
+
+# image_variables: print the names of the variables that enter an image
+image_variables() {
+    local name
+    while read -r name; do
+        name=${name#HPCTRAIN_OWN_}
+        is_one_of "$name" "${HOST_VARIABLES[@]}" _ SHLVL PWD OLDPWD HOSTNAME 'APPTAINER*' 'SINGULARITY*' \
+            'PODMANHPC_*' || printf '%s\n' "$name"
+    done < <(compgen -e)
+}
+
+# forwarded_names: print the variables that a task needs and that mpirun does not send by itself
+forwarded_names() {
+    local name
+    while read -r name; do
+        case $name in
+        SLURM_JOB_ID | SLURM_ARRAY_* | SLURM_RESTART_COUNT) printf '%s\n' "$name" ;;
+        *) is_one_of "$name" "${OF_ONE_TASK[@]}" || printf '%s\n' "$name" ;;
+        esac
+    done < <(compgen -e)
 }

@@ -2,20 +2,44 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
+STEP_OPTIONS=() # for srun
 SPARE_NODES=0 # nodes of the job that are idle, for when one of HOSTS fails
 
-# A Slurm job, from sbatch or in the shell of salloc.
+# Slurm's variables that stay: what Slurm sets anew in each job, and options for srun that the user may give.
+# All others are unset. In a shell inside a job they are of a step, or of another job, and srun would take
+# them for options: memory, CPUs, bindings, folders.
+SLURM_VARIABLES=(SLURM_CONF SLURM_CLUSTER_NAME 'SLURM_JOB_*' SLURM_JOBID SLURM_NODELIST SLURM_NNODES
+    SLURM_NTASKS SLURM_NPROCS SLURM_TASKS_PER_NODE SLURM_CPUS_ON_NODE SLURM_NODEID SLURM_PROCID SLURM_LOCALID
+    SLURM_GTIDS 'SLURM_SUBMIT_*' SLURM_TASK_PID SLURM_TMPDIR 'SLURM_TOPOLOGY_*' 'SLURM_HET_*' 'SLURM_ARRAY_*'
+    SLURM_RESTART_COUNT 'SLURM_GPUS*' SLURM_MPI_TYPE SLURM_NETWORK SLURM_HINT SLURM_THREADS_PER_CORE
+    SLURM_DISTRIBUTION SLURM_GPU_BIND SLURM_GPU_FREQ SLURM_CPU_FREQ_REQ SLURM_PROFILE SLURM_DEBUG
+    SLURM_CPU_BIND)
+# These go without a line in the log, because every job has them, and srun gets its own.
+USUAL_VARIABLES=(SLURM_OPEN_MODE 'SLURM_MEM_PER_*' 'SLURM_CPUS_PER_*' 'SLURM_TRES_PER_*'
+    'SLURM_NTASKS_PER_*' SLURM_EXPORT_ENV SLURM_PRIO_PROCESS SLURM_UMASK SLURM_OOM_KILL_STEP
+    SLURM_SCRIPT_CONTEXT)
+
+# A Slurm job, from sbatch or in the shell of salloc or srun --pty.
 read_slurm_job() {
-    local spread timeout
+    local spread folder timeout
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        # The srun of each task would wait for the others until the time limit.
-        if [[ ${SLURM_STEP_NUM_TASKS:-1} != 1 ]]; then
-            [[ ${SLURM_PROCID:-0} == 0 ]] || exit 2
-            die "srun started this script $SLURM_STEP_NUM_TASKS times:" \
-                "submit it with sbatch launch/$SCRIPT, or run it inside salloc"
-        fi
-        enter_submit_folder "${SLURM_SUBMIT_DIR:?}"
         JOB=$SLURM_JOB_ID
+        check_numbers SLURM_RESTART_COUNT SLURM_GPUS_ON_NODE
+        if is_in_step; then
+            # The srun of each task would wait for the others until the time limit.
+            if [[ ${SLURM_STEP_NUM_TASKS:-1} != 1 ]]; then
+                [[ ${SLURM_PROCID:-0} == 0 ]] || exit 2
+                die "srun started this script $SLURM_STEP_NUM_TASKS times:" \
+                    "submit it with sbatch launch/$SCRIPT, or run it inside salloc"
+            fi
+            STEP_OPTIONS=(--overlap) # the step of this shell has the job's CPUs
+        fi
+        # Slurm starts the script in the job's folder (sbatch --chdir), or else in /tmp.
+        folder=$(squeue --noheader --jobs="$JOB" --format=%Z 2>/dev/null) || true
+        [[ -d ${folder:=${SLURM_SUBMIT_DIR:-$PWD}} && -x $folder ]] ||
+            die "$folder, where you submitted, is not on $(hostname):" \
+                'submit from a folder that all nodes share'
+        keep_own_slurm_variables
         # On the host, because there is no scontrol in the image.
         mapfile -t HOSTS < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null)
         ((${#HOSTS[@]})) ||
@@ -27,17 +51,18 @@ read_slurm_job() {
                 "ask for more (sbatch --nodes)"
         HOSTS=("${HOSTS[@]:0:${#HOSTS[@]}-SPARE_NODES}")
         # Passed to srun again: without it Slurm packs the first node full, 3 + 1 tasks on nodes of 3 slots.
-        spread=${SLURM_NTASKS_PER_NODE:-${SLURM_TASKS_PER_NODE:-1}}
+        spread=${SLURM_TASKS_PER_NODE:-1}
         TASKS=${spread%%(*}
         [[ $TASKS =~ ^[1-9][0-9]*$ ]] ||
             die "Slurm would put $spread tasks on the nodes, not the same number on each:" \
                 "give --ntasks-per-node"
+        count_slurm_cpus
     elif [[ -n ${OPTION[dry-run]:-} ]]; then
         fake_allocation SBATCH --nodes --ntasks-per-node
+        THREADS=1
     else
         die "this is not a Slurm job: submit it with sbatch launch/$SCRIPT, or run it inside salloc"
     fi
-    THREADS=${SLURM_CPUS_PER_TASK:-1}
     GPUS=${SLURM_GPUS_ON_NODE:-0}
     # Then Slurm has noticed that a node is dead, and requeues the job. The watchdog waits for that.
     timeout=$(scontrol show config 2>/dev/null | awk '$1 == "SlurmdTimeout" { print $3 + 60 }') || true
@@ -49,10 +74,73 @@ read_slurm_job() {
         die "--spare-nodes is for jobs of sbatch: leave it out"
 }
 
+# is_in_step: whether srun started this shell. The variables of a step also reach the jobs that are submitted
+# in it, so slurmd is asked for the step of the task that this shell is.
+is_in_step() {
+    local step
+    step=$(scontrol listpids "$JOB" 2>/dev/null |
+        awk -v task="${SLURM_TASK_PID:-}" '$1 == task { print $3; exit }') || true
+    [[ -n $step || $0 == */slurm_script ]] || step=${SLURM_STEP_ID:-}
+    [[ $step == [0-9]* ]]
+}
+
+# keep_own_slurm_variables: unset Slurm's variables that are not this job's
+keep_own_slurm_variables() {
+    local name restarts
+    # The number of a mask is right in one step alone.
+    [[ ! -v SLURM_CPU_BIND_TYPE && ${SLURM_CPU_BIND:-} != *@(mask|map)* ]] || drop 'SLURM_CPU_BIND*'
+    # What Slurm sets in some jobs only may be of another one.
+    [[ $(squeue --noheader --jobs="$JOB" --Format=ArrayTaskID 2>/dev/null) != N/A* ]] || drop 'SLURM_ARRAY_*'
+    restarts=$(job_field RestartCnt)
+    [[ -z $restarts ]] || SLURM_RESTART_COUNT=$restarts
+    [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || unset SLURM_RESTART_COUNT
+    case $(job_field 'tres-per-node:400,tres-per-job:400,tres-per-task:400,tres-per-socket') in
+    '' | *gpu*) ;;
+    *) [[ ! -v SLURM_GPUS_ON_NODE ]] || drop 'SLURM_GPUS*' SLURM_JOB_GPUS CUDA_VISIBLE_DEVICES ;;
+    esac
+    while read -r name; do
+        if ! is_one_of "$name" "${SLURM_VARIABLES[@]}"; then
+            is_one_of "$name" "${USUAL_VARIABLES[@]}" || DROPPED+=("$name")
+            unset "$name"
+        fi
+    done < <(compgen -e SLURM_)
+}
+
+# count_slurm_cpus: fill THREADS with the CPUs of a task: those that the user has asked for with -c, or a
+# task's part of what Slurm has granted (--cpus-per-gpu, --exclusive, a node's default)
+count_slurm_cpus() {
+    local node granted='' asked
+    asked=$(job_field cpus-per-task)
+    THREADS=${asked:-1}
+    for node in ${SLURM_JOB_CPUS_PER_NODE:+${SLURM_JOB_CPUS_PER_NODE//,/ }}; do
+        node=${node%%(*}
+        [[ ! $node =~ ^[1-9][0-9]{0,5}$ ]] || ((${granted:-node} < node)) || granted=$node
+    done
+    [[ -n $granted && $THREADS =~ ^[1-9][0-9]{0,5}$ ]] || return 0
+    # Slurm counts the second thread of a core as granted even if the tasks may not use it.
+    if ((THREADS == 1)) && [[ ${SLURM_HINT:-} != nomultithread && ${SLURM_THREADS_PER_CORE:-} != 1 ]]; then
+        THREADS=$((granted / TASKS > 0 ? granted / TASKS : 1))
+    fi
+    check_cpus "$granted" '--cpus-per-task'
+}
+
+# check_cpus GRANTED OPTION: warn if CPUs of a node stay idle, or if ranks share one
+check_cpus() {
+    local used=$((TASKS * THREADS))
+    if ((used < $1)); then
+        say "warning: $(counted "$(($1 - used))" CPU) of $1 per node will be idle: give more with $2"
+    elif ((TASKS > $1)); then
+        say "warning: $(counted "$TASKS" task) share $(counted "$1" CPU) per node: ask for more with $2"
+    fi
+}
+
 # A PBS job. PBS_NODEFILE names each host once per slot (mpiprocs of the select line).
 read_pbs_job() {
     if [[ -n ${PBS_NODEFILE:-} ]]; then
-        enter_submit_folder "${PBS_O_WORKDIR:?}"
+        # PBS starts it in the home. In the shell of qsub -I the user is where he wants to be.
+        [[ ${PBS_ENVIRONMENT:-} != PBS_BATCH ]] || cd "${PBS_O_WORKDIR:?}" 2>/dev/null ||
+            die "$PBS_O_WORKDIR, where you submitted, is not on $(hostname):" \
+                'submit from a folder that all nodes share'
         [[ -r $PBS_NODEFILE ]] ||
             die "$PBS_NODEFILE, the PBS_NODEFILE of this job, cannot be read on $(hostname):" \
                 "run this on its first node"
@@ -69,11 +157,23 @@ read_pbs_job() {
     else
         die "this is not a PBS job: submit it with qsub launch/$SCRIPT, or run it inside qsub -I"
     fi
-    THREADS=${NCPUS:-${OMP_NUM_THREADS:-1}}
+    count_pbs_cpus
     GPUS=$(visible_gpus)
     load_site
     export_job_env
     open_control
+}
+
+# count_pbs_cpus: fill THREADS. PBS sets OMP_NUM_THREADS and NCPUS to the CPUs of all the slots of a node.
+count_pbs_cpus() {
+    local granted
+    granted=$(pbs_field Resource_List.ncpus)
+    THREADS=${NCPUS:-1}
+    [[ $granted =~ ^[1-9][0-9]{0,8}$ ]] || return 0
+    granted=$((granted / ${#HOSTS[@]}))
+    THREADS=$((granted / TASKS > 0 ? granted / TASKS : 1))
+    [[ ${OMP_NUM_THREADS:-} != "${NCPUS:-}" ]] || unset OMP_NUM_THREADS
+    check_cpus "$granted" 'ncpus of the select line'
 }
 
 # This machine alone: HPCTRAIN_TASKS ranks; by default one per GPU, or one.
@@ -86,11 +186,6 @@ make_local_job() {
     THREADS=$(($(nproc) / TASKS > 0 ? $(nproc) / TASKS : 1))
     load_site
     export_job_env
-}
-
-enter_submit_folder() {
-    cd "$1" 2>/dev/null ||
-        die "$1, where you submitted, is not on $(hostname): submit from a folder that all nodes share"
 }
 
 # load_site: set the defaults of HPCTRAIN_SITE, or of the detected site; variables of the user win
@@ -107,21 +202,31 @@ fake_allocation() {
     TASKS=$(sed -n "s/^#$1 .*$3=\([0-9]*\).*/\1/p" "$0")
 }
 
+# visible_gpus: print how many GPUs this machine has, or how many of them CUDA_VISIBLE_DEVICES leaves
 visible_gpus() {
-    { nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c GPU || true
+    local count visible
+    count=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c GPU) || true
+    if ((count)) && [[ -v CUDA_VISIBLE_DEVICES ]]; then
+        visible=${CUDA_VISIBLE_DEVICES%%-1*}
+        count=$(tr , '\n' <<<"$visible" | grep -c .) || true
+    fi
+    echo "$count"
 }
 
 # export_job_env: export what every job has, such as the world size and the address of the rendezvous
 export_job_env() {
     local number port
     NODES=${#HOSTS[@]}
-    check_numbers SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_RESTART_COUNT HPCTRAIN_RESTARTS
+    check_numbers HPCTRAIN_RESTARTS
     [[ $JOB =~ ^[][A-Za-z0-9_-]+$ ]] ||
         die "'$JOB' is not the number of a job:" \
             "unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
     ((GPUS == 0 || GPUS == TASKS)) ||
         say "warning: $(counted "$GPUS" GPU) but $(counted "$TASKS" task) per node:" \
             "give --ntasks-per-node=$GPUS"
+    drop_other_job "$JOB"
+    # As ~/.bashrc has it, after a tutorial
+    ((NODES == 1)) || [[ ${MASTER_ADDR:-} != @(localhost|127.*|::1) ]] || drop MASTER_ADDR
     export HPCTRAIN_JOB=$JOB HPCTRAIN_WORLD_SIZE=$((NODES * TASKS)) HPCTRAIN_TASKS_PER_NODE=$TASKS
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$THREADS}
     # Otherwise glibc returns the memory of large tensors to the kernel at every step, and the step takes a
@@ -140,6 +245,8 @@ export_job_env() {
     # torch warns about every address without a name; real problems arrive as errors.
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     export PYTHONNOUSERSITE=1
+    # Otherwise print() of a rank fills a buffer, which is lost when the job is canceled.
+    export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
     # Users empty it to disable a site's, but NCCL takes an empty value for a network's name, and fails.
     [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
 }
@@ -164,40 +271,4 @@ first_free_port() {
     ((port == $1)) ||
         say "port $1 of $(hostname) is in use, so the rendezvous is at the next free one, $port" >&2
     echo "$port"
-}
-
-# The variables that the image needs. apptainer and shifter forward all variables, podman-hpc only these.
-FORWARDED_VARIABLES=('CUDA_*' 'FI_*' 'GLOO_*' 'GROUP_*' 'HF_*' 'HOROVOD_*' 'HPCTRAIN_*' 'MALLOC_*' 'MASTER_*'
-    MPLCONFIGDIR 'NCCL_*' 'OMP_*' 'OMPI_*' 'PBS_*' 'PMI_*' 'PMIX_*' 'PYTHON*' RANK LOCAL_RANK NODE_RANK
-    WORLD_SIZE LOCAL_WORLD_SIZE SCRATCH 'SLINGSHOT_*' 'SLURM_*' SQUASH_DIR 'TORCH*' 'UCX_*')
-
-# is_secret NAME: whether the value of this variable must not be printed. secret_names.txt has the rules.
-is_secret() {
-    local rule word name=${1^^}
-    name=${name//-/_}
-    while read -r rule word; do
-        case $rule in
-        ignore) name=${name//$word/.} ;;
-        secret) [[ $name != *"$word"* ]] || return 0 ;;
-        esac
-    done <"$ROOT/launch/lib/secret_names.txt" || die "without that file, secrets would be printed: restore it"
-    return 1
-}
-
-# forwarded_names: print the variables that a task needs and that mpirun does not send by itself
-forwarded_names() {
-    local name pattern
-    for name in $(compgen -e); do
-        for pattern in "${FORWARDED_VARIABLES[@]}" "${RUNTIME_VARIABLES[@]}" PATH LD_LIBRARY_PATH; do
-            # shellcheck disable=SC2053 # a pattern
-            [[ $name == $pattern ]] || continue
-            case $name in
-            SLURM_JOB_ID | SLURM_ARRAY_* | SLURM_RESTART_COUNT) echo "$name" ;;
-            # A launcher sets these for one task, so they are wrong in the others.
-            SLINGSHOT_* | SLURM_* | OMPI_* | PMI_* | PMIX_* | *RANK) ;;
-            *) echo "$name" ;;
-            esac
-            break
-        done
-    done
 }

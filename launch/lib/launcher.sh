@@ -28,7 +28,8 @@ use_launcher() {
 set_srun() {
     local nodelist
     LAUNCH=(srun --nodes="$NODES" --ntasks=$((NODES * $1)) --ntasks-per-node="$1"
-        --cpus-per-task=$((THREADS * TASKS / $1)) --kill-on-bad-exit=1 --wait=0 --label "${@:2}")
+        --cpus-per-task=$((THREADS * TASKS / $1)) --export=ALL --kill-on-bad-exit=1 --wait=0 --label
+        "${STEP_OPTIONS[@]}" "${@:2}")
     if ((SPARE_NODES)); then
         printf -v nodelist '%s,' "${HOSTS[@]}"
         LAUNCH+=(--nodelist="${nodelist%,}")

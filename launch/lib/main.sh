@@ -83,7 +83,6 @@ launch() {
 # set_command: fill COMMAND with what runs PROGRAM, and print the summary
 set_command() {
     compose "${PYTHON[@]}" "${PROGRAM[@]}"
-    ((${#USERS_VARIABLES[@]} == 0)) || COMMAND=(env "${USERS_VARIABLES[@]}" "${COMMAND[@]}")
     print_summary
 }
 
@@ -118,22 +117,21 @@ print_summary() {
     say "runtime $RUNTIME ($RUNTIME_VERSION), image $HPCTRAIN_IMAGE${DIGEST:+ $DIGEST}"
     say "launcher $LAUNCHER_TEXT, rendezvous $MASTER_ADDR:$MASTER_PORT"
     say "fabric variables:${fabric:- none}"
+    ((${#DROPPED[@]} == 0)) ||
+        say "not passed on to the ranks: $(printf '%s\n' "${DROPPED[@]}" | sort -u | paste -sd,)"
     say "began $(date -d "@${BEGAN::-3}.${BEGAN: -3}" +%FT%T.%3N), ready $(($(date +%s%3N) - BEGAN)) ms later"
     say "command:$(printf ' %q' "${COMMAND[@]}")"
 }
 
 # print_commands: print commands that start the same ranks from the shell of a job (--dry-run)
 print_commands() {
-    local name left_out=''
+    local name
     printf 'cd %q\n' "$PWD"
     while read -r name; do
-        if is_secret "$name"; then
-            left_out+=" $name"
-        else
+        # The user's own are in that shell, too, and may hold secrets.
+        [[ -v HPCTRAIN_BEFORE[$name] && ${HPCTRAIN_BEFORE[$name]} == "${!name}" ]] ||
             printf 'export %s=%q\n' "$name" "${!name}"
-        fi
     done < <(forwarded_names)
-    [[ -z $left_out ]] || printf '# not printed, because they may be secrets:%s\n' "$left_out"
     [[ -z ${OPTION[broadcast]:-} ]] || printf 'sbcast --compress=none %q %q\n' "$SIF" "$SIF_COPY"
     printf '%q ' "${COMMAND[@]}"
     printf '\n'
@@ -183,7 +181,7 @@ on_every_node() {
     local count
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         count=$(nodes_left | wc -l)
-        timeout "$WITHIN" srun --overlap --mem=0 --nodes="$count" --ntasks="$count" --quiet "$@"
+        timeout "$WITHIN" srun --overlap --mem=0 --export=ALL --nodes="$count" --ntasks="$count" --quiet "$@"
     else
         "$@"
     fi

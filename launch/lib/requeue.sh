@@ -6,6 +6,7 @@
 #   saved      the ranks have saved a checkpoint of this attempt; one line, the option that resumes from it
 #   stopped    the ranks end because of stop, with their checkpoint saved and work left
 #   failed     an error of the program ends it, and would come again after a restart
+#   task.*     one for each task on this node, until the task's command has ended
 # A signal to the ranks would also reach squashfuse, and without the image they end with "Bus error".
 # shellcheck shell=bash
 
@@ -16,6 +17,7 @@ KILL_AT=''  # then ranks that have not stopped are killed, in SECONDS
 ATTEMPT=${SLURM_RESTART_COUNT:-0} # replace_nodes changes the variable
 # The exit status of srun when it could not start the tasks of a node: the low 8 bits of Slurm's error 1001
 UNREACHED=233
+KILLED=137 # that of what SIGKILL has ended
 
 # open_control: create HPCTRAIN_CONTROL in a batch job. In salloc or qsub -I the user sees how it ends.
 open_control() {
@@ -36,6 +38,15 @@ open_control() {
 # has_control: whether this node has that folder, and not a copy of somebody else's, with links to user files
 has_control() {
     [[ -d $HPCTRAIN_CONTROL && -O $HPCTRAIN_CONTROL && ! -L $HPCTRAIN_CONTROL ]]
+}
+
+# begin_task, end_task: let the batch script know that this task's command has ended by itself
+begin_task() {
+    ! has_control || touch "$HPCTRAIN_CONTROL/task.$$"
+}
+
+end_task() {
+    rm -f "$HPCTRAIN_CONTROL/task.$$"
 }
 
 # read_pbs_fields: PBS announces the end of the walltime by SIGTERM, seconds before SIGKILL. So this script
@@ -64,7 +75,7 @@ request_stop() {
     [[ -z $STOPPING ]] || return 0
     STOPPING=${1:-USR1} STOP_AT=$SECONDS
     # The ranks have read it, and this script may be killed before it cleans up.
-    [[ $STOPPING != TERM || -z ${HPCTRAIN_SECRETS:-} ]] || rm -f "$HPCTRAIN_SECRETS"
+    [[ $STOPPING != TERM || -z ${HPCTRAIN_ENVIRONMENT:-} ]] || rm -f "$HPCTRAIN_ENVIRONMENT"
     start=$(job_field StartTime) end=$(job_field EndTime)
     if [[ $STOPPING == TERM ]]; then
         : # now
@@ -145,14 +156,14 @@ watch_from_other_nodes() {
     count=${#others[@]}
     { ((count)) && is_current; } || return 0
     # shellcheck disable=SC2016 # the shells on those nodes expand it
-    srun --overlap --mem=0 --no-kill --nodes="$count" --ntasks="$count" \
+    srun --overlap --mem=0 --export=ALL --no-kill --nodes="$count" --ntasks="$count" \
         --exclude="${HOSTS[0]}" --quiet bash -c '
         seconds=$(((SLURM_PROCID + 1) * 10))
         while sleep "$seconds"; do
             seconds=$((SLURM_NTASKS * 10))
-            shown=$(scontrol show job "$1") || continue
-            [[ $shown == *" Restarts=$2 "* ]] || exit
-            nodes=$(grep -oP "\bNodeList=\K\S+" <<<"$shown") || continue
+            shown=$(squeue --noheader --jobs="$1" --Format=RestartCnt:9,NodeList:4000) || continue
+            read -r restarts nodes <<<"$shown"
+            [[ $restarts == "$2" ]] || exit
             hosts=$(scontrol show hostnames "$nodes") || continue
             grep -qxF "$3" <<<"$hosts" || ! scontrol requeue "$1" || exit
         done' guard "$(job_id)" "$ATTEMPT" "${HOSTS[0]}" || true
@@ -160,7 +171,7 @@ watch_from_other_nodes() {
 
 # is_current: whether Slurm runs this attempt. If this node was cut off, another may run elsewhere.
 is_current() {
-    [[ $(job_field JobState) == RUNNING && $(job_field Restarts) == "$ATTEMPT" ]]
+    [[ $(job_field State) == RUNNING && $(job_field RestartCnt) == "$ATTEMPT" ]]
 }
 
 # conclude STATUS: requeue the job, or say why it does not go on. Returns the script's exit status.
@@ -173,6 +184,10 @@ conclude() {
         ((status)) || status=75 # for Slurm or PBS the job has completed only if it has no work left
         # A job whose attempts save nothing would go on for ever, so HPCTRAIN_REQUEUES limits them.
         [[ ! -e $control/saved ]] || why='the ranks have saved a checkpoint and stopped'
+    elif ((status == 0)) && compgen -G "$control/task.*" >/dev/null; then
+        # As mpirun does when the daemon of another node has been killed
+        say "the launcher ended with exit status 0, and its ranks on $(hostname) had not ended"
+        status=$KILLED
     elif ((status == 0)); then
         return 0
     fi
@@ -247,7 +262,7 @@ submit_again() {
 
 # pbs_field NAME: print this field of qstat -f, which folds long lines
 pbs_field() {
-    qstat -f "$PBS_JOBID" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g' | sed -n "s/^ *$1 = //p" || true
+    qstat -f "${PBS_JOBID:-}" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g' | sed -n "s/^ *$1 = //p" || true
 }
 
 # job_id: print the job's number, or ARRAY_TASK: one task of an array has the number of the whole array
@@ -260,9 +275,12 @@ nodes_left() {
     scontrol show hostnames "$(job_field NodeList)" 2>/dev/null
 }
 
-# job_field NAME: print this field of scontrol show job; in a PBS job nothing
+# job_field NAME: print this field of squeue --Format; in a PBS job nothing. Not of scontrol show job, whose
+# text has the job's name and other words of the user beside the fields.
 job_field() {
-    [[ -z ${SLURM_JOB_ID:-} ]] || scontrol show job "$(job_id)" 2>/dev/null | grep -oP "\b$1=\K\S+" || true
+    [[ -n ${SLURM_JOB_ID:-} ]] || return 0
+    squeue --noheader --states=all --jobs="$(job_id)" --Format="$1:4000" 2>/dev/null |
+        sed 's/ *$//;q' || true
 }
 
 # words_to_resume OPTION: print the launch script and its arguments, and OPTION, which continues the run

@@ -9,7 +9,6 @@
 # and, if it needs to,
 #   HPCTRAIN_GPU_OPTION           what hpctrain check recommends where no GPU is visible in the container
 #   HPCTRAIN_CONTAINER_VARIABLES  variables that the runtime sets inside and that are wrong on another node
-#   RUNTIME_VARIABLES             variables of its own that it needs on every node
 #   HPCTRAIN_NODE_CONTAINER       not empty: the tasks of a node may share a container (node_container.sh)
 #   HPCTRAIN_END_TASK             a command that ends what survives the process that enters the image
 #   CLEAN_UP+=(FUNCTION)          ends the processes that outlive a failed job
@@ -20,8 +19,6 @@ RUNTIMES=("$ROOT"/launch/lib/runtimes/*.sh)
 RUNTIMES=("${RUNTIMES[@]##*/}")
 RUNTIMES=("${RUNTIMES[@]%.sh}")
 RUNTIMES=("${RUNTIMES[@]//_/-}")
-
-RUNTIME_VARIABLES=()
 
 # use_runtime NAME
 use_runtime() {
@@ -72,7 +69,7 @@ resolve_packages() {
     [[ -d $HPCTRAIN_PACKAGES ]] ||
         die "HPCTRAIN_PACKAGES=$HPCTRAIN_PACKAGES is not a folder on $(hostname):" \
             "create it with hpctrain add, in the image"
-    resolve_folder "$HPCTRAIN_PACKAGES"
+    resolve "$HPCTRAIN_PACKAGES"
     HPCTRAIN_PACKAGES=$REPLY
 }
 
@@ -106,20 +103,53 @@ check_driver() {
         die "$HPCTRAIN_IMAGE needs NVIDIA's driver $oldest or newer, and $(hostname) has $driver: $advice"
 }
 
-# find_folders_to_bind: fill FOLDERS with the folders to bind that the user can enter, each once
+# find_folders_to_bind: fill BINDS with folders of the host, as PATH or TARGET:PATH, so that a path of the
+# user's shell is right in the image, too. Those are the folders at the top of the host's file system, except
+# those that an image has itself; and below the latter, those that the job names.
 find_folders_to_bind() {
-    local path paths
-    FOLDERS=()
+    local path paths named entries
+    BINDS=()
     [[ ${HPCTRAIN_BIND:-} != *[,:]* ]] ||
         die "HPCTRAIN_BIND=$HPCTRAIN_BIND: separate folders by spaces, not by commas or colons;" \
             "each keeps its path in the image"
-    split_list "${HPCTRAIN_BIND:-}" paths
-    for path in "$PWD" "$ROOT" "${HPCTRAIN_PACKAGES:-}" "${paths[@]}"; do
-        [[ -d $path && -x $path ]] || continue
-        resolve_folder "$path"
-        refuse_separators "$REPLY"
-        [[ " ${FOLDERS[*]@Q} " == *" ${REPLY@Q} "* ]] || FOLDERS+=("$REPLY")
+    split_list "${HPCTRAIN_BIND:-}" named
+    IFS=: read -r -d '' -a entries < <(printf '%s:\0' "${PYTHONPATH:-}") || true
+    # With timeout, because a file server may not answer.
+    mapfile -d '' paths < <(
+        timeout 20 find / -mindepth 1 -maxdepth 1 -xtype d -executable -print0 2>/dev/null
+    )
+    for path in "${paths[@]}"; do
+        is_in_image "$path" || [[ $path == @(/tmp|*[,:$'\n']*) ]] || bind_path "$path"
     done
+    for path in "$HOME" "$PWD" "$ROOT" "${HPCTRAIN_PACKAGES:-}" "${SCRATCH:-}" "${TMPDIR:-}" "${named[@]}" \
+        "${entries[@]}" "${SSL_CERT_FILE:-}" "${SSL_CERT_DIR:-}" "${REQUESTS_CA_BUNDLE:-}" \
+        "${CURL_CA_BUNDLE:-}"; do
+        [[ -e $path ]] || continue
+        [[ $path == /* ]] || path=$PWD/$path
+        refuse_separators "$path"
+        # Programs also ask for the name without links, as in os.getcwd().
+        resolve "$path"
+        refuse_separators "$REPLY"
+        ! is_in_image "$path" || bind_path "$path"
+        resolve "$path"
+        ! is_in_image "$REPLY" || bind_path "$REPLY"
+    done
+}
+
+# is_in_image PATH: whether it is in a folder that images have themselves. /tmp is the host's in all runtimes.
+is_in_image() {
+    local top=${1#/}
+    [[ ${top%%/*} == @(bin|boot|dev|etc|lib*|opt|proc|root|run|sbin|sys|usr|var|.*) ]]
+}
+
+# bind_path PATH: add it to BINDS, with what it points to if it is a link. Not a whole folder of the image, as
+# /etc is.
+bind_path() {
+    local bind=$1
+    [[ $1 == /*/* ]] || ! is_in_image "$1" || return 0
+    resolve "$1"
+    [[ $REPLY == "$1" ]] || bind=$REPLY:$1
+    [[ " ${BINDS[*]@Q} " == *" ${bind@Q} "* ]] || BINDS+=("$bind")
 }
 
 # split_list TEXT ARRAY: fill ARRAY with the words of TEXT, without expanding patterns to file names
@@ -127,10 +157,9 @@ split_list() {
     read -r -d '' -a "$2" <<<"$1" || true
 }
 
-# resolve_folder FOLDER: set REPLY to its name without links
-resolve_folder() {
-    [[ $1 == /* ]] || set -- "$PWD/$1" # cd would take -P for an option, and - for the folder before this one
-    REPLY=$(cd "$1" && pwd -P && echo .) # a line break at the end of the name is kept
+# resolve PATH: set REPLY to its name without links
+resolve() {
+    REPLY=$(readlink -f -- "$1" && echo .) # a line break at the end of the name is kept
     REPLY=${REPLY%$'\n.'}
 }
 
@@ -139,9 +168,4 @@ refuse_separators() {
     [[ $1 != *[,:$'\n']* ]] ||
         die "$(printf %q "$1"): a container cannot have a folder whose name holds a comma, a colon" \
             "or a line break: rename it, or submit from another one"
-}
-
-# A host module's PYTHONPATH would come before the image's packages; APPTAINERENV_PYTHONPATH sets one inside.
-unset_host_python() {
-    unset PYTHONPATH PYTHONHOME
 }

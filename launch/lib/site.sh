@@ -159,6 +159,22 @@ _hpctrain_detect() {
     _hpctrain_why='' _hpctrain_reply=generic
 }
 
+# _hpctrain_keep_caches: models and a login that the user's own tools have put into their default folders
+# count, wherever the site has its caches
+_hpctrain_keep_caches() {
+    local cache=${XDG_CACHE_HOME:-${HOME:-}/.cache}
+    if [ -z "${HF_HOME:-}" ]; then
+        if ls -d "$cache"/huggingface/hub/*--* >/dev/null 2>&1; then
+            export HF_HOME="$cache/huggingface"
+        elif [ -z "${HF_TOKEN_PATH:-}" ] && [ -e "$cache/huggingface/token" ]; then
+            export HF_TOKEN_PATH="$cache/huggingface/token"
+        fi
+    fi
+    if [ -z "${TORCH_HOME:-}" ] && [ -d "$cache/torch/hub" ]; then
+        export TORCH_HOME="$cache/torch"
+    fi
+}
+
 # hpctrain_load_site ROOT shell|job [NAME]: set the defaults of this or the detected site, or print an error
 hpctrain_load_site() {
     # Until this function returns, zsh has words, patterns and arrays as in sh, and expands file names
@@ -186,6 +202,7 @@ hpctrain_load_site() {
         _hpctrain_error "this shell has the values of site $HPCTRAIN_SITE already: open a new shell for $name"
         return 1
     fi
+    _hpctrain_keep_caches
     # All lines are checked before the first one is applied.
     _hpctrain_read "$file" check && _hpctrain_read "$sites/generic.env" check || return 1
     _hpctrain_read "$file" "$2" && _hpctrain_read "$sites/generic.env" "$2" || return 1

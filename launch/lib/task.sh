@@ -73,6 +73,7 @@ run_as_child() {
     # In parentheses: otherwise the child ignores SIGINT. The node container's pipe is for this shell.
     (
         [[ -z $ALIVE ]] || exec {ALIVE}>&-
+        give_users_variables
         exec "$@"
     ) <&0 &
     CHILD=$!
@@ -97,7 +98,7 @@ shield_from_term() {
     # What has it open keeps it. A job that Slurm ends can start nothing that would remove it.
     [[ -z ${HPCTRAIN_SIF_COPY:-} ]] || rm -f "$HPCTRAIN_SIF_COPY"
     has_control || return 0
-    if [[ $(job_field JobState) == RUNNING && $(job_field PreemptTime) == None ]]; then
+    if [[ $(job_field State) == RUNNING && $(job_field PreemptTime) != *:* ]]; then
         pass_on_term
     else
         touch "$HPCTRAIN_CONTROL/stop"
@@ -124,6 +125,20 @@ end_left_overs() {
         ((seconds == 10)) || sleep 1
     done
     kill -KILL "${left[@]}" 2>/dev/null || true
+}
+
+# leave_out_missing_folders: the first node of the job may have folders that this one has not
+leave_out_missing_folders() {
+    local index end folder
+    end=$(index_of_command)
+    for ((index = 0; index < end - 1; index++)); do
+        folder=${WORDS[index + 1]%%:*}
+        [[ ${WORDS[index]} == @(--bind|--volume) && ! -e $folder ]] || continue
+        ((HPCTRAIN_NODE_TASK)) ||
+            echo "hpctrain: warning: the image has no $folder on $(uname -n), because this node has none" >&2
+        unset "WORDS[index]" "WORDS[index + 1]"
+    done
+    WORDS=("${WORDS[@]}")
 }
 
 launcher=${1:-}
@@ -159,6 +174,7 @@ for name in HPCTRAIN_CACHE HF_HOME TORCH_HOME MPLCONFIGDIR TORCHINDUCTOR_CACHE_D
     export "$name=$other${!name#"$own"}"
 done
 
+leave_out_missing_folders
 # Not podman-hpc: its tasks find the container of their node by the number of their parent, slurmstepd.
 if [[ -n ${HPCTRAIN_CONTROL:-} && -n ${SLURM_JOB_ID:-} && -z ${HPCTRAIN_END_TASK:-}$WAIT_AND_REPORT ]]; then
     SHIELDED=1
@@ -169,7 +185,6 @@ command=$(index_of_command)
 set -- "${WORDS[@]:0:command-1}" "${WORDS[@]:command}"
 command -v "$1" >/dev/null ||
     die "there is no $1 on the PATH: load its module before you submit (HPCTRAIN_MODULES)"
-((${#USERS_VARIABLES[@]} == 0)) || set -- env "${USERS_VARIABLES[@]}" "$@"
 [[ -z ${HPCTRAIN_END_TASK:-} || $HPCTRAIN_NODE_TASK != 0 ]] || end_with_task
 status=0
 if [[ -n $WAIT_AND_REPORT ]]; then
@@ -179,13 +194,16 @@ if [[ -n $WAIT_AND_REPORT ]]; then
         echo "hpctrain: error: rank $RANK on $(uname -n) was ended by signal $((status - 128))" >&2
     end_left_overs
 elif [[ -n $SHIELDED ]]; then
+    begin_task
     run_as_child shield_from_term "$@" || status=$?
+    end_task
     [[ -z $ALIVE ]] || leave_node_container
     # End by the same signal, for srun to report it.
     trap - TERM
     ulimit -c 0
     ((status <= 128)) || kill -$((status - 128)) $$ 2>/dev/null || true
 else
+    give_users_variables
     exec "$@"
 fi
 exit $status

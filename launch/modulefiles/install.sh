@@ -1,5 +1,6 @@
 #!/bin/bash
-# install.sh PREFIX SIF: install hpctrain for all users of a site, as `make install PREFIX=...` does.
+# install.sh PREFIX [SIF]: install hpctrain for all users of a site, as `make install PREFIX=...` does.
+# Without a SIF it only checks that PREFIX can be written, before make builds one.
 #
 #   PREFIX/hpctrain/VERSION/      launch/, examples/, bin/hpctrain, and the SIF; a second run adds another SIF
 #   PREFIX/modulefiles/hpctrain/  a modulefile for Lmod, and one for Environment Modules
@@ -18,7 +19,8 @@ write_command() {
 #!/bin/bash
 # hpctrain: run a command of hpctrain in the image of this installation. `make install` has written this file.
 #
-# HPCTRAIN_IMAGE or HPCTRAIN_FLAVOR choose another image than the first that is installed.
+# HPCTRAIN_FLAVOR chooses one of several installed images by its name, such as cpu or cpu-mpich.
+# HPCTRAIN_IMAGE is the path of any other.
 set -euo pipefail
 
 die() {
@@ -27,9 +29,14 @@ die() {
 }
 
 root=$(dirname "$(dirname "$(readlink -f "$0")")")
-image=${HPCTRAIN_IMAGE:-}
-if [[ -z $image ]]; then
-    for image in "$root/hpctrain-${HPCTRAIN_FLAVOR:-}"*.sif; do break; done
+image=${HPCTRAIN_IMAGE:-} images=("$root"/hpctrain-*.sif)
+if [[ -z $image && -n ${HPCTRAIN_FLAVOR:-} ]]; then
+    image=$root/hpctrain-$HPCTRAIN_FLAVOR.sif
+elif [[ -z $image ]]; then
+    flavors=("${images[@]##*/hpctrain-}")
+    ((${#images[@]} == 1)) ||
+        die "several images are installed: set HPCTRAIN_FLAVOR to one of ${flavors[*]%.sif}"
+    image=${images[0]}
 fi
 [[ -r $image ]] ||
     die "$image: no such image: set HPCTRAIN_IMAGE to a SIF, or HPCTRAIN_FLAVOR to a flavor in $root"
@@ -45,15 +52,19 @@ case ${1:-} in
     -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0" && exit ;;
     '' | -*) die "give PREFIX, the folder to install into: make install PREFIX=/opt (see --help)" ;;
 esac
-[[ $# == 2 && -r $2 ]] || die "give PREFIX and a SIF that exists (see --help)"
+[[ $# == 1 || ($# == 2 && -r $2) ]] || die "give PREFIX and a SIF that exists (see --help)"
 [[ $1 == /* ]] || die "$1: give PREFIX as an absolute path"
-prefix=$1 sif=$2
+prefix=$1 sif=${2:-}
 version=$(sed -nE 's/^version = "(.*)"$/\1/p' "$source_folder/pyproject.toml")
 root=$prefix/hpctrain/$version
-mkdir -p "$prefix/hpctrain" "$prefix/modulefiles/hpctrain" || die "$prefix cannot be written"
-new=$(mktemp -d "$prefix/hpctrain/.new.XXXXXX")
+umask 022 # all users read what is made here
+new=$(
+    exec 2>/dev/null # our own line says it
+    mkdir -p "$prefix"/{,modulefiles/}hpctrain && mktemp -d "$prefix/hpctrain/.new.XXXXXX"
+) ||
+    die "PREFIX=$prefix cannot be written: give a folder of your own, or run as a user who may write there"
 trap 'rm -rf "$new"' EXIT
-umask 022
+[[ -n $sif ]] || exit 0
 chmod 755 "$new"
 
 # Jobs read these files, so nothing is replaced.
@@ -65,6 +76,9 @@ if [[ ! -e $root ]]; then
     chmod -R a+rX,go-w "$new"
     mv -T "$new" "$root"
     mkdir "$new"
+elif ! diff --recursive --brief "$source_folder/launch" "$root/launch" >/dev/null; then
+    echo "${0##*/}: the scripts in $root/launch are of another commit and stay, as jobs may read them:" \
+        "for those of this commit remove $root first, when no job uses it" >&2
 fi
 [[ ! -e $root/${sif##*/} ]] ||
     die "$root has ${sif##*/} already: remove that folder first, when no job uses it"

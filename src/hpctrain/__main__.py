@@ -44,7 +44,7 @@ def main() -> None:
 
     from hpctrain.distributed import entry
     from hpctrain.distributed.world import ALONE, World
-    from hpctrain.errors import UsageError
+    from hpctrain.errors import UsageError, missing_extra_as_error
 
     name = arguments.pop(0)
 
@@ -55,7 +55,8 @@ def main() -> None:
                 or f"choose from {', '.join(COMMANDS)}, or give a launch script a .py file"
             )
             raise UsageError(f"there is no command {name!r}: {choices}")
-        load_command(name).main(world, arguments)
+        with missing_extra_as_error():
+            load_command(name).main(world, arguments)
 
     # A shell runs this when it starts, also inside a job, where detect() could raise an error.
     entry.main(run, ALONE if name == "completion" else None)

@@ -1,6 +1,7 @@
 """Errors that a user can fix, which end a command with one line instead of a traceback."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,29 @@ def panics_as_errors() -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise RuntimeError(first_line(error)) from error
+
+
+@contextmanager
+def missing_extra_as_error() -> Iterator[None]:
+    """Raise the ModuleNotFoundError of a package of the extra "image" as an error that names the extra."""
+    from importlib.metadata import PackageNotFoundError, requires  # which most commands need not wait for
+
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        try:
+            extra = [line for line in requires("hpctrain") or () if 'extra == "image"' in line]
+        except PackageNotFoundError:  # from a folder of sources
+            extra = []
+        missing = (error.name or "").partition(".")[0]
+        names = {re.split(r"[^\w.-]", line, maxsplit=1)[0].replace("-", "_") for line in extra}
+        # Lightning imports lightning_utilities first.
+        if missing not in names and missing.partition("_")[0] not in names:
+            raise
+        raise HpctrainError(
+            f"this needs the package {missing}, which is not installed: install the extra `image`, "
+            "with pip install -e '.[image]' in the folder of hpctrain"
+        ) from error
 
 
 def hint_unmounted(path: str | Path) -> str:

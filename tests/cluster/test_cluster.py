@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from slurm_cluster import CLUSTER_SH, REPOSITORY, Cluster, bare_binds, missing
+from slurm_cluster import CLUSTER_SH, REPOSITORY, Cluster, bare_binds, missing, project_files
 
 from tests.helpers import BARE_PYTHON
 
@@ -57,6 +57,21 @@ def wait_until(true, timeout=300):
 def node_states(cluster):
     shown = cluster.exec("login", "sinfo", "--noheader", "--Node", "--format=%N %T").stdout
     return dict(line.split() for line in shown.splitlines())
+
+
+def test_files_are_found_without_git(monkeypatch):
+    """In a tarball, or where git refuses the folder of another user."""
+    with_git = sorted(project_files())
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert sorted(project_files()) == with_git
+
+
+@needs_cluster
+def test_binds_may_have_spaces(tmp_path):
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b/c d").write_text("there")
+    with Cluster(nodes=1, binds={tmp_path / "a b": "/project/e f"}) as cluster:
+        assert cluster.exec("n1", "cat", "/project/e f/c d").stdout == "there"
 
 
 @needs_cluster

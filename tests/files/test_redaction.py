@@ -1,6 +1,6 @@
 """Secrets in options, variables and URLs do not reach files and logs."""
 
-from hpctrain.files.redaction import hide_secrets
+from hpctrain.files.redaction import hide_secrets, is_secret
 
 
 def test_secrets_are_hidden(monkeypatch):
@@ -26,3 +26,13 @@ def test_secrets_are_hidden(monkeypatch):
         "text": "key=*** /home 1",
     }  # fmt: skip
     assert before["deep"] == [{"secret": {"a": "b"}}]
+
+
+def test_names_of_secrets():
+    secret = [
+        "HF_TOKEN", "hf_token", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "PASSWD",
+        "GIT_CREDENTIALS", "HPCTRAIN_JOB_SECRET", "MONKEY", "TOKEN", "KEY", "accessTokenSecret", "API_TOKENS",
+        "tokenSecret", "TOKENS_KEY", "PKEYKEY", "TOKENSTOKEN",
+    ]  # fmt: skip
+    others = ["max_new_tokens", "TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY", "TOKPKEYEN", "PATH", "_", "K"]
+    assert [name for name in secret + others if is_secret(name)] == secret

@@ -347,11 +347,11 @@ def test_words_and_secrets_pass_horovodrun(words, secret):
             JOB=17 COMMAND_IN_VARIABLE=1 CONTAINER=(apptainer exec "$HPCTRAIN_IMAGE") SIF=""
             LAUNCH=("$TASK" horovodrun)
             compose python "$@"
-            hide_secrets
-            ! env -0 | grep -qz ^HF_TOKEN=
-            sh -c "export HPCTRAIN_COMMAND=$(printf %s "$HPCTRAIN_COMMAND" | {sys.executable} -c '
+            hide_environment
+            command=$(printf %s "$HPCTRAIN_COMMAND" | {sys.executable} -c '
 import shlex, sys
-print(shlex.quote(sys.stdin.read()))'); $TASK horovodrun"
+print(shlex.quote(sys.stdin.read()))')
+            env "${{HIDDEN[@]/#/--unset=}}" sh -c "export HPCTRAIN_COMMAND=$command; $TASK horovodrun"
         """
         ranks = {"HOROVOD_RANK": "0", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_CROSS_RANK": "0"}
         ranks |= {"HPCTRAIN_WORLD_SIZE": "1", "HPCTRAIN_TASKS_PER_NODE": "1", "MASTER_PORT": "1"}

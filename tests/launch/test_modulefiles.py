@@ -53,7 +53,47 @@ def test_the_folders_on_path_have_only_what_users_call(prefix):
     for path in [path for name in ("bin", "launch") for path in (root / name).iterdir() if not path.is_dir()]:
         head = path.read_text().partition("\nset ")[0]
         assert os.access(path, os.X_OK) and re.search("usage: |source launch/site|run a command", head), path
-    assert not (root / "launch/lib/secret_names.txt").is_symlink()
+
+
+def test_an_installation_under_a_narrow_umask_is_for_all(tmp_path):
+    (tmp_path / "hpctrain-cpu.sif").write_text("the image")
+    prefix = tmp_path / "opt"
+    command = f"umask 077; exec {INSTALL} {prefix} {tmp_path}/hpctrain-cpu.sif"
+    subprocess.run(["bash", "-c", command], check=True, capture_output=True)
+    for path in [prefix, *prefix.rglob("*")]:
+        assert path.is_symlink() or path.stat().st_mode & 0o044 == 0o044, path
+
+
+def test_the_command_takes_the_image_that_was_named(prefix, tmp_path):
+    """It took cpu-mpich for cpu, and cu126 for cu1."""
+    apptainer = tmp_path / "bin/apptainer"
+    apptainer.parent.mkdir()
+    apptainer.write_text('#!/bin/sh\necho "$2"\n')
+    apptainer.chmod(0o755)
+
+    def command(**env):
+        env = {"PATH": f"{apptainer.parent}:/usr/bin:/bin"} | env
+        hpctrain = prefix / "hpctrain" / VERSION / "bin/hpctrain"
+        done = subprocess.run([hpctrain], capture_output=True, text=True, env=env)
+        return (done.stdout + done.stderr).strip()
+
+    assert command().endswith("/hpctrain-cpu.sif")
+    (tmp_path / "hpctrain-cpu-mpich.sif").write_text("another image")
+    assert install(prefix, tmp_path / "hpctrain-cpu-mpich.sif").returncode == 0
+    assert command() == (
+        "hpctrain: error: several images are installed: set HPCTRAIN_FLAVOR to one of cpu-mpich cpu"
+    )
+    assert command(HPCTRAIN_FLAVOR="cpu").endswith("/hpctrain-cpu.sif")
+    assert "cp: no such image" in command(HPCTRAIN_FLAVOR="cp").replace(".sif", "")
+
+
+def test_scripts_of_another_commit_are_named(prefix, tmp_path):
+    (tmp_path / "hpctrain-cu130.sif").write_text("another image")
+    script = prefix / "hpctrain" / VERSION / "launch/apptainer_ddp.sh"
+    script.write_text("# older\n")
+    done = install(prefix, tmp_path / "hpctrain-cu130.sif")
+    assert done.returncode == 0 and "are of another commit and stay" in done.stderr
+    assert script.read_text() == "# older\n"
 
 
 def test_another_flavor_is_added_and_nothing_is_replaced(prefix, tmp_path):
@@ -74,7 +114,7 @@ def test_another_flavor_is_added_and_nothing_is_replaced(prefix, tmp_path):
 def test_invalid_arguments(tmp_path):
     for arguments in (
         ["relative", __file__],
-        [tmp_path],
+        ["/proc/nowhere"],
         [tmp_path, tmp_path / "nothing.sif"],
         ["", __file__],
     ):

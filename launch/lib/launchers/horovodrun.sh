@@ -10,13 +10,14 @@ launch_with_horovodrun() {
     places=$(printf "%s:$TASKS," "${HOSTS[@]}")
     # horovodrun parses words of the command as its own options where they look like one (--network=host).
     COMMAND_IN_VARIABLE=1
-    # --network-interface, because it would look for common ones by running Python outside of the containers.
-    LAUNCH=("$TASK" none "${CONTAINER[@]}" ${SIF:+"$SIF"} -- horovodrun -np $((NODES * TASKS))
-        -H "${places%,}" --gloo --network-interface "${HPCTRAIN_INTERFACE:-$(find_interface)}"
-        "$TASK" horovodrun)
     export HPCTRAIN_HOST_PATH=$PATH
+    hide_environment
+    # --network-interface, because it would look for common ones by running Python outside of the containers.
+    LAUNCH=("$TASK" none "${CONTAINER[@]}" ${SIF:+"$SIF"} -- env "${HIDDEN[@]/#/--unset=}"
+        horovodrun -np $((NODES * TASKS)) -H "${places%,}" --gloo
+        --network-interface "${HPCTRAIN_INTERFACE:-$(find_interface)}"
+        "$TASK" horovodrun)
     CLEAN_UP+=(kill_horovod_ranks)
-    [[ -n ${OPTION[dry-run]:-} ]] || hide_secrets
 }
 
 # find_interface: print the network interface of this node that has the address MASTER_ADDR
@@ -26,24 +27,28 @@ find_interface() {
     ip -o -4 address show | awk -v a="$address" 'index($4, a "/") == 1 { print $2; exit }'
 }
 
-# horovodrun writes its whole environment on the command lines of ssh, which every user of a node can read.
-# Variables that may be secrets travel in a file for this user alone.
-hide_secrets() {
+# horovodrun writes its whole environment on the command lines of ssh, which every user of a node can read. So
+# the variables travel in a file for this user alone, and horovodrun itself has only these. HIDDEN gets the
+# names of the others.
+hide_environment() {
     local name line lines
+    HIDDEN=()
     lines="# $(random_hex)"$'\n'
-    for name in $(compgen -e); do
-        if [[ $name == HPCTRAIN_SECRETS ]] || ! is_secret "$name"; then continue; fi
+    while read -r name; do
+        ! is_one_of "$name" HPCTRAIN_ENVIRONMENT HPCTRAIN_HOST_PATH HPCTRAIN_JOB SLURM_JOB_ID HOME _ SHLVL \
+            PWD OLDPWD HOSTNAME PYTHONNOUSERSITE 'HOROVOD_*' "${HOST_VARIABLES[@]}" || continue
         printf -v line 'export %s=%q\n' "$name" "${!name}"
         lines+=$line
-        unset "$name"
-    done
-    HPCTRAIN_SECRETS=$PWD/.hpctrain-$JOB.$(digest_of "$lines")
-    export HPCTRAIN_SECRETS
-    CLEAN_UP+=(remove_secrets)
+        HIDDEN+=("$name")
+    done < <(compgen -e)
+    HPCTRAIN_ENVIRONMENT=$PWD/.hpctrain-$JOB.$(digest_of "$lines")
+    export HPCTRAIN_ENVIRONMENT
+    [[ -z ${OPTION[dry-run]:-} ]] || return 0
+    CLEAN_UP+=(remove_environment)
     trap clean_up EXIT
     # Opened once, by noclobber as a new file. Where others can write this folder, they can replace it, also
     # by a link to a file of this user, or by a pipe. So its name contains the digest of its content.
-    (umask 077 && set -C && printf %s "$lines" >"$HPCTRAIN_SECRETS") ||
+    (umask 077 && set -C && printf %s "$lines" >"$HPCTRAIN_ENVIRONMENT") ||
         die "$PWD: cannot be written: submit from a folder of your own"
 }
 
@@ -51,8 +56,8 @@ digest_of() {
     printf %s "$1" | sha256sum | cut -c -32
 }
 
-remove_secrets() {
-    rm -f "$HPCTRAIN_SECRETS"
+remove_environment() {
+    rm -f "$HPCTRAIN_ENVIRONMENT"
 }
 
 # Processes that horovodrun started over ssh keep running when the connection ends. A job that a rank has
@@ -70,14 +75,14 @@ kill_horovod_ranks() {
 
 task_horovodrun() {
     local lines
-    set_ranks HOROVOD_RANK HOROVOD_LOCAL_RANK HOROVOD_CROSS_RANK
-    if [[ -n ${HPCTRAIN_SECRETS:-} ]]; then
-        lines=$(timeout 10 head -c 10000000 "$HPCTRAIN_SECRETS" && echo .) || true
+    if [[ -n ${HPCTRAIN_ENVIRONMENT:-} ]]; then
+        lines=$(timeout 10 head -c 10000000 "$HPCTRAIN_ENVIRONMENT" && echo .) || true
         lines=${lines%.}
-        [[ $HPCTRAIN_SECRETS == *."$(digest_of "$lines")" ]] ||
-            die "$HPCTRAIN_SECRETS is not the file that this job wrote: submit from a folder of your own"
+        [[ $HPCTRAIN_ENVIRONMENT == *."$(digest_of "$lines")" ]] ||
+            die "$HPCTRAIN_ENVIRONMENT is not the file that this job wrote: submit from a folder of your own"
         eval "$lines"
     fi
+    set_ranks HOROVOD_RANK HOROVOD_LOCAL_RANK HOROVOD_CROSS_RANK
     eval "WORDS=($HPCTRAIN_COMMAND)" # words quoted by printf %q
     if [[ ${HPCTRAIN_CONTAINER_ON:-} == "$(uname -n)" ]]; then
         # The ranks on the first node are in the container of horovodrun.

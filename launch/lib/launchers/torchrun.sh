@@ -15,7 +15,6 @@ launch_with_torchrun() {
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     fi
     LAUNCH+=("$TASK" none)
-    resolve_folder "$ROOT" # the name by which it is bound
-    PYTHON=(python "$REPLY/launch/lib/torchrun.py" --nnodes="$NODES" --nproc-per-node="$TASKS"
+    PYTHON=(python "$ROOT/launch/lib/torchrun.py" --nnodes="$NODES" --nproc-per-node="$TASKS"
         --max-restarts="$restarts" "${rendezvous[@]}")
 }

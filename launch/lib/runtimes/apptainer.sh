@@ -3,7 +3,9 @@
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
 apptainer_command() {
-    local program path
+    local program bind
+    keep_out_nothing
+    separate_host_variables
     find_folders_to_bind
     program=$(command -v apptainer || command -v singularity) ||
         die "neither apptainer nor singularity is on the PATH of $(hostname):" \
@@ -14,8 +16,8 @@ apptainer_command() {
     CONTAINER=("${program##*/}" exec)
     # --nv goes before the image. Without a GPU it does nothing and says nothing.
     ((GPUS == 0)) || CONTAINER+=(--nv)
-    for path in "${FOLDERS[@]}"; do
-        CONTAINER+=(--bind "$path")
+    for bind in "${BINDS[@]}"; do
+        CONTAINER+=(--bind "$bind")
     done
     if [[ -f $HPCTRAIN_IMAGE ]]; then
         SIF=$HPCTRAIN_IMAGE
@@ -29,9 +31,9 @@ apptainer_command() {
         CONTAINER+=("$HPCTRAIN_IMAGE")
     fi
     export HPCTRAIN_GPU_OPTION='--nv before the image (apptainer)'
-    RUNTIME_VARIABLES=('APPTAINER*' 'SINGULARITY*')
     export HPCTRAIN_CONTAINER_VARIABLES='APPTAINER_BIND SINGULARITY_BIND'
-    unset_host_python
+    # Our images unset PYTHONPATH, for those who enter them after loading a module.
+    [[ -z ${PYTHONPATH:-} ]] || export APPTAINERENV_PYTHONPATH=${APPTAINERENV_PYTHONPATH:-$PYTHONPATH}
 }
 
 # find_image: set HPCTRAIN_IMAGE, or say how to make the image that is missing

@@ -2,8 +2,13 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
+# The launchers, Slurm and task.sh set them in each task.
+LATER_VARIABLES=('CUDA_*' 'GROUP_*' 'HOROVOD_*' 'HPCTRAIN_*' 'MASTER_*' 'OMPI_*' 'PBS_*' 'PMI_*' 'PMIX_*'
+    'SLINGSHOT_*' 'SLURM_*' 'TORCH*')
+
 podman_hpc_command() {
-    local path name module modules label=hpctrain.job=$JOB
+    local bind name module modules label=hpctrain.job=$JOB
+    separate_host_variables
     find_folders_to_bind
     command -v podman-hpc >/dev/null ||
         die "there is no podman-hpc on the PATH of $(hostname):" \
@@ -19,27 +24,28 @@ podman_hpc_command() {
     RUNTIME_VERSION=$(podman --version)
     # keep-id: files in shared folders stay the user's own, and PMIx accepts the caller. /tmp: PMIx's sockets.
     CONTAINER=(podman-hpc shared-run --label "$label" --userns=keep-id --network=host --ipc=host
-        --volume /tmp:/tmp --volume "$HOME:$HOME" --workdir "$PWD")
-    refuse_separators "$HOME"
+        --volume /tmp:/tmp --workdir "$PWD")
     split_list "${HPCTRAIN_PODMAN_MODULES:-}" modules
     for module in "${modules[@]}"; do
         CONTAINER+=("--$module")
     done
-    for path in "${FOLDERS[@]}"; do
-        [[ $path == "$HOME" || $path == "$HOME"/* ]] || CONTAINER+=(--volume "$path:$path")
+    for bind in "${BINDS[@]}"; do
+        [[ $bind == *:* ]] || bind=$bind:$bind
+        CONTAINER+=(--volume "$bind")
     done
-    # Not --env-host, which would replace the PATH of the image.
-    for name in HOME "${FORWARDED_VARIABLES[@]}"; do
+    # Not --env-host, which would replace the PATH of the image. First those that the tasks get later.
+    for name in RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE "${LATER_VARIABLES[@]}"; do
         CONTAINER+=(--env "$name")
     done
+    while read -r name; do
+        is_one_of "$name" "${LATER_VARIABLES[@]}" || CONTAINER+=(--env "$name")
+    done < <(image_variables)
     CONTAINER+=("$HPCTRAIN_IMAGE")
     # The task of this launcher on the node that makes the container, and how many enter it (task.sh)
     export PODMANHPC_LOCALID_VAR=HPCTRAIN_NODE_TASK PODMANHPC_TASKS_PER_NODE_VAR=HPCTRAIN_NODE_TASKS
     # Its unmount of the image gives up after five seconds by default, and a busy node takes longer.
     export UMOUNT_WAIT_RETRIES=${UMOUNT_WAIT_RETRIES:-60}
-    RUNTIME_VARIABLES=('PODMANHPC_*' UMOUNT_WAIT_RETRIES)
     export HPCTRAIN_GPU_OPTION='--gpu (podman-hpc; HPCTRAIN_PODMAN_MODULES)'
-    unset_host_python
     # Its containers outlive podman-hpc. The task ends them where Slurm ends the job and lets it start nothing
     # more; otherwise they end after srun has killed the tasks, where one of them failed. podman run ignores
     # SIGTERM: while one still makes a container (a second on a busy node), rm would not see it.

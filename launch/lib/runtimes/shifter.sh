@@ -3,6 +3,7 @@
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
 shifter_command() {
+    separate_host_variables
     command -v shifter >/dev/null ||
         die "there is no shifter on the PATH of $(hostname): use a launch script for a runtime of this site"
     : "${HPCTRAIN_IMAGE:=hpctrain:$HPCTRAIN_FLAVOR}"
@@ -20,5 +21,4 @@ shifter_command() {
     CONTAINER=(shifter "--image=id:${DIGEST#sha256:}")
     [[ -z ${HPCTRAIN_SHIFTER_MODULES:-} ]] || CONTAINER+=("--module=$HPCTRAIN_SHIFTER_MODULES")
     export HPCTRAIN_GPU_OPTION='--module=gpu (shifter; HPCTRAIN_SHIFTER_MODULES)'
-    unset_host_python
 }

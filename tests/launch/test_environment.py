@@ -1,0 +1,272 @@
+"""What of a user's shell reaches every rank: variables, paths and what Slurm granted.
+
+By the shipped scripts, with every launcher (srun, torchrun, mpirun, horovodrun, PBS) and runtime (apptainer,
+podman-hpc, bare). With --write-table the tests write the table of docs/reference/environment.md.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from slurm_cluster import REPOSITORY
+
+from tests.launch.test_matrix import LAUNCHERS, RUNTIMES
+
+pytestmark = pytest.mark.slow
+
+HOME = "/home/alice/hpctrain"
+PAGE = REPOSITORY / "docs/reference/environment.md"
+BEGIN, END = "<!-- what tests/launch/test_environment.py saw -->\n", "<!-- end -->\n"
+ALL = [(launcher, runtime) for launcher in [*LAUNCHERS, "PBS"] for runtime in RUNTIMES]
+SHOW = """
+import json, os, sys
+try:
+    import cats
+except ImportError:
+    cats = None
+seen = {
+    "rank": os.environ.get("RANK"), "world": os.environ.get("WORLD_SIZE"), "node": os.uname().nodename,
+    "variables": dict(os.environ), "package": cats is not None, "folder": os.getcwd(),
+    "paths": {path: os.path.exists(path) for path in sys.argv[2:]}, "cpus": len(os.sched_getaffinity(0)),
+}
+with open(f"{sys.argv[1]}/{seen['rank']}.json", "w") as out:
+    json.dump(seen, out)
+"""
+# What people export, with values that a shell, ssh or MPI could take apart, and names that scripts may have
+VARIABLES = {
+    "LR_SCALE": "0.5",
+    "LORA_RANK": "8",
+    "TASK": "mrpc",
+    "WORDS": "a b",
+    "MY_PAT": "a;b $HOME 'c' \"d\", e=f",
+    "TWO_LINES": "x\ny",
+    "EMPTY": "",
+    "WANDB_PROJECT": "cats",
+    "OMP_NUM_THREADS": "3",
+    "PYTHONUNBUFFERED": "1",
+}
+# What would take them away, or make each rank a world of its own
+HOSTILE = {
+    "APPTAINER_CLEANENV": "1",
+    "SINGULARITY_CLEANENV": "1",
+    "APPTAINER_CONTAINALL": "1",
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "localhost",
+    "TORCHELASTIC_RUN_ID": "1",
+    "SLURM_MEM_PER_CPU": "17",
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_EXPORT_ENV": "NONE",
+    "PYTHONHOME": "/usr",
+    "LD_PRELOAD": "",
+}
+ROWS = {
+    "a variable, whatever its name and its value": "variables",
+    "a package of PYTHONPATH": "package",
+    "a path below a link at the top (`/scratch`)": "link",
+    "the same by its name without links": "target",
+    "TMPDIR, and a folder of HPCTRAIN_BIND below `/var`": "tmpdir",
+    "the folder of the job, by its name": "folder",
+    "one world of four ranks, whatever the shell had": "world",
+}
+
+
+@pytest.fixture(scope="module")
+def shell(cluster):
+    """A user's shell at a site where /scratch is a link, and the variables of that shell."""
+    for host in ("login", "n1", "n2", "n3", "n4"):
+        cluster.exec(host, "ln", "-sfn", "/project/lustre", "/scratch", check=False)
+        cluster.exec(host, "install", "-d", "-o", "alice", "/var/spool/alice", "/var/tmp/alice", check=False)
+    cluster.exec(
+        "login", "install", "-d", "-o", "alice", "/project/lustre/alice/job", "/project/lustre/alice/src"
+    )
+    cluster.host_path("/project/lustre/alice/src/cats.py").touch()
+    cluster.host_path("/project/lustre/alice/job/show.py").write_text(SHOW)
+    yield VARIABLES | {
+        "SCRATCH": "/scratch/alice",
+        "TMPDIR": "/var/tmp/alice",
+        "HPCTRAIN_BIND": "/var/spool/alice",
+        "HPCTRAIN_ROOT": HOME,
+        "PYTHONPATH": "/scratch/alice/src:/opt/site/lib/python3.9/site-packages",
+    }
+    for host in ("login", "n1", "n2", "n3", "n4"):
+        cluster.exec(host, "rm", "-f", "/scratch", check=False)
+
+
+@pytest.fixture(scope="module")
+def seen(cluster, shell, podman_image):
+    """A function that runs a cell once; it returns what each rank saw, and the log."""
+    cells: dict[tuple[str, str], tuple[list[dict], str]] = {}
+
+    def run(launcher: str, runtime: str) -> tuple[list[dict], str]:
+        if (launcher, runtime) not in cells:
+            name = re.sub(r"\W+", "-", f"{launcher}-{runtime}")
+            cluster.exec("login", "install", "-d", "-o", "alice", f"/project/lustre/alice/job/{name}")
+            env = shell | HOSTILE | RUNTIMES[runtime] | {"SQUASH_DIR": f"{podman_image['SCRATCH']}/storage"}
+            paths = ["/scratch/alice/src", "/project/lustre/alice/src", "/var/tmp/alice", "/var/spool/alice"]
+            words = ["show.py", name, *paths]
+            cwd = "/scratch/alice/job"
+            if launcher == "PBS":
+                line = " ".join([f"{HOME}/launch/pbs_ddp.sh", *words])
+                qsub = ["qsub", "-V", "-l", "select=2:ncpus=2:mpiprocs=2"]
+                done = cluster.exec("login", *qsub, user="alice", env=env, cwd=cwd, input=line)
+                job = int(done.stdout.split(".")[0])
+            else:
+                script = LAUNCHERS[launcher]
+                script = script[runtime] if isinstance(script, dict) else script
+                job = cluster.submit(f"{HOME}/{script[0]}", *script[1:], *words, cwd=cwd, env=env)
+            ended = cluster.wait(job)
+            folder = cluster.host_path("/project/lustre/alice/job")
+            (log,) = [p for p in folder.iterdir() if p.name in (f"slurm-{job}.out", f"STDIN.o{job}")]
+            text = log.read_text(errors="replace")
+            assert ended.state == "COMPLETED", text
+            ranks = [json.loads(path.read_text()) for path in sorted((folder / name).iterdir())]
+            cells[launcher, runtime] = ranks, text
+        return cells[launcher, runtime]
+
+    return run
+
+
+def holds(rank: dict, variables: dict[str, str]) -> dict[str, bool]:
+    """Which rows of the table are true for this rank."""
+    paths = rank["paths"]
+    return {
+        "variables": variables.items() <= rank["variables"].items(),
+        "package": rank["package"],
+        "link": paths["/scratch/alice/src"],
+        "target": paths["/project/lustre/alice/src"],
+        "tmpdir": paths["/var/tmp/alice"] and paths["/var/spool/alice"],
+        "folder": Path(rank["folder"]).name == "job",
+        "world": rank["world"] == "4",
+    }
+
+
+@pytest.mark.parametrize(("launcher", "runtime"), ALL)
+def test_every_rank_gets_what_the_shell_has(seen, launcher, runtime):
+    ranks, log = seen(launcher, runtime)
+    assert [rank["rank"] for rank in ranks] == ["0", "1", "2", "3"], log
+    for rank in ranks:
+        missing = [row for row, is_true in holds(rank, VARIABLES).items() if not is_true]
+        assert not missing, (missing, rank["node"], log)
+    # Dropped, and said: what is of the host, of another job, and what would keep the rest out
+    (line,) = re.findall("not passed on to the ranks: (.*)", log)
+    dropped = ["MASTER_ADDR", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"]
+    if runtime != "bare":
+        dropped += ["PYTHONHOME", "/opt/site/lib/python3.9/site-packages of PYTHONPATH"]
+    if runtime == "apptainer":
+        dropped += ["APPTAINER_CLEANENV", "APPTAINER_CONTAINALL", "SINGULARITY_CLEANENV"]
+    assert set(dropped) <= set(line.split(",")), line
+
+
+def test_the_table_of_the_page_is_what_was_seen(seen, request):
+    lines = ["| | " + " | ".join([*LAUNCHERS, "PBS"]) + " |", "|---" * (len(LAUNCHERS) + 2) + "|"]
+    for text, row in ROWS.items():
+        cells = []
+        for launcher in [*LAUNCHERS, "PBS"]:
+            good = [
+                runtime
+                for runtime in RUNTIMES
+                if all(holds(rank, VARIABLES)[row] for rank in seen(launcher, runtime)[0])
+            ]
+            cells.append("all three" if len(good) == len(RUNTIMES) else ", ".join(good) or "none")
+        lines.append(f"| {text} | {' | '.join(cells)} |")
+    table = "\n".join(lines) + "\n"
+    before, rest = PAGE.read_text().split(BEGIN)
+    shown, after = rest.split(END)
+    if request.config.getoption("--write-table"):
+        PAGE.write_text(before + BEGIN + table + END + after)
+    else:
+        assert shown == table, "pytest tests/launch/test_environment.py --write-table writes what was seen"
+
+
+# ---- what Slurm granted ----
+
+
+def first_line(cluster, *options: str, env: dict[str, str] | None = None, cwd: str = HOME) -> str:
+    """The log of a job that prints its commands and ends."""
+    job = cluster.submit(*options, f"{HOME}/launch/apptainer_ddp.sh", "--dry-run", "check", cwd=cwd, env=env)
+    cluster.wait(job)
+    return cluster.host_path(f"{cwd}/slurm-{job}.out").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "threads"),
+    [
+        ((), 1),
+        (("--cpus-per-task=2",), 2),
+        (("--ntasks-per-node=1", "--cpus-per-task=2"), 2),
+        (("--exclusive",), 4),
+    ],
+)
+def test_ranks_use_the_cpus_that_slurm_granted(cluster, options, threads):
+    log = first_line(cluster, *options)
+    assert f" x {threads} thread" in log and f"--cpus-per-task={threads} " in log, log
+    assert "warning" not in log
+
+
+def test_cpus_that_stay_idle_are_told(cluster):
+    log = first_line(cluster, "--exclusive", "--ntasks-per-node=3")
+    assert re.search(r"warning: 2 CPUs of 8 per node will be idle: give more with --cpus-per-task", log), log
+
+
+@pytest.mark.parametrize("export", ["NONE", "NIL", "LR=0.1"])
+def test_a_job_of_sbatch_export(cluster, export):
+    job = cluster.submit(f"--export={export}", "launch/apptainer_ddp.sh", "check", cwd=HOME)
+    ended = cluster.wait(job)
+    output = cluster.host_path(f"{HOME}/slurm-{job}.out").read_text()
+    assert ended.state == "COMPLETED" and "check passed: 4 ranks" in output, output
+
+
+def test_a_job_submitted_inside_a_step_of_another_job(cluster):
+    """It had the memory, the CPUs, the array and the number of tasks of that step."""
+    line = f"(cd {HOME} && SLURM_ARRAY_JOB_ID=1 SLURM_ARRAY_TASK_ID=1 SLURM_RESTART_COUNT=3 sbatch --parsable"
+    line += " --mem=400 launch/apptainer_ddp.sh --dry-run check)"
+    command = ["srun", "-N1", "-n2", "--mem-per-cpu=300", "bash", "-c", f'[ "$SLURM_PROCID" != 0 ] || {line}']
+    done = cluster.exec("login", *command, user="alice")
+    job = int(done.stdout.split()[-1])
+    ended = cluster.wait(job)
+    log = cluster.host_path(f"{HOME}/slurm-{job}.out").read_text()
+    assert ended.state == "COMPLETED" and " x 1 thread, " in log and "(restart" not in log, log
+    (dropped,) = re.findall("not passed on to the ranks: (.*)", log)
+    assert {"SLURM_STEP_NUM_TASKS", "SLURM_ARRAY_JOB_ID"} <= set(dropped.split(",")), log
+
+
+def test_a_launch_script_in_the_shell_of_srun(cluster):
+    """It waited for ever for the CPUs that its own shell had."""
+    command = ["srun", "-N1", "-n1", "timeout", "100", f"{HOME}/launch/apptainer_ddp.sh", "check"]
+    done = cluster.exec("login", *command, user="alice", cwd=HOME)
+    assert "check passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_folder_of_sbatch_chdir(cluster):
+    cluster.exec("login", "install", "-d", "-o", "alice", "/home/alice/elsewhere")
+    cluster.host_path("/home/alice/elsewhere/where.py").write_text("import os; print('in', os.getcwd())\n")
+    options = ["--chdir=/home/alice/elsewhere", "--ntasks-per-node=1"]
+    job = cluster.submit(
+        *options, "launch/apptainer_ddp.sh", "where.py", cwd=HOME, env={"HPCTRAIN_ROOT": HOME}
+    )
+    ended = cluster.wait(job)
+    output = cluster.host_path(f"/home/alice/elsewhere/slurm-{job}.out").read_text()
+    assert ended.state == "COMPLETED" and "in /home/alice/elsewhere" in output, output
+
+
+def test_print_of_a_canceled_script_is_in_the_log(cluster):
+    (cluster.host_path(HOME) / "slow.py").write_text("import time\nprint('begun')\ntime.sleep(600)\n")
+    job = cluster.submit("--no-requeue", "launch/apptainer_ddp.sh", "slow.py", cwd=HOME)
+    log = cluster.host_path(f"{HOME}/slurm-{job}.out")
+    lines: list[str] = []
+    with pytest.raises(StopIteration):
+        cluster.wait(job, timeout=120, on_line=lambda line: stop_after(lines, line))
+    cluster.exec("login", "scancel", str(job))
+    cluster.wait(job)
+    assert log.read_text().count("begun") == 4
+
+
+def stop_after(lines: list[str], line: str) -> None:
+    """End the wait when every rank has printed."""
+    lines += [line] if "begun" in line else []
+    if len(lines) == 4:
+        raise StopIteration
