@@ -14,6 +14,8 @@ BUILD_SCRIPTS := containers/build_image.sh containers/build_base.sh containers/b
 PACKAGE := $(shell find src -type f ! -name '*.pyc' ! -path '*.egg-info/*')
 # With no Apptainer on this machine, the SIF needs the one in the file system of the test cluster.
 APPTAINER := $(if $(shell command -v apptainer || command -v singularity),,$(ROOTFS)/etc/hpctrain-rootfs)
+# Only root can build that one. For others a prerequisite fails before an image is built for nothing.
+NO_APPTAINER := $(if $(APPTAINER),$(if $(filter-out 0,$(shell id -u)),.no-apptainer))
 # What the builds need on this machine, as one list: buildah without docker and podman, mmdebstrap for a base image
 # that no registry gives, and for the root file system of the cluster.
 HOST_PACKAGES = curl python3 $(if $(APPTAINER),mmdebstrap) \
@@ -23,7 +25,7 @@ HOST_PACKAGES = curl python3 $(if $(APPTAINER),mmdebstrap) \
 
 BEGAN := $(shell date +%s)
 
-.PHONY: help demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak .room .apptainer .prefix \
+.PHONY: help demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak .room .no-apptainer .prefix \
     .test-tools lint benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock lock-check clean
 .DELETE_ON_ERROR:
 
@@ -32,7 +34,7 @@ help:  ## list the targets
 
 ##@ Try and test
 
-demo: .room .apptainer  ## train from the container on a Slurm cluster of two nodes on this machine
+demo: .room $(NO_APPTAINER)  ## train from the container on a Slurm cluster of two nodes on this machine
 	+@$(call build,sif cluster)
 	python3 cluster/demo.py
 
@@ -88,10 +90,9 @@ build = $(MAKE) --question --no-print-directory $(filter-out test-fast,$(1)) 2>/
 
 print_time = seconds=$$(($$(date +%s) - $(BEGAN))); echo "make $(1) took $$((seconds / 60)) min $$((seconds % 60)) s"
 
-# Without one, root uses the Apptainer of the test cluster. Said before an image is built for nothing.
-.apptainer:
-	@[ -z "$(APPTAINER)" ] || [ "$$(id -u)" = 0 ] || { echo "make: apptainer and singularity are not installed here;" \
-	    "install one, or copy a SIF from where you built it" >&2; exit 1; }
+.no-apptainer:
+	@echo "make: apptainer and singularity are not installed here; install one, or copy a SIF from where you built it" >&2
+	@exit 1
 
 .prefix:
 	@launch/modulefiles/install.sh '$(PREFIX)'
@@ -117,9 +118,9 @@ print_time = seconds=$$(($$(date +%s) - $(BEGAN))); echo "make $(1) took $$((sec
 
 image: $(TAR)  ## build the image with docker, podman or buildah; FLAVOR=cu130, MPI=mpich for others
 
-sif: .apptainer $(SIF)  ## build hpctrain-cpu.sif from the image
+sif: $(NO_APPTAINER) $(SIF)  ## build hpctrain-cpu.sif from the image
 
-sif-from-def: .apptainer $(APPTAINER)  ## build hpctrain-cpu.sif from apptainer/hpctrain.def, without docker, podman or buildah
+sif-from-def: $(NO_APPTAINER) $(APPTAINER)  ## build hpctrain-cpu.sif from apptainer/hpctrain.def, without docker, podman or buildah
 	@containers/install_host_packages.sh curl python3
 	apptainer/build_sif.sh --from def --flavor $(FLAVOR) --mpi $(MPI)
 
@@ -138,7 +139,7 @@ sbom: $(TAR)  ## write the SBOM of the image again: build/hpctrain-cpu.spdx.json
 	containers/record.py sbom $(TAR) >$(TAR:.tar=.spdx.json.new)
 	mv $(TAR:.tar=.spdx.json.new) $(TAR:.tar=.spdx.json)
 
-reproduce: .apptainer $(APPTAINER)  ## build image and SIF twice from nothing and compare them
+reproduce: $(NO_APPTAINER) $(APPTAINER)  ## build image and SIF twice from nothing and compare them
 	@containers/install_host_packages.sh buildah $(HOST_PACKAGES)
 	containers/reproduce.sh --flavor $(FLAVOR) --mpi $(MPI)
 
