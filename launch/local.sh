@@ -13,7 +13,7 @@ set -euo pipefail
 # the job count only if they are the user's own.
 load_functions() {
     local script=$0 folder=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/launch/lib root
-    [[ $0 != */slurm_script ]] || script=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%o)
+    [[ $0 != */slurm_script ]] || script=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%o | sed q)
     root=$(dirname "$(readlink -f "$script")")/..
     [[ -r $root/launch/lib/main.sh || ! -O $folder/main.sh ]] || root=$folder/../..
     root=${HPCTRAIN_ROOT:-$root}

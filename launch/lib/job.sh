@@ -35,7 +35,8 @@ read_slurm_job() {
             STEP_OPTIONS=(--overlap) # the step of this shell has the job's CPUs
         fi
         # Slurm starts the script in the job's folder (sbatch --chdir), or else in /tmp.
-        folder=$(squeue --noheader --jobs="$JOB" --format=%Z 2>/dev/null) || true
+        # All tasks of an array have the same, and squeue shows all of them for the number of the last one.
+        folder=$(squeue --noheader --jobs="$JOB" --format=%Z 2>/dev/null | sed q) || true
         [[ -d ${folder:=${SLURM_SUBMIT_DIR:-$PWD}} && -x $folder ]] ||
             die "$folder, where you submitted, is not on $(hostname):" \
                 'submit from a folder that all nodes share'
