@@ -9,7 +9,8 @@
 # The folder HPCTRAIN_NODE_CONTAINER on the disk of the node, whose name is new in each launch, has
 #   tasks/RANK    one for each task; the last task removes the whole folder
 #   alive         the pipe
-#   name          the name of the instance, once it can be entered; empty if there is none
+#   name          a link to the name of the instance, once it can be entered; to nothing if there is none. A
+#                 link can be made on a full disk, too.
 #   error         what apptainer said
 #   instances/    its record of the instance
 # shellcheck shell=bash
@@ -33,11 +34,10 @@ enter_node_container() {
     # shellcheck disable=SC2034 # task.sh reads it
     { [[ -p $folder/alive ]] && exec {ALIVE}<>"$folder/alive"; } || return 0
     [[ -z $container ]] || publish_node_container "$folder" "$container" "$deadline"
-    until [[ -e $folder/name ]] || ((SECONDS >= deadline)); do
+    until name=$(readlink "$folder/name") || ((SECONDS >= deadline)); do
         sleep 0.05
     done
-    { read -r name <"$folder/name"; } 2>/dev/null || true
-    [[ -n $name ]] || return 0
+    [[ ${name:-nothing} != nothing ]] || return 0
     WORDS=(env -u APPTAINER_SHARENS "APPTAINER_CONFIGDIR=$folder" "${WORDS[0]}" exec "instance://$name"
         "${WORDS[@]:$(index_of_command)-1}")
 }
@@ -54,7 +54,10 @@ start_node_container() {
         REPLY=$!
         return 0
     fi
-    APPTAINER_CONFIGDIR=$1 "${WORDS[0]}" exec --sharens "${WORDS[@]:2:$(index_of_command)-3}" cat \
+    # Apptainer passes each signal on to the group of the command's number, and ends if there is none: the
+    # SIGTSTP of scontrol suspend would end the container under the ranks. So cat has a group, and ignores them.
+    APPTAINER_CONFIGDIR=$1 "${WORDS[0]}" exec --sharens "${WORDS[@]:2:$(index_of_command)-3}" \
+        sh -c 'trap "" HUP INT QUIT USR1 USR2 TERM TSTP; exec $(command -v setsid) cat' \
         <"$1/alive" >/dev/null 2>"$1/error" &
     REPLY=$!
     disown || true
@@ -63,20 +66,20 @@ start_node_container() {
 # publish_node_container FOLDER PROCESS DEADLINE: write the name of the instance when it can be entered
 publish_node_container() {
     # Apptainer then writes a byte to this file. Nothing else needs it, and a killed process would leave it.
-    local name=sharens_instance_$$ ready=/dev/shm/sharens_instance_$$
+    local error name=sharens_instance_$$ ready=/dev/shm/sharens_instance_$$
     until [[ -O $ready && -s $ready ]]; do
         if ((SECONDS >= $3)) || ! kill -0 "$2" 2>/dev/null; then
+            error=$(head -n 1 "$1/error")
             printf 'hpctrain: on %s each rank mounts the image: apptainer --sharens: %s\n' \
-                "$(uname -n)" "$(head -n 1 "$1/error")" >&2
+                "$(uname -n)" "${error:-no message, as on a full /tmp}" >&2
             kill "$2" 2>/dev/null || true
-            name=''
+            name=nothing
             break
         fi
         sleep 0.02
     done
     rm -f "$ready" 2>/dev/null || true
-    echo "$name" >"$1/name.part"
-    mv "$1/name.part" "$1/name"
+    ln -s "$name" "$1/name"
 }
 
 # leave_node_container: the rank has ended

@@ -6,7 +6,10 @@
 #   saved      the ranks have saved a checkpoint of this attempt; one line, the option that resumes from it
 #   stopped    the ranks end because of stop, with their checkpoint saved and work left
 #   failed     an error of the program ends it, and would come again after a restart
-#   task.*     one for each task on this node, until the task's command has ended
+#   task.*     one for each task on this node whose command runs
+#   ended.*    one for each task on this node whose command has ended with exit status 0
+#   failed.*   one for each task on this node whose command has ended otherwise
+#   lonely     srun has been ended, because it waited although no rank was left on any node
 # A signal to the ranks would also reach squashfuse, and without the image they end with "Bus error".
 # shellcheck shell=bash
 
@@ -18,6 +21,8 @@ ATTEMPT=${SLURM_RESTART_COUNT:-0} # replace_nodes changes the variable
 # The exit status of srun when it could not start the tasks of a node: the low 8 bits of Slurm's error 1001
 UNREACHED=233
 KILLED=137 # that of what SIGKILL has ended
+LAUNCHED=0   # when this attempt has started the ranks, in SECONDS
+LOG_BEGAN='' # then the job log had this number of bytes; empty where it is no file
 
 # open_control: create HPCTRAIN_CONTROL in a batch job. In salloc or qsub -I the user sees how it ends.
 open_control() {
@@ -26,7 +31,8 @@ open_control() {
     [[ -z ${OPTION[dry-run]:-} ]] || return 0
     [[ ${ENVIRONMENT:-} == BATCH || ${PBS_ENVIRONMENT:-} == PBS_BATCH ]] || return 0
     # All runtimes show /tmp in the image. They do not show SLURM_TMPDIR.
-    HPCTRAIN_CONTROL=$(mktemp -d /tmp/hpctrain-control.XXXXXXXX) ||
+    [[ -z ${SLURM_JOB_ID:-} ]] || remove_left_folders
+    HPCTRAIN_CONTROL=$(mktemp -d "/tmp/hpctrain-control.${JOB//[^0-9]/_}.XXXXXXXX") ||
         die "/tmp of $(hostname) cannot be written: exclude this node"
     export HPCTRAIN_CONTROL
     trap 'rm -rf "$HPCTRAIN_CONTROL"' EXIT
@@ -35,18 +41,35 @@ open_control() {
     [[ -z $EARLY_STOP ]] || request_stop
 }
 
+# remove_left_folders: those of the user's jobs whose batch script was killed here
+remove_left_folders() {
+    local folder running=''
+    for folder in /tmp/hpctrain-{control.,container-}*; do
+        [[ -O $folder && ! -L $folder && $folder =~ ^[^0-9]*([0-9]+)[.-] ]] || continue
+        running=${running:-$(squeue --noheader --user="$UID" --format=%A)} || return 0
+        [[ $'\n'$running$'\n' == *$'\n'"${BASH_REMATCH[1]}"$'\n'* ]] || rm -rf "$folder"
+    done
+}
+
 # has_control: whether this node has that folder, and not a copy of somebody else's, with links to user files
 has_control() {
     [[ -d $HPCTRAIN_CONTROL && -O $HPCTRAIN_CONTROL && ! -L $HPCTRAIN_CONTROL ]]
 }
 
-# begin_task, end_task: let the batch script know that this task's command has ended by itself
+# begin_task, end_task STATUS: let the batch script know that this task's command runs, and how it has ended
 begin_task() {
-    ! has_control || touch "$HPCTRAIN_CONTROL/task.$$"
+    ! has_control || touch "$HPCTRAIN_CONTROL/task.$$" || true
 }
 
 end_task() {
-    rm -f "$HPCTRAIN_CONTROL/task.$$"
+    local how=ended
+    (($1 == 0)) || how=failed
+    mv "$HPCTRAIN_CONTROL/task.$$" "$HPCTRAIN_CONTROL/$how.$$" 2>/dev/null || true
+}
+
+# some_are KIND: whether there are such files of tasks on this node
+some_are() {
+    compgen -G "$HPCTRAIN_CONTROL/$1.*" >/dev/null
 }
 
 # read_pbs_fields: PBS announces the end of the walltime by SIGTERM, seconds before SIGKILL. So this script
@@ -103,8 +126,12 @@ run_launcher() {
     local status=0 launcher
     trap request_stop USR1
     trap 'request_stop TERM' TERM
+    rm -f "$HPCTRAIN_CONTROL"/{task,ended,failed}.*
+    LAUNCHED=$SECONDS
+    LOG_BEGAN=$([[ ! -f /proc/$$/fd/2 ]] || stat -Lc %s /proc/$$/fd/2)
     "${COMMAND[@]}" &
     launcher=$!
+    [[ -z ${SLURM_JOB_ID:-} ]] || watch_step "$launcher" </dev/null &
     [[ -n $STOPPING ]] || wait "$launcher" || status=$?
     [[ -n $STOPPING ]] || return "$status"
     while is_alive "$launcher"; do # a signal ended the wait
@@ -118,6 +145,42 @@ run_launcher() {
         sleep 1
     done
     wait "$launcher"
+}
+
+# watch_step LAUNCHER: srun waits without end for tasks whose slurmstepd has been killed on another node. End it
+# when the tasks of this node have ended, and no rank is left on any node.
+watch_step() {
+    local name='' seconds
+    for ((seconds = 0; ; seconds += 5)); do
+        sleep 5
+        is_alive "$1" || return 0
+        if some_are task || ! { some_are ended || some_are failed; }; then
+            seconds=0
+        elif ((seconds >= 30)); then
+            # shellcheck disable=SC2016 # the shells on the nodes expand it
+            ! on_every_node bash -c '! grep -slzx "RANK=[0-9]*" /proc/[0-9]*/environ |
+                xargs -r grep -slzx "HPCTRAIN_JOB=$HPCTRAIN_JOB" | grep -q .' 2>/dev/null || break
+            seconds=0
+        fi
+    done
+    say 'no rank is left on any node, and srun still waits, as after its slurmstepd has been killed: ending srun'
+    touch "$HPCTRAIN_CONTROL/lonely"
+    kill "$1"
+    sleep 10
+    kill -KILL "$1" 2>/dev/null
+}
+
+# first_failure: print what srun has said about the first task of this attempt that has failed: NODE TASK HOW.
+# srun kills the others then, and its own exit status is the highest of all. The ranks' lines have a label before.
+first_failure() {
+    [[ -n $LOG_BEGAN ]] || return 0
+    tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2" |
+        sed -nE '/^srun: error: [^ ]+: tasks? [0-9][0-9,-]*: /{s/^srun: error: ([^ ]+): tasks? ([0-9]+)[^:]*: /\1 \2 /p;q}'
+}
+
+# last_line_of TASK: print the last line that this task has written in this attempt
+last_line_of() {
+    tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2" | sed -n "/^ *$1: slurmstepd-/d;s/^ *$1: //p" | tail -n 1
 }
 
 # replace_nodes: after a node failure, start the ranks again within the job if a spare node is there. Slurm
@@ -176,7 +239,7 @@ is_current() {
 
 # conclude STATUS: requeue the job, or say why it does not go on. Returns the script's exit status.
 conclude() {
-    local status=$1 control=$HPCTRAIN_CONTROL option='' why=''
+    local status=$1 control=$HPCTRAIN_CONTROL option='' why='' node='' task how
     local restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}}
     trap '' USR1 TERM # a requeue ends this script
     { read -r option <"$control/saved"; } 2>/dev/null || true
@@ -184,17 +247,32 @@ conclude() {
         ((status)) || status=75 # for Slurm or PBS the job has completed only if it has no work left
         # A job whose attempts save nothing would go on for ever, so HPCTRAIN_REQUEUES limits them.
         [[ ! -e $control/saved ]] || why='the ranks have saved a checkpoint and stopped'
-    elif ((status == 0)) && compgen -G "$control/task.*" >/dev/null; then
+    elif [[ -e $control/lonely ]] && ! some_are failed; then
+        return 0
+    elif ((status == 0)) && some_are task; then
         # As mpirun does when the daemon of another node has been killed
         say "the launcher ended with exit status 0, and its ranks on $(hostname) had not ended"
         status=$KILLED
     elif ((status == 0)); then
         return 0
     fi
-    if [[ -n ${SLURM_JOB_ID:-} ]] && ! is_current; then # canceled, or requeued already
-        [[ ! -e $control/saved ]] || say "Slurm has ended the job: $(how_to_resume "$option")"
+    if [[ -n ${SLURM_JOB_ID:-} ]] && ! is_current; then
+        if [[ $(job_field RestartCnt) != "$ATTEMPT" ]]; then
+            say 'Slurm has requeued the job, and it goes on by itself'
+        elif [[ -e $control/saved ]]; then
+            say "Slurm has ended the job: $(how_to_resume "$option")"
+        fi
         return "$status"
-    elif [[ -n $why ]]; then
+    fi
+    if [[ -z $STOPPING ]] && read -r node task how < <(first_failure); then
+        say "task $task on $node failed first: $how. Its last line: $(last_line_of "$task")"
+        if [[ $how =~ ^'Exited with exit code '([0-9]+) ]]; then
+            status=${BASH_REMATCH[1]}
+        elif ((status < 128)); then
+            status=$KILLED
+        fi
+    fi
+    if [[ -n $why ]]; then
         :
     elif [[ -e $control/failed ]] || ((status == 2)); then # an error of usage or data, which has been printed
         [[ ! -e $control/saved ]] ||
@@ -220,30 +298,37 @@ conclude() {
             "HPCTRAIN_REQUEUES allows no more: $(how_to_resume "$option")"
         return "$status"
     fi
-    requeue "$why" "$restarts" "$option"
+    requeue "$why" "$restarts" "$option" "$node"
     return "$status"
 }
 
-# requeue WHY RESTARTS OPTION: have the scheduler start the job again. OPTION resumes the run.
+# requeue WHY RESTARTS OPTION NODE: have the scheduler start the job again. OPTION resumes the run. What has ended
+# an attempt within a minute may need time to go away, as a full disk or an image that is being copied, or is the
+# fault of NODE.
 requeue() {
-    local number
+    local number seconds=0
+    [[ -e $HPCTRAIN_CONTROL/saved ]] || ((SECONDS - LAUNCHED >= 60)) || seconds=$((30 << ($2 < 6 ? $2 : 6)))
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        say "$1: requeuing the job"
+        say "$1: requeuing the job$( ((seconds == 0)) || echo ", to start in $seconds s or later")"
         scontrol requeue "$(job_id)" || say "Slurm does not requeue the job: $(how_to_resume "$3")"
-    elif number=$(submit_again "$2" "$3"); then
+        ((seconds)) || return 0
+        scontrol update JobId="$(job_id)" StartTime="now+${seconds}seconds" || true
+        [[ -z $4 ]] || say "if $4 is at fault, leave it out: scontrol update JobId=$(job_id) ExcNodeList=$4"
+    elif number=$(submit_again "$2" "$3" "$seconds"); then
         say "$1: job $number continues the run"
     else
         say "$1: $(how_to_resume "$3")"
     fi
 }
 
-# submit_again RESTARTS OPTION: submit another PBS job, which continues the run after this one; print its
-# number. PBS lets only operators requeue a running job. Not after TERM: the user may have deleted the job.
+# submit_again RESTARTS OPTION SECONDS: submit another PBS job, which continues the run after this one, and not
+# before that many seconds; print its number. PBS lets only operators requeue a running job. Not after TERM: the user may have deleted the job.
 submit_again() {
     local name value names=HPCTRAIN_RESTARTS options=(-j oe -W "depend=afterany:$PBS_JOBID")
     [[ $STOPPING != TERM && $PBS_JOBID != *'['* ]] && command -v qsub >/dev/null || return 1
     value=$(pbs_field Resource_List.select) && [[ -n $value ]] || return 1
     options+=(-l "select=$value")
+    (($3 == 0)) || options+=(-a "$(date -d "+$3 seconds" +%Y%m%d%H%M.%S)")
     for name in walltime place; do
         value=$(pbs_field "Resource_List.$name")
         [[ -z $value ]] || options+=(-l "$name=$value")

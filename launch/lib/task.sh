@@ -196,7 +196,7 @@ if [[ -n $WAIT_AND_REPORT ]]; then
 elif [[ -n $SHIELDED ]]; then
     begin_task
     run_as_child shield_from_term "$@" || status=$?
-    end_task
+    end_task "$status"
     [[ -z $ALIVE ]] || leave_node_container
     # End by the same signal, for srun to report it.
     trap - TERM

@@ -26,17 +26,20 @@ import os, sys, time
 from pathlib import Path
 case, rank, restart = sys.argv[1], int(os.environ["RANK"]), int(os.environ.get("SLURM_RESTART_COUNT", 0))
 control, told = Path(os.environ["HPCTRAIN_CONTROL"]), Path(f"told-{os.environ['HPCTRAIN_JOB']}")
+if case == "error" and restart:
+    print(f"ValueError: of rank {rank}", flush=True) if rank == 2 else time.sleep(100)
+    sys.exit(1)
 if restart and case != "again":
     print("went on", flush=True)
     sys.exit()
-if rank == 0 and case in ("killed", "again", "usage", "ignores", "canceled"):
+if rank == 0 and case in ("killed", "again", "error", "usage", "ignores", "canceled"):
     (control / "saved").write_text("--resume runs/x\\n")
 print("polls", flush=True)
 began = time.monotonic()
 if case == "late":
     time.sleep(65 if rank == 0 else 0)
     sys.exit()
-if case in ("killed", "again", "unsaved"):
+if case in ("killed", "again", "error", "unsaved"):
     time.sleep(1)
     os.kill(os.getpid(), 9) if rank == 3 else time.sleep(100)
 if case == "usage":
@@ -68,6 +71,7 @@ JOBS = {  # name: options of sbatch, environment, program
     "unsaved": (HERE, BARE, "program.py"),
     "usage": (HERE, BARE, "program.py"),
     "killed": (HERE, BARE, "program.py"),
+    "error": (HERE, BARE, "program.py"),
     "again": (HERE, BARE | {"HPCTRAIN_REQUEUES": "1"}, "program.py"),
     "status": (HERE, BARE, "program.py"),
     "array": (["--nodelist=n1", "--nodes=1", "--array=0-1"], BARE, "program.py"),
@@ -187,6 +191,15 @@ def test_a_killed_rank_after_a_checkpoint(ended):
         "hpctrain: exit status N after a checkpoint or the request to stop, "
         "restart 1 of at most 10 (HPCTRAIN_REQUEUES): requeuing the job"
     ]
+
+
+def test_an_error_after_a_restart(ended):
+    """srun ends with the status of the ranks that it kills then, which was taken for one of a lost node."""
+    state, restarts, output = ended("error")
+    assert (state, restarts) == ("FAILED", 1), output
+    first = "task 2 on n2 failed first: Exited with exit code 1. Its last line: ValueError: of rank 2"
+    why = "not requeued: exit status 1 before this attempt has saved a checkpoint"
+    assert f"hpctrain: {first}\nhpctrain: {why}\n" in output, output
 
 
 def test_a_job_that_fails_again_and_again(ended):

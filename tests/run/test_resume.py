@@ -247,7 +247,8 @@ def test_other_data_within_an_epoch(tmp_path):
 def test_resume_auto_starts_and_goes_on_with_one_command(tmp_path):
     command = ["--out", "run", "--resume", "auto"]
     assert "resuming" not in train(1, "--epochs", 1, *command, cwd=tmp_path)
-    shutil.rmtree(tmp_path / "run/checkpoints")  # it died before its first checkpoint
+    for path in (tmp_path / "run/checkpoints").iterdir():  # it died before its first checkpoint
+        path.unlink()
     (tmp_path / "run/result.json").unlink()
     assert "resuming" not in train(1, "--epochs", 1, *command, cwd=tmp_path)
     assert [line["step"] for line in metrics(tmp_path / "run")] == [2, 4, 6, 8, 10, 10]

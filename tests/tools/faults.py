@@ -49,6 +49,7 @@ class Way:
     env: dict[str, str] = field(default_factory=dict)
 
 
+MPIRUN = "launch/apptainer_mpi.sh --mpi=mpirun"
 HOROVODRUN = "launch/apptainer_horovod.sh --launcher=horovodrun"
 DDP = Way("train_ddp", "srun", "apptainer", "launch/apptainer_ddp.sh train_ddp --epochs=8")
 # Each trainer, launcher and runtime is in one of them at least.
@@ -66,9 +67,7 @@ WAYS = [
         {"HOROVOD_FUSION_THRESHOLD": "0"},
     ),
     Way("train_ddp", "torchrun", "none", "launch/apptainer_torchrun.sh train_ddp --epochs=8", BARE),
-    Way(
-        "nlp.classify", "mpirun", "apptainer", "launch/apptainer_mpi.sh --mpi=mpirun nlp.classify --epochs=6"
-    ),
+    Way("nlp.classify", "mpirun", "apptainer", f"{MPIRUN} nlp.classify --epochs=6"),
     Way("nlp.ner", "srun + PMI", "none", "launch/apptainer_mpi.sh --mpi=pmix nlp.ner --epochs=6", BARE),
     Way("nlp.pair", "srun", "apptainer", "launch/apptainer_ddp.sh nlp.pair --epochs=6"),
     Way("nlp.qa", "torchrun", "apptainer", "launch/apptainer_torchrun.sh nlp.qa --epochs=6"),
@@ -261,6 +260,47 @@ def kill_slurmd(run: Experiment) -> None:
     run.root("n2", "slurmd")
 
 
+def kill_slurmstepd(run: Experiment) -> None:
+    """The keeper of the ranks of one node: they train on, and srun is never told how they end."""
+    run.root("n2", f"pkill -KILL -f '[s]lurmstepd: .{run.job}[.]0'")
+
+
+def kill_prted(run: Experiment) -> None:
+    """The daemon of mpirun on one node; mpirun then ends with exit status 0."""
+    run.root("n2", "pkill -KILL 'prted|orted'")
+
+
+def suspend(run: Experiment) -> None:
+    run.cluster.exec("login", "scontrol", "suspend", str(run.job))
+    time.sleep(10)
+    run.cluster.exec("login", "scontrol", "resume", str(run.job))
+
+
+def fill_tmp(run: Experiment) -> None:
+    """Before the job starts again."""
+    usr1(run)
+    run.wait_for("requeuing the job", run.happened)
+    run.root("n2", "mount -t tmpfs -o size=64k,mode=1777 tmpfs /tmp; cat /dev/zero >/tmp/fill")
+    try:
+        run.wait_for("epoch 4 step", run.happened)
+    finally:
+        run.root("n2", "umount -l /tmp")
+
+
+def replace_image(run: Experiment) -> None:
+    """It is copied again while the job starts again."""
+    sif = run.cluster.host_path(f"{HOME}/hpctrain-cpu.sif")
+    usr1(run)
+    run.wait_for("requeuing the job", run.happened)
+    whole = sif.with_name("whole.sif")
+    sif.rename(whole)
+    try:
+        sif.write_bytes(whole.read_bytes()[: 1 << 20])
+        run.wait_for("to start in", run.happened)
+    finally:
+        whole.rename(sif)
+
+
 def unplug(run: Experiment) -> None:
     run.cluster.link("n2", up=False)
     time.sleep(60)
@@ -431,6 +471,13 @@ FAULTS = FOR_ALL | {
     "SIGKILL of the launcher": Fault(kill_the_launcher),
     "SIGSTOP of the launcher, time limit 4 min": Fault(stop_the_launcher, ["--nodelist=n1,n2", "--time=4"]),
     "slurmd of a node killed, started after 25 s": Fault(kill_slurmd),
+    "slurmstepd of a node killed": Fault(kill_slurmstepd),
+    "mpirun's daemon of a node killed": Fault(
+        kill_prted, way=replace(DDP, launcher="mpirun", command=f"{MPIRUN} train_ddp --epochs=8")
+    ),
+    "job suspended for 10 s": Fault(suspend),
+    "/tmp of a node full when the job starts again": Fault(fill_tmp),
+    "half an image when the job starts again": Fault(replace_image),
     "network of a node down for 60 s": Fault(unplug, SPARE),
     "node crashed, with a spare": Fault(crash, SPARE),
     SPARE_IN_JOB: Fault(crash, ["--no-kill", "--nodes=3"], way=WITH_SPARE),

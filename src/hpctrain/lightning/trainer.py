@@ -50,6 +50,7 @@ def quiet() -> None:
         "does not have many workers",  # the data are in memory
         "dataloader is not resumable",  # the sampler is
         "sync_dist=True",  # logged values are the same on all ranks
+        "`broadcast_buffers` is deprecated",  # its new name is not in the older torch of other images
         "LeafSpec",  # Lightning 2.6 calls a function that torch 2.13 deprecates
     ):
         warnings.filterwarnings("ignore", message=f".*{message}.*")

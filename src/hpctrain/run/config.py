@@ -86,6 +86,20 @@ def add_resumption(path: Path, checkpoint: Path, step: int) -> None:
         write_json(path, config | {"resumed_from": str(checkpoint), "resumed_at": step})
 
 
+def describe_other_software(path: Path) -> str:
+    """How image and versions differ from those of the start before, whose config is beside `path`; or ""."""
+    number = int(path.suffixes[0][1:]) - 1 if len(path.suffixes) > 1 else 0
+    before = path.with_name(f"config.{number}.json" if number > 1 else "config.json")
+    try:
+        old, new = (json.loads(file.read_text(encoding="utf-8")) for file in (before, path))
+    except (OSError, ValueError):
+        return ""
+    names = ("image_digest", "revision")
+    pairs = [(name, old.get(name), new.get(name)) for name in names]
+    pairs += [(name, old.get("versions", {}).get(name), now) for name, now in new["versions"].items()]
+    return ", ".join(f"{name} {now} (was {was})" for name, was, now in pairs if was and now and was != now)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file of a run folder, without secrets. Raises HpctrainError, naming the file."""
     try:

@@ -43,7 +43,13 @@ from hpctrain.files.digests import weights_sha256
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.run.best import Best
 from hpctrain.run.charts import try_to_plot
-from hpctrain.run.config import add_image_digest, add_resumption, write_config, write_json
+from hpctrain.run.config import (
+    add_image_digest,
+    add_resumption,
+    describe_other_software,
+    write_config,
+    write_json,
+)
 from hpctrain.run.flops import utilization
 from hpctrain.run.folder import finished_epochs, prepare_folder, withdraw_if_refused
 from hpctrain.run.metrics import Metrics, format_seconds, plain_numbers
@@ -183,6 +189,8 @@ class Run:
         if self.world.rank == 0:
             own = self.resume_from.parent.parent.resolve() == self.folder.resolve()
             self._metrics.rewind(position.lines if own else 0)
+            if text := describe_other_software(self._config):
+                self.print(f"other software than at the last start: {text}")
             add_resumption(self._config, self.resume_from, self.global_step)
         self.print(f"resuming after {self._place} of {self.resume_from}")
         return state

@@ -17,6 +17,7 @@ Two nodes with 2 ranks each, in the container, on Slurm:
     sbatch launch/apptainer_ddp.sh train_ddp --model resnet50 --precision bf16 --data FOLDER
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ def main(world: World, arguments: list[str]) -> None:
         parallel: nn.Module = model
         if world.size > 1:
             # evaluate() copies the batch-norm statistics of rank 0, on which no training step depends
+            # The name that torch 2.13 has for this option is not in the older torch of other images.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
             parallel = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
         elif args.strategy == "dp":
             parallel = DataParallel(model)
