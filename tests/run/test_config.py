@@ -1,21 +1,31 @@
-"""What config.json tells of the software of a run."""
+"""What config.json tells of a run."""
 
 import json
 
-from hpctrain.run.config import describe_other_software
+from hpctrain.run.config import describe_changes
 
 
-def test_a_run_that_goes_on_with_other_software_says_so(tmp_path):
-    first = {"image_digest": "sha256:1", "revision": "a", "versions": {"torch": "2.13.0", "numpy": "2.4"}}
-    second = {"image_digest": "sha256:2", "revision": "a", "versions": {"torch": "2.12.0", "numpy": "2.4"}}
+def test_a_run_that_goes_on_in_another_world_or_image_says_so(tmp_path):
+    first = {
+        "world": {"size": 4},
+        "image_digest": "sha256:1",
+        "revision": "a",
+        "versions": {"torch": "2.13.0", "numpy": "2.4"},
+    }
+    second = {
+        "world": {"size": 2},
+        "image_digest": "sha256:2",
+        "revision": "a",
+        "versions": {"torch": "2.12.0", "numpy": "2.4"},
+    }
     for name, content in (("config.json", first), ("config.2.json", second), ("config.3.json", second)):
         (tmp_path / name).write_text(json.dumps(content))
-    text = describe_other_software(tmp_path / "config.2.json")
-    assert text == "image_digest sha256:2 (was sha256:1), torch 2.12.0 (was 2.13.0)"
-    assert describe_other_software(tmp_path / "config.3.json") == ""
-    assert describe_other_software(tmp_path / "config.json") == ""
+    text = describe_changes(tmp_path / "config.2.json")
+    assert text == "ranks 2 (was 4), image_digest sha256:2 (was sha256:1), torch 2.12.0 (was 2.13.0)"
+    assert describe_changes(tmp_path / "config.3.json") == ""
+    assert describe_changes(tmp_path / "config.json") == ""
 
 
 def test_a_start_before_that_left_no_config_is_not_compared(tmp_path):
-    (tmp_path / "config.2.json").write_text('{"versions": {}}')
-    assert describe_other_software(tmp_path / "config.2.json") == ""
+    (tmp_path / "config.2.json").write_text("{}")
+    assert describe_changes(tmp_path / "config.2.json") == ""

@@ -86,17 +86,17 @@ def add_resumption(path: Path, checkpoint: Path, step: int) -> None:
         write_json(path, config | {"resumed_from": str(checkpoint), "resumed_at": step})
 
 
-def describe_other_software(path: Path) -> str:
-    """How image and versions differ from those of the start before, whose config is beside `path`; or ""."""
+def describe_changes(path: Path) -> str:
+    """How world, image and versions differ from those of the start before, by the config beside this one."""
     number = int(path.suffixes[0][1:]) - 1 if len(path.suffixes) > 1 else 0
     before = path.with_name(f"config.{number}.json" if number > 1 else "config.json")
     try:
         old, new = (json.loads(file.read_text(encoding="utf-8")) for file in (before, path))
     except (OSError, ValueError):
-        return ""
-    names = ("image_digest", "revision")
-    pairs = [(name, old.get(name), new.get(name)) for name in names]
-    pairs += [(name, old.get("versions", {}).get(name), now) for name, now in new["versions"].items()]
+        return ""  # no earlier start in this folder
+    pairs = [("ranks", old["world"]["size"], new["world"]["size"])]
+    pairs += [(name, old.get(name), new.get(name)) for name in ("image_digest", "revision")]
+    pairs += [(name, old["versions"].get(name), now) for name, now in new["versions"].items()]
     return ", ".join(f"{name} {now} (was {was})" for name, was, now in pairs if was and now and was != now)
 
 

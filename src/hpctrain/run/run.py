@@ -46,7 +46,7 @@ from hpctrain.run.charts import try_to_plot
 from hpctrain.run.config import (
     add_image_digest,
     add_resumption,
-    describe_other_software,
+    describe_changes,
     write_config,
     write_json,
 )
@@ -189,8 +189,8 @@ class Run:
         if self.world.rank == 0:
             own = self.resume_from.parent.parent.resolve() == self.folder.resolve()
             self._metrics.rewind(position.lines if own else 0)
-            if text := describe_other_software(self._config):
-                self.print(f"other software than at the last start: {text}")
+            if text := describe_changes(self._config):
+                self.print(f"changed since the last start: {text}")
             add_resumption(self._config, self.resume_from, self.global_step)
         self.print(f"resuming after {self._place} of {self.resume_from}")
         return state
