@@ -289,13 +289,14 @@ def fill_tmp(run: Experiment) -> None:
 
 def replace_image(run: Experiment) -> None:
     """It is copied again while the job starts again."""
-    sif = run.cluster.host_path(f"{HOME}/hpctrain-cpu.sif")
+    sif = run.cluster.host_path(f"{HOME}/hpctrain-cpu.sif")  # a link
     usr1(run)
     run.wait_for("requeuing the job", run.happened)
     whole = sif.with_name("whole.sif")
     sif.rename(whole)
     try:
-        sif.write_bytes(whole.read_bytes()[: 1 << 20])
+        with (REPOSITORY / "hpctrain-cpu.sif").open("rb") as file:
+            sif.write_bytes(file.read(1 << 20))
         run.wait_for("to start in", run.happened)
     finally:
         whole.rename(sif)
