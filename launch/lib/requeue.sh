@@ -239,7 +239,7 @@ is_current() {
 
 # conclude STATUS: requeue the job, or say why it does not go on. Returns the script's exit status.
 conclude() {
-    local status=$1 control=$HPCTRAIN_CONTROL option='' why='' node='' task how
+    local status=$1 control=$HPCTRAIN_CONTROL option='' why='' node='' later=0 task how
     local restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}}
     trap '' USR1 TERM # a requeue ends this script
     { read -r option <"$control/saved"; } 2>/dev/null || true
@@ -290,7 +290,11 @@ conclude() {
         # srun kills the remaining ranks when the first one exits with 75, so its own status may be another.
         why="exit status $status after a checkpoint or the request to stop"
         # A restart of a job that has a checkpoint: a node may have failed while its ranks were starting.
-        [[ -e $control/saved || -e $control/stop ]] || why="exit status $status while a restart began"
+        if [[ ! -e $control/saved && ! -e $control/stop ]]; then
+            why="exit status $status while a restart began"
+            # It may need time to go away, as a full disk or an image that is being copied.
+            ((SECONDS - LAUNCHED >= 60)) || later=$((30 << (restarts < 6 ? restarts : 6)))
+        fi
         ((status != UNREACHED)) || why="exit status $status, as after a node that srun does not reach"
         why+=", restart $((restarts + 1)) of at most $HPCTRAIN_REQUEUES (HPCTRAIN_REQUEUES)"
     else
@@ -298,31 +302,30 @@ conclude() {
             "HPCTRAIN_REQUEUES allows no more: $(how_to_resume "$option")"
         return "$status"
     fi
-    requeue "$why" "$restarts" "$option" "$node"
+    requeue "$why" "$restarts" "$option" "$later" "$node"
     return "$status"
 }
 
-# requeue WHY RESTARTS OPTION NODE: have the scheduler start the job again. OPTION resumes the run. What has ended
-# an attempt within a minute may need time to go away, as a full disk or an image that is being copied, or is the
-# fault of NODE.
+# requeue WHY RESTARTS OPTION LATER NODE: have the scheduler start the job again, in LATER seconds or more. OPTION
+# resumes the run. NODE may be at fault.
 requeue() {
-    local number seconds=0
-    [[ -e $HPCTRAIN_CONTROL/saved ]] || ((SECONDS - LAUNCHED >= 60)) || seconds=$((30 << ($2 < 6 ? $2 : 6)))
+    local number
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        say "$1: requeuing the job$( ((seconds == 0)) || echo ", to start in $seconds s or later")"
+        say "$1: requeuing the job$( (($4 == 0)) || echo ", to start in $4 s or later")"
         scontrol requeue "$(job_id)" || say "Slurm does not requeue the job: $(how_to_resume "$3")"
-        ((seconds)) || return 0
-        scontrol update JobId="$(job_id)" StartTime="now+${seconds}seconds" || true
-        [[ -z $4 ]] || say "if $4 is at fault, leave it out: scontrol update JobId=$(job_id) ExcNodeList=$4"
-    elif number=$(submit_again "$2" "$3" "$seconds"); then
+        (($4)) || return 0
+        scontrol update JobId="$(job_id)" StartTime="now+${4}seconds" || true
+        [[ -z $5 ]] || say "if $5 is at fault, leave it out: scontrol update JobId=$(job_id) ExcNodeList=$5"
+    elif number=$(submit_again "$2" "$3" "$4"); then
         say "$1: job $number continues the run"
     else
         say "$1: $(how_to_resume "$3")"
     fi
 }
 
-# submit_again RESTARTS OPTION SECONDS: submit another PBS job, which continues the run after this one, and not
-# before that many seconds; print its number. PBS lets only operators requeue a running job. Not after TERM: the user may have deleted the job.
+# submit_again RESTARTS OPTION LATER: submit another PBS job, which continues the run after this one, in LATER
+# seconds or more; print its number. PBS lets only operators requeue a running job. Not after TERM: the user may
+# have deleted the job.
 submit_again() {
     local name value names=HPCTRAIN_RESTARTS options=(-j oe -W "depend=afterany:$PBS_JOBID")
     [[ $STOPPING != TERM && $PBS_JOBID != *'['* ]] && command -v qsub >/dev/null || return 1

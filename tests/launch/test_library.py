@@ -564,6 +564,45 @@ def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(
     ) == requeued, done
 
 
+@pytest.mark.parametrize(
+    ("restarts", "lasted", "seconds"), [(1, 0, 60), (2, 59, 120), (9, 5, 1920), (1, 60, 0)]
+)
+def test_restarts_that_end_soon_wait_longer_each_time(programs, tmp_path, restarts, lasted, seconds):
+    """Ten of them were used up in two minutes, while /tmp was full."""
+    put_squeue(tmp_path, RestartCnt=restarts)
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@"\n')
+    env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+    done = conclude(137, tmp_path, 10, env, f"SECONDS={lasted}")
+    assert done.returncode == 137 and "requeue 7\n" in done.stdout, done
+    assert (f"to start in {seconds} s or later\n" in done.stdout) == bool(seconds), done
+    assert (f"\nupdate JobId=7 StartTime=now+{seconds}seconds\n" in done.stdout) == bool(seconds), done
+
+
+@pytest.mark.parametrize(
+    ("line", "first"),
+    [
+        ("srun: error: n2: task 3: Exited with exit code 1", "n2 3 Exited with exit code 1"),
+        ("srun: error: n2: tasks 3-5,7: Killed", "n2 3 Killed"),
+        ("3: srun: error: n2: task 3: Killed", "n1 1 Terminated"),  # printed by the program
+        ("srun: error: Node failure on n2", "n1 1 Terminated"),
+    ],
+)
+def test_what_failed_first(programs, tmp_path, line, first):
+    """srun ended with the status of the ranks that it had killed after that."""
+    earlier = "srun: error: n9: task 9: Exited with exit code 9\n"  # of another attempt
+    lines = ["3: ValueError", line, "3: slurmstepd-n1: error", "srun: error: n1: task 1: Terminated"]
+    log = tmp_path / "log"
+    log.write_text(earlier + "\n".join(lines))
+    command = f"source {REPOSITORY}/launch/lib/main.sh; LOG_BEGAN={len(earlier)}; "
+    command += "first_failure; last_line_of 3"
+    with log.open("a") as file:
+        done = subprocess.run(
+            ["bash", "-euc", command], env=programs, stdout=subprocess.PIPE, stderr=file, text=True
+        )
+    assert done.returncode == 0 and done.stdout.splitlines()[0] == first, done
+    assert done.stdout.splitlines()[1] == (line.removeprefix("3: ") if line[0] == "3" else "ValueError")
+
+
 @pytest.mark.parametrize(("killed", "requeued"), [(True, True), (False, False)])
 def test_a_launcher_that_ends_before_its_ranks_has_not_completed(programs, tmp_path, killed, requeued):
     """mpirun returned 0 after SIGKILL of its daemon on another node, and the job was COMPLETED."""
