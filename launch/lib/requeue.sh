@@ -175,7 +175,7 @@ watch_step() {
 first_failure() {
     [[ -n $LOG_BEGAN ]] || return 0
     tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2" |
-        sed -nE '/^srun: error: [^ ]+: tasks? [0-9][0-9,-]*: /{s/^srun: error: ([^ ]+): tasks? ([0-9]+)[^:]*: /\1 \2 /p;q}'
+        sed -nE 's/^srun: error: ([^ ]+): tasks? ([0-9]+)[0-9,-]*: /\1 \2 /;T;p;q'
 }
 
 # last_line_of TASK: print the last line that this task has written in this attempt
