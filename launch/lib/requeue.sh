@@ -147,8 +147,8 @@ run_launcher() {
     wait "$launcher"
 }
 
-# watch_step LAUNCHER: srun waits without end for tasks whose slurmstepd has been killed on another node. End it
-# when the tasks of this node have ended, and no rank is left on any node.
+# watch_step LAUNCHER: srun waits without end for tasks whose slurmstepd has been killed on another node. End
+# srun when the tasks of this node have ended, and no rank is left on any node.
 watch_step() {
     local name='' seconds
     for ((seconds = 0; ; seconds += 5)); do
@@ -163,7 +163,7 @@ watch_step() {
             seconds=0
         fi
     done
-    say 'no rank is left on any node, and srun still waits, as after its slurmstepd has been killed: ending srun'
+    say 'no rank is left on any node, and srun still waits, as after its slurmstepd has been killed: ending it'
     touch "$HPCTRAIN_CONTROL/lonely"
     kill "$1"
     sleep 10
@@ -171,7 +171,7 @@ watch_step() {
 }
 
 # first_failure: print what srun has said about the first task of this attempt that has failed: NODE TASK HOW.
-# srun kills the others then, and its own exit status is the highest of all. The ranks' lines have a label before.
+# srun kills the others then, and its own exit status is the highest of all. Lines of ranks have a label.
 first_failure() {
     [[ -n $LOG_BEGAN ]] || return 0
     tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2" |
@@ -306,8 +306,8 @@ conclude() {
     return "$status"
 }
 
-# requeue WHY RESTARTS OPTION LATER NODE: have the scheduler start the job again, in LATER seconds or more. OPTION
-# resumes the run. NODE may be at fault.
+# requeue WHY RESTARTS OPTION LATER NODE: have the scheduler start the job again, in LATER seconds or more.
+# OPTION resumes the run. NODE may be at fault.
 requeue() {
     local number
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
@@ -324,8 +324,8 @@ requeue() {
 }
 
 # submit_again RESTARTS OPTION LATER: submit another PBS job, which continues the run after this one, in LATER
-# seconds or more; print its number. PBS lets only operators requeue a running job. Not after TERM: the user may
-# have deleted the job.
+# seconds or more; print its number. PBS lets only operators requeue a running job. Not after TERM: the user
+# may have deleted the job.
 submit_again() {
     local name value names=HPCTRAIN_RESTARTS options=(-j oe -W "depend=afterany:$PBS_JOBID")
     [[ $STOPPING != TERM && $PBS_JOBID != *'['* ]] && command -v qsub >/dev/null || return 1
