@@ -54,8 +54,8 @@ start_node_container() {
         REPLY=$!
         return 0
     fi
-    # Apptainer passes each signal on to the process group of the command, and ends if there is none: the SIGTSTP
-    # of scontrol suspend would end the container under the ranks. So cat has a group, and ignores signals.
+    # Apptainer passes each signal on to the process group of the command, and ends if there is none: the
+    # SIGTSTP of scontrol suspend would end the container under the ranks. So cat has one and ignores them.
     # shellcheck disable=SC2016 # the shell in the image expands it
     APPTAINER_CONFIGDIR=$1 "${WORDS[0]}" exec --sharens "${WORDS[@]:2:$(index_of_command)-3}" \
         sh -c 'trap "" HUP INT QUIT USR1 USR2 TERM TSTP; exec $(command -v setsid) cat' \

@@ -163,7 +163,7 @@ watch_step() {
             seconds=0
         fi
     done
-    say 'no rank is left on any node, and srun still waits, as after its slurmstepd has been killed: ending it'
+    say 'no rank is left on any node, and srun waits, as after its slurmstepd has been killed: ending it'
     touch "$HPCTRAIN_CONTROL/lonely"
     kill "$1"
     sleep 10
@@ -265,12 +265,13 @@ conclude() {
         return "$status"
     fi
     if [[ -z $STOPPING ]] && read -r node task how < <(first_failure); then
-        say "task $task on $node failed first: $how. Its last line: $(last_line_of "$task")"
         if [[ $how =~ ^'Exited with exit code '([0-9]+) ]]; then
             status=${BASH_REMATCH[1]}
         elif ((status < 128)); then
             status=$KILLED
         fi
+        [[ -e $control/failed ]] || ((status == 2)) ||
+            say "task $task on $node failed first: $how. Its last line: $(last_line_of "$task")"
     fi
     if [[ -n $why ]]; then
         :
