@@ -2,6 +2,7 @@
 
 import json
 
+import numpy
 import pytest
 import torch
 
@@ -117,16 +118,44 @@ def test_a_state_that_cannot_be_resumed_is_refused_after_the_first_step(tmp_path
     assert not run.must_save()
 
 
-def test_values_of_a_step_are_means_over_the_ranks(tmp_path, monkeypatch):
+def test_values_of_a_step_are_means_over_the_ranks_and_the_steps(tmp_path, monkeypatch):
     run = hpctrain.Run(ALONE, "mine", RunOptions(out=tmp_path / "run", watchdog=0), CPU)
     run.resume(CPU, 1, torch.nn.Linear(2, 1))
-    other = {"d_loss": 3.0}
-    monkeypatch.setattr("hpctrain.run.run.gather", lambda world, own: [own, [*own[:-1], other]])
-    run.start_epoch(1, 2, 4)
-    run.step(torch.tensor(1.0), d_loss=torch.tensor(1.0))
+    other = {"train_loss": (3.0, 3), "d_loss": (6.0, 3), "learning_rate": (0.1, 3), "g_loss": (2.0, 1)}
+    monkeypatch.setattr("hpctrain.run.run.gather", lambda world, own: [own, [other, *own[1:]]])
+    run.start_epoch(1, 15, 4)
+    for step in range(3):
+        more = {"g_loss": numpy.float32(4)} if step == 1 else {}
+        run.step(torch.tensor(float(step)), d_loss=torch.tensor([step, 3.0]), learning_rate=0.1, **more)
     line = json.loads((tmp_path / "run/metrics.jsonl").read_text())
-    assert line["d_loss"] == 2.0
-    other["d_loss"] = float("nan")
-    monkeypatch.setattr("hpctrain.run.nonfinite.gather", lambda world, own: [own])
-    with pytest.raises(hpctrain.HpctrainError, match="d_loss is nan at epoch 1, step 2"):
+    assert (line["train_loss"], line["d_loss"], line["g_loss"]) == (2.0, 4.0, 3.0)
+    assert line["learning_rate"] == 0.1  # and not 0.10000000000000002
+
+
+def test_a_value_that_is_not_finite_in_one_step_is_named_at_the_next_line(tmp_path):
+    run = hpctrain.Run(ALONE, "mine", RunOptions(out=tmp_path / "run", watchdog=0), CPU)
+    run.resume(CPU, 1, torch.nn.Linear(2, 1))
+    run.start_epoch(1, 15, 4)
+    for d_loss in (1.0, float("nan")):
+        run.step(torch.tensor(1.0), d_loss=d_loss)
+    with pytest.raises(hpctrain.HpctrainError, match="d_loss is nan at epoch 1, step 3"):
         run.step(torch.tensor(1.0), d_loss=1.0)
+
+
+def test_a_resumed_run_has_the_means_of_one_that_was_not_cut(tmp_path):
+    def train(folder, *parts):
+        for first, last in parts:
+            run = hpctrain.Run(ALONE, "mine", RunOptions(out=folder, resume="auto", checkpoint_every=1), CPU)
+            model = torch.nn.Linear(2, 1)
+            run.resume(CPU, 1, model)
+            run.start_epoch(1, 15, 4)
+            for step in range(first, last):
+                run.step(torch.tensor(0.1 * step), d_loss=0.3 * step)
+                if run.must_save():
+                    run.save({"model": model.state_dict(), "optimizer": {}})
+            run._checkpointer.wait()
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return [(line["step"], line["train_loss"], line["d_loss"]) for line in lines]
+
+    whole = train(tmp_path / "whole", (0, 6))
+    assert len(whole) == 2 and train(tmp_path / "cut", (0, 2), (2, 5), (5, 6)) == whole
