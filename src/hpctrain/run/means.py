@@ -1,5 +1,6 @@
 """The means of what a script passes to Run.step(): over the ranks, and the steps since the last line."""
 
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -39,7 +40,7 @@ class Means:
         return {name: (float(mean), number) for name, (mean, number) in self._means.items()}
 
 
-def mean_over_ranks(of_ranks: list[dict[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
+def mean_over_ranks(of_ranks: Sequence[dict[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
     """The mean over the ranks that have a value, and the number of its steps, from their list_all()."""
     found = {}
     for name in dict.fromkeys(name for means in of_ranks for name in means):

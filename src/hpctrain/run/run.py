@@ -21,6 +21,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -133,7 +134,7 @@ class Run:
     def resume(
         self,
         device: torch.device,
-        epochs: int,
+        epochs: int | None,
         model: torch.nn.Module,
         entry: str = "optimizer",
         free: tuple[str, ...] = ("epochs",),
@@ -143,25 +144,25 @@ class Run:
         The state has the weights of `model`, and the entry of this name: see checkpoint.find_fitting(). A
         state with all epochs, or of a run that has stalled, is from a run that died before it wrote
         result.json: the trainer finishes it without training. Metrics that were written after the checkpoint
-        are removed.
+        are removed. A script that does not know `epochs` yet calls limit_epochs() when it does.
 
         Raises UsageError if the run has all of its epochs and its result already. Raises HpctrainError if no
         checkpoint fits, or, unless --force is given, if options differ that change the weights; options named
         in `free` may differ.
         """
-        self._epochs = epochs
         self._nonfinite.model = model = checkpoint.unwrap(model)
         self._checkpointer.in_parts, self._checkpointer.entry = self.in_parts, entry
         if self.resume_from is None:
+            self._epochs = epochs
             if self.world.rank == 0:
                 self._metrics.rewind(0)
             return None
-        with withdraw_if_refused(self._owner, self._config if self.world.rank == 0 else None):
+        with self._withdraw_if_refused():
             state = self._load(device, model, entry, free)
             position = Position.from_entries(state)
             self.epoch, self._step, self.best.evaluations = position.epoch, position.step, position.best
-            if self.epoch >= epochs or self.best.has_stalled:
-                self._refuse_if_finished(epochs)
+            if epochs is not None:
+                self.limit_epochs(epochs)
             text = describe_differences(self._options.list_weighty(), position.options, free)
             if text and not self._options.force:
                 raise UsageError(
@@ -180,6 +181,16 @@ class Run:
             add_resumption(self._config, self.resume_from, self.global_step)
         self.print(f"resuming after {self._place} of {self.resume_from}")
         return state
+
+    def limit_epochs(self, epochs: int) -> None:
+        """Train to this number of epochs. Ends a resumed run, or raises UsageError, as resume() does."""
+        self._epochs = epochs
+        if self.resume_from and (self.epoch >= epochs or self.best.has_stalled):
+            with self._withdraw_if_refused():
+                self._refuse_if_finished(epochs)
+
+    def _withdraw_if_refused(self) -> AbstractContextManager[None]:
+        return withdraw_if_refused(self._owner, self._config if self.world.rank == 0 else None)
 
     def _load(
         self, device: torch.device, model: torch.nn.Module, entry: str, free: tuple[str, ...]
@@ -305,11 +316,18 @@ class Run:
         self._watchdog.pause()
         self._since -= time.perf_counter()
 
-    def end_evaluation(self, score: tuple[float, ...]) -> bool:
-        """Count the evaluation. Returns whether to save() next: it is the best, or the run has stalled."""
+    def end_evaluation(self, score: float | tuple[float, ...] | None = None) -> bool:
+        """Count the evaluation if its score is known.
+
+        Returns whether to save() next: it is the best, or the run has stalled.
+        """
         self._since += time.perf_counter()
-        self._only_check = False
         self.times.start()
+        return score is not None and self.count_evaluation(score)
+
+    def count_evaluation(self, score: float | tuple[float, ...]) -> bool:
+        """Count an evaluation within the epoch; returns whether to save() next, as end_evaluation() does."""
+        self._only_check = False
         return self.best.add(self.epoch + 1, self._step, score) or self.best.has_stalled
 
     def must_save(self) -> bool:
@@ -384,11 +402,18 @@ class Run:
             self._checkpointer.wait()
 
     def _leave(self) -> NoReturn:
+        self.close()
+        raise EndEarly(0)
+
+    def close(self) -> None:
+        """End what runs in the background, and leave the folder to the next job. Not collective."""
         self._watchdog.stop()
+        self._checkpointer.close()
+        if self._bar:
+            self._bar.close()
         if self.world.rank == 0:
             self._metrics.close()
             self._owner.release()
-        raise EndEarly(0)
 
     def metrics(self, **values: float) -> None:
         """Write and print a line of metrics for the present epoch and step.
