@@ -267,13 +267,13 @@ class Run(run.Run):
             self.end_evaluation()
 
     def score(self, **values: Any) -> None:
-        """Write the scores of an evaluation, after the batches of an epoch or after run.step().
+        """Write the scores of an evaluation: after the batches of an epoch, after run.step(), or at the end.
 
         Each is a number or a tensor with a value per example: the mean over all of them on all ranks counts.
-        The checkpoint with the highest first score is kept, or with the lowest if its name ends in "loss".
-        result.json has the last scores.
+        While the run trains, the checkpoint with the highest first score is kept, or with the lowest if its
+        name ends in "loss". result.json has the last scores.
         """
-        if self._at not in (AFTER_STEP, AFTER_BATCHES):
+        if self._at in (IN_EPOCH, IN_BATCH):
             raise UsageError(
                 "call run.score() after the batches of an epoch, or after run.step() in the loop"
             )
@@ -288,7 +288,7 @@ class Run(run.Run):
         score = -score if name.endswith("loss") else score
         if self._at == AFTER_BATCHES:
             self._score = score
-        else:
+        elif self._at == AFTER_STEP:
             self._is_best |= self.count_evaluation(score)
 
     def _to_device(self, batch: Any) -> Any:
