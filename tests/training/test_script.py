@@ -249,17 +249,16 @@ def test_a_run_that_has_ended_is_finished_or_has_nothing_to_do(tmp_path, capsys)
 def test_the_state_of_an_epoch_that_ends_by_break_is_saved(tmp_path):
     def train(folder, last):
         with open_run(folder) as run:
-            model = run.prepare(make_net())
+            model = run.prepare(nn.Linear(4, 2))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             run.track(model=model, optimizer=optimizer)
             for epoch in run.epochs(9):
                 for points, labels in run.batches(Points(), 8):
-                    loss = cross_entropy(model(points), labels)
                     optimizer.zero_grad()
+                    loss = cross_entropy(model(points), labels)
                     loss.backward()
                     optimizer.step()
                     run.step(loss)
-                run.score(loss=1 / epoch)
                 if epoch == last:
                     break
         return result_of(folder)
@@ -274,16 +273,14 @@ def test_the_checkpoint_of_the_lowest_loss_or_the_highest_score_is_kept(tmp_path
     for name, scores, best in (("loss", (3, 1, 2, 2, 4), 2), ("f1", (1, 2, 5, 3, 3), 3)):
         folder = tmp_path / name
         with hpctrain.Run("mine", out=folder, keep_checkpoints=1, watchdog=0) as run:
-            model = run.prepare(nn.Linear(4, 1))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            run.track(model=model, optimizer=optimizer)
-            for epoch in run.epochs(5):
-                for points, _ in run.batches(Points(), 40):
-                    optimizer.zero_grad()
-                    model(points).mean().backward()
-                    optimizer.step()
-                    run.step(model(points).mean())
-                run.score(**{f"validation_{name}": scores[epoch - 1]}, other=-epoch)
+            left = iter(scores)
+            train_simply(
+                run,
+                5,
+                after=lambda run, name=name, left=left: run.score(
+                    **{f"validation_{name}": next(left)}, other=0
+                ),
+            )
         kept = {f"epoch-{best:04}.pt", "epoch-0005.pt"}
         assert {path.name for path in (folder / "checkpoints").iterdir()} == kept
         assert result_of(folder)[f"validation_{name}"] == scores[-1]
@@ -298,6 +295,47 @@ def test_the_weights_are_read_back(tmp_path):
         both = run._model
     hpctrain.load_weights(both, checkpoint.find_newest(tmp_path / "two"))
     assert {name.partition(".")[0] for name in both.state_dict()} == {"generator", "critic"}
+
+
+class Spoiled(Points):
+    """The points, of which one has no value."""
+
+    def __getitem__(self, index):
+        point, label = super().__getitem__(index)
+        return point if index != 7 else point * float("nan"), label
+
+
+def train_simply(run, epochs=1, data=None, after=lambda run: None):
+    model = run.prepare(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    for _ in run.epochs(epochs):
+        for points, labels in run.batches(data or Points(), 8):
+            loss = cross_entropy(model(points), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step(loss)
+        after(run)
+
+
+def test_a_step_whose_gradients_are_not_finite_is_skipped(tmp_path):
+    with open_run(tmp_path / "run", on_nan="skip") as run:
+        train_simply(run, data=Spoiled())
+    assert result_of(tmp_path / "run")["skipped_steps"] == 1
+    message = "train_loss is nan at epoch 1, step .*, since step . on rank 0 with the training examples .*7"
+    with pytest.raises(HpctrainError, match=message), open_run(tmp_path / "stop") as run:
+        train_simply(run, data=Spoiled())
+
+
+def test_a_run_whose_score_does_not_improve_ends(tmp_path):
+    with open_run(tmp_path / "run") as run:
+        run.best.patience = 2
+        train_simply(run, 9, after=lambda run: run.score(f1=1 / run.epoch))
+    assert result_of(tmp_path / "run")["epochs"] == 3
+    with pytest.raises(EndEarly), open_run(tmp_path / "run") as run:
+        run.best.patience = 2
+        train_simply(run, 9)
 
 
 # ---- options ----
@@ -324,13 +362,15 @@ class Config(Mapping):
 
 def test_options_of_hydra(tmp_path):
     def options(lr):
-        optimizer = Config(lr=lr, betas=[0.9, 0.99], api_token="geheim")
-        return Config(out=str(tmp_path / "run"), resume="auto", seed=3, optimizer=optimizer, path=tmp_path)
+        optimizer = Config(name="adam", lr=lr, betas=[0.9, 0.99], api_token="geheim")
+        return Config(
+            out=str(tmp_path / "run"), resume="auto", seed=3, name="x", optimizer=optimizer, path=tmp_path
+        )
 
     with hpctrain.Run("mine", **options(0.1)) as run:
         plain(run, lambda run: None)
     recorded = json.loads((tmp_path / "run/config.json").read_text())["options"]
-    assert recorded["optimizer"] == {"lr": 0.1, "betas": [0.9, 0.99], "api_token": "***"}
+    assert recorded["optimizer"] == {"name": "adam", "lr": 0.1, "betas": [0.9, 0.99], "api_token": "***"}
     assert (recorded["seed"], recorded["path"], recorded["checkpoint_every"]) == (3, str(tmp_path), "10min")
     with pytest.raises(UsageError) as error, hpctrain.Run("mine", **options(0.2)) as run:
         plain(run, lambda run: None)
@@ -445,7 +485,7 @@ BAD_USES = [
     (lambda run: run.track(**of_net(mine=Odd(threading.Lock()))), "(cannot pickle '_thread.lock' object)"),
     (
         lambda run: run.track(model=nn.Linear(1, 1, device="meta")),
-        "this Linear is sharded, and a Run saves whole",
+        "this Linear has weights that are sharded or have",
     ),
     (
         lambda run: next(run.epochs(1)),

@@ -59,7 +59,7 @@ class Run(run.Run):
     Every method is a collective call. An error in their use ends all ranks with one line.
     """
 
-    def __init__(self, name: str, **options: Any) -> None:
+    def __init__(self, name: str, /, **options: Any) -> None:
         """Join the other ranks, and create the run folder or open it again. Raises HpctrainError."""
         own = RunOptions.from_args({"seed": 1, "device": "auto", **options})
         world = detect()
@@ -88,8 +88,7 @@ class Run(run.Run):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        """Write the result. After an error or an interrupt, the last checkpoint remains to be resumed "
-        "from."""
+        """Write the result. After an error or an interrupt, the last checkpoint is there to go on from."""
         if kind is not None:
             return self._stack.__exit__(kind, error, traceback)
         with self._stack:
@@ -163,8 +162,7 @@ class Run(run.Run):
     # --- in training ---
 
     def epochs(self, number: int) -> Iterator[int]:
-        """The epochs that are left of this number, counted from 1. After each, all that is tracked is "
-        "saved."""
+        """The epochs that are left of this number, counted from 1. Saves what is tracked after each."""
         if self._model is None:
             raise UsageError(
                 "run.epochs() needs something to save: call run.track(model=model, ...) before it"
@@ -292,7 +290,7 @@ class Run(run.Run):
             self._is_best |= self.count_evaluation(score)
 
     def _to_device(self, batch: Any) -> Any:
-        if hasattr(batch, "to"):  # a tensor, or an object of its own, such as a BatchEncoding
+        if hasattr(batch, "to") and not isinstance(batch, Tensor):  # such as a BatchEncoding
             return batch.to(self.device)
         return tree_map_only(Tensor, lambda each: each.to(self.device, non_blocking=True), batch)
 
@@ -349,7 +347,8 @@ def _check_object(name: str, each: Any) -> None:
         if isinstance(value, Tensor)
     ):
         raise UsageError(
-            f"run.track({name}=...): this {kind} is sharded, and a Run saves whole models: use run.prepare()"
+            f"run.track({name}=...): this {kind} has weights that are sharded or have no values, and a Run "
+            "saves whole models: use run.prepare()"
         )
     checkpoint.check_loadable(state, f"the state of {name} in run.track()")
 
