@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 import nbclient
 import nbformat
@@ -326,6 +327,40 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped(tmp_path):
     message = "train_loss is nan at epoch 1, step .*, since step . on rank 0 with the training examples .*7"
     with pytest.raises(HpctrainError, match=message), open_run(tmp_path / "stop") as run:
         train_simply(run, data=Spoiled())
+
+
+def test_the_best_evaluation_within_an_epoch_is_kept(tmp_path):
+    with hpctrain.Run("mine", out=tmp_path / "run", keep_checkpoints=1, watchdog=0) as run:
+        model = run.prepare(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for _ in run.epochs(2):
+            for points, labels in run.batches(Points(), 8):
+                optimizer.zero_grad()
+                loss = cross_entropy(model(points), labels)
+                loss.backward()
+                optimizer.step()
+                run.step(loss)
+                run.score(validation_loss=abs(run.global_step - 3))
+    kept = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert kept == {"epoch-0001-step-000003.pt", "epoch-0002.pt"}
+
+
+def test_random_numbers_at_the_begin_of_an_epoch_are_those_of_the_epoch(tmp_path):
+    """Also in an epoch that is resumed."""
+    drawn = {}
+    for _ in range(3):
+        with suppress(KeyboardInterrupt), open_run(tmp_path / "run") as run:
+            interrupt, optimizer = Interrupt(after=4), torch.optim.SGD([nn.Parameter(torch.ones(1))])
+            run.track(model=nn.Linear(1, 1), optimizer=optimizer)
+            for epoch in run.epochs(2):
+                numbers = torch.rand(1).item(), random.random(), numpy.random.rand()
+                assert drawn.setdefault(epoch, numbers) == numbers
+                for _ in run.batches(Points(), 8):
+                    interrupt(run)
+                    optimizer.step()
+                    run.step(torch.tensor(1.0))
+    assert len({*drawn.values()}) == 2
 
 
 def test_a_run_whose_score_does_not_improve_ends(tmp_path):
