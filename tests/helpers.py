@@ -8,6 +8,9 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain.checkpoints.position import Evaluations, Position
@@ -35,8 +38,7 @@ POSITION = Position(
     step=0,
     steps=4,
     best=Evaluations(1, (0.5,), 0, 1, 1, (1, 0)),
-    losses=[0.0],
-    unlogged=0,
+    means=[{}],
     skipped=0,
     lines=0,
     seconds=1.5,
@@ -85,6 +87,35 @@ def write_fewer(source: Path, target: Path) -> None:
 def run_hpctrain(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hpctrain", *map(str, words)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+@contextmanager
+def start_ranks(number: int, *command: object, cwd: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks of a script of a user, with the variables of torchrun; killed at the end of the block."""
+    from tests.tools.warm_start import torchrun_ranks
+
+    env = os.environ | MEMORY_AND_THREADS
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)], cwd=cwd, env=env | variables, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for variables in ([rank.env for rank in torchrun_ranks(number, [], {})] if number > 1 else [{}])
+    ]  # fmt: skip
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def run_ranks(number: int, *command: object, cwd: Path, status: int = 0) -> str:
+    """What the ranks of a script print; all end with this exit status."""
+    with start_ranks(number, *command, cwd=cwd) as ranks, ThreadPoolExecutor() as pool:
+        output = "".join(pool.map(lambda rank: rank.communicate(timeout=300)[0], ranks))
+    assert [rank.returncode for rank in ranks] == [status] * number, output
+    return output
 
 
 def make_run(folder, *, starts=1, lines=None, result=True, started="2026-11-20T10:00:00+0000", **options):

@@ -68,7 +68,9 @@ MAIN_ROAD = {
         ],
         "launch/test_environment.py::test_a_job_submitted_inside_a_step_of_another_job",
     ],
-    "With `import hpctrain` your loop": ["test_own_script.py::test_the_last_step_resumes_bit_for_bit"],
+    "With `import hpctrain` your loop": [
+        "test_own_script.py::test_the_last_example_resumes_bit_for_bit_after_sigkill"
+    ],
     # ---- Fine-tuning ----
     "text classification, sentence pairs, named entities": [
         "nlp/test_cluster.py::test_sample_training_and_predict_need_only_the_image",

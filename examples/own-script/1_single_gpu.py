@@ -1,4 +1,4 @@
-"""A small ResNet on random images like those of CIFAR-10: one process, plain PyTorch.
+"""A small ResNet on random images like those of CIFAR-10.
 
 python examples/own-script/1_single_gpu.py
 """
@@ -8,10 +8,10 @@ import argparse
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils import data
 
 
-class Images(Dataset):
+class Images(data.Dataset):
     """Random images [3, 32, 32] of ten classes: those of class c are brighter in the rows from 3 c on."""
 
     def __init__(self, number: int) -> None:
@@ -56,13 +56,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64)
     args = parser.parse_args()
+    dataset = Images(640)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(1)
     model = make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    dataset = Images(640)
     for epoch in range(1, args.epochs + 1):
-        loader = DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True, num_workers=2)
+        loader = data.DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True, num_workers=2)
         for images, labels in loader:
             loss = cross_entropy(model(images.to(device)), labels.to(device))
             optimizer.zero_grad()

@@ -25,7 +25,7 @@ _MODULES = {
     "load_weights": "checkpoints.checkpoint",
     "main": "distributed.entry",
     "process_group": "distributed.rendezvous",
-    "Run": "run.run",
+    "Run": "training.script",
     "RunOptions": "run.options",
     "seed_step": "training.batches",
     "settle_buckets": "training.buckets",

@@ -78,9 +78,11 @@ def test_a_checkpoint_of_somebody_else_is_one_line(run):
         ("best", "x"),
         ("best", [1, 2, 3]),
         ("best", [1, ["x"]]),
-        ("losses", ["x"]),
-        ("losses", 1.0),
-        ("losses", []),
+        ("means", ["x"]),
+        ("means", 1.0),
+        ("means", []),
+        ("means", [{"train_loss": ["x", 1]}]),
+        ("means", [{"train_loss": [1.0, 0]}]),
     ]
     sparse = {name: value.to_sparse() for name, value in model.state_dict().items()}
     wrong += [("model", dict.fromkeys(model.state_dict(), "x")), ("model", sparse)]
@@ -238,7 +240,7 @@ def test_files_of_ranks_that_do_not_belong_together_are_skipped(run, capsys):
     """They come from another run or from another step, or their names promise more ranks than there are."""
     good, bad = save_model(run, 1), checkpoint.path_of(run, 2)
     model = torch.nn.Linear(2, 1)
-    for change in ({}, {"epoch": 3}, {"losses": [0.5]}, {"options": {"lr": "2"}}):
+    for change in ({}, {"epoch": 3}, {"means": [{"train_loss": [0.5, 1]}]}, {"options": {"lr": "2"}}):
         for rank, more in enumerate(({}, change)):
             content = POSITION | {"model": model.state_dict(), "optimizer": {}} | more
             checkpoint.save(parts.path_of_rank(bad, rank, 2), content)

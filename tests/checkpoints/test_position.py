@@ -9,7 +9,15 @@ from tests.helpers import POSITION
 
 def test_the_entries_are_those_of_every_version():
     position = Position(
-        2, 3, 10, Evaluations(1, (0.5, -0.1), 4, 3, 2, (2, 0)), [0.5], 1, 0, 7, 1.5, {"lr": "1"}
+        2,
+        3,
+        10,
+        Evaluations(1, (0.5, -0.1), 4, 3, 2, (2, 0)),
+        [{"train_loss": (0.5, 1)}],
+        0,
+        7,
+        1.5,
+        {"lr": "1"},
     )
     assert position.to_entries() == {
         "epoch": 2,
@@ -17,8 +25,7 @@ def test_the_entries_are_those_of_every_version():
         "steps": 10,
         "global_step": 23,
         "best": [1, [0.5, -0.1], 4, 3, 2, [2, 0]],
-        "losses": [0.5],
-        "unlogged": 1,
+        "means": [{"train_loss": [0.5, 1]}],
         "skipped": 0,
         "lines": 7,
         "seconds": 1.5,
@@ -35,6 +42,13 @@ def test_a_position_is_read_as_it_was_written(tmp_path):
 def test_a_checkpoint_of_a_version_that_evaluated_once_in_each_epoch():
     read = Position.from_entries(POSITION | {"epoch": 3, "best": [2, [0.5]]})
     assert read.best == Evaluations(epoch=2, score=(0.5,), step=0, total=3, number=2, latest=(3, 0))
+
+
+def test_a_checkpoint_of_a_version_that_kept_the_loss_alone():
+    earlier = {name: value for name, value in POSITION.items() if name != "means"} | {"losses": [3.0, 6.0]}
+    of_ranks = [{"train_loss": (1.0, 3)}, {"train_loss": (2.0, 3)}]
+    assert Position.from_entries(earlier | {"unlogged": 3}).means == of_ranks
+    assert Position.from_entries(earlier | {"unlogged": 0}).means == [{}, {}]
 
 
 @pytest.mark.parametrize("name", Position._fields)

@@ -277,9 +277,9 @@ def test_a_run_whose_checkpoints_are_gone_is_not_overwritten(tmp_path):
 
 def test_a_start_that_ends_by_an_error_does_not_look_as_if_it_ran(tmp_path):
     program = (
-        "import hpctrain, torch\n"
+        "import hpctrain\n"
         "def start(world):\n"
-        "    hpctrain.Run(world, 'mine', hpctrain.RunOptions(out='run'), torch.device('cpu'))\n"
+        "    hpctrain.Run('mine', out='run')\n"
         "    raise hpctrain.HpctrainError('HPCTRAIN_CACHE is full')\n"
         "hpctrain.main(start)\n"
     )

@@ -96,11 +96,16 @@ def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: 
 def check_loadable(state: dict[str, Any], where: str) -> None:
     """Raise UsageError for a state that holds more than tensors and plain values: load() refuses it."""
     file = io.BytesIO()
-    torch.save(tree_map_only(torch.Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype), state), file)
-    file.seek(0)
+    small = tree_map_only(torch.Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype), state)
     try:
+        torch.save(small, file)
+        file.seek(0)
         torch.load(file, weights_only=True)
-    except pickle.UnpicklingError as error:
+    except (
+        pickle.PickleError,
+        AttributeError,
+        TypeError,
+    ) as error:  # the last two: of a local function, a lock
         found = re.search(r"GLOBAL (\S+)", str(error))  # behind advice to load the object in spite of it
         text = found[1] if found else first_line(error)
         raise UsageError(

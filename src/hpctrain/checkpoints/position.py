@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 # Entries that the files of all ranks have in common, if they belong to one checkpoint.
-SAME_ON_ALL_RANKS = ("epoch", "step", "global_step", "losses", "options")
-_COUNTS = ("epoch", "step", "steps", "unlogged", "skipped", "lines")
+SAME_ON_ALL_RANKS = ("epoch", "step", "global_step", "means", "options")
+_COUNTS = ("epoch", "step", "steps", "skipped", "lines")
 
 
 class Evaluations(NamedTuple):
@@ -26,8 +26,8 @@ class Position(NamedTuple):
     step: int  # finished optimizer steps of the next epoch
     steps: int  # optimizer steps in an epoch
     best: Evaluations
-    losses: list[float]  # for each rank, the sum over the unlogged steps
-    unlogged: int  # steps since the last line of metrics
+    # For each rank, the values of its steps since the last line of metrics: their mean and their number.
+    means: list[dict[str, tuple[float, int]]]
     skipped: int  # steps whose gradients were not finite
     lines: int  # of metrics.jsonl
     seconds: float  # since the start of the training
@@ -37,6 +37,7 @@ class Position(NamedTuple):
         """The entries of a checkpoint, of types that torch.load() accepts."""
         epoch, score, step, total, number, latest = self.best
         return self._asdict() | {
+            "means": [{name: [*mean] for name, mean in of_rank.items()} for of_rank in self.means],
             "global_step": self.epoch * self.steps + self.step,
             "best": [epoch, [*score], step, total, number, [*latest]],
         }
@@ -48,7 +49,7 @@ class Position(NamedTuple):
         Raises ValueError if an entry is missing or has values that to_entries() does not write.
         """
         entries: dict[str, Any] = {name: state.get(name) for name in cls._fields}
-        losses, options = entries["losses"], entries["options"]
+        options = entries["options"]
         match entries["best"]:
             case [int(epoch), list(score)]:  # of versions that evaluated once after each epoch
                 best = Evaluations(epoch, (*score,), 0, entries["epoch"], epoch, (entries["epoch"], 0))
@@ -59,10 +60,30 @@ class Position(NamedTuple):
         for name in _COUNTS:
             if type(entries[name]) is not int or not 0 <= entries[name] < 2**31:
                 raise ValueError(name)
-        if not isinstance(losses, list) or not losses:
-            raise ValueError("losses")
         if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
             raise ValueError("options")
-        if not all(isinstance(value, int | float) for value in [*best.score, *losses, entries["seconds"]]):
-            raise ValueError("score, losses or seconds")
-        return cls(**entries | {"best": best})
+        if not all(isinstance(value, int | float) for value in [*best.score, entries["seconds"]]):
+            raise ValueError("score or seconds")
+        return cls(**entries | {"best": best, "means": _read_means(state)})
+
+
+def _read_means(state: Mapping[str, Any]) -> list[dict[str, tuple[float, int]]]:
+    match state:
+        case {"means": [*of_ranks]} if of_ranks:
+            return [_read_means_of_rank(means) for means in of_ranks]
+        case {"losses": [*sums], "unlogged": int(steps)} if sums:  # of versions that kept the loss alone
+            numbers = [total for total in sums if isinstance(total, int | float)]
+            if len(numbers) == len(sums):
+                return [{"train_loss": (total / steps, steps)} if steps > 0 else {} for total in numbers]
+    raise ValueError("means")
+
+
+def _read_means_of_rank(entry: Any) -> dict[str, tuple[float, int]]:
+    means = {}
+    for name, value in entry.items() if isinstance(entry, dict) else [(None, None)]:
+        match name, value:
+            case str(), [int() | float() as mean, int(number)] if 0 < number < 2**31:
+                means[name] = mean, number
+            case _:
+                raise ValueError("means")
+    return means

@@ -87,7 +87,7 @@ class Checkpointer:
         self._written = False
         self._copied = threading.Event()
         self._copied.set()
-        register_optimizer_step_pre_hook(self._wait_for_copy)
+        self._hook = register_optimizer_step_pre_hook(self._wait_for_copy)
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether all ranks save after `step` steps of the run. A collective call, once a step.
@@ -160,6 +160,13 @@ class Checkpointer:
         error, self._error = self._error, None
         if error:
             raise error
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is written or has failed, and free its copy. None follows."""
+        if self._writer:
+            self._writer.join()
+        self._hook.remove()
+        self._copy = None
 
     def _write(
         self, path: Path, state: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], best: Path

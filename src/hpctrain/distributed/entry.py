@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from types import TracebackType
 from typing import NoReturn
 
@@ -24,7 +25,7 @@ from hpctrain.text import first_line, reason
 on_failure: list[Callable[[], object]] = []
 # Errors of a path that a user has given: the folder of another user, a link in a circle, and the like.
 _PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
-# The exit status of a script that wants to be started again: see docs/own-script.md.
+# The exit status of a script that wants to be started again: see docs/scripts.md.
 REQUEUE = 75
 
 
@@ -144,6 +145,9 @@ def print_errors_in_one_line() -> None:
         except HpctrainError:
             rank = 0
         _call_on_failure()
-        raise SystemExit(_report(error, rank))  # Python takes the status from it
+        # The hook of torch.distributed redirects stderr, and would print it if this one returned.
+        with redirect_stderr(sys.__stderr__):
+            status = _report(error, rank)
+        raise SystemExit(status)  # Python takes the status from it
 
     sys.excepthook = hook

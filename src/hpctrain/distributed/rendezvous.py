@@ -5,6 +5,7 @@ pickle runs code in the process that reads it.
 """
 
 import atexit
+import functools
 import hmac
 import json
 import os
@@ -134,13 +135,7 @@ def _connect_store(world: World) -> Store:
     address, port = main_address()
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = TCPStore(
-            address,
-            port,
-            is_master=world.rank == 0 and not agent_serves,
-            wait_for_workers=False,
-            timeout=JOIN_TIMEOUT,
-        )
+        store = _open_store(address, port, world.rank == 0 and not agent_serves)
     except (dist.DistError, RuntimeError, ValueError) as error:
         text = first_line(error)
         if "EADDRINUSE" in text:
@@ -160,6 +155,11 @@ def _connect_store(world: World) -> Store:
             f"{_describe(world)} lost the connection to rank 0 at {address}:{port} ({first_line(error)}): "
             "read the log of rank 0"
         ) from error
+
+
+@functools.cache  # a script may join the others again, while this process still serves the store
+def _open_store(address: str, port: int, serve: bool) -> TCPStore:
+    return TCPStore(address, port, is_master=serve, wait_for_workers=False, timeout=JOIN_TIMEOUT)
 
 
 def _wait_for_all_ranks(world: World, store: Store, address: str) -> Store:

@@ -1,4 +1,4 @@
-"""Run folder, checkpoints and requeue for a Lightning Trainer in a user's script: see docs/own-script.md.
+"""Run folder, checkpoints and requeue for a Lightning Trainer in a user's script: see docs/scripts.md.
 
 Lightning resumes within an epoch from a loader that starts the epoch again: it trains on the first batches
 twice, and never on the last ones. RunFolder leaves out the batches that are done, and makes order, random
@@ -8,14 +8,11 @@ never stopped, bit for bit.
 
 import math
 import os
-import random
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -33,7 +30,8 @@ from hpctrain.distributed.world import World, detect
 from hpctrain.errors import UsageError
 from hpctrain.run.options import RunOptions
 from hpctrain.run.run import Run
-from hpctrain.training.batches import ResumableBatches, SeededByKey, seed_torch
+from hpctrain.training.batches import ResumableBatches, SeededByKey, seed_everything
+from hpctrain.training.buckets import settle_buckets
 
 CPU = torch.device("cpu")
 
@@ -189,12 +187,7 @@ class RunFolder(Checkpoint):
         self._prepare_loader(trainer)
         self._state = None  # as large as the model and its optimizer
         if isinstance(model := trainer.strategy.model, DistributedDataParallel) and not model.static_graph:
-            # See settle_buckets(). training_step() is left out: it may do more than compute a loss.
-            with patch.object(
-                module, "forward", lambda: sum((p * 0).sum() for p in module.parameters() if p.requires_grad)
-            ):
-                model().backward()
-            module.zero_grad(set_to_none=True)
+            settle_buckets(model)  # training_step() may do more than compute a loss
         with all_or_none(self._run.world):
             self._dump(trainer)
             if self._run.world.rank == 0:
@@ -267,11 +260,7 @@ class RunFolder(Checkpoint):
     def _seed(self, trainer: Trainer, batch_idx: int, stage: str) -> None:
         """Seed by (seed, epoch, batch, rank) alone, "before" a step, when its batch is made, or "in" it."""
         key = self._seed_of_run, trainer.current_epoch, batch_idx, self._run.world.rank, stage == "in"
-        number = hash(key)
-        seed_torch(number)
-        random.seed(number)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(number % 2**32)
+        seed_everything(hash(key))
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Seed the random numbers of the first batch."""

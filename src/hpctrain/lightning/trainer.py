@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,7 +16,7 @@ from hpctrain.distributed.lazy_imports import import_of_lightning
 from hpctrain.distributed.rendezvous import broadcast
 from hpctrain.distributed.world import World
 from hpctrain.run.run import Run
-from hpctrain.training.buckets import settle_buckets
+from hpctrain.training.buckets import broadcast_buffers, settle_buckets
 
 with import_of_lightning():
     from lightning.pytorch import LightningModule, Trainer
@@ -148,9 +147,7 @@ class TrainerFolder(RunFolder):
                 self._run.start_evaluation()
             else:
                 self._end_epoch()
-        if trainer.world_size > 1:
-            for buffer in module.buffers():
-                dist.broadcast(buffer, src=0)
+        broadcast_buffers(module, self._run.world)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Write the metrics. An evaluation within an epoch is saved before the next step: see RunFolder."""

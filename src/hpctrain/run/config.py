@@ -22,6 +22,7 @@ from hpctrain.distributed.world import World, job_id
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.files.redaction import hide_secrets
+from hpctrain.run.options import as_json
 from hpctrain.text import first_line
 
 
@@ -40,7 +41,7 @@ def write_config(
         device_name = platform.processor() or platform.machine()
     config = {
         "trainer": trainer,
-        "options": {key: str(value) if isinstance(value, Path) else value for key, value in options.items()},
+        "options": as_json(options),
         "command": sys.argv,
         "world": asdict(world),
         "job": job_id(),

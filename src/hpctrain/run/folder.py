@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.world import in_job, job_id, restart_count, torchrun_restarts
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import EndEarly, HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.files.places import refuse_throw_away
 from hpctrain.run.options import RunOptions
@@ -111,10 +111,10 @@ def _is_failed_start(folder: Path) -> bool:
 
 @contextmanager
 def withdraw_if_refused(owner: Owner, config: Path | None = None) -> Iterator[None]:
-    """After an HpctrainError, leave a run as it was: without this owner and `config` (config.N.json)."""
+    """After an error, or if nothing is left to do, leave a run as it was: without this owner and `config`."""
     try:
         yield
-    except HpctrainError:
+    except (HpctrainError, EndEarly):
         if config:
             config.unlink(missing_ok=True)
         owner.release()

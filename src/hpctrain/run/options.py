@@ -1,6 +1,6 @@
 """The options of a run, and which of them have to stay the same when the run is resumed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from hpctrain.checkpoints.interval import Interval
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
+from hpctrain.files.redaction import hide_secrets
 
 Prune = Callable[[World], bool]
 
@@ -90,7 +91,17 @@ class RunOptions:
 
     def list_weighty(self) -> dict[str, str]:
         """The options that change the weights by more than rounding, as a checkpoint has them."""
-        return {name: str(value) for name, value in self.list_all().items() if name not in _FREE}
+        options = hide_secrets(as_json(self.list_all()))
+        return {name: str(value) for name, value in options.items() if name not in _FREE}
+
+
+def as_json(value: Any) -> Any:
+    """A value of an option as JSON has it: a script may have any, such as a DictConfig of Hydra."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):
+        return [as_json(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _list_names() -> list[str]:

@@ -21,9 +21,9 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NoReturn
 
 import torch
@@ -52,6 +52,7 @@ from hpctrain.run.config import (
 )
 from hpctrain.run.flops import utilization
 from hpctrain.run.folder import finished_epochs, prepare_folder, withdraw_if_refused
+from hpctrain.run.means import Means, mean_over_ranks
 from hpctrain.run.metrics import Metrics, format_seconds, plain_numbers
 from hpctrain.run.nonfinite import NonFinite
 from hpctrain.run.options import RunOptions, describe_differences
@@ -131,16 +132,15 @@ class Run:
         self._epochs = options.epochs
         self._flops: float | None = None
         self._only_check = self._state_is_checked = False  # see must_save()
-        # The position within the next epoch, and the sums since the last line of metrics.
+        # The position within the next epoch, and the means since the last line of metrics.
         self._step = self._steps = self._examples = 0
-        self._loss_sum: Tensor | float = 0.0
-        self._unlogged, self._since = 0, time.perf_counter()
+        self._means, self._since = Means(), time.perf_counter()
         self._started = time.monotonic()
 
     def resume(
         self,
         device: torch.device,
-        epochs: int,
+        epochs: int | None,
         model: torch.nn.Module,
         entry: str = "optimizer",
         free: tuple[str, ...] = ("epochs",),
@@ -150,25 +150,25 @@ class Run:
         The state has the weights of `model`, and the entry of this name: see checkpoint.find_fitting(). A
         state with all epochs, or of a run that has stalled, is from a run that died before it wrote
         result.json: the trainer finishes it without training. Metrics that were written after the checkpoint
-        are removed.
+        are removed. A script that does not know `epochs` yet calls limit_epochs() when it does.
 
         Raises UsageError if the run has all of its epochs and its result already. Raises HpctrainError if no
         checkpoint fits, or, unless --force is given, if options differ that change the weights; options named
         in `free` may differ.
         """
-        self._epochs = epochs
         self._nonfinite.model = model = checkpoint.unwrap(model)
         self._checkpointer.in_parts, self._checkpointer.entry = self.in_parts, entry
         if self.resume_from is None:
+            self._epochs = epochs
             if self.world.rank == 0:
                 self._metrics.rewind(0)
             return None
-        with withdraw_if_refused(self._owner, self._config if self.world.rank == 0 else None):
+        with self._withdraw_if_refused():
             state = self._load(device, model, entry, free)
             position = Position.from_entries(state)
             self.epoch, self._step, self.best.evaluations = position.epoch, position.step, position.best
-            if self.epoch >= epochs or self.best.has_stalled:
-                self._refuse_if_finished(epochs)
+            if epochs is not None:
+                self.limit_epochs(epochs)
             text = describe_differences(self._options.list_weighty(), position.options, free)
             if text and not self._options.force:
                 raise UsageError(
@@ -177,14 +177,9 @@ class Run:
                 )
         if text:
             self.print(f"--force: continuing with {text}")
-        self._steps, self._unlogged = position.steps, position.unlogged
-        self._nonfinite.skipped = position.skipped
-        losses = position.losses
-        if len(losses) == self.world.size:
-            self._loss_sum = losses[self.world.rank]
-        else:
-            # Each rank takes the mean: the next line of metrics has the mean over the ranks.
-            self._loss_sum = sum(losses) / len(losses)
+        self._steps, self._nonfinite.skipped = position.steps, position.skipped
+        as_many = len(position.means) == self.world.size
+        self._means.load(position.means[self.world.rank] if as_many else mean_over_ranks(position.means))
         self._started = time.monotonic() - position.seconds
         if self.world.rank == 0:
             own = self.resume_from.parent.parent.resolve() == self.folder.resolve()
@@ -194,6 +189,16 @@ class Run:
             add_resumption(self._config, self.resume_from, self.global_step)
         self.print(f"resuming after {self._place} of {self.resume_from}")
         return state
+
+    def limit_epochs(self, epochs: int) -> None:
+        """Train to this number of epochs. Ends a resumed run, or raises UsageError, as resume() does."""
+        self._epochs = epochs
+        if self.resume_from and (self.epoch >= epochs or self.best.has_stalled):
+            with self._withdraw_if_refused():
+                self._refuse_if_finished(epochs)
+
+    def _withdraw_if_refused(self) -> AbstractContextManager[None]:
+        return withdraw_if_refused(self._owner, self._config if self.world.rank == 0 else None)
 
     def _load(
         self, device: torch.device, model: torch.nn.Module, entry: str, free: tuple[str, ...]
@@ -281,31 +286,32 @@ class Run:
         """Count an optimizer step, with the mean loss of this rank's examples.
 
         The first step starts the watchdog. Five times an epoch, the call is collective and writes a line of
-        metrics: the mean loss over all ranks since the last line, the mean over the ranks of each of `values`
-        in this step, the speed, the peak memory of the rank that needs most, and the mean use of GPUs. Raises
-        HpctrainError if the mean of the loss or of a value is not finite.
+        metrics: the loss and each of `values`, as means over the ranks and the steps since the last line, the
+        speed, the peak memory of the rank that needs most, and the mean use of GPUs. Raises HpctrainError if
+        one of these means is not finite.
         """
         if not self._nonfinite.is_skipping:
-            self._unlogged += 1
-            self._loss_sum = self._loss_sum + self._nonfinite.add(self._step, loss)
+            self._means.add({"train_loss": self._nonfinite.add(self._step, loss)} | values)
         self._step += 1
         if page := self.times.step(left=self._steps - self._step):
             self.print(f"profile: {page}")
         self._watchdog.step()
         if self._bar:
             self._bar.update()
-        if self._step % -(-self._steps // 5) == 0 and self._unlogged:
-            own: list[Any] = [float(self._loss_sum), peak_memory(self.device), gpu_percent(self.device)]
-            own.append(plain_numbers(values))
-            losses, memory, use, of_ranks = zip(*gather(self.world, own), strict=True)
-            values = {name: fmean(each[name] for each in of_ranks) for name in values}
+        own = self._means.list_all() if self._step % -(-self._steps // 5) == 0 else {}
+        if own:
+            answer = [own, peak_memory(self.device), gpu_percent(self.device)]
+            of_ranks, memory, use = zip(*gather(self.world, answer), strict=True)
+            means = mean_over_ranks(of_ranks)
+            values = {name: mean for name, (mean, _) in means.items()}
             now = time.perf_counter()
-            values["examples_per_s"] = self._unlogged * self._examples / (now - self._since)
+            values["examples_per_s"] = means["train_loss"][1] * self._examples / (now - self._since)
             values["peak_memory_mb"] = round(max(memory), 1)
             if None not in use:
                 values["gpu_percent"] = sum(use) / len(use)
-            self.metrics(train_loss=sum(losses) / (self._unlogged * self.world.size), **values)
-            self._loss_sum, self._unlogged, self._since = 0.0, 0, now
+            self.metrics(**values)
+            self._since = now
+            self._means.clear()
             self._nonfinite.clear()
 
     @property
@@ -318,11 +324,18 @@ class Run:
         self._watchdog.pause()
         self._since -= time.perf_counter()
 
-    def end_evaluation(self, score: tuple[float, ...]) -> bool:
-        """Count the evaluation. Returns whether to save() next: it is the best, or the run has stalled."""
+    def end_evaluation(self, score: float | tuple[float, ...] | None = None) -> bool:
+        """Count the evaluation if its score is known.
+
+        Returns whether to save() next: it is the best, or the run has stalled.
+        """
         self._since += time.perf_counter()
-        self._only_check = False
         self.times.start()
+        return score is not None and self.count_evaluation(score)
+
+    def count_evaluation(self, score: float | tuple[float, ...]) -> bool:
+        """Count an evaluation within the epoch; returns whether to save() next, as end_evaluation() does."""
+        self._only_check = False
         return self.best.add(self.epoch + 1, self._step, score) or self.best.has_stalled
 
     def must_save(self) -> bool:
@@ -353,9 +366,9 @@ class Run:
         self._checkpointer.clear(path)  # no rank writes before gather()
         if score is not None:
             self.best.add(self.epoch, 0, score)
-        losses = gather(self.world, float(self._loss_sum))
+        means = gather(self.world, self._means.list_all())
         # weights that are not finite must not become the newest checkpoint
-        self._check_finite(train_loss=sum(losses))
+        self._check_finite(**{name: mean for name, (mean, _) in mean_over_ranks(means).items()})
         self._wait_for_checkpoint()  # all ranks complete the earlier checkpoint before the next one
         with all_or_none(self.world):
             if self.world.rank == 0 or self.in_parts:
@@ -364,8 +377,7 @@ class Run:
                     step=self._step,
                     steps=self._steps,
                     best=self.best.evaluations,
-                    losses=losses,
-                    unlogged=self._unlogged,
+                    means=means,
                     skipped=self._nonfinite.skipped,
                     lines=self._metrics.lines if self.world.rank == 0 else 0,
                     seconds=time.monotonic() - self._started,
@@ -398,11 +410,18 @@ class Run:
             self._checkpointer.wait()
 
     def _leave(self) -> NoReturn:
+        self.close()
+        raise EndEarly(0)
+
+    def close(self) -> None:
+        """End what runs in the background, and leave the folder to the next job. Not collective."""
         self._watchdog.stop()
+        self._checkpointer.close()
+        if self._bar:
+            self._bar.close()
         if self.world.rank == 0:
             self._metrics.close()
             self._owner.release()
-        raise EndEarly(0)
 
     def metrics(self, **values: float) -> None:
         """Write and print a line of metrics for the present epoch and step.
@@ -441,7 +460,7 @@ class Run:
         """All steps of the epoch are done."""
         self._watchdog.pause()
         self.epoch, self._step, self._only_check = self.epoch + 1, 0, False
-        self._loss_sum, self._unlogged = 0.0, 0
+        self._means.clear()
         if self._bar:
             self._bar.close()
             self._bar = None

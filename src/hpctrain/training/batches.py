@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -70,21 +71,41 @@ def evaluation_batches(examples: int, batch_size: int, world: World) -> Iterator
 
 
 def data_loader(
-    dataset: Dataset, batch_size: int, seed: int, epoch: int, world: World, skip: int = 0, **options: Any
+    dataset: Dataset,
+    batch_size: int,
+    seed: int,
+    epoch: int,
+    world: World,
+    skip: int = 0,
+    steps: int | None = None,
+    **options: Any,
 ) -> DataLoader:
-    """A DataLoader of the batches of training_batches(), for one epoch.
+    """A DataLoader of the batches of training_batches(), for one epoch, without its first `skip` batches.
 
-    `options` are options of DataLoader, such as num_workers.
+    An epoch is one pass over the data, or has this many `steps`, where each epoch goes on with the data where
+    the last one ended. `options` are options of DataLoader, such as num_workers.
 
     Random numbers that the dataset draws for an example (with torch, random and numpy) depend on (seed,
     epoch, example) alone. A resumed run sees the same augmented examples, with any number of workers. Raises
     UsageError as steps_per_epoch() does.
     """
     examples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__()
-    batches = [batch.tolist() for batch in training_batches(examples, batch_size, seed, epoch, world, skip)]
+    in_pass = steps_per_epoch(examples, batch_size, world)
+    steps = steps or in_pass
+    earlier, done = divmod((epoch - 1) * steps + skip, in_pass)
+    keys = (
+        [(number, index) for index in batch.tolist()]
+        for number in count(earlier + 1)
+        for batch in training_batches(
+            examples, batch_size, seed, number, world, done if number == earlier + 1 else 0
+        )
+    )
     # Without a generator, the loader draws from the random numbers that the model uses for dropout.
     return DataLoader(
-        _Seeded(dataset, seed, epoch), batch_sampler=batches, generator=torch.Generator(), **options
+        SeededByKey(dataset, seed),
+        batch_sampler=[*islice(keys, steps - skip)],
+        generator=torch.Generator(),
+        **options,
     )
 
 
@@ -97,25 +118,6 @@ def can_fork_beside_threads() -> bool:
     """
     version = sys.version_info[:3]
     return version >= (3, 11, 10) or (3, 10, 15) <= version < (3, 11) or "hpctrain_fork_lock" in sys.modules
-
-
-class _Seeded(Dataset):
-    """A dataset whose random numbers for an example depend on (seed, epoch, example) alone."""
-
-    def __init__(self, dataset: Dataset, seed: int, epoch: int) -> None:
-        self._dataset, self._seed, self._epoch = dataset, seed, epoch
-
-    def __getitem__(self, index: int) -> Any:
-        with _random_numbers_of(self._seed, self._epoch, index):
-            return self._dataset[index]
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        """The examples of a batch, in one call if the dataset has it, as those of Hugging Face do."""
-        at_once = getattr(self._dataset, "__getitems__", None)
-        if at_once is None:
-            return [self[index] for index in indices]
-        with _random_numbers_of(self._seed, self._epoch, *indices):
-            return at_once(indices)
 
 
 class ResumableBatches:
@@ -162,10 +164,18 @@ class SeededByKey(Dataset):
         return len(self.inner)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__()
 
     def __getitem__(self, key: tuple[int, Any]) -> Any:
-        return _Seeded(self.inner, self._seed, key[0])[key[1]]
+        epoch, index = key
+        with _random_numbers_of(self._seed, epoch, index):
+            return self.inner[index]
 
     def __getitems__(self, keys: list[tuple[int, Any]]) -> Any:
-        return _Seeded(self.inner, self._seed, keys[0][0]).__getitems__([index for _, index in keys])
+        """The examples of a batch, in one call if the dataset has it, as those of Hugging Face do."""
+        at_once = getattr(self.inner, "__getitems__", None)
+        if at_once is None:
+            return [self[key] for key in keys]
+        indices = [index for _, index in keys]
+        with _random_numbers_of(self._seed, keys[0][0], *indices):  # a batch is of one epoch
+            return at_once(indices)
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # while it is unpickled
@@ -195,8 +205,16 @@ def _random_numbers_of(*key: int) -> Iterator[None]:
 
 
 def seed_step(seed: int, epoch: int, step: int, world: World) -> None:
-    """Seed torch by (seed, epoch, step, rank), before the step: a resumed run has the same dropout."""
-    seed_torch(hash((seed, epoch, step, world.rank)))
+    """Seed by (seed, epoch, step, rank), before the step: a resumed run has the same dropout."""
+    seed_everything(hash((seed, epoch, step, world.rank)))
+
+
+def seed_everything(number: int) -> None:
+    """Seed torch, random and, if it is imported, numpy."""
+    seed_torch(number)
+    random.seed(number)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(number % 2**32)
 
 
 def seed_torch(number: int) -> None:

@@ -1,22 +1,50 @@
-"""The order in which DistributedDataParallel sums gradients."""
+"""What the ranks of DistributedDataParallel have in common: the order of sums, and buffers."""
 
 from collections.abc import Callable
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from hpctrain.distributed.world import World
 
-def settle_buckets(model: nn.Module, compute_loss: Callable[[], Tensor]) -> None:
+
+def broadcast_buffers(model: nn.Module, world: World) -> None:
+    """Copy rank 0's batch-norm statistics, which are saved, to all ranks for evaluation (collective)."""
+    if world.size > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def settle_buckets(model: nn.Module, compute_loss: Callable[[], Tensor] | None = None) -> None:
     """Let DistributedDataParallel arrange its buckets before the first step of a run, or of a resumed run.
 
     DDP rebuilds its buckets after the first backward pass, in the order in which gradients became ready. The
     first step would be summed in another arrangement than all others. With more than two ranks the
     arrangement decides in which order values are added, so the last bits of a resumed run would differ.
 
-    `compute_loss` returns the loss of any example. Its gradients are discarded. The model is in evaluation
-    mode meanwhile, which keeps the statistics of batch normalization and the random numbers of dropout. A
-    collective call.
+    `compute_loss` returns the loss of any example. The model is in evaluation mode meanwhile, which keeps the
+    statistics of batch normalization and the random numbers of dropout. Without it, the model computes
+    nothing, and the gradients become ready in the order of the parameters: as settled, but the communication
+    may overlap less with the computation. The gradients are discarded. A collective call.
     """
-    model.eval()
-    compute_loss().backward()
+    if compute_loss:
+        model.eval()
+        compute_loss().backward()
+        model.train()
+    else:
+        _add_up_zeros(model)
     model.zero_grad(set_to_none=True)
-    model.train()
+
+
+def _add_up_zeros(model: nn.Module) -> None:
+    """A backward pass through each parameter of a DistributedDataParallel, without its module's forward()."""
+    module = model.get_submodule("module")
+    own = module.__dict__.get("forward")  # of torch.compile, for example
+    trained = [each for each in module.parameters() if each.requires_grad]
+    module.forward = lambda: sum((each * 0).sum() for each in trained)
+    try:
+        model().backward()
+    finally:
+        del module.forward
+        if own:
+            module.forward = own

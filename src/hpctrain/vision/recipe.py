@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, Optimizer
@@ -220,13 +219,6 @@ def set_learning_rate(optimizer: Optimizer, args: ImageOptions, epoch: int) -> N
     """Set the learning rate of an epoch, counted from 0. Resuming needs no state of a scheduler."""
     for group in optimizer.param_groups:
         group["lr"] = args.lr * args.lr_decay**epoch
-
-
-def broadcast_buffers(model: nn.Module, world: World) -> None:
-    """Copy rank 0's batch-norm statistics, which are saved, to all ranks for evaluation (collective)."""
-    if world.size > 1:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
 
 
 @torch.no_grad()

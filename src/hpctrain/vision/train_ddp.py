@@ -34,7 +34,7 @@ from hpctrain.errors import UsageError
 from hpctrain.options import Parser, add_device
 from hpctrain.run.run import Run
 from hpctrain.training.batches import steps_per_epoch
-from hpctrain.training.buckets import settle_buckets
+from hpctrain.training.buckets import broadcast_buffers, settle_buckets
 from hpctrain.vision import recipe
 from hpctrain.vision.loop import train_epochs
 
@@ -88,7 +88,7 @@ def main(world: World, arguments: list[str]) -> None:
             return loss.detach()
 
         def evaluate() -> tuple[float, float]:
-            recipe.broadcast_buffers(model, world)
+            broadcast_buffers(model, world)
             with autocast:
                 return recipe.evaluate(model, test_set, args, world, device, sum_over_ranks)
 

@@ -30,6 +30,7 @@ from hpctrain.errors import UsageError
 from hpctrain.options import Parser, add_device
 from hpctrain.run.run import Run
 from hpctrain.training.batches import evaluation_batches, steps_per_epoch
+from hpctrain.training.buckets import broadcast_buffers
 from hpctrain.training.sharding import (
     copy_without_weights,
     gather_model,
@@ -85,7 +86,7 @@ def main(world: World, arguments: list[str]) -> None:
             return loss.detach()
 
         def evaluate() -> tuple[float, float]:
-            recipe.broadcast_buffers(model, world)
+            broadcast_buffers(model, world)
             with autocast:
                 return recipe.evaluate(model, test_set, args, world, device, sum_over_ranks)
 

@@ -1,20 +1,17 @@
-"""A small ResNet on random images like those of CIFAR-10: any number of GPUs.
+"""A small ResNet on random images like those of CIFAR-10.
 
-sbatch launch/apptainer_ddp.sh examples/own-script/2_many_gpus.py
+sbatch launch/apptainer_ddp.sh examples/own-script/2_nothing_lost.py --out runs/mine
 """
-
-import argparse
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils import data
 
 import hpctrain
 
 
-class Images(Dataset):
+class Images(data.Dataset):
     """Random images [3, 32, 32] of ten classes: those of class c are brighter in the rows from 3 c on."""
 
     def __init__(self, number: int) -> None:
@@ -53,32 +50,25 @@ def make_model() -> nn.Module:
     return nn.Sequential(Block(3, 16), Block(16, 32), *pool)
 
 
-def main(world: hpctrain.World) -> None:
+def main() -> None:
     """Train, and save the weights."""
-    parser = argparse.ArgumentParser()
+    parser = hpctrain.trainer_parser("resnet", "Train a small ResNet on random images.")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64)
     args = parser.parse_args()
-    device = hpctrain.choose_device(world)
-    with hpctrain.process_group(world, device):
-        torch.manual_seed(1)
-        model = make_model().to(device)
-        parallel = DistributedDataParallel(model) if world.size > 1 else model
+    dataset = Images(640)
+    with hpctrain.Run("resnet", **vars(args)) as run:
+        model = run.prepare(make_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        dataset = Images(640)
-        for epoch in range(1, args.epochs + 1):
-            loader = hpctrain.data_loader(dataset, args.batch_size, 1, epoch, world, num_workers=2)
-            for images, labels in loader:
-                loss = cross_entropy(parallel(images.to(device)), labels.to(device))
+        run.track(model=model, optimizer=optimizer)
+        for _epoch in run.epochs(args.epochs):
+            for images, labels in run.batches(dataset, args.batch_size, num_workers=2):
+                loss = cross_entropy(model(images), labels)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-            mean = sum(hpctrain.gather(world, loss.item())) / world.size
-            if world.rank == 0:
-                print(f"epoch {epoch} loss {mean:.4f}", flush=True)
-        if world.rank == 0:
-            torch.save(model.state_dict(), "model.pt")
+                run.step(loss)
 
 
 if __name__ == "__main__":
-    hpctrain.main(main)
+    main()

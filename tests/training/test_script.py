@@ -1,0 +1,657 @@
+"""hpctrain.Run in a training script of a user: each shape of a loop is resumed bit for bit, anywhere."""
+
+import json
+import os
+import random
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+import nbclient
+import nbformat
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader, IterableDataset
+
+import hpctrain
+from hpctrain.checkpoints import checkpoint
+from hpctrain.errors import EndEarly, HpctrainError, UsageError
+from hpctrain.run.reader import summarize
+from tests.helpers import REPOSITORY, start_ranks
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch, tmp_path):
+    """No variables of a job; and the hook for uncaught exceptions as it was."""
+    for name in [name for name in os.environ if name.startswith(("HPCTRAIN_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.chdir(tmp_path)
+
+
+class Points:
+    """40 points [4] of two classes, with noise that differs in each pass."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index % 2)) + torch.randn(4), index % 2
+
+
+def make_net(width=2):
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, width))
+
+
+def open_run(folder, **options):
+    return hpctrain.Run("mine", out=folder, resume="auto", checkpoint_every=1, watchdog=0, **options)
+
+
+def evaluate(run, model):
+    """Whether each point of this rank is classified as it should be."""
+    model.eval()
+    with torch.no_grad():
+        hits = [model(points).argmax(1) == labels for points, labels in run.evaluation_batches(Points(), 16)]
+    model.train()
+    return torch.cat(hits)
+
+
+# ---- shapes of loops; each calls at_step(run) somewhere in a step ----
+
+
+def plain(run, at_step):
+    """A scheduler after run.step(), random numbers of numpy and Python, and an evaluation after an epoch."""
+    model = run.prepare(make_net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    for _ in run.epochs(2):
+        for points, labels in run.batches(Points(), 8):
+            share = numpy.random.beta(1, 1) * random.random()
+            loss = cross_entropy(model(points * share), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step(loss, learning_rate=scheduler.get_last_lr()[0])
+            at_step(run)
+            scheduler.step()
+        run.score(accuracy=evaluate(run, model))
+
+
+def two_optimizers(run, at_step):
+    """A GAN, whose generator is trained in every second step."""
+    critic = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+    generator, critic = run.prepare(nn.Linear(2, 4)), run.prepare(critic)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (generator, critic)]
+    run.track(generator=generator, critic=critic, of_generator=optimizers[0], of_critic=optimizers[1])
+    for _ in run.epochs(2):
+        for points, _ in run.batches(Points(), 8):
+            made = generator(torch.randn(len(points), 2))
+            real, fake = critic(points), critic(made.detach())
+            d_loss = binary_cross_entropy_with_logits(real, torch.ones_like(real))
+            d_loss = d_loss + binary_cross_entropy_with_logits(fake, torch.zeros_like(fake))
+            optimizers[1].zero_grad()
+            d_loss.backward()
+            optimizers[1].step()
+            values = {}
+            at_step(run)
+            if run.global_step % 2:
+                optimizers[0].zero_grad()
+                values["g_loss"] = binary_cross_entropy_with_logits(critic(made), torch.ones_like(fake))
+                values["g_loss"].backward()
+                optimizers[0].step()
+            run.step(d_loss, **values)
+
+
+def accumulation(run, at_step):
+    """Each batch in two parts."""
+    model = run.prepare(make_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run.track(model=model, optimizer=optimizer)
+    for _ in run.epochs(2):
+        for batch in run.batches(Points(), 16):
+            optimizer.zero_grad()
+            losses = []
+            for points, labels in zip(*(each.chunk(2) for each in batch), strict=True):
+                losses.append(cross_entropy(model(points), labels) / 2)
+                losses[-1].backward()
+                at_step(run)
+            optimizer.step()
+            run.step(sum(losses))
+
+
+def mixed_precision(run, at_step):
+    """With a scaler that skips a step because of an overflow."""
+    model = run.prepare(make_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=3)
+    run.track(model=model, optimizer=optimizer, scaler=scaler)
+    for _ in run.epochs(2):
+        for points, labels in run.batches(Points(), 8):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = cross_entropy(model(points), labels)
+            optimizer.zero_grad()
+            scaler.scale(loss * 1e3).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            at_step(run)
+            run.step(loss, scale=scaler.get_scale())
+
+
+def steps(run, at_step):
+    """Steps instead of passes, with evaluations in between, and an average of the weights."""
+    model = run.prepare(make_net())
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, average=average, optimizer=optimizer)
+    for _ in run.epochs(2):
+        for points, labels in run.batches(Points(), 8, steps=7):
+            loss = cross_entropy(model(points), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step(loss)
+            average.update_parameters(model)
+            if run.global_step % 3 == 0:
+                run.score(loss=cross_entropy(average(points), labels), accuracy=evaluate(run, average))
+            at_step(run)
+
+
+SHAPES = [plain, two_optimizers, accumulation, mixed_precision, steps]
+
+
+def lines_of(folder):
+    """The metrics without the time that they took."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    vary = {"seconds", "examples_per_s", "peak_memory_mb"}
+    return [{name: line[name] for name in line.keys() - vary} for line in lines]
+
+
+def result_of(folder):
+    result = json.loads((folder / "result.json").read_text())
+    return {name: result[name] for name in result.keys() - {"seconds", "speed"}}
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt in the n-th step from now, as a user does in a notebook."""
+
+    def __init__(self, after):
+        self.left = after
+
+    def __call__(self, run):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_run_that_is_interrupted_again_and_again_ends_as_one_that_was_not(tmp_path, shape):
+    """Each start in the same process, as in a notebook, and with new objects."""
+    hooks = len(_global_optimizer_pre_hooks)
+    with open_run(tmp_path / "whole") as run:
+        shape(run, lambda run: None)
+    assert not dist.is_initialized()
+    folder, starts = tmp_path / "cut", 0
+    while not (folder / "result.json").exists():
+        starts += 1
+        try:
+            with open_run(folder) as run:
+                shape(run, Interrupt(after=3 + starts % 2))
+        except KeyboardInterrupt:
+            assert not (folder / "owner.json").exists()
+    assert 4 <= starts <= 9
+    assert result_of(folder) == result_of(tmp_path / "whole")
+    assert lines_of(folder) == lines_of(tmp_path / "whole")
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+    assert len(_global_optimizer_pre_hooks) == hooks  # which would keep a copy of the weights
+
+
+def test_a_run_that_is_asked_to_end_goes_on(tmp_path, monkeypatch):
+    """Each start is asked at once, and ends with status 0 after its first step."""
+    with open_run(tmp_path / "whole") as run:
+        plain(run, lambda run: None)
+    monkeypatch.setenv("HPCTRAIN_CONTROL", str(tmp_path / "control"))
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control/stop").touch()
+    for _ in range(3):
+        with pytest.raises(EndEarly, match="0"), open_run(tmp_path / "cut") as run:
+            plain(run, lambda run: None)
+        assert {"saved", "stopped"} < {path.name for path in (tmp_path / "control").iterdir()}
+    (tmp_path / "control/stop").unlink()
+    with open_run(tmp_path / "cut") as run:
+        plain(run, lambda run: None)
+    assert result_of(tmp_path / "cut") == result_of(tmp_path / "whole")
+    assert lines_of(tmp_path / "cut") == lines_of(tmp_path / "whole")
+
+
+def test_a_run_that_has_ended_is_finished_or_has_nothing_to_do(tmp_path, capsys):
+    with open_run(tmp_path / "run") as run:
+        plain(run, lambda run: None)
+    before = result_of(tmp_path / "run")
+    files = sorted((tmp_path / "run").iterdir())
+    with pytest.raises(EndEarly), open_run(tmp_path / "run") as run:
+        plain(run, lambda run: None)
+    assert "has 2 epochs already: nothing to do" in capsys.readouterr().out
+    assert sorted((tmp_path / "run").iterdir()) == files
+    assert summarize(tmp_path / "run")["state"] == "finished"
+    (tmp_path / "run/result.json").unlink()  # it died after its last checkpoint
+    with open_run(tmp_path / "run") as run:
+        plain(run, lambda run: None)
+    assert result_of(tmp_path / "run") == before and before["accuracy"] > 0.5
+
+
+def test_the_state_of_an_epoch_that_ends_by_break_is_saved(tmp_path):
+    def train(folder, last):
+        with open_run(folder) as run:
+            model = run.prepare(nn.Linear(4, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.track(model=model, optimizer=optimizer)
+            for epoch in run.epochs(9):
+                for points, labels in run.batches(Points(), 8):
+                    optimizer.zero_grad()
+                    loss = cross_entropy(model(points), labels)
+                    loss.backward()
+                    optimizer.step()
+                    run.step(loss)
+                if epoch == last:
+                    break
+        return result_of(folder)
+
+    whole = train(tmp_path / "whole", 3)
+    assert whole["epochs"] == 3 and (tmp_path / "whole/checkpoints/epoch-0003.pt").exists()
+    train(tmp_path / "parts", 2)
+    assert train(tmp_path / "parts", 3) == whole
+
+
+def test_the_checkpoint_of_the_lowest_loss_or_the_highest_score_is_kept(tmp_path):
+    for name, scores, best in (("loss", (3, 1, 2, 2, 4), 2), ("f1", (1, 2, 5, 3, 3), 3)):
+        folder = tmp_path / name
+        with hpctrain.Run("mine", out=folder, keep_checkpoints=1, watchdog=0) as run:
+            left = iter(scores)
+            train_simply(
+                run,
+                5,
+                after=lambda run, name=name, left=left: run.score(
+                    **{f"validation_{name}": next(left)}, other=0
+                ),
+            )
+        kept = {f"epoch-{best:04}.pt", "epoch-0005.pt"}
+        assert {path.name for path in (folder / "checkpoints").iterdir()} == kept
+        assert result_of(folder)[f"validation_{name}"] == scores[-1]
+
+
+def test_the_weights_are_read_back(tmp_path):
+    with open_run(tmp_path / "one") as run:
+        plain(run, lambda run: None)
+    hpctrain.load_weights(make_net(), checkpoint.find_newest(tmp_path / "one"))
+    with open_run(tmp_path / "two") as run:
+        two_optimizers(run, lambda run: None)
+        both = run._model
+    hpctrain.load_weights(both, checkpoint.find_newest(tmp_path / "two"))
+    assert {name.partition(".")[0] for name in both.state_dict()} == {"generator", "critic"}
+
+
+class Spoiled(Points):
+    """The points, of which one has no value."""
+
+    def __getitem__(self, index):
+        point, label = super().__getitem__(index)
+        return point if index != 7 else point * float("nan"), label
+
+
+def train_simply(run, epochs=1, data=None, after=lambda run: None):
+    model = run.prepare(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    for _ in run.epochs(epochs):
+        for points, labels in run.batches(data or Points(), 8):
+            loss = cross_entropy(model(points), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step(loss)
+        after(run)
+
+
+def test_a_step_whose_gradients_are_not_finite_is_skipped(tmp_path):
+    with open_run(tmp_path / "run", on_nan="skip") as run:
+        train_simply(run, data=Spoiled())
+    assert result_of(tmp_path / "run")["skipped_steps"] == 1
+    message = "train_loss is nan at epoch 1, step .*, since step . on rank 0 with the training examples .*7"
+    with pytest.raises(HpctrainError, match=message), open_run(tmp_path / "stop") as run:
+        train_simply(run, data=Spoiled())
+
+
+def test_the_best_evaluation_within_an_epoch_is_kept(tmp_path):
+    with hpctrain.Run("mine", out=tmp_path / "run", keep_checkpoints=1, watchdog=0) as run:
+        model = run.prepare(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for _ in run.epochs(2):
+            for points, labels in run.batches(Points(), 8):
+                optimizer.zero_grad()
+                loss = cross_entropy(model(points), labels)
+                loss.backward()
+                optimizer.step()
+                run.step(loss)
+                run.score(validation_loss=abs(run.global_step - 3))
+    kept = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert kept == {"epoch-0001-step-000003.pt", "epoch-0002.pt"}
+
+
+def test_random_numbers_at_the_begin_of_an_epoch_are_those_of_the_epoch(tmp_path):
+    """Also in an epoch that is resumed."""
+    drawn = {}
+    for _ in range(3):
+        with suppress(KeyboardInterrupt), open_run(tmp_path / "run") as run:
+            interrupt, optimizer = Interrupt(after=4), torch.optim.SGD([nn.Parameter(torch.ones(1))])
+            run.track(model=nn.Linear(1, 1), optimizer=optimizer)
+            for epoch in run.epochs(2):
+                numbers = torch.rand(1).item(), random.random(), numpy.random.rand()
+                assert drawn.setdefault(epoch, numbers) == numbers
+                for _ in run.batches(Points(), 8):
+                    interrupt(run)
+                    optimizer.step()
+                    run.step(torch.tensor(1.0))
+    assert len({*drawn.values()}) == 2
+
+
+def test_a_run_whose_score_does_not_improve_ends(tmp_path):
+    with open_run(tmp_path / "run") as run:
+        run.best.patience = 2
+        train_simply(run, 9, after=lambda run: run.score(f1=1 / run.epoch))
+    assert result_of(tmp_path / "run")["epochs"] == 3
+    with pytest.raises(EndEarly), open_run(tmp_path / "run") as run:
+        run.best.patience = 2
+        train_simply(run, 9)
+
+
+# ---- options ----
+
+
+class Config(Mapping):
+    """What a DictConfig of Hydra is: a mapping with mappings in it, and no dict."""
+
+    def __init__(self, **content):
+        self._content = content
+
+    def __getitem__(self, name):
+        return self._content[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self):
+        return len(self._content)
+
+    def __repr__(self):
+        return str(self._content)
+
+
+def test_options_of_hydra(tmp_path):
+    def options(lr):
+        optimizer = Config(name="adam", lr=lr, betas=[0.9, 0.99], api_token="geheim")
+        return Config(
+            out=str(tmp_path / "run"), resume="auto", seed=3, name="x", optimizer=optimizer, path=tmp_path
+        )
+
+    with hpctrain.Run("mine", **options(0.1)) as run:
+        plain(run, lambda run: None)
+    recorded = json.loads((tmp_path / "run/config.json").read_text())["options"]
+    assert recorded["optimizer"] == {"name": "adam", "lr": 0.1, "betas": [0.9, 0.99], "api_token": "***"}
+    assert (recorded["seed"], recorded["path"], recorded["checkpoint_every"]) == (3, str(tmp_path), "10min")
+    with pytest.raises(UsageError) as error, hpctrain.Run("mine", **options(0.2)) as run:
+        plain(run, lambda run: None)
+    assert re.search(r"other options: --optimizer .*'lr': 0.2.* instead of .*'lr': 0.1", str(error.value))
+    assert b"geheim" not in checkpoint.find_newest(tmp_path / "run").read_bytes()
+
+
+def test_the_seed_decides_on_weights_and_order(tmp_path):
+    results = []
+    for name, seed in (("a", {}), ("b", {"seed": 1}), ("c", {"seed": 2})):
+        with open_run(tmp_path / name, **seed) as run:
+            plain(run, lambda run: None)
+        results.append(result_of(tmp_path / name)["weights_sha256"])
+    assert results[0] == results[1] != results[2]
+
+
+# ---- what cannot be resumed is refused in one line ----
+
+
+class Odd:
+    """An object whose state no checkpoint can hold."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        raise KeyError("epochs")
+
+
+def of_net(**more):
+    net = nn.Linear(4, 1)
+    return {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)} | more
+
+
+def no_step(run):
+    run.track(**of_net())
+    for _ in run.epochs(1):
+        for _ in run.batches(Points(), 8):
+            pass
+
+
+def two_steps(run):
+    objects = of_net()
+    run.track(**objects)
+    for _ in run.epochs(1):
+        for _ in run.batches(Points(), 8):
+            objects["optimizer"].step()
+            run.step(torch.tensor(1.0))
+            run.step(torch.tensor(1.0))
+
+
+def step_without_optimizer(run):
+    """As a script that accumulates the gradients of several batches would do."""
+    run.track(**of_net())
+    for _ in run.epochs(1):
+        for _ in run.batches(Points(), 8):
+            run.step(torch.tensor(1.0))
+
+
+def score_before_step(run):
+    run.track(**of_net())
+    for _ in run.epochs(1):
+        for _ in run.batches(Points(), 8):
+            run.score(accuracy=1.0)
+
+
+def batches_twice(run):
+    run.track(**of_net(optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))])))
+    for _ in run.epochs(1):
+        for data in (Points(), Points()):
+            for _ in run.batches(data, 40):
+                run._others["optimizer"].step()
+                run.step(torch.tensor(1.0))
+
+
+def take(batches):
+    def use(run):
+        run.track(**of_net())
+        for _ in run.epochs(1):
+            next(batches(run))
+
+    return use
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(9))
+
+
+BAD_USES = [
+    (
+        lambda run: (run.track(**of_net()), run.track(**of_net())),
+        "run.track() is called a second time: name all",
+    ),
+    (lambda run: run.track(optimizer=of_net()["optimizer"]), "run.track() got no model: name it, too"),
+    (
+        lambda run: run.track(**of_net(data=Points())),
+        "run.track(data=...): a Points has no state_dict() and load",
+    ),
+    (lambda run: run.track(**of_net(mine=Odd({"f": lambda: 1}))), "(Can't pickle "),
+    (
+        lambda run: run.track(**of_net(mine=Odd({"f": lambda: 1}))),
+        "remove it from the state of mine in run.track()",
+    ),
+    (
+        lambda run: run.track(**of_net(mine=Odd(numpy.random.get_state()))),
+        "more than tensors and plain values (numpy",
+    ),
+    (lambda run: run.track(**of_net(mine=Odd(threading.Lock()))), "(cannot pickle '_thread.lock' object)"),
+    (
+        lambda run: run.track(model=nn.Linear(1, 1, device="meta")),
+        "this Linear has weights that are sharded or have",
+    ),
+    (
+        lambda run: next(run.epochs(1)),
+        "run.epochs() needs something to save: call run.track(model=model, ...)",
+    ),
+    (
+        lambda run: next(run.batches(Points(), 8)),
+        "call run.batches() once in each epoch: for epoch in run.epochs(",
+    ),
+    (batches_twice, "call run.batches() once in each epoch"),
+    (
+        lambda run: (run.track(**of_net()), list(run.epochs(1))),
+        "this epoch had no steps: call run.batches() in",
+    ),
+    (
+        lambda run: run.step(torch.tensor(1.0)),
+        "call run.step(loss) once for each batch of run.batches(), after",
+    ),
+    (no_step, "run.step() was not called after step 1: call run.step(loss) once for each batch"),
+    (two_steps, "call run.step(loss) once for each batch of run.batches(), after optimizer.step()"),
+    (step_without_optimizer, "run.step() came before the first optimizer.step(): call it after that"),
+    (score_before_step, "call run.score() after the batches of an epoch, or after run.step() in the loop"),
+    (
+        take(lambda run: run.batches(Stream(), 2)),
+        "run.batches() cannot resume within a Stream, which has no examples",
+    ),
+    (
+        take(lambda run: run.batches(DataLoader(Points()), 2)),
+        "cannot resume within a DataLoader, which has no",
+    ),
+    (
+        take(lambda run: run.batches(Points(), 8, shuffle=True)),
+        "decides on the order of the examples: leave out shuffle",
+    ),
+    (take(lambda run: run.batches(Points(), 80)), "batch-size 80 is more than the 40 training examples"),
+]
+
+
+@pytest.mark.parametrize(("use", "message"), BAD_USES)
+def test_a_bad_use_is_one_line(tmp_path, use, message):
+    with pytest.raises(UsageError) as error, open_run(tmp_path / "run") as run:
+        use(run)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "run/owner.json").exists()
+
+
+def test_a_run_that_is_not_opened_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="open the run with `with"):
+        open_run(tmp_path / "run").track(**of_net())
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        (
+            {},
+            "has the states of optimizer, mine, and run.track() got optimizer beside the model: track",
+        ),
+        (
+            {"mine": Odd({})},
+            "epoch-0001-step-000001.pt: the state of mine does not fit ('epochs'): track the",
+        ),
+    ],
+)
+def test_objects_that_do_not_fit_the_checkpoint_are_named(tmp_path, later, message):
+    with pytest.raises(KeyboardInterrupt), open_run(tmp_path / "run") as run:
+        objects = of_net(mine=Odd({"a": 1}))
+        run.track(**objects)
+        for _ in run.epochs(1):
+            for _ in run.batches(Points(), 8):
+                if run.global_step:
+                    raise KeyboardInterrupt
+                objects["optimizer"].step()
+                run.step(torch.tensor(1.0))
+                run._state_is_checked = True
+    with pytest.raises(HpctrainError) as error, open_run(tmp_path / "run") as run:
+        run.track(**of_net(**later))
+    assert message in str(error.value)
+
+
+# ---- several ranks ----
+
+TWO_RUNS = """
+import sys; sys.path[:0] = [sys.argv[1]]
+import hpctrain, torch
+from tests.training.test_script import Points, evaluate, make_net, plain, two_optimizers
+from torch.utils.data import Subset
+
+with hpctrain.Run("gan", out="gan") as run:
+    two_optimizers(run, lambda run: None)
+with hpctrain.Run("net", out="net") as run:
+    plain(run, lambda run: None)
+    # 2 and 3 of 5 examples: the ranks have different numbers of batches
+    hits = run.evaluation_batches(Subset(range(5), range(5)), 2)
+    run.score(mean=torch.cat([*hits]))
+    model = run._model
+    same = hpctrain.gather(run.world, [value.double().sum().item() for value in model.state_dict().values()])
+    assert same[0] == same[1], same
+with hpctrain.Run("alone", out="alone") as run:
+    model = make_net()
+    run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1))
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    """Three runs of a script, one after the other; the last one forgets prepare()."""
+    (tmp_path / "script.py").write_text(TWO_RUNS)
+    with start_ranks(2, "script.py", REPOSITORY, cwd=tmp_path) as ranks:
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 0], outputs
+    error = "hpctrain: error: run.track(): an optimizer has parameters that each rank would train alone: "
+    assert outputs[0].splitlines()[-1].startswith(error)
+    assert lines_of(tmp_path / "net")[-1]["mean"] == result_of(tmp_path / "net")["mean"] == 2
+    assert "run folder" not in outputs[1]
+
+
+def test_a_notebook(tmp_path):
+    """A cell that is interrupted, the same again, and another run in the next cell."""
+    setup = f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'src')!r}]\n"
+    setup += "import hpctrain\nfrom tests.training.test_script import Interrupt, plain\n"
+    cell = """with hpctrain.Run("mine", out="{}", resume="auto", checkpoint_every=1) as run:
+        plain(run, {})"""
+    cells = [setup, cell.format("cut", "Interrupt(after=8)")]
+    cells += [cell.format(name, "lambda run: None") for name in ("cut", "whole")]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    notebook.cells[1].metadata.tags = ["raises-exception"]
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=300, startup_timeout=300, resources=resources).execute()
+    assert notebook.cells[1].outputs[-1].ename == "KeyboardInterrupt"
+    assert "resuming after epoch 1 and 2 steps" in "".join(
+        each.get("text", "") for each in notebook.cells[2].outputs
+    )
+    assert result_of(tmp_path / "cut") == result_of(tmp_path / "whole")
