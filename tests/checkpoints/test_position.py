@@ -23,6 +23,7 @@ def test_the_entries_are_those_of_every_version():
         "lines": 7,
         "seconds": 1.5,
         "options": {"lr": "1"},
+        "overflows": 0,
     }
 
 
@@ -37,7 +38,17 @@ def test_a_checkpoint_of_a_version_that_evaluated_once_in_each_epoch():
     assert read.best == Evaluations(epoch=2, score=(0.5,), step=0, total=3, number=2, latest=(3, 0))
 
 
-@pytest.mark.parametrize("name", Position._fields)
+def test_a_checkpoint_of_a_version_without_fp16():
+    assert Position.from_entries({**POSITION, "overflows": 3}).overflows == 3
+    assert (
+        Position.from_entries(
+            {name: value for name, value in POSITION.items() if name != "overflows"}
+        ).overflows
+        == 0
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in Position._fields if name != "overflows"])
 def test_an_entry_that_is_missing_is_named(name):
     with pytest.raises(ValueError, match=name):
         Position.from_entries({key: value for key, value in POSITION.items() if key != name})

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from tqdm import tqdm
 
 from hpctrain.checkpoints import checkpoint
@@ -172,7 +173,7 @@ class Run:
         if text:
             self.print(f"--force: continuing with {text}")
         self._steps, self._unlogged = position.steps, position.unlogged
-        self._nonfinite.skipped = position.skipped
+        self._nonfinite.skipped, self._nonfinite.overflows = position.skipped, position.overflows
         losses = position.losses
         if len(losses) == self.world.size:
             self._loss_sum = losses[self.world.rank]
@@ -258,12 +259,16 @@ class Run:
         """These batches, one by one. The time to wait for them becomes data_share in result.json."""
         return self.times.time_data(batches)
 
-    def check_gradients(self) -> None:
+    def check_gradients(self, scaler: GradScaler | None = None, loss: Tensor | None = None) -> None:
         """With --on-nan skip: remove gradients that are not finite, so that the optimizer does nothing.
 
         Call it on the gradients of all ranks. Raises HpctrainError after too many such steps in a row.
+
+        With the `scaler` of fp16, call it after scaler.unscale_(), with the loss of this rank; and step()
+        after scaler.update(). Steps that the scaler skips while the loss is finite are no matter of --on-nan:
+        metrics and result.json have their number.
         """
-        if not self._nonfinite.check_gradients():
+        if not self._nonfinite.check_gradients(scaler, loss):
             self.print(
                 f"step {self.global_step + 1} is skipped: its gradients are not finite "
                 f"({self._nonfinite.skipped} so far)"
@@ -277,6 +282,7 @@ class Run:
         in this step, the speed, the peak memory of the rank that needs most, and the mean use of GPUs. Raises
         HpctrainError if the mean of the loss or of a value is not finite.
         """
+        self._nonfinite.end_step()
         if not self._nonfinite.is_skipping:
             self._unlogged += 1
             self._loss_sum = self._loss_sum + self._nonfinite.add(self._step, loss)
@@ -291,6 +297,7 @@ class Run:
             own.append(plain_numbers(values))
             losses, memory, use, of_ranks = zip(*gather(self.world, own), strict=True)
             values = {name: fmean(each[name] for each in of_ranks) for name in values}
+            values |= self._nonfinite.describe_scale()
             now = time.perf_counter()
             values["examples_per_s"] = self._unlogged * self._examples / (now - self._since)
             values["peak_memory_mb"] = round(max(memory), 1)
@@ -359,6 +366,7 @@ class Run:
                     losses=losses,
                     unlogged=self._unlogged,
                     skipped=self._nonfinite.skipped,
+                    overflows=self._nonfinite.overflows,
                     lines=self._metrics.lines if self.world.rank == 0 else 0,
                     seconds=time.monotonic() - self._started,
                     options=self._options.list_weighty(),
@@ -459,7 +467,8 @@ class Run:
             speed |= utilization(flops_per_s, name, precision)
         speed |= most
         values = plain_numbers(values)
-        skipped = {"skipped_steps": self._nonfinite.skipped} if self._nonfinite.skipped else {}
+        steps = {"skipped_steps": self._nonfinite.skipped, "overflow_steps": self._nonfinite.overflows}
+        skipped = {name: number for name, number in steps.items() if number}
         seconds = round(time.monotonic() - self._started, 3)
         digest = weights_sha256(checkpoint.unwrap(model))
         result: dict[str, Any] = values | skipped | {"epochs": self.epoch, "seconds": seconds}
