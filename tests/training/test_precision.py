@@ -1,7 +1,9 @@
 """--precision fp16 in every trainer: near fp32, resumed bit for bit, with the same scale on all ranks."""
 
+import inspect
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from tests.nlp.conftest import feature_cache as feature_cache  # a fixture, for 
 from tests.nlp.helpers import TASKS, metrics, result
 from tests.nlp.helpers import train as fine_tune
 from tests.tools import warm_start
+from tests.vision.test_train import HOROVOD_TWO, in_image, run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HIGH = 2.0**24  # a scale with which the gradients of the first steps overflow
@@ -47,6 +50,12 @@ def begin_high():
             print(self.get_scale(), file=file)
 
     Scaler.__init__, Scaler.update = init, write
+
+
+def begin_high_and_compile():
+    """In a rank: see begin_high(), and compile without the kernels of C++, which take minutes."""
+    begin_high()
+    torch.compile = partial(torch.compile, backend="aot_eager")
 
 
 def overflow_on_rank_1():
@@ -157,6 +166,42 @@ def test_trainers_agree_bit_for_bit_and_are_near_fp32(whole, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
     weights = checkpoint.load(halves / "checkpoints/epoch-0002.pt", CPU)["model"]
     assert all(value.dtype == torch.float32 for value in weights.values())
+
+
+@pytest.mark.slow
+def test_horovod_has_the_weights_of_ddp(whole, sif, tmp_path):
+    """In the image. Its gradients are summed over the ranks before the scaler divides them."""
+    write_digits(tmp_path / "digits", train=96, test=32)
+    code = "import os, sys\nfrom pathlib import Path\nfrom hpctrain.__main__ import main\n"
+    code += (
+        f"from hpctrain.training.precision import Scaler\nHIGH = {HIGH}\n{inspect.getsource(begin_high)}\n"
+    )
+    code += "sys.argv[0] = 'hpctrain'\nbegin_high()\nmain()\n"
+    (tmp_path / "high.py").write_text(code)
+    launcher = in_image("torchrun", "--nproc-per-node=2", "--no-python", "python", "high.py")
+    options = [*IMAGES, *FP16, "--checkpoint-every", 3, "--keep-checkpoints", 99, "--out", "run"]
+    done = run(launcher, "train_horovod", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert scales(tmp_path) == scales(whole("ddp").parent)
+    assert result(tmp_path / "run")["weights_sha256"] == result(whole("ddp"))["weights_sha256"]
+    (tmp_path / "run/result.json").unlink()
+    for path in checkpoint.list_newest_first(tmp_path / "run")[:-1]:
+        checkpoint.remove(path)
+    done = run(HOROVOD_TWO, "train_horovod", *options, "--resume", "auto", cwd=tmp_path)
+    assert done.returncode == 0 and "resuming after epoch 0 and 3 steps" in done.stdout, done.stderr
+    assert result(tmp_path / "run")["weights_sha256"] == result(whole("ddp"))["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "classify-fsdp"])
+def test_compiled_steps_are_scaled_as_others(whole, name, tmp_path):
+    compiled = train(tmp_path, name, *FP16, "--compile", setup=begin_high_and_compile)
+    ways = [
+        [line["train_loss"] for line in metrics(run) if "train_loss" in line]
+        for run in (compiled, whole(name))
+    ]
+    assert ways[0] == pytest.approx(ways[1], rel=0.01)
+    assert scales(tmp_path) == scales(whole(name).parent)
 
 
 @pytest.mark.slow
