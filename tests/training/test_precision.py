@@ -3,6 +3,7 @@
 import inspect
 import os
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,13 @@ from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.tasks import classify
 from hpctrain.nlp.training.options import check_ranks, parse_options
-from hpctrain.training.precision import Scaler, load_scaler, make_autocast, set_precision
+from hpctrain.training.precision import (
+    Scaler,
+    load_scaler,
+    make_autocast,
+    set_precision,
+    set_precision_in_threads,
+)
 from tests.helpers import write_digits
 from tests.nlp.conftest import feature_cache as feature_cache  # a fixture, for each test
 from tests.nlp.helpers import TASKS, metrics, result
@@ -301,6 +308,22 @@ def test_nothing_is_scaled_in_other_precisions():
         assert not torch.is_autocast_enabled("cpu")
     with make_autocast("fp16", CPU):
         assert torch.get_autocast_dtype("cpu") == torch.float16
+
+
+def test_the_threads_of_data_parallel_have_the_precision():
+    """As parallel_apply() calls a replica: in a thread, with the default of torch, which is bf16 on a CPU."""
+    model, found = torch.nn.Linear(2, 2), []
+
+    def compute():
+        with torch.autocast("cpu", enabled=True):
+            found.append(model(torch.ones(1, 2)).dtype)
+
+    for name in ("fp32", "fp16"):
+        set_precision_in_threads(model, name, CPU)
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    assert found == [torch.bfloat16, torch.float16]
 
 
 def test_cuda_graphs_are_refused():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
@@ -43,6 +43,12 @@ def set_precision(wanted: str, tf32: str | None, world: World, device: torch.dev
 def make_autocast(precision: str, device: torch.device) -> torch.autocast:
     """The context of a forward pass. It does nothing in fp32."""
     return torch.autocast(device.type, HALVES.get(precision), enabled=precision in HALVES)
+
+
+def set_precision_in_threads(model: nn.Module, precision: str, device: torch.device) -> None:
+    """Let the threads of DataParallel compute in this precision; torch starts them with fp16 on GPUs."""
+    if dtype := HALVES.get(precision):
+        model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(device.type, dtype))
 
 
 class Scaler(torch.amp.GradScaler):

@@ -34,7 +34,13 @@ from hpctrain.options import Parser, add_device
 from hpctrain.run.run import Run
 from hpctrain.training.batches import steps_per_epoch
 from hpctrain.training.buckets import settle_buckets
-from hpctrain.training.precision import Scaler, load_scaler, make_autocast, set_precision
+from hpctrain.training.precision import (
+    Scaler,
+    load_scaler,
+    make_autocast,
+    set_precision,
+    set_precision_in_threads,
+)
 from hpctrain.vision import recipe
 from hpctrain.vision.loop import train_epochs
 
@@ -64,6 +70,7 @@ def main(world: World, arguments: list[str]) -> None:
             parallel = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
         elif args.strategy == "dp":
             parallel = DataParallel(model)
+            set_precision_in_threads(model, args.precision, device)
         optimizer = recipe.make_optimizer(args, parallel.parameters())
         autocast = make_autocast(args.precision, device)
         scaler = Scaler(args.precision, device)
