@@ -33,10 +33,11 @@ def set_precision(wanted: str, tf32: str | None, world: World, device: torch.dev
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     precision = ("bf16" if has_bf16 else "fp16") if wanted == "auto" else wanted
     if world.rank == 0:
-        reason = ""
-        if not has_bf16 and wanted in ("auto", "bf16"):
-            reason = f" ({torch.cuda.get_device_name(device)} does not compute in bf16)"
-        say(f"precision {precision}{reason}, TF32 {tf32 or 'for convolutions only'}")
+        if has_bf16:  # a GPU has both or neither
+            more = f", TF32 {tf32 or 'for convolutions only'}"
+        else:
+            more = f" ({torch.cuda.get_device_name(device)} has neither bf16 nor TF32)"
+        say(f"precision {precision}{more}")
     return precision
 
 
