@@ -116,6 +116,23 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_precision(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add --precision and --tf32: see precision.py."""
+    parser.add_argument(
+        "--precision",
+        choices=["auto", "fp32", "bf16", "fp16"],
+        default=default,
+        help="fp32; bf16 or fp16: autocast with fp32 weights, and for fp16 a gradient scaler; auto: on a GPU "
+        "bf16, or fp16 if it does not compute in bf16, and fp32 on a CPU (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tf32",
+        choices=["on", "off"],
+        help="compute fp32 matrix products and convolutions in TF32 on a GPU that can: faster, with 10 bits "
+        "instead of 23 (default: PyTorch's, for convolutions only)",
+    )
+
+
 def add_kernels(parser: argparse.ArgumentParser) -> None:
     """Add --compile and --deterministic: see kernels.py."""
     parser.add_argument(

@@ -30,6 +30,7 @@ def test_the_entries_are_those_of_every_version():
         "lines": 7,
         "seconds": 1.5,
         "options": {"lr": "1"},
+        "overflows": 0,
     }
 
 
@@ -51,7 +52,13 @@ def test_a_checkpoint_of_a_version_that_kept_the_loss_alone():
     assert Position.from_entries(earlier | {"unlogged": 0}).means == [{}, {}]
 
 
-@pytest.mark.parametrize("name", Position._fields)
+def test_a_checkpoint_of_a_version_without_fp16():
+    assert Position.from_entries({**POSITION, "overflows": 3}).overflows == 3
+    earlier = {name: value for name, value in POSITION.items() if name != "overflows"}
+    assert Position.from_entries(earlier).overflows == 0
+
+
+@pytest.mark.parametrize("name", [name for name in Position._fields if name != "overflows"])
 def test_an_entry_that_is_missing_is_named(name):
     with pytest.raises(ValueError, match=name):
         Position.from_entries({key: value for key, value in POSITION.items() if key != name})

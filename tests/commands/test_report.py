@@ -71,12 +71,22 @@ def test_the_page(tmp_path):
 
 def test_memory_and_use_of_gpus_have_charts(tmp_path):
     lines = [
-        {"epoch": 1, "step": step, "train_loss": 1.0, "peak_memory_mb": 900.0, "gpu_percent": 87.0}
+        {
+            "epoch": 1,
+            "step": step,
+            "train_loss": 1.0,
+            "loss_scale": 65536.0,
+            "overflow_steps": 0,
+            "peak_memory_mb": 900.0,
+            "gpu_percent": 87.0,
+        }
         for step in (5, 10)
     ]
     folder = make_run(tmp_path / "run", lines=lines)
     assert reader.summarize(folder)["score"] == "train_loss"
-    assert report.metric_names([report.read(folder)]) == ["train_loss", "peak_memory_mb", "gpu_percent"]
+    run = report.read(folder)
+    names = ["train_loss", "loss_scale", "overflow_steps", "peak_memory_mb", "gpu_percent"]
+    assert report.metric_names([run]) == names
     report.main(ALONE, [str(folder), "--out", str(tmp_path / "page.html")])
     assert {"peak memory (MB)", "GPU use (%)"} <= set(Page((tmp_path / "page.html").read_text()).texts)
 

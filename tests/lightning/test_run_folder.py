@@ -126,6 +126,40 @@ def test_a_run_goes_on_within_an_epoch_with_the_same_weights(tmp_path, name, ran
         )
 
 
+def compute_in_fp16(then=None):
+    """In a rank: give the Trainer of the script fp16 with a scaler, whose first steps overflow."""
+    import lightning.pytorch
+    from lightning.pytorch.plugins import MixedPrecision
+
+    make = lightning.pytorch.Trainer
+
+    def make_trainer(*, plugins, **options):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        return make(plugins=[*plugins, MixedPrecision("16-mixed", "cpu", scaler)], **options)
+
+    lightning.pytorch.Trainer = make_trainer
+    if then:
+        then()
+
+
+@pytest.mark.slow
+def test_a_trainer_in_fp16_goes_on_with_its_scale(tmp_path):
+    """For "16-mixed" Lightning would compute in bf16 on a CPU; a plugin it takes."""
+    done, _ = train("lightning", 2, tmp_path / "whole", compute_in_fp16)
+    assert done.returncode == 0, done.stderr
+    cut = tmp_path / "cut"
+    for then in (partial(stop_after, 2), None):
+        done, _ = train("lightning", 2, cut, partial(compute_in_fp16, then))
+        assert done.returncode == 0, done.stderr
+    assert "resuming after epoch 0 and" in done.stdout
+    assert result("lightning", cut) == result("lightning", tmp_path / "whole")
+    results = [
+        json.loads((folder / "runs/lightning-7/result.json").read_text())["overflow_steps"]
+        for folder in (cut, tmp_path / "whole")
+    ]
+    assert results[0] == results[1] > 0
+
+
 REFUSALS = """
 import torch, sys
 from lightning.pytorch import LightningModule, Trainer

@@ -86,11 +86,13 @@ def test_a_model_that_needs_values_is_not_counted():
         ("NVIDIA A100-SXM4-40GB", 0.1),
         ("NVIDIA H100 80GB HBM3", 31.2 / 989.4),
         ("NVIDIA H100 PCIe", 31.2 / 756),
+        ("Tesla V100-SXM2-32GB", 31.2 / 125),
         ("Other", None),
     ],
 )
 def test_utilization(name, share):
     figures = flops.utilization(31.2e12, name, "bf16")
+    assert figures == flops.utilization(31.2e12, name, "fp16")
     assert figures == {"tflops_per_gpu": 31.2} | ({"mfu": round(share, 4)} if share else {})
     assert flops.utilization(31.2e12, name, "fp32") == {"tflops_per_gpu": 31.2}
 

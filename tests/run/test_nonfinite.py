@@ -16,6 +16,7 @@ from tests.tools import warm_start
 
 BAD = 17  # the number of a training example whose loss is not finite
 NAN = torch.tensor(float("nan"))
+INF = float("inf")
 
 
 def poison():
@@ -155,6 +156,62 @@ def test_the_step_of_a_nan_leaves_the_model_as_it_was():
     optimizer.step()
     assert not torch.equal(model[1].num_batches_tracked, before["1.num_batches_tracked"])
     assert nonfinite.skipped == 1
+
+
+def scaled_step(nonfinite, optimizer, scaler, factor, loss_factor=1.0):
+    """A step with a scaler: `factor` is that of the gradients, `loss_factor` that of the loss as well."""
+    optimizer.zero_grad()
+    loss = nonfinite.model(torch.ones(4, 2)).sum() * loss_factor
+    scaler.scale(loss).backward()
+    for parameter in nonfinite.model.parameters():
+        parameter.grad *= factor
+    scaler.unscale_(optimizer)
+    passed = nonfinite.check_gradients(scaler, loss.detach())
+    scaler.step(optimizer)
+    scaler.update()
+    nonfinite.end_step()
+    return passed
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skips_is_an_overflow(skip, fused):
+    nonfinite = watch(torch.nn.Linear(2, 2), skip=skip)
+    optimizer = torch.optim.AdamW(nonfinite.model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+    for factor in (1.0, INF, 1.0, INF):
+        before = nonfinite.model.weight.detach().clone()
+        assert scaled_step(nonfinite, optimizer, scaler, factor) and not nonfinite.is_skipping
+        assert torch.equal(nonfinite.model.weight, before) == (factor == INF)
+    assert (nonfinite.overflows, nonfinite.skipped) == (2, 0)
+    assert nonfinite.describe_scale() == {"loss_scale": 2**14, "overflow_steps": 2}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_that_is_nan_is_no_overflow(fused):
+    """--on-nan skip leaves out the step. The scale, which is not the cause, stays."""
+    nonfinite = watch(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(nonfinite.model.parameters(), 0.1, momentum=0.9, fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+    assert scaled_step(nonfinite, optimizer, scaler, 1.0)
+    before = nonfinite.model.weight.detach().clone()
+    assert not scaled_step(nonfinite, optimizer, scaler, 1.0, loss_factor=float("nan"))
+    assert torch.equal(nonfinite.model.weight, before) and nonfinite.is_skipping
+    assert scaled_step(nonfinite, optimizer, scaler, 1.0) and scaler.get_scale() == 2**16
+    assert (nonfinite.overflows, nonfinite.skipped) == (0, 1)
+
+
+def test_gradients_that_overflow_with_any_scale_end_the_run():
+    """The loss is finite, so --on-nan has no say, and no step changes the weights any more."""
+    nonfinite = watch(torch.nn.Linear(2, 2), skip=False)
+    optimizer = torch.optim.SGD(nonfinite.model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-13)
+    scaled_step(nonfinite, optimizer, scaler, 1.0)
+    assert nonfinite.describe_scale()["loss_scale"] == 2**-13
+    scaled_step(nonfinite, optimizer, scaler, INF)
+    message = r"the gradients overflow in fp16 even with a loss scale of 6\.1\d*e-05: training diverged, use"
+    with pytest.raises(HpctrainError, match=f"^{message} a smaller --lr or --precision fp32$"):
+        nonfinite.describe_scale()
 
 
 def test_too_many_in_a_row():

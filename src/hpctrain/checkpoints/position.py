@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 # Entries that the files of all ranks have in common, if they belong to one checkpoint.
 SAME_ON_ALL_RANKS = ("epoch", "step", "global_step", "means", "options")
-_COUNTS = ("epoch", "step", "steps", "skipped", "lines")
+_COUNTS = ("epoch", "step", "steps", "skipped", "lines", "overflows")
 
 
 class Evaluations(NamedTuple):
@@ -32,6 +32,7 @@ class Position(NamedTuple):
     lines: int  # of metrics.jsonl
     seconds: float  # since the start of the training
     options: dict[str, str]  # the options that change the weights
+    overflows: int = 0  # steps that a gradient scaler has skipped; earlier versions had none
 
     def to_entries(self) -> dict[str, Any]:
         """The entries of a checkpoint, of types that torch.load() accepts."""
@@ -48,7 +49,9 @@ class Position(NamedTuple):
 
         Raises ValueError if an entry is missing or has values that to_entries() does not write.
         """
-        entries: dict[str, Any] = {name: state.get(name) for name in cls._fields}
+        entries: dict[str, Any] = {
+            name: state.get(name, cls._field_defaults.get(name)) for name in cls._fields
+        }
         options = entries["options"]
         match entries["best"]:
             case [int(epoch), list(score)]:  # of versions that evaluated once after each epoch

@@ -26,7 +26,7 @@ TEXT = "#010203"
 # The charts that come first and last; those of scores are between them.
 FIRST, LAST = (
     ("train_loss", "test_loss"),
-    ("examples_per_s", "learning_rate", "peak_memory_mb", "gpu_percent"),
+    ("examples_per_s", "learning_rate", "loss_scale", "overflow_steps", "peak_memory_mb", "gpu_percent"),
 )
 TITLES = {"peak_memory_mb": "peak memory (MB)", "gpu_percent": "GPU use (%)"}
 

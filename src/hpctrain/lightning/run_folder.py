@@ -242,7 +242,7 @@ class RunFolder(Checkpoint):
         else:  # Lightning gets the first batch before a callback can start a clock
             self._begun = True
             self._start_epoch(trainer)
-            self._loss = torch.zeros((), device=module.device)
+            self._loss = self._scaled_loss = torch.zeros((), device=module.device)
         if self._must_save:
             self._must_save = False
             self._save(trainer)
@@ -266,11 +266,16 @@ class RunFolder(Checkpoint):
         """Seed the random numbers of the first batch."""
         self._seed(trainer, 0, "before")
 
+    def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: torch.Tensor) -> None:
+        """Add up the losses of the present step. They are scaled, and finite if the losses are."""
+        self._scaled_loss = self._scaled_loss + loss.detach()
+
     def on_before_optimizer_step(
         self, trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """See Run.check_gradients(). Gradients are clipped after this."""
-        self._run.check_gradients()
+        self._run.check_gradients(getattr(trainer.precision_plugin, "scaler", None), self._scaled_loss)
+        self._scaled_loss = torch.zeros((), device=module.device)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -26,22 +27,25 @@ with import_of_lightning():
 
 
 class ShardedStrategy(JsonStrategy):
-    """Shards the `model` of a LightningModule over all ranks, for a Trainer; bf16 gathers weights as bf16.
+    """Shards the `model` of a LightningModule over all ranks, for a Trainer.
 
-    `tensor_parallel`, `styles` and `cpu_offload` are those of shard().
+    `dtype`, `tensor_parallel`, `styles` and `cpu_offload` are those of shard().
     """
 
     def __init__(
         self,
         world: World,
         *,
+        dtype: torch.dtype | None = None,
         tensor_parallel: int = 1,
         styles: Mapping[str, ParallelStyle] | None = None,
         cpu_offload: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(world, **options)
-        self._shard = partial(shard, tensor_parallel=tensor_parallel, styles=styles, cpu_offload=cpu_offload)
+        self._shard = partial(
+            shard, dtype=dtype, tensor_parallel=tensor_parallel, styles=styles, cpu_offload=cpu_offload
+        )
 
     @property
     def _module(self) -> LightningModule:
@@ -55,7 +59,7 @@ class ShardedStrategy(JsonStrategy):
         model = self._module.get_submodule("model")
         if not is_sharded(model):
             self._skeleton = copy_without_weights(model)
-            self._shard(model, self.root_device, bf16=trainer.precision == "bf16-mixed")
+            self._shard(model, self.root_device)
         for name, buffer in self._module.named_buffers(recurse=False):
             setattr(self._module, name, buffer.to(self.root_device))
         if trainer.state.fn == TrainerFn.FITTING:

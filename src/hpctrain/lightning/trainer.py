@@ -17,15 +17,21 @@ from hpctrain.distributed.rendezvous import broadcast
 from hpctrain.distributed.world import World
 from hpctrain.run.run import Run
 from hpctrain.training.buckets import broadcast_buffers, settle_buckets
+from hpctrain.training.precision import Scaler
 
 with import_of_lightning():
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning_utilities.core.apply_func import apply_to_collection
 
     from hpctrain.lightning.run_folder import RunFolder, WorldEnvironment
 
-PRECISIONS: dict[str, Literal["32-true", "bf16-mixed"]] = {"fp32": "32-true", "bf16": "bf16-mixed"}
+PRECISIONS: dict[str, Literal["32-true", "bf16-mixed"] | None] = {
+    "fp32": "32-true",
+    "bf16": "bf16-mixed",
+    "fp16": None,  # a plugin: see Fp16
+}
 
 
 class TrainerOptions(Protocol):
@@ -70,6 +76,30 @@ class JsonStrategy(DDPStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The JSON value of rank `src`, on every rank. A collective call. Raises HpctrainError."""
         return broadcast(self._world, obj, src)
+
+
+class Fp16(MixedPrecision):
+    """fp16 with the Scaler, whose state Lightning saves and loads.
+
+    For precision="16-mixed" Lightning would compute in bf16 on a CPU, and clip the gradients of a fused
+    optimizer while they are scaled.
+    """
+
+    scaler: Scaler
+
+    def __init__(self, device: torch.device, *, sharded: bool) -> None:
+        super().__init__("16-mixed", device.type, Scaler("fp16", device, sharded=sharded))
+
+    def optimizer_step(  # type: ignore[override]  # as in MixedPrecision
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **options: Any
+    ) -> Any:
+        """Compute the gradients, divide them by the scale, clip them, and update the weights."""
+        closure()
+        self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)  # calls on_before_optimizer_step(), and clips
+        result = self.scaler.step(optimizer, **options)
+        self.scaler.update()
+        return result
 
 
 class TrainerFolder(RunFolder):
@@ -202,12 +232,13 @@ def make_trainer(
         chosen, devices = strategy(world, parallel_devices=[device] * world.local_size), "auto"
     elif device.index is not None:
         devices = [device.index]
+    scaled = [Fp16(device, sharded=run.in_parts)] if args.precision == "fp16" else []
     return Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         strategy=chosen,
         devices=devices,
         num_nodes=world.nodes,
-        plugins=[WorldEnvironment(world)],
+        plugins=[WorldEnvironment(world), *scaled],
         precision=PRECISIONS[args.precision],
         max_epochs=args.epochs,
         accumulate_grad_batches=accumulate_grad_batches,

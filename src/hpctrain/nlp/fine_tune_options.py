@@ -38,6 +38,7 @@ class FineTuneOptions:
     # how it is computed
     device: str
     precision: str
+    tf32: str | None
     strategy: str
     tensor_parallel: int
     cpu_offload: bool

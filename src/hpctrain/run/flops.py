@@ -12,13 +12,14 @@ from typing import Any
 import numpy
 from torch import Tensor, nn
 
-# Peak of dense bf16 products in TFLOP/s, from NVIDIA's data sheets, by a part of the device's name; the first
-# match counts. A figure that a sheet gives only with sparsity is halved.
+# Peak of dense products in bf16 and fp16 in TFLOP/s, from NVIDIA's data sheets, by a part of the device's
+# name; the first match counts. A figure that a sheet gives only with sparsity is halved.
 PEAKS = (
     ("B200", 2250.0), ("GH200", 989.4), ("H200", 989.4),
     ("H100 PCIe", 756.0), ("H100 NVL", 835.5), ("H100", 989.4),
     ("A100", 312.0), ("A40", 149.7), ("A30", 165.0), ("A10", 125.0),
     ("L40S", 362.05), ("L40", 181.05), ("L4", 121.0),
+    ("V100S", 130.0), ("V100-PCIE", 112.0), ("V100", 125.0), ("T4", 65.0),
 )  # fmt: skip
 
 
@@ -69,9 +70,9 @@ def count_text_flops(
 
 
 def utilization(flops_per_s: float, device_name: str, precision: str) -> dict[str, float]:
-    """The TFLOP/s of a GPU, and in bf16 the model FLOPs utilization (MFU), the share of its peak in PEAKS."""
+    """The TFLOP/s of a GPU, and in bf16 and fp16 the share of its peak in PEAKS (model FLOPs utilization)."""
     figures = {"tflops_per_gpu": round(flops_per_s / 1e12, 3)}
     peak = next((peak for name, peak in PEAKS if name in device_name), None)
-    if peak and precision == "bf16":
+    if peak and precision in ("bf16", "fp16"):
         figures["mfu"] = round(flops_per_s / 1e12 / peak, 4)
     return figures

@@ -1,10 +1,12 @@
-"""Losses and gradients that are not finite: where they began, and the steps that --on-nan skip skips."""
+"""Losses and gradients that are not finite: where they began, and the steps that are skipped."""
 
 import math
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from hpctrain.distributed.rendezvous import gather
 from hpctrain.distributed.world import World
@@ -13,15 +15,23 @@ from hpctrain.errors import DivergedError
 MOST_IN_A_ROW = 10  # skipped steps, after which training stops
 MOST_LOSSES = 1000  # kept at a time
 MOST_EXAMPLES = 16  # named in an error
+LEAST_SCALE = 1e-4  # of a gradient scaler, which begins with 65,536; that of fairseq
 
 
 class NonFinite:
-    """Watches the steps of a run on `model`. `skipped` is the number of steps that were skipped so far."""
+    """Watches the steps of a run on `model`.
+
+    `skipped` is the number of steps that --on-nan skip has skipped so far. `overflows` is the number of those
+    that a gradient scaler has skipped: their losses are finite, and their gradients exceed the range of fp16.
+    """
 
     def __init__(self, world: World, skip: bool) -> None:
         self._world, self._skip = world, skip
         self.model = nn.Module()  # until the run has one
         self.skipped = self._in_a_row = 0
+        self._overflows: Tensor | int = 0  # on the device: to read a value waits for a GPU
+        self._scaler: GradScaler | None = None
+        self._scale = torch.ones(())  # of the scaler in the present step
         self._losses: list[tuple[int, Tensor]] = []
         self._examples_of: Callable[[int], Tensor] | None = None
         self._first_step = 0
@@ -29,7 +39,7 @@ class NonFinite:
 
     @property
     def is_skipping(self) -> bool:
-        """Whether the present step is skipped."""
+        """Whether --on-nan skip skips the present step."""
         return self._in_a_row > 0
 
     def start_epoch(self, first_step: int, examples_of: Callable[[int], Tensor] | None) -> None:
@@ -60,10 +70,8 @@ class NonFinite:
         for name, value in values.items():
             if not math.isfinite(value):
                 origin = self._origin()
-                if self._world.rank != 0:
-                    raise SystemExit(0)  # rank 0 prints the error: see all_or_none()
                 skip = ", or --on-nan skip" if origin and not self._skip else ""
-                raise DivergedError(
+                self._end(
                     f"{name} is {value} at {place}{origin}: training diverged, "
                     f"use a smaller --lr{skip} ({advice})"
                 )
@@ -89,25 +97,27 @@ class NonFinite:
         examples_there = f" with the training examples {shown} (counted from 0)" if shown else ""
         return f", since step {number} on rank {rank}{examples_there}"
 
-    def check_gradients(self) -> bool:
+    def check_gradients(self, scaler: GradScaler | None = None, loss: Tensor | None = None) -> bool:
         """With --on-nan skip: whether the gradients, which are the same on all ranks, are finite.
 
         If not, removes them, so that the optimizer changes nothing, and restores the statistics of batch
-        normalization. Raises DivergedError after too many such steps in a row.
+        normalization. Raises DivergedError after too many such steps in a row. If the `loss` of each rank is
+        finite, the step is the scaler's to skip. Call end_step() after the optimizer.
         """
+        self._scaler = scaler if scaler and scaler.is_enabled() else None
+        if self._scaler:
+            self._scale = read_scale(self._scaler)
         if not self._skip:
             return True
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        if not gradients or nn.utils.get_total_norm(gradients).isfinite():
+        if not gradients or nn.utils.get_total_norm(gradients).isfinite() or self._is_overflow(loss):
             self._in_a_row = 0
             self._keep_buffers()
             return True
         self.skipped += 1
         self._in_a_row += 1
         if self._in_a_row > MOST_IN_A_ROW:
-            if self._world.rank != 0:
-                raise SystemExit(0)  # rank 0 prints the error: see all_or_none()
-            raise DivergedError(
+            self._end(
                 f"the gradients of {MOST_IN_A_ROW} steps in a row were not finite: "
                 "training diverged, use a smaller --lr"
             )
@@ -117,6 +127,52 @@ class NonFinite:
             buffer.copy_(before)
         return False
 
+    def _is_overflow(self, loss: Tensor | None) -> bool:
+        """Whether gradients that are not finite are due to the scale: the losses are finite (collective)."""
+        if self._scaler is None:
+            return False
+        return all(gather(self._world, loss is None or bool(loss.isfinite())))
+
+    def end_step(self) -> None:
+        """Count the step if the scaler has skipped it. A loss that is not finite does not lower the scale."""
+        if self._scaler is None:
+            return
+        if self.is_skipping:
+            self._scaler.update(self._scale)
+        else:
+            self._overflows = self._overflows + (read_scale(self._scaler) < self._scale)
+
+    @property
+    def overflows(self) -> int:
+        """See the class."""
+        return int(self._overflows)
+
+    @overflows.setter
+    def overflows(self, number: int) -> None:
+        self._overflows = number
+
+    def describe_scale(self) -> dict[str, float]:
+        """The scale and the overflows, the same on all ranks; {} without a scaler. Raises DivergedError."""
+        if self._scaler is None:
+            return {}
+        scale = self._scaler.get_scale()
+        if scale < LEAST_SCALE:
+            self._end(
+                f"the gradients overflow in fp16 even with a loss scale of {scale:g}: "
+                "training diverged, use a smaller --lr or --precision fp32"
+            )
+        return {"loss_scale": scale, "overflow_steps": self.overflows}
+
+    def _end(self, text: str) -> NoReturn:
+        if self._world.rank != 0:
+            raise SystemExit(0)  # rank 0 prints the error: see all_or_none()
+        raise DivergedError(text)
+
     def _keep_buffers(self) -> None:
         if self._skip:
             self._buffers = [buffer.clone() for buffer in self.model.buffers()]
+
+
+def read_scale(scaler: GradScaler) -> Tensor:
+    """The scale of a scaler that has scaled a loss, on its device: get_scale() would wait for a GPU."""
+    return scaler.scale(torch.ones((), device=scaler._device))

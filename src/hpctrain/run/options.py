@@ -19,7 +19,7 @@ Prune = Callable[[World], bool]
 _FREE = {"out", "resume", "force", "data", "watchdog", "checkpoint_every", "keep_checkpoints", "strict"}
 _FREE |= {"on_nan", "wandb", "profile", "device", "devices", "num_nodes", "accelerator", "strategy"}
 _FREE |= {"workers", "gradient_checkpointing", "tensor_parallel", "cpu_offload"}
-_FREE |= {"compile", "cuda_graphs", "deterministic"}
+_FREE |= {"compile", "cuda_graphs", "deterministic", "tf32"}
 # Given by the command that runs a trainer in this process: see prune_with().
 _prune: ContextVar[Prune | None] = ContextVar("prune", default=None)
 
@@ -43,7 +43,7 @@ class RunOptions:
     watchdog          seconds without an answer of a rank, or without a finished step, after which the job
                       ends; 0: never (default: 60)
     others            the script's own options, such as the learning rate, for config.json. A run is resumed
-                      with the same ones. `precision`: "bf16" compares the speed with a GPU's peak in bf16
+                      with the same ones. `precision`: "bf16" or "fp16" compares the speed with a GPU's peak
     prune             called on all ranks after the evaluation of an epoch; True ends the run
 
     Raises UsageError for a value that is none of these.

@@ -17,6 +17,7 @@ from hpctrain.text import reason
 
 # The entries of a line of metrics that are neither losses nor scores.
 NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s", "peak_memory_mb", "gpu_percent"}
+NOT_SCORES |= {"loss_scale", "overflow_steps"}
 PRUNED = "pruned.txt"  # in the folder of a trial that its sweep has ended early
 DIVERGED = "diverged.txt"  # in that of a trial whose parameters do not let it train
 # owner.json is touched every two seconds; clocks of nodes and file servers differ by less than this.

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from tqdm import tqdm
 
 from hpctrain.checkpoints import checkpoint
@@ -177,7 +178,8 @@ class Run:
                 )
         if text:
             self.print(f"--force: continuing with {text}")
-        self._steps, self._nonfinite.skipped = position.steps, position.skipped
+        self._steps = position.steps
+        self._nonfinite.skipped, self._nonfinite.overflows = position.skipped, position.overflows
         as_many = len(position.means) == self.world.size
         self._means.load(position.means[self.world.rank] if as_many else mean_over_ranks(position.means))
         self._started = time.monotonic() - position.seconds
@@ -271,12 +273,16 @@ class Run:
         """These batches, one by one. The time to wait for them becomes data_share in result.json."""
         return self.times.time_data(batches)
 
-    def check_gradients(self) -> None:
+    def check_gradients(self, scaler: GradScaler | None = None, loss: Tensor | None = None) -> None:
         """With --on-nan skip: remove gradients that are not finite, so that the optimizer does nothing.
 
         Call it on the gradients of all ranks. Raises HpctrainError after too many such steps in a row.
+
+        With the `scaler` of fp16, call it after scaler.unscale_(), with the loss of this rank; and step()
+        after scaler.update(). Steps that the scaler skips while the loss is finite are no matter of --on-nan:
+        metrics and result.json have their number.
         """
-        if not self._nonfinite.check_gradients():
+        if not self._nonfinite.check_gradients(scaler, loss):
             self.print(
                 f"step {self.global_step + 1} is skipped: its gradients are not finite "
                 f"({self._nonfinite.skipped} so far)"
@@ -290,6 +296,7 @@ class Run:
         speed, the peak memory of the rank that needs most, and the mean use of GPUs. Raises HpctrainError if
         one of these means is not finite.
         """
+        self._nonfinite.end_step()
         if not self._nonfinite.is_skipping:
             self._means.add({"train_loss": self._nonfinite.add(self._step, loss)} | values)
         self._step += 1
@@ -303,7 +310,7 @@ class Run:
             answer = [own, peak_memory(self.device), gpu_percent(self.device)]
             of_ranks, memory, use = zip(*gather(self.world, answer), strict=True)
             means = mean_over_ranks(of_ranks)
-            values = {name: mean for name, (mean, _) in means.items()}
+            values = {name: mean for name, (mean, _) in means.items()} | self._nonfinite.describe_scale()
             now = time.perf_counter()
             values["examples_per_s"] = means["train_loss"][1] * self._examples / (now - self._since)
             values["peak_memory_mb"] = round(max(memory), 1)
@@ -379,6 +386,7 @@ class Run:
                     best=self.best.evaluations,
                     means=means,
                     skipped=self._nonfinite.skipped,
+                    overflows=self._nonfinite.overflows,
                     lines=self._metrics.lines if self.world.rank == 0 else 0,
                     seconds=time.monotonic() - self._started,
                     options=self._options.list_weighty(),
@@ -486,7 +494,8 @@ class Run:
             speed |= utilization(flops_per_s, name, precision)
         speed |= most
         values = plain_numbers(values)
-        skipped = {"skipped_steps": self._nonfinite.skipped} if self._nonfinite.skipped else {}
+        steps = {"skipped_steps": self._nonfinite.skipped, "overflow_steps": self._nonfinite.overflows}
+        skipped = {name: number for name, number in steps.items() if number}
         seconds = round(time.monotonic() - self._started, 3)
         digest = weights_sha256(checkpoint.unwrap(model))
         result: dict[str, Any] = values | skipped | {"epochs": self.epoch, "seconds": seconds}

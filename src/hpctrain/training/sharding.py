@@ -31,7 +31,7 @@ def shard(
     model: nn.Module,
     device: torch.device,
     *,
-    bf16: bool = False,
+    dtype: torch.dtype | None = None,
     cpu_offload: bool = False,
     tensor_parallel: int = 1,
     styles: Mapping[str, ParallelStyle] | None = None,
@@ -39,7 +39,7 @@ def shard(
     """Shard a model, block by block, and move the parts to the device. A collective call.
 
     The weights are those of rank 0. Other ranks may have the model on the meta device: they never hold more
-    than a block of it. With `bf16`, weights are gathered as bf16. With `cpu_offload`, the parts of weights
+    than a block of it. With a `dtype`, weights are gathered in it. With `cpu_offload`, the parts of weights
     and gradients stay in the memory of the node, and only gathered weights are on the device.
 
     Groups of `tensor_parallel` ranks compute the same examples. Of the layers that `styles` names, each rank
@@ -58,8 +58,8 @@ def shard(
     else:
         mesh = init_device_mesh(device.type, (ranks,))
     policy, offload = MixedPrecisionPolicy(), OffloadPolicy()
-    if bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if dtype:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     in_styles = {model.get_submodule(name): style for name, style in (styles or {}).items()}

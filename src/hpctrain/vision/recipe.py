@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, Optimizer
 from hpctrain.distributed.rendezvous import all_or_none, gather
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.options import Parser, add_kernels, positive, trainer_parser
+from hpctrain.options import Parser, add_kernels, add_precision, positive, trainer_parser
 from hpctrain.run import flops
 from hpctrain.training.batches import evaluation_batches
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
@@ -70,6 +70,7 @@ class ImageOptions(argparse.Namespace):
     lr_decay: float
     seed: int
     precision: str
+    tf32: str | None
     fast_kernels: bool
     compile: bool
     deterministic: bool
@@ -114,12 +115,7 @@ def vision_parser(trainer: str, description: str) -> Parser:
         type=positive(float),
         help=f"factor on the learning rate after each epoch (default: {default('lr_decay')})",
     )
-    add(
-        "--precision",
-        choices=["fp32", "bf16"],
-        default="fp32",
-        help="bf16: autocast with fp32 weights (default: %(default)s)",
-    )
+    add_precision(parser, "fp32")
     add(
         "--fast-kernels", action="store_true",
         help="train faster on a CPU, with other rounding: channels-last convolutions, a fused optimizer "

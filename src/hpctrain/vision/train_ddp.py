@@ -35,6 +35,13 @@ from hpctrain.options import Parser, add_device
 from hpctrain.run.run import Run
 from hpctrain.training.batches import steps_per_epoch
 from hpctrain.training.buckets import broadcast_buffers, settle_buckets
+from hpctrain.training.precision import (
+    Scaler,
+    load_scaler,
+    make_autocast,
+    set_precision,
+    set_precision_in_threads,
+)
 from hpctrain.vision import recipe
 from hpctrain.vision.loop import train_epochs
 
@@ -50,6 +57,7 @@ def main(world: World, arguments: list[str]) -> None:
     """Train with the options at the end of this file. A collective call. Raises HpctrainError."""
     args = parse(arguments, world)
     device = choose_device(world, args.device)
+    args.precision = set_precision(args.precision, args.tf32, world, device)
     with process_group(world, device):
         training_set, test_set = recipe.load_data(args, world)
         steps_per_epoch(len(training_set), args.batch_size, world)  # raises UsageError before a folder exists
@@ -65,14 +73,17 @@ def main(world: World, arguments: list[str]) -> None:
             parallel = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
         elif args.strategy == "dp":
             parallel = DataParallel(model)
+            set_precision_in_threads(model, args.precision, device)
         optimizer = recipe.make_optimizer(args, parallel.parameters())
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
+        autocast = make_autocast(args.precision, device)
+        scaler = Scaler(args.precision, device)
 
         if state := run.resume(device, args.epochs, model):
             model.load_state_dict(state["model"])
             assert run.resume_from
             with all_or_none(world):
                 load_optimizer(optimizer, state, run.resume_from)
+                load_scaler(scaler, state, run.resume_from)
 
         def compute_loss(images: Tensor, labels: Tensor) -> Tensor:
             with autocast:
@@ -82,9 +93,11 @@ def main(world: World, arguments: list[str]) -> None:
             recipe.set_learning_rate(optimizer, args, run.epoch)
             loss = compute_loss(images, labels)
             optimizer.zero_grad()
-            loss.backward()  # meanwhile, DDP averages the gradients over all ranks
-            run.check_gradients()
-            optimizer.step()
+            scaler.scale(loss).backward()  # meanwhile, DDP averages the gradients over all ranks
+            scaler.unscale_(optimizer)
+            run.check_gradients(scaler, loss)
+            scaler.step(optimizer)
+            scaler.update()
             return loss.detach()
 
         def evaluate() -> tuple[float, float]:
@@ -98,7 +111,8 @@ def main(world: World, arguments: list[str]) -> None:
             return value
 
         def make_state() -> dict[str, Any]:
-            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            return state | {"scaler": scaler.state_dict()}
 
         if world.size > 1:
             example = training_set.batch(torch.tensor([0]), device, args.image_size)

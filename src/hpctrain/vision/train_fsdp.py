@@ -31,6 +31,7 @@ from hpctrain.options import Parser, add_device
 from hpctrain.run.run import Run
 from hpctrain.training.batches import evaluation_batches, steps_per_epoch
 from hpctrain.training.buckets import broadcast_buffers
+from hpctrain.training.precision import Scaler, load_scaler, make_autocast, set_precision
 from hpctrain.training.sharding import (
     copy_without_weights,
     gather_model,
@@ -53,6 +54,7 @@ def main(world: World, arguments: list[str]) -> None:
     """Train with the options at the end of this file. A collective call. Raises HpctrainError."""
     args = parse(arguments)
     device = choose_device(world, args.device)
+    args.precision = set_precision(args.precision, args.tf32, world, device)
     with process_group(world, device):
         training_set, test_set = recipe.load_data(args, world)
         steps_per_epoch(len(training_set), args.batch_size, world)  # raises UsageError before a folder exists
@@ -68,21 +70,25 @@ def main(world: World, arguments: list[str]) -> None:
             whole = copy_without_weights(model)
             shard(model, device)
         optimizer = recipe.make_optimizer(args, model.parameters())
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
+        autocast = make_autocast(args.precision, device)
+        scaler = Scaler(args.precision, device, sharded=run.in_parts)
 
         if state := run.resume(device, args.epochs, model):
             load_parts(model, state["model"])
             assert run.resume_from
             load_optimizer(optimizer, state, run.resume_from, partial(split_state, optimizer))
+            load_scaler(scaler, state, run.resume_from)
 
         def train_step(images: Tensor, labels: Tensor) -> Tensor:
             recipe.set_learning_rate(optimizer, args, run.epoch)
             with autocast:
                 loss = cross_entropy(model(images), labels)  # gathers the weights of a block when it computes
             optimizer.zero_grad()
-            loss.backward()  # averages the gradients over all ranks, and each rank keeps its part
-            run.check_gradients()
-            optimizer.step()
+            scaler.scale(loss).backward()  # averages the gradients over all ranks; each rank keeps its part
+            scaler.unscale_(optimizer)
+            run.check_gradients(scaler, loss)
+            scaler.step(optimizer)
+            scaler.update()
             return loss.detach()
 
         def evaluate() -> tuple[float, float]:
@@ -99,7 +105,8 @@ def main(world: World, arguments: list[str]) -> None:
             return value
 
         def make_state() -> dict[str, Any]:
-            return split({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            return split(state | {"scaler": scaler.state_dict()})
 
         test_loss, test_accuracy = train_epochs(
             run, args, device, training_set, args.batch_size, optimizer, train_step, evaluate, make_state

@@ -31,6 +31,7 @@ from hpctrain.errors import UsageError
 from hpctrain.options import Parser, add_device, positive
 from hpctrain.run.run import Run
 from hpctrain.training.batches import steps_per_epoch
+from hpctrain.training.precision import Scaler, load_scaler, make_autocast, set_precision
 from hpctrain.vision import recipe
 from hpctrain.vision.loop import train_epochs
 
@@ -48,6 +49,7 @@ def main(world: World, arguments: list[str]) -> None:
     """Train with the options at the end of this file. A collective call. Raises HpctrainError."""
     args = parse(arguments)
     device = choose_device(world, args.device)
+    args.precision = set_precision(args.precision, args.tf32, world, device)
     if args.deterministic:
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
     # For the run folder and errors; by Gloo on GPUs, too: torch and Horovod would conflict in NCCL.
@@ -66,7 +68,8 @@ def main(world: World, arguments: list[str]) -> None:
             compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
             backward_passes_per_step=sub_batches,
         )
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
+        autocast = make_autocast(args.precision, device)
+        scaler = Scaler(args.precision, device)
 
         if state := run.resume(device, args.epochs, model):
             model.load_state_dict(state["model"])
@@ -74,6 +77,7 @@ def main(world: World, arguments: list[str]) -> None:
             # Every rank has read the same file. hvd.broadcast_optimizer_state() would send a pickle.
             with all_or_none(world):
                 load_optimizer(optimizer, state, run.resume_from)
+                load_scaler(scaler, state, run.resume_from)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
         def train_step(images: Tensor, labels: Tensor) -> Tensor:
@@ -84,12 +88,14 @@ def main(world: World, arguments: list[str]) -> None:
             for part, targets in zip(images.chunk(sub_batches), labels.chunk(sub_batches), strict=True):
                 with autocast:
                     loss = cross_entropy(model(part), targets) / sub_batches
-                loss.backward()  # the last one starts the all-reduces of the gradients
+                scaler.scale(loss).backward()  # the last one starts the all-reduces of the gradients
                 loss_sum += loss.detach()
             optimizer.synchronize()  # waits for the all-reduces
-            run.check_gradients()
+            scaler.unscale_(optimizer)
+            run.check_gradients(scaler, loss_sum)
             with optimizer.skip_synchronize():
-                optimizer.step()
+                scaler.step(optimizer)
+            scaler.update()
             return loss_sum
 
         def evaluate() -> tuple[float, float]:
@@ -102,7 +108,8 @@ def main(world: World, arguments: list[str]) -> None:
             return hvd.allreduce(value, op=hvd.Sum, name="test")
 
         def make_state() -> dict[str, Any]:
-            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            return state | {"scaler": scaler.state_dict()}
 
         test_loss, test_accuracy = train_epochs(
             run, args, device, training_set, batch_size, optimizer, train_step, evaluate, make_state

@@ -30,6 +30,7 @@ from hpctrain.options import Parser, positive
 from hpctrain.run.run import Run
 from hpctrain.text import counted
 from hpctrain.training.batches import evaluation_batches, steps_per_epoch, training_batches
+from hpctrain.training.precision import set_precision
 from hpctrain.vision import data, recipe
 from hpctrain.vision.folder import ImageLoader
 
@@ -125,6 +126,7 @@ def main(world: World, arguments: list[str]) -> None:
     args = parse(arguments, world)
     quiet()
     device = choose_device(world, {"gpu": "cuda"}.get(args.accelerator, args.accelerator))
+    args.precision = set_precision(args.precision, args.tf32, world, device)
     with process_group(world, device):  # Lightning uses it and creates none of its own
         training_set, test_set = recipe.load_data(args, world)
         steps_per_epoch(len(training_set), args.batch_size, world)  # raises UsageError before a folder exists

@@ -1,5 +1,6 @@
 """--tensor-parallel: the losses of ddp, with each layer split over ranks that compute the same examples."""
 
+import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -48,6 +49,23 @@ def make_model(folder, kind):
     return folder
 
 
+def overflow_in_a_split_layer():
+    """In a rank: in the first step, the gradient of a part of a layer that rank 1 has is infinite."""
+    from hpctrain.training.precision import Scaler
+
+    unscale, done = Scaler.unscale_, []
+
+    def spoil(self, optimizer):
+        if not done and os.environ["RANK"] == "1":
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            split = next(weight for weight in weights if weight.placements[-1].is_shard())
+            split.grad.to_local().fill_(torch.inf)
+        done.append(0)
+        unscale(self, optimizer)
+
+    Scaler.unscale_ = spoil
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("llama") / "model", "llama")
@@ -90,6 +108,17 @@ def test_the_losses_of_ddp_on_four_ranks_and_a_resume_on_two(llama, tmp_path):
     assert [part[query]["part"].numel() for part in parts] == [64 * 64 // 4] * 4
     states = [checkpoint.load(run / "checkpoints/epoch-0001.pt", CPU) for run in (whole, ddp)]
     torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_rank_of_a_group_skips_the_step_on_all(llama, tmp_path):
+    """The gradients of a layer that is not split are finite on the other rank: see Scaler."""
+    words = ["nlp.instruct", "--model", llama, "--data", instruct.TASK.samples, "--epochs", 1, "--limit", 16]
+    words += ["--batch-size", 8, "--max-length", 64, "--tensor-parallel", 2, "--precision", "fp16"]
+    run = train_ranks(tmp_path, 2, *words, setup=overflow_in_a_split_layer)
+    assert result(run)["overflow_steps"] == 1
+    parts = [torch.load(path) for path in sorted((run / "checkpoints/epoch-0001.pt").iterdir())]
+    assert [part["Fp16"]["scale"] for part in parts] == [2**15] * 2
 
 
 def test_what_cannot_be_split_is_refused_in_one_line(llama, tmp_path):

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import transformers
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -23,12 +24,16 @@ SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def choose_strategy(
-    model: transformers.PreTrainedModel, number: int, cpu_offload: bool
+    model: transformers.PreTrainedModel, number: int, cpu_offload: bool, dtype: torch.dtype | None
 ) -> Callable[..., ShardedStrategy]:
-    """A Trainer's strategy for layers split over this number of ranks. Raises HpctrainError."""
+    """A Trainer's strategy for layers split over this number of ranks. Raises HpctrainError.
+
+    Weights are gathered in this type.
+    """
     if number == 1:
-        return partial(ShardedStrategy, cpu_offload=cpu_offload)
-    return partial(ShardedStrategy, tensor_parallel=number, styles=choose_styles(model, number))
+        return partial(ShardedStrategy, dtype=dtype, cpu_offload=cpu_offload)
+    styles = choose_styles(model, number)
+    return partial(ShardedStrategy, dtype=dtype, tensor_parallel=number, styles=styles)
 
 
 def choose_styles(model: transformers.PreTrainedModel, number: int) -> dict[str, ParallelStyle]:

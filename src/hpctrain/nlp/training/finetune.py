@@ -60,6 +60,7 @@ from hpctrain.run.run import Run
 from hpctrain.text import counted, one_line, say
 from hpctrain.training.batches import steps_per_epoch
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
+from hpctrain.training.precision import HALVES, set_precision
 
 with import_of_lightning():
     from lightning.pytorch import Trainer
@@ -71,6 +72,8 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
     args = parse_options(task, arguments)
     task = task.for_problem(args.problem)
     device = choose_device(world, args.device)
+    precision = set_precision(args.precision, args.tf32, world, device)
+    args = dataclasses.replace(args, precision=precision)
     check_ranks(args, world, device)  # before hours of reading and tokenizing
     quiet()
     with process_group(world, device, cpu_tensors=args.cpu_offload):
@@ -307,7 +310,9 @@ def prepare_trainer(module: FineTuneModule, args: FineTuneOptions, run: Run, dev
         from hpctrain.nlp.models.tensor_parallel import choose_strategy
 
         with all_or_none(run.world):
-            strategy = choose_strategy(module.model, args.tensor_parallel, args.cpu_offload)
+            strategy = choose_strategy(
+                module.model, args.tensor_parallel, args.cpu_offload, HALVES.get(args.precision)
+            )
     return make_trainer(
         run, args, device, module.model, module.score,
         evaluate_every=args.eval_every, accumulate_grad_batches=args.accumulate, strategy=strategy,

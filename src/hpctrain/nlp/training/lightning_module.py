@@ -94,7 +94,7 @@ class FineTuneModule(LightningModule):
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
         """Clip gradients to a norm of 1.
 
-        Lightning refuses fused optimizers with bf16, for a gradient scaler that bf16 does not use.
+        Lightning refuses fused optimizers with bf16 and fp16, whose gradients its own plugin leaves scaled.
         """
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 

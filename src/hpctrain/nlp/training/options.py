@@ -13,7 +13,7 @@ from hpctrain.nlp.data.formats import TABLES, refuse_pointers
 from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.scratch import SIZES
 from hpctrain.nlp.task import Task
-from hpctrain.options import Parser, add_device, add_kernels, positive, trainer_parser
+from hpctrain.options import Parser, add_device, add_kernels, add_precision, positive, trainer_parser
 from hpctrain.training.batches import check_batch_size
 
 # A model from scratch needs a higher learning rate; the small sample data need many steps.
@@ -281,12 +281,7 @@ def make_parser(task: Task) -> Parser:
         help="fail on a malformed example, a truncated text or a label not in the training data (default: "
         "report how many)",
     )
-    add(
-        "--precision",
-        choices=["auto", "fp32", "bf16"],
-        default="auto",
-        help="fp32, or bf16 autocast; auto: bf16 on a GPU that supports it, else fp32 (default: %(default)s)",
-    )
+    add_precision(parser, "auto")
     add_kernels(parser)
     add(
         "--cuda-graphs",
@@ -310,8 +305,6 @@ def parse_options(task: Task, arguments: list[str]) -> FineTuneOptions:
             given[name] = value
     if given["cpu_offload"] or given["tensor_parallel"] > 1:
         given["strategy"] = "fsdp"
-    if given["precision"] == "auto":
-        given["precision"] = choose_precision(given["device"])
 
     args = FineTuneOptions(**given)
     if args.data:  # before the long work, and before advice about other options
@@ -328,15 +321,8 @@ def choose_defaults(given: dict[str, Any]) -> dict[str, float]:
     return FROM_SCRATCH_DEFAULTS if given["data"] else SAMPLE_DEFAULTS
 
 
-def choose_precision(device: str) -> str:
-    """bf16 where --device may be a GPU and the GPU computes in bf16, else fp32."""
-    if device == "cpu" or not torch.cuda.is_available():
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-
-
 def check_ranks(args: FineTuneOptions, world: World, device: torch.device) -> None:
-    """Raise UsageError for options that do not fit the number of ranks or the device."""
+    """Raise UsageError for options that do not fit the number of ranks, the device or the precision."""
     if args.cpu_offload and world.size == 1:
         raise UsageError(
             "--cpu-offload is for the parts of --strategy fsdp, and one rank has all of them: "
@@ -346,6 +332,8 @@ def check_ranks(args: FineTuneOptions, world: World, device: torch.device) -> No
         raise UsageError(f"--cuda-graphs is for one rank, and there are {world.size}: leave it out")
     if args.cuda_graphs and device.type != "cuda":
         raise UsageError("--cuda-graphs needs a GPU, and this rank computes on the CPU: leave it out")
+    if args.cuda_graphs and args.precision == "fp16":
+        raise UsageError("--cuda-graphs is not for --precision fp16: leave it out, or give --precision fp32")
     group = world.in_groups_of(args.tensor_parallel)
     if args.epochs:
         check_batch_size(args.batch_size, group, args.accumulate)
