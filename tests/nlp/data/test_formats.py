@@ -189,7 +189,7 @@ def test_json_lines_are_read(task, item, expected, tmp_path):
     ("task", "line", "message"),
     [
         ("classify", '{"text": "글"', r"train\.jsonl, line 1: not valid JSON"),
-        ("classify", '["글", "0"]', "line 1: not a JSON object"),
+        ("classify", '"글"', "line 1: not a JSON object"),
         ("classify", '{"text": "글"}', "line 1 has no 'label' of type str"),
         ("classify", '{"text": "글", "label": " "}', "line 1: the label is empty"),
         ("pair", '{"premise": "글", "gold_label": "a"}', "line 1 has no 'hypothesis' of type str"),
@@ -265,17 +265,21 @@ def test_data_set_in_two_formats_is_not_read_twice(tmp_path):
 def test_files_that_are_not_used_are_named(tmp_path):
     for name in ("ratings_train.txt", "ratings_test.txt", "ratings.txt", "README.md"):
         (tmp_path / name).touch()
-    assert formats.describe_unused(tmp_path) == (
+    assert list(formats.describe_files(tmp_path)) == [
         f"{tmp_path}: not used: README.md, ratings.txt (a data file has one of the words "
-        "train, validation, valid, val, dev, testa, test, testb in its name)"
-    )
+        "train, training, validation, valid, val, dev, testa, test, testb in its name)"
+    ]
     (tmp_path / "ratings.txt").unlink()
     (tmp_path / "README.md").unlink()
-    assert [formats.describe_unused(path) for path in (tmp_path, tmp_path / "ratings_test.txt", None)] == [
-        "",
-        "",
-        "",
-    ]
+    for path in (tmp_path, tmp_path / "ratings_test.txt", None):
+        assert not list(formats.describe_files(path))
+
+
+def test_a_second_download_of_a_file_is_named(tmp_path):
+    for name in ("ratings_train.txt", "ratings_train (1).txt", "ratings_test.txt"):
+        (tmp_path / name).touch()
+    names = "ratings_train (1).txt, ratings_train.txt"
+    assert list(formats.describe_files(tmp_path)) == [f"{tmp_path}: 2 files for train: {names}"]
 
 
 def test_many_names_are_shortened():

@@ -216,7 +216,7 @@ MISSING = r"no column 'stars', but review, sterne"
          r"a\.parquet: not a file of Parquet that can be read \(.*\): download the file again", 0),
         ("a.arrow", b"",
          r"a\.arrow: not a file of Arrow that can be read \(.*\): download the file again", 0),
-        ("a.xlsx", b"PK", r"a\.xlsx: not a table that --columns reads "
+        ("a.ods", b"PK", r"a\.ods: not a table that --columns reads "
          r"\(\.arrow, \.csv, \.json, \.jsonl, \.parquet, \.tsv\)", 0),
     ],
 )  # fmt: skip
@@ -231,7 +231,9 @@ def test_missing_column_and_value_of_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"review": ["a", None], "stars": [1, 0]}), path)
     assert_error(read, path, "row 2: its column 'review' has no value", 1)
     parquet.write_table(pyarrow.table({"review": ["a"], "stars": [0.5]}), path)
-    assert_error(read, path, "row 1: the label is a number, not one class: give --problem regression", 0)
+    assert_error(
+        read, path, "row 1: the label is the number 0.5, not one class: give --problem regression", 0
+    )
 
 
 def test_text_outside_of_its_memory_is_refused(tmp_path):
@@ -348,7 +350,9 @@ def test_folders_of_the_library_datasets_and_of_the_hub_are_read(tmp_path):
 
 def test_without_columns_the_error_leads_to_the_option(tmp_path):
     make_folder(tmp_path, train=ROWS, test=ROWS)
-    message = r"\(found no data file\): give --columns FIELD=COLUMN, which reads test\.csv, train\.csv, or"
+    message = (
+        r"\(found test\.csv, train\.csv\): give --columns FIELD=COLUMN, which reads test\.csv, train\.csv, or"
+    )
     with pytest.raises(HpctrainError, match=message):
         formats.load_splits(classify.TASK, tmp_path)
     with pytest.raises(

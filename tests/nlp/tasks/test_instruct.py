@@ -265,7 +265,7 @@ def test_columns_of_several_forms_are_one_line():
             '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
             "line 1, message 1: its weight is not 1, and",
         ),
-        ("[3]", r"\[0\] has no 'messages' of type list"),
+        ("[3]", r"\[0\]: not a JSON object"),
         ("[", "not valid JSON"),
     ],
 )

@@ -268,14 +268,14 @@ def test_published_forms_of_numbers_and_classes(tmp_path, similar):
         (
             classify.TASK,
             '{"text": "a", "label": 1.5}',
-            "line 1: the label is a number, not one class: give --problem regression",
+            "line 1: the label is the number 1.5, not one class: give --problem regression",
         ),
         (
             classify.TASK,
             '{"text": "a", "label": ["b"]}',
             "line 1: the label is a list, not one class: give --problem multi-label",
         ),
-        (MANY, '{"text": "a", "label": [1.5]}', "line 1: the label is a number, not one class"),
+        (MANY, '{"text": "a", "label": [1.5]}', "line 1: the label is the number 1.5, not one class"),
         *(
             (MANY, f'{{"text": "a", "label": {flags}}}', "line 1: the label has a 0 or 1 for each class")
             for flags in ("[0, 1, 0]", "[0.0, 1.0]", "[true, false, false]")

@@ -124,7 +124,7 @@ def test_second_valid_question_with_the_same_id_is_an_error(tmp_path):
         ),
         ({"version": "1"}, r"qa\.json has no 'data' of type list"),
         ({"version": "1", "data": []}, "the file has no examples"),
-        ([1], "not SQuAD JSON"),
+        ([1], r"\[0\]: not a JSON object"),
     ],
 )
 def test_json_that_is_not_squad_is_an_error(tmp_path, content, message):

@@ -8,8 +8,9 @@ while reading continues. An error in the file as a whole is always raised.
 import codecs
 import json
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,22 +26,35 @@ if TYPE_CHECKING:  # it imports all of transformers, and `hpctrain fetch` needs 
 
 # Words in file names that identify the split (testa and testb: CoNLL-2003), and the suffixes of data files.
 OF_VALIDATION = ("validation", "valid", "val", "dev", "testa")
-SPLITS = {"train": "train", **dict.fromkeys(OF_VALIDATION, "validation"), "test": "test", "testb": "test"}
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    **dict.fromkeys(OF_VALIDATION, "validation"),
+    "test": "test",
+    "testb": "test",
+}
 JSON_LINES = ".jsonl"  # a JSON object in each line
+OBJECTS = {".json", JSON_LINES}
 SUFFIXES = {".txt", ".tsv", ".json", JSON_LINES, ".conll", ".bio", *(f".{word}" for word in SPLITS)}
 TABLES = {".csv", ".tsv", ".json", JSON_LINES, ".parquet", ".arrow"}  # what --columns reads, see tables.py
-TABLES_BELOW = ("*/data-*.arrow", "*/*.parquet")  # not state.json and cache-*.arrow, which are no data
+# What the library datasets writes beside the data that it saves.
+OF_DATASETS = re.compile(r"state\.json|dataset_info\.json|dataset_dict\.json|cache-.*\.arrow")
 NSMC_COLUMNS = ("id", "document", "label")
 # the first bytes of Parquet, of a file and of a stream of Arrow
 MAGIC_OF_TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
-MAGIC_OF_PACKED = {
-    b"\x1f\x8b": "gzip",
-    b"PK\x03\x04": "zip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\0": "xz",
-    b"(\xb5/\xfd": "zstd",
-}
+# Their first bytes, their suffix, and what made them.
+PACKED = (
+    (b"\x1f\x8b", ".gz", "gzip"),
+    (b"PK\x03\x04", ".zip", "zip"),
+    (b"BZh", ".bz2", "bzip2"),
+    (b"\xfd7zXZ\0", ".xz", "xz"),
+    (b"(\xb5/\xfd", ".zst", "zstd"),
+)
+# The first bytes that say an encoding which is not read; that of UTF-16 is the beginning of UTF-32's.
+MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 MAX_ERRORS = 100  # of a file that are kept
+# What an error about the names in an object adds.
+OTHER_NAMES = "; --columns FIELD=COLUMN reads other names"
 SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which is no text
 
 AnyExample = TypeVar("AnyExample", bound="Example")
@@ -97,18 +111,18 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
     dev is the test set.
 
     With `tables` the files are TABLES. If none of them belongs to a split, the files one folder below are
-    taken, where the hub and the library datasets have them: plain_text/train-00000-of-00001.parquet,
-    train/data-00000-of-00001.arrow.
+    taken: train/reviews.txt, plain_text/train-00000-of-00001.parquet, train/data-00000-of-00001.arrow. Hidden
+    files, such as those that macOS and editors leave, are no data.
 
     Raises HpctrainError that lists the files if there is no training or test file, or if there are two of one
     name, such as train.csv and train.tsv: the same data in two formats.
     """
     suffixes = TABLES if tables else SUFFIXES
     try:
-        files = [path for path in folder.iterdir() if path.suffix.lower() in suffixes and not path.is_fifo()]
+        files = _list_data_files(folder.iterdir(), suffixes)
         splits = _group_by_split(folder, files)
-        if tables and not splits:
-            files += [path for pattern in TABLES_BELOW for path in folder.glob(pattern)]
+        if not splits:
+            files += _list_data_files(folder.glob("*/*"), suffixes)
             splits = _group_by_split(folder, files)
     except OSError as error:
         raise HpctrainError(
@@ -121,15 +135,29 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
         ("test", "ratings_test.txt or *_dev.json"),
     ):
         if name not in splits:
-            found = list_names(sorted(path.name for path in files)) or "no data file"
-            tables_there = sorted(
-                path.name for path in folder.iterdir() if path.suffix.lower() in TABLES - suffixes
+            there = sorted(path for path in folder.iterdir() if path.is_file())
+            found = list_names([path.name for path in there]) or "no file"
+            advice = (
+                f"rename one, so that its name has one of the words {', '.join(SPLITS)}, "
+                "or give --data a single file, which is then split"
             )
-            advice = "add one, or give --data a single file, which is then split"
-            if tables_there:
+            if tables_there := [path.name for path in there if path.suffix.lower() in TABLES - suffixes]:
                 advice = f"give --columns FIELD=COLUMN, which reads {list_names(tables_there)}, or {advice}"
+            if packed := [f"{path.name} is {how}" for path in there if (how := describe_packed(path))]:
+                advice = packed[0]
             raise HpctrainError(f"{folder}: no {name} file, such as {such_as} (found {found}): {advice}")
     return splits
+
+
+def _list_data_files(paths: Iterable[Path], suffixes: Collection[str]) -> list[Path]:
+    return [
+        path
+        for path in paths
+        if path.suffix.lower() in suffixes
+        and not path.name.startswith(".")
+        and not OF_DATASETS.fullmatch(path.name)
+        and not path.is_fifo()
+    ]
 
 
 def find_split(name: str) -> str | None:
@@ -158,21 +186,25 @@ def refuse_pointers(path: Path, tables: bool = False) -> None:
     with suppress(OSError):  # what is wrong with the folder is said when it is read
         if path.is_dir():
             suffixes = TABLES if tables else SUFFIXES
-            files = [
-                file for file in path.iterdir() if file.suffix.lower() in suffixes and find_split(file.name)
-            ]
+            files = [file for file in _list_data_files(path.iterdir(), suffixes) if find_split(file.name)]
         for file in files:
             refuse_pointer(file)
 
 
-def describe_unused(folder: Path | None, tables: bool = False) -> str:
-    """The files in the folder --data that belong to no split; "" if there are none."""
+def describe_files(folder: Path | None, tables: bool = False) -> Iterator[str]:
+    """The splits in the folder --data that have several files, and the files that belong to no split."""
     if folder is None or not folder.is_dir():
-        return ""
-    used = {path for paths in find_split_files(folder, tables).values() for path in paths}
+        return
+    splits = find_split_files(folder, tables)
+    for name, paths in splits.items():
+        if len(paths) > 1:
+            names = [str(path.relative_to(folder)) for path in paths]
+            yield f"{folder}: {len(paths)} files for {name}: {list_names(names)}"
+    used = {path for paths in splits.values() for path in paths}
     unused = sorted(path.name for path in folder.iterdir() if path not in used and not path.is_dir())
     why = f"a data file has one of the words {', '.join(SPLITS)} in its name"
-    return f"{folder}: not used: {list_names(unused)} ({why})" if unused else ""
+    if unused:
+        yield f"{folder}: not used: {list_names(unused)} ({why})"
 
 
 def split_examples(
@@ -289,51 +321,95 @@ def decode_text(
 
     Raises HpctrainError if it is not UTF-8. `for_tables` is the advice for a table of Parquet or Arrow.
     """
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16 -t utf-8")
-    # UTF-16 without a byte order mark that begins with ASCII, such as a header.
-    if content[1:4:2] == b"\0\0" and content[:1] != b"\0":
-        raise HpctrainError(f"{path}: UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16le -t utf-8")
-    if packed := next((name for magic, name in MAGIC_OF_PACKED.items() if content.startswith(magic)), None):
-        raise HpctrainError(f"{path}: compressed with {packed}, not text: unpack the file first")
+    if how := describe_packed(path, content):
+        raise HpctrainError(f"{path}: {how}")
     if content.startswith(MAGIC_OF_TABLES):
         raise HpctrainError(f"{path}: a table of Parquet or Arrow, not text: {for_tables}")
+    marked = next((name for mark, name in MARKS if content.startswith(mark)), _find_utf16(content[:1000]))
+    location = f"{path}"
     try:
-        return content.decode("utf-8-sig")
+        if not marked:
+            return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
+        location += f", line {number}"
+    encoding = marked or "cp949"
+    try:
+        content.decode(encoding)
+    except UnicodeDecodeError:
         raise HpctrainError(
-            f"{path}, line {number}: not UTF-8: convert the file, e.g. iconv -f cp949 -t utf-8"
-        ) from error
+            f"{location}: neither UTF-8 nor {encoding}: not a text, or damaged: download the file again"
+        ) from None
+    found = f"{marked[:6].upper()}, " if marked else ""
+    raise HpctrainError(f"{location}: {found}not UTF-8: convert the file, e.g. iconv -f {encoding} -t utf-8")
+
+
+def _find_utf16(beginning: bytes) -> str | None:
+    """The encoding of a text of UTF-16 without a byte order mark; None if it is another.
+
+    Each digit, space and line break has a zero byte there, before it or after it. Few other characters have
+    one on the other side: U+AC00 is a syllable of Hangul.
+    """
+    before, after = beginning[::2].count(0), beginning[1::2].count(0)
+    if max(before, after) <= 3 * min(before, after) or before + after < max(2, len(beginning) / 20):
+        return None
+    return "utf-16be" if before > after else "utf-16le"
+
+
+def describe_packed(path: Path, content: bytes = b"") -> str:
+    """What a compressed file is, and what to do, by its suffix or its content; "" for other files."""
+    suffix = path.suffix.lower()
+    if suffix in (".xls", ".xlsx"):
+        return "a workbook of Excel: save it as csv (UTF-8)"
+    for magic, packed, name in PACKED:
+        if suffix == packed or content.startswith(magic):
+            return f"compressed with {name}, not text: unpack the file first"
+    return ""
 
 
 def read_lines(path: Path) -> list[str]:
     """The lines of a file, without blank ones at its end."""
     # Not splitlines(): it also splits at U+2028 and others, which occur inside texts.
-    text = read_text(path).replace("\r\n", "\n").rstrip("\n")
-    return text.split("\n")
+    text = read_text(path).replace("\r\n", "\n")
+    if "\n" not in text:  # Excel's csv and text "(Macintosh)"
+        text = text.replace("\r", "\n")
+    return text.rstrip("\n").split("\n")
 
 
-def read_json_lines(
+def read_objects(
     path: Path, make: Callable[[str, dict[str, Any]], AnyExample], skipped: list[HpctrainError] | None
 ) -> list[AnyExample]:
-    """read_examples() of JSON Lines; `make` gets the location and the object. Blank lines are skipped."""
-    lines = (
-        (f"{path}, line {number}", line) for number, line in enumerate(read_lines(path), 1) if line.strip()
-    )
-    return read_examples(
-        path, lambda location, line: make(location, _parse_line(location, line)), lines, skipped
+    """read_examples() of JSON objects; `make` gets the location and the object.
+
+    They are in a list, or one on each line (JSON Lines), whatever the name of the file says: pandas and
+    datasets write lines into .json as well. Blank lines are skipped.
+    """
+    is_list = has_list(path)
+    items: Iterable[tuple[str, Any]] = (
+        ((f"{path}, [{i}]", item) for i, item in enumerate(read_json(path, list, "a list of objects")))
+        if is_list
+        else ((f"{path}, line {i}", line) for i, line in enumerate(read_lines(path), 1) if line.strip())
     )
 
+    def make_from_item(location: str, item: Any) -> AnyExample:
+        value = item if is_list else _parse_line(location, item)
+        if not isinstance(value, dict):
+            raise line_error(location, "not a JSON object")
+        return make(location, value)
 
-def _parse_line(location: str, line: str) -> dict[str, Any]:
+    return read_examples(path, make_from_item, items, skipped)
+
+
+def has_list(path: Path) -> bool:
+    """Whether a file of JSON has a list, and not objects."""
+    return read_text(path).lstrip().startswith("[")
+
+
+def _parse_line(location: str, line: str) -> Any:
     try:
-        value = json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise line_error(location, f"not valid JSON ({first_line(error)})") from error
-    if not isinstance(value, dict):
-        raise line_error(location, "not a JSON object")
-    return value
 
 
 def read_table(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -363,9 +439,9 @@ def read_json(path: Path, type_: type, expected: str) -> Any:
         value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         problem = f"line {error.lineno}: not valid JSON ({error.msg})"
-        raise HpctrainError(
-            f"{path}, {problem}: download the file again, or give --data {expected}"
-        ) from error
+        is_lines = error.msg == "Extra data"
+        advice = "rename a file of JSON Lines to .jsonl" if is_lines else "download the file again"
+        raise HpctrainError(f"{path}, {problem}: {advice}, or give --data {expected}") from error
     except ValueError as error:  # a number of more than 4,300 digits
         raise HpctrainError(
             f"{path}: not valid JSON ({first_line(error)}): download the file again"
@@ -391,12 +467,20 @@ def get_field(location: str, item: object, key: str, type_: type, expected: str)
 
 
 def get_label(location: str, item: object, key: str, expected: str) -> str:
-    """`item[key]`, a text that is not empty, an integer, or true or false, without white space around it."""
+    """`item[key]`, a text that is not empty, an integer, or true or false, without white space around it.
+
+    In the form of Unicode that keyboards write (NFC): Hangul in names of folders of macOS has another (NFD).
+    """
     value = item.get(key) if isinstance(item, dict) else None
-    for type_, what, problem in ((float, "a number", "regression"), (list, "a list", "multi-label")):
-        if type(value) is type_:
-            raise HpctrainError(f"{location}: the {key} is {what}, not one class: give --problem {problem}")
-    label = str(value) if isinstance(value, int) else get_field(location, item, key, str, expected).strip()
+    if isinstance(value, list):
+        raise HpctrainError(f"{location}: the {key} is a list, not one class: give --problem multi-label")
+    if isinstance(value, float):
+        raise HpctrainError(
+            f"{location}: the {key} is the number {value}, not one class: give --problem regression, "
+            "or write classes as integers or texts"
+        )
+    text = str(value) if isinstance(value, int) else get_field(location, item, key, str, expected)
+    label = unicodedata.normalize("NFC", text.strip())
     if not label:
         raise HpctrainError(f"{location}: the {key} is empty: add it, or remove the example from the file")
     return label

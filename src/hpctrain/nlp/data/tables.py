@@ -6,6 +6,7 @@ A task asks for fields, such as text and label, and --columns says in which colu
 import csv
 import io
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,43 +34,43 @@ def read_columns(
     Raises HpctrainError that lists the columns of the file if one of `columns` is missing.
     """
 
-    def make_from_row(location: str, row: object) -> AnyExample:
+    if path.suffix.lower() in (".csv", ".tsv"):
+        columns = {field: _normalize_name(column) for field, column in columns.items()}
+
+    def make_from_row(location: str, row: Mapping[Any, Any]) -> AnyExample:
         return make(location, _pick_fields(location, row, columns))
 
-    is_json = path.suffix.lower() in (".json", formats.JSON_LINES)
-    # pandas and datasets write lines into .json as well
-    if is_json and not formats.read_text(path).lstrip().startswith("["):
-        return formats.read_json_lines(path, make_from_row, skipped)
-    if is_json:
-        rows: Iterator[tuple[str, Any]] = (
-            (f"{path}, [{i}]", row)
-            for i, row in enumerate(formats.read_json(path, list, "a list of objects"))
-        )
-    elif path.suffix.lower() == ".csv":
-        rows = _iterate_csv(path, columns)
+    if path.suffix.lower() in formats.OBJECTS:
+        return formats.read_objects(path, make_from_row, skipped)
+    if path.suffix.lower() == ".csv":
+        rows: Iterator[tuple[str, Any]] = _iterate_csv(path, columns)
     elif path.suffix.lower() == ".tsv":
         rows = _iterate_tsv(path, columns)
     elif path.suffix.lower() in formats.TABLES:
         rows = _iterate_arrow(path, columns)
     else:
-        raise HpctrainError(
-            f"{path}: not a table that --columns reads ({', '.join(sorted(formats.TABLES))}): "
+        advice = formats.describe_packed(path) or (
+            f"not a table that --columns reads ({', '.join(sorted(formats.TABLES))}): "
             "convert it, or leave out --columns"
         )
+        raise HpctrainError(f"{path}: {advice}")
     return formats.read_examples(path, make_from_row, rows, skipped)
 
 
-def _pick_fields(location: str, row: object, columns: Mapping[str, str]) -> dict[str, Any]:
+def _normalize_name(name: str) -> str:
+    """A name in the header of a text, without white space around it, in NFC: see formats.get_label()."""
+    return unicodedata.normalize("NFC", name.strip())
+
+
+def _pick_fields(location: str, row: Mapping[Any, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """The value of each field in a row. Raises HpctrainError for a row without one of them."""
-    if not isinstance(row, dict):
-        raise formats.line_error(location, "not a JSON object")
     if None in row:  # csv.DictReader collects them there
         raise formats.line_error(
             location, "more fields than the header has: in a csv, quote a field that has a comma in it"
         )
     for column in columns.values():
         if column not in row:
-            raise formats.line_error(location, _describe_columns(column, list(row)))
+            raise formats.line_error(location, _describe_columns(column, [str(name) for name in row]))
         if row[column] is None:
             raise formats.line_error(location, f"its column {column!r} has no value")
     return {field: row[column] for field, column in columns.items()}
@@ -80,7 +81,8 @@ def _check_columns(path: Path, columns: Mapping[str, str], names: Sequence[str])
     for column in columns.values():
         if column not in names:
             raise HpctrainError(
-                f"{path}: {_describe_columns(column, names)}: give --columns FIELD=COLUMN with one of these"
+                f"{path}: {_describe_columns(column, names)}: give --columns FIELD=COLUMN with one of these, "
+                "or add the header, if its first line has none"
             )
         if names.count(column) > 1:
             raise HpctrainError(f"{path}: it has several columns {column!r}: rename all but one")
@@ -102,21 +104,23 @@ def _iterate_csv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, 
     # Python's limit for the length of a field ends that early.
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
-        _check_columns(path, columns, rows.fieldnames or [])
+        rows.fieldnames = [_normalize_name(name) for name in rows.fieldnames or []]
+        _check_columns(path, columns, rows.fieldnames)
         line = rows.line_num + 1
         for row in rows:
             yield f"{path}, line {line}", row
             line = rows.line_num + 1
     except csv.Error as error:
         raise formats.line_error(
-            f"{path}, line {line}", f"not valid csv ({error}): is a quotation mark not closed?"
+            f"{path}, line {line}",
+            f"not valid csv ({error}): is a quotation mark not closed? (.jsonl has texts of any length)",
         ) from error
 
 
 def _iterate_tsv(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, dict[str | None, Any]]]:
     """Location and fields of each row below the header. Quotation marks are text, as in XNLI and GLUE."""
     header, *lines = formats.read_lines(path)
-    names = header.split("\t")
+    names = [_normalize_name(name) for name in header.split("\t")]
     _check_columns(path, columns, names)
     for number, line in enumerate(lines, 2):
         fields = line.split("\t")

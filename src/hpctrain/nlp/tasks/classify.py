@@ -150,7 +150,7 @@ class Classify(LabelTask[Document]):
             return Document(id_, text, label, location=location)
 
         def make_from_json(location: str, item: dict[str, Any]) -> Document:
-            expected = "an object with text and label"
+            expected = f"an object with text and label{formats.OTHER_NAMES}"
             key = "document" if "document" in item else "text"
             text = formats.get_field(location, item, key, str, expected)
             label = self.get_label(location, item, "label", expected)
@@ -158,8 +158,8 @@ class Classify(LabelTask[Document]):
 
         if columns:
             return read_columns(path, columns, make_from_json, skipped)
-        if path.suffix.lower() == formats.JSON_LINES:
-            return formats.read_json_lines(path, make_from_json, skipped)
+        if path.suffix.lower() in formats.OBJECTS:
+            return formats.read_objects(path, make_from_json, skipped)
         return formats.read_examples(path, make, formats.read_table(path, formats.NSMC_COLUMNS), skipped)
 
     def make_example(self, texts: Sequence[str], **_: bool) -> Document:

@@ -159,13 +159,13 @@ class Generate(LanguageModelTask[Passage]):
         """Read plain text, one paragraph per line; the tsv of NSMC; or JSON Lines (text)."""
 
         def make_from_json(location: str, item: dict[str, Any]) -> Passage:
-            text = formats.get_field(location, item, "text", str, "an object with text")
+            text = formats.get_field(location, item, "text", str, f"an object with text{formats.OTHER_NAMES}")
             return Passage("", text, location=location)
 
         if columns:
             return read_columns(path, columns, make_from_json, skipped)
-        if path.suffix.lower() == formats.JSON_LINES:
-            return formats.read_json_lines(path, make_from_json, skipped)
+        if path.suffix.lower() in formats.OBJECTS:
+            return formats.read_objects(path, make_from_json, skipped)
         lines = formats.read_lines(path)
         if lines[0].split("\t") != list(formats.NSMC_COLUMNS):
             return [

@@ -66,11 +66,7 @@ class Instruct(LanguageModelTask[Conversation]):
         """Read JSON Lines or a JSON list of the objects that make_conversation() takes."""
         if columns:
             return read_columns(path, columns, make_conversation, skipped)
-        if formats.read_text(path).lstrip().startswith("["):
-            items = enumerate(formats.read_json(path, list, "a list of objects"))
-            located = ((f"{path}, [{i}]", item) for i, item in items)
-            return formats.read_examples(path, make_conversation, located, skipped)
-        return formats.read_json_lines(path, make_conversation, skipped)
+        return formats.read_objects(path, make_conversation, skipped)
 
     def make_example(self, texts: Sequence[str], **_: bool) -> Conversation:
         """The message of a user, to be answered."""
@@ -165,6 +161,7 @@ def make_conversation(location: str, item: dict[str, Any]) -> Conversation:
     the assistant, and for what is not read and changes the answers.
     """
     expected = "an object with messages, with instruction and output, or with prompt and completion"
+    expected += formats.OTHER_NAMES
     has, context = item if isinstance(item, dict) else {}, 1
     _refuse_unread(location, has, "tools", "functions", "history")
     key = next((key for key in ("messages", "conversations") if key in has), None)

@@ -113,8 +113,8 @@ def find_entities(text):
         """
         if columns:
             return read_columns(path, columns, _make_from_json, skipped)
-        if path.suffix.lower() == formats.JSON_LINES:
-            return formats.read_json_lines(path, _make_from_json, skipped)
+        if path.suffix.lower() in formats.OBJECTS:
+            return formats.read_objects(path, _make_from_json, skipped)
         lines = formats.read_lines(path)
         filled = [line for line in lines if line.strip()]  # there is one: read_lines() refuses an empty file
         first = next((line for line in filled if not _is_comment(line)), filled[0])
@@ -349,7 +349,9 @@ def _is_comment(line: str) -> bool:
 
 def _make_from_json(location: str, item: dict[str, Any]) -> Sentence:
     """The sentence of an object with tokens and tags, or text and entities, as hpctrain predict writes."""
-    expected = "an object with tokens and tags, or with text and entities (start, end, type)"
+    expected = (
+        f"an object with tokens and tags{formats.OTHER_NAMES}, or with text and entities (start, end, type)"
+    )
     id_ = location.rpartition(", ")[2]
     if "tokens" in item:
         tokens, tags = (formats.get_field(location, item, key, list, expected) for key in ("tokens", "tags"))

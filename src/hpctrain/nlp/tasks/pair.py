@@ -22,12 +22,11 @@ from hpctrain.nlp.tasks.classify import Label, Labeled, LabelTask
 KORNLI_COLUMNS = ("sentence1", "sentence2", "gold_label")
 KORSTS_COLUMNS = ("genre", "filename", "year", "id", "score", "sentence1", "sentence2")
 KLUE_NAMES = ("premise", "hypothesis", "gold_label")
-# for errors; whether the file has an object in each line
-EXPECTED = {
-    False: "KLUE-NLI's list of objects with guid, premise, hypothesis and gold_label",
-    True: "sentence1 and sentence2 (or premise and hypothesis), and gold_label or label; "
-    "--columns first=COLUMN second=COLUMN label=COLUMN reads other names",
-}
+# for errors
+EXPECTED = (
+    "sentence1 and sentence2 (or premise and hypothesis), and gold_label or label; "
+    "--columns first=COLUMN second=COLUMN label=COLUMN reads other names"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +54,19 @@ class PairClassify(LabelTask[Pair]):
     def read(
         self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
     ) -> list[Pair]:
-        """Read the JSON list of KLUE, a tsv of KorNLI or KorSTS, or JSON Lines; errors name guid or line.
+        """Read JSON, a list as of KLUE or JSON Lines, or a tsv of KorNLI or KorSTS; errors name guid or line.
 
         KLUE-STS has a number for each pair, and a class made from it.
         """
-        is_lines = path.suffix.lower() == formats.JSON_LINES
-        expected = "two texts and a label" if columns else EXPECTED[is_lines]
+        expected = "two texts and a label" if columns else EXPECTED
 
-        def make_from_klue(number: int, item: object) -> Pair:
-            id_ = formats.get_field(f"{path}, [{number}]", item, "guid", str, expected)
-            location = f"{path}, {formats.excerpt(id_)}"
-            return make_from_object(id_, location, item)
-
-        def make_from_object(id_: str, location: str, item: object) -> Pair:
-            record = item if isinstance(item, dict) else {}
+        def make_from_json(location: str, record: dict[str, Any]) -> Pair:
+            id_ = location.rpartition(", ")[2]
+            if isinstance(record.get("guid"), str):
+                id_ = record["guid"]
+                location = f"{path}, {formats.excerpt(id_)}"
             *texts, key = self.fields if columns else _find_keys(record)
-            first, second = (formats.get_field(location, item, text, str, expected) for text in texts)
+            first, second = (formats.get_field(location, record, text, str, expected) for text in texts)
             if "gold_label" in (key, (columns or {}).get("label")) and record.get(key) == "-":
                 raise HpctrainError(
                     f"{location}: the gold_label is -: its annotators did not agree; remove the example"
@@ -80,21 +76,15 @@ class PairClassify(LabelTask[Pair]):
             label = self.get_label(location, record, key, expected)
             return Pair(id_, first, second, label, location=location)
 
-        def make_from_json(location: str, item: dict[str, Any]) -> Pair:
-            return make_from_object(location.rpartition(", ")[2], location, item)
-
         def make_from_tsv(location: str, line: str) -> Pair:
             fields = dict(zip(names, formats.split_fields(location, line, names), strict=True))
             fields.setdefault("gold_label", fields.get("score", ""))
-            return make_from_object(location.rpartition(", ")[2], location, fields)
+            return make_from_json(location, fields)
 
         if columns:
             return read_columns(path, columns, make_from_json, skipped)
-        if is_lines:
-            return formats.read_json_lines(path, make_from_json, skipped)
-        if formats.read_text(path).lstrip().startswith(("[", "{")):
-            items = enumerate(formats.read_json(path, list, expected))
-            return formats.read_examples(path, make_from_klue, items, skipped)
+        if path.suffix.lower() in formats.OBJECTS or formats.read_text(path).lstrip().startswith(("[", "{")):
+            return formats.read_objects(path, make_from_json, skipped)
         is_korsts = formats.read_lines(path)[0].split("\t") == list(KORSTS_COLUMNS)
         names = KORSTS_COLUMNS if is_korsts else KORNLI_COLUMNS
         if is_korsts and self.problem != "regression":

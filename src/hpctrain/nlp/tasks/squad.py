@@ -1,5 +1,6 @@
 """Read questions and their answers: the JSON of SQuAD 1.1, SQuAD 2.0 and KorQuAD 1.0, and JSON Lines."""
 
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,8 +76,8 @@ def read_questions(
 
     if columns:
         questions = read_columns(path, columns, make_from_json, skipped)
-    elif path.suffix.lower() == formats.JSON_LINES:
-        questions = formats.read_json_lines(path, make_from_json, skipped)
+    elif path.suffix.lower() == formats.JSON_LINES or formats.has_list(path):
+        questions = formats.read_objects(path, make_from_json, skipped)
     else:
         questions = formats.read_examples(path, make, _iterate_questions(path), skipped)
     if any(question.answers == UNANSWERABLE for question in questions):
@@ -105,9 +106,21 @@ def _read_answers(location: str, context: str, item: dict[str, Any]) -> list[Ans
         if not answer.strip() or start < 0 or found.split() != answer.split():
             raise HpctrainError(
                 f"{location}: the answer {answer[:80]!r} is not at its answer_start {start}, "
-                f"where the context has {found[:80]!r}: fix the file"
+                f"where the context has {found[:80]!r}{_explain_offset(context, answer, start)}: fix the file"
             )
     return answers or UNANSWERABLE
+
+
+def _explain_offset(context: str, answer: str, start: int) -> str:
+    """In what other unit `start` counts, or in what form of Unicode the answer is; "" if unknown."""
+    for encoding, size, unit in (("utf-16-le", 2, "units of UTF-16"), ("utf-8", 1, "bytes")):
+        before = context.encode(encoding)[: max(start, 0) * size].decode(encoding, "ignore")
+        if answer.strip() and context.startswith(answer, len(before)):
+            return f" (it counts {unit}, not characters)"
+    composed, other = unicodedata.normalize("NFC", answer), unicodedata.normalize("NFD", answer)
+    if answer not in context and (composed in context or other in context):
+        return " (in another form of Unicode than the answer, NFC or NFD)"
+    return ""
 
 
 def _iterate_questions(path: Path) -> Iterator[tuple[str, str, str, object]]:

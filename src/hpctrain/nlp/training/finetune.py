@@ -133,7 +133,7 @@ def read_examples(task: Task, args: FineTuneOptions, world: World) -> dict[str, 
         splits = {name: splits[name][: args.limit] for name in ("train", "validation", "test")}
         remarks = [
             formats.describe_skipped(skipped or ()),
-            formats.describe_unused(path, tables=args.columns is not None),
+            *formats.describe_files(path, tables=args.columns is not None),
         ]
     if world.rank == 0:
         print(*(f"{one_line(remark)}\n" for remark in remarks if remark), sep="", end="", flush=True)
