@@ -100,10 +100,10 @@ def test_the_import_does_nothing():
 
 
 def test_every_name_is_there_and_described():
-    page = (REPOSITORY / "docs/own-script.md").read_text()
+    page = (REPOSITORY / "docs/guides/own-script.md").read_text()
     for name in hpctrain.__all__:
         assert getattr(hpctrain, name).__doc__, name
-        assert re.search(rf"`(hpctrain\.)?{name}\b", page), f"docs/own-script.md does not describe {name}"
+        assert re.search(rf"`(hpctrain\.)?{name}\b", page), f"own-script.md does not describe {name}"
     assert set(hpctrain.__all__) <= set(dir(hpctrain))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = hpctrain.nonsense

@@ -150,7 +150,7 @@ usage() {
         'Paths are relative to where you start.'
     ! grep -q '^#SBATCH --requeue' "$0" ||
         echo 'A job of sbatch saves a checkpoint before its time limit, and Slurm requeues it:' \
-            'docs/results.md.'
+            'docs/guides/results.md.'
 }
 
 # print_rows WIDTH [NAME SCRIPTS TEXT]...: print the rows of this script; their first column has this width

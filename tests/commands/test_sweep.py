@@ -182,7 +182,7 @@ def test_invalid_use_is_one_line(tmp_path, monkeypatch):
     path, out = write(tmp_path), ["--out", str(tmp_path / "out")]
     with pytest.raises(
         UsageError,
-        match=r"none.yaml: cannot be read as YAML \(No such file or directory\): see docs/sweep.md",
+        match=r"none.yaml: cannot be read as YAML \(No such file or directory\): see docs/guides/sweeps.md",
     ):
         sweep.main(ALONE, [str(tmp_path / "none.yaml")])
     with pytest.raises(UsageError, match=r"there is no trial 4: .*has 4, so give --array=0-3"):

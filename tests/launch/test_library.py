@@ -1301,7 +1301,7 @@ OF_THE_JOB = {
 
 def test_the_documents_have_every_option_and_every_variable():
     """A variable that a launch script reads is one of the job, or it is a setting, in --help and in docs/."""
-    pages = "".join(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))
+    pages = "".join(path.read_text() for path in (REPOSITORY / "docs").rglob("*.md"))
     scripts = "".join(
         path.read_text()
         for path in (REPOSITORY / "launch").rglob("*.sh")

@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    # The batch is small because 1,437 digits need many steps; docs/trainers.md has values for MNIST.
+    # The batch is small because 1,437 digits need many steps; docs/guides/trainers.md has values for MNIST.
     "mnist": Recipe(
         MnistNet,
         28,
