@@ -195,6 +195,10 @@ def test_the_readme_is_short():
     assert len(TEXTS["README.md"].split()) <= 1100
 
 
+def test_the_changelog_is_one_page():
+    assert len(TEXTS["CHANGELOG.md"].splitlines()) <= 60
+
+
 def test_width_of_documents():
     """120 characters, but for tables, code and the targets of links."""
     found = []
