@@ -214,11 +214,14 @@ def parser() -> Parser:
     parser = Parser(
         prog="hpctrain report", description="Compare runs on one HTML page, which needs no network."
     )
-    parser.add_argument("run", type=Path, nargs="+", help="run folder, such as runs/train_ddp/17")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", nargs="+", help="run folder, such as runs/train_ddp/17"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("report.html"),
+        metavar="FILE",
         help="file to write, .html or .png (default: %(default)s)",
     )
     return parser

@@ -399,7 +399,9 @@ def parser() -> Parser:
         description="Search hyperparameters. Each task of a job array runs one trial; "
         "without a job array, the trials run one after the other.",
     )
-    parser.add_argument("file", type=Path, help="the sweep, in YAML: docs/guides/sweeps.md has its keys")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="the sweep, in YAML: docs/guides/sweeps.md has its keys"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder of the trials (default: runs/FILE without .yaml)"
     )
