@@ -25,7 +25,7 @@ HOST_PACKAGES = curl python3 $(if $(APPTAINER),mmdebstrap) \
 
 BEGAN := $(shell date +%s)
 
-.PHONY: help demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak .room .no-apptainer .prefix \
+.PHONY: help docs demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak .room .no-apptainer .prefix \
     .test-tools lint benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock lock-check clean
 .DELETE_ON_ERROR:
 
@@ -151,6 +151,15 @@ install: .prefix sif  ## install for all users of a site: launch scripts, SIF an
 	launch/modulefiles/install.sh '$(PREFIX)' $(SIF)
 
 ##@ Maintain
+
+docs: build/docs/ready  ## build a site of the pages, with search, in build/site
+	build/docs/bin/mkdocs build --strict --site-dir build/site
+
+build/docs/ready: docs/site.lock
+	@python3 -c 'import ensurepip, venv' 2>/dev/null || containers/install_host_packages.sh python3-venv
+	python3 -m venv --clear build/docs
+	build/docs/bin/python -m pip install --quiet --require-hashes -r $<
+	@touch $@
 
 lock: venv  ## write containers/locks: wheels for pyproject.toml, and today's versions of Debian
 	@containers/install_host_packages.sh mmdebstrap
