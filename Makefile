@@ -35,7 +35,7 @@ help:  ## list the targets
 ##@ Try and test
 
 demo: .room $(NO_APPTAINER)  ## train from the container on a Slurm cluster of two nodes on this machine
-	+@$(call build,sif cluster)
+	+@$(call build_quietly,sif cluster)
 	python3 cluster/demo.py
 
 # Test files run side by side, in the order of conftest.py, because tests wait for a part of their time. The tests of
@@ -87,6 +87,16 @@ benchmark: venv sif cluster  ## measure container against bare node, job start-u
 build = $(MAKE) --question --no-print-directory $(filter-out test-fast,$(1)) 2>/dev/null || \
 	    echo 'Building $(1), two at a time; each prints its output when it ends.'; \
 	exec $(MAKE) --jobs=2 --output-sync=target --no-print-directory $(1)
+
+# The same with all output in build/make.log, and a line for each step: those of buildah, podman and docker, and what
+# our scripts have made. After a failure the end of the log is printed.
+STEPS := (\[[0-9]+\/[0-9]+\] )?STEP [0-9]|\#[0-9]+ \[|(base|build): |python3 -m venv
+build_quietly = $(MAKE) --question --no-print-directory $(1) 2>/dev/null || { \
+	    mkdir -p build; rm -f build/make.failed; \
+	    echo 'Building $(1), two at a time; all output is in build/make.log.'; \
+	    { $(MAKE) --jobs=2 --no-print-directory $(1) </dev/null 2>&1 || touch build/make.failed; } | \
+	        tee build/make.log | sed -unE 's/^(($(STEPS)).{0,90}).*/  \1/p'; \
+	    [ ! -e build/make.failed ] || { tail -n 20 build/make.log >&2; exit 1; }; }
 
 print_time = seconds=$$(($$(date +%s) - $(BEGAN))); echo "make $(1) took $$((seconds / 60)) min $$((seconds % 60)) s"
 
