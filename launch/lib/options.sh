@@ -197,7 +197,7 @@ set_program() {
 # and leaves this to the ranks.
 check_command() {
     local names
-    mapfile -t names < <(sed -nE 's/^    "([a-z_.]+)": \(.*/\1/p' "$ROOT/src/hpctrain/cli.py" 2>/dev/null)
+    mapfile -t names < <(sed -nE 's/^    "([a-z0-9_.]+)": \(.*/\1/p' "$ROOT/src/hpctrain/cli.py" 2>/dev/null)
     ((${#names[@]} == 0)) || is_one_of "$1" "${names[@]}" ||
         die "there is no command '$1': choose from $(list_names "${names[@]}"), or give a .py file"
 }

@@ -148,9 +148,11 @@ def _score(lines: list[dict[str, float]]) -> tuple[str | None, float | None]:
 def best_line(lines: list[dict[str, float]]) -> tuple[str, dict[str, float]] | None:
     """The score that selects checkpoints, and the line of its best value; None if only losses are measured.
 
-    The evaluations are counted anew as the run has counted them, with the loss as the second score.
+    The evaluations are counted anew as the run has counted them, with the loss as the second score. Where
+    there is a validation set, it selects, and the test set comes after that.
     """
-    name, _ = _score(lines)
+    validations = [line for line in lines if any(name.startswith("validation_") for name in line)]
+    name, _ = _score(validations or lines)
     if name is None or name.endswith("_loss"):
         return None
     sign, loss = (-1 if name.endswith(LOWER_IS_BETTER) else 1), f"{name.partition('_')[0]}_loss"
