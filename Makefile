@@ -25,7 +25,7 @@ HOST_PACKAGES = curl python3 $(if $(APPTAINER),mmdebstrap) \
 
 BEGAN := $(shell date +%s)
 
-.PHONY: help demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak .room .no-apptainer .prefix \
+.PHONY: help docs demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak .room .no-apptainer .prefix \
     .test-tools lint benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock lock-check clean
 .DELETE_ON_ERROR:
 
@@ -35,7 +35,7 @@ help:  ## list the targets
 ##@ Try and test
 
 demo: .room $(NO_APPTAINER)  ## train from the container on a Slurm cluster of two nodes on this machine
-	+@$(call build,sif cluster)
+	+@$(call build_quietly,sif cluster)
 	python3 cluster/demo.py
 
 # Test files run side by side, in the order of conftest.py, because tests wait for a part of their time. The tests of
@@ -87,6 +87,16 @@ benchmark: venv sif cluster  ## measure container against bare node, job start-u
 build = $(MAKE) --question --no-print-directory $(filter-out test-fast,$(1)) 2>/dev/null || \
 	    echo 'Building $(1), two at a time; each prints its output when it ends.'; \
 	exec $(MAKE) --jobs=2 --output-sync=target --no-print-directory $(1)
+
+# The same with all output in build/make.log, and a line for each step: those of buildah, podman and docker, and what
+# our scripts have made. After a failure the end of the log is printed.
+STEPS := (\[[0-9]+\/[0-9]+\] )?STEP [0-9]|\#[0-9]+ \[|(base|build): |python3 -m venv
+build_quietly = $(MAKE) --question --no-print-directory $(1) 2>/dev/null || { \
+	    mkdir -p build; rm -f build/make.failed; \
+	    echo 'Building $(1), two at a time; all output is in build/make.log.'; \
+	    { $(MAKE) --jobs=2 --no-print-directory $(1) </dev/null 2>&1 || touch build/make.failed; } | \
+	        tee build/make.log | sed -unE 's/^(($(STEPS)).{0,90}).*/  \1/p'; \
+	    [ ! -e build/make.failed ] || { tail -n 20 build/make.log >&2; exit 1; }; }
 
 print_time = seconds=$$(($$(date +%s) - $(BEGAN))); echo "make $(1) took $$((seconds / 60)) min $$((seconds % 60)) s"
 
@@ -151,6 +161,15 @@ install: .prefix sif  ## install for all users of a site: launch scripts, SIF an
 	launch/modulefiles/install.sh '$(PREFIX)' $(SIF)
 
 ##@ Maintain
+
+docs: build/docs/ready  ## build a site of the pages, with search, in build/site
+	build/docs/bin/mkdocs build --strict --site-dir build/site
+
+build/docs/ready: docs/site.lock
+	@python3 -c 'import ensurepip, venv' 2>/dev/null || containers/install_host_packages.sh python3-venv
+	python3 -m venv --clear build/docs
+	build/docs/bin/python -m pip install --quiet --require-hashes -r $<
+	@touch $@
 
 lock: venv  ## write containers/locks: wheels for pyproject.toml, and today's versions of Debian
 	@containers/install_host_packages.sh mmdebstrap

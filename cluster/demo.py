@@ -38,7 +38,7 @@ def main() -> None:
         kept = REPOSITORY / "runs" / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
         shutil.copytree(run, kept)
     print(f"{len(ranks)} ranks on {len(set(ranks))} hosts; test accuracy {accuracy:.4f} on 360 digits")
-    print(f"run folder: {kept.relative_to(REPOSITORY)}   picture: {kept.relative_to(REPOSITORY)}/curves.png")
+    print(f"run folder: {kept.relative_to(REPOSITORY)}")
     if accuracy < ACCURACY or len(ranks) != 4 or len(set(ranks)) != 2:
         sys.exit(f"demo: expected 4 ranks on 2 hosts and an accuracy of at least {ACCURACY}")
 

@@ -2,8 +2,8 @@
 # build_image.sh [--flavor FLAVOR] [--mpi openmpi|mpich] [--tool docker|podman|buildah]: build the image (make
 # image). It makes localhost/hpctrain:FLAVOR in the tool's own store, and build/hpctrain-FLAVOR.tar, an OCI
 # archive for apptainer, `podman load`, `docker load` and registries. With --mpi mpich both are named
-# FLAVOR-mpich. Beside the archive is its record (docs/verify.md) with the digest of its manifest, which a
-# registry shows and every build of a commit gives.
+# FLAVOR-mpich. Beside the archive is its record (docs/reference/verify.md) with the digest of its manifest,
+# which a registry shows and every build of a commit gives.
 #   BASE_IMAGE=NAME  the Debian 12 image to start from. By default the one that containers/Dockerfile pins, or
 #                    if no registry answers, the one that containers/build_base.sh makes from a Debian mirror
 #   DEBIAN_SNAPSHOT=TIMESTAMP  see containers/install/debian.sh

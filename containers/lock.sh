@@ -1,9 +1,10 @@
 #!/bin/bash
 # lock.sh [--flavor FLAVOR] [--platform x86_64|aarch64] [--upgrade|--check]: write
 # containers/locks/FLAVOR.lock for all flavors or for one, with mpich.lock, venv.lock and horovod.lock (make
-# lock). With cpu.lock it writes tests/dev.lock, the tools of the tests. lock.sh --debian: write the records
-# of Debian's versions. A lock pins every package with the hashes of its files, for Python 3.11 on Linux. An
-# existing pin is kept, unless --upgrade is given, or pyproject.toml or FLAVOR.in excludes it.
+# lock), and docs/site.lock for make docs. With cpu.lock it writes tests/dev.lock, the tools of the tests.
+# lock.sh --debian: write the records of Debian's versions. A lock pins every package with the hashes of its
+# files, for Python 3.11 on Linux. An existing pin is kept, unless --upgrade is given, or pyproject.toml or
+# FLAVOR.in excludes it.
 #   --platform     x86_64 by default. A lock has the hashes of all files of a version, so the lock of a flavor
 #                  that exists for both platforms is the same for both, as that of cu130
 #   --check        write nothing, and fail if a lock is stale (make lock-check)
@@ -116,3 +117,4 @@ for flavor in "${flavors[@]}"; do
     fi
 done
 write_lock "$locks/horovod.lock" --no-deps <(grep -h '^horovod==' "$locks/cpu.in")
+write_lock docs/site.lock docs/site.in

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """record.py COMMAND: write the record of an image (SBOM and provenance), and verify an image against it.
 
-The record of build/hpctrain-FLAVOR.tar, an OCI archive, is beside the archive; docs/verify.md explains it:
+The record of build/hpctrain-FLAVOR.tar, an OCI archive, is beside the archive (docs/reference/verify.md):
   hpctrain-FLAVOR.digest           the digest of the manifest
   hpctrain-FLAVOR.spdx.json        the SBOM, in SPDX 2.3
   hpctrain-FLAVOR.provenance.json  an in-toto statement with SLSA 1.0 provenance: the inputs of the build, and

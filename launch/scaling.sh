@@ -6,7 +6,7 @@
 #   launch/scaling.sh runs/strong 1,2,4,8 4 launch/apptainer_ddp.sh train_ddp --data mnist --batch-size 512
 #   launch/scaling.sh --weak runs/weak 1,2,4 4 launch/apptainer_ddp.sh train_ddp --data mnist --batch-size 64
 #
-# mnist is a folder with MNIST's four idx files; docs/trainers.md says where they come from.
+# mnist is a folder with MNIST's four idx files; docs/guides/trainers.md says where they come from.
 #
 #   --weak   the batch size is that of a rank, and grows with the ranks (weak scaling); without, that of all
 #            together (strong)

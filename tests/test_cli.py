@@ -1,9 +1,13 @@
-"""The table of commands, where packages are missing."""
+"""The command line as a whole: where packages are missing, and what all commands share."""
 
 import subprocess
 import sys
 
 import pytest
+
+from hpctrain.cli import COMMANDS, load_command
+from hpctrain.errors import UsageError
+from hpctrain.options import did_you_mean
 
 
 @pytest.mark.parametrize(
@@ -28,3 +32,52 @@ def test_a_missing_package_of_the_extra_is_one_line(tmp_path, command, package):
         f"hpctrain: error: this needs the package {package}, which is not installed: "
         "install the extra `image`, with pip install -e '.[image]' in the folder of hpctrain\n"
     )
+
+
+# What stands for a value in --help; N is any number that has no unit.
+METAVARS = {"ARGUMENT", "FACTOR", "FIELD=COLUMN", "FILE", "FOLDER", "FRACTION", "HOST", "INTERVAL", "LAYER"}
+METAVARS |= {
+    "N",
+    "NAME",
+    "PATH",
+    "PIXELS",
+    "PORT",
+    "PREFIX",
+    "RATE",
+    "RUN",
+    "SECONDS",
+    "SIZE",
+    "TEXT",
+    "TOKENS",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_kind_of_value_has_one_name(command):
+    for action in load_command(command).parser()._actions:
+        if action.nargs == 0 or action.choices:
+            continue
+        default = action.dest.upper() if action.option_strings else action.dest
+        assert (action.metavar or default) in METAVARS, action.dest
+
+
+def test_an_option_has_to_be_written_out():
+    """`--epo` would mean another option once two begin like this."""
+    with pytest.raises(UsageError, match=r"unrecognized arguments: --epo 3: did you mean --epochs\?"):
+        load_command("train_ddp").parser().parse_args(["--epo", "3"])
+    assert did_you_mean("--port", ["--out", "--kernel"]) == ""
+    assert did_you_mean("--lora", ["--lora-rank", "--lora-from"]) == ""
+
+
+def test_the_options_of_fine_tuning_are_grouped():
+    text = load_command("nlp.classify").parser().format_help()
+    _, own, *groups = text.split("\n\n")[0], *[part for part in text.split("\n\n") if ":\n" in part]
+    assert len(own.splitlines()) < 10 and len(groups) == 7 and all(len(g.splitlines()) < 50 for g in groups)
+    assert "image" not in text
+
+
+@pytest.mark.parametrize("words", [["help", "plot"], ["plot", "--help"]])
+def test_help_of_a_command(words):
+    command = [sys.executable, "-m", "hpctrain", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: hpctrain plot [-h] RUN")

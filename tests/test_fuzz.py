@@ -412,7 +412,7 @@ def predict_or_refuse(folder, capsys):
     capsys.readouterr()
 
 
-# The vocabulary is left out: docs/security.md.
+# The vocabulary is left out: docs/reference/security.md.
 @pytest.mark.parametrize(
     "name", ["config.json", "config.json: hpctrain", "tokenizer.json", "tokenizer_config.json"]
 )

@@ -24,7 +24,7 @@ def test_each_promise_is_a_quote_from_the_readme():
 def test_each_section_and_row_of_the_readme_has_a_test():
     sections = re.split("^#+ ", README, flags=re.M)[1:]
     rows = re.findall(r"^\| `.*", README, re.M)
-    assert len(sections) > 5 and len(rows) > 10
+    assert len(sections) > 5 and len(rows) >= 11
     titles = [section.partition("\n")[0] for section in sections if not is_promised(section)]
     assert set(titles) == WITHOUT_PROMISES
     assert not [row for row in rows if not is_promised(row)]

@@ -94,7 +94,7 @@ def test_the_import_does_nothing():
 
 
 def test_every_name_is_there_and_described():
-    pages = "".join((REPOSITORY / f"docs/{name}.md").read_text() for name in ("own-script", "scripts"))
+    pages = "".join((REPOSITORY / f"docs/guides/{name}.md").read_text() for name in ("own-script", "scripts"))
     for name in hpctrain.__all__:
         assert getattr(hpctrain, name).__doc__, name
         assert re.search(rf"`(hpctrain\.)?{name}\b", pages), f"no page describes {name}"

@@ -1,4 +1,4 @@
-"""What other users of the network and files of any content cannot do: docs/security.md has the list."""
+"""What other users and files of any content cannot do: docs/reference/security.md has the list."""
 
 import json
 import os

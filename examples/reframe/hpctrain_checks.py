@@ -1,5 +1,6 @@
-"""hpctrain as tests of ReFrame: for centers that test their system after each maintenance. docs/fabric.md
-shows the use.
+"""hpctrain as tests of ReFrame: for centers that test their system after each maintenance.
+
+docs/reference/fabric.md shows the use.
 
 Each test submits a launch script, as a user does, from this copy of hpctrain (or HPCTRAIN_ROOT). `reference`
 has the figures of the test cluster of hpctrain; put those of your system beside them, and give the number of

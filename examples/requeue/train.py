@@ -57,6 +57,6 @@ for step in range(first, steps):
 else:
     print(f"rank {rank} of {size} finished with loss {loss.item():.6f}", flush=True)
 
-del model  # see docs/scripts.md
+del model  # see docs/guides/scripts.md
 gc.collect()
 dist.destroy_process_group()

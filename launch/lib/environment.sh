@@ -4,7 +4,7 @@
 # All that the user has exported does, except what belongs to the host (HOST_VARIABLES, and folders of
 # packages in PYTHONPATH), what a job around this one has left, and what would keep the rest out
 # (keep_out_nothing).
-# docs/cluster.md says so to users; a line of the log names what was dropped.
+# docs/guides/cluster.md says so to users; a line of the log names what was dropped.
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 

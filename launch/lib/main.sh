@@ -140,8 +140,9 @@ print_commands() {
 broadcast_sif() {
     trap clean_up EXIT
     CLEAN_UP+=(remove_sif_copies)
-    # A SIF is compressed already; slurm.conf may have Compression=lz4 (docs/scale.md). Not --force: others
-    # see the name in ps, and could put a file or link of theirs there, which they can change after the copy.
+    # A SIF is compressed already; slurm.conf may have Compression=lz4 (docs/reference/scale.md). Not --force:
+    # others see the name in ps, and could put a file or link of theirs there, which they can change after the
+    # copy.
     if sbcast --compress=none "$SIF" "$SIF_COPY"; then
         # With spare nodes other ranks may need it, after these have ended.
         ((SPARE_NODES)) || export HPCTRAIN_SIF_COPY=$SIF_COPY

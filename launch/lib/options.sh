@@ -150,7 +150,7 @@ usage() {
         'Paths are relative to where you start.'
     ! grep -q '^#SBATCH --requeue' "$0" ||
         echo 'A job of sbatch saves a checkpoint before its time limit, and Slurm requeues it:' \
-            'docs/results.md.'
+            'docs/guides/results.md.'
 }
 
 # print_rows WIDTH [NAME SCRIPTS TEXT]...: print the rows of this script; their first column has this width
@@ -185,11 +185,21 @@ set_program() {
         die "${ARGUMENTS[0]}: this script starts Python and all ranks itself: write $(program_alone)"
         ;;
     *)
+        check_command "${ARGUMENTS[0]}"
         PROGRAM=(-m hpctrain "${ARGUMENTS[@]}")
         # Otherwise python -m imports a token.py or random.py of the current folder instead of Python's.
         export PYTHONSAFEPATH=1
         ;;
     esac
+}
+
+# check_command NAME: die if hpctrain has no such command, before ranks start. An installation has no sources,
+# and leaves this to the ranks.
+check_command() {
+    local names
+    mapfile -t names < <(sed -nE 's/^    "([a-z0-9_.]+)": \(.*/\1/p' "$ROOT/src/hpctrain/cli.py" 2>/dev/null)
+    ((${#names[@]} == 0)) || is_one_of "$1" "${names[@]}" ||
+        die "there is no command '$1': choose from $(list_names "${names[@]}"), or give a .py file"
 }
 
 # program_alone: print the command line without the words of a launcher that ARGUMENTS has before its program

@@ -75,7 +75,7 @@ _hpctrain_expand() {
     _hpctrain_reply=$text$rest
 }
 
-# _hpctrain_set KEY VALUE KIND: export KEY, with VALUE unless the user has set it
+# _hpctrain_set KEY VALUE KIND: export KEY, with VALUE unless the user has set it; note it in _hpctrain_new
 _hpctrain_set() {
     if [[ -v $1 ]]; then
         # shellcheck disable=SC2163 # the variable that $1 names
@@ -84,6 +84,7 @@ _hpctrain_set() {
         [[ $3 == text && -z $_hpctrain_reply ]] || return 0
     fi
     export "$1=$2"
+    _hpctrain_new="${_hpctrain_new:+$_hpctrain_new, }$1=$2"
 }
 
 # _hpctrain_read FILE check|shell|job|detect: check each line; export the values (in a job without sbatch's)
@@ -185,7 +186,7 @@ hpctrain_load_site() {
         set +f
     fi
     local sites=$1/launch/sites name=${3:-} file known own
-    local _hpctrain_reply _hpctrain_missing _hpctrain_why=named
+    local _hpctrain_reply _hpctrain_missing _hpctrain_new='' _hpctrain_why=named
     if [ -z "$name" ]; then
         _hpctrain_detect "$sites" || return 1
         name=$_hpctrain_reply
@@ -216,8 +217,11 @@ hpctrain_load_site() {
                 "$own" 'HPCTRAIN_CACHE, HF_HOME, TORCH_HOME and MPLCONFIGDIR' >&2
         ;;
     esac
-    if [ "$_hpctrain_why" != named ] && [ "$2" = shell ]; then
+    # Silent where it is sourced again, as by the .bashrc of each shell in a shell.
+    if [ "$2" = shell ] && [ "$_hpctrain_why$_hpctrain_new" != named ]; then
         known=$(builtin cd "$sites" >/dev/null && printf '%s ' *.env | sed 's/\.env//g; s/generic //')
-        echo "hpctrain: site $name (${_hpctrain_why:-detected none of ${known% }})" >&2
+        _hpctrain_why=" (${_hpctrain_why:-detected none of ${known% }})"
+        known="site $name${_hpctrain_why# (named)}${_hpctrain_new:+: $_hpctrain_new}"
+        printf 'hpctrain: %s\n' "${known//[[:cntrl:]]/?}" >&2
     fi
 }

@@ -1,7 +1,7 @@
 """Distributed PyTorch training from containers on supercomputers.
 
-The names below are for other people's training scripts; docs/own-script.md shows their use. Each is imported
-when it is first used, so `import hpctrain` takes no time and does nothing.
+The names below are for other people's training scripts; docs/guides/own-script.md shows their use. Each is
+imported when it is first used, so `import hpctrain` takes no time and does nothing.
 """
 
 from importlib import import_module

@@ -35,6 +35,8 @@ def main() -> None:
     # With the default of 700 objects between collections, these take a tenth of torch's import.
     gc.set_threshold(100_000, 50, 100)
     arguments = sys.argv[1:]
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         sys.exit(0 if arguments else 2)

@@ -12,7 +12,13 @@ from hpctrain.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError, so that one rank prints the error and not all of them."""
+    """An argument parser that raises UsageError, so that one rank prints the error and not all of them.
+
+    An option has to be written out: what begins like one today may begin like two in the next version.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
 
     # argparse overloads the method by the type of `namespace`
     def parse_args(  # type: ignore[override]
@@ -36,8 +42,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question with the known word that is most similar to a mistyped one; "" if no word is similar."""
-    return "".join(f"did you mean {found}?" for found in difflib.get_close_matches(word, known, 1, 0.8))
+    """A question with the known word that is most similar to a mistyped one; "" if no word is similar.
+
+    If one known word alone begins with it, that one.
+    """
+    known = [*dict.fromkeys(known)]
+    longer = [name for name in known if len(word) > 2 and name.startswith(word)]
+    found = longer if len(longer) == 1 else difflib.get_close_matches(word, known, 1, 0.8)
+    return "".join(f"did you mean {name}?" for name in found)
 
 
 def trainer_parser(trainer: str, description: str) -> Parser:
@@ -46,13 +58,14 @@ def trainer_parser(trainer: str, description: str) -> Parser:
     `trainer` names the default run folder. In a user's script, messages name the script as the program.
     """
     parser = Parser(prog=f"hpctrain {trainer}" if trainer in COMMANDS else None, description=description)
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--seed",
         type=int,
         default=1,
+        metavar="N",
         help="seed of the initial weights and of the order of the data (default: %(default)s)",
     )
+    add = parser.add_argument_group("run folder, checkpoints and logs").add_argument
     add(
         "--out",
         type=Path,
@@ -106,7 +119,7 @@ def trainer_parser(trainer: str, description: str) -> Parser:
     return parser
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
+def add_device(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
     """Add --device, as choose_device() takes it."""
     parser.add_argument(
         "--device",
@@ -116,7 +129,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_precision(parser: argparse.ArgumentParser, default: str) -> None:
+def add_precision(parser: "argparse.ArgumentParser | argparse._ArgumentGroup", default: str) -> None:
     """Add --precision and --tf32: see precision.py."""
     parser.add_argument(
         "--precision",
@@ -133,7 +146,7 @@ def add_precision(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def add_kernels(parser: argparse.ArgumentParser) -> None:
+def add_kernels(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
     """Add --compile and --deterministic: see kernels.py."""
     parser.add_argument(
         "--compile",
@@ -144,8 +157,7 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deterministic",
         action="store_true",
-        help="fail at an operation that could give other bits in another run; on a CPU no operation does "
-        "(default: on a GPU, image classifiers warn)",
+        help="fail at an operation that could give other bits in another run; on a CPU no operation does",
     )
 
 

@@ -1,4 +1,4 @@
-"""Run folder, verified checkpoints and requeue for a Trainer of transformers: see docs/scripts.md.
+"""Run folder, verified checkpoints and requeue for a Trainer of transformers: see docs/guides/scripts.md.
 
 transformers writes checkpoint-N into its output_dir, file by file, and resumes from the one with the highest
 number, even if the job was killed while it wrote that one. Here a checkpoint counts when it has SHA256SUMS,

@@ -87,7 +87,7 @@ def test_every_command_has_a_group_and_a_line_that_stands_alone(parsers):
 
 
 def test_every_command_and_every_option_stands_in_a_page(parsers):
-    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
     assert [
         name for name in COMMANDS if not re.search(rf"(hpctrain |`|launch/\S+ ){re.escape(name)}\b", text)

@@ -41,6 +41,16 @@ class Page(html.parser.HTMLParser):
         self.texts.append(data.strip())
 
 
+def test_the_page_shows_the_best_score_and_not_the_last(tmp_path):
+    """And which line is which run, beside each chart."""
+    values = ((1, 0.5), (2, 0.875), (3, 0.75))
+    lines = [{"epoch": n, "step": 10 * n, "seconds": n, "test_accuracy": value} for n, value in values]
+    runs = [make_run(tmp_path / name, lines=lines) for name in ("one", "two")]
+    page = Page(report.page([report.read(run) for run in runs]))
+    assert page.texts.count("test_accuracy 0.875 in epoch 2") == 2
+    assert all(page.texts.count(str(run)) == 2 for run in runs)  # in the table, and in the legend
+
+
 def test_the_page(tmp_path):
     first = make_run(tmp_path / "runs/<b>first&", starts=2)
     second = make_run(tmp_path / "runs/second", lr=0.2)

@@ -67,6 +67,16 @@ def test_the_picture_names_the_values_of_a_choice(tmp_path, monkeypatch):
     assert axis.get_xlim()[0] < 0 and axis.get_xlim()[1] > 1  # also the value that no trial had
 
 
+def test_the_picture_shows_pruned_trials(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: drawn.extend(figure.axes))
+    trials = [trial(0, 0.5), trial(1, state="pruned", scores=(0.1, 0.2)), trial(2, 0.7)]
+    sweep._draw(SWEEP, trials, tmp_path / "sweep.png")
+    for axis in drawn[:3]:
+        (pruned,) = [line for line in axis.get_lines() if line.get_label() == "pruned"]
+        assert [*pruned.get_ydata()] == [0.2] and pruned.get_fillstyle() == "none"
+
+
 def test_suggestions_follow_the_results_and_keep_away_from_what_runs():
     finished = [trial(number, -abs(number - 3), 1e-3 * 1.3**number) for number in range(16)]  # best at 2.2e-3
     rates = [sweep.suggest(SWEEP, finished, number)["lr"] for number in range(16, 24)]
@@ -182,7 +192,7 @@ def test_invalid_use_is_one_line(tmp_path, monkeypatch):
     path, out = write(tmp_path), ["--out", str(tmp_path / "out")]
     with pytest.raises(
         UsageError,
-        match=r"none.yaml: cannot be read as YAML \(No such file or directory\): see docs/sweep.md",
+        match=r"none.yaml: cannot be read as YAML \(No such file or directory\): see docs/guides/sweeps.md",
     ):
         sweep.main(ALONE, [str(tmp_path / "none.yaml")])
     with pytest.raises(UsageError, match=r"there is no trial 4: .*has 4, so give --array=0-3"):

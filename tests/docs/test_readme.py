@@ -14,7 +14,7 @@ from slurm_cluster import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
-PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
+PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/**/*.md"))]
 # Lines that do not run here, and where the same is tested.
 NOT_RUN = {
     "make test": "runs this test",

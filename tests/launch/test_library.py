@@ -223,6 +223,16 @@ def dry_run(script, env, *arguments):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.parametrize("script", ["apptainer_ddp.sh", "apptainer_torchrun.sh"])
+def test_a_mistyped_trainer_does_not_wait_for_a_job(programs, script):
+    """--dry-run printed the commands for it."""
+    done = dry_run(script, programs, "train_dpp", "--epochs", "1")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    message = "hpctrain: error: there is no command 'train_dpp': choose from train_ddp, train_lightning, "
+    assert done.stderr.startswith(message) and done.stderr.endswith(" or plot, or give a .py file\n")
+    assert dry_run(script, programs, "train_ddp").returncode == 0
+
+
 @pytest.mark.parametrize(
     "name",
     ["a b", "quote's\"", "$(touch made)", "`touch made`", "-rf", "semi;colon", "*", "back\\slash", "한글"],
@@ -1340,7 +1350,7 @@ OF_THE_JOB = {
 
 def test_the_documents_have_every_option_and_every_variable():
     """A variable that a launch script reads is one of the job, or it is a setting, in --help and in docs/."""
-    pages = "".join(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))
+    pages = "".join(path.read_text() for path in (REPOSITORY / "docs").rglob("*.md"))
     scripts = "".join(
         path.read_text()
         for path in (REPOSITORY / "launch").rglob("*.sh")

@@ -1,7 +1,8 @@
 """Every launcher, runtime and trainer: the shipped scripts by sbatch, on 2 nodes with 2 ranks each, and the
 same weights in all.
 
-The table of the README is what passed here: `pytest tests/launch/test_matrix.py --write-table` writes it.
+The table of docs/reference/testing.md is what passed here:
+`pytest tests/launch/test_matrix.py --write-table` writes it.
 """
 
 import json
@@ -155,11 +156,11 @@ def test_the_table_of_the_readme_is_what_passed(cell, request):
             cells.append("all three" if len(same) == len(RUNTIMES) else ", ".join(same))
         lines.append(f"| `{trainer}` | {' | '.join(cells)} |")
     table = "\n".join(lines) + "\n"
-    readme = REPOSITORY / "README.md"
-    text = readme.read_text()
+    page = REPOSITORY / "docs/reference/testing.md"
+    text = page.read_text()
     before, rest = text.split(BEGIN)
     shown, after = rest.split(END)
     if request.config.getoption("--write-table"):
-        readme.write_text(before + BEGIN + table + END + after)
+        page.write_text(before + BEGIN + table + END + after)
     else:
         assert shown == table, "pytest tests/launch/test_matrix.py --write-table writes what passed"

@@ -62,7 +62,7 @@ def test_every_fact_has_a_source_and_a_date(site_file):
 def test_keys_are_known_and_values_parse(launch, site_file):
     """Reading checks each line first, so this also shows that no file has a command or a quote in it."""
     done, env = source(launch, site_file.stem, env={"SCRATCH": "/scratch/alice"})
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
     assert set(keys(site_file)) - set(env) <= {"SITE_DETECT"}
     for key in keys(site_file):
         assert not re.search(r"[$`\"'\\]", env.get(key, "")), f"{key}={env[key]}"
@@ -92,7 +92,7 @@ def test_a_folder_in_tmp_that_somebody_else_made_is_told(name):
             finally:
                 own.rmdir()
     assert f"hpctrain: warning: {own} belongs to somebody else: set HPCTRAIN_CACHE, " in done[0].stderr
-    assert done[1].stdout == f"{number} 700\n" and done[1].stderr == "", done[1].stderr
+    assert done[1].stdout == f"{number} 700\n" and "warning" not in done[1].stderr, done[1].stderr
 
 
 # Precedence
@@ -256,7 +256,17 @@ def test_started_as_a_program_it_says_how_it_is_used(launch):
 )
 def test_the_site_is_detected_and_printed(launch, env, name, why):
     done, found = source(launch, env=env)
-    assert found["HPCTRAIN_SITE"] == name and done.stderr == f"hpctrain: site {name} ({why})\n"
+    assert found["HPCTRAIN_SITE"] == name and done.stderr.startswith(f"hpctrain: site {name} ({why}): ")
+
+
+def test_it_says_what_it_has_set(launch):
+    """Once, and without what the user has set."""
+    then = f"source {launch}/site.sh; env -0"
+    done, env = source(launch, "perlmutter", env={"SCRATCH": "/s", "SBATCH_QOS": "regular"}, then=then)
+    head, _, said = done.stderr.rstrip("\n").partition("perlmutter: ")
+    assert head == "hpctrain: site " and "SBATCH_QOS" not in said and "NCCL_NET=AWS Libfabric" in said
+    pairs = dict(pair.split("=", 1) for pair in re.split(r", (?=[A-Z])", said))
+    assert len(pairs) > 10 and all(env[name] == value for name, value in pairs.items())
 
 
 def test_by_slurm_and_by_the_name_of_the_machine(launch, tmp_path):
@@ -294,7 +304,7 @@ def test_a_way_to_detect_that_is_wrong_is_named(launch, entry):
 
 def test_a_shell_has_one_site(launch):
     done, env = source(launch, env={"HPCTRAIN_SITE": "neuron"})
-    assert (env["HPCTRAIN_SITE"], env["SBATCH_PARTITION"], done.stderr) == ("neuron", "amd_a100nv_8", "")
+    assert (env["HPCTRAIN_SITE"], env["SBATCH_PARTITION"]) == ("neuron", "amd_a100nv_8"), done.stderr
     done, env = source(launch, "perlmutter", env={"HPCTRAIN_SITE": "neuron"}, shell=("bash", "-c"))
     assert "this shell has the values of site neuron" in done.stderr and "NCCL_NET" not in env
 
@@ -377,7 +387,8 @@ def test_habits_of_a_shell(launch, habit):
     script += "; [[ $before == $-$IFS ]]; env -0"
     env = BARE | {"TOY_HOST": "toy7", "PWD": str(launch.parent)}
     done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, cwd=launch.parent)
-    assert done.returncode == 0 and done.stderr == "hpctrain: site toy (TOY_HOST=toy7)\n", done.stderr
+    assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("hpctrain: site toy (TOY_HOST=toy7): HPCTRAIN_BIND=/toy /a*, ")
     env = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
     assert (env["HPCTRAIN_ROOT"], env["HPCTRAIN_BIND"], env["HPCTRAIN_FLAVOR"]) == (
         str(launch.parent),
@@ -404,4 +415,5 @@ def test_a_user_without_a_name(launch, tmp_path):
     (tmp_path / "id").chmod(0o755)
     command = ["bash", "-euc", f"source {launch}/site.sh neuron; echo $SCRATCH"]
     done = subprocess.run(command, env={"PATH": f"{tmp_path}:{BARE['PATH']}"}, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("/scratch/12345\n", "")
+    assert done.stdout == "/scratch/12345\n" and done.stderr.startswith("hpctrain: site neuron: SBATCH_")
+    assert done.stderr.count("\n") == 1

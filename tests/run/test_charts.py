@@ -38,3 +38,18 @@ def test_the_best_is_that_of_the_checkpoints():
     name, line = reader.best_line(lines)
     assert (name, line["epoch"]) == ("validation_accuracy", 3)
     assert reader.best_line([{"epoch": 1, "step": 1, "test_loss": 1.0}]) is None
+
+
+def test_the_validation_set_selects_and_not_the_test_set():
+    lines = [{"epoch": n, "step": n, "validation_f1": value} for n, value in ((1, 0.5), (2, 0.9), (3, 0.7))]
+    name, line = reader.best_line([*lines, {"epoch": 3, "step": 3, "test_f1": 0.6, "test_loss": 1.0}])
+    assert (name, line["epoch"]) == ("validation_f1", 2)
+
+
+def test_the_best_perplexity_is_the_lowest():
+    lines = [
+        {"epoch": epoch, "step": epoch, "validation_loss": 1.0, "validation_perplexity": value}
+        for epoch, value in ((1, 9.0), (2, 5.0), (3, 7.0))
+    ]
+    name, line = reader.best_line(lines)
+    assert (name, line["epoch"]) == ("validation_perplexity", 2)

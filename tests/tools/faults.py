@@ -1,6 +1,6 @@
 """Faults on a real Slurm cluster: does the job go on by itself, how soon, and with the same weights?
 
-    .venv/bin/python tests/tools/faults.py                      every fault, into docs/faults.md
+    .venv/bin/python tests/tools/faults.py                      every fault, into docs/reference/faults.md
     .venv/bin/python tests/tools/faults.py --only SIGKILL       those whose row matches this
     .venv/bin/python tests/tools/faults.py --soak 20 --seed 1   20 minutes, with a random fault each minute
 
@@ -29,7 +29,7 @@ from slurm_cluster import BUILD, REPOSITORY, Cluster, Job, bare_binds, load_for_
 
 HOME = "/home/alice/hpctrain"
 RUNS = f"{HOME}/runs"
-PAGE = REPOSITORY / "docs/faults.md"
+PAGE = REPOSITORY / "docs/reference/faults.md"
 SMALL = "/project/small"  # a file system of SMALL_SIZE, which a fault fills
 SMALL_SIZE = "400m"
 OPTIONS = ["--checkpoint-every=1s", "--watchdog=10"]

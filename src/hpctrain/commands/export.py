@@ -76,7 +76,9 @@ def parser() -> Parser:
     parser.add_argument(
         "format", choices=[*FORMATS], help="csv: metrics.csv; wandb: an offline run for wandb sync"
     )
-    parser.add_argument("run", type=Path, nargs="+", help="run folder, such as runs/train_ddp/17")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", nargs="+", help="run folder, such as runs/train_ddp/17"
+    )
     return parser
 
 

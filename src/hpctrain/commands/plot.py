@@ -13,7 +13,7 @@ def parser() -> Parser:
     parser = Parser(
         prog="hpctrain plot", description="Draw the losses and scores of a run over its steps as curves.png."
     )
-    parser.add_argument("run", type=Path, help="run folder, such as runs/train_ddp/17")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, such as runs/train_ddp/17")
     return parser
 
 

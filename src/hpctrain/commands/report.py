@@ -15,7 +15,7 @@ from hpctrain.files import atomic
 from hpctrain.options import Parser
 from hpctrain.run.charts import COLORS, folder_for_matplotlib, plain, save_picture, the_first
 from hpctrain.run.metrics import format_seconds
-from hpctrain.run.reader import is_number, points, read_configs, read_metrics, summarize
+from hpctrain.run.reader import best_line, is_number, points, read_configs, read_metrics, summarize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +55,7 @@ th, td {{
 <h1>{title}</h1>
 <div class="wide">{runs}</div>
 <h2>Curves</h2>
-<p>Over optimizer steps. A dotted line marks where a run was resumed.</p>
+<p>Over optimizer steps. A star marks the best score, a dotted line where a run was resumed.</p>
 <div class="charts">{charts}</div>
 <h2>Differences</h2>
 {differences}
@@ -86,13 +86,16 @@ def metric_names(runs: list[Content]) -> list[str]:
 
 
 def draw(axis: "Axes", runs: list[Content], name: str) -> None:
-    """Draw a metric of all runs over the steps."""
+    """Draw a metric of all runs over the steps, and a star at the best value of the score that selects."""
     for number, run in enumerate(runs):
         color = COLORS[number % len(COLORS)]
         found = [(step, value) for step, value in points(run.lines, name) if math.isfinite(value)]
         if found:
             steps, values = zip(*found, strict=True)
-            axis.plot(steps, values, color=color, marker="o" if len(found) < 30 else None, markersize=3)
+            marker, label = "o" if len(found) < 30 else None, plain(run.row["run"])
+            axis.plot(steps, values, color=color, marker=marker, markersize=3, label=label)
+        if (best := best_line(run.lines)) and best[0] == name:
+            axis.plot([best[1]["step"]], [best[1][name]], "*", color=color, markersize=11)
         for config in run.configs[1:]:
             if is_number(config.get("resumed_at")):
                 axis.axvline(config["resumed_at"], color=color, linestyle=":", linewidth=2)
@@ -100,7 +103,7 @@ def draw(axis: "Axes", runs: list[Content], name: str) -> None:
     every = [value for run in runs for _, value in points(run.lines, name)]
     if name.endswith("_loss") and 0 < 20 * min(every) < max(every) < math.inf:
         axis.set_yscale("log")
-    axis.grid(alpha=0.3)
+    axis.grid(alpha=0.12)
 
 
 def chart(runs: list[Content], name: str) -> str:
@@ -124,12 +127,22 @@ def chart(runs: list[Content], name: str) -> str:
         figure = Figure(figsize=(5.6, 3.2), layout="constrained")
         axis = figure.subplots()
         draw(axis, runs, name)
+        if len(runs) > 1:
+            axis.legend(fontsize="small", framealpha=0)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S)
     svg = svg.replace(TEXT, "currentColor")
     return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
+
+
+def format_best(run: Content) -> str:
+    """The best score of a run and its epoch; the last loss if a run has no score."""
+    if not (best := best_line(run.lines)):
+        return format_score(run.row)
+    name, line = best
+    return f"{name} {line[name]:.4g} in epoch {line['epoch']:g}"
 
 
 def differences(runs: list[Content]) -> list[tuple[str, ...]]:
@@ -160,11 +173,11 @@ def page(runs: list[Content]) -> str:
         row, color = run.row, COLORS[number % len(COLORS)]
         position = f"epoch {row['epoch']}/{row['epochs']}, step {row['step']}"
         time = format_seconds(run.lines[-1].get("seconds", 0))
-        cells = [row["state"], row["job"], position, format_score(row), time, format_start(row)]
+        cells = [row["state"], row["job"], position, format_best(run), time, format_start(row)]
         cells.append(row["image_digest"] or "")
         mark = f'<span class="color" style="background:{color}"></span>'
         rows.append([mark + html.escape(row["run"]), *(html.escape(str(cell)) for cell in cells)])
-    heads = ("run", "state", "job", "position", "score", "time", "started", "image")
+    heads = ("run", "state", "job", "position", "best", "time", "started", "image")
     unequal = differences(runs)
     if len(runs) == 1:
         text = "<p>There is only one run.</p>"
@@ -214,11 +227,14 @@ def parser() -> Parser:
     parser = Parser(
         prog="hpctrain report", description="Compare runs on one HTML page, which needs no network."
     )
-    parser.add_argument("run", type=Path, nargs="+", help="run folder, such as runs/train_ddp/17")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", nargs="+", help="run folder, such as runs/train_ddp/17"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("report.html"),
+        metavar="FILE",
         help="file to write, .html or .png (default: %(default)s)",
     )
     return parser

@@ -48,7 +48,12 @@ def parser() -> Parser:
         description="List the run folders below a folder: state, position, score, speed.",
     )
     parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("runs"), help="where to look (default: %(default)s)"
+        "folder",
+        type=Path,
+        nargs="?",
+        metavar="FOLDER",
+        default=Path("runs"),
+        help="where to look (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with the whole digest of each image")
     return parser

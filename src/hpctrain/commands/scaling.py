@@ -121,7 +121,9 @@ def parser() -> Parser:
         prog="hpctrain scaling",
         description="Compare runs on 1, 2, 4, ... ranks: throughput, speedup, efficiency.",
     )
-    parser.add_argument("folder", type=Path, help="folder with the runs, as launch/scaling.sh makes it")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="folder with the runs, as launch/scaling.sh makes it"
+    )
     return parser
 
 

@@ -352,24 +352,32 @@ def show(sweep: Sweep, folder: Path) -> None:
             text = "no result"
         print(f"trial {trial.number:3}  {text}  {_describe(trial.parameters)}")
     print(_describe_progress(sweep, trials))
-    complete = [trial for trial in trials if trial.state == "complete"]
-    if complete:
+    if any(trial.state == "complete" for trial in trials):
         with folder_for_matplotlib():
-            _draw(sweep, complete, folder / "sweep.png")
+            _draw(sweep, trials, folder / "sweep.png")
         say(f"picture: {folder}/sweep.png")
 
 
-def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:
-    """Draw the values of complete trials in their order, with the best so far, and over each parameter."""
+def _draw(sweep: Sweep, every: list[Trial], path: Path) -> None:
+    """Draw the values of complete trials in their order, with the best so far, and over each parameter.
+
+    A pruned trial is a gray circle at its last score.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    trials = [trial for trial in every if trial.state == "complete"]
+    pruned = [trial for trial in every if trial.state == "pruned" and trial.scores]
+    last = [trial.scores[max(trial.scores)] for trial in pruned]
+    hollow = {"marker": "o", "linestyle": "", "color": "gray", "fillstyle": "none", "label": "pruned"}
     numbers, values = [trial.number for trial in trials], [trial.value for trial in trials]
     columns = min(1 + len(sweep.parameters), 4)
     rows = -(-(1 + len(sweep.parameters)) // columns)
     figure = Figure(figsize=(4 * columns, 3.2 * rows), layout="constrained")
     first, *others = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
     first.plot(numbers, values, "o", label="trial")
+    if pruned:
+        first.plot([trial.number for trial in pruned], last, **hollow)
     first.step(numbers, [*itertools.accumulate(values, _choose(sweep))], where="post", label="best so far")
     first.xaxis.set_major_locator(MaxNLocator(integer=True))
     first.set(xlabel="trial", ylabel=plain(sweep.metric.replace("_", " ")))
@@ -381,6 +389,8 @@ def _draw(sweep: Sweep, trials: list[Trial], path: Path) -> None:
         seen = [trial.parameters[name] for trial in trials]
         at = form["values"].index if "values" in form else float
         axis.plot([at(value) for value in seen], values, "o")
+        if pruned:
+            axis.plot([at(trial.parameters[name]) for trial in pruned], last, **hollow)
         axis.plot([at(best.parameters[name])], [best.value], "*", markersize=14, label="best")
         axis.set(xlabel=name, xscale="log" if form.get("log") else "linear")  # a scale brings its own ticks
         if "values" in form:
@@ -399,7 +409,9 @@ def parser() -> Parser:
         description="Search hyperparameters. Each task of a job array runs one trial; "
         "without a job array, the trials run one after the other.",
     )
-    parser.add_argument("file", type=Path, help="the sweep, in YAML: docs/sweep.md has its keys")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="the sweep, in YAML: docs/guides/sweeps.md has its keys"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder of the trials (default: runs/FILE without .yaml)"
     )

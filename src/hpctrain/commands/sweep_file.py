@@ -1,4 +1,4 @@
-"""The file of a sweep, which docs/sweep.md describes."""
+"""The file of a sweep, which docs/guides/sweeps.md describes."""
 
 import math
 import shlex
@@ -49,7 +49,7 @@ def read_file(path: Path) -> Sweep:
             raise UsageError(f"{path}: there is no key {name!r}: choose from {', '.join(keys)}")
     for name in ("command", "metric", "direction", "parameters"):
         if not content.get(name):
-            raise UsageError(f"{path}: {name} is missing: see docs/sweep.md")
+            raise UsageError(f"{path}: {name} is missing: see docs/guides/sweeps.md")
     command, parameters = content["command"], content["parameters"]
     try:
         words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
@@ -77,9 +77,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             raise ValueError("it has an alias: write its value instead")
         content = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read as YAML ({reason(error)}): see docs/sweep.md") from error
+        raise UsageError(
+            f"{path}: cannot be read as YAML ({reason(error)}): see docs/guides/sweeps.md"
+        ) from error
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: not a list of keys and values: see docs/sweep.md")
+        raise UsageError(f"{path}: not a list of keys and values: see docs/guides/sweeps.md")
     return content
 
 

@@ -25,7 +25,7 @@ from hpctrain.text import first_line, reason
 on_failure: list[Callable[[], object]] = []
 # Errors of a path that a user has given: the folder of another user, a link in a circle, and the like.
 _PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
-# The exit status of a script that wants to be started again: see docs/scripts.md.
+# The exit status of a script that wants to be started again: see docs/guides/scripts.md.
 REQUEUE = 75
 
 

@@ -79,7 +79,7 @@ def _warn_of_lone_ranks() -> None:
     if not _has_joined():
         advice = (
             "call torch.distributed.init_process_group() first, or start a script for Horovod with "
-            "launch/apptainer_horovod.sh; docs/scripts.md shows how"
+            "launch/apptainer_horovod.sh; docs/guides/scripts.md shows how"
         )
     elif _is_alone_in_accelerate():
         advice = "on nodes without GPUs, give TrainingArguments(use_cpu=True) or Accelerator(cpu=True)"

@@ -1,4 +1,4 @@
-"""Run folder, checkpoints and requeue for a Lightning Trainer in a user's script: see docs/scripts.md.
+"""Run folder, checkpoints and requeue for a Lightning Trainer in a user's script: see docs/guides/scripts.md.
 
 Lightning resumes within an epoch from a loader that starts the epoch again: it trains on the first batches
 twice, and never on the last ones. RunFolder leaves out the batches that are done, and makes order, random

@@ -13,11 +13,13 @@ from typing import IO, Any, TypeGuard
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files.plain import open_plain
+from hpctrain.run.best import Best
 from hpctrain.text import reason
 
 # The entries of a line of metrics that are neither losses nor scores.
 NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s", "peak_memory_mb", "gpu_percent"}
 NOT_SCORES |= {"loss_scale", "overflow_steps"}
+LOWER_IS_BETTER = ("loss", "perplexity")
 PRUNED = "pruned.txt"  # in the folder of a trial that its sweep has ended early
 DIVERGED = "diverged.txt"  # in that of a trial whose parameters do not let it train
 # owner.json is touched every two seconds; clocks of nodes and file servers differ by less than this.
@@ -147,15 +149,20 @@ def _score(lines: list[dict[str, float]]) -> tuple[str | None, float | None]:
 def best_line(lines: list[dict[str, float]]) -> tuple[str, dict[str, float]] | None:
     """The score that selects checkpoints, and the line of its best value; None if only losses are measured.
 
-    As Run counts evaluations: of equal scores, the lower loss beside it, then the first.
+    The evaluations are counted anew as the run has counted them, with the loss as the second score. Where
+    there is a validation set, it selects, and the test set comes after that.
     """
-    name, _ = _score(lines)
+    validations = [line for line in lines if any(name.startswith("validation_") for name in line)]
+    name, _ = _score(validations or lines)
     if name is None or name.endswith("_loss"):
         return None
-    loss = f"{name.partition('_')[0]}_loss"
-    scored = [line for line in lines if name in line and not math.isnan(line[name])]
-    best = max(scored, key=lambda line: (line[name], -line.get(loss, 0.0)), default=None)
-    return (name, best) if best else None
+    sign, loss = (-1 if name.endswith(LOWER_IS_BETTER) else 1), f"{name.partition('_')[0]}_loss"
+    best, chosen = Best(), None
+    for line in lines:
+        if name in line and not math.isnan(line[name]):
+            score = sign * line[name], -line.get(loss, 0.0)
+            chosen = line if best.add(int(line["epoch"]), int(line["step"]), score) else chosen
+    return (name, chosen) if chosen else None
 
 
 def summarize(run: Path) -> dict[str, Any]:

@@ -96,6 +96,11 @@ def parser() -> Parser:
         prog="hpctrain tensorboard", description="Run TensorBoard on a compute node, for you alone."
     )
     parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("runs"), help="run folders (default: %(default)s)"
+        "folder",
+        type=Path,
+        nargs="?",
+        metavar="FOLDER",
+        default=Path("runs"),
+        help="run folders (default: %(default)s)",
     )
     return parser

@@ -1,4 +1,4 @@
-"""The run of a training script of your own: see docs/own-script.md."""
+"""The run of a training script of your own: see docs/guides/own-script.md."""
 
 import atexit
 from collections.abc import Iterator

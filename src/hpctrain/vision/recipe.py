@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    # The batch is small because 1,437 digits need many steps; docs/trainers.md has values for MNIST.
+    # The batch is small because 1,437 digits need many steps; docs/guides/trainers.md has values for MNIST.
     "mnist": Recipe(
         MnistNet,
         28,
@@ -103,16 +103,23 @@ def vision_parser(trainer: str, description: str) -> Parser:
         help="processes per rank that decode JPEG and PNG; 0: none "
         f"(default: CPUs of the rank - 1, at most {MOST_WORKERS})",
     )  # fmt: skip
-    add("--epochs", type=positive(int), help=f"passes over the training data (default: {default('epochs')})")
+    add(
+        "--epochs",
+        type=positive(int),
+        metavar="N",
+        help=f"passes over the training data (default: {default('epochs')})",
+    )
     add(
         "--batch-size",
         type=positive(int),
+        metavar="N",
         help=f"global batch size, over all ranks (default: {default('batch_size')})",
     )
-    add("--lr", type=positive(float), help=f"learning rate (default: {default('lr')})")
+    add("--lr", type=positive(float), metavar="RATE", help=f"learning rate (default: {default('lr')})")
     add(
         "--lr-decay",
         type=positive(float),
+        metavar="FACTOR",
         help=f"factor on the learning rate after each epoch (default: {default('lr_decay')})",
     )
     add_precision(parser, "fp32")

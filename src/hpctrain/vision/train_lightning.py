@@ -166,8 +166,18 @@ def parser() -> Parser:
         default="auto",
         help="auto: a GPU if there is one (default: %(default)s)",
     )
-    add("--devices", type=positive(int), help="ranks per node (default: as many as the launcher started)")
-    add("--num-nodes", type=positive(int), help="number of nodes (default: as many as the launcher uses)")
+    add(
+        "--devices",
+        type=positive(int),
+        metavar="N",
+        help="ranks per node (default: as many as the launcher started)",
+    )
+    add(
+        "--num-nodes",
+        type=positive(int),
+        metavar="N",
+        help="number of nodes (default: as many as the launcher uses)",
+    )
     return parser
 
 

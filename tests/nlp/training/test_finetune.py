@@ -37,6 +37,7 @@ from hpctrain.nlp.training import finetune, lightning_module
 from hpctrain.nlp.training.lightning_module import FineTuneModule
 from hpctrain.nlp.training.options import parse_options
 from hpctrain.nlp.use import predict
+from hpctrain.run.reader import summarize
 from tests.nlp.helpers import (
     NO_DROPOUT,
     SHAPE,
@@ -83,6 +84,17 @@ def test_sigterm_ends_a_rank_at_once(config, tmp_path, monkeypatch):
     monkeypatch.setattr(FineTuneModule, "forward", forward)
     train("classify", tmp_path / "run", "--epochs", 1, "--limit", 8, "--from-scratch", config)
     assert handlers == {(stage, signal.SIG_DFL) for stage in ("train", "validate", "test")}
+
+
+def test_the_metric_that_selects_the_best_epoch_comes_first(config, tmp_path):
+    """So `hpctrain runs` and the pictures show it: that of questions had been the exact match."""
+    run = train("qa", tmp_path / "qa", "--epochs", 1, "--limit", 8, "--from-scratch", config)
+    assert [name for name in validations(run)[0] if name.startswith("validation_")][:3] == [
+        "validation_loss",
+        "validation_f1_char",
+        "validation_exact_match",
+    ]
+    assert summarize(run)["score"] == "test_f1_char"
 
 
 def test_learning_rate_rises_to_its_peak_then_falls_to_zero(trained):

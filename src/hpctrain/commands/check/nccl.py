@@ -123,7 +123,8 @@ def predict_network(env: Mapping[str, str] = os.environ, root: Path = Path("/"))
         )
         return Network(
             "",
-            f"none: NCCL_NET is '{named}', but {offers}: load that network (docs/fabric.md), or unset it",
+            f"none: NCCL_NET is '{named}', but {offers}: load that network (docs/reference/fabric.md), "
+            "or unset it",
             True,
         )
     taken = usable[0]

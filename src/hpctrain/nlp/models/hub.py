@@ -271,11 +271,15 @@ def parser() -> Parser:
         prog="hpctrain fetch",
         description="Download a model from the Hugging Face hub into a folder, for nodes without internet.",
     )
-    options.add_argument("model", help="name of the model on the hub, such as beomi/kcbert-base")
     options.add_argument(
-        "folder", type=Path, metavar="DIR", help="folder to create; pass it to a trainer as --model DIR"
+        "model", metavar="NAME", help="name of the model on the hub, such as beomi/kcbert-base"
     )
-    options.add_argument("--revision", help="branch, tag or commit to download (default: main)")
+    options.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="folder to create; pass it to a trainer as --model FOLDER"
+    )
+    options.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit to download (default: main)"
+    )
     return options
 
 

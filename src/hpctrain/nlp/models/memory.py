@@ -69,7 +69,7 @@ def check_memory(folder: Path, args: FineTuneOptions, world: World, device: torc
             advice += ", or --cpu-offload"
         raise HpctrainError(
             f"{folder}: {count:,} weights of {each} bytes{spread} are {needed / 1e9:.2f} GB, and rank "
-            f"{world.rank} can have {limit / 1e9:.2f} GB: take {advice} (docs/large-models.md)"
+            f"{world.rank} can have {limit / 1e9:.2f} GB: take {advice} (docs/guides/large-models.md)"
         )
     host = free_memory(world, torch.device("cpu")) * world.local_size
     loaders = world.local_size if args.lora_from else 1
@@ -83,5 +83,5 @@ def check_memory(folder: Path, args: FineTuneOptions, world: World, device: torc
         raise HpctrainError(
             f"{folder}: {count:,} weights of {FROZEN} bytes are {count * FROZEN / 1e9:.2f} GB. {who} them "
             f"all before it gives each rank its part, and its node has {host / 1e9:.2f} GB: "
-            f"take {advice} (docs/large-models.md)"
+            f"take {advice} (docs/guides/large-models.md)"
         )

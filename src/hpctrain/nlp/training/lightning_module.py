@@ -204,7 +204,9 @@ class FineTuneModule(LightningModule):
             scores = {key: float(value) for key, value in self._task.score(examples, answers).items()}
         # A set that has only labels which are not in the training data has no loss, but scores.
         loss = {"loss": (self._sums[0] / self._sums[1]).item()} if self._sums[1] else {}
-        scores = {**loss, **broadcast(world, scores)}
+        scores = broadcast(world, scores)
+        first = self.choose_metric(self._sets["validation"][0])  # readers of metrics take the first score
+        scores = {**loss, first: scores[first], **scores}
         # As float64: Lightning would store float32, which is too imprecise to compare runs.
         self.log_dict(
             {f"{name}_{key}": torch.tensor(value, dtype=torch.float64) for key, value in scores.items()}

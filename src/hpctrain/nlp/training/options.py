@@ -100,8 +100,14 @@ def make_parser(task: Task) -> Parser:
     parser = trainer_parser(
         f"nlp.{task.name}", f"{task.title}: fine-tune a model of transformers, on any number of ranks."
     )
-    add = parser.add_argument
-    add(
+    add_model = parser.add_argument_group("model").add_argument
+    add_data = parser.add_argument_group("data").add_argument
+    add_training = parser.add_argument_group("training").add_argument
+    add_lora = parser.add_argument_group("LoRA, which trains a small part of the weights").add_argument
+    add_memory = parser.add_argument_group("ranks and memory").add_argument
+    speed = parser.add_argument_group("speed and precision")
+    add_speed = speed.add_argument
+    add_data(
         "--data",
         type=Path,
         metavar="PATH",
@@ -110,70 +116,71 @@ def make_parser(task: Task) -> Parser:
         f"{task.formats} ({'default: sample data' if task.samples else 'required'})",
     )
     if task.fields:
-        add(
+        add_data(
             "--columns",
             nargs="+",
             metavar="FIELD=COLUMN",
             help=f"read --data as tables ({', '.join(sorted(TABLES))}), each field in the column of this "
             f"name; fields: {list_fields(task)} (default of a field: the column of its own name)",
         )
-    add(
+    add_model(
         "--model",
         metavar="NAME",
         help="model to fine-tune: a name on the Hugging Face hub, such as beomi/kcbert-base, or a folder",
     )
-    add(
+    add_model(
         "--from-scratch",
-        metavar="CONFIG",
+        metavar="SIZE",
         help=f"train a new model: {', '.join(SIZES)}, or the path of a config.json "
         "(default with the sample data: tiny)",
     )
-    add(
+    add_training(
         "--epochs",
         type=non_negative,
+        metavar="N",
         help="passes over the training data; 0 only scores the test set "
         "(default: 3; 20 with the sample data)",
     )
-    add(
+    add_training(
         "--patience",
         type=positive(int),
         metavar="N",
         help="end the training after N evaluations without a better validation score "
         "(default: train all --epochs)",
     )
-    add(
+    add_training(
         "--eval-every",
         type=positive(int),
         metavar="N",
         help="score the validation set after every N steps, too (default: after each epoch only)",
     )
-    add(
+    add_training(
         "--batch-size",
         type=positive(int),
         metavar="N",
         help="global batch size, shared by all ranks (default: 32; 8 with the sample data)",
     )
-    add(
+    add_memory(
         "--accumulate",
         type=positive(int),
         default=1,
         metavar="N",
         help="accumulate gradients over N parts of each batch, to save memory (default: %(default)s)",
     )
-    add(
+    add_memory(
         "--strategy",
         choices=["ddp", "fsdp"],
         default="ddp",
         help="fsdp: shard the weights, gradients and optimizer over all ranks, for models that do not fit "
         "one GPU (default: %(default)s)",
     )
-    add(
+    add_memory(
         "--cpu-offload",
         action="store_true",
         help="keep the weights, gradients and optimizer in the memory of the node, and on the GPU what a "
         "layer needs while it computes; sets --strategy fsdp, and takes longer",
     )
-    add(
+    add_memory(
         "--tensor-parallel",
         type=positive(int),
         default=1,
@@ -181,25 +188,26 @@ def make_parser(task: Task) -> Parser:
         help="split each layer over N consecutive ranks, which compute the same examples; sets --strategy "
         "fsdp for the rest (default: %(default)s)",
     )
-    add(
+    add_memory(
         "--gradient-checkpointing",
         action="store_true",
         help="save memory: compute the activations of a layer again for its gradients, instead of keeping "
         "them",
     )
-    add(
+    add_training(
         "--lr",
         type=positive(float),
+        metavar="RATE",
         help="peak learning rate (default: 5e-5; from scratch 5e-4, with the sample data 1e-3)",
     )
-    add(
+    add_training(
         "--warmup",
         type=fraction,
         default=0.1,
         metavar="FRACTION",
         help="fraction of all steps in which the learning rate rises to --lr (default: %(default)s)",
     )
-    add(
+    add_data(
         "--max-length",
         type=positive(int),
         default=task.max_length,
@@ -207,7 +215,7 @@ def make_parser(task: Task) -> Parser:
         help="maximum length of a text or window in tokens (default: %(default)s)",
     )
     if task.can_pack:
-        add(
+        add_speed(
             "--pack",
             action="store_true",
             default=None,
@@ -215,14 +223,14 @@ def make_parser(task: Task) -> Parser:
             "be padded",
         )
     if task.stride:
-        add(
+        add_data(
             "--stride",
             type=positive(int),
             metavar="TOKENS",
             help=f"tokens that consecutive windows share (default: {task.stride}, or a third of --max-length "
             "if that is less)",
         )
-    add(
+    add_data(
         "--validation-split",
         type=float,
         default=0.1,
@@ -231,65 +239,65 @@ def make_parser(task: Task) -> Parser:
         "(default: %(default)s)",
     )
     if task.one_label:
-        add(
+        add_data(
             "--problem",
             choices=["multi-label", "regression"],
             help="multi-label: an example has any number of classes, a list or with commas between them; "
             "regression: its label is a number (default: it has one class)",
         )
-        add(
+        add_training(
             "--class-weights",
             choices=["balanced"],
             help="balanced: weigh the loss of an example by examples / (classes * examples of its class), "
             "for rare classes",
         )
-    add(
+    add_lora(
         "--lora-rank",
         type=positive(int),
         metavar="N",
         help="LoRA: freeze the model, and train matrices of rank N beside its layers; model/ is then an "
         "adapter",
     )
-    add(
+    add_lora(
         "--lora-target",
         nargs="+",
         metavar="LAYER",
         help="names of the layers that get LoRA matrices, or all-linear (default: those of peft for this "
         "architecture)",
     )
-    add(
+    add_lora(
         "--lora-from",
         type=Path,
         metavar="FOLDER",
         help="train the LoRA adapter in this folder further, which is for --model; it has its own rank and "
         "layers",
     )
-    add(
+    add_lora(
         "--lora-merge",
         action="store_true",
         help="save the whole model, with the adapter merged into its weights",
     )
-    add(
+    add_data(
         "--limit",
         type=positive(int),
         metavar="N",
         help="use only the first N examples of each split, for a quick trial",
     )
-    add(
+    add_data(
         "--strict",
         action="store_true",
         help="fail on a malformed example, a truncated text or a label not in the training data (default: "
         "report how many)",
     )
-    add_precision(parser, "auto")
-    add_kernels(parser)
-    add(
+    add_precision(speed, "auto")
+    add_kernels(speed)
+    add_speed(
         "--cuda-graphs",
         action="store_true",
         help="let a GPU start the kernels of a step by itself: faster for short texts; for one rank, without "
         "--accumulate",
     )
-    add_device(parser)
+    add_device(speed)
     return parser
 
 

@@ -243,6 +243,7 @@ def parser() -> Parser:
         "--seed",
         type=int,
         default=1,
+        metavar="N",
         help="seed for sampling, nlp.generate and nlp.instruct (default: %(default)s)",
     )
     return options

@@ -1,0 +1,51 @@
+"""Parts of the Makefile that need no build."""
+
+import subprocess
+
+import pytest
+from slurm_cluster import REPOSITORY
+
+TOY = """
+include Makefile
+.PHONY: toy broken
+toy:
+	@for i in 1 2 3 4 5 6 7 8 9; do echo "Get:$$i a package"; done
+	@echo "[2/5] STEP 3/9: COPY $$(printf %200s | tr ' ' x)"
+	@echo "build: made a toy"
+broken:
+	@echo "a package"; echo "toy: error: the disk is full" >&2; exit 3
+try-%:
+	+@$(call build_quietly,$*)
+	@echo "$* is built"
+"""
+
+
+@pytest.fixture
+def toy(tmp_path):
+    """A folder with a copy of the Makefile, and targets that print what builds print."""
+    (tmp_path / "Makefile").write_text((REPOSITORY / "Makefile").read_text())
+    (tmp_path / "src").mkdir()
+    (tmp_path / "toy.mk").write_text(TOY)
+
+    def run(target):
+        command = ["make", "-f", "toy.mk", "MAKE=make -f toy.mk", target]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+def test_a_quiet_build_has_a_line_for_each_step_and_a_log(toy, tmp_path):
+    """`make demo` printed 2,493 lines, mostly of apt and pip."""
+    done = toy("try-toy")
+    assert done.returncode == 0, done.stderr
+    head, copy, made, built = done.stdout.splitlines()
+    assert head.endswith("all output is in build/make.log.") and built == "toy is built"
+    assert copy.startswith("  [2/5] STEP 3/9: COPY xxx") and len(copy) < 120 and made == "  build: made a toy"
+    assert (tmp_path / "build/make.log").read_text().count("a package") == 9
+
+
+def test_a_quiet_build_that_fails_shows_the_end_of_its_log(toy):
+    done = toy("try-broken")
+    assert done.returncode == 2 and "broken is built" not in done.stdout
+    assert "toy: error: the disk is full\n" in done.stderr
+    assert toy("try-toy").returncode == 0
