@@ -29,6 +29,8 @@ MAIN_ROAD = {
         "launch/test_requeue.py::test_a_killed_rank_after_a_checkpoint",
         "launch/test_requeue.py::test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to",
         "launch/test_launch.py::test_a_job_whose_node_dies_resumes_from_its_last_checkpoint",
+        "launch/test_faults.py::test_a_job_survives[slurmstepd of a node killed]",
+        "launch/test_faults.py::test_a_job_survives[/tmp of a node full when the job starts again]",
     ],
     "make venv": ["docs/test_readme.py::test_there_are_commands"],
     "make demo": ["docs/test_readme.py::test_on_this_machine[README.md]"],
