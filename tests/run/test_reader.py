@@ -44,6 +44,18 @@ def test_the_score_that_selects_the_best_epoch_is_shown(tmp_path):
     assert (row["score"], row["value"]) == ("test_f1", 0.75)
 
 
+def test_values_of_steps_are_no_scores(tmp_path):
+    """A script may pass any to Run.step(), and call a loss just so in Run.score()."""
+    steps = {"epoch": 1, "step": 3, "train_loss": 1.0, "scale": 65536.0, "examples_per_s": 9.0}
+    evaluation = {"epoch": 1, "step": 3, "accuracy": 0.5, "loss": 2.0}
+    lines = [steps, evaluation, steps | {"step": 6}]
+    assert reader.summarize(make_run(tmp_path / "scored", lines=lines))["score"] == "accuracy"
+    assert reader.best_line(lines) == ("accuracy", evaluation)
+    lines = [steps, {"epoch": 1, "step": 3, "loss": 2.0}]
+    assert reader.summarize(make_run(tmp_path / "lost", lines=lines))["score"] == "loss"
+    assert reader.best_line(lines) is None
+
+
 def test_without_a_score_the_loss_is_shown(tmp_path):
     folder = make_run(tmp_path / "run", lines=[{"epoch": 1, "step": 5, "train_loss": 0.5}])
     assert (reader.summarize(folder)["score"], reader.summarize(folder)["value"]) == ("train_loss", 0.5)

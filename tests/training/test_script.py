@@ -270,21 +270,24 @@ def test_the_state_of_an_epoch_that_ends_by_break_is_saved(tmp_path):
     assert train(tmp_path / "parts", 3) == whole
 
 
-def test_the_checkpoint_of_the_lowest_loss_or_the_highest_score_is_kept(tmp_path):
-    for name, scores, best in (("loss", (3, 1, 2, 2, 4), 2), ("f1", (1, 2, 5, 3, 3), 3)):
-        folder = tmp_path / name
-        with hpctrain.Run("mine", out=folder, keep_checkpoints=1, watchdog=0) as run:
-            left = iter(scores)
-            train_simply(
-                run,
-                5,
-                after=lambda run, name=name, left=left: run.score(
-                    **{f"validation_{name}": next(left)}, other=0
-                ),
-            )
-        kept = {f"epoch-{best:04}.pt", "epoch-0005.pt"}
-        assert {path.name for path in (folder / "checkpoints").iterdir()} == kept
-        assert result_of(folder)[f"validation_{name}"] == scores[-1]
+@pytest.mark.parametrize(
+    ("name", "scores", "best", "more"),
+    [("loss", (3, 1, 2, 2, 4), 2, {"other_loss": 0}), ("f1", (1, 2, 5, 3, 3), 3, {"other": 0, "loss": 1})],
+)
+def test_the_checkpoint_of_the_lowest_loss_or_the_highest_score_is_kept(tmp_path, name, scores, best, more):
+    folder, left = tmp_path / "run", iter(scores)
+
+    def score(run):
+        run.score(**{f"validation_{name}": next(left)}, **more)
+
+    with hpctrain.Run("mine", out=folder, keep_checkpoints=1, watchdog=0) as run:
+        train_simply(run, 5, after=score)
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {
+        f"epoch-{best:04}.pt",
+        "epoch-0005.pt",
+    }
+    assert result_of(folder)[f"validation_{name}"] == scores[-1]
+    assert summarize(folder)["score"] == f"validation_{name}"
 
 
 def test_the_weights_are_read_back(tmp_path):

@@ -15,7 +15,7 @@ from hpctrain.files import atomic
 from hpctrain.options import Parser
 from hpctrain.run.charts import COLORS, folder_for_matplotlib, plain, save_picture, the_first
 from hpctrain.run.metrics import format_seconds
-from hpctrain.run.reader import best_line, is_number, points, read_configs, read_metrics, summarize
+from hpctrain.run.reader import best_line, is_loss, is_number, points, read_configs, read_metrics, summarize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +101,7 @@ def draw(axis: "Axes", runs: list[Content], name: str) -> None:
                 axis.axvline(config["resumed_at"], color=color, linestyle=":", linewidth=2)
     axis.set(xlabel="step", title=TITLES.get(name, plain(name.replace("_", " "))))
     every = [value for run in runs for _, value in points(run.lines, name)]
-    if name.endswith("_loss") and 0 < 20 * min(every) < max(every) < math.inf:
+    if is_loss(name) and 0 < 20 * min(every) < max(every) < math.inf:
         axis.set_yscale("log")
     axis.grid(alpha=0.12)
 

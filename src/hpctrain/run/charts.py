@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
-from hpctrain.run.reader import NOT_SCORES, best_line, load_metrics, points
+from hpctrain.run.reader import best_line, is_loss, load_metrics, losses_and_scores, points
 from hpctrain.text import one_line, reason, say
 
 if TYPE_CHECKING:
@@ -83,13 +83,11 @@ def _draw(folder: Path) -> Path:
         ) from error
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     axes = figure.subplots(1, 2)
-    found = dict.fromkeys(
-        name for line in lines for name in line if name not in NOT_SCORES and "/" not in name
-    )
+    found = dict.fromkeys(name for line in lines for name in losses_and_scores(line))
     names = the_first([*found])
     for axis, of_loss, title in zip(axes, (True, False), ("loss", "score"), strict=True):
         for name in names:
-            if name.endswith("_loss") != of_loss:
+            if is_loss(name) != of_loss:
                 continue
             axis.plot(
                 *zip(*points(lines, name), strict=True),

@@ -128,6 +128,18 @@ def is_number(value: object) -> TypeGuard[int | float]:
     )
 
 
+def is_loss(name: str) -> bool:
+    """Whether a metric is better when it is lower, by its name. All others are scores."""
+    return name.endswith("loss")
+
+
+def losses_and_scores(line: dict[str, float]) -> list[str]:
+    """The losses and scores in a line of metrics. Of a line about steps, which has a speed, the losses."""
+    of_steps = "examples_per_s" in line
+    names = [name for name in line if name not in NOT_SCORES and "/" not in name]
+    return [name for name in names if is_loss(name) or not of_steps]
+
+
 def points(lines: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
     """The steps and values of a metric. If a step occurs twice, in a resumed run, the last value counts."""
     return sorted({line["step"]: line[name] for line in lines if name in line}.items())
@@ -135,15 +147,8 @@ def points(lines: list[dict[str, float]], name: str) -> list[tuple[float, float]
 
 def _score(lines: list[dict[str, float]]) -> tuple[str | None, float | None]:
     """The first score of the last line with a score; it selects the best epoch. Otherwise the last loss."""
-    found = [
-        item
-        for line in reversed(lines)
-        for item in line.items()
-        if item[0] not in NOT_SCORES and "/" not in item[0]
-    ]
-    return min(
-        found, key=lambda item: (item[0].endswith("_loss"), item[0] == "train_loss"), default=(None, None)
-    )
+    found = [(name, line[name]) for line in reversed(lines) for name in losses_and_scores(line)]
+    return min(found, key=lambda item: (is_loss(item[0]), item[0] == "train_loss"), default=(None, None))
 
 
 def best_line(lines: list[dict[str, float]]) -> tuple[str, dict[str, float]] | None:
@@ -154,7 +159,7 @@ def best_line(lines: list[dict[str, float]]) -> tuple[str, dict[str, float]] | N
     """
     validations = [line for line in lines if any(name.startswith("validation_") for name in line)]
     name, _ = _score(validations or lines)
-    if name is None or name.endswith("_loss"):
+    if name is None or is_loss(name):
         return None
     sign, loss = (-1 if name.endswith(LOWER_IS_BETTER) else 1), f"{name.partition('_')[0]}_loss"
     best, chosen = Best(), None

@@ -20,6 +20,7 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.hooks.clean_exit import wait_for_threads
 from hpctrain.run import run
 from hpctrain.run.options import RunOptions
+from hpctrain.run.reader import is_loss
 from hpctrain.text import first_line
 from hpctrain.training.batches import (
     data_loader,
@@ -268,8 +269,8 @@ class Run(run.Run):
         """Write the scores of an evaluation: after the batches of an epoch, after run.step(), or at the end.
 
         Each is a number or a tensor with a value per example: the mean over all of them on all ranks counts.
-        While the run trains, the checkpoint with the highest first score is kept, or with the lowest if its
-        name ends in "loss". result.json has the last scores.
+        While the run trains, the checkpoint with the highest first score is kept, or, if all names end in
+        "loss", the one with the lowest first loss. result.json has the last scores.
         """
         if self._at in (IN_EPOCH, IN_BATCH):
             raise UsageError(
@@ -282,8 +283,8 @@ class Run(run.Run):
             values[name] = total / number if number else float("nan")
         self.metrics(**values)
         self._scores |= values
-        name, score = next(iter(values.items()))
-        score = -score if name.endswith("loss") else score
+        name = min(values, key=is_loss)
+        score = -values[name] if is_loss(name) else values[name]
         if self._at == AFTER_BATCHES:
             self._score = score
         elif self._at == AFTER_STEP:
