@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 import hpctrain
 from hpctrain.distributed.world import ALONE, World
+from hpctrain.files import plain
 from hpctrain.run.run import Run
 from tests.helpers import run_ranks, start_ranks
 
@@ -209,8 +210,10 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), Wrapped])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-@pytest.mark.parametrize("entry", [None, "model", "state_dict"])
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "net."]
+)
+@pytest.mark.parametrize("entry", [None, "model", "state_dict", "model_state_dict"])
 def test_weights_of_anybody_load(tmp_path, make, prefix, entry):
     saved, loaded = make(), make()
     weights = {prefix + name: value for name, value in saved.state_dict().items()}
@@ -218,6 +221,40 @@ def test_weights_of_anybody_load(tmp_path, make, prefix, entry):
     hpctrain.load_weights(DataParallel(loaded), tmp_path / "file.pt")
     for name, value in saved.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value)
+
+
+def test_a_part_of_a_larger_model_is_found_if_it_is_the_only_one(tmp_path):
+    """A LightningModule has its model beside a loss with weights, or beside a second model."""
+    part = nn.Linear(2, 2)
+    weights = {f"net.{name}": value for name, value in part.state_dict().items()}
+    torch.save({"state_dict": weights | {"loss.weight": torch.ones(3)}}, tmp_path / "one.ckpt")
+    loaded = nn.Linear(2, 2)
+    hpctrain.load_weights(loaded, tmp_path / "one.ckpt")
+    assert torch.equal(loaded.weight, part.weight)
+    both = weights | {name.replace("net.", "teacher."): value for name, value in weights.items()}
+    torch.save({"state_dict": both}, tmp_path / "two.ckpt")
+    with pytest.raises(hpctrain.HpctrainError, match=r"two\.ckpt: not the weights of this model \(.*teacher"):
+        hpctrain.load_weights(loaded, tmp_path / "two.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pt", plain.LFS_POINTER, "a pointer of Git LFS, not the file itself: run git lfs pull"),
+        (
+            "model.safetensors.index.json",
+            b"{}",
+            "a list of the files that have the weights: load them one by one",
+        ),
+        ("a.pt", b"\x80\x02cos\nsystem\n.", "it has other values than weights and plain ones"),
+        ("b.pt", None, r"b\.pt: no such file or folder$"),
+    ],
+)
+def test_a_file_without_weights_says_what_it_is(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(hpctrain.HpctrainError, match=message):
+        hpctrain.load_weights(nn.Linear(2, 2), tmp_path / name)
 
 
 def test_weights_of_another_model_are_refused(tmp_path):

@@ -7,6 +7,7 @@ drop_current_folder()  # before further imports
 
 import gc
 import sys
+from pathlib import Path
 
 from hpctrain import __version__
 from hpctrain.cli import COMMANDS, GROUPS, load_command
@@ -51,6 +52,10 @@ def main() -> None:
     name = arguments.pop(0)
 
     def run(world: World) -> None:
+        try:
+            Path.cwd()  # without it, torch does not find its libraries, and ends the process
+        except FileNotFoundError as error:
+            raise UsageError("the current folder has been removed: change to another one") from error
         if name not in COMMANDS:
             choices = (
                 did_you_mean(name, COMMANDS)

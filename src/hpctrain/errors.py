@@ -63,8 +63,10 @@ def missing_extra_as_error() -> Iterator[None]:
         ) from error
 
 
-def hint_unmounted(path: str | Path) -> str:
-    """What to add to an error about a missing path: in a container, its folder may not be mounted."""
+def hint_missing(path: str | Path) -> str:
+    """What to add to an error about a missing path: no shell saw it, or its folder is not mounted."""
+    if str(path).startswith("~") or "$" in str(path):
+        return "; only a shell replaces ~ and $NAME, and not in --option=~: write the whole path"
     folder = Path(os.path.realpath(path)).parent  # of a link, that of its target
     if folder.exists() or not os.environ.keys() & {"APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"}:
         return ""

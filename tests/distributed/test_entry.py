@@ -80,6 +80,54 @@ def test_a_broken_pipe_ends_without_a_message():
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_a_device_and_no_file_gets_its_number(tmp_path, closed):
+    """As some daemons start their jobs."""
+    code = (
+        "import hpctrain, os, sys\n"
+        "def run(_):\n"
+        "    print('out', flush=True); print('error', file=sys.stderr, flush=True); sys.stdin.read(0)\n"
+        "    with open(sys.argv[1], 'w') as file: file.write(str(file.fileno()))\n"
+        "hpctrain.main(run)"
+    )
+    command = f'"$0" -c "$1" "$2" {closed}'
+    done = subprocess.run(["bash", "-c", command, sys.executable, code, tmp_path / "file"], timeout=300)
+    assert done.returncode == 0 and int((tmp_path / "file").read_text()) > 2
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_text_that_the_terminal_lacks_is_escaped(encoding):
+    code = "import hpctrain, sys\nhpctrain.main(lambda _: print('긍정 \U0001f600', file=sys.stdout))"
+    done = python(code, PYTHONIOENCODING=encoding)
+    assert done.returncode == 0 and r"\U0001f600" in done.stdout and not done.stderr
+
+
+def test_a_name_that_the_locale_lacks_is_one_line():
+    code = "import hpctrain\nhpctrain.main(lambda _: 'a\\udceab'.encode())"
+    done = python(code)
+    message = (
+        "hpctrain: error: the name of a file is not in the encoding of this locale (utf-8): export LC_ALL="
+    )
+    assert done.returncode == 1 and done.stderr.startswith(message)
+
+
+def test_a_current_folder_that_is_gone_is_one_line(tmp_path):
+    """Without it, a library of torch ends the process, with another cause."""
+    command = 'mkdir gone && cd gone && rmdir ../gone && "$0" -m hpctrain train_ddp'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
+    message = "hpctrain: error: the current folder has been removed: change to another one\n"
+    assert (done.returncode, done.stderr) == (2, message)
+
+
+def test_python_without_docstrings_is_refused_where_transformers_is_needed():
+    done = subprocess.run(
+        [sys.executable, "-OO", "-m", "hpctrain", "nlp.classify"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2 and re.fullmatch(r"hpctrain: error: .*unset PYTHONOPTIMIZE.*\n", done.stderr)
+
+
 def test_an_operation_without_a_deterministic_implementation_is_one_line():
     """torch 2.13 raises RuntimeError, whose text names the operation and use_deterministic_algorithms()."""
     code = (

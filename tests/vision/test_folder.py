@@ -14,6 +14,7 @@ import signal
 import struct
 import sys
 import tarfile
+import unicodedata
 import zlib
 
 import numpy
@@ -553,3 +554,47 @@ def test_resnet50_has_the_channels_and_classes_of_the_folder(images):
     assert model(train.batch(torch.tensor([0]), CPU, args.image_size)[0]).shape == (1, 2)
     # torchvision's ResNet-50 has 25,557,032 parameters with 1000 classes.
     assert sum(p.numel() for p in model.parameters()) == 25_557_032 - 998 * 2049
+
+
+OF_SYSTEMS = (".DS_Store", "._0.jpg", ".ipynb_checkpoints", "@eaDir", "__MACOSX", "lost+found")
+
+
+@pytest.mark.parametrize("below", ["", "cat"])
+@pytest.mark.parametrize("name", OF_SYSTEMS)
+def test_what_systems_leave_is_neither_a_class_nor_an_image(images, tmp_path, name, below):
+    """Also not the small copies of the images that a NAS (@eaDir) and Jupyter put below a class."""
+    shutil.copytree(images, tmp_path, dirs_exist_ok=True)
+    place = tmp_path / "train" / below / name
+    if place.suffix:
+        place.write_bytes(b"no image")
+    else:
+        place.mkdir()
+        shutil.copy(images / "train/cat/0.jpg", place / "0-checkpoint.jpg")
+    for data, expected in zip(load(tmp_path), load(images), strict=True):
+        assert (data.classes, len(data), data.unused) == (expected.classes, len(expected), "")
+
+
+def test_a_class_in_another_form_of_unicode_is_the_same(images, tmp_path):
+    """As a folder that macOS has packed, beside one of Linux."""
+    for part, form in (("train", "NFD"), ("val", "NFC")):
+        for name, korean in (("cat", "고양이"), ("dog", "개")):
+            shutil.copytree(images / part / name, tmp_path / part / unicodedata.normalize(form, korean))
+    train, test = load(tmp_path)
+    assert train.classes == test.classes == ["개", "고양이"]
+    assert train.path(0).parent.name == unicodedata.normalize("NFD", "개")
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "GIF", "BMP"])
+def test_another_format_is_named_by_its_suffix_or_its_first_bytes(images, tmp_path, kind):
+    shutil.copytree(images, tmp_path, dirs_exist_ok=True)
+    for path in (tmp_path / "train/cat").iterdir():
+        path.unlink()
+    path = tmp_path / f"train/cat/0.{kind.lower()}"
+    Image.new("RGB", (40, 30)).save(path, kind)
+    with pytest.raises(HpctrainError, match=rf"has no JPEG or PNG file \(found 1 \.{kind.lower()}: convert"):
+        load(tmp_path)
+    head = re.escape(repr(path.read_bytes()[:12]))
+    with pytest.raises(
+        HpctrainError, match=rf"0\.jpg: cannot be read as a JPEG or PNG \(it begins with {head}\)"
+    ):
+        decode(path.rename(path.with_suffix(".jpg")))

@@ -23,10 +23,13 @@ from torch.utils._pytree import tree_map_only
 
 from hpctrain.checkpoints import parts
 from hpctrain.checkpoints.position import Position
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError, UsageError, hint_missing
 from hpctrain.files import atomic
+from hpctrain.files.plain import refuse_pointer
 from hpctrain.text import first_line, say
 
+# Under which name checkpoints have the weights: those of hpctrain, Lightning, and torch's tutorial.
+ENTRIES = ("model", "state_dict", "model_state_dict")
 # Classes that wrap a model, and the attribute that holds the model.
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 
@@ -279,9 +282,9 @@ def _open(path: Path) -> dict[str, Any]:
 
 
 def _loading_error(path: Path, error: Exception) -> HpctrainError:
-    return HpctrainError(
-        f"{path}: not a checkpoint that can be loaded ({first_line(error)}): resume from another run folder"
-    )
+    is_pickle = isinstance(error, pickle.UnpicklingError)  # torch's text says how to run its code
+    why = "it has other values than weights and plain ones" if is_pickle else first_line(error)
+    return HpctrainError(f"{path}: not a checkpoint that can be loaded ({why}): take another one")
 
 
 def is_intact(path: Path) -> bool:
@@ -313,25 +316,44 @@ def load_weights(model: torch.nn.Module, path: str | Path) -> None:
     """Load weights into a model, in place, from a checkpoint of hpctrain or Lightning, or a file of weights.
 
     DistributedDataParallel, DataParallel and torch.compile put a prefix before each name; the model and the
-    file may each have one. Raises HpctrainError, naming the file, if it is damaged or does not fit the model.
+    file may each have one. Lightning puts the name of the attribute that holds the model. Raises
+    HpctrainError, naming the file, if it is damaged or does not fit the model.
     """
     path = Path(path)
+    if not path.exists():
+        raise HpctrainError(f"{path}: no such file or folder{hint_missing(path)}")
+    refuse_pointer(path)
+    if path.suffix == ".json":
+        raise HpctrainError(f"{path}: a list of the files that have the weights: load them one by one")
     if path.is_dir() or zipfile.is_zipfile(path):  # other formats have no checksum
         check_intact(path)
     content = load(path, torch.device("cpu"))
     if not isinstance(content, dict):
         content = {}
-    found = next(
-        (content[name] for name in ("model", "state_dict") if isinstance(content.get(name), dict)), content
-    )
+    found = next((content[name] for name in ENTRIES if isinstance(content.get(name), dict)), content)
     plain = unwrap(model)
     try:
-        plain.load_state_dict(without_prefix(found, plain))
+        plain.load_state_dict(_take_part(without_prefix(found, plain), plain))
     except (RuntimeError, TypeError) as error:  # its first line names only the class
         problem = " ".join(str(error).split("\n", 1)[-1].split())[:300]
         raise HpctrainError(
             f"{path}: not the weights of this model ({problem}): build the model with its options"
         ) from error
+
+
+def _take_part(weights: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """The weights of this model among those of a larger one, if they are in one part of it."""
+    own = model.state_dict().keys()
+    first = next(iter(own), "")
+    found = [
+        prefix
+        for name in weights
+        if str(name).endswith(f".{first}")
+        and all((prefix := name.removesuffix(first)) + each in weights for each in own)
+    ]
+    if weights.keys() >= own or len(found) != 1:
+        return weights
+    return {name: weights[found[0] + name] for name in own}
 
 
 def without_prefix(weights: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:

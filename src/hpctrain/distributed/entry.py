@@ -6,6 +6,7 @@ hpctrain is one line as well once it has used a name of `import hpctrain`: see p
 
 import errno
 import functools
+import io
 import os
 import sys
 import threading
@@ -35,6 +36,7 @@ def main(function: Callable[[World], object], world: World | None = None) -> NoR
     Exit status 0 after the function, and on ranks that leave an error to rank 0; 1 after an error, and 2 if
     it is in the command line, which rank 0 prints. Python prints the traceback of other exceptions.
     """
+    _open_streams()
     status, rank = 0, 0
     try:
         world = world or detect()
@@ -58,6 +60,24 @@ def main(function: Callable[[World], object], world: World | None = None) -> NoR
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _open_streams() -> None:
+    """Let print() never fail, whatever the shell has made of stdout and stderr.
+
+    A closed one (`>&-`, as some daemons start their jobs) becomes /dev/null: the next file would get its
+    number, and what libraries print. Text that the encoding of the terminal does not have is escaped.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the smallest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _call_on_failure() -> None:
@@ -102,6 +122,11 @@ def _explain(error: BaseException) -> HpctrainError | None:
     setting = "you set 'torch.use_deterministic_algorithms(True)'"
     if isinstance(error, RuntimeError) and setting in (text := first_line(error)):
         return HpctrainError(f"--deterministic: {text.partition(',')[0]}: leave the option out")
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        return HpctrainError(
+            f"the name of a file is not in the encoding of this locale ({sys.getfilesystemencoding()}): "
+            "export LC_ALL=C.UTF-8"
+        )
     # print() names no file
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.filename:
         _discard_output()

@@ -21,6 +21,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.batches.sampling import evaluation_batches_by_length
 from hpctrain.nlp.batches.text_batch import TextBatch
+from hpctrain.nlp.models.model_folder import check_tokens
 
 if TYPE_CHECKING:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -192,7 +193,7 @@ class Task(ABC, Generic[AnyExample]):
 
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
         """Change the tokenizer before it is saved: in transformers, it is to give the input of training."""
-        tokenizer.model_max_length = max_length
+        tokenizer.model_max_length, tokenizer.truncation_side = max_length, "right"
         # save_pretrained() writes those of the class otherwise: see fit_together()
         tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
 
@@ -228,6 +229,7 @@ class Task(ABC, Generic[AnyExample]):
         labels = config["labels"]
         examples = [self.make_example(row, **config["settings"]) for row in rows]
         features = self.tokenize(tokenizer, examples, labels, config["max_length"], config["stride"])
+        check_tokens(model.name_or_path, model, features.last_token)
         padding = {**self.padding, "input_ids": tokenizer.pad_token_id}
         batches: list[tuple[Tensor, Tensor]] = []
         for index in evaluation_batches_by_length(features.lengths, args.batch_size):

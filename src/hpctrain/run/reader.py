@@ -19,7 +19,6 @@ from hpctrain.text import reason
 # The entries of a line of metrics that are neither losses nor scores.
 NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s", "peak_memory_mb", "gpu_percent"}
 NOT_SCORES |= {"loss_scale", "overflow_steps"}
-LOWER_IS_BETTER = ("loss", "perplexity")
 PRUNED = "pruned.txt"  # in the folder of a trial that its sweep has ended early
 DIVERGED = "diverged.txt"  # in that of a trial whose parameters do not let it train
 # owner.json is touched every two seconds; clocks of nodes and file servers differ by less than this.
@@ -161,7 +160,7 @@ def best_line(lines: list[dict[str, float]]) -> tuple[str, dict[str, float]] | N
     name, _ = _score(validations or lines)
     if name is None or is_loss(name):
         return None
-    sign, loss = (-1 if name.endswith(LOWER_IS_BETTER) else 1), f"{name.partition('_')[0]}_loss"
+    sign, loss = (-1 if name.endswith("perplexity") else 1), f"{name.partition('_')[0]}_loss"
     best, chosen = Best(), None
     for line in lines:
         if name in line and not math.isnan(line[name]):

@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from hpctrain.errors import HpctrainError, hint_unmounted
+from hpctrain.errors import HpctrainError, hint_missing
 from hpctrain.files.plain import open_plain
 
 SIDE = 28  # pixels
@@ -96,7 +96,7 @@ def load(folder: Path | None) -> tuple[Images, Images]:
 def load_mnist(folder: Path) -> tuple[Images, Images]:
     """MNIST (60,000 + 10,000 images) from its four files, plain or .gz. Raises HpctrainError."""
     if not folder.is_dir():
-        wrong, hint = ("not a folder", "") if folder.exists() else ("no such folder", hint_unmounted(folder))
+        wrong, hint = ("not a folder", "") if folder.exists() else ("no such folder", hint_missing(folder))
         raise HpctrainError(
             f"{folder}: {wrong}: --data takes a folder with MNIST's four idx files, plain or .gz{hint}"
         )

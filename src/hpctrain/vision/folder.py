@@ -14,6 +14,7 @@ import math
 import os
 import random
 import struct
+import unicodedata
 import warnings
 import zlib
 from collections import Counter
@@ -59,32 +60,36 @@ class ImageFolder:
     def __init__(self, folder: Path, side: int, seed: int | None, workers: int) -> None:
         """Read the names of all files. Raises HpctrainError for a folder without images or permission."""
         self._folder, self._side, self._seed, self.workers = folder, side, seed, workers
-        entries = [entry for entry in _scan(folder) if not entry.name.startswith(".")]
-        self.classes = sorted(entry.name for entry in entries if entry.is_dir())
+        entries = [entry for entry in _scan(folder) if not is_of_system(entry.name)]
+        # Hangul in a name of macOS has another form than elsewhere
+        folders = sorted(
+            (unicodedata.normalize("NFC", entry.name), entry.name) for entry in entries if entry.is_dir()
+        )
+        self.classes = [name for name, _ in folders]
         if not self.classes:
             raise HpctrainError(
                 f"{folder}: has no class folders: put the images of each class into a folder of their own"
             )
         names, sizes = [], []
         unused = Counter(Path(entry.name).suffix for entry in entries if entry.is_file())
-        for name in self.classes:
-            found = list(_images_in(folder / name, unused))
+        for _, name in folders:
+            here: Counter[str] = Counter()
+            found = list(_images_in(folder / name, here))
             if not found:
+                there = f" (found {_count_kinds(here)}: convert them)" if here else ""
                 raise HpctrainError(
-                    f"{folder / name}: has no JPEG or PNG file: remove this class, or add its images"
+                    f"{folder / name}: has no JPEG or PNG file{there}: remove this class, or add its images"
                 )
+            unused += here
             names += found
             sizes.append(len(found))
         # An array: reference counts of a list's strings would copy it into the memory of each worker.
         self._names = numpy.array([os.fsencode(name.relative_to(folder)) for name in names])
         self.labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
         if unused:
-            kinds = ", ".join(
-                f"{count:,} {suffix or 'without a suffix'}" for suffix, count in unused.most_common(5)
-            )
             count = counted(unused.total(), "file")
             read = "only JPEG and PNG in class folders are read"
-            self.unused = f"{folder}: not used: {count} ({one_line(kinds)}): {read}"
+            self.unused = f"{folder}: not used: {count} ({_count_kinds(unused)}): {read}"
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -271,6 +276,17 @@ def _scan(folder: Path) -> list[os.DirEntry]:
         ) from error
 
 
+def is_of_system(name: str) -> bool:
+    """Whether a file or a folder is one that a system leaves beside data: hidden, or of macOS or a NAS."""
+    return name.startswith(".") or name in ("__MACOSX", "@eaDir", "lost+found")
+
+
+def _count_kinds(suffixes: Counter[str]) -> str:
+    """How many files have each suffix, of the five most common."""
+    kinds = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes.most_common(5)]
+    return one_line(", ".join(kinds))
+
+
 def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
     """All images below a class folder, in the order of torchvision's ImageFolder; `unused`: other files."""
 
@@ -280,8 +296,10 @@ def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
         ) from error
 
     for place, _, names in sorted(os.walk(folder, onerror=fail, followlinks=True)):
+        if any(map(is_of_system, Path(place).relative_to(folder).parts)):
+            continue
         for name in sorted(names):
-            if name.startswith("."):  # macOS leaves ._NAME.jpg, which is no image
+            if is_of_system(name):  # such as ._NAME.jpg, which is no image
                 continue
             if name.lower().endswith(SUFFIXES):
                 yield Path(place, name)
@@ -291,15 +309,18 @@ def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
 
 def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
     """Read a JPEG or PNG file as RGB, turned by its EXIF. Raises HpctrainError, `name` or path first."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
-    path = name or source
+    path, head = name or source, b""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damaged EXIF data
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             opened = open_plain(source) if isinstance(source, Path) else source
-            with opened, Image.open(opened, formats=["JPEG", "PNG"]) as file:
+            with opened:
+                head = opened.read(12)
+                opened.seek(0)
+                file = Image.open(opened, formats=["JPEG", "PNG"])
                 image = ImageOps.exif_transpose(file)
                 if image.mode.startswith("I"):  # 16 bits of gray, which convert() would clip and not scale
                     image = Image.fromarray((numpy.asarray(image) // 256).astype(numpy.uint8))
@@ -310,8 +331,11 @@ def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
             "bombs: scale the image down or remove it"
         ) from error
     except (OSError, *DAMAGED) as error:
+        why = first_line(error)
+        if isinstance(error, UnidentifiedImageError):
+            why = f"it begins with {head!r}" if head else "it is empty"
         raise HpctrainError(
-            f"{path}: cannot be read as a JPEG or PNG ({first_line(error)}): replace or remove it"
+            f"{path}: cannot be read as a JPEG or PNG ({why}): replace or remove it"
         ) from error
 
 

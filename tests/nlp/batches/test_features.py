@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -198,3 +199,17 @@ def test_a_cache_that_others_can_change_is_refused(tmp_path, monkeypatch):
     (tmp_path / "cache/features/key/starts.npy").chmod(0o660)
     with pytest.raises(HpctrainError, match=r"starts\.npy: another user has made it or can change it"):
         features.load_or_make("key", lambda: made, ALONE)
+
+
+@pytest.mark.parametrize("home", ["nowhere/home", "file", ""])
+def test_without_a_home_the_cache_is_where_temporary_files_are(tmp_path, monkeypatch, home):
+    """A home in a folder that cannot be made, one that is no folder, or a user without a name."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr("os.access", lambda path, _: Path(path).is_dir() and path != tmp_path)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # there is no home of this user
+    env = {"HOME": f"{tmp_path}/{home}" if home else ""}
+    found = features.get_cache_folder(env)
+    assert found == tmp_path / f"tmp/hpctrain-{os.geteuid()}/features"
+    assert features.get_cache_folder(env | {"HPCTRAIN_CACHE": "/no/such"}) == Path("/no/such/features")
+    assert features.get_cache_folder({"HOME": "/usr"}) == Path("/usr/.cache/hpctrain/features")

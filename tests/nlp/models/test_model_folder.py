@@ -27,9 +27,7 @@ def test_model_folder_is_validated_and_missing_parts_are_named(bert, tmp_path):
     assert resolve_model(str(bert), ALONE) == bert
     folder = tmp_path / "model"
     shutil.copytree(bert, folder)
-    with pytest.raises(
-        HpctrainError, match=rf"a run folder, whose model is one folder below: give {folder}$"
-    ):
+    with pytest.raises(HpctrainError, match=rf"no config\.json in it, but in {folder}: give that folder$"):
         resolve_model(str(tmp_path), ALONE)
     (folder / "model.safetensors").write_bytes((bert / "model.safetensors").read_bytes()[:-1])
     with pytest.raises(HpctrainError, match=r"model/model\.safetensors: damaged .*: fetch or copy it again"):

@@ -6,6 +6,7 @@ entries here, not --max-length: padding is added when a batch is built.
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -83,6 +84,16 @@ class Features(NamedTuple):
     def lengths(self) -> ndarray:
         """Tokens of each feature, [n]."""
         return numpy.diff(self.starts)
+
+    @property
+    def last_token(self) -> int:
+        """The token with the largest number."""
+        return int(self.tokens["input_ids"].max(initial=0))
+
+    def count_share(self, token: int | None) -> float:
+        """The part of all tokens that are this one."""
+        ids = self.tokens["input_ids"]
+        return float((ids == token).mean()) if token is not None and len(ids) else 0.0
 
     def batch(self, index: Tensor, padding: Mapping[str, int], round_up_to: int = 0) -> TextBatch:
         """The features of `index` [b], one per row, padded on the right to the longest.
@@ -226,9 +237,19 @@ def make_cache_key(*parts: Any) -> str:
 
 
 def get_cache_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """$HPCTRAIN_CACHE/features, which launch scripts put on scratch, or ~/.cache/hpctrain/features."""
-    home = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME") or Path.home()) / ".cache")
-    return Path(env.get("HPCTRAIN_CACHE") or f"{home}/hpctrain") / "features"
+    """$HPCTRAIN_CACHE/features, which launch scripts put on scratch, or ~/.cache/hpctrain/features.
+
+    In the folder for temporary files if there is no home, as for a user of a container without a name, or if
+    nothing can be written there.
+    """
+    home = env.get("HOME") or os.path.expanduser("~")  # noqa: PTH111 - Path's raises an error without one
+    cache = Path(env.get("HPCTRAIN_CACHE") or Path(env.get("XDG_CACHE_HOME") or f"{home}/.cache", "hpctrain"))
+    # Path's raises an error for what is in a folder that this user cannot enter
+    existing = next(place for place in (cache, *cache.parents) if os.path.exists(place))  # noqa: PTH110
+    is_home = cache.is_absolute() and os.access(existing, os.W_OK | os.X_OK)
+    if not (is_home or env.get("HPCTRAIN_CACHE")):
+        cache = Path(tempfile.gettempdir(), f"hpctrain-{os.geteuid()}")
+    return cache / "features"
 
 
 def load_or_make(key: str, make: Callable[[], Features], world: World) -> Features:

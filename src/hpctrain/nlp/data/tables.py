@@ -33,7 +33,6 @@ def read_columns(
     `columns` has the name of the column of each field. A value that is missing is an error of its row.
     Raises HpctrainError that lists the columns of the file if one of `columns` is missing.
     """
-
     if path.suffix.lower() in (".csv", ".tsv"):
         columns = {field: _normalize_name(column) for field, column in columns.items()}
 

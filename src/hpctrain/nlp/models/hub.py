@@ -18,7 +18,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id  # typ
 
 from hpctrain.distributed.rendezvous import all_or_none, gather
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError, hint_unmounted
+from hpctrain.errors import HpctrainError, hint_missing
 from hpctrain.files import atomic
 from hpctrain.files.digests import write_digests
 from hpctrain.nlp.data.formats import SUFFIXES, TABLES
@@ -53,10 +53,6 @@ def resolve_model(name: str, world: World) -> Path:
             if not is_folder[world.rank]:
                 raise HpctrainError(
                     f"{name}: no such folder on {os.uname().nodename}: put it where all nodes can read it"
-                )
-            if Path(name, "model/config.json").is_file():
-                raise HpctrainError(
-                    f"{name}: a run folder, whose model is one folder below: give {Path(name) / 'model'}"
                 )
             return validate_folder(Path(name))
         _validate_name(name)
@@ -94,7 +90,7 @@ def resolve_data(path: Path, world: World) -> Path:
         ):
             raise HpctrainError(
                 f"{path}: cannot be read (No such file or directory): give --data a folder or a file, or the "
-                f"name of a data set on the hub (OWNER/NAME){hint_unmounted(path)}"
+                f"name of a data set on the hub (OWNER/NAME){hint_missing(path)}"
             )
     snapshot = _resolve(f"{owner}/{name}", world, _find_data_in_cache, partial(_download_data, path))
     with all_or_none(world):
@@ -170,6 +166,14 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
 
 
 def _validate_name(name: str) -> None:
+    if Path(name).is_file():
+        folder = Path(name).parent
+        is_model = (folder / "config.json").exists()
+        advice = f"give {folder}" if is_model else "write one with save_pretrained() of transformers"
+        raise HpctrainError(
+            f"{name}: a file, but a model is a folder with config.json, model.safetensors and the tokenizer: "
+            f"{advice}"
+        )
     try:
         if Path(name).exists() or Path(name).suffix in FILE_SUFFIXES:
             raise errors.HFValidationError
@@ -177,7 +181,7 @@ def _validate_name(name: str) -> None:
     except errors.HFValidationError as error:
         raise HpctrainError(
             f"{name}: neither a folder nor a model name: give an existing folder, or a name on the hub such "
-            f"as beomi/kcbert-base{hint_unmounted(name)}"
+            f"as beomi/kcbert-base{hint_missing(name)}"
         ) from error
 
 

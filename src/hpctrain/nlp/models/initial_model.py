@@ -10,22 +10,23 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from hpctrain.distributed.rendezvous import all_or_none
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.hub import resolve_model
-from hpctrain.nlp.models.lora import refuse_adapter
 from hpctrain.nlp.models.masks import agree, is_causal
 from hpctrain.nlp.models.model_folder import (
     count_own_positions,
     describe_pickle_error,
     fit_together,
     read_labels,
+    refuse_adapter,
 )
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.task import Task
 from hpctrain.run.run import Run
 from hpctrain.text import first_line
+
+WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before the names of weights
 
 
 def get_initial_model(task: Task, args: FineTuneOptions, run: Run, train: list[Any]) -> Path:
@@ -93,6 +94,8 @@ def load_model(
             f"give --max-length {positions}"
         )
     fit_together(task, folder, model, tokenizer)
+    if not empty:
+        _check_finite(folder, model)
     if task.pipeline_tag == "text-generation" and not empty:
         _check_causal(folder, model)
     model.train()  # from_pretrained() turns dropout off, and Lightning does not turn it on
@@ -112,9 +115,15 @@ def load_model(
 
 def _load_weights(task: Task, folder: Path, labels: list[str], seed: int, empty: bool) -> PreTrainedModel:
     torch.manual_seed(seed)
-    heads: dict[str, Any] = {}
+    # What other scripts have saved: tuples for outputs, more outputs, an attention that is not installed.
+    settings: dict[str, Any] = {
+        "return_dict": True,
+        "output_attentions": False,
+        "output_hidden_states": False,
+        "_attn_implementation": None,
+    }
     if labels:
-        heads = {
+        settings |= {
             "num_labels": len(labels),
             "id2label": dict(enumerate(labels)),
             "label2id": {label: i for i, label in enumerate(labels)},
@@ -124,8 +133,9 @@ def _load_weights(task: Task, folder: Path, labels: list[str], seed: int, empty:
     # transformers chooses the attention: sdpa, or eager for architectures that do not have it
     common = {"dtype": torch.float32, "trust_remote_code": False}
     missing: Collection[str] = ()
+    others: Collection[str] = ()
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **heads)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **settings)
         _check_architecture(task, folder, config)
         if empty:
             with torch.device("meta"):
@@ -138,7 +148,7 @@ def _load_weights(task: Task, folder: Path, labels: list[str], seed: int, empty:
                 output_loading_info=True,
                 **common,
             )
-            missing = loading["missing_keys"]
+            missing, others = loading["missing_keys"], loading["unexpected_keys"]
     except HpctrainError:
         raise
     except Exception as error:  # the loaders of the many file formats raise exceptions of many kinds
@@ -146,7 +156,7 @@ def _load_weights(task: Task, folder: Path, labels: list[str], seed: int, empty:
             describe_pickle_error(folder, error)
             or f"{folder}: not a model for nlp.{task.name} ({first_line(error)}): give another --model"
         ) from error
-    _check_missing(task, folder, model, missing)
+    _check_missing(task, folder, model, missing, others)
     return model
 
 
@@ -176,10 +186,31 @@ def _check_causal(folder: Path, model: PreTrainedModel) -> None:
         )
 
 
-def _check_missing(task: Task, folder: Path, model: PreTrainedModel, names: Collection[str]) -> None:
-    """Raise HpctrainError if weights but the head or the pooler (absent in masked LMs) are missing."""
+def _check_finite(folder: Path, model: PreTrainedModel) -> None:
+    """Raise HpctrainError if a weight is NaN or infinite: the first loss would be, and name another cause."""
+    for name, weight in model.named_parameters():
+        if not weight.detach().sum().isfinite():
+            raise HpctrainError(
+                f"{folder}: its weights {name} have NaN or infinite numbers: give a model of an earlier "
+                "checkpoint, or fetch or copy it again"
+            )
+
+
+def _check_missing(
+    task: Task, folder: Path, model: PreTrainedModel, names: Collection[str], others: Collection[str]
+) -> None:
+    """Raise HpctrainError if weights but the head or the pooler (absent in masked LMs) are missing.
+
+    `others` are the names in the folder that the model does not have.
+    """
     below = f"{model.base_model_prefix}."
     missing = sorted(name for name in names if name.startswith(below) and "pooler" not in name)
+    wrapped = next((name for name in others if name.startswith(WRAPPERS) or name.endswith((*missing,))), None)
+    if missing and wrapped:
+        raise HpctrainError(
+            f"{folder}: its weights have other names than those of the model, such as {wrapped}, perhaps "
+            "of a wrapper (DDP, Lightning): save the model without it"
+        )
     if missing and len(missing) == len(model.base_model.state_dict()):
         raise HpctrainError(
             f"{folder}: none of its weights is one of {type(model).__name__}, which nlp.{task.name} needs: "
@@ -211,19 +242,6 @@ def _checkpoint_gradients(model: PreTrainedModel, folder: Path) -> None:
     # earlier versions of transformers have the second one only, of which later ones warn
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-
-
-def check_tokens(folder: Path, model: PreTrainedModel, features: dict[str, Features]) -> None:
-    """Raise HpctrainError if the model has no embedding for a token of the features."""
-    embeddings = model.get_input_embeddings().weight
-    assert isinstance(embeddings, torch.Tensor)
-    count = len(embeddings)
-    last = max(int(made.tokens["input_ids"].max(initial=0)) for made in features.values())
-    if last >= count:
-        raise HpctrainError(
-            f"{folder}: its tokenizer has the token {last}, but its model only {count} tokens: "
-            "they do not belong together, fetch or copy the folder again"
-        )
 
 
 @torch.no_grad()

@@ -19,11 +19,10 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files.digests import check_digests
 from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.hub import find_model
-from hpctrain.nlp.models.model_folder import read_json_object, refuse_foreign_files
+from hpctrain.nlp.models.model_folder import ADAPTER_CONFIG, read_json_object, refuse_foreign_files
 from hpctrain.nlp.task import Task
 from hpctrain.text import first_line
 
-ADAPTER_CONFIG = "adapter_config.json"  # is in the folder of an adapter, and in no other
 # The names that peft has for the tasks.
 TASK_TYPES = {
     "text-classification": "SEQ_CLS",
@@ -156,9 +155,3 @@ def load_adapter(task: Task, folder: Path) -> PreTrainedModel:
     )
     with without_warnings():
         return PeftModel.from_pretrained(base, folder).merge_and_unload()
-
-
-def refuse_adapter(folder: Path) -> None:
-    """Raise HpctrainError if the folder has an adapter, which is no model to train."""
-    if (folder / ADAPTER_CONFIG).exists():
-        raise HpctrainError(f"{folder}: an adapter: give the model that it is for, and --lora-from {folder}")

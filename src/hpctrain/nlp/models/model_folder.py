@@ -4,8 +4,10 @@ import errno
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -15,13 +17,13 @@ from tokenizers import Tokenizer
 from transformers.utils import logging
 from transformers.utils.import_utils import is_sentencepiece_available
 
-from hpctrain.errors import HpctrainError, hint_unmounted, panics_as_errors
+from hpctrain.errors import HpctrainError, hint_missing, panics_as_errors
 from hpctrain.files import atomic
 from hpctrain.files.digests import check_digests, write_digests
 from hpctrain.files.places import refuse_links_out
 from hpctrain.files.plain import open_plain, refuse_pointer
 from hpctrain.files.redaction import hide_secrets
-from hpctrain.text import first_line
+from hpctrain.text import first_line, shorten
 
 if TYPE_CHECKING:  # importing a class of transformers takes seconds, and `hpctrain fetch` needs none
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -36,6 +38,9 @@ logging.disable_progress_bar()
 MOST_LAYERS, LARGEST_SIZE = 1_000, 100_000_000
 # in the names of sizes in config.json
 SIZE = re.compile(r"layer|size|dim|head|position|emb|inner|ctx|num_|^[dn]_")
+ADAPTER_CONFIG = "adapter_config.json"  # is in the folder of an adapter, and in no other
+# Weights by other names or in other formats, which from_pretrained() does not read.
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
     "adapter_model.safetensors",
@@ -47,13 +52,10 @@ def validate_folder(folder: Path) -> Path:
 
     Of a safetensors file, header and size are compared, but not the whole content.
     """
-    refuse_foreign_files(folder)
     for wanted, names in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS)):
         if not any((folder / name).exists() for name in names):
-            raise HpctrainError(
-                f"{folder}: no {wanted} in it: give a folder with config.json, model.safetensors and the "
-                "tokenizer, as hpctrain fetch and save_pretrained() write it"
-            )
+            raise HpctrainError(f"{folder}: no {wanted} in it{_describe_content(folder)}")
+    refuse_foreign_files(folder)
     read_json_object(folder / "config.json")
     for part in list_parts(folder):
         if not (folder / part).is_file():
@@ -68,6 +70,29 @@ def validate_folder(folder: Path) -> Path:
             except (OSError, SafetensorError) as error:
                 raise HpctrainError(f"{folder / part}: damaged ({error}): fetch or copy it again") from error
     return folder
+
+
+def _describe_content(folder: Path) -> str:
+    """What is in a folder that is not one of a model, and what to give instead.
+
+    People give the folder of a run or of its checkpoints, one of a Trainer of transformers (checkpoint-500),
+    one of the hub's cache (models--OWNER--NAME), or one with weights in another format.
+    """
+    below = {
+        path.parent for pattern in ("*", "snapshots/*") for path in folder.glob(f"{pattern}/config.json")
+    }
+    newest = sorted(below, key=lambda place: place.stat().st_mtime, reverse=True)
+    for place in (folder / "model", folder.parent / "model", *newest):
+        if place != folder and all((place / name).exists() for name in ("config.json", "model.safetensors")):
+            return f", but in {place}: give that folder"
+    if (folder / ADAPTER_CONFIG).exists():
+        return ", but an adapter: give the model that it is for, and this folder to --lora-from"
+    others = sorted(path.name for path in folder.glob("*") if path.suffix.lower() in OTHER_WEIGHTS)
+    found = f" (found {shorten(others)})" if others else ""
+    return (
+        f"{found}: give a folder with config.json, model.safetensors and the tokenizer, "
+        "as hpctrain fetch and save_pretrained() write it"
+    )
 
 
 def list_parts(folder: Path) -> list[str]:
@@ -88,7 +113,7 @@ def refuse_foreign_files(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise HpctrainError(
-            f"{folder}: no such folder: give that of a model or of a run{hint_unmounted(folder)}"
+            f"{folder}: no such folder: give that of a model or of a run{hint_missing(folder)}"
         )
     refuse_links_out(folder)
     for path in folder.glob("*"):
@@ -131,14 +156,21 @@ def read_labels(folder: Path, task: "Task") -> list[str]:
     Raises HpctrainError if config.json cannot be used.
     """
     head = task.model.__name__.removeprefix("AutoModel")  # such as ForSequenceClassification
-    try:
+    with _explain_config(folder):
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
         if not any(name.endswith(head) for name in config.architectures or ()):
             return []
         return [str(config.id2label[i]) for i in sorted(config.id2label)]
-    except Exception as error:  # each field has its own check
+
+
+@contextmanager
+def _explain_config(folder: Path) -> Iterator[None]:
+    """Raise any error as one of config.json: each field has its own check."""
+    try:
+        yield
+    except Exception as error:
         raise HpctrainError(
             f"{folder}/config.json: cannot be used ({describe_error(error)}): fetch or copy the folder again"
         ) from error
@@ -155,6 +187,9 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     config = read_json_object(folder / "config.json") if (folder / "config.json").exists() else {}
     refuse_code(folder, config)
     check_sizes(folder / "config.json", config)
+    if config:  # also read for the tokenizer, whose error would name another cause
+        with _explain_config(folder):
+            transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     whole = folder / "tokenizer.json"  # if there, the other files are not read
     for path in [whole] if whole.exists() else [*folder.glob("*.model"), *folder.glob("vocab*")]:
         refuse_pointer(path)
@@ -182,6 +217,11 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
         raise HpctrainError(
             f"{folder}: no tokenizer in it ({' or '.join(files)}): "
             "copy it from the model that this one is based on"
+        )
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise HpctrainError(
+            f"{folder}: the model_max_length of its tokenizer is {tokenizer.model_max_length!r}, not a "
+            "number: fix tokenizer_config.json"
         )
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -247,16 +287,41 @@ def count_own_positions(model: "PreTrainedModel") -> int | None:
     return positions if positions > 0 else None
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Raise HpctrainError if the folder has an adapter, which is no model to train."""
+    if (folder / ADAPTER_CONFIG).exists():
+        raise HpctrainError(f"{folder}: an adapter: give the model that it is for, and --lora-from {folder}")
+
+
+def check_tokens(folder: Path | str | None, model: "PreTrainedModel", last: int) -> None:
+    """Raise HpctrainError if the model has no embedding for a token, the largest one of some texts."""
+    count = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+    if last >= count:
+        raise HpctrainError(
+            f"{folder}: its tokenizer has the token {last}, but its model only {count} tokens: "
+            "they do not belong together, fetch or copy the folder again, or call "
+            "resize_token_embeddings(len(tokenizer)) if you have added tokens"
+        )
+
+
 def refuse_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise HpctrainError for a model of an unknown architecture that brings its own Python code."""
-    if "auto_map" not in config:
-        return
+    """Raise HpctrainError for an architecture that transformers does not have, and for quantized weights."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if str(config.get("model_type")) not in CONFIG_MAPPING:
+    kind = config.get("model_type")
+    why = ""
+    if "auto_map" in config:
+        why = "needs Python code of its own (auto_map in config.json), and code of models is not run"
+    elif kind is not None:  # old ones have none
+        why = f"is of the type {kind!r}, which transformers {transformers.__version__} does not have"
+    if why and str(kind) not in CONFIG_MAPPING:
         raise HpctrainError(
-            f"{folder}: its model needs Python code of its own (auto_map in config.json), and code of models "
-            "is not run: use a model of an architecture that transformers has"
+            f"{folder}: its model {why}: use a model of an architecture that transformers has"
+        )
+    if config.get("quantization_config"):
+        raise HpctrainError(
+            f"{folder}: its weights are quantized (quantization_config in config.json), and such weights "
+            "cannot be trained: give the model that it was made from"
         )
 
 
@@ -264,9 +329,11 @@ def describe_pickle_error(folder: Path, error: BaseException) -> str:
     """Why pickled weights cannot be loaded, in one line that names the file; "" for other weights."""
     pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if pickles and not any(folder.glob("*.safetensors")):
+        if not isinstance(error, UnpicklingError):
+            return f"{folder / pickles[0]}: damaged ({describe_error(error)}): fetch or copy it again"
         return (
-            f"{folder / pickles[0]}: cannot be loaded ({describe_error(error)}), and code in a pickle is not "
-            "run: convert the weights to safetensors, or use a model that has model.safetensors"
+            f"{folder / pickles[0]}: holds other objects than weights, and code in a pickle is not run: "
+            "convert the weights to safetensors, or use a model that has model.safetensors"
         )
     return ""
 
@@ -419,5 +486,8 @@ def is_disk_error(error: Exception) -> bool:
 
     Libraries in Rust have the error number in the message only.
     """
-    kinds = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTEMPTY)
+    kinds = (
+        errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO,
+        errno.ENOTEMPTY,
+    )  # fmt: skip
     return getattr(error, "errno", None) in kinds or any(f"(os error {kind})" in str(error) for kind in kinds)

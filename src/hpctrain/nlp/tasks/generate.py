@@ -27,7 +27,7 @@ from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
-from hpctrain.nlp.models.model_folder import count_own_positions
+from hpctrain.nlp.models.model_folder import check_tokens, count_own_positions
 from hpctrain.nlp.task import IGNORED, AnyExample, Example, Logits, Task
 
 ENDLESS = 1_000_000  # positions of a model that has no limit
@@ -115,6 +115,7 @@ class LanguageModelTask(Task[AnyExample]):
                 f"of the model: give at most {positions - 1}"
             )
         rows = [row[-room:] for row in self.encode_prompts(tokenizer, prompts)]
+        check_tokens(model.name_or_path, model, max(map(max, rows)))
         longest = max(map(len, rows))
         # Padded on the left, because generation continues at the right.
         ids = torch.tensor(

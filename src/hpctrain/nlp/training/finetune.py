@@ -39,7 +39,6 @@ from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.hub import resolve_data
 from hpctrain.nlp.models.initial_model import (
     check_packing,
-    check_tokens,
     choose_labels,
     get_initial_model,
     load_model,
@@ -47,7 +46,13 @@ from hpctrain.nlp.models.initial_model import (
 from hpctrain.nlp.models.lora import add_lora, count_parameters, without_warnings
 from hpctrain.nlp.models.masks import needs_mask
 from hpctrain.nlp.models.memory import check_memory
-from hpctrain.nlp.models.model_folder import describe_error, load_tokenizer, make_card, save_model
+from hpctrain.nlp.models.model_folder import (
+    check_tokens,
+    describe_error,
+    load_tokenizer,
+    make_card,
+    save_model,
+)
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.training.lightning_module import FineTuneModule
 from hpctrain.nlp.training.options import check_ranks, parse_options
@@ -61,6 +66,8 @@ from hpctrain.text import counted, one_line, say
 from hpctrain.training.batches import steps_per_epoch
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
 from hpctrain.training.precision import HALVES, set_precision
+
+MOST_UNKNOWN = 0.25  # of the tokens; with the tokenizer of another language, half of them may be
 
 with import_of_lightning():
     from lightning.pytorch import Trainer
@@ -88,7 +95,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
         model, tokenizer, labels = prepare_model(task, folder, examples["train"], args, run, device)
         features = tokenize_splits(task, folder, tokenizer, labels, examples, args, run)
         with all_or_none(world):
-            check_tokens(folder, model, features)
+            check_tokens(folder, model, max(made.last_token for made in features.values()))
 
         module = prepare_module(task, model, labels, features["train"], args, run)
         trainer = prepare_trainer(module, args, run, device)
@@ -219,7 +226,20 @@ def tokenize_splits(
                 if args.strict:
                     raise HpctrainError(f"{name}: {problem}: fix the data, or run without --strict")
             run.print(f"{name}: {problem}")
+        share = made.count_share(find_unknown(tokenizer))
+        if name == "train" and share > MOST_UNKNOWN:
+            run.print(
+                f"{share:.0%} of the training tokens are {tokenizer.unk_token}, unknown to the tokenizer: "
+                "is it for another language, or for lower case (do_lower_case), or are the texts in NFD?"
+            )
     return features
+
+
+def find_unknown(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The token for what a tokenizer does not know; None if it knows all, as byte-level BPE does."""
+    unknown = tokenizer.unk_token_id
+    others = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+    return None if unknown in others else unknown
 
 
 def describe_problems(

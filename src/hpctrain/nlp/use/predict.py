@@ -6,6 +6,7 @@ hpctrain predict runs/nlp.classify/17/model --file reviews.txt --out answers.jso
 """
 
 import argparse
+import codecs
 import json
 import sys
 from collections.abc import Iterator
@@ -23,8 +24,9 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
 from hpctrain.files import atomic
 from hpctrain.nlp.data.formats import JSON_LINES, SURROGATE, decode_text
-from hpctrain.nlp.models.lora import ADAPTER_CONFIG, load_adapter
+from hpctrain.nlp.models.lora import load_adapter
 from hpctrain.nlp.models.model_folder import (
+    ADAPTER_CONFIG,
     describe_error,
     describe_pickle_error,
     fit_together,
@@ -94,6 +96,9 @@ def write_answers(
 ) -> int:
     """Write one line for each row, in their order. Returns how many texts were truncated."""
     truncated = 0
+    escaped = (
+        codecs.lookup(getattr(out, "encoding", "utf-8")).name != "utf-8"
+    )  # a terminal in EUC-KR lacks characters
     with tqdm(
         total=len(rows), desc="predict", unit="text", disable=None if len(rows) > args.batch_size else True
     ) as bar:
@@ -103,7 +108,8 @@ def write_answers(
                 answers, cut = task.answer(model, tokenizer, chunk, config, args, first)
             truncated += cut
             for row, answer in zip(chunk, answers, strict=True):
-                line = json.dumps(dict(zip(task.inputs, row, strict=True)) | answer, ensure_ascii=False)
+                values = dict(zip(task.inputs, row, strict=True)) | answer
+                line = json.dumps(values, ensure_ascii=escaped)
                 out.write(line.translate(CONTROLS) + "\n")
             bar.update(len(chunk))
     return truncated
