@@ -213,3 +213,13 @@ def test_without_a_home_the_cache_is_where_temporary_files_are(tmp_path, monkeyp
     assert found == tmp_path / f"tmp/hpctrain-{os.geteuid()}/features"
     assert features.get_cache_folder(env | {"HPCTRAIN_CACHE": "/no/such"}) == Path("/no/such/features")
     assert features.get_cache_folder({"HOME": "/usr"}) == Path("/usr/.cache/hpctrain/features")
+
+
+def test_a_cache_among_temporary_files_that_others_can_change_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(features, "get_cache_folder", lambda: tmp_path / "hpctrain-1/features")
+    made = Features.from_lists({"input_ids": [[1, 2]]}, {"units": [1]})
+    assert features.load_or_make("a", lambda: made, ALONE).last_token == 2
+    (tmp_path / "hpctrain-1").chmod(0o777)
+    with pytest.raises(HpctrainError, match="hpctrain-1: another user has made it or can change it"):
+        features.load_or_make("a", lambda: made, ALONE)

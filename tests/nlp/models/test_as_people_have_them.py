@@ -124,7 +124,7 @@ WORKING = {
 }
 
 
-@pytest.mark.parametrize("task", ["classify", "generate"])
+@pytest.mark.parametrize("task", ["classify", pytest.param("generate", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", WORKING)
 def test_a_model_trains_and_answers(models, tmp_path, capfd, kind, task):
     WORKING[kind](models[task])

@@ -301,7 +301,9 @@ def _read_features(folder: Path, check: bool) -> Features:
     try:
         if check:
             advice = "set HPCTRAIN_CACHE to a folder of yours"
-            refuse_of_others(folder.parent, folder, *folder.iterdir(), advice=advice)
+            above = folder.parent.parent  # among temporary files, anybody can have made it
+            is_temporary = above.parent == Path(tempfile.gettempdir())
+            refuse_of_others(*[above] * is_temporary, folder.parent, folder, *folder.iterdir(), advice=advice)
             check_digests(folder)
         columns = {
             path.name.removesuffix(".npy"): numpy.load(
