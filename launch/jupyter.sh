@@ -22,19 +22,26 @@
 #PBS -j oe
 set -euo pipefail
 
-# Slurm and PBS run a copy of this script, and its functions are beside the original. Those of the folder of
-# the job count only if they are the user's own.
+# Slurm and PBS run a copy of this script, and its functions are beside the original, of the same owner. Those
+# of the folder of the job count only if they are the user's own. Others can put files beside both.
 load_functions() {
-    local script=$0 folder=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/launch/lib root
-    [[ $0 != */slurm_script ]] || script=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%o | sed q)
-    root=$(dirname "$(readlink -f "$script")")/..
-    [[ -r $root/launch/lib/main.sh || ! -O $folder/main.sh ]] || root=$folder/../..
-    root=${HPCTRAIN_ROOT:-$root}
-    [[ -r $root/launch/lib/main.sh ]] || {
+    local script=$0 main=${HPCTRAIN_ROOT:-}/launch/lib/main.sh
+    [[ $0 != */slurm_script ]] || script=/$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%o | sed q)
+    [[ -n ${HPCTRAIN_ROOT:-} ]] || main=$(functions_in "$(dirname "$(readlink -f "$script")")" "$script") ||
+        main=$(functions_in "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/launch" "/proc/$$") || main=''
+    [[ -r $main ]] || {
         echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2
         exit 2
     }
-    source "$root/launch/lib/main.sh"
+    # shellcheck source=launch/lib/main.sh
+    source "$main"
+}
+
+# functions_in FOLDER OWNED: print the file of the functions if it has the owner of OWNED, and its folder, too
+functions_in() {
+    local main owner
+    main=$(readlink -f "$1/lib/main.sh") && owner=$(stat -Lc %u "$2" 2>/dev/null) &&
+        [[ $(stat -c %u "$main" "${main%/*}" 2>/dev/null) == "$owner"$'\n'"$owner" ]] && echo "$main"
 }
 load_functions
 

@@ -561,6 +561,32 @@ def test_no_folder_of_a_run_is_a_link_of_somebody_else(tmp_path, theirs, name):
 
 
 @BY_ROOT
+@pytest.mark.parametrize("made", ["folder", "link", "parent"])
+def test_a_run_folder_that_another_user_foresaw_is_refused(tmp_path, monkeypatch, made):
+    """Job numbers can be foreseen: a link there led the files of a run over others of the user's own."""
+    from hpctrain.errors import HpctrainError
+    from hpctrain.run.folder import prepare_folder
+    from hpctrain.run.options import RunOptions
+    from hpctrain.servers.tunnel import Tunnel
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "48")
+    (tmp_path / "precious").mkdir()
+    theirs = Path("runs/train" if made == "parent" else "runs/train/48")
+    theirs.parent.mkdir(parents=True)
+    if made == "folder":
+        theirs.mkdir()
+    else:
+        theirs.symlink_to(tmp_path / "precious")
+    os.chown(theirs, 12345, -1, follow_symlinks=False)
+    with pytest.raises(HpctrainError, match="that another user made"):
+        prepare_folder("train", RunOptions())
+    with pytest.raises(HpctrainError, match="that another user made"), Tunnel("train"):
+        pass
+    assert not list((tmp_path / "precious").iterdir())
+
+
+@BY_ROOT
 @pytest.mark.parametrize("name", [".probe", "metrics.jsonl", "logs/rank-0.log", "token"])
 def test_links_in_a_run_folder_that_others_can_write(tmp_path, theirs, name):
     """Their names can be predicted."""

@@ -18,7 +18,8 @@
 # enter_node_container: let WORDS enter the container of this node, or the image if there is none
 enter_node_container() {
     local folder=$HPCTRAIN_NODE_CONTAINER deadline=$((SECONDS + 60)) name='' container=''
-    until mkdir "$folder/tasks/$RANK" 2>/dev/null; do
+    # It may be a copy by somebody else, who saw its name on another node.
+    until is_own "$folder" && mkdir "$folder/tasks/$RANK" 2>/dev/null; do
         if (umask 077 && mkdir "$folder") 2>/dev/null; then
             if mkfifo "$folder/alive" && mkdir "$folder/tasks" "$folder/tasks/$RANK"; then
                 start_node_container "$folder"
@@ -29,8 +30,6 @@ enter_node_container() {
         is_own "$folder" && ((SECONDS < deadline)) || return 0
         sleep 0.05
     done
-    # It may be a copy by somebody else, who saw its name on another node.
-    is_own "$folder" || return 0
     # shellcheck disable=SC2034 # task.sh reads it
     { [[ -p $folder/alive ]] && exec {ALIVE}<>"$folder/alive"; } || return 0
     [[ -z $container ]] || publish_node_container "$folder" "$container" "$deadline"

@@ -178,6 +178,8 @@ set_program() {
         ;;
     -m)
         ((${#ARGUMENTS[@]} > 1)) || die '-m: give the name of a module after it, as for python -m'
+        [[ ${ARGUMENTS[1]} != @(torch.distributed.@(run|launch)|torchrun|accelerate.*|lightning.fabric*|deepspeed*) ]] ||
+            die "-m ${ARGUMENTS[1]}: this script starts all ranks itself: write $(program_alone 2)"
         PROGRAM=("${ARGUMENTS[@]}")
         ;;
     python* | */python* | torchrun | accelerate | fabric | deepspeed | composer | \
@@ -202,10 +204,11 @@ check_command() {
         die "there is no command '$1': choose from $(list_names "${names[@]}"), or give a .py file"
 }
 
-# program_alone: print the command line without the words of a launcher that ARGUMENTS has before its program
+# program_alone [FIRST]: print the command line without the words of a launcher that ARGUMENTS has before its
+# program, which begins at word FIRST or later
 program_alone() {
     local index word
-    for index in "${!ARGUMENTS[@]}"; do
+    for ((index = ${1:-0}; index < ${#ARGUMENTS[@]}; index++)); do
         word=${ARGUMENTS[index]}
         [[ $word == *.py || ($word == -m && -n ${ARGUMENTS[index + 1]:-}) ]] || continue
         echo "launch/$SCRIPT$(printf ' %q' "${ARGUMENTS[@]:index}")"

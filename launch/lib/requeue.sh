@@ -173,14 +173,14 @@ watch_step() {
 # first_failure: print what srun has said about the first task of this attempt that has failed: NODE TASK HOW.
 # srun kills the others then, and its own exit status is the highest of all. Lines of ranks have a label.
 first_failure() {
-    [[ -n $LOG_BEGAN ]] || return 0
+    [[ -n $LOG_BEGAN && ${LAUNCH[0]:-} == srun ]] || return 0
     tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2" |
         sed -nE 's/^srun: error: ([^ ]+): tasks? ([0-9]+)[0-9,-]*: /\1 \2 /;T;p;q'
 }
 
 # last_line_of TASK: print the last line that this task has written in this attempt
 last_line_of() {
-    tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2" | sed -n "/^ *$1: slurmstepd-/d;s/^ *$1: //p" | tail -n 1
+    tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2" | sed -nE "/^ *$1: (slurmstepd-|\s*$)/d;s/^ *$1: //p" | tail -n 1
 }
 
 # replace_nodes: after a node failure, start the ranks again within the job if a spare node is there. Slurm

@@ -603,7 +603,7 @@ def test_what_failed_first(programs, tmp_path, line, first):
     lines = ["3: ValueError", line, "3: slurmstepd-n1: error", "srun: error: n1: task 1: Terminated"]
     log = tmp_path / "log"
     log.write_text(earlier + "\n".join(lines))
-    command = f"source {REPOSITORY}/launch/lib/main.sh; LOG_BEGAN={len(earlier)}; "
+    command = f"source {REPOSITORY}/launch/lib/main.sh; LAUNCH=(srun) LOG_BEGAN={len(earlier)}; "
     command += "first_failure; last_line_of 3"
     with log.open("a") as file:
         done = subprocess.run(
@@ -859,6 +859,46 @@ def test_functions_of_somebody_else_in_the_folder_of_the_job_are_not_run(program
     env = programs | {"HPCTRAIN_ROOT": "", "SLURM_JOB_ID": "1", name: str(tmp_path)}
     done = subprocess.run([spooled(tmp_path), "--dry-run"], env=env, capture_output=True, text=True)
     assert done.returncode == 2 and not (tmp_path / "executed").exists(), done.stdout
+
+
+@pytest.mark.parametrize("case", ["null", "own copy", "link"])
+def test_functions_of_somebody_else_are_not_run(programs, tmp_path, case):
+    """Another user had put them where sbatch < script, or a copy of the script, was taken to belong."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to make files of others")
+    theirs = tmp_path / "shared/launch/lib"
+    theirs.mkdir(parents=True)
+    work = tmp_path / "shared/sub"
+    work.mkdir()
+    for name in ("main.sh", "environment.sh"):
+        (theirs / name).write_text(f"touch {tmp_path}/executed\n")
+    copy = work / "copy.sh"
+    shutil.copy(REPOSITORY / "launch/apptainer_ddp.sh", copy)
+    if case == "link":  # to the real file, beside another environment.sh
+        (theirs / "main.sh").unlink()
+        (theirs / "main.sh").symlink_to(REPOSITORY / "launch/lib/main.sh")
+    for path in (theirs.parent, theirs, *theirs.iterdir()):
+        os.chown(path, 12345, -1, follow_symlinks=False)
+    script = spooled(tmp_path) if case == "null" else copy
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho '(null)'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    folder = theirs.parent.parent if case == "link" else work
+    env = programs | {"HPCTRAIN_ROOT": "", "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(folder)}
+    subprocess.run([script, "--dry-run"], env=env, cwd=work, capture_output=True, text=True)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.run", "accelerate.commands.launch"])
+def test_a_launcher_by_its_module_is_refused(programs, module):
+    """Each task started a world of its own, with exit status 0."""
+    done = dry_run(
+        "apptainer_ddp.sh", programs, "-m", module, "--nproc_per_node", "2", "mine.py", "--lr", "1"
+    )
+    assert done.returncode == 2
+    assert (
+        f"-m {module}: this script starts all ranks itself: write launch/apptainer_ddp.sh mine.py --lr 1"
+        in (done.stdout + done.stderr)
+    )
 
 
 def test_a_script_runs_by_its_name_alone_in_its_own_folder():

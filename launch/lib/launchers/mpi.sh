@@ -6,6 +6,8 @@
 launch_with_mpi() {
     local how=${1:-${HPCTRAIN_MPI:-auto}} library offered
     library=$("${CONTAINER[@]}" ${SIF:+"$SIF"} python -c '
+import sys
+sys.path[:] = filter(None, sys.path) # not the current folder
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
@@ -53,6 +55,8 @@ choose_pmi() {
 check_mpi_world() {
     local status=0 output advice='try another --mpi= (srun --mpi=list shows them; or mpirun)'
     compose python -c '
+import sys
+sys.path[:] = filter(None, sys.path)
 import os
 from mpi4py import MPI
 size, wanted = MPI.COMM_WORLD.size, int(os.environ["HPCTRAIN_WORLD_SIZE"])

@@ -19,7 +19,9 @@ none_command() {
         conda activate "$env" || die "conda activate $env failed: conda env list shows the environments"
         set -u
     fi
-    python -c 'import importlib.util as u; raise SystemExit(u.find_spec("torch") is None)' 2>/dev/null ||
+    # The current folder may have an importlib.py.
+    python -c 'import sys; sys.path[:] = filter(None, sys.path)
+import importlib.util as u; raise SystemExit(u.find_spec("torch") is None)' 2>/dev/null ||
         die "$(command -v python || echo python) on $(hostname) has no torch:" \
             "set HPCTRAIN_MODULES or HPCTRAIN_PYTHON_ENV to one that has it"
     RUNTIME_VERSION=$(python --version)

@@ -68,8 +68,19 @@ def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 def check_link(path: Path) -> None:
     """Raise PermissionError for a link of another user, which could point to any file of this one."""
-    if path.is_symlink() and path.lstat().st_uid != os.geteuid():
+    if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
         raise PermissionError(errno.EPERM, "a link that another user made", str(path))
+
+
+def check_folder(folder: Path, *, foreseen: bool) -> None:
+    """Raise PermissionError if a folder is another user's link.
+
+    If its name can be `foreseen`, as that of a job, also if it is another user's, or a parent such a link.
+    """
+    for each in (folder, *folder.parents) if foreseen else (folder,):
+        check_link(each)
+    if foreseen and folder.exists() and folder.stat().st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "a folder that another user made", str(folder))
 
 
 def open_to_append(path: Path) -> IO[str]:

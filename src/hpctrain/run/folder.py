@@ -51,6 +51,7 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
         resume = checkpoint.find_newest(source)
     try:
         # A new folder is for its user alone. A folder that exists keeps its permissions.
+        atomic.check_folder(folder, foreseen=not options.out and source is None)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_throw_away(folder)
         for name in ("checkpoints", "logs", "tensorboard"):  # old checkpoints are removed

@@ -24,6 +24,7 @@ from urllib.parse import parse_qs
 from hpctrain.distributed.control import control_folder, stop_requested
 from hpctrain.distributed.world import job_id
 from hpctrain.errors import HpctrainError
+from hpctrain.files import atomic
 from hpctrain.files.places import refuse_throw_away
 
 # A request without the token gets this page, whose form sends the token as ?token=.
@@ -49,12 +50,14 @@ class Tunnel:
     """
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
-        self._name, self._folder = name, folder or Path("runs") / name / job_id()
+        self._name, self._is_default = name, folder is None
+        self._folder = folder or Path("runs") / name / job_id()
         self.token = secrets.token_urlsafe(32)
 
     def __enter__(self) -> "Tunnel":
         self._is_new = not self._folder.exists()
         try:
+            atomic.check_folder(self._folder, foreseen=self._is_default)
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             refuse_throw_away(self._folder)
             self.token_file = self._folder.resolve() / "token"
