@@ -622,14 +622,14 @@ import os, sys, time
 from pathlib import Path
 import hpctrain
 from hpctrain.vision import train_ddp
-start = hpctrain.Run.start_epoch
+start = train_ddp.Run.start_epoch
 def wait(self, epoch, *rest):
     if epoch == 2:
         print("waits for bob", flush=True)
         while not all(hpctrain.gather(self.world, Path("attacked").exists())):
             time.sleep(0.1)
     return start(self, epoch, *rest)
-hpctrain.Run.start_epoch = wait
+train_ddp.Run.start_epoch = wait
 while os.environ["RANK"] == "1" and not Path("/project/stranger has written").exists():
     time.sleep(0.1)
 hpctrain.main(lambda world: train_ddp.main(world, sys.argv[1:]))
