@@ -180,7 +180,8 @@ first_failure() {
 
 # last_line_of TASK: print the last line that this task has written in this attempt
 last_line_of() {
-    tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2" | sed -nE "/^ *$1: (slurmstepd-|\s*$)/d;s/^ *$1: //p" | tail -n 1
+    tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2" |
+        sed -nE "/^ *$1: (slurmstepd-|\s*$)/d;s/^ *$1: //p" | tail -n 1
 }
 
 # replace_nodes: after a node failure, start the ranks again within the job if a spare node is there. Slurm
