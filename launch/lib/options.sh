@@ -178,7 +178,8 @@ set_program() {
         ;;
     -m)
         ((${#ARGUMENTS[@]} > 1)) || die '-m: give the name of a module after it, as for python -m'
-        [[ ${ARGUMENTS[1]} != @(torch.distributed.@(run|launch)|accelerate.*|lightning.fabric*|deepspeed*) ]] ||
+        ! is_one_of "${ARGUMENTS[1]}" torch.distributed.run torch.distributed.launch 'accelerate.*' \
+            'lightning.fabric*' 'deepspeed*' ||
             die "-m ${ARGUMENTS[1]}: this script starts all ranks itself: write $(program_alone 2)"
         PROGRAM=("${ARGUMENTS[@]}")
         ;;
