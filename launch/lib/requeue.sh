@@ -150,7 +150,7 @@ run_launcher() {
 # watch_step LAUNCHER: srun waits without end for tasks whose slurmstepd has been killed on another node. End
 # srun when the tasks of this node have ended, and no rank is left on any node.
 watch_step() {
-    local name='' seconds
+    local seconds
     for ((seconds = 0; ; seconds += 5)); do
         sleep 5
         is_alive "$1" || return 0
@@ -170,18 +170,21 @@ watch_step() {
     kill -KILL "$1" 2>/dev/null
 }
 
+# print_log: print what the job log has got in this attempt
+print_log() {
+    tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2"
+}
+
 # first_failure: print what srun has said about the first task of this attempt that has failed: NODE TASK HOW.
 # srun kills the others then, and its own exit status is the highest of all. Lines of ranks have a label.
 first_failure() {
     [[ -n $LOG_BEGAN && ${LAUNCH[0]:-} == srun ]] || return 0
-    tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2" |
-        sed -nE 's/^srun: error: ([^ ]+): tasks? ([0-9]+)[0-9,-]*: /\1 \2 /;T;p;q'
+    print_log | sed -nE 's/^srun: error: ([^ ]+): tasks? ([0-9]+)[0-9,-]*: /\1 \2 /;T;p;q'
 }
 
 # last_line_of TASK: print the last line that this task has written in this attempt
 last_line_of() {
-    tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2" |
-        sed -nE "/^ *$1: (slurmstepd-|\s*$)/d;s/^ *$1: //p" | tail -n 1
+    print_log | sed -nE "/^ *$1: (slurmstepd-|\s*$)/d;s/^ *$1: //p" | tail -n 1
 }
 
 # replace_nodes: after a node failure, start the ranks again within the job if a spare node is there. Slurm
