@@ -323,6 +323,19 @@ def test_an_image_that_is_not_there(project, programs, env, message):
     )
 
 
+def test_shifter_gets_what_the_loader_takes_from_a_setuid_program(programs, tmp_path):
+    """The TMPDIR of the user did not arrive."""
+    (tmp_path / "shifter").symlink_to("/bin/true")
+    (tmp_path / "shifterimg").write_text("#!/bin/sh\necho 0123456789abcdef\n")
+    (tmp_path / "shifterimg").chmod(0o755)
+    env = programs | {"HPCTRAIN_IMAGE": "hpctrain:cpu", "TMPDIR": "/scratch/a b"}
+    command = shlex.split(dry_run("shifter_ddp.sh", env, "check").stdout.splitlines()[-1])
+    inside = command[command.index("shifter") : command.index("python")]
+    assert "--env=TMPDIR=/scratch/a b" in inside and "--env=MALLOC_TRIM_THRESHOLD_=536870912" in inside
+    del env["TMPDIR"]
+    assert "--env=TMPDIR" not in dry_run("shifter_ddp.sh", env, "check").stdout
+
+
 def test_a_flavor_that_an_installation_does_not_have(project, programs):
     """It has no locks, only images."""
     (project / "hpctrain-cu130-mpich.sif").touch()
