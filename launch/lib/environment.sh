@@ -114,7 +114,11 @@ separate_host_variables() {
         case $entry in
         */site-packages | */site-packages/* | */dist-packages | */dist-packages/* | */lib/python3* | \
             /usr/* | /opt/* | /lib*) DROPPED+=("$entry of PYTHONPATH") ;;
-        *) kept+=:$entry ;;
+        *)
+            kept+=:$entry
+            [[ ! -e ${entry:-.}/torch/__init__.py ]] ||
+                say "warning: ${entry:-.} of PYTHONPATH hides the torch of the image: remove it from there"
+            ;;
         esac
     done
     PYTHONPATH=${kept#:}
