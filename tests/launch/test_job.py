@@ -101,6 +101,12 @@ def test_a_rank_gets_what_the_user_has_exported_and_nothing_of_another_job(shell
     assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"} <= set(dropped.split(",")), dropped
 
 
+def test_options_of_sbatch_are_those_of_the_ranks(shell):
+    """srun did not start as many tasks as --overcommit allows. --export=LR=1 was followed by a line of the log."""
+    log = start(shell, "apptainer_ddp.sh", SLURM_OVERCOMMIT="1", SLURM_GET_USER_ENV="1")
+    assert what_a_rank_got(log)[2]["SLURM_OVERCOMMIT"] == "1" and "not passed on" not in log, log
+
+
 def test_a_job_that_is_submitted_inside_another_one_is_itself(shell):
     """Threads, address and secret were those of the job around it."""
     outer = {"HPCTRAIN_JOB": "16", "OMP_NUM_THREADS": "40", "MASTER_ADDR": "n9", "HPCTRAIN_JOB_SECRET": "x"}
