@@ -99,8 +99,9 @@ drop_other_job() {
 # keep_out_nothing: unset the settings of Apptainer by which the user's variables, home and folders, or the
 # other ranks, are not there. Without variables each rank would train alone.
 keep_out_nothing() {
-    drop {APPTAINER,SINGULARITY}_{CLEANENV,CONTAIN,CONTAINALL,NO_HOME,NO_MOUNT,PWD,CWD,FAKEROOT,BOOT} \
-        {APPTAINER,SINGULARITY}_{PID,UNSHARE_PID,NET,UNSHARE_NET,NETWORK,IPC,UNSHARE_IPC,UTS,UNSHARE_UTS}
+    drop {APPTAINER,SINGULARITY}_{CLEANENV,COMPAT,CONTAIN,CONTAINALL,NO_HOME,NO_MOUNT,PWD,CWD,FAKEROOT,BOOT} \
+        {APPTAINER,SINGULARITY}_{PID,UNSHARE_PID,NET,UNSHARE_NET,NETWORK,IPC,UNSHARE_IPC,UTS,UNSHARE_UTS} \
+        {APPTAINER,SINGULARITY}_{HOSTNAME,WRITABLE}
 }
 
 # separate_host_variables: for an image, drop what belongs to the host from the environment that enters it.

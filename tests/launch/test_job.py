@@ -101,8 +101,18 @@ def test_a_rank_gets_what_the_user_has_exported_and_nothing_of_another_job(shell
     assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"} <= set(dropped.split(",")), dropped
 
 
+def test_no_setting_of_apptainer_keeps_something_out_of_the_image(shell):
+    """With --compat the folder of the job was not there. With --hostname all nodes had one name."""
+    names = ["CLEANENV", "COMPAT", "CONTAIN", "CONTAINALL", "NO_HOME", "NO_MOUNT", "WRITABLE", "HOSTNAME"]
+    env = {f"{tool}_{name}": "1" for name in names for tool in ("APPTAINER", "SINGULARITY")}
+    log = start(shell, "apptainer_ddp.sh", **env, APPTAINER_DEBUG="1")
+    variables = what_a_rank_got(log)[2]
+    assert "APPTAINER_DEBUG" in variables and not env.keys() & variables.keys()
+    assert f"not passed on to the ranks: {','.join(sorted(env))}\n" in log, log
+
+
 def test_options_of_sbatch_are_those_of_the_ranks(shell):
-    """srun did not start as many tasks as --overcommit allows. --export=LR=1 was followed by a line of the log."""
+    """srun did not start as many tasks as --overcommit allows. --export=LR=1 gave a line of the log."""
     log = start(shell, "apptainer_ddp.sh", SLURM_OVERCOMMIT="1", SLURM_GET_USER_ENV="1")
     assert what_a_rank_got(log)[2]["SLURM_OVERCOMMIT"] == "1" and "not passed on" not in log, log
 
