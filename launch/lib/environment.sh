@@ -56,10 +56,11 @@ DROPPED=() # for the log
 # They are for programs of the host: an image has its own. LD_PRELOAD names libraries that it does not have.
 HOST_VARIABLES=(PATH 'LD_*' PYTHONHOME)
 
-# What says who a rank is and where it meets the others. Each launcher sets these anew.
+# What says who a rank is and where it meets the others. Each launcher sets these anew, or, as torchrun from
+# PET_*, takes them for its options.
 RANK_VARIABLES=(RANK LOCAL_RANK NODE_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE
-    ROLE_WORLD_SIZE 'TORCHELASTIC_*' 'OMPI_COMM_WORLD_*' OMPI_UNIVERSE_SIZE 'PMI_*' 'PMIX_[!M]*' HOROVOD_RANK
-    HOROVOD_SIZE 'HOROVOD_LOCAL_*' 'HOROVOD_CROSS_*')
+    ROLE_WORLD_SIZE 'TORCHELASTIC_*' 'PET_*' 'OMPI_COMM_WORLD_*' OMPI_UNIVERSE_SIZE 'PMI_*' 'PMIX_[!M]*'
+    HOROVOD_RANK HOROVOD_SIZE 'HOROVOD_LOCAL_*' 'HOROVOD_CROSS_*')
 
 # Variables of a process, a login or a task, which are wrong on another node
 OF_ONE_TASK=("${RANK_VARIABLES[@]}" _ SHLVL PWD OLDPWD HOSTNAME HOST 'SSH_*' 'XDG_RUNTIME_DIR' 'XDG_SESSION_*'
