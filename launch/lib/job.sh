@@ -227,7 +227,7 @@ export_job_env() {
             "give --ntasks-per-node=$GPUS"
     drop_other_job "$JOB"
     # As ~/.bashrc has it, after a tutorial
-    ((NODES == 1)) || [[ ${MASTER_ADDR:-} != @(localhost|127.*|::1) ]] || drop MASTER_ADDR
+    [[ -z ${MASTER_ADDR:-} ]] || is_of_first_node "$MASTER_ADDR" || drop MASTER_ADDR
     export HPCTRAIN_JOB=$JOB HPCTRAIN_WORLD_SIZE=$((NODES * TASKS)) HPCTRAIN_TASKS_PER_NODE=$TASKS
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$THREADS}
     # Otherwise glibc returns the memory of large tensors to the kernel at every step, and the step takes a
@@ -250,6 +250,16 @@ export_job_env() {
     export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
     # Users empty it to disable a site's, but NCCL takes an empty value for a network's name, and fails.
     [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
+}
+
+# is_of_first_node ADDRESS: whether rank 0 can listen there, and all nodes reach it
+is_of_first_node() {
+    local address name
+    ((NODES == 1)) || [[ $1 != @(localhost|127.*|::1) ]] || return 1
+    name=$(uname -n)
+    [[ ${name%%.*} == "${HOSTS[0]%%.*}" ]] || return 0 # in salloc this may run elsewhere
+    address=$(getent ahostsv4 "$1" | awk '{ print $1; exit }') || true
+    [[ -n $address ]] && grep -qsFw "$address" /proc/net/fib_trie
 }
 
 # check_numbers NAME...: die unless these are numbers or unset. Arithmetic would run HOME[$(COMMAND)].

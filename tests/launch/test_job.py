@@ -126,6 +126,18 @@ def test_a_job_that_is_submitted_inside_another_one_is_itself(shell):
     assert variables["HPCTRAIN_JOB_SECRET"] != "x"
 
 
+@pytest.mark.parametrize(
+    ("address", "kept"),
+    [("127.0.0.1", True), ("localhost", True), ("192.0.2.1", False), ("no-such-node.invalid", False)],
+)
+def test_an_address_of_another_node_is_not_the_rendezvous(shell, address, kept):
+    """The ranks waited for a login node, whose name ~/.bashrc had exported after a tutorial."""
+    put(shell, uname='[ "$1" != -n ] || echo n1.site')
+    log = start(shell, "apptainer_ddp.sh", MASTER_ADDR=address)
+    assert what_a_rank_got(log)[2]["MASTER_ADDR"] == (address if kept else "n1")
+    assert ("not passed on to the ranks: MASTER_ADDR\n" in log) is not kept
+
+
 def test_a_job_runs_in_the_folder_in_which_slurm_starts_it(shell):
     """sbatch --chdir was ignored. Where the folder is missing, Slurm starts the script in /tmp."""
     elsewhere = shell.top / "elsewhere"
