@@ -219,6 +219,7 @@ export_job_env() {
     local number port
     NODES=${#HOSTS[@]}
     check_numbers HPCTRAIN_RESTARTS
+    refuse_copies
     [[ $JOB =~ ^[][A-Za-z0-9_-]+$ ]] ||
         die "'$JOB' is not the number of a job:" \
             "unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
@@ -250,6 +251,16 @@ export_job_env() {
     export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
     # Users empty it to disable a site's, but NCCL takes an empty value for a network's name, and fails.
     [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
+}
+
+# refuse_copies: die if mpirun has started this script several times. Its variables alone do not say so: the jobs
+# that a rank submits have them, too.
+refuse_copies() {
+    local parent='' size=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-1}} rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
+    read -r parent <"/proc/$PPID/comm" || true
+    [[ $size != 1 && $parent == @(mpi*|orted|prte*|hydra*) ]] || return 0
+    [[ $rank == 0 ]] || exit 0 # or mpirun would end rank 0 before it has said why
+    die "mpirun started this script $size times, and it starts all ranks itself: leave mpirun out"
 }
 
 # is_of_first_node ADDRESS: whether rank 0 can listen there, and all nodes reach it

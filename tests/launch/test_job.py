@@ -203,6 +203,18 @@ def test_the_shell_of_srun_shares_its_cpus_with_the_ranks(shell):
     assert " --overlap " not in start(shell, "apptainer_ddp.sh --dry-run")
 
 
+def test_a_script_that_mpirun_starts_several_times_is_refused(shell):
+    """Each copy trained alone. A job that a rank of mpirun submits has its variables, too."""
+    put(shell, mpirun='"$@"; exit $?')
+    rank = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
+    done = shell("mpirun", LAUNCH / "apptainer_ddp.sh", "check", **rank)
+    message = "mpirun started this script 4 times, and it starts all ranks itself: leave mpirun out"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hpctrain: error: {message}\n")
+    other = shell("mpirun", LAUNCH / "apptainer_ddp.sh", "check", **rank | {"OMPI_COMM_WORLD_RANK": "1"})
+    assert (other.returncode, other.stdout, other.stderr) == (0, "", "")
+    start(shell, "apptainer_ddp.sh", **rank)
+
+
 def test_ranks_that_mpi_does_not_join_do_not_start(shell):
     """Each trained alone, with exit status 0."""
     put(shell, python='[[ "$*" != *COMM_WORLD* ]] || { echo MPI: 1 of 1; exit 1; }; echo Open MPI v4.1.4')
