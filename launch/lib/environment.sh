@@ -56,10 +56,11 @@ DROPPED=() # for the log
 # They are for programs of the host: an image has its own. LD_PRELOAD names libraries that it does not have.
 HOST_VARIABLES=(PATH 'LD_*' PYTHONHOME)
 
-# What says who a rank is and where it meets the others. Each launcher sets these anew.
+# What says who a rank is and where it meets the others. Each launcher sets these anew, or, as torchrun from
+# PET_*, takes them for its options.
 RANK_VARIABLES=(RANK LOCAL_RANK NODE_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE
-    ROLE_WORLD_SIZE 'TORCHELASTIC_*' 'OMPI_COMM_WORLD_*' OMPI_UNIVERSE_SIZE 'PMI_*' 'PMIX_[!M]*' HOROVOD_RANK
-    HOROVOD_SIZE 'HOROVOD_LOCAL_*' 'HOROVOD_CROSS_*')
+    ROLE_WORLD_SIZE 'TORCHELASTIC_*' 'PET_*' 'OMPI_COMM_WORLD_*' OMPI_UNIVERSE_SIZE 'PMI_*' 'PMIX_[!M]*'
+    HOROVOD_RANK HOROVOD_SIZE 'HOROVOD_LOCAL_*' 'HOROVOD_CROSS_*')
 
 # Variables of a process, a login or a task, which are wrong on another node
 OF_ONE_TASK=("${RANK_VARIABLES[@]}" _ SHLVL PWD OLDPWD HOSTNAME HOST 'SSH_*' 'XDG_RUNTIME_DIR' 'XDG_SESSION_*'
@@ -99,8 +100,9 @@ drop_other_job() {
 # keep_out_nothing: unset the settings of Apptainer by which the user's variables, home and folders, or the
 # other ranks, are not there. Without variables each rank would train alone.
 keep_out_nothing() {
-    drop {APPTAINER,SINGULARITY}_{CLEANENV,CONTAIN,CONTAINALL,NO_HOME,NO_MOUNT,PWD,CWD,FAKEROOT,BOOT} \
-        {APPTAINER,SINGULARITY}_{PID,UNSHARE_PID,NET,UNSHARE_NET,NETWORK,IPC,UNSHARE_IPC,UTS,UNSHARE_UTS}
+    drop {APPTAINER,SINGULARITY}_{CLEANENV,COMPAT,CONTAIN,CONTAINALL,NO_HOME,NO_MOUNT,PWD,CWD,FAKEROOT,BOOT} \
+        {APPTAINER,SINGULARITY}_{PID,UNSHARE_PID,NET,UNSHARE_NET,NETWORK,IPC,UNSHARE_IPC,UTS,UNSHARE_UTS} \
+        {APPTAINER,SINGULARITY}_{HOSTNAME,WRITABLE}
 }
 
 # separate_host_variables: for an image, drop what belongs to the host from the environment that enters it.
@@ -114,7 +116,11 @@ separate_host_variables() {
         case $entry in
         */site-packages | */site-packages/* | */dist-packages | */dist-packages/* | */lib/python3* | \
             /usr/* | /opt/* | /lib*) DROPPED+=("$entry of PYTHONPATH") ;;
-        *) kept+=:$entry ;;
+        *)
+            kept+=:$entry
+            [[ ! -e ${entry:-.}/torch/__init__.py ]] ||
+                say "warning: ${entry:-.} of PYTHONPATH hides the torch of the image: remove it from there"
+            ;;
         esac
     done
     PYTHONPATH=${kept#:}

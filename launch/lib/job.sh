@@ -13,11 +13,11 @@ SLURM_VARIABLES=(SLURM_CONF SLURM_CLUSTER_NAME 'SLURM_JOB_*' SLURM_JOBID SLURM_N
     SLURM_GTIDS 'SLURM_SUBMIT_*' SLURM_TASK_PID SLURM_TMPDIR 'SLURM_TOPOLOGY_*' 'SLURM_HET_*' 'SLURM_ARRAY_*'
     SLURM_RESTART_COUNT 'SLURM_GPUS*' SLURM_MPI_TYPE SLURM_NETWORK SLURM_HINT SLURM_THREADS_PER_CORE
     SLURM_DISTRIBUTION SLURM_GPU_BIND SLURM_GPU_FREQ SLURM_CPU_FREQ_REQ SLURM_PROFILE SLURM_DEBUG
-    SLURM_CPU_BIND)
+    SLURM_CPU_BIND SLURM_OVERCOMMIT)
 # These go without a line in the log, because every job has them, and srun gets its own.
 USUAL_VARIABLES=(SLURM_OPEN_MODE 'SLURM_MEM_PER_*' 'SLURM_CPUS_PER_*' 'SLURM_TRES_PER_*'
     'SLURM_NTASKS_PER_*' SLURM_EXPORT_ENV SLURM_PRIO_PROCESS SLURM_UMASK SLURM_OOM_KILL_STEP
-    SLURM_SCRIPT_CONTEXT)
+    SLURM_SCRIPT_CONTEXT SLURM_GET_USER_ENV)
 
 # A Slurm job, from sbatch or in the shell of salloc or srun --pty.
 read_slurm_job() {
@@ -219,6 +219,7 @@ export_job_env() {
     local number port
     NODES=${#HOSTS[@]}
     check_numbers HPCTRAIN_RESTARTS
+    refuse_copies
     [[ $JOB =~ ^[][A-Za-z0-9_-]+$ ]] ||
         die "'$JOB' is not the number of a job:" \
             "unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
@@ -227,7 +228,7 @@ export_job_env() {
             "give --ntasks-per-node=$GPUS"
     drop_other_job "$JOB"
     # As ~/.bashrc has it, after a tutorial
-    ((NODES == 1)) || [[ ${MASTER_ADDR:-} != @(localhost|127.*|::1) ]] || drop MASTER_ADDR
+    [[ -z ${MASTER_ADDR:-} ]] || is_of_first_node "$MASTER_ADDR" || drop MASTER_ADDR
     export HPCTRAIN_JOB=$JOB HPCTRAIN_WORLD_SIZE=$((NODES * TASKS)) HPCTRAIN_TASKS_PER_NODE=$TASKS
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$THREADS}
     # Otherwise glibc returns the memory of large tensors to the kernel at every step, and the step takes a
@@ -250,6 +251,26 @@ export_job_env() {
     export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
     # Users empty it to disable a site's, but NCCL takes an empty value for a network's name, and fails.
     [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
+}
+
+# refuse_copies: die if mpirun has started this script several times. Its variables alone do not say so: the jobs
+# that a rank submits have them, too.
+refuse_copies() {
+    local parent='' size=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-1}} rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
+    read -r parent <"/proc/$PPID/comm" || true
+    [[ $size != 1 && $parent == @(mpi*|orted|prte*|hydra*) ]] || return 0
+    [[ $rank == 0 ]] || exit 0 # or mpirun would end rank 0 before it has said why
+    die "mpirun started this script $size times, and it starts all ranks itself: leave mpirun out"
+}
+
+# is_of_first_node ADDRESS: whether rank 0 can listen there, and all nodes reach it
+is_of_first_node() {
+    local address name
+    ((NODES == 1)) || [[ $1 != @(localhost|127.*|::1) ]] || return 1
+    name=$(uname -n)
+    [[ ${name%%.*} == "${HOSTS[0]%%.*}" ]] || return 0 # in salloc this may run elsewhere
+    address=$(getent ahostsv4 "$1" | awk '{ print $1; exit }') || true
+    [[ -n $address ]] && grep -qsFw "$address" /proc/net/fib_trie
 }
 
 # check_numbers NAME...: die unless these are numbers or unset. Arithmetic would run HOME[$(COMMAND)].

@@ -183,7 +183,7 @@ set_program() {
             die "-m ${ARGUMENTS[1]}: this script starts all ranks itself: write $(program_alone 2)"
         PROGRAM=("${ARGUMENTS[@]}")
         ;;
-    python* | */python* | torchrun | accelerate | fabric | deepspeed | composer | \
+    */* | python* | *.sh | bash | sh | torchrun | accelerate | fabric | deepspeed | composer | \
         mpirun | mpiexec | srun | horovodrun)
         die "${ARGUMENTS[0]}: this script starts Python and all ranks itself: write $(program_alone)"
         ;;

@@ -291,12 +291,11 @@ def test_the_stand_in_of_shifter_runs_the_image_and_records_the_command(site):
     )
     assert shifter(site, "lookup", "hpctrain:cpu", program="shifterimg").returncode == 0
     assert shifter(site, "lookup", "nothing:cpu", program="shifterimg").returncode == 1
-    environment = ["env", "LD_LIBRARY_PATH=/host", "TMPDIR=/host", "PYTHONNOUSERSITE=mine"]
-    show = "echo $LD_LIBRARY_PATH:$TMPDIR:$PYTHONNOUSERSITE:${PATH##*:}; ls /var/shifterConfig.json"
+    environment = ["env", "LD_LIBRARY_PATH=/host", "TMPDIR=/host", "PYTHONNOUSERSITE=mine", "PYTHONPATH=/src"]
+    show = "env; ls /var/shifterConfig.json"
     done = shifter(site, *environment[1:], "shifter", "--image=a", "sh", "-c", show, program="env")
-    assert "/host" not in done.stdout and "mine" not in done.stdout and "/opt/udiImage/bin" in done.stdout, (
-        done
-    )
+    assert "/host" not in done.stdout and "mine" not in done.stdout, done
+    assert ":/opt/udiImage/bin\n" in done.stdout and "PYTHONPATH=/src\n" in done.stdout, done
     assert "/var/shifterConfig.json" in done.stdout
     assert shifter(site, "--image=a", "--module=nothing", "true").returncode == 1
     for refused in (["--nv", "--image=a", "true"], ["true"], ["--image=a"]):

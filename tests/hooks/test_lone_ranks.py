@@ -1,6 +1,7 @@
-"""Ranks that train alone do not go unnoticed: a Trainer of Lightning is refused, other scripts are warned."""
+"""Ranks that train alone do not go unnoticed: Lightning is refused, other scripts are warned."""
 
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -61,14 +62,52 @@ def test_a_trainer_that_would_train_alone_on_each_rank_is_refused(tmp_path, pack
         assert "hpctrain: warning" not in separate.stderr, separate.stderr
 
 
+FABRIC = """
+import torch
+from {package} import Fabric
+fabric = Fabric(accelerator="cpu")
+module = torch.nn.Linear(2, 1)
+module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+print("set up", fabric.world_size, flush=True)
+fabric.backward(module(torch.ones(4, 2)).mean())
+optimizer.step()
+print("trained")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning", "lightning_fabric"])
+def test_a_fabric_that_would_train_alone_on_each_rank_is_refused(tmp_path, package):
+    """As a script for `fabric run` does without it, unless it has the variables that the error names."""
+    script = FABRIC.format(package=package)
+    refused = run(tmp_path, script, **TORCHRUN)
+    assert (refused.returncode, refused.stdout) == (2, "set up 1\n"), refused.stderr
+    message = "hpctrain: error: this Fabric trains alone on each of the 2 ranks: make it with devices=2, "
+    assert message in refused.stderr and refused.stderr.count("hpctrain: ") == 1, refused.stderr
+    assert "Traceback" not in refused.stderr, refused.stderr
+    if package == "lightning":
+        (tmp_path / "joined.py").write_text(script)
+        advice = dict(re.findall(r"(LT_\w+)=(\w+)", refused.stderr))
+        launch = "from torch.distributed.run import main; main(['--nproc-per-node=2', 'joined.py'])"
+        job = {"HPCTRAIN_WORLD_SIZE": "2", "HPCTRAIN_TASKS_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+        joined = run(tmp_path, launch, **job, **advice)
+        assert joined.returncode == 0, joined.stderr
+        assert sorted(joined.stdout.split()) == sorted(2 * ["set", "up", "2", "trained"]), joined.stdout
+        assert "hpctrain: " not in joined.stderr, joined.stderr
+
+
 # ---- other scripts ----
 
 STEP = "torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1).step()\n"
-GROUP = "torch.distributed.init_process_group('gloo', world_size=1, rank=0)\n"
+# A group of torch for tests, which waits for no other rank
+GROUP = (
+    "from torch.testing._internal.distributed.fake_pg import FakeStore; "
+    "torch.distributed.init_process_group('fake', store=FakeStore(), rank=0, world_size={})\n"
+)
 # Each process of the script makes a group, as by torch.multiprocessing.spawn().
 PROCESSES = (
     "import torch, torch.multiprocessing as m\n"
-    f"def work(_):\n    {GROUP}    {STEP}"
+    f"def work(_):\n    {GROUP.format(2)}    {STEP}"
     "if __name__ == '__main__': m.spawn(work)\n"
 )
 SCRIPTS = {
@@ -76,8 +115,11 @@ SCRIPTS = {
     "compiles, and trains alone": f"import torch\ntorch.compile(lambda x: x, backend='eager')(1)\n{STEP}",
     "has processes that join on each node alone": PROCESSES,
     "does not train": "import torch",
-    "joins": f"import torch\n{GROUP}{STEP}torch.distributed.destroy_process_group()",
-    "joins by a DeviceMesh": f"import torch\ntorch.distributed.init_device_mesh('cpu', (1,))\n{STEP}",
+    "joins": f"import torch\n{GROUP.format(2)}{STEP}torch.distributed.destroy_process_group()",
+    "joins, and trains in a subgroup": f"import torch\n{GROUP.format(2)}"
+    f"torch.distributed.new_group([0])\n{STEP}",
+    "joins by a DeviceMesh": f"import torch\n{GROUP.format(2)}"
+    f"torch.distributed.init_device_mesh('cpu', (2,))\n{STEP}",
     "joins by rpc": "import torch, torch.distributed.rpc as r\n"
     f"r.init_rpc('a', rank=0, world_size=1)\n{STEP}r.shutdown()",
     "has processes that join": f"import os; os.environ['MASTER_ADDR'] = '127.0.0.2'\n{PROCESSES}",
@@ -97,6 +139,16 @@ def test_rank_0_warns_at_its_first_step_if_it_has_not_joined(tmp_path, script):
     done = run(tmp_path, SCRIPTS[script], **ONE_OF_TWO | nodes)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(WARNING) == script.endswith("alone"), done.stderr
+
+
+@pytest.mark.slow
+def test_a_world_of_some_ranks_is_warned(tmp_path):
+    """As where a script takes its rank from LOCAL_RANK: each node has a training of its own."""
+    ranks = {"HPCTRAIN_WORLD_SIZE": "4", "MASTER_ADDR": "n1"}
+    done = run(tmp_path, SCRIPTS["joins"], **ONE_OF_TWO | ranks)
+    assert done.returncode == 0, done.stderr
+    warning = "hpctrain: warning: the process group of rank 0 has 2 of the job's 4 ranks: "
+    assert done.stderr.count(warning) == done.stderr.count("hpctrain: ") == 1, done.stderr
 
 
 @pytest.mark.slow
@@ -128,21 +180,21 @@ def mpi(size, finalized=False):
 
 
 @pytest.mark.parametrize(
-    ("library", "has_joined"),
+    ("library", "joined"),
     [
-        ({}, False),
-        (horovod(True, 2), True),
-        (horovod(True, 1), False),
-        (horovod(False, 0), False),
-        (mpi(2), True),
-        (mpi(1), False),
-        (mpi(2, finalized=True), False),
+        ({}, 1),
+        (horovod(True, 2), 2),
+        (horovod(True, 1), 1),
+        (horovod(False, 0), 1),
+        (mpi(2), 2),
+        (mpi(1), 1),
+        (mpi(2, finalized=True), 1),
     ],
 )
-def test_ranks_of_horovod_and_mpi_have_joined(monkeypatch, library, has_joined):
+def test_ranks_of_horovod_and_mpi_have_joined(monkeypatch, library, joined):
     for name, module in library.items():
         monkeypatch.setitem(sys.modules, name, module)
-    assert lone_ranks._has_joined() == has_joined
+    assert lone_ranks._count_joined(2) == joined
 
 
 @pytest.mark.slow

@@ -323,6 +323,19 @@ def test_an_image_that_is_not_there(project, programs, env, message):
     )
 
 
+def test_shifter_gets_what_the_loader_takes_from_a_setuid_program(programs, tmp_path):
+    """The TMPDIR of the user did not arrive."""
+    (tmp_path / "shifter").symlink_to("/bin/true")
+    (tmp_path / "shifterimg").write_text("#!/bin/sh\necho 0123456789abcdef\n")
+    (tmp_path / "shifterimg").chmod(0o755)
+    env = programs | {"HPCTRAIN_IMAGE": "hpctrain:cpu", "TMPDIR": "/scratch/a b"}
+    command = shlex.split(dry_run("shifter_ddp.sh", env, "check").stdout.splitlines()[-1])
+    inside = command[command.index("shifter") : command.index("python")]
+    assert "--env=TMPDIR=/scratch/a b" in inside and "--env=MALLOC_TRIM_THRESHOLD_=536870912" in inside
+    del env["TMPDIR"]
+    assert "--env=TMPDIR" not in dry_run("shifter_ddp.sh", env, "check").stdout
+
+
 def test_a_flavor_that_an_installation_does_not_have(project, programs):
     """It has no locks, only images."""
     (project / "hpctrain-cu130-mpich.sif").touch()
@@ -382,9 +395,12 @@ def test_jupyter_starts_no_trainer(programs):
         ("fabric run train.py --devices=2", " train.py --devices=2"),
         ("mpirun -np 4 ./train", " SCRIPT.py"),
         ("python -m", " SCRIPT.py"),
+        ("timm/distributed_train.sh 4 --model vit", " SCRIPT.py"),
+        ("./train", " SCRIPT.py"),
+        ("bash run.sh train.py --lr 1", " train.py --lr 1"),
     ],
 )
-def test_a_launcher_as_the_program_is_one_line_that_says_what_to_write(programs, words, instead):
+def test_a_launcher_or_shell_script_as_the_program_is_one_line_of_advice(programs, words, instead):
     """It was "there is no command 'torchrun'", with a list of all commands."""
     done = dry_run("apptainer_torchrun.sh", programs, *shlex.split(words))
     name = words.split()[0]
@@ -941,6 +957,25 @@ def test_what_belongs_to_the_host_does_not_enter_an_image(tmp_path):
     assert kept == ours
     of_python = [f"{folder} of PYTHONPATH" for folder in theirs.split(":")]
     assert dropped == ["APPTAINER_CLEANENV", "PYTHONHOME", *of_python]
+
+
+def test_another_torch_in_pythonpath_is_named(tmp_path):
+    """The ranks ended with a traceback of its import."""
+    for folder in ("mine/torch", "other/data/torch"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "mine/torch/__init__.py").touch()
+    env = {"PYTHONPATH": f"{tmp_path}/other:{tmp_path}/mine"}
+    said = library("separate_host_variables", **env).stdout
+    assert said.startswith(f"hpctrain: warning: {tmp_path}/mine of PYTHONPATH hides the torch of the image: ")
+    assert said.count("\n") == 1
+
+
+def test_a_machine_without_lo_is_told_at_once(programs):
+    """torchrun waited for itself."""
+    command = ["unshare", "--map-root-user", "--net", REPOSITORY / "launch/local.sh", "--dry-run", "check"]
+    done = subprocess.run(command, env=programs, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "hpctrain: error: the network interface lo of " in done.stderr
 
 
 def test_an_older_bash():

@@ -3,6 +3,7 @@
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
 shifter_command() {
+    local name
     separate_host_variables
     command -v shifter >/dev/null ||
         die "there is no shifter on the PATH of $(hostname): use a launch script for a runtime of this site"
@@ -20,5 +21,9 @@ shifter_command() {
     # gateway for the image, and all have the one that the name means now.
     CONTAINER=(shifter "--image=id:${DIGEST#sha256:}")
     [[ -z ${HPCTRAIN_SHIFTER_MODULES:-} ]] || CONTAINER+=("--module=$HPCTRAIN_SHIFTER_MODULES")
+    # shifter is setuid, and the loader takes these away from such a program.
+    for name in TMPDIR MALLOC_MMAP_THRESHOLD_ MALLOC_TRIM_THRESHOLD_; do
+        [[ ! -v $name ]] || CONTAINER+=("--env=$name=${!name}")
+    done
     export HPCTRAIN_GPU_OPTION='--module=gpu (shifter; HPCTRAIN_SHIFTER_MODULES)'
 }

@@ -1,0 +1,223 @@
+"""What of a shell and of a job reaches a rank, without a cluster: launch/lib/environment.sh and job.sh.
+
+STANDINS hold back what the real programs do: mpirun and podman-hpc pass on what they are told, a SIF unsets
+PYTHONPATH, and srun without --export=ALL passes on nothing. test_environment.py has the real ones.
+"""
+
+import re
+
+import pytest
+
+from tests.launch.test_environment import HOSTILE, VARIABLES
+from tests.launch.test_injection import LAUNCH, a_shell, split_log, what_a_rank_got
+
+STANDINS = {
+    "apptainer": """[ "$1" = exec ] || { echo apptainer version 0; exit; }
+        clean=() pythonpath=()
+        [ -z "$APPTAINER_CLEANENV$SINGULARITY_CLEANENV$APPTAINER_CONTAINALL" ] || clean=(-i)
+        [ -z "$APPTAINERENV_PYTHONPATH" ] || pythonpath=("PYTHONPATH=$APPTAINERENV_PYTHONPATH")
+        while [ "$1" != "$HPCTRAIN_IMAGE" ]; do shift; done
+        exec env "${clean[@]}" -u PYTHONPATH "PATH=$PATH" "${pythonpath[@]}" "${@:2}" """,
+    "podman": "echo podman version 0",
+    "python": """[ "$1" != --version ] || { echo Python 3; exit; }
+        [ "$1" != -c ] || { echo Open MPI v4.1.4 >&2; exit; }
+        printf '%s\\0' "$#" "$@" "$PWD"
+        exec env -0""",
+    "podman-hpc": """[ "$1" = shared-run ] || { echo sha256:abc; exit; }
+        kept=()
+        while [ "$1" != "$HPCTRAIN_IMAGE" ]; do
+            [[ $1 != --env || ! -v $2 ]] || kept+=("$2=${!2}")
+            shift
+        done
+        exec env -i "PATH=$PATH" "${kept[@]}" "${@:2}" """,
+    "shifter": """while [[ $1 == -* ]]; do shift; done
+        exec "$@" """,
+    "shifterimg": "echo 0123456789abcdef",
+    "srun": """[ "$1" != --mpi=list ] || { echo "MPI plugin types are... pmix pmi2"; exit; }
+        clean=(-i)
+        while [ "${1%/task.sh}" = "$1" ]; do
+            [ "$1" != --export=ALL ] || clean=()
+            shift
+        done
+        exec env "${clean[@]}" "PATH=$PATH" SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 "$@" """,
+    "mpirun": """[ "$1" != --version ] || { echo "mpirun (Open MPI) 4.1.0"; exit; }
+        kept=()
+        while [ "${1%/task.sh}" = "$1" ]; do
+            [ "$1" != -x ] || kept+=("$2=${!2}")
+            shift
+        done
+        exec env -i "PATH=$PATH" "HOME=$HOME" OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 \\
+            "${kept[@]}" "$@" """,
+}
+SCRIPTS = [
+    "apptainer_ddp.sh", "apptainer_torchrun.sh", "apptainer_mpi.sh", "apptainer_mpi.sh --mpi=mpirun",
+    "pbs_ddp.sh", "podman_hpc_ddp.sh", "shifter_ddp.sh", "modules_ddp.sh",
+]  # fmt: skip
+
+
+@pytest.fixture
+def shell():
+    """The shell of a job of one node, with STANDINS."""
+    with a_shell() as run:
+        put(run, **STANDINS)
+        (run.top / "nodes").write_text("n1\n")
+        yield run
+
+
+def put(run, **programs):
+    for name, text in programs.items():
+        (run.top / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (run.top / "bin" / name).chmod(0o755)
+
+
+def start(run, line, *words, **env):
+    script, *options = line.split()
+    if script == "pbs_ddp.sh":
+        env |= {"PBS_JOBID": "17", "PBS_NODEFILE": f"{run.top}/nodes", "PBS_O_WORKDIR": str(run.job)}
+    done = run(LAUNCH / script, *options, *(words or ["check"]), **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_rank_gets_what_the_user_has_exported_and_nothing_of_another_job(shell, script):
+    own = shell.top / "src"
+    own.mkdir()
+    path = f"{own}:/sw/lib/python3.9/site-packages"
+    theirs = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7", "TORCHELASTIC_RUN_ID": "another"}
+    theirs |= {"PET_STANDALONE": "1"}  # an option of torchrun: each node is a world
+    log = start(shell, script, **VARIABLES | HOSTILE | theirs, PYTHONPATH=path)
+    _, _, variables = what_a_rank_got(log)
+    missing = {name for name, value in VARIABLES.items() if variables.get(name) != value}
+    assert not missing, missing
+    assert variables["WORLD_SIZE" if "torchrun" not in script else "HPCTRAIN_WORLD_SIZE"] == "1"
+    assert variables.get("RANK", "0") == variables.get("LOCAL_RANK", "0") == "0"
+    assert variables.get("TORCHELASTIC_RUN_ID") != "another"
+    assert not {"SLURM_MEM_PER_CPU", "SLURM_CPU_BIND", "SLURM_STEP_NUM_TASKS"} & variables.keys() or (
+        script == "pbs_ddp.sh"
+    )
+    if script != "modules_ddp.sh":  # without an image the host's Python has both
+        assert variables["PYTHONPATH"] == str(own) and "PYTHONHOME" not in variables
+    (dropped,) = re.findall("not passed on to the ranks: (.*)", log)
+    assert theirs.keys() <= set(dropped.split(",")), dropped
+
+
+def test_no_setting_of_apptainer_keeps_something_out_of_the_image(shell):
+    """With --compat the folder of the job was not there. With --hostname all nodes had one name."""
+    names = ["CLEANENV", "COMPAT", "CONTAIN", "CONTAINALL", "NO_HOME", "NO_MOUNT", "WRITABLE", "HOSTNAME"]
+    env = {f"{tool}_{name}": "1" for name in names for tool in ("APPTAINER", "SINGULARITY")}
+    log = start(shell, "apptainer_ddp.sh", **env, APPTAINER_DEBUG="1")
+    variables = what_a_rank_got(log)[2]
+    assert "APPTAINER_DEBUG" in variables and not env.keys() & variables.keys()
+    assert f"not passed on to the ranks: {','.join(sorted(env))}\n" in log, log
+
+
+def test_options_of_sbatch_are_those_of_the_ranks(shell):
+    """srun did not start as many tasks as --overcommit allows. --export=LR=1 gave a line of the log."""
+    log = start(shell, "apptainer_ddp.sh", SLURM_OVERCOMMIT="1", SLURM_GET_USER_ENV="1")
+    assert what_a_rank_got(log)[2]["SLURM_OVERCOMMIT"] == "1" and "not passed on" not in log, log
+
+
+def test_a_job_that_is_submitted_inside_another_one_is_itself(shell):
+    """Threads, address and secret were those of the job around it."""
+    outer = {"HPCTRAIN_JOB": "16", "OMP_NUM_THREADS": "40", "MASTER_ADDR": "n9", "HPCTRAIN_JOB_SECRET": "x"}
+    _, _, variables = what_a_rank_got(start(shell, "apptainer_ddp.sh", **outer))
+    assert (variables["OMP_NUM_THREADS"], variables["MASTER_ADDR"]) == ("1", "n1")
+    assert variables["HPCTRAIN_JOB_SECRET"] != "x"
+
+
+@pytest.mark.parametrize(
+    ("address", "kept"),
+    [("127.0.0.1", True), ("localhost", True), ("192.0.2.1", False), ("no-such-node.invalid", False)],
+)
+def test_an_address_of_another_node_is_not_the_rendezvous(shell, address, kept):
+    """The ranks waited for a login node, whose name ~/.bashrc had exported after a tutorial."""
+    put(shell, uname='[ "$1" != -n ] || echo n1.site')
+    log = start(shell, "apptainer_ddp.sh", MASTER_ADDR=address)
+    assert what_a_rank_got(log)[2]["MASTER_ADDR"] == (address if kept else "n1")
+    assert ("not passed on to the ranks: MASTER_ADDR\n" in log) is not kept
+
+
+def test_a_job_runs_in_the_folder_in_which_slurm_starts_it(shell):
+    """sbatch --chdir was ignored. Where the folder is missing, Slurm starts the script in /tmp."""
+    elsewhere = shell.top / "elsewhere"
+    elsewhere.mkdir()
+    folders = {"SLURM_SUBMIT_DIR": str(shell.job), "cwd": elsewhere}
+    put(shell, squeue=f'[[ "$*" != *--format=%Z* ]] || echo "{elsewhere}"')
+    assert what_a_rank_got(start(shell, "apptainer_ddp.sh", **folders))[1] == str(elsewhere)
+    put(shell, squeue='[[ "$*" != *--format=%Z* ]] || echo /not/here')
+    done = shell(LAUNCH / "apptainer_ddp.sh", "check", cwd=elsewhere)
+    assert done.returncode == 2 and "error: /not/here, where you submitted, is not on " in done.stderr
+
+
+def test_models_and_a_login_from_before_the_job_are_found(shell):
+    """The caches of the site, empty folders of the node, were in their place."""
+    cache = shell.top / "home/.cache"
+    (cache / "huggingface").mkdir(parents=True)
+    (cache / "huggingface/token").touch()
+    variables = what_a_rank_got(start(shell, "apptainer_ddp.sh"))[2]
+    assert variables["HF_TOKEN_PATH"] == f"{cache}/huggingface/token"
+    assert not variables["HF_HOME"].startswith(str(cache))
+    (cache / "huggingface/hub/models--klue--bert-base").mkdir(parents=True)
+    (cache / "torch/hub").mkdir(parents=True)
+    variables = what_a_rank_got(start(shell, "apptainer_ddp.sh"))[2]
+    assert (variables["HF_HOME"], variables["TORCH_HOME"]) == (f"{cache}/huggingface", f"{cache}/torch")
+    own = what_a_rank_got(start(shell, "apptainer_ddp.sh", HF_HOME="/mine"))[2]
+    assert own["HF_HOME"] == "/mine"
+
+
+def test_a_print_is_in_the_log_when_the_job_is_killed(shell):
+    assert what_a_rank_got(start(shell, "apptainer_ddp.sh"))[2]["PYTHONUNBUFFERED"] == "1"
+    buffered = start(shell, "apptainer_ddp.sh", PYTHONUNBUFFERED="")
+    assert what_a_rank_got(buffered)[2]["PYTHONUNBUFFERED"] == ""
+
+
+@pytest.mark.parametrize(
+    ("granted", "tasks", "asked", "threads", "warning"),
+    [
+        ("8(x2)", 2, None, 4, ""),  # --exclusive, --cpus-per-gpu
+        ("8,4", 2, None, 2, ""),  # the smaller node decides
+        ("8", 2, "4", 4, ""),
+        ("8", 2, "2", 2, "warning: 4 CPUs of 8 per node will be idle: give more with --cpus-per-task"),
+        ("8", 3, None, 2, "warning: 2 CPUs of 8 per node will be idle"),
+        ("2", 4, None, 1, "warning: 4 tasks share 2 CPUs per node: ask for more with --cpus-per-task"),
+    ],
+)
+def test_ranks_use_the_cpus_that_slurm_granted_and_the_log_says_if_not(
+    shell, granted, tasks, asked, threads, warning
+):
+    put(shell, squeue=f'[[ "$*" != *cpus-per-task* ]] || echo "{asked or ""}"')
+    job = {"SLURM_JOB_CPUS_PER_NODE": granted, "SLURM_TASKS_PER_NODE": f"{tasks}(x1)"}
+    log = start(shell, "apptainer_ddp.sh --dry-run", **job)
+    assert f" x {threads} thread" in log and f" --cpus-per-task={threads} " in log, log
+    assert warning in log and log.count("warning: ") == bool(warning), log
+
+
+def test_the_shell_of_srun_shares_its_cpus_with_the_ranks(shell):
+    """They waited for the CPUs of the shell until the time limit."""
+    hosts = '[ "$2" != hostnames ] || echo n1'
+    put(shell, scontrol=f'[ "$1" != listpids ] || echo "1 17 0"; {hosts}')
+    step = {"SLURM_TASK_PID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert " --overlap " in start(shell, "apptainer_ddp.sh --dry-run", **step)
+    put(shell, scontrol=hosts)
+    assert " --overlap " not in start(shell, "apptainer_ddp.sh --dry-run")
+
+
+def test_a_script_that_mpirun_starts_several_times_is_refused(shell):
+    """Each copy trained alone. A job that a rank of mpirun submits has its variables, too."""
+    put(shell, mpirun='"$@"; exit $?')
+    rank = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
+    done = shell("mpirun", LAUNCH / "apptainer_ddp.sh", "check", **rank)
+    message = "mpirun started this script 4 times, and it starts all ranks itself: leave mpirun out"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hpctrain: error: {message}\n")
+    other = shell("mpirun", LAUNCH / "apptainer_ddp.sh", "check", **rank | {"OMPI_COMM_WORLD_RANK": "1"})
+    assert (other.returncode, other.stdout, other.stderr) == (0, "", "")
+    start(shell, "apptainer_ddp.sh", **rank)
+
+
+def test_ranks_that_mpi_does_not_join_do_not_start(shell):
+    """Each trained alone, with exit status 0."""
+    put(shell, python='[[ "$*" != *COMM_WORLD* ]] || { echo MPI: 1 of 1; exit 1; }; echo Open MPI v4.1.4')
+    done = shell(LAUNCH / "apptainer_mpi.sh", "check")
+    assert done.returncode == 2 and "error: each of 1 ranks is rank 0 of 1: Open MPI" in done.stderr
+    assert len(split_log(done.stdout)[0]) == 0, done.stdout
