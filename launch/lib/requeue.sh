@@ -9,7 +9,7 @@
 #   task.*     one for each task on this node whose command runs
 #   ended.*    one for each task on this node whose command has ended with exit status 0
 #   failed.*   one for each task on this node whose command has ended otherwise
-#   lonely     srun has been ended, because it waited although no rank was left on any node
+#   lonely     the launcher has been ended, because it waited although no rank was left on any node
 # A signal to the ranks would also reach squashfuse, and without the image they end with "Bus error".
 # shellcheck shell=bash
 
@@ -148,7 +148,7 @@ run_launcher() {
 }
 
 # watch_step LAUNCHER: srun waits without end for tasks whose slurmstepd has been killed on another node. End
-# srun when the tasks of this node have ended, and no rank is left on any node.
+# the launcher when the tasks of this node have ended, and no rank is left on any node.
 watch_step() {
     local seconds
     for ((seconds = 0; ; seconds += 5)); do
@@ -163,7 +163,7 @@ watch_step() {
             seconds=0
         fi
     done
-    say 'no rank is left on any node, and srun waits, as after its slurmstepd has been killed: ending it'
+    say 'no rank is left on any node, and the launcher waits, as after a slurmstepd was killed: ending it'
     touch "$HPCTRAIN_CONTROL/lonely"
     kill "$1"
     sleep 10

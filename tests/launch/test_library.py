@@ -95,10 +95,18 @@ def test_only_the_first_job_hashes(image):
 def test_where_the_folder_of_the_image_cannot_be_written_the_cache_has_the_record(image):
     (image.parent / "my image.sif.digest").mkdir()  # which nothing can replace, not even for root
     hash_it(image)
-    assert find(image) == digest_of(image)
-    (record,) = (image.parents[1] / "cache/digests").iterdir()
-    os.chown(record, 12345, -1)  # somebody else's, in /tmp perhaps
-    assert find(image) == ""
+    folder = image.parents[1] / "cache/digests"
+    (record,) = folder.iterdir()
+    # somebody else's, in /tmp perhaps, or one that others can replace or change
+    for path in (record, folder):
+        assert find(image) == digest_of(image)
+        os.chown(path, 12345, -1)
+        assert find(image) == ""
+        os.chown(path, os.geteuid(), -1)
+        mode = path.stat().st_mode
+        path.chmod(mode | 0o020)
+        assert find(image) == ""
+        path.chmod(mode)
 
 
 def test_by_another_name_it_is_the_same_image(image):

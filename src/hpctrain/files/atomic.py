@@ -75,11 +75,12 @@ def check_link(path: Path) -> None:
 def check_folder(folder: Path, *, foreseen: bool) -> None:
     """Raise PermissionError if a folder is another user's link.
 
-    If its name can be `foreseen`, as that of a job, also if it is another user's, or a parent such a link.
+    If its name can be `foreseen`, as that of a job or a model, also if it is another user's, but not root's,
+    or a parent is such a link.
     """
     for each in (folder, *folder.parents) if foreseen else (folder,):
         check_link(each)
-    if foreseen and folder.exists() and folder.stat().st_uid != os.geteuid():
+    if foreseen and folder.exists() and folder.stat().st_uid not in (0, os.geteuid()):
         raise PermissionError(errno.EPERM, "a folder that another user made", str(folder))
 
 
