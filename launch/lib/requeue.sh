@@ -243,7 +243,7 @@ is_current() {
 
 # conclude STATUS: requeue the job, or say why it does not go on. Returns the script's exit status.
 conclude() {
-    local status=$1 control=$HPCTRAIN_CONTROL option='' why='' node='' later=0 task how
+    local status=$1 control=$HPCTRAIN_CONTROL option='' why='' node='' later=0 task how last
     local restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}}
     trap '' USR1 TERM # a requeue ends this script
     { read -r option <"$control/saved"; } 2>/dev/null || true
@@ -274,8 +274,9 @@ conclude() {
         elif ((status < 128)); then
             status=$KILLED
         fi
+        last=$(last_line_of "$task")
         [[ -e $control/failed ]] || ((status == 2)) ||
-            say "task $task on $node failed first: $how. Its last line: $(last_line_of "$task")"
+            say "task $task on $node failed first: $how${last:+. Its last line: $last}"
     fi
     if [[ -n $why ]]; then
         :

@@ -854,6 +854,18 @@ def test_the_copy_that_a_scheduler_runs_finds_the_other_files(programs, tmp_path
     assert done.returncode == 0 and "launcher torchrun" in done.stdout, done.stderr
 
 
+def test_a_job_whose_functions_were_updated_since_it_was_submitted(programs, tmp_path):
+    """Slurm runs the script as it was: launch: command not found."""
+    put_squeue(tmp_path)
+    script = Path(spooled(tmp_path))
+    script.write_text(script.read_text().replace("\nlaunch\n", "\nlaunch_as_before\n"))
+    env = programs | {"HPCTRAIN_ROOT": str(REPOSITORY), "SLURM_JOB_ID": "1"}
+    done = subprocess.run([script, "--dry-run", "check"], env=env, capture_output=True, text=True)
+    said = f"there is no launch_as_before on {os.uname().nodename}"
+    assert done.returncode == 127 and done.stderr.startswith(f"hpctrain: error: {said}: "), done.stderr
+    assert done.stderr.count("\n") == 1 and f"if {REPOSITORY}/launch is newer than the job" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["SLURM_SUBMIT_DIR", "PBS_O_WORKDIR"])
 def test_functions_of_somebody_else_in_the_folder_of_the_job_are_not_run(programs, tmp_path, name):
     """Whoever submitted from a shared folder ran what another user had put there as launch/lib/main.sh."""
