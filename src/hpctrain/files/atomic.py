@@ -20,6 +20,8 @@ from typing import IO, Any
 
 # How often and how long to retry a full, read-only or missing file system, in seconds.
 RETRY_EVERY, RETRY_FOR = 5.0, 300.0
+# Of a network file system whose server is away or has been started again
+NO_ANSWER = {errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EHOSTDOWN}
 
 
 class Retry:
@@ -36,6 +38,18 @@ class Retry:
             self._printed = True
             print(f"hpctrain: {problem}; trying again for {RETRY_FOR:g} s", flush=True)
         time.sleep(RETRY_EVERY)
+
+
+def exists(path: Path) -> bool:
+    """Whether a path exists. Waits for a file system that gives no answer. Raises OSError."""
+    retry = Retry()
+    while True:
+        try:
+            return path.exists()
+        except OSError as error:
+            if error.errno not in NO_ANSWER:
+                raise
+            retry.wait(error, f"{path}: no answer ({error.strerror})")
 
 
 @contextmanager
