@@ -175,16 +175,43 @@ print_log() {
     tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2"
 }
 
-# first_failure: print what srun has said about the first task of this attempt that has failed: NODE TASK HOW.
-# srun kills the others then, and its own exit status is the highest of all. Lines of ranks have a label.
+# first_failure: print which task of this attempt has failed first, NODE TASK HOW, and its last line. srun kills
+# the others then, and its own exit status is the highest of all. It tells of tasks in the order of their ends,
+# and those that have lost a connection may end before the one that failed. Lines of ranks have a label.
 first_failure() {
     [[ -n $LOG_BEGAN && ${LAUNCH[0]:-} == srun ]] || return 0
-    print_log | sed -nE 's/^srun: error: ([^ ]+): tasks? ([0-9]+)[0-9,-]*: /\1 \2 /;T;p;q'
-}
-
-# last_line_of TASK: print the last line that this task has written in this attempt
-last_line_of() {
-    print_log | sed -nE "/^ *$1: (slurmstepd-|\s*$)/d;s/^ *$1: //p" | tail -n 1
+    print_log | awk '
+        /^srun: error: [^ ]+: tasks? [0-9,-]+: / {
+            how = $0
+            sub(/^srun: error: [^ ]+: tasks? [0-9,-]+: /, "", how)
+            parts = split($5, part, ",")
+            for (i = 1; i <= parts; i++) {
+                split(part[i], ends, "-")
+                for (task = ends[1] + 0; task <= (ends[2] == "" ? ends[1] : ends[2]) + 0; task++)
+                    if (!(task in hows)) { order[++ended] = task; nodes[task] = $3; hows[task] = how }
+            }
+        }
+        match($0, /^ *[0-9]+: /) {
+            text = substr($0, RLENGTH + 1)
+            if (text !~ /^(slurmstepd-|[ \t]*$)/) last[$1 + 0] = text
+        }
+        END {
+            if (!ended) exit
+            first = order[1]
+            for (i = ended; i; i--) {
+                task = order[i]
+                if (last[task] ~ /lost the connection to another rank/) continue
+                if (hows[task] !~ /^Terminated/) alone = task " "
+                if (last[task] ~ /^(\[rank[0-9]+\]: )?([A-Za-z0-9_.]+: error|[A-Za-z0-9_.]*(Error|Exception)):/)
+                    with_error = task " "
+            }
+            task = (with_error alone first) + 0
+            # It had failed before srun ended it.
+            how = with_error && hows[task] ~ /^(Terminated|Killed)/ ? hows[first] : hows[task]
+            sub(/:$/, "", nodes[task])
+            print nodes[task], task, how
+            print last[task]
+        }'
 }
 
 # replace_nodes: after a node failure, start the ranks again within the job if a spare node is there. Slurm
@@ -268,13 +295,12 @@ conclude() {
         fi
         return "$status"
     fi
-    if [[ -z $STOPPING ]] && read -r node task how < <(first_failure); then
+    if [[ -z $STOPPING ]] && { read -r node task how && IFS= read -r last; } < <(first_failure); then
         if [[ $how =~ ^'Exited with exit code '([0-9]+) ]]; then
             status=${BASH_REMATCH[1]}
         elif ((status < 128)); then
             status=$KILLED
         fi
-        last=$(last_line_of "$task")
         [[ -e $control/failed ]] || ((status == 2)) ||
             say "task $task on $node failed first: $how${last:+. Its last line: $last}"
     fi

@@ -596,29 +596,60 @@ def test_restarts_that_end_soon_wait_longer_each_time(programs, tmp_path, restar
     assert (f"\nupdate JobId=7 StartTime=now+{seconds}seconds\n" in done.stdout) == bool(seconds), done
 
 
+LOST = "hpctrain: error: rank-0000 on n1 lost the connection to another rank, which has probably died: look"
+
+
 @pytest.mark.parametrize(
-    ("line", "first"),
+    ("lines", "first", "last"),
     [
-        ("srun: error: n2: task 3: Exited with exit code 1", "n2 3 Exited with exit code 1"),
-        ("srun: error: n2: tasks 3-5,7: Killed", "n2 3 Killed"),
-        ("3: srun: error: n2: task 3: Killed", "n1 1 Terminated"),  # printed by the program
-        ("srun: error: Node failure on n2", "n1 1 Terminated"),
+        (
+            ["3: step", "", "srun: error: n2: task 3: Exited with exit code 1"],
+            "n2 3 Exited with exit code 1",
+            "step",
+        ),
+        (["srun: error: n2: tasks 5-9,3: Killed"], "n2 5 Killed", ""),
+        (["3: srun: error: n2: task 3: Killed"], "n1 1 Terminated", ""),  # printed by the program
+        (["srun: error: Node failure on n2"], "n1 1 Terminated", ""),
+        # srun told of the others first
+        (
+            [
+                " 0: " + LOST,
+                "srun: error: n1: task 0: Exited with exit code 1",
+                "srun: error: n2: task 13: Killed",
+            ],
+            "n2 13 Killed",
+            "",
+        ),
+        (
+            [
+                "0: " + LOST,
+                "2: [rank2]: OSError: a: b",
+                "srun: error: n1: task 0: Exited with exit code 1",
+                "srun: error: n2: tasks 2-3: Killed",
+            ],
+            "n2 2 Exited with exit code 1",
+            "[rank2]: OSError: a: b",
+        ),
+        (
+            ["0: " + LOST, "srun: error: n1: task 0: Exited with exit code 1"],
+            "n1 0 Exited with exit code 1",
+            LOST,
+        ),
     ],
 )
-def test_what_failed_first(programs, tmp_path, line, first):
+def test_what_failed_first(programs, tmp_path, lines, first, last):
     """srun ended with the status of the ranks that it had killed after that."""
     earlier = "srun: error: n9: task 9: Exited with exit code 9\n"  # of another attempt
-    lines = ["3: ValueError", line, "3: slurmstepd-n1: error", "srun: error: n1: task 1: Terminated"]
+    lines = [*lines, "3: slurmstepd-n1: error", "srun: error: n1: task 1: Terminated"]
     log = tmp_path / "log"
     log.write_text(earlier + "\n".join(lines))
     command = f"source {REPOSITORY}/launch/lib/main.sh; LAUNCH=(srun) LOG_BEGAN={len(earlier)}; "
-    command += "first_failure; last_line_of 3"
+    command += "first_failure"
     with log.open("a") as file:
         done = subprocess.run(
             ["bash", "-euc", command], env=programs, stdout=subprocess.PIPE, stderr=file, text=True
         )
-    assert done.returncode == 0 and done.stdout.splitlines()[0] == first, done
-    assert done.stdout.splitlines()[1] == (line.removeprefix("3: ") if line[0] == "3" else "ValueError")
+    assert done.returncode == 0 and done.stdout == f"{first}\n{last}\n", done
 
 
 @pytest.mark.parametrize(("killed", "requeued"), [(True, True), (False, False)])
