@@ -274,12 +274,11 @@ conclude() {
     local restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}}
     trap '' USR1 TERM # a requeue ends this script
     { read -r option <"$control/saved"; } 2>/dev/null || true
+    [[ ! -e $control/lonely ]] || some_are failed || status=0 # all ranks have ended so
     if [[ -e $control/stopped && $status == @(0|75) ]] || [[ -e $control/stop && $status == 75 ]]; then
         ((status)) || status=75 # for Slurm or PBS the job has completed only if it has no work left
         # A job whose attempts save nothing would go on for ever, so HPCTRAIN_REQUEUES limits them.
         [[ ! -e $control/saved ]] || why='the ranks have saved a checkpoint and stopped'
-    elif [[ -e $control/lonely ]] && ! some_are failed; then
-        return 0
     elif ((status == 0)) && some_are task; then
         # As mpirun does when the daemon of another node has been killed
         say "the launcher ended with exit status 0, and its ranks on $(hostname) had not ended"

@@ -681,6 +681,17 @@ def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_
     assert done.returncode == 75 and done.stdout.splitlines()[-1] == said, done
 
 
+@pytest.mark.parametrize(("work_left", "status"), [(True, 75), (False, 0)])
+def test_a_launcher_that_was_ended_because_it_waited(programs, tmp_path, work_left, status):
+    """After slurmstepd was killed and the job asked to stop, it was COMPLETED with work left."""
+    for name in ("saved", "lonely", "ended.1", *["stopped"] * work_left):
+        (tmp_path / name).write_text("--resume runs/x\n")
+    put_squeue(tmp_path)
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@"\n')
+    done = conclude(143, tmp_path, 1, programs | {"SLURM_JOB_ID": "7"})
+    assert done.returncode == status and ("requeue 7\n" in done.stdout) == work_left, done
+
+
 def test_preemptions_are_not_counted(programs, tmp_path):
     """Slurm requeues a preempted job itself, whatever its script does (PreemptMode=REQUEUE)."""
     (tmp_path / "control").mkdir()
