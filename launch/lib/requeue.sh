@@ -175,9 +175,9 @@ print_log() {
     tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2"
 }
 
-# first_failure: print which task of this attempt has failed first, NODE TASK HOW, and its last line. srun kills
-# the others then, and its own exit status is the highest of all. It tells of tasks in the order of their ends,
-# and those that have lost a connection may end before the one that failed. Lines of ranks have a label.
+# first_failure: print which task of this attempt has failed first, NODE TASK HOW, and its last line. srun
+# kills the others then, and its exit status is the highest of all. It tells of tasks in the order of their
+# ends, and those that have lost a connection may end before the one that failed. Ranks have a label.
 first_failure() {
     [[ -n $LOG_BEGAN && ${LAUNCH[0]:-} == srun ]] || return 0
     print_log | awk '
@@ -202,7 +202,8 @@ first_failure() {
                 task = order[i]
                 if (last[task] ~ /lost the connection to another rank/) continue
                 if (hows[task] !~ /^Terminated/) alone = task " "
-                if (last[task] ~ /^(\[rank[0-9]+\]: )?([A-Za-z0-9_.]+: error|[A-Za-z0-9_.]*(Error|Exception)):/)
+                sub(/^\[rank[0-9]+\]: /, "", last[task])
+                if (last[task] ~ /^([A-Za-z0-9_.]+: error|[A-Za-z0-9_.]*(Error|Exception)):/)
                     with_error = task " "
             }
             task = (with_error alone first) + 0

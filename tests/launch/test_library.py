@@ -628,7 +628,7 @@ LOST = "hpctrain: error: rank-0000 on n1 lost the connection to another rank, wh
                 "srun: error: n2: tasks 2-3: Killed",
             ],
             "n2 2 Exited with exit code 1",
-            "[rank2]: OSError: a: b",
+            "OSError: a: b",
         ),
         (
             ["0: " + LOST, "srun: error: n1: task 0: Exited with exit code 1"],
