@@ -32,7 +32,7 @@ while [[ ${1:-} == -* ]]; do
 done
 (($# >= 5)) || die "give FOLDER RANKS RANKS_PER_NODE LAUNCH_SCRIPT TRAINER: see --help"
 folder=$1 script=$4
-[[ -r $script ]] || script=$(type -P -- "$script") || script=$4 # by the module it is on the PATH
+[[ $script == */* ]] || script=$(type -P -- "$script") || script=$4 # by the module it is on the PATH
 [[ $2 =~ ^[1-9][0-9]{0,6}(,[1-9][0-9]{0,6})*$ ]] || die "RANKS is '$2': give numbers, such as 1,2,4,8"
 [[ $3 =~ ^[1-9][0-9]{0,3}$ ]] || die "RANKS_PER_NODE is '$3': give a number, such as 4"
 [[ -r $script ]] || die "there is no $script: give a launch script, such as launch/apptainer_ddp.sh"

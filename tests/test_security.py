@@ -564,6 +564,7 @@ def test_no_folder_of_a_run_is_a_link_of_somebody_else(tmp_path, theirs, name):
 @pytest.mark.parametrize("made", ["folder", "link", "parent"])
 def test_a_run_folder_that_another_user_foresaw_is_refused(tmp_path, monkeypatch, made):
     """Job numbers can be foreseen: a link there led the files of a run over others of the user's own."""
+    from hpctrain.commands import bench
     from hpctrain.errors import HpctrainError
     from hpctrain.run.folder import prepare_folder
     from hpctrain.run.options import RunOptions
@@ -583,6 +584,9 @@ def test_a_run_folder_that_another_user_foresaw_is_refused(tmp_path, monkeypatch
         prepare_folder("train", RunOptions())
     with pytest.raises(HpctrainError, match="that another user made"), Tunnel("train"):
         pass
+    Path("runs/train").rename("runs/bench")
+    with pytest.raises(HpctrainError, match="that another user made"):
+        bench.prepare(Path("runs/bench/48"), foreseen=True)
     assert not list((tmp_path / "precious").iterdir())
 
 

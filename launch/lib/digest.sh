@@ -1,9 +1,9 @@
 # The SHA-256 of a SIF, without reading its gigabytes at the start of each job. Sourced by launch/lib/main.sh.
 #
 # IMAGE.sif.digest, beside the SIF, is one line: "sha256:HEX SIZE MTIME". It is valid while the SIF has that
-# size and time of modification, if it belongs to the owner of the SIF or to the user. apptainer/build_sif.sh
-# or the first job writes it, if it may. That job also writes the digest to a file in HPCTRAIN_CACHE, named by
-# path, size and time of the SIF; a trainer reads it when it finishes (run.py).
+# size and time of modification, if the owner of the SIF or the user alone can change it.
+# apptainer/build_sif.sh or the first job writes it, if it may. That job also writes the digest to a file in
+# HPCTRAIN_CACHE, named by path, size and time of the SIF; a trainer reads it when it finishes (run.py).
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # DIGEST and DIGEST_PENDING are read by main.sh
 
@@ -15,8 +15,10 @@ find_digest() {
     DIGEST_FILE=$HPCTRAIN_CACHE/digests/${sif##*/}
     DIGEST_FILE+=.$(printf '%s %s' "$sif" "$DIGEST_STAMP" | sha256sum | cut -c -16)
     # Both may be in a folder such as /tmp, where anybody can add a file, but nobody can replace another's.
-    ! is_file_of "$sif.digest" "$EUID" "$(stat -c %u "$sif")" || read -r digest of <"$sif.digest" || true
-    [[ $of == "$DIGEST_STAMP" ]] || ! is_file_of "$DIGEST_FILE" "$EUID" ||
+    ! is_of 'regular file' "$sif.digest" "$EUID" "$(stat -c %u "$sif")" ||
+        read -r digest of <"$sif.digest" || true
+    [[ $of == "$DIGEST_STAMP" ]] || ! is_of directory "${DIGEST_FILE%/*}" "$EUID" ||
+        ! is_of 'regular file' "$DIGEST_FILE" "$EUID" ||
         { read -r digest <"$DIGEST_FILE" && of=$DIGEST_STAMP; } || true
     if [[ $of == "$DIGEST_STAMP" && $digest =~ ^sha256:[0-9a-f]{64}$ ]]; then
         DIGEST=$digest
@@ -25,10 +27,11 @@ find_digest() {
     fi
 }
 
-# is_file_of FILE UID...: whether it is a plain file, no link and no pipe, of one of these users
-is_file_of() {
+# is_of KIND PATH UID...: whether it is of this kind, so no link, and one of these users alone can change it
+is_of() {
     local found
-    found=$(stat -c '%F:%u' "$1" 2>/dev/null) && [[ -r $1 && " ${*:2} " == *" ${found#regular file:} "* ]]
+    found=$(stat -c '%F:%A:%u' "$2" 2>/dev/null) &&
+        [[ -r $2 && $found == "$1":?????-??-?:* && " ${*:3} " == *" ${found##*:} "* ]]
 }
 
 # hash_in_background SIF: hash it, print and record the digest; HPCTRAIN_IMAGE_DIGEST_FILE names its file

@@ -38,6 +38,13 @@ die() {
     exit 2
 }
 
+# bash calls it. Slurm runs a launch script as it was when the job was submitted, with the functions of today.
+command_not_found_handle() {
+    say "error: there is no $1 on $(uname -n):" \
+        "load its module, or submit again if $ROOT/launch is newer than the job" >&2
+    return 127
+}
+
 # counted NUMBER NOUN: print "1 node" or "2 nodes"
 counted() {
     printf '%s %s' "$1" "$2"

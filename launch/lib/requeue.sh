@@ -9,7 +9,7 @@
 #   task.*     one for each task on this node whose command runs
 #   ended.*    one for each task on this node whose command has ended with exit status 0
 #   failed.*   one for each task on this node whose command has ended otherwise
-#   lonely     srun has been ended, because it waited although no rank was left on any node
+#   lonely     the launcher has been ended, because it waited although no rank was left on any node
 # A signal to the ranks would also reach squashfuse, and without the image they end with "Bus error".
 # shellcheck shell=bash
 
@@ -148,7 +148,7 @@ run_launcher() {
 }
 
 # watch_step LAUNCHER: srun waits without end for tasks whose slurmstepd has been killed on another node. End
-# srun when the tasks of this node have ended, and no rank is left on any node.
+# the launcher when the tasks of this node have ended, and no rank is left on any node.
 watch_step() {
     local seconds
     for ((seconds = 0; ; seconds += 5)); do
@@ -163,7 +163,7 @@ watch_step() {
             seconds=0
         fi
     done
-    say 'no rank is left on any node, and srun waits, as after its slurmstepd has been killed: ending it'
+    say 'no rank is left on any node, and the launcher waits, as after a slurmstepd was killed: ending it'
     touch "$HPCTRAIN_CONTROL/lonely"
     kill "$1"
     sleep 10
@@ -175,16 +175,44 @@ print_log() {
     tail -c "+$((LOG_BEGAN + 1))" "/proc/$$/fd/2"
 }
 
-# first_failure: print what srun has said about the first task of this attempt that has failed: NODE TASK HOW.
-# srun kills the others then, and its own exit status is the highest of all. Lines of ranks have a label.
+# first_failure: print which task of this attempt has failed first, NODE TASK HOW, and its last line. srun
+# kills the others then, and its exit status is the highest of all. It tells of tasks in the order of their
+# ends, and those that have lost a connection may end before the one that failed. Ranks have a label.
 first_failure() {
     [[ -n $LOG_BEGAN && ${LAUNCH[0]:-} == srun ]] || return 0
-    print_log | sed -nE 's/^srun: error: ([^ ]+): tasks? ([0-9]+)[0-9,-]*: /\1 \2 /;T;p;q'
-}
-
-# last_line_of TASK: print the last line that this task has written in this attempt
-last_line_of() {
-    print_log | sed -nE "/^ *$1: (slurmstepd-|\s*$)/d;s/^ *$1: //p" | tail -n 1
+    print_log | awk '
+        /^srun: error: [^ ]+: tasks? [0-9,-]+: / {
+            how = $0
+            sub(/^srun: error: [^ ]+: tasks? [0-9,-]+: /, "", how)
+            parts = split($5, part, ",")
+            for (i = 1; i <= parts; i++) {
+                split(part[i], ends, "-")
+                for (task = ends[1] + 0; task <= (ends[2] == "" ? ends[1] : ends[2]) + 0; task++)
+                    if (!(task in hows)) { order[++ended] = task; nodes[task] = $3; hows[task] = how }
+            }
+        }
+        match($0, /^ *[0-9]+: /) {
+            text = substr($0, RLENGTH + 1)
+            if (text !~ /^(slurmstepd-|[ \t]*$)/) last[$1 + 0] = text
+        }
+        END {
+            if (!ended) exit
+            first = order[1]
+            for (i = ended; i; i--) {
+                task = order[i]
+                if (last[task] ~ /lost the connection to another rank/) continue
+                if (hows[task] !~ /^Terminated/) alone = task " "
+                sub(/^\[rank[0-9]+\]: /, "", last[task])
+                if (last[task] ~ /^([A-Za-z0-9_.]+: error|[A-Za-z0-9_.]*(Error|Exception)):/)
+                    with_error = task " "
+            }
+            task = (with_error alone first) + 0
+            # It had failed before srun ended it.
+            how = with_error && hows[task] ~ /^(Terminated|Killed)/ ? hows[first] : hows[task]
+            sub(/:$/, "", nodes[task])
+            print nodes[task], task, how
+            print last[task]
+        }'
 }
 
 # replace_nodes: after a node failure, start the ranks again within the job if a spare node is there. Slurm
@@ -243,16 +271,15 @@ is_current() {
 
 # conclude STATUS: requeue the job, or say why it does not go on. Returns the script's exit status.
 conclude() {
-    local status=$1 control=$HPCTRAIN_CONTROL option='' why='' node='' later=0 task how
+    local status=$1 control=$HPCTRAIN_CONTROL option='' why='' node='' later=0 task how last
     local restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}}
     trap '' USR1 TERM # a requeue ends this script
     { read -r option <"$control/saved"; } 2>/dev/null || true
+    [[ ! -e $control/lonely ]] || some_are failed || status=0 # all ranks have ended so
     if [[ -e $control/stopped && $status == @(0|75) ]] || [[ -e $control/stop && $status == 75 ]]; then
         ((status)) || status=75 # for Slurm or PBS the job has completed only if it has no work left
         # A job whose attempts save nothing would go on for ever, so HPCTRAIN_REQUEUES limits them.
         [[ ! -e $control/saved ]] || why='the ranks have saved a checkpoint and stopped'
-    elif [[ -e $control/lonely ]] && ! some_are failed; then
-        return 0
     elif ((status == 0)) && some_are task; then
         # As mpirun does when the daemon of another node has been killed
         say "the launcher ended with exit status 0, and its ranks on $(hostname) had not ended"
@@ -268,14 +295,14 @@ conclude() {
         fi
         return "$status"
     fi
-    if [[ -z $STOPPING ]] && read -r node task how < <(first_failure); then
+    if [[ -z $STOPPING ]] && { read -r node task how && IFS= read -r last; } < <(first_failure); then
         if [[ $how =~ ^'Exited with exit code '([0-9]+) ]]; then
             status=${BASH_REMATCH[1]}
         elif ((status < 128)); then
             status=$KILLED
         fi
         [[ -e $control/failed ]] || ((status == 2)) ||
-            say "task $task on $node failed first: $how. Its last line: $(last_line_of "$task")"
+            say "task $task on $node failed first: $how${last:+. Its last line: $last}"
     fi
     if [[ -n $why ]]; then
         :

@@ -1,9 +1,9 @@
 -- Lmod: hpctrain as `make install` has put it into PREFIX, three folders above this file.
 help([[
 Distributed PyTorch training from containers.
-    sbatch apptainer_ddp.sh train_ddp         train with a bundled trainer, from any folder
-    sbatch apptainer_ddp.sh ./mine.py         run your own script
-    hpctrain --help                           commands in the image
+    sbatch $HPCTRAIN_ROOT/launch/apptainer_ddp.sh train_ddp   train with a bundled trainer, from any folder
+    sbatch $HPCTRAIN_ROOT/launch/apptainer_ddp.sh ./mine.py   run your own script
+    hpctrain --help                                           commands in the image
 ]])
 whatis("Name: hpctrain")
 whatis("Version: " .. myModuleVersion())

@@ -3,9 +3,9 @@
 
 proc ModulesHelp {} {
     puts stderr {Distributed PyTorch training from containers.
-    sbatch apptainer_ddp.sh train_ddp         train with a bundled trainer, from any folder
-    sbatch apptainer_ddp.sh ./mine.py         run your own script
-    hpctrain --help                           commands in the image}
+    sbatch $HPCTRAIN_ROOT/launch/apptainer_ddp.sh train_ddp   train with a bundled trainer, from any folder
+    sbatch $HPCTRAIN_ROOT/launch/apptainer_ddp.sh ./mine.py   run your own script
+    hpctrain --help                                           commands in the image}
 }
 module-whatis {distributed PyTorch training from containers}
 conflict hpctrain

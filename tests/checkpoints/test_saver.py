@@ -1,6 +1,7 @@
 """When checkpoints are saved, what is copied for them, and what becomes of errors in the background."""
 
 import copy
+import errno
 import os
 import shutil
 import subprocess
@@ -259,6 +260,16 @@ def test_a_file_system_that_cannot_be_written_for_a_while(folder, monkeypatch, c
     assert (
         out.count("trying again for 3 s") == 1 and "epoch-0001.pt: the checkpoint could not be written" in out
     )
+
+
+def test_a_folder_that_cannot_be_looked_at_does_not_end_the_run(folder, monkeypatch):
+    """A stale handle of NFS ended it with a traceback, before writing could try again."""
+
+    def is_dir(_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    make(folder).clear(checkpoint.path_of(folder, 1))
 
 
 def test_an_error_does_not_lose_the_checkpoint_that_is_being_written(folder):

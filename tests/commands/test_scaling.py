@@ -195,6 +195,20 @@ def test_the_model_of_start_up():
     assert row == [100, 1000, 10, 1 + 10 * 2 * 1.1, 2, 1 + 10 + 2, 1 + 23 + 1 + 2]
 
 
+def test_a_script_by_its_name_alone_is_that_of_the_path(tmp_path):
+    """Another user could put one into the folder where one stands."""
+    for folder in ("here", "bin"):
+        (tmp_path / folder).mkdir()
+        for name in ("ddp.sh", "sbatch"):
+            script = tmp_path / folder / name
+            script.write_text(f'#!/bin/sh\necho "{folder}: $*"\n')
+            script.chmod(0o755)
+    command = [SCRIPT, "runs", "1", "1", "ddp.sh", "train_ddp"]
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    done = subprocess.run(command, env=env, cwd=tmp_path / "here", capture_output=True, text=True)
+    assert done.stdout.startswith("bin: ") and f" {tmp_path}/bin/ddp.sh train_ddp" in done.stdout, done
+
+
 @pytest.mark.slow
 def test_two_launchers_with_one_and_two_ranks_on_the_cluster(cluster):
     home = "/home/alice/hpctrain"

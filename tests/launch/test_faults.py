@@ -9,6 +9,9 @@ pytestmark = pytest.mark.slow
 NAMES = [
     "slurmstepd of a node killed",
     "mpirun's daemon of a node killed",
+    "server of the image killed on a node (squashfuse)",
+    "scontrol requeuehold, released after 10 s",
+    "file system of the run folder gone for 60 s",
     "job suspended for 10 s",
     "/tmp of a node full when the job starts again",
     "half an image when the job starts again",

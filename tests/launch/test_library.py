@@ -95,10 +95,18 @@ def test_only_the_first_job_hashes(image):
 def test_where_the_folder_of_the_image_cannot_be_written_the_cache_has_the_record(image):
     (image.parent / "my image.sif.digest").mkdir()  # which nothing can replace, not even for root
     hash_it(image)
-    assert find(image) == digest_of(image)
-    (record,) = (image.parents[1] / "cache/digests").iterdir()
-    os.chown(record, 12345, -1)  # somebody else's, in /tmp perhaps
-    assert find(image) == ""
+    folder = image.parents[1] / "cache/digests"
+    (record,) = folder.iterdir()
+    # somebody else's, in /tmp perhaps, or one that others can replace or change
+    for path in (record, folder):
+        assert find(image) == digest_of(image)
+        os.chown(path, 12345, -1)
+        assert find(image) == ""
+        os.chown(path, os.geteuid(), -1)
+        mode = path.stat().st_mode
+        path.chmod(mode | 0o020)
+        assert find(image) == ""
+        path.chmod(mode)
 
 
 def test_by_another_name_it_is_the_same_image(image):
@@ -604,29 +612,60 @@ def test_restarts_that_end_soon_wait_longer_each_time(programs, tmp_path, restar
     assert (f"\nupdate JobId=7 StartTime=now+{seconds}seconds\n" in done.stdout) == bool(seconds), done
 
 
+LOST = "hpctrain: error: rank-0000 on n1 lost the connection to another rank, which has probably died: look"
+
+
 @pytest.mark.parametrize(
-    ("line", "first"),
+    ("lines", "first", "last"),
     [
-        ("srun: error: n2: task 3: Exited with exit code 1", "n2 3 Exited with exit code 1"),
-        ("srun: error: n2: tasks 3-5,7: Killed", "n2 3 Killed"),
-        ("3: srun: error: n2: task 3: Killed", "n1 1 Terminated"),  # printed by the program
-        ("srun: error: Node failure on n2", "n1 1 Terminated"),
+        (
+            ["3: step", "", "srun: error: n2: task 3: Exited with exit code 1"],
+            "n2 3 Exited with exit code 1",
+            "step",
+        ),
+        (["srun: error: n2: tasks 5-9,3: Killed"], "n2 5 Killed", ""),
+        (["3: srun: error: n2: task 3: Killed"], "n1 1 Terminated", ""),  # printed by the program
+        (["srun: error: Node failure on n2"], "n1 1 Terminated", ""),
+        # srun told of the others first
+        (
+            [
+                " 0: " + LOST,
+                "srun: error: n1: task 0: Exited with exit code 1",
+                "srun: error: n2: task 13: Killed",
+            ],
+            "n2 13 Killed",
+            "",
+        ),
+        (
+            [
+                "0: " + LOST,
+                "2: [rank2]: OSError: a: b",
+                "srun: error: n1: task 0: Exited with exit code 1",
+                "srun: error: n2: tasks 2-3: Killed",
+            ],
+            "n2 2 Exited with exit code 1",
+            "OSError: a: b",
+        ),
+        (
+            ["0: " + LOST, "srun: error: n1: task 0: Exited with exit code 1"],
+            "n1 0 Exited with exit code 1",
+            LOST,
+        ),
     ],
 )
-def test_what_failed_first(programs, tmp_path, line, first):
+def test_what_failed_first(programs, tmp_path, lines, first, last):
     """srun ended with the status of the ranks that it had killed after that."""
     earlier = "srun: error: n9: task 9: Exited with exit code 9\n"  # of another attempt
-    lines = ["3: ValueError", line, "3: slurmstepd-n1: error", "srun: error: n1: task 1: Terminated"]
+    lines = [*lines, "3: slurmstepd-n1: error", "srun: error: n1: task 1: Terminated"]
     log = tmp_path / "log"
     log.write_text(earlier + "\n".join(lines))
     command = f"source {REPOSITORY}/launch/lib/main.sh; LAUNCH=(srun) LOG_BEGAN={len(earlier)}; "
-    command += "first_failure; last_line_of 3"
+    command += "first_failure"
     with log.open("a") as file:
         done = subprocess.run(
             ["bash", "-euc", command], env=programs, stdout=subprocess.PIPE, stderr=file, text=True
         )
-    assert done.returncode == 0 and done.stdout.splitlines()[0] == first, done
-    assert done.stdout.splitlines()[1] == (line.removeprefix("3: ") if line[0] == "3" else "ValueError")
+    assert done.returncode == 0 and done.stdout == f"{first}\n{last}\n", done
 
 
 @pytest.mark.parametrize(("killed", "requeued"), [(True, True), (False, False)])
@@ -656,6 +695,17 @@ def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_
     command = f"{REPOSITORY}/launch/x.sh train_ddp --out a\\ b --resume runs/x"
     said = f"hpctrain: Slurm does not requeue the job: continue with sbatch {command}"
     assert done.returncode == 75 and done.stdout.splitlines()[-1] == said, done
+
+
+@pytest.mark.parametrize(("work_left", "status"), [(True, 75), (False, 0)])
+def test_a_launcher_that_was_ended_because_it_waited(programs, tmp_path, work_left, status):
+    """After slurmstepd was killed and the job asked to stop, it was COMPLETED with work left."""
+    for name in ("saved", "lonely", "ended.1", *["stopped"] * work_left):
+        (tmp_path / name).write_text("--resume runs/x\n")
+    put_squeue(tmp_path)
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@"\n')
+    done = conclude(143, tmp_path, 1, programs | {"SLURM_JOB_ID": "7"})
+    assert done.returncode == status and ("requeue 7\n" in done.stdout) == work_left, done
 
 
 def test_preemptions_are_not_counted(programs, tmp_path):
@@ -860,6 +910,18 @@ def test_the_copy_that_a_scheduler_runs_finds_the_other_files(programs, tmp_path
     command = [spooled(tmp_path), "--dry-run", "check"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "launcher torchrun" in done.stdout, done.stderr
+
+
+def test_a_job_whose_functions_were_updated_since_it_was_submitted(programs, tmp_path):
+    """Slurm runs the script as it was: launch: command not found."""
+    put_squeue(tmp_path)
+    script = Path(spooled(tmp_path))
+    script.write_text(script.read_text().replace("\nlaunch\n", "\nlaunch_as_before\n"))
+    env = programs | {"HPCTRAIN_ROOT": str(REPOSITORY), "SLURM_JOB_ID": "1"}
+    done = subprocess.run([script, "--dry-run", "check"], env=env, capture_output=True, text=True)
+    said = f"there is no launch_as_before on {os.uname().nodename}"
+    assert done.returncode == 127 and done.stderr.startswith(f"hpctrain: error: {said}: "), done.stderr
+    assert done.stderr.count("\n") == 1 and f"if {REPOSITORY}/launch is newer than the job" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["SLURM_SUBMIT_DIR", "PBS_O_WORKDIR"])

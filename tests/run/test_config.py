@@ -1,8 +1,13 @@
 """What config.json tells of a run."""
 
 import json
+import subprocess
+import sys
 
-from hpctrain.run.config import describe_changes
+from slurm_cluster import REPOSITORY
+
+from hpctrain.run import config
+from hpctrain.run.config import describe_changes, revision
 
 
 def test_a_run_that_goes_on_in_another_world_or_image_says_so(tmp_path):
@@ -29,3 +34,13 @@ def test_a_run_that_goes_on_in_another_world_or_image_says_so(tmp_path):
 def test_a_start_before_that_left_no_config_is_not_compared(tmp_path):
     (tmp_path / "config.2.json").write_text("{}")
     assert describe_changes(tmp_path / "config.2.json") == ""
+
+
+def test_the_revision_of_a_checkout_is_not_that_of_the_image(tmp_path, monkeypatch):
+    """With PYTHONPATH=~/hpctrain/src in the image, whose commit a run on changed code had recorded."""
+    (tmp_path / "versions.json").write_text('{"revision": "of the image"}')
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    head = ["git", "-c", f"safe.directory={REPOSITORY}", "-C", REPOSITORY, "rev-parse", "HEAD"]
+    assert revision() == subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    monkeypatch.setattr(config, "__file__", str(tmp_path / "lib/hpctrain/run/config.py"))
+    assert revision() == "of the image"

@@ -1,10 +1,12 @@
 """A run that is cut anywhere ends with the weights and the metrics of one that was not."""
 
+import errno
 import json
 import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.errors import HpctrainError
+from hpctrain.files import atomic
 from hpctrain.run.folder import prepare_folder
 from hpctrain.run.options import RunOptions
 from hpctrain.run.reader import summarize
@@ -336,3 +339,21 @@ def test_the_best_epoch_is_kept(tmp_path):
     assert names(tmp_path / "run") == sorted({f"epoch-{best:04d}.pt", "epoch-0004.pt"})
     state = torch.load(tmp_path / "run/checkpoints/epoch-0004.pt", weights_only=True)
     assert state["best"][0] == best and json.dumps(state["options"])
+
+
+def test_a_start_waits_for_a_file_system_that_gives_no_answer(tmp_path, monkeypatch, capsys):
+    """It was a traceback, and the job was not requeued."""
+    answers, real = [errno.ESTALE, errno.EIO], Path.stat
+
+    def stat(path, **options):
+        if answers and path.name == "config.json":
+            raise OSError(answers.pop(), "no answer", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(atomic, "RETRY_EVERY", 0.05)
+    prepare_folder("mine", RunOptions(out=tmp_path / "run"))[2].release()
+    assert capsys.readouterr().out.count("run/config.json: no answer (no answer); trying again for") == 1
+    answers[:] = [errno.EACCES]
+    with pytest.raises(PermissionError):
+        prepare_folder("mine", RunOptions(out=tmp_path / "run"))

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ HOME = "/home/alice/hpctrain"
 RUNS = f"{HOME}/runs"
 PAGE = REPOSITORY / "docs/reference/faults.md"
 SMALL = "/project/small"  # a file system of SMALL_SIZE, which a fault fills
-SMALL_SIZE = "400m"
+SMALL_SIZE, SMALL_FILES = "400m", 2000
 OPTIONS = ["--checkpoint-every=1s", "--watchdog=10"]
 BARE = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"}
 PODMAN = {"SCRATCH": "/project/alice"}
@@ -136,7 +137,7 @@ class Experiment:
         node = "n1" if rank < 2 else "n2"
         found = self.root(
             node,
-            f"for p in $(pgrep -f '[h]pctrain.*{self.parent}/{self.name}$'); do "
+            f"for p in $(pgrep -f -- '[-]-out {self.parent}/{self.name}$'); do "
             "[[ $(readlink /proc/$p/exe) == *python* ]] || continue; "
             "! grep -qE 'torchrun|distributed.run|horovodrun|podman-hpc' /proc/$p/cmdline || continue; "
             "for name in RANK HOROVOD_RANK OMPI_COMM_WORLD_RANK PMIX_RANK SLURM_PROCID; do "
@@ -270,6 +271,11 @@ def kill_prted(run: Experiment) -> None:
     run.root("n2", "pkill -KILL 'prted|orted'")
 
 
+def kill_image_server(run: Experiment) -> None:
+    """What unpacks the image on one node. Its ranks end with "Bus error"."""
+    run.root("n2", "pkill -KILL squashfuse")
+
+
 def suspend(run: Experiment) -> None:
     run.cluster.exec("login", "scontrol", "suspend", str(run.job))
     time.sleep(10)
@@ -322,26 +328,45 @@ def restart_slurmctld(run: Experiment) -> None:
     run.root("login", "kill $(pidof slurmctld); sleep 3; slurmctld")
 
 
-READ_ONLY = """
-import ctypes, sys, time
-libc, place = ctypes.CDLL(None, use_errno=True), sys.argv[1].encode()
+# The image has no mount.
+MOUNT_FOR_A_MINUTE = """
+import ctypes, os, sys, time
+libc, place = ctypes.CDLL(None, use_errno=True), sys.argv[2].encode()
+def mount(source, kind, flags):
+    assert libc.mount(source, place, kind, flags, None) == 0, os.strerror(ctypes.get_errno())
 bind, remount, read_only = 4096, 32, 1
-assert libc.mount(place, place, None, bind, None) == 0, ctypes.get_errno()
-assert libc.mount(None, place, None, bind | remount | read_only, None) == 0, ctypes.get_errno()
+if sys.argv[1] == "empty":
+    mount(b"tmpfs", b"tmpfs", 0)
+else:
+    mount(place, None, bind)
+    mount(None, None, bind | remount | read_only)
 time.sleep(60)
 assert libc.umount2(place, 2) == 0, ctypes.get_errno()
 print("done")
 """
 
 
-def read_only(run: Experiment) -> None:
-    """In the container of rank 0."""
-    place = f"{run.parent}/{run.name}"
+def mount(kind: str, run: Experiment, place: str) -> None:
+    """Make a folder read-only or empty for a minute, in the container of rank 0."""
     node, pid = run.pid(0)
-    # the image has no mount
-    inside = f"nsenter --target {pid} --mount -- /opt/hpctrain/bin/python -c '{READ_ONLY}' {place}"
-    if "done" not in run.root(node, inside):
-        raise RuntimeError("could not be made read-only")
+    inside = f"nsenter --target {pid} --mount -- /opt/hpctrain/bin/python -c '{MOUNT_FOR_A_MINUTE}'"
+    if "done" not in run.root(node, f"{inside} {kind} {place}"):
+        raise RuntimeError("could not be mounted")
+
+
+def read_only(run: Experiment) -> None:
+    mount("read-only", run, f"{run.parent}/{run.name}")
+
+
+def lose_file_system(run: Experiment) -> None:
+    """As an automount that is gone: the folder of all runs is empty."""
+    mount("empty", run, run.parent)
+
+
+def requeue_and_hold(run: Experiment) -> None:
+    run.cluster.exec("login", "scontrol", "requeuehold", str(run.job), user="alice")
+    time.sleep(10)
+    run.cluster.exec("login", "scontrol", "release", str(run.job), user="alice")
 
 
 def fill(run: Experiment) -> None:
@@ -357,6 +382,29 @@ def fill(run: Experiment) -> None:
                 size = max(size // 2, 1)
                 time.sleep(0.001 if size > 1 else 0.05)
     big.unlink()
+
+
+def fill_inodes(run: Experiment) -> None:
+    """To the last file."""
+    folder, number = run.cluster.host_path(f"{SMALL}/many"), 0
+    folder.mkdir()
+    while run.after("No space left", run.happened) is None or time.monotonic() - run.happened < 20:
+        try:
+            (folder / str(number)).touch(exist_ok=False)
+            number += 1
+        except OSError:
+            time.sleep(0.001)
+    shutil.rmtree(folder)
+
+
+def fill_shared_memory(run: Experiment) -> None:
+    """The workers of loaders pass batches through it. It is memory, so it is made small, not filled."""
+    used = "$(($(df --output=used /dev/shm | tail -n 1) + 4))k"
+    run.root("n2", f"until mount -o remount,size={used} /dev/shm; do :; done 2>/dev/null")
+    try:
+        run.wait_for("requeuing the job", run.happened)
+    finally:
+        run.root("n2", "mount -o remount,size=50% /dev/shm")
 
 
 # All nodes have the clock of this host. This library, preloaded into the processes of a job, sets it back
@@ -455,6 +503,26 @@ SHIFTER_WITH_SPARE = Way(
 )
 LONG = Way("train_ddp", "srun", "apptainer", "launch/apptainer_ddp.sh train_ddp --epochs=60")
 SPARE = ["--exclude=n3"]  # n1 and n2, and n4 as a spare
+LIGHTNING = Way("train_lightning", "srun", "apptainer", "launch/apptainer_ddp.sh train_lightning --epochs=8")
+HOROVOD = Way(
+    "train_horovod",
+    "mpirun",
+    "apptainer",
+    "launch/apptainer_horovod.sh --launcher=mpirun train_horovod --epochs=8",
+    {"HOROVOD_FUSION_THRESHOLD": "0"},
+)
+FSDP = Way(
+    "nlp.classify --strategy fsdp",
+    "srun",
+    "apptainer",
+    "launch/apptainer_ddp.sh nlp.classify --strategy=fsdp --epochs=6",
+)
+OWN = Way(
+    "own script",
+    "srun",
+    "apptainer",
+    "launch/apptainer_ddp.sh examples/own-script/2_nothing_lost.py --batch-size=16 --epochs=15",
+)
 FOR_ALL = {  # these happen in every one of WAYS
     "time limit (USR1 to the batch script, as Slurm sends it)": Fault(usr1),
     "preemption by a job of higher priority": Fault(preempt),
@@ -476,7 +544,9 @@ FAULTS = FOR_ALL | {
     "mpirun's daemon of a node killed": Fault(
         kill_prted, way=replace(DDP, launcher="mpirun", command=f"{MPIRUN} train_ddp --epochs=8")
     ),
+    "server of the image killed on a node (squashfuse)": Fault(kill_image_server),
     "job suspended for 10 s": Fault(suspend),
+    "scontrol requeuehold, released after 10 s": Fault(requeue_and_hold),
     "/tmp of a node full when the job starts again": Fault(fill_tmp),
     "half an image when the job starts again": Fault(replace_image),
     "network of a node down for 60 s": Fault(unplug, SPARE),
@@ -485,7 +555,10 @@ FAULTS = FOR_ALL | {
     "node crashed, no spare; booted after 30 s": Fault(crash_and_boot),
     "slurmctld restarted": Fault(restart_slurmctld),
     "disk full for 20 s": Fault(fill, parent=SMALL),
+    "no inode left for 20 s": Fault(fill_inodes, parent=SMALL),
+    "/dev/shm of a node full, with workers of a loader": Fault(fill_shared_memory, way=OWN),
     "run folder read-only for 60 s": Fault(read_only),
+    "file system of the run folder gone for 60 s": Fault(lose_file_system),
     "newest checkpoint truncated": Fault(harm(lambda path: path.write_bytes(path.read_bytes()[:-1000]))),
     "a bit of the newest checkpoint flipped": Fault(harm(flip)),
     "newest checkpoint replaced by a pickle with code": Fault(harm(put_pickle)),
@@ -501,6 +574,15 @@ IN_OTHER_WAYS = [
     (SPARE_IN_JOB, PODMAN_WITH_SPARE),
     (SPARE_IN_JOB, SHIFTER_WITH_SPARE),
 ]
+# What is most unlike in other trainers: how ranks meet and end, how they save, and what starts them again.
+TELLING = [
+    "SIGKILL of a rank",
+    "slurmstepd of a node killed",
+    "/tmp of a node full when the job starts again",
+    "node crashed, no spare; booted after 30 s",
+]
+IN_OTHER_WAYS += [(name, way) for way in (LIGHTNING, HOROVOD, FSDP, OWN) for name in TELLING]
+IN_OTHER_WAYS += [("mpirun's daemon of a node killed", way) for way in (HOROVOD, WAYS[4])]
 
 
 # ---- the table ----
@@ -602,6 +684,10 @@ class Laboratory:
         names = [
             *FOR_ALL,
             "SIGKILL of the launcher",
+            "slurmstepd of a node killed",
+            "server of the image killed on a node (squashfuse)",
+            "job suspended for 10 s",
+            "scontrol requeuehold, released after 10 s",
             "slurmctld restarted",
             "network of a node down for 60 s",
         ]
@@ -672,7 +758,16 @@ def main() -> None:
     wrong = []
     with tempfile.TemporaryDirectory() as small:
         subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={SMALL_SIZE},mode=1777", "small", small], check=True
+            [
+                "mount",
+                "-t",
+                "tmpfs",
+                "-o",
+                f"size={SMALL_SIZE},nr_inodes={SMALL_FILES},mode=1777",
+                "small",
+                small,
+            ],
+            check=True,
         )
         subprocess.run(["tcc", "-shared", "-o", f"{small}/clock.so", "-"], input=CLOCK, text=True, check=True)
         binds = {sif: f"/project/{sif.name}", tar: f"/project/{tar.name}", small: SMALL, **bare_binds(sif)}

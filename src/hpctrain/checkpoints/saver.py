@@ -145,8 +145,8 @@ class Checkpointer:
 
     def clear(self, path: Path) -> None:
         """On rank 0, remove a folder at the path of a checkpoint: this run may have files for other ranks."""
-        if self._world.rank == 0 and (self.in_parts or path.is_dir()):
-            with suppress(OSError, HpctrainError):  # writing will raise the same error
+        with suppress(OSError, HpctrainError):  # writing will raise the same error
+            if self._world.rank == 0 and (self.in_parts or path.is_dir()):
                 self._check()  # another job may own the folder by now
                 checkpoint.remove(path)
 

@@ -71,7 +71,7 @@ def main(world: World, arguments: list[str]) -> None:
         folder = args.out or Path("runs/bench") / job_id()
         with all_or_none(world):
             if world.rank == 0:
-                prepare(folder)
+                prepare(folder, foreseen=not args.out)
         name, makers = stack.enter_context(BACKENDS[args.backend](world, device))
         try:
             measure(world, device, args, name, makers, folder)
@@ -82,9 +82,10 @@ def main(world: World, arguments: list[str]) -> None:
             ) from error
 
 
-def prepare(folder: Path) -> None:
-    """Create the folder of the results. Raises HpctrainError if it has results already."""
+def prepare(folder: Path, *, foreseen: bool) -> None:
+    """Create the folder of the results. Raises HpctrainError if it has results, or see check_folder()."""
     try:
+        atomic.check_folder(folder, foreseen=foreseen)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_throw_away(folder)
         if (folder / "bench.json").exists():

@@ -20,6 +20,8 @@ from typing import IO, Any
 
 # How often and how long to retry a full, read-only or missing file system, in seconds.
 RETRY_EVERY, RETRY_FOR = 5.0, 300.0
+# Of a network file system whose server is away or has been started again
+NO_ANSWER = {errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EHOSTDOWN}
 
 
 class Retry:
@@ -36,6 +38,18 @@ class Retry:
             self._printed = True
             print(f"hpctrain: {problem}; trying again for {RETRY_FOR:g} s", flush=True)
         time.sleep(RETRY_EVERY)
+
+
+def exists(path: Path) -> bool:
+    """Whether a path exists. Waits for a file system that gives no answer. Raises OSError."""
+    retry = Retry()
+    while True:
+        try:
+            return path.exists()
+        except OSError as error:
+            if error.errno not in NO_ANSWER:
+                raise
+            retry.wait(error, f"{path}: no answer ({error.strerror})")
 
 
 @contextmanager
@@ -75,11 +89,12 @@ def check_link(path: Path) -> None:
 def check_folder(folder: Path, *, foreseen: bool) -> None:
     """Raise PermissionError if a folder is another user's link.
 
-    If its name can be `foreseen`, as that of a job, also if it is another user's, or a parent such a link.
+    If its name can be `foreseen`, as that of a job or a model, also if it is another user's, but not root's,
+    or a parent is such a link.
     """
     for each in (folder, *folder.parents) if foreseen else (folder,):
         check_link(each)
-    if foreseen and folder.exists() and folder.stat().st_uid != os.geteuid():
+    if foreseen and folder.exists() and folder.stat().st_uid not in (0, os.geteuid()):
         raise PermissionError(errno.EPERM, "a folder that another user made", str(folder))
 
 

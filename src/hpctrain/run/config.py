@@ -126,11 +126,13 @@ def versions() -> dict[str, str]:
 
 
 def revision() -> str | None:
-    """The git commit of hpctrain: recorded in the image, or the commit of the checkout of this file."""
-    try:
-        return json.loads(Path(sys.prefix, "versions.json").read_text(encoding="utf-8"))["revision"]
-    except OSError:
-        pass  # not in the image
+    """The git commit of hpctrain: recorded in the image, or the commit of the checkout of this file.
+
+    In the image this file can be of a checkout, too, by PYTHONPATH.
+    """
+    if Path(__file__).is_relative_to(sys.prefix):
+        with suppress(OSError):  # not in the image
+            return json.loads(Path(sys.prefix, "versions.json").read_text(encoding="utf-8"))["revision"]
     try:
         here = Path(__file__).parent
         return subprocess.run(

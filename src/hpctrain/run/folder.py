@@ -30,7 +30,7 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
         )
     source = None if options.is_auto or options.resume is None else Path(options.resume)
     folder = Path(options.out or source or Path("runs") / trainer / job_id())
-    earlier_run = (folder / "config.json").exists()
+    earlier_run = atomic.exists(folder / "config.json")
     again, failed_start = options.is_auto, False
     if earlier_run and not again and (not source or source.resolve() != folder.resolve()):
         again = restart_count() > 0 or (torchrun_restarts() and Owner(folder).is_of_this_launch())

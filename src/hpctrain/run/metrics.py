@@ -1,6 +1,7 @@
 """The metrics of a run, as lines of metrics.jsonl and in TensorBoard."""
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -69,6 +70,9 @@ class Metrics:
             except OSError as error:
                 retry.wait(error, f"{self._path}: cannot be written ({error.strerror})")
                 self._check()
+                # A stale handle stays stale. What is left is in the buffer of this file object.
+                with suppress(OSError), atomic.open_to_append(self._path) as again:
+                    os.dup2(again.fileno(), self._file.fileno())
 
     def _close_files(self) -> None:
         self._file.close()

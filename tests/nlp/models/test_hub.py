@@ -23,7 +23,7 @@ from huggingface_hub import ModelCard, constants
 
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp.models.hub import resolve_data, resolve_model
+from hpctrain.nlp.models.hub import find_model, resolve_data, resolve_model
 from hpctrain.nlp.models.model_folder import load_tokenizer, save_model
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.vision.data import load_mnist
@@ -459,6 +459,33 @@ def test_full_disk_is_one_line_and_leaves_no_folder(hub, bert, full_disk):
 def test_invalid_model_name_is_refused(name):
     with pytest.raises(HpctrainError, match="neither a folder nor a model name"):
         resolve_model(name, ALONE)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to make files of others")
+@pytest.mark.parametrize("made", ["folder", "link", "parent"])
+def test_a_folder_of_somebody_else_is_not_taken_for_a_model_of_the_hub(made, bert, tmp_path, monkeypatch):
+    """In a folder that others can write, where they had put klue/bert-base."""
+    monkeypatch.chdir(tmp_path)
+    folder, name = tmp_path / "klue/bert-base", "klue/bert-base"
+    shutil.copytree(bert, tmp_path / "bert/bert-base")
+    if made == "parent":
+        (tmp_path / "klue").symlink_to("bert")
+    else:
+        folder.parent.mkdir()
+        folder.symlink_to(bert) if made == "link" else shutil.copytree(bert, folder)
+    takes: list = [
+        find_model,
+        lambda name: resolve_model(name, ALONE),
+        lambda name: resolve_data(Path(name), ALONE),
+    ]
+    for take in takes:
+        assert take(name) == Path(name)
+    os.chown(tmp_path / "klue" if made == "parent" else folder, 12345, -1, follow_symlinks=False)
+    for take in takes:
+        with pytest.raises(HpctrainError, match=f"that another user made.*: give its whole path, {folder}$"):
+            take(name)
+        assert take(str(folder)) == folder
+    assert find_model(f"./{name}") == Path(name)
 
 
 def test_a_folder_that_is_not_mounted_in_the_container(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ DATA_FILES = ["*.parquet", "*.arrow", "*.csv", "*.tsv", "*.jsonl", "*.json", "*.
 def resolve_model(name: str, world: World) -> Path:
     """The folder of a model on this node; `name` is a folder, or a name on the hub such as beomi/kcbert-base.
 
-    A collective call; see _resolve() for models of the hub. HpctrainError names the command to fetch it.
+    What is both is a folder, unless somebody else made it. A collective call; see _resolve() for models of
+    the hub. HpctrainError names the command to fetch it.
     """
     is_folder = gather(world, Path(name).is_dir())
     with all_or_none(world):
@@ -54,7 +55,7 @@ def resolve_model(name: str, world: World) -> Path:
                 raise HpctrainError(
                     f"{name}: no such folder on {os.uname().nodename}: put it where all nodes can read it"
                 )
-            return validate_folder(Path(name))
+            return _take_folder(name)
         _validate_name(name)
     return _resolve(name, world, _find_in_cache, _download_to_cache)
 
@@ -62,10 +63,14 @@ def resolve_model(name: str, world: World) -> Path:
 def resolve_data(path: Path, world: World) -> Path:
     """The folder or the file of a data set on this node; `path` is one, or a name on the hub.
 
-    On the hub it is owner/name, or owner/name/folder if the data set has several parts: klue/klue/nli. A
-    collective call, see _resolve(). Raises HpctrainError that says what to give instead.
+    On the hub it is owner/name, or owner/name/folder if the data set has several parts: klue/klue/nli. What
+    is both is as for resolve_model(). A collective call, see _resolve(). Raises HpctrainError that says what
+    to give instead.
     """
     exists = gather(world, path.exists())
+    owner, name, part = (*path.parts, "", "")[:3]
+    is_file_name = path.suffix.lower() in SUFFIXES | TABLES  # no name on the hub ends so
+    is_hub_name = not is_file_name and len(path.parts) <= 3 and DATA_NAME.fullmatch(f"{owner}/{name}")
     with all_or_none(world):
         if any(exists):
             if not exists[world.rank]:
@@ -76,18 +81,11 @@ def resolve_data(path: Path, world: World) -> Path:
                 raise HpctrainError(
                     f"{path}: a pipe or a device: write the data into a file, and give that to --data"
                 )
+            if is_hub_name:
+                _refuse_of_others(path)
             return path
-        owner, name, part = (*path.parts, "", "")[:3]
-        is_file_name = path.suffix.lower() in SUFFIXES | TABLES  # no name on the hub ends so
         is_broken_link = path.resolve() != Path.cwd() / path
-        if (
-            is_file_name
-            or is_broken_link
-            or not name
-            or path.is_absolute()
-            or len(path.parts) > 3
-            or not DATA_NAME.fullmatch(f"{owner}/{name}")
-        ):
+        if is_broken_link or not is_hub_name:
             raise HpctrainError(
                 f"{path}: cannot be read (No such file or directory): give --data a folder or a file, or the "
                 f"name of a data set on the hub (OWNER/NAME){hint_missing(path)}"
@@ -138,7 +136,7 @@ def find_model(name: str, commit: str | None = None) -> Path:
     A commit in the cache is taken without network access. Raises HpctrainError with reason and remedy.
     """
     if Path(name).is_dir():
-        return validate_folder(Path(name))
+        return _take_folder(name)
     _validate_name(name)
     cached = _find_in_cache(name, commit) if commit else None
     return cached or _download_to_cache(name, commit)
@@ -163,6 +161,23 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
         write_digests(unfinished)
         atomic.rename_folder(unfinished, folder, replace=False)
     return commit
+
+
+def _take_folder(name: str) -> Path:
+    with suppress(errors.HFValidationError):
+        validate_repo_id(name)
+        _refuse_of_others(Path(name))
+    return validate_folder(Path(name))
+
+
+def _refuse_of_others(path: Path) -> None:
+    """Raise HpctrainError if somebody else made a folder or a file here, whose name is one of the hub."""
+    try:
+        atomic.check_folder(path, foreseen=True)
+    except PermissionError as error:
+        raise HpctrainError(
+            f"{path}: could be of the hub, or here {error.strerror}: give its whole path, {path.absolute()}"
+        ) from error
 
 
 def _validate_name(name: str) -> None:
