@@ -1,5 +1,6 @@
 """Parts of the Makefile that need no build."""
 
+import os
 import subprocess
 
 import pytest
@@ -27,9 +28,11 @@ def toy(tmp_path):
     (tmp_path / "src").mkdir()
     (tmp_path / "toy.mk").write_text(TOY)
 
-    def run(target):
+    def run(target, **env):
         command = ["make", "-f", "toy.mk", "MAKE=make -f toy.mk", target]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True, timeout=60
+        )
 
     return run
 
@@ -49,3 +52,13 @@ def test_a_quiet_build_that_fails_shows_the_end_of_its_log(toy):
     assert done.returncode == 2 and "broken is built" not in done.stdout
     assert "toy: error: the disk is full\n" in done.stderr
     assert toy("try-toy").returncode == 0
+
+
+def test_a_disk_that_is_too_small_is_said_with_its_size(toy, tmp_path):
+    df = tmp_path / "bin/df"
+    df.parent.mkdir()
+    df.write_text("#!/bin/sh\necho Filesystem Blocks Used Available Use Mounted\necho d 9 9 $FREE 9% /\n")
+    df.chmod(0o755)
+    small = toy(".room", PATH=f"{df.parent}:{os.environ['PATH']}", FREE="7340032")
+    assert small.returncode and "need 25 GB" in small.stderr and "has 7 GB free" in small.stderr
+    assert toy(".room", PATH=f"{df.parent}:{os.environ['PATH']}", FREE="25000000").returncode == 0
