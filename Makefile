@@ -88,9 +88,10 @@ build = $(MAKE) --question --no-print-directory $(filter-out test-fast,$(1)) 2>/
 	    echo 'Building $(1), two at a time; each prints its output when it ends.'; \
 	exec $(MAKE) --jobs=2 --output-sync=target --no-print-directory $(1)
 
-# The same with all output in build/make.log, and a line for each step: those of buildah, podman and docker, and what
-# our scripts have made. After a failure the end of the log is printed.
-STEPS := (\[[0-9]+\/[0-9]+\] )?STEP [0-9]|\#[0-9]+ \[|(base|build): |python3 -m venv
+# The same with all output in build/make.log, and a line for each step: those of buildah, podman and docker, what our
+# scripts have made, and their errors, as the other target may go on for minutes. After a failure the end of the log is
+# printed.
+STEPS := (\[[0-9]+\/[0-9]+\] )?STEP [0-9]|\#[0-9]+ \[|(base|build|[a-z_]+\.sh): |python3 -m venv
 build_quietly = $(MAKE) --question --no-print-directory $(1) 2>/dev/null || { \
 	    mkdir -p build; rm -f build/make.failed; \
 	    echo 'Building $(1), two at a time; all output is in build/make.log.'; \

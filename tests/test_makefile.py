@@ -14,7 +14,7 @@ toy:
 	@echo "[2/5] STEP 3/9: COPY $$(printf %200s | tr ' ' x)"
 	@echo "build: made a toy"
 broken:
-	@echo "a package"; echo "toy: error: the disk is full" >&2; exit 3
+	@echo "a package"; echo "toy.sh: the disk is full" >&2; exit 3
 try-%:
 	+@$(call build_quietly,$*)
 	@echo "$* is built"
@@ -47,10 +47,12 @@ def test_a_quiet_build_has_a_line_for_each_step_and_a_log(toy, tmp_path):
     assert (tmp_path / "build/make.log").read_text().count("a package") == 9
 
 
-def test_a_quiet_build_that_fails_shows_the_end_of_its_log(toy):
+def test_a_quiet_build_that_fails_shows_its_error_at_once_and_the_end_of_its_log(toy):
+    """An old Python was named after the other target, which had gone on for a minute."""
     done = toy("try-broken")
+    assert "  toy.sh: the disk is full\n" in done.stdout
     assert done.returncode == 2 and "broken is built" not in done.stdout
-    assert "toy: error: the disk is full\n" in done.stderr
+    assert "toy.sh: the disk is full\n" in done.stderr
     assert toy("try-toy").returncode == 0
 
 
