@@ -88,9 +88,10 @@ build = $(MAKE) --question --no-print-directory $(filter-out test-fast,$(1)) 2>/
 	    echo 'Building $(1), two at a time; each prints its output when it ends.'; \
 	exec $(MAKE) --jobs=2 --output-sync=target --no-print-directory $(1)
 
-# The same with all output in build/make.log, and a line for each step: those of buildah, podman and docker, and what
-# our scripts have made. After a failure the end of the log is printed.
-STEPS := (\[[0-9]+\/[0-9]+\] )?STEP [0-9]|\#[0-9]+ \[|(base|build): |python3 -m venv
+# The same with all output in build/make.log, and a line for each step: those of buildah, podman and docker, what our
+# scripts have made, and their errors, as the other target may go on for minutes. After a failure the end of the log is
+# printed.
+STEPS := (\[[0-9]+\/[0-9]+\] )?STEP [0-9]|\#[0-9]+ \[|(base|build|[a-z_]+\.sh): |python3 -m venv
 build_quietly = $(MAKE) --question --no-print-directory $(1) 2>/dev/null || { \
 	    mkdir -p build; rm -f build/make.failed; \
 	    echo 'Building $(1), two at a time; all output is in build/make.log.'; \
@@ -109,8 +110,9 @@ print_time = seconds=$$(($$(date +%s) - $(BEGAN))); echo "make $(1) took $$((sec
 
 # On a full disk every test after the first large ones would fail in its own way.
 .room:
-	@[ -e $(SIF) ] || [ "$$(df -Pk . | awk 'END { print $$4 }')" -ge 20000000 ] || { echo "make: the image, the cluster" \
-	    "and the tests need 20 GB on the disk of $(CURDIR), which has less: free some" >&2; exit 1; }
+	@free=$$(df -Pk . | awk 'END { print int($$4 / 1000000) }'); [ -e $(SIF) ] || [ "$$free" -ge 25 ] || { \
+	    echo "make: the image, the cluster and the tests need 25 GB on the disk of $(CURDIR), which has" \
+	    "$$free GB free: free some" >&2; exit 1; }
 
 # networks, file systems and small libraries for the tests of hpctrain check; a reader of modulefiles; a browser;
 # torch.compile

@@ -1,5 +1,6 @@
 """Parts of the Makefile that need no build."""
 
+import os
 import subprocess
 
 import pytest
@@ -13,7 +14,7 @@ toy:
 	@echo "[2/5] STEP 3/9: COPY $$(printf %200s | tr ' ' x)"
 	@echo "build: made a toy"
 broken:
-	@echo "a package"; echo "toy: error: the disk is full" >&2; exit 3
+	@echo "a package"; echo "toy.sh: the disk is full" >&2; exit 3
 try-%:
 	+@$(call build_quietly,$*)
 	@echo "$* is built"
@@ -27,9 +28,11 @@ def toy(tmp_path):
     (tmp_path / "src").mkdir()
     (tmp_path / "toy.mk").write_text(TOY)
 
-    def run(target):
+    def run(target, **env):
         command = ["make", "-f", "toy.mk", "MAKE=make -f toy.mk", target]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True, timeout=60
+        )
 
     return run
 
@@ -44,8 +47,20 @@ def test_a_quiet_build_has_a_line_for_each_step_and_a_log(toy, tmp_path):
     assert (tmp_path / "build/make.log").read_text().count("a package") == 9
 
 
-def test_a_quiet_build_that_fails_shows_the_end_of_its_log(toy):
+def test_a_quiet_build_that_fails_shows_its_error_at_once_and_the_end_of_its_log(toy):
+    """An old Python was named after the other target, which had gone on for a minute."""
     done = toy("try-broken")
+    assert "  toy.sh: the disk is full\n" in done.stdout
     assert done.returncode == 2 and "broken is built" not in done.stdout
-    assert "toy: error: the disk is full\n" in done.stderr
+    assert "toy.sh: the disk is full\n" in done.stderr
     assert toy("try-toy").returncode == 0
+
+
+def test_a_disk_that_is_too_small_is_said_with_its_size(toy, tmp_path):
+    df = tmp_path / "bin/df"
+    df.parent.mkdir()
+    df.write_text("#!/bin/sh\necho Filesystem Blocks Used Available Use Mounted\necho d 9 9 $FREE 9% /\n")
+    df.chmod(0o755)
+    small = toy(".room", PATH=f"{df.parent}:{os.environ['PATH']}", FREE="7340032")
+    assert small.returncode and "need 25 GB" in small.stderr and "has 7 GB free" in small.stderr
+    assert toy(".room", PATH=f"{df.parent}:{os.environ['PATH']}", FREE="25000000").returncode == 0

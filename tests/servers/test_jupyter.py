@@ -53,7 +53,7 @@ def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
     job = cluster.submit("launch/jupyter.sh", cwd=HOME)
     private = f"{HOME}/runs/jupyter/{job}"
     log = cluster.host_path(f"{HOME}/slurm-{job}.out")
-    text, command, socket, node = words_of_the_log(cluster, log, "Jupyter Server")
+    text, command, socket, node = words_of_the_log(cluster, log, "Then open")
     token = cluster.host_path(f"{private}/token").read_text().strip()
     assert f"give the token in {private}/token" in text
 
@@ -89,7 +89,7 @@ def test_in_the_allocation_of_salloc(cluster):
     shell = cluster.start(
         "login", "bash", "-c", f"exec salloc --nodes=1 {step} >{HOME}/salloc.log 2>&1", user="alice"
     )
-    text, _, socket, node = words_of_the_log(cluster, log, "Jupyter Server")
+    text, _, socket, node = words_of_the_log(cluster, log, "Then open")
     assert cluster.exec(node, "python3", "-c", ASK, socket, user="alice").stdout == "403\n"
     cluster.exec("login", "scancel", re.search(r"Granted job allocation (\d+)", text)[1], user="alice")
     shell.wait(timeout=60)
@@ -274,3 +274,21 @@ def test_the_server_reads_no_configuration_of_the_current_folder(tmp_path, monke
     jupyter.serve(tmp_path / "out")
     folder = re.search("^in (.*)", capfd.readouterr().out, re.MULTILINE)[1]
     assert Path(folder).name.startswith("hpctrain-jupyter.")
+
+
+LISTENS_LATE = """
+import socket, sys, time
+path = next(word for word in sys.argv if word.startswith("--ServerApp.sock=")).partition("=")[2]
+time.sleep(1.2)
+print("listens", flush=True)
+socket.socket(socket.AF_UNIX).bind(path)
+time.sleep(2.5)
+"""
+
+
+def test_how_to_connect_is_said_when_the_server_listens(tmp_path, monkeypatch, capfd):
+    """On a busy node ssh connected to nothing for seconds after the line was printed."""
+    monkeypatch.setattr(jupyter, "SAFE_PYTHON", [sys.executable, "-c", LISTENS_LATE])
+    jupyter.serve(tmp_path / "out")
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "listens" and "ssh -N" in lines[2], lines

@@ -22,18 +22,17 @@ def gpu_problems(world: World, wanted: str, env: Mapping[str, str] = os.environ)
             found = f"{counted(world.local_size, 'rank')} on a node with {counted(gpus, 'GPU')}"
             yield f"{found} for this job: start one rank per GPU (--ntasks-per-node)"
         return
-    names = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
-    allocated = [f"{name}={env[name]}" for name in names if env.get(name, "") not in ("", "-1", "NoDevFiles")]
-    devices = gpu_devices()
+    allocated, devices = allocated_gpus(env), gpu_devices()
     # The launch scripts name the option of their runtime.
     option = env.get("HPCTRAIN_GPU_OPTION") or (
         "--gpu (podman-hpc), --nv (apptainer), --module=gpu (shifter) or --gpus all (docker)"
     )
-    if not allocated and not devices:
+    # Without cgroups, a job of Slurm sees the GPUs of other jobs, too.
+    if not allocated and ("SLURM_JOB_ID" in env or not devices):
         if wanted == "cuda":
             yield (
-                "--device cuda, but there is no /dev/nvidia* here: "
-                "request a GPU from the scheduler (--gpus-per-node)"
+                "--device cuda, but there is no GPU for this job: "
+                "request one from the scheduler (--gpus-per-node)"
             )
         return
     if not devices:
@@ -57,6 +56,12 @@ def gpu_problems(world: World, wanted: str, env: Mapping[str, str] = os.environ)
                 f"({first_line(error)}): use an image for the CUDA of this driver "
                 "(cu126 for 525 or newer, cu130 for 580 or newer), or --device cpu"
             )
+
+
+def allocated_gpus(env: Mapping[str, str] = os.environ) -> list[str]:
+    """The variables with which a scheduler or a user grants GPUs to this process, as NAME=VALUE."""
+    names = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
+    return [f"{name}={env[name]}" for name in names if env.get(name, "") not in ("", "-1", "NoDevFiles")]
 
 
 def gpu_devices() -> list[str]:

@@ -76,9 +76,12 @@ def serve(folder: Path | None) -> None:
             command.append("--allow-root")
         # Jupyter would run jupyter_server_config.py of the current folder, in which others may write.
         server = subprocess.Popen(command, env=environment, cwd=tunnel.private)
-        tunnel.print_how_to_connect("JupyterLab", "/lab")
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+        listens = False
         while server.poll() is None:
+            # Before, ssh would connect to nothing.
+            if not listens and (listens := tunnel.socket.exists()):
+                tunnel.print_how_to_connect("JupyterLab", "/lab")
             if stop_requested():  # scancel kills the ranks of a job without a signal before
                 server.terminate()
             time.sleep(1)

@@ -63,11 +63,15 @@ GPUS = {
             CPU_BUILD,
         ],
     ),
+    "there, wanted and not asked for": (
+        {"prepare": GPU_DEVICE, "SLURM_JOB_ID": "7", "arguments": ["--device", "cuda"]},
+        ["rank 0 on n1: --device cuda, but there is no GPU for this job: "],
+    ),
     "wanted and not asked for": (
         {"arguments": ["--device", "cuda"]},
         [
-            "rank 0 on n1: --device cuda, but there is no /dev/nvidia* here: "
-            "request a GPU from the scheduler (--gpus-per-node)"
+            "rank 0 on n1: --device cuda, but there is no GPU for this job: "
+            "request one from the scheduler (--gpus-per-node)"
         ],
     ),
 }
@@ -86,6 +90,15 @@ def test_a_gpu_that_is_missing(tmp_path, name):
 def test_device_cpu_ignores_the_gpus_of_the_job(tmp_path):
     status, output = run(tmp_path, rank(0, size=1, SLURM_GPUS_ON_NODE="4", arguments=["--device", "cpu"]))
     assert status == 0, output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch can use GPUs")
+def test_gpus_that_a_job_of_slurm_has_not_requested_are_a_warning(tmp_path):
+    """Where Slurm has no cgroups for devices, a job on CPUs sees the GPUs of others, and was refused."""
+    status, output = run(tmp_path, rank(0, size=1, prepare=GPU_DEVICE, SLURM_JOB_ID="7"))
+    assert status == 0 and "check passed" in output, output
+    assert "warning: rank 0 on n1: GPUs are there that the job has not requested, and it computes" in output
 
 
 def test_more_ranks_than_gpus_and_an_old_driver(monkeypatch):
@@ -195,15 +208,16 @@ def test_ranks_that_see_one_gpu_each_are_warned_of():
     def reports(visible, local_size):
         return [
             {"rank": rank, "host": f"n{rank // 2}", "local_size": local_size, "visible_gpus": visible}
+            | {"others_gpus": []}
             for rank in range(4)
         ]
 
-    (warning,) = check.isolation_warnings(reports(1, 2))
+    (warning,) = check.gpu_warnings(reports(1, 2))
     assert warning.startswith(
         "warning: ranks 0-3 on n0, n1 see one GPU each (--gpus-per-task), so NCCL does not use NVLink"
     )
     for usual in (reports(2, 2), reports(1, 1), reports(0, 2)):
-        assert not list(check.isolation_warnings(usual))
+        assert not list(check.gpu_warnings(usual))
 
 
 def test_how_long_the_processes_took_to_start():

@@ -5,6 +5,8 @@ from itertools import permutations
 import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpctrain.nlp.batches import sampling
 from hpctrain.nlp.tasks import classify
@@ -96,3 +98,14 @@ def test_evaluation_batches_have_each_example_once_and_balanced_ranks(few_length
     tokens = [few_lengths[torch.cat(part).numpy()].sum() for part in parts]
     assert max(tokens) / min(tokens) < 1.01
     assert real_token_share(few_lengths, [b for part in parts for b in part]) > 0.95
+
+
+@given(examples=st.integers(0, 9), ranks=st.integers(1, 5), batch_size=st.integers(1, 4))
+def test_evaluation_batches_are_never_empty(examples, ranks, batch_size):
+    """A rank without examples had one batch of no examples, in which no model could reshape its input."""
+    parts = [
+        list(sampling.evaluation_batches_by_length([1] * examples, batch_size, rank, ranks))
+        for rank in range(ranks)
+    ]
+    assert all(1 <= len(batch) <= batch_size for part in parts for batch in part)
+    assert sum(len(batch) for part in parts for batch in part) == examples

@@ -30,7 +30,7 @@ from hpctrain.commands.check.node import (
     seconds_since_start,
 )
 from hpctrain.distributed.device import choose_device
-from hpctrain.distributed.gpu import gpu_problems
+from hpctrain.distributed.gpu import allocated_gpus, gpu_devices, gpu_problems
 from hpctrain.distributed.mpi import mpi_library, mpi_name
 from hpctrain.distributed.python import shadowed_packages
 from hpctrain.distributed.rendezvous import JOIN_TIMEOUT, format_ranks, gather, process_group
@@ -99,7 +99,7 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
     if world.rank == 0:
         for report in reports:
             print(describe_rank(report))
-        for line in [*describe_start(reports), *describe_networks(reports), *isolation_warnings(reports)]:
+        for line in [*describe_start(reports), *describe_networks(reports), *gpu_warnings(reports)]:
             print(line)
     end_on_problems(world, hosts, problems, [*consistency_problems(reports), *placement_problems(reports)])
     ranks, nodes = counted(world.size, "rank"), counted(len(set(hosts)), "host")
@@ -182,6 +182,7 @@ def rank_report(world: World, device: torch.device, nccl: Network) -> dict[str, 
         "device": f"cuda:{device.index} {gpu.name}" if gpu else f"cpu x{torch.get_num_threads()}",
         "gpu": str(gpu.uuid) if gpu else "",
         "visible_gpus": torch.cuda.device_count() if gpu else 0,
+        "others_gpus": [] if gpu or allocated_gpus() else gpu_devices(),
         "software": software,
         "start": START_SECONDS,
         "mount": image_mount(),
@@ -275,9 +276,16 @@ def describe_networks(reports: list[dict[str, Any]]) -> Iterator[str]:
         yield f"NCCL between nodes{place}: {description}"
 
 
-def isolation_warnings(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Ranks of one node that see one GPU each: NCCL then finds no NVLink (NVIDIA/nccl issue 1066)."""
+def gpu_warnings(reports: list[dict[str, Any]]) -> Iterator[str]:
+    """GPUs that the job has not requested, and ranks of one node that see one GPU each."""
     hosts = [report["host"] for report in reports]
+    without = [report["rank"] for report in reports if report["others_gpus"]]
+    if without:
+        yield (
+            f"warning: {format_place(without, hosts)}: GPUs are there that the job has not requested, and "
+            "it computes on CPUs: request them by --gpus-per-node"
+        )
+    # NCCL then finds no NVLink (NVIDIA/nccl issue 1066).
     alone = [report["rank"] for report in reports if report["visible_gpus"] == 1 and report["local_size"] > 1]
     if alone:
         yield (

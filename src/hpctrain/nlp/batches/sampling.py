@@ -60,12 +60,13 @@ def evaluation_batches_by_length(
 ) -> Iterator[Tensor]:
     """The examples that a rank evaluates, longest first.
 
-    Every example is on exactly one rank: none is repeated or left out.
+    Every example is on exactly one rank: none is repeated or left out. A rank may have none, and then no batch.
 
     `batch_size` is that of this rank. The ranks take turns, so that their token counts hardly differ.
     """
     order = torch.from_numpy(numpy.argsort(-numpy.asarray(lengths, numpy.int64), kind="stable"))
-    return iter(order[rank::ranks].split(batch_size))
+    own = order[rank::ranks]
+    return (own[start : start + batch_size] for start in range(0, len(own), batch_size))
 
 
 class FeatureDataset(Dataset):
