@@ -362,7 +362,7 @@ def test_jupyter_starts_no_trainer(programs):
     done = dry_run("jupyter.sh", programs, "train_ddp")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
     assert (
-        "train_ddp: this script starts only JupyterLab (no argument), tensorboard FOLDER or serve RUN"
+        "train_ddp: this script starts only JupyterLab (no argument), tensorboard FOLDER or serve FOLDER"
         in done.stderr
     )
     for words in ([], ["tensorboard", "runs"]):

@@ -1,4 +1,4 @@
-"""A fine-tuned model as a web page and a JSON service, for its user alone: `hpctrain serve RUN`.
+"""A fine-tuned model as a web page and a JSON service, for its user alone: `hpctrain serve FOLDER`.
 
 The page needs no script. Programs send the texts of one example, or a list of them, and get the answers of
 `hpctrain predict`:
@@ -286,7 +286,7 @@ def read_meanings(config: dict[str, Any]) -> dict[str, str]:
 
 def describe(task: Task[Any], config: dict[str, Any]) -> dict[str, str]:
     """What the page says about a model: a term and its text. Nothing if config.json does not say it."""
-    found = {}
+    found: dict[str, str] = {}
     with suppress(LookupError, TypeError, ValueError, AttributeError):  # an edited config.json
         about, meanings = config["about"], read_meanings(config)
         found |= {"Base": str(about["base"]), "Data": str(about["data"])}
@@ -354,7 +354,12 @@ def parser() -> Parser:
         prog="hpctrain serve", description="Show a fine-tuned model as a web page and a JSON service."
     )
     add = options.add_argument
-    add("folder", type=Path, metavar="RUN", help="run folder or model folder, such as runs/nlp.classify/17")
+    add(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="run folder of a fine-tuning, such as runs/nlp.classify/17, or its model/",
+    )
     add(
         "--host",
         help="address to listen on; any but 127.0.0.1 is open to the network "
