@@ -324,10 +324,16 @@ def test_an_image_that_is_not_there(project, programs, env, message):
 
 
 def test_a_flavor_that_an_installation_does_not_have(project, programs):
-    """It has no locks, only images."""
+    """It has no locks, only images. Where none is named, the only one is taken, or of two the default."""
+    env = programs | {"HPCTRAIN_ROOT": str(project), "HPCTRAIN_IMAGE": ""}
     (project / "hpctrain-cu130-mpich.sif").touch()
-    done = dry_run("local.sh", programs | {"HPCTRAIN_ROOT": str(project), "HPCTRAIN_IMAGE": ""}, "check")
+    done = dry_run("local.sh", env | {"HPCTRAIN_FLAVOR": "cpu"}, "check")
     assert done.stderr.endswith("HPCTRAIN_FLAVOR is 'cpu': choose one of cu130-mpich\n"), done
+    done = dry_run("local.sh", env, "check")
+    assert f"image {project}/hpctrain-cu130-mpich.sif\n" in done.stdout + done.stderr, done
+    (project / "hpctrain-cu126.sif").touch()
+    done = dry_run("local.sh", env, "check")
+    assert done.stderr.endswith("HPCTRAIN_FLAVOR is 'cpu': choose one of cu126 cu130-mpich\n"), done
 
 
 def test_a_pmi_without_slurm(programs, tmp_path):
