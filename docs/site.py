@@ -20,11 +20,18 @@ OTHERS = {
     "changelog.md": "CHANGELOG.md",
     "test-cluster.md": "cluster/README.md",
 }
+# On a telephone the theme lets a table or a long word make the whole page wider than the screen.
+STYLE = """
+table { display: block; overflow-x: auto; }
+p, li, h1, h2, h3 { overflow-wrap: anywhere; }
+td { min-width: 7rem; }
+"""
 
 
 def on_config(config: Any) -> Any:
     config.mdx_configs["toc"] = {"slugify": slugify, "permalink": True}
     index = (REPOSITORY / "docs/README.md").read_text(encoding="utf-8")
+    config.extra_css.append("narrow.css")
     config.nav = [{"Home": "index.md"}]
     for title, text in re.findall(r"^## (\w+).*\n((?:(?!## ).*\n)*)", index, re.M):
         pages = re.findall(r"\]\(([^)#]*\.md)\)", text)
@@ -36,6 +43,7 @@ def on_files(files: Files, config: Any) -> Files:
     for place, source in OTHERS.items():
         content = (REPOSITORY / source).read_text(encoding="utf-8")
         files.append(File.generated(config, place, content=content))
+    files.append(File.generated(config, "narrow.css", content=STYLE))
     return files
 
 

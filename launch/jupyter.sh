@@ -2,7 +2,7 @@
 # Run JupyterLab from the image on a compute node, or TensorBoard, or the page of a fine-tuned model, for you
 # alone. The log says how to connect: one ssh command, and the file with the token.
 #
-# usage: sbatch [SBATCH OPTION]... launch/jupyter.sh [OPTION]... [tensorboard FOLDER | serve RUN]
+# usage: sbatch [SBATCH OPTION]... launch/jupyter.sh [OPTION]... [tensorboard FOLDER | serve FOLDER]
 #
 #   sbatch launch/jupyter.sh                                    a node for two hours
 #   sbatch --gpus-per-node=4 --time=04:00:00 launch/jupyter.sh  with GPUs
@@ -49,7 +49,7 @@ parse_options jupyter.sh "$@"
 ((${#ARGUMENTS[@]})) || ARGUMENTS=(jupyter)
 [[ ${ARGUMENTS[0]} == @(jupyter|tensorboard|serve) ]] ||
     die "${ARGUMENTS[0]}: this script starts only JupyterLab (no argument), tensorboard FOLDER" \
-        "or serve RUN: use another one for training"
+        "or serve FOLDER: use another one for training"
 if [[ -n ${PBS_NODEFILE:-} ]]; then
     read_pbs_job
     launcher=mpirun

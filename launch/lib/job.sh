@@ -189,9 +189,11 @@ make_local_job() {
     export_job_env
 }
 
-# load_site: set the defaults of HPCTRAIN_SITE, or of the detected site; variables of the user win
+# load_site: set the defaults of HPCTRAIN_SITE, or of the detected site; variables of the user win. OWN_FLAVOR
+# is the flavor that the user has chosen.
 load_site() {
     export HPCTRAIN_ROOT=${HPCTRAIN_ROOT:-$ROOT}
+    OWN_FLAVOR=${HPCTRAIN_FLAVOR:-}
     hpctrain_load_site "$ROOT" job "${HPCTRAIN_SITE:-}" || exit 2
 }
 

@@ -9,6 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from slurm_cluster import REPOSITORY
 
+from tests.tools.browser import Browser
+
 
 @pytest.fixture
 def hook(monkeypatch):
@@ -30,7 +32,7 @@ def sources(hook):
 
 
 def test_the_navigation_has_every_page(hook):
-    config = hook.on_config(SimpleNamespace(mdx_configs={}, nav=None))
+    config = hook.on_config(SimpleNamespace(mdx_configs={}, extra_css=[], nav=None))
     (home, *groups) = config.nav
     assert home == {"Home": "index.md"} and [next(iter(group)) for group in groups] == ["Guides", "Reference"]
     listed = ["index.md", *(place for group in groups for places in group.values() for place in places)]
@@ -59,3 +61,15 @@ def test_links_and_lists_of_github(hook, monkeypatch):
     assert hook.adapt(text, *there) == "env, [home](../index.md#x)\n- a\n    - b\n"
     monkeypatch.setenv("HPCTRAIN_SOURCE_URL", "https://example.org/blob/v1")
     assert hook.adapt(text, *there).startswith("[env](https://example.org/blob/v1/launch/site.sh), ")
+
+
+@pytest.mark.slow
+def test_tables_and_long_words_are_no_wider_than_a_telephone(hook, tmp_path):
+    word = "x" * 100
+    row = "".join(f"<td><code>{word}</code></td>" for _ in range(9))
+    (tmp_path / "a.html").write_text(f"<style>{hook.STYLE}</style><table><tr>{row}</table><p><code>{word}")
+    with Browser() as browser:
+        browser.resize(360, 700)
+        browser.open(f"file://{tmp_path}/a.html")
+        assert browser.evaluate("document.querySelector('table').scrollWidth > 900")
+        assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth")

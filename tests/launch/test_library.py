@@ -345,10 +345,16 @@ def test_shifter_gets_what_the_loader_takes_from_a_setuid_program(programs, tmp_
 
 
 def test_a_flavor_that_an_installation_does_not_have(project, programs):
-    """It has no locks, only images."""
+    """It has no locks, only images. Where none is named, the only one is taken, or of two the default."""
+    env = programs | {"HPCTRAIN_ROOT": str(project), "HPCTRAIN_IMAGE": ""}
     (project / "hpctrain-cu130-mpich.sif").touch()
-    done = dry_run("local.sh", programs | {"HPCTRAIN_ROOT": str(project), "HPCTRAIN_IMAGE": ""}, "check")
+    done = dry_run("local.sh", env | {"HPCTRAIN_FLAVOR": "cpu"}, "check")
     assert done.stderr.endswith("HPCTRAIN_FLAVOR is 'cpu': choose one of cu130-mpich\n"), done
+    done = dry_run("local.sh", env, "check")
+    assert f"image {project}/hpctrain-cu130-mpich.sif\n" in done.stdout + done.stderr, done
+    (project / "hpctrain-cu126.sif").touch()
+    done = dry_run("local.sh", env, "check")
+    assert done.stderr.endswith("HPCTRAIN_FLAVOR is 'cpu': choose one of cu126 cu130-mpich\n"), done
 
 
 def test_a_pmi_without_slurm(programs, tmp_path):
@@ -383,7 +389,7 @@ def test_jupyter_starts_no_trainer(programs):
     done = dry_run("jupyter.sh", programs, "train_ddp")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
     assert (
-        "train_ddp: this script starts only JupyterLab (no argument), tensorboard FOLDER or serve RUN"
+        "train_ddp: this script starts only JupyterLab (no argument), tensorboard FOLDER or serve FOLDER"
         in done.stderr
     )
     for words in ([], ["tensorboard", "runs"]):

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from hpctrain.distributed.world import ALONE
+from hpctrain.servers import tensorboard
 from tests.helpers import ask_socket, listening_ports, make_run, run_hpctrain
 from tests.launch.test_launch import HOME, wait_until_idle
 from tests.servers.helpers import ASK, opened, words_of_the_log
@@ -32,6 +34,16 @@ def until(found, seconds=120):
         assert time.monotonic() < deadline
         time.sleep(0.2)
     return value
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_before_the_server_starts(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(tensorboard, "start_board", lambda *_: pytest.fail("started"))
+    with pytest.raises(PermissionError):
+        tensorboard.main(ALONE, [str(tmp_path)])
 
 
 @pytest.mark.slow

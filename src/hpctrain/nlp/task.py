@@ -70,6 +70,9 @@ class Task(ABC, Generic[AnyExample]):
     pipeline_tag: ClassVar[str]  # the task's name on the Hugging Face hub
     kind: ClassVar[str] = "bert"  # the architecture that --from-scratch creates: bert or gpt2
     inputs: ClassVar[tuple[str, ...]] = ("text",)  # the texts that `hpctrain predict` takes for one example
+    examples: ClassVar[
+        tuple[tuple[str, ...], ...]
+    ] = ()  # such texts, to click on the page of `hpctrain serve`
     max_length: ClassVar[int] = 128  # default of --max-length
     stride: ClassVar[int] = 0  # default of --stride; 0 for a task without this option
     # padding value of token columns; 0 if missing, input_ids take the tokenizer's
@@ -128,6 +131,14 @@ class Task(ABC, Generic[AnyExample]):
     def collect_labels(self, examples: Sequence[AnyExample]) -> list[str]:
         """The label names in the training examples, in a fixed order; empty if the task has no labels."""
         return []
+
+    def list_classes(self, labels: list[str]) -> list[str]:
+        """What an answer can name, from collect_labels()."""
+        return labels
+
+    def explain_labels(self, examples: Sequence[AnyExample]) -> dict[str, str]:
+        """What labels mean that do not say it themselves, if the data set is known."""
+        return {}
 
     def collect_settings(self, examples: Sequence[AnyExample]) -> dict[str, bool]:
         """Properties of the training data: keyword arguments of make_example(), saved in config.json."""

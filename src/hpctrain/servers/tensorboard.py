@@ -31,6 +31,7 @@ def main(world: World, arguments: list[str]) -> None:
         raise HpctrainError(
             f"{args.folder}: there is no such folder: name one with run folders in it, such as runs"
         )
+    any(args.folder.iterdir())  # a thread of TensorBoard would print the stack of a PermissionError
     with Tunnel("tensorboard") as tunnel:
         start_board(args.folder, tunnel)
         tunnel.print_how_to_connect("TensorBoard")

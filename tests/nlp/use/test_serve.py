@@ -21,6 +21,7 @@ import pytest
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.use import serve
 from tests.helpers import ask_socket, listening_ports
+from tests.nlp.helpers import TASKS
 from tests.tools.browser import Browser
 
 
@@ -28,6 +29,7 @@ class Pairs:
     """A task that answers without a model."""
 
     name, title, inputs = "qa", "Questions & answers", ("question", "context")
+    examples = (("<What?>", "ABCdef"),)
 
     def __init__(self):
         self.sizes, self.go = [], threading.Event()
@@ -43,6 +45,9 @@ class Pairs:
         if any(question == "panics" for question, _ in rows):
             raise PanicException("index out of bounds")
         return [{"answer": context[:3], "start": 0, "score": 0.75} for _, context in rows], 0
+
+    def list_classes(self, labels):
+        return labels
 
 
 class PanicException(BaseException):
@@ -68,9 +73,9 @@ def task(monkeypatch, tmp_path):
 @pytest.fixture
 def ask(task, tmp_path, monkeypatch):
     """A function that sends a request to a server of the task, with its token unless told otherwise."""
-    args = argparse.Namespace(device="cpu", batch_size=8, max_new_tokens=4)
+    args = argparse.Namespace(folder=tmp_path, device="cpu", batch_size=8, max_new_tokens=4)
     monkeypatch.setattr(serve, "fit_together", lambda *_: None)
-    monkeypatch.setattr(serve.Handler, "model", serve.Model(tmp_path, args), raising=False)
+    monkeypatch.setattr(serve.Handler, "model", serve.Model(args), raising=False)
     monkeypatch.setattr(serve.Handler, "token", "the-token", raising=False)
     server = serve.Server(("127.0.0.1", 0), serve.Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -176,9 +181,7 @@ def test_the_address_with_the_token_stores_it_in_a_cookie(ask):
     )
     response, page = ask("GET", "/", headers={"Cookie": cookie.split(";")[0]})
     assert (
-        response.status == 200
-        and "<title>Questions &amp; answers</title>" in page
-        and page.count("<textarea") == 2
+        response.status == 200 and "<title>Questions &amp; answers: " in page and page.count("<textarea") == 2
     )
     assert "default-src 'none'" in response.headers["Content-Security-Policy"] and "<script" not in page
 
@@ -192,6 +195,54 @@ def test_the_page_shows_the_answer_and_keeps_the_texts(ask):
         assert '<span class="error">a field is empty: write a text in each</span>' in page
     _, page = ask("POST", "/", "question=fails&context=b")
     assert '<span class="error">this model cannot: use another</span>' in page
+
+
+def test_an_example_is_answered_at_a_click(ask):
+    _, page = ask("GET", "/")
+    assert '<button name="example" value="0" formnovalidate>&lt;What?&gt; / ABCdef</button>' in page
+    _, page = ask("POST", "/", "question=&context=&example=0")
+    assert ">\n&lt;What?&gt;</textarea>" in page and "<small>75.0%</small></mark>def" in page
+    for body in ("question=&context=&example=7", "question=&context=&example=x"):
+        assert "a field is empty" in ask("POST", "/", body)[1]
+
+
+@pytest.mark.parametrize("module", TASKS.values(), ids=TASKS)
+def test_each_task_has_examples(module):
+    assert module.TASK.examples and {len(row) for row in module.TASK.examples} == {len(module.TASK.inputs)}
+
+
+def test_the_page_says_what_the_model_is_before_a_question(ask, monkeypatch):
+    about = {"base": "klue/bert-base", "data": "a & b", "scores": {"test_f1": 0.98765, "test_f1/PS": 1.0}}
+    config = {"labels": ["0", "1"], "meanings": {"1": "positive"}, "about": about}
+    monkeypatch.setattr(serve.Handler.model, "about", serve.describe(Pairs(), config))
+    _, page = ask("GET", "/")
+    rows = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert rows.pop("Model") == str(serve.Handler.model.name)
+    assert rows == {
+        "Base": "klue/bert-base", "Data": "a &amp; b", "Scores": "f1 0.9877", "Classes": "0, positive (1)",
+    }  # fmt: skip
+    shown = serve.show_answer(("A",), {"label": "1", "probability": 0.5}, config["meanings"])
+    assert shown.startswith("positive (1)<small>50.0%</small>")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"labels": 5}, {"labels": [], "about": [], "meanings": 1}, {"labels": [], "about": {"base": 1}}],
+)
+def test_the_page_of_a_model_that_says_less(config):
+    assert serve.describe(Pairs(), config) == {}
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels", "classes"),
+    [("classify", ["a"], ["a"]), ("ner", ["O", "B-LC", "B-PS", "I-LC", "I-PS"], ["LC", "PS"])],
+)
+def test_what_an_answer_can_name(problem, labels, classes):
+    assert TASKS[problem].TASK.list_classes(labels) == classes
+
+
+def test_a_number_names_no_class():
+    assert TASKS["pair"].TASK.for_problem("regression").list_classes(["score"]) == []
 
 
 def test_requests_of_many_are_answered_together(ask, task):
@@ -231,7 +282,7 @@ def test_requests_of_many_are_answered_together(ask, task):
     ],
 )  # fmt: skip
 def test_how_an_answer_looks(row, answer, shown):
-    found = serve.show_answer(row, answer)
+    found = serve.show_answer(row, answer, {})
     assert found == shown or ("probability" in answer and found.startswith(shown) and "width:99%" in found)
 
 
@@ -240,9 +291,9 @@ def test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer(tmp_path,
     monkeypatch.setattr(serve, "find_task", lambda folder: (Pairs(), {}))
     monkeypatch.setattr(serve, "load_tokenizer", lambda folder: None)
     monkeypatch.setattr(serve, "load_model", lambda task, folder, device: Anything())
-    args = argparse.Namespace(device="cpu", batch_size=8, max_new_tokens=4)
+    args = argparse.Namespace(folder=tmp_path, device="cpu", batch_size=8, max_new_tokens=4)
     monkeypatch.setattr(serve, "fit_together", lambda *_: None)
-    monkeypatch.setattr(serve.Handler, "model", serve.Model(tmp_path, args), raising=False)
+    monkeypatch.setattr(serve.Handler, "model", serve.Model(args), raising=False)
     monkeypatch.setattr(serve.Handler, "token", "the-token", raising=False)
     server = serve.Server(("127.0.0.1", 0), serve.Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -254,11 +305,16 @@ def test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer(tmp_path,
         browser.click("button")
         browser.wait_for("document.querySelector('[name=question]')")
         assert "token" not in browser.evaluate("location.href")
+        assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        browser.evaluate("document.querySelector('[name=example]').focus()")  # by the keyboard alone
+        for kind in ("keyDown", "keyUp"):
+            browser.ask("Input.dispatchKeyEvent", type=kind, key="Enter", text="\r", windowsVirtualKeyCode=13)
+        browser.wait_for("document.querySelector('mark')")
+        assert browser.evaluate("document.querySelector('[name=context]').value") == "ABCdef"
         for name, text in (("question", "Who?"), ("context", "Kim <b>lives</b> in Seoul")):
             browser.evaluate(f"document.querySelector('[name={name}]').value = '{text}'")
         browser.click("button")
-        browser.wait_for("document.querySelector('mark')")
-        assert browser.evaluate("document.querySelector('mark').innerText").startswith("Kim")
+        browser.wait_for("document.querySelector('mark')?.innerText.startsWith('Kim')")
         assert "Kim75.0% <b>lives</b> in Seoul" in browser.evaluate(
             "document.querySelector('.answer').innerText"
         )
@@ -295,6 +351,11 @@ def test_a_real_model_in_a_process_of_its_own(tmp_path):
         )
         answers = json.loads(connection.getresponse().read())
         assert len(answers) == 3 and {"label", "probability"} <= answers[0].keys()
+        connection.request("GET", "/", headers={"Authorization": f"Bearer {token}"})
+        page = connection.getresponse().read().decode()
+        for term, text in (("Model", "run"), ("Base", r"from scratch \(tiny\)"), ("Scores", "accuracy 0.*")):
+            assert re.search(f"<dt>{term}</dt><dd>{text}</dd>", page)
+        assert "<dt>Classes</dt><dd>negative (0), positive (1)</dd>" in page  # NSMC's README says so
         taken = subprocess.run(
             [*hpctrain, "serve", "run", "--port", port], cwd=tmp_path, capture_output=True, text=True
         )

@@ -26,6 +26,8 @@ from hpctrain.nlp.data.tables import read_columns
 from hpctrain.nlp.task import IGNORED, Example, Logits, Task
 from hpctrain.nlp.tasks.problems import MultiLabel, Regression
 
+# NSMC: the names of its files begin so, and its README says what its labels mean.
+NSMC_FILES, NSMC_LABELS = "ratings_", {"0": "negative", "1": "positive"}
 Label = str | tuple[str, ...] | float  # one class; with --problem several classes, or a number
 
 
@@ -138,6 +140,7 @@ class Classify(LabelTask[Document]):
     title = "Text classification"
     formats = "NSMC: tsv with id, document, label; jsonl with text, label"
     fields = ("text", "label")
+    examples = (("어제 봤는데 끝까지 재미있었다. 감동 그 자체 ㅎㅎ",), ("A boring story, a waste of time.",))
 
     def read(
         self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None
@@ -161,6 +164,11 @@ class Classify(LabelTask[Document]):
         if path.suffix.lower() in formats.OBJECTS:
             return formats.read_objects(path, make_from_json, skipped)
         return formats.read_examples(path, make, formats.read_table(path, formats.NSMC_COLUMNS), skipped)
+
+    def explain_labels(self, examples: Sequence[Document]) -> dict[str, str]:
+        """What 0 and 1 mean in NSMC."""
+        is_nsmc = all(Path(example.location).name.startswith(NSMC_FILES) for example in examples)
+        return NSMC_LABELS if is_nsmc and {example.label for example in examples} <= {*NSMC_LABELS} else {}
 
     def make_example(self, texts: Sequence[str], **_: bool) -> Document:
         """A text with the class unknown."""

@@ -153,6 +153,7 @@ class Generate(LanguageModelTask[Passage]):
     title = "Text generation"
     formats = "plain text, one paragraph per line; or NSMC, with a prompt for each label; jsonl with text"
     fields = ("text",)
+    examples = (("저녁이 되자 할아버지는",), ("After the rain",))
 
     def read(
         self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None

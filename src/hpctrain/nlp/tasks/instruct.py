@@ -52,6 +52,7 @@ class Instruct(LanguageModelTask[Conversation]):
         "with instruction, input, output, or with prompt, completion"
     )
     fields = ("messages",)
+    examples = (("바나나의 색은?",), ("돌고래의 집은 어디인가?",))
     other_fields = (
         ("prompt", "completion"),
         ("instruction", "input", "output"),

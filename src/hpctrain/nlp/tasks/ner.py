@@ -67,6 +67,7 @@ class Ner(Task[Sentence]):
         "jsonl with tokens, tags or with text, entities"
     )
     fields = ("tokens", "tags")
+    examples = (("김민수는 서울에 산다.",), ("이순신은 한산도에서 싸웠다.",))
     model = AutoModelForTokenClassification
     pipeline_tag = "token-classification"
     max_length = 256  # the longest sentence of KLUE-NER has 145 characters
@@ -159,6 +160,10 @@ def find_entities(text):
         """O, and B- and I- of each entity type, also if only one of them occurs."""
         types = {entity.type for example in examples for entity in example.entities}
         return ["O", *sorted(f"{prefix}-{type_}" for prefix in "BI" for type_ in types)]
+
+    def list_classes(self, labels: list[str]) -> list[str]:
+        """The entity types."""
+        return [label.removeprefix("B-") for label in labels if label.startswith("B-")]
 
     def collect_settings(self, examples: Sequence[Sentence]) -> dict[str, bool]:
         """Whether the data set tags tokens or characters."""

@@ -50,6 +50,10 @@ class PairClassify(LabelTask[Pair]):
     )
     fields = ("first", "second", "label")
     inputs = ("first", "second")
+    examples = (
+        ("아이가 공원에서 강아지와 놀고 있다.", "아이가 밖에 있다."),
+        ("지수는 시장에서 사과를 샀다.", "지수는 아무것도 사지 않았다."),
+    )
 
     def read(
         self, path: Path, skipped: list[HpctrainError] | None = None, columns: dict[str, str] | None = None

@@ -139,6 +139,10 @@ class Regression:
         """The name of the only output of the model."""
         return ["score"]
 
+    def list_classes(self, labels: list[str]) -> list[str]:
+        """None: an answer is a number."""
+        return []
+
     def make_targets(self, examples: Sequence[Any], labels: list[str]) -> dict[str, ndarray]:
         """Labels [n], NaN where the number is unknown."""
         targets = numpy.array(

@@ -52,6 +52,10 @@ class Qa(Task[Question]):
     model = AutoModelForQuestionAnswering
     pipeline_tag = "question-answering"
     inputs = ("question", "context")
+    examples = tuple(
+        (question, "바다 등대는 1998년 봄에 세워졌다. 등대는 부산 바닷가에 서 있다. 벽은 검은 빛깔이다.")
+        for question in ("바다 등대는 어디에 서 있는가?", "바다 등대는 언제 세워졌는가?")
+    )
     max_length = 384
     stride = 128
     padding: ClassVar[Mapping[str, int]] = {"start": -1, "end": -1}

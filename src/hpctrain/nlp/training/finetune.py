@@ -31,6 +31,7 @@ from hpctrain.distributed.lazy_imports import import_of_lightning
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, panics_as_errors
+from hpctrain.files.redaction import hide_secrets
 from hpctrain.lightning.trainer import JsonStrategy, make_trainer, quiet
 from hpctrain.nlp.batches.features import Features, load_or_make, make_cache_key
 from hpctrain.nlp.batches.sampling import LengthGroupedSampler, make_loader
@@ -439,11 +440,16 @@ def save_result(
     model.config.use_cache = True
     pipeline_tokenizer = task.make_pipeline_tokenizer(tokenizer, model.config.hpctrain["settings"])
     options = {name: _hide_folders(value) for name, value in vars(args).items()}
+    base = options["model"] if args.model else f"from scratch ({options['from_scratch']})"
+    data = options["data"] if args.data else "the sample data of hpctrain"
+    # for the page of `hpctrain serve`
+    model.config.hpctrain["about"] = hide_secrets({"base": base, "data": data, "scores": scores})
+    model.config.hpctrain["meanings"] = task.explain_labels(test)
     card = make_card(
         title=f"{task.title}: {run.folder.name}",
         task=task,
-        base=options["model"] if args.model else f"from scratch ({options['from_scratch']})",
-        data=options["data"] if args.data else "the sample data of hpctrain",
+        base=base,
+        data=data,
         language=formats.find_language(text for example in test for text in task.get_texts(example)),
         scores=scores,
         options=options,

@@ -1,4 +1,4 @@
-"""A fine-tuned model as a web page and a JSON service, for its user alone: `hpctrain serve RUN`.
+"""A fine-tuned model as a web page and a JSON service, for its user alone: `hpctrain serve FOLDER`.
 
 The page needs no script. Programs send the texts of one example, or a list of them, and get the answers of
 `hpctrain predict`:
@@ -28,8 +28,9 @@ from urllib.parse import parse_qs
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
-from hpctrain.nlp.data.formats import SURROGATE
+from hpctrain.nlp.data.formats import SURROGATE, list_names
 from hpctrain.nlp.models.model_folder import describe_error, fit_together, load_tokenizer
+from hpctrain.nlp.task import Task
 from hpctrain.nlp.use.predict import add_answer_options, find_model_folder, find_task, load_model
 from hpctrain.options import Parser
 from hpctrain.servers.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
@@ -45,36 +46,52 @@ PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
+<title>{title}: {name}</title>
 <style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 16px/1.6 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 50rem; }}
-h1 {{ font-size: 1.3rem; }}
+:root {{ color-scheme: light dark; --accent: #0b62a8; --error: #b3450a; --line: #8886; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --accent: #7dbcf0; --error: #ff9d63; }} }}
+body {{ font: 16px/1.6 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 44rem;
+  overflow-wrap: anywhere; }}
+h1 {{ font-size: 1.3rem; margin: .4rem 0; }}
+dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; margin: 0 0 1rem;
+  font-size: .9rem; line-height: 1.4; }}
+dt, .examples {{ opacity: .75; }}
+dd {{ margin: 0; }}
 label {{ display: block; margin-top: .8rem; }}
-textarea {{ box-sizing: border-box; width: 100%; font: inherit; padding: .4rem; }}
-button {{ font: inherit; margin: .8rem 0; padding: .3rem 1.2rem; }}
-.answer {{ border-top: 1px solid #8886; padding-top: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }}
+textarea {{ box-sizing: border-box; width: 100%; font: inherit; line-height: 1.4; padding: .5rem;
+  border: 1px solid var(--line); border-radius: .4rem; }}
+button {{ font: inherit; margin: .6rem 0; padding: .4rem 1.4rem; cursor: pointer; color: Canvas;
+  background: var(--accent); border: 1px solid var(--accent); border-radius: .4rem; }}
+.examples {{ font-size: .9rem; }}
+.examples button {{ display: block; max-width: 100%; margin: .3rem 0; padding: .3rem .7rem; text-align: left;
+  color: inherit; background: none; border-color: var(--line); }}
+:focus-visible {{ outline: 2px solid var(--accent); outline-offset: 2px; }}
+.answer {{ border-left: 3px solid var(--accent); margin: .6rem 0 1rem; padding: .2rem 0 .2rem .8rem;
+  white-space: pre-wrap; }}
 mark {{ color: inherit; background: var(--color, #e69f00);
   background: color-mix(in srgb, var(--color, #e69f00) 40%, transparent);
   border-radius: .2rem; padding: .1rem .2rem; }}
 small {{ opacity: .8; margin-left: .3rem; }}
-.bar {{ display: block; height: .8rem; background: #8883; border-radius: .4rem; overflow: hidden; }}
-.bar span {{ display: block; height: 100%; background: #0072b2; }}
-.error {{ color: #d55e00; }}
+.bar {{ display: block; height: .6rem; background: #8883; border-radius: .3rem; overflow: hidden; }}
+.bar span {{ display: block; height: 100%; background: var(--accent); }}
+.error {{ color: var(--error); }}
 </style>
 <h1>{title}</h1>
-<form method="post" action="/" accept-charset="utf-8">{fields}<button>Answer</button></form>
-{answer}
+<dl>{about}</dl>
+<form method="post" action="/" accept-charset="utf-8">{fields}<button>Answer</button>
+{answer}{examples}</form>
 """
 
 
 class Model:
     """A fine-tuned model that answers the requests of many threads, as many at a time as fit a batch."""
 
-    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         """Load the model. Raises HpctrainError, naming the folder."""
-        device = choose_device(ALONE, args.device)
+        device, folder = choose_device(ALONE, args.device), find_model_folder(args.folder)
         self.task, self._config = find_task(folder)
+        self.name, self.about = str(args.folder), describe(self.task, self._config)
+        self.meanings = read_meanings(self._config)
         self._tokenizer = load_tokenizer(folder)
         self._model = load_model(self.task, folder, device)
         fit_together(self.task, folder, self._model, self._tokenizer)
@@ -173,15 +190,17 @@ class Handler(BaseHTTPRequestHandler):
         names = self.model.task.inputs
         try:
             fields = parse_qs(
-                content.decode(errors="replace"), keep_blank_values=True, max_num_fields=len(names)
+                content.decode(errors="replace"), keep_blank_values=True, max_num_fields=len(names) + 1
             )
         except ValueError:
             fields = {}
         row = tuple(fields.get(name, [""])[0].replace("\r\n", "\n") for name in names)
+        with suppress(KeyError, ValueError, IndexError):
+            row = self.model.task.examples[int(fields["example"][0])]
         try:
             if not all(text.strip() for text in row):
                 raise HpctrainError("a field is empty: write a text in each")
-            shown = show_answer(row, self.model.answer([row])[0])
+            shown = show_answer(row, self.model.answer([row])[0], self.model.meanings)
         except HpctrainError as error:
             shown = f'<span class="error">{html.escape(str(error))}</span>'
         self._send(HTTPStatus.OK, self._page(row, f'<div class="answer">{shown}</div>'))
@@ -221,7 +240,21 @@ class Handler(BaseHTTPRequestHandler):
                 f'<label>{name.capitalize()}<textarea name="{name}" rows="{height}" required>\n'
                 f"{html.escape(text)}</textarea></label>"
             )
-        return PAGE.format(title=html.escape(task.title), fields=fields, answer=answer)
+        examples = ""
+        for number, texts in enumerate(task.examples):
+            shown = " / ".join(text if len(text) <= 40 else f"{text[:38]}…" for text in texts)
+            examples += (
+                f'<button name="example" value="{number}" formnovalidate>{html.escape(shown)}</button>'
+            )
+        about = {"Model": self.model.name} | self.model.about
+        return PAGE.format(
+            title=html.escape(task.title),
+            name=html.escape(self.model.name),
+            about="".join(f"<dt>{term}</dt><dd>{html.escape(text)}</dd>" for term, text in about.items()),
+            fields=fields,
+            answer=answer,
+            examples=examples and f'<div class="examples">Examples:{examples}</div>',
+        )
 
     def _send_error(self, status: HTTPStatus, text: str) -> None:
         self._send(status, json.dumps({"error": text}, ensure_ascii=False) + "\n", "application/json")
@@ -245,7 +278,34 @@ class Handler(BaseHTTPRequestHandler):
         """Log nothing: the address of a request may have the token."""
 
 
-def show_answer(row: tuple[str, ...], answer: dict[str, Any]) -> str:
+def read_meanings(config: dict[str, Any]) -> dict[str, str]:
+    """What the labels of a model mean that do not say it themselves, see Task.explain_labels()."""
+    meanings = config.get("meanings")
+    return {str(k): str(v) for k, v in meanings.items()} if isinstance(meanings, dict) else {}
+
+
+def describe(task: Task[Any], config: dict[str, Any]) -> dict[str, str]:
+    """What the page says about a model: a term and its text. Nothing if config.json does not say it."""
+    found: dict[str, str] = {}
+    with suppress(LookupError, TypeError, ValueError, AttributeError):  # an edited config.json
+        about, meanings = config["about"], read_meanings(config)
+        found |= {"Base": str(about["base"]), "Data": str(about["data"])}
+        if classes := [name_label(label, meanings) for label in task.list_classes(config["labels"])]:
+            found["Classes"] = list_names(classes)
+        found["Scores"] = ", ".join(
+            f"{name.removeprefix('test_').replace('_', ' ')} {value:.4g}"
+            for name, value in about["scores"].items()
+            if "/" not in name and name != "test_loss"
+        )
+    return found
+
+
+def name_label(label: str, meanings: dict[str, str]) -> str:
+    """A label, after its meaning if it does not say that itself."""
+    return f"{meanings[label]} ({label})" if label in meanings else label
+
+
+def show_answer(row: tuple[str, ...], answer: dict[str, Any], meanings: dict[str, str]) -> str:
     """The answer in HTML: entities in the text, the answer in its context, a probability as a bar."""
     if "entities" in answer:
         colors: dict[str, str] = {}
@@ -261,7 +321,9 @@ def show_answer(row: tuple[str, ...], answer: dict[str, Any]) -> str:
         return _mark(row[1], [(answer["start"], answer["start"] + len(answer["answer"]), COLORS[1], score)])
     if "label" in answer:
         width = round(100 * answer["probability"])
-        text = f"{html.escape(answer['label'])}<small>{answer['probability']:.1%}</small>"
+        text = (
+            f"{html.escape(name_label(answer['label'], meanings))}<small>{answer['probability']:.1%}</small>"
+        )
         return f'{text}<span class="bar"><span style="width:{width}%"></span></span>'
     if "labels" in answer:
         found = zip(answer["labels"], answer["probabilities"], strict=True)
@@ -292,7 +354,12 @@ def parser() -> Parser:
         prog="hpctrain serve", description="Show a fine-tuned model as a web page and a JSON service."
     )
     add = options.add_argument
-    add("folder", type=Path, metavar="RUN", help="run folder or model folder, such as runs/nlp.classify/17")
+    add(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="run folder of a fine-tuning, such as runs/nlp.classify/17, or its model/",
+    )
     add(
         "--host",
         help="address to listen on; any but 127.0.0.1 is open to the network "
@@ -310,7 +377,7 @@ def main(world: World, arguments: list[str]) -> None:
             f"serve runs in one process, but the launcher started {world.size}: run it without a launcher"
         )
     args = parser().parse_args(arguments)
-    Handler.model = Model(find_model_folder(args.folder), args)
+    Handler.model = Model(args)
     if (
         args.host is None
         and args.port is None
