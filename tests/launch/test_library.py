@@ -357,6 +357,18 @@ def test_a_flavor_that_an_installation_does_not_have(project, programs):
     assert done.stderr.endswith("HPCTRAIN_FLAVOR is 'cpu': choose one of cu126 cu130-mpich\n"), done
 
 
+def test_each_version_of_pmix_that_srun_offers(programs, tmp_path):
+    """The second one of the list was refused, and the error quoted srun's words between the names."""
+    offered = (
+        "MPI plugin types are...\n\tnone\n\tpmix\nspecific pmix plugin versions available: pmix_v4,pmix_v5"
+    )
+    (tmp_path / "srun").write_text(f"#!/bin/sh\necho '{offered}'\n")
+    (tmp_path / "srun").chmod(0o755)
+    done = dry_run("apptainer_mpi.sh", programs, "--mpi=pmi2", "check")
+    assert "choose one of these: none pmix pmix_v4 pmix_v5" in done.stderr
+    assert dry_run("apptainer_mpi.sh", programs, "--mpi=pmix_v5", "check").returncode == 0
+
+
 def test_a_pmi_without_slurm(programs, tmp_path):
     """The error held the shell's own: srun: command not found."""
     for name in (

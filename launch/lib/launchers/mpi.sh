@@ -15,7 +15,7 @@ print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | 
     [[ $how == @(auto|mpirun) ]] || command -v srun >/dev/null ||
         die "there is no srun on the PATH of $(hostname), which starts the ranks with --mpi=$how:" \
             "run this where Slurm is, or use --mpi=mpirun"
-    offered=$(srun --mpi=list 2>&1 | tr -s '\n\t ' ' ' || true)
+    offered=$(srun --mpi=list 2>&1 | sed 's/^specific .* available://' | tr -s '\n\t, ' ' ' || true)
     if [[ $how == auto ]]; then
         choose_pmi "$library" "$offered"
         how=$REPLY
