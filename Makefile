@@ -110,8 +110,8 @@ print_time = seconds=$$(($$(date +%s) - $(BEGAN))); echo "make $(1) took $$((sec
 
 # On a full disk every test after the first large ones would fail in its own way.
 .room:
-	@free=$$(df -Pk . | awk 'END { print int($$4 / 1000000) }'); [ -e $(SIF) ] || [ "$$free" -ge 25 ] || { \
-	    echo "make: the image, the cluster and the tests need 25 GB on the disk of $(CURDIR), which has" \
+	@free=$$(df -Pk . | awk 'END { print int($$4 / 1000000) }'); [ -e $(SIF) ] || [ "$$free" -ge 20 ] || { \
+	    echo "make: the image, the cluster and the tests need 20 GB on the disk of $(CURDIR), which has" \
 	    "$$free GB free: free some" >&2; exit 1; }
 
 # networks, file systems and small libraries for the tests of hpctrain check; a reader of modulefiles; a browser;

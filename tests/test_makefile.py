@@ -62,5 +62,5 @@ def test_a_disk_that_is_too_small_is_said_with_its_size(toy, tmp_path):
     df.write_text("#!/bin/sh\necho Filesystem Blocks Used Available Use Mounted\necho d 9 9 $FREE 9% /\n")
     df.chmod(0o755)
     small = toy(".room", PATH=f"{df.parent}:{os.environ['PATH']}", FREE="7340032")
-    assert small.returncode and "need 25 GB" in small.stderr and "has 7 GB free" in small.stderr
+    assert small.returncode and "need 20 GB" in small.stderr and "has 7 GB free" in small.stderr
     assert toy(".room", PATH=f"{df.parent}:{os.environ['PATH']}", FREE="25000000").returncode == 0
