@@ -263,7 +263,9 @@ def kill_slurmd(run: Experiment) -> None:
 
 def kill_slurmstepd(run: Experiment) -> None:
     """The keeper of the ranks of one node: they train on, and srun is never told how they end."""
-    run.root("n2", f"pkill -KILL -f '[s]lurmstepd: .{run.job}[.]0'")
+    step = f"[s]lurmstepd: .{run.job}[.][0-9]"
+    if "killed" not in run.root("n2", f"pkill -KILL -f '{step}' && echo killed"):
+        raise RuntimeError("n2 has no slurmstepd of this job")
 
 
 def kill_prted(run: Experiment) -> None:
