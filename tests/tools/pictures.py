@@ -1,5 +1,7 @@
 """docs/serve.png: the pages of the fine-tunings in Chromium, as wide as a telephone; those below are dark.
 
+It needs a font with Hangul, such as fonts-nanum.
+
 for task in classify pair ner qa generate instruct; do .venv/bin/hpctrain nlp.$task --out runs/$task; done
 .venv/bin/python -m tests.tools.pictures runs docs/serve.png
 """

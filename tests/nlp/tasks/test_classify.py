@@ -68,3 +68,12 @@ def test_all_reviews_of_nsmc_are_read():
     assert (len(train), len(test)) == (150_000, 50_000)
     assert (sum(not d.text for d in train), sum(not d.text for d in test)) == (5, 3)
     assert sum(d.label == "1" for d in train) == 74_827
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "known"),
+    [("ratings_test.txt", "1", True), ("reviews.tsv", "1", False), ("ratings_test.txt", "2", False)],
+)
+def test_0_and_1_have_a_meaning_in_nsmc_alone(name, label, known):
+    example = Document("1", "text", label, location=f"nsmc/{name}, line 2")
+    assert ("1" in TASK.explain_labels([example])) == known
