@@ -253,8 +253,8 @@ export_job_env() {
     [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
 }
 
-# refuse_copies: die if mpirun has started this script several times. Its variables alone do not say so: the jobs
-# that a rank submits have them, too.
+# refuse_copies: die if mpirun has started this script several times. Its variables alone do not say so: the
+# jobs that a rank submits have them, too.
 refuse_copies() {
     local parent='' size=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-1}} rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
     read -r parent <"/proc/$PPID/comm" || true
