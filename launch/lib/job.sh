@@ -24,7 +24,7 @@ read_slurm_job() {
     local spread folder timeout
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         JOB=$SLURM_JOB_ID
-        check_numbers SLURM_RESTART_COUNT SLURM_GPUS_ON_NODE
+        check_numbers SLURM_GPUS_ON_NODE
         if is_in_step; then
             # The srun of each task would wait for the others until the time limit.
             if [[ ${SLURM_STEP_NUM_TASKS:-1} != 1 ]]; then
@@ -137,6 +137,7 @@ check_cpus() {
 
 # A PBS job. PBS_NODEFILE names each host once per slot (mpiprocs of the select line).
 read_pbs_job() {
+    local slots
     if [[ -n ${PBS_NODEFILE:-} ]]; then
         # PBS starts it in the home. In the shell of qsub -I the user is where he wants to be.
         [[ ${PBS_ENVIRONMENT:-} != PBS_BATCH ]] || cd "${PBS_O_WORKDIR:?}" 2>/dev/null ||
@@ -148,11 +149,11 @@ read_pbs_job() {
         JOB=${PBS_JOBID%%.*}
         mapfile -t HOSTS < <(awk '!seen[$1]++ { print $1 }' "$PBS_NODEFILE")
         ((${#HOSTS[@]})) || die "$PBS_NODEFILE, the PBS_NODEFILE of this job, names no nodes: submit it again"
-        TASKS=$(grep -c . "$PBS_NODEFILE")
-        ((TASKS % ${#HOSTS[@]} == 0)) ||
-            die "PBS gave $(counted ${#HOSTS[@]} node) $(counted "$TASKS" slot), not the same number each:" \
-                "give select=N:mpiprocs=M (or nodes=N:ppn=M)"
-        TASKS=$((TASKS / ${#HOSTS[@]}))
+        mapfile -t slots < <(sort "$PBS_NODEFILE" | uniq -c | awk '{ print $1 }' | sort -u)
+        ((${#slots[@]} == 1)) ||
+            die "PBS gave $(counted ${#HOSTS[@]} node) $(grep -c . "$PBS_NODEFILE") slots," \
+                "not the same number each: give select=N:mpiprocs=M (or nodes=N:ppn=M)"
+        TASKS=${slots[0]}
     elif [[ -n ${OPTION[dry-run]:-} ]]; then
         fake_allocation PBS select mpiprocs
     else
@@ -220,8 +221,7 @@ visible_gpus() {
 export_job_env() {
     local number port
     NODES=${#HOSTS[@]}
-    check_numbers HPCTRAIN_RESTARTS
-    refuse_copies
+    check_numbers HPCTRAIN_RESTARTS SLURM_RESTART_COUNT
     [[ $JOB =~ ^[][A-Za-z0-9_-]+$ ]] ||
         die "'$JOB' is not the number of a job:" \
             "unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
@@ -255,8 +255,8 @@ export_job_env() {
     [[ -n ${NCCL_NET-unset} ]] || unset NCCL_NET
 }
 
-# refuse_copies: die if mpirun has started this script several times. Its variables alone do not say so: the jobs
-# that a rank submits have them, too.
+# refuse_copies: die if mpirun has started this script several times. Its variables alone do not say so: the
+# jobs that a rank submits have them, too.
 refuse_copies() {
     local parent='' size=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-1}} rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
     read -r parent <"/proc/$PPID/comm" || true

@@ -112,6 +112,7 @@ parse_options() {
         shift
     done
     ARGUMENTS=("$@")
+    refuse_copies
 }
 
 # parse_option WORD: write its value to OPTION

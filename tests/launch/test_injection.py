@@ -232,7 +232,7 @@ NAMES = [
     "SLURM_JOB_NODELIST", "SLURM_CLUSTER_NAME", "PBS_JOBID", "NCPUS", "CC_CLUSTER", "NERSC_HOST", "SIF_COPY",
     "CDPATH",
 ]  # fmt: skip
-NUMBERS = ["SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT"]
+NUMBERS = ["SLURM_TASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT"]
 
 
 @examples(20)
@@ -243,6 +243,7 @@ NUMBERS = ["SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE",
 )
 @example("local.sh", "HPCTRAIN_TASKS", "18446744073709551616")
 @example("apptainer_ddp.sh", "SLURM_JOB_ID", "1 --all")
+@example("pbs_ddp.sh", "SLURM_RESTART_COUNT", "HOME[$(touch canary)]")
 def test_a_variable_is_taken_as_it_is_or_refused_in_one_line(script, name, value):
     with a_shell() as run:
         (run.top / "nodes").write_text("n1\n")

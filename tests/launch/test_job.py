@@ -203,6 +203,17 @@ def test_the_shell_of_srun_shares_its_cpus_with_the_ranks(shell):
     assert " --overlap " not in start(shell, "apptainer_ddp.sh --dry-run")
 
 
+@pytest.mark.parametrize("nodes", ["n1 n1 n1 n2", "n1 n1 n2"])
+def test_nodes_of_pbs_with_unlike_numbers_of_slots_are_refused(shell, nodes):
+    """Of 3 and 1 slots, mpirun said something about its ppr and the topology."""
+    (shell.top / "nodes").write_text("".join(f"{node}\n" for node in nodes.split()))
+    pbs = {"PBS_JOBID": "17", "PBS_NODEFILE": f"{shell.top}/nodes"}
+    done = shell(LAUNCH / "pbs_ddp.sh", "check", **pbs)
+    slots = len(nodes.split())
+    message = f"hpctrain: error: PBS gave 2 nodes {slots} slots, not the same number each: give select=N:"
+    assert done.returncode == 2 and done.stderr.startswith(message), done.stderr
+
+
 def test_a_script_that_mpirun_starts_several_times_is_refused(shell):
     """Each copy trained alone. A job that a rank of mpirun submits has its variables, too."""
     put(shell, mpirun='"$@"; exit $?')
@@ -213,6 +224,8 @@ def test_a_script_that_mpirun_starts_several_times_is_refused(shell):
     other = shell("mpirun", LAUNCH / "apptainer_ddp.sh", "check", **rank | {"OMPI_COMM_WORLD_RANK": "1"})
     assert (other.returncode, other.stdout, other.stderr) == (0, "", "")
     start(shell, "apptainer_ddp.sh", **rank)
+    pbs = shell("mpirun", LAUNCH / "pbs_ddp.sh", **rank | {"OMPI_COMM_WORLD_RANK": "1"})
+    assert (pbs.returncode, pbs.stderr) == (0, "")  # on another node than the first one
 
 
 def test_ranks_that_mpi_does_not_join_do_not_start(shell):
