@@ -232,6 +232,7 @@ write_etc() {
 
     rm -rf "$state/etc/slurm"
     cp -r "$here/slurm" "$state/etc/slurm"
+    chmod -R a+rX "$state/etc/slurm" # a clone that was made with umask 077 is for its owner alone
     : >"$state/etc/slurm/gres.conf"
     if ((GPUS > 0)); then
         gres="Gres=gpu:$GPUS"

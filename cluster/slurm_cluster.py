@@ -265,8 +265,9 @@ class Cluster:
             capture_output=True,
             check=True,
         ).stdout
-        home = self.state / "home" / user
-        (home / "hpctrain.tar").write_bytes(archive)
+        packed = self.state / "home" / user / "hpctrain.tar"
+        packed.write_bytes(archive)
+        packed.chmod(0o644)  # the umask may be 077
         unpack = "mkdir -p hpctrain && tar -xf hpctrain.tar -C hpctrain && rm -f hpctrain.tar"
         link = "for image in /project/*.sif; do ln -sfn $image hpctrain/; done"
         self.exec("login", "sh", "-c", f"{unpack} && {link}", user=user)

@@ -2,12 +2,14 @@
 
 import functools
 import os
+import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from slurm_cluster import CLUSTER_SH, REPOSITORY, Cluster, bare_binds, missing, project_files
+from slurm_cluster import BUILD, CLUSTER_SH, REPOSITORY, Cluster, bare_binds, missing, project_files
 
 from tests.helpers import BARE_PYTHON
 
@@ -384,6 +386,26 @@ def test_two_clusters_run_side_by_side(cluster):
         assert cluster.exec("n1", "ls", "/project").stdout == ""
     assert not processes(other.state)
     assert node_states(cluster)
+
+
+@needs_cluster
+def test_a_clone_for_its_owner_alone_below_a_path_with_a_space(tmp_path):
+    """With umask 077, Slurm could not read its configuration, and alice not the project."""
+    clone = tmp_path / "a b/hpctrain"
+    shutil.copytree(REPOSITORY / "cluster", clone / "cluster")
+    shutil.copy(REPOSITORY / ".gitignore", clone)
+    subprocess.run(["chmod", "-R", "go=", tmp_path / "a b"], check=True)
+    program = """
+from slurm_cluster import Cluster
+with Cluster(nodes=1) as cluster:
+    cluster.install("alice")
+    print(cluster.exec("login", "srun", "ls", "hpctrain/cluster/demo.py", user="alice").stdout)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=clone / "cluster", umask=0o077, capture_output=True, text=True,
+        env=os.environ | {"CLUSTER_ROOTFS": os.environ.get("CLUSTER_ROOTFS", f"{BUILD / 'rootfs'}")},
+    )  # fmt: skip
+    assert done.stdout.strip() == "hpctrain/cluster/demo.py", done.stderr
 
 
 @needs_cluster

@@ -60,7 +60,7 @@ def evaluation_batches_by_length(
 ) -> Iterator[Tensor]:
     """The examples that a rank evaluates, longest first.
 
-    Every example is on exactly one rank: none is repeated or left out. A rank may have none, and then no batch.
+    Every example is on exactly one rank: none is repeated or left out. A rank without examples has no batch.
 
     `batch_size` is that of this rank. The ranks take turns, so that their token counts hardly differ.
     """
