@@ -47,7 +47,7 @@ MAIN_ROAD = {
     ],
     "`make verify` compares": ["containers/test_record.py::test_the_image_is_as_its_record_says"],
     "sbatch launch/apptainer_ddp.sh": ["docs/test_readme.py::test_on_the_cluster[README.md]"],
-    "`check.sh` checks nodes": ["launch/test_launch.py::test_check_and_then_the_run_in_one_job"],
+    "`check.sh` checks every rank": ["launch/test_launch.py::test_check_and_then_the_run_in_one_job"],
     "`--dry-run` prints the commands": ["launch/test_launch.py::test_what_a_dry_run_prints_can_be_run"],
     "| `apptainer_ddp.sh` |": [MATRIX[0]],
     "| `apptainer_torchrun.sh` |": [MATRIX[1]],

@@ -475,6 +475,7 @@ GPU = {
     "node_rank": 0,
     "local_rank": 0,
     "local_size": 1,
+    "others_gpus": [],
     "host": "n1",
     "launcher": "none",
     "device": "cuda:0 H100",

@@ -147,10 +147,10 @@ def test_several_classes_are_learned_and_a_pipeline_gives_the_answers(many, colo
         )
     card = (many / "model/README.md").read_text()
     assert "| test_f1_macro | 1.0000 |" in card
-    assert serve.show_answer(("a",), {"labels": ["물", "<b>"], "probabilities": [0.9, 0.6]}).startswith(
+    assert serve.show_answer(("a",), {"labels": ["물", "<b>"], "probabilities": [0.9, 0.6]}, {}).startswith(
         "물<small>90.0%</small>\n&lt;b"
     )
-    assert "no class" in serve.show_answer(("a",), {"labels": [], "probabilities": []})
+    assert "no class" in serve.show_answer(("a",), {"labels": [], "probabilities": []}, {})
 
 
 def test_numbers_are_learned_and_a_pipeline_gives_them(number, similar, capfd):
@@ -168,7 +168,7 @@ def test_numbers_are_learned_and_a_pipeline_gives_them(number, similar, capfd):
         [{"text": row.first, "text_pair": row.second} for row in rows]
     )
     assert [each["score"] for each in found] == pytest.approx(answers, abs=1e-4)
-    assert serve.show_answer(("a", "b"), {"score": 3.25}) == "3.25"
+    assert serve.show_answer(("a", "b"), {"score": 3.25}, {}) == "3.25"
 
 
 def test_models_are_trained_further_and_tested_again(many, number, colors, similar, tmp_path):
