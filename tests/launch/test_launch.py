@@ -930,7 +930,7 @@ def test_shifter(cluster):
     record = folder(cluster, "shifter.record").read_text().splitlines()
     assert len(record) == 2
     assert set(record) == {
-        "shifter '--image=id:0123456789abcdef' '--module=gpu,nccl-plugin' "
+        "shifter '--image=id:0123456789abcdef' '--module=gpu,nccl-plugin' '--env=TMPDIR=/tmp' "
         "'--env=MALLOC_MMAP_THRESHOLD_=33554432' "
         "'--env=MALLOC_TRIM_THRESHOLD_=536870912' 'python' '-m' 'hpctrain' "
         f"'train_ddp' '{FEW}' '--epochs' '1'"

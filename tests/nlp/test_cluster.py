@@ -122,7 +122,7 @@ def instruct_words(cluster):
         "--max-length",
         "64",
     ]
-    return ["nlp.instruct", "--model", "qwen3", *options]
+    return ["nlp.instruct", "--model", "./qwen3", *options]
 
 
 @pytest.mark.parametrize(
