@@ -890,10 +890,10 @@ def test_half_of_a_job_ends_with_one_line(programs, tmp_path, script, env, messa
     ), done.stderr
 
 
-def spooled(tmp_path, script="local.sh"):
+def spooled(tmp_path):
     """The copy that Slurm runs, with no other files beside it."""
     (tmp_path / "spool").mkdir(exist_ok=True)
-    return shutil.copy(REPOSITORY / "launch" / script, tmp_path / "spool/slurm_script")
+    return shutil.copy(REPOSITORY / "launch/local.sh", tmp_path / "spool/slurm_script")
 
 
 def test_a_job_submitted_from_another_folder_names_what_is_missing(programs, tmp_path):
