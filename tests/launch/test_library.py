@@ -436,21 +436,16 @@ def test_a_launcher_or_shell_script_as_the_program_is_one_line_of_advice(program
     assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {message}\n")
 
 
+TORCHRUN = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--standalone", "--no-python", "sh", "-c"]
+
+
 @pytest.mark.parametrize(
     ("fault", "how"), [("exit 3", "ended with status 3"), ("kill -9 $$$$", "was killed by signal 9")]
 )
 def test_torchrun_says_in_one_line_which_rank_failed(fault, how):
     """It ended with a traceback of its own, in which the error of the rank was hard to find."""
-    torchrun = [
-        sys.executable,
-        REPOSITORY / "launch/lib/torchrun.py",
-        "--standalone",
-        "--no-python",
-        "sh",
-        "-c",
-    ]
     done = subprocess.run(
-        [*torchrun, f"echo my error >&2; {fault}"], env=BARE, capture_output=True, text=True, timeout=300
+        [*TORCHRUN, f"echo my error >&2; {fault}"], env=BARE, capture_output=True, text=True, timeout=300
     )
     first, *log, last = done.stderr.splitlines()
     assert (done.returncode, first) == (1, "my error") and not any("Traceback" in line for line in log), (
@@ -462,16 +457,8 @@ def test_torchrun_says_in_one_line_which_rank_failed(fault, how):
 
 
 def test_torchrun_that_is_ended_says_so_in_one_line():
-    torchrun = [
-        sys.executable,
-        REPOSITORY / "launch/lib/torchrun.py",
-        "--standalone",
-        "--no-python",
-        "sh",
-        "-c",
-    ]
     done = subprocess.run(
-        [*torchrun, "kill -TERM $PPID; exec sleep 60"], env=BARE, capture_output=True, text=True, timeout=300
+        [*TORCHRUN, "kill -TERM $PPID; exec sleep 60"], env=BARE, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert re.fullmatch(r"hpctrain: torchrun on \S+ was ended by signal 15", done.stderr.splitlines()[-1])
