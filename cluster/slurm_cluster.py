@@ -98,8 +98,8 @@ class Cluster:
     """A login node and compute nodes n1, n2, ... which run until the `with` block or this process ends.
 
     `state` is the state folder (home/, project/, log/), which is kept; by default it is a temporary one.
-    `cpus`, `mem` (in MB) and `gpus` are what each node reports to Slurm, and `mpi` is the default of `srun
-    --mpi`. `binds` maps files and folders of the host to the path at which all nodes mount them.
+    `gpus` is what each node reports to Slurm. `binds` maps files and folders of the host to the path at which
+    all nodes mount them.
     """
 
     def __init__(
@@ -107,10 +107,7 @@ class Cluster:
         nodes: int = 2,
         *,
         state: Path | None = None,
-        cpus: int = 8,
-        mem: int = 16000,
         gpus: int = 0,
-        mpi: str = "none",
         binds: Mapping[str | Path, str | Path] | None = None,
     ) -> None:
         self.nodes = nodes
@@ -124,10 +121,7 @@ class Cluster:
         self._env = {
             **os.environ,
             "CLUSTER": str(self.state),
-            "CLUSTER_CPUS": str(cpus),
-            "CLUSTER_MEM": str(mem),
             "CLUSTER_GPUS": str(gpus),
-            "CLUSTER_MPI": mpi,
             "CLUSTER_BIND": "\n".join(f"{source}={target}" for source, target in self._binds.items()),
             "CLUSTER_OWNER_PID": str(os.getpid()),
         }

@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--no-skip", action="store_true", help="treat a skipped test as a failure, as .ci/run does"
     )
     parser.addoption(
-        "--write-table", action="store_true", help="let test_matrix.py write its results into README.md"
+        "--write-table", action="store_true", help="let tests write their tables of docs/reference"
     )
 
 

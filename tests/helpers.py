@@ -187,6 +187,12 @@ def ask_socket(path, target, **headers):
     return response.status, response.headers, response.read().decode()
 
 
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return str(listener.getsockname()[1])
+
+
 def listening_ports(pid):
     sockets = {path.readlink().name for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
     lines = [

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,7 @@ from slurm_cluster import REPOSITORY
 
 from hpctrain.commands.add import failed_import
 from hpctrain.distributed.python import SAFE_PYTHON
-from tests.helpers import BARE_PYTHON
+from tests.helpers import BARE_PYTHON, free_port
 from tests.tools import warm_start
 
 # Unpickled, it creates the file `executed`; every test of pickles looks for that file.
@@ -25,12 +24,6 @@ class Evil:
     def __reduce__(self):
         return open, ("executed", "w")
 """
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return str(listener.getsockname()[1])
 
 
 def start_ranks(cwd, *codes, command=(), **env):

@@ -148,7 +148,6 @@ def test_invalid_use_is_one_line(tmp_path, words, message):
 
 
 def test_without_slurm_it_is_one_line(tmp_path):
-    """The shell said: sbatch: command not found."""
     for name in ("bash", "ls", "hostname"):
         (tmp_path / name).symlink_to(shutil.which(name))
     words = [SCRIPT, "runs/none", "1", "4", "launch/local.sh", "train_ddp"]

@@ -139,7 +139,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user"
 @needs_root
 @pytest.mark.parametrize("target", ["sif", "sif-from-def", "reproduce"])
 def test_a_user_without_apptainer_is_told_so_first(project, path, target):
-    """It said "build_rootfs.sh: needs root", for a sif after the whole image."""
     done = run(project, *NOBODY, "make", target, PATH=str(path))
     assert done.returncode != 0 and done.stdout.splitlines()[0].startswith(
         "make: apptainer and singularity are not installed here; install one"

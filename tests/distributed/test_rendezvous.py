@@ -13,6 +13,7 @@ from hpctrain.distributed import rendezvous
 from hpctrain.distributed.rendezvous import seal, verify
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
+from tests.helpers import free_port
 
 
 def start_ranks(ranks, *, size=2, seconds=10, late=None, **env):
@@ -58,12 +59,6 @@ main.main()
         process.kill()
         process.wait()
     return done
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return str(listener.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -318,7 +318,6 @@ def test_folders_in_the_way_of_apptainer_or_of_path(programs, name, value, messa
     ],
 )
 def test_an_image_that_is_not_there(project, programs, env, message):
-    """Each said: run make sif."""
     shutil.copytree(REPOSITORY / "containers/locks", project / "containers/locks")
     own = {
         "HPCTRAIN_ROOT": str(project),
@@ -427,7 +426,6 @@ def test_jupyter_starts_no_trainer(programs):
     ],
 )
 def test_a_launcher_or_shell_script_as_the_program_is_one_line_of_advice(programs, words, instead):
-    """It was "there is no command 'torchrun'", with a list of all commands."""
     done = dry_run("apptainer_torchrun.sh", programs, *shlex.split(words))
     name = words.split()[0]
     message = (
@@ -436,21 +434,15 @@ def test_a_launcher_or_shell_script_as_the_program_is_one_line_of_advice(program
     assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {message}\n")
 
 
+TORCHRUN = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--standalone", "--no-python", "sh", "-c"]
+
+
 @pytest.mark.parametrize(
     ("fault", "how"), [("exit 3", "ended with status 3"), ("kill -9 $$$$", "was killed by signal 9")]
 )
 def test_torchrun_says_in_one_line_which_rank_failed(fault, how):
-    """It ended with a traceback of its own, in which the error of the rank was hard to find."""
-    torchrun = [
-        sys.executable,
-        REPOSITORY / "launch/lib/torchrun.py",
-        "--standalone",
-        "--no-python",
-        "sh",
-        "-c",
-    ]
     done = subprocess.run(
-        [*torchrun, f"echo my error >&2; {fault}"], env=BARE, capture_output=True, text=True, timeout=300
+        [*TORCHRUN, f"echo my error >&2; {fault}"], env=BARE, capture_output=True, text=True, timeout=300
     )
     first, *log, last = done.stderr.splitlines()
     assert (done.returncode, first) == (1, "my error") and not any("Traceback" in line for line in log), (
@@ -462,16 +454,8 @@ def test_torchrun_says_in_one_line_which_rank_failed(fault, how):
 
 
 def test_torchrun_that_is_ended_says_so_in_one_line():
-    torchrun = [
-        sys.executable,
-        REPOSITORY / "launch/lib/torchrun.py",
-        "--standalone",
-        "--no-python",
-        "sh",
-        "-c",
-    ]
     done = subprocess.run(
-        [*torchrun, "kill -TERM $PPID; exec sleep 60"], env=BARE, capture_output=True, text=True, timeout=300
+        [*TORCHRUN, "kill -TERM $PPID; exec sleep 60"], env=BARE, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert re.fullmatch(r"hpctrain: torchrun on \S+ was ended by signal 15", done.stderr.splitlines()[-1])
@@ -890,14 +874,13 @@ def test_half_of_a_job_ends_with_one_line(programs, tmp_path, script, env, messa
     ), done.stderr
 
 
-def spooled(tmp_path, script="local.sh"):
+def spooled(tmp_path):
     """The copy that Slurm runs, with no other files beside it."""
     (tmp_path / "spool").mkdir(exist_ok=True)
-    return shutil.copy(REPOSITORY / "launch" / script, tmp_path / "spool/slurm_script")
+    return shutil.copy(REPOSITORY / "launch/local.sh", tmp_path / "spool/slurm_script")
 
 
 def test_a_job_submitted_from_another_folder_names_what_is_missing(programs, tmp_path):
-    """It said: or export HPCTRAIN_ROOT, which a new user exported without a value."""
     put_squeue(tmp_path)  # the script came from the standard input of sbatch
     wrong = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
     for root in ("", f"{tmp_path}/\x1b[2J\n"):
@@ -998,7 +981,7 @@ def test_a_launcher_by_its_module_is_refused(programs, module):
 
 
 def test_a_script_runs_by_its_name_alone_in_its_own_folder():
-    """$0 has no slash then. It said: submit from the hpctrain folder."""
+    """$0 has no slash then."""
     command = ["bash", "local.sh", "--help"]
     done = subprocess.run(command, cwd=REPOSITORY / "launch", env=BARE, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("Run a trainer"), done.stderr
@@ -1040,7 +1023,6 @@ def test_what_belongs_to_the_host_does_not_enter_an_image(tmp_path):
 
 
 def test_another_torch_in_pythonpath_is_named(tmp_path):
-    """The ranks ended with a traceback of its import."""
     for folder in ("mine/torch", "other/data/torch"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "mine/torch/__init__.py").touch()

@@ -136,10 +136,7 @@ def test_a_variable_that_is_not_exported_wins_too(launch):
     "scratch", [{}, {"SCRATCH": ""}, {"SCRATCH": "/scratch/alice"}], ids=["unset", "empty", "set"]
 )
 def test_a_missing_key_gets_the_generic_value(launch, scratch):
-    """A file of one line is a site.
-
-    It used to need a last line that sources generic.env, or jobs died for HPCTRAIN_FLAVOR.
-    """
+    """A file of one line is a site."""
     (launch / "sites/mine.env").write_text("NCCL_SOCKET_IFNAME=eth1")
     done, env = source(launch, "mine", env=scratch)
     assert done.returncode == 0, done.stderr
@@ -226,7 +223,6 @@ def test_a_site_that_does_not_exist(launch, name):
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help(launch, option):
-    """It was taken for the name of a site."""
     sourced, _ = source(launch, option, then='echo "${HPCTRAIN_SITE-unset}"', shell=("bash", "-euc"))
     started = subprocess.run([launch / "site.sh", option], env=BARE, capture_output=True, text=True)
     assert (

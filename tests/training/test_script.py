@@ -46,8 +46,8 @@ class Points:
         return torch.full((4,), float(index % 2)) + torch.randn(4), index % 2
 
 
-def make_net(width=2):
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, width))
+def make_net():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
 
 
 def open_run(folder, **options):

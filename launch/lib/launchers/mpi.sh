@@ -1,6 +1,5 @@
 # MPI: srun with a PMI, or the host's mpirun.
 # shellcheck shell=bash
-# shellcheck disable=SC2034 # the variables in capitals are read by main.sh
 
 # launch_with_mpi HOW: mpirun, or srun with that PMI; "auto" or nothing: the PMI of the image's MPI library
 launch_with_mpi() {

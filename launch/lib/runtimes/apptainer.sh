@@ -1,6 +1,5 @@
 # Apptainer, or Singularity.
 # shellcheck shell=bash
-# shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
 apptainer_command() {
     local program bind

@@ -1,16 +1,15 @@
 """The MPI library of ranks that their launcher starts as an MPI program."""
 
 import os
-from collections.abc import Mapping
 from types import ModuleType
 
 from hpctrain.distributed.world import World
 
 
-def mpi_library(world: World, env: Mapping[str, str] = os.environ) -> ModuleType | None:
+def mpi_library(world: World) -> ModuleType | None:
     """mpi4py.MPI, not yet initialized; None if the launcher starts no MPI programs, or mpi4py is missing."""
-    srun_offers_pmi = world.launcher == "slurm" and ("PMIX_RANK" in env or "PMI_RANK" in env)
-    if "HPCTRAIN_WORLD_SIZE" in env and "HPCTRAIN_MPI_LIBRARY" not in env:
+    srun_offers_pmi = world.launcher == "slurm" and ("PMIX_RANK" in os.environ or "PMI_RANK" in os.environ)
+    if "HPCTRAIN_WORLD_SIZE" in os.environ and "HPCTRAIN_MPI_LIBRARY" not in os.environ:
         # The launch script does not use MPI. With a default PMI in slurm.conf, every srun offers one.
         return None
     if world.launcher not in ("openmpi", "mpich") and not srun_offers_pmi:

@@ -156,12 +156,12 @@ def test_wrong_ranks_per_node(tmp_path):
     ]
 
 
-def placed(*places, launcher="openmpi", nodes=2):
+def placed(*places, nodes=2):
     """Reports of ranks at (host, local rank, node rank, GPU)."""
     return [
         {
             "rank": number,
-            "launcher": launcher,
+            "launcher": "openmpi",
             "nodes": nodes,
             "host": host,
             "local_rank": local,

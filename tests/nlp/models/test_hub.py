@@ -21,7 +21,7 @@ import pytest
 import transformers
 from huggingface_hub import ModelCard, constants
 
-from hpctrain.distributed.world import World
+from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.models.hub import find_model, resolve_data, resolve_model
 from hpctrain.nlp.models.model_folder import load_tokenizer, save_model
@@ -29,7 +29,6 @@ from hpctrain.nlp.models.scratch import create_model
 from hpctrain.vision.data import load_mnist
 from tests.nlp.helpers import TEXTS, digests
 
-ALONE = World(0, 1, 0, 1, 0, 1, "single")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "beomi/kcbert-base"
 # Files that repositories on the hub have and hpctrain does not need.

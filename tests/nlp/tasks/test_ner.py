@@ -71,13 +71,13 @@ def wordpiece(vocabulary=(), texts=(), size=30_000, **normalizer):
     return wrapped(backend)
 
 
-def byte_level(texts, size=8_000, **options):
+def byte_level(texts, **options):
     """A tokenizer like GPT-2's: byte-level BPE, without special tokens around a text."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(**{"add_prefix_space": False, **options})
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=alphabet, special_tokens=["<pad>"], show_progress=False
+        vocab_size=8_000, initial_alphabet=alphabet, special_tokens=["<pad>"], show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
     return wrapped(backend, {"pad_token": "<pad>"}, ["input_ids", "attention_mask"])
@@ -123,10 +123,10 @@ def column(made, name, feature=0):
     return made.tokens[name][made.starts[feature] : made.starts[feature + 1]].tolist()
 
 
-def format_feature(tokenizer, made, labels, feature=0):
-    """A feature as "서:B-LC ##울:I-LC ##에:O ##서:O"; a label that the loss ignores is empty."""
-    pieces = tokenizer.convert_ids_to_tokens(column(made, "input_ids", feature))
-    tags = ["" if label == IGNORED else labels[label] for label in column(made, "labels", feature)]
+def format_feature(tokenizer, made, labels):
+    """The first feature as "서:B-LC ##울:I-LC ##에:O ##서:O"; a label that the loss ignores is empty."""
+    pieces = tokenizer.convert_ids_to_tokens(column(made, "input_ids"))
+    tags = ["" if label == IGNORED else labels[label] for label in column(made, "labels")]
     return " ".join(f"{piece}:{tag}" for piece, tag in zip(pieces, tags, strict=True))
 
 

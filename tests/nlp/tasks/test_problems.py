@@ -17,18 +17,11 @@ from hpctrain.nlp.data import formats
 from hpctrain.nlp.tasks import classify, pair
 from hpctrain.nlp.training.options import parse_options
 from hpctrain.nlp.use import serve
-from tests.nlp.helpers import NO_DROPOUT, SHAPE, metrics, result, run_predict, scores, train
+from tests.nlp.helpers import metrics, result, run_predict, scores, train
 from tests.tools import warm_start
 
 MANY, NUMBER = classify.TASK.for_problem("multi-label"), pair.TASK.for_problem("regression")
 COLORS = {"하늘": "파랑", "바다": "파랑,물", "눈": "하양,물", "숲": "초록", "돌": ""}
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("config") / "config.json"
-    path.write_text(json.dumps({"model_type": "bert"} | SHAPE | NO_DROPOUT))
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -45,9 +45,10 @@ def make_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=list(names), **names_of)
 
 
-def question(context, answer, start=None, text="무엇?"):
-    at = context.index(answer) if start is None else start
-    return Question("q", "글", context, text, [Answer(answer, at)], location="file, question q")
+def question(context, answer, text="무엇?"):
+    return Question(
+        "q", "글", context, text, [Answer(answer, context.index(answer))], location="file, question q"
+    )
 
 
 def make_numbered(words):

@@ -39,8 +39,6 @@ from hpctrain.nlp.training.options import parse_options
 from hpctrain.nlp.use import predict
 from hpctrain.run.reader import summarize
 from tests.nlp.helpers import (
-    NO_DROPOUT,
-    SHAPE,
     TASKS,
     metrics,
     name_labels,
@@ -50,13 +48,6 @@ from tests.nlp.helpers import (
     train,
     validations,
 )
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("config") / "config.json"
-    path.write_text(json.dumps({"model_type": "bert"} | SHAPE | NO_DROPOUT))
-    return path
 
 
 @pytest.fixture(scope="module")

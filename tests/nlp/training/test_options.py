@@ -1,6 +1,5 @@
 """Options of a fine-tuning: which are refused; --patience, --eval-every and --class-weights in training."""
 
-import json
 import os
 import shutil
 from types import SimpleNamespace
@@ -21,16 +20,8 @@ from hpctrain.nlp.tasks import classify, ner, pair
 from hpctrain.nlp.training import finetune
 from hpctrain.nlp.training.lightning_module import compute_weighted_loss
 from hpctrain.nlp.training.options import parse_options
-from tests.nlp.helpers import NO_DROPOUT, SHAPE, metrics, result, run_predict, scores, train, validations
+from tests.nlp.helpers import metrics, result, run_predict, scores, train, validations
 from tests.tools import warm_start
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("config") / "config.json"
-    path.write_text(json.dumps({"model_type": "bert"} | SHAPE | NO_DROPOUT))
-    return path
-
 
 # --- --class-weights ---
 

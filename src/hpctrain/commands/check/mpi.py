@@ -6,7 +6,7 @@ An MPI library with another PMI than the launcher's aborts, hangs, or gives ever
 import os
 import select
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -15,11 +15,11 @@ from hpctrain.distributed.rendezvous import JOIN_TIMEOUT
 from hpctrain.distributed.world import World
 
 
-def mpi_problems(world: World, mpi: ModuleType, env: Mapping[str, str] = os.environ) -> Iterator[str]:
+def mpi_problems(world: World, mpi: ModuleType) -> Iterator[str]:
     """Compare MPI's world with the launcher's, then test a ring and a sum over MPI. A collective call."""
     if world.launcher == "slurm":
-        offered = "pmix" if "PMIX_RANK" in env else "pmi2"
-        launcher = f"srun --mpi={env.get('SLURM_MPI_TYPE') or offered}"
+        offered = "pmix" if "PMIX_RANK" in os.environ else "pmi2"
+        launcher = f"srun --mpi={os.environ.get('SLURM_MPI_TYPE') or offered}"
         advice = (
             "use a --mpi= that both support (srun --mpi=list; Open MPI needs pmix, MPICH pmi2), or mpirun"
         )

@@ -95,9 +95,9 @@ class Network:
     unintended: bool = False
 
 
-def predict_network(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Network:
+def predict_network(root: Path = Path("/")) -> Network:
     """The network that NCCL uses on this node, and why; its name is "" if NCCL fails."""
-    env = read_settings(env, root)
+    env = read_settings(os.environ, root)
     rules = nccl_rules()
     running = running_interfaces()
     interfaces = tcp_interfaces(env, running, rules)

@@ -21,12 +21,12 @@ CONNECT_SECONDS = 5
 CACHES = ("HF_HOME", "TORCH_HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME", "TMPDIR")
 
 
-def rendezvous_problems(world: "World", env: Mapping[str, str] = os.environ) -> Iterator[str]:
+def rendezvous_problems(world: "World") -> Iterator[str]:
     """Why this node cannot reach rank 0 at MASTER_ADDR, or other nodes cannot reach this one."""
     if world.size == 1:
         return
     own = os.uname().nodename
-    if (world.nodes > 1 or world.launcher == "horovodrun") and "GLOO_SOCKET_IFNAME" not in env:
+    if (world.nodes > 1 or world.launcher == "horovodrun") and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Gloo gives the other ranks the address of this node's own name. Without one, Horovod's Gloo crashes.
         addresses = [address for _, address in resolve(own)]
         advice = (
@@ -37,7 +37,7 @@ def rendezvous_problems(world: "World", env: Mapping[str, str] = os.environ) -> 
             yield f"this node's own name, {own}, has no address: {advice}"
         elif world.nodes > 1 and all(map(is_loopback, addresses)):
             yield f"this node's own name, {own}, is {addresses[0]}, where no other node reaches it: {advice}"
-    name, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    name, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not name or not port.isdecimal():
         return  # process_group() reports that
     found = resolve(name)
@@ -114,12 +114,12 @@ def connection_errors(addresses: list[tuple[int, str]], port: int) -> str:
     return ", ".join(errors)
 
 
-def file_system_problems(env: Mapping[str, str] = os.environ) -> Iterator[str]:
+def file_system_problems() -> Iterator[str]:
     """Why 4 MiB cannot be written to the home, the current folder, a cache, or shared memory."""
-    home = Path(env.get("HOME", "/"))
+    home = Path(os.environ.get("HOME", "/"))
     wanted = {"home": home, "the current folder": Path.cwd(), "shared memory": Path("/dev/shm")}
-    wanted |= {name: Path(env[name]) for name in CACHES if env.get(name)}
-    if env.get("HF_HUB_OFFLINE") == "1":  # then it is only read, and often shared by many users
+    wanted |= {name: Path(os.environ[name]) for name in CACHES if os.environ.get(name)}
+    if os.environ.get("HF_HUB_OFFLINE") == "1":  # then it is only read, and often shared by many users
         wanted.pop("HF_HOME", None)
     names_of: dict[Path, list[str]] = {}
     for name, path in wanted.items():
