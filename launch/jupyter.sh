@@ -26,7 +26,8 @@ set -euo pipefail
 # of the folder of the job count only if they are the user's own. Others can put files beside both.
 load_functions() {
     local script=$0 main=${HPCTRAIN_ROOT:-}/launch/lib/main.sh
-    [[ $0 != */slurm_script ]] || script=/$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%o | sed q)
+    [[ ! ${SLURM_JOB_ID:-} || $0 != */slurm_script ]] ||
+        script=/$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%o | sed q)
     [[ -n ${HPCTRAIN_ROOT:-} ]] || main=$(functions_in "$(dirname "$(readlink -f "$script")")" "$script") ||
         main=$(functions_in "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/launch" "/proc/$$") || main=''
     [[ -r $main ]] || {
