@@ -272,7 +272,12 @@ is_of_first_node() {
     name=$(uname -n)
     [[ ${name%%.*} == "${HOSTS[0]%%.*}" ]] || return 0 # in salloc this may run elsewhere
     address=$(getent ahostsv4 "$1" | awk '{ print $1; exit }') || true
-    [[ -n $address ]] && grep -qsFw "$address" /proc/net/fib_trie
+    [[ -n $address ]] && has_address "$address"
+}
+
+# has_address ADDRESS: whether an interface of this node has it; 2 if the kernel does not say
+has_address() {
+    grep -qsFw "$1" /proc/net/fib_trie
 }
 
 # check_numbers NAME...: die unless these are numbers or unset. Arithmetic would run HOME[$(COMMAND)].

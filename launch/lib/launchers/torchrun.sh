@@ -6,7 +6,7 @@ launch_with_torchrun() {
     local rendezvous restarts=${OPTION[max-restarts]:-0}
     LAUNCHER_TEXT="torchrun on each node, at most $(counted "$restarts" restart)"
     if [[ ${HOSTS[0]} == localhost ]]; then
-        grep -qsw 127.0.0.1 /proc/net/fib_trie || (($? > 1)) ||
+        has_address 127.0.0.1 || (($? > 1)) ||
             die "the network interface lo of $(hostname) is down, and the ranks meet there: ip link set lo up"
         rendezvous=(--standalone)
     else
