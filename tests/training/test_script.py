@@ -250,18 +250,7 @@ def test_a_run_that_has_ended_is_finished_or_has_nothing_to_do(tmp_path, capsys)
 def test_the_state_of_an_epoch_that_ends_by_break_is_saved(tmp_path):
     def train(folder, last):
         with open_run(folder) as run:
-            model = run.prepare(nn.Linear(4, 2))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            run.track(model=model, optimizer=optimizer)
-            for epoch in run.epochs(9):
-                for points, labels in run.batches(Points(), 8):
-                    optimizer.zero_grad()
-                    loss = cross_entropy(model(points), labels)
-                    loss.backward()
-                    optimizer.step()
-                    run.step(loss)
-                if epoch == last:
-                    break
+            train_simply(run, 9, after=lambda run: run.epoch == last)
         return result_of(folder)
 
     whole = train(tmp_path / "whole", 3)
@@ -309,7 +298,8 @@ class Spoiled(Points):
         return point if index != 7 else point * float("nan"), label
 
 
-def train_simply(run, epochs=1, data=None, after=lambda run: None):
+def train_simply(run, epochs=1, data=None, at_step=lambda run: None, after=lambda run: None):
+    """A loop that ends where after() returns true."""
     model = run.prepare(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer)
@@ -320,7 +310,9 @@ def train_simply(run, epochs=1, data=None, after=lambda run: None):
             loss.backward()
             optimizer.step()
             run.step(loss)
-        after(run)
+            at_step(run)
+        if after(run):
+            break
 
 
 def test_a_step_whose_gradients_are_not_finite_is_skipped(tmp_path):
@@ -334,17 +326,7 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped(tmp_path):
 
 def test_the_best_evaluation_within_an_epoch_is_kept(tmp_path):
     with hpctrain.Run("mine", out=tmp_path / "run", keep_checkpoints=1, watchdog=0) as run:
-        model = run.prepare(nn.Linear(4, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run.track(model=model, optimizer=optimizer)
-        for _ in run.epochs(2):
-            for points, labels in run.batches(Points(), 8):
-                optimizer.zero_grad()
-                loss = cross_entropy(model(points), labels)
-                loss.backward()
-                optimizer.step()
-                run.step(loss)
-                run.score(validation_loss=abs(run.global_step - 3))
+        train_simply(run, 2, at_step=lambda run: run.score(validation_loss=abs(run.global_step - 3)))
     kept = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     assert kept == {"epoch-0001-step-000003.pt", "epoch-0002.pt"}
 

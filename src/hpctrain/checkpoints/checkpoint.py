@@ -104,11 +104,8 @@ def check_loadable(state: dict[str, Any], where: str) -> None:
         torch.save(small, file)
         file.seek(0)
         torch.load(file, weights_only=True)
-    except (
-        pickle.PickleError,
-        AttributeError,
-        TypeError,
-    ) as error:  # the last two: of a local function, a lock
+    # AttributeError and TypeError: of a local function, a lock
+    except (pickle.PickleError, AttributeError, TypeError) as error:
         found = re.search(r"GLOBAL (\S+)", str(error))  # behind advice to load the object in spite of it
         text = found[1] if found else first_line(error)
         raise UsageError(

@@ -70,9 +70,8 @@ class Task(ABC, Generic[AnyExample]):
     pipeline_tag: ClassVar[str]  # the task's name on the Hugging Face hub
     kind: ClassVar[str] = "bert"  # the architecture that --from-scratch creates: bert or gpt2
     inputs: ClassVar[tuple[str, ...]] = ("text",)  # the texts that `hpctrain predict` takes for one example
-    examples: ClassVar[
-        tuple[tuple[str, ...], ...]
-    ] = ()  # such texts, to click on the page of `hpctrain serve`
+    # such texts, to click on the page of `hpctrain serve`
+    examples: ClassVar[tuple[tuple[str, ...], ...]] = ()
     max_length: ClassVar[int] = 128  # default of --max-length
     stride: ClassVar[int] = 0  # default of --stride; 0 for a task without this option
     # padding value of token columns; 0 if missing, input_ids take the tokenizer's
