@@ -4,6 +4,7 @@ Distributed PyTorch training from containers.
     sbatch $HPCTRAIN_ROOT/launch/apptainer_ddp.sh train_ddp   train with a bundled trainer, from any folder
     sbatch $HPCTRAIN_ROOT/launch/apptainer_ddp.sh ./mine.py   run your own script
     hpctrain --help                                           commands in the image
+    $HPCTRAIN_ROOT/docs                                       the pages
 ]])
 whatis("Name: hpctrain")
 whatis("Version: " .. myModuleVersion())

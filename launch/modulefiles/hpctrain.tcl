@@ -5,7 +5,8 @@ proc ModulesHelp {} {
     puts stderr {Distributed PyTorch training from containers.
     sbatch $HPCTRAIN_ROOT/launch/apptainer_ddp.sh train_ddp   train with a bundled trainer, from any folder
     sbatch $HPCTRAIN_ROOT/launch/apptainer_ddp.sh ./mine.py   run your own script
-    hpctrain --help                                           commands in the image}
+    hpctrain --help                                           commands in the image
+    $HPCTRAIN_ROOT/docs                                       the pages}
 }
 module-whatis {distributed PyTorch training from containers}
 conflict hpctrain

@@ -2,7 +2,8 @@
 # install.sh PREFIX [SIF]: install hpctrain for all users of a site, as `make install PREFIX=...` does.
 # Without a SIF it only checks that PREFIX can be written, before make builds one.
 #
-#   PREFIX/hpctrain/VERSION/      launch/, examples/, bin/hpctrain, and the SIF; a second run adds another SIF
+#   PREFIX/hpctrain/VERSION/      launch/, examples/, docs/, bin/hpctrain, and the SIF with its SBOM and provenance
+#                                 where they are at hand; a second run adds another SIF
 #   PREFIX/modulefiles/hpctrain/  a modulefile for Lmod, and one for Environment Modules
 #
 # Users run `module use PREFIX/modulefiles` and `module load hpctrain`.
@@ -69,7 +70,7 @@ chmod 755 "$new"
 
 # Jobs read these files, so nothing is replaced.
 if [[ ! -e $root ]]; then
-    cp -rL "$source_folder/launch" "$source_folder/examples" "$source_folder/LICENSE" "$new/"
+    cp -rL "$source_folder"/{launch,examples,docs,README.md,LICENSE} "$new/"
     mkdir "$new/bin"
     write_command >"$new/bin/hpctrain"
     chmod 755 "$new/bin/hpctrain"
@@ -85,6 +86,12 @@ fi
 cp "$sif" "$new/image"
 chmod 644 "$new/image"
 mv -T "$new/image" "$root/${sif##*/}"
+for kind in spdx provenance; do
+    for folder in "$(dirname "$sif")" "$source_folder/build"; do
+        record=$folder/$(basename "$sif" .sif).$kind.json
+        [[ ! -r $record ]] || { install -m 644 "$record" "$root/" && break; }
+    done
+done
 cp "$source_folder/launch/modulefiles/hpctrain.lua" "$prefix/modulefiles/hpctrain/$version.lua"
 cp "$source_folder/launch/modulefiles/hpctrain.tcl" "$prefix/modulefiles/hpctrain/$version"
 chmod 644 "$prefix/modulefiles/hpctrain/$version"*

@@ -22,6 +22,7 @@ def prefix(tmp_path):
     prefix = tmp_path / "opt"
     prefix.mkdir()
     (tmp_path / "hpctrain-cpu.sif").write_text("the image")
+    (tmp_path / "hpctrain-cpu.provenance.json").write_text("its record")
     done = install(prefix, tmp_path / "hpctrain-cpu.sif")
     assert done.returncode == 0, done.stderr
     return prefix
@@ -29,9 +30,12 @@ def prefix(tmp_path):
 
 def test_what_is_installed(prefix):
     root = prefix / "hpctrain" / VERSION
-    assert sorted(path.name for path in root.iterdir()) == [
+    assert (root / "hpctrain-cpu.provenance.json").read_text() == "its record"
+    assert sorted(path.name for path in root.iterdir() if path.suffix != ".json") == [
         "LICENSE",
+        "README.md",
         "bin",
+        "docs",
         "examples",
         "hpctrain-cpu.sif",
         "launch",
