@@ -51,7 +51,7 @@ def is_in(text, message):
 
 
 def test_there_are_messages_of_all_kinds():
-    assert len(OURS) >= 30 and sum(map(len, MESSAGES.values())) >= 45
+    assert len(OURS) >= 25 and sum(map(len, MESSAGES.values())) >= 45
     assert not is_in(TEXTS, "no such message in hpctrain")
 
 
@@ -106,15 +106,11 @@ DRY = "launch/apptainer_ddp.sh --dry-run"
     ("message", "line", "programs", "flavor"),
     [
         ("submit from the hpctrain folder", "cp launch/check.sh mine.sh && ./mine.sh", "", "cpu"),
-        ("this is not a Slurm job", "launch/apptainer_ddp.sh train_ddp", "", "cpu"),
         ("no such image: run ...", DRY, "apptainer", "cu126"),
         ("neither apptainer nor singularity", DRY, "", "cpu"),
         ("HPCTRAIN_FLAVOR is", DRY, "apptainer", "cu999"),
         ("needs NVIDIA's driver", "launch/local.sh --dry-run", "apptainer nvidia-smi", "cu130"),
         ("is for CPUs, and", "launch/local.sh --dry-run", "apptainer nvidia-smi", "cpu"),
-        ("unknown option", f"{DRY} --epochs 3 train_ddp", "", "cpu"),
-        ("no such script", f"cd launch && ../{DRY} ./mine.py", "apptainer", "cpu"),
-        ("this script starts Python", f"{DRY} python launch/lib/torchrun.py", "apptainer", "cpu"),
         ("srun does not offer", "launch/apptainer_mpi.sh --dry-run --mpi=pmi2", "apptainer srun", "cpu"),
         ("podman-hpc has no such image", "launch/podman_hpc_ddp.sh --dry-run", "podman-hpc", "cpu"),
     ],
@@ -145,8 +141,6 @@ def hpctrain(folder, line, number=1, **env):
 @pytest.mark.parametrize(
     ("message", "line", "number"),
     [
-        ("there is no command", "train_dpd", 1),
-        ("unrecognized arguments", "train_ddp --epcohs 3", 1),
         ("holds a run already", "train_ddp --data digits --out first", 1),
         ("no checkpoint to resume from", "train_ddp --resume digits", 1),
         ("was saved with other options", "train_ddp --data digits --resume first --batch-size 16", 1),
