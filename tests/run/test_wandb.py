@@ -229,7 +229,7 @@ def test_live_one_run_with_each_step_once_after_a_kill(tmp_path, service):
     }
 
 
-RAISES = "class Settings:\n    def __init__(self, **_): raise RuntimeError('the wandb of this test')\n"
+RAISES = "def setup(): raise RuntimeError('the wandb of this test')\n"
 HANGS = "import time\ntime.sleep(300)\n"
 
 

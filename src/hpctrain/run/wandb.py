@@ -117,7 +117,7 @@ def start_wandb(run: Path, folder: Path, mode: str) -> "wandb.Run":
     )  # fmt: skip
     return wandb.init(
         project=os.environ.get("WANDB_PROJECT", "hpctrain"),
-        dir=folder,
+        dir=folder.absolute(),  # wandb's process is in the empty folder of _read_settings()
         id=identity(configs[0]),
         config=config,
         mode=mode,  # type: ignore[arg-type]  # of WANDB_MODE: wandb checks it
@@ -172,7 +172,7 @@ def _start_where_possible(run: Path) -> "wandb.Run":
             mode, reason = "offline", f" ({first_line(error)})"
             _remove_pieces(run)
     logged = start_wandb(run, run, mode)
-    upload = f"wandb sync {shlex.quote(str(Path(logged.dir).parent))}"
+    upload = f"wandb sync {shlex.quote(str(run / 'wandb' / Path(logged.dir).parent.name))}"
     say(f"hpctrain: --wandb: {mode}{hide_secrets(reason)}; to upload it: {upload}")
     return logged
 
