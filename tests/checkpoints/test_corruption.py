@@ -87,6 +87,8 @@ def test_weights_that_a_script_loads(tmp_path):
     assert refused > FLIPS / 2
     torch.save(saved.state_dict(), path, _use_new_zipfile_serialization=False)
     checkpoint.load_weights(loaded, str(path))
+    with pytest.raises(HpctrainError, match="a folder that is no checkpoint: name a checkpoint in it"):
+        checkpoint.load_weights(loaded, tmp_path)  # the run folder
 
 
 def test_the_best_weights_of_a_fine_tuning(tmp_path):

@@ -247,6 +247,58 @@ def test_a_run_that_has_ended_is_finished_or_has_nothing_to_do(tmp_path, capsys)
     assert result_of(tmp_path / "run") == before and before["accuracy"] > 0.5
 
 
+def test_a_resume_says_what_is_not_as_it_was(tmp_path, capsys):
+    """A script that was edited went on with the learning rate of its checkpoint without a word."""
+
+    def train(epochs, lr, batch_size):
+        with open_run(tmp_path / "run") as run:
+            model = run.prepare(nn.Linear(4, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+            run.track(model=model, optimizer=optimizer)
+            for _ in run.epochs(epochs):
+                for points, labels in run.batches(Points(), batch_size):
+                    cross_entropy(model(points), labels).backward()
+                    optimizer.step()
+                    run.step(torch.tensor(0.0))
+        return re.findall("hpctrain: warning: (.*)|(run.batches.*)", capsys.readouterr().out)
+
+    assert train(1, 0.1, 8) == train(2, 0.1, 8) == []
+    (rate, _), (_, batch) = train(3, 5.0, 10)
+    assert rate.startswith("lr of optimizer stays 0.1, as in ")
+    assert rate.endswith(".pt: for 5.0 start a new run, with another out")
+    assert batch == "run.batches(): 10 examples in a batch, and 8 in the epoch before"
+    assert len(train(4, 5.0, 10)) == 1  # the learning rate has not changed
+
+
+def test_an_optimizer_that_is_not_tracked_is_told(tmp_path, capsys):
+    class Wrapper(torch.optim.SGD):
+        """As those that step another one."""
+
+        def __init__(self, inner):
+            super().__init__(inner.param_groups[0]["params"], lr=0.1)
+            self.inner = inner
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    for track, lines in ((lambda optimizer: {}, 1), (lambda optimizer: {"optimizer": Wrapper(optimizer)}, 0)):
+        with hpctrain.Run("mine", out=tmp_path / f"run-{lines}", watchdog=0) as run:
+            model = run.prepare(nn.Linear(4, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            tracked = track(optimizer)
+            run.track(model=model, **tracked)
+            for _ in run.epochs(1):
+                for points, labels in run.batches(Points(), 8):
+                    cross_entropy(model(points), labels).backward()
+                    tracked.get("optimizer", optimizer).step()
+                    run.step(torch.tensor(0.0))
+        told = "hpctrain: warning: this SGD starts anew when the run resumes: name it in run.track()"
+        assert capsys.readouterr().out.count(told) == lines
+    another = torch.optim.SGD(model.parameters(), lr=0.1)
+    another.step()  # no run is open
+    assert told not in capsys.readouterr().out
+
+
 def test_the_state_of_an_epoch_that_ends_by_break_is_saved(tmp_path):
     def train(folder, last):
         with open_run(folder) as run:

@@ -320,6 +320,8 @@ def load_weights(model: torch.nn.Module, path: str | Path) -> None:
     if not path.exists():
         raise HpctrainError(f"{path}: no such file or folder{hint_missing(path)}")
     refuse_pointer(path)
+    if path.is_dir() and not any(path.glob("rank-*.pt")):
+        raise HpctrainError(f"{path}: a folder that is no checkpoint: name a checkpoint in it")
     if path.suffix == ".json":
         raise HpctrainError(f"{path}: a list of the files that have the weights: load them one by one")
     if path.is_dir() or zipfile.is_zipfile(path):  # other formats have no checksum

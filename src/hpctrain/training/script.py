@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -73,13 +74,14 @@ class Run(run.Run):
             stack.callback(self.close)
             self._stack = stack.pop_all()
         self._seed = own.others["seed"]
-        self._is_open = self._has_optimized = self._is_best = False
+        self._is_open = self._has_optimized = self._has_untracked = self._is_best = False
         self._at = OUTSIDE
         self._prepared: set[nn.Parameter] = set()
         self._model: nn.Module | None = None
         self._others: dict[str, Any] = {}  # tracked objects that are no modules
         self._scores: dict[str, float] = {}  # for result.json
         self._score: float | None = None  # of the epoch
+        self._given: dict[str, Any] = {}  # what the loop gives, and a resume compares
         seed_everything(self._seed)
 
     def __enter__(self) -> "Run":
@@ -139,8 +141,7 @@ class Run(run.Run):
         if self._options.on_nan == "skip" and len(optimizers) > 1:
             raise UsageError('on_nan="skip" is for one optimizer, and run.track() got several: leave it out')
         for each in optimizers:
-            parameters = {value for group in each.param_groups for value in group["params"]}
-            if self.world.size > 1 and not parameters <= self._prepared:
+            if self.world.size > 1 and not _parameters(each) <= self._prepared:
                 raise UsageError(
                     "run.track(): an optimizer has parameters that each rank would train alone: "
                     "model = run.prepare(model) lets the ranks train together"
@@ -155,6 +156,35 @@ class Run(run.Run):
         if state:
             with all_or_none(self.world):
                 self._load_state(state)
+        for name, each in self._others.items():
+            if isinstance(each, torch.optim.Optimizer):
+                self._compare_options(name, each)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_optimizer_step).remove)
+
+    def _compare_options(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Say which options of an optimizer are not those of the checkpoint, which stay."""
+        for option, value in optimizer.defaults.items():
+            if isinstance(value, (int, float)):
+                before = self._given.setdefault(f"{option} of {name}", value)
+                if before != value:
+                    self.print(
+                        f"hpctrain: warning: {option} of {name} stays {before}, as in {self.resume_from}: "
+                        f"for {value} start a new run, with another out"
+                    )
+
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Say, once, that an optimizer is not tracked. One within a tracked one has parameters of it."""
+        if self._has_untracked or any(optimizer is each for each in self._others.values()):
+            return
+        assert self._model is not None
+        tracked = [_parameters(each) for each in self._others.values() if hasattr(each, "param_groups")]
+        own = _parameters(optimizer)
+        self._has_untracked = bool(own & {*self._model.parameters()}) and not own & set().union(*tracked)
+        if self._has_untracked:
+            self.print(
+                f"hpctrain: warning: this {type(optimizer).__name__} starts anew when the run resumes: "
+                "name it in run.track(), as optimizer=optimizer"
+            )
 
     def _before_optimizer_step(self, *_: object) -> None:
         self._has_optimized = True
@@ -200,6 +230,9 @@ class Run(run.Run):
         steps = steps or steps_per_epoch(len(dataset), batch_size, self.world)  # type: ignore[arg-type]
         epoch, done = self.epoch + 1, self._step
         self.check_steps(steps)
+        if (before := self._given.get("batch_size", batch_size)) != batch_size:
+            self.print(f"run.batches(): {batch_size} examples in a batch, and {before} in the epoch before")
+        self._given["batch_size"] = batch_size
         options.setdefault("pin_memory", self.device.type == "cuda")
         loader = data_loader(dataset, batch_size, self._seed, epoch, self.world, done, steps, **options)
         numbers: Any = loader.batch_sampler  # pairs of a pass and an example
@@ -306,7 +339,12 @@ class Run(run.Run):
                 # only that of an optimizer stays as it is until optimizer.step(): see save_in_background()
                 state = tree_map_only(Tensor, torch.clone, state)
             tracked[name] = state
-        return {"model": self._model.state_dict(), "tracked": tracked, "scores": self._scores}
+        return {
+            "model": self._model.state_dict(),
+            "tracked": tracked,
+            "scores": self._scores,
+            "given": self._given,
+        }
 
     def _load_state(self, state: dict[str, Any]) -> None:
         assert self._model is not None
@@ -327,6 +365,12 @@ class Run(run.Run):
                 ) from error
         if isinstance(scores := state.get("scores"), dict):
             self._scores = scores
+        if isinstance(given := state.get("given"), dict):
+            self._given = given
+
+
+def _parameters(optimizer: Any) -> set[nn.Parameter]:
+    return {value for group in optimizer.param_groups for value in group["params"]}
 
 
 def _join(names: Any) -> str:
