@@ -611,6 +611,8 @@ def test_predict_agrees_with_the_scored_test_set(models, capfd, tmp_path):
         ("classify", ["--file", "missing.txt"], "missing.txt: cannot be read"),
         ("classify", ["--file", "empty.txt"], "empty.txt: the file is empty"),
         ("pair", ["--file", "tabs.txt"], "tabs.txt, line 2: expected first and second, separated by a tab"),
+        # NSMC's own file: its number and label became part of the text
+        ("classify", ["--file", "tabs.txt"], "tabs.txt, line 1: expected a text without tabs, as one column"),
         (
             "pair",
             ["--file", "broken.jsonl"],

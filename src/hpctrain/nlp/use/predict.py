@@ -100,7 +100,11 @@ def write_answers(
         codecs.lookup(getattr(out, "encoding", "utf-8")).name != "utf-8"
     )  # a terminal in EUC-KR lacks characters
     with tqdm(
-        total=len(rows), desc="predict", unit="text", disable=None if len(rows) > args.batch_size else True
+        total=len(rows),
+        desc="predict",
+        unit="text",
+        disable=len(rows) <= args.batch_size,
+        mininterval=0.1 if sys.stderr.isatty() else 30,
     ) as bar:
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
@@ -188,8 +192,10 @@ def read_rows(args: argparse.Namespace, task: Task[Any]) -> Iterator[tuple[str, 
                 valid = False
             expected = f"a JSON object with {' and '.join(names)}"
         else:
-            row = tuple(line.split("\t")) if len(names) > 1 else (line,)
+            row = tuple(line.split("\t"))
             valid, expected = len(row) == len(names), f"{' and '.join(names)}, separated by a tab"
+            if len(names) == 1:  # a table, whose labels would become part of the texts
+                expected = "a text without tabs, as one column of a table (cut -f2), or a .jsonl file"
         if not valid:
             raise HpctrainError(f"{args.file}, line {number}: expected {expected}: fix the line")
         yield row
