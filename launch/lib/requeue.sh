@@ -118,7 +118,11 @@ request_stop() {
 }
 
 ask_to_stop() {
-    ((SECONDS < STOP_AT)) || touch "$HPCTRAIN_CONTROL/stop"
+    ((SECONDS >= STOP_AT)) && [[ ! -e $HPCTRAIN_CONTROL/stop ]] || return 0
+    touch "$HPCTRAIN_CONTROL/stop"
+    # A script without hpctrain.Run never reads it, whatever its Trainer prints about a requeue.
+    [[ -e $HPCTRAIN_CONTROL/saved ]] ||
+        say 'asked to stop, and no rank has saved a checkpoint yet: without one the job ends and is not requeued'
 }
 
 # run_launcher: run COMMAND, in the background because bash runs traps between commands; return its status

@@ -1203,6 +1203,18 @@ def test_the_secrets_of_horovodrun_are_gone_when_slurm_ends_the_job(tmp_path, na
     assert (tmp_path / "secrets").exists() == (name == "USR1")
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_script_that_saves_nothing_for_hpctrain_is_told_before_its_time_limit(tmp_path, saved):
+    """It ended at the time limit without a word, and Lightning had printed that it would be requeued."""
+    if saved:
+        (tmp_path / "saved").touch()
+    done = library(f"HPCTRAIN_CONTROL={tmp_path}; request_stop; ask_to_stop")
+    told = (
+        "hpctrain: asked to stop, and no rank has saved a checkpoint yet: without one the job ends and is not"
+    )
+    assert (done.stdout + done.stderr).count(told) == (not saved), done
+
+
 @pytest.mark.parametrize("theirs", ["/mine/kernels", "", None])
 def test_the_kernels_of_torch_are_in_a_folder_of_the_user(theirs):
     env = (
