@@ -34,6 +34,16 @@ def test_a_missing_package_of_the_extra_is_one_line(tmp_path, command, package):
     )
 
 
+def test_a_script_is_no_command(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain", "./mine.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr == (
+        "hpctrain: error: there is no command './mine.py': "
+        "start a script of your own by python, by torchrun, or by a launch script\n"
+    )
+
+
 # What stands for a value in --help; N is any number that has no unit.
 METAVARS = {"ARGUMENT", "FACTOR", "FIELD=COLUMN", "FILE", "FOLDER", "FRACTION", "HOST", "INTERVAL", "LAYER"}
 METAVARS |= {

@@ -56,8 +56,8 @@ SETTINGS=(
     "the runtime: $(list_names "${RUNTIMES[@]}") (default apptainer)"
 
     HPCTRAIN_BIND '!(modules_ddp.sh,shifter_ddp.sh)'
-    'folders to bind into the image beside the home and the current folder, separated by spaces;
-    missing ones are skipped'
+    'folders below /opt, /var or /usr of the host to show in the image, separated by spaces; missing ones are
+    skipped, and all other folders are there anyway'
 
     HPCTRAIN_PACKAGES '!(modules_ddp.sh)'
     'one folder, of your own packages on top of the image; see hpctrain add --help'

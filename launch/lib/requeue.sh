@@ -122,7 +122,7 @@ ask_to_stop() {
     touch "$HPCTRAIN_CONTROL/stop"
     # A script without hpctrain.Run never reads it, whatever its Trainer prints about a requeue.
     [[ -e $HPCTRAIN_CONTROL/saved ]] ||
-        say 'asked to stop, and no rank has saved a checkpoint yet: without one the job ends and is not requeued'
+        say 'asked to stop, and no rank has saved a checkpoint yet: without one the job ends for good'
 }
 
 # run_launcher: run COMMAND, in the background because bash runs traps between commands; return its status

@@ -2,8 +2,8 @@
 # install.sh PREFIX [SIF]: install hpctrain for all users of a site, as `make install PREFIX=...` does.
 # Without a SIF it only checks that PREFIX can be written, before make builds one.
 #
-#   PREFIX/hpctrain/VERSION/      launch/, examples/, docs/, bin/hpctrain, and the SIF with its SBOM and provenance
-#                                 where they are at hand; a second run adds another SIF
+#   PREFIX/hpctrain/VERSION/      launch/, examples/, docs/, bin/hpctrain, and the SIF with its SBOM and
+#                                 provenance where these are at hand; a second run adds another SIF
 #   PREFIX/modulefiles/hpctrain/  a modulefile for Lmod, and one for Environment Modules
 #
 # Users run `module use PREFIX/modulefiles` and `module load hpctrain`.

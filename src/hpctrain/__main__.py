@@ -57,10 +57,9 @@ def main() -> None:
         except FileNotFoundError as error:
             raise UsageError("the current folder has been removed: change to another one") from error
         if name not in COMMANDS:
-            choices = (
-                did_you_mean(name, COMMANDS)
-                or f"choose from {', '.join(COMMANDS)}, or give a launch script a .py file"
-            )
+            choices = did_you_mean(name, COMMANDS) or f"choose from {', '.join(COMMANDS)}"
+            if name.endswith(".py"):
+                choices = "start a script of your own by python, by torchrun, or by a launch script"
             raise UsageError(f"there is no command {name!r}: {choices}")
         with missing_extra_as_error():
             load_command(name).main(world, arguments)

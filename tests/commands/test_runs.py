@@ -78,6 +78,8 @@ print(len(names), len(set(names)))
 
 
 def test_no_run_folder(tmp_path):
+    with pytest.raises(HpctrainError, match=f"{tmp_path}/runs: no such folder: name the folder of your runs"):
+        runs.main(ALONE, [str(tmp_path / "runs")])
     with pytest.raises(HpctrainError, match=f"{tmp_path}: no run folder in it"):
         runs.main(ALONE, [str(tmp_path)])
 

@@ -145,9 +145,10 @@ def find_newest(folder: Path) -> Path:
         raise HpctrainError(
             f"{folder}: every checkpoint in it is corrupt ({', '.join(corrupt)}): start without --resume"
         )
+    again = f", or start that run again with --resume auto --out {folder}"
     raise HpctrainError(
-        f"{folder}: no checkpoint to resume from (checkpoints/epoch-*.pt): name a run folder that has one, "
-        f"or start that run again with --resume auto --out {folder}"
+        f"{folder}: no checkpoint to resume from (checkpoints/epoch-*.pt): name a run folder that has one"
+        + (again if (folder / "config.json").exists() else "")
     )
 
 

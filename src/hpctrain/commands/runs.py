@@ -64,7 +64,6 @@ def main(world: World, arguments: list[str]) -> None:
     args = parser().parse_args(arguments)
     rows = [summarize(run) for run in find(args.folder)]
     if not rows:
-        raise HpctrainError(
-            f"{args.folder}: no run folder in it that you can read, with a config.json: name another folder"
-        )
+        problem = "no run folder in it that you can read" if args.folder.exists() else "no such folder"
+        raise HpctrainError(f"{args.folder}: {problem}: name the folder of your runs")
     print(json.dumps(rows, indent=2) if args.json else describe_runs(rows, args.folder))

@@ -252,7 +252,7 @@ def _download_data(path: Path, name: str, commit: str | None = None) -> Path:
 
 def _download_to_cache(name: str, commit: str | None = None) -> Path:
     remedy = f"fetch it on a machine with internet access (hpctrain fetch {name} DIR), then give --model DIR"
-    with _explain_errors(f"{name} (not a folder here)", remedy):
+    with _explain_errors(f"{name} (no folder in {Path.cwd()})", remedy):
         return _download_snapshot(name, commit)
 
 
