@@ -158,7 +158,7 @@ def test_the_modulefile(prefix, kind):
         f"{root}/launch/apptainer_ddp.sh",
     ]
     assert show.stdout.splitlines() == expected, show.stderr
-    assert "sbatch apptainer_ddp.sh" in (help_ := module("help", f"hpctrain/{VERSION}")).stdout + help_.stderr
+    assert "launch/apptainer_ddp.sh" in (help_ := module("help", f"hpctrain/{VERSION}")).stdout + help_.stderr
 
 
 @pytest.mark.slow
@@ -190,6 +190,4 @@ def test_a_user_of_the_installation_submits_from_any_folder(sif):
         broken = cluster.exec(
             "login", "hpctrain", "runs", user="alice", env=env | {"HPCTRAIN_FLAVOR": "x"}, check=False
         )
-        assert (
-            broken.returncode == 1 and "hpctrain-x*.sif: no such image: set HPCTRAIN_IMAGE" in broken.stderr
-        )
+        assert broken.returncode == 1 and "hpctrain-x.sif: no such image: set HPCTRAIN_IMAGE" in broken.stderr
