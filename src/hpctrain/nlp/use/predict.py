@@ -97,7 +97,7 @@ def write_answers(
     """Write one line for each row, in their order. Returns how many texts were truncated."""
     truncated = 0
     escaped = (
-        codecs.lookup(getattr(out, "encoding", "utf-8")).name != "utf-8"
+        codecs.lookup(getattr(out, "encoding", None) or "utf-8").name != "utf-8"
     )  # a terminal in EUC-KR lacks characters
     with tqdm(
         total=len(rows),
