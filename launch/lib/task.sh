@@ -77,7 +77,13 @@ run_as_child() {
         exec "$@"
     ) <&0 &
     CHILD=$!
-    until ASKED='' status=0 && { wait "$CHILD" 2>/dev/null || status=$?; } && [[ -z $ASKED ]]; do :; done
+    ASKED='' status=0
+    wait "$CHILD" 2>/dev/null || status=$?
+    if [[ -n $ASKED ]]; then # SIGTERM has ended the wait
+        while is_alive "$CHILD"; do sleep 0.2; done
+        status=0
+        status_of_child "$CHILD" || status=$?
+    fi
     CHILD=''
     return $status
 }

@@ -1189,6 +1189,36 @@ def test_a_signal_after_the_end_of_the_ranks_says_nothing(trap):
     assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
 
 
+def test_a_rank_that_ends_with_a_signal_is_not_waited_for(tmp_path):
+    """bash 5.2 then lost it in about half of the cases, and waited for the node's container."""
+    functions = [
+        f"source <(sed -n '/^{name}() {{/,/^}}/p' launch/lib/{file}.sh)\n"
+        for name, file in (
+            ("run_as_child", "task"),
+            ("status_of_child", "requeue"),
+            ("is_alive", "digest"),
+        )
+    ]
+    script = f"""set -euo pipefail
+        {"".join(functions)}
+        ALIVE=''
+        give_users_variables() {{ :; }}
+        on_term() {{ ASKED=1; [[ $(sleep 0.02; echo RUNNING) == x ]] || true; }}
+        sleep 300 & container=$!
+        ( until read -r pid <{tmp_path}/pid.$$; do sleep 0.1; done 2>/dev/null; kill -TERM $$ $pid ) &
+        run_as_child on_term sh -c 'echo $$ >{tmp_path}/pid.'$$'; exec sleep 300' || echo $?
+        kill $container"""
+    started = [
+        subprocess.Popen(["bash", "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        for _ in range(10)
+    ]
+    try:
+        assert [each.communicate(timeout=60)[0] for each in started] == ["143\n"] * 10
+    finally:
+        for each in started:
+            each.kill()
+
+
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
 def test_the_secrets_of_horovodrun_are_gone_when_slurm_ends_the_job(tmp_path, name):
     """It may kill the script before that has cleaned up.
