@@ -151,8 +151,8 @@ run_launcher() {
     status_of_child "$launcher"
 }
 
-# status_of_child PROCESS: the exit status of a child that has ended, after a signal has ended `wait` before. bash
-# 5.2 loses a child that ends in that moment, and would wait for it as long as it has another one.
+# status_of_child PROCESS: the exit status of a child that has ended, after a signal has ended `wait` before.
+# bash 5.2 loses a child that ends in that moment, and would wait for it as long as it has another one.
 status_of_child() {
     [[ $'\n'$(jobs -rp)$'\n' != *$'\n'"$1"$'\n'* ]] || return 143
     wait "$1" 2>/dev/null
