@@ -140,6 +140,108 @@ def test_horovods_rendezvous_is_empty_after_each_init(cluster):
     assert inside(cluster, "python", "-c", code).stdout == "404 404\n"
 
 
+def test_horovod_unpickles_only_what_its_job_has_signed(cluster):
+    """CVE-2024-10190 and CVE-2026-31234: whoever reached a port ran code as the user, or read a key."""
+    code = """if True:
+    import base64, http.client, os, pickle, tempfile
+    from horovod.runner.common.util import secret
+    from horovod.runner.elastic.rendezvous import create_rendezvous_handler
+    from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
+    from horovod.runner.http.http_server import KVStoreServer, RendezvousServer
+
+    folder = tempfile.mkdtemp()
+
+    class Foreign:
+        def __reduce__(self):
+            return tempfile.mkdtemp, ("", "", folder)
+
+    class Driver:
+        def register_worker_server(self, *worker):
+            print(*worker)
+
+    def ask(method, path, body=None):
+        connection = http.client.HTTPConnection("localhost", port)
+        connection.request(method, path, body)
+        try:
+            return connection.getresponse().status
+        except http.client.RemoteDisconnected:
+            return "refused"
+
+    pickled = base64.b64encode(pickle.dumps(Foreign()))
+    secret.make_job_key()
+    port = RendezvousServer().start(create_rendezvous_handler(Driver()))
+    print(ask("PUT", "/worker_addresses/n1:0", pickled), ask("PUT", "/worker_addresses/n1:0", b""))
+    put_data_into_kvstore("localhost", port, "worker_addresses", "n1:0", ("eth0", "key"))
+    print(ask("GET", "/worker_addresses/n1:0"))
+    port = KVStoreServer(False).start_server()
+    ask("PUT", "/runfunc/func", pickled)
+    try:
+        read_data_from_kvstore("localhost", port, "runfunc", "func")
+    except RuntimeError as error:
+        print(error)
+    put_data_into_kvstore("localhost", port, "runfunc", "func", 7)
+    print(read_data_from_kvstore("localhost", port, "runfunc", "func"), os.listdir(folder))
+    """
+    assert inside(cluster, "python", "-c", code).stdout.splitlines() == [
+        "refused refused",
+        "n1 0 eth0 key",
+        "404",
+        "runfunc/func of the KVStore server is not from this job.",
+        "7 []",
+    ]
+
+
+def test_horovod_runs_functions_and_elastic_jobs(cluster):
+    """With what test_horovod_unpickles_only_what_its_job_has_signed() allows."""
+    folder = cluster.host_path("/home/alice/elastic")
+    folder.mkdir()
+    (folder / "function.py").write_text(
+        """
+import horovod
+
+
+def train(factor):
+    import horovod.torch as hvd
+
+    hvd.init()
+    return factor * hvd.rank(), hvd.size()
+
+
+if __name__ == "__main__":
+    print(horovod.run(train, args=(3,), np=2, use_gloo=True))
+"""
+    )
+    (folder / "elastic.py").write_text(
+        """
+import horovod.torch as hvd
+import torch
+
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 3:
+        state.step += int(hvd.allreduce(torch.ones(1), op=hvd.Sum)) // hvd.size()
+        state.commit()
+
+
+hvd.init()
+train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0))
+print("trained on", hvd.size())
+"""
+    )
+    (folder / "hosts.sh").write_text("#!/bin/sh\necho localhost:2\n")
+    (folder / "hosts.sh").chmod(0o755)
+    done = inside(cluster, "python", "/home/alice/elastic/function.py")
+    assert done.stdout.splitlines()[-1] == "[(0, 2), (3, 2)]"
+    done = inside(
+        cluster,
+        *("horovodrun", "--gloo", "-np", "2", "--min-np", "2", "--network-interface", "lo"),
+        *("--host-discovery-script", "/home/alice/elastic/hosts.sh"),
+        *("python", "/home/alice/elastic/elastic.py"),
+    )
+    assert done.stdout.count("trained on 2") == 2, done.stdout
+
+
 def test_a_process_with_threads_can_fork(cluster):
     """Without fork_lock.c, Debian's Python 3.11.2 hung after 99 to 721 forks (5 tries)."""
     code = """
