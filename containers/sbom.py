@@ -28,7 +28,7 @@ def lists_packages(path: str) -> bool:
 
 
 class Package(NamedTuple):
-    """A package in an image; `sha256` is the hash of `file`, and each is empty if unknown."""
+    """A package in an image. `sha256` is the hash of `file`; a field that is unknown is empty."""
 
     kind: str  # deb or pypi
     name: str
@@ -36,6 +36,7 @@ class Package(NamedTuple):
     architecture: str
     sha256: str
     file: str
+    about: str  # the folder or file with its license
 
 
 def read_packages(files: dict[str, bytes], image: str) -> list[Package]:
@@ -52,7 +53,9 @@ def read_packages(files: dict[str, bytes], image: str) -> list[Package]:
     found = []
     for line in files[DEBIAN].decode().splitlines():
         name, version, architecture, digest = line.split("\t")
-        found.append(Package("deb", name, version, architecture, digest, ""))
+        found.append(
+            Package("deb", name, version, architecture, digest, "", f"usr/share/doc/{name}/copyright")
+        )
     wheels = {}
     for line in files[WHEELS].decode().splitlines():
         name, version, digest, file = line.split("\t")
@@ -63,7 +66,7 @@ def read_packages(files: dict[str, bytes], image: str) -> list[Package]:
             name, version = canonical(about["Name"]), about["Version"]
             record = path.replace("/METADATA", "/RECORD")
             digest, file = wheels.get((name, version)) or (sif.digest_of(files.get(record, b"")), record)
-            found.append(Package("pypi", name, version, "", digest, file))
+            found.append(Package("pypi", name, version, "", digest, file, path.removesuffix("/METADATA")))
     return sorted(found)
 
 
@@ -72,12 +75,41 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+# The SPDX names of what METADATA declares without one.
+LICENSES = {
+    "3-Clause BSD License": "BSD-3-Clause",
+    "Apache 2.0": "Apache-2.0",
+    "Apache 2.0 License": "Apache-2.0",
+    "Apache License, Version 2.0": "Apache-2.0",
+    "Apache Software License": "Apache-2.0",
+    "BSD License": "LicenseRef-BSD",  # two clauses or three
+    "ISC License (ISCL)": "ISC",
+    "MIT License": "MIT",
+    "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
+    "NVIDIA Proprietary Software": "LicenseRef-NVIDIA",
+    "Python Software Foundation License": "PSF-2.0",
+}
+SPDX = ("Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "MIT", "MPL-2.0", "MPL-2.0 AND MIT")
+LICENSES |= {name: name for name in SPDX}
+
+
+def python_license(metadata: bytes) -> str:
+    """What a Python package declares, as an SPDX expression."""
+    about = Parser().parsestr(metadata.decode(), headersonly=True)
+    if found := about["License-Expression"] or LICENSES.get(about["License"]):
+        return found
+    names = {LICENSES.get(name.rpartition(" :: ")[2]) for name in about.get_all("Classifier", [])}
+    return " OR ".join(sorted(names - {None})) or "NOASSERTION"
+
+
 def spdx_document(archive: Archive) -> str:
     """The SBOM of an image as an SPDX 2.3 document (spdx.github.io/spdx-spec/v2.3).
 
     It depends on the image only.
     """
     name = archive.path.stem
+    files = archive.files(lambda path: lists_packages(path) or path.startswith("usr/share/doc/"))
+    licenses: dict[str, str] = {}
     version = archive.labels.get(LABEL + "version", "")
     elements = [
         spdx_element(
@@ -89,7 +121,8 @@ def spdx_document(archive: Archive) -> str:
         )
     ]
     elements[0]["primaryPackagePurpose"] = "CONTAINER"
-    for package in read_packages(archive.files(lists_packages), str(archive.path)):
+    elements[0]["licenseDeclared"] = "Apache-2.0"
+    for package in read_packages(files, str(archive.path)):
         purl = f"pkg:pypi/{package.name}@{quote(package.version)}"
         if package.kind == "deb":
             arch = package.architecture
@@ -100,6 +133,17 @@ def spdx_document(archive: Archive) -> str:
         elements.append(spdx_element(identifier, package.name, package.version, purl, package.sha256))
         if package.file:
             elements[-1]["packageFileName"] = package.file
+        if package.kind == "deb":
+            declared = elements[-1]["SPDXID"].replace("SPDXRef", "LicenseRef")
+            text = files.get(package.about, b"").decode(errors="replace")
+            if names := sorted(set(re.findall(r"^License: *(\S.*)$", text, re.M))):
+                elements[-1]["licenseComments"] = f"named in /{package.about}: {', '.join(names)}"
+        else:
+            declared = python_license(files[f"{package.about}/METADATA"])
+        elements[-1]["licenseDeclared"] = declared
+        place = package.about if package.kind == "deb" else f"{SITE}/NAME-VERSION.dist-info"
+        found = re.findall(r"LicenseRef-[A-Za-z0-9.-]+", declared)
+        licenses |= dict.fromkeys(found, f"The text is in the image: /{place}")
     document = {
         "spdxVersion": "SPDX-2.3",
         "dataLicense": "CC0-1.0",
@@ -108,6 +152,9 @@ def spdx_document(archive: Archive) -> str:
         "documentNamespace": f"https://spdx.org/spdxdocs/{name}-{archive.digest[7:]}",
         "creationInfo": {"created": archive.config["created"], "creators": ["Tool: hpctrain-record"]},
         "packages": elements,
+        "hasExtractedLicensingInfos": [
+            {"licenseId": name, "extractedText": text} for name, text in sorted(licenses.items())
+        ],
         "relationships": [
             {"spdxElementId": start, "relationshipType": kind, "relatedSpdxElement": end["SPDXID"]}
             for start, kind, end in [

@@ -1,7 +1,7 @@
 #!/bin/bash
 # clean.sh PREFIX: remove files that nothing in the image uses from PREFIX: headers, static libraries and
 # cmake files, and CUDA libraries that no other file names. With CUDA the headers of torch stay, for
-# torch.compile. On a host, do not run it.
+# torch.compile. And add license texts that wheels leave out. On a host, do not run it.
 
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -23,3 +23,7 @@ rm -f "$1"/include/mpi*.h "$1"/bin/mpi{cc,cxx,c++} "$1"/lib/libmpi.so # of MPICH
 find "$site" \( -name '*.a' -o -name '*.pyx' -o -name '*.pxd' \) -type f -delete
 # cuSOLVER for several GPUs, and a second NVRTC
 rm -f "$site"/nvidia/*/lib/lib{cusolverMg,nvrtc.alt,nvrtc-builtins.alt}.so*
+# Apache's license, for wheels that have it and leave out its text
+for name in sentencepiece tensorboard_data_server tokenizers; do
+    cp /usr/share/common-licenses/Apache-2.0 "$site/$name"-*.dist-info/LICENSE
+done

@@ -114,6 +114,12 @@ def test_it_lists_its_debian_packages(cluster):
     assert {name for name, *_ in listed} <= set(recorded)
 
 
+def test_each_package_has_the_text_of_its_license(cluster):
+    code = "import importlib.metadata as m, re; print([d.name for d in m.distributions()"
+    code += " if not any(re.match('licen|copy', f.name, re.I) for f in d._path.rglob('*'))])"
+    assert inside(cluster, "python", "-c", code).stdout == "[]\n"
+
+
 def test_horovods_rendezvous_is_empty_after_each_init(cluster):
     """Rank 0 may be done with the ranks of its local rank before rank 1 is done with those of its node.
 

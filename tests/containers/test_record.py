@@ -41,9 +41,11 @@ TREE = {
     "opt/hpctrain/wheels.tsv": f"torch\t2.13.0+cpu\t{'b' * 64}\ttorch-2.13.0+cpu.whl\n"
     f"PyYAML\t6.0\t{'c' * 64}\tpyyaml.whl\n",
     f"{SITE}/torch-2.13.0+cpu.dist-info/METADATA": "Name: torch\nVersion: 2.13.0+cpu\n",
-    f"{SITE}/pyyaml-6.0.dist-info/METADATA": "Name: PyYAML\nVersion: 6.0\n",
-    f"{SITE}/horovod-0.28.1.dist-info/METADATA": "Name: horovod\nVersion: 0.28.1\n\n"
+    f"{SITE}/pyyaml-6.0.dist-info/METADATA": "Name: PyYAML\nVersion: 6.0\nLicense-Expression: MIT\n",
+    f"{SITE}/horovod-0.28.1.dist-info/METADATA": "Name: horovod\nVersion: 0.28.1\n"
+    "License: Apache 2.0\nClassifier: License :: OSI Approved :: Apache Software License\n\n"
     "Version: of something else\n",
+    "usr/share/doc/libc6/copyright": "Files: *\nLicense: LGPL-2.1+\n\nLicense: GPL-2\n text\n",
     f"{SITE}/horovod-0.28.1.dist-info/RECORD": "horovod/__init__.py,sha256=abc,1\n",
 }
 
@@ -185,6 +187,14 @@ def test_the_sbom_is_valid_spdx_and_lists_the_installed_packages(tiny):
             checksum["checksumValue"] for checksum in element.get("checksums", [])
         ]
         for element in document["packages"]
+    }
+    assert {element["name"]: element["licenseDeclared"] for element in document["packages"]} == {
+        "hpctrain": "Apache-2.0",
+        "horovod": "Apache-2.0",
+        "pyyaml": "MIT",
+        "torch": "NOASSERTION",
+        "libc6": "LicenseRef-deb-libc6-amd64",
+        "libstdc++6": "LicenseRef-deb-libstdc-x2b-x2b6-amd64",
     }
     digest = (tiny / "build/hpctrain-cpu.digest").read_text().strip()
     record = TREE[f"{SITE}/horovod-0.28.1.dist-info/RECORD"]
@@ -413,6 +423,7 @@ def test_the_image_is_as_its_record_says(sif):
     assert len(wheels) > 70 and all(element["checksums"][0]["checksumValue"] in lock for element in wheels)
     debian = [element for element in elements if element["SPDXID"].startswith("SPDXRef-deb-")]
     assert len(debian) > 100 and sum("checksums" in element for element in debian) > 100
+    assert [element["name"] for element in elements if element["licenseDeclared"] == "NOASSERTION"] == []
     names = {element["name"] for element in elements}
     assert {"torch", "horovod", "hpctrain", "libc6", "openmpi-bin", "python3.11", "seqeval"} <= names
     for image in (IMAGE_TAR, sif):
