@@ -93,6 +93,10 @@ SPDX = ("Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "MIT", "MPL-2.0", "MPL-2.0
 LICENSES |= {name: name for name in SPDX}
 
 
+# Known holes of a release that a patch of this project closes, which scanners would report by the version.
+CLOSED = {("horovod", "0.28.1", "horovod-0.28.1-pickle.patch"): ("CVE-2024-10190", "CVE-2026-31234")}
+
+
 def python_license(metadata: bytes) -> str:
     """What a Python package declares, as an SPDX expression."""
     about = Parser().parsestr(metadata.decode(), headersonly=True)
@@ -144,6 +148,17 @@ def spdx_document(archive: Archive) -> str:
         place = package.about if package.kind == "deb" else f"{SITE}/NAME-VERSION.dist-info"
         found = re.findall(r"LicenseRef-[A-Za-z0-9.-]+", declared)
         licenses |= dict.fromkeys(found, f"The text is in the image: /{place}")
+        elements[-1]["externalRefs"] += [
+            {
+                "referenceCategory": "SECURITY",
+                "referenceType": "advisory",
+                "referenceLocator": f"https://nvd.nist.gov/vuln/detail/{hole}",
+                "comment": f"closed by containers/patches/{patch}",
+            }
+            for (name, version, patch), holes in CLOSED.items()
+            if (name, version) == (package.name, package.version)
+            for hole in holes
+        ]
     document = {
         "spdxVersion": "SPDX-2.3",
         "dataLicense": "CC0-1.0",

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -196,6 +197,15 @@ def test_the_sbom_is_valid_spdx_and_lists_the_installed_packages(tiny):
         "libc6": "LicenseRef-deb-libc6-amd64",
         "libstdc++6": "LicenseRef-deb-libstdc-x2b-x2b6-amd64",
     }
+    advisories = {
+        (element["name"], reference["referenceLocator"].rpartition("/")[2], reference["comment"])
+        for element in document["packages"]
+        for reference in element["externalRefs"]
+        if reference["referenceType"] == "advisory"
+    }
+    patch = "containers/patches/horovod-0.28.1-pickle.patch"
+    holes = re.findall(r"CVE-\d+-\d+", (REPOSITORY / patch).read_text())
+    assert len(holes) == 2 and advisories == {("horovod", hole, f"closed by {patch}") for hole in holes}
     digest = (tiny / "build/hpctrain-cpu.digest").read_text().strip()
     record = TREE[f"{SITE}/horovod-0.28.1.dist-info/RECORD"]
     assert listed == {
