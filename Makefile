@@ -166,6 +166,7 @@ install: .prefix sif  ## install for all users of a site: launch scripts, SIF an
 
 docs: build/docs/ready  ## build a site of the pages, with search, in build/site
 	build/docs/bin/mkdocs build --strict --site-dir build/site
+	@echo 'To read it: python3 -m http.server --directory build/site'
 
 build/docs/ready: docs/site.lock
 	@python3 -c 'import ensurepip, venv' 2>/dev/null || containers/install_host_packages.sh python3-venv

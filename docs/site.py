@@ -82,8 +82,9 @@ def adapt(text: str, source: str, place: str) -> str:
         path = posixpath.normpath(posixpath.join(folder, target)) if target else source
         if found := find_in_site(path):
             return f"[{shown}]({posixpath.relpath(found, here)}{anchor})"
-        url = os.environ.get("HPCTRAIN_SOURCE_URL")
-        return f"[{shown}]({url}/{path}{anchor})" if url else shown
+        if url := os.environ.get("HPCTRAIN_SOURCE_URL"):
+            return f"[{shown}]({url}/{path}{anchor})"
+        return path if shown == posixpath.basename(path) else shown
 
     text = re.sub(r"\[([^\[\]]*)\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)", replace, text)
     # Python-Markdown needs four spaces before a list in a list, where GitHub takes two.

@@ -59,6 +59,7 @@ def test_links_and_lists_of_github(hook, monkeypatch):
     text = "[env](../../launch/site.sh), [home](../../README.md#x)\n- a\n  - b\n"
     there = "docs/guides/a.md", "guides/a.md"
     assert hook.adapt(text, *there) == "env, [home](../index.md#x)\n- a\n    - b\n"
+    assert hook.adapt("[site.sh](../../launch/site.sh)", *there) == "launch/site.sh"
     monkeypatch.setenv("HPCTRAIN_SOURCE_URL", "https://example.org/blob/v1")
     assert hook.adapt(text, *there).startswith("[env](https://example.org/blob/v1/launch/site.sh), ")
 
