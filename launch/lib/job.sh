@@ -243,6 +243,8 @@ export_job_env() {
     number=${JOB//[!0-9]/}
     port=$((20000 + (10#0$number * 8 + ${SLURM_RESTART_COUNT:-0}) % 12000))
     export MASTER_PORT=${MASTER_PORT:-$(first_free_port "$port")}
+    [[ $MASTER_PORT =~ ^[1-9][0-9]{0,4}$ && $MASTER_PORT -lt 65536 ]] ||
+        die "MASTER_PORT=$MASTER_PORT: a port is a number from 1 to 65535: unset it, or give another"
     # The ranks sign with it that they are of this job. The commands of a dry run need none.
     [[ -n ${OPTION[dry-run]:-} ]] ||
         export HPCTRAIN_JOB_SECRET=${HPCTRAIN_JOB_SECRET:-$(random_hex)$(random_hex)}

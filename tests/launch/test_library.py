@@ -241,6 +241,15 @@ def test_a_mistyped_trainer_does_not_wait_for_a_job(programs, script):
     assert dry_run(script, programs, "train_ddp").returncode == 0
 
 
+@pytest.mark.parametrize("port", ["70000", "0", "http", "1$(touch made)"])
+def test_a_number_that_is_no_port_is_one_line(programs, port):
+    """torchrun ended in a traceback."""
+    done = dry_run("apptainer_torchrun.sh", programs | {"MASTER_PORT": port}, "check")
+    said = "a port is a number from 1 to 65535: unset it, or give another"
+    assert (done.returncode, done.stderr) == (2, f"hpctrain: error: MASTER_PORT={port}: {said}\n")
+    assert dry_run("apptainer_torchrun.sh", programs | {"MASTER_PORT": "65535"}, "check").returncode == 0
+
+
 @pytest.mark.parametrize(
     "name",
     ["a b", "quote's\"", "$(touch made)", "`touch made`", "-rf", "semi;colon", "*", "back\\slash", "한글"],
