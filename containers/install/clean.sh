@@ -24,6 +24,6 @@ find "$site" \( -name '*.a' -o -name '*.pyx' -o -name '*.pxd' \) -type f -delete
 # cuSOLVER for several GPUs, and a second NVRTC
 rm -f "$site"/nvidia/*/lib/lib{cusolverMg,nvrtc.alt,nvrtc-builtins.alt}.so*
 # Apache's license, for wheels that have it and leave out its text
-for name in sentencepiece tensorboard_data_server tokenizers; do
-    cp /usr/share/common-licenses/Apache-2.0 "$site/$name"-*.dist-info/LICENSE
+for folder in "$site"/{sentencepiece,tensorboard_data_server,tokenizers}-*.dist-info; do
+    cp /usr/share/common-licenses/Apache-2.0 "$folder/LICENSE"
 done

@@ -62,12 +62,6 @@ hash_and_record() {
     write_record "$sif.digest" "$digest $DIGEST_STAMP"
 }
 
-# is_alive PID: not even a zombie, whose parent may be waiting for this process to close its output
-is_alive() {
-    local stat
-    { read -r stat <"/proc/$1/stat"; } 2>/dev/null && [[ $stat != *') Z '* ]]
-}
-
 # write_record FILE LINE: write FILE atomically; a folder that cannot be written is no error
 write_record() {
     local temporary

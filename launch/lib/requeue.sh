@@ -151,6 +151,12 @@ run_launcher() {
     status_of_child "$launcher"
 }
 
+# is_alive PID: not even a zombie, whose parent may be waiting for this process to close its output
+is_alive() {
+    local stat
+    { read -r stat <"/proc/$1/stat"; } 2>/dev/null && [[ $stat != *') Z '* ]]
+}
+
 # status_of_child PROCESS: the exit status of a child that has ended, after a signal has ended `wait` before.
 # bash 5.2 loses a child that ends in that moment, and would wait for it as long as it has another one.
 status_of_child() {

@@ -1205,7 +1205,7 @@ def test_a_rank_that_ends_with_a_signal_is_not_waited_for(tmp_path):
         for name, file in (
             ("run_as_child", "task"),
             ("status_of_child", "requeue"),
-            ("is_alive", "digest"),
+            ("is_alive", "requeue"),
         )
     ]
     script = f"""set -euo pipefail
