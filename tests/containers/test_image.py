@@ -231,7 +231,7 @@ def train(state):
 
 
 hvd.init()
-train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0))
+train(hvd.elastic.TorchState(torch.nn.Linear(1, 1), step=0))
 print("trained on", hvd.size())
 """
     )
