@@ -74,11 +74,12 @@ class Run(run.Run):
             stack.callback(self.close)
             self._stack = stack.pop_all()
         self._seed = own.others["seed"]
-        self._is_open = self._has_optimized = self._has_untracked = self._is_best = False
+        self._is_open = self._has_optimized = self._is_best = False
         self._at = OUTSIDE
         self._prepared: set[nn.Parameter] = set()
         self._model: nn.Module | None = None
         self._others: dict[str, Any] = {}  # tracked objects that are no modules
+        self._known: set[torch.optim.Optimizer] = set()  # those that are tracked, or were looked at
         self._scores: dict[str, float] = {}  # for result.json
         self._score: float | None = None  # of the epoch
         self._given: dict[str, Any] = {}  # what the loop gives, and a resume compares
@@ -158,6 +159,7 @@ class Run(run.Run):
                 self._load_state(state)
         for name, each in self._others.items():
             if isinstance(each, torch.optim.Optimizer):
+                self._known.add(each)
                 self._compare_options(name, each)
         self._stack.callback(register_optimizer_step_post_hook(self._after_optimizer_step).remove)
 
@@ -174,13 +176,13 @@ class Run(run.Run):
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Say, once, that an optimizer is not tracked. One within a tracked one has parameters of it."""
-        if self._has_untracked or any(optimizer is each for each in self._others.values()):
+        if optimizer in self._known:
             return
+        self._known.add(optimizer)
         assert self._model is not None
-        tracked = [_parameters(each) for each in self._others.values() if hasattr(each, "param_groups")]
         own = _parameters(optimizer)
-        self._has_untracked = bool(own & {*self._model.parameters()}) and not own & set().union(*tracked)
-        if self._has_untracked:
+        tracked = [_parameters(each) for each in self._others.values() if hasattr(each, "param_groups")]
+        if own & {*self._model.parameters()} and not own & set().union(*tracked):
             self.print(
                 f"hpctrain: warning: this {type(optimizer).__name__} starts anew when the run resumes: "
                 "name it in run.track(), as optimizer=optimizer"
