@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class Package(NamedTuple):
     architecture: str
     sha256: str
     file: str
-    about: str  # the folder or file with its license
+    license: str  # what its METADATA declares, as an SPDX expression
 
 
 def read_packages(files: dict[str, bytes], image: str) -> list[Package]:
@@ -53,9 +54,7 @@ def read_packages(files: dict[str, bytes], image: str) -> list[Package]:
     found = []
     for line in files[DEBIAN].decode().splitlines():
         name, version, architecture, digest = line.split("\t")
-        found.append(
-            Package("deb", name, version, architecture, digest, "", f"usr/share/doc/{name}/copyright")
-        )
+        found.append(Package("deb", name, version, architecture, digest, "", ""))
     wheels = {}
     for line in files[WHEELS].decode().splitlines():
         name, version, digest, file = line.split("\t")
@@ -66,7 +65,7 @@ def read_packages(files: dict[str, bytes], image: str) -> list[Package]:
             name, version = canonical(about["Name"]), about["Version"]
             record = path.replace("/METADATA", "/RECORD")
             digest, file = wheels.get((name, version)) or (sif.digest_of(files.get(record, b"")), record)
-            found.append(Package("pypi", name, version, "", digest, file, path.removesuffix("/METADATA")))
+            found.append(Package("pypi", name, version, "", digest, file, python_license(about)))
     return sorted(found)
 
 
@@ -97,9 +96,8 @@ LICENSES |= {name: name for name in SPDX}
 CLOSED = {("horovod", "0.28.1", "horovod-0.28.1-pickle.patch"): ("CVE-2024-10190", "CVE-2026-31234")}
 
 
-def python_license(metadata: bytes) -> str:
-    """What a Python package declares, as an SPDX expression."""
-    about = Parser().parsestr(metadata.decode(), headersonly=True)
+def python_license(about: Message) -> str:
+    """What the METADATA of a Python package declares, as an SPDX expression."""
     if found := about["License-Expression"] or LICENSES.get(about["License"]):
         return found
     names = {LICENSES.get(name.rpartition(" :: ")[2]) for name in about.get_all("Classifier", [])}
@@ -137,15 +135,14 @@ def spdx_document(archive: Archive) -> str:
         elements.append(spdx_element(identifier, package.name, package.version, purl, package.sha256))
         if package.file:
             elements[-1]["packageFileName"] = package.file
+        declared, place = package.license, f"{SITE}/NAME-VERSION.dist-info"
         if package.kind == "deb":
             declared = elements[-1]["SPDXID"].replace("SPDXRef", "LicenseRef")
-            text = files.get(package.about, b"").decode(errors="replace")
+            place = f"usr/share/doc/{package.name}/copyright"
+            text = files.get(place, b"").decode(errors="replace")
             if names := sorted(set(re.findall(r"^License: *(\S.*)$", text, re.M))):
-                elements[-1]["licenseComments"] = f"named in /{package.about}: {', '.join(names)}"
-        else:
-            declared = python_license(files[f"{package.about}/METADATA"])
+                elements[-1]["licenseComments"] = f"named in /{place}: {', '.join(names)}"
         elements[-1]["licenseDeclared"] = declared
-        place = package.about if package.kind == "deb" else f"{SITE}/NAME-VERSION.dist-info"
         found = re.findall(r"LicenseRef-[A-Za-z0-9.-]+", declared)
         licenses |= dict.fromkeys(found, f"The text is in the image: /{place}")
         elements[-1]["externalRefs"] += [
