@@ -7,6 +7,7 @@ many of each.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -175,9 +176,10 @@ def test_words_and_variables_reach_the_rank_and_the_dry_run(script, words, value
 @example("x\n", "y", [])
 @example("-P", "-P", ["-P"])
 def test_folders_and_scripts_of_any_name(folder, name, words):
-    """The submit folder, the packages, and a script of the user's."""
-    with a_shell() as run:
-        place = run.top / folder
+    """The submit folder, the packages, the folders to bind, and a script of the user's."""
+    # below /var, as all of /tmp is in the image anyway
+    with a_shell() as run, tempfile.TemporaryDirectory(dir="/var/tmp") as top:
+        place = Path(top, folder)
         place.mkdir()
         (place / name).mkdir()
         script = f"./{name[:200]}.py"
@@ -194,6 +196,9 @@ def test_folders_and_scripts_of_any_name(folder, name, words):
             str(place),
             str(place / name),
         )
+        line = run(LAUNCH / "apptainer_ddp.sh", "--dry-run", script, cwd=place, **env).stdout.splitlines()[-1]
+        bound = shlex.split(run("bash", "-c", f"printf '%q ' {line}").stdout) if "$'" not in line else []
+        assert not bound or {str(place), str(place / name)} <= set(bound)
 
 
 @examples(6)

@@ -158,7 +158,8 @@ def test_the_modulefile(prefix, kind):
         f"{root}/launch/apptainer_ddp.sh",
     ]
     assert show.stdout.splitlines() == expected, show.stderr
-    assert "launch/apptainer_ddp.sh" in (help_ := module("help", f"hpctrain/{VERSION}")).stdout + help_.stderr
+    said = (help_ := module("help", f"hpctrain/{VERSION}")).stdout + help_.stderr
+    assert "sbatch $HPCTRAIN_ROOT/launch/apptainer_ddp.sh" in said
 
 
 @pytest.mark.slow

@@ -100,10 +100,11 @@ def test_result_has_the_time_in_data_of_the_rank_that_waits_most(tmp_path, train
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
     share = figures["data_share"]
-    # Half a second of each step, whatever else runs on this machine, but for what is computed meanwhile.
-    # Lightning has the first batch before the first step.
+    # Half a second of each step, whatever else runs on this machine. Lightning has the first batch before the
+    # first step. The share is of the time of the slower rank, and the steps are timed on the other one, which
+    # may begin a little later.
     steps = 64 / figures["examples_per_s"]
-    assert share * steps >= 0.5 * 6
+    assert share * steps >= 0.5 * 6.5
     assert 0.2 < share < 1
     assert f"data_share {share:.4g}" in done.stdout
 
