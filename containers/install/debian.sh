@@ -1,14 +1,12 @@
 #!/bin/bash
 # debian.sh runtime|build|list: install the Debian packages of the image. It runs as root, in the image.
-#   runtime  packages that the image needs to run: Python, ssh (for mpirun and horovodrun), what torchvision
-#            reads pictures with, and Open MPI with UCX and PMIx (for srun --mpi=pmix). MPICH is a wheel,
-#            which python.sh installs. With CUDA also what torch.compile compiles with
+#   runtime  packages that the image needs to run: Python, ssh (for mpirun and horovodrun) and what
+#            torchvision reads pictures with. With CUDA also what torch.compile compiles with
 #   build    compilers and headers to build Horovod and torchvision with; they stay in the build stage
 #   list     print the names of all these packages and install nothing
-# It prints each package whose version differs from the record, containers/locks/MPI-ARCHITECTURE.debian, and
+# It prints each package whose version differs from the record, containers/locks/ARCHITECTURE.debian, and
 # lists what is installed in /usr/share/hpctrain/debian.tsv: package, version, architecture and the SHA-256 of
 # the .deb. The hash is empty if the archive no longer has that version.
-#   MPI=openmpi|mpich         openmpi by default
 #   FLAVOR=FLAVOR             cpu by default; the name of a flavor with CUDA begins with cu
 #   DEBIAN_SNAPSHOT=TIMESTAMP install the versions of that time from snapshot.debian.org, such as
 #                             20261101T000000Z. Default: the versions that the image's own sources have today
@@ -17,7 +15,7 @@ set -euo pipefail
 umask 022
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-mpi=${MPI:-openmpi} flavor=${FLAVOR:-cpu} snapshot=${DEBIAN_SNAPSHOT:-}
+flavor=${FLAVOR:-cpu} snapshot=${DEBIAN_SNAPSHOT:-}
 
 die() {
     echo "${0##*/}: $*" >&2
@@ -26,11 +24,6 @@ die() {
 
 runtime=(ca-certificates libjpeg62-turbo libpng16-16 openssh-client python3.11 python3.11-venv)
 build=(cmake g++ libjpeg-dev libpng-dev make patch python3.11-dev)
-case $mpi in
-    openmpi) runtime+=(libpmix2 openmpi-bin) build+=(libopenmpi-dev) ;;
-    mpich) ;;
-    *) die "MPI must be openmpi or mpich, not $mpi" ;;
-esac
 # Triton compiles the launcher of each kernel as C with Python's headers. TorchInductor writes C++ for what
 # runs on the CPU, which a model on a GPU has, too.
 if [[ $flavor == cu[0-9]* ]]; then runtime+=(g++ libpython3.11-dev); fi
@@ -92,7 +85,7 @@ mkdir -p "${list%/*}"
     ' - installed=yes <(dpkg-query --show --showformat '${Package} ${Version} ${Architecture}\n' | sort) \
     >"$list"
 
-record=$here/../locks/$mpi-$(dpkg --print-architecture).debian
+record=$here/../locks/$(dpkg --print-architecture).debian
 if [[ -f $record ]]; then
     awk '!installed { recorded[$1] = $2; next }
         recorded[$1] != $2 {
@@ -102,7 +95,7 @@ if [[ -f $record ]]; then
         END { print "debian: " others + 0 " of " FNR " packages differ from the record" }' \
         "$record" installed=yes "$list"
 else
-    echo "debian: no versions are recorded for $mpi on $(dpkg --print-architecture);" \
+    echo "debian: no versions are recorded for $(dpkg --print-architecture);" \
         "see containers/lock.sh --help"
 fi
 

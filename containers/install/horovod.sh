@@ -1,7 +1,6 @@
 #!/bin/bash
 # horovod.sh PREFIX FLAVOR: build Horovod with MPI and Gloo for the torch in PREFIX, and install it there. It
-# needs PREFIX from python.sh, a C++17 compiler, cmake, make, patch, and an MPI library with its headers:
-# MPICH in PREFIX, or Debian's Open MPI.
+# needs PREFIX from python.sh with its MPI, a C++17 compiler, cmake, make and patch.
 #   DESTDIR=FOLDER  write below FOLDER instead of /, for a layer that holds Horovod and nothing else
 #   COMPILED_WHEELS=FOLDER  compiled wheels of earlier builds. A wheel that was built from the same inputs is
 #                   installed as it is; else the new wheel is put there, if the folder is writable. By
@@ -19,7 +18,7 @@ case "$#:${1:-}" in
     *) die "give PREFIX and FLAVOR (see --help)" ;;
 esac
 [[ -x $prefix/bin/python ]] || die "$prefix has no Python; run python.sh $prefix $flavor first"
-PATH=$prefix/bin:$PATH # for MPICH's compiler
+PATH=$prefix/bin:$PATH # for MPI's compiler
 for tool in c++ cmake make mpicxx patch; do
     command -v "$tool" >/dev/null ||
         die "$tool is not installed; install it (on Debian: the packages of debian.sh build)"
@@ -92,8 +91,8 @@ export CMAKE_POLICY_VERSION_MINIMUM=3.5
 MAKEFLAGS=-j$(nproc)
 export MAKEFLAGS
 # -s and -ffile-prefix-map: no symbols, and no path of this folder. -w: no thousands of warnings about
-# third-party code. SKIP_MPICXX: Horovod does not use MPI's C++ interface, and the host's MPI may lack it, as
-# Open MPI 5 does. MPICH's compiler adds PREFIX/lib to the RUNPATH, which the loader searches after
+# third-party code. SKIP_MPICXX: Horovod does not use MPI's C++ interface, and a site's MPI may lack it.
+# MPI's compiler adds PREFIX/lib to the RUNPATH, which the loader searches after
 # LD_LIBRARY_PATH.
 export LDFLAGS="-s -Wl,--as-needed"
 export CXXFLAGS="-w -DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX -ffile-prefix-map=$work=."

@@ -41,13 +41,8 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
-import subprocess
 
-mpirun = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
 versions = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions()}
-if "Open MPI" in mpirun:  # MPICH is a wheel, and listed already
-    versions["openmpi"] = re.search(r"\d+\.\d+\S*", mpirun).group()
 versions["python"] = platform.python_version()
 versions["revision"] = os.environ.get("REVISION") or None
 print(json.dumps(versions, indent=1, sort_keys=True))

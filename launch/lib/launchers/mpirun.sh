@@ -19,13 +19,9 @@ launch_with_mpirun() {
     LAUNCH+=("$TASK" mpirun)
 }
 
-# Open MPI 4 in the image under mpirun 5 of the host. The first variable names the host's plugins, which the
-# image lacks. Without the second, Open MPI 4 starts as rank 0 of 1. Open MPI 5 in the image ignores both.
+# Under mpirun 4 of the host, Open MPI 5 in the image crashes or hangs in its hierarchical sums over nodes.
 task_mpirun() {
     set_ranks OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK
-    unset OMPI_MCA_mca_base_component_path
-    if [[ -n ${PMIX_SERVER_URI3:-} ]]; then
-        export OMPI_MCA_orte_local_daemon_uri=${OMPI_MCA_orte_local_daemon_uri:-$PMIX_SERVER_URI3}
-    fi
+    [[ -z ${OMPI_MCA_orte_hnp_uri:-} ]] || export OMPI_MCA_coll=${OMPI_MCA_coll:-^han}
     ! is_users_script || export_torchrun_env
 }
