@@ -59,11 +59,11 @@ test-mpich: venv cluster  ## build the image with MPICH and test it, also with o
 	$(MAKE) sif MPI=mpich
 	.venv/bin/python -m pytest tests/containers/mpich.py $(PYTEST)
 
-test-cuda: venv cluster  ## build the image of FLAVOR=cu130 or cu126 and test it with ranks on CPUs
+test-cuda: venv cluster  ## build the image of FLAVOR=cu130 or cu128 and test it with ranks on CPUs
 	$(MAKE) sif
 	FLAVOR=$(FLAVOR) .venv/bin/python -m pytest tests/containers/cuda.py $(PYTEST)
 
-test-gpu:  ## check and measure on one GPU all that needs one, in $(SIF) (FLAVOR=cu130 or cu126, NSMC=FOLDER)
+test-gpu:  ## check and measure on one GPU all that needs one, in $(SIF) (FLAVOR=cu130 or cu128, NSMC=FOLDER)
 	apptainer exec --nv $(SIF) python benchmarks/gpu.py $(if $(NSMC),--data $(NSMC))
 
 faults: venv sif cluster .test-tools  ## let every fault of tests/tools/faults.py happen to a job; takes two hours

@@ -69,10 +69,11 @@ if [[ -f $locks.lock ]]; then
     for library in libcudart libnccl; do
         (cd "$work/cuda/lib" && ln -s "$library".so.* "$library.so")
     done
-    # The architectures that torch has kernels for. torch.cuda.get_arch_list() is empty on a machine without a
-    # GPU.
+    # The architectures that torch has kernels for (torch.cuda.get_arch_list() is empty on a machine without a
+    # GPU), of those that this nvcc knows: for the others the driver compiles the PTX of the newest one.
     HOROVOD_BUILD_CUDA_CC_LIST=$("$prefix/bin/python" -c \
-        'import re, torch; print(",".join(re.findall(r"sm_(\d+)", torch._C._cuda_getArchFlags())))')
+        'import torch; print(*torch._C._cuda_getArchFlags().split(), sep="\n")' |
+        grep -xFf <("$work/cuda/bin/nvcc" --list-gpu-code) | sed 's/^sm_//' | paste -sd,)
     export HOROVOD_BUILD_CUDA_CC_LIST HOROVOD_GPU=CUDA HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED
     export HOROVOD_CUDA_HOME=$work/cuda HOROVOD_NCCL_HOME=$work/cuda PATH=$work/cuda/bin:$PATH
     # Otherwise cmake would write this folder into Horovod's RUNPATH. It is in /tmp, where anyone could later

@@ -93,12 +93,12 @@ check_driver() {
     local advice='no image of hpctrain runs with it: ask your site for a newer one'
     [[ ! $name =~ (^|[:_-])cpu([-.]|$) ]] ||
         say "warning: $HPCTRAIN_IMAGE is for CPUs, and this job has $(counted "$GPUS" GPU) per node:" \
-            "set HPCTRAIN_FLAVOR to cu130 or cu126"
+            "set HPCTRAIN_FLAVOR to cu130 or cu128"
     [[ $name =~ (^|[:_-])cu1([23]) ]] || return 0
     oldest=$((BASH_REMATCH[2] == 3 ? 580 : 525)) # for all of CUDA 12, by its minor-version compatibility
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
     [[ $driver =~ ^([1-9][0-9]{1,3})\. ]] || return 0
-    ((BASH_REMATCH[1] < 525)) || advice='take the image cu126, which needs 525 (HPCTRAIN_FLAVOR=cu126)'
+    ((BASH_REMATCH[1] < 525)) || advice='take the image cu128, which needs 525 (HPCTRAIN_FLAVOR=cu128)'
     ((BASH_REMATCH[1] >= oldest)) ||
         die "$HPCTRAIN_IMAGE needs NVIDIA's driver $oldest or newer, and $(hostname) has $driver: $advice"
 }

@@ -367,7 +367,7 @@ def test_add_a_package_and_an_image_flavor(project, tmp_path):
     (project / ".venv/bin").symlink_to(REPOSITORY / ".venv/bin")
     package = {
         "pyproject.toml": insert('"mpi4py', '"einops>=0.8", '),
-        **{f"containers/locks/{flavor}.lock": None for flavor in ("cpu", "cu130", "cu126")},
+        **{f"containers/locks/{flavor}.lock": None for flavor in ("cpu", "cu130", "cu128")},
     }
     add(project, "Add a package", "einops", package)
     run("containers/lock.sh", cwd=project)

@@ -106,7 +106,7 @@ DRY = "launch/apptainer_ddp.sh --dry-run"
     ("message", "line", "programs", "flavor"),
     [
         ("submit from the hpctrain folder", "cp launch/check.sh mine.sh && ./mine.sh", "", "cpu"),
-        ("no such image: run ...", DRY, "apptainer", "cu126"),
+        ("no such image: run ...", DRY, "apptainer", "cu128"),
         ("neither apptainer nor singularity", DRY, "", "cpu"),
         ("HPCTRAIN_FLAVOR is", DRY, "apptainer", "cu999"),
         ("needs NVIDIA's driver", "launch/local.sh --dry-run", "apptainer nvidia-smi", "cu130"),

@@ -313,7 +313,7 @@ def test_folders_in_the_way_of_apptainer_or_of_path(programs, name, value, messa
         ),
         (
             {"HPCTRAIN_FLAVOR": "cuda"},
-            "HPCTRAIN_FLAVOR is 'cuda': choose one of cpu cpu-mpich cu126 cu126-mpich cu130 ",
+            "HPCTRAIN_FLAVOR is 'cuda': choose one of cpu cpu-mpich cu128 cu128-mpich cu130 ",
         ),
         ({"HPCTRAIN_FLAVOR": "mpich"}, "HPCTRAIN_FLAVOR is 'mpich': choose one of cpu cpu-mpich"),
         (
@@ -360,9 +360,9 @@ def test_a_flavor_that_an_installation_does_not_have(project, programs):
     assert done.stderr.endswith("HPCTRAIN_FLAVOR is 'cpu': choose one of cu130-mpich\n"), done
     done = dry_run("local.sh", env, "check")
     assert f"image {project}/hpctrain-cu130-mpich.sif\n" in done.stdout + done.stderr, done
-    (project / "hpctrain-cu126.sif").touch()
+    (project / "hpctrain-cu128.sif").touch()
     done = dry_run("local.sh", env, "check")
-    assert done.stderr.endswith("HPCTRAIN_FLAVOR is 'cpu': choose one of cu126 cu130-mpich\n"), done
+    assert done.stderr.endswith("HPCTRAIN_FLAVOR is 'cpu': choose one of cu128 cu130-mpich\n"), done
 
 
 def test_each_version_of_pmix_that_srun_offers(programs, tmp_path):
@@ -1685,13 +1685,13 @@ def test_an_image_that_shifter_cannot_look_up(gateway, said):
 
 # ---- the driver of the GPUs ----
 
-CU126 = "take the image cu126, which needs 525 (HPCTRAIN_FLAVOR=cu126)"
+CU128 = "take the image cu128, which needs 525 (HPCTRAIN_FLAVOR=cu128)"
 NONE = "no image of hpctrain runs with it: ask your site for a newer one"
 TOO_OLD = "needs NVIDIA's driver 580 or newer, and {host} has {driver}: "
 DRIVERS = {
-    "too old for CUDA 13": ("570.86.15", "hpctrain-cu130.sif", TOO_OLD + CU126),
+    "too old for CUDA 13": ("570.86.15", "hpctrain-cu130.sif", TOO_OLD + CU128),
     "of Perlmutter": ("580.105.08", "hpctrain-cu130.sif", ""),
-    "older than CUDA 12.6": ("525.60.13", "hpctrain-cu126.sif", ""),
+    "older than CUDA 12.8": ("525.60.13", "hpctrain-cu128.sif", ""),
     "too old for both": ("470.57.02", "hpctrain-cu130-mpich.sif", TOO_OLD + NONE),
     "no answer": ("NVIDIA-SMI has failed because it couldn't communicate", "hpctrain-cu130.sif", ""),
     "an image of another name": ("470.57.02", "mine.sif", ""),

@@ -69,7 +69,7 @@ def test_an_installation_under_a_narrow_umask_is_for_all(tmp_path):
 
 
 def test_the_command_takes_the_image_that_was_named(prefix, tmp_path):
-    """It took cpu-mpich for cpu, and cu126 for cu1."""
+    """It took cpu-mpich for cpu, and cu128 for cu1."""
     apptainer = tmp_path / "bin/apptainer"
     apptainer.parent.mkdir()
     apptainer.write_text('#!/bin/sh\necho "$2"\n')

@@ -54,7 +54,7 @@ def gpu_problems(world: World, wanted: str, env: Mapping[str, str] = os.environ)
             yield (
                 f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use {devices[0]} "
                 f"({first_line(error)}): use an image for the CUDA of this driver "
-                "(cu126 for 525 or newer, cu130 for 580 or newer), or --device cpu"
+                "(cu128 for 525 or newer, cu130 for 580 or newer), or --device cpu"
             )
 
 

@@ -83,7 +83,7 @@ def process_group(world: World, device: torch.device, cpu_tensors: bool = False)
         raise
     finally:
         # The destructor of a Gloo group waits for its threads, and holds the GIL meanwhile where the last
-        # reference is that of DDP's reducer (torch 2.13) or any (2.7.1). A thread that needs the GIL to free
+        # reference is that of DDP's reducer (torch 2.13) or any (2.7). A thread that needs the GIL to free
         # its last tensor then deadlocks. A reference keeps the destructor from running.
         if "gloo" in backend:
             _kept_groups.append(dist.group.WORLD)
