@@ -2,6 +2,9 @@
 
 import random
 import shutil
+import subprocess
+import sys
+import zipfile
 from types import SimpleNamespace
 
 import numpy
@@ -191,3 +194,75 @@ def test_tokenized_texts(tmp_path, monkeypatch):
             match=r"key: the tokenized texts cannot be read .*remove this folder and start again",
         ):
             features.load_or_make("key", lambda: None, ALONE)
+
+
+def insert(opcodes):
+    """Opcodes before the last one of a pickle: they act on the tensor that it holds."""
+    return lambda pickled: pickled[:-1] + opcodes + pickled[-1:]
+
+
+def enlarge(pickled):
+    """The numbers of elements (BININT2) of the storage and of the tensor."""
+    assert pickled.count(b"M\xe8\x03") == 2  # 1000
+    return pickled.replace(b"M\xe8\x03", b"M\xff\xff")
+
+
+def change_at_random(pickled, chance):
+    """Another byte in some places, or a part that is missing or there twice."""
+    pickled = bytearray(pickled)
+    for _ in range(chance.randint(1, 4)):
+        begin, length = chance.randrange(len(pickled)), chance.randrange(1, 12)
+        part = pickled[begin : begin + length]
+        pickled[begin : begin + length] = chance.choice(
+            [b"", part + part, chance.randbytes(1), chance.choice([b"s", b"u", b"R", b"b", b"Q", b"\x85"])]
+        )
+    return bytes(pickled)
+
+
+# of the kind of CVE-2026-24747, with which torch before 2.10 wrote outside of a tensor's memory
+CRAFTED = {
+    "an entry of a tensor": insert(b"K\x00K\x01s"),
+    "entries of a tensor": insert(b"(K\x00K\x01K\x01K\x01u"),
+    "a storage larger than its file": enlarge,
+}
+LOAD = """if True:
+    import sys, torch
+    from pathlib import Path
+    from hpctrain.checkpoints import checkpoint
+    from hpctrain.errors import HpctrainError
+    def add(state):
+        if isinstance(state, torch.Tensor):
+            return float(state.double().abs().sum()) if state.dtype.is_floating_point else 0.0
+        return sum(map(add, state.values())) if isinstance(state, dict) else 0.0
+    for path in sorted(Path(sys.argv[1]).iterdir()):
+        try:
+            add(checkpoint.load(path, torch.device("cpu")))
+            print(path.name, "loaded", flush=True)
+        except HpctrainError as error:
+            print(path.name, str(error).count(chr(10)), flush=True)
+"""
+
+
+def test_crafted_checkpoints_neither_load_nor_end_the_process(tmp_path):
+    """With the check sums of their archives right. Those that are changed at random may load as something."""
+    chance, files = random.Random(1), tmp_path / "files"
+    files.mkdir()
+    torch.save(torch.ones(1000), tmp_path / "tensor.pt")
+    model = torch.nn.Linear(20, 30)
+    torch.save(POSITION | {"model": model.state_dict()}, tmp_path / "model.pt")
+    for name, change in CRAFTED.items():
+        rewrite(tmp_path / "tensor.pt", files / name, change)
+    for number in range(4 * FLIPS):
+        rewrite(tmp_path / "model.pt", files / f"random {number}", lambda old: change_at_random(old, chance))
+    done = subprocess.run([sys.executable, "-c", LOAD, files], capture_output=True, text=True)
+    said = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+    assert done.returncode == 0 and len(said) == len(CRAFTED) + 4 * FLIPS, done.stderr + done.stdout[-500:]
+    assert {said[name] for name in CRAFTED} == {"0"}
+    assert sum(said[name] != "loaded" for name in said) > len(said) / 2
+
+
+def rewrite(source, target, change):
+    """The archive `source`, with another pickle in it."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, change(old.read(name)) if name.endswith("/data.pkl") else old.read(name))

@@ -46,7 +46,7 @@ def inside(cluster: Cluster, *command: str) -> str:
     return done.stdout
 
 
-def test_the_sif_has_at_most_600_mb():
+def test_the_sif_is_no_larger_than_promised():
     assert SIF.stat().st_size <= SIZE[FLAVOR]
 
 
