@@ -614,12 +614,12 @@ class Laboratory:
         self._results: dict[str, dict[str, Any]] = {}
         self._number = 0
 
-    def reference(self, way: Way) -> dict[str, Any]:
+    def reference(self, way: Way, timeout: float = 1200) -> dict[str, Any]:
         """The result of a job to which nothing happens."""
         way = replace(way, command=re.sub("--(spare|min)-nodes=1 ", "", way.command))
         if way.command not in self._results:
             whole = Experiment(self.cluster, f"whole-{len(self._results)}", way, ["--nodelist=n1,n2"])
-            job = whole.run(None)
+            job = whole.run(None, timeout=timeout)
             if job.state != "COMPLETED":
                 raise SystemExit("\n".join(line for _, line in whole.lines))
             self._results[way.command] = whole.result() or {}
@@ -683,6 +683,7 @@ class Laboratory:
     def soak(self, minutes: float, seed: int) -> None:
         """One long job with a random fault each minute. Raises SystemExit if it ends with other weights."""
         chosen = random.Random(seed)
+        timeout = minutes * 60 + 1800
         names = [
             *FOR_ALL,
             "SIGKILL of the launcher",
@@ -699,7 +700,7 @@ class Laboratory:
             "apptainer",
             f"launch/apptainer_ddp.sh train_ddp --epochs={int(minutes * 18)}",
         )
-        reference = self.reference(way)
+        reference = self.reference(way, timeout)
         run = Experiment(self.cluster, "soak", way, ["--exclude=n3"], {"HPCTRAIN_REQUEUES": "1000"})
 
         def act(run: Experiment) -> None:
@@ -716,7 +717,7 @@ class Laboratory:
                     print(f"         {error}", flush=True)
                 time.sleep(max(0.0, 40 + 40 * chosen.random() - (time.monotonic() - began)))
 
-        job = run.run(act, timeout=minutes * 60 + 1800)
+        job = run.run(act, timeout=timeout)
         starts = len({line for _, line in run.lines if "(restart" in line}) + 1
         print(f"{job.state}, {starts} starts, weights: {run.compare(reference)}")
         if run.compare(reference) != "equal" or run.problem:
