@@ -43,8 +43,8 @@ trap 'rm -rf "$work"' EXIT
 if [[ -n $debian ]]; then
     command -v mmdebstrap >/dev/null || die "mmdebstrap is not installed; apt-get install mmdebstrap"
     snapshot=$(date -u +%Y%m%dT%H%M%SZ)
-    packages=$(containers/install/debian.sh list | paste -sd,)
     for architecture in amd64 arm64; do
+        packages=$(ARCHITECTURE=$architecture containers/install/debian.sh list | paste -sd,)
         # A simulation cannot start from a merged /usr, as containers/build_base.sh does, and needs no
         # emulator for arm64.
         mmdebstrap --variant=minbase --simulate --verbose --skip=check/qemu \

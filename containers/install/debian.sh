@@ -1,12 +1,14 @@
 #!/bin/bash
 # debian.sh runtime|build|list: install the Debian packages of the image. It runs as root, in the image.
-#   runtime  packages that the image needs to run: Python, ssh (for mpirun and horovodrun) and what
-#            torchvision reads pictures with. With CUDA also what torch.compile compiles with
+#   runtime  packages that the image needs to run: Python, ssh (for mpirun and horovodrun), the drivers of
+#            InfiniBand, RoCE and Omni-Path (for NCCL, UCX and libfabric), and what torchvision reads pictures
+#            with. With CUDA also what torch.compile compiles with
 #   build    compilers and headers to build Horovod and torchvision with; they stay in the build stage
 #   list     print the names of all these packages and install nothing
 # It prints each package whose version differs from the record, containers/locks/ARCHITECTURE.debian, and
 # lists what is installed in /usr/share/hpctrain/debian.tsv: package, version, architecture and the SHA-256 of
 # the .deb. The hash is empty if the archive no longer has that version.
+#   ARCHITECTURE=amd64|arm64  of list; by default this machine's
 #   FLAVOR=FLAVOR             cpu by default; the name of a flavor with CUDA begins with cu
 #   DEBIAN_SNAPSHOT=TIMESTAMP install the versions of that time from snapshot.debian.org, such as
 #                             20261101T000000Z. Default: the versions that the image's own sources have today
@@ -22,8 +24,10 @@ die() {
     exit 1
 }
 
-runtime=(ca-certificates libjpeg62-turbo libpng16-16 openssh-client python3.11 python3.11-venv)
+runtime=(ca-certificates ibverbs-providers libjpeg62-turbo libpng16-16 librdmacm1 openssh-client python3.11
+    python3.11-venv)
 build=(cmake g++ libjpeg-dev libpng-dev make patch python3.11-dev)
+if [[ ${ARCHITECTURE:-$(dpkg --print-architecture)} == amd64 ]]; then runtime+=(libpsm2-2); fi # Omni-Path
 # Triton compiles the launcher of each kernel as C with Python's headers. TorchInductor writes C++ for what
 # runs on the CPU, which a model on a GPU has, too.
 if [[ $flavor == cu[0-9]* ]]; then runtime+=(g++ libpython3.11-dev); fi
