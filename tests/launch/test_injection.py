@@ -42,7 +42,7 @@ STANDINS = {
     "srun": """[ "$1" != --mpi=list ] || { echo "MPI plugin types are... pmix pmi2"; exit; }
         while [ "${1%/task.sh}" = "$1" ]; do shift; done
         SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 exec "$@" """,
-    "mpirun": """[ "$1" != --version ] || { echo "mpirun (Open MPI) 4.1.0"; exit; }
+    "mpirun": """[ "$1" != --version ] || { echo "mpirun (Open MPI) 5.0.7"; exit; }
         while [ "${1%/task.sh}" = "$1" ]; do shift; done
         OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 exec "$@" """,
     # what a rank gets

@@ -40,7 +40,7 @@ STANDINS = {
             shift
         done
         exec env "${clean[@]}" "PATH=$PATH" SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 "$@" """,
-    "mpirun": """[ "$1" != --version ] || { echo "mpirun (Open MPI) 4.1.0"; exit; }
+    "mpirun": """[ "$1" != --version ] || { echo "mpirun (Open MPI) 5.0.7"; exit; }
         kept=()
         while [ "${1%/task.sh}" = "$1" ]; do
             [ "$1" != -x ] || kept+=("$2=${!2}")
@@ -112,14 +112,19 @@ def test_no_setting_of_apptainer_keeps_something_out_of_the_image(shell):
     assert f"not passed on to the ranks: {','.join(sorted(env))}\n" in log, log
 
 
-@pytest.mark.parametrize("version", [4, 5])
-def test_open_mpi_of_the_image_under_the_mpirun_of_the_host(shell, version):
-    """Under mpirun 4, sums over two nodes crashed or hung."""
-    if version == 4:
-        sets = "OMPI_COMM_WORLD_RANK=0 OMPI_MCA_orte_hnp_uri=1.0"
-        put(shell, mpirun=STANDINS["mpirun"].replace("OMPI_COMM_WORLD_RANK=0", sets))
-    variables = what_a_rank_got(start(shell, "apptainer_mpi.sh --mpi=mpirun"))[2]
-    assert variables.get("OMPI_MCA_coll") == {4: "^han", 5: None}[version]
+@pytest.mark.parametrize(
+    ("version", "here", "starts"),
+    [("4.1.4", "login", False), ("4.1.4", "n1", True), ("5.0.7", "login", True)],
+)
+def test_mpirun_4_starts_on_a_node_of_the_job(shell, version, here, starts):
+    """From the login node, in salloc, it told the ranks wrongly who shares their node."""
+    put(shell, mpirun=STANDINS["mpirun"].replace("5.0.7", version))
+    put(shell, uname=f'[ "$1" != -n ] || echo {here}.site')
+    done = shell(LAUNCH / "apptainer_mpi.sh", "--mpi=mpirun", "check")
+    assert (done.returncode == 0) == starts, done.stderr
+    assert (
+        "error: mpirun 4 must start on a node of the job, and this is login.site: " in done.stderr
+    ) != starts
 
 
 @pytest.mark.parametrize("own", [{}, {"PMIX_MCA_psec": "native"}])

@@ -211,7 +211,7 @@ def programs(tmp_path):
     """Programs of a cluster of two nodes that only say something; and the environment to find them."""
     for name, text in {
         "apptainer": "echo apptainer version 0",
-        "mpirun": "echo 'mpirun (Open MPI) 4.1.0'",
+        "mpirun": "echo 'mpirun (Open MPI) 5.0.7'",
         "scontrol": '[ -z "$3" ] || echo n1',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -754,7 +754,7 @@ QSTAT = """Job Id: 17.srv
     project = _pbs_project_default
 """
 MPIRUN = """#!/bin/bash
-[[ $1 != --version ]] || { echo 'mpirun (Open MPI) 4.1.0' && exit; }
+[[ $1 != --version ]] || { echo 'mpirun (Open MPI) 5.0.7' && exit; }
 echo '--resume runs/x' >"$HPCTRAIN_CONTROL/saved"
 [[ $WORD != fault ]] || exit 137
 [[ $HPCTRAIN_PBS_RERUNS == 2 ]] || exit 1

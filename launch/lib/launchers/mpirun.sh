@@ -10,6 +10,10 @@ launch_with_mpirun() {
     [[ $version == *"Open MPI"* || $version == *OpenRTE* ]] ||
         die "$(command -v mpirun) is not Open MPI's, whose options this script uses:" \
             "load an Open MPI module, or use srun"
+    # Else it tells Open MPI 5 of the image wrongly which ranks share a node, and sums over nodes crash or hang.
+    name=$(uname -n)
+    [[ $version != *" 4."* || -n ${OPTION[dry-run]:-} || " ${HOSTS[*]%%.*} " == *" ${name%%.*} "* ]] ||
+        die "mpirun 4 must start on a node of the job, and this is $name: use sbatch, or an Open MPI 5"
     LAUNCHER_TEXT="mpirun, $version"
     LAUNCH=(mpirun -np $((NODES * TASKS)) --map-by "ppr:$TASKS:node" --bind-to none)
     [[ -z ${PBS_NODEFILE:-} ]] || LAUNCH+=(--hostfile "$PBS_NODEFILE")
@@ -19,9 +23,7 @@ launch_with_mpirun() {
     LAUNCH+=("$TASK" mpirun)
 }
 
-# Under mpirun 4 of the host, Open MPI 5 in the image crashes or hangs in its hierarchical sums over nodes.
 task_mpirun() {
     set_ranks OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK
-    [[ -z ${OMPI_MCA_orte_hnp_uri:-} ]] || export OMPI_MCA_coll=${OMPI_MCA_coll:-^han}
     ! is_users_script || export_torchrun_env
 }
