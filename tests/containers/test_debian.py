@@ -82,13 +82,12 @@ def test_the_build_ends_if_the_archive_cannot_be_reached(debian):
     assert done.returncode == 1 and done.stderr.endswith(f"\n{message}\n")
 
 
-@pytest.mark.parametrize("name, value", [("DEBIAN_SNAPSHOT", "yesterday")])
-def test_an_invalid_setting_is_one_line(name, value):
+def test_an_invalid_snapshot_is_one_line():
     done = subprocess.run(
         [REPOSITORY / "containers/install/debian.sh", "runtime"],
-        env={**os.environ, name: value}, capture_output=True, text=True,
+        env={**os.environ, "DEBIAN_SNAPSHOT": "yesterday"}, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and value in done.stderr
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "yesterday" in done.stderr
 
 
 def test_versions_that_differ_from_the_record_are_printed(debian):

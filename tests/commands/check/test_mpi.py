@@ -16,14 +16,8 @@ def test_ring_and_all_reduce_over_mpi(sif):
 
 
 MISMATCHES = {
-    "and gives up": (
-        "unset PMIX_RANK",
-        "did not get through MPI_Init",
-    ),
-    "and takes each rank for a world of its own": (
-        "unset ${!PMIX_*}",
-        "gives each of them a world of 1",
-    ),
+    "and gives up": ("unset PMIX_RANK", "did not get through MPI_Init"),
+    "and takes each rank for a world of its own": ("unset ${!PMIX_*}", "gives each of them a world of 1"),
 }
 
 
