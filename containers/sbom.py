@@ -82,13 +82,16 @@ LICENSES = {
     "Apache License, Version 2.0": "Apache-2.0",
     "Apache Software License": "Apache-2.0",
     "BSD License": "LicenseRef-BSD",  # two clauses or three
+    "GNU General Public License v3 (GPLv3)": "GPL-3.0-only",
     "ISC License (ISCL)": "ISC",
     "MIT License": "MIT",
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
     "NVIDIA Proprietary Software": "LicenseRef-NVIDIA",
     "Python Software Foundation License": "PSF-2.0",
 }
-SPDX = ("Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "MIT", "MPL-2.0", "MPL-2.0 AND MIT")
+SPDX = (
+    "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "LicenseRef-OpenMPI", "MIT", "MPL-2.0", "MPL-2.0 AND MIT",
+)  # fmt: skip
 LICENSES |= {name: name for name in SPDX}
 
 
@@ -98,7 +101,8 @@ CLOSED = {("horovod", "0.28.1", "horovod-0.28.1-pickle.patch"): ("CVE-2024-10190
 
 def python_license(about: Message) -> str:
     """What the METADATA of a Python package declares, as an SPDX expression."""
-    if found := about["License-Expression"] or LICENSES.get(about["License"]):
+    title = (about["License"] or "").partition("\n")[0].strip()  # some give the whole text
+    if found := about["License-Expression"] or LICENSES.get(title):
         return found
     names = {LICENSES.get(name.rpartition(" :: ")[2]) for name in about.get_all("Classifier", [])}
     return " OR ".join(sorted(names - {None})) or "NOASSERTION"

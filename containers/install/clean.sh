@@ -27,3 +27,4 @@ rm -f "$site"/nvidia/*/lib/lib{cusolverMg,nvrtc.alt,nvrtc-builtins.alt}.so*
 for folder in "$site"/{sentencepiece,tensorboard_data_server,tokenizers}-*.dist-info; do
     cp /usr/share/common-licenses/Apache-2.0 "$folder/LICENSE"
 done
+cp /usr/share/common-licenses/GPL-3 "$site"/soynlp-*.dist-info/LICENSE
