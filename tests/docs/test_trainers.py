@@ -8,6 +8,7 @@ from tests.helpers import run_ranks
 
 AROUND = """
 import os
+os.environ["HPCTRAIN_WORLD_SIZE"] = os.environ["WORLD_SIZE"]  # as in a job: torch ends after its threads
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
