@@ -26,7 +26,7 @@ HOST_PACKAGES = curl python3 $(if $(APPTAINER),mmdebstrap) \
 BEGAN := $(shell date +%s)
 
 .PHONY: help docs demo install test test-all test-fast test-cuda test-mpich test-gpu faults soak .room .no-apptainer .prefix \
-    .test-tools lint benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock lock-check clean
+    .test-tools lint benchmark image base sif push sif-from-def sbom verify reproduce venv cluster lock lock-check audit clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -183,6 +183,14 @@ lock-check: venv  ## check that containers/locks match pyproject.toml
 	containers/lock.sh --check
 	containers/lock.sh --check --flavor cu130 --platform aarch64
 	containers/lock.sh --check --flavor cu130-build --platform aarch64
+
+# A patch closes the holes that its own text names.
+audit: venv  ## list the packages in locks that have a known hole, by osv.dev
+	@status=0; for lock in $$(grep -l -e --hash containers/locks/*.lock) tests/dev.lock docs/site.lock; do \
+		echo "$$lock:"; \
+		.venv/bin/uv tool run pip-audit==2.10.1 --vulnerability-service osv --disable-pip --progress-spinner off --requirement $$lock \
+		    $$(grep -ohE 'CVE-[0-9]+-[0-9]+' containers/patches/*.patch | sort -u | sed 's/^/--ignore-vuln /') || status=1; \
+	done; exit $$status
 
 clean:  ## remove everything that make has built, but not runs/
 	rm -rf --one-file-system build $(SIF) $(and $(wildcard .venv/ready .venv.unfinished),.venv .venv.unfinished)

@@ -1,8 +1,11 @@
-"""containers/lock.sh --check finds locks that do not fit pyproject.toml."""
+"""Locks that do not fit pyproject.toml, and known holes of what they pin."""
 
+import http.server
+import json
 import os
 import shutil
 import subprocess
+import threading
 
 import pytest
 from slurm_cluster import REPOSITORY
@@ -35,3 +38,34 @@ def test_a_stale_lock_is_named(tmp_path):
     done = subprocess.run(check, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "containers/locks/cu130-build.lock is stale; run make lock" in done.stderr
     assert lock.read_bytes() == before
+
+
+class OpenVulnerabilities(http.server.BaseHTTPRequestHandler):
+    """A stand-in for osv.dev, which knows a hole of each package in `holes`."""
+
+    holes = {"horovod": "CVE-2024-10190", "torchmetrics": "CVE-2099-1"}
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        name, version = asked["package"]["name"], asked["version"]
+        affected = {"package": {"name": name, "ecosystem": "PyPI"}, "versions": [version]}
+        hole = {"id": "PYSEC-0", "aliases": [self.holes.get(name)], "summary": "", "affected": [affected]}
+        answer = json.dumps({"vulns": [hole]} if name in self.holes else {}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_known_holes_are_listed_but_those_that_a_patch_closes():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OpenVulnerabilities) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = os.environ | {"PIP_AUDIT_OSV_URL": f"http://127.0.0.1:{server.server_port}"}
+        done = subprocess.run(["make", "audit"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+        server.shutdown()
+    assert done.returncode != 0
+    assert done.stdout.count("torchmetrics") == 3, done.stdout  # cpu, cu128 and cu130
+    assert "horovod" not in done.stdout.replace("horovod.lock", "")
