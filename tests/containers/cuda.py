@@ -136,6 +136,16 @@ def test_kernels_are_for_the_documented_architectures(cluster, tmp_path):
     assert ptx == {max(kernels, key=lambda name: int(name[3:]))}
 
 
+def test_crafted_checkpoints_with_its_torch(cluster):
+    target = cluster.host_path("/home/alice/pytest")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--target", target, "pytest"], check=True
+    )
+    test = f"cd {HOME} && PYTHONPATH=/home/alice/pytest python -m pytest -p no:cacheprovider"
+    test += " tests/checkpoints/test_corruption.py -k crafted"
+    assert " 1 passed" in inside(cluster, "bash", "-c", test)
+
+
 @pytest.mark.parametrize(
     "command",
     [
