@@ -177,7 +177,7 @@ clean_up() {
         "$step" "$status" || true
     done
     if [[ -n ${HPCTRAIN_CONTROL:-} ]]; then
-        conclude "$status" || status=$?
+        if conclude "$status"; then status=0; else status=$?; fi
         rm -rf "$HPCTRAIN_CONTROL"
     fi
     [[ -z ${MPI_HINT:-} ]] || ((status == 0)) || say "$MPI_HINT"

@@ -549,7 +549,7 @@ def conclude(status, control, requeues, env, assignments="SCRIPT=x"):
     source = (
         f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={control} HPCTRAIN_REQUEUES={requeues}"
     )
-    script = f"{source} {assignments}; conclude {status}"
+    script = f"{source} {assignments}; trap clean_up EXIT; exit {status}"
     return subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True)
 
 
