@@ -3,7 +3,7 @@
 
 # launch_with_mpi HOW: mpirun, or srun with that PMI; "auto" or nothing: the PMI of the image's MPI library
 launch_with_mpi() {
-    local how=${1:-${HPCTRAIN_MPI:-auto}} library offered
+    local how=${1:-${HPCTRAIN_MPI:-auto}} library offered machine
     library=$("${CONTAINER[@]}" ${SIF:+"$SIF"} python -c '
 import sys
 sys.path[:] = filter(None, sys.path) # not the current folder
@@ -22,6 +22,13 @@ print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | 
     export HPCTRAIN_MPI_LIBRARY=$library
     if [[ $how == mpirun ]]; then
         use_launcher mpirun
+        # mpirun 4 on a machine outside of the job tells Open MPI 5 wrongly which ranks share a node: sums over
+        # nodes crash or hang. In a PBS job this script runs on a node of it.
+        machine=${SLURMD_NODENAME:-$(uname -n)}
+        [[ $library != "Open MPI v5"* || ! $LAUNCHER_TEXT =~ \ [1-4]\. || -n ${PBS_NODEFILE:-} ||
+            " ${HOSTS[*]%%.*} " == *" ${machine%%.*} "* ]] ||
+            die "${LAUNCHER_TEXT#*, } must start on a node of the job, as the image has $library, and this is" \
+                "$machine: use sbatch, or an Open MPI 5"
     else
         [[ " $offered " == *" $how "* || " $offered " == *" ${how}_v"* ]] ||
             die "srun does not offer --mpi=$how here: choose one of these: ${offered##*are... }"

@@ -10,10 +10,6 @@ launch_with_mpirun() {
     [[ $version == *"Open MPI"* || $version == *OpenRTE* ]] ||
         die "$(command -v mpirun) is not Open MPI's, whose options this script uses:" \
             "load an Open MPI module, or use srun"
-    # Else it tells Open MPI 5 in the image wrongly which ranks share a node: sums over nodes crash or hang.
-    name=$(uname -n)
-    [[ $version != *" 4."* || -n ${OPTION[dry-run]:-} || " ${HOSTS[*]%%.*} " == *" ${name%%.*} "* ]] ||
-        die "mpirun 4 must start on a node of the job, and this is $name: use sbatch, or an Open MPI 5"
     LAUNCHER_TEXT="mpirun, $version"
     LAUNCH=(mpirun -np $((NODES * TASKS)) --map-by "ppr:$TASKS:node" --bind-to none)
     [[ -z ${PBS_NODEFILE:-} ]] || LAUNCH+=(--hostfile "$PBS_NODEFILE")
