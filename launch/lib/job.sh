@@ -251,8 +251,6 @@ export_job_env() {
     # torch warns about every address without a name; real problems arrive as errors.
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     export PYTHONNOUSERSITE=1
-    # Slurm's PMIx may offer munge, whose daemon a container does not reach.
-    export PMIX_MCA_psec=${PMIX_MCA_psec:-^munge}
     # Otherwise print() of a rank fills a buffer, which is lost when the job is canceled.
     export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
     # Users empty it to disable a site's, but NCCL takes an empty value for a network's name, and fails.

@@ -46,7 +46,7 @@ STANDINS = {
         while [ "${1%/task.sh}" = "$1" ]; do shift; done
         OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 exec "$@" """,
     # what a rank gets
-    "python": """[ "$1" != -c ] || { echo Open MPI v5.0.11; exit; }
+    "python": """[ "$1" != -c ] || { echo Open MPI v5.0.9; exit; }
         printf '%s\\0' "$#" "$@" "$PWD"
         exec env -0""",
     "module": "LOADEDMODULES=",

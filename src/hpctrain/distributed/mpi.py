@@ -25,5 +25,5 @@ def mpi_library(world: World) -> ModuleType | None:
 
 
 def mpi_name(mpi: ModuleType) -> str:
-    """The name and version of the MPI library, such as "Open MPI v4.1.4"."""
+    """The name and version of the MPI library, such as "Open MPI v5.0.9"."""
     return mpi.Get_library_version().partition(",")[0].partition("\n")[0].strip()

@@ -1,4 +1,8 @@
-"""MPI in hpctrain check, in the image."""
+"""MPI in hpctrain check, and the library itself."""
+
+import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,5 +34,11 @@ def test_an_mpi_of_another_version_than_its_mpirun(sif, how):
     status, output = in_the_image(*command, MASTER_PORT="29512", **MEET)
     said = errors(output)
     assert status != 0 and len(said) == 1, output
-    assert f"PMI mismatch: mpirun started 2 ranks, but Open MPI v5.0.11 {message}: " in said[0]
+    assert f"PMI mismatch: mpirun started 2 ranks, but Open MPI v5.0.9 {message}: " in said[0]
     assert ": use an mpirun of the same MPI and version" in said[0]
+
+
+def test_mpi_loads_with_the_libfabric_of_a_site():
+    """That of sites with Slingshot, 1.22, exports FABRIC_1.7. MPI and Horovod did not load with it."""
+    library = (Path(sys.prefix) / "lib/libmpi.so.40").read_bytes()
+    assert max(map(int, re.findall(rb"FABRIC_1\.(\d+)\0", library))) <= 7
