@@ -29,8 +29,8 @@ PARTS: dict[str, str | tuple[str, ...]] = {  # a path belongs to the first part 
     "transformers": PACKAGES + "transformers/",
     "scipy": PACKAGES + "scipy",
     "Horovod": PACKAGES + "horovod/",
-    "other Python packages": "opt/hpctrain/",
-    "Debian with MPI": "",
+    "other Python packages, and MPI": "opt/hpctrain/",
+    "Debian": "",
 }
 PACK = (
     "tar --create --null --files-from=- | "

@@ -136,8 +136,10 @@ else
         die "MPICH is built without UCX or libfabric; it has: $fabric"
 fi
 # UCX and libfabric load the parts for a card by themselves, and leave out without a word what does not load.
-missing=$(find "$prefix/lib" -path "$prefix/lib/python3.11" -prune -o -name '*.so*' -type f -print0 |
-    xargs -0 ldd | grep 'not found' | sort -u || true)
+loaded=$(find "$prefix/lib" -path "$prefix/lib/python3.11" -prune -o -name '*.so*' -type f -print0 |
+    xargs -0 ldd 2>&1 || true)
+[[ $loaded == *"librdmacm.so.1 => /"* ]] || die "found no part of the MPI library for InfiniBand in $prefix/lib"
+missing=$(grep 'not found' <<<"$loaded" | sort -u || true)
 [[ -z $missing ]] || die "the MPI library lacks libraries: $missing"
 echo "check: MPI is $library, with UCX and libfabric"
 check_two "mpi4py, mpirun" "${mpirun[@]}" python mpi4py_sum.py

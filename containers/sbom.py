@@ -81,7 +81,8 @@ LICENSES = {
     "Apache 2.0 License": "Apache-2.0",
     "Apache License, Version 2.0": "Apache-2.0",
     "Apache Software License": "Apache-2.0",
-    "BSD License": "LicenseRef-BSD",  # two clauses or three
+    "BSD": "LicenseRef-BSD",  # two clauses or three
+    "BSD License": "LicenseRef-BSD",
     "GNU General Public License v3 (GPLv3)": "GPL-3.0-only",
     "ISC License (ISCL)": "ISC",
     "MIT License": "MIT",
@@ -139,16 +140,16 @@ def spdx_document(archive: Archive) -> str:
         elements.append(spdx_element(identifier, package.name, package.version, purl, package.sha256))
         if package.file:
             elements[-1]["packageFileName"] = package.file
-        declared, place = package.license, f"{SITE}/NAME-VERSION.dist-info"
+        declared, place = package.license, f"the dist-info folder of each package in /{SITE}"
         if package.kind == "deb":
             declared = elements[-1]["SPDXID"].replace("SPDXRef", "LicenseRef")
-            place = f"usr/share/doc/{package.name}/copyright"
-            text = files.get(place, b"").decode(errors="replace")
+            place = f"/usr/share/doc/{package.name}/copyright"
+            text = files.get(place[1:], b"").decode(errors="replace")
             if names := sorted(set(re.findall(r"^License: *(\S.*)$", text, re.M))):
-                elements[-1]["licenseComments"] = f"named in /{place}: {', '.join(names)}"
+                elements[-1]["licenseComments"] = f"named in {place}: {', '.join(names)}"
         elements[-1]["licenseDeclared"] = declared
         found = re.findall(r"LicenseRef-[A-Za-z0-9.-]+", declared)
-        licenses |= dict.fromkeys(found, f"The text is in the image: /{place}")
+        licenses |= dict.fromkeys(found, f"The text is in the image: {place}")
         elements[-1]["externalRefs"] += [
             {
                 "referenceCategory": "SECURITY",

