@@ -69,8 +69,8 @@ test-gpu:  ## check and measure on one GPU all that needs one, in $(SIF) (FLAVOR
 faults: venv sif cluster .test-tools  ## let every fault of tests/tools/faults.py happen to a job; takes two hours
 	.venv/bin/python tests/tools/faults.py $(if $(ONLY),--only '$(ONLY)')
 
-soak: venv sif cluster  ## train for 20 minutes with a random fault each minute; SEED=1
-	.venv/bin/python tests/tools/faults.py --soak 20 --seed $(or $(SEED),1)
+soak: venv sif cluster  ## train for MINUTES=20 with a random fault each minute; SEED=1
+	.venv/bin/python tests/tools/faults.py --soak $(or $(MINUTES),20) --seed $(or $(SEED),1)
 
 lint: venv  ## run ruff, mypy, shellcheck and the other checks of source files
 	.venv/bin/python -m pytest -q tests/test_lint.py tests/test_options.py
