@@ -138,7 +138,7 @@ fi
 # UCX and libfabric load the parts for a card by themselves, and leave out without a word what does not load.
 loaded=$(find "$prefix/lib" -path "$prefix/lib/python3.11" -prune -o -name '*.so*' -type f -print0 |
     xargs -0 ldd 2>&1 || true)
-[[ $loaded == *"librdmacm.so.1 => /"* ]] || die "found no part of the MPI library for InfiniBand in $prefix/lib"
+[[ $loaded == *"librdmacm.so.1 => /"* ]] || die "$prefix/lib has no part of the MPI library for InfiniBand"
 missing=$(grep 'not found' <<<"$loaded" | sort -u || true)
 [[ -z $missing ]] || die "the MPI library lacks libraries: $missing"
 echo "check: MPI is $library, with UCX and libfabric"

@@ -22,13 +22,6 @@ print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | 
     export HPCTRAIN_MPI_LIBRARY=$library
     if [[ $how == mpirun ]]; then
         use_launcher mpirun
-        # mpirun 4 on a machine outside of the job tells Open MPI 5 wrongly which ranks share a node: sums over
-        # nodes crash or hang. In a PBS job this script runs on a node of it.
-        machine=${SLURMD_NODENAME:-$(uname -n)}
-        [[ $library != "Open MPI v5"* || ! $LAUNCHER_TEXT =~ \ [1-4]\. || -n ${PBS_NODEFILE:-} ||
-            " ${HOSTS[*]%%.*} " == *" ${machine%%.*} "* ]] ||
-            die "${LAUNCHER_TEXT#*, } must start on a node of the job, as the image has $library, and this is" \
-                "$machine: use sbatch, or an Open MPI 5"
     else
         [[ " $offered " == *" $how "* || " $offered " == *" ${how}_v"* ]] ||
             die "srun does not offer --mpi=$how here: choose one of these: ${offered##*are... }"
@@ -36,7 +29,15 @@ print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | 
         set_srun "$TASKS" --mpi="$how"
         LAUNCH+=("$TASK" mpi)
     fi
-    [[ -n ${OPTION[dry-run]:-} ]] || check_mpi_world "$library" "${LAUNCHER_TEXT%% for *}"
+    [[ -z ${OPTION[dry-run]:-} ]] || return 0
+    # mpirun 4 on a machine outside of the job tells Open MPI 5 wrongly which ranks share a node: sums over
+    # nodes crash or hang. In a PBS job this script runs on a node of it.
+    machine=${SLURMD_NODENAME:-$(uname -n)}
+    [[ $how != mpirun || $library != "Open MPI v5"* || ! $LAUNCHER_TEXT =~ \ [1-4]\. ||
+        -n ${PBS_NODEFILE:-} || " ${HOSTS[*]%%.*} " == *" ${machine%%.*} "* ]] ||
+        die "${LAUNCHER_TEXT#*, } must start on a node of the job, as the image has $library," \
+            "and this is $machine: use sbatch, or an Open MPI 5"
+    check_mpi_world "$library" "${LAUNCHER_TEXT%% for *}"
 }
 
 # choose_pmi LIBRARY OFFERED: set REPLY to the PMI of the library that srun offers, or to mpirun
