@@ -148,7 +148,6 @@ def hpctrain(folder, line, number=1, **env):
         ("training diverged", "train_ddp --data digits --lr 1e30", 1),
         ("but rank ... sees no GPU", "train_ddp --data digits --device cuda", 1),
         ("neither a folder nor a model name", "nlp.classify --model ./nothing", 1),
-        ("the tokenized texts cannot be written", "nlp.classify --limit 20", 1),
     ],
 )  # fmt: skip
 def test_a_trainer_says_so(trained, message, line, number):

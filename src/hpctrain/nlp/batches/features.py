@@ -6,6 +6,7 @@ entries here, not --max-length: padding is added when a batch is built.
 
 import hashlib
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hpctrain.distributed.rendezvous import all_or_none
 from hpctrain.distributed.world import World
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, print_error
 from hpctrain.files import atomic
 from hpctrain.files.digests import check_digests, write_digests
 from hpctrain.files.places import refuse_of_others
@@ -256,15 +257,19 @@ def load_or_make(key: str, make: Callable[[], Features], world: World) -> Featur
     """The features of `key` from the cache, or made by one rank of the job and cached; a collective call.
 
     If the cache is on a local disk of each node, one rank of each further node makes them as well. They are
-    complete or absent, so two jobs may do this at a time. HpctrainError names an unwritable folder.
+    complete or absent, so two jobs may do this at a time. On a node where the cache cannot be written, as on
+    a full disk, each rank makes them in its own memory.
     """
-    folder = get_cache_folder() / key
+    folder, made = get_cache_folder() / key, None
     for is_maker in (world.rank == 0, world.local_rank == 0):
         with all_or_none(world):
-            if is_maker and not folder.exists():
-                _write_features(folder, make())
+            if is_maker and made is None and not folder.exists():
+                made = make()
+                _write_features(folder, made)
     with all_or_none(world):
-        return _read_features(folder, check=world.local_rank == 0)
+        if folder.exists():
+            return _read_features(folder, check=world.local_rank == 0)
+        return make() if made is None else made
 
 
 def _write_features(folder: Path, features: Features) -> None:
@@ -291,10 +296,11 @@ def _write_features(folder: Path, features: Features) -> None:
     except OSError as error:
         # otherwise another job has written the same meanwhile, and its ranks have mapped the files
         if not folder.exists():
-            raise HpctrainError(
-                f"{folder.parent}: the tokenized texts cannot be written ({error.strerror or error}): "
-                "free some space there, or set HPCTRAIN_CACHE to a folder on scratch"
-            ) from error
+            print_error(
+                f"hpctrain: warning: {folder.parent} on {socket.gethostname()}: the tokenized texts cannot "
+                f"be written ({error.strerror or error}), and each rank keeps them in memory: free some "
+                "space there, or set HPCTRAIN_CACHE to a folder on scratch"
+            )
 
 
 def _read_features(folder: Path, check: bool) -> Features:
