@@ -175,14 +175,28 @@ def test_owner_json_that_was_removed_by_hand_is_made_again(tmp_path, capsys):
             each.check()
 
 
-def test_a_file_system_that_is_gone_is_waited_for(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("during_a_check", [False, True])
+def test_a_file_system_that_is_gone_is_waited_for(tmp_path, monkeypatch, capsys, during_a_check):
+    """Gone just after owner.json was read, the run ended as one whose folder another job has taken."""
     folder, away = tmp_path / "run", tmp_path / "away"
     folder.mkdir()
     first = acquired(folder)
     (folder / "config.json").touch()
     first.check()
-    folder.rename(away)
-    folder.mkdir()
+    read = first._read
+
+    def read_and_lose():
+        monkeypatch.setattr(first, "_read", read)
+        content = read()
+        folder.rename(away)
+        folder.mkdir()
+        return content
+
+    if during_a_check:
+        monkeypatch.setattr(first, "_read", read_and_lose)
+        first.check()
+    else:
+        read_and_lose()
 
     def come_back(_):
         folder.rmdir()

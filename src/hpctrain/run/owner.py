@@ -79,7 +79,7 @@ class Owner:
             if now is None or now.get("id") != self._own["id"]:
                 new = f"{_name(now)} continues this run" if now else f"somebody has removed {self._path}"
                 raise HpctrainError(f"{self._path.parent}: {new}, so this one ends and writes nothing more")
-            self._configs = self._list_configs()
+            self._configs = self._list_configs() or self._configs  # the file system may be gone by now
 
     def _list_configs(self) -> set[Path]:
         return {*self._path.parent.glob("config*.json")}
