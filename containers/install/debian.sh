@@ -30,7 +30,7 @@ build=(cmake g++ libjpeg-dev libpng-dev make patch python3.11-dev)
 # Triton compiles the launcher of each kernel as C with Python's headers. TorchInductor writes C++ for what
 # runs on the CPU, which a model on a GPU has, too.
 if [[ $flavor == cu[0-9]* ]]; then runtime+=(g++ libpython3.11-dev); fi
-architecture=$(dpkg --print-architecture)
+architecture=$(dpkg --print-architecture 2>/dev/null || true) # --help works without dpkg
 if [[ ${1:-} == list ]]; then architecture=${ARCHITECTURE:-$architecture}; fi
 if [[ $architecture == amd64 ]]; then runtime+=(libpsm2-2); fi # Omni-Path
 case "$#:${1:-}" in
@@ -94,7 +94,7 @@ mkdir -p "${list%/*}"
     ' - installed=yes <(dpkg-query --show --showformat '${Package} ${Version} ${Architecture}\n' | sort) \
     >"$list"
 
-record=$here/../locks/$(dpkg --print-architecture).debian
+record=$here/../locks/$architecture.debian
 if [[ -f $record ]]; then
     awk '!installed { recorded[$1] = $2; next }
         recorded[$1] != $2 {
@@ -104,7 +104,7 @@ if [[ -f $record ]]; then
         END { print "debian: " others + 0 " of " FNR " packages differ from the record" }' \
         "$record" installed=yes "$list"
 else
-    echo "debian: no versions are recorded for $(dpkg --print-architecture);" \
+    echo "debian: no versions are recorded for $architecture;" \
         "see containers/lock.sh --help"
 fi
 
