@@ -51,7 +51,11 @@ MAIN_ROAD = {
     "`--dry-run` prints the commands": ["launch/test_launch.py::test_what_a_dry_run_prints_can_be_run"],
     "| `apptainer_ddp.sh` |": [MATRIX[0]],
     "| `apptainer_torchrun.sh` |": [MATRIX[1]],
-    "| `apptainer_mpi.sh` |": [MATRIX[2], MATRIX[3]],
+    "| `apptainer_mpi.sh` |": [
+        MATRIX[2],
+        MATRIX[3],
+        "commands/check/test_mpi.py::test_no_rank_of_srun_complains_of_munge",
+    ],
     "| `apptainer_horovod.sh` |": [MATRIX[4]],
     "| `podman_hpc_ddp.sh` |": [MATRIX[5]],
     "| `shifter_ddp.sh` |": ["launch/test_launch.py::test_shifter"],

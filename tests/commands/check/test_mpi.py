@@ -13,6 +13,22 @@ MEET = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["apptainer", "none"])
+def test_no_rank_of_srun_complains_of_munge(cluster, runtime):
+    """srun's PMIx offers munge, which Open MPI's wheel lacks."""
+    env = {"HPCTRAIN_RUNTIME": runtime}
+    if runtime == "none":
+        env["HPCTRAIN_PYTHON_ENV"] = "/opt/hpctrain"
+    script = ["--nodes=2", "--ntasks-per-node=2", "launch/apptainer_mpi.sh", "--mpi=pmix", "check"]
+    number = cluster.submit(*script, cwd="/home/alice/hpctrain", env=env)
+    lines: list[str] = []
+    cluster.wait(number, on_line=lines.append)
+    output = "\n".join(lines)
+    assert "correct over MPI, too (Open MPI v5" in output, output
+    assert "-" * 74 not in output, output  # around each of PMIx's complaints
+
+
+@pytest.mark.slow
 def test_ring_and_all_reduce_over_mpi(sif):
     status, output = in_the_image(*MPIRUN, "python", "-m", "hpctrain", "check", MASTER_PORT="29511", **MEET)
     assert status == 0 and "check passed: 2 ranks on 1 host (openmpi)" in output, output
