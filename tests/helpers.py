@@ -43,6 +43,7 @@ POSITION = Position(
     lines=0,
     seconds=1.5,
     options={},
+    overflows=0,
 ).to_entries()
 
 

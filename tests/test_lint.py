@@ -37,28 +37,7 @@ SOURCES = {
 }
 
 # Phrases that puzzled readers; in any case of letters, also over the end of a line.
-PHRASES = [
-    "data that nothing of your own is overwritten by",
-    "what it consists of and is made from",
-    "for each way that a site may have",
-    "(let|lets|letting) go of",
-    "as it comes",
-    "the way of a job",
-    "of what is computed is real",
-    "takes its softmax over padding",
-    "who is in a batch",
-    "a time of its own",
-    "the same are:",
-    "bear another's load",
-    "astray",
-    "mend(s|ed|ing)?",
-    "the data are less than one",
-    "would say of every retry",
-    "what they think of it",
-    "to say how two sentences are related",
-    "to go on with a text",
-    "what nobody uses",
-]
+PHRASES = ["(let|lets|letting) go of", "as it comes", "astray", "mend(s|ed|ing)?"]
 # British forms, each with what to write. A word in capitals is a name, such as Slurm's state CANCELLED.
 BRITISH = {
     r"\w*(behavi|col|endeav|fav|flav|harb|hon|lab|neighb|rum|vap)our\w*": "-or",

@@ -7,7 +7,7 @@ from hpctrain.checkpoints.position import Evaluations, Position
 from tests.helpers import POSITION
 
 
-def test_the_entries_are_those_of_every_version():
+def test_the_entries_of_a_checkpoint():
     position = Position(
         2,
         3,
@@ -18,6 +18,7 @@ def test_the_entries_are_those_of_every_version():
         7,
         1.5,
         {"lr": "1"},
+        0,
     )
     assert position.to_entries() == {
         "epoch": 2,
@@ -40,25 +41,7 @@ def test_a_position_is_read_as_it_was_written(tmp_path):
     assert read.to_entries() == POSITION
 
 
-def test_a_checkpoint_of_a_version_that_evaluated_once_in_each_epoch():
-    read = Position.from_entries(POSITION | {"epoch": 3, "best": [2, [0.5]]})
-    assert read.best == Evaluations(epoch=2, score=(0.5,), step=0, total=3, number=2, latest=(3, 0))
-
-
-def test_a_checkpoint_of_a_version_that_kept_the_loss_alone():
-    earlier = {name: value for name, value in POSITION.items() if name != "means"} | {"losses": [3.0, 6.0]}
-    of_ranks = [{"train_loss": (1.0, 3)}, {"train_loss": (2.0, 3)}]
-    assert Position.from_entries(earlier | {"unlogged": 3}).means == of_ranks
-    assert Position.from_entries(earlier | {"unlogged": 0}).means == [{}, {}]
-
-
-def test_a_checkpoint_of_a_version_without_fp16():
-    assert Position.from_entries({**POSITION, "overflows": 3}).overflows == 3
-    earlier = {name: value for name, value in POSITION.items() if name != "overflows"}
-    assert Position.from_entries(earlier).overflows == 0
-
-
-@pytest.mark.parametrize("name", [name for name in Position._fields if name != "overflows"])
+@pytest.mark.parametrize("name", Position._fields)
 def test_an_entry_that_is_missing_is_named(name):
     with pytest.raises(ValueError, match=name):
         Position.from_entries({key: value for key, value in POSITION.items() if key != name})

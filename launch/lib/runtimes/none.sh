@@ -28,7 +28,9 @@ import importlib.util as u; raise SystemExit(u.find_spec("torch") is None)' 2>/d
     HPCTRAIN_IMAGE=$(command -v python)
     # The PMIx of a wheel, or of conda, lacks the munge that srun's may offer: each rank would complain. The
     # image has the same setting.
-    [[ ! -e ${HPCTRAIN_IMAGE%/bin/*}/etc/pmix-mca-params.conf ]] || export PMIX_MCA_psec=${PMIX_MCA_psec-^munge}
+    if [[ -e ${HPCTRAIN_IMAGE%/bin/*}/etc/pmix-mca-params.conf ]]; then
+        export PMIX_MCA_psec=${PMIX_MCA_psec-^munge}
+    fi
     # A site's PyTorch does not include hpctrain. This folder holds nothing else, so it hides nothing.
     export PYTHONPATH=$ROOT/src${PYTHONPATH:+:$PYTHONPATH}
 }

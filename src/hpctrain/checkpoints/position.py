@@ -32,7 +32,7 @@ class Position(NamedTuple):
     lines: int  # of metrics.jsonl
     seconds: float  # since the start of the training
     options: dict[str, str]  # the options that change the weights
-    overflows: int = 0  # steps that a gradient scaler has skipped; earlier versions had none
+    overflows: int  # steps that a gradient scaler has skipped
 
     def to_entries(self) -> dict[str, Any]:
         """The entries of a checkpoint, of types that torch.load() accepts."""
@@ -49,13 +49,9 @@ class Position(NamedTuple):
 
         Raises ValueError if an entry is missing or has values that to_entries() does not write.
         """
-        entries: dict[str, Any] = {
-            name: state.get(name, cls._field_defaults.get(name)) for name in cls._fields
-        }
+        entries: dict[str, Any] = {name: state.get(name) for name in cls._fields}
         options = entries["options"]
         match entries["best"]:
-            case [int(epoch), list(score)]:  # of versions that evaluated once after each epoch
-                best = Evaluations(epoch, (*score,), 0, entries["epoch"], epoch, (entries["epoch"], 0))
             case [int(epoch), list(score), int(step), int(total), int(number), [int(), int()] as latest]:
                 best = Evaluations(epoch, (*score,), step, total, number, (latest[0], latest[1]))
             case _:
@@ -74,10 +70,6 @@ def _read_means(state: Mapping[str, Any]) -> list[dict[str, tuple[float, int]]]:
     match state:
         case {"means": [*of_ranks]} if of_ranks:
             return [_read_means_of_rank(means) for means in of_ranks]
-        case {"losses": [*sums], "unlogged": int(steps)} if sums:  # of versions that kept the loss alone
-            numbers = [total for total in sums if isinstance(total, int | float)]
-            if len(numbers) == len(sums):
-                return [{"train_loss": (total / steps, steps)} if steps > 0 else {} for total in numbers]
     raise ValueError("means")
 
 

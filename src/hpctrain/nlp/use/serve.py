@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
 from hpctrain.distributed.device import choose_device
-from hpctrain.distributed.world import ALONE, World
+from hpctrain.distributed.world import ALONE, World, in_job
 from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
 from hpctrain.nlp.data.formats import SURROGATE, list_names
 from hpctrain.nlp.models.model_folder import describe_error, fit_together, load_tokenizer
@@ -39,7 +39,7 @@ from hpctrain.text import first_line
 LARGEST_BODY = 2**20  # bytes of a request
 MOST_DIGITS = 100  # of a length; Python refuses to read thousands
 MOST_ROWS = 256  # examples of a request
-# Colors of entity types in order of appearance, also for people who cannot see red or green (report.py).
+# Colors of entity types in order of appearance, also for people who cannot see red or green (charts.py).
 COLORS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#0072b2")
 
 PAGE = """<!doctype html>
@@ -378,11 +378,7 @@ def main(world: World, arguments: list[str]) -> None:
         )
     args = parser().parse_args(arguments)
     Handler.model = Model(args)
-    if (
-        args.host is None
-        and args.port is None
-        and ("SLURM_JOB_ID" in os.environ or "PBS_JOBID" in os.environ)
-    ):
+    if args.host is None and args.port is None and in_job():
         with Tunnel("serve") as tunnel:
             Handler.token = tunnel.token
             server = UnixServer(tunnel.socket, Handler)
