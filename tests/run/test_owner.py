@@ -175,6 +175,27 @@ def test_owner_json_that_was_removed_by_hand_is_made_again(tmp_path, capsys):
             each.check()
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_that_somebody_has_exchanged_is_not_written(tmp_path, is_link):
+    """Whoever can write beside the folder made the job write its weights into a folder of theirs, or over
+    another run of the same user.
+    """
+    folder, other = tmp_path / "run", tmp_path / "other"
+    for path, text in ((folder, "ours"), (other, "another")):
+        path.mkdir()
+        (path / "config.json").write_text(text)
+    owners = [acquired(folder)]
+    owners.append(Owner(folder, owners[0].id))
+    for each in owners:
+        each.check()
+    folder.rename(tmp_path / "away")
+    folder.symlink_to(other) if is_link else other.rename(folder)
+    for each in owners:
+        with pytest.raises(HpctrainError, match=r"run: another folder is in the place of this run's, so "):
+            each.check()
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
 @pytest.mark.parametrize("during_a_check", [False, True])
 def test_a_file_system_that_is_gone_is_waited_for(tmp_path, monkeypatch, capsys, during_a_check):
     """Gone just after owner.json was read, the run ended as one whose folder another job has taken."""

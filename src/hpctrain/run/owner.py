@@ -38,7 +38,10 @@ class Owner:
         self._own |= {"space": _process_space(), "launch": launch, "id": self.id}
         self._released = threading.Event()
         self._acquired = False
-        self._configs: set[Path] = set()  # when owner.json was there last
+        # When owner.json was there last: the configurations, and what the first one said. The folder of
+        # this run is known by that, as others cannot read it.
+        self._configs: set[Path] = set()
+        self._first = b""
 
     def acquire(self) -> None:
         """Become the owner. Raises HpctrainError, which names the job that is the owner, and OSError."""
@@ -80,20 +83,30 @@ class Owner:
                 new = f"{_name(now)} continues this run" if now else f"somebody has removed {self._path}"
                 raise HpctrainError(f"{self._path.parent}: {new}, so this one ends and writes nothing more")
             self._configs = self._list_configs() or self._configs  # the file system may be gone by now
+            self._first = self._read_first()
 
     def _list_configs(self) -> set[Path]:
         return {*self._path.parent.glob("config*.json")}
+
+    def _read_first(self) -> bytes:
+        return self._path.with_name("config.json").read_bytes()
 
     def _take_back(self) -> dict[str, Any] | None:
         """The owner of a folder that has lost owner.json: this one, unless another start has a config.N.json.
 
         A folder without its configurations is the place of a file system that is gone: waits for it. Raises
-        HpctrainError if it does not come back.
+        HpctrainError if it does not come back, or if another folder is in the place of this run's: somebody
+        who can write beside it may have exchanged them, to read the weights or have another run overwritten.
         """
         folder, retry = self._path.parent, atomic.Retry()
         problem = f"{folder}: the files of this run are gone: is its file system mounted?"
         while not (configs := self._list_configs()):
             retry.wait(HpctrainError(f"{problem} Start again with --resume when it is"), problem)
+        if self._read_first() != self._first:
+            raise HpctrainError(
+                f"{folder}: another folder is in the place of this run's, so this run ends and writes "
+                "nothing more"
+            )
         if configs == self._configs and self._read() is None:
             if self._acquired:
                 with suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:
