@@ -44,7 +44,8 @@ def test_links_that_leave_a_folder_are_refused_and_those_of_the_hub_are_not(tmp_
     refuse_links_out(tmp_path / "link")
     (tmp_path / "secret").touch()
     (snapshot / "deep").mkdir()
-    for target in (tmp_path / "secret", "../../../../secret"):
+    (tmp_path / "models--a--b/secret").touch()
+    for target in (tmp_path / "secret", "../../../../secret", "../../../secret"):
         link = snapshot / "deep/chat_template.jinja"
         link.symlink_to(target)
         with pytest.raises(

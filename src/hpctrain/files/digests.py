@@ -10,6 +10,7 @@ import torch
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
+from hpctrain.files.places import is_below
 from hpctrain.text import reason
 
 NAME = "SHA256SUMS"
@@ -32,7 +33,7 @@ def check_digests(folder: Path) -> None:
         for line in lines:
             digest, between, name = line[:64], line[64:66], line[66:]
             # *: --binary
-            known = between in ("  ", " *") and ".." not in Path(name).parts and (folder / name).is_file()
+            known = between in ("  ", " *") and is_below(name) and (folder / name).is_file()
             if not known or _digest(folder / name) != digest:
                 raise HpctrainError(
                     f"{folder / name}: not the file that was written, according to {NAME}: "

@@ -36,17 +36,23 @@ def refuse_of_others(*paths: Path, advice: str) -> None:
             )
 
 
+def is_below(name: str) -> bool:
+    """Whether a name that a file gives is a path below its folder: others may lead to a private file."""
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
 def refuse_links_out(folder: Path) -> None:
     """Raise HpctrainError for a link in a folder that leaves it: it may lead to a secret of this user.
 
     In the cache of the Hugging Face hub, files of snapshots/COMMIT are links to blobs/ of the repository.
     """
     root = Path(os.path.realpath(folder))
+    allowed = [root]
     if root.parent.name == "snapshots":
-        root = root.parent.parent
+        allowed.append(root.parent.parent / "blobs")
     for path in folder.rglob("*"):
         target = Path(os.path.realpath(path))
-        if path.is_symlink() and not target.is_relative_to(root):
+        if path.is_symlink() and not any(target.is_relative_to(place) for place in allowed):
             raise HpctrainError(
                 f"{path}: a link that leads out of the folder, to {target}: copy what it means (cp -rL)"
             )

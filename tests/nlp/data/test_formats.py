@@ -379,6 +379,13 @@ def test_devices_and_pipes_of_a_data_set_are_not_read(tmp_path, suffix):
     signal.alarm(0)
 
 
+def test_a_file_that_is_larger_than_the_memory_is_one_line(tmp_path):
+    (tmp_path / "train.jsonl").touch()
+    os.truncate(tmp_path / "train.jsonl", 2**43)  # a hole, which takes no place on the disk
+    with pytest.raises(HpctrainError, match=r"train\.jsonl: larger than the memory"):
+        classify.TASK.read(tmp_path / "train.jsonl", None, None)
+
+
 def test_a_path_or_a_text_that_cannot_be_read_is_one_clear_line(tmp_path):
     """A pipe, a path that looks like a name on the hub, and UTF-16, with and without a byte order mark."""
     os.mkfifo(tmp_path / "pipe")

@@ -1,6 +1,7 @@
 """Model folders: what is missing in them, their tokenizers, and saving them."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from hpctrain.nlp.models import model_folder
 from hpctrain.nlp.models.hub import resolve_model
 from hpctrain.nlp.models.model_folder import load_tokenizer, make_card, save_model, validate_folder
 from hpctrain.nlp.tasks import ner
+from hpctrain.nlp.use.predict import find_task
 from tests.nlp.helpers import TEXTS, digests
 
 NAME = "beomi/kcbert-base"
@@ -57,6 +59,35 @@ def test_a_link_to_a_secret_is_not_copied_into_the_model_of_a_run(bert, tmp_path
     for read in (load_tokenizer, validate_folder):
         with pytest.raises(HpctrainError, match=r"chat_template\.jinja: a link that leads out of the folder"):
             read(tmp_path / "model")
+
+
+def test_files_outside_of_a_model_folder_are_not_read(bert, tmp_path):
+    """A list of weights, and the vocabulary of a tokenizer, can name any file."""
+    folder = shutil.copytree(bert, tmp_path / "model")
+    (folder / "SHA256SUMS").unlink()
+    (tmp_path / "private.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors").unlink()
+    for part in ("../private.safetensors", str(tmp_path / "private.safetensors"), ".."):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": part}}))
+        with pytest.raises(HpctrainError, match="its weight_map must name files of the folder"):
+            validate_folder(folder)
+    (tmp_path / "secret").write_text("[UNK]\npassword\n")
+    (folder / "tokenizer.json").unlink()
+    for key in ("vocab", "merges"):
+        settings = {"tokenizer_class": "BertTokenizer", key: str(tmp_path / "secret")}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        with pytest.raises(HpctrainError, match=rf"tokenizer_config\.json: its {key} is no list of tokens"):
+            load_tokenizer(folder)
+
+
+def test_a_configuration_of_a_terabyte_is_one_line(bert, tmp_path):
+    """A file with a hole takes no place on the disk."""
+    folder = shutil.copytree(bert, tmp_path / "model")
+    os.truncate(folder / "config.json", 2**40)
+    with pytest.raises(HpctrainError, match=r"config\.json: cannot be read as JSON"):
+        validate_folder(folder)
+    with pytest.raises(HpctrainError, match="model: not a model fine-tuned by hpctrain"):
+        find_task(folder)
 
 
 def test_vocabulary_file_alone_is_a_tokenizer_as_in_kcbert(bert, tmp_path):

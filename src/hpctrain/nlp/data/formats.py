@@ -7,6 +7,7 @@ while reading continues. An error in the file as a whole is always raised.
 
 import codecs
 import json
+import os
 import re
 import unicodedata
 from collections import Counter
@@ -303,6 +304,8 @@ def read_text(path: Path) -> str:
     """The text of a file, without a byte order mark. Raises HpctrainError if it is empty or not UTF-8."""
     try:
         with open_plain(path) as file:
+            if os.fstat(file.fileno()).st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+                raise HpctrainError(f"{path}: larger than the memory: split the file, or download it again")
             content = file.read()
     except OSError as error:
         raise HpctrainError(

@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_sentencepiece_available
 from hpctrain.errors import HpctrainError, hint_missing, panics_as_errors
 from hpctrain.files import atomic
 from hpctrain.files.digests import check_digests, write_digests
-from hpctrain.files.places import refuse_links_out
+from hpctrain.files.places import is_below, refuse_links_out
 from hpctrain.files.plain import open_plain, refuse_pointer
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.text import first_line, shorten
@@ -36,6 +36,7 @@ logging.disable_progress_bar()
 
 # More than published models have: GPT-3 has 96 layers; other sizes are at most 10 million positions.
 MOST_LAYERS, LARGEST_SIZE = 1_000, 100_000_000
+LARGEST_JSON = 2**28  # bytes; a tokenizer of 256,000 tokens has 35 million
 # in the names of sizes in config.json
 SIZE = re.compile(r"layer|size|dim|head|position|emb|inner|ctx|num_|^[dn]_")
 ADAPTER_CONFIG = "adapter_config.json"  # is in the folder of an adapter, and in no other
@@ -101,8 +102,12 @@ def list_parts(folder: Path) -> list[str]:
     if not weights.endswith(".json"):
         return [weights]
     index = read_json_object(folder / weights).get("weight_map")
-    if not isinstance(index, dict) or not all(isinstance(part, str) for part in index.values()):
-        raise HpctrainError(f"{folder / weights}: its weight_map names no files: fetch or copy it again")
+    if not isinstance(index, dict) or not all(
+        isinstance(part, str) and is_below(part) for part in index.values()
+    ):
+        raise HpctrainError(
+            f"{folder / weights}: its weight_map must name files of the folder: fetch or copy it again"
+        )
     return sorted(set(index.values()))
 
 
@@ -127,7 +132,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises HpctrainError that names the file."""
     try:
         with open_plain(path) as file:
-            content = json.loads(file.read().decode())
+            content = json.loads(file.read(LARGEST_JSON).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise HpctrainError(
             f"{path}: cannot be read as JSON ({first_line(error)}): fetch or copy it again"
@@ -190,6 +195,11 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     if config:  # also read for the tokenizer, whose error would name another cause
         with _explain_config(folder):
             transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    settings = folder / "tokenizer_config.json"
+    for key, value in read_json_object(settings).items() if settings.exists() else ():
+        # transformers would take it for a file, anywhere, which would be copied into the run's model
+        if key in ("vocab", "merges") and isinstance(value, str):
+            raise HpctrainError(f"{settings}: its {key} is no list of tokens: fetch or copy the folder again")
     whole = folder / "tokenizer.json"  # if there, the other files are not read
     for path in [whole] if whole.exists() else [*folder.glob("*.model"), *folder.glob("vocab*")]:
         refuse_pointer(path)

@@ -31,6 +31,7 @@ from hpctrain.nlp.models.model_folder import (
     describe_pickle_error,
     fit_together,
     load_tokenizer,
+    read_json_object,
     refuse_foreign_files,
 )
 from hpctrain.nlp.task import Task
@@ -129,11 +130,11 @@ def find_model_folder(folder: Path) -> Path:
 def find_task(folder: Path) -> tuple[Task[Any], dict[str, Any]]:
     """The task of a fine-tuned model, and config.json's "hpctrain" part. Raises HpctrainError."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["hpctrain"]
+        config = read_json_object(folder / "config.json")["hpctrain"]
         command = f"nlp.{config['task']}"
         if command in COMMANDS:
             return import_module(COMMANDS[command][0]).TASK.for_problem(config.get("problem", "")), config
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (HpctrainError, KeyError, TypeError):
         pass
     raise HpctrainError(
         f"{folder}: not a model fine-tuned by hpctrain: "
