@@ -49,6 +49,14 @@ make_own() {
     mkdir -m 700 "$1" 2>/dev/null || [[ ! -L $1 && (-O $1 || ! -e $1) ]]
 }
 
+# refuse_podman_settings_of_others: by default podman-hpc has its configuration in /tmp, and podman runs the
+# programs that it names
+refuse_podman_settings_of_others() {
+    make_own "/tmp/${UID}_hpc" ||
+        die "/tmp/${UID}_hpc on $(uname -n), which podman-hpc uses, belongs to somebody else:" \
+            "leave the node out (--exclude=$(uname -n)), and tell the administrators"
+}
+
 # ---- on the first node ----
 
 DROPPED=() # for the log

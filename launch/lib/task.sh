@@ -181,6 +181,7 @@ for name in HPCTRAIN_CACHE HF_HOME TORCH_HOME MPLCONFIGDIR TORCHINDUCTOR_CACHE_D
 done
 
 leave_out_missing_folders
+[[ ${WORDS[0]} != podman-hpc ]] || refuse_podman_settings_of_others
 # Not podman-hpc: its tasks find the container of their node by the number of their parent, slurmstepd.
 if [[ -n ${HPCTRAIN_CONTROL:-} && -n ${SLURM_JOB_ID:-} && -z ${HPCTRAIN_END_TASK:-}$WAIT_AND_REPORT ]]; then
     SHIELDED=1

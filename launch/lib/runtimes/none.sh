@@ -7,7 +7,8 @@ none_command() {
     [[ $env != -* ]] || env=./$env
     [[ -z ${HPCTRAIN_PACKAGES:-} ]] ||
         die "HPCTRAIN_PACKAGES is for images: unset it, and pip install into the environment itself"
-    if [[ -n $env && -r $env/bin/activate && ! -d $env/conda-meta ]]; then
+    # A name is one of conda, although somebody else may have made a folder of that name where you submit.
+    if [[ $env == */* || -O $env ]] && [[ -r $env/bin/activate && ! -d $env/conda-meta ]]; then
         # shellcheck source=/dev/null
         source "$env/bin/activate"
     elif [[ -n $env ]]; then

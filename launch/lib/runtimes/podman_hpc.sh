@@ -13,6 +13,7 @@ podman_hpc_command() {
     command -v podman-hpc >/dev/null ||
         die "there is no podman-hpc on the PATH of $(hostname):" \
             "use a launch script for a runtime of this site"
+    refuse_podman_settings_of_others
     : "${HPCTRAIN_IMAGE:=hpctrain:$HPCTRAIN_FLAVOR}"
     DIGEST=$(podman-hpc images --format '{{.Digest}}' "$HPCTRAIN_IMAGE" 2>&1 | tail -n 1) || true
     [[ $DIGEST == sha256:* || $HPCTRAIN_IMAGE != "hpctrain:${HPCTRAIN_FLAVOR:-}" ]] || check_flavor
