@@ -810,6 +810,78 @@ def test_a_job_trains_although_another_user_has_its_folders_in_tmp(cluster):
     assert found == ["alice 700\n"] * 2, found
 
 
+OTHER_CONMON = """
+umask 0
+mkdir -p $0/config/containers
+printf '#!/bin/sh\\ntouch %s/executed\\n' $0 >$0/conmon
+chmod +x $0/conmon
+printf '[engine]\\nconmon_path = ["%s/conmon"]\\n' $0 >$0/config/containers/containers.conf
+"""
+
+
+@pytest.mark.slow
+def test_podman_hpc_takes_no_configuration_of_another_user(cluster, podman_image):
+    """podman runs the conmon that its configuration names, and podman-hpc makes that below /tmp/UID_hpc."""
+    folder = f"/tmp/{cluster.exec('login', 'id', '-u', 'alice').stdout.strip()}_hpc"
+    nodes = ("n1", "n2")
+    for taken in nodes:
+        cluster.wait_until_settled()
+        for node in nodes:
+            cluster.exec(node, "rm", "-rf", folder)
+        cluster.exec(taken, "bash", "-c", OTHER_CONMON, folder, user="bob")
+        command = ["--nodelist=n1,n2", "--ntasks-per-node=1", "launch/podman_hpc_ddp.sh", "check"]
+        number = cluster.submit(*command, cwd=HOME, env=podman_image)
+        ended = cluster.wait(number)
+        output = (cluster.host_path(HOME) / f"slurm-{number}.out").read_text()
+        executed = cluster.exec(taken, "test", "-e", f"{folder}/executed", check=False).returncode == 0
+        cluster.exec(taken, "rm", "-rf", folder)
+        assert ended.state == "FAILED" and not executed, output
+        assert f"{folder} on {taken}, which podman-hpc uses, belongs to somebody else: " in output, output
+
+
+@BY_ROOT
+def test_the_name_of_an_environment_is_no_folder_of_somebody_else(tmp_path, theirs):
+    """HPCTRAIN_PYTHON_ENV=torch may be an environment of conda, but bin/activate of ./torch was run."""
+    activate = tmp_path / "torch/bin/activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text("touch executed; exit 7\n")
+    env = os.environ | {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_TASKS": "1", "HPCTRAIN_PYTHON_ENV": "torch"}
+    command = [REPOSITORY / "launch/local.sh", "check"]
+
+    def launch():
+        return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+
+    assert launch().returncode == 7 and (tmp_path / "executed").exists()  # one of your own
+    (tmp_path / "executed").unlink()
+    theirs(tmp_path / "torch")
+    done = launch()
+    assert "HPCTRAIN_PYTHON_ENV=torch is not a venv, and there is no conda" in done.stderr, done
+    assert not (tmp_path / "executed").exists()
+
+
+# ---- data ----
+
+
+@BY_ROOT
+def test_a_link_of_somebody_else_to_a_file_of_yours_is_not_read(tmp_path, theirs):
+    """The error about its first line quoted a token in the log of the job, which others may read."""
+    from hpctrain.errors import HpctrainError
+    from hpctrain.files.plain import open_plain
+
+    (tmp_path / "token").write_text("hf_secret")
+    (tmp_path / "link").symlink_to("token")
+    with open_plain(tmp_path / "link") as file:
+        assert file.read() == b"hf_secret"
+    theirs(tmp_path / "link")
+    with pytest.raises(
+        HpctrainError, match=r"link: a link that another user made to a file of yours, .*token"
+    ):
+        open_plain(tmp_path / "link")
+    os.chown(tmp_path / "token", 1234, 1234)
+    with open_plain(tmp_path / "link") as file:
+        assert file.read() == b"hf_secret"
+
+
 # ---- models ----
 
 

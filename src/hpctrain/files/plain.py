@@ -16,10 +16,26 @@ LFS_POINTER = (
 def open_plain(path: Path) -> IO[bytes]:
     """Open a file for reading. Raises OSError, also for a pipe or a device (a link to /dev/zero).
 
-    Raises HpctrainError for a pointer of Git LFS.
+    Raises HpctrainError for a pointer of Git LFS, and for a link of another user to a file of this one: its
+    content may be secret, and an error would quote it in a log that others read.
     """
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    maker = None
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        maker = path.lstat().st_uid
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    file = os.fdopen(number, "rb")
+    status = os.fstat(number)
+    if maker not in (None, 0, os.geteuid()) and status.st_uid == os.geteuid():
+        file.close()
+        raise HpctrainError(
+            f"{path}: a link that another user made to a file of yours, {os.path.realpath(path)}: "
+            "put a copy in its place, if others may read it"
+        )
+    if not stat.S_ISREG(status.st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a plain file")
     if file.read(len(LFS_POINTER)) == LFS_POINTER:
