@@ -58,7 +58,6 @@ def serve(folder: Path | None) -> None:
     with Tunnel("jupyter", folder) as tunnel:
         environment = without_launcher(os.environ)
         environment |= {"JUPYTER_TOKEN": tunnel.token, "JUPYTER_RUNTIME_DIR": str(tunnel.private)}
-        environment["PYTHONSAFEPATH"] = "1"  # for its kernels, as in launch/jupyter.sh: see write_kernel()
         settings = tunnel.private / "labconfig/default_setting_overrides.json"
         settings.parent.mkdir()
         settings.write_text(json.dumps(LAB_SETTINGS))
@@ -113,8 +112,7 @@ def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
         if not path.exists() or _enters(path, image):
             break
     kernel = {
-        # -P: not the ipykernel_launcher.py beside a notebook of somebody else. Cells import from its folder.
-        "argv": [*enter, "python", "-P", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "argv": [*enter, "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         "display_name": name,
         "language": "python",
         "metadata": {"debugger": True},
