@@ -12,6 +12,9 @@ LFS_POINTER = (
     b"version https://git-lfs.github.com/spec/v1\n"  # the first line of a file that git did not fetch
 )
 
+# A metrics.jsonl of this size has a million lines, and the tokenizer.json of 256,000 tokens has 35 MB.
+MOST = 2**28  # bytes
+
 
 def open_plain(path: Path) -> IO[bytes]:
     """Open a file for reading. Raises OSError, also for a pipe or a device (a link to /dev/zero).
@@ -46,6 +49,15 @@ def open_plain(path: Path) -> IO[bytes]:
         )
     file.seek(0)
     return file
+
+
+def read_whole(file: IO[bytes]) -> bytes:
+    """The content of a file. Raises OSError if it is larger than MOST, which no file of a run or a model is
+    that is read whole.
+    """
+    if os.fstat(file.fileno()).st_size > MOST:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    return file.read()
 
 
 def refuse_pointer(path: Path) -> None:

@@ -1,6 +1,5 @@
 """Read run folders, of this user or of others: configurations, metrics, state and score."""
 
-import errno
 import json
 import math
 import os
@@ -9,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from hpctrain.errors import HpctrainError
-from hpctrain.files.plain import open_plain
+from hpctrain.files.plain import open_plain, read_whole
 from hpctrain.run.best import Best
 from hpctrain.text import reason
 
@@ -25,8 +24,6 @@ DIVERGED = "diverged.txt"  # in that of a trial whose parameters do not let it t
 SIGN_OF_LIFE = 60.0  # s
 # More than the last lines of metrics.jsonl, which has a few hundred bytes a line.
 TAIL = 8192  # bytes
-# A file of a run that is read whole has less; a metrics.jsonl of this size has a million lines.
-MOST = 2**28  # bytes
 LONGEST_NAME = 200  # of a metric
 LARGEST = 1e307  # the axis of a chart cannot have a larger range
 
@@ -69,13 +66,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise HpctrainError(f"{path}: not a file of hpctrain: name a run folder, such as runs/train_ddp/17")
     return content
-
-
-def read_whole(file: IO[bytes]) -> bytes:
-    """The content of a file. Raises OSError if it is larger than MOST, which no file of a run is."""
-    if os.fstat(file.fileno()).st_size > MOST:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-    return file.read()
 
 
 def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:

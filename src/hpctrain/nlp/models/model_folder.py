@@ -21,7 +21,7 @@ from hpctrain.errors import HpctrainError, hint_missing, panics_as_errors
 from hpctrain.files import atomic
 from hpctrain.files.digests import check_digests, write_digests
 from hpctrain.files.places import is_below, refuse_links_out
-from hpctrain.files.plain import open_plain, refuse_pointer
+from hpctrain.files.plain import open_plain, read_whole, refuse_pointer
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.text import first_line, shorten
 
@@ -36,7 +36,6 @@ logging.disable_progress_bar()
 
 # More than published models have: GPT-3 has 96 layers; other sizes are at most 10 million positions.
 MOST_LAYERS, LARGEST_SIZE = 1_000, 100_000_000
-LARGEST_JSON = 2**28  # bytes; a tokenizer of 256,000 tokens has 35 million
 # in the names of sizes in config.json
 SIZE = re.compile(r"layer|size|dim|head|position|emb|inner|ctx|num_|^[dn]_")
 ADAPTER_CONFIG = "adapter_config.json"  # is in the folder of an adapter, and in no other
@@ -132,7 +131,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises HpctrainError that names the file."""
     try:
         with open_plain(path) as file:
-            content = json.loads(file.read(LARGEST_JSON).decode())
+            content = json.loads(read_whole(file).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise HpctrainError(
             f"{path}: cannot be read as JSON ({first_line(error)}): fetch or copy it again"
@@ -196,9 +195,10 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
         with _explain_config(folder):
             transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     settings = folder / "tokenizer_config.json"
-    for key, value in read_json_object(settings).items() if settings.exists() else ():
-        # transformers would take it for a file, anywhere, which would be copied into the run's model
-        if key in ("vocab", "merges") and isinstance(value, str):
+    named = read_json_object(settings) if settings.exists() else {}
+    for key in ("vocab", "merges"):
+        # transformers would take a text for a file, anywhere, which would be copied into the run's model
+        if isinstance(named.get(key), str):
             raise HpctrainError(f"{settings}: its {key} is no list of tokens: fetch or copy the folder again")
     whole = folder / "tokenizer.json"  # if there, the other files are not read
     for path in [whole] if whole.exists() else [*folder.glob("*.model"), *folder.glob("vocab*")]:
