@@ -284,7 +284,7 @@ BAD_INPUT = {
     "no such environment": (
         ["check"],
         {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/usr"},
-        "HPCTRAIN_PYTHON_ENV=/usr is not a venv, and there is no conda",
+        "HPCTRAIN_PYTHON_ENV=/usr is not a venv (give that of somebody else by its path)",
     ),
     "no torch without a container": (
         ["check"],

@@ -17,7 +17,7 @@ from tests.servers.helpers import ASK, opened, words_of_the_log
 from tests.tools.browser import Browser
 
 CELL = """
-import os, torch
+import beside, os, torch
 from IPython.display import Image
 print(torch.__version__, "RANK" in os.environ, "SLURM_PROCID" in os.environ)
 !torchrun --standalone --nproc-per-node 2 -m hpctrain train_ddp --epochs 2 --out runs/of-a-cell
@@ -50,6 +50,7 @@ def run_in_jupyterlab(browser, token, code):
 
 @pytest.mark.slow
 def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
+    cluster.host_path(f"{HOME}/beside.py").touch()  # of the notebook
     job = cluster.submit("launch/jupyter.sh", cwd=HOME)
     private = f"{HOME}/runs/jupyter/{job}"
     log = cluster.host_path(f"{HOME}/slurm-{job}.out")
@@ -244,6 +245,7 @@ def test_a_notebook_is_no_rank():
         "MASTER_ADDR": "n1",
         "HPCTRAIN_WORLD_SIZE": "1",
         "HPCTRAIN_JOB_SECRET": "x",
+        "PYTHONSAFEPATH": "1",
     }
     assert jupyter.without_launcher(mine | of_the_launcher) == mine
 

@@ -13,8 +13,8 @@ none_command() {
         source "$env/bin/activate"
     elif [[ -n $env ]]; then
         command -v conda >/dev/null ||
-            die "HPCTRAIN_PYTHON_ENV=$env is not a venv, and there is no conda on the PATH:" \
-                "load conda's module (HPCTRAIN_MODULES)"
+            die "HPCTRAIN_PYTHON_ENV=$env is not a venv (give that of somebody else by its path)," \
+                "and there is no conda on the PATH: load conda's module (HPCTRAIN_MODULES)"
         set +u # conda's scripts read variables that are not set
         eval "$(conda shell.bash hook)"
         conda activate "$env" || die "conda activate $env failed: conda env list shows the environments"
