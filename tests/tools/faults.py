@@ -33,7 +33,7 @@ RUNS = f"{HOME}/runs"
 PAGE = REPOSITORY / "docs/reference/faults.md"
 SMALL = "/project/small"  # a file system of SMALL_SIZE, which a fault fills
 SMALL_SIZE, SMALL_FILES = "400m", 2000
-OPTIONS = ["--checkpoint-every=1s", "--watchdog=10"]
+SAVE_OFTEN = "--checkpoint-every=1s"
 BARE = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"}
 PODMAN = {"SCRATCH": "/project/alice"}
 SHIFTER = {"PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin", "SHIFTER_SIF": "/project/hpctrain-cpu.sif"}
@@ -87,6 +87,7 @@ class Experiment:
     options: list[str] = field(default_factory=list)  # of sbatch
     env: dict[str, str] = field(default_factory=dict)
     parent: str = RUNS
+    saves: str = SAVE_OFTEN
     lines: list[tuple[float, str]] = field(default_factory=list)
     happened: float = 0.0
     job: int = 0
@@ -99,8 +100,8 @@ class Experiment:
 
     def submit(self) -> int:
         """Submit the job."""
-        command = [*self.options, *self.way.command.split(), *OPTIONS, "--out", f"{self.parent}/{self.name}"]
-        return self.cluster.submit(*command, cwd=HOME, env=self.way.env | self.env)
+        trainer = f"{self.way.command} {self.saves} --watchdog=10 --out {self.parent}/{self.name}"
+        return self.cluster.submit(*self.options, *trainer.split(), cwd=HOME, env=self.way.env | self.env)
 
     def run(
         self, act: "Callable[[Experiment], None] | None", when: str = r"epoch 2 step", timeout: float = 1200
@@ -615,10 +616,12 @@ class Laboratory:
         self._number = 0
 
     def reference(self, way: Way, timeout: float = 1200) -> dict[str, Any]:
-        """The result of a job to which nothing happens."""
+        """The result of a job to which nothing happens. It saves seldom, as saves take longer than steps."""
         way = replace(way, command=way.command.replace("--spare-nodes=1 ", ""))
         if way.command not in self._results:
-            whole = Experiment(self.cluster, f"whole-{len(self._results)}", way, ["--nodelist=n1,n2"])
+            whole = Experiment(
+                self.cluster, f"whole-{len(self._results)}", way, ["--nodelist=n1,n2"], saves=""
+            )
             job = whole.run(None, timeout=timeout)
             if job.state != "COMPLETED":
                 raise SystemExit("\n".join(line for _, line in whole.lines))
