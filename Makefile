@@ -63,7 +63,7 @@ test-cuda: venv cluster  ## build the image of FLAVOR=cu130 or cu128 and test it
 	$(MAKE) sif
 	FLAVOR=$(FLAVOR) .venv/bin/python -m pytest tests/containers/cuda.py $(PYTEST)
 
-test-gpu:  ## check and measure on one GPU all that needs one, in $(SIF) (FLAVOR=cu130 or cu128, NSMC=FOLDER)
+test-gpu:  ## check and measure on one GPU all that needs one, in the SIF (FLAVOR=cu130 or cu128, NSMC=FOLDER)
 	apptainer exec --nv $(SIF) python benchmarks/gpu.py $(if $(NSMC),--data $(NSMC))
 
 faults: venv sif cluster .test-tools  ## let every fault of tests/tools/faults.py happen to a job; takes two hours
@@ -157,7 +157,7 @@ reproduce: $(NO_APPTAINER) $(APPTAINER)  ## build image and SIF twice from nothi
 
 push: $(if $(REGISTRY),$(TAR))  ## push the image to a registry: REGISTRY=localhost:5000/hpctrain
 	@containers/install_host_packages.sh skopeo
-	containers/push.sh $(if $(REGISTRY),--registry '$(REGISTRY)') --flavor $(TAR:build/hpctrain-%.tar=%)
+	containers/push.sh $(if $(REGISTRY),--registry '$(REGISTRY)') --flavor $(FLAVOR) --mpi $(MPI)
 
 install: .prefix sif  ## install for all users of a site: launch scripts, SIF and modulefiles in PREFIX=
 	launch/modulefiles/install.sh '$(PREFIX)' $(SIF)
@@ -192,8 +192,8 @@ audit: venv  ## list the packages in locks that have a known hole, by osv.dev
 		    $$(grep -ohE 'CVE-[0-9]+-[0-9]+' containers/patches/*.patch | sort -u | sed 's/^/--ignore-vuln /') || status=1; \
 	done; exit $$status
 
-clean:  ## remove everything that make has built, but not runs/
-	rm -rf --one-file-system build $(SIF) $(and $(wildcard .venv/ready .venv.unfinished),.venv .venv.unfinished)
+clean:  ## remove build/, .venv and the SIF of FLAVOR that make has built, but not runs/
+	rm -rf --one-file-system build $(SIF) $(SIF).digest $(and $(wildcard .venv/ready .venv.unfinished),.venv .venv.unfinished)
 
 $(TAR): $(RECIPE) $(PACKAGE) $(BUILD_SCRIPTS)
 	@containers/install_host_packages.sh $(HOST_PACKAGES)

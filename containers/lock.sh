@@ -1,8 +1,7 @@
 #!/bin/bash
 # lock.sh [--flavor FLAVOR] [--platform x86_64|aarch64] [--upgrade|--check]: write
-# containers/locks/FLAVOR.lock for all flavors or for one, with the locks of the MPIs, venv.lock and
-# horovod.lock (make lock), and docs/site.lock for make docs. With cpu.lock it writes tests/dev.lock, the
-# tools of the tests.
+# containers/locks/*.lock from the .in beside them, or the one of FLAVOR (make lock). With cpu.lock it writes
+# horovod.lock, and the tools of the tests (tests/dev.lock) and of make docs (docs/site.lock).
 # lock.sh --debian: write the records of Debian's versions. A lock pins every package with the hashes of its
 # files, for Python 3.11 on Linux. An existing pin is kept, unless --upgrade is given, or pyproject.toml or
 # FLAVOR.in excludes it.
@@ -113,7 +112,7 @@ for flavor in "${flavors[@]}"; do
         mapfile -t image < <(sed -n 's/^\([a-z0-9._-]*\)==.*/\1/p' "$locks/cpu.lock")
         write_lock tests/dev.lock pyproject.toml --extra dev --constraint "$locks/cpu.lock" \
             --find-links "$torch" "${image[@]/#/--no-emit-package=}"
+        write_lock "$locks/horovod.lock" --no-deps <(grep -h '^horovod==' "$locks/cpu.in")
+        write_lock docs/site.lock docs/site.in
     fi
 done
-write_lock "$locks/horovod.lock" --no-deps <(grep -h '^horovod==' "$locks/cpu.in")
-write_lock docs/site.lock docs/site.in

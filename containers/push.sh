@@ -1,7 +1,7 @@
 #!/bin/bash
-# push.sh --registry NAME [--flavor FLAVOR]: push build/hpctrain-FLAVOR.tar to a registry as
-# NAME:FLAVOR-VERSION and NAME:FLAVOR (make push). NAME is a repository such as ghcr.io/somebody/hpctrain or
-# localhost:5000/hpctrain. The last line of the output is NAME@sha256:..., the name by digest, which no later
+# push.sh --registry NAME [--flavor FLAVOR] [--mpi openmpi|mpich]: push build/hpctrain-FLAVOR.tar (or
+# hpctrain-FLAVOR-mpich.tar) to a registry as NAME:FLAVOR-VERSION and NAME:FLAVOR (make push). NAME is a
+# repository such as ghcr.io/somebody/hpctrain or localhost:5000/hpctrain. The last line of the output is NAME@sha256:..., the name by digest, which no later
 # push changes. If the registry needs a login, run skopeo login first, such as skopeo login ghcr.io. Plain
 # http is for localhost only. It needs skopeo.
 
@@ -10,14 +10,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=containers/build_functions.sh
 source containers/build_functions.sh
 
-flavor=cpu registry=
-parse_options flavor registry -- "$@"
+flavor=cpu mpi=openmpi registry=
+parse_options flavor mpi registry -- "$@"
 [[ -n $registry ]] || die "give --registry NAME (make push REGISTRY=NAME), such as ghcr.io/somebody/hpctrain"
 [[ $registry =~ ^[A-Za-z0-9.-]+(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)+$ ]] ||
     die "--registry $registry is not HOST[:PORT]/PATH in lower case without a tag, such as" \
         "ghcr.io/somebody/hpctrain"
-tar=build/hpctrain-$flavor.tar
-[[ -s $tar ]] || die "there is no $tar; build it with containers/build_image.sh (make image FLAVOR=$flavor)"
+name=$(image_name "$flavor" "$mpi")
+tar=build/hpctrain-$name.tar
+[[ -s $tar ]] || die "there is no $tar; build it: make image FLAVOR=$flavor MPI=$mpi"
 command -v skopeo >/dev/null || die "skopeo is not installed; apt-get install skopeo"
 
 host=${registry%%/*}
@@ -49,8 +50,8 @@ push_tag() {
     fi
 }
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-push_tag "oci-archive:$tar" "$flavor-$version"
+push_tag "oci-archive:$tar" "$name-$version"
 digest=$(<"$work/digest")
 # The registry has all layers by now, so this sends only the tag.
-push_tag "docker://$registry@$digest" "$flavor"
+push_tag "docker://$registry@$digest" "$name"
 echo "$registry@$digest"

@@ -47,7 +47,8 @@ set_program train_horovod
 launcher=${OPTION[launcher]:-srun}
 case $launcher in
 srun) use_launcher mpi ;;
-mpirun | horovodrun) use_launcher "$launcher" ;;
+mpirun) use_launcher mpi mpirun ;;
+horovodrun) use_launcher horovodrun ;;
 *) die "--launcher=$launcher: choose srun, mpirun or horovodrun" ;;
 esac
 launch

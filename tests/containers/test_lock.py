@@ -13,15 +13,12 @@ from slurm_cluster import REPOSITORY
 pytestmark = pytest.mark.slow
 
 
-def test_the_lock_of_cu130_is_the_same_for_arm64():
+def test_the_lock_of_a_build_is_the_same_for_arm64():
     """A lock has the hashes of all files of a version; a package for one platform only would change it."""
     check = ["containers/lock.sh", "--check", "--platform", "aarch64", "--flavor"]
     env = {**os.environ, "PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}"}
     done = subprocess.run([*check, "cu130-build"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    # There is no torch with CUDA 12.8 for arm64, so the check of that lock must fail.
-    done = subprocess.run([*check, "cu128"], cwd=REPOSITORY, env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and "cu128.lock is stale" in done.stderr
 
 
 def test_a_stale_lock_is_named(tmp_path):

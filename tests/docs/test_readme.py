@@ -20,7 +20,7 @@ NOT_RUN = {
     "make test": "runs this test",
     "make test-fast": "a part of make test",
     "make test-all": "runs this test",
-    "make reproduce": "two builds from nothing, half an hour",
+    "make reproduce": "two builds from nothing, 12 minutes",
     "apptainer key newpair": "asks for a name: tests/containers/test_record.py signs with options",
     "apptainer sign hpctrain-cpu.sif": "tests/containers/test_record.py, on a copy",
     "apptainer verify hpctrain-cpu.sif": "tests/containers/test_record.py, on a copy",

@@ -113,6 +113,9 @@ def test_no_setting_of_apptainer_keeps_something_out_of_the_image(shell):
 
 
 @pytest.mark.parametrize(
+    "script", [["apptainer_mpi.sh", "--mpi=mpirun"], ["apptainer_horovod.sh", "--launcher=mpirun"]]
+)
+@pytest.mark.parametrize(
     ("version", "here", "library", "starts"),
     [
         ("4.1.4", "login", "5.0.9", False),
@@ -122,12 +125,14 @@ def test_no_setting_of_apptainer_keeps_something_out_of_the_image(shell):
         ("4.1.4", "login", "4.1.4", True),
     ],
 )
-def test_mpirun_4_starts_open_mpi_5_on_a_node_of_the_job(shell, version, here, library, starts):
+def test_mpirun_4_starts_open_mpi_5_on_a_node_of_the_job(
+    shell, script, version, here, library, starts
+):
     """From the login node, in salloc, it told the ranks wrongly who shares their node."""
     put(shell, python=STANDINS["python"].replace("5.0.9", library))
     put(shell, mpirun=STANDINS["mpirun"].replace("5.0.7", version))
     put(shell, uname=f'[ "$1" != -n ] || echo {here}.site')
-    done = shell(LAUNCH / "apptainer_mpi.sh", "--mpi=mpirun", "check")
+    done = shell(LAUNCH / script[0], script[1], "check")
     assert (done.returncode == 0) == starts, done.stderr
     assert (f" {version} must start on a node" in done.stderr) != starts
 

@@ -619,9 +619,9 @@ class Laboratory:
         """The result of a job to which nothing happens. It saves seldom, as saves take longer than steps."""
         way = replace(way, command=way.command.replace("--spare-nodes=1 ", ""))
         if way.command not in self._results:
-            whole = Experiment(
-                self.cluster, f"whole-{len(self._results)}", way, ["--nodelist=n1,n2"], saves=""
-            )
+            name = f"whole-{len(self._results)}"
+            options = ["--nodelist=n1,n2", f"--time={timeout / 60:.0f}"]
+            whole = Experiment(self.cluster, name, way, options, saves="")
             job = whole.run(None, timeout=timeout)
             if job.state != "COMPLETED":
                 raise SystemExit("\n".join(line for _, line in whole.lines))
@@ -697,12 +697,10 @@ class Laboratory:
             "slurmctld restarted",
             "network of a node down for 60 s",
         ]
-        way = Way(
-            "train_ddp",
-            "srun",
-            "apptainer",
-            f"launch/apptainer_ddp.sh train_ddp --epochs={int(minutes * 18)}",
-        )
+        # So many epochs do two cores beside such faults. Without --lr-decay=1 the rate is soon almost 0, and
+        # lost steps would not change the weights.
+        trainer = f"train_ddp --epochs={int(minutes * 7)} --lr-decay=1"
+        way = Way("train_ddp", "srun", "apptainer", f"launch/apptainer_ddp.sh {trainer}")
         reference = self.reference(way, timeout)
         run = Experiment(self.cluster, "soak", way, ["--exclude=n3"], {"HPCTRAIN_REQUEUES": "1000"})
 
