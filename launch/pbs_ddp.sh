@@ -22,7 +22,7 @@ set -euo pipefail
 load_functions() {
     local script=$0 main=${HPCTRAIN_ROOT:-}/launch/lib/main.sh
     [[ ! ${SLURM_JOB_ID:-} || $0 != */slurm_script ]] ||
-        script=/$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%o | sed q)
+        script=/$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%o | sed q) || true
     [[ -n ${HPCTRAIN_ROOT:-} ]] || main=$(functions_in "$(dirname "$(readlink -f "$script")")" "$script") ||
         main=$(functions_in "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/launch" "/proc/$$") || main=''
     [[ -r $main ]] || {

@@ -3,6 +3,8 @@
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
 STEP_OPTIONS=() # for srun
+TASKS_OPTION=--ntasks-per-node # what gives TASKS
+REQUEST='' # for each node, for the job and for each task, 400 characters each
 SPARE_NODES=0 # nodes of the job that are idle, for when one of HOSTS fails
 
 # Slurm's variables that stay: what Slurm sets anew in each job, and options for srun that the user may give.
@@ -53,18 +55,18 @@ read_slurm_job() {
         HOSTS=("${HOSTS[@]:0:${#HOSTS[@]}-SPARE_NODES}")
         # Passed to srun again: without it Slurm packs the first node full, 3 + 1 tasks on nodes of 3 slots.
         spread=${SLURM_TASKS_PER_NODE:-1}
-        TASKS=${spread%%(*}
-        [[ $TASKS =~ ^[1-9][0-9]*$ ]] ||
+        [[ $spread =~ ^([1-9][0-9]*)(\(x[0-9]+\))?$ ]] ||
             die "Slurm would put $spread tasks on the nodes, not the same number on each:" \
                 "give --ntasks-per-node"
+        TASKS=${BASH_REMATCH[1]}
+        GPUS=${SLURM_GPUS_ON_NODE:-$(gpus_of_request)}
         count_slurm_cpus
     elif [[ -n ${OPTION[dry-run]:-} ]]; then
         fake_allocation SBATCH --nodes --ntasks-per-node
-        THREADS=1
+        THREADS=1 GPUS=0
     else
         die "this is not a Slurm job: submit it with sbatch launch/$SCRIPT, or run it inside salloc"
     fi
-    GPUS=${SLURM_GPUS_ON_NODE:-0}
     # Then Slurm has noticed that a node is dead, and requeues the job. The watchdog waits for that.
     timeout=$(scontrol show config 2>/dev/null | awk '$1 == "SlurmdTimeout" { print $3 + 60 }') || true
     export HPCTRAIN_NODE_TIMEOUT=${HPCTRAIN_NODE_TIMEOUT:-$timeout}
@@ -94,8 +96,10 @@ keep_own_slurm_variables() {
     [[ $(squeue --noheader --jobs="$JOB" --Format=ArrayTaskID 2>/dev/null) != N/A* ]] || drop 'SLURM_ARRAY_*'
     restarts=$(job_field RestartCnt)
     [[ -z $restarts ]] || SLURM_RESTART_COUNT=$restarts
+    ATTEMPT=${SLURM_RESTART_COUNT:-0}
     [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || unset SLURM_RESTART_COUNT
-    case $(job_field 'tres-per-node:400,tres-per-job:400,tres-per-task:400,tres-per-socket') in
+    REQUEST=$(job_field 'tres-per-node:400,tres-per-job:400,tres-per-task:400,tres-per-socket')
+    case $REQUEST in
     '' | *gpu*) ;;
     *) [[ ! -v SLURM_GPUS_ON_NODE ]] || drop 'SLURM_GPUS*' SLURM_JOB_GPUS CUDA_VISIBLE_DEVICES ;;
     esac
@@ -105,6 +109,21 @@ keep_own_slurm_variables() {
             unset "$name"
         fi
     done < <(compgen -e SLURM_)
+}
+
+# gpus_of_request: print how many GPUs of each node the job has asked for. A command of salloc runs on the
+# login node, where Slurm does not set SLURM_GPUS_ON_NODE.
+gpus_of_request() {
+    local gpu='gpu(:[A-Za-z][A-Za-z0-9_.-]*)?([:=]([0-9]+))?'
+    if [[ ${REQUEST:0:400} =~ $gpu ]]; then
+        echo "${BASH_REMATCH[3]:-1}"
+    elif [[ ${REQUEST:400:400} =~ $gpu ]]; then
+        echo $((${BASH_REMATCH[3]:-1} / (${#HOSTS[@]} + SPARE_NODES)))
+    elif [[ ${REQUEST:800:400} =~ $gpu ]]; then
+        echo $((${BASH_REMATCH[3]:-1} * TASKS))
+    else
+        echo 0
+    fi
 }
 
 # count_slurm_cpus: fill THREADS with the CPUs of a task: those that the user has asked for with -c, or a
@@ -159,6 +178,7 @@ read_pbs_job() {
     else
         die "this is not a PBS job: submit it with qsub launch/$SCRIPT, or run it inside qsub -I"
     fi
+    TASKS_OPTION=mpiprocs
     count_pbs_cpus
     GPUS=$(visible_gpus)
     load_site
@@ -181,6 +201,7 @@ count_pbs_cpus() {
 # This machine alone: HPCTRAIN_TASKS ranks; by default one per GPU, or one.
 make_local_job() {
     JOB=$$
+    TASKS_OPTION=HPCTRAIN_TASKS
     HOSTS=(localhost)
     GPUS=$(visible_gpus)
     TASKS=${HPCTRAIN_TASKS:-$((GPUS > 0 ? GPUS : 1))}
@@ -226,8 +247,7 @@ export_job_env() {
         die "'$JOB' is not the number of a job:" \
             "unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
     ((GPUS == 0 || GPUS == TASKS)) ||
-        say "warning: $(counted "$GPUS" GPU) but $(counted "$TASKS" task) per node:" \
-            "give --ntasks-per-node=$GPUS"
+        say "warning: $(counted "$GPUS" GPU) but $(counted "$TASKS" task) per node: give $TASKS_OPTION=$GPUS"
     drop_other_job "$JOB"
     # As ~/.bashrc has it, after a tutorial
     [[ -z ${MASTER_ADDR:-} ]] || is_of_first_node "$MASTER_ADDR" || drop MASTER_ADDR

@@ -30,6 +30,8 @@ set_srun() {
     LAUNCH=(srun --nodes="$NODES" --ntasks=$((NODES * $1)) --ntasks-per-node="$1"
         --cpus-per-task=$((THREADS * TASKS / $1)) --export=ALL --kill-on-bad-exit=1 --wait=0 --label
         "${STEP_OPTIONS[@]}" "${@:2}")
+    # A step with other tasks or nodes than the job gets too few GPUs without it, or is refused.
+    ((GPUS == 0)) || [[ $1 == "$TASKS" && -z ${OPTION[spare-nodes]:-} ]] || LAUNCH+=(--gpus=$((NODES * GPUS)))
     if ((SPARE_NODES)); then
         printf -v nodelist '%s,' "${HOSTS[@]}"
         LAUNCH+=(--nodelist="${nodelist%,}")

@@ -16,8 +16,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 BEGAN=$(date +%s%3N) # in ms; EPOCHREALTIME needs bash 5, and RHEL 8 has 4.4
 unset CDPATH # cd would print folders that it finds there
+unset "${!SQUEUE_@}" # options of squeue, which could hide the job from it
 unset HPCTRAIN_CONTROL # that of a job around this one
-EARLY_STOP=''
+EARLY_STOP=${HPCTRAIN_EARLY_STOP:-} # not empty: check.sh, or this script, got the signal
+unset HPCTRAIN_EARLY_STOP
 trap 'EARLY_STOP=1' USR1 # until open_control; Slurm sends it at once where the time limit is short
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 # shellcheck disable=SC2034 # launchers/ read it
@@ -189,7 +191,8 @@ on_every_node() {
     local count
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         count=$(nodes_left | wc -l)
-        timeout "$WITHIN" srun --overlap --mem=0 --export=ALL --nodes="$count" --ntasks="$count" --quiet "$@"
+        timeout "$WITHIN" srun --overlap --mem=0 --gres=none --export=ALL --nodes="$count" --ntasks="$count" \
+            --quiet "$@"
     else
         "$@"
     fi

@@ -18,6 +18,7 @@ STOP_AT=0   # then the ranks are asked to stop, in SECONDS
 WALLTIME='' # of a PBS job, in seconds, if qstat tells it here
 KILL_AT=''  # then ranks that have not stopped are killed, in SECONDS
 ATTEMPT=${SLURM_RESTART_COUNT:-0} # replace_nodes changes the variable
+RESTARTS='' # the attempt that Slurm runs
 # The exit status of srun when it could not start the tasks of a node: the low 8 bits of Slurm's error 1001
 UNREACHED=233
 KILLED=137 # that of what SIGKILL has ended
@@ -268,7 +269,7 @@ watch_from_other_nodes() {
     count=${#others[@]}
     { ((count)) && is_current; } || return 0
     # shellcheck disable=SC2016 # the shells on those nodes expand it
-    srun --overlap --mem=0 --export=ALL --no-kill --nodes="$count" --ntasks="$count" \
+    srun --overlap --mem=0 --gres=none --export=ALL --no-kill --nodes="$count" --ntasks="$count" \
         --exclude="${HOSTS[0]}" --quiet bash -c '
         seconds=$(((SLURM_PROCID + 1) * 10))
         while sleep "$seconds"; do
@@ -281,9 +282,15 @@ watch_from_other_nodes() {
         done' guard "$(job_id)" "$ATTEMPT" "${HOSTS[0]}" || true
 }
 
-# is_current: whether Slurm runs this attempt. If this node was cut off, another may run elsewhere.
+# is_current: whether Slurm runs this attempt. If this node was cut off, another may run elsewhere. A
+# slurmctld that does not answer for a minute has not requeued the job.
 is_current() {
-    [[ $(job_field State) == RUNNING && $(job_field RestartCnt) == "$ATTEMPT" ]]
+    local state='' tries
+    for tries in {1..12}; do
+        read -r RESTARTS state < <(job_field RestartCnt:10,State) && break
+        ((tries == 12)) || sleep 5
+    done
+    [[ -z $state ]] || [[ $state == RUNNING && $RESTARTS == "$ATTEMPT" ]]
 }
 
 # conclude STATUS: requeue the job, or say why it does not go on. Returns the script's exit status.
@@ -305,7 +312,7 @@ conclude() {
         return 0
     fi
     if [[ -n ${SLURM_JOB_ID:-} ]] && ! is_current; then
-        if [[ $(job_field RestartCnt) != "$ATTEMPT" ]]; then
+        if [[ $RESTARTS != "$ATTEMPT" ]]; then
             say 'Slurm has requeued the job, and it goes on by itself'
         elif [[ -e $control/saved ]]; then
             say "Slurm has ended the job: $(how_to_resume "$option")"
@@ -381,7 +388,7 @@ submit_again() {
     value=$(pbs_field Resource_List.select) && [[ -n $value ]] || return 1
     options+=(-l "select=$value")
     (($3 == 0)) || options+=(-a "$(date -d "+$3 seconds" +%Y%m%d%H%M.%S)")
-    for name in walltime place; do
+    for name in walltime place filesystems; do
         value=$(pbs_field "Resource_List.$name")
         [[ -z $value ]] || options+=(-l "$name=$value")
     done
@@ -427,13 +434,16 @@ words_to_resume() {
     echo "${words%"$1 "}$1"
 }
 
-# how_to_resume OPTION: print the command that continues the run in another job
+# how_to_resume OPTION: print the command that continues the run in another job, with as many ranks
 how_to_resume() {
-    local words
+    local words select
     words=$(words_to_resume "$1")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        echo "continue with sbatch $words"
+        ((GPUS == 0)) || words="--gpus-per-node=$GPUS $words"
+        ((THREADS == 1)) || words="--cpus-per-task=$THREADS $words"
+        echo "continue with sbatch --nodes=$((NODES + SPARE_NODES)) --ntasks-per-node=$TASKS $words"
     else
-        echo "continue with echo ${words@Q} | qsub"
+        select=$(pbs_field Resource_List.select)
+        echo "continue with echo ${words@Q} | qsub${select:+ -l select=${select@Q}}"
     fi
 }

@@ -105,7 +105,8 @@ check_driver() {
 
 # find_folders_to_bind: fill BINDS with folders of the host, as PATH or TARGET:PATH, so that a path of the
 # user's shell is right in the image, too. Those are the folders at the top of the host's file system, except
-# those that an image has itself; and below the latter, those that the job names.
+# those that an image has itself, and /cvmfs, whose programs are for the host; and below these, those that the
+# job names.
 find_folders_to_bind() {
     local path paths named entries
     BINDS=()
@@ -139,7 +140,7 @@ find_folders_to_bind() {
 # is_in_image PATH: whether it is in a folder that images have themselves. /tmp is the host's in all runtimes.
 is_in_image() {
     local top=${1#/}
-    [[ ${top%%/*} == @(bin|boot|dev|etc|lib*|opt|proc|root|run|sbin|sys|usr|var|.*) ]]
+    [[ ${top%%/*} == @(bin|boot|cvmfs|dev|etc|lib*|opt|proc|root|run|sbin|sys|usr|var|.*) ]]
 }
 
 # bind_path PATH: add it to BINDS, with what it points to if it is a link. Not a whole folder of the image, as

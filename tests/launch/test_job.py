@@ -125,9 +125,7 @@ def test_no_setting_of_apptainer_keeps_something_out_of_the_image(shell):
         ("4.1.4", "login", "4.1.4", True),
     ],
 )
-def test_mpirun_4_starts_open_mpi_5_on_a_node_of_the_job(
-    shell, script, version, here, library, starts
-):
+def test_mpirun_4_starts_open_mpi_5_on_a_node_of_the_job(shell, script, version, here, library, starts):
     """From the login node, in salloc, it told the ranks wrongly who shares their node."""
     put(shell, python=STANDINS["python"].replace("5.0.9", library))
     put(shell, mpirun=STANDINS["mpirun"].replace("5.0.7", version))
@@ -135,6 +133,23 @@ def test_mpirun_4_starts_open_mpi_5_on_a_node_of_the_job(
     done = shell(LAUNCH / script[0], script[1], "check")
     assert (done.returncode == 0) == starts, done.stderr
     assert (f" {version} must start on a node" in done.stderr) != starts
+
+
+def test_singularity_passes_on_pythonpath(shell):
+    """Singularity CE knows no APPTAINERENV_ variables, and a SIF unsets PYTHONPATH."""
+    standin = STANDINS["apptainer"].replace("apptainer version 0", "singularity-ce version 4.3.4")
+    put(shell, singularity=standin.replace("APPTAINERENV", "SINGULARITYENV"))
+    (shell.top / "bin/apptainer").unlink()
+    (shell.top / "own").mkdir()
+    log = start(shell, "apptainer_ddp.sh", PYTHONPATH=f"{shell.top}/own")
+    assert what_a_rank_got(log)[2].get("PYTHONPATH") == f"{shell.top}/own", log
+
+
+@pytest.mark.parametrize("spread", ["3,1", "2(x2),1"])
+def test_nodes_with_different_numbers_of_tasks_are_refused(shell, spread):
+    """sbatch --nodes=3 --ntasks=5 started six ranks."""
+    done = shell(LAUNCH / "apptainer_ddp.sh", "check", SLURM_TASKS_PER_NODE=spread)
+    assert done.returncode == 2 and f"Slurm would put {spread} tasks on the nodes" in done.stderr, done
 
 
 def test_options_of_sbatch_are_those_of_the_ranks(shell):
@@ -266,3 +281,6 @@ def test_ranks_that_mpi_does_not_join_do_not_start(shell, said, error):
     done = shell(LAUNCH / "apptainer_mpi.sh", "check")
     assert done.returncode == 2 and f"error: {error}" in done.stderr and "try another --mpi=" in done.stderr
     assert len(split_log(done.stdout)[0]) == 0, done.stdout
+    # It would end for good a job that starts again, for example because nodes are slow.
+    done = shell(LAUNCH / "apptainer_mpi.sh", "check", SLURM_RESTART_COUNT="1")
+    assert done.returncode == 0 and "(restart 1)" in done.stdout, done.stderr

@@ -820,6 +820,22 @@ def gpus(sif):
         ended, output = job(cluster, "check", "--device", "cpu", options=options)
         assert ended.state == "COMPLETED" and "check passed: 2 ranks on 1 host" in output, output
 
+        # All of the node's GPUs for torchrun, which is one task. It had the first one alone.
+        cluster.host_path(f"{HOME}/gpus.py").write_text(
+            "import os\nprint('sees', os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        )
+        options = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1"]
+        number = cluster.submit(*options, "launch/apptainer_torchrun.sh", "gpus.py", cwd=HOME)
+        ended, output = wait(cluster, number)
+        assert output.count("sees 0,1\n") == 2, output
+
+        # Slurm tells a command of salloc on the login node of no GPU.
+        dry = ["launch/apptainer_ddp.sh", "--dry-run", "check"]
+        for options in (["--gres=gpu:2"], ["--gpus=2"], ["--gpus-per-task=1"]):
+            salloc = ["salloc", "--nodes=1", "--ntasks-per-node=2", *options, *dry]
+            output = cluster.exec("login", *salloc, user="alice", cwd=HOME).stdout
+            assert "2 GPUs per node" in output and "apptainer exec --nv" in output, output
+
 
 def test_gpus_that_slurm_granted_and_the_container_does_not_show(in_background):
     in_background(gpus).result()

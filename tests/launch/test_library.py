@@ -549,7 +549,8 @@ def conclude(status, control, requeues, env, assignments="SCRIPT=x"):
     source = (
         f"source {REPOSITORY}/launch/lib/main.sh; HPCTRAIN_CONTROL={control} HPCTRAIN_REQUEUES={requeues}"
     )
-    script = f"{source} {assignments}; trap clean_up EXIT; exit {status}"
+    shape = "NODES=2 TASKS=4 THREADS=8 GPUS=4"
+    script = f"{source} {shape} {assignments}; trap clean_up EXIT; exit {status}"
     return subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True)
 
 
@@ -580,6 +581,77 @@ def test_attempts_that_stop_and_save_nothing_are_counted(programs, tmp_path, sta
     env = programs | {"HPCTRAIN_CONTROL": str(tmp_path / "control"), "SLURM_JOB_ID": "7"}
     done = conclude(status, tmp_path / "control", requeues, env)
     assert done.returncode == 75 and end in done.stdout, done
+
+
+@pytest.mark.parametrize("silent", [2, 99])
+def test_a_slurmctld_that_does_not_answer_has_not_requeued_the_job(programs, tmp_path, silent):
+    """The job was FAILED, and its log said that Slurm had requeued it."""
+    for name in ("saved", "stopped"):
+        (tmp_path / name).write_text("--resume runs/x\n")
+    put_squeue(tmp_path)
+    (tmp_path / "squeue").rename(tmp_path / "answer")
+    for name, text in {
+        "squeue": f'cd {tmp_path}; echo >>asked; [ $(wc -l <asked) -gt {silent} ] && exec ./answer "$@"',
+        "scontrol": 'echo "$@"',
+        "sleep": "",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = conclude(75, tmp_path, 1, programs | {"SLURM_JOB_ID": "7"})
+    assert done.returncode == 75 and "requeuing the job\nrequeue 7\n" in done.stdout, done
+
+
+def test_the_attempt_is_not_that_of_the_job_in_which_it_was_submitted(tmp_path):
+    """A job that a restarted one had submitted was never requeued."""
+    put_squeue(tmp_path)
+    env = {"PATH": f"{tmp_path}:{BARE['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"}
+    done = library("JOB=7; keep_own_slurm_variables; is_current; echo $ATTEMPT", **env)
+    assert done.stdout == "0\n", done.stderr
+
+
+def test_options_of_squeue_do_not_hide_the_job():
+    assert library("echo ${SQUEUE_PARTITION-none}", SQUEUE_PARTITION="x").stdout == "none\n"
+
+
+@pytest.mark.parametrize(
+    ("node", "job", "task", "gpus"),
+    [
+        ("gres/gpu:a100:4", "N/A", "N/A", 4),
+        ("gres:gpu", "N/A", "N/A", 1),
+        ("N/A", "gres/gpu:8", "N/A", 4),
+        ("N/A", "N/A", "cpu=2,gres/gpu=1", 2),
+        ("N/A", "N/A", "cpu=2", 0),
+    ],
+)
+def test_a_command_of_salloc_on_the_login_node_has_gpus(node, job, task, gpus):
+    """It started the image without --nv, as Slurm sets SLURM_GPUS_ON_NODE on the nodes only."""
+    request = "".join(text.ljust(400) for text in (node, job, task))
+    done = library(f"HOSTS=(n1 n2) TASKS=2 REQUEST='{request}'; gpus_of_request")
+    assert done.stdout == f"{gpus}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "gpus"), [(4, ":", False), (1, ":", True), (4, "OPTION[spare-nodes]=1", True)]
+)
+def test_a_step_of_another_shape_than_the_job_asks_for_its_gpus(tasks, options, gpus):
+    """With --gpus-per-task=1 all ranks of torchrun had one GPU; with --gpus=12 srun refused 2 of 3 nodes."""
+    script = f"NODES=2 TASKS=4 THREADS=1 GPUS=4; declare -A OPTION; {options}"
+    done = library(f'{script}; set_srun {tasks}; echo "${{LAUNCH[@]}}"')
+    assert done.returncode == 0 and ("--gpus=8" in done.stdout.split()) == gpus, done
+
+
+def test_a_signal_to_check_sh_reaches_the_run(tmp_path):
+    """Slurm sends it once, at once where the time limit is short."""
+    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
+    script = tmp_path / "launch/other.sh"
+    script.write_text(f"""#!/bin/bash
+[ "$1" != check ] || exec kill -USR1 $PPID
+set -- --dry-run; source {tmp_path}/launch/lib/main.sh; echo "early: $EARLY_STOP"
+""")
+    script.chmod(0o755)
+    command = [tmp_path / "launch/check.sh", "other.sh", "train_ddp"]
+    done = subprocess.run(command, env=BARE, capture_output=True, text=True)
+    assert done.stdout == "early: 1\n", done
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(233, True), (1, False), (137, False)])
@@ -704,7 +776,8 @@ def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_
     env = programs | {"SLURM_JOB_ID": "7"}
     done = conclude(0, tmp_path, 1, env, "SCRIPT=x.sh ARGUMENTS=(train_ddp --out 'a b')")
     command = f"{REPOSITORY}/launch/x.sh train_ddp --out a\\ b --resume runs/x"
-    said = f"hpctrain: Slurm does not requeue the job: continue with sbatch {command}"
+    shape = "--nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4"
+    said = f"hpctrain: Slurm does not requeue the job: continue with sbatch {shape} {command}"
     assert done.returncode == 75 and done.stdout.splitlines()[-1] == said, done
 
 
@@ -747,6 +820,7 @@ QSTAT = """Job Id: 17.srv
     job_state = R
     run_count = 3
     Account_Name = st-pi-1
+    Resource_List.filesystems = home:eagle
     Resource_List.select = 2:ncpus=2:mpiprocs=2
     Resource_List.walltime = {}
     Variable_List = PBS_O_HOME=/home/alice,PBS_O_QUEUE=workq,HPCTRAIN_IMAGE=/a,
@@ -810,12 +884,14 @@ def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
         assert reason in said and said.endswith(": job 18.srv continues the run")
         assert (tmp_path / "asked").read_text().splitlines() == [
             "-j", "oe", "-W", "depend=afterany:17.srv", "-l", "select=2:ncpus=2:mpiprocs=2",
-            "-l", f"walltime={limit}", "-N", "hpctrain", "-A", "st-pi-1", "-q", "workq",
+            "-l", f"walltime={limit}", "-l", "filesystems=home:eagle",
+            "-N", "hpctrain", "-A", "st-pi-1", "-q", "workq",
             "-v", "HPCTRAIN_RESTARTS,HPCTRAIN_IMAGE,HPCTRAIN_ROOT,WORD",
             f"exec {resumed}", "1",
         ]  # fmt: skip
     else:
-        assert said.endswith(f"continue with echo {shlex.quote(resumed)} | qsub"), said
+        select = "-l select='2:ncpus=2:mpiprocs=2'"
+        assert said.endswith(f"continue with echo {shlex.quote(resumed)} | qsub {select}"), said
         assert ("HPCTRAIN_REQUEUES allows no more" in said) == (case == "fault again")
         assert not (tmp_path / "asked").exists()
     assert job.returncode == (137 if "WORD" in env and env["WORD"] == "fault" else 75)
@@ -912,6 +988,8 @@ def test_all_scripts_find_the_functions_in_the_same_way():
 @pytest.mark.parametrize("name", ["HPCTRAIN_ROOT", "SLURM_SUBMIT_DIR", "PBS_O_WORKDIR", "Command"])
 def test_the_copy_that_a_scheduler_runs_finds_the_other_files(programs, tmp_path, name):
     put_squeue(tmp_path)
+    if name == "HPCTRAIN_ROOT":  # slurmctld does not answer
+        (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")
     if name == "Command":
         link = tmp_path / "ddp.sh"
         link.symlink_to(REPOSITORY / "launch/local.sh")
@@ -1432,7 +1510,9 @@ def test_an_attempt_that_slurm_has_replaced_does_not_requeue_the_next_one(
     """Its node was cut off; Slurm started the job again on others, and then the network came back."""
     (tmp_path / "saved").touch()
     more = {"SLURM_RESTART_COUNT": attempt} if attempt else {}
-    script = f"HPCTRAIN_CONTROL={tmp_path} SPARE_NODES=1 NODES=2 HOSTS=(n1 n2) SCRIPT=x"
+    script = (
+        f"HPCTRAIN_CONTROL={tmp_path} SPARE_NODES=1 NODES=2 HOSTS=(n1 n2) TASKS=1 THREADS=1 GPUS=0 SCRIPT=x"
+    )
     script += "; replace_nodes || conclude 137"
     done = library(script, **shown(restarts, "1,2" if requeued else "2,3"), HPCTRAIN_REQUEUES="9", **more)
     assert done.returncode == 137 and (tmp_path / "asked").exists() == requeued, done.stdout + done.stderr
@@ -1449,7 +1529,7 @@ def test_every_other_node_watches_the_first_one(shown, tmp_path, restarts, nodes
     change = f"/bin/sleep 1; mv {tmp_path}/later/squeue {tmp_path}; /bin/sleep 2; touch {tmp_path}/over; wait"
     done = library(f"SPARE_NODES=1 HOSTS=(n1 n2); guard_batch_script; {change}", **env)
     first, *rest = (tmp_path / "asked").read_text().splitlines()
-    options = "--overlap --mem=0 --export=ALL --no-kill --nodes=2 --ntasks=2 --exclude=n1 --quiet"
+    options = "--overlap --mem=0 --gres=none --export=ALL --no-kill --nodes=2 --ntasks=2 --exclude=n1 --quiet"
     assert first == options, done.stderr
     assert ("requeue" in rest) == requeued, rest
 
@@ -1526,6 +1606,7 @@ OF_THE_JOB = {
         "CONTAINER_ON",
         "CONTAINER_VARIABLES",
         "CONTROL",
+        "EARLY_STOP",
         "END_TASK",
         "GPU_OPTION",
         "HOST_PATH",

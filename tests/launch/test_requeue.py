@@ -172,7 +172,8 @@ def test_a_job_that_ends_before_it_has_saved_is_not_requeued(ended):
 def test_an_error_that_a_restart_does_not_correct(ended):
     state, restarts, output = ended("usage")
     assert (state, restarts) == ("FAILED", 0), output
-    resume = f"continue with sbatch {HOME}/{SCRIPT} program.py usage --resume runs/x"
+    shape = "--nodes=2 --ntasks-per-node=2"
+    resume = f"continue with sbatch {shape} {HOME}/{SCRIPT} program.py usage --resume runs/x"
     assert said(output) == [
         f"hpctrain: not requeued, because a restart does not correct this error: {resume}"
     ]
@@ -355,7 +356,8 @@ def test_a_trainer_that_diverges_is_not_requeued(cluster):
     output = folder(cluster, f"slurm-{number}.out").read_text()
     assert (job.state, int(shown(cluster, number, "Restarts"))) == ("FAILED", 0), output
     assert re.search(r"train_loss is nan|are not finite", output), output
-    resume = f"continue with sbatch {HOME}/{SCRIPT} {' '.join(options)} --resume runs/diverged"
+    resume = "continue with sbatch --nodes=2 --ntasks-per-node=1 "
+    resume += f"{HOME}/{SCRIPT} {' '.join(options)} --resume runs/diverged"
     assert said(output) == [
         f"hpctrain: not requeued, because a restart does not correct this error: {resume}"
     ]

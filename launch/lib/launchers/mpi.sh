@@ -58,9 +58,13 @@ choose_pmi() {
 }
 
 # check_mpi_world LIBRARY LAUNCHER: check that MPI gives one world of all ranks, before the long job. Without
-# a common PMI, launcher and library give N worlds of one rank each, which run, and end with exit status 0.
+# a common PMI, launcher and library give N worlds of one rank each, which run, and end with exit status 0. Not
+# when the job starts again: they have a common PMI then, and an error here would end it for good.
 check_mpi_world() {
-    local status=0 output advice='try another --mpi= (srun --mpi=list shows them; or mpirun)'
+    local status=0 output seconds=$((60 + HPCTRAIN_WORLD_SIZE)) restarts advice
+    restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}}
+    ((restarts == 0)) || return 0
+    advice='try another --mpi= (srun --mpi=list shows them; or mpirun)'
     compose python -c '
 import sys
 sys.path[:] = filter(None, sys.path)
@@ -68,12 +72,14 @@ import os
 from mpi4py import MPI
 size, wanted = MPI.COMM_WORLD.size, int(os.environ["HPCTRAIN_WORLD_SIZE"])
 raise SystemExit(0 if size == wanted else f"MPI: {size} of {wanted}")'
-    output=$(timeout 60 "${COMMAND[@]}" 2>&1) || status=$?
+    output=$(timeout "$seconds" "${COMMAND[@]}" 2>&1) || status=$?
     ((status != 0)) || return 0
     printf '%s\n' "$output" | tail -n 8 >&2
     if [[ $output == *"MPI: 1 of"* ]]; then
         die "each of $HPCTRAIN_WORLD_SIZE ranks is rank 0 of 1: $1 does not support the PMI of $2: $advice"
     fi
+    ((status != 124)) ||
+        die "MPI has not started in $seconds s ($1 with $2; its last lines, if any, are above): $advice"
     die "MPI does not start ($1 with $2, exit status $status; its last lines are above): $advice"
 }
 

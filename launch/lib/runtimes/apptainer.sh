@@ -2,7 +2,7 @@
 # shellcheck shell=bash
 
 apptainer_command() {
-    local program bind
+    local program bind variable=SINGULARITYENV_PYTHONPATH
     keep_out_nothing
     separate_host_variables
     find_folders_to_bind
@@ -32,7 +32,8 @@ apptainer_command() {
     export HPCTRAIN_GPU_OPTION='--nv before the image (apptainer)'
     export HPCTRAIN_CONTAINER_VARIABLES='APPTAINER_BIND SINGULARITY_BIND'
     # Our images unset PYTHONPATH, for those who enter them after loading a module.
-    [[ -z ${PYTHONPATH:-} ]] || export APPTAINERENV_PYTHONPATH=${APPTAINERENV_PYTHONPATH:-$PYTHONPATH}
+    [[ $RUNTIME_VERSION != apptainer* ]] || variable=APPTAINERENV_PYTHONPATH # the other one with a warning
+    [[ -z ${PYTHONPATH:-} ]] || export "$variable=${!variable:-$PYTHONPATH}"
 }
 
 # find_image: set HPCTRAIN_IMAGE, or say how to make the image that is missing
