@@ -152,6 +152,15 @@ def test_nodes_with_different_numbers_of_tasks_are_refused(shell, spread):
     assert done.returncode == 2 and f"Slurm would put {spread} tasks on the nodes" in done.stderr, done
 
 
+def test_a_heterogeneous_job_is_refused(shell):
+    """Its ranks were on the first component, and the others idled."""
+    put(shell, squeue="case $* in *HetJobOffset*) cat offset ;; esac")
+    for offset, status in (("0", 2), ("N/A", 0)):  # N/A: the variable is of a job around it
+        (shell.job / "offset").write_text(offset)
+        done = shell(LAUNCH / "apptainer_ddp.sh", "check", SLURM_HET_SIZE="2")
+        assert done.returncode == status and ("has 2 components" in done.stderr) == bool(status), done.stderr
+
+
 def test_options_of_sbatch_are_those_of_the_ranks(shell):
     """srun did not start as many tasks as --overcommit allows. --export=LR=1 gave a line of the log."""
     log = start(shell, "apptainer_ddp.sh", SLURM_OVERCOMMIT="1", SLURM_GET_USER_ENV="1")

@@ -1,5 +1,6 @@
 """make install: an installation for all users of a site, and its modulefiles."""
 
+import hashlib
 import os
 import re
 import subprocess
@@ -38,8 +39,13 @@ def test_what_is_installed(prefix):
         "docs",
         "examples",
         "hpctrain-cpu.sif",
+        "hpctrain-cpu.sif.digest",
         "launch",
     ]
+    script = f"HPCTRAIN_CACHE=/x; source {root}/launch/lib/main.sh; find_digest {root}/hpctrain-cpu.sif"
+    script += "; echo $DIGEST"
+    found = subprocess.run(["bash", "-euc", script], capture_output=True, text=True)
+    assert found.stdout == f"sha256:{hashlib.sha256(b'the image').hexdigest()}\n", found.stderr
     assert sorted(path.name for path in (prefix / "hpctrain").iterdir()) == [VERSION]
     assert os.access(root / "bin/hpctrain", os.X_OK) and os.access(root / "launch/apptainer_ddp.sh", os.X_OK)
     for path in prefix.rglob("*"):  # everybody may read it, and nobody else write
