@@ -45,6 +45,9 @@ def loads(signed: bytes) -> Any:
 if __name__ == "__main__":
     if os.environ.get("HPCTRAIN_JOB_SECRET") and hasattr(dynamic_rendezvous, "pickle"):
         dynamic_rendezvous.pickle = SimpleNamespace(dumps=dumps, loads=loads, PickleError=pickle.PickleError)
+    # Otherwise the ranks get the full name of the first node, which others cannot always resolve.
+    if name := os.environ.get("SLURMD_NODENAME"):
+        sys.argv.insert(1, f"--local-addr={name}")
     # Without a folder, torchrun makes /tmp/torchelastic_* and leaves it there.
     with tempfile.TemporaryDirectory(prefix="hpctrain-torchrun.") as logs:
         sys.argv[1:1] = [f"--log-dir={logs}"]

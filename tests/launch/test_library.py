@@ -462,6 +462,14 @@ def test_torchrun_says_in_one_line_which_rank_failed(fault, how):
     )
 
 
+def test_ranks_of_torchrun_meet_at_the_name_that_slurm_gives_the_node():
+    """It was the full name, such as n1.localdomain, which is in /etc/hosts of that node alone."""
+    command = [*TORCHRUN, "echo $MASTER_ADDR"]
+    env = BARE | {"SLURMD_NODENAME": "127.0.0.1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "127.0.0.1\n", done.stderr
+
+
 def test_torchrun_that_is_ended_says_so_in_one_line():
     done = subprocess.run(
         [*TORCHRUN, "kill -TERM $PPID; exec sleep 60"], env=BARE, capture_output=True, text=True, timeout=300
