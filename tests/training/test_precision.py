@@ -22,6 +22,7 @@ from hpctrain.training.precision import (
     set_precision,
     set_precision_in_threads,
 )
+from hpctrain.vision import recipe
 from tests.helpers import write_digits
 from tests.nlp.conftest import feature_cache as feature_cache  # a fixture, for each test
 from tests.nlp.helpers import TASKS, metrics, result
@@ -63,6 +64,17 @@ def begin_high_and_compile():
     """In a rank: see begin_high(), and compile without the kernels of C++, which take minutes."""
     begin_high()
     torch.compile = partial(torch.compile, backend="aot_eager")
+
+
+def fill_with_nan(tensor, **options):
+    """torch.empty_like(), in memory that had other values before."""
+    return torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, **options)
+
+
+def begin_high_in_memory_of_nan():
+    """In a rank: see begin_high() and fill_with_nan()."""
+    begin_high()
+    torch.empty_like = fill_with_nan
 
 
 def overflow_on_rank_1():
@@ -160,6 +172,27 @@ def test_a_run_that_is_cut_while_the_scale_falls(whole, name, tmp_path):
     assert result(cut)["weights_sha256"] == result(run)["weights_sha256"]
     assert result(cut)["overflow_steps"] == result(run)["overflow_steps"] > 3
     assert numbers(cut) == numbers(run)
+
+
+@pytest.mark.parametrize("model", recipe.RECIPES)
+def test_a_first_step_that_overflows_leaves_no_state(model, monkeypatch):
+    """Nor memory without values as momentum, as a fused SGD has it."""
+    args = recipe.ImageOptions(model=model, lr=0.1, fast_kernels=True, precision="fp16")
+    weight = torch.nn.Parameter(torch.ones(100))
+    weight.grad = torch.full_like(weight, torch.inf)
+    optimizer, scaler = recipe.make_optimizer(args, [weight]), Scaler("fp16", CPU)
+    scaler.scale(torch.ones(()))
+    monkeypatch.setattr(torch, "empty_like", fill_with_nan)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not any(value.any() for value in optimizer.state[weight].values())
+
+
+@pytest.mark.slow
+def test_fast_kernels_train_after_overflows(tmp_path):
+    run = train(tmp_path, "ddp", *FP16, "--fast-kernels", setup=begin_high_in_memory_of_nan, ranks=1)
+    assert 3 <= result(run)["overflow_steps"] < 12
 
 
 @pytest.mark.slow

@@ -200,7 +200,7 @@ def build_model(
 
 
 def uses_fast_kernels(args: ImageOptions, device: torch.device) -> bool:
-    """Whether weights are channels last in memory, and one kernel updates all of them."""
+    """Whether weights are channels last in memory, and one kernel updates all of them, if it can."""
     return device.type == "cuda" or args.fast_kernels
 
 
@@ -213,9 +213,12 @@ def count_flops(model: nn.Module, training_set: ImageSet, args: ImageOptions) ->
 def make_optimizer(args: ImageOptions, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Create the optimizer of the model's recipe, with --lr."""
     parameters = list(parameters)
+    make = RECIPES[args.model].optimizer
     is_sharded = hasattr(parameters[0], "to_local")  # DTensors: _fused_sgd_() takes none (torch 2.13)
-    fused = {"fused": True} if uses_fast_kernels(args, parameters[0].device) and not is_sharded else {}
-    return RECIPES[args.model].optimizer(parameters, lr=args.lr, **fused)
+    # If the scaler skips its first step, a fused SGD has uninitialized memory as momentum (torch 2.13).
+    is_scaled_sgd = args.precision == "fp16" and getattr(make, "func", make) is SGD
+    is_fused = uses_fast_kernels(args, parameters[0].device) and not is_sharded and not is_scaled_sgd
+    return make(parameters, lr=args.lr, **({"fused": True} if is_fused else {}))
 
 
 def set_learning_rate(optimizer: Optimizer, args: ImageOptions, epoch: int) -> None:
