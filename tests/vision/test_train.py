@@ -26,6 +26,7 @@ from hpctrain.vision import data, recipe, train_fsdp
 from hpctrain.vision.model import MnistNet, ResNet50
 from hpctrain.vision.train_fsdp import missing_batches
 from hpctrain.vision.train_horovod import HorovodOptions, learning_rate
+from hpctrain.vision.train_lightning import Classifier, LightningOptions
 from tests.helpers import SIF, write_digits
 from tests.tools import warm_start
 
@@ -621,6 +622,23 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_line(tmp_path):
     done = run(2, "train_ddp", "--epochs", "2", "--lr", "1e30", "--out", "run", cwd=tmp_path)
     lines = [line for line in done.stderr.splitlines() if line.startswith("hpctrain: error")]
     assert done.returncode != 0 and len(lines) == 1 and "train_loss is nan" in lines[0], done.stderr
+
+
+def test_an_evaluation_of_lightning_that_is_not_finite_ends_the_run_with_one_line(tmp_path):
+    """The only step of the epoch has a finite loss, and spoils the weights."""
+    options = ["--batch-size", 1024, "--lr", 1e38, "--epochs", 1, "--out", "run"]
+    done = run(1, "train_lightning", *options, cwd=tmp_path)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hpctrain: error")]
+    assert done.returncode == 1 and len(lines) == 1 and "test_loss is nan" in lines[0], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_one_batch_without_a_finite_loss_counts_in_an_evaluation_of_lightning(monkeypatch):
+    module = Classifier(torch.nn.Identity(), LightningOptions())
+    monkeypatch.setattr(module, "log_dict", lambda _: None)
+    for logit in (0.0, math.nan, 1.0):
+        module.validation_step((torch.tensor([[logit, 0.0]]), torch.tensor([0])), 0)
+    assert module.test_loss.compute().isnan() and module.test_accuracy.compute() > 0
 
 
 @pytest.mark.parametrize("home", ["/nonexistent", "home"])

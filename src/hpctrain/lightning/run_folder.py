@@ -319,13 +319,15 @@ class RunFolder(Checkpoint):
             state["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
     def _logged(self, trainer: Trainer) -> dict[str, float]:
-        """The finite values that the module has logged, of rank 0 where ranks differ (collective)."""
+        """The finite values that the module has logged (collective)."""
+        return {name: value for name, value in self._all_logged(trainer).items() if math.isfinite(value)}
+
+    def _all_logged(self, trainer: Trainer) -> dict[str, float]:
+        """The values that the module has logged, of rank 0 where ranks differ (collective)."""
         values = {
             name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1
         }
-        return {
-            name: value for name, value in broadcast(self._run.world, values).items() if math.isfinite(value)
-        }
+        return broadcast(self._run.world, values)
 
     def _bare(self, module: LightningModule) -> torch.nn.Module:
         """The model whose weights a checkpoint has as "model"."""

@@ -131,6 +131,10 @@ class TrainerFolder(RunFolder):
     def _bare(self, module: LightningModule) -> nn.Module:
         return self._model
 
+    def _logged(self, trainer: Trainer) -> dict[str, float]:
+        """All values: Run.metrics() ends the run if one is not finite."""
+        return self._all_logged(trainer)
+
     def _score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         return self._score_of(metrics)
 

@@ -14,6 +14,7 @@ The checkpoints in the run folder are Lightning's own (Classifier.load_from_chec
 also has the weights of the network as "model", under the names that checkpoints of train_ddp have.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -53,8 +54,8 @@ class Classifier(LightningModule):
     def __init__(self, net: nn.Module, args: LightningOptions) -> None:
         super().__init__()
         self.net, self.args = net, args
-        # Sums over all ranks in double precision, like those of the other trainers.
-        self.test_loss = MeanMetric().set_dtype(torch.float64)
+        # Sums over all ranks in double precision, like those of the other trainers; by default without NaN.
+        self.test_loss = MeanMetric(nan_strategy=math.nan).set_dtype(torch.float64)
         self.test_accuracy = MeanMetric().set_dtype(torch.float64)
 
     def on_after_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:

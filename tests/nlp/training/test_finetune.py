@@ -748,6 +748,12 @@ def test_score_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capsys):
     assert (run / "model/model.safetensors").exists() and set(scores(run)) == {"test_loss", "test_accuracy"}
 
 
+def test_validation_score_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(pair.PairClassify, "score", lambda *_: {"accuracy": float("nan")})
+    with pytest.raises(HpctrainError, match=r"^validation_accuracy is nan at epoch 1, .*training diverged"):
+        train("pair", tmp_path / "run", *QUICK, "--limit", 30)
+
+
 def test_nan_loss_ends_the_run(config, tmp_path):
     error = (
         r"train_loss is nan at epoch \d, step \d+, since step \d+ .*: training diverged, "
