@@ -7,7 +7,8 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import nbclient
 import nbformat
@@ -457,6 +458,31 @@ def test_the_seed_decides_on_weights_and_order(tmp_path):
             plain(run, lambda run: None)
         results.append(result_of(tmp_path / name)["weights_sha256"])
     assert results[0] == results[1] != results[2]
+
+
+class Masked(nn.Linear):
+    """A model with a mask, and with the least and the greatest value so far, as observers have them."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("least", torch.tensor(torch.inf))
+
+
+@pytest.mark.parametrize("lr", [0.1, 1e38])
+def test_buffers_may_be_infinite_and_weights_may_not(lr):
+    ends = pytest.raises(HpctrainError, match="not finite: training diverged") if lr > 1 else nullcontext()
+    with ends, open_run("run") as run:
+        model = run.prepare(Masked())
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        run.track(model=model, optimizer=optimizer)
+        for _ in run.epochs(1):
+            for points, labels in run.batches(Points(), 40):
+                loss = cross_entropy(model(points), labels) * 10
+                loss.backward()
+                optimizer.step()
+                run.step(loss)
+    assert Path("run/checkpoints/epoch-0001.pt").exists() == (lr < 1)
 
 
 # ---- what cannot be resumed is refused in one line ----

@@ -71,6 +71,7 @@ class Checkpointer:
     ) -> None:
         self.in_parts = False
         self.entry: str | None = None  # what a resume needs beside the model
+        self.buffers: set[str] = set()  # of the model: they may have values that are not finite
         self.stop = False  # the launch script has asked for the end, on every rank
         self._world = world
         self._folder = folder
@@ -178,7 +179,8 @@ class Checkpointer:
         del pairs  # the sources
         try:
             # After its loss, the last step may have made weights that are not finite: keep the earlier one.
-            if not all(weight.isfinite().all() for weight in tensors_of(state["model"])):
+            weights = [value for name, value in state["model"].items() if name not in self.buffers]
+            if not all(weight.isfinite().all() for weight in tensors_of(weights)):
                 raise DivergedError(
                     f"the weights to be saved in {path} are not finite: training diverged, use a smaller --lr"
                 )

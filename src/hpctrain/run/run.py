@@ -159,6 +159,7 @@ class Run:
         """
         self._nonfinite.model = model = checkpoint.unwrap(model)
         self._checkpointer.in_parts, self._checkpointer.entry = self.in_parts, entry
+        self._checkpointer.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         if self.resume_from is None:
             self._epochs = epochs
             if self.world.rank == 0:
