@@ -22,7 +22,7 @@ from hpctrain.cli import COMMANDS
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import UsageError
 from hpctrain.training.batches import evaluation_batches
-from hpctrain.vision import data, recipe, train_fsdp
+from hpctrain.vision import data, recipe, train_fsdp, train_horovod
 from hpctrain.vision.model import MnistNet, ResNet50
 from hpctrain.vision.train_fsdp import missing_batches
 from hpctrain.vision.train_horovod import HorovodOptions, learning_rate
@@ -474,6 +474,15 @@ def test_the_learning_rate_warms_up_step_by_step_and_then_decays():
     assert rates[29] == pytest.approx(0.8) and rates[30] == rates[39] == pytest.approx(0.4)
     args.warmup_epochs = 0
     assert learning_rate(0, 10, World(0, 4, 0, 4, 0, 1, "torchrun"), args) == 0.8
+
+
+def test_the_ranks_of_horovod_share_each_batch_of_a_step_evenly():
+    four = World(0, 4, 0, 4, 0, 1, "torchrun")
+    options = ["--batches-per-allreduce", "2", "--batch-size"]
+    assert train_horovod.parse([*options, "8"], four).batch_size == 8
+    for size in ("2", "6"):
+        with pytest.raises(UsageError, match=f"^--batch-size {size} is the global batch, and 4 ranks cannot"):
+            train_horovod.parse([*options, size], four)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.options import Parser, add_device, positive
 from hpctrain.run.run import Run
-from hpctrain.training.batches import steps_per_epoch
+from hpctrain.training.batches import check_batch_size, steps_per_epoch
 from hpctrain.training.precision import Scaler, load_scaler, make_autocast, set_precision
 from hpctrain.vision import recipe
 from hpctrain.vision.loop import train_epochs
@@ -47,7 +47,7 @@ class HorovodOptions(recipe.ImageOptions):
 
 def main(world: World, arguments: list[str]) -> None:
     """Train with the options at the end of this file. A collective call. Raises HpctrainError."""
-    args = parse(arguments)
+    args = parse(arguments, world)
     device = choose_device(world, args.device)
     args.precision = set_precision(args.precision, args.tf32, world, device)
     if args.deterministic:
@@ -159,9 +159,11 @@ def parser() -> Parser:
     return parser
 
 
-def parse(arguments: list[str]) -> HorovodOptions:
-    """Parse the command line. Raises UsageError."""
+def parse(arguments: list[str], world: World) -> HorovodOptions:
+    """Parse the command line. Raises UsageError, also if the ranks cannot share --batch-size evenly."""
     args = recipe.parse(parser(), arguments, HorovodOptions())
+    # each of the --batches-per-allreduce, whose losses have the same weight
+    check_batch_size(args.batch_size, world)
     if args.warmup_epochs < 0:
         raise UsageError(f"--warmup-epochs {args.warmup_epochs} is below zero: use 0 or more")
     return args
