@@ -266,6 +266,16 @@ def test_lightning_prints_nothing_of_its_own(runs, tmp_path):
     assert result(tmp_path / "run")["weights_sha256"] == result(runs / "one")["weights_sha256"]
 
 
+def test_lightning_evaluates_fewer_images_than_ranks_as_ddp(tmp_path):
+    write_digits(tmp_path / "digits", train=6, test=2)
+    for trainer, ranks in (("train_ddp", 1), ("train_lightning", 3)):
+        options = ["--batch-size", 6, "--epochs", 1, "--out", trainer]
+        train(ranks, *options, cwd=tmp_path, trainer=trainer)
+    alone, of_three = (result(tmp_path / trainer) for trainer in ("train_ddp", "train_lightning"))
+    assert of_three["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-4)
+    assert of_three["test_accuracy"] == alone["test_accuracy"]
+
+
 @pytest.mark.slow
 def test_sigterm_ends_lightning_at_once(tmp_path):
     command = [*PYTHON, "train_lightning", "--epochs", "500", "--out", "run"]

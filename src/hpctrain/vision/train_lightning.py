@@ -57,6 +57,7 @@ class Classifier(LightningModule):
         # Sums over all ranks in double precision, like those of the other trainers; by default without NaN.
         self.test_loss = MeanMetric(nan_strategy=math.nan).set_dtype(torch.float64)
         self.test_accuracy = MeanMetric().set_dtype(torch.float64)
+        self.weight = 1  # of each test image of this rank
 
     def on_after_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Turn pixels into images, on the device."""
@@ -76,8 +77,8 @@ class Classifier(LightningModule):
         """Add a batch to the loss and accuracy of the test set."""
         images, labels = batch
         logits = self.net(images)
-        self.test_loss.update(cross_entropy(logits, labels), weight=len(labels))
-        self.test_accuracy.update(logits.argmax(1) == labels)
+        self.test_loss.update(cross_entropy(logits, labels), weight=len(labels) * self.weight)
+        self.test_accuracy.update(logits.argmax(1) == labels, weight=self.weight)
         self.log_dict({"test_loss": self.test_loss, "test_accuracy": self.test_accuracy})
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -141,6 +142,9 @@ def main(world: World, arguments: list[str]) -> None:
 
         trainer = make_trainer(run, args, device, module.net, score)
         evaluation = [(0, index) for index in evaluation_batches(len(test_set), args.batch_size, world)]
+        # Lightning needs a batch on each rank. There may be fewer images than ranks: this one does not count.
+        if not evaluation:
+            evaluation, module.weight = [(0, torch.tensor([0]))], 0
         test_loader = ImageLoader(test_set, evaluation)
         state = run.resume(device, args.epochs, module.net, "state_dict")
         if state and run.epoch >= args.epochs:  # resumed after the last epoch
