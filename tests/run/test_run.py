@@ -425,6 +425,24 @@ def test_the_log_of_10_000_steps_is_short(tmp_path, capsys):
     ), training[:2]
 
 
+def test_the_speed_after_a_resume_within_an_epoch_is_that_of_the_steps_since(tmp_path, monkeypatch):
+    """The first line has the mean loss of ten steps, of which two are timed, at 0.5 s each."""
+    now = 0.0
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now)
+    model, cpu = torch.nn.Linear(2, 1), torch.device("cpu")
+    for first, last in ((0, 8), (8, 20)):
+        opened = start(tmp_path / "run", resume=tmp_path / "run" if first else None)
+        opened.resume(cpu, 1, model)
+        assert opened.start_epoch(1, 50, 4) == first
+        for step in range(first, last):
+            now += 0.5
+            opened.step(torch.tensor(float(step)))
+        opened.save({"model": model.state_dict(), "optimizer": {}})
+        opened.close()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [(line["train_loss"], line["examples_per_s"]) for line in lines] == [(4.5, 8), (14.5, 8)]
+
+
 # ---- resume ----
 
 

@@ -135,7 +135,9 @@ class Run:
         self._only_check = self._state_is_checked = False  # see must_save()
         # The position within the next epoch, and the means since the last line of metrics.
         self._step = self._steps = self._examples = 0
-        self._means, self._since = Means(), time.perf_counter()
+        self._means = Means()
+        # Where the steps that examples_per_s counts begin. After a resume the means are of more steps.
+        self._since, self._since_step = time.perf_counter(), 0
         self._started = time.monotonic()
 
     def resume(
@@ -263,7 +265,8 @@ class Run:
         progress bar if stderr is a terminal. Raises UsageError as check_steps() does.
         """
         self.check_steps(steps)
-        self._steps, self._examples, self._since = steps, examples, time.perf_counter()
+        self._steps, self._examples = steps, examples
+        self._since, self._since_step = time.perf_counter(), self._step
         self._nonfinite.start_epoch(self.epoch * steps, examples_of)
         self.times.start()
         if self.world.rank == 0 and sys.stderr.isatty():
@@ -313,12 +316,12 @@ class Run:
             means = mean_over_ranks(of_ranks)
             values = {name: mean for name, (mean, _) in means.items()} | self._nonfinite.describe_scale()
             now = time.perf_counter()
-            values["examples_per_s"] = means["train_loss"][1] * self._examples / (now - self._since)
+            values["examples_per_s"] = (self._step - self._since_step) * self._examples / (now - self._since)
             values["peak_memory_mb"] = round(max(memory), 1)
             if None not in use:
                 values["gpu_percent"] = sum(use) / len(use)
             self.metrics(**values)
-            self._since = now
+            self._since, self._since_step = now, self._step
             self._means.clear()
             self._nonfinite.clear()
 
