@@ -22,7 +22,7 @@ from hpctrain.cli import COMMANDS
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import UsageError
 from hpctrain.training.batches import evaluation_batches
-from hpctrain.vision import data, recipe, train_fsdp, train_horovod
+from hpctrain.vision import data, recipe, train_ddp, train_fsdp, train_horovod, train_lightning
 from hpctrain.vision.model import MnistNet, ResNet50
 from hpctrain.vision.train_fsdp import missing_batches
 from hpctrain.vision.train_horovod import HorovodOptions, learning_rate
@@ -274,6 +274,22 @@ def test_lightning_evaluates_fewer_images_than_ranks_as_ddp(tmp_path):
     alone, of_three = (result(tmp_path / trainer) for trainer in ("train_ddp", "train_lightning"))
     assert of_three["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-4)
     assert of_three["test_accuracy"] == alone["test_accuracy"]
+
+
+def test_force_changes_within_an_epoch_what_it_says(tmp_path, monkeypatch):
+    """In train_lightning as in train_ddp: Lightning restores the options of the optimizer."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    options = ["--data", str(write_digits(tmp_path / "digits", 128, 16)), "--epochs", "1"]
+    for trainer in (train_ddp, train_lightning):
+        folder = tmp_path / trainer.__name__
+        trainer.main(ALONE, [*options, "--checkpoint-every", "2", "--out", str(folder)])
+        for name in ("result.json", "checkpoints/epoch-0001.pt"):
+            (folder / name).unlink()
+        trainer.main(ALONE, [*options, "--lr", "0.01", "--fast-kernels", "--force", "--resume", str(folder)])
+    weights = [
+        result(tmp_path / trainer.__name__)["weights_sha256"] for trainer in (train_ddp, train_lightning)
+    ]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.slow

@@ -241,18 +241,23 @@ class RunFolder(Checkpoint):
             self._run.times.wait(time.perf_counter() - self._last)
         else:  # Lightning gets the first batch before a callback can start a clock
             self._begun = True
-            self._start_epoch(trainer)
+            if batch_idx != self._start_epoch(trainer) * trainer.accumulate_grad_batches:
+                raise UsageError(
+                    f"{self._run.resume_from} was saved within an epoch, with another --accumulate "
+                    "(accumulate_grad_batches): give that of its run"
+                )
             self._loss = self._scaled_loss = torch.zeros((), device=module.device)
         if self._must_save:
             self._must_save = False
             self._save(trainer)
         self._seed(trainer, batch_idx, "in")
 
-    def _start_epoch(self, trainer: Trainer) -> None:
+    def _start_epoch(self, trainer: Trainer) -> int:
+        """Returns how many steps of the epoch are done: see Run.start_epoch()."""
         loader = trainer.train_dataloader
         batch_size = getattr(loader and loader.batch_sampler, "batch_size", None) or 1
         batch_size *= trainer.accumulate_grad_batches * self._run.world.size
-        self._run.start_epoch(trainer.current_epoch + 1, self._steps(trainer), batch_size)
+        return self._run.start_epoch(trainer.current_epoch + 1, self._steps(trainer), batch_size)
 
     def _steps(self, trainer: Trainer) -> int:
         return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)

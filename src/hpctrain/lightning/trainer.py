@@ -201,10 +201,10 @@ class TrainerFolder(RunFolder):
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Nothing: the trainer finishes the run."""
 
-    def _start_epoch(self, trainer: Trainer) -> None:
+    def _start_epoch(self, trainer: Trainer) -> int:
         loader: Any = trainer.train_dataloader
         epoch, sampler = trainer.current_epoch + 1, loader.sampler
-        self._run.start_epoch(
+        return self._run.start_epoch(
             epoch, self._steps(trainer), self._batch_size, partial(sampler.examples_of, epoch)
         )
 

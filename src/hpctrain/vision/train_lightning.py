@@ -16,6 +16,7 @@ also has the weights of the network as "model", under the names that checkpoints
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +65,8 @@ class Classifier(LightningModule):
         pixels, labels = batch
         return data.to_images(pixels, self.args.image_size), labels
 
-    def on_train_epoch_start(self) -> None:
-        """Set the learning rate of the epoch."""
+    def on_train_batch_start(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Set the learning rate of the epoch: Lightning has no on_train_epoch_start() in a resumed epoch."""
         recipe.set_learning_rate(self.trainer.optimizers[0], self.args, self.current_epoch)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -84,6 +85,12 @@ class Classifier(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Create the optimizer of the model's recipe."""
         return recipe.make_optimizer(self.args, self.net.parameters())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Let the optimizer keep its own options, as load_optimizer() does for the other trainers."""
+        own = self.configure_optimizers().state_dict()["param_groups"]
+        for mine, saved in zip(own, checkpoint["optimizer_states"][0]["param_groups"], strict=True):
+            saved |= mine
 
 
 class ImageBatchSampler:

@@ -60,6 +60,26 @@ def trained(tmp_path_factory, config):
 FOUR = ("--epochs", 4, "--batch-size", 8, "--lr", 2e-3, "--limit", 120)
 
 
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory):
+    """A run with a checkpoint of each step, which others go on with."""
+    out = tmp_path_factory.mktemp("earlier") / "run"
+    return train("classify", out, *IN_STEPS, "--checkpoint-every", 1, "--keep-checkpoints", 99)
+
+
+def cut_after(run, last, tmp_path):
+    """A copy of a run as it was after this checkpoint."""
+    cut = shutil.copytree(run, tmp_path / "cut")
+    for path in [cut / "result.json", *(cut / "checkpoints").iterdir()]:
+        if path.name > last:
+            path.unlink()
+    return cut
+
+
+# 15 steps
+IN_STEPS = ("--epochs", 3, "--batch-size", 8, "--limit", 40, "--from-scratch", "tiny")
+
+
 # --- training ---
 
 
@@ -193,6 +213,38 @@ def test_an_epoch_that_is_over_by_other_options_is_refused(tmp_path):
         UsageError, match="is of a run with 5 steps in an epoch, and this one has 2: give the --data"
     ):
         train("classify", run, *options, "--resume", run, "--batch-size", 20, "--force")
+
+
+@pytest.mark.parametrize(
+    ("kept", "other"),
+    [
+        ("epoch-0002-step-000002.pt", ("--lr", 3e-4)),
+        ("epoch-0002-step-000002.pt", ("--warmup", 0.5)),
+        ("epoch-0001.pt", ("--epochs", 4)),
+        ("epoch-0001.pt", ("--batch-size", 20)),
+    ],
+)
+def test_force_sets_the_learning_rates_of_the_new_options(earlier, tmp_path, kept, other):
+    """Those of a run that had them from the start. Lightning restores the schedule of the checkpoint."""
+    cut = cut_after(earlier, kept, tmp_path)
+    train("classify", cut, *IN_STEPS, *other, "--resume", cut, "--force")
+    whole = train("classify", tmp_path / "whole", *IN_STEPS, *other)
+    rates = [
+        {line["step"]: line["learning_rate"] for line in metrics(run) if "learning_rate" in line}
+        for run in (cut, whole)
+    ]
+    steps = 40 // (20 if "--batch-size" in other else 8)
+    later = [step for step in rates[1] if step > steps + 2]  # the line of a step has the mean since the last
+    assert later and [rates[0][step] for step in later] == [rates[1][step] for step in later]
+
+
+def test_other_parts_of_a_batch_are_refused_within_an_epoch(earlier, tmp_path):
+    """Lightning counts parts: it would take them for steps that are done."""
+    cut = cut_after(earlier, "epoch-0002-step-000002.pt", tmp_path)
+    with pytest.raises(
+        UsageError, match=r"step-000002\.pt was saved within an epoch, with another --accumulate"
+    ):
+        train("classify", cut, *IN_STEPS, "--accumulate", 2, "--resume", cut, "--force")
 
 
 def test_saved_model_is_the_epoch_with_the_best_validation_score(tmp_path):

@@ -1,6 +1,6 @@
 """How a task's model is trained and scored: the LightningModule that Lightning's Trainer drives."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
@@ -27,9 +26,6 @@ from hpctrain.training.batches import seed_step
 
 with import_of_lightning():
     from lightning.pytorch import LightningModule
-
-if TYPE_CHECKING:
-    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 
 
 # An evaluation has larger batches than training only if there are so many of them. The fewer, the more the
@@ -72,24 +68,30 @@ class FineTuneModule(LightningModule):
 
     # --- training ---
 
-    def configure_optimizers(self) -> "OptimizerLRSchedulerConfig":
-        """AdamW without decay of biases and norms; the rate rises linearly to its peak, then falls to 0."""
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW without decay of biases and norms."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        optimizer = AdamW(groups, lr=self._args.lr, fused=True)
-        warmup = round(self._args.warmup * self._steps)
+        return AdamW(groups, lr=self._args.lr, fused=True)
 
-        # that of transformers' get_linear_schedule_with_warmup(), whose module imports peft
-        def factor(step: int) -> float:
-            if step < warmup:
-                return step / warmup
-            return max(0.0, (self._steps - step) / max(1, self._steps - warmup))
+    def _set_learning_rate(self) -> None:
+        """Set the rate of the step: it rises linearly to its peak, then falls to 0.
 
-        scheduler = LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        It depends on the options and the number of the step alone. A scheduler would be restored with the
+        rates of the checkpoint, also where --force changes them.
+        """
+        step, warmup = self._run.global_step, round(self._args.warmup * self._steps)
+        # as transformers' get_linear_schedule_with_warmup()
+        if step < warmup:
+            factor = step / warmup
+        else:
+            factor = max(0.0, (self._steps - step) / max(1, self._steps - warmup))
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._args.lr * factor
 
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
         """Clip gradients to a norm of 1.
@@ -99,12 +101,13 @@ class FineTuneModule(LightningModule):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
     def on_train_batch_start(self, batch: TextBatch, batch_idx: int) -> int | None:
-        """Seed dropout by seed, epoch, batch and rank alone, so that a resumed run draws the same masks.
+        """Set the rate, and seed dropout by seed, epoch, batch and rank alone, as a resumed run does.
 
         Returns -1, with which Lightning leaves out the rest of an epoch, if the run has stalled within it.
         """
         if self._run.best.has_stalled:
             return -1
+        self._set_learning_rate()
         seed_step(self._args.seed, self.current_epoch, batch_idx, self.group)
         if self._run.world.rank % self._args.tensor_parallel == 0:  # of each group of ranks one
             self._run.times.count_tokens(batch.real_tokens, batch.attention_mask.numel())
