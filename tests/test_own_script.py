@@ -142,6 +142,28 @@ def test_a_loader_gives_the_same_examples_with_any_number_of_workers_and_after_a
     assert examples(epoch=2) != whole and examples(seed=2) != whole
 
 
+def add_random(batch):
+    """Collate with random numbers of three generators, as MixUp and masking do."""
+    return [batch, torch.rand(1).item(), random.random(), numpy.random.rand()]
+
+
+@pytest.mark.parametrize("dataset", [Numbers, AtOnce])
+def test_random_numbers_of_collating_depend_on_the_batch_alone(dataset):
+    def collated(**options):
+        options = {"batch_size": 4, "seed": 1, "epoch": 1, "world": ALONE} | options
+        return [
+            tuple(numbers)
+            for _, *numbers in hpctrain.data_loader(dataset(), collate_fn=add_random, **options)
+        ]
+
+    whole = collated()
+    assert collated(num_workers=2) == whole and collated(num_workers=1, skip=1) == whole[1:]
+    ranks = [collated(world=World(rank, 2, rank, 2, 0, 1, "slurm"), num_workers=1) for rank in (0, 1)]
+    others = [collated(epoch=2, num_workers=1), collated(seed=2, num_workers=1), *ranks]
+    for drawn in zip(*sum(others, whole), strict=True):
+        assert len({*drawn}) == 15
+
+
 def test_a_loader_leaves_the_random_numbers_of_the_script_alone():
     torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
     expected = torch.rand(3).tolist(), random.random(), numpy.random.rand()

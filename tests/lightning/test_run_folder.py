@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.checkpoints import saver
-from hpctrain.training.batches import ResumableBatches, SeededByKey
+from hpctrain.training.batches import ResumableBatches, seed_loader
 from tests.tools import warm_start
 
 EXAMPLES = {name: REPOSITORY / f"examples/{name}/train.py" for name in ("lightning", "transformers")}
@@ -249,6 +249,10 @@ class Noisy(Dataset):
         return index, torch.rand(1).item()
 
 
+def add_noise(batch):
+    return batch, torch.rand(1).item()
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"num_workers": 1, "persistent_workers": True}, {"generator": torch.Generator()}]
 )
@@ -262,12 +266,13 @@ def test_the_batches_of_any_loader_depend_on_the_epoch_alone(options):
         return list(loader)
 
     def loader():
-        made = DataLoader(Noisy(), batch_size=4, shuffle=True, collate_fn=list, **options)
-        object.__setattr__(made, "dataset", SeededByKey(made.dataset, 1))
+        made = DataLoader(Noisy(), batch_size=4, shuffle=True, collate_fn=add_noise, **options)
+        seed_loader(made, 1)
         return made
 
     place, used = [0], loader()
     first, second = batches(used, 0), batches(used, 1)
-    assert sorted(index for batch in second for index, _ in batch) == list(range(12))
+    assert sorted(index for batch, _ in second for index, _ in batch) == list(range(12))
+    assert len({noise for _, noise in first + second}) == 6
     assert batches(loader(), 1, skip=1) == second[1:] and first != second
     assert len(used.dataset) == 12 and used.batch_sampler.batch_size == 4

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 import hpctrain
 from hpctrain.checkpoints import checkpoint
@@ -111,13 +111,19 @@ def two_optimizers(run, at_step):
             run.step(d_loss, **values)
 
 
+def mix(batch):
+    """Collate with random numbers, as MixUp does."""
+    points, labels = default_collate(batch)
+    return points + torch.randn(4) * random.random(), labels
+
+
 def accumulation(run, at_step):
-    """Each batch in two parts."""
+    """Each batch in two parts, of a loader that draws random numbers to collate it."""
     model = run.prepare(make_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     run.track(model=model, optimizer=optimizer)
     for _ in run.epochs(2):
-        for batch in run.batches(Points(), 16):
+        for batch in run.batches(Points(), 16, collate_fn=mix):
             optimizer.zero_grad()
             losses = []
             for points, labels in zip(*(each.chunk(2) for each in batch), strict=True):

@@ -30,7 +30,7 @@ from hpctrain.distributed.world import World, detect
 from hpctrain.errors import UsageError
 from hpctrain.run.options import RunOptions
 from hpctrain.run.run import Run
-from hpctrain.training.batches import ResumableBatches, SeededByKey, seed_everything
+from hpctrain.training.batches import ResumableBatches, seed_everything, seed_loader
 from hpctrain.training.buckets import settle_buckets
 
 CPU = torch.device("cpu")
@@ -219,8 +219,7 @@ class RunFolder(Checkpoint):
         resumable = ResumableBatches(batches, lambda: trainer.current_epoch, self._seed_of_run, skip)
         # DataLoader refuses a new batch sampler because of its old workers. New workers are started below.
         object.__setattr__(loader, "batch_sampler", resumable)
-        if not isinstance(loader.dataset, SeededByKey):
-            object.__setattr__(loader, "dataset", SeededByKey(loader.dataset, self._seed_of_run))
+        seed_loader(loader, self._seed_of_run)
         loader._iterator = None  # of persistent workers
         # An iterator draws from the generator of its loader, or from the random numbers that are seeded here.
         # A resumed Trainer makes other iterators, so each loader gets a generator.

@@ -86,8 +86,8 @@ def data_loader(
     the last one ended. `options` are options of DataLoader, such as num_workers.
 
     Random numbers that the dataset draws for an example (with torch, random and numpy) depend on (seed,
-    epoch, example) alone. A resumed run sees the same augmented examples, with any number of workers. Raises
-    UsageError as steps_per_epoch() does.
+    epoch, example) alone, and those of collate_fn on (seed, epoch, examples of the batch). A resumed run sees
+    the same augmented batches, with any number of workers. Raises UsageError as steps_per_epoch() does.
     """
     examples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__()
     in_pass = steps_per_epoch(examples, batch_size, world)
@@ -101,12 +101,19 @@ def data_loader(
         )
     )
     # Without a generator, the loader draws from the random numbers that the model uses for dropout.
-    return DataLoader(
-        SeededByKey(dataset, seed),
-        batch_sampler=[*islice(keys, steps - skip)],
-        generator=torch.Generator(),
-        **options,
+    loader: DataLoader = DataLoader(
+        dataset, batch_sampler=[*islice(keys, steps - skip)], generator=torch.Generator(), **options
     )
+    seed_loader(loader, seed)
+    return loader
+
+
+def seed_loader(loader: DataLoader, seed: int) -> None:
+    """Let the random numbers of a loader depend on the seed, and the keys that its batches consist of."""
+    if not isinstance(loader.dataset, SeededByKey):
+        # DataLoader refuses another dataset because of its workers, which it does not have yet.
+        object.__setattr__(loader, "dataset", SeededByKey(loader.dataset, seed))
+        loader.collate_fn = SeededCollate(loader.collate_fn, seed)
 
 
 def can_fork_beside_threads() -> bool:
@@ -168,19 +175,35 @@ class SeededByKey(Dataset):
         with _random_numbers_of(self._seed, epoch, index):
             return self.inner[index]
 
-    def __getitems__(self, keys: list[tuple[int, Any]]) -> Any:
-        """The examples of a batch, in one call if the dataset has it, as those of Hugging Face do."""
+    def __getitems__(self, keys: list[tuple[int, Any]]) -> tuple[list[tuple[int, Any]], Any]:
+        """The keys, for SeededCollate, and their examples.
+
+        In one call if the dataset can give several, as those of Hugging Face can.
+        """
         at_once = getattr(self.inner, "__getitems__", None)
         if at_once is None:
-            return [self[key] for key in keys]
+            return keys, [self[key] for key in keys]
         indices = [index for _, index in keys]
         with _random_numbers_of(self._seed, keys[0][0], *indices):  # a batch is of one epoch
-            return at_once(indices)
+            return keys, at_once(indices)
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # while it is unpickled
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+
+class SeededCollate:
+    """A user's collate_fn, for batches of a SeededByKey, on which alone its random numbers depend."""
+
+    def __init__(self, inner: Callable[[Any], Any], seed: int) -> None:
+        self.inner, self._seed = inner, seed
+
+    def __call__(self, batch: tuple[list[tuple[int, Any]], Any]) -> Any:
+        keys, examples = batch
+        # -1: other random numbers than those of the examples
+        with _random_numbers_of(self._seed, keys[0][0], *(index for _, index in keys), -1):
+            return self.inner(examples)
 
 
 @contextmanager
