@@ -383,6 +383,15 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped(tmp_path):
         train_simply(run, data=Spoiled())
 
 
+def test_a_scaler_is_refused_beside_on_nan_skip(tmp_path):
+    """It calls no optimizer.step() where a loss is NaN, or one whose gradients merely overflow."""
+    message = 'on_nan="skip" is not for a GradScaler, .*: leave on_nan out, or train in bf16 without a scaler'
+    with pytest.raises(UsageError, match=message), open_run(tmp_path / "run", on_nan="skip") as run:
+        run.track(**of_net(scaler=torch.amp.GradScaler("cpu")))
+    with open_run(tmp_path / "other", on_nan="skip") as run:
+        run.track(**of_net(scaler=torch.amp.GradScaler("cpu", enabled=False)))
+
+
 def test_the_best_evaluation_within_an_epoch_is_kept(tmp_path):
     with hpctrain.Run("mine", out=tmp_path / "run", keep_checkpoints=1, watchdog=0) as run:
         train_simply(run, 2, at_step=lambda run: run.score(validation_loss=abs(run.global_step - 3)))

@@ -141,6 +141,12 @@ class Run(run.Run):
         optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
         if self._options.on_nan == "skip" and len(optimizers) > 1:
             raise UsageError('on_nan="skip" is for one optimizer, and run.track() got several: leave it out')
+        scalers = [each for each in objects.values() if isinstance(each, torch.amp.GradScaler)]
+        if self._options.on_nan == "skip" and any(each.is_enabled() for each in scalers):
+            raise UsageError(
+                'on_nan="skip" is not for a GradScaler, which skips steps whose gradients are not finite by '
+                "itself: leave on_nan out, or train in bf16 without a scaler"
+            )
         for each in optimizers:
             if self.world.size > 1 and not _parameters(each) <= self._prepared:
                 raise UsageError(
@@ -149,7 +155,6 @@ class Run(run.Run):
                 )
             each.register_step_pre_hook(self._before_optimizer_step)
         # an optimizer that is not tracked has no hook, and a scaler may skip the first steps
-        scalers = [each for each in objects.values() if isinstance(each, torch.amp.GradScaler)]
         self._has_optimized = not optimizers or bool(scalers)
 
         # to the CPU: load_state_dict() copies to where the values belong
