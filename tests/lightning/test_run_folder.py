@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from slurm_cluster import REPOSITORY
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.checkpoints import saver
+from hpctrain.distributed.world import ALONE
+from hpctrain.lightning import RunFolder, WorldEnvironment
 from hpctrain.training.batches import ResumableBatches, seed_loader
 from tests.tools import warm_start
 
+NAN = float("nan")
 EXAMPLES = {name: REPOSITORY / f"examples/{name}/train.py" for name in ("lightning", "transformers")}
 
 
@@ -239,6 +243,44 @@ def test_lightning_refuses_what_could_not_be_resumed(tmp_path):
     assert len(refused) == len(advice), done.stdout
     for line, text in zip(refused, advice, strict=True):
         assert text in line
+
+
+class Losses(LightningModule):
+    """A module that learns nothing: the losses are the batches, and a batch that is NaN is skipped."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch, _):
+        return None if batch.isnan() else self.weight * 0 + batch.mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("batches", "means"),
+    [
+        ([1, 2, 3, 6, 5], [3, 5]),  # the last step of an epoch has fewer batches
+        ([1, NAN, NAN, 6, 5], [3.5, 5]),
+        ([NAN, NAN, NAN, NAN, 5], [None, 5]),
+    ],
+)
+def test_the_loss_of_a_step_is_the_mean_over_its_batches_that_had_one(tmp_path, monkeypatch, batches, means):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = signal.getsignal(signal.SIGTERM)
+    folder = RunFolder(tmp_path)
+    quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
+    trainer = Trainer(
+        max_epochs=1, accumulate_grad_batches=4, accelerator="cpu", devices=1, **quiet,
+        callbacks=[folder], plugins=[WorldEnvironment(ALONE)],
+    )  # fmt: skip
+    trainer.fit(Losses(), DataLoader(torch.tensor(batches, dtype=torch.float32)))
+    signal.signal(signal.SIGTERM, before)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("train_loss") for line in lines] == means
+    assert all(line["examples_per_s"] > 0 for line in lines)
 
 
 class Noisy(Dataset):

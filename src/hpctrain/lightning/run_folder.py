@@ -246,6 +246,7 @@ class RunFolder(Checkpoint):
                     "(accumulate_grad_batches): give that of its run"
                 )
             self._loss = self._scaled_loss = torch.zeros((), device=module.device)
+            self._losses = 0  # in self._loss
         if self._must_save:
             self._must_save = False
             self._save(trainer)
@@ -284,15 +285,18 @@ class RunFolder(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the optimizer steps, with their losses."""
+        """Count the optimizer steps, each with the mean loss of its batches that had one."""
         self._seed(trainer, batch_idx + 1, "before")
         if outputs:  # training_step() may skip a batch
-            self._loss += outputs["loss"]  # Lightning has divided it by accumulate_grad_batches
+            self._loss = self._loss + outputs["loss"]
+            self._losses += 1
         if (
             batch_idx + 1
         ) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 >= trainer.num_training_batches:
-            self._run.step(self._loss, learning_rate=trainer.optimizers[0].param_groups[0]["lr"])
-            self._loss = torch.zeros((), device=module.device)
+            # Lightning has divided each loss by accumulate_grad_batches; the last step may have fewer batches
+            loss = self._loss * (trainer.accumulate_grad_batches / self._losses) if self._losses else None
+            self._run.step(loss, learning_rate=trainer.optimizers[0].param_groups[0]["lr"])
+            self._loss, self._losses = torch.zeros((), device=module.device), 0
             self._must_save = self._run.must_save()
         self._last = time.perf_counter()
 

@@ -292,8 +292,8 @@ class Run:
                 f"({self._nonfinite.skipped} so far)"
             )
 
-    def step(self, loss: Tensor, **values: float) -> None:
-        """Count an optimizer step, with the mean loss of this rank's examples.
+    def step(self, loss: Tensor | None, **values: float) -> None:
+        """Count an optimizer step, with the mean loss of this rank's examples, None if none had a loss.
 
         The first step starts the watchdog. Five times an epoch, the call is collective and writes a line of
         metrics: the loss and each of `values`, as means over the ranks and the steps since the last line, the
@@ -302,7 +302,8 @@ class Run:
         """
         self._nonfinite.end_step()
         if not self._nonfinite.is_skipping:
-            self._means.add({"train_loss": self._nonfinite.add(self._step, loss)} | values)
+            losses = {} if loss is None else {"train_loss": self._nonfinite.add(self._step, loss)}
+            self._means.add(losses | values)
         self._step += 1
         if page := self.times.step(left=self._steps - self._step):
             self.print(f"profile: {page}")

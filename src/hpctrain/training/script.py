@@ -264,7 +264,7 @@ class Run(run.Run):
         self.end_epoch()
         self._at = AFTER_BATCHES
 
-    def step(self, loss: Tensor, **values: Any) -> None:
+    def step(self, loss: Tensor, **values: Any) -> None:  # type: ignore[override]  # it has a loss
         """Count a step, after the optimizer's, with the loss of this rank's examples, and log it.
 
         Five times an epoch, metrics.jsonl gets a line with the loss and each of `values`, such as
