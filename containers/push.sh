@@ -1,9 +1,9 @@
 #!/bin/bash
 # push.sh --registry NAME [--flavor FLAVOR] [--mpi openmpi|mpich]: push build/hpctrain-FLAVOR.tar (or
 # hpctrain-FLAVOR-mpich.tar) to a registry as NAME:FLAVOR-VERSION and NAME:FLAVOR (make push). NAME is a
-# repository such as ghcr.io/somebody/hpctrain or localhost:5000/hpctrain. The last line of the output is NAME@sha256:..., the name by digest, which no later
-# push changes. If the registry needs a login, run skopeo login first, such as skopeo login ghcr.io. Plain
-# http is for localhost only. It needs skopeo.
+# repository such as ghcr.io/somebody/hpctrain or localhost:5000/hpctrain. The last line of the output is
+# NAME@sha256:..., the name by digest, which no later push changes. If the registry needs a login, run skopeo
+# login first, such as skopeo login ghcr.io. Plain http is for localhost only. It needs skopeo.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -349,7 +349,7 @@ conclude() {
         if [[ ! -e $control/saved && ! -e $control/stop ]]; then
             why="exit status $status while a restart began"
             # It may need time to go away, as a full disk or an image that is being copied.
-            ((SECONDS - LAUNCHED >= 60)) || later=$((30 << (restarts < 6 ? restarts : 6)))
+            ((SECONDS - LAUNCHED >= 60)) || later=$(longer_wait "$restarts")
         fi
         ((status != UNREACHED)) || why="exit status $status, as after a node that srun does not reach"
         why+=", restart $((restarts + 1)) of at most $HPCTRAIN_REQUEUES (HPCTRAIN_REQUEUES)"
@@ -360,6 +360,18 @@ conclude() {
     fi
     requeue "$why" "$restarts" "$option" "$later" "$node"
     return "$status"
+}
+
+# longer_wait RESTARTS: print how many seconds the next attempt is to wait: twice those that this one waited
+# after its requeue, from 30 to 1920. PBS does not tell them, and there each restart counts.
+longer_wait() {
+    local wait=$((15 << ($1 < 6 ? $1 : 6))) asked start
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        asked=$(date -d "$(job_field SubmitTime)" +%s) start=$(date -d "$(job_field EligibleTime)" +%s)
+        wait=$((start - asked))
+    fi 2>/dev/null
+    wait=$((wait * 2))
+    echo $((wait < 30 ? 30 : wait > 1920 ? 1920 : wait))
 }
 
 # requeue WHY RESTARTS OPTION LATER NODE: have the scheduler start the job again, in LATER seconds or more.

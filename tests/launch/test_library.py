@@ -690,11 +690,16 @@ def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(
 
 
 @pytest.mark.parametrize(
-    ("restarts", "lasted", "seconds"), [(1, 0, 60), (2, 40, 120), (9, 5, 1920), (1, 60, 0)]
+    ("waited", "lasted", "seconds"), [(0, 0, 30), (60, 40, 120), (1800, 5, 1920), (60, 60, 0)]
 )
-def test_restarts_that_end_soon_wait_longer_each_time(programs, tmp_path, restarts, lasted, seconds):
-    """Ten of them were used up in two minutes, while /tmp was full."""
-    put_squeue(tmp_path, RestartCnt=restarts)
+def test_restarts_that_end_soon_wait_longer_each_time(programs, tmp_path, waited, lasted, seconds):
+    """Ten of them were used up in two minutes, while /tmp was full. A job whose first restarts had been for
+    other reasons, such as preemptions, then waited half an hour.
+    """
+    restarts = 9
+    times = {"SubmitTime": "2026-11-28T07:00:00"}
+    times["EligibleTime"] = f"2026-11-28T07:{waited // 60:02}:{waited % 60:02}"
+    put_squeue(tmp_path, RestartCnt=restarts, **times)
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@"\n')
     env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
     done = conclude(137, tmp_path, 10, env, f"SECONDS={lasted}")
