@@ -58,8 +58,8 @@ choose_pmi() {
 }
 
 # check_mpi_world LIBRARY LAUNCHER: check that MPI gives one world of all ranks, before the long job. Without
-# a common PMI, launcher and library give N worlds of one rank each, which run, and end with exit status 0. Not
-# when the job starts again: they have a common PMI then, and an error here would end it for good.
+# a common PMI, launcher and library give N worlds of one rank each, which run, and end with exit status 0.
+# Not when the job starts again: they have a common PMI then, and an error here would end it for good.
 check_mpi_world() {
     local status=0 output seconds=$((60 + HPCTRAIN_WORLD_SIZE)) restarts advice
     restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}}
