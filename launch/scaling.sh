@@ -52,10 +52,12 @@ for n in $ranks; do
 done
 command -v sbatch >/dev/null ||
     die "there is no sbatch on the PATH of $(hostname): run this on a login node of a Slurm cluster"
+per_node_option=--gpus-per-node=
+[[ ! -v SBATCH_GRES ]] || per_node_option=--gres=gpu: # sbatch would grant what both say
 for n in $ranks; do
     tasks=$((n < per_node ? n : per_node))
     [[ -z $weak ]] || words[batch]=$((size * n))
-    options=("--nodes=$((n / tasks))" "--ntasks-per-node=$tasks" ${gpus:+"--gpus-per-node=$tasks"})
+    options=("--nodes=$((n / tasks))" "--ntasks-per-node=$tasks" ${gpus:+"$per_node_option$tasks"})
     sbatch "${options[@]}" "$script" "${words[@]}" --out "$folder/$n-ranks"
 done
 echo "when the jobs have ended: hpctrain scaling $folder"

@@ -100,11 +100,11 @@ def test_names_that_are_no_formulas(tmp_path):
     scaling.main(ALONE, [str(tmp_path / "$\\frac{$")])
 
 
-def submit(tmp_path, *words):
+def submit(tmp_path, *words, **env):
     """Run the script with an sbatch that prints its arguments."""
     (tmp_path / "sbatch").write_text('#!/bin/sh\necho sbatch "$@"\n')
     (tmp_path / "sbatch").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    env |= {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     return subprocess.run([SCRIPT, *words], cwd=REPOSITORY, env=env, capture_output=True, text=True)
 
 
@@ -126,6 +126,9 @@ def test_a_job_for_each_number_of_ranks(tmp_path):
         "--ntasks-per-node=4 --gpus-per-node=4 launch/apptainer_ddp.sh train_ddp --batch-size 512 --out"
         in done.stdout
     )
+    # Slurm 24.11 gives a job of SBATCH_GRES=gpu:2 and --gpus-per-node=1 two GPUs.
+    done = submit(tmp_path, "--gpus", "runs/none", "1", "4", *words, SBATCH_GRES="gpu:2")
+    assert "--ntasks-per-node=1 --gres=gpu:1 launch/apptainer_ddp.sh" in done.stdout
 
 
 @pytest.mark.parametrize(
