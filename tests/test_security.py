@@ -855,7 +855,8 @@ def test_the_name_of_an_environment_is_no_folder_of_somebody_else(tmp_path, thei
     (tmp_path / "executed").unlink()
     theirs(tmp_path / "torch")
     done = launch()
-    assert "HPCTRAIN_PYTHON_ENV=torch is not a venv (give that of" in done.stderr, done
+    message = "HPCTRAIN_PYTHON_ENV=torch is not a venv (give that of somebody else by its path), "
+    assert f"{message}and there is no conda" in done.stderr, done
     assert not (tmp_path / "executed").exists()
 
 

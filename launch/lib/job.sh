@@ -43,6 +43,9 @@ read_slurm_job() {
             die "$folder, where you submitted, is not on $(hostname):" \
                 'submit from a folder that all nodes share'
         keep_own_slurm_variables
+        [[ ! -v SLURM_HET_SIZE ]] ||
+            die "this job has $SLURM_HET_SIZE components, and all ranks would be on the first one:" \
+                "submit one that gives all nodes the same options, without a colon"
         # On the host, because there is no scontrol in the image.
         mapfile -t HOSTS < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null)
         ((${#HOSTS[@]})) ||
@@ -95,9 +98,6 @@ keep_own_slurm_variables() {
     # What Slurm sets in some jobs only may be of another one.
     [[ $(squeue --noheader --jobs="$JOB" --Format=ArrayTaskID 2>/dev/null) != N/A* ]] || drop 'SLURM_ARRAY_*'
     [[ ! -v SLURM_HET_SIZE || $(job_field HetJobOffset) != N/A ]] || drop 'SLURM_HET_*'
-    [[ ! -v SLURM_HET_SIZE ]] ||
-        die "this job has $SLURM_HET_SIZE components, and all ranks would be on the first one:" \
-            "submit one that gives all nodes the same options, without a colon"
     restarts=$(job_field RestartCnt)
     [[ -z $restarts ]] || SLURM_RESTART_COUNT=$restarts
     ATTEMPT=${SLURM_RESTART_COUNT:-0}

@@ -137,7 +137,8 @@ find_folders_to_bind() {
     done
 }
 
-# is_in_image PATH: whether it is in a folder that images have themselves. /tmp is the host's in all runtimes.
+# is_in_image PATH: whether it is in a folder that images have themselves, or in /cvmfs, which they do
+# without. /tmp is the host's in all runtimes.
 is_in_image() {
     local top=${1#/}
     [[ ${top%%/*} == @(bin|boot|cvmfs|dev|etc|lib*|opt|proc|root|run|sbin|sys|usr|var|.*) ]]

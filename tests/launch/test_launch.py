@@ -284,7 +284,8 @@ BAD_INPUT = {
     "no such environment": (
         ["check"],
         {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/usr"},
-        "HPCTRAIN_PYTHON_ENV=/usr is not a venv (give that of somebody else by its path)",
+        "HPCTRAIN_PYTHON_ENV=/usr is not a venv (give that of somebody else by its path), "
+        "and there is no conda",
     ),
     "no torch without a container": (
         ["check"],

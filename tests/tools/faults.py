@@ -33,7 +33,6 @@ RUNS = f"{HOME}/runs"
 PAGE = REPOSITORY / "docs/reference/faults.md"
 SMALL = "/project/small"  # a file system of SMALL_SIZE, which a fault fills
 SMALL_SIZE, SMALL_FILES = "400m", 2000
-SAVE_OFTEN = "--checkpoint-every=1s"
 BARE = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"}
 PODMAN = {"SCRATCH": "/project/alice"}
 SHIFTER = {"PATH": "/opt/standins:/usr/local/bin:/usr/bin:/bin", "SHIFTER_SIF": "/project/hpctrain-cpu.sif"}
@@ -87,7 +86,7 @@ class Experiment:
     options: list[str] = field(default_factory=list)  # of sbatch
     env: dict[str, str] = field(default_factory=dict)
     parent: str = RUNS
-    saves: str = SAVE_OFTEN
+    saves: str = "--checkpoint-every=1s"
     lines: list[tuple[float, str]] = field(default_factory=list)
     happened: float = 0.0
     job: int = 0
