@@ -292,4 +292,12 @@ def test_ranks_that_mpi_does_not_join_do_not_start(shell, said, error):
     assert len(split_log(done.stdout)[0]) == 0, done.stdout
     # It would end for good a job that starts again, for example because nodes are slow.
     done = shell(LAUNCH / "apptainer_mpi.sh", "check", SLURM_RESTART_COUNT="1")
-    assert done.returncode == 0 and "(restart 1)" in done.stdout, done.stderr
+    joined = "MPI: 1 of" not in said
+    assert (done.returncode == 0 and "(restart 1)" in done.stdout) == joined, done.stderr
+
+
+def test_horovod_over_gloo_needs_no_mpi4py(shell):
+    put(shell, python="echo ModuleNotFoundError: no mpi4py; [[ $1 != -c ]]")
+    start(shell, "apptainer_horovod.sh --launcher=mpirun")
+    done = shell(LAUNCH / "apptainer_horovod.sh", "check", HPCTRAIN_MPI="pmix")
+    assert done.returncode == 2 and "or --launcher=mpirun\n" in done.stderr, done.stderr

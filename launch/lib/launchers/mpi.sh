@@ -37,7 +37,9 @@ print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | 
         -n ${PBS_NODEFILE:-} || " ${HOSTS[*]%%.*} " == *" ${machine%%.*} "* ]] ||
         die "${LAUNCHER_TEXT#*, } must start on a node of the job, as the image has $library," \
             "and this is $machine: use sbatch, or an Open MPI 5"
-    check_mpi_world "$library" "${LAUNCHER_TEXT%% for *}"
+    # mpirun starts Horovod over Gloo without any MPI
+    [[ $how == mpirun && $library == ModuleNotFoundError* ]] ||
+        check_mpi_world "$library" "${LAUNCHER_TEXT%% for *}"
 }
 
 # choose_pmi LIBRARY OFFERED: set REPLY to the PMI of the library that srun offers, or to mpirun
@@ -59,12 +61,12 @@ choose_pmi() {
 
 # check_mpi_world LIBRARY LAUNCHER: check that MPI gives one world of all ranks, before the long job. Without
 # a common PMI, launcher and library give N worlds of one rank each, which run, and end with exit status 0.
-# Not when the job starts again: they have a common PMI then, and an error here would end it for good.
+# When a job starts again, another error may go away, and must not end it for good.
 check_mpi_world() {
-    local status=0 output seconds=$((60 + HPCTRAIN_WORLD_SIZE)) restarts advice
-    restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}}
-    ((restarts == 0)) || return 0
-    advice='try another --mpi= (srun --mpi=list shows them; or mpirun)'
+    local status=0 output seconds advice='try another --mpi= (srun --mpi=list shows them; or mpirun)'
+    ! script_has apptainer_horovod.sh ||
+        advice='try another HPCTRAIN_MPI (srun --mpi=list shows them), or --launcher=mpirun'
+    seconds=$((HPCTRAIN_WORLD_SIZE < 540 ? 60 + HPCTRAIN_WORLD_SIZE : 600))
     compose python -c '
 import sys
 sys.path[:] = filter(None, sys.path)
@@ -72,13 +74,14 @@ import os
 from mpi4py import MPI
 size, wanted = MPI.COMM_WORLD.size, int(os.environ["HPCTRAIN_WORLD_SIZE"])
 raise SystemExit(0 if size == wanted else f"MPI: {size} of {wanted}")'
-    output=$(timeout "$seconds" "${COMMAND[@]}" 2>&1) || status=$?
+    output=$(timeout --kill-after=10 "$seconds" "${COMMAND[@]}" 2>&1) || status=$?
     ((status != 0)) || return 0
     printf '%s\n' "$output" | tail -n 8 >&2
     if [[ $output == *"MPI: 1 of"* ]]; then
         die "each of $HPCTRAIN_WORLD_SIZE ranks is rank 0 of 1: $1 does not support the PMI of $2: $advice"
     fi
-    ((status != 124)) ||
+    ((${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}} == 0)) || return 0
+    ((status != 124 && status != 137)) ||
         die "MPI has not started in $seconds s ($1 with $2; its last lines, if any, are above): $advice"
     die "MPI does not start ($1 with $2, exit status $status; its last lines are above): $advice"
 }
