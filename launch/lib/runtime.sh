@@ -148,7 +148,7 @@ is_in_image() {
 # /etc is.
 bind_path() {
     local bind=$1
-    [[ $1 == /*/* ]] || ! is_in_image "$1" || return 0
+    [[ $1 == /*/* || $1 == /cvmfs ]] || ! is_in_image "$1" || return 0
     resolve "$1"
     [[ $REPLY == "$1" ]] || bind=$REPLY:$1
     [[ " ${BINDS[*]@Q} " == *" ${bind@Q} "* ]] || BINDS+=("$bind")
