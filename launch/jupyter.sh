@@ -26,6 +26,7 @@ set -euo pipefail
 # of the folder of the job count only if they are the user's own. Others can put files beside both.
 load_functions() {
     local script=$0 main=${HPCTRAIN_ROOT:-}/launch/lib/main.sh
+    unset "${!SQUEUE_@}" # options of squeue, which could hide the job from it
     [[ ! ${SLURM_JOB_ID:-} || $0 != */slurm_script ]] ||
         script=/$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%o | sed q) || true
     [[ -n ${HPCTRAIN_ROOT:-} ]] || main=$(functions_in "$(dirname "$(readlink -f "$script")")" "$script") ||

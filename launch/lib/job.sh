@@ -118,16 +118,16 @@ keep_own_slurm_variables() {
 # gpus_of_request: print how many GPUs of each node the job has asked for. A command of salloc runs on the
 # login node, where Slurm does not set SLURM_GPUS_ON_NODE.
 gpus_of_request() {
-    local gpu='gpu(:[A-Za-z][A-Za-z0-9_.-]*)?([:=]([0-9]+))?'
-    if [[ ${REQUEST:0:400} =~ $gpu ]]; then
-        echo "${BASH_REMATCH[3]:-1}"
-    elif [[ ${REQUEST:400:400} =~ $gpu ]]; then
-        echo $((${BASH_REMATCH[3]:-1} / (${#HOSTS[@]} + SPARE_NODES)))
-    elif [[ ${REQUEST:800:400} =~ $gpu ]]; then
-        echo $((${BASH_REMATCH[3]:-1} * TASKS))
-    else
-        echo 0
-    fi
+    local field item count gpus=(0 0 0) # of a node, of the job, of a task
+    for field in 0 1 2; do
+        for item in $(tr , ' ' <<<"${REQUEST:field*400:400}"); do
+            [[ $item =~ ^(gres[:/])?gpu([:=].*)?$ ]] || continue
+            count=${item##*[:=]}
+            [[ $count != *[!0-9]* ]] || count=1
+            gpus[field]=$((gpus[field] + count))
+        done
+    done
+    echo $((gpus[0] ? gpus[0] : gpus[1] ? gpus[1] / (${#HOSTS[@]} + SPARE_NODES) : gpus[2] * TASKS))
 }
 
 # count_slurm_cpus: fill THREADS with the CPUs of a task: those that the user has asked for with -c, or a
@@ -250,7 +250,7 @@ export_job_env() {
     [[ $JOB =~ ^[][A-Za-z0-9_-]+$ ]] ||
         die "'$JOB' is not the number of a job:" \
             "unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
-    ((GPUS == 0 || GPUS == TASKS)) ||
+    ((GPUS == 0 || GPUS == TASKS)) || script_has jupyter.sh ||
         say "warning: $(counted "$GPUS" GPU) but $(counted "$TASKS" task) per node: give $TASKS_OPTION=$GPUS"
     drop_other_job "$JOB"
     # As ~/.bashrc has it, after a tutorial

@@ -16,7 +16,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 BEGAN=$(date +%s%3N) # in ms; EPOCHREALTIME needs bash 5, and RHEL 8 has 4.4
 unset CDPATH # cd would print folders that it finds there
-unset "${!SQUEUE_@}" # options of squeue, which could hide the job from it
 unset HPCTRAIN_CONTROL # that of a job around this one
 EARLY_STOP=${HPCTRAIN_EARLY_STOP:-} # not empty: check.sh, or this script, got the signal
 unset HPCTRAIN_EARLY_STOP
@@ -27,6 +26,9 @@ TASK=$ROOT/launch/lib/task.sh
 
 # Functions to run when the script ends, with its exit status. If there are any, launch waits for the job.
 CLEAN_UP=()
+# A step beside the ranks, without memory or GPUs of its own. SLURM_GPUS* would ask for GPUs, too.
+SIDE_STEP=(env --unset=SLURM_GPUS --unset=SLURM_GPUS_PER_NODE --unset=SLURM_GPUS_PER_TASK
+    srun --overlap --mem=0 --gres=none --export=ALL)
 WITHIN=60 # seconds for on_every_node: a node may be dead, and Slurm not know it yet
 SIF_COPY='' # on each node, with --broadcast
 
@@ -191,8 +193,7 @@ on_every_node() {
     local count
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         count=$(nodes_left | wc -l)
-        timeout "$WITHIN" srun --overlap --mem=0 --gres=none --export=ALL --nodes="$count" --ntasks="$count" \
-            --quiet "$@"
+        timeout "$WITHIN" "${SIDE_STEP[@]}" --nodes="$count" --ntasks="$count" --quiet "$@"
     else
         "$@"
     fi

@@ -269,8 +269,7 @@ watch_from_other_nodes() {
     count=${#others[@]}
     { ((count)) && is_current; } || return 0
     # shellcheck disable=SC2016 # the shells on those nodes expand it
-    srun --overlap --mem=0 --gres=none --export=ALL --no-kill --nodes="$count" --ntasks="$count" \
-        --exclude="${HOSTS[0]}" --quiet bash -c '
+    "${SIDE_STEP[@]}" --no-kill --nodes="$count" --ntasks="$count" --exclude="${HOSTS[0]}" --quiet bash -c '
         seconds=$(((SLURM_PROCID + 1) * 10))
         while sleep "$seconds"; do
             seconds=$((SLURM_NTASKS * 10))
@@ -282,8 +281,8 @@ watch_from_other_nodes() {
         done' guard "$(job_id)" "$ATTEMPT" "${HOSTS[0]}" || true
 }
 
-# is_current: whether Slurm runs this attempt. If this node was cut off, another may run elsewhere. A
-# slurmctld that does not answer for a minute has not requeued the job.
+# is_current: whether Slurm runs this attempt. If this node was cut off, another may run elsewhere. It
+# counts as the current one if slurmctld does not answer for a minute, for it may only have been restarted.
 is_current() {
     local state='' tries
     for tries in {1..12}; do
@@ -363,13 +362,15 @@ conclude() {
 }
 
 # longer_wait RESTARTS: print how many seconds the next attempt is to wait: twice those that this one waited
-# after its requeue, from 30 to 1920. PBS does not tell them, and there each restart counts.
+# after its requeue, from 30 to 1920. Before the first attempt a job waits for other reasons, such as sbatch
+# --begin. PBS does not tell how long a job has waited, and there each restart counts.
 longer_wait() {
     local wait=$((15 << ($1 < 6 ? $1 : 6))) asked start
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        asked=$(date -d "$(job_field SubmitTime)" +%s) start=$(date -d "$(job_field EligibleTime)" +%s)
-        wait=$((start - asked))
-    fi 2>/dev/null
+        wait=0
+        ((ATTEMPT == 0)) || { asked=$(date -d "$(job_field SubmitTime)" +%s) &&
+            start=$(date -d "$(job_field EligibleTime)" +%s) && wait=$((start - asked)); } 2>/dev/null
+    fi
     wait=$((wait * 2))
     echo $((wait < 30 ? 30 : wait > 1920 ? 1920 : wait))
 }
@@ -380,7 +381,10 @@ requeue() {
     local number
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         say "$1: requeuing the job$( (($4 == 0)) || echo ", to start in $4 s or later")"
-        scontrol requeue "$(job_id)" || say "Slurm does not requeue the job: $(how_to_resume "$3")"
+        scontrol requeue "$(job_id)" || {
+            say "Slurm does not requeue the job: unless squeue shows that it goes on, $(how_to_resume "$3")"
+            return 0
+        }
         (($4)) || return 0
         scontrol update JobId="$(job_id)" StartTime="now+${4}seconds" || true
         [[ -z $5 ]] || say "if $5 is at fault, leave it out: scontrol update JobId=$(job_id) ExcNodeList=$5"
@@ -448,12 +452,14 @@ words_to_resume() {
 
 # how_to_resume OPTION: print the command that continues the run in another job, with as many ranks
 how_to_resume() {
-    local words select
+    local words select spare=${OPTION[spare-nodes]:-0} per_node=--gpus-per-node=
     words=$(words_to_resume "$1")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        ((GPUS == 0)) || words="--gpus-per-node=$GPUS $words"
+        [[ ! -v SBATCH_GRES ]] || per_node=--gres=gpu: # sbatch would grant what both say
+        ((GPUS == 0)) || words="$per_node$GPUS $words"
         ((THREADS == 1)) || words="--cpus-per-task=$THREADS $words"
-        echo "continue with sbatch --nodes=$((NODES + SPARE_NODES)) --ntasks-per-node=$TASKS $words"
+        ((spare == 0)) || words="--no-kill $words"
+        echo "continue with sbatch --nodes=$((NODES + spare)) --ntasks-per-node=$TASKS $words"
     else
         select=$(pbs_field Resource_List.select)
         echo "continue with echo ${words@Q} | qsub${select:+ -l select=${select@Q}}"

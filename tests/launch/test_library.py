@@ -617,15 +617,15 @@ def test_the_attempt_is_not_that_of_the_job_in_which_it_was_submitted(tmp_path):
     assert done.stdout == "0\n", done.stderr
 
 
-def test_options_of_squeue_do_not_hide_the_job():
-    assert library("echo ${SQUEUE_PARTITION-none}", SQUEUE_PARTITION="x").stdout == "none\n"
-
-
 @pytest.mark.parametrize(
     ("node", "job", "task", "gpus"),
     [
         ("gres/gpu:a100:4", "N/A", "N/A", 4),
         ("gres:gpu", "N/A", "N/A", 1),
+        ("gpu:2080ti:4", "N/A", "N/A", 4),
+        ("gres/gpu:3g.20gb", "N/A", "N/A", 1),
+        ("gres/gpu:a100:2,gres/gpu:v100:1", "N/A", "N/A", 3),
+        ("gres/gpumem:20G", "gres/gpu:a100:8", "N/A", 4),
         ("N/A", "gres/gpu:8", "N/A", 4),
         ("N/A", "N/A", "cpu=2,gres/gpu=1", 2),
         ("N/A", "N/A", "cpu=2", 0),
@@ -690,20 +690,20 @@ def test_a_restart_that_is_killed_before_it_has_saved_is_requeued(
 
 
 @pytest.mark.parametrize(
-    ("waited", "lasted", "seconds"), [(0, 0, 30), (60, 40, 120), (1800, 5, 1920), (60, 60, 0)]
+    ("restarts", "waited", "lasted", "seconds"),
+    [(9, 0, 0, 30), (9, 60, 40, 120), (9, 1800, 5, 1920), (9, 60, 60, 0), (0, 1800, 0, 30)],
 )
-def test_restarts_that_end_soon_wait_longer_each_time(programs, tmp_path, waited, lasted, seconds):
+def test_restarts_that_end_soon_wait_longer_each_time(programs, tmp_path, restarts, waited, lasted, seconds):
     """Ten of them were used up in two minutes, while /tmp was full. A job whose first restarts had been for
-    other reasons, such as preemptions, then waited half an hour.
+    other reasons, such as preemptions, then waited half an hour, as did one of sbatch --begin.
     """
-    restarts = 9
     times = {"SubmitTime": "2026-11-28T07:00:00"}
     times["EligibleTime"] = f"2026-11-28T07:{waited // 60:02}:{waited % 60:02}"
     put_squeue(tmp_path, RestartCnt=restarts, **times)
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@"\n')
     env = programs | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
-    done = conclude(137, tmp_path, 10, env, f"SECONDS={lasted}")
-    assert done.returncode == 137 and "requeue 7\n" in done.stdout, done
+    done = conclude(233, tmp_path, 10, env, f"SECONDS={lasted}")
+    assert done.returncode == 233 and "requeue 7\n" in done.stdout, done
     assert (f"to start in {seconds} s or later\n" in done.stdout) == bool(seconds), done
     assert (f"\nupdate JobId=7 StartTime=now+{seconds}seconds\n" in done.stdout) == bool(seconds), done
 
@@ -780,17 +780,34 @@ def test_a_launcher_that_ends_before_its_ranks_has_not_completed(programs, tmp_p
     assert ("its ranks on " in done.stdout) == requeued
 
 
-def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_continues(programs, tmp_path):
-    """As after sbatch --no-requeue."""
+@pytest.mark.parametrize(
+    ("spare", "gres", "shape"),
+    [
+        ("", "", "--nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4"),
+        (
+            "OPTION[spare-nodes]=1",
+            "x",
+            "--nodes=3 --ntasks-per-node=4 --no-kill --cpus-per-task=8 --gres=gpu:4",
+        ),
+    ],
+)
+def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_continues(
+    programs, tmp_path, spare, gres, shape
+):
+    """As after sbatch --no-requeue, and when a spare node has taken the place of another. Slurm may also have
+    requeued the job while slurmctld did not answer this node.
+    """
     for name in ("saved", "stopped"):
         (tmp_path / name).write_text("--resume runs/x\n")
     put_squeue(tmp_path)
     (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$1" = show ]\n')
-    env = programs | {"SLURM_JOB_ID": "7"}
-    done = conclude(0, tmp_path, 1, env, "SCRIPT=x.sh ARGUMENTS=(train_ddp --out 'a b')")
+    env = programs | {"SLURM_JOB_ID": "7"} | ({"SBATCH_GRES": gres} if gres else {})
+    done = conclude(
+        0, tmp_path, 1, env, f"OPTION[spare-nodes]={spare} SCRIPT=x.sh ARGUMENTS=(train_ddp --out 'a b')"
+    )
     command = f"{REPOSITORY}/launch/x.sh train_ddp --out a\\ b --resume runs/x"
-    shape = "--nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4"
-    said = f"hpctrain: Slurm does not requeue the job: continue with sbatch {shape} {command}"
+    why = "Slurm does not requeue the job: unless squeue shows that it goes on"
+    said = f"hpctrain: {why}, continue with sbatch {shape} {command}"
     assert done.returncode == 75 and done.stdout.splitlines()[-1] == said, done
 
 
@@ -1006,8 +1023,9 @@ def test_the_copy_that_a_scheduler_runs_finds_the_other_files(programs, tmp_path
     if name == "Command":
         link = tmp_path / "ddp.sh"
         link.symlink_to(REPOSITORY / "launch/local.sh")
-        (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {link}\n")
-    env = programs | {"HPCTRAIN_ROOT": "", name: str(REPOSITORY)}
+        # The options of the user's squeue would hide the job
+        (tmp_path / "squeue").write_text(f"#!/bin/sh\nexec echo ${{SQUEUE_USERS-{link}}}\n")
+    env = programs | {"HPCTRAIN_ROOT": "", "SQUEUE_USERS": "bob", name: str(REPOSITORY)}
     if name != "PBS_O_WORKDIR":
         env["SLURM_JOB_ID"] = "1"
     command = [spooled(tmp_path), "--dry-run", "check"]
