@@ -272,6 +272,17 @@ def test_a_folder_that_cannot_be_looked_at_does_not_end_the_run(folder, monkeypa
     make(folder).clear(checkpoint.path_of(folder, 1))
 
 
+def test_an_error_of_any_kind_in_the_background_is_raised(folder):
+    """torch 2.13 cannot tell whether values of float8 are finite. Training went on without checkpoints."""
+    saver = make(folder)
+    weights = torch.ones(3).to(torch.float8_e4m3fn)
+    saver.save_in_background(
+        folder / "checkpoints/epoch-0001.pt", state(1) | {"model": {"weight": weights}}, NO_BEST
+    )
+    with pytest.raises(HpctrainError, match=r"epoch-0001\.pt: cannot be written \(NotImplementedError: "):
+        saver.wait()
+
+
 def test_an_error_does_not_lose_the_checkpoint_that_is_being_written(folder):
     code = """
 import sys, time, types

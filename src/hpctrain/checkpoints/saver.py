@@ -24,6 +24,7 @@ from hpctrain.distributed.rendezvous import gather
 from hpctrain.distributed.world import World
 from hpctrain.errors import DivergedError, HpctrainError
 from hpctrain.files.atomic import Retry
+from hpctrain.text import reason
 
 PERIOD = 2.0  # s, about, between decisions of the ranks
 MOST_STEPS = 500  # between decisions, in case the steps become slower
@@ -173,11 +174,11 @@ class Checkpointer:
         self, path: Path, state: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], best: Path
     ) -> None:
         try:
-            copy_tensors(pairs)
-        finally:
-            self._copied.set()
-        del pairs  # the sources
-        try:
+            try:
+                copy_tensors(pairs)
+            finally:
+                self._copied.set()
+            del pairs  # the sources
             # After its loss, the last step may have made weights that are not finite: keep the earlier one.
             weights = [value for name, value in state["model"].items() if name not in self.buffers]
             if not all(weight.isfinite().all() for weight in tensors_of(weights)):
@@ -200,6 +201,9 @@ class Checkpointer:
             self._error = HpctrainError(
                 f"{path.parent}: an old checkpoint cannot be removed ({error.strerror}): check the folder"
             )
+        except Exception as error:  # of any kind: without checkpoints the run must not go on
+            why = f"{type(error).__name__}: {reason(error)}"
+            self._error = HpctrainError(f"{path}: cannot be written ({why})")
 
     def _remove_old(self, complete: Path, current: Path, *best: Path) -> None:
         """Remove all checkpoints but the newest, the last `complete`, the `current`, and those in `best`."""
