@@ -676,6 +676,16 @@ def test_one_batch_without_a_finite_loss_counts_in_an_evaluation_of_lightning(mo
     assert module.test_loss.compute().isnan() and module.test_accuracy.compute() > 0
 
 
+def test_lightning_loads_the_weights_of_a_checkpoint_without_the_options_of_its_run(tmp_path):
+    module = Classifier(torch.nn.Linear(2, 2), LightningOptions())
+    saved = {"state_dict": module.state_dict(), "optimizer_states": [{"param_groups": [{}]}]}
+    torch.save(saved | {"pytorch-lightning_version": "2.6.0"}, tmp_path / "epoch-0001.pt")
+    loaded = Classifier.load_from_checkpoint(
+        tmp_path / "epoch-0001.pt", net=torch.nn.Linear(2, 2), args=LightningOptions()
+    )
+    assert loaded.net.weight.equal(module.net.weight)
+
+
 @pytest.mark.parametrize("home", ["/nonexistent", "home"])
 def test_plot_without_scores_says_nothing_and_leaves_nothing(tmp_path, home):
     for part in ("run", "tmp", "home"):

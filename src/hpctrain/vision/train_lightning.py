@@ -88,6 +88,8 @@ class Classifier(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Let the optimizer keep its own options, as load_optimizer() does for the other trainers."""
+        if self._trainer is None:
+            return  # load_from_checkpoint()
         own = self.configure_optimizers().state_dict()["param_groups"]
         for mine, saved in zip(own, checkpoint["optimizer_states"][0]["param_groups"], strict=True):
             saved |= mine
