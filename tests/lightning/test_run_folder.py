@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections import Counter
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from slurm_cluster import REPOSITORY
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
@@ -259,6 +261,27 @@ class Losses(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.fixture
+def fit(tmp_path, monkeypatch):
+    """Train Losses on a loader for one epoch, in a new run folder; the lines of its metrics."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = signal.getsignal(signal.SIGTERM)
+    quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
+    number = count()
+
+    def fit(loader, callbacks=(), **options):
+        folder = tmp_path / str(next(number))
+        trainer = Trainer(
+            max_epochs=1, accelerator="cpu", devices=1, **quiet, **options,
+            callbacks=[RunFolder(folder), *callbacks], plugins=[WorldEnvironment(ALONE)],
+        )  # fmt: skip
+        trainer.fit(Losses(), loader)
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    yield fit
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize(
     ("batches", "means"),
     [
@@ -267,20 +290,39 @@ class Losses(LightningModule):
         ([NAN, NAN, NAN, NAN, 5], [None, 5]),
     ],
 )
-def test_the_loss_of_a_step_is_the_mean_over_its_batches_that_had_one(tmp_path, monkeypatch, batches, means):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    before = signal.getsignal(signal.SIGTERM)
-    folder = RunFolder(tmp_path)
-    quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
-    trainer = Trainer(
-        max_epochs=1, accumulate_grad_batches=4, accelerator="cpu", devices=1, **quiet,
-        callbacks=[folder], plugins=[WorldEnvironment(ALONE)],
-    )  # fmt: skip
-    trainer.fit(Losses(), DataLoader(torch.tensor(batches, dtype=torch.float32)))
-    signal.signal(signal.SIGTERM, before)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+def test_the_loss_of_a_step_is_the_mean_over_its_batches_that_had_one(fit, batches, means):
+    lines = fit(DataLoader(torch.tensor(batches, dtype=torch.float32)), accumulate_grad_batches=4)
     assert [line.get("train_loss") for line in lines] == means
     assert all(line["examples_per_s"] > 0 for line in lines)
+
+
+def test_a_batch_that_is_none_is_left_out(fit):
+    """As from a collate_fn that drops what is corrupt. At the start of an epoch it ended the run."""
+    examples = torch.tensor([NAN, 2, 3, 7, 5])
+    loader = DataLoader(examples, collate_fn=lambda batch: None if batch[0].isnan() else torch.stack(batch))
+    assert [line["train_loss"] for line in fit(loader, accumulate_grad_batches=4)] == [4, 5]
+
+
+class Endless:
+    """A batch sampler without an end."""
+
+    def __iter__(self):
+        while True:
+            yield [0]
+
+
+def test_a_batch_sampler_without_an_end(fit):
+    def loader():
+        return DataLoader(torch.ones(1), batch_sampler=Endless())
+
+    assert len(fit(loader(), limit_train_batches=3)) == 3
+    with pytest.raises(UsageError, match="make the Trainer with limit_train_batches"):
+        fit(loader())
+
+
+def test_epochs_with_different_numbers_of_steps_are_refused(fit):
+    with pytest.raises(UsageError, match="GradientAccumulationScheduler, as"):
+        fit(DataLoader(torch.ones(4)), callbacks=[GradientAccumulationScheduler({0: 1, 1: 4})])
 
 
 class Noisy(Dataset):
@@ -304,7 +346,7 @@ def test_the_batches_of_any_loader_depend_on_the_epoch_alone(options):
     def batches(loader, epoch, skip=0):
         place[0] = epoch
         inner = getattr(loader.batch_sampler, "inner", loader.batch_sampler)
-        object.__setattr__(loader, "batch_sampler", ResumableBatches(inner, lambda: place[0], 1, skip))
+        object.__setattr__(loader, "batch_sampler", ResumableBatches(inner, 3, lambda: place[0], 1, skip))
         return list(loader)
 
     def loader():

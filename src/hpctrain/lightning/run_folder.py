@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.nn.parallel import DistributedDataParallel
@@ -141,6 +141,12 @@ class RunFolder(Checkpoint):
             )
         if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]  # Trainer() sets it
             raise UsageError("RunFolder cannot resume with reload_dataloaders_every_n_epochs: leave it out")
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Trainer() sets it
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+            raise UsageError(
+                "RunFolder cannot resume with GradientAccumulationScheduler, as epochs then have different "
+                "numbers of steps: use accumulate_grad_batches"
+            )
         if not module.automatic_optimization:
             raise UsageError(
                 "RunFolder counts optimizer steps: use automatic optimization in the LightningModule"
@@ -211,12 +217,18 @@ class RunFolder(Checkpoint):
                 "a Dataset that has __getitem__ and __len__, and not from this "
                 f"{type(loader).__name__}: give Trainer.fit() such a loader"
             )
+        if math.isinf(trainer.num_training_batches):
+            raise UsageError(
+                "RunFolder counts batches, and the batch sampler of this DataLoader has no __len__(): "
+                "make the Trainer with limit_train_batches"
+            )
         self._run.check_steps(self._steps(trainer))  # Lightning starts no epoch that has no batch left
         skip = self._state["step"] * trainer.accumulate_grad_batches if self._state else 0
         batches: Any = loader.batch_sampler
         if isinstance(batches, ResumableBatches):
             batches = batches.inner
-        resumable = ResumableBatches(batches, lambda: trainer.current_epoch, self._seed_of_run, skip)
+        number = int(trainer.num_training_batches)
+        resumable = ResumableBatches(batches, number, lambda: trainer.current_epoch, self._seed_of_run, skip)
         # DataLoader refuses a new batch sampler because of its old workers. New workers are started below.
         object.__setattr__(loader, "batch_sampler", resumable)
         seed_loader(loader, self._seed_of_run)
@@ -239,23 +251,26 @@ class RunFolder(Checkpoint):
         if self._begun:
             self._run.times.wait(time.perf_counter() - self._last)
         else:  # Lightning gets the first batch before a callback can start a clock
-            self._begun = True
-            if batch_idx != self._start_epoch(trainer) * trainer.accumulate_grad_batches:
-                raise UsageError(
-                    f"{self._run.resume_from} was saved within an epoch, with another --accumulate "
-                    "(accumulate_grad_batches): give that of its run"
-                )
-            self._loss = self._scaled_loss = torch.zeros((), device=module.device)
-            self._losses = 0  # in self._loss
+            self._begin_epoch(trainer, batch_idx)
         if self._must_save:
             self._must_save = False
             self._save(trainer)
         self._seed(trainer, batch_idx, "in")
 
+    def _begin_epoch(self, trainer: Trainer, batch_idx: int) -> None:
+        self._begun = True
+        if batch_idx != self._start_epoch(trainer) * trainer.accumulate_grad_batches:
+            raise UsageError(
+                f"{self._run.resume_from} was saved within an epoch, with another --accumulate "
+                "(accumulate_grad_batches): give that of its run"
+            )
+        self._loss = self._scaled_loss = torch.zeros((), device=trainer.strategy.root_device)
+        self._losses = 0  # in self._loss
+
     def _start_epoch(self, trainer: Trainer) -> int:
         """Returns how many steps of the epoch are done: see Run.start_epoch()."""
-        loader = trainer.train_dataloader
-        batch_size = getattr(loader and loader.batch_sampler, "batch_size", None) or 1
+        sampler = getattr(trainer.train_dataloader, "batch_sampler", None)
+        batch_size = getattr(sampler, "batch_size", None) or 1
         batch_size *= trainer.accumulate_grad_batches * self._run.world.size
         return self._run.start_epoch(trainer.current_epoch + 1, self._steps(trainer), batch_size)
 
@@ -286,6 +301,8 @@ class RunFolder(Checkpoint):
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the optimizer steps, each with the mean loss of its batches that had one."""
+        if not self._begun:  # a batch that is None has no on_train_batch_start()
+            self._begin_epoch(trainer, batch_idx)
         self._seed(trainer, batch_idx + 1, "before")
         if outputs:  # training_step() may skip a batch
             self._loss = self._loss + outputs["loss"]

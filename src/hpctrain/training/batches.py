@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,14 +128,14 @@ def can_fork_beside_threads() -> bool:
 
 
 class ResumableBatches:
-    """The batches of a user's batch sampler, as lists of (epoch, index): see SeededByKey.
+    """The first `number` batches of a user's batch sampler, as lists of keys: see SeededByKey.
 
     `epoch` returns the current epoch. The order depends on (seed, epoch) alone, even if the sampler draws
     random numbers without a seed. The first `skip` batches of the first epoch are left out.
     """
 
-    def __init__(self, inner: Any, epoch: Callable[[], int], seed: int, skip: int) -> None:
-        self.inner, self._epoch, self._seed, self._skip = inner, epoch, seed, skip
+    def __init__(self, inner: Any, number: int, epoch: Callable[[], int], seed: int, skip: int) -> None:
+        self.inner, self._number, self._epoch, self._seed, self._skip = inner, number, epoch, seed, skip
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -149,10 +149,10 @@ class ResumableBatches:
             if isinstance(getattr(sampler, "generator", None), torch.Generator):
                 sampler.generator.manual_seed(hash((self._seed, epoch)))
         with _random_numbers_of(self._seed, epoch):
-            batches = list(self.inner)
+            batches = [*islice(self.inner, self._number)]
         skip, self._skip = self._skip, 0
         for batch in batches[skip:]:
-            yield [(epoch, index) for index in batch]
+            yield [Key(epoch, index) for index in batch]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
