@@ -100,6 +100,7 @@ class RunFolder(Checkpoint):
     """
 
     _run: Run  # from setup() on
+    _only_finite = True  # of the values that the module logs
 
     def __init__(
         self, folder: str | Path, *, checkpoint_every: int | str = "10min", keep_checkpoints: int = 3
@@ -344,15 +345,13 @@ class RunFolder(Checkpoint):
             state["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
     def _logged(self, trainer: Trainer) -> dict[str, float]:
-        """The finite values that the module has logged (collective)."""
-        return {name: value for name, value in self._all_logged(trainer).items() if math.isfinite(value)}
-
-    def _all_logged(self, trainer: Trainer) -> dict[str, float]:
         """The values that the module has logged, of rank 0 where ranks differ (collective)."""
         values = {
             name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1
         }
-        return broadcast(self._run.world, values)
+        every = not self._only_finite
+        values = broadcast(self._run.world, values)
+        return {name: value for name, value in values.items() if every or math.isfinite(value)}
 
     def _bare(self, module: LightningModule) -> torch.nn.Module:
         """The model whose weights a checkpoint has as "model"."""

@@ -115,6 +115,7 @@ class TrainerFolder(RunFolder):
     """
 
     _run: Run  # open from the start
+    _only_finite = False  # Run.metrics() ends the run if a value is not finite
 
     def __init__(
         self,
@@ -130,10 +131,6 @@ class TrainerFolder(RunFolder):
 
     def _bare(self, module: LightningModule) -> nn.Module:
         return self._model
-
-    def _logged(self, trainer: Trainer) -> dict[str, float]:
-        """All values: Run.metrics() ends the run if one is not finite."""
-        return self._all_logged(trainer)
 
     def _score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         return self._score_of(metrics)
