@@ -244,7 +244,14 @@ def test_the_error_names_the_first_step():
     with pytest.raises(
         HpctrainError, match=r"^test_loss is inf at x: training diverged, use a smaller --lr \(advice\)$"
     ):
-        nonfinite.check({"test_loss": float("inf")}, "x", "advice")
+        nonfinite.check({"test_loss": float("inf")}, "x", True, "advice")
+
+
+def test_a_step_is_not_to_be_skipped_where_that_is_no_option():
+    nonfinite = watch(torch.nn.Linear(2, 2), skip=False)
+    nonfinite.add(0, torch.tensor(float("nan")))
+    with pytest.raises(HpctrainError, match=r"use a smaller --lr \(advice\)$"):
+        nonfinite.check({"train_loss": float("nan")}, "x", False, "advice")
 
 
 def test_losses_of_many_steps_take_little_memory():

@@ -160,7 +160,9 @@ class RunFolder(Checkpoint):
         options = replace(self._options, epochs=trainer.max_epochs)
         places = trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.num_devices
         world = World(*places, trainer.node_rank, trainer.num_nodes, detect().launcher)
-        return Run(world, "lightning", options, trainer.strategy.root_device)
+        run = Run(world, "lightning", options, trainer.strategy.root_device)
+        run.can_skip = False
+        return run
 
     @property
     def resume_from(self) -> Path | None:

@@ -65,12 +65,15 @@ class NonFinite:
         """Forget the losses, which were finite."""
         self._losses = []
 
-    def check(self, values: dict[str, float], place: str, advice: str) -> None:
-        """End every rank if a value, the same on all, is not finite (DivergedError on rank 0)."""
+    def check(self, values: dict[str, float], place: str, can_skip: bool, advice: str) -> None:
+        """End every rank if a value, the same on all, is not finite (DivergedError on rank 0).
+
+        `can_skip`: whether --on-nan skip is for this run.
+        """
         for name, value in values.items():
             if not math.isfinite(value):
                 origin = self._origin()
-                skip = ", or --on-nan skip" if origin and not self._skip else ""
+                skip = ", or --on-nan skip" if origin and can_skip and not self._skip else ""
                 self._end(
                     f"{name} is {value} at {place}{origin}: training diverged, "
                     f"use a smaller --lr{skip} ({advice})"
@@ -89,7 +92,9 @@ class NonFinite:
         ranks = [(rank, examples) for rank, (step, examples) in found if step == first]
         number = self._first_step + first + 1
         if len(ranks) == self._world.size > 1:
-            return f", since step {number} on all ranks, so it was the gradients of step {number - 1}"
+            # A scaler applies no gradients that are not finite
+            cause = "" if self._scaler else f", so it was the gradients of step {number - 1}"
+            return f", since step {number} on all ranks{cause}"
         rank, examples = ranks[0]
         shown = ", ".join(map(str, examples[:MOST_EXAMPLES])) + (
             ", ..." if len(examples) > MOST_EXAMPLES else ""

@@ -122,6 +122,7 @@ class Run:
             profile = Profile(self.folder / "profile", trainer, world, device)
         self.times = StepTimes(profile)
         self._nonfinite = NonFinite(world, options.on_nan == "skip")
+        self.can_skip = True  # whether on_nan="skip" is for this run
         # With --out and --resume auto, the same command resumes.
         self._resume_with = None if options.out and options.is_auto else self.folder
         every = Interval.parse(str(options.checkpoint_every))
@@ -467,7 +468,7 @@ class Run:
     def _check_finite(self, **values: float) -> None:
         """End every rank if a value, the same on all, is not finite (HpctrainError on rank 0)."""
         place = f"epoch {self.epoch + (self._step > 0)}, step {self.global_step}"
-        self._nonfinite.check(values, place, f"earlier checkpoints are in {self.folder}")
+        self._nonfinite.check(values, place, self.can_skip, f"earlier checkpoints are in {self.folder}")
 
     def end_epoch(self) -> None:
         """All steps of the epoch are done."""

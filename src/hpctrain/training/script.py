@@ -142,7 +142,9 @@ class Run(run.Run):
         if self._options.on_nan == "skip" and len(optimizers) > 1:
             raise UsageError('on_nan="skip" is for one optimizer, and run.track() got several: leave it out')
         scalers = [each for each in objects.values() if isinstance(each, torch.amp.GradScaler)]
-        if self._options.on_nan == "skip" and any(each.is_enabled() for each in scalers):
+        has_scaler = any(each.is_enabled() for each in scalers)
+        self.can_skip = len(optimizers) == 1 and not has_scaler
+        if self._options.on_nan == "skip" and has_scaler:
             raise UsageError(
                 'on_nan="skip" is not for a GradScaler, which skips steps whose gradients are not finite by '
                 "itself: leave on_nan out, or train in bf16 without a scaler"
