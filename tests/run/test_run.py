@@ -443,6 +443,19 @@ def test_the_speed_after_a_resume_within_an_epoch_is_that_of_the_steps_since(tmp
     assert [(line["train_loss"], line["examples_per_s"]) for line in lines] == [(4.5, 8), (14.5, 8)]
 
 
+def test_every_rank_takes_part_in_a_line_of_metrics(tmp_path, monkeypatch):
+    """A rank whose steps had no loss left the others waiting."""
+    gathered = []
+    monkeypatch.setattr(run, "gather", lambda world, value: gathered.append(value) or [value])
+    opened = start(tmp_path / "run")
+    opened.resume(torch.device("cpu"), 1, torch.nn.Linear(2, 1))
+    opened.start_epoch(1, 5, 4)
+    gathered.clear()
+    opened.step(None)
+    opened.step(torch.tensor(1.0))
+    assert [means for means, *_ in gathered] == [{}, {"train_loss": (1.0, 1)}]
+
+
 # ---- resume ----
 
 

@@ -311,11 +311,11 @@ class Run:
         self._watchdog.step()
         if self._bar:
             self._bar.update()
-        own = self._means.list_all() if self._step % -(-self._steps // 5) == 0 else {}
-        if own:
-            answer = [own, peak_memory(self.device), gpu_percent(self.device)]
-            of_ranks, memory, use = zip(*gather(self.world, answer), strict=True)
-            means = mean_over_ranks(of_ranks)
+        if self._step % -(-self._steps // 5):
+            return
+        answer = [self._means.list_all(), peak_memory(self.device), gpu_percent(self.device)]
+        of_ranks, memory, use = zip(*gather(self.world, answer), strict=True)
+        if means := mean_over_ranks(of_ranks):
             values = {name: mean for name, (mean, _) in means.items()} | self._nonfinite.describe_scale()
             now = time.perf_counter()
             values["examples_per_s"] = (self._step - self._since_step) * self._examples / (now - self._since)
