@@ -631,7 +631,11 @@ BAD_USES = [
     ),
     (
         take(lambda run: run.batches(Points(), 8, shuffle=True)),
-        "decides on the order of the examples: leave out shuffle",
+        "decides on the order of the examples, and its seed: leave out shuffle",
+    ),
+    (
+        take(lambda run: run.batches(Points(), 8, generator=torch.Generator())),
+        "and its seed: leave out generator",
     ),
     (take(lambda run: run.batches(Points(), 80)), "batch-size 80 is more than the 40 training examples"),
 ]

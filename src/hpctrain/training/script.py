@@ -33,7 +33,7 @@ from hpctrain.training.batches import (
 from hpctrain.training.buckets import broadcast_buffers, settle_buckets
 
 # Options of DataLoader that decide which examples a batch has, as batches() does.
-ORDER = {"shuffle", "sampler", "batch_sampler", "drop_last"}
+ORDER = {"shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
 # Where a loop is: what may be called next.
 OUTSIDE, IN_EPOCH, IN_BATCH, AFTER_STEP, AFTER_BATCHES = range(5)
 
@@ -416,7 +416,8 @@ def _check_dataset(caller: str, dataset: Any, options: dict[str, Any]) -> None:
             "give it a data set with __len__() and __getitem__(), and the options of its DataLoader"
         )
     if own := ORDER & options.keys():
-        raise UsageError(f"{caller} decides on the order of the examples: leave out {_join(sorted(own))}")
+        what = "the order of the examples, and its seed"
+        raise UsageError(f"{caller} decides on {what}: leave out {_join(sorted(own))}")
 
 
 def _broadcast_in_training_only(parallel: nn.Module, _: object) -> None:
