@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.checkpoints import saver
 from hpctrain.distributed.world import ALONE
+from hpctrain.errors import UsageError
 from hpctrain.lightning import RunFolder, WorldEnvironment
 from hpctrain.training.batches import ResumableBatches, seed_loader
 from tests.tools import warm_start
@@ -360,3 +361,46 @@ def test_the_batches_of_any_loader_depend_on_the_epoch_alone(options):
     assert len({noise for _, noise in first + second}) == 6
     assert batches(loader(), 1, skip=1) == second[1:] and first != second
     assert len(used.dataset) == 12 and used.batch_sampler.batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("index", "numbers"),
+    [(int, (0.686070, 0.501282)), (torch.tensor, (0.686070, 0.501282)), (str, (0.327241, 0.532455))],
+    ids=["number", "tensor", "name"],
+)
+def test_random_numbers_do_not_depend_on_the_process(index, numbers):
+    """hash() of a tensor is its address, and that of a text is another one in each process."""
+
+    class Named(Noisy):
+        def __getitem__(self, index):
+            return torch.rand(1).item()
+
+    keys = [index(number) for number in range(2)]
+    loader = DataLoader(Named(), batch_size=2, sampler=keys, collate_fn=list)
+    batches = ResumableBatches(loader.batch_sampler, 1, lambda: 0, 1, 0)
+    object.__setattr__(loader, "batch_sampler", batches)
+    seed_loader(loader, 1)
+    assert next(iter(loader)) == pytest.approx(numbers, abs=1e-6)
+
+
+def test_a_callback_finds_the_users_dataset_and_collate_fn_in_the_loader():
+    """A callback could not index the dataset, and what it set there was lost."""
+
+    class Collate:
+        tokenizer = "mine"
+
+        def __call__(self, batch):
+            return [self.tokenizer, *batch]
+
+    class Opened(Noisy):
+        def __getstate__(self):
+            return {}
+
+    noisy = Opened()
+    loader = DataLoader(noisy, batch_size=2, collate_fn=Collate())
+    seed_loader(loader, 1)
+    loader.dataset.size = 7
+    assert noisy.size == loader.dataset.size == 7 and loader.dataset[3][0] == 3
+    assert loader.collate_fn.tokenizer == "mine" and loader.collate_fn([1, 2]) == ["mine", 1, 2]
+    with pytest.raises(AttributeError):  # with it, Python 3.10 would pickle the state of the dataset alone
+        loader.dataset.__getattr__("__getstate__")

@@ -234,7 +234,7 @@ def test_the_error_names_the_first_step():
     for number, loss in enumerate([0.5, float("inf"), float("nan")]):
         nonfinite.add(number, torch.tensor(loss))
     with pytest.raises(HpctrainError) as caught:
-        nonfinite.check({"train_loss": float("nan")}, "epoch 3, step 103", "advice")
+        nonfinite.check({"train_loss": float("nan")}, "epoch 3, step 103", True, "advice")
     assert str(caught.value) == (
         "train_loss is nan at epoch 3, step 103, since step 102 on rank 0 "
         "with the training examples 1, 17 (counted from 0): "

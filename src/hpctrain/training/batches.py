@@ -5,8 +5,10 @@ the batch, so a step sees the same examples on any number of ranks, and resuming
 and the step.
 """
 
+import operator
 import random
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
@@ -86,15 +88,16 @@ def data_loader(
     the last one ended. `options` are options of DataLoader, such as num_workers.
 
     Random numbers that the dataset draws for an example (with torch, random and numpy) depend on (seed,
-    epoch, example) alone, and those of collate_fn on (seed, epoch, examples of the batch). A resumed run sees
-    the same augmented batches, with any number of workers. Raises UsageError as steps_per_epoch() does.
+    epoch, example) alone, and those of collate_fn on (seed, epoch, examples of the batch), as do those of a
+    dataset that has __getitems__() and gives a batch at once. A resumed run sees the same augmented batches,
+    with any number of workers. Raises UsageError as steps_per_epoch() does.
     """
     examples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__()
     in_pass = steps_per_epoch(examples, batch_size, world)
     steps = steps or in_pass
     earlier, done = divmod((epoch - 1) * steps + skip, in_pass)
     keys = (
-        [(number, index) for index in batch.tolist()]
+        [Key(number, index) for index in batch.tolist()]
         for number in count(earlier + 1)
         for batch in training_batches(
             examples, batch_size, seed, number, world, done if number == earlier + 1 else 0
@@ -140,7 +143,7 @@ class ResumableBatches:
     def __len__(self) -> int:
         return len(self.inner)
 
-    def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
+    def __iter__(self) -> Iterator[list["Key"]]:
         epoch = self._epoch()
         samplers: list[Any] = [self.inner, getattr(self.inner, "sampler", None)]
         for sampler in samplers:
@@ -158,39 +161,55 @@ class ResumableBatches:
         return getattr(self.inner, name)
 
 
+class Key(NamedTuple):
+    """An example in an epoch. Persistent workers have a copy of the dataset, and learn the epoch from it."""
+
+    epoch: int
+    index: Any
+
+
+class Examples(NamedTuple):
+    """A batch before it is collated."""
+
+    keys: list[Key]
+    values: Any
+
+
 class SeededByKey(Dataset):
     """A user's dataset whose random numbers for an example depend on (seed, epoch, example) alone.
 
-    Indices are (epoch, index): persistent workers have a copy of the dataset, and must learn the epoch.
+    For callbacks that know the loader it is the dataset itself: they index it without an epoch.
     """
 
     def __init__(self, inner: Dataset, seed: int) -> None:
-        self.inner, self._seed = inner, seed
+        vars(self).update(inner=inner, _seed=seed)
 
     def __len__(self) -> int:
-        return len(self.inner)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__()
+        return len(self.inner)
 
-    def __getitem__(self, key: tuple[int, Any]) -> Any:
-        epoch, index = key
-        with _random_numbers_of(self._seed, epoch, index):
-            return self.inner[index]
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, Key):
+            return self.inner[key]
+        with _random_numbers_of(self._seed, *key):
+            return self.inner[key.index]
 
-    def __getitems__(self, keys: list[tuple[int, Any]]) -> tuple[list[tuple[int, Any]], Any]:
+    def __getitems__(self, keys: list[Key]) -> Examples:
         """The keys, for SeededCollate, and their examples.
 
         In one call if the dataset can give several, as those of Hugging Face can.
         """
         at_once = getattr(self.inner, "__getitems__", None)
         if at_once is None:
-            return keys, [self[key] for key in keys]
-        indices = [index for _, index in keys]
-        with _random_numbers_of(self._seed, keys[0][0], *indices):  # a batch is of one epoch
-            return keys, at_once(indices)
+            return Examples(keys, [self[key] for key in keys])
+        indices = [key.index for key in keys]
+        with _random_numbers_of(self._seed, keys[0].epoch, *indices):  # a batch is of one epoch
+            return Examples(keys, at_once(indices))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.inner, name)
+        return _inner_attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.inner, name, value)
 
 
 class SeededCollate:
@@ -199,17 +218,29 @@ class SeededCollate:
     def __init__(self, inner: Callable[[Any], Any], seed: int) -> None:
         self.inner, self._seed = inner, seed
 
-    def __call__(self, batch: tuple[list[tuple[int, Any]], Any]) -> Any:
-        keys, examples = batch
+    def __call__(self, batch: Any) -> Any:
+        if not isinstance(batch, Examples):
+            return self.inner(batch)
         # -1: other random numbers than those of the examples
-        with _random_numbers_of(self._seed, keys[0][0], *(index for _, index in keys), -1):
-            return self.inner(examples)
+        indices = (key.index for key in batch.keys)
+        with _random_numbers_of(self._seed, batch.keys[0].epoch, *indices, -1):
+            return self.inner(batch.values)
+
+    def __getattr__(self, name: str) -> Any:
+        return _inner_attribute(self, name)
+
+
+def _inner_attribute(wrapper: Any, name: str) -> Any:
+    # Neither has inner while it is unpickled, and how that is done is not for inner to say.
+    if name == "inner" or name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(wrapper.inner, name)
 
 
 @contextmanager
-def _random_numbers_of(*key: int) -> Iterator[None]:
+def _random_numbers_of(*key: Any) -> Iterator[None]:
     """Random numbers on the CPU that depend on the key. Afterwards the earlier ones continue."""
-    number = hash(key)  # of integers, the same in every process
+    number = hash(tuple(map(_as_integer, key)))  # of integers, the same in every process
     before, before_torch = random.getstate(), torch.random.get_rng_state()
     numpy = sys.modules.get("numpy")
     before_numpy = numpy.random.get_state() if numpy else None
@@ -225,6 +256,14 @@ def _random_numbers_of(*key: int) -> Iterator[None]:
         torch.random.set_rng_state(before_torch)
         if numpy:
             numpy.random.set_state(before_numpy)
+
+
+def _as_integer(index: Any) -> int:
+    """A number for an index of a data set, which may also be a tensor or a name."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        return zlib.crc32(repr(index).encode())
 
 
 def seed_step(seed: int, epoch: int, step: int, world: World) -> None:
