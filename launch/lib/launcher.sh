@@ -64,12 +64,6 @@ set_ranks() {
     HPCTRAIN_NODE_TASK=$LOCAL_RANK HPCTRAIN_NODE_TASKS=$LOCAL_WORLD_SIZE
 }
 
-# set_ranks_of_srun: Lightning reads them from Slurm's variables, unless the job has a name that salloc gives.
-set_ranks_of_srun() {
-    set_ranks SLURM_PROCID SLURM_LOCALID SLURM_NODEID
-    [[ ${SLURM_JOB_NAME:-} != @(interactive|bash) ]] || ! is_users_script || export SLURM_JOB_NAME=hpctrain
-}
-
 # export_torchrun_env: set the variables by which Lightning and hpctrain detect torchrun. Lightning checks
 # them before Slurm's, in which every task of mpirun is rank 0.
 export_torchrun_env() {

@@ -27,7 +27,7 @@ print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | 
             die "srun does not offer --mpi=$how here: choose one of these: ${offered##*are... }"
         LAUNCHER_TEXT="srun --mpi=$how for $library"
         set_srun "$TASKS" --mpi="$how"
-        LAUNCH+=("$TASK" mpi)
+        LAUNCH+=("$TASK" srun)
     fi
     [[ -z ${OPTION[dry-run]:-} ]] || return 0
     # mpirun 4 on a machine outside of the job tells Open MPI 5 wrongly which ranks share a node: sums over
@@ -84,8 +84,4 @@ raise SystemExit(0 if size == wanted else f"MPI: {size} of {wanted}")'
     ((status != 124 && status != 137)) ||
         die "MPI has not started in $seconds s ($1 with $2; its last lines, if any, are above): $advice"
     die "MPI does not start ($1 with $2, exit status $status; its last lines are above): $advice"
-}
-
-task_mpi() {
-    set_ranks_of_srun
 }

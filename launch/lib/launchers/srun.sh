@@ -9,6 +9,8 @@ launch_with_srun() {
     LAUNCH+=("$TASK" srun)
 }
 
+# Lightning reads the ranks from Slurm's variables, unless the job has a name that salloc gives.
 task_srun() {
-    set_ranks_of_srun
+    set_ranks SLURM_PROCID SLURM_LOCALID SLURM_NODEID
+    [[ ${SLURM_JOB_NAME:-} != @(interactive|bash) ]] || ! is_users_script || export SLURM_JOB_NAME=hpctrain
 }
