@@ -203,14 +203,8 @@ class RunFolder(TrainerCallback):
         if "train_runtime" in logs:
             return
         seconds = round(self._seconds + time.monotonic() - self._started, 3)
-        try:
-            self._metrics.add(
-                {"epoch": math.ceil(state.epoch or 0), "step": state.global_step, "seconds": seconds}, values
-            )
-        except OSError as error:
-            raise HpctrainError(
-                f"{self.folder}/metrics.jsonl: cannot be written ({error.strerror}): free some space"
-            ) from error
+        place = {"epoch": math.ceil(state.epoch or 0), "step": state.global_step, "seconds": seconds}
+        self._metrics.add(place, values)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any

@@ -332,6 +332,7 @@ def test_a_disk_that_is_full_leaves_no_torn_result(tmp_path):
     code = """
 import sys; sys.path[:0] = [sys.argv[1]]
 from pathlib import Path
+from hpctrain.errors import HpctrainError
 from tests.run.test_run import finish, run, start
 folder = Path("small/run")
 opened = start(folder)
@@ -342,7 +343,7 @@ except OSError:
     pass
 try:
     opened.finish(run.torch.nn.Linear(2, 1))
-except run.HpctrainError as error:
+except HpctrainError as error:
     print(error)
 print((folder / "result.json").exists(), flush=True)
 run.os._exit(0)

@@ -254,35 +254,30 @@ def load_optimizer(
         ) from error
 
 
-def load(path: Path, device: torch.device) -> dict[str, Any]:
-    """Load tensors and plain values to `device`, never code. Raises HpctrainError, naming the file."""
+def load(path: Path, device: torch.device, *, lazily: bool = False) -> dict[str, Any]:
+    """Load tensors and plain values to `device`, never code; `lazily`: in mapped files or Pieces, on the CPU.
+
+    Raises HpctrainError, naming the file.
+    """
     try:
+        if lazily:
+            return _open(path)
         if path.is_dir():
-            whole = parts.make_whole(parts.read(path))
-            return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), whole)
+            return tree_map_only(
+                (parts.Pieces, torch.Tensor), lambda each: parts.make_whole(each).to(device), parts.read(path)
+            )
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch.load() passes on the errors of zipfile, pickle and others
-        raise _loading_error(path, error) from error
-
-
-def open_lazily(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint, in mapped files or Pieces. Raises HpctrainError, naming the file."""
-    try:
-        return _open(path)
-    except Exception as error:
-        raise _loading_error(path, error) from error
+        is_pickle = isinstance(error, pickle.UnpicklingError)  # torch's text says how to run its code
+        why = "it has other values than weights and plain ones" if is_pickle else first_line(error)
+        problem = f"{path}: not a checkpoint that can be loaded ({why}): take another one"
+        raise HpctrainError(problem) from error
 
 
 def _open(path: Path) -> dict[str, Any]:
     if path.is_dir():
         return parts.read(path)
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def _loading_error(path: Path, error: Exception) -> HpctrainError:
-    is_pickle = isinstance(error, pickle.UnpicklingError)  # torch's text says how to run its code
-    why = "it has other values than weights and plain ones" if is_pickle else first_line(error)
-    return HpctrainError(f"{path}: not a checkpoint that can be loaded ({why}): take another one")
 
 
 def is_intact(path: Path) -> bool:

@@ -115,12 +115,6 @@ def _merge(states: list[Any]) -> Any:
     return first
 
 
-def make_whole(state: Any) -> Any:
-    """The state with whole tensors in memory."""
-    if isinstance(state, Pieces):
-        return state.whole()
-    if isinstance(state, dict):
-        return {name: make_whole(value) for name, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(map(make_whole, state))
-    return state.clone() if isinstance(state, Tensor) else state
+def make_whole(value: "Pieces | Tensor") -> Tensor:
+    """The whole tensor, with memory of its own instead of mapped files."""
+    return value.whole() if isinstance(value, Pieces) else value.clone()

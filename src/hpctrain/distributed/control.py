@@ -1,14 +1,10 @@
 """Files by which the launch script and the ranks agree that a job ends in time and is requeued.
 
-The launch script names a folder of this job in HPCTRAIN_CONTROL, on its own node. The files there:
-
-    stop       by the launch script: the time limit is near, or the job is being preempted. Save and end.
-    saved      by a rank, after each checkpoint: the option to resume it; empty if the same command does.
-    stopped    by a rank: the program ends because of `stop`, has saved, and has work left.
-    failed     by a rank: an error ends the program that would come again.
+The launch script names a folder of this job in HPCTRAIN_CONTROL, on its own node; launch/lib/requeue.sh lists
+the files there. The option in `saved` is empty if the same command resumes the run.
 
 The launch script requeues the job after `stopped`. It also does after a failure without `failed`, if there is
-a checkpoint of this start (launch/lib/requeue.sh). Every rank calls these functions, because rank 0
+a checkpoint of this start. Every rank calls these functions, because rank 0
 may be on another node: torchrun numbers the nodes by their names. On other nodes, and without a launch
 script, they do nothing.
 """

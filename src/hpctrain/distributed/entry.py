@@ -146,15 +146,13 @@ def _discard_output() -> None:
 def _report(error: HpctrainError, rank: int) -> int:
     """Print an error for the user, and tell the launch script; returns the exit status."""
     report_failed()
-    if not isinstance(error, UsageError):
-        print_error(f"hpctrain: error: {hide_secrets(str(error))}")
-        return 1
+    is_usage = isinstance(error, UsageError)
     # Every rank has the same command line. Rank 0 prints the error and fails; the others exit with status 0,
     # because srun kills all ranks at the first failure, perhaps before rank 0 has printed its error.
-    if rank != 0:
+    if is_usage and rank != 0:
         return 0
     print_error(f"hpctrain: error: {hide_secrets(str(error))}")
-    return 2
+    return 2 if is_usage else 1
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import resource
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -106,9 +106,9 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def main_address(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
+def main_address() -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT of rank 0. Raises HpctrainError if unset, or if the name is unknown."""
-    address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise HpctrainError(
             "MASTER_ADDR and MASTER_PORT are not set: use a script in launch/, or in the batch script "

@@ -149,11 +149,11 @@ class Watchdog:
         # Where a rank of the node answers, the node is not dead.
         alive = {self._hosts[rank] for rank in ranks if silence.get(rank, 0) <= self._limit}
         limit_of_node = max(self._limit, self._node_timeout)
-        lost = []
-        for rank, seconds in silence.items():
-            if seconds > (self._limit if self._hosts[rank] in alive else limit_of_node):
-                lost.append(rank)
-        return lost
+        return [
+            rank
+            for rank, seconds in silence.items()
+            if seconds > (self._limit if self._hosts[rank] in alive else limit_of_node)
+        ]
 
     def _is_stuck(
         self, elapsed: float, patience: float, silence: dict[int, float], heartbeats: dict[int, Heartbeat]

@@ -212,9 +212,9 @@ def job_id(env: Mapping[str, str] = os.environ) -> str:
     return env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or time.strftime("%Y%m%d-%H%M%S")
 
 
-def in_job(env: Mapping[str, str] = os.environ) -> bool:
+def in_job() -> bool:
     """Whether a scheduler has started this, so that job_id() is the same when it starts it again."""
-    return bool(env.get("SLURM_JOB_ID") or env.get("PBS_JOBID"))
+    return bool(os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID"))
 
 
 def restart_count(env: Mapping[str, str] = os.environ) -> int:
@@ -222,6 +222,6 @@ def restart_count(env: Mapping[str, str] = os.environ) -> int:
     return int(env.get("SLURM_RESTART_COUNT") or env.get("HPCTRAIN_PBS_RERUNS") or 0)
 
 
-def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:
+def torchrun_restarts() -> bool:
     """Whether torchrun may start these ranks again. Its count of restarts differs between nodes."""
-    return int(env.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0

@@ -139,9 +139,7 @@ class TrainerFolder(RunFolder):
         """The state of the checkpoint that the run was resumed from."""
         path = self._run.resume_from
         assert path
-        if self._run.in_parts:
-            return checkpoint.open_lazily(path)
-        return checkpoint.load(path, torch.device("cpu"))
+        return checkpoint.load(path, torch.device("cpu"), lazily=self._run.in_parts)
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Let SIGTERM end this process, and arrange DDP's buckets with one example of the first batch."""

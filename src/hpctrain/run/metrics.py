@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.run.wandb import Mirror
 
@@ -33,9 +34,13 @@ class Metrics:
         self._open()
 
     def add(self, position: dict[str, float], values: dict[str, float]) -> None:
-        """Append a line with the position, which has "step", and the values. Raises OSError."""
-        self._file.write(json.dumps(position | values) + "\n")
-        self._flush()
+        """Append a line with the position, which has "step", and the values. Raises HpctrainError."""
+        try:
+            self._file.write(json.dumps(position | values) + "\n")
+            self._flush()
+        except OSError as error:
+            problem = f"{self._path}: cannot be written ({error.strerror}): free some space"
+            raise HpctrainError(problem) from error
         self.lines += 1
         if self._mirror:
             self._mirror.start()

@@ -1,18 +1,7 @@
 """The run folder: the configuration of a run, its metrics, its checkpoints and its result.
 
-    runs/<trainer>/<job id>/
-        config.json      all options, versions, image, world; config.2.json and so on for a resumed run
-        metrics.jsonl    one line per log step; a resumed run continues it from the checkpoint's line
-        owner.json       the job that is writing here (see owner.py)
-        result.json      last metrics, SHA-256 of the final weights, speed of a step, peak memory of a rank
-        curves.png       losses and scores over the steps
-        checkpoints/     epoch-NNNN.pt, and epoch-NNNN-step-NNNNNN.pt within an epoch
-        logs/            rank-NNNN.log, one per rank
-        profile/         with --profile, what some steps spend their time on (see profile.py)
-        tensorboard/
-
-A run never overwrites an earlier one: it refuses a folder that holds a run, unless it resumes that run. A new
-folder is for its user alone, and has no secrets (see redaction.py).
+docs/reference/runs.md lists its files. A run never overwrites an earlier one: it refuses a folder that holds
+a run, unless it resumes that run. A new folder is for its user alone, and has no secrets (see redaction.py).
 """
 
 import argparse
@@ -39,7 +28,7 @@ from hpctrain.distributed.control import report_saved, report_stopped
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, gather
 from hpctrain.distributed.watchdog import Watchdog
 from hpctrain.distributed.world import World, restart_count
-from hpctrain.errors import EndEarly, HpctrainError, UsageError
+from hpctrain.errors import EndEarly, UsageError
 from hpctrain.files.digests import weights_sha256
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.run.best import Best
@@ -60,7 +49,7 @@ from hpctrain.run.options import RunOptions, describe_differences
 from hpctrain.run.owner import Owner
 from hpctrain.run.profile import NO_PROFILE, Profile
 from hpctrain.run.rank_log import open_log, write_line
-from hpctrain.run.speed import StepTimes, T, gather_most, gather_tokens, gpu_percent, peak_memory
+from hpctrain.run.speed import StepTimes, T, gather_speed, gpu_percent, peak_memory
 from hpctrain.text import one_line
 
 # Metrics for metrics.jsonl and not for the log: they change little.
@@ -218,11 +207,7 @@ class Run:
                 chosen = str(checkpoint.find_fitting(self.resume_from, model, entry, compare))
         self.resume_from = Path(broadcast(self.world, chosen))
         with all_or_none(self.world):
-            if self.in_parts:
-                state = checkpoint.open_lazily(self.resume_from)
-            else:
-                state = checkpoint.load(self.resume_from, device)
-        return state
+            return checkpoint.load(self.resume_from, device, lazily=self.in_parts)
 
     def _refuse_if_finished(self, epochs: int) -> None:
         """End every rank if the run to resume, which has no epoch left, has a result. A collective call.
@@ -450,12 +435,7 @@ class Run:
         epoch, step = self.epoch + (self._step > 0), self.global_step
         self._owner.check()
         seconds = round(time.monotonic() - self._started, 3)
-        try:
-            self._metrics.add({"epoch": epoch, "step": step, "seconds": seconds}, values)
-        except OSError as error:
-            raise HpctrainError(
-                f"{self.folder}/metrics.jsonl: cannot be written ({error.strerror}): free some space"
-            ) from error
+        self._metrics.add({"epoch": epoch, "step": step, "seconds": seconds}, values)
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items() if name not in NOT_PRINTED)
         if self._epochs is not None and (speed := values.get("examples_per_s")):
             left = (self._epochs * self._steps - step) * self._examples / speed
@@ -487,8 +467,7 @@ class Run:
         self._watchdog.stop()
         self._wait_for_checkpoint()
         self.log(f"peak memory of this rank: {peak_memory(self.device):.1f} MB")
-        tokens = gather_tokens(self.world, self.times)
-        most = gather_most(self.world, self.device, self.times)
+        tokens, most = gather_speed(self.world, self.device, self.times)
         if self.world.rank != 0:
             return
         self._owner.check()

@@ -99,16 +99,15 @@ class StepTimes:
         return found
 
 
-def gather_tokens(world: World, times: StepTimes) -> list[int]:
-    """The tokens of all ranks, without and with padding. A collective call."""
-    return [sum(counts) for counts in zip(*gather(world, times.tokens), strict=True)]
-
-
-def gather_most(world: World, device: torch.device, times: StepTimes) -> dict[str, float]:
-    """data_share and peak_memory_mb, each of the rank where it is highest. A collective call."""
-    memory, shares = zip(*gather(world, [peak_memory(device), times.data_share]), strict=True)
-    data = {} if None in shares else {"data_share": round(max(shares), 4)}
-    return data | {"peak_memory_mb": round(max(memory), 1)}
+def gather_speed(world: World, device: torch.device, times: StepTimes) -> tuple[list[int], dict[str, float]]:
+    """The tokens of all ranks, without and with padding, and data_share and peak_memory_mb, each of the rank
+    where it is highest. A collective call.
+    """
+    own = [times.tokens, peak_memory(device), times.data_share]
+    tokens, memory, shares = zip(*gather(world, own), strict=True)
+    most = {} if None in shares else {"data_share": round(max(shares), 4)}
+    most["peak_memory_mb"] = round(max(memory), 1)
+    return [sum(counts) for counts in zip(*tokens, strict=True)], most
 
 
 def peak_memory(device: torch.device) -> float:

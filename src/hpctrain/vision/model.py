@@ -12,15 +12,15 @@ class MnistNet(nn.Module):
     Each rank would draw its own dropout masks, so the weights would depend on the number of ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 1, classes: int = CLASSES) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, kernel_size=3)
+        self.conv1 = nn.Conv2d(channels, 32, kernel_size=3)
         self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
         self.fc1 = nn.Linear(64 * 12 * 12, 128)
-        self.fc2 = nn.Linear(128, CLASSES)
+        self.fc2 = nn.Linear(128, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map images [b, 1, 28, 28] float32 to logits [b, 10]."""
+        """Map images [b, channels, 28, 28] float32 to logits [b, classes]."""
         x = torch.relu(self.conv1(images))
         x = torch.relu(self.conv2(x))
         x = torch.max_pool2d(x, 2).flatten(1)

@@ -186,11 +186,7 @@ def build_model(
     """Create the model on `device`, initialized by --seed alone. `sharded`: see compile_training()."""
     torch.manual_seed(args.seed)
     make_deterministic(args.deterministic, device, on_gpu=True)
-    model: nn.Module
-    if args.model == "mnist":
-        model = MnistNet()
-    else:
-        model = RECIPES[args.model].model(training_set.channels, len(training_set.classes))
+    model = RECIPES[args.model].model(training_set.channels, len(training_set.classes))
     model.to(device)
     if uses_fast_kernels(args, device):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it

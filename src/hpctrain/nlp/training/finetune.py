@@ -398,7 +398,7 @@ def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
     with all_or_none(run.world):
         if run.world.rank == 0:
             checkpoint.check_intact(path)
-        state = checkpoint.open_lazily(path) if run.in_parts else checkpoint.load(path, torch.device("cpu"))
+        state = checkpoint.load(path, torch.device("cpu"), lazily=run.in_parts)
     run.print(f"{best.place} has the best {metric}: using its weights")
     return state["model"]
 
