@@ -235,7 +235,14 @@ class Cluster:
         return Job(job, state, 128 + int(signal) if int(signal) else int(code), tuple(nodes.stdout.split()))
 
     def _show(self, job: int) -> str:
-        return self.exec("login", "scontrol", "show", "job", str(job)).stdout
+        deadline = time.monotonic() + 60  # slurmctld may be starting again
+        while True:
+            try:
+                return self.exec("login", "scontrol", "show", "job", str(job)).stdout
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
 
     def wait_until_settled(self, seconds: float = 120) -> None:
         """Wait until every node is idle or computes, and no job is completing.

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -614,12 +615,12 @@ class Laboratory:
         self._results: dict[str, dict[str, Any]] = {}
         self._number = 0
 
-    def reference(self, way: Way, timeout: float = 1200) -> dict[str, Any]:
+    def reference(self, way: Way, timeout: float = 1200, nodes: str = "n1,n2") -> dict[str, Any]:
         """The result of a job to which nothing happens. It saves seldom, as saves take longer than steps."""
         way = replace(way, command=way.command.replace("--spare-nodes=1 ", ""))
         if way.command not in self._results:
             name = f"whole-{len(self._results)}"
-            options = ["--nodelist=n1,n2", f"--time={timeout / 60:.0f}"]
+            options = [f"--nodelist={nodes}", f"--time={timeout / 60:.0f}"]
             whole = Experiment(self.cluster, name, way, options, saves="")
             job = whole.run(None, timeout=timeout)
             if job.state != "COMPLETED":
@@ -696,12 +697,13 @@ class Laboratory:
             "slurmctld restarted",
             "network of a node down for 60 s",
         ]
-        # So many epochs do two cores beside such faults. Without --lr-decay=1 the rate is soon almost 0, and
-        # lost steps would not change the weights.
-        trainer = f"train_ddp --epochs={int(minutes * 7)} --lr-decay=1"
+        # So many epochs do two cores beside such faults, and the reference at the same time on other nodes.
+        # Without --lr-decay=1 the rate is soon almost 0, and lost steps would not change the weights.
+        trainer = f"train_ddp --epochs={int(minutes * 6)} --lr-decay=1"
         way = Way("train_ddp", "srun", "apptainer", f"launch/apptainer_ddp.sh {trainer}")
-        reference = self.reference(way, timeout)
-        run = Experiment(self.cluster, "soak", way, ["--exclude=n3"], {"HPCTRAIN_REQUEUES": "1000"})
+        others = ThreadPoolExecutor(max_workers=1)
+        whole = others.submit(self.reference, way, timeout, "n3,n4")
+        run = Experiment(self.cluster, "soak", way, ["--nodelist=n1,n2"], {"HPCTRAIN_REQUEUES": "1000"})
 
         def act(run: Experiment) -> None:
             while (
@@ -719,6 +721,7 @@ class Laboratory:
 
         job = run.run(act, timeout=timeout)
         starts = len({line for _, line in run.lines if "(restart" in line}) + 1
+        reference = whole.result()
         print(f"{job.state}, {starts} starts, weights: {run.compare(reference)}")
         if run.compare(reference) != "equal" or run.problem:
             raise SystemExit(run.problem or "not as promised")
