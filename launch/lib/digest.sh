@@ -36,11 +36,16 @@ is_of() {
 
 # hash_in_background SIF: hash it, print and record the digest; HPCTRAIN_IMAGE_DIGEST_FILE names its file
 hash_in_background() {
-    # a cache for its user alone, if it is made here
-    if { [[ $DIGEST_FILE != "/tmp/hpctrain-$UID"/* ]] || make_own "/tmp/hpctrain-$UID"; } &&
-        (umask 077 && mkdir -p "${DIGEST_FILE%/*}") 2>/dev/null && [[ -w ${DIGEST_FILE%/*} ]]; then
-        export HPCTRAIN_IMAGE_DIGEST_FILE=$DIGEST_FILE
-    fi
+    # A cache for its user alone, if it is made here. In a folder that others can change, a link of theirs
+    # would lead the record to any file of this user. In one above it, they could put such a folder there.
+    for DIGEST_FILE in "$DIGEST_FILE" "/tmp/hpctrain-$UID/digests/${DIGEST_FILE##*/}"; do
+        [[ $DIGEST_FILE != "/tmp/hpctrain-$UID"/* ]] || make_own "/tmp/hpctrain-$UID" || break
+        (umask 077 && mkdir -p "${DIGEST_FILE%/*}") 2>/dev/null || continue
+        if is_of directory "${DIGEST_FILE%/*}" "$EUID" && is_of directory "${DIGEST_FILE%/*/*}" "$EUID"; then
+            export HPCTRAIN_IMAGE_DIGEST_FILE=$DIGEST_FILE
+            break
+        fi
+    done
     # The inner & detaches it: the launcher, which replaces this script by exec, does not get it as a child.
     (hash_and_record "$(realpath "$1")" $$ </dev/null &)
 }
@@ -64,8 +69,8 @@ hash_and_record() {
 
 # write_record FILE LINE: write FILE atomically; a folder that cannot be written is no error
 write_record() {
-    local temporary
-    temporary=$(mktemp "$1.XXXXXX" 2>/dev/null) || return 0
-    { echo "$2" >"$temporary" && chmod 644 "$temporary" && mv -T "$temporary" "$1"; } 2>/dev/null ||
+    local temporary=$1.$BASHPID$RANDOM
+    # noclobber: a file is made, and nothing is written through the link of somebody else
+    { (umask 022 && set -C && echo "$2" >"$temporary") && mv -T "$temporary" "$1"; } 2>/dev/null ||
         rm -f "$temporary"
 }

@@ -109,6 +109,18 @@ def test_where_the_folder_of_the_image_cannot_be_written_the_cache_has_the_recor
         path.chmod(mode)
 
 
+@pytest.mark.parametrize("changed", ["cache", "cache/digests"])
+def test_the_record_is_not_in_a_cache_that_others_can_change(image, changed):
+    """A link that somebody made there led the record to a private file, which got its mode, too."""
+    digests = image.parents[1] / "cache/digests"
+    digests.mkdir(parents=True)
+    (image.parents[1] / changed).chmod(0o777)
+    _, promised = hash_it(image)
+    assert promised.startswith(f"/tmp/hpctrain-{os.getuid()}/digests/") and not list(digests.iterdir())
+    assert Path(promised).stat().st_mode & 0o777 == 0o644
+    Path(promised).unlink()
+
+
 def test_by_another_name_it_is_the_same_image(image):
     hash_it(image)
     link = image.parents[1] / "link.sif"
