@@ -203,6 +203,27 @@ def test_a_cache_that_others_can_change_is_refused(tmp_path, monkeypatch):
         features.load_or_make("key", lambda: made, ALONE)
 
 
+def test_nothing_is_written_into_a_cache_that_others_can_change(tmp_path, monkeypatch, capsys):
+    """Somebody put a folder in the place of the new one, and read the texts as they were written."""
+    monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path))
+    (tmp_path / "features").mkdir()
+    (tmp_path / "features").chmod(0o777)
+    made = Features.from_lists({"input_ids": [[1]]}, {"units": [1]})
+    assert features.load_or_make("key", lambda: made, ALONE) is made
+    assert "features: another user has made it or can change it" in capsys.readouterr().err
+    assert not list((tmp_path / "features").iterdir())
+
+
+def test_a_new_folder_of_the_cache_is_written_wherever_somebody_moves_it(tmp_path):
+    new = tmp_path / "new"
+    new.mkdir()
+    with features._hold(new) as held:
+        new.rename(tmp_path / "moved")
+        new.mkdir()
+        (held / "text").write_text("secret")
+    assert not list(new.iterdir()) and (tmp_path / "moved").stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("home", ["nowhere/home", "file", ""])
 def test_without_a_home_the_cache_is_where_temporary_files_are(tmp_path, monkeypatch, home):
     """A home in a folder that cannot be made, one that is no folder, or a user without a name."""

@@ -9,6 +9,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from hpctrain.files import atomic
 from hpctrain.files.digests import check_digests, write_digests
 from hpctrain.files.places import refuse_of_others
 from hpctrain.nlp.batches.text_batch import TextBatch
+from hpctrain.text import reason
 
 VERSION = 3  # of the files in the cache; increase it when their content changes
 # Tokens. On a GPU batches are padded to a multiple of it, so that there are few shapes: --cuda-graphs records
@@ -285,31 +287,47 @@ def _write_features(folder: Path, features: Features) -> None:
         # $HPCTRAIN_CACHE, for its user alone unless it exists: the texts may be confidential.
         for private in (folder.parent.parent, folder.parent):
             private.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_cache_of_others(folder.parent)
         atomic.remove_leftovers(folder.parent, age=86_400)  # other jobs write there
-        with atomic.folder(folder, replace=False) as unfinished:
-            unfinished.chmod(0o700)
+        with atomic.folder(folder, replace=False) as unfinished, _hold(unfinished) as held:
             for name, array in columns.items():
-                numpy.save(unfinished / f"{name}.npy", array)
-            write_digests(unfinished)
-            for path in unfinished.iterdir():
+                numpy.save(held / f"{name}.npy", array)
+            write_digests(held)
+            for path in held.iterdir():
                 path.chmod(0o600)
-    except OSError as error:
+    except (OSError, HpctrainError) as error:
         # otherwise another job has written the same meanwhile, and its ranks have mapped the files
         if not folder.exists():
+            why = reason(error) if isinstance(error, OSError) else error
             print_error(
                 f"hpctrain: warning: {folder.parent} on {socket.gethostname()}: the tokenized texts cannot "
-                f"be written ({error.strerror or error}), and each rank keeps them in memory: free some "
+                f"be written ({why}), and each rank keeps them in memory: free some "
                 "space there, or set HPCTRAIN_CACHE to a folder on scratch"
             )
+
+
+@contextmanager
+def _hold(folder: Path) -> Iterator[Path]:
+    """A name of a new folder for this user alone that stays right where somebody else renames it."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        os.fchmod(number, 0o700)  # raises PermissionError if it is somebody else's
+        yield Path(f"/proc/self/fd/{number}")
+    finally:
+        os.close(number)
+
+
+def _refuse_cache_of_others(folder: Path, *paths: Path) -> None:
+    above = folder.parent  # among temporary files, anybody can have made it
+    is_temporary = above.parent == Path(tempfile.gettempdir())
+    advice = "set HPCTRAIN_CACHE to a folder of yours"
+    refuse_of_others(*[above] * is_temporary, folder, *paths, advice=advice)
 
 
 def _read_features(folder: Path, check: bool) -> Features:
     try:
         if check:
-            advice = "set HPCTRAIN_CACHE to a folder of yours"
-            above = folder.parent.parent  # among temporary files, anybody can have made it
-            is_temporary = above.parent == Path(tempfile.gettempdir())
-            refuse_of_others(*[above] * is_temporary, folder.parent, folder, *folder.iterdir(), advice=advice)
+            _refuse_cache_of_others(folder.parent, folder, *folder.iterdir())
             check_digests(folder)
         columns = {
             path.name.removesuffix(".npy"): numpy.load(
