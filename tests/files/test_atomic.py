@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -268,3 +269,32 @@ def test_a_link_of_another_user_is_not_followed(tmp_path):
     with pytest.raises(PermissionError, match="a link that another user made"), atomic.folder(link):
         pass
     assert own.read_text() == "once"
+
+
+EXCHANGE = """
+import os, sys
+print(flush=True)
+while True:
+    os.symlink(sys.argv[1], "new")
+    os.rename("new", "metrics.csv")
+    open("new", "x").close()
+    os.rename("new", "metrics.csv")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
+def test_a_link_of_another_user_who_exchanges_it_all_the_time_is_not_followed(tmp_path):
+    """A third of the writes went to the file of this user."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    command = [sys.executable, "-c", EXCHANGE, tmp_path / "mine"]
+    with subprocess.Popen(command, cwd=tmp_path / "shared", user=1234, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        for write in (atomic.write_text, lambda path, text: atomic.open_to_append(path).close()):
+            for _ in range(100):
+                with suppress(OSError):
+                    write(tmp_path / "shared/metrics.csv", "written")
+        assert other.poll() is None
+        other.kill()
+    assert (tmp_path / "mine").read_text() == "mine"

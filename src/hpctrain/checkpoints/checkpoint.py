@@ -79,7 +79,7 @@ def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: 
     Raises HpctrainError, naming the file, if it cannot be written. Earlier checkpoints stay as they are.
     """
     try:
-        atomic.check_link(path.parent)
+        atomic.follow_link(path.parent)
         path.parent.mkdir(exist_ok=True)  # of a checkpoint in parts
         with atomic.file(path, "wb") as file:
             torch.save(state, file)

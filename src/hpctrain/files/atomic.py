@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from typing import IO, Any
 
 # How often and how long to retry a full, read-only or missing file system, in seconds.
 RETRY_EVERY, RETRY_FOR = 5.0, 300.0
+MOST_LINKS = 40  # that lead to each other, as in Linux
 # Of a network file system whose server is away or has been started again
 NO_ANSWER = {errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EHOSTDOWN}
 
@@ -59,13 +61,12 @@ def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     Text is UTF-8. To check what was written before it gets its final name, flush the file and read
     `Path(opened.name)`. A device or a pipe at `path`, such as /dev/null, is written to directly.
     """
-    check_link(path)
     encoding = None if "b" in mode else "utf-8"
     if path.exists() and not path.is_file():
-        with path.open(mode, encoding=encoding) as opened:
+        with open(path, mode, encoding=encoding, opener=_open_device) as opened:
             yield opened
         return
-    path = Path(os.path.realpath(path))
+    path = follow_link(path)
     temporary = _temporary_name(path)
     try:
         # "x" instead of "w": fail where the file exists.
@@ -80,10 +81,35 @@ def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
             temporary.unlink()
 
 
-def check_link(path: Path) -> None:
-    """Raise PermissionError for a link of another user, which could point to any file of this one."""
-    if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
-        raise PermissionError(errno.EPERM, "a link that another user made", str(path))
+def follow_link(path: Path) -> Path:
+    """What a link points to, or the path itself. Raises PermissionError for a link of another user.
+
+    It could point to any file of this user. The owner is that of the link that is read, also where somebody
+    exchanges it meanwhile.
+    """
+    for _ in range(MOST_LINKS):
+        try:
+            number = os.open(path, os.O_PATH | os.O_NOFOLLOW)
+        except (FileNotFoundError, NotADirectoryError):
+            return path
+        try:
+            status = os.fstat(number)
+            if not stat.S_ISLNK(status.st_mode):
+                return path
+            if status.st_uid not in (0, os.geteuid()):
+                raise PermissionError(errno.EPERM, "a link that another user made", str(path))
+            path = path.parent / os.readlink("", dir_fd=number)
+        finally:
+            os.close(number)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+
+
+def _open_device(name: str, flags: int) -> int:
+    number = os.open(name, flags & ~os.O_TRUNC)
+    if stat.S_ISREG(os.fstat(number).st_mode):  # put there since file() looked
+        os.close(number)
+        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+    return number
 
 
 def check_folder(folder: Path, *, foreseen: bool) -> None:
@@ -93,19 +119,18 @@ def check_folder(folder: Path, *, foreseen: bool) -> None:
     or a parent is such a link.
     """
     for each in (folder, *folder.parents) if foreseen else (folder,):
-        check_link(each)
+        follow_link(each)
     if foreseen and folder.exists() and folder.stat().st_uid not in (0, os.geteuid()):
         raise PermissionError(errno.EPERM, "a folder that another user made", str(folder))
 
 
 def open_to_append(path: Path) -> IO[str]:
     """Open or create a UTF-8 text file that grows in place. Links of other users raise OSError."""
-    check_link(path)
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
-    return open(os.path.realpath(path) if path.is_symlink() else path, "a", encoding="utf-8", opener=opener)
+    return open(follow_link(path), "a", encoding="utf-8", opener=opener)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -120,8 +145,7 @@ def folder(path: Path, replace: bool = True) -> Iterator[Path]:
 
     The block gets an empty temporary folder. Parents of `path` are created. `replace`: see rename_folder().
     """
-    check_link(path)
-    path = Path(os.path.realpath(path))
+    path = follow_link(path)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)

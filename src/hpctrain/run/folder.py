@@ -55,7 +55,7 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_throw_away(folder)
         for name in ("checkpoints", "logs", "tensorboard"):  # old checkpoints are removed
-            atomic.check_link(folder / name)
+            atomic.follow_link(folder / name)
         owner = Owner(folder)
         owner.acquire()
         for path in folder.glob("config*.json") if failed_start else ():
