@@ -875,12 +875,29 @@ def test_a_link_of_somebody_else_to_a_file_of_yours_is_not_read(tmp_path, theirs
         assert file.read() == b"hf_secret"
     theirs(tmp_path / "link")
     with pytest.raises(
-        HpctrainError, match=r"link: a link that another user made to a file of yours, .*token"
+        HpctrainError, match=r"link: a link that another user made leads to a file of yours, .*token"
     ):
         open_plain(tmp_path / "link")
     os.chown(tmp_path / "token", 1234, 1234)
     with open_plain(tmp_path / "link") as file:
         assert file.read() == b"hf_secret"
+
+
+@BY_ROOT
+def test_a_link_of_somebody_else_to_a_folder_of_yours_is_not_read(tmp_path):
+    from hpctrain.errors import HpctrainError
+    from hpctrain.nlp.data.formats import find_split_files
+
+    for name in ("private/train.txt", "data/test/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("secret")
+    (tmp_path / "data/train").symlink_to("../private")
+    assert sorted(find_split_files(tmp_path / "data")) == ["test", "train"]
+    os.chown(tmp_path / "data/train", 1234, 1234, follow_symlinks=False)
+    with pytest.raises(HpctrainError, match=r"train\.txt: a link that another user made leads to"):
+        find_split_files(tmp_path / "data")
+    os.chown(tmp_path / "private/train.txt", 1234, 1234)
+    assert sorted(find_split_files(tmp_path / "data")) == ["test", "train"]
 
 
 # ---- models ----

@@ -34,10 +34,7 @@ def open_plain(path: Path) -> IO[bytes]:
     status = os.fstat(number)
     if maker not in (None, 0, os.geteuid()) and status.st_uid == os.geteuid():
         file.close()
-        raise HpctrainError(
-            f"{path}: a link that another user made to a file of yours, {os.path.realpath(path)}: "
-            "put a copy in its place, if others may read it"
-        )
+        raise _link_to_own(path)
     if not stat.S_ISREG(status.st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a plain file")
@@ -49,6 +46,25 @@ def open_plain(path: Path) -> IO[bytes]:
         )
     file.seek(0)
     return file
+
+
+def is_below_link_of_others(path: Path, folder: Path) -> bool:
+    """Whether a part of the path below the folder is a link that another user made."""
+    parts = [path, *path.parents][: len(path.relative_to(folder).parts)]
+    return any(part.is_symlink() and part.lstat().st_uid not in (0, os.geteuid()) for part in parts)
+
+
+def refuse_own_below_link(path: Path, folder: Path) -> None:
+    """As open_plain(), for a link of a folder: raise HpctrainError if it leads to this file of this user."""
+    if path.stat().st_uid == os.geteuid() and is_below_link_of_others(path, folder):
+        raise _link_to_own(path)
+
+
+def _link_to_own(path: Path) -> HpctrainError:
+    return HpctrainError(
+        f"{path}: a link that another user made leads to a file of yours, {os.path.realpath(path)}: "
+        "put a copy in its place, if others may read it"
+    )
 
 
 def read_whole(file: IO[bytes]) -> bytes:

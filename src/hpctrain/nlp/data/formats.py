@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.files.plain import open_plain, refuse_pointer
+from hpctrain.files.plain import open_plain, refuse_own_below_link, refuse_pointer
 from hpctrain.text import counted, first_line, one_line
 
 if TYPE_CHECKING:  # it imports all of transformers, and `hpctrain fetch` needs none
@@ -124,6 +124,8 @@ def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]
         splits = _group_by_split(folder, files)
         if not splits:
             files += _list_data_files(folder.glob("*/*"), suffixes)
+            for path in files:
+                refuse_own_below_link(path, folder)
             splits = _group_by_split(folder, files)
     except OSError as error:
         raise HpctrainError(
