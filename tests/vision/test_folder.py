@@ -98,6 +98,32 @@ def test_files_and_labels_are_in_the_order_of_torchvision(copy):
     assert len(test) == 6
 
 
+def test_links_that_lead_to_a_folder_in_many_ways_are_refused(copy):
+    """Nine levels of thirty links each took for ever."""
+    (copy / "levels/9").mkdir(parents=True)
+    for level in range(9):
+        (copy / f"levels/{level}").mkdir()
+        for number in range(30):
+            (copy / f"levels/{level}/{number}").symlink_to(f"../{level + 1}")
+    (copy / "train/cat/a").symlink_to("../../levels/0")
+    with pytest.raises(HpctrainError, match=r"/train/cat/a/.*more than 100 ways lead to this folder"):
+        load(copy)
+
+
+def test_a_jpeg_of_many_scans_is_refused(copy):
+    """The last scan of a progressive one, repeated: 700 kB took nine minutes."""
+    path = copy / "train/cat/0.jpg"
+    Image.new("L", (64, 64)).save(path, progressive=True)
+    content = path.read_bytes()
+    scan, end = content[content.rindex(b"\xff\xda") : -2], content[-2:]
+    path.write_bytes(content[:-2] + 150 * scan + end)
+    train, _ = load(copy)
+    train.read(torch.tensor([0]), 1)
+    path.write_bytes(content[:-2] + 300 * scan + end)
+    with pytest.raises(HpctrainError, match=r"0\.jpg: cannot be read .*\(it has more than 200 scans\)"):
+        train.read(torch.tensor([0]), 1)
+
+
 def test_files_that_are_not_read_are_told(copy, capsys):
     """torchvision reads .webp and .bmp as well."""
     for name in (

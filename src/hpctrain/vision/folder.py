@@ -41,6 +41,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png")
 MOST_DIGITS = 9  # of a label, with the end of its line
 # The largest label allowed, or the number of examples if larger: models have an output for each number.
 MOST_CLASSES = 100_000
+MOST_WAYS = 100  # to a folder, through links: nine levels of 30 links each would take for ever
+MOST_SCANS = 200  # of a progressive JPEG, which usually has ten
 TRAINING, EVALUATION = "train", ("val", "valid", "test")  # folders in a data folder
 # What Pillow raises for damaged files, in addition to OSError.
 DAMAGED = (SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
@@ -295,10 +297,18 @@ def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
             f"{error.filename}: cannot be read ({first_line(error)}): check its permissions"
         ) from error
 
-    for place, _, names in sorted(os.walk(folder, onerror=fail, followlinks=True)):
-        if any(map(is_of_system, Path(place).relative_to(folder).parts)):
-            continue
-        for name in sorted(names):
+    places, ways = [], Counter[tuple[int, int]]()
+    for place, _, names in os.walk(folder, onerror=fail, followlinks=True):
+        status = Path(place).stat()
+        ways[status.st_dev, status.st_ino] += 1
+        if ways[status.st_dev, status.st_ino] > MOST_WAYS:
+            raise HpctrainError(
+                f"{place}: more than {MOST_WAYS} ways lead to this folder through links: remove the links"
+            )
+        if not any(map(is_of_system, Path(place).relative_to(folder).parts)):
+            places.append((place, sorted(names)))
+    for place, names in sorted(places):
+        for name in names:
             if is_of_system(name):  # such as ._NAME.jpg, which is no image
                 continue
             if name.lower().endswith(SUFFIXES):
@@ -319,6 +329,9 @@ def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
             opened = open_plain(source) if isinstance(source, Path) else source
             with opened:
                 head = opened.read(12)
+                opened.seek(0)
+                if head.startswith(b"\xff\xd8") and opened.read().count(b"\xff\xda") > MOST_SCANS:
+                    raise OSError(f"it has more than {MOST_SCANS} scans")  # of 30 bytes, and 25 ms each
                 opened.seek(0)
                 file = Image.open(opened, formats=["JPEG", "PNG"])
                 image = ImageOps.exif_transpose(file)
