@@ -162,23 +162,40 @@ if [[ $launcher != none ]]; then
 fi
 export HPCTRAIN_NODE_TASK HPCTRAIN_NODE_TASKS
 
+# make_own_for_all FOLDER: set REPLY to a folder of this user alone: this one, or, if somebody else has the name,
+# another that the node's tasks have made, or one with an unknown name
+make_own_for_all() {
+    local random
+    REPLY=$1
+    ! make_own "$1" || return 0
+    random=$1.$(printf %s "$(uname -n) ${HPCTRAIN_JOB_SECRET:-}" | sha256sum | cut -c -16)
+    for REPLY in "$random" "$1".* "$random"; do
+        [[ ! -d $REPLY || -L $REPLY || ! -O $REPLY ]] || break
+    done
+    make_own "$REPLY"
+}
+
 # The caches that are in /tmp by default (launch/sites/generic.env), and the kernels of torch.compile: torch
-# makes their folder at import, and its own default is a name that others can make first, too. If somebody
-# else has the name, the node's tasks use another folder of this user, or make one with an unknown name.
+# makes their folder at import, and its own default is a name that others can make first, too.
 own=/tmp/hpctrain-$UID
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$own/inductor}
 for name in HPCTRAIN_CACHE HF_HOME TORCH_HOME MPLCONFIGDIR TORCHINDUCTOR_CACHE_DIR; do
-    if [[ ${!name:-} != "$own"/* ]] || make_own "$own"; then continue; fi
-    random=$own.$(printf %s "$(uname -n) ${HPCTRAIN_JOB_SECRET:-}" | sha256sum | cut -c -16)
-    for other in "$random" "$own".* "$random"; do
-        [[ ! -d $other || -L $other || ! -O $other ]] || break
-    done
-    make_own "$other" || die "$own and $other belong to somebody else: set $name to a folder of your own"
+    [[ ${!name:-} == "$own"/* ]] || continue
+    make_own_for_all "$own" || die "$own and $REPLY belong to somebody else: set $name to a folder of your own"
+    [[ $REPLY != "$own" ]] || continue
     [[ $name != TORCHINDUCTOR_CACHE_DIR || $HPCTRAIN_NODE_TASK != 0 ]] ||
         printf 'hpctrain: warning: on %s %s belongs to somebody else: caches are in %s instead\n' \
-            "$(uname -n)" "$own" "$other" >&2
-    export "$name=$other${!name#"$own"}"
+            "$(uname -n)" "$own" "$REPLY" >&2
+    export "$name=$REPLY${!name#"$own"}"
 done
+
+# Open MPI writes its messages into files of foreseeable names there, also if they are somebody else's. These
+# runtimes may have a /dev/shm of their own.
+if [[ ${WORDS[0]} != @(podman-hpc|shifter) && -z ${APPTAINER_CONTAIN:-}${APPTAINER_CONTAINALL:-} ]] &&
+    make_own_for_all "/dev/shm/hpctrain-$UID"; then
+    export OMPI_MCA_btl_sm_backing_directory=${OMPI_MCA_btl_sm_backing_directory:-$REPLY}
+    export OMPI_MCA_btl_vader_backing_directory=$OMPI_MCA_btl_sm_backing_directory # its name in Open MPI 4
+fi
 
 leave_out_missing_folders
 [[ ${WORDS[0]} != podman-hpc ]] || refuse_podman_settings_of_others

@@ -4,7 +4,9 @@ STANDINS hold back what the real programs do: mpirun and podman-hpc pass on what
 PYTHONPATH, and srun without --export=ALL passes on nothing. test_environment.py has the real ones.
 """
 
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +79,18 @@ def start(run, line, *words, **env):
     done = run(LAUNCH / script, *options, *(words or ["check"]), **env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_open_mpi_has_a_folder_in_shared_memory_that_others_cannot_enter(shell):
+    """Somebody had all names of its files there, and read the messages."""
+    for script, folder in (
+        ("apptainer_mpi.sh", f"/dev/shm/hpctrain-{os.getuid()}"),
+        ("podman_hpc_ddp.sh", ""),
+    ):
+        _, _, variables = what_a_rank_got(start(shell, script))
+        for component in ("sm", "vader"):
+            assert variables.get(f"OMPI_MCA_btl_{component}_backing_directory", "") == folder
+    assert Path(f"/dev/shm/hpctrain-{os.getuid()}").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
