@@ -208,15 +208,17 @@ hpctrain_load_site() {
     _hpctrain_read "$file" check && _hpctrain_read "$sites/generic.env" check || return 1
     _hpctrain_read "$file" "$2" && _hpctrain_read "$sites/generic.env" "$2" || return 1
     export HPCTRAIN_SITE="$name"
-    # What this shell starts reads models and texts there. Jobs take another folder (launch/lib/task.sh).
-    case $2:${HPCTRAIN_CACHE:-} in
-    "shell:/tmp/hpctrain-$UID/"*)
-        own=/tmp/hpctrain-$UID
-        mkdir -m 700 "$own" 2>/dev/null || { [ -O "$own" ] && [ ! -L "$own" ]; } ||
-            printf 'hpctrain: warning: %s belongs to somebody else: set %s to others\n' \
-                "$own" 'HPCTRAIN_CACHE, HF_HOME, TORCH_HOME and MPLCONFIGDIR' >&2
-        ;;
+    # What this shell starts reads models and texts there. In /tmp, jobs take another folder (launch/lib/task.sh).
+    own=''
+    case $2:${HPCTRAIN_CACHE:-}:$_hpctrain_new in
+    "shell:/tmp/hpctrain-$UID/"*) own=/tmp/hpctrain-$UID ;;
+    *":/tmp/hpctrain-$UID/"*) ;;
+    *HPCTRAIN_CACHE=*) own=$HPCTRAIN_CACHE ;;
     esac
+    [ -z "$own" ] || mkdir -m 700 "$own" 2>/dev/null || [ ! -e "$own" ] ||
+        { [ -O "$own" ] && { [ ! -L "$own" ] || [ "$own" = "${HPCTRAIN_CACHE:-}" ]; }; } ||
+        printf 'hpctrain: warning: %s belongs to somebody else: set %s to others\n' \
+            "$own" 'HPCTRAIN_CACHE, HF_HOME, TORCH_HOME and MPLCONFIGDIR' >&2
     # Silent where it is sourced again, as by the .bashrc of each shell in a shell.
     if [ "$2" = shell ] && [ "$_hpctrain_why$_hpctrain_new" != named ]; then
         known=$(builtin cd "$sites" >/dev/null && printf '%s ' *.env | sed 's/\.env//g; s/generic //')

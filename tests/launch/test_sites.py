@@ -95,6 +95,18 @@ def test_a_folder_in_tmp_that_somebody_else_made_is_told(name):
     assert done[1].stdout == f"{number} 700\n" and "warning" not in done[1].stderr, done[1].stderr
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to make a folder of another user")
+def test_a_cache_on_scratch_that_somebody_else_made_is_told(launch, tmp_path):
+    """As where the scratch of a site is the folder of a group."""
+    cache = tmp_path / "cache"
+    for owner, is_told in ((None, False), (os.getuid(), False), (1234, True)):
+        if owner is not None:
+            os.chown(cache, owner, -1)
+        done, _ = source(launch, "generic", env={"SCRATCH": str(tmp_path)})
+        told = f"hpctrain: warning: {cache} belongs to somebody else: set HPCTRAIN_CACHE, " in done.stderr
+        assert told == is_told and cache.stat().st_mode & 0o777 == 0o700, done.stderr
+
+
 # Precedence
 
 
