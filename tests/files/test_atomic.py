@@ -269,6 +269,11 @@ def test_a_link_of_another_user_is_not_followed(tmp_path):
     with pytest.raises(PermissionError, match="a link that another user made"), atomic.folder(link):
         pass
     assert own.read_text() == "once"
+    link.unlink()
+    link.symlink_to("/dev/null")
+    os.chown(link, 1234, 1234, follow_symlinks=False)
+    with pytest.raises(PermissionError, match="a link that another user made"):
+        atomic.write_text(link, "into a pipe, perhaps")
 
 
 EXCHANGE = """

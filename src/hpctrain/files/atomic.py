@@ -62,11 +62,12 @@ def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     `Path(opened.name)`. A device or a pipe at `path`, such as /dev/null, is written to directly.
     """
     encoding = None if "b" in mode else "utf-8"
+    followed = follow_link(path)
     if path.exists() and not path.is_file():
         with open(path, mode, encoding=encoding, opener=_open_device) as opened:
             yield opened
         return
-    path = follow_link(path)
+    path = followed
     temporary = _temporary_name(path)
     try:
         # "x" instead of "w": fail where the file exists.
