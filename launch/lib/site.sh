@@ -208,7 +208,7 @@ hpctrain_load_site() {
     _hpctrain_read "$file" check && _hpctrain_read "$sites/generic.env" check || return 1
     _hpctrain_read "$file" "$2" && _hpctrain_read "$sites/generic.env" "$2" || return 1
     export HPCTRAIN_SITE="$name"
-    # What this shell starts reads models and texts there. In /tmp, jobs take another folder (launch/lib/task.sh).
+    # What this shell starts reads models and texts there. Jobs take another one in /tmp (launch/lib/task.sh).
     own=''
     case $2:${HPCTRAIN_CACHE:-}:$_hpctrain_new in
     "shell:/tmp/hpctrain-$UID/"*) own=/tmp/hpctrain-$UID ;;

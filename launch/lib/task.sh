@@ -162,8 +162,8 @@ if [[ $launcher != none ]]; then
 fi
 export HPCTRAIN_NODE_TASK HPCTRAIN_NODE_TASKS
 
-# make_own_for_all FOLDER: set REPLY to a folder of this user alone: this one, or, if somebody else has the name,
-# another that the node's tasks have made, or one with an unknown name
+# make_own_for_all FOLDER: set REPLY to a folder of this user alone: this one, or, if somebody else has the
+# name, another that the node's tasks have made, or one with an unknown name
 make_own_for_all() {
     local random
     REPLY=$1
@@ -181,7 +181,8 @@ own=/tmp/hpctrain-$UID
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$own/inductor}
 for name in HPCTRAIN_CACHE HF_HOME TORCH_HOME MPLCONFIGDIR TORCHINDUCTOR_CACHE_DIR; do
     [[ ${!name:-} == "$own"/* ]] || continue
-    make_own_for_all "$own" || die "$own and $REPLY belong to somebody else: set $name to a folder of your own"
+    make_own_for_all "$own" ||
+        die "$own and $REPLY belong to somebody else: set $name to a folder of your own"
     [[ $REPLY != "$own" ]] || continue
     [[ $name != TORCHINDUCTOR_CACHE_DIR || $HPCTRAIN_NODE_TASK != 0 ]] ||
         printf 'hpctrain: warning: on %s %s belongs to somebody else: caches are in %s instead\n' \
