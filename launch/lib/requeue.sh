@@ -408,10 +408,12 @@ submit_again() {
         value=$(pbs_field "Resource_List.$name")
         [[ -z $value ]] || options+=(-l "$name=$value")
     done
-    for name in '-N Job_Name' '-A Account_Name' '-P project'; do
+    for name in '-N Job_Name' '-A Account_Name' '-P project' '-m Mail_Points' '-M Mail_Users'; do
         value=$(pbs_field "${name#* }")
         [[ -z $value || $value == _pbs_project_default ]] || options+=("${name% *}" "$value")
     done
+    value=$(pbs_field group_list)
+    [[ -z $value ]] || options+=(-W "group_list=$value")
     [[ -z ${PBS_O_QUEUE:-} ]] || options+=(-q "$PBS_O_QUEUE")
     # The variables that the user gave qsub. Their values may hold commas, and -v takes them from here.
     while read -r name; do

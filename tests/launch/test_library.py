@@ -862,11 +862,14 @@ QSTAT = """Job Id: 17.srv
     job_state = R
     run_count = 3
     Account_Name = st-pi-1
+    Mail_Points = abe
+    Mail_Users = alice@example.org
     Resource_List.filesystems = home:eagle
     Resource_List.select = 2:ncpus=2:mpiprocs=2
     Resource_List.walltime = {}
     Variable_List = PBS_O_HOME=/home/alice,PBS_O_QUEUE=workq,HPCTRAIN_IMAGE=/a,
 \t_long_name,HPCTRAIN_ROOT=/b,WORD=two, words
+    group_list = st-pi
     project = _pbs_project_default
 """
 MPIRUN = """#!/bin/bash
@@ -927,7 +930,8 @@ def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
         assert (tmp_path / "asked").read_text().splitlines() == [
             "-j", "oe", "-W", "depend=afterany:17.srv", "-l", "select=2:ncpus=2:mpiprocs=2",
             "-l", f"walltime={limit}", "-l", "filesystems=home:eagle",
-            "-N", "hpctrain", "-A", "st-pi-1", "-q", "workq",
+            "-N", "hpctrain", "-A", "st-pi-1", "-m", "abe", "-M", "alice@example.org",
+            "-W", "group_list=st-pi", "-q", "workq",
             "-v", "HPCTRAIN_RESTARTS,HPCTRAIN_IMAGE,HPCTRAIN_ROOT,WORD",
             f"exec {resumed}", "1",
         ]  # fmt: skip
