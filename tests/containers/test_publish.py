@@ -179,9 +179,10 @@ REFUSED = {
     "a tag": (["--registry", f"{NAME}:cpu"], "is not HOST[:PORT]/PATH"),
     "no path": (["--registry", "localhost:5000"], "is not HOST[:PORT]/PATH"),
     "no image": (
-        ["--registry", NAME, "--flavor", "cu999"],
-        "there is no build/hpctrain-cu999.tar; build it with",
+        ["--registry", NAME, "--flavor", "cu130"],
+        "there is no build/hpctrain-cu130.tar; build it: make image FLAVOR=cu130 MPI=openmpi",
     ),
+    "no such flavor": (["--registry", NAME, "--flavor", "cu999"], "there is no flavor cu999, as there is no"),
     "nobody answers": (
         ["--registry", "localhost:5999/hpctrain"],
         "localhost:5999 does not answer: connection refused",
@@ -195,7 +196,10 @@ REFUSED = {
         "login:5000 uses plain http, which is for localhost only",
     ),
     "not logged in": (["--registry", "localhost:5001/hpctrain"], "localhost:5001 denies a push to"),
-    "half an archive": (["--registry", NAME, "--flavor", "half"], "cannot push build/hpctrain-half.tar to"),
+    "half an archive": (
+        ["--registry", NAME, "--mpi", "mpich"],
+        "cannot push build/hpctrain-cpu-mpich.tar to",
+    ),
 }
 
 
@@ -207,7 +211,7 @@ def test_a_push_that_fails_is_one_line(site, digest, name):
             "login",
             "sh",
             "-c",
-            "head -c 9999999 build/hpctrain-cpu.tar >build/hpctrain-half.tar",
+            "head -c 9999999 build/hpctrain-cpu.tar >build/hpctrain-cpu-mpich.tar",
             user="alice",
             cwd=HOME,
         )

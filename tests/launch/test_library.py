@@ -483,9 +483,9 @@ def test_ranks_of_torchrun_meet_at_the_name_that_slurm_gives_the_node():
 
 
 def test_torchrun_that_is_ended_says_so_in_one_line():
-    done = subprocess.run(
-        [*TORCHRUN, "kill -TERM $PPID; exec sleep 60"], env=BARE, capture_output=True, text=True, timeout=300
-    )
+    # Ended while it starts a rank, torchrun does not end that rank, whose output is then waited for.
+    script = "sleep 1; kill -TERM $PPID; exec sleep 60"
+    done = subprocess.run([*TORCHRUN, script], env=BARE, capture_output=True, text=True, timeout=300)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert re.fullmatch(r"hpctrain: torchrun on \S+ was ended by signal 15", done.stderr.splitlines()[-1])
 
