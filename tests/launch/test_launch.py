@@ -1025,6 +1025,30 @@ def test_a_rank_that_dies_fails_the_job_and_is_named(cluster, ahead, launcher, f
     wait_until_idle(cluster, number)
 
 
+RAISES_IN_MPI = """
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+world.Barrier()
+if world.rank == 3:
+    raise ValueError("boom")
+world.allreduce(1)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun + PMI"])
+def test_a_rank_of_mpi_that_raises_ends_the_job(cluster, launcher):
+    """It waited in MPI_Finalize for the others, and they for it, until the time limit."""
+    folder(cluster, "raise_mpi.py").write_text(RAISES_IN_MPI)
+    ended, output = job(cluster, "raise_mpi.py", script=LAUNCHERS[launcher])
+    assert ended.state == "FAILED" and re.search(r"^(3|\[3\]<stderr>)?:? ?ValueError: boom", output, re.M), (
+        output
+    )
+    if launcher == "srun + PMI":
+        how = "Exited with exit code 1. Its last line: ValueError: boom"
+        assert f"task 3 on n2 failed first: {how}" in output, output
+    wait_until_idle(cluster)
+
+
 def test_no_container_of_podman_hpc_is_left_when_a_rank_dies(cluster, podman_image):
     folder(cluster, "kill.py").write_text(KILLED)
     ended, output = job(cluster, "kill.py", script="launch/podman_hpc_ddp.sh", env=podman_image)

@@ -29,6 +29,8 @@ print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | 
         set_srun "$TASKS" --mpi="$how"
         LAUNCH+=("$TASK" srun)
     fi
+    # Otherwise a rank that ends with an exception waits in MPI_Finalize for the others, which wait for it.
+    [[ $library == *Error:* || ${PROGRAM[*]:0:2} == '-m hpctrain' ]] || PYTHON+=(-m mpi4py)
     [[ -z ${OPTION[dry-run]:-} ]] || return 0
     # mpirun 4 on a machine outside of the job tells Open MPI 5 wrongly which ranks share a node: sums over
     # nodes crash or hang. In a PBS job this script runs on a node of it.
