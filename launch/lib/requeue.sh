@@ -218,15 +218,19 @@ first_failure() {
             first = order[1]
             for (i = ended; i; i--) {
                 task = order[i]
-                if (last[task] ~ /lost the connection to another rank/) continue
+                if (last[task] ~ /lost the connection to another rank|Horovod has been shut down/) continue
                 if (hows[task] !~ /^Terminated/) alone = task " "
+                # MPI kills the others of such a rank
+                if (hows[task] ~ /^(Segmentation|Bus|Illegal|Floating)/) crashed = task " "
                 sub(/^\[rank[0-9]+\]: /, "", last[task])
                 if (last[task] ~ /^([A-Za-z0-9_.]+: error|[A-Za-z0-9_.]*(Error|Exception)):/)
                     with_error = task " "
             }
-            task = (with_error alone first) + 0
-            # It had failed before srun ended it.
-            how = with_error && hows[task] ~ /^(Terminated|Killed)/ ? hows[first] : hows[task]
+            task = (with_error crashed alone first) + 0
+            # It had failed before srun or MPI ended it.
+            how = hows[task]
+            if (with_error && how ~ /^(Terminated|Killed)/)
+                how = hows[first] ~ /^Exited/ ? hows[first] : "Exited with exit code 1"
             sub(/:$/, "", nodes[task])
             print nodes[task], task, how
             print last[task]

@@ -759,6 +759,34 @@ LOST = "hpctrain: error: rank-0000 on n1 lost the connection to another rank, wh
             "n1 0 Exited with exit code 1",
             LOST,
         ),
+        # as Horovod, MPI and mpi4py end the others
+        (
+            [
+                "1: RuntimeError: ill",
+                "0: horovod.common.exceptions.HorovodInternalError: Horovod has been shut down. This",
+                "srun: error: n1: task 0: Exited with exit code 1",
+            ],
+            "n1 1 Exited with exit code 1",
+            "RuntimeError: ill",
+        ),
+        (
+            [
+                "srun: error: n1: task 0: Killed",
+                "srun: error: n2: task 2: Segmentation fault",
+                "srun: error: n2: task 3: Exited with exit code 14",
+            ],
+            "n2 2 Segmentation fault",
+            "",
+        ),
+        (
+            [
+                "3: ValueError: ünput",
+                "srun: error: n1: tasks 0-2: Killed",
+                "srun: error: n2: task 3: Killed",
+            ],
+            "n2 3 Exited with exit code 1",
+            "ValueError: ünput",
+        ),
     ],
 )
 def test_what_failed_first(programs, tmp_path, lines, first, last):
