@@ -116,7 +116,7 @@ _hpctrain_read() {
         case $2:$kind in
         detect:*) detect=$_hpctrain_reply ;;
         check:* | *:site | job:sbatch) ;;
-        *) [ -n "$_hpctrain_missing" ] || _hpctrain_set "$key" "$_hpctrain_reply" "$kind" ;;
+        *) [ -n "$_hpctrain_missing" ] || [ "$key" = "$_hpctrain_not" ] || _hpctrain_set "$key" "$_hpctrain_reply" "$kind" ;;
         esac
     done <"$1"
     _hpctrain_reply=$detect
@@ -176,6 +176,13 @@ _hpctrain_keep_caches() {
     fi
 }
 
+# _hpctrain_has_one_image ROOT: whether one SIF is there. Jobs and bin/hpctrain take it, whatever the default of
+# the site, unless the user has chosen a flavor.
+_hpctrain_has_one_image() {
+    set -- "$1"/hpctrain-*.sif
+    [ $# = 1 ] && [ -e "$1" ]
+}
+
 # hpctrain_load_site ROOT shell|job [NAME]: set the defaults of this or the detected site, or print an error
 hpctrain_load_site() {
     # Until this function returns, zsh has words, patterns and arrays as in sh, and expands file names
@@ -187,6 +194,7 @@ hpctrain_load_site() {
     fi
     local sites=$1/launch/sites name=${3:-} file known own
     local _hpctrain_reply _hpctrain_missing _hpctrain_new='' _hpctrain_why=named
+    local _hpctrain_not='' # a key that is not set
     if [ -z "$name" ]; then
         _hpctrain_detect "$sites" || return 1
         name=$_hpctrain_reply
@@ -204,6 +212,7 @@ hpctrain_load_site() {
         return 1
     fi
     _hpctrain_keep_caches
+    [ "$2" != shell ] || ! _hpctrain_has_one_image "$1" || _hpctrain_not=HPCTRAIN_FLAVOR
     # All lines are checked before the first one is applied.
     _hpctrain_read "$file" check && _hpctrain_read "$sites/generic.env" check || return 1
     _hpctrain_read "$file" "$2" && _hpctrain_read "$sites/generic.env" "$2" || return 1

@@ -69,6 +69,19 @@ def test_keys_are_known_and_values_parse(launch, site_file):
     assert "SITE_DETECT" not in env
 
 
+@pytest.mark.parametrize(("images", "flavor"), [([], "cpu"), (["cu130"], None), (["cu130", "cpu"], "cpu")])
+def test_a_flavor_is_not_chosen_where_one_image_is_installed(launch, images, flavor):
+    """Jobs and bin/hpctrain take that one. They looked for the site's flavor, and found none."""
+    for name in images:
+        (launch.parent / f"hpctrain-{name}.sif").touch()
+    shells = [("bash", "-euc"), *[("zsh", "-ec")] * bool(shutil.which("zsh"))]
+    for shell in shells:
+        _, env = source(launch, "generic", shell=shell)
+        assert env.get("HPCTRAIN_FLAVOR") == flavor
+    _, env = source(launch, "generic", env={"HPCTRAIN_FLAVOR": "cu128"})
+    assert env["HPCTRAIN_FLAVOR"] == "cu128"
+
+
 def test_only_generic_is_without_a_way_to_detect_it():
     assert [path.stem for path in SITES if "SITE_DETECT" not in keys(path)] == ["generic"]
 
