@@ -2,8 +2,9 @@
 # install.sh PREFIX [SIF]: install hpctrain for all users of a site, as `make install PREFIX=...` does.
 # Without a SIF it only checks that PREFIX can be written, before make builds one.
 #
-#   PREFIX/hpctrain/VERSION/      launch/, examples/, docs/, bin/hpctrain, and the SIF with its SBOM and
-#                                 provenance where these are at hand; a second run adds another SIF
+#   PREFIX/hpctrain/VERSION/      launch/, examples/, notebooks/, docs/ and what they name, bin/hpctrain,
+#                                 and the SIF with its SBOM and provenance where these are at hand; a second
+#                                 run adds another SIF
 #   PREFIX/modulefiles/hpctrain/  a modulefile for Lmod, and one for Environment Modules
 #
 # Users run `module use PREFIX/modulefiles` and `module load hpctrain`.
@@ -70,7 +71,10 @@ chmod 755 "$new"
 
 # Jobs read these files, so nothing is replaced.
 if [[ ! -e $root ]]; then
-    cp -rL "$source_folder"/{launch,examples,docs,README.md,LICENSE} "$new/"
+    # with the pages that they name; docs/site* are for who publishes the pages
+    (cd "$source_folder" && cp -rL --parents launch examples notebooks docs README.md CONTRIBUTING.md CHANGELOG.md \
+        LICENSE cluster/README.md tests/scripts/tutorials "$new/")
+    rm "$new"/docs/site.*
     mkdir "$new/bin"
     write_command >"$new/bin/hpctrain"
     chmod 755 "$new/bin/hpctrain"

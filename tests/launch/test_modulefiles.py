@@ -33,14 +33,19 @@ def test_what_is_installed(prefix):
     root = prefix / "hpctrain" / VERSION
     assert (root / "hpctrain-cpu.provenance.json").read_text() == "its record"
     assert sorted(path.name for path in root.iterdir() if path.suffix != ".json") == [
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
         "LICENSE",
         "README.md",
         "bin",
+        "cluster",
         "docs",
         "examples",
         "hpctrain-cpu.sif",
         "hpctrain-cpu.sif.digest",
         "launch",
+        "notebooks",
+        "tests",
     ]
     script = f"HPCTRAIN_CACHE=/x; source {root}/launch/lib/main.sh; find_digest {root}/hpctrain-cpu.sif"
     script += "; echo $DIGEST"
@@ -52,6 +57,13 @@ def test_what_is_installed(prefix):
         assert path.is_symlink() or (
             path.stat().st_mode & 0o044 == 0o044 and not path.stat().st_mode & 0o022
         ), path
+
+
+def test_the_pages_name_only_files_that_are_installed(prefix):
+    root = prefix / "hpctrain" / VERSION
+    for page in (root / "README.md", *root.glob("docs/**/*.md")):
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), (page, link)
 
 
 def test_the_folders_on_path_have_only_what_users_call(prefix):
