@@ -54,6 +54,8 @@ while [[ ${1:-} == -* && $1 != -m ]]; do
     options+=("$1")
     shift
 done
+[[ ${1:-} != *.sh || ! -x $ROOT/launch/$1 ]] ||
+    die "the script comes before its options: check.sh $1 ${options[*]} ${*:2}"
 "$script" "${options[@]}" check
 [[ -z $EARLY_STOP ]] || export HPCTRAIN_EARLY_STOP=1 # Slurm sends it once
 (($# == 0)) || exec "$script" "${options[@]}" "$@"

@@ -978,6 +978,13 @@ def test_check_without_a_script(programs):
     assert commands == ["check", "train_ddp"], done.stdout
 
 
+def test_check_with_the_options_before_the_script(programs):
+    """It checked with the wrong launcher, and said that a script of launch/ is no Python script."""
+    done = dry_run("check.sh", programs, "--mpi=pmix", "apptainer_mpi.sh", "train_ddp")
+    message = "the script comes before its options: check.sh apptainer_mpi.sh --dry-run --mpi=pmix train_ddp"
+    assert (done.returncode, done.stderr) == (2, f"hpctrain: error: {message}\n")
+
+
 @pytest.mark.parametrize("number", ["x", "-1", "08"])
 def test_an_invalid_number_of_restarts(number):
     done = library("open_control", HPCTRAIN_REQUEUES=number)
