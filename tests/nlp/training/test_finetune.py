@@ -671,6 +671,7 @@ def test_predict_agrees_with_the_scored_test_set(models, capfd, tmp_path):
             "broken.jsonl, line 1: expected a JSON object with first and second",
         ),
         ("classify", ["a", "--out", "missing/out"], "missing/out: cannot be written"),
+        ("classify", ["--file", "reviews.csv"], "reviews.csv: a table, whose lines would be taken as texts"),
     ],
 )
 def test_predict_explains_bad_input(task, arguments, message, models, tmp_path, monkeypatch):
@@ -678,8 +679,18 @@ def test_predict_explains_bad_input(task, arguments, message, models, tmp_path, 
     Path("empty.txt").write_text("")
     Path("tabs.txt").write_text("a\tb\nc\n")
     Path("broken.jsonl").write_text('{"first": 1}\n')
+    Path("reviews.csv").write_text("id,review\n0,good\n")
     with pytest.raises(HpctrainError, match=re.escape(message)):
         predict.main(ALONE, [str(models[task]), *arguments])
+
+
+@pytest.mark.parametrize("trainer", ["train_ddp", "nlp.ner"])
+def test_predict_names_a_run_without_a_model(tmp_path, trainer):
+    """Also beside a link out of the folder, as wandb makes one."""
+    (tmp_path / "config.json").write_text(json.dumps({"trainer": trainer}))
+    (tmp_path / "wandb").symlink_to("/")
+    with pytest.raises(HpctrainError, match=rf"a run of {trainer} that has no model/: a fine-tuning \(nlp"):
+        predict.main(ALONE, [str(tmp_path), "text"])
 
 
 def test_predict_refuses_other_and_damaged_model_folders(models, tmp_path):

@@ -36,7 +36,7 @@ from hpctrain.nlp.models.model_folder import (
 )
 from hpctrain.nlp.task import Task
 from hpctrain.options import Parser, add_device, positive
-from hpctrain.text import counted, first_line
+from hpctrain.text import counted, first_line, one_line
 
 CHUNK = 2048  # texts that are sorted by length together and answered at a time
 # Characters that control a terminal and that json.dumps() does not escape: DEL and the C1 set.
@@ -121,8 +121,17 @@ def write_answers(
 
 
 def find_model_folder(folder: Path) -> Path:
-    """The model folder of a run folder, else `folder`. Raises HpctrainError for a pipe or a device."""
+    """The model folder of a run folder, else `folder`.
+
+    Raises HpctrainError for a pipe or a device, and for a run without a model.
+    """
     found = folder / "model" if (folder / "model/config.json").exists() else folder
+    config = folder / "config.json"
+    if found == folder and config.exists() and (trainer := read_json_object(config).get("trainer")):
+        raise HpctrainError(
+            f"{folder}: a run of {one_line(str(trainer))} that has no model/: "
+            "a fine-tuning (nlp.*) writes it when its training has ended"
+        )
     refuse_foreign_files(found)
     return found
 
@@ -173,6 +182,11 @@ def read_rows(args: argparse.Namespace, task: Task[Any]) -> Iterator[tuple[str, 
             raise UsageError("TEXT is not UTF-8: set the locale of the terminal to UTF-8, or use --file")
         yield from (tuple(args.text[i : i + len(names)]) for i in range(0, len(args.text), len(names)))
         return
+    if args.file.suffix.lower() == ".csv":
+        raise HpctrainError(
+            f"{args.file}: a table, whose lines would be taken as texts: write a .jsonl file of objects with "
+            f"{' and '.join(names)}, or a text file of the texts alone"
+        )
     try:
         text = decode_text(args.file, args.file.read_bytes(), for_tables="convert it to .jsonl")
     except OSError as error:
