@@ -8,7 +8,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.options import Parser
-from hpctrain.run.reader import read_configs, read_metrics
+from hpctrain.run.reader import read_configs, require_metrics
 from hpctrain.run.wandb import folder_for_wandb, result_numbers, start_wandb
 from hpctrain.text import first_line, say
 
@@ -17,10 +17,8 @@ def steps(run: Path) -> list[dict[str, float]]:
     """The metrics of each step, in order; of a repeated step the last. Raises HpctrainError."""
     read_configs(run)  # raises for a folder that is not one of a run
     merged: dict[float, dict[str, float]] = {}
-    for line in read_metrics(run):
+    for line in require_metrics(run):
         merged.setdefault(line["step"], {}).update(line)
-    if not merged:
-        raise HpctrainError(f"{run}/metrics.jsonl has no line yet: wait for the first, or leave this run out")
     return [merged[step] for step in sorted(merged)]
 
 

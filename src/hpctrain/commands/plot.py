@@ -6,6 +6,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.options import Parser
 from hpctrain.run.charts import plot
+from hpctrain.run.reader import require_metrics
 from hpctrain.text import reason, say
 
 
@@ -20,6 +21,8 @@ def parser() -> Parser:
 def main(world: World, arguments: list[str]) -> None:
     """Draw curves.png and print its path. Raises HpctrainError."""
     run = parser().parse_args(arguments).run
+    if (run / "metrics.jsonl").exists():  # else plot() says what the folder is not
+        require_metrics(run)
     try:
         say(str(plot(run)))
     except OSError as error:  # a run of another user

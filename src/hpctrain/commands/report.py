@@ -15,7 +15,15 @@ from hpctrain.files import atomic
 from hpctrain.options import Parser
 from hpctrain.run.charts import COLORS, folder_for_matplotlib, plain, save_picture, the_first
 from hpctrain.run.metrics import format_seconds
-from hpctrain.run.reader import best_line, is_loss, is_number, points, read_configs, read_metrics, summarize
+from hpctrain.run.reader import (
+    best_line,
+    is_loss,
+    is_number,
+    points,
+    read_configs,
+    require_metrics,
+    summarize,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,10 +80,7 @@ class Content(NamedTuple):
 
 def read(run: Path) -> Content:
     """Read a run folder. Raises HpctrainError if the folder is not one of a run, or has no metrics yet."""
-    content = Content(summarize(run), read_configs(run), read_metrics(run))
-    if not content.lines:
-        raise HpctrainError(f"{run}/metrics.jsonl has no line yet: wait for the first, or leave this run out")
-    return content
+    return Content(summarize(run), read_configs(run), require_metrics(run))
 
 
 def metric_names(runs: list[Content]) -> list[str]:

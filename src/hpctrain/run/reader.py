@@ -76,6 +76,13 @@ def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
         return []
 
 
+def require_metrics(run: Path) -> list[dict[str, float]]:
+    """The lines of load_metrics(). Raises HpctrainError if there are none."""
+    if not (lines := read_metrics(run)):
+        raise HpctrainError(f"{run}/metrics.jsonl has no line yet: wait for the first, or leave this run out")
+    return lines
+
+
 def load_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
     """The lines of metrics.jsonl, or of its last `tail` bytes.
 
