@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from hpctrain.checkpoints.checkpoint import path_of
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from hpctrain.run.nonfinite import MOST_IN_A_ROW, NonFinite
@@ -229,29 +230,32 @@ def test_by_default_no_gradient_is_looked_at():
     assert step(nonfinite, float("nan")) and nonfinite.model.weight.grad is not None
 
 
-def test_the_error_names_the_first_step():
+def test_the_error_names_the_first_step(tmp_path):
     nonfinite = watch(torch.nn.Linear(2, 2), skip=False)
     for number, loss in enumerate([0.5, float("inf"), float("nan")]):
         nonfinite.add(number, torch.tensor(loss))
     with pytest.raises(HpctrainError) as caught:
-        nonfinite.check({"train_loss": float("nan")}, "epoch 3, step 103", True, "advice")
+        nonfinite.check({"train_loss": float("nan")}, "epoch 3, step 103", True, tmp_path)
     assert str(caught.value) == (
         "train_loss is nan at epoch 3, step 103, since step 102 on rank 0 "
         "with the training examples 1, 17 (counted from 0): "
-        "training diverged, use a smaller --lr, or --on-nan skip (advice)"
+        "training diverged, use a smaller --lr, or --on-nan skip (no checkpoint was saved before)"
     )
     nonfinite.clear()
+    path_of(tmp_path, epoch=1).parent.mkdir()
+    path_of(tmp_path, epoch=1).touch()
     with pytest.raises(
-        HpctrainError, match=r"^test_loss is inf at x: training diverged, use a smaller --lr \(advice\)$"
+        HpctrainError,
+        match=r"^test_loss is inf at x: training diverged, use a smaller --lr \(earlier checkpoints are in /",
     ):
-        nonfinite.check({"test_loss": float("inf")}, "x", True, "advice")
+        nonfinite.check({"test_loss": float("inf")}, "x", True, tmp_path)
 
 
-def test_a_step_is_not_to_be_skipped_where_that_is_no_option():
+def test_a_step_is_not_to_be_skipped_where_that_is_no_option(tmp_path):
     nonfinite = watch(torch.nn.Linear(2, 2), skip=False)
     nonfinite.add(0, torch.tensor(float("nan")))
-    with pytest.raises(HpctrainError, match=r"use a smaller --lr \(advice\)$"):
-        nonfinite.check({"train_loss": float("nan")}, "x", False, "advice")
+    with pytest.raises(HpctrainError, match=r"use a smaller --lr \(no checkpoint"):
+        nonfinite.check({"train_loss": float("nan")}, "x", False, tmp_path)
 
 
 def test_losses_of_many_steps_take_little_memory():

@@ -156,7 +156,7 @@ def test_a_job_that_slurm_requeues_after_its_end_has_nothing_to_do(tmp_path):
     for env in (job | {"SLURM_RESTART_COUNT": "1"}, {}):
         more = () if env else ("--out", "runs/train_ddp/5", "--resume", "auto")
         out = train(1, "--epochs", 1, *more, cwd=tmp_path, **env)
-        assert "runs/train_ddp/5 has 1 epochs already: nothing to do" in out
+        assert "runs/train_ddp/5 has 1 epoch already: nothing to do" in out
     assert result(tmp_path / "runs/train_ddp/5") == before
 
 

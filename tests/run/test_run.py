@@ -164,7 +164,7 @@ def test_a_state_that_could_not_be_resumed_from_is_refused_when_it_is_saved(tmp_
         opened.save(state)
 
 
-@pytest.mark.parametrize(("width", "error"), [(1, "has 1 epochs already"), (2, "weight")])
+@pytest.mark.parametrize(("width", "error"), [(1, "has 1 epoch already"), (2, "weight")])
 def test_a_finished_run_that_refuses_to_be_resumed_stays_as_it_was(tmp_path, width, error):
     """`hpctrain runs` would show it as stopped otherwise."""
     opened, model = start(tmp_path / "run"), torch.nn.Linear(2, 1)

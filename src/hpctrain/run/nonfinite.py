@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from hpctrain.checkpoints.checkpoint import list_newest_first
 from hpctrain.distributed.rendezvous import gather
 from hpctrain.distributed.world import World
 from hpctrain.errors import DivergedError
@@ -65,18 +67,21 @@ class NonFinite:
         """Forget the losses, which were finite."""
         self._losses = []
 
-    def check(self, values: dict[str, float], place: str, can_skip: bool, advice: str) -> None:
+    def check(self, values: dict[str, float], place: str, can_skip: bool, folder: Path) -> None:
         """End every rank if a value, the same on all, is not finite (DivergedError on rank 0).
 
-        `can_skip`: whether --on-nan skip is for this run.
+        `can_skip`: whether --on-nan skip is for this run. `folder`: its run folder.
         """
         for name, value in values.items():
             if not math.isfinite(value):
                 origin = self._origin()
                 skip = ", or --on-nan skip" if origin and can_skip and not self._skip else ""
+                saved = "no checkpoint was saved before"
+                if list_newest_first(folder):
+                    saved = f"earlier checkpoints are in {folder}"
                 self._end(
                     f"{name} is {value} at {place}{origin}: training diverged, "
-                    f"use a smaller --lr{skip} ({advice})"
+                    f"use a smaller --lr{skip} ({saved})"
                 )
 
     def _origin(self) -> str:

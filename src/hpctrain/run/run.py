@@ -50,7 +50,7 @@ from hpctrain.run.owner import Owner
 from hpctrain.run.profile import NO_PROFILE, Profile
 from hpctrain.run.rank_log import open_log, write_line
 from hpctrain.run.speed import StepTimes, T, gather_speed, gpu_percent, peak_memory
-from hpctrain.text import one_line
+from hpctrain.text import counted, one_line
 
 # Metrics for metrics.jsonl and not for the log: they change little.
 NOT_PRINTED = {"peak_memory_mb", "gpu_percent"}
@@ -217,7 +217,7 @@ class Run:
         assert self.resume_from
         if self.epoch > finished_epochs(self.resume_from.parent.parent):
             return
-        done = f"{self.folder} has {self.epoch} epochs already"
+        done = f"{self.folder} has {counted(self.epoch, 'epoch')} already"
         if restart_count() > 0 or self._options.is_auto:
             self.print(f"{done}: nothing to do")
             self._leave()
@@ -448,7 +448,7 @@ class Run:
     def _check_finite(self, **values: float) -> None:
         """End every rank if a value, the same on all, is not finite (HpctrainError on rank 0)."""
         place = f"epoch {self.epoch + (self._step > 0)}, step {self.global_step}"
-        self._nonfinite.check(values, place, self.can_skip, f"earlier checkpoints are in {self.folder}")
+        self._nonfinite.check(values, place, self.can_skip, self.folder)
 
     def end_epoch(self) -> None:
         """All steps of the epoch are done."""
@@ -489,7 +489,7 @@ class Run:
         self._metrics.close()
         try_to_plot(self.folder)
         write_json(self.folder / "result.json", result)  # last: a run with a result has nothing left to do
-        scores = [f"{name} {value:.4f}" for name, value in values.items()]
+        scores = [f"{name} {value:.4f}" for name, value in values.items()] or ["done"]
         self.print("  ".join([*scores, f"in {seconds:.1f} s"]))
         self.print("  ".join(f"{name} {value:.4g}" for name, value in speed.items()))
         if self._options.profile and not (self.folder / "profile").exists():

@@ -820,7 +820,7 @@ def test_validation_score_that_is_not_finite_ends_the_run(tmp_path, monkeypatch)
 def test_nan_loss_ends_the_run(config, tmp_path):
     error = (
         r"train_loss is nan at epoch \d, step \d+, since step \d+ .*: training diverged, "
-        "use a smaller --lr.*run"
+        r"use a smaller --lr.* \(no checkpoint was saved before\)"
     )
     with pytest.raises(HpctrainError, match=error):
         train(
