@@ -61,6 +61,9 @@ REFUSED = {
     "cp949": (
         lambda text: text.replace("😀", "").encode("cp949"), "not utf-8: .* iconv -f cp949 -t utf-8",
     ),
+    "latin-1": (
+        lambda text: b"caf\xe9\n" + text.encode("ascii", "replace"), "not utf-8: .* iconv -f cp1252 -t utf-8",
+    ),
     "a program": (lambda text: b"\x7fELF\n\xff\xff\xfe" + text.encode(), "neither utf-8 nor cp949"),
     "gzip": (lambda text: gzip.compress(text.encode()), "compressed with gzip"),
     "bzip2": (lambda text: bz2.compress(text.encode()), "compressed with bzip2"),

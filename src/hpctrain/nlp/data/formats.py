@@ -56,6 +56,7 @@ MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (code
 MAX_ERRORS = 100  # of a file that are kept
 # What an error about the names in an object adds.
 OTHER_NAMES = "; --columns FIELD=COLUMN reads other names"
+CONTROLS = re.compile(rb"[\0-\x08\x0e-\x1f\x7f]")  # bytes that no text has
 SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which is no text
 
 AnyExample = TypeVar("AnyExample", bound="Example")
@@ -342,11 +343,16 @@ def decode_text(
     try:
         content.decode(encoding)
     except UnicodeDecodeError:
-        raise HpctrainError(
-            f"{location}: neither UTF-8 nor {encoding}: not a text, or damaged: download the file again"
-        ) from None
+        if marked or CONTROLS.search(content):
+            raise HpctrainError(
+                f"{location}: neither UTF-8 nor {encoding}: not a text, or damaged: download the file again"
+            ) from None
+        encoding = "cp1252"
     found = f"{marked[:6].upper()}, " if marked else ""
-    raise HpctrainError(f"{location}: {found}not UTF-8: convert the file, e.g. iconv -f {encoding} -t utf-8")
+    advice = f"convert the file, e.g. iconv -f {encoding} -t utf-8"
+    if encoding == "cp949":
+        advice += " if it is Korean, or -f cp1252 if it is of Western Europe"
+    raise HpctrainError(f"{location}: {found}not UTF-8: {advice}")
 
 
 def _find_utf16(beginning: bytes) -> str | None:
