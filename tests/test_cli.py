@@ -75,6 +75,7 @@ def test_an_option_has_to_be_written_out():
     """`--epo` would mean another option once two begin like this."""
     with pytest.raises(UsageError, match=r"unrecognized arguments: --epo 3: did you mean --epochs\?"):
         load_command("train_ddp").parser().parse_args(["--epo", "3"])
+    assert did_you_mean("polt", COMMANDS) == "did you mean plot?"
     assert did_you_mean("--port", ["--out", "--kernel"]) == ""
     assert did_you_mean("--lora", ["--lora-rank", "--lora-from"]) == ""
 

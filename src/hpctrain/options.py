@@ -48,7 +48,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     known = [*dict.fromkeys(known)]
     longer = [name for name in known if len(word) > 2 and name.startswith(word)]
-    found = longer if len(longer) == 1 else difflib.get_close_matches(word, known, 1, 0.8)
+    found = longer if len(longer) == 1 else difflib.get_close_matches(word, known, 1, 0.75)
     return "".join(f"did you mean {name}?" for name in found)
 
 
