@@ -1,6 +1,6 @@
 """A small ResNet on random images like those of CIFAR-10.
 
-sbatch launch/apptainer_ddp.sh examples/own-script/2_nothing_lost.py --out runs/mine
+sbatch launch/apptainer_ddp.sh examples/own-script/2_nothing_lost.py --out runs/safe
 """
 
 import torch
