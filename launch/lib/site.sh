@@ -116,7 +116,8 @@ _hpctrain_read() {
         case $2:$kind in
         detect:*) detect=$_hpctrain_reply ;;
         check:* | *:site | job:sbatch) ;;
-        *) [ -n "$_hpctrain_missing" ] || [ "$key" = "$_hpctrain_not" ] || _hpctrain_set "$key" "$_hpctrain_reply" "$kind" ;;
+        *) [ -n "$_hpctrain_missing" ] || [ "$key" = "$_hpctrain_not" ] ||
+            _hpctrain_set "$key" "$_hpctrain_reply" "$kind" ;;
         esac
     done <"$1"
     _hpctrain_reply=$detect
@@ -176,8 +177,8 @@ _hpctrain_keep_caches() {
     fi
 }
 
-# _hpctrain_has_one_image ROOT: whether one SIF is there. Jobs and bin/hpctrain take it, whatever the default of
-# the site, unless the user has chosen a flavor.
+# _hpctrain_has_one_image ROOT: whether one SIF is there. Jobs and bin/hpctrain take it, whatever the default
+# of the site, unless the user has chosen a flavor.
 _hpctrain_has_one_image() {
     set -- "$1"/hpctrain-*.sif
     [ $# = 1 ] && [ -e "$1" ]

@@ -72,8 +72,8 @@ chmod 755 "$new"
 # Jobs read these files, so nothing is replaced.
 if [[ ! -e $root ]]; then
     # with the pages that they name; docs/site* are for who publishes the pages
-    (cd "$source_folder" && cp -rL --parents launch examples notebooks docs README.md CONTRIBUTING.md CHANGELOG.md \
-        LICENSE cluster/README.md tests/scripts/tutorials "$new/")
+    (cd "$source_folder" && cp -rL --parents launch examples notebooks docs README.md CONTRIBUTING.md \
+        CHANGELOG.md LICENSE cluster/README.md tests/scripts/tutorials "$new/")
     rm "$new"/docs/site.*
     mkdir "$new/bin"
     write_command >"$new/bin/hpctrain"

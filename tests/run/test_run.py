@@ -126,7 +126,7 @@ def test_values_of_numpy_and_torch_are_numbers_in_the_files(tmp_path, capsys):
     path = tmp_path / "run/checkpoints/epoch-0001.pt"
     assert checkpoint.find_fitting(path, model, "optimizer") == path
     start(tmp_path / "other").finish(model)
-    assert "\nin 0." in capsys.readouterr().out
+    assert "\ndone  in 0." in capsys.readouterr().out
 
 
 def test_a_loss_that_is_a_number_and_not_finite(tmp_path):
