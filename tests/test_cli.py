@@ -10,6 +10,7 @@ from hpctrain.errors import UsageError
 from hpctrain.options import did_you_mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "package"),
     [

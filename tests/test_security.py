@@ -77,6 +77,7 @@ def rank(body):
 # ---- what ranks send each other ----
 
 
+@pytest.mark.slow
 def test_values_go_round(tmp_path):
     """Of different lengths, with NaN and with bytes of a file name that is not UTF-8."""
     body = (
@@ -88,6 +89,7 @@ def test_values_go_round(tmp_path):
     assert done == [(0, "True ['path', None, 1] [nan, nan]\n", "")] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -105,6 +107,7 @@ def test_a_pickle_of_another_rank_is_not_executed(tmp_path, ours, theirs):
     ), out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", ["2**50", "-1"])
 def test_a_length_of_another_rank_is_checked_before_memory_is_allocated(tmp_path, length):
     theirs = (
@@ -200,6 +203,7 @@ def test_a_stranger_does_not_become_a_rank(tmp_path):
     assert first[2].count("\n") == 1 and stranger[1] == ""  # it ends with its connection, or after a minute
 
 
+@pytest.mark.slow
 def test_ranks_join_with_a_secret_and_use_a_prefix_that_it_hides(tmp_path):
     spy = """
 import torch.distributed as dist

@@ -61,6 +61,7 @@ def test_a_dry_run_in_the_image(site):
     shutil.rmtree(here)
 
 
+@pytest.mark.slow
 def test_whatever_ends_it_leaves_a_table_and_the_next_one_goes_on(tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", "--dry-run", "--only", "machine", "--only", "lora"]
     command += ["--out", tmp_path]

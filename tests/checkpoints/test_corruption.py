@@ -243,6 +243,7 @@ LOAD = """if True:
 """
 
 
+@pytest.mark.slow
 def test_crafted_checkpoints_neither_load_nor_end_the_process(tmp_path):
     """With the check sums of their archives right. Those that are changed at random may load as something."""
     chance, files = random.Random(1), tmp_path / "files"

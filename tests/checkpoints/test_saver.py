@@ -178,6 +178,7 @@ def test_tensors_that_share_their_memory_are_written_once(folder):
 # ---- in the background ----
 
 
+@pytest.mark.slow
 def test_a_slow_disk_makes_the_next_save_wait_and_drops_none(folder, monkeypatch):
     real, writing = checkpoint.save, threading.Event()
 
@@ -234,6 +235,7 @@ def test_a_write_that_fails_is_due_at_the_next_decision_and_raised_once(folder, 
     assert names(folder) == ["epoch-0003.pt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lasts", [3, 1000])
 def test_a_file_system_that_cannot_be_written_for_a_while(folder, monkeypatch, capsys, lasts):
     monkeypatch.setattr(atomic, "RETRY_EVERY", 0.05)
@@ -283,6 +285,7 @@ def test_an_error_of_any_kind_in_the_background_is_raised(folder):
         saver.wait()
 
 
+@pytest.mark.slow
 def test_an_error_does_not_lose_the_checkpoint_that_is_being_written(folder):
     code = """
 import sys, time, types

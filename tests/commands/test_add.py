@@ -118,6 +118,7 @@ def test_packages_in_a_folder_that_no_container_can_mount_are_refused(monkeypatc
             add.main(ALONE, ["einops"])
 
 
+@pytest.mark.slow
 def test_an_index_comes_from_the_users_own_settings_alone(tmp_path, monkeypatch, capsys):
     """uv.toml and pyproject.toml of the current folder and its parents may be another user's."""
     (tmp_path / "index").mkdir()

@@ -103,6 +103,7 @@ def no_memory():
     bench.free_memory = lambda *_: 20_000
 
 
+@pytest.mark.slow
 def test_sizes_that_do_not_fit_are_left_out(tmp_path):
     done = run(tmp_path, 2, "--operations", "broadcast", "--out", "out", setup=no_memory)
     assert done.returncode == 0, done.stderr

@@ -50,6 +50,7 @@ def test_pictures_and_printed_names_do_not_depend_on_where_one_stands(tmp_path, 
     assert not matplotlib.rcParams["text.usetex"]
 
 
+@pytest.mark.slow
 def test_an_empty_entry_of_pythonpath_imports_nothing_from_the_current_folder(tmp_path):
     (tmp_path / "numpy.py").write_text("raise SystemExit('the wrong numpy')\n")
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "step": 1, "train_loss": 1.0}\n')

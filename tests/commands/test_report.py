@@ -156,6 +156,7 @@ def test_values_that_are_not_finite_are_left_out(tmp_path):
     assert (tmp_path / "page.html").read_text().count("<svg") == 1
 
 
+@pytest.mark.slow
 def test_a_run_folder_of_somebody_else_gives_no_traceback(tmp_path, capsys):
     """Formulas that are none, halves of characters, numbers beyond each axis, and what is no number."""
     odd = [math.inf, math.nan, 1e308, -1e308, 2**70]

@@ -106,6 +106,7 @@ def test_a_second_make_venv_says_that_there_is_one(project):
     assert done.returncode == 1 and "another make venv is running in this folder" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_a_build_with_all_that_it_started(project, tmp_path, number):
     """pip lived on beside the next make venv, and mksquashfs for 40 s."""

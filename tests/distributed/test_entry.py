@@ -128,6 +128,7 @@ def test_python_without_docstrings_is_refused_where_transformers_is_needed():
     assert done.returncode == 2 and re.fullmatch(r"hpctrain: error: .*unset PYTHONOPTIMIZE.*\n", done.stderr)
 
 
+@pytest.mark.slow
 def test_an_operation_without_a_deterministic_implementation_is_one_line():
     """torch 2.13 raises RuntimeError, whose text names the operation and use_deterministic_algorithms()."""
     code = (

@@ -52,6 +52,7 @@ assert [name for name in {not_used} if name in sys.modules] == []
 """)
 
 
+@pytest.mark.slow
 def test_fetch_does_not_import_the_models():
     run("import sys, hpctrain.nlp.models.hub\nassert 'transformers.modeling_utils' not in sys.modules")
 

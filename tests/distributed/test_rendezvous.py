@@ -161,6 +161,7 @@ def test_a_store_with_the_connections_of_hundreds_of_ranks():
     assert done.stdout.replace("\n", "") == "[0, 1]" * 2, done.stderr
 
 
+@pytest.mark.slow
 def test_a_name_that_does_not_resolve_is_an_error_at_once():
     since = time.monotonic()
     [(status, _, error)] = start_ranks(
@@ -170,6 +171,7 @@ def test_a_name_that_does_not_resolve_is_an_error_at_once():
     assert time.monotonic() - since < 150
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named():
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]

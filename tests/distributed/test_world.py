@@ -183,6 +183,7 @@ def test_restarts_of_slurm_and_of_pbs():
     ] == [0, 2, 1]
 
 
+@pytest.mark.slow
 def test_real_torchrun():
     """Two processes of a real torchrun, to check the table above."""
     code = "from hpctrain.distributed.world import detect; w = detect(); "

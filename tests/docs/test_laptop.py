@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torchvision
 
@@ -23,12 +24,14 @@ def run(*command, **env):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_mpirun_of_the_environment_starts_ranks_with_one_world():
     check = [sys.executable, "-m", "hpctrain", "check"]
     said = run("mpirun", "--oversubscribe", "-np", "2", *check, MASTER_ADDR="127.0.0.1", MASTER_PORT="29547")
     assert re.search(r"check passed: 2 ranks on 1 host \(openmpi\).* over MPI, too \(Open MPI v5", said)
 
 
+@pytest.mark.slow
 def test_a_plain_lightning_script():
     script = REPOSITORY / "tests/scripts/plain_lightning.py"
     env = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": sys.prefix, "HPCTRAIN_TASKS": "2"}

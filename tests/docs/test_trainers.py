@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from slurm_cluster import REPOSITORY
 
 from tests.helpers import run_ranks
@@ -23,6 +24,7 @@ print(sorted(sampler), value.item())
 """
 
 
+@pytest.mark.slow
 def test_the_lines_of_ddp_train(tmp_path):
     page = (REPOSITORY / "docs/guides/trainers.md").read_text()
     lines = re.findall(r"^\+(.*)$", page.partition("```diff\n")[2].partition("```")[0], re.M)

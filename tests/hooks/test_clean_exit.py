@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 # Rank 0 of a world of one, in a job of as many ranks as the test says.
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
@@ -16,6 +18,7 @@ def run(folder, script, ranks):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_rank_ends_after_the_threads_of_torch(tmp_path):
     """Without hpctrain, torch 2.13 aborts: wait_at_exit() can go when it no longer does."""
     script = (
@@ -37,6 +40,7 @@ def test_a_rank_ends_after_the_threads_of_torch(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_the_groups_that_its_script_destroys(tmp_path):
     """torch 2.13 frees them, which can wait forever: see keep_destroyed_groups().
 

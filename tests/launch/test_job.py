@@ -291,6 +291,7 @@ def test_a_script_that_mpirun_starts_several_times_is_refused(shell):
     assert (pbs.returncode, pbs.stderr) == (0, "")  # on another node than the first one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "said, error",
     [

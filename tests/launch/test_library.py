@@ -164,6 +164,7 @@ def test_a_record_of_somebody_else_does_not_count(image):
     assert find(image) == ""
 
 
+@pytest.mark.slow
 def test_an_image_that_is_replaced_before_it_is_hashed_is_not_taken_for_the_first(image):
     """--broadcast and a check of MPI come between, and may take minutes."""
     other, first = image.parent / "other", image.parent / "first"
@@ -458,6 +459,7 @@ def test_a_launcher_or_shell_script_as_the_program_is_one_line_of_advice(program
 TORCHRUN = [sys.executable, REPOSITORY / "launch/lib/torchrun.py", "--standalone", "--no-python", "sh", "-c"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "how"), [("exit 3", "ended with status 3"), ("kill -9 $$$$", "was killed by signal 9")]
 )
@@ -474,6 +476,7 @@ def test_torchrun_says_in_one_line_which_rank_failed(fault, how):
     )
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_meet_at_the_name_that_slurm_gives_the_node():
     """It was the full name, such as n1.localdomain, which is in /etc/hosts of that node alone."""
     command = [*TORCHRUN, "echo $MASTER_ADDR"]
@@ -482,6 +485,7 @@ def test_ranks_of_torchrun_meet_at_the_name_that_slurm_gives_the_node():
     assert done.stdout == "127.0.0.1\n", done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_that_is_ended_says_so_in_one_line():
     # Ended while it starts a rank, torchrun does not end that rank, whose output is then waited for.
     script = "sleep 1; kill -TERM $PPID; exec sleep 60"
@@ -490,6 +494,7 @@ def test_torchrun_that_is_ended_says_so_in_one_line():
     assert re.fullmatch(r"hpctrain: torchrun on \S+ was ended by signal 15", done.stderr.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_torchrun_without_the_first_node_is_one_line():
     torchrun = [
         sys.executable,
@@ -1318,6 +1323,7 @@ def test_a_folder_in_tmp_that_somebody_else_made_is_not_used(trick):
         assert each.stderr == (warning if trick else "")
 
 
+@pytest.mark.slow
 def test_no_digest_is_written_into_a_folder_of_somebody_else(image):
     """A folder with the name of the user's in /tmp, in which everything is prepared."""
     if os.getuid() != 0:
@@ -1424,6 +1430,7 @@ def test_the_kernels_of_torch_are_in_a_folder_of_the_user(theirs):
     assert done.stdout == (theirs or f"/tmp/hpctrain-{os.getuid()}/inductor") + "\n", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shown", "folder", "ends"),
     [
@@ -1600,6 +1607,7 @@ def test_an_attempt_that_slurm_has_replaced_does_not_requeue_the_next_one(
     assert done.returncode == 137 and (tmp_path / "asked").exists() == requeued, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("restarts", "nodes", "requeued"), [(0, "1,2,3", False), (0, "2,3", True), (1, "2,3", False)]
 )
@@ -1911,6 +1919,7 @@ def own_names():
     return library('echo "$OWN_NAMES"').stdout.split()
 
 
+@pytest.mark.slow
 def test_a_variable_of_the_user_that_the_scripts_have_as_well(tmp_path):
     """TASK=mrpc arrived as the path of task.sh."""
     (tmp_path / "show.py").write_text(

@@ -95,6 +95,7 @@ def test_the_examples_are_short():
         assert len(lines) < 60 and 5 < sum("# hpctrain" in line for line in lines) < 20, path
 
 
+@pytest.mark.slow
 def test_there_is_no_checkpoint_before_the_trainer_has_begun(tmp_path):
     code = f"from hpctrain.lightning import RunFolder; print(RunFolder({str(tmp_path)!r}).resume_from)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -38,6 +38,7 @@ def bert():
         return BertForSequenceClassification(BertConfig(attn_implementation="sdpa"))
 
 
+@pytest.mark.slow
 def test_bert_base(bert):
     """The backward pass takes twice as many. Of frozen weights it has only one product."""
     for tokens in (128, 384):
@@ -63,6 +64,7 @@ def test_llama():
     assert flops.count_flops(model.train(), partial(run_empty, length=96)) == 3 * count_llama(96)
 
 
+@pytest.mark.slow
 def test_resnet50():
     """4.09 GMAC at 224 x 224 (torchvision's table). The first convolution has no gradient of its input."""
     first = 2 * 112 * 112 * 64 * 3 * 7 * 7
@@ -97,6 +99,7 @@ def test_utilization(name, share):
     assert flops.utilization(31.2e12, name, "fp32") == {"tflops_per_gpu": 31.2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "options"),
     [("train_lightning", []), ("nlp.classify", ["--limit", "64", "--batch-size", "16"])],

@@ -110,6 +110,7 @@ def test_a_restart_of_the_job_takes_the_folder_and_the_old_ranks_end(tmp_path, m
     new.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', '{"pid": "../..", "job": []}', "\0\udcff"])
 def test_a_file_without_sense_is_an_owner_that_is_dead(tmp_path, text):
     (tmp_path / "owner.json").write_bytes(text.encode(errors="surrogateescape"))

@@ -278,6 +278,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_overwritten(tmp_path):
         prepare_folder("mine", options)
 
 
+@pytest.mark.slow
 def test_a_start_that_ends_by_an_error_does_not_look_as_if_it_ran(tmp_path):
     program = (
         "import hpctrain\n"

@@ -202,6 +202,7 @@ def count_tokens(monkeypatch, counts):
     monkeypatch.setattr(FineTuneModule, "forward", forward)
 
 
+@pytest.mark.slow
 def test_result_has_tokens_without_padding(tmp_path, monkeypatch):
     """One of 65 examples is left out in each epoch, and an evaluation does not count."""
     counts = []
@@ -226,6 +227,7 @@ def test_result_has_tokens_without_padding(tmp_path, monkeypatch):
     assert 0 < figures["padding_share"] == pytest.approx(1 - real / padded, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_all_ranks(tmp_path):
     options = ["nlp.classify", "--epochs", "1", "--limit", "64", "--batch-size", "16", "--out", "run"]
     done = warm_start.run(warm_start.torchrun_ranks(2, options, dict(os.environ)), tmp_path)

@@ -288,6 +288,7 @@ time.sleep(2.5)
 """
 
 
+@pytest.mark.slow
 def test_how_to_connect_is_said_when_the_server_listens(tmp_path, monkeypatch, capfd):
     """On a busy node ssh connected to nothing for seconds after the line was printed."""
     monkeypatch.setattr(jupyter, "SAFE_PYTHON", [sys.executable, "-c", LISTENS_LATE])

@@ -32,6 +32,7 @@ def test_only_training_is_compiled_and_a_copy_is_not(monkeypatch):
     assert calls == [True]
 
 
+@pytest.mark.slow
 def test_compiled_layers_of_1x1_convolutions_do_not_warn_under_ddp():
     """torch warns of strides in dimensions of size 1, once on each rank, in four lines."""
     with warnings.catch_warnings(record=True) as shown:

@@ -198,6 +198,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_run_that_is_interrupted_again_and_again_ends_as_one_that_was_not(tmp_path, shape):
     """Each start in the same process, as in a notebook, and with new objects."""
@@ -254,6 +255,7 @@ def test_a_run_that_has_ended_is_finished_or_has_nothing_to_do(tmp_path, capsys)
     assert result_of(tmp_path / "run") == before and before["accuracy"] > 0.5
 
 
+@pytest.mark.slow
 def test_a_resume_says_what_is_not_as_it_was(tmp_path, capsys):
     """A script that was edited went on with the learning rate of its checkpoint without a word."""
 
@@ -466,6 +468,7 @@ def test_options_of_hydra(tmp_path):
     assert b"geheim" not in checkpoint.find_newest(tmp_path / "run").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_seed_decides_on_weights_and_order(tmp_path):
     results = []
     for name, seed in (("a", {}), ("b", {"seed": 1}), ("c", {"seed": 2})):
@@ -720,6 +723,7 @@ def test_two_ranks(tmp_path):
     assert "run folder" not in outputs[1]
 
 
+@pytest.mark.slow
 def test_a_notebook(tmp_path):
     """A cell that is interrupted, the same again, and another run in the next cell."""
     setup = f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'src')!r}]\n"

@@ -399,6 +399,7 @@ def test_augmentation_depends_on_seed_epoch_and_example_alone(images):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["images", "shards"])
 def test_where_a_worker_that_is_forked_could_hang_it_is_not(request, monkeypatch, data):
     folder = request.getfixturevalue(data)

@@ -266,6 +266,7 @@ def test_lightning_prints_nothing_of_its_own(runs, tmp_path):
     assert result(tmp_path / "run")["weights_sha256"] == result(runs / "one")["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_lightning_evaluates_fewer_images_than_ranks_as_ddp(tmp_path):
     write_digits(tmp_path / "digits", train=6, test=2)
     for trainer, ranks in (("train_ddp", 1), ("train_lightning", 3)):
@@ -276,6 +277,7 @@ def test_lightning_evaluates_fewer_images_than_ranks_as_ddp(tmp_path):
     assert of_three["test_accuracy"] == alone["test_accuracy"]
 
 
+@pytest.mark.slow
 def test_force_changes_within_an_epoch_what_it_says(tmp_path, monkeypatch):
     """In train_lightning as in train_ddp: Lightning restores the options of the optimizer."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -635,6 +637,7 @@ def test_a_job_that_slurm_requeues_is_resumed(tmp_path):
         assert done.returncode == 1 and "holds a run already" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_bar_on_a_terminal(tmp_path):
     options = "--data digits --epochs 1 --batch-size 8 --out run"
     command = f"stty cols 120 rows 30; {sys.executable} -m hpctrain train_ddp {options}"
@@ -653,12 +656,14 @@ def test_help(tmp_path):
     assert done.returncode == 2
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_all_ranks_with_one_line(tmp_path):
     done = run(2, "train_ddp", "--epochs", "2", "--lr", "1e30", "--out", "run", cwd=tmp_path)
     lines = [line for line in done.stderr.splitlines() if line.startswith("hpctrain: error")]
     assert done.returncode != 0 and len(lines) == 1 and "train_loss is nan" in lines[0], done.stderr
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_lightning_that_is_not_finite_ends_the_run_with_one_line(tmp_path):
     """The only step of the epoch has a finite loss, and spoils the weights."""
     options = ["--batch-size", 1024, "--lr", 1e38, "--epochs", 1, "--out", "run"]
@@ -686,6 +691,7 @@ def test_lightning_loads_the_weights_of_a_checkpoint_without_the_options_of_its_
     assert loaded.net.weight.equal(module.net.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["/nonexistent", "home"])
 def test_plot_without_scores_says_nothing_and_leaves_nothing(tmp_path, home):
     for part in ("run", "tmp", "home"):

@@ -75,6 +75,7 @@ def real_token_share(lengths, batches):
     return sum(int(part.sum()) for part in parts) / sum(len(part) * int(part.max()) for part in parts)
 
 
+@pytest.mark.slow
 def test_training_batches_have_little_padding_and_balanced_ranks(lengths):
     dealt = sampling.training_batches_by_length(lengths, 32, seed=1, epoch=0, parts=4)
     assert real_token_share(lengths, dealt.flatten(0, 1)) >= 0.97  # 0.98 measured; 0.93 is required

@@ -271,6 +271,7 @@ def test_a_small_file_is_not_unpacked_to_gigabytes(suffix, kind, tmp_path):
     tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_only_a_few_rows_are_in_memory_beside_the_examples(suffix, tmp_path):
     table = pyarrow.table({"text": [f"{i:08} 글" for i in range(20_000)]})

@@ -64,6 +64,7 @@ def read_table():
     return {(row[0], task): cell for row in rows[2:] for task, cell in zip(rows[0][2:], row[2:], strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "task"), TELLING)
 def test_a_telling_cell_is_as_the_page_says(kind, task, folder, tmp_path, capfd):
     assert run_cell(folder(kind), task, tmp_path / "run", capfd) == read_table()[kind, f"nlp.{task}"]

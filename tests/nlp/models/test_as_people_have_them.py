@@ -236,6 +236,7 @@ def test_predict_says_that_there_is_no_such_folder(tmp_path):
         predict.main(ALONE, [str(tmp_path / "nowhere"), "a"])
 
 
+@pytest.mark.slow
 def test_an_adapter_without_configuration_is_named(bert, tmp_path):
     run = fine_tune("classify", bert, tmp_path / "run", "--lora-rank", 2)
     (run / "model/config.json").unlink()  # peft writes none
@@ -245,6 +246,7 @@ def test_an_adapter_without_configuration_is_named(bert, tmp_path):
         resolve_model(str(run / "model"), ALONE)
 
 
+@pytest.mark.slow
 def test_a_token_without_embedding_is_the_cause_also_in_predict(models, tmp_path):
     """The word is in no training text."""
     add_word("누가")(models["generate"])

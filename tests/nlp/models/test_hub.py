@@ -250,6 +250,7 @@ def test_cached_model_needs_no_hub(hub, tmp_path):
     assert run("resolve", NAME, hub=hub, home=tmp_path, HF_HUB_OFFLINE="1").out == found.out != ""
 
 
+@pytest.mark.slow
 def test_pickles_are_downloaded_if_there_are_no_safetensors(hub, tmp_path):
     hub.files.pop("model.safetensors")
     hub.files["vocab.txt"] = b"[PAD]\n"

@@ -80,6 +80,7 @@ def compute(model, batch, without=()):
     return output.logits[batch.attention_mask == 1].detach(), output.loss.detach(), torch.cat(gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_a_causal_model_computes_the_same_without_a_mask(kind):
     model, batch = make_model(kind, **CAUSAL[kind]), make_batch()
@@ -142,6 +143,7 @@ def test_texts_packed_in_rows_are_searched_for(monkeypatch):
         assert not hasattr(masking_utils, "find_packed_sequence_indices")
 
 
+@pytest.mark.slow
 def test_a_training_without_masks_has_the_losses_and_scores_of_one_with_them(tmp_path, monkeypatch):
     seen = []
     forward = FineTuneModule.forward

@@ -108,6 +108,7 @@ def test_missing_padding_token_becomes_the_end_token(gpt2, tmp_path):
     assert load_tokenizer(tmp_path / "m").pad_token == "<|endoftext|>"
 
 
+@pytest.mark.slow
 def test_slow_or_missing_tokenizer_is_an_error(bert, tmp_path):
     shutil.copy(bert / "config.json", tmp_path)
     with pytest.raises(HpctrainError, match=r"no tokenizer in it \(tokenizer.json or vocab.txt\)"):

@@ -63,6 +63,7 @@ def test_bert_from_scratch_keeps_hangul_case_and_accents(tmp_path, small_config)
     assert "##나" not in tokenizer("##나").tokens()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_tokenizer_trained_on_a_million_characters_without_white_space(kind, tmp_path):
     """The trainers of tokenizers would take hours for such a word, such as an image in base64."""

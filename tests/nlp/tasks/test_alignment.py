@@ -80,6 +80,7 @@ def test_tokens_that_divide_a_character_do_not_repeat():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_tokens_keep_the_mark_of_a_word_start(kind):
     tokenizer = trained(kind)

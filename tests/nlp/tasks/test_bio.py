@@ -77,6 +77,7 @@ def test_stray_inside_tag_is_an_entity_unless_strict():
     assert from_bio(spans, ["B-A", "I-B", "I-B", "I-A"], strict=True) == [Entity(0, 1, "A")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count", "in_brackets"),
     [("klue-ner-v1.1_dev.tsv", 14_257, 3), ("klue-ner-mini_train.tsv", 12_197, 1)],

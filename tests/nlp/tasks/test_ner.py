@@ -509,6 +509,7 @@ def test_padding_changes_neither_loss_nor_predictions():
     assert numpy.array_equal(predictions[0], get_tags(one, alone)[0])
 
 
+@pytest.mark.slow
 def test_small_model_learns_the_sample_data_and_the_code_of_its_card_gives_its_score(tmp_path):
     examples = formats.load_splits(TASK, None)["train"][:24]
     labels = TASK.collect_labels(examples)
@@ -610,6 +611,7 @@ def test_scores_of_random_tags_match_seqeval(seed):
     assert 0 < scores["f1"] < 1
 
 
+@pytest.mark.slow
 def test_scores_of_real_sentences_match_seqeval():
     examples = load_klue("dev")[:2000]
     labels, choose = TASK.collect_labels(examples), numpy.random.default_rng(1)

@@ -164,6 +164,7 @@ def test_numbers_are_learned_and_a_pipeline_gives_them(number, similar, capfd):
     assert serve.show_answer(("a", "b"), {"score": 3.25}, {}) == "3.25"
 
 
+@pytest.mark.slow
 def test_models_are_trained_further_and_tested_again(many, number, colors, similar, tmp_path):
     options = ("--columns", "text=text", "--problem", "multi-label", "--data", colors)
     again = train("classify", tmp_path / "many", "--epochs", 0, *options, "--model", many / "model")

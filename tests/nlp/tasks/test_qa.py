@@ -506,6 +506,7 @@ def test_every_korquad_answer_is_in_a_window(korquad, capsys):
     assert len(train) + len(validation) == 5774
 
 
+@pytest.mark.slow
 def test_every_korquad_answer_is_in_a_shorter_window(korquad):
     _, validation = korquad
     tokenizer = make_tokenizer({text for example in validation for text in TASK.get_texts(example)})

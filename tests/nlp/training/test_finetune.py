@@ -145,6 +145,7 @@ def test_batch_size_is_global(trained):
     assert epoch == examples // 8
 
 
+@pytest.mark.slow
 def test_bf16_reaches_the_loss_of_fp32(trained, config, tmp_path):
     """Lightning's own gradient clipping refuses fused optimizers with bf16."""
     half = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--precision", "bf16")
@@ -168,6 +169,7 @@ def test_compiled_training_has_the_losses_of_one_that_is_not(trained, config, tm
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # and that of check_compiler()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["classify", "generate"])
 def test_resumed_run_ends_with_the_same_weights(task, tmp_path):
     """With dropout, and although an earlier epoch is the best so far."""
@@ -190,6 +192,7 @@ def test_resumed_run_ends_with_the_same_weights(task, tmp_path):
     assert result(cut)["weights_sha256"] == result(whole)["weights_sha256"] and scores(cut) == scores(whole)
 
 
+@pytest.mark.slow
 def test_an_attempt_that_failed_leaves_no_model_to_the_next_one(trained, config, tmp_path):
     """--resume auto without a checkpoint starts anew, with the data and the options of now."""
     first = tmp_path / "a.txt"
@@ -215,6 +218,7 @@ def test_an_epoch_that_is_over_by_other_options_is_refused(tmp_path):
         train("classify", run, *options, "--resume", run, "--batch-size", 20, "--force")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "other"),
     [
@@ -247,6 +251,7 @@ def test_other_parts_of_a_batch_are_refused_within_an_epoch(earlier, tmp_path):
         train("classify", cut, *IN_STEPS, "--accumulate", 2, "--resume", cut, "--force")
 
 
+@pytest.mark.slow
 def test_saved_model_is_the_epoch_with_the_best_validation_score(tmp_path):
     """With a learning rate that is far too high, the last epoch is not the best."""
     run = train("classify", tmp_path / "run", "--epochs", 3, "--batch-size", 8, "--lr", 5e-3)
@@ -275,6 +280,7 @@ def test_scores_are_in_metrics_tensorboard_and_model_card(trained):
     assert (trained / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_test_set_is_scored_once_and_does_not_affect_training(trained, config, tmp_path):
     assert [("test_loss" in line) for line in metrics(trained)] == [False] * (len(metrics(trained)) - 1) + [
         True
@@ -393,6 +399,7 @@ def test_predictions_do_not_depend_on_the_batches_of_an_evaluation(task, config,
 # --- the cache of tokenized texts ---
 
 
+@pytest.mark.slow
 def test_second_run_maps_the_cached_features(trained, config, tmp_path, monkeypatch):
     monkeypatch.setattr(classify.Classify, "tokenize", lambda *_: pytest.fail("tokenized again"))
     again = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config)
@@ -630,6 +637,7 @@ def test_text_as_long_as_the_positions_is_generated(models):
         assert generate.TASK.generate_texts(model, load_tokenizer(models["generate"]), [prompt], 15, seed=1)
 
 
+@pytest.mark.slow
 def test_model_card_has_names_instead_of_paths(config, tmp_path):
     folder = tmp_path / "some/where/reviews"
     shutil.copytree(SAMPLES / "classify", folder)
@@ -765,6 +773,7 @@ def add_lines(tmp_path, **files):
 QUICK = ("--epochs", 1, "--batch-size", 8, "--from-scratch", "tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -790,6 +799,7 @@ def test_bad_examples_are_reported_or_with_strict_an_error(tmp_path, capsys, fil
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["test", "dev"])
 def test_run_ends_with_a_model_although_a_set_has_only_unseen_labels(name, tmp_path, capsys):
     """Its loss is a mean over no labels."""
@@ -801,6 +811,7 @@ def test_run_ends_with_a_model_although_a_set_has_only_unseen_labels(name, tmp_p
     assert (result(run)["test_accuracy"] == 0) == (name == "test")
 
 
+@pytest.mark.slow
 def test_score_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capsys):
     def score(_, examples, answers):
         return {"accuracy": 0.5, "f1": float("nan") if len(examples) == 30 else 0.5}  # of the test set

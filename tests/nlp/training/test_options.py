@@ -103,6 +103,7 @@ def test_rare_class_is_found(rare, config, tmp_path, capfd):
     assert scores(again)["test_loss"] == pytest.approx(scores(runs[1])["test_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_weights_do_not_depend_on_parts(rare, config, tmp_path):
     """A part of a batch without the rare class has no other weight than it has in the batch."""
     options = (
@@ -174,6 +175,7 @@ def test_training_ends_after_epochs_without_a_better_score(stopped):
     assert kept and all(torch.equal(kept[name], state[name]) for name in kept)
 
 
+@pytest.mark.slow
 def test_patience_does_not_change_what_is_trained_until_then(stopped, config, tmp_path):
     whole = train("classify", tmp_path / "run", *PATIENT[:2], *PATIENT[4:], "--from-scratch", config)
     last = result(stopped)["epochs"]
@@ -185,6 +187,7 @@ def test_patience_does_not_change_what_is_trained_until_then(stopped, config, tm
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", ["within an epoch", "after the best epoch", "after the last epoch"])
 def test_resumed_run_stops_at_the_same_epoch(cut, stopped, config, tmp_path):
     """It counts the epochs before the cut, too. After the last epoch there is nothing to train."""
@@ -221,6 +224,7 @@ def stop(run):
     return True
 
 
+@pytest.mark.slow
 def test_run_of_a_version_without_these_options_is_continued(config, tmp_path):
     options = (*PATIENT[4:], "--from-scratch", config)
     run = train("classify", tmp_path / "run", "--epochs", 1, *options)
@@ -328,6 +332,7 @@ def test_evaluations_within_epochs_select_the_weights_and_end_the_run(evaluated)
     assert kept and all(torch.equal(kept[name], state[name]) for name in kept)
 
 
+@pytest.mark.slow
 def test_evaluations_do_not_change_what_is_trained(evaluated, config, tmp_path):
     """Nor the losses of the training."""
     plain = train("classify", tmp_path / "run", *EVERY, "--from-scratch", config)
@@ -343,6 +348,7 @@ def test_evaluations_do_not_change_what_is_trained(evaluated, config, tmp_path):
     assert len(lines[0]) == 16 and lines[0].items() <= lines[1].items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["the best", "the last", "nothing after the first epoch"])
 def test_run_resumed_after_an_evaluation_ends_alike(kept, evaluated, config, tmp_path):
     best, steps = find_best_evaluation(evaluated)

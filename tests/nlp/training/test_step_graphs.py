@@ -48,6 +48,7 @@ def captured(monkeypatch):
     return shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 100])
 def test_a_graph_for_each_shape_gives_the_weights_of_steps_without_graphs(
     tmp_path, monkeypatch, captured, most
