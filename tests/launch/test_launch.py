@@ -1039,7 +1039,7 @@ world.allreduce(1)
 def test_a_rank_of_mpi_that_raises_ends_the_job(cluster, launcher):
     """It waited in MPI_Finalize for the others, and they for it, until the time limit."""
     folder(cluster, "raise_mpi.py").write_text(RAISES_IN_MPI)
-    ended, output = job(cluster, "raise_mpi.py", script=LAUNCHERS[launcher])
+    ended, output = wait(cluster, cluster.submit(HERE, *LAUNCHERS[launcher], "raise_mpi.py", cwd=HOME))
     assert ended.state == "FAILED" and re.search(r"^(3|\[3\]<stderr>)?:? ?ValueError: boom", output, re.M), (
         output
     )
