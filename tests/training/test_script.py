@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-import nbclient
-import nbformat
 import numpy
 import pytest
 import torch
@@ -726,6 +724,9 @@ def test_two_ranks(tmp_path):
 @pytest.mark.slow
 def test_a_notebook(tmp_path):
     """A cell that is interrupted, the same again, and another run in the next cell."""
+    import nbclient  # takes seconds, and other tests do without it
+    import nbformat
+
     setup = f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'src')!r}]\n"
     setup += "import hpctrain\nfrom tests.training.test_script import Interrupt, plain\n"
     cell = """with hpctrain.Run("mine", out="{}", resume="auto", checkpoint_every=1) as run:
