@@ -127,7 +127,7 @@ def find_model_folder(folder: Path) -> Path:
     """
     found = folder / "model" if (folder / "model/config.json").exists() else folder
     config = folder / "config.json"
-    if found == folder and config.exists() and (trainer := read_json_object(config).get("trainer")):
+    if found == folder and config.is_file() and (trainer := read_json_object(config).get("trainer")):
         raise HpctrainError(
             f"{folder}: a run of {one_line(str(trainer))} that has no model/: "
             "a fine-tuning (nlp.*) writes it when its training has ended"
