@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from hpctrain.checkpoints.checkpoint import list_newest_first
+from hpctrain.checkpoints.checkpoint import has_complete
 from hpctrain.distributed.rendezvous import gather
 from hpctrain.distributed.world import World
 from hpctrain.errors import DivergedError
@@ -77,7 +77,7 @@ class NonFinite:
                 origin = self._origin()
                 skip = ", or --on-nan skip" if origin and can_skip and not self._skip else ""
                 saved = "no checkpoint was saved before"
-                if list_newest_first(folder):
+                if has_complete(folder):
                     saved = f"earlier checkpoints are in {folder}"
                 self._end(
                     f"{name} is {value} at {place}{origin}: training diverged, "
