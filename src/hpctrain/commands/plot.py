@@ -21,8 +21,7 @@ def parser() -> Parser:
 def main(world: World, arguments: list[str]) -> None:
     """Draw curves.png and print its path. Raises HpctrainError."""
     run = parser().parse_args(arguments).run
-    if (run / "metrics.jsonl").exists():  # else plot() says what the folder is not
-        require_metrics(run)
+    require_metrics(run)
     try:
         say(str(plot(run)))
     except OSError as error:  # a run of another user

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.run.reader import best_line, is_loss, load_metrics, losses_and_scores, points
 from hpctrain.text import one_line, reason, say
@@ -74,13 +73,7 @@ def folder_for_matplotlib() -> Iterator[None]:
 def _draw(folder: Path) -> Path:
     from matplotlib.figure import Figure  # pyplot would keep every figure in memory
 
-    try:
-        lines = load_metrics(folder)
-    except OSError as error:
-        raise HpctrainError(
-            f"{folder}/metrics.jsonl cannot be read ({reason(error)}): "
-            "give a run folder, such as runs/train_ddp/17"
-        ) from error
+    lines = load_metrics(folder)
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     axes = figure.subplots(1, 2)
     found = dict.fromkeys(name for line in lines for name in losses_and_scores(line))

@@ -69,25 +69,35 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
-    """The lines of load_metrics(), or [] if the file cannot be read."""
+    """The lines of metrics.jsonl, or of its last `tail` bytes; [] if the file cannot be read.
+
+    Skips incomplete lines, values that is_number() refuses, and too long or unprintable names.
+    """
     try:
-        return load_metrics(run, tail)
+        return _read_lines(run, tail)
     except OSError:
         return []
 
 
+def load_metrics(run: Path) -> list[dict[str, float]]:
+    """As read_metrics(). Raises HpctrainError if the file cannot be read."""
+    try:
+        return _read_lines(run)
+    except OSError as error:
+        raise HpctrainError(
+            f"{run}/metrics.jsonl cannot be read ({reason(error)}): "
+            "give a run folder, such as runs/train_ddp/17"
+        ) from error
+
+
 def require_metrics(run: Path) -> list[dict[str, float]]:
-    """The lines of load_metrics(). Raises HpctrainError if there are none."""
-    if not (lines := read_metrics(run)):
+    """As load_metrics(). Raises HpctrainError also if there is no line."""
+    if not (lines := load_metrics(run)):
         raise HpctrainError(f"{run}/metrics.jsonl has no line yet: wait for the first, or leave this run out")
     return lines
 
 
-def load_metrics(run: Path, tail: int | None = None) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl, or of its last `tail` bytes.
-
-    Skips incomplete lines, values that is_number() refuses, and too long or unprintable names.
-    """
+def _read_lines(run: Path, tail: int | None = None) -> list[dict[str, float]]:
     with open_plain(run / "metrics.jsonl") as file:
         if tail is not None and file.seek(0, os.SEEK_END) > tail:
             file.seek(-tail, os.SEEK_END)
