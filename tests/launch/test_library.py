@@ -890,6 +890,17 @@ def test_each_job_of_a_pbs_array_has_a_port(programs, tmp_path):
     assert len(ports) == 3
 
 
+@pytest.mark.parametrize(
+    ("line", "start"), [("from mpi4py import MPI", "python -m mpi4py"), ("import torch", "python")]
+)
+def test_a_script_for_mpi_in_a_pbs_job(programs, tmp_path, line, start):
+    """A rank that raised waited in MPI_Finalize for the others, and they for it, until the time limit."""
+    (tmp_path / "mine.py").write_text(f"{line}\n")
+    env = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "1"}
+    done = dry_run("pbs_ddp.sh", programs | env, str(tmp_path / "mine.py"))
+    assert done.stdout.rstrip().endswith(f" -- {start} {tmp_path}/mine.py"), done
+
+
 QSTAT = """Job Id: 17.srv
     Job_Name = hpctrain
     job_state = R

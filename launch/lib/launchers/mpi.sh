@@ -1,5 +1,6 @@
 # MPI: srun with a PMI, or the host's mpirun.
 # shellcheck shell=bash
+# shellcheck disable=SC2034 # PYTHON is read by main.sh
 
 # launch_with_mpi HOW: mpirun, or srun with that PMI; "auto" or nothing: the PMI of the image's MPI library
 launch_with_mpi() {
@@ -29,8 +30,8 @@ print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | 
         set_srun "$TASKS" --mpi="$how"
         LAUNCH+=("$TASK" srun)
     fi
-    # Otherwise a rank that ends with an exception waits in MPI_Finalize for the others, which wait for it.
-    [[ $library == *Error:* || ${PROGRAM[*]:0:2} == '-m hpctrain' ]] || PYTHON+=(-m mpi4py)
+    # Any script, as a module of its own may import mpi4py; mpirun.sh says why.
+    [[ $library == *Error:* || ${PROGRAM[*]:0:2} == '-m hpctrain' ]] || PYTHON=(python -m mpi4py)
     [[ -z ${OPTION[dry-run]:-} ]] || return 0
     # mpirun 4 on a machine outside of the job tells Open MPI 5 wrongly which ranks share a node: sums over
     # nodes crash or hang. In a PBS job this script runs on a node of it.

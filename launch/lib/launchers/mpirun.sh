@@ -17,6 +17,8 @@ launch_with_mpirun() {
         LAUNCH+=(-x "$name")
     done < <(forwarded_names)
     LAUNCH+=("$TASK" mpirun)
+    # Otherwise a rank that ends with an exception waits in MPI_Finalize for the others, which wait for it.
+    [[ ! $(imports mpi4py) ]] || PYTHON=(python -m mpi4py)
 }
 
 task_mpirun() {
