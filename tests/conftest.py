@@ -13,6 +13,8 @@ from tests.helpers import DATA, IMAGE_TAR, MEMORY_AND_THREADS, SIF, STANDINS, wr
 
 # Before a test imports torch.
 os.environ |= MEMORY_AND_THREADS
+# With it each worker would rewrite every assertion again, and each command compile the project.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
