@@ -43,7 +43,7 @@ demo: .room $(NO_APPTAINER)  ## train from the container on a Slurm cluster of t
 PYTEST_SLOW := .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test-fast: venv .test-tools  ## run the tests that need neither the image nor the cluster
-	.venv/bin/python -m pytest -m 'not slow' -n 3 --dist loadfile --no-loadscope-reorder --durations=20 $(PYTEST)
+	.venv/bin/python -m pytest -m 'not slow' -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=20 $(PYTEST)
 
 test: .room  ## also build image and cluster, and test what the README promises; PYTEST= adds options of pytest
 	+@$(call build,sif venv cluster test-fast)

@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # The files that take longest, first: otherwise the last of them would run alone. Of the fast tests,
-# launch/test_library does.
+# launch/test_library and nlp/training/test_finetune do.
 LONG_FILES = [
     "launch/test_launch.py",
     "containers/test_image.py",
@@ -42,6 +42,7 @@ LONG_FILES = [
     "containers/test_publish.py",
     "benchmarks/test_gpu.py",
     "launch/test_library.py",
+    "nlp/training/test_finetune.py",
     "vision/test_train.py",
     "distributed/test_watchdog.py",
     "docs/test_notebooks.py",

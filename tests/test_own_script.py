@@ -129,6 +129,7 @@ def examples(dataset=None, **options):
     return [example for batch in batches for example in batch]
 
 
+@pytest.mark.slow
 def test_a_loader_gives_the_same_examples_with_any_number_of_workers_and_after_a_resume():
     whole = examples()
     assert (
@@ -147,6 +148,7 @@ def add_random(batch):
     return [batch, torch.rand(1).item(), random.random(), numpy.random.rand()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [Numbers, AtOnce])
 def test_random_numbers_of_collating_depend_on_the_batch_alone(dataset):
     def collated(**options):

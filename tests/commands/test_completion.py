@@ -49,6 +49,7 @@ def complete(prefix, *words):
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_bash(prefix):
     assert complete(prefix, "train_d") == {"train_ddp"}
     assert complete(prefix, "") == set(COMMANDS)

@@ -51,6 +51,7 @@ def test_the_page_shows_the_best_score_and_not_the_last(tmp_path):
     assert all(page.texts.count(str(run)) == 2 for run in runs)  # in the table, and in the legend
 
 
+@pytest.mark.slow
 def test_the_page(tmp_path):
     first = make_run(tmp_path / "runs/<b>first&", starts=2)
     second = make_run(tmp_path / "runs/second", lr=0.2)
@@ -119,6 +120,7 @@ def test_a_restart_is_a_dotted_line(tmp_path):
         assert report.chart([content], "train_loss").count("stroke-dasharray: 2,3.3") == starts - 1
 
 
+@pytest.mark.slow
 def test_one_run_and_equal_runs(tmp_path):
     folders = [make_run(tmp_path / name) for name in ("a", "b")]
     report.main(ALONE, [str(folders[0]), "--out", str(tmp_path / "one.html")])

@@ -313,6 +313,7 @@ class Endless:
             yield [0]
 
 
+@pytest.mark.slow
 def test_a_batch_sampler_without_an_end(fit):
     def loader():
         return DataLoader(torch.ones(1), batch_sampler=Endless())

@@ -63,6 +63,7 @@ def test_a_result_without_its_picture(tmp_path, monkeypatch, capsys):
     assert text in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_curves_without_a_score_and_without_a_home(tmp_path):
     """Nothing on stderr, where matplotlib spoke of a legend without artists and of a folder for its cache."""
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "step": 5, "seconds": 1.0, "train_loss": 1.0}\n')

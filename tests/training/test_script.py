@@ -306,6 +306,7 @@ def test_an_optimizer_that_is_not_tracked_is_told(tmp_path, capsys):
     assert told not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_state_of_an_epoch_that_ends_by_break_is_saved(tmp_path):
     def train(folder, last):
         with open_run(folder) as run:
@@ -338,6 +339,7 @@ def test_the_checkpoint_of_the_lowest_loss_or_the_highest_score_is_kept(tmp_path
     assert summarize(folder)["score"] == f"validation_{name}"
 
 
+@pytest.mark.slow
 def test_the_weights_are_read_back(tmp_path):
     with open_run(tmp_path / "one") as run:
         plain(run, lambda run: None)

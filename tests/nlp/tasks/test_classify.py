@@ -63,6 +63,7 @@ def test_label_may_be_true_or_false(tmp_path):
     assert [document.label for document in TASK.read(write(tmp_path / "a.jsonl", lines))] == ["True", "False"]
 
 
+@pytest.mark.slow
 def test_all_reviews_of_nsmc_are_read():
     train, test = (TASK.read(find_data(f"nsmc/ratings_{part}.txt"), []) for part in ("train", "test"))
     assert (len(train), len(test)) == (150_000, 50_000)

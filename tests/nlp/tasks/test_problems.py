@@ -80,6 +80,7 @@ def number(similar, config, tmp_path_factory):
     return train("pair", out, *REGRESSION, "--epochs", 8, "--data", similar, "--from-scratch", config)
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_problem_is_refused_by_its_name(number, tmp_path):
     """Its model has another last layer, whose size says nothing to the user who gave the wrong option."""
     run = shutil.copytree(number, tmp_path / "run")
@@ -124,6 +125,7 @@ def test_correlations_are_those_of_scipy():
 # --- training, and the use of the model ---
 
 
+@pytest.mark.slow
 def test_several_classes_are_learned_and_a_pipeline_gives_the_answers(many, colors, capfd):
     assert scores(many)["test_f1_micro"] == scores(many)["test_exact_match"] == 1
     assert "4 labels: 물, 초록, 파랑, 하양" in (many / "logs/rank-0000.log").read_text()

@@ -108,6 +108,7 @@ def test_the_metric_that_selects_the_best_epoch_comes_first(config, tmp_path):
     assert summarize(run)["score"] == "test_f1_char"
 
 
+@pytest.mark.slow
 def test_learning_rate_rises_to_its_peak_then_falls_to_zero(trained):
     rates = [line["learning_rate"] for line in metrics(trained) if "learning_rate" in line]
     top = rates.index(max(rates))
@@ -206,6 +207,7 @@ def test_an_attempt_that_failed_leaves_no_model_to_the_next_one(trained, config,
     )
 
 
+@pytest.mark.slow
 def test_an_epoch_that_is_over_by_other_options_is_refused(tmp_path):
     """Lightning would train the rest of it, which is nothing, without a word."""
     options = ["--epochs", 1, "--limit", 40, "--from-scratch", "tiny", "--checkpoint-every", 4]
@@ -242,6 +244,7 @@ def test_force_sets_the_learning_rates_of_the_new_options(earlier, tmp_path, kep
     assert later and [rates[0][step] for step in later] == [rates[1][step] for step in later]
 
 
+@pytest.mark.slow
 def test_other_parts_of_a_batch_are_refused_within_an_epoch(earlier, tmp_path):
     """Lightning counts parts: it would take them for steps that are done."""
     cut = cut_after(earlier, "epoch-0002-step-000002.pt", tmp_path)
@@ -374,6 +377,7 @@ def test_evaluation_reads_no_value_of_a_batch(task):
     assert index is batch.index and len(predictions) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["classify", "ner", "qa"])
 def test_predictions_do_not_depend_on_the_batches_of_an_evaluation(task, config, tmp_path, monkeypatch):
     """Evaluated are 8 times as many examples at once as trained, with --gradient-checkpointing as many."""
@@ -461,6 +465,7 @@ def swap_rows(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_model_from_elsewhere_keeps_the_order_of_its_labels(trained, tmp_path, capsys):
     """In alphabetical order, each answer of a classifier would count as the opposite."""
     model = swap_rows(copy_model(trained, tmp_path / "model", **name_labels("1", "0")))
@@ -556,6 +561,7 @@ def test_tokenizer_in_transformers_gives_what_the_model_was_trained_on(models, t
     assert AutoTokenizer.from_pretrained(longer / "model").model_max_length == 512
 
 
+@pytest.mark.slow
 def test_questions_without_an_answer_are_trained_scored_and_answered(tmp_path, capfd):
     """Of the sample data every second question has lost its answer, as in SQuAD 2.0."""
     for name in ("train", "dev"):

@@ -163,6 +163,7 @@ def find_best(run):
     return found.index(max(found)) + 1, len(found)
 
 
+@pytest.mark.slow
 def test_training_ends_after_epochs_without_a_better_score(stopped):
     best, last = find_best(stopped)
     assert best > 1 and last == best + 2 < 12
@@ -241,6 +242,7 @@ def test_run_of_a_version_without_these_options_is_continued(config, tmp_path):
         train("classify", run, "--epochs", 1, *options, "--resume", run, "--patience", 3)
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_is_not_continued(stopped, config, tmp_path, capsys):
     before = result(stopped)
     options = (*PATIENT, "--from-scratch", config)
@@ -314,6 +316,7 @@ def find_best_evaluation(run):
     return max(found, key=lambda line: line[:2])[2], [step for *_, step in found]
 
 
+@pytest.mark.slow
 def test_evaluations_within_epochs_select_the_weights_and_end_the_run(evaluated):
     best, steps = find_best_evaluation(evaluated)
     assert (
