@@ -31,7 +31,7 @@ load_functions() {
         echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2
         exit 2
     }
-    # shellcheck source=launch/lib/main.sh
+    # shellcheck source=/dev/null # is checked by itself
     source "$main"
 }
 

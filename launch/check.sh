@@ -32,7 +32,7 @@ load_functions() {
         echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2
         exit 2
     }
-    # shellcheck source=launch/lib/main.sh
+    # shellcheck source=/dev/null # is checked by itself
     source "$main"
 }
 
@@ -44,6 +44,7 @@ functions_in() {
 }
 load_functions
 
+# shellcheck disable=SC2034 # SCRIPT is read by usage
 [[ ${1:-} != --help && ${1:-} != -h ]] || { SCRIPT=apptainer_ddp.sh && usage && exit; }
 script=$ROOT/launch/apptainer_ddp.sh
 [[ ${1:--} == -* ]] || { script=$ROOT/launch/$1 && shift; }

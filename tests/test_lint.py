@@ -93,7 +93,7 @@ def test_shell_scripts_have_110_columns():
     assert not wide, "\n".join(wide)
 
 
-@pytest.mark.slow  # each launch script is checked with all that it sources
+@pytest.mark.slow  # half a minute of processor time
 def test_shellcheck():
     assert "launch/apptainer_ddp.sh" in SHELL and "launch/lib/main.sh" in SHELL and len(LAUNCH_SCRIPTS) == 12
     done = run(TOOLS / "shellcheck", "--external-sources", *SHELL)
