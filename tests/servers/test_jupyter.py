@@ -278,6 +278,17 @@ def test_the_server_reads_no_configuration_of_the_current_folder(tmp_path, monke
     assert Path(folder).name.startswith("hpctrain-jupyter.")
 
 
+@pytest.mark.parametrize(("login", "shell"), [("/bin/no-tcsh", "bash"), ("/bin/sh", "sh")])
+def test_a_terminal_has_a_shell_that_is_there(tmp_path, monkeypatch, capfd, login, shell):
+    """JupyterLab answered with status 500 where the login shell of the user is not in the image."""
+    monkeypatch.setenv("SHELL", login)
+    monkeypatch.setattr(
+        jupyter, "SAFE_PYTHON", [sys.executable, "-c", "import os; print(os.environ['SHELL'])"]
+    )
+    jupyter.serve(tmp_path / "out")
+    assert Path(capfd.readouterr().out.splitlines()[0]).name == shell
+
+
 LISTENS_LATE = """
 import socket, sys, time
 path = next(word for word in sys.argv if word.startswith("--ServerApp.sock=")).partition("=")[2]

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
+from shutil import which
 
 from hpctrain.distributed.control import stop_requested
 from hpctrain.distributed.python import SAFE_PYTHON
@@ -60,6 +61,9 @@ def serve(folder: Path | None) -> None:
     with Tunnel("jupyter", folder) as tunnel:
         environment = without_launcher(os.environ)
         environment |= {"JUPYTER_TOKEN": tunnel.token, "JUPYTER_RUNTIME_DIR": str(tunnel.private)}
+        # Terminals start it, and the image may not have the user's login shell, such as tcsh.
+        if not which(environment.get("SHELL", "")):
+            environment["SHELL"] = which("bash") or "/bin/sh"
         settings = tunnel.private / "labconfig/default_setting_overrides.json"
         settings.parent.mkdir()
         settings.write_text(json.dumps(LAB_SETTINGS))
