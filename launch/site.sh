@@ -21,7 +21,7 @@ case ${1:-} in
 esac
 # Started as a program it would set the variables of a shell that ends at once. zsh has no BASH_SOURCE.
 if [ "${BASH_SOURCE[0]:-}" = "$0" ]; then
-    echo "hpctrain: error: $0 sets variables of your shell: run source $0${1:+ $1}" >&2
+    echo "hpctrain: error: $0 sets variables of your shell: run source $0${1:+ $1} in bash or zsh" >&2
     exit 2
 fi
 # Not the cd of the user, who may have a function of that name, or a CDPATH.

@@ -258,7 +258,9 @@ def test_help(launch, option):
 
 def test_started_as_a_program_it_says_how_it_is_used(launch):
     done = subprocess.run([launch / "site.sh", "neuron"], env=BARE, capture_output=True, text=True)
-    message = f"{launch}/site.sh sets variables of your shell: run source {launch}/site.sh neuron"
+    message = (
+        f"{launch}/site.sh sets variables of your shell: run source {launch}/site.sh neuron in bash or zsh"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hpctrain: error: {message}\n")
 
 
