@@ -38,18 +38,13 @@ set_srun() {
     fi
 }
 
-# imports NAMES: print which of these packages (a|b) the program imports first, if it is a script that does
-imports() {
-    [[ ${PROGRAM[0]:-} == *.py ]] &&
-        grep -Eom1 "^[[:blank:]]*(import|from)[[:blank:]]+($1)\b" "${PROGRAM[0]}" | sed 's/.*[[:blank:]]//'
-}
-
 # set_mpi_hint: fill MPI_HINT, the last line of a job that fails, if the program is a script for MPI. Without
 # a PMI, Open MPI ends it with the advice to build Slurm again.
 set_mpi_hint() {
-    local name
-    name=$(imports 'horovod|mpi4py|dask_mpi') || return 0
-    MPI_HINT="if MPI did not start above: ${PROGRAM[0]} imports $name, so submit it by"
+    local name import='^[[:blank:]]*(import|from)[[:blank:]]+(horovod|mpi4py|dask_mpi)\b'
+    [[ ${PROGRAM[0]:-} == *.py ]] || return 0
+    name=$(grep -Eom1 "$import" "${PROGRAM[0]}") || return 0
+    MPI_HINT="if MPI did not start above: ${PROGRAM[0]} imports ${name##*[[:blank:]]}, so submit it by"
     MPI_HINT+=' launch/apptainer_mpi.sh or launch/apptainer_horovod.sh'
 }
 

@@ -891,7 +891,12 @@ def test_each_job_of_a_pbs_array_has_a_port(programs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "start"), [("from mpi4py import MPI", "python -m mpi4py"), ("import torch", "python")]
+    ("line", "start"),
+    [
+        ("from mpi4py import MPI", "python -m mpi4py"),
+        ("try:\n    import mpi4py", "python"),
+        ("import torch", "python"),
+    ],
 )
 def test_a_script_for_mpi_in_a_pbs_job(programs, tmp_path, line, start):
     """A rank that raised waited in MPI_Finalize for the others, and they for it, until the time limit."""
