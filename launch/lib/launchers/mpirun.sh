@@ -17,8 +17,8 @@ launch_with_mpirun() {
         LAUNCH+=(-x "$name")
     done < <(forwarded_names)
     LAUNCH+=("$TASK" mpirun)
-    # Otherwise a rank that ends with an exception waits in MPI_Finalize for the others, which wait for it. Within
-    # a block, the import may be an optional one.
+    # Otherwise a rank that ends with an exception waits in MPI_Finalize for the others, which wait for it.
+    # Within a block, the import may be an optional one.
     [[ ${PROGRAM[0]:-} != *.py ]] || ! grep -Eq '^(import|from)[[:blank:]]+mpi4py\b' "${PROGRAM[0]}" ||
         PYTHON=(python -m mpi4py)
 }
