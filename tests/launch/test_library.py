@@ -62,13 +62,12 @@ def find(sif):
 
 def hash_it(sif):
     """The output of a job that hashes the image, and the file that it names for the digest."""
-    script = f"find_digest '{sif}'; hash_in_background '{sif}'; echo ${{HPCTRAIN_IMAGE_DIGEST_FILE:-}}"
+    script = (
+        f"find_digest '{sif}'; hash_in_background '{sif}'; echo ${{HPCTRAIN_IMAGE_DIGEST_FILE:-}}; "
+        "exec sleep 300"
+    )
     env = BARE | {"HPCTRAIN_CACHE": str(sif.parents[1] / "cache")}
-    command = [
-        "bash",
-        "-c",
-        f"set -euo pipefail; source {REPOSITORY}/launch/lib/main.sh; {script}; exec sleep 300",
-    ]
+    command = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY}/launch/lib/main.sh; {script}"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as job:
         lines = [job.stdout.readline().strip() for _ in range(2)]
         said = [line for line in lines if line.startswith("hpctrain:")]
