@@ -212,9 +212,24 @@ def test_invalid_use_is_one_line(tmp_path, monkeypatch):
     (folder / "parameters.json").write_text(json.dumps({"lr": 0.01, "seed": 1, "on-nan": "stop"}))
     (folder / "result.json").write_text(json.dumps({"test_loss": 1.0, "epochs": 1}))
     with pytest.raises(
-        HpctrainError, match=r"trial-000 has no test_accuracy: metric can be test_loss, epochs"
+        HpctrainError, match=r"trial-000 has no test_accuracy: metric can be test_loss, epochs; correct it"
     ):
         sweep.main(ALONE, [str(path), *out, "--show"])
+
+
+def test_trials_that_have_ended_count_for_a_corrected_metric(tmp_path, capsys):
+    """A misspelt metric is seen when the first trials have trained."""
+    path, folder = write(tmp_path), sweep.trial_folder(tmp_path / "out", 0)
+    sweep._keep_sweep(replace(sweep.read_file(path), metric="test_acuracy"), tmp_path / "out")
+    folder.mkdir()
+    (folder / "parameters.json").write_text(json.dumps({"lr": 0.01, "seed": 1, "on-nan": "stop"}))
+    (folder / "result.json").write_text(json.dumps({"test_accuracy": 0.5}))
+    with pytest.raises(UsageError, match="differs in metric"):
+        sweep._keep_sweep(sweep.read_file(path), tmp_path / "out")
+    (tmp_path / "out/sweep.json").unlink()  # as the error of the metric says
+    sweep._keep_sweep(sweep.read_file(path), tmp_path / "out")
+    sweep.main(ALONE, [str(path), "--out", str(tmp_path / "out"), "--show"])
+    assert "best test_accuracy 0.5 of trial 0" in capsys.readouterr().out
 
 
 def test_a_metric_of_the_validation_is_the_best_of_the_epochs(tmp_path):

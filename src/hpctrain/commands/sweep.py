@@ -88,7 +88,10 @@ def read_trial(sweep: Sweep, folder: Path, number: int) -> Trial:
     if not isinstance(value, int | float):
         measured = [*result.items(), *(item for line in lines for item in line.items())]
         known = ", ".join(dict.fromkeys(name for name, value in measured if isinstance(value, int | float)))
-        raise HpctrainError(f"{path} has no {sweep.metric}: metric can be {known}")
+        raise HpctrainError(
+            f"{path} has no {sweep.metric}: metric can be {known}; "
+            f"correct it, remove {folder}/sweep.json, and the trials that have ended count"
+        )
     return Trial(number, parameters, state, value, scores)
 
 
