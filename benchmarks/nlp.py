@@ -345,15 +345,15 @@ def evaluate(setting: Setting, model: PreTrainedModel, way: str) -> dict[str, fl
     """Loss and accuracy over the held-out reviews in fp32, with the batches of this way and otherwise the
     same code.
 
-    (a) pads to --max-length and (b) to the longest review of a batch, both in the order of the file; hpctrain
-    sorts by length.
+    (a) pads to --max-length, the others to the longest review of a batch. Reviews are in the order of the file
+    for (a) and (b1), otherwise sorted by length: a Trainer that groups training texts groups these, too.
     """
     model.eval()
     world, lengths = setting.world, setting.held_out.lengths
     in_order = iter(torch.arange(world.rank, len(lengths), world.size).split(64))
     sums = torch.zeros(3, dtype=torch.float64, device=setting.device)
     by_length = evaluation_batches_by_length(lengths, 64, world.rank, world.size)
-    for index in by_length if way.startswith(("(c", "(d", "(e")) else in_order:
+    for index in in_order if way.startswith(("(a", "(b1")) else by_length:
         features = setting.held_out.batch(index, {"input_ids": setting.tokenizer.pad_token_id})
         batch = features.tokens | features.values | {"attention_mask": features.attention_mask}
         if way.startswith("(a)"):
