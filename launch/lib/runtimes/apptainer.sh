@@ -38,14 +38,13 @@ apptainer_command() {
 
 # find_image: set HPCTRAIN_IMAGE, or say how to make the image that is missing
 find_image() {
-    local make='make sif' images=("$ROOT"/hpctrain-*.sif)
+    local make='make sif'
     [[ -z ${HPCTRAIN_IMAGE:-} || -e $HPCTRAIN_IMAGE ]] ||
         die "$HPCTRAIN_IMAGE: no such image: set HPCTRAIN_IMAGE to yours," \
             "or unset it for hpctrain-$HPCTRAIN_FLAVOR.sif"
-    # the only one, whatever the default
-    if [[ -z $OWN_FLAVOR && ${#images[@]} == 1 && -e ${images[0]} ]]; then
-        HPCTRAIN_FLAVOR=${images[0]##*/hpctrain-}
-        HPCTRAIN_FLAVOR=${HPCTRAIN_FLAVOR%.sif}
+    if [[ -z $OWN_FLAVOR ]] && _hpctrain_has_one_image "$ROOT"; then
+        HPCTRAIN_FLAVOR=$(basename "$ROOT"/hpctrain-*.sif .sif)
+        HPCTRAIN_FLAVOR=${HPCTRAIN_FLAVOR#hpctrain-}
     fi
     : "${HPCTRAIN_IMAGE:=$ROOT/hpctrain-$HPCTRAIN_FLAVOR.sif}"
     [[ ! -e $HPCTRAIN_IMAGE ]] || return 0
