@@ -345,8 +345,8 @@ def evaluate(setting: Setting, model: PreTrainedModel, way: str) -> dict[str, fl
     """Loss and accuracy over the held-out reviews in fp32, with the batches of this way and otherwise the
     same code.
 
-    (a) pads to --max-length, the others to the longest review of a batch. Reviews are in the order of the file
-    for (a) and (b1), otherwise sorted by length: a Trainer that groups training texts groups these, too.
+    (a) pads to --max-length, the others to the longest review of a batch. Reviews are in the order of the
+    file for (a) and (b1), otherwise sorted by length: a Trainer that groups training texts groups these, too.
     """
     model.eval()
     world, lengths = setting.world, setting.held_out.lengths
