@@ -1,7 +1,4 @@
-"""Checks of a rank's node: network address, folders, image. Each yields a line per problem, with the remedy.
-
-Nothing here imports torch: these checks also run where torch is broken.
-"""
+"""Checks of a rank's node: network address, folders, image. Each yields a line per problem, with a remedy."""
 
 import errno
 import os
@@ -10,10 +7,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hpctrain.distributed.world import World
+from hpctrain.distributed.world import World
 
 # Long enough for a slow name server or switch. srun kills the ranks after --wait, which is longer.
 CONNECT_SECONDS = 5
@@ -21,7 +16,7 @@ CONNECT_SECONDS = 5
 CACHES = ("HF_HOME", "TORCH_HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME", "TMPDIR")
 
 
-def rendezvous_problems(world: "World") -> Iterator[str]:
+def rendezvous_problems(world: World) -> Iterator[str]:
     """Why this node cannot reach rank 0 at MASTER_ADDR, or other nodes cannot reach this one."""
     if world.size == 1:
         return
