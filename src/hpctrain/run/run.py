@@ -473,7 +473,7 @@ class Run:
         self._owner.check()
         speed = self.times.figures(self._examples, *tokens)
         if self._flops and "examples_per_s" in speed:
-            name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+            name = torch.cuda.get_device_name(self.device)
             precision = self._options.others.get("precision", "fp32")
             flops_per_s = speed["examples_per_s"] * self._flops / self.world.size
             speed |= utilization(flops_per_s, name, precision)
