@@ -16,6 +16,8 @@ from hpctrain.options import Parser
 from hpctrain.run.charts import COLORS, folder_for_matplotlib, plain, save_picture, the_first
 from hpctrain.run.metrics import format_seconds
 from hpctrain.run.reader import (
+    MEASURED,
+    NOT_SCORES,
     best_line,
     is_loss,
     is_number,
@@ -31,11 +33,7 @@ if TYPE_CHECKING:
 
 # Drawn in place of the color of the page's text, and then replaced by "currentColor", which matplotlib lacks.
 TEXT = "#010203"
-# The charts that come first and last; those of scores are between them.
-FIRST, LAST = (
-    ("train_loss", "test_loss"),
-    ("examples_per_s", "learning_rate", "loss_scale", "overflow_steps", "peak_memory_mb", "gpu_percent"),
-)
+FIRST = ("train_loss", "test_loss")  # of the charts; those of scores come next, and last what is measured
 TITLES = {"peak_memory_mb": "peak memory (MB)", "gpu_percent": "GPU use (%)"}
 
 PAGE = """<!doctype html>
@@ -86,8 +84,8 @@ def read(run: Path) -> Content:
 def metric_names(runs: list[Content]) -> list[str]:
     """The metrics that get a chart, in order. "score/part", a detail of a score, gets none."""
     found = dict.fromkeys(name for run in runs for line in run.lines for name in line if "/" not in name)
-    scores = [name for name in found if name not in (*FIRST, *LAST, "epoch", "step", "seconds")]
-    return the_first([name for name in (*FIRST, *scores, *LAST) if name in found])
+    scores = [name for name in found if name not in NOT_SCORES and name not in FIRST]
+    return the_first([name for name in (*FIRST, *scores, *MEASURED) if name in found])
 
 
 def draw(axis: "Axes", runs: list[Content], name: str) -> None:

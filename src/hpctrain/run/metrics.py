@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
+from hpctrain.run.reader import POSITION
 from hpctrain.run.wandb import Mirror
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-NOT_SHOWN = {"epoch", "step", "seconds"}  # in TensorBoard
 
 
 class Metrics:
@@ -110,7 +109,7 @@ class Metrics:
         shutil.rmtree(self._board_folder, ignore_errors=True)
         with suppress(OSError):  # the next line of metrics tries again
             for line in map(json.loads, self._path.read_text(encoding="utf-8").splitlines()):
-                self._show(line["step"], {name: line[name] for name in line if name not in NOT_SHOWN})
+                self._show(line["step"], {name: line[name] for name in line if name not in POSITION})
 
 
 def hide_errors_of_writers() -> None:

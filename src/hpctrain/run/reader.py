@@ -15,9 +15,17 @@ from hpctrain.files.plain import open_plain, read_whole
 from hpctrain.run.best import Best
 from hpctrain.text import reason
 
-# The entries of a line of metrics that are neither losses nor scores.
-NOT_SCORES = {"epoch", "step", "seconds", "learning_rate", "examples_per_s", "peak_memory_mb", "gpu_percent"}
-NOT_SCORES |= {"loss_scale", "overflow_steps"}
+# The entries of a line of metrics that are neither losses nor scores; the measured ones as charts show them.
+POSITION = ("epoch", "step", "seconds")
+MEASURED = (
+    "examples_per_s",
+    "learning_rate",
+    "loss_scale",
+    "overflow_steps",
+    "peak_memory_mb",
+    "gpu_percent",
+)
+NOT_SCORES = {*POSITION, *MEASURED}
 PRUNED = "pruned.txt"  # in the folder of a trial that its sweep has ended early
 DIVERGED = "diverged.txt"  # in that of a trial whose parameters do not let it train
 # owner.json is touched every two seconds; clocks of nodes and file servers differ by less than this.
@@ -122,7 +130,7 @@ def _read_lines(run: Path, tail: int | None = None) -> list[dict[str, float]]:
 def _is_metric(name: str, value: object) -> bool:
     if not is_number(value):
         return False
-    if name in ("epoch", "step", "seconds"):
+    if name in POSITION:
         return math.isfinite(value)
     return name.isprintable() and len(name) <= LONGEST_NAME
 
