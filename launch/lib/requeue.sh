@@ -403,27 +403,34 @@ requeue() {
 # seconds or more; print its number. PBS lets only operators requeue a running job. Not after TERM: the user
 # may have deleted the job.
 submit_again() {
-    local name value names=HPCTRAIN_RESTARTS options=(-j oe -W "depend=afterany:$PBS_JOBID")
+    local name names=HPCTRAIN_RESTARTS options=(-j oe -W "depend=afterany:$PBS_JOBID")
     [[ $STOPPING != TERM && $PBS_JOBID != *'['* ]] && command -v qsub >/dev/null || return 1
-    value=$(pbs_field Resource_List.select) && [[ -n $value ]] || return 1
-    options+=(-l "select=$value")
+    set_qsub_options || return 1
     (($3 == 0)) || options+=(-a "$(date -d "+$3 seconds" +%Y%m%d%H%M.%S)")
-    for name in walltime place filesystems; do
-        value=$(pbs_field "Resource_List.$name")
-        [[ -z $value ]] || options+=(-l "$name=$value")
-    done
-    for name in '-N Job_Name' '-A Account_Name' '-P project' '-m Mail_Points' '-M Mail_Users'; do
-        value=$(pbs_field "${name#* }")
-        [[ -z $value || $value == _pbs_project_default ]] || options+=("${name% *}" "$value")
-    done
-    value=$(pbs_field group_list)
-    [[ -z $value ]] || options+=(-W "group_list=$value")
-    [[ -z ${PBS_O_QUEUE:-} ]] || options+=(-q "$PBS_O_QUEUE")
     # The variables that the user gave qsub. Their values may hold commas, and -v takes them from here.
     while read -r name; do
         [[ ! -v $name ]] || names+=,$name
     done < <(pbs_field Variable_List | tr , '\n' | sed -n '/^PBS_/d;s/^\([A-Za-z_][A-Za-z0-9_]*\)=.*/\1/p')
-    HPCTRAIN_RESTARTS=$(($1 + 1)) qsub "${options[@]}" -v "$names" <<<"exec $(words_to_resume "$2")"
+    HPCTRAIN_RESTARTS=$(($1 + 1)) qsub "${options[@]}" "${QSUB_OPTIONS[@]}" -v "$names" \
+        <<<"exec $(words_to_resume "$2")"
+}
+
+# set_qsub_options: fill QSUB_OPTIONS with those of a job like this one. Fails where PBS does not tell.
+set_qsub_options() {
+    local name value
+    QSUB_OPTIONS=()
+    for name in select walltime place filesystems; do
+        value=$(pbs_field "Resource_List.$name")
+        [[ -z $value ]] || QSUB_OPTIONS+=(-l "$name=$value")
+    done
+    [[ ${QSUB_OPTIONS[1]:-} == select=* ]] || return 1
+    for name in '-N Job_Name' '-A Account_Name' '-P project' '-m Mail_Points' '-M Mail_Users'; do
+        value=$(pbs_field "${name#* }")
+        [[ -z $value || $value == _pbs_project_default ]] || QSUB_OPTIONS+=("${name% *}" "$value")
+    done
+    value=$(pbs_field group_list)
+    [[ -z $value ]] || QSUB_OPTIONS+=(-W "group_list=$value")
+    [[ -z ${PBS_O_QUEUE:-} ]] || QSUB_OPTIONS+=(-q "$PBS_O_QUEUE")
 }
 
 # pbs_field NAME: print this field of qstat -f, which folds long lines
@@ -458,7 +465,7 @@ words_to_resume() {
 
 # how_to_resume OPTION: print the command that continues the run in another job, with as many ranks
 how_to_resume() {
-    local words select spare=${OPTION[spare-nodes]:-0} per_node=--gpus-per-node=
+    local words spare=${OPTION[spare-nodes]:-0} per_node=--gpus-per-node=
     words=$(words_to_resume "$1")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         [[ ! -v SBATCH_GRES ]] || per_node=--gres=gpu: # sbatch would grant what both say
@@ -467,7 +474,7 @@ how_to_resume() {
         ((spare == 0)) || words="--no-kill $words"
         echo "continue with sbatch --nodes=$((NODES + spare)) --ntasks-per-node=$TASKS $words"
     else
-        select=$(pbs_field Resource_List.select)
-        echo "continue with echo ${words@Q} | qsub${select:+ -l select=${select@Q}}"
+        set_qsub_options || true
+        echo "continue with echo ${words@Q} |$(printf ' %q' qsub "${QSUB_OPTIONS[@]}")"
     fi
 }

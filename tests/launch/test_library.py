@@ -970,6 +970,9 @@ def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
             job.terminate()
         said = job.stdout.read().splitlines()[-1]
     resumed = f"{REPOSITORY}/launch/pbs_ddp.sh train_ddp --out a\\ b --resume runs/x"
+    options = ["-l", "select=2:ncpus=2:mpiprocs=2", "-l", f"walltime={limit}", "-l", "filesystems=home:eagle"]
+    options += ["-N", "hpctrain", "-A", "st-pi-1", "-m", "abe", "-M", "alice@example.org"]
+    options += ["-W", "group_list=st-pi", "-q", "workq"]
     if case in ("walltime", "fault"):
         reason = (
             "the ranks have saved a checkpoint and stopped"
@@ -978,16 +981,13 @@ def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
         )
         assert reason in said and said.endswith(": job 18.srv continues the run")
         assert (tmp_path / "asked").read_text().splitlines() == [
-            "-j", "oe", "-W", "depend=afterany:17.srv", "-l", "select=2:ncpus=2:mpiprocs=2",
-            "-l", f"walltime={limit}", "-l", "filesystems=home:eagle",
-            "-N", "hpctrain", "-A", "st-pi-1", "-m", "abe", "-M", "alice@example.org",
-            "-W", "group_list=st-pi", "-q", "workq",
+            "-j", "oe", "-W", "depend=afterany:17.srv", *options,
             "-v", "HPCTRAIN_RESTARTS,HPCTRAIN_IMAGE,HPCTRAIN_ROOT,WORD",
             f"exec {resumed}", "1",
         ]  # fmt: skip
     else:
-        select = "-l select='2:ncpus=2:mpiprocs=2'"
-        assert said.endswith(f"continue with echo {shlex.quote(resumed)} | qsub {select}"), said
+        command = f"echo {shlex.quote(resumed)} | qsub {shlex.join(options)}"
+        assert said.endswith(f"continue with {command}"), said
         assert ("HPCTRAIN_REQUEUES allows no more" in said) == (case == "fault again")
         assert not (tmp_path / "asked").exists()
     assert job.returncode == (137 if "WORD" in env and env["WORD"] == "fault" else 75)
