@@ -410,6 +410,35 @@ def theirs(tmp_path):
     assert (tmp_path / "mine").read_text() == "mine"
 
 
+def test_a_folder_that_somebody_else_removes_between_two_looks_is_not_taken(tmp_path):
+    """They held /tmp/hpctrain-UID while mkdir failed, removed it before the next look, and made it again."""
+    (tmp_path / "mkdir").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "mkdir").chmod(0o755)
+    code = f"source {REPOSITORY}/launch/lib/main.sh; PATH={tmp_path}:$PATH; make_own {tmp_path}/own"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (1, "")
+    (tmp_path / "own").mkdir()
+    assert subprocess.run(["bash", "-c", code], timeout=100).returncode == 0
+    (tmp_path / "own").rename(tmp_path / "other")
+    (tmp_path / "own").symlink_to(tmp_path / "other")
+    assert subprocess.run(["bash", "-c", code], timeout=100).returncode == 1
+
+
+def test_a_script_for_mpi_imports_no_mpi4py_of_the_current_folder(tmp_path):
+    """As `python -m mpi4py SCRIPT` does. A module that is named by -m may be there, as for `python -m`."""
+    for folder in ("shared/mpi4py", "own"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "shared/mpi4py/__init__.py").write_text("print('of somebody else')\n")
+    (tmp_path / "own/beside.py").write_text("print('beside the script')\n")
+    (tmp_path / "own/mine.py").write_text("import beside, sys; print(sys.argv[1:])\n")
+    start = [sys.executable, REPOSITORY / "launch/lib/mpi4py_main.py"]
+    for words, cwd in (([tmp_path / "own/mine.py"], "shared"), (["-m", "mine"], "own")):
+        done = subprocess.run(
+            [*start, *words, "-m", "b c"], cwd=tmp_path / cwd, capture_output=True, text=True, timeout=100
+        )
+        assert done.stdout == "beside the script\n['-m', 'b c']\n", done
+
+
 @BY_ROOT
 @pytest.mark.parametrize("is_link", [False, True])
 def test_a_folder_of_somebody_else_does_not_stop_a_job(tmp_path, monkeypatch, theirs, is_link):

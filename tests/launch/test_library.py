@@ -894,7 +894,7 @@ def test_each_job_of_a_pbs_array_has_a_port(programs, tmp_path):
 @pytest.mark.parametrize(
     ("line", "start"),
     [
-        ("from mpi4py import MPI", "python -m mpi4py"),
+        ("from mpi4py import MPI", f"python {REPOSITORY}/launch/lib/mpi4py_main.py"),
         ("try:\n    import mpi4py", "python"),
         ("import torch", "python"),
     ],

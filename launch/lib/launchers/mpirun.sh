@@ -20,7 +20,7 @@ launch_with_mpirun() {
     # Otherwise a rank that ends with an exception waits in MPI_Finalize for the others, which wait for it.
     # Within a block, the import may be an optional one.
     [[ ${PROGRAM[0]:-} != *.py ]] || ! grep -Eq '^(import|from)[[:blank:]]+mpi4py\b' "${PROGRAM[0]}" ||
-        PYTHON=(python -m mpi4py)
+        PYTHON=(python "$ROOT/launch/lib/mpi4py_main.py")
 }
 
 task_mpirun() {
