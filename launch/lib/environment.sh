@@ -45,16 +45,22 @@ give_users_variables() {
     done < <(compgen -e HPCTRAIN_OWN_)
 }
 
-# make_own FOLDER: create it for this user alone, unless it exists. Fails if it belongs to somebody else.
+# make_own FOLDER: create it for this user alone, unless it is there. Fails if it belongs to somebody else, or
+# cannot be made.
 make_own() {
-    mkdir -m 700 "$1" 2>/dev/null || [[ ! -L $1 && (-O $1 || ! -e $1) ]]
+    mkdir -m 700 "$1" 2>/dev/null || is_own "$1"
+}
+
+# is_own FOLDER: whether it is one of this user, and no link. One look: between two, others could replace it.
+is_own() {
+    [[ $(stat -c '%F %u' "$1" 2>/dev/null) == "directory $UID" ]]
 }
 
 # refuse_podman_settings_of_others: by default podman-hpc has its configuration in /tmp, and podman runs the
 # programs that it names
 refuse_podman_settings_of_others() {
     make_own "/tmp/${UID}_hpc" ||
-        die "/tmp/${UID}_hpc on $(uname -n), which podman-hpc uses, belongs to somebody else:" \
+        die "/tmp/${UID}_hpc on $(uname -n), which podman-hpc uses, cannot be made or belongs to somebody else:" \
             "leave the node out (--exclude=$(uname -n)), and tell the administrators"
 }
 

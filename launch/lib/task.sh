@@ -163,16 +163,16 @@ fi
 export HPCTRAIN_NODE_TASK HPCTRAIN_NODE_TASKS
 
 # make_own_for_all FOLDER: set REPLY to a folder of this user alone: this one, or, if somebody else has the
-# name, another that the node's tasks have made, or one with an unknown name
+# name, another that the node's tasks have made, or one with an unknown name, also where it cannot be made
 make_own_for_all() {
     local random
     REPLY=$1
     ! make_own "$1" || return 0
     random=$1.$(printf %s "$(uname -n) ${HPCTRAIN_JOB_SECRET:-}" | sha256sum | cut -c -16)
     for REPLY in "$random" "$1".* "$random"; do
-        [[ ! -d $REPLY || -L $REPLY || ! -O $REPLY ]] || break
+        ! is_own "$REPLY" || break
     done
-    make_own "$REPLY"
+    make_own "$REPLY" || [[ ! -e $REPLY ]]
 }
 
 # The caches that are in /tmp by default (launch/sites/generic.env), and the kernels of torch.compile: torch
