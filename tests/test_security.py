@@ -518,7 +518,10 @@ def test_a_name_of_apptainer_that_somebody_else_has_taken():
 
 @pytest.mark.parametrize("replaced_by", [None, "a file", "a link", "a pipe"])
 def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, replaced_by):
-    """Who can write the submit folder can replace the file whose name horovodrun shows in ps."""
+    """Who can write the submit folder can replace the folder whose name horovodrun shows in ps.
+
+    A new file would be for those as well whom a default ACL of the submit folder names.
+    """
     lib = REPOSITORY / "launch/lib"
     code = f"set -euo pipefail; source {lib}/main.sh; source {lib}/launchers/horovodrun.sh; JOB=7"
     code += "; trap() { :; }; hide_environment; echo $HPCTRAIN_ENVIRONMENT"
@@ -527,17 +530,19 @@ def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, replaced_b
         ["bash", "-c", code], cwd=tmp_path, env=own, capture_output=True, text=True, check=True
     )
     secrets = Path(made.stdout.strip())
-    assert secrets.stat().st_mode & 0o777 == 0o600 and secrets.parent == tmp_path
+    assert secrets.stat().st_mode & 0o777 == 0o700 and secrets.parent == tmp_path
+    file = secrets / "variables"
     # what somebody else wrote, and this user copied
     (tmp_path / "mine").write_text(f"touch {tmp_path}/executed\n")
     if replaced_by:
-        secrets.unlink()
+        secrets.rename(tmp_path / "moved")
+        secrets.mkdir()
     if replaced_by == "a file":
-        shutil.copy(tmp_path / "mine", secrets)
+        shutil.copy(tmp_path / "mine", file)
     elif replaced_by == "a link":
-        secrets.symlink_to(tmp_path / "mine")
+        file.symlink_to(tmp_path / "mine")
     elif replaced_by == "a pipe":
-        os.mkfifo(secrets)
+        os.mkfifo(file)
         (tmp_path / "timeout").write_text('#!/bin/sh\nexec /usr/bin/timeout 0.5 "$2" "$3" "$4" "$5"\n')
         (tmp_path / "timeout").chmod(0o755)
     env = {
@@ -559,9 +564,7 @@ def test_no_variables_are_read_from_a_file_of_somebody_else(tmp_path, replaced_b
         assert (done.returncode, done.stdout) == (0, "from the file\n"), done.stderr
     else:
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (127, "", 1), done.stderr
-        assert (
-            f"{secrets} is not the file that this job wrote: submit from a folder of your own" in done.stderr
-        )
+        assert f"{secrets} is not what this job wrote: submit from a folder of your own" in done.stderr
 
 
 @BY_ROOT

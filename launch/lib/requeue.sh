@@ -99,7 +99,7 @@ request_stop() {
     [[ -z $STOPPING ]] || return 0
     STOPPING=${1:-USR1} STOP_AT=$SECONDS
     # The ranks have read it, and this script may be killed before it cleans up.
-    [[ $STOPPING != TERM || -z ${HPCTRAIN_ENVIRONMENT:-} ]] || rm -f "$HPCTRAIN_ENVIRONMENT"
+    [[ $STOPPING != TERM || -z ${HPCTRAIN_ENVIRONMENT:-} ]] || rm -rf "$HPCTRAIN_ENVIRONMENT"
     start=$(job_field StartTime) end=$(job_field EndTime)
     if [[ $STOPPING == TERM ]]; then
         : # now

@@ -1417,7 +1417,7 @@ def test_the_secrets_of_horovodrun_are_gone_when_slurm_ends_the_job(tmp_path, na
 
     Before a time limit the ranks go on, and may need them.
     """
-    (tmp_path / "secrets").touch()
+    (tmp_path / "secrets").mkdir()
     done = library(
         f"HPCTRAIN_CONTROL={tmp_path}; request_stop {name}", HPCTRAIN_ENVIRONMENT=str(tmp_path / "secrets")
     )

@@ -28,8 +28,8 @@ find_interface() {
 }
 
 # horovodrun writes its whole environment on the command lines of ssh, which every user of a node can read. So
-# the variables travel in a file for this user alone, and horovodrun itself has only these. HIDDEN gets the
-# names of the others.
+# the variables travel in HPCTRAIN_ENVIRONMENT, a folder for this user alone, and horovodrun itself has only
+# these. HIDDEN gets the names of the others.
 hide_environment() {
     local name line lines
     HIDDEN=()
@@ -46,9 +46,11 @@ hide_environment() {
     [[ -z ${OPTION[dry-run]:-} ]] || return 0
     CLEAN_UP+=(remove_environment)
     trap clean_up EXIT
-    # Opened once, by noclobber as a new file. Where others can write this folder, they can replace it, also
-    # by a link to a file of this user, or by a pipe. So its name contains the digest of its content.
-    (umask 077 && set -C && printf %s "$lines" >"$HPCTRAIN_ENVIRONMENT") ||
+    # Where others can write this folder, they can replace that one: so it is entered before the look at its
+    # owner, and its name contains the digest of the file. An ACL of this folder gives a new file to others,
+    # but not a folder of mode 700.
+    (mkdir -m 700 "$HPCTRAIN_ENVIRONMENT" && cd "$HPCTRAIN_ENVIRONMENT" &&
+        [[ $(stat -c %u:%a .) == "$UID:"?(2)700 ]] && printf %s "$lines" >variables) ||
         die "$PWD: cannot be written: submit from a folder of your own"
 }
 
@@ -57,7 +59,7 @@ digest_of() {
 }
 
 remove_environment() {
-    rm -f "$HPCTRAIN_ENVIRONMENT"
+    rm -rf "$HPCTRAIN_ENVIRONMENT"
 }
 
 # Processes that horovodrun started over ssh keep running when the connection ends. A job that a rank has
@@ -76,10 +78,10 @@ kill_horovod_ranks() {
 task_horovodrun() {
     local lines
     if [[ -n ${HPCTRAIN_ENVIRONMENT:-} ]]; then
-        lines=$(timeout 10 head -c 10000000 "$HPCTRAIN_ENVIRONMENT" && echo .) || true
+        lines=$(timeout 10 head -c 10000000 "$HPCTRAIN_ENVIRONMENT/variables" && echo .) || true
         lines=${lines%.}
         [[ $HPCTRAIN_ENVIRONMENT == *."$(digest_of "$lines")" ]] ||
-            die "$HPCTRAIN_ENVIRONMENT is not the file that this job wrote: submit from a folder of your own"
+            die "$HPCTRAIN_ENVIRONMENT is not what this job wrote: submit from a folder of your own"
         eval "$lines"
     fi
     set_ranks HOROVOD_RANK HOROVOD_LOCAL_RANK HOROVOD_CROSS_RANK
