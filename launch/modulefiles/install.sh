@@ -71,9 +71,16 @@ chmod 755 "$new"
 
 # Jobs read these files, so nothing is replaced.
 if [[ ! -e $root ]]; then
-    # with the pages that they name; docs/site* are for who publishes the pages
-    (cd "$source_folder" && cp -rL --parents launch examples notebooks docs README.md CONTRIBUTING.md \
-        CHANGELOG.md LICENSE cluster/README.md tests/scripts/tutorials "$new/")
+    # With the pages that they name; docs/site* are for who publishes the pages. Of a clone only the files of
+    # the project: a user's own ones below them, such as runs, are for nobody else.
+    (
+        cd "$source_folder"
+        paths=(launch examples notebooks docs README.md CONTRIBUTING.md CHANGELOG.md LICENSE cluster/README.md
+            tests/scripts/tutorials)
+        # root installs from somebody else's clone, too
+        { git -c safe.directory='*' ls-files -z "${paths[@]}" 2>/dev/null || find "${paths[@]}" -type f -print0; } |
+            xargs -0 cp --parents -t "$new"
+    )
     rm "$new"/docs/site.*
     mkdir "$new/bin"
     write_command >"$new/bin/hpctrain"

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -57,6 +58,23 @@ def test_what_is_installed(prefix):
         assert path.is_symlink() or (
             path.stat().st_mode & 0o044 == 0o044 and not path.stat().st_mode & 0o022
         ), path
+
+
+def test_nothing_is_installed_that_a_user_has_in_the_clone(tmp_path):
+    """A token in notebooks/runs, and what a link led to, could be read by all users of the site."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", "--shared", REPOSITORY, clone], check=True)
+    (clone / "notebooks/runs").mkdir()
+    (clone / "notebooks/runs/token").write_text("secret")
+    (tmp_path / "private").mkdir()
+    (clone / "examples/data").symlink_to(tmp_path / "private")
+    shutil.copy(INSTALL, clone / "launch/modulefiles")
+    (tmp_path / "hpctrain-cpu.sif").write_text("the image")
+    install = [clone / "launch/modulefiles/install.sh", tmp_path / "opt", tmp_path / "hpctrain-cpu.sif"]
+    subprocess.run(install, check=True)
+    root = tmp_path / "opt/hpctrain" / VERSION
+    assert (root / "notebooks").is_dir() and not (root / "notebooks/runs").exists()
+    assert (root / "examples").is_dir() and not (root / "examples/data").exists()
 
 
 def test_the_pages_name_only_files_that_are_installed(prefix):
