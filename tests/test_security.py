@@ -9,6 +9,7 @@ import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from slurm_cluster import REPOSITORY
@@ -587,6 +588,36 @@ def test_no_folder_of_a_run_is_a_link_of_somebody_else(tmp_path, theirs, name):
     # made later
     with pytest.raises(HpctrainError, match=r"could not be written .*a link that another user made"):
         checkpoint.save(tmp_path / "run" / name / "epoch-0001.pt", {})
+
+
+@BY_ROOT
+def test_a_sweep_and_a_download_that_another_user_foresaw_are_refused(tmp_path, monkeypatch, theirs):
+    """The best trial was theirs, and theirs the weights, of which nothing was downloaded."""
+    from hpctrain.commands import sweep
+    from hpctrain.distributed.world import ALONE
+    from hpctrain.errors import HpctrainError
+    from hpctrain.nlp.models import hub
+
+    monkeypatch.chdir(tmp_path)
+    text = "command: train_single\nmetric: test_accuracy\ndirection: maximize\ntrials: 1\n"
+    Path("search.yaml").write_text(text + "parameters:\n  lr: {values: [0.1]}\n")
+    Path("runs/search/trial-000").mkdir(parents=True)
+    theirs(Path("runs/search"))
+    with pytest.raises(HpctrainError, match="runs/search: a folder that another user made: give --out"):
+        sweep.main(ALONE, ["search.yaml"])
+    # one of their own trials in a folder that is meant
+    Path("runs/search/trial-000/parameters.json").write_text('{"lr": 0.1, "data": "theirs"}')
+    with pytest.raises(
+        HpctrainError, match=r"trial-000/parameters\.json is of another sweep: give the --out"
+    ):
+        sweep.main(ALONE, ["search.yaml", "--out", "runs/search", "--show"])
+    monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(sha="c0"))
+    unfinished = Path(".kcbert.c0.partial")
+    unfinished.mkdir()
+    theirs(unfinished)
+    with pytest.raises(HpctrainError, match=r"\.partial: a folder that another user made: fetch into"):
+        hub.fetch_model("beomi/kcbert-base", Path("kcbert"))
+    assert not Path("kcbert").exists()
 
 
 @BY_ROOT

@@ -236,7 +236,7 @@ def test_a_metric_of_the_validation_is_the_best_of_the_epochs(tmp_path):
     """Fine-tuning measures it after each epoch, and result.json has the scores of the test set."""
     folder = sweep.trial_folder(tmp_path, 0)
     folder.mkdir()
-    (folder / "parameters.json").write_text("{}")
+    (folder / "parameters.json").write_text(json.dumps({"lr": 0.01, "seed": 1, "on-nan": "stop"}))
     values = {1: 0.5, 2: 0.75, 3: 0.625}
     lines = [
         {"epoch": epoch, "step": 4 * epoch, "validation_accuracy": value} for epoch, value in values.items()

@@ -80,6 +80,10 @@ def read_trial(sweep: Sweep, folder: Path, number: int) -> Trial:
     """
     path, state = trial_folder(folder, number), read_state(folder, number)
     parameters, lines = read_json(path / "parameters.json"), read_metrics(path)
+    if parameters.keys() != sweep.parameters.keys() or any(
+        "values" in form and parameters[name] not in form["values"] for name, form in sweep.parameters.items()
+    ):
+        raise HpctrainError(f"{path}/parameters.json is of another sweep: give the --out of this one")
     scores = {int(line["epoch"]): line[sweep.metric] for line in lines if sweep.metric in line}
     if state != "complete":
         return Trial(number, parameters, state, scores=scores)
@@ -439,6 +443,10 @@ def main(world: World, arguments: list[str]) -> None:
         if world.rank == 0:
             show(sweep, folder)
         return
+    try:
+        atomic.check_folder(folder, foreseen=args.out is None)  # trials of somebody else would count
+    except PermissionError as error:
+        raise HpctrainError(f"{folder}: {error.strerror}: give --out, a folder of your own") from error
     check_options(args.file, sweep)
     if number is not None:
         if not 0 <= number < sweep.trials:

@@ -155,6 +155,10 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
         commit = HfApi().model_info(name, revision=revision).sha
     assert commit is not None  # the hub gives the commit with all other information
     unfinished = folder.with_name(f".{folder.name}.{commit}.partial")
+    try:
+        atomic.check_folder(unfinished, foreseen=True)
+    except PermissionError as error:
+        raise HpctrainError(f"{unfinished}: {error.strerror}: fetch into a folder of your own") from error
     with _explain_errors(name, f"run the same command again, and it continues from {unfinished}"):
         _download_snapshot(name, commit, local_dir=unfinished)
         shutil.rmtree(unfinished / ".cache")  # the hub's record of what has been downloaded
