@@ -289,6 +289,41 @@ def test_a_terminal_has_a_shell_that_is_there(tmp_path, monkeypatch, capfd, logi
     assert Path(capfd.readouterr().out.splitlines()[0]).name == shell
 
 
+ASK_AS_BROWSER = """
+import http.client, json, os, socket, sys
+for method, path in (("GET", "/lab"), ("GET", "/api/contents/deep/NOTES.md"),
+                     ("POST", "/api/contents/deep/NOTES.md/checkpoints"),
+                     ("GET", "/api/contents/deep/NOTES.md/checkpoints")):
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(sys.argv[1])
+    connection.request(method, path, headers={"Authorization": "token " + open(sys.argv[2]).read().strip()})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    print(answer.status, "@jupyterlab/debugger-extension" in text, text.count('"id"'))
+"""
+
+
+@pytest.mark.slow
+def test_no_copy_goes_through_a_link_and_no_debugger_listens(tmp_path):
+    """JupyterLab copies a file when it is opened, and followed a link that somebody else had put there."""
+    folder = tmp_path / "deep"
+    (folder / ".ipynb_checkpoints").mkdir(parents=True)
+    (folder / "NOTES.md").write_text("export X=1\n")
+    (folder / ".ipynb_checkpoints/NOTES-checkpoint.md").symlink_to(tmp_path / "led")
+    command = [sys.executable, "-m", "hpctrain", "jupyter", "--out", "out"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            line = next(line for line in server.stdout if "ssh -N" in line)
+            path = re.search(r":(/\S+/socket)", line)[1]
+            ask = [sys.executable, "-c", ASK_AS_BROWSER, path, tmp_path / "out/token"]
+            done = subprocess.run(ask, capture_output=True, text=True, timeout=100)
+        finally:
+            server.terminate()
+    assert done.stdout.splitlines() == ["200 True 0", "200 False 0", "201 False 1", "200 False 1"], done
+    assert not (tmp_path / "led").exists() and not Path("/tmp/jupyter_checkpoints").exists()
+
+
 LISTENS_LATE = """
 import socket, sys, time
 path = next(word for word in sys.argv if word.startswith("--ServerApp.sock=")).partition("=")[2]

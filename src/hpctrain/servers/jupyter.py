@@ -33,8 +33,14 @@ OF_THE_LAUNCHER += ("HPCTRAIN_CONTROL", "HPCTRAIN_JOB_SECRET", "HPCTRAIN_NODE_TA
 OF_THE_LAUNCHER += ("PYTHONSAFEPATH",)
 OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"}
 OF_A_RANK |= {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
-# Otherwise JupyterLab asks everybody whether it may fetch news.
-LAB_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
+LAB_SETTINGS = {
+    "default_setting_overrides": {
+        # Otherwise JupyterLab asks everybody whether it may fetch news.
+        "@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}
+    },
+    # The debugger of a kernel listens on a TCP port without a password, until the kernel ends.
+    "page_config": {"disabledExtensions": {"@jupyterlab/debugger-extension": True}},
+}
 # HOME and PWD are expanded when a kernel starts: then the folder of its notebook is known.
 ENTER_PODMAN_HPC = """\
 exec podman-hpc run --rm --userns=keep-id --network=host --ipc=host --env HOME \
@@ -64,9 +70,9 @@ def serve(folder: Path | None) -> None:
         # Terminals start it, and the image may not have the user's login shell, such as tcsh.
         if not which(environment.get("SHELL", "")):
             environment["SHELL"] = which("bash") or "/bin/sh"
-        settings = tunnel.private / "labconfig/default_setting_overrides.json"
-        settings.parent.mkdir()
-        settings.write_text(json.dumps(LAB_SETTINGS))
+        (tunnel.private / "labconfig").mkdir()
+        for name, settings in LAB_SETTINGS.items():
+            (tunnel.private / f"labconfig/{name}.json").write_text(json.dumps(settings))
         folders = (str(tunnel.private), environment.get("JUPYTER_CONFIG_PATH"))
         environment["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
         command = [
@@ -75,6 +81,7 @@ def serve(folder: Path | None) -> None:
             "--ServerApp.sock_mode=0600",
             f"--ServerApp.root_dir={Path.cwd()}",
             "--KernelManager.transport=ipc",  # kernels listen on sockets in the private folder, too
+            "--ContentsManager.checkpoints_class=hpctrain.servers.checkpoints.PrivateCheckpoints",
             "--LabApp.news_url=None",
             "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         ]  # fmt: skip
@@ -121,7 +128,6 @@ def write_kernel(env: Mapping[str, str] = os.environ) -> Path:
         "argv": [*enter, "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         "display_name": name,
         "language": "python",
-        "metadata": {"debugger": True},
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
