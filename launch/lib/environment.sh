@@ -60,8 +60,8 @@ is_own() {
 # programs that it names
 refuse_podman_settings_of_others() {
     make_own "/tmp/${UID}_hpc" ||
-        die "/tmp/${UID}_hpc on $(uname -n), which podman-hpc uses, cannot be made or belongs to somebody else:" \
-            "leave the node out (--exclude=$(uname -n)), and tell the administrators"
+        die "/tmp/${UID}_hpc on $(uname -n), which podman-hpc uses, belongs to somebody else" \
+            "or cannot be made: leave the node out (--exclude=$(uname -n)), and tell the administrators"
 }
 
 # ---- on the first node ----

@@ -78,8 +78,10 @@ if [[ ! -e $root ]]; then
         paths=(launch examples notebooks docs README.md CONTRIBUTING.md CHANGELOG.md LICENSE cluster/README.md
             tests/scripts/tutorials)
         # root installs from somebody else's clone, too
-        { git -c safe.directory='*' ls-files -z "${paths[@]}" 2>/dev/null || find "${paths[@]}" -type f -print0; } |
-            xargs -0 cp --parents -t "$new"
+        {
+            git -c safe.directory='*' ls-files -z --error-unmatch "${paths[@]}" 2>/dev/null ||
+                find "${paths[@]}" -type f -print0
+        } | xargs -0 cp --parents -t "$new"
     )
     rm "$new"/docs/site.*
     mkdir "$new/bin"

@@ -31,7 +31,8 @@ print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | 
         LAUNCH+=("$TASK" srun)
     fi
     # Any script, as a module of its own may import mpi4py; mpirun.sh says why.
-    [[ $library == *Error:* || ${PROGRAM[*]:0:2} == '-m hpctrain' ]] || PYTHON=(python "$ROOT/launch/lib/mpi4py_main.py")
+    [[ $library == *Error:* || ${PROGRAM[*]:0:2} == '-m hpctrain' ]] ||
+        PYTHON=(python "$ROOT/launch/lib/mpi4py_main.py")
     [[ -z ${OPTION[dry-run]:-} ]] || return 0
     # mpirun 4 on a machine outside of the job tells Open MPI 5 wrongly which ranks share a node: sums over
     # nodes crash or hang. In a PBS job this script runs on a node of it.
