@@ -903,7 +903,10 @@ def test_podman_hpc_takes_no_configuration_of_another_user(cluster, podman_image
         executed = cluster.exec(taken, "test", "-e", f"{folder}/executed", check=False).returncode == 0
         cluster.exec(taken, "rm", "-rf", folder)
         assert ended.state == "FAILED" and not executed, output
-        assert f"{folder} on {taken}, which podman-hpc uses, belongs to somebody else or cannot be made: " in output, output
+        assert (
+            f"{folder} on {taken}, which podman-hpc uses, belongs to somebody else or cannot be made: "
+            in output
+        ), output
 
 
 @BY_ROOT
