@@ -65,13 +65,13 @@ def evaluate(run, model):
 # ---- shapes of loops; each calls at_step(run) somewhere in a step ----
 
 
-def plain(run, at_step):
+def plain(run, at_step, epochs=2):
     """A scheduler after run.step(), random numbers of numpy and Python, and an evaluation after an epoch."""
     model = run.prepare(make_net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     run.track(model=model, optimizer=optimizer, scheduler=scheduler)
-    for _ in run.epochs(2):
+    for _ in run.epochs(epochs):
         for points, labels in run.batches(Points(), 8):
             share = numpy.random.beta(1, 1) * random.random()
             loss = cross_entropy(model(points * share), labels)
@@ -247,6 +247,9 @@ def test_a_run_that_has_ended_is_finished_or_has_nothing_to_do(tmp_path, capsys)
     assert "has 2 epochs already: nothing to do" in capsys.readouterr().out
     assert sorted((tmp_path / "run").iterdir()) == files
     assert summarize(tmp_path / "run")["state"] == "finished"
+    with pytest.raises(UsageError, match=r"with 2 epochs, more than run\.epochs\(1\): give at least"):
+        with open_run(tmp_path / "run") as run:
+            plain(run, lambda run: None, epochs=1)
     (tmp_path / "run/result.json").unlink()  # it died after its last checkpoint
     with open_run(tmp_path / "run") as run:
         plain(run, lambda run: None)
