@@ -136,6 +136,14 @@ def test_the_picture(tmp_path):
     assert content.startswith(b"\x89PNG") and width > 1500 and height > 600
 
 
+def test_a_folder_of_runs_stands_for_those_that_have_metrics(tmp_path, capsys):
+    for name, lines in (("a", None), ("b", None), ("begun", [])):
+        make_run(tmp_path / "search" / name, **({} if lines is None else {"lines": lines}))
+    report.main(ALONE, [str(tmp_path / "search"), "--out", str(tmp_path / "page.html")])
+    text = (tmp_path / "page.html").read_text()
+    assert all((f"{tmp_path}/search/{name}" in text) == (name != "begun") for name in ("a", "b", "begun"))
+
+
 def test_what_cannot_be_reported(tmp_path):
     folder = make_run(tmp_path / "run", lines=[])
     with pytest.raises(HpctrainError, match=r"run/metrics.jsonl has no line yet"):

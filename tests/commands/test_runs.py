@@ -23,7 +23,7 @@ def test_the_table(tmp_path):
     head, first, second = (re.split(r" {2,}", line) for line in done.stdout.splitlines())
     assert head == ["RUN", "STATE", "JOB", "EPOCH", "STEP", "SCORE", "EXAMPLES/S", "STARTED", "IMAGE"]
     expected = [
-        "train_ddp/17",
+        "runs/train_ddp/17",
         "finished",
         "18 (2 starts)",
         "1/3",
@@ -33,7 +33,7 @@ def test_the_table(tmp_path):
         "2026-11-20 10:00",
     ]
     assert first == [*expected, "abababababab"]
-    assert second == ["mine", "stopped", "17", "0/3", "0", "-", "-", "2026-11-21 10:00", "abababababab"]
+    assert second == ["runs/mine", "stopped", "17", "0/3", "0", "-", "-", "2026-11-21 10:00", "abababababab"]
     # a script that does not say how many epochs it trains
     (config,) = (tmp_path / "runs/mine").glob("config.json")
     known = json.loads(config.read_text())
@@ -86,7 +86,7 @@ def test_no_run_folder(tmp_path):
 
 def test_a_name_that_controls_a_terminal_is_escaped(tmp_path):
     folder = make_run(tmp_path / "a\x1b[2Jb")
-    assert r"a\x1b[2Jb" in runs.describe_runs([reader.summarize(folder)], tmp_path)
+    assert r"a\x1b[2Jb" in runs.describe_runs([reader.summarize(folder)])
 
 
 def test_torch_is_not_imported(tmp_path):

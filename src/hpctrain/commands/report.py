@@ -19,10 +19,12 @@ from hpctrain.run.reader import (
     MEASURED,
     NOT_SCORES,
     best_line,
+    find,
     is_loss,
     is_number,
     points,
     read_configs,
+    read_metrics,
     require_metrics,
     summarize,
 )
@@ -231,7 +233,11 @@ def parser() -> Parser:
         prog="hpctrain report", description="Compare runs on one HTML page, which needs no network."
     )
     parser.add_argument(
-        "run", type=Path, metavar="RUN", nargs="+", help="run folder, such as runs/train_ddp/17"
+        "run",
+        type=Path,
+        metavar="RUN",
+        nargs="+",
+        help="run folder, such as runs/train_ddp/17, or a folder of runs",
     )
     parser.add_argument(
         "--out",
@@ -248,7 +254,7 @@ def main(world: World, arguments: list[str]) -> None:
     args = parser().parse_args(arguments)
     if args.out.suffix not in (".html", ".png"):
         raise UsageError(f"--out {args.out}: give a name that ends in .html or .png")
-    runs = [read(run) for run in args.run]
+    runs = [read(run) for given in args.run for run in [*filter(read_metrics, find(given))] or [given]]
     try:
         with folder_for_matplotlib():
             if args.out.suffix == ".png":

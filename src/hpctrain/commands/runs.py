@@ -11,14 +11,13 @@ from hpctrain.run.reader import find, summarize
 from hpctrain.text import table
 
 
-def describe_runs(rows: list[dict[str, Any]], folder: Path) -> str:
+def describe_runs(rows: list[dict[str, Any]]) -> str:
     """The rows as lines of text, the run that started last at the end."""
     cells = [("RUN", "STATE", "JOB", "EPOCH", "STEP", "SCORE", "EXAMPLES/S", "STARTED", "IMAGE")]
     for row in sorted(rows, key=lambda row: str(row["started"])):
-        path = Path(row["run"])
         cells.append(
             (
-                str(path.relative_to(folder) if path != folder else path),
+                row["run"],
                 row["state"],
                 str(row["job"]) + (f" ({row['starts']} starts)" if row["starts"] > 1 else ""),
                 f"{row['epoch']}/{row['epochs'] or '?'}",
@@ -66,4 +65,4 @@ def main(world: World, arguments: list[str]) -> None:
     if not rows:
         problem = "no run folder in it that you can read" if args.folder.exists() else "no such folder"
         raise HpctrainError(f"{args.folder}: {problem}: name the folder of your runs")
-    print(json.dumps(rows, indent=2) if args.json else describe_runs(rows, args.folder))
+    print(json.dumps(rows, indent=2) if args.json else describe_runs(rows))
