@@ -285,7 +285,7 @@ export_job_env() {
 # jobs that a rank submits have them, too.
 refuse_copies() {
     local parent='' size=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-1}} rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
-    read -r parent <"/proc/$PPID/comm" || true
+    { read -r parent <"/proc/$PPID/comm"; } 2>/dev/null || true # process 0 started it in another namespace
     [[ $size != 1 && $parent == @(mpi*|orted|prte*|hydra*) ]] || return 0
     [[ $rank == 0 ]] || exit 0 # or mpirun would end rank 0 before it has said why
     die "mpirun started this script $size times, and it starts all ranks itself: leave mpirun out"

@@ -3,10 +3,14 @@
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and task.sh
 
 launch_with_horovodrun() {
-    local places
+    local places interface
     [[ -z ${OPTION[broadcast]:-} ]] ||
         die "--broadcast does not work with horovodrun: use --launcher=srun or mpirun"
     LAUNCHER_TEXT='horovodrun over ssh'
+    interface=${HPCTRAIN_INTERFACE:-$(find_interface || true)}
+    [[ -n $interface || -n ${OPTION[dry-run]:-} ]] ||
+        die "$(uname -n) has no interface with the address $MASTER_ADDR:" \
+            "start this on the first node of the job, or set HPCTRAIN_INTERFACE"
     places=$(printf "%s:$TASKS," "${HOSTS[@]}")
     # horovodrun parses words of the command as its own options where they look like one (--network=host).
     COMMAND_IN_VARIABLE=1
@@ -15,7 +19,7 @@ launch_with_horovodrun() {
     # --network-interface, because it would look for common ones by running Python outside of the containers.
     LAUNCH=("$TASK" none "${CONTAINER[@]}" ${SIF:+"$SIF"} -- env "${HIDDEN[@]/#/--unset=}"
         horovodrun -np $((NODES * TASKS)) -H "${places%,}" --gloo
-        --network-interface "${HPCTRAIN_INTERFACE:-$(find_interface)}"
+        --network-interface "${interface:-INTERFACE}"
         "$TASK" horovodrun)
     CLEAN_UP+=(kill_horovod_ranks)
 }
