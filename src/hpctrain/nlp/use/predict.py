@@ -46,7 +46,8 @@ CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
 def main(world: World, arguments: list[str]) -> None:
     if world.size > 1:
         raise UsageError(
-            f"predict runs in one process, but the launcher started {world.size}: run it without a launcher"
+            f"predict runs in one process, but the launcher started {world.size}: "
+            "give --nodes=1 --ntasks-per-node=1"
         )
     args = parser().parse_args(arguments)
     if args.file and args.text:

@@ -374,7 +374,8 @@ def main(world: World, arguments: list[str]) -> None:
     """Serve until a signal. Raises HpctrainError if the model cannot be loaded or the port cannot be used."""
     if world.size > 1:
         raise UsageError(
-            f"serve runs in one process, but the launcher started {world.size}: run it without a launcher"
+            f"serve runs in one process, but the launcher started {world.size}: "
+            "give --nodes=1 --ntasks-per-node=1"
         )
     args = parser().parse_args(arguments)
     Handler.model = Model(args)
