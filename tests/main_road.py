@@ -49,7 +49,7 @@ MAIN_ROAD = {
         "containers/test_image_files.py::test_no_secret_and_no_name_of_the_build_machine",
         "containers/test_image.py::test_make_builds_nothing_twice",
     ],
-    "`make verify` compares": ["containers/test_record.py::test_the_image_is_as_its_record_says"],
+    "SBOM, provenance, `make verify`": ["containers/test_record.py::test_the_image_is_as_its_record_says"],
     "sbatch launch/apptainer_ddp.sh": ["docs/test_readme.py::test_on_the_cluster[README.md]"],
     "`check.sh` checks every rank": ["launch/test_launch.py::test_check_and_then_the_run_in_one_job"],
     "`--dry-run` prints the commands": ["launch/test_launch.py::test_what_a_dry_run_prints_can_be_run"],
