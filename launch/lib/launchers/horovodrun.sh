@@ -53,7 +53,7 @@ hide_environment() {
     # Where others can write this folder, they can replace that one: so it is entered before the look at its
     # owner, and its name contains the digest of the file. An ACL of this folder gives a new file to others,
     # but not a folder of mode 700.
-    (mkdir -m 700 "$HPCTRAIN_ENVIRONMENT" && cd "$HPCTRAIN_ENVIRONMENT" &&
+    (set -C && mkdir -m 700 "$HPCTRAIN_ENVIRONMENT" && cd "$HPCTRAIN_ENVIRONMENT" &&
         [[ $(stat -c %u:%a .) == "$UID:"?(2)700 ]] && printf %s "$lines" >variables) ||
         die "$PWD: cannot be written: submit from a folder of your own"
 }
