@@ -43,8 +43,9 @@ find_image() {
         die "$HPCTRAIN_IMAGE: no such image: set HPCTRAIN_IMAGE to yours," \
             "or unset it for hpctrain-$HPCTRAIN_FLAVOR.sif"
     if [[ -z $OWN_FLAVOR ]] && _hpctrain_has_one_image "$ROOT"; then
-        HPCTRAIN_FLAVOR=$(basename "$ROOT"/hpctrain-*.sif .sif)
-        HPCTRAIN_FLAVOR=${HPCTRAIN_FLAVOR#hpctrain-}
+        HPCTRAIN_FLAVOR=$(echo "$ROOT"/hpctrain-*.sif)
+        HPCTRAIN_FLAVOR=${HPCTRAIN_FLAVOR##*/hpctrain-}
+        HPCTRAIN_FLAVOR=${HPCTRAIN_FLAVOR%.sif}
     fi
     : "${HPCTRAIN_IMAGE:=$ROOT/hpctrain-$HPCTRAIN_FLAVOR.sif}"
     [[ ! -e $HPCTRAIN_IMAGE ]] || return 0
