@@ -499,6 +499,9 @@ def test_a_run_that_died_after_its_last_checkpoint_is_finished(small, tmp_path, 
     shutil.rmtree(folder / "model", ignore_errors=True)
     if trainer == "nlp.ner":  # it wrote the scores of the test set after its last checkpoint
         (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:-1]))
+    fewer = hpctrain(tmp_path, trainer, "--epochs", "1", *options, "--resume", "run")
+    assert (fewer.returncode, fewer.stderr) == (2, message)  # it ended as a run of one epoch
+    assert not (folder / "result.json").exists()
     leftovers = [
         folder / "checkpoints/.epoch-0002.pt.0123456789ab.tmp",
         folder / ".model.0123456789ab.tmp/config.json",

@@ -210,15 +210,17 @@ class Run:
             return checkpoint.load(self.resume_from, device, lazily=self.in_parts)
 
     def _refuse_if_finished(self, epochs: int) -> None:
-        """End every rank if the run to resume, which has no epoch left, has a result. A collective call.
+        """End every rank, as the run to resume has no epoch left, unless it lacks its result alone.
 
         Slurm may requeue a job that has completed: then nothing is left to do. Raises UsageError otherwise.
+        A collective call.
         """
         assert self.resume_from
-        if self.epoch > finished_epochs(self.resume_from.parent.parent):
+        has_result = self.epoch <= finished_epochs(self.resume_from.parent.parent)
+        if not has_result and self.epoch <= epochs:
             return
         done = f"{self.folder} has {counted(self.epoch, 'epoch')} already"
-        if restart_count() > 0 or self._options.is_auto:
+        if has_result and (restart_count() > 0 or self._options.is_auto):
             self.print(f"{done}: nothing to do")
             self._leave()
         larger = "larger --epochs" if self.epoch >= epochs else "larger --patience, with --force,"

@@ -202,18 +202,10 @@ class Run(run.Run):
     # --- in training ---
 
     def epochs(self, number: int) -> Iterator[int]:
-        """The epochs that are left of this number, counted from 1. Saves what is tracked after each.
-
-        Raises UsageError if the run has more already.
-        """
+        """The epochs that are left of this number, counted from 1. Saves what is tracked after each."""
         if self._model is None:
             raise UsageError(
                 "run.epochs() needs something to save: call run.track(model=model, ...) before it"
-            )
-        if self.epoch > number:
-            raise UsageError(
-                f"{self.resume_from} is of a run with {self.epoch} epochs, more than run.epochs({number}): "
-                "give at least as many"
             )
         self.limit_epochs(number)
         while self.epoch < number and not self.best.has_stalled:
