@@ -290,7 +290,7 @@ def test_a_terminal_has_a_shell_that_is_there(tmp_path, monkeypatch, capfd, logi
 
 
 ASK_AS_BROWSER = """
-import http.client, json, os, socket, sys
+import http.client, socket, sys
 for method, path in (("GET", "/lab"), ("GET", "/api/contents/deep/NOTES.md"),
                      ("POST", "/api/contents/deep/NOTES.md/checkpoints"),
                      ("GET", "/api/contents/deep/NOTES.md/checkpoints")):
@@ -312,7 +312,9 @@ def test_no_copy_goes_through_a_link_and_no_debugger_listens(tmp_path):
     (folder / "NOTES.md").write_text("export X=1\n")
     (folder / ".ipynb_checkpoints/NOTES-checkpoint.md").symlink_to(tmp_path / "led")
     command = [sys.executable, "-m", "hpctrain", "jupyter", "--out", "out"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+    (tmp_path / "tmp").mkdir()
+    env = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as server:
         try:
             line = next(line for line in server.stdout if "ssh -N" in line)
             path = re.search(r":(/\S+/socket)", line)[1]
@@ -321,7 +323,7 @@ def test_no_copy_goes_through_a_link_and_no_debugger_listens(tmp_path):
         finally:
             server.terminate()
     assert done.stdout.splitlines() == ["200 True 0", "200 False 0", "201 False 1", "200 False 1"], done
-    assert not (tmp_path / "led").exists() and not Path("/tmp/jupyter_checkpoints").exists()
+    assert not (tmp_path / "led").exists() and not (tmp_path / "tmp/jupyter_checkpoints").exists()
 
 
 LISTENS_LATE = """
