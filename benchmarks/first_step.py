@@ -23,7 +23,7 @@ from contextlib import contextmanager  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 from hpctrain.distributed.world import detect  # noqa: E402
-from hpctrain.run.run import Run  # noqa: E402
+from hpctrain.run.record import Record  # noqa: E402
 from hpctrain.vision import train_ddp  # noqa: E402
 
 marks["import the rest"] = time.time()
@@ -38,14 +38,14 @@ def marked_process_group(*args: Any) -> Iterator[None]:
         yield
 
 
-def first_step(run: Run, loss: torch.Tensor, **values: float) -> NoReturn:
+def first_step(run: Record, loss: torch.Tensor, **values: float) -> NoReturn:
     """Replaces Run.step(): print the marks and exit."""
     marks["first step"] = time.time()
     print("marks", json.dumps(marks), flush=True)
     raise SystemExit(0)
 
 
-def start_epoch(run: Run, epoch: int, *_: object) -> int:
+def start_epoch(run: Record, epoch: int, *_: object) -> int:
     """Replaces Run.start_epoch(): set a mark."""
     marks["data, run folder, model"] = time.time()
     return 0

@@ -58,9 +58,9 @@ from hpctrain.nlp.task import Task
 from hpctrain.nlp.tasks.classify import TASK, Document
 from hpctrain.nlp.training.finetune import prepare_module
 from hpctrain.nlp.training.options import parse_options
-from hpctrain.options import positive
+from hpctrain.parser import positive
 from hpctrain.run.options import RunOptions
-from hpctrain.run.run import Run
+from hpctrain.run.record import Record
 
 # Layers, hidden size and vocabulary of KcBERT; the other sizes are those of --from-scratch.
 KCBERT = {"base": (12, 768, 30_000), "large": (24, 1024, 30_000)}
@@ -229,7 +229,7 @@ def train_with_hpctrain(
     """As `hpctrain nlp.<task>` does; on a GPU with lengths that are rounded up, if `rounded`."""
     args = dataclasses.replace(setting.args, cuda_graphs=graphs, compile=compiled)
     world, train, task = setting.world, setting.train, setting.task
-    run = Run(world, f"nlp.{task.name}", RunOptions.from_args(vars(args)), setting.device)
+    run = Record(world, f"nlp.{task.name}", RunOptions.from_args(vars(args)), setting.device)
     module = prepare_module(task, model, setting.labels, train, args, run)
     padding = {**task.padding, "input_ids": setting.tokenizer.pad_token_id}
     sampler = LengthGroupedSampler(train, world, args.batch_size, args.seed, args.accumulate)

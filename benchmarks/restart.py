@@ -40,7 +40,7 @@ def be_a_rank() -> None:
     marks = {"srun, container, Python": began}
     from hpctrain.distributed import entry
     from hpctrain.distributed.world import detect, restart_count
-    from hpctrain.run.run import Run
+    from hpctrain.run.record import Record
     from hpctrain.vision import train_ddp
 
     marks["imports"] = time.time()
@@ -53,7 +53,7 @@ def be_a_rank() -> None:
             marks["rendezvous of the ranks"] = time.time()
             yield
 
-    def marked_step(run: Run, *args: Any, **values: float) -> None:
+    def marked_step(run: Record, *args: Any, **values: float) -> None:
         step(run, *args, **values)
         if restart_count() and LAST not in marks:
             marks[LAST] = time.time()

@@ -117,8 +117,8 @@ MAIN_ROAD_BESIDE_THE_README = {
     ],
     "a training that was interrupted ends as one that was not": [
         "nlp/training/test_finetune.py::test_resumed_run_ends_with_the_same_weights",
-        "training/test_script.py::test_a_run_that_is_interrupted_again_and_again_ends_as_one_that_was_not",
-        "run/test_run.py::test_a_disk_that_is_full_leaves_no_torn_result",
+        "training/test_run.py::test_a_run_that_is_interrupted_again_and_again_ends_as_one_that_was_not",
+        "run/test_record.py::test_a_disk_that_is_full_leaves_no_torn_result",
     ],
     "make venv has MPI and runs other people's scripts": ["docs/test_laptop.py"],
     "benchmarks/gpu.py leaves a table whenever it ends": [

@@ -7,7 +7,7 @@ import pytest
 
 from hpctrain.cli import COMMANDS, load_command
 from hpctrain.errors import UsageError
-from hpctrain.options import did_you_mean
+from hpctrain.parser import did_you_mean
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 import hpctrain
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.files import plain
-from hpctrain.run.run import Run
+from hpctrain.run.record import Record
 from tests.helpers import run_ranks, start_ranks
 
 SINGLE_GPU, NOTHING_LOST = (
@@ -297,7 +297,7 @@ def test_a_checkpoint_of_a_wrapped_model_has_plain_names(tmp_path):
     parser = hpctrain.trainer_parser("mine", "")
     parser.add_argument("--epochs", type=int, default=1)
     args = parser.parse_args(["--out", str(tmp_path / "run")])
-    own = Run(ALONE, "mine", args, torch.device("cpu"))
+    own = Record(ALONE, "mine", args, torch.device("cpu"))
     model = DataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     assert own.resume(torch.device("cpu"), 1, model) is None

@@ -574,7 +574,7 @@ def test_no_folder_of_a_run_is_a_link_of_somebody_else(tmp_path, theirs, name):
     """With a link to another run's checkpoints, those would be overwritten, and the oldest removed."""
     from hpctrain.checkpoints import checkpoint
     from hpctrain.errors import HpctrainError
-    from hpctrain.run.folder import prepare_folder
+    from hpctrain.run.prepare import prepare_folder
     from hpctrain.run.options import RunOptions
 
     for folder in ("run", "other"):
@@ -626,7 +626,7 @@ def test_a_run_folder_that_another_user_foresaw_is_refused(tmp_path, monkeypatch
     """Job numbers can be foreseen: a link there led the files of a run over others of the user's own."""
     from hpctrain.commands import bench
     from hpctrain.errors import HpctrainError
-    from hpctrain.run.folder import prepare_folder
+    from hpctrain.run.prepare import prepare_folder
     from hpctrain.run.options import RunOptions
     from hpctrain.servers.tunnel import Tunnel
 
@@ -666,7 +666,7 @@ def test_links_in_a_run_folder_that_others_can_write(tmp_path, theirs, name):
             assert link.read_text() == opened.token + "\n" and not link.is_symlink()
     elif name == ".probe":
         from hpctrain.errors import HpctrainError
-        from hpctrain.run.folder import prepare_folder
+        from hpctrain.run.prepare import prepare_folder
         from hpctrain.run.options import RunOptions
 
         with pytest.raises(HpctrainError, match=r"cannot be written \(File exists\)"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpctrain import __version__
 from hpctrain.cli import COMMANDS, GROUPS, load_command
-from hpctrain.options import did_you_mean
+from hpctrain.parser import did_you_mean
 
 
 def help_text() -> str:

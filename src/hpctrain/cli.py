@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from hpctrain.distributed.world import World
-    from hpctrain.options import Parser
+    from hpctrain.parser import Parser
 
 # The groups of `hpctrain --help`, in its order.
 GROUPS = {

@@ -69,7 +69,7 @@ files = []
 sys.addaudithook(lambda event, values: files.append(values[0]) if event == "open" else None)
 import torch
 of_torch, opened = set(sys.modules), len(files)
-from hpctrain.run.run import Run
+from hpctrain.run.record import Record
 def first_step(run, loss, **values):
     more = sorted(set(sys.modules) - of_torch)
     assert len(more) <= 70 and len(files) - opened <= 150, (more, files[opened:])

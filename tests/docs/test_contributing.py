@@ -127,9 +127,9 @@ TRAINER = '''
     import torch
     import torch.distributed as dist
 
-    from hpctrain.options import Parser
+    from hpctrain.parser import Parser
     from hpctrain.distributed.rendezvous import process_group
-    from hpctrain.run.run import Run
+    from hpctrain.run.record import Record
     from hpctrain.vision import recipe
     from hpctrain.distributed.world import World
 
@@ -144,7 +144,7 @@ TRAINER = '''
         args = recipe.parse(parser(), arguments, recipe.ImageOptions())
         device = torch.device("cpu")
         with process_group(world, device):
-            run = Run(world, "train_toy", args, device)
+            run = Record(world, "train_toy", args, device)
             torch.manual_seed(args.seed)
             model = torch.nn.Linear(1, 1)
             points = torch.linspace(-1, 1, 8 * world.size)[world.rank :: world.size].unsqueeze(1)

@@ -13,7 +13,7 @@ from hpctrain.cli import load_command
 from hpctrain.distributed.world import ALONE
 from hpctrain.nlp.training.finetune import run_empty
 from hpctrain.run import flops, run
-from hpctrain.run.run import Run
+from hpctrain.run.record import Record
 from hpctrain.vision.model import ResNet50
 from tests.helpers import write_digits
 

@@ -11,7 +11,7 @@ from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import EndEarly, UsageError
 from hpctrain.run.options import RunOptions, describe_differences, prune_with
-from hpctrain.run.run import Run
+from hpctrain.run.record import Record
 
 CPU = torch.device("cpu")
 
@@ -58,10 +58,10 @@ def test_differences_name_the_options_of_the_command_line():
 def test_a_script_without_argparse(tmp_path):
     """A notebook, for example: the options are those of config.json, and a resume compares them."""
     options = RunOptions(out=str(tmp_path / "run"), resume="auto", epochs=2, others={"lr": 0.1})
-    train_an_epoch(Run(ALONE, "mine", options, CPU))
+    train_an_epoch(Record(ALONE, "mine", options, CPU))
     recorded = json.loads((tmp_path / "run/config.json").read_text())["options"]
     assert (recorded["lr"], recorded["epochs"], recorded["checkpoint_every"]) == (0.1, 2, "10min")
-    again = Run(ALONE, "mine", RunOptions(out=tmp_path / "run", resume="auto", others={"lr": 1}), CPU)
+    again = Record(ALONE, "mine", RunOptions(out=tmp_path / "run", resume="auto", others={"lr": 1}), CPU)
     with pytest.raises(UsageError, match=r"other options: --lr 1 instead of 0.1: give those .* or --force"):
         again.resume(CPU, 2, torch.nn.Linear(2, 1))
 
@@ -82,7 +82,7 @@ def test_a_wrong_value_is_one_line(wrong, message):
 
 def test_prune_ends_the_run_after_the_checkpoint_of_an_epoch(tmp_path):
     asked = []
-    run = Run(ALONE, "mine", RunOptions(out=tmp_path, prune=lambda world: not asked.append(world)), CPU)
+    run = Record(ALONE, "mine", RunOptions(out=tmp_path, prune=lambda world: not asked.append(world)), CPU)
     with pytest.raises(EndEarly):
         train_an_epoch(run)
     assert asked == [ALONE] and checkpoint.find_newest(tmp_path).name == "epoch-0001.pt"
@@ -99,7 +99,7 @@ def test_a_command_that_is_run_by_another_one_gets_its_prune():
 
 def test_a_state_that_cannot_be_resumed_is_refused_after_the_first_step(tmp_path):
     """The first checkpoint of a run may come hours later."""
-    run = Run(ALONE, "mine", RunOptions(out=tmp_path / "run", watchdog=0), CPU)
+    run = Record(ALONE, "mine", RunOptions(out=tmp_path / "run", watchdog=0), CPU)
     model = torch.nn.Linear(2, 1)
     run.resume(CPU, 2, model, entry="optimizers")
     run.start_epoch(1, 9, 4)
@@ -116,10 +116,10 @@ def test_a_state_that_cannot_be_resumed_is_refused_after_the_first_step(tmp_path
 
 
 def test_values_of_a_step_are_means_over_the_ranks_and_the_steps(tmp_path, monkeypatch):
-    run = Run(ALONE, "mine", RunOptions(out=tmp_path / "run", watchdog=0), CPU)
+    run = Record(ALONE, "mine", RunOptions(out=tmp_path / "run", watchdog=0), CPU)
     run.resume(CPU, 1, torch.nn.Linear(2, 1))
     other = {"train_loss": (3.0, 3), "d_loss": (6.0, 3), "learning_rate": (0.1, 3), "g_loss": (2.0, 1)}
-    monkeypatch.setattr("hpctrain.run.run.gather", lambda world, own: [own, [other, *own[1:]]])
+    monkeypatch.setattr("hpctrain.run.record.gather", lambda world, own: [own, [other, *own[1:]]])
     run.start_epoch(1, 15, 4)
     for step in range(3):
         more = {"g_loss": numpy.float32(4)} if step == 1 else {}
@@ -130,7 +130,7 @@ def test_values_of_a_step_are_means_over_the_ranks_and_the_steps(tmp_path, monke
 
 
 def test_a_value_that_is_not_finite_in_one_step_is_named_at_the_next_line(tmp_path):
-    run = Run(ALONE, "mine", RunOptions(out=tmp_path / "run", watchdog=0), CPU)
+    run = Record(ALONE, "mine", RunOptions(out=tmp_path / "run", watchdog=0), CPU)
     run.resume(CPU, 1, torch.nn.Linear(2, 1))
     run.start_epoch(1, 15, 4)
     for d_loss in (1.0, float("nan")):
@@ -142,7 +142,7 @@ def test_a_value_that_is_not_finite_in_one_step_is_named_at_the_next_line(tmp_pa
 def test_a_resumed_run_has_the_means_of_one_that_was_not_cut(tmp_path):
     def train(folder, *parts):
         for first, last in parts:
-            run = Run(ALONE, "mine", RunOptions(out=folder, resume="auto", checkpoint_every=1), CPU)
+            run = Record(ALONE, "mine", RunOptions(out=folder, resume="auto", checkpoint_every=1), CPU)
             model = torch.nn.Linear(2, 1)
             run.resume(CPU, 1, model)
             run.start_epoch(1, 15, 4)

@@ -16,7 +16,7 @@ from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
-from hpctrain.run.folder import prepare_folder
+from hpctrain.run.prepare import prepare_folder
 from hpctrain.run.options import RunOptions
 from hpctrain.run.reader import summarize
 from tests.helpers import make_run, write_digits

@@ -18,8 +18,8 @@ from hpctrain.nlp.batches.sampling import FeatureDataset
 from hpctrain.nlp.tasks import classify
 from hpctrain.nlp.training import finetune
 from hpctrain.nlp.training.lightning_module import FineTuneModule
-from hpctrain.options import trainer_parser
-from hpctrain.run import run, speed
+from hpctrain.parser import trainer_parser
+from hpctrain.run import record, speed
 from hpctrain.run.reader import read_metrics
 from hpctrain.training.batches import seed_torch
 from hpctrain.vision import train_ddp
@@ -169,7 +169,7 @@ def test_a_line_of_metrics_has_memory_and_use_and_the_log_has_not(tmp_path, monk
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     args = trainer_parser("test", "").parse_args(["--out", str(tmp_path / "run"), "--watchdog", "0"])
     args.epochs = 1
-    opened = run.Run(ALONE, "test", args, torch.device("cpu"))
+    opened = record.Record(ALONE, "test", args, torch.device("cpu"))
     opened.start_epoch(1, 1, 8)
     opened.step(torch.tensor(2.5))
     (line,) = read_metrics(tmp_path / "run")

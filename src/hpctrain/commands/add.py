@@ -19,7 +19,7 @@ from hpctrain.distributed.python import SAFE_PYTHON
 
 if TYPE_CHECKING:
     from hpctrain.distributed.world import World
-    from hpctrain.options import Parser
+    from hpctrain.parser import Parser
 
 PROGRESS_EVERY = 5.0  # s
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -140,7 +140,7 @@ def failed_import(added: Path, progress: bool = False) -> str | None:
 def parser() -> "Parser":
     from argparse import REMAINDER, RawDescriptionHelpFormatter
 
-    from hpctrain.options import Parser
+    from hpctrain.parser import Parser
 
     parser = Parser(prog="hpctrain add", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(

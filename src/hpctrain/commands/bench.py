@@ -34,7 +34,7 @@ from hpctrain.distributed.world import World, job_id
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.files.places import refuse_throw_away
-from hpctrain.options import Parser, add_device
+from hpctrain.parser import Parser, add_device
 from hpctrain.run.charts import COLORS, folder_for_matplotlib, save_picture
 from hpctrain.run.config import versions
 from hpctrain.text import first_line, say

@@ -14,7 +14,7 @@ from hpctrain.cli import COMMANDS, load_command
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
-from hpctrain.options import Parser
+from hpctrain.parser import Parser
 
 # Where bash-completion and zsh look for a command that is in PREFIX/bin.
 FILES = {"bash": "share/bash-completion/completions/hpctrain", "zsh": "share/zsh/site-functions/_hpctrain"}

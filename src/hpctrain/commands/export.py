@@ -7,7 +7,7 @@ from pathlib import Path
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
-from hpctrain.options import Parser
+from hpctrain.parser import Parser
 from hpctrain.run.reader import read_configs, require_metrics
 from hpctrain.run.wandb import folder_for_wandb, result_numbers, start_wandb
 from hpctrain.text import first_line, say

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.options import Parser
+from hpctrain.parser import Parser
 from hpctrain.run.charts import plot
 from hpctrain.run.reader import require_metrics
 from hpctrain.text import reason, say

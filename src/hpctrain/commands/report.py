@@ -12,7 +12,7 @@ from hpctrain.commands.runs import format_score, format_start
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
-from hpctrain.options import Parser
+from hpctrain.parser import Parser
 from hpctrain.run.charts import COLORS, folder_for_matplotlib, plain, save_picture, the_first
 from hpctrain.run.metrics import format_seconds
 from hpctrain.run.reader import (

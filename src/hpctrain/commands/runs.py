@@ -6,7 +6,7 @@ from typing import Any
 
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.options import Parser
+from hpctrain.parser import Parser
 from hpctrain.run.reader import find, summarize
 from hpctrain.text import table
 

@@ -8,7 +8,7 @@ from typing import Any
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
-from hpctrain.options import Parser
+from hpctrain.parser import Parser
 from hpctrain.run.charts import folder_for_matplotlib, plain, save_picture
 from hpctrain.run.reader import find, is_number, read_configs, read_json
 from hpctrain.text import one_line, say, table

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.cli import COMMANDS, load_command
 from hpctrain.errors import UsageError
-from hpctrain.options import did_you_mean
+from hpctrain.parser import did_you_mean
 from hpctrain.text import reason
 
 OWN = {"out", "resume"}  # options that a trial sets itself

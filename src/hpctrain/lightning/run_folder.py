@@ -29,7 +29,7 @@ from hpctrain.distributed.rendezvous import all_or_none, broadcast, main_address
 from hpctrain.distributed.world import World, detect
 from hpctrain.errors import UsageError
 from hpctrain.run.options import RunOptions
-from hpctrain.run.run import Run
+from hpctrain.run.record import Record
 from hpctrain.training.batches import ResumableBatches, seed_everything, seed_loader
 from hpctrain.training.buckets import settle_buckets
 
@@ -99,7 +99,7 @@ class RunFolder(Checkpoint):
     interval.
     """
 
-    _run: Run  # from setup() on
+    _run: Record  # from setup() on
     _only_finite = True  # of the values that the module logs
 
     def __init__(
@@ -135,7 +135,7 @@ class RunFolder(Checkpoint):
         self._checkpoints = _RunCheckpoints(self._run.folder / "checkpoints", self, trainer)
         trainer.strategy.checkpoint_io = self._checkpoints
 
-    def _open(self, trainer: Trainer, module: LightningModule) -> Run:
+    def _open(self, trainer: Trainer, module: LightningModule) -> Record:
         if trainer.max_steps != -1 or not trainer.max_epochs or trainer.max_epochs < 0:
             raise UsageError(
                 "RunFolder counts epochs: make the Trainer with max_epochs, and without max_steps"
@@ -160,7 +160,7 @@ class RunFolder(Checkpoint):
         options = replace(self._options, epochs=trainer.max_epochs)
         places = trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.num_devices
         world = World(*places, trainer.node_rank, trainer.num_nodes, detect().launcher)
-        run = Run(world, "lightning", options, trainer.strategy.root_device)
+        run = Record(world, "lightning", options, trainer.strategy.root_device)
         run.can_skip = False
         return run
 

@@ -15,7 +15,7 @@ from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.lazy_imports import import_of_lightning
 from hpctrain.distributed.rendezvous import broadcast
 from hpctrain.distributed.world import World
-from hpctrain.run.run import Run
+from hpctrain.run.record import Record
 from hpctrain.training.buckets import broadcast_buffers, settle_buckets
 from hpctrain.training.precision import Scaler
 
@@ -114,12 +114,12 @@ class TrainerFolder(RunFolder):
     that are left, see on_train_epoch_end().
     """
 
-    _run: Run  # open from the start
+    _run: Record  # open from the start
     _only_finite = False  # Run.metrics() ends the run if a value is not finite
 
     def __init__(
         self,
-        run: Run,
+        run: Record,
         batch_size: int,
         model: nn.Module,
         score: Callable[[dict[str, float]], tuple[float, ...]],
@@ -208,7 +208,7 @@ class TrainerFolder(RunFolder):
 
 
 def make_trainer(
-    run: Run,
+    run: Record,
     args: TrainerOptions,
     device: torch.device,
     model: nn.Module,

@@ -21,7 +21,7 @@ from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
-from hpctrain.options import Parser
+from hpctrain.parser import Parser
 from hpctrain.servers.tunnel import Tunnel
 
 # Prefixes of variables that a launcher sets. Launchers that a notebook starts must not find them.

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.options import Parser
+from hpctrain.parser import Parser
 from hpctrain.servers.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
 
 Application = Callable[[dict[str, Any], Callable], Iterable[bytes]]

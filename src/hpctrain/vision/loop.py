@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpctrain.run.run import Run
+from hpctrain.run.record import Record
 from hpctrain.training.batches import steps_per_epoch, training_batches
 from hpctrain.vision.folder import ImageSet
 from hpctrain.vision.recipe import ImageOptions
 
 
 def train_epochs(
-    run: Run,
+    run: Record,
     args: ImageOptions,
     device: torch.device,
     training_set: ImageSet,

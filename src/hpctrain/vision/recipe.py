@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, Optimizer
 from hpctrain.distributed.rendezvous import all_or_none, gather
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.options import Parser, add_kernels, add_precision, positive, trainer_parser
+from hpctrain.parser import Parser, add_kernels, add_precision, positive, trainer_parser
 from hpctrain.run import flops
 from hpctrain.training.batches import evaluation_batches
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic

@@ -31,8 +31,8 @@ from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.rendezvous import all_or_none, process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
-from hpctrain.options import Parser, add_device
-from hpctrain.run.run import Run
+from hpctrain.parser import Parser, add_device
+from hpctrain.run.record import Record
 from hpctrain.training.batches import steps_per_epoch
 from hpctrain.training.buckets import broadcast_buffers, settle_buckets
 from hpctrain.training.precision import (
@@ -61,7 +61,7 @@ def main(world: World, arguments: list[str]) -> None:
     with process_group(world, device):
         training_set, test_set = recipe.load_data(args, world)
         steps_per_epoch(len(training_set), args.batch_size, world)  # raises UsageError before a folder exists
-        run = Run(world, "train_ddp", args, device)
+        run = Record(world, "train_ddp", args, device)
 
         model = recipe.build_model(args, training_set, device)
         run.count_flops(lambda: recipe.count_flops(model, training_set, args))

@@ -27,8 +27,8 @@ from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.rendezvous import process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
-from hpctrain.options import Parser, add_device
-from hpctrain.run.run import Run
+from hpctrain.parser import Parser, add_device
+from hpctrain.run.record import Record
 from hpctrain.training.batches import evaluation_batches, steps_per_epoch
 from hpctrain.training.buckets import broadcast_buffers
 from hpctrain.training.precision import Scaler, load_scaler, make_autocast, set_precision
@@ -58,7 +58,7 @@ def main(world: World, arguments: list[str]) -> None:
     with process_group(world, device):
         training_set, test_set = recipe.load_data(args, world)
         steps_per_epoch(len(training_set), args.batch_size, world)  # raises UsageError before a folder exists
-        run = Run(world, "train_fsdp", args, device)
+        run = Record(world, "train_fsdp", args, device)
 
         run.in_parts = world.size > 1  # each rank saves its part of a checkpoint
         model = recipe.build_model(args, training_set, device, sharded=run.in_parts)

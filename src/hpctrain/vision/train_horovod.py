@@ -28,8 +28,8 @@ from hpctrain.distributed.horovod import horovod
 from hpctrain.distributed.rendezvous import all_or_none, process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
-from hpctrain.options import Parser, add_device, positive
-from hpctrain.run.run import Run
+from hpctrain.parser import Parser, add_device, positive
+from hpctrain.run.record import Record
 from hpctrain.training.batches import check_batch_size, steps_per_epoch
 from hpctrain.training.precision import Scaler, load_scaler, make_autocast, set_precision
 from hpctrain.vision import recipe
@@ -58,7 +58,7 @@ def main(world: World, arguments: list[str]) -> None:
         sub_batches = args.batches_per_allreduce
         batch_size = args.batch_size * sub_batches
         steps = steps_per_epoch(len(training_set), batch_size, world)
-        run = Run(world, "train_horovod", args, device)
+        run = Record(world, "train_horovod", args, device)
 
         model = recipe.build_model(args, training_set, device)
         run.count_flops(lambda: recipe.count_flops(model, training_set, args))

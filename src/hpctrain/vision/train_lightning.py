@@ -28,8 +28,8 @@ from hpctrain.distributed.rendezvous import process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.lightning.trainer import make_trainer, quiet
-from hpctrain.options import Parser, positive
-from hpctrain.run.run import Run
+from hpctrain.parser import Parser, positive
+from hpctrain.run.record import Record
 from hpctrain.text import counted
 from hpctrain.training.batches import evaluation_batches, steps_per_epoch, training_batches
 from hpctrain.training.precision import set_precision
@@ -141,7 +141,7 @@ def main(world: World, arguments: list[str]) -> None:
     with process_group(world, device):  # Lightning uses it and creates none of its own
         training_set, test_set = recipe.load_data(args, world)
         steps_per_epoch(len(training_set), args.batch_size, world)  # raises UsageError before a folder exists
-        run = Run(world, "train_lightning", args, device)
+        run = Record(world, "train_lightning", args, device)
 
         module = Classifier(recipe.build_model(args, training_set, device), args)
         run.count_flops(lambda: recipe.count_flops(module.net, training_set, args))

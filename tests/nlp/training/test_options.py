@@ -204,7 +204,7 @@ def test_resumed_run_stops_at_the_same_epoch(cut, stopped, config, tmp_path):
     if cut == "within an epoch":
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
             patch.setattr(
-                "hpctrain.run.run.Run.must_save",
+                "hpctrain.run.record.Run.must_save",
                 lambda run: run.epoch == best and run._step == 5 and stop(run),
             )
             train("classify", folder, *options)

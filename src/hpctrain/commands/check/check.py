@@ -36,7 +36,7 @@ from hpctrain.distributed.python import shadowed_packages
 from hpctrain.distributed.rendezvous import JOIN_TIMEOUT, format_ranks, gather, process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, print_error
-from hpctrain.options import Parser, add_device
+from hpctrain.parser import Parser, add_device
 from hpctrain.run.config import versions
 from hpctrain.text import counted, first_line, shorten
 

@@ -23,7 +23,7 @@ from hpctrain.files import atomic
 from hpctrain.files.digests import write_digests
 from hpctrain.nlp.data.formats import SUFFIXES, TABLES
 from hpctrain.nlp.models.model_folder import describe_error, is_disk_error, validate_folder
-from hpctrain.options import Parser
+from hpctrain.parser import Parser
 
 # huggingface_hub would log every retry on every rank. Errors are exceptions anyway.
 huggingface_hub.utils.logging.set_verbosity_error()

@@ -23,13 +23,13 @@ from hpctrain.nlp.models.model_folder import (
 )
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.task import Task
-from hpctrain.run.run import Run
+from hpctrain.run.record import Record
 from hpctrain.text import first_line
 
 WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before the names of weights
 
 
-def get_initial_model(task: Task, args: FineTuneOptions, run: Run, train: list[Any]) -> Path:
+def get_initial_model(task: Task, args: FineTuneOptions, run: Record, train: list[Any]) -> Path:
     """The folder of the initial model; --from-scratch creates it in the run folder (collective)."""
     if args.model:
         return resolve_model(args.model, run.world)

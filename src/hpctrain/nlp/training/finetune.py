@@ -60,9 +60,9 @@ from hpctrain.nlp.training.options import check_ranks, parse_options
 from hpctrain.nlp.training.step_graphs import check_layers
 from hpctrain.run.config import versions
 from hpctrain.run.flops import count_text_flops
-from hpctrain.run.folder import find_earlier_checkpoint
+from hpctrain.run.prepare import find_earlier_checkpoint
 from hpctrain.run.options import RunOptions
-from hpctrain.run.run import Run
+from hpctrain.run.record import Record
 from hpctrain.text import counted, one_line, say
 from hpctrain.training.batches import steps_per_epoch
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
@@ -87,7 +87,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
     with process_group(world, device, cpu_tensors=args.cpu_offload):
         examples = read_examples(task, args, world)
         args = fit_batch_size(args, len(examples["train"]), world)
-        run = Run(world, f"nlp.{task.name}", RunOptions.from_args(vars(args)), device)
+        run = Record(world, f"nlp.{task.name}", RunOptions.from_args(vars(args)), device)
         run.best.patience = args.patience
         run.in_parts = args.strategy == "fsdp" and world.size > 1
 
@@ -163,7 +163,7 @@ def fit_batch_size(args: FineTuneOptions, examples: int, world: World) -> FineTu
 
 
 def prepare_model(
-    task: Task, folder: Path, train: list[Any], args: FineTuneOptions, run: Run, device: torch.device
+    task: Task, folder: Path, train: list[Any], args: FineTuneOptions, run: Record, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, list[str]]:
     """The model to train, its tokenizer, and the names of its labels.
 
@@ -200,7 +200,7 @@ def tokenize_splits(
     labels: list[str],
     examples: dict[str, list[Any]],
     args: FineTuneOptions,
-    run: Run,
+    run: Record,
 ) -> dict[str, Features]:
     """The features of each split, from the cache or made now; prints their sizes and problems.
 
@@ -290,7 +290,7 @@ def _tokenize(
 
 
 def prepare_module(
-    task: Task, model: PreTrainedModel, labels: list[str], train: Features, args: FineTuneOptions, run: Run
+    task: Task, model: PreTrainedModel, labels: list[str], train: Features, args: FineTuneOptions, run: Record
 ) -> FineTuneModule:
     """The model with its training and evaluation steps; with --compile, it is compiled at the first one.
 
@@ -310,7 +310,7 @@ def prepare_module(
     return module
 
 
-def balance_classes(labels: list[str], train: Features, run: Run) -> Tensor:
+def balance_classes(labels: list[str], train: Features, run: Record) -> Tensor:
     """The weight of each class, [labels]: examples / (classes * examples of the class), as in scikit-learn.
 
     Only the classes of the training set count; a class that only the model has gets 0. Prints all weights.
@@ -323,7 +323,7 @@ def balance_classes(labels: list[str], train: Features, run: Run) -> Tensor:
     return weights
 
 
-def prepare_trainer(module: FineTuneModule, args: FineTuneOptions, run: Run, device: torch.device) -> Trainer:
+def prepare_trainer(module: FineTuneModule, args: FineTuneOptions, run: Record, device: torch.device) -> Trainer:
     """A Trainer with DDP, or with the strategy that shards the model. A collective call."""
     strategy: Callable[..., DDPStrategy] = JsonStrategy
     if run.in_parts:
@@ -350,7 +350,7 @@ def train(
     padding: dict[str, int],
     validation: DataLoader,
     args: FineTuneOptions,
-    run: Run,
+    run: Record,
 ) -> None:
     """Train the epochs that are left; validate after each of them."""
     model = module.model
@@ -377,7 +377,7 @@ def run_empty(model: PreTrainedModel, length: int) -> dict[str, Tensor]:
 # --- after training ---
 
 
-def use_best_weights(model: PreTrainedModel, metric: str, args: FineTuneOptions, run: Run) -> None:
+def use_best_weights(model: PreTrainedModel, metric: str, args: FineTuneOptions, run: Record) -> None:
     """Load the weights of the evaluation with the best validation score, unless it is the last evaluation."""
     if run.best.has_stalled and run.epoch < args.epochs:
         run.print(f"stopped after {run.best.latest}: no better {metric} for {args.patience} evaluations")
@@ -385,7 +385,7 @@ def use_best_weights(model: PreTrainedModel, metric: str, args: FineTuneOptions,
         set_weights(model, weights, run)
 
 
-def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
+def load_best(metric: str, run: Record) -> dict[str, Tensor] | None:
     """The weights of the best validation, None if it is the last (collective).
 
     Raises HpctrainError, naming the checkpoint, if it is damaged.
@@ -403,7 +403,7 @@ def load_best(metric: str, run: Run) -> dict[str, Tensor] | None:
     return state["model"]
 
 
-def set_weights(model: PreTrainedModel, weights: dict[str, Any], run: Run) -> None:
+def set_weights(model: PreTrainedModel, weights: dict[str, Any], run: Record) -> None:
     """Load the weights of a checkpoint into the model; of a sharded model, the part of this rank."""
     if run.in_parts:
         from hpctrain.training.sharding import load_parts  # imports much of torch, few runs need it
@@ -414,7 +414,7 @@ def set_weights(model: PreTrainedModel, weights: dict[str, Any], run: Run) -> No
 
 
 def score_test_set(
-    trainer: Trainer, module: FineTuneModule, batches: DataLoader, run: Run
+    trainer: Trainer, module: FineTuneModule, batches: DataLoader, run: Record
 ) -> dict[str, float]:
     """The scores of the test set, which has no other use."""
     trainer.test(module, batches, verbose=False)
@@ -432,7 +432,7 @@ def save_result(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     args: FineTuneOptions,
-    run: Run,
+    run: Record,
     scores: dict[str, float],
     test: list[Any],
 ) -> None:

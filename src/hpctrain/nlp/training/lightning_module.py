@@ -21,7 +21,7 @@ from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.masks import no_searches
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.training.step_graphs import StepGraphs
-from hpctrain.run.run import Run
+from hpctrain.run.record import Record
 from hpctrain.training.batches import seed_step
 
 with import_of_lightning():
@@ -48,7 +48,7 @@ class FineTuneModule(LightningModule):
         model: PreTrainedModel,
         labels: list[str],
         args: FineTuneOptions,
-        run: Run,
+        run: Record,
         steps: int,
         class_weights: Tensor | None = None,
         masked: bool = True,

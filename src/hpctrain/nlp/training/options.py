@@ -13,7 +13,7 @@ from hpctrain.nlp.data.formats import TABLES, refuse_pointers
 from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.scratch import SIZES
 from hpctrain.nlp.task import Task
-from hpctrain.options import Parser, add_device, add_kernels, add_precision, positive, trainer_parser
+from hpctrain.parser import Parser, add_device, add_kernels, add_precision, positive, trainer_parser
 from hpctrain.training.batches import check_batch_size
 
 # A model from scratch needs a higher learning rate; the small sample data need many steps.

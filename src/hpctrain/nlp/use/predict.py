@@ -35,7 +35,7 @@ from hpctrain.nlp.models.model_folder import (
     refuse_foreign_files,
 )
 from hpctrain.nlp.task import Task
-from hpctrain.options import Parser, add_device, positive
+from hpctrain.parser import Parser, add_device, positive
 from hpctrain.text import counted, first_line, one_line
 
 CHUNK = 2048  # texts that are sorted by length together and answered at a time

@@ -32,7 +32,7 @@ from hpctrain.nlp.data.formats import SURROGATE, list_names
 from hpctrain.nlp.models.model_folder import describe_error, fit_together, load_tokenizer
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.use.predict import add_answer_options, find_model_folder, find_task, load_model
-from hpctrain.options import Parser
+from hpctrain.parser import Parser
 from hpctrain.servers.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
 from hpctrain.text import first_line
 

@@ -20,9 +20,9 @@ import torch
 from hpctrain.checkpoints import checkpoint, parts
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
-from hpctrain.run import run
+from hpctrain.run import record
 from hpctrain.run.config import write_json
-from hpctrain.run.folder import find_earlier_checkpoint
+from hpctrain.run.prepare import find_earlier_checkpoint
 from hpctrain.run.options import RunOptions
 from tests.helpers import REPOSITORY, write_digits
 
@@ -39,7 +39,7 @@ def clean(monkeypatch):
 
 def start(folder, resume=None):
     options = RunOptions(out=folder, resume=resume, epochs=1, watchdog=0)
-    return run.Run(ALONE, "test", options, torch.device("cpu"))
+    return record.Record(ALONE, "test", options, torch.device("cpu"))
 
 
 def finish(opened):
@@ -409,7 +409,7 @@ run.os._exit(0)
 def test_the_log_of_10_000_steps_is_short(tmp_path, capsys):
     """No bar, and each line about training has the speed and the time that is left."""
     options = RunOptions(out=tmp_path / "run", epochs=20, watchdog=0)
-    opened = run.Run(ALONE, "test", options, torch.device("cpu"))
+    opened = record.Record(ALONE, "test", options, torch.device("cpu"))
     loss = torch.tensor(0.5)
     for epoch in range(1, 21):
         opened.start_epoch(epoch, 500, 32)
@@ -431,7 +431,7 @@ def test_the_log_of_10_000_steps_is_short(tmp_path, capsys):
 def test_the_speed_after_a_resume_within_an_epoch_is_that_of_the_steps_since(tmp_path, monkeypatch):
     """The first line has the mean loss of ten steps, of which two are timed, at 0.5 s each."""
     now = 0.0
-    monkeypatch.setattr(run.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(record.time, "perf_counter", lambda: now)
     model, cpu = torch.nn.Linear(2, 1), torch.device("cpu")
     for first, last in ((0, 8), (8, 20)):
         opened = start(tmp_path / "run", resume=tmp_path / "run" if first else None)

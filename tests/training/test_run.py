@@ -694,7 +694,7 @@ def test_objects_that_do_not_fit_the_checkpoint_are_named(tmp_path, later, messa
 TWO_RUNS = """
 import sys; sys.path[:0] = [sys.argv[1]]
 import hpctrain, torch
-from tests.training.test_script import Points, evaluate, make_net, plain, two_optimizers
+from tests.training.test_run import Points, evaluate, make_net, plain, two_optimizers
 from torch.utils.data import Subset
 
 with hpctrain.Run("gan", out="gan") as run:
@@ -733,7 +733,7 @@ def test_a_notebook(tmp_path):
     import nbformat
 
     setup = f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'src')!r}]\n"
-    setup += "import hpctrain\nfrom tests.training.test_script import Interrupt, plain\n"
+    setup += "import hpctrain\nfrom tests.training.test_run import Interrupt, plain\n"
     cell = """with hpctrain.Run("mine", out="{}", resume="auto", checkpoint_every=1) as run:
         plain(run, {})"""
     cells = [setup, cell.format("cut", "Interrupt(after=8)")]

@@ -41,7 +41,7 @@ from hpctrain.run.config import (
     write_json,
 )
 from hpctrain.run.flops import utilization
-from hpctrain.run.folder import finished_epochs, prepare_folder, withdraw_if_refused
+from hpctrain.run.prepare import finished_epochs, prepare_folder, withdraw_if_refused
 from hpctrain.run.means import Means, mean_over_ranks
 from hpctrain.run.metrics import Metrics, format_seconds, plain_numbers
 from hpctrain.run.nonfinite import NonFinite
@@ -56,7 +56,7 @@ from hpctrain.text import counted, one_line
 NOT_PRINTED = {"peak_memory_mb", "gpu_percent"}
 
 
-class Run:
+class Record:
     """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank writes its own log.
 
     `epoch` is the number of finished epochs. A trainer may set `best.patience`, and end the training when

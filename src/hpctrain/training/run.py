@@ -19,7 +19,7 @@ from hpctrain.distributed.rendezvous import all_or_none, gather, process_group
 from hpctrain.distributed.world import detect
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.hooks.clean_exit import wait_for_threads
-from hpctrain.run import run
+from hpctrain.run import record
 from hpctrain.run.options import RunOptions
 from hpctrain.run.reader import is_loss
 from hpctrain.text import first_line
@@ -38,7 +38,7 @@ ORDER = {"shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
 OUTSIDE, IN_EPOCH, IN_BATCH, AFTER_STEP, AFTER_BATCHES = range(5)
 
 
-class Run(run.Run):
+class Run(record.Record):
     """A run of your own training loop, which saves, resumes and counts by itself:
 
         with hpctrain.Run("resnet", out="runs/mine", resume="auto") as run:
