@@ -28,7 +28,7 @@ _MODULES = {
     "Run": "training.run",
     "RunOptions": "run.options",
     "seed_step": "training.batches",
-    "settle_buckets": "training.buckets",
+    "settle_buckets": "training.strategies.ddp",
     "steps_per_epoch": "training.batches",
     "TarShards": "training.tar_shards",
     "trainer_parser": "parser",

@@ -17,11 +17,12 @@ GROUPS = {
     "inspect": "Inspect nodes and runs:",
 }
 
-# Each command: its module, its group, and its line in --help. load_command() says what the module has. It is
+# Each command: its module (for two trainers the same one, with the name of the second), its group, and its
+# line in --help. load_command() says what the module has. It is
 # imported only when it is needed: importing torch takes a second, and --help should not wait for it.
 COMMANDS = {
     "train_ddp": (
-        "hpctrain.vision.train_ddp",
+        "hpctrain.vision.train",
         "train",
         "train with PyTorch DistributedDataParallel, on any number of ranks",
     ),
@@ -31,12 +32,12 @@ COMMANDS = {
         "train with PyTorch Lightning, on any number of ranks",
     ),
     "train_fsdp": (
-        "hpctrain.vision.train_fsdp",
+        "hpctrain.vision.train:train_fsdp",
         "train",
         "train with the model sharded over all ranks (PyTorch FSDP2)",
     ),
     "train_horovod": ("hpctrain.vision.train_horovod", "train", "train with Horovod, on any number of ranks"),
-    "train_single": ("hpctrain.vision.train_ddp", "train", "another name of train_ddp, for one process"),
+    "train_single": ("hpctrain.vision.train", "train", "another name of train_ddp, for one process"),
     "nlp.classify": (
         "hpctrain.nlp.tasks.classify",
         "fine-tune",
@@ -118,7 +119,10 @@ def load_command(name: str) -> Command:
     There it has TASK, a task (nlp/task.py), and the two functions that all tasks share get it.
     """
     path, group, _ = COMMANDS[name]
+    path, _, trainer = path.partition(":")
     module = import_module(path)
+    if trainer:
+        return Command(partial(module.parser, trainer), partial(module.main, trainer=trainer))
     if group != "fine-tune":
         return Command(module.parser, module.main)
     options = import_module("hpctrain.nlp.training.options")

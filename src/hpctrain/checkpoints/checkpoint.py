@@ -30,6 +30,7 @@ from hpctrain.text import first_line, say
 
 # Under which name checkpoints have the weights: those of hpctrain, Lightning, and torch's tutorial.
 ENTRIES = ("model", "state_dict", "model_state_dict")
+KERNELS = {"fused", "foreach", "capturable"}  # options of an optimizer that change no more than rounding
 # Classes that wrap a model, and the attribute that holds the model.
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 
@@ -155,14 +156,14 @@ def find_newest(folder: Path) -> Path:
 def find_fitting(
     newest: Path,
     model: torch.nn.Module,
-    entry: str,
+    entries: tuple[str, ...],
     describe_differences: Callable[[dict[str, str]], str] = lambda saved: "",
 ) -> Path:
     """The newest checkpoint that this model can be resumed from. Prints why it skips others.
 
     The search goes backwards from `newest`, which find_newest() has just verified: it is not read through a
-    second time. A checkpoint fits if it has the position of a run, the weights of `model`, and an entry of
-    this name, as the checkpoints of the same trainer have. `describe_differences` gets the options that a
+    second time. A checkpoint fits if it has the position of a run, the weights of `model`, and one of the
+    entries, as the checkpoints of the same trainer have. `describe_differences` gets the options that a
     checkpoint of another model was saved with, and names those that differ now. Raises HpctrainError that
     names the folder and `newest` if no checkpoint fits.
     """
@@ -170,7 +171,7 @@ def find_fitting(
     paths = list_newest_first(newest.parent.parent)
     for path in paths[paths.index(newest) :]:
         if path == newest or is_intact(path):
-            problem = _describe_misfit(path, model, entry, describe_differences)
+            problem = _describe_misfit(path, model, entries, describe_differences)
         else:
             problem = "corrupt"
         if not problem:
@@ -187,7 +188,10 @@ def find_fitting(
 
 
 def _describe_misfit(
-    path: Path, model: torch.nn.Module, entry: str, describe_differences: Callable[[dict[str, str]], str]
+    path: Path,
+    model: torch.nn.Module,
+    entries: tuple[str, ...],
+    describe_differences: Callable[[dict[str, str]], str],
 ) -> str:
     """Why a checkpoint does not fit this model; "" if it does."""
     try:
@@ -195,7 +199,11 @@ def _describe_misfit(
     except Exception as error:
         return f"it cannot be loaded: {first_line(error)[:200]}"
     weights = state.get("model") if isinstance(state, dict) else None
-    if not isinstance(weights, dict) or not {"epoch", "step", entry} <= state.keys():
+    if (
+        not isinstance(weights, dict)
+        or not {"epoch", "step"} <= state.keys()
+        or not state.keys() & {*entries}
+    ):
         return "it is of another trainer"
     try:
         position = Position.from_entries(state)
@@ -219,30 +227,30 @@ def _shape_of(value: Any) -> tuple[int, ...] | str:
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    path: Path,
-    split: Callable[[Any], Any] = lambda entry: entry,
+    optimizer: torch.optim.Optimizer, saved: Any, path: Path, load: Callable[[Any], None] | None = None
 ) -> None:
-    """Load the entry "optimizer" of a checkpoint.
+    """Load the state of an optimizer from a checkpoint, by `load` or its load_state_dict().
 
-    `split` maps the entry to this rank's part of it. The optimizer keeps its own options, such as its
-    momentum. Raises HpctrainError, naming the file, if the entry does not fit the model.
+    Options that choose a kernel stay those of this optimizer, as the run may have moved to another device.
+    Raises HpctrainError, naming the file, if the state does not fit the model.
     """
     try:
-        saved, own = state["optimizer"], optimizer.state_dict()["param_groups"]
-        groups = [
-            mine | {"params": group["params"]} for mine, group in zip(own, saved["param_groups"], strict=True)
-        ]
+        own = optimizer.state_dict()["param_groups"]
+        groups = []
+        for mine, group in zip(own, saved["param_groups"], strict=True):
+            groups.append(mine | group | {name: mine[name] for name in KERNELS & mine.keys()})
+            for name, value in mine.items():
+                if isinstance(value, int | float) and not isinstance(groups[-1][name], int | float):
+                    raise ValueError(f"{name} is no number")
         tensors = [
             value
             for values in saved["state"].values()
             for value in values.values()
             if isinstance(value, torch.Tensor)
         ]
-        if not all(map(parts.has_memory, tensors)):  # split() copies
+        if not all(map(parts.has_memory, tensors)):  # `load` copies
             raise ValueError("a tensor without values of its own")
-        optimizer.load_state_dict(split(saved | {"param_groups": groups}))
+        (load or optimizer.load_state_dict)(saved | {"param_groups": groups})
         for parameter, values in optimizer.state.items():
             for name, value in values.items():
                 if name != "step" and value is not None and getattr(value, "shape", None) != parameter.shape:

@@ -31,7 +31,7 @@ from hpctrain.errors import UsageError
 from hpctrain.run.options import RunOptions
 from hpctrain.run.record import Record
 from hpctrain.training.batches import ResumableBatches, seed_everything, seed_loader
-from hpctrain.training.buckets import settle_buckets
+from hpctrain.training.strategies.ddp import settle_buckets
 
 CPU = torch.device("cpu")
 

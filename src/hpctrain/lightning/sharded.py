@@ -1,4 +1,4 @@
-"""A strategy of Lightning's Trainer for sharded models: see training/sharding.py."""
+"""A strategy of Lightning's Trainer for sharded models: see training/strategies/fsdp.py."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hpctrain.distributed.lazy_imports import import_of_lightning
 from hpctrain.distributed.world import World
 from hpctrain.lightning.trainer import JsonStrategy
-from hpctrain.training.sharding import (
+from hpctrain.training.strategies.fsdp import (
     copy_without_weights,
     gather_model,
     is_sharded,

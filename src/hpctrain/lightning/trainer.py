@@ -16,8 +16,8 @@ from hpctrain.distributed.lazy_imports import import_of_lightning
 from hpctrain.distributed.rendezvous import broadcast
 from hpctrain.distributed.world import World
 from hpctrain.run.record import Record
-from hpctrain.training.buckets import broadcast_buffers, settle_buckets
 from hpctrain.training.precision import Scaler
+from hpctrain.training.strategies.ddp import broadcast_buffers, settle_buckets
 
 with import_of_lightning():
     from lightning.pytorch import LightningModule, Trainer

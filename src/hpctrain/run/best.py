@@ -1,15 +1,26 @@
 """The best evaluation of a run so far, and how many evaluations have been no better since."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hpctrain.checkpoints.position import Evaluations
 
 
+def is_loss(name: str) -> bool:
+    """Whether a metric is better when it is lower, by its name. All others are scores."""
+    return name.endswith("loss")
+
+
 class Best:
-    """The best evaluation so far. The run stalls after `patience` in a row no better (None: never)."""
+    """The best evaluation so far. The run stalls after `patience` in a row no better (None: never).
+
+    `by` is the name of the score that decides (None: the first that is no loss, or the first loss), and
+    `lowest` whether a lower one is better (None: if its name ends in "loss").
+    """
 
     def __init__(self) -> None:
         self.patience: int | None = None
+        self.by: str | None = None
+        self.lowest: bool | None = None
         self.evaluations = Evaluations()
 
     @property
@@ -41,6 +52,14 @@ class Best:
     def latest(self) -> str:
         """The position of the last evaluation, for the log."""
         return _describe(*self.evaluations.latest)
+
+    def choose(self, scores: Mapping[str, float]) -> tuple[float, ...]:
+        """What add() compares of these scores: the one that decides, and the first other loss for ties."""
+        self.by = self.by or min(scores, key=is_loss)
+        lowest = is_loss(self.by) if self.lowest is None else self.lowest
+        losses = [value for name, value in scores.items() if is_loss(name) and name != self.by]
+        score = scores[self.by]
+        return -score if lowest else score, -losses[0] if losses else 0.0
 
     def add(self, epoch: int, step: int, score: float | Sequence[float]) -> bool:
         """Count an evaluation here. Returns whether its score is the highest so far; the first one is."""

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files.plain import open_plain, read_whole
-from hpctrain.run.best import Best
+from hpctrain.run.best import Best, is_loss
 from hpctrain.text import reason
 
 # The entries of a line of metrics that are neither losses nor scores; the measured ones as charts show them.
@@ -140,11 +140,6 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return (isinstance(value, int) and abs(value) < 2**63) or (
         isinstance(value, float) and not LARGEST < abs(value) < math.inf
     )
-
-
-def is_loss(name: str) -> bool:
-    """Whether a metric is better when it is lower, by its name. All others are scores."""
-    return name.endswith("loss")
 
 
 def losses_and_scores(line: dict[str, float]) -> list[str]:

@@ -41,12 +41,12 @@ from hpctrain.run.config import (
     write_json,
 )
 from hpctrain.run.flops import utilization
-from hpctrain.run.prepare import finished_epochs, prepare_folder, withdraw_if_refused
 from hpctrain.run.means import Means, mean_over_ranks
 from hpctrain.run.metrics import Metrics, format_seconds, plain_numbers
 from hpctrain.run.nonfinite import NonFinite
 from hpctrain.run.options import RunOptions, describe_differences
 from hpctrain.run.owner import Owner
+from hpctrain.run.prepare import finished_epochs, prepare_folder, withdraw_if_refused
 from hpctrain.run.profile import NO_PROFILE, Profile
 from hpctrain.run.rank_log import open_log, write_line
 from hpctrain.run.speed import StepTimes, T, gather_speed, gpu_percent, peak_memory
@@ -59,10 +59,9 @@ NOT_PRINTED = {"peak_memory_mb", "gpu_percent"}
 class Record:
     """An open run folder. Rank 0 writes metrics, checkpoints and progress; every rank writes its own log.
 
-    `epoch` is the number of finished epochs. A trainer may set `best.patience`, and end the training when
-    `best.has_stalled`. With `in_parts`, each rank saves its part of the model (sharding.py).
-
-    A trainer calls, in this order,
+    It knows no loop: hpctrain.Run has one, and calls this; so do the callbacks for other people's Trainers.
+    `epoch` is the number of finished epochs. A caller may set `best.patience`, and end the training when
+    `best.has_stalled`. With `in_parts`, each rank saves its part of the model. The order of calls:
 
         resume()                                  once
         start_epoch()                             in each epoch
@@ -123,6 +122,7 @@ class Record:
         self._epochs = options.epochs
         self._flops: float | None = None
         self._only_check = self._state_is_checked = False  # see must_save()
+        self._resumed: Position | None = None  # until limit_epochs()
         # The position within the next epoch, and the means since the last line of metrics.
         self._step = self._steps = self._examples = 0
         self._means = Means()
@@ -135,22 +135,21 @@ class Record:
         device: torch.device,
         epochs: int | None,
         model: torch.nn.Module,
-        entry: str = "optimizer",
-        free: tuple[str, ...] = ("epochs",),
+        entries: tuple[str, ...],
     ) -> dict[str, Any] | None:
         """The state to resume from, on every rank, or None if the run is new. A collective call.
 
-        The state has the weights of `model`, and the entry of this name: see checkpoint.find_fitting(). A
-        state with all epochs, or of a run that has stalled, is from a run that died before it wrote
-        result.json: the trainer finishes it without training. Metrics that were written after the checkpoint
-        are removed. A script that does not know `epochs` yet calls limit_epochs() when it does.
+        The state has the weights of `model`, and one of the entries: see checkpoint.find_fitting(). States
+        that are saved have the first one. A state with all epochs, or of a run that has stalled, is from a
+        run that died before it wrote result.json: the caller finishes it without training. Metrics that were
+        written after the checkpoint are removed. A script that does not know `epochs` yet calls
+        limit_epochs() when it does.
 
         Raises UsageError if the run has all of its epochs and its result already. Raises HpctrainError if no
-        checkpoint fits, or, unless --force is given, if options differ that change the weights; options named
-        in `free` may differ.
+        checkpoint fits, or, unless --force is given, if options differ that change the weights.
         """
         self._nonfinite.model = model = checkpoint.unwrap(model)
-        self._checkpointer.in_parts, self._checkpointer.entry = self.in_parts, entry
+        self._checkpointer.in_parts, self._checkpointer.entry = self.in_parts, entries[0]
         self._checkpointer.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         if self.resume_from is None:
             self._epochs = epochs
@@ -158,24 +157,36 @@ class Record:
                 self._metrics.rewind(0)
             return None
         with self._withdraw_if_refused():
-            state = self._load(device, model, entry, free)
-            position = Position.from_entries(state)
+            state = self._load(device, model, entries)
+            position = self._resumed = Position.from_entries(state)
             self.epoch, self._step, self.best.evaluations = position.epoch, position.step, position.best
             if epochs is not None:
-                self.limit_epochs(epochs)
-            text = describe_differences(self._options.list_weighty(), position.options, free)
-            if text and not self._options.force:
-                raise UsageError(
-                    f"{self.resume_from} was saved with other options: {text}: "
-                    "give those of that run, or --force to go on with these"
-                )
-        if text:
-            self.print(f"--force: continuing with {text}")
+                self._refuse_if_finished(epochs)
+            self._compare_options(self._options.list_weighty(), position.options, free=("epochs",))
         self._steps = position.steps
         self._nonfinite.skipped, self._nonfinite.overflows = position.skipped, position.overflows
         as_many = len(position.means) == self.world.size
         self._means.load(position.means[self.world.rank] if as_many else mean_over_ranks(position.means))
         self._started = time.monotonic() - position.seconds
+        if epochs is not None:
+            self.limit_epochs(epochs)
+        return state
+
+    def limit_epochs(self, epochs: int, *, fixed: bool = False) -> None:
+        """Train to this number of epochs. Ends a resumed run, or raises UsageError, as resume() does.
+
+        `fixed`: a resumed run keeps its number, unless --force is given, as its learning rate depends on it.
+        """
+        self._epochs = epochs
+        position, self._resumed = self._resumed, None
+        if position is None:
+            return
+        with self._withdraw_if_refused():
+            self._refuse_if_finished(epochs)
+            if fixed and "epochs" in position.options:
+                self._compare_options({"epochs": str(epochs)}, {"epochs": position.options["epochs"]})
+        # Only now, as a run that is refused keeps what it has.
+        assert self.resume_from
         if self.world.rank == 0:
             own = self.resume_from.parent.parent.resolve() == self.folder.resolve()
             self._metrics.rewind(position.lines if own else 0)
@@ -183,39 +194,43 @@ class Record:
                 self.print(f"changed since the last start: {text}")
             add_resumption(self._config, self.resume_from, self.global_step)
         self.print(f"resuming after {self._place} of {self.resume_from}")
-        return state
 
-    def limit_epochs(self, epochs: int) -> None:
-        """Train to this number of epochs. Ends a resumed run, or raises UsageError, as resume() does."""
-        self._epochs = epochs
-        if self.resume_from and (self.epoch >= epochs or self.best.has_stalled):
-            with self._withdraw_if_refused():
-                self._refuse_if_finished(epochs)
+    def _compare_options(
+        self, own: dict[str, str], saved: dict[str, str], free: tuple[str, ...] = ()
+    ) -> None:
+        """Raise UsageError for other options than those of the checkpoint; with --force print them."""
+        if text := describe_differences(own, saved, free):
+            if not self._options.force:
+                raise UsageError(
+                    f"{self.resume_from} was saved with other options: {text}: "
+                    "give those of that run, or --force to go on with these"
+                )
+            self.print(f"--force: continuing with {text}")
 
     def _withdraw_if_refused(self) -> AbstractContextManager[None]:
         return withdraw_if_refused(self._owner, self._config if self.world.rank == 0 else None)
 
-    def _load(
-        self, device: torch.device, model: torch.nn.Module, entry: str, free: tuple[str, ...]
-    ) -> dict[str, Any]:
+    def _load(self, device: torch.device, model: torch.nn.Module, entries: tuple[str, ...]) -> dict[str, Any]:
         """The state of the newest checkpoint that fits, which becomes `resume_from`. A collective call."""
         chosen = ""
         with all_or_none(self.world):
             if self.world.rank == 0:
                 assert self.resume_from
-                compare = partial(describe_differences, self._options.list_weighty(), free=free)
-                chosen = str(checkpoint.find_fitting(self.resume_from, model, entry, compare))
+                compare = partial(describe_differences, self._options.list_weighty(), free=("epochs",))
+                chosen = str(checkpoint.find_fitting(self.resume_from, model, entries, compare))
         self.resume_from = Path(broadcast(self.world, chosen))
         with all_or_none(self.world):
             return checkpoint.load(self.resume_from, device, lazily=self.in_parts)
 
     def _refuse_if_finished(self, epochs: int) -> None:
-        """End every rank, as the run to resume has no epoch left, unless it lacks its result alone.
+        """End every rank if the run to resume has no epoch left, unless it lacks its result alone.
 
         Slurm may requeue a job that has completed: then nothing is left to do. Raises UsageError otherwise.
         A collective call.
         """
         assert self.resume_from
+        if self.epoch < epochs and not self.best.has_stalled:
+            return
         has_result = self.epoch <= finished_epochs(self.resume_from.parent.parent)
         if not has_result and self.epoch <= epochs:
             return
@@ -338,12 +353,23 @@ class Record:
         self._only_check = False
         return self.best.add(self.epoch + 1, self._step, score) or self.best.has_stalled
 
-    def must_save(self) -> bool:
+    @property
+    def step_of_epoch(self) -> int:
+        """The optimizer steps since the start of the epoch."""
+        return self._step
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether no step of the epoch is left."""
+        return self._step >= self._steps
+
+    def must_save(self, is_best: bool = False) -> bool:
         """Whether to call save() after this step. A collective call, once after each step.
 
-        After the first step, save() only checks that a run could be resumed from the state.
+        `is_best`: save in any case, after an evaluation. After the first step, save() only checks that a run
+        could be resumed from the state.
         """
-        due = self._checkpointer.is_due(self.global_step, last=self._step >= self._steps)
+        due = self._checkpointer.is_due(self.global_step, last=self.is_last_step) or is_best
         self._only_check = not (due or self._state_is_checked or self.in_parts)
         self._state_is_checked = True
         return due or self._only_check
@@ -369,7 +395,7 @@ class Record:
         means = gather(self.world, self._means.list_all())
         # weights that are not finite must not become the newest checkpoint
         self._check_finite(**{name: mean for name, (mean, _) in mean_over_ranks(means).items()})
-        self._wait_for_checkpoint()  # all ranks complete the earlier checkpoint before the next one
+        self.wait()  # all ranks complete the earlier checkpoint before the next one
         with all_or_none(self.world):
             if self.world.rank == 0 or self.in_parts:
                 position = Position(
@@ -390,7 +416,7 @@ class Record:
         if (self._epochs is not None and self.epoch >= self._epochs) or self.best.has_stalled:
             return
         if score is not None and self._options.prune and self._options.prune(self.world):
-            self._wait_for_checkpoint()
+            self.wait()
             self._leave()
         # Within an epoch, must_save() has asked the ranks.
         must_end = self._checkpointer.stop if self._step else self._checkpointer.decide_to_stop()
@@ -400,13 +426,14 @@ class Record:
 
     def _end_early(self) -> None:
         """End every rank when its checkpoint is written: the script asked for the end (collective)."""
-        self._wait_for_checkpoint()
+        self.wait()
         self.print(f"ending early, as the job has to: saved after {self._place} in {self.folder}")
         report_saved(self._resume_with)
         report_stopped()
         self._leave()
 
-    def _wait_for_checkpoint(self) -> None:
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written. A collective call. Raises HpctrainError."""
         with all_or_none(self.world):
             self._checkpointer.wait()
 
@@ -467,7 +494,7 @@ class Record:
         If the launch script has computed the image's digest by now, config.json gets it.
         """
         self._watchdog.stop()
-        self._wait_for_checkpoint()
+        self.wait()
         self.log(f"peak memory of this rank: {peak_memory(self.device):.1f} MB")
         tokens, most = gather_speed(self.world, self.device, self.times)
         if self.world.rank != 0:

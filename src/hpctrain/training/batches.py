@@ -9,9 +9,9 @@ import operator
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -55,11 +55,8 @@ def training_batches(
     `batch_size` is the global one. The first `skip` steps are left out: a resumed run has done them. Raises
     UsageError as steps_per_epoch() does.
     """
-    order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-    share = batch_size // world.size
-    for step in range(skip, steps_per_epoch(examples, batch_size, world)):
-        first = step * batch_size + world.rank * share
-        yield order[first : first + share]
+    for part in EpochPlan(examples, batch_size, seed, epoch, world).parts(skip):
+        yield part.examples
 
 
 def evaluation_batches(examples: int, batch_size: int, world: World) -> Iterator[Tensor]:
@@ -70,6 +67,80 @@ def evaluation_batches(examples: int, batch_size: int, world: World) -> Iterator
     first, last = (examples * rank // world.size for rank in (world.rank, world.rank + 1))
     for start in range(first, last, batch_size):
         yield torch.arange(start, min(start + batch_size, last))
+
+
+class Part(NamedTuple):
+    """What a rank computes at once: its examples of a step, or one of several parts of them."""
+
+    number: int  # of the part in its epoch, from 0
+    epoch: int  # the pass over the data, from 1, on which random numbers of the data depend
+    examples: Tensor  # int64 [n], of this rank in this part
+    step: Tensor  # int64 [batch size], the examples of all ranks and parts in this step
+
+
+class EpochPlan:
+    """Which examples this rank computes in an epoch, `accumulate` parts in each step.
+
+    The order is that of training_batches(). An epoch is one pass over the data, or has this many `steps`,
+    where each epoch goes on with the data where the last one ended. Or it is an `order` of the caller's own:
+    int64 [steps, ranks * accumulate, examples]. Raises UsageError as steps_per_epoch() does.
+    """
+
+    def __init__(
+        self,
+        examples: int,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        world: World,
+        *,
+        steps: int | None = None,
+        accumulate: int = 1,
+        order: Tensor | None = None,
+    ) -> None:
+        self._examples, self._batch_size, self._seed = examples, batch_size, seed
+        self._epoch, self._world, self._accumulate, self._order = epoch, world, accumulate, order
+        if order is None:
+            self._in_pass = steps_per_epoch(examples, batch_size, world, accumulate)
+            self.steps = steps or self._in_pass
+        else:
+            self.steps = self._in_pass = len(order)
+
+    def parts(self, skip: int = 0) -> Iterator[Part]:
+        """The parts of this rank, without those of the first `skip` steps, which a resumed run has done."""
+        own = slice(self._world.rank * self._accumulate, (self._world.rank + 1) * self._accumulate)
+        order, current = self._order, self._epoch if self._order is not None else 0
+        for step in range(skip, self.steps):
+            if self._order is None:
+                passes, place = divmod((self._epoch - 1) * self.steps + step, self._in_pass)
+                if passes + 1 != current:
+                    current = passes + 1
+                    order = make_order(self._examples, self._seed, current)
+                    order = order[: self._in_pass * self._batch_size]
+                    order = order.view(self._in_pass, self._world.size * self._accumulate, -1)
+            else:
+                place = step
+            assert order is not None
+            for part, examples in enumerate(order[place, own]):
+                yield Part(step * self._accumulate + part, current, examples, order[place].flatten())
+
+    def examples_of(self, step: int) -> Tensor:
+        """The examples of this rank in all parts of a step, counted from 0: int64 [n]."""
+        return torch.cat([part.examples for part in islice(self.parts(step), self._accumulate)])
+
+
+def make_order(examples: int, seed: int, epoch: int) -> Tensor:
+    """The order of the examples in a pass over the data, counted from 1: int64 [examples]."""
+    return torch.randperm(examples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+
+
+def load_parts(dataset: Dataset, parts: Iterable[Part], seed: int, **options: Any) -> DataLoader:
+    """A DataLoader of the examples of each part, whose random numbers are as data_loader() says."""
+    keys = [[Key(part.epoch, index) for index in part.examples.tolist()] for part in parts]
+    # Without a generator, the loader draws from the random numbers that the model uses for dropout.
+    loader: DataLoader = DataLoader(dataset, batch_sampler=keys, generator=torch.Generator(), **options)
+    seed_loader(loader, seed)
+    return loader
 
 
 def data_loader(
@@ -93,22 +164,8 @@ def data_loader(
     with any number of workers. Raises UsageError as steps_per_epoch() does.
     """
     examples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__()
-    in_pass = steps_per_epoch(examples, batch_size, world)
-    steps = steps or in_pass
-    earlier, done = divmod((epoch - 1) * steps + skip, in_pass)
-    keys = (
-        [Key(number, index) for index in batch.tolist()]
-        for number in count(earlier + 1)
-        for batch in training_batches(
-            examples, batch_size, seed, number, world, done if number == earlier + 1 else 0
-        )
-    )
-    # Without a generator, the loader draws from the random numbers that the model uses for dropout.
-    loader: DataLoader = DataLoader(
-        dataset, batch_sampler=[*islice(keys, steps - skip)], generator=torch.Generator(), **options
-    )
-    seed_loader(loader, seed)
-    return loader
+    plan = EpochPlan(examples, batch_size, seed, epoch, world, steps=steps)
+    return load_parts(dataset, plan.parts(skip), seed, **options)
 
 
 def seed_loader(loader: DataLoader, seed: int) -> None:

@@ -68,7 +68,7 @@ def compile_training(model: nn.Module, *, dynamic: bool | None = None, by_block:
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     blocks = []
     if by_block:
-        from hpctrain.training.sharding import find_blocks  # imports much of torch
+        from hpctrain.training.strategies.fsdp import find_blocks  # imports much of torch
 
         blocks = find_blocks(model)
     for block in blocks or [model]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
@@ -20,23 +20,30 @@ from hpctrain.text import first_line, say
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def set_precision(wanted: str, tf32: str | None, world: World, device: torch.device) -> str:
-    """Set TF32, and return the precision: `wanted`, or for "auto" that of the device.
+def choose_precision(wanted: str, device: torch.device) -> str:
+    """`wanted`, or for "auto" the fastest precision of the device that needs no other learning rate."""
+    if wanted != "auto":
+        return wanted
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if _has_bf16() else "fp16"
 
-    Call it before the first operation. On a GPU rank 0 prints both.
-    """
+
+def _has_bf16() -> bool:
+    """Whether the GPU computes in bf16 and TF32; a GPU has both or neither."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def set_precision(wanted: str, tf32: str | None, world: World, device: torch.device) -> str:
+    """Set TF32, and return choose_precision(): before the first operation. On a GPU rank 0 prints both."""
     if tf32:
         torch.set_float32_matmul_precision("high" if tf32 == "on" else "highest")
         torch.backends.cudnn.allow_tf32 = tf32 == "on"
-    if device.type != "cuda":
-        return "fp32" if wanted == "auto" else wanted
-    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    precision = ("bf16" if has_bf16 else "fp16") if wanted == "auto" else wanted
-    if world.rank == 0:
-        if has_bf16:  # a GPU has both or neither
+    precision = choose_precision(wanted, device)
+    if world.rank == 0 and device.type == "cuda":
+        more = f" ({torch.cuda.get_device_name(device)} has neither bf16 nor TF32)"
+        if _has_bf16():
             more = f", TF32 {tf32 or 'for convolutions only'}"
-        else:
-            more = f" ({torch.cuda.get_device_name(device)} has neither bf16 nor TF32)"
         say(f"precision {precision}{more}")
     return precision
 
@@ -44,12 +51,6 @@ def set_precision(wanted: str, tf32: str | None, world: World, device: torch.dev
 def make_autocast(precision: str, device: torch.device) -> torch.autocast:
     """The context of a forward pass. It does nothing in fp32."""
     return torch.autocast(device.type, HALVES.get(precision), enabled=precision in HALVES)
-
-
-def set_precision_in_threads(model: nn.Module, precision: str, device: torch.device) -> None:
-    """Let the threads of DataParallel compute in this precision; torch starts them with fp16 on GPUs."""
-    if dtype := HALVES.get(precision):
-        model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(device.type, dtype))
 
 
 class Scaler(torch.amp.GradScaler):
@@ -70,19 +71,18 @@ class Scaler(torch.amp.GradScaler):
         return found
 
 
-def load_scaler(scaler: Scaler, state: dict[str, Any], path: Path) -> None:
-    """Load the entry "scaler" of a checkpoint, which only a run in fp16 has.
+def load_scaler(scaler: Scaler, saved: Any, path: Path) -> None:
+    """Load the state of a scaler from a checkpoint, which only a run in fp16 has.
 
-    The scaler keeps its own options. Raises HpctrainError, naming the file, if the entry is of another kind.
+    The scaler keeps its own options. Raises HpctrainError, naming the file, if the state is of another kind.
     """
-    saved = state.get("scaler")
     if not saved or not scaler.is_enabled():
         return
     try:
         scale, tracker = float(saved["scale"]), int(saved["_growth_tracker"])
         if not 0 < scale < math.inf or tracker < 0:
             raise ValueError(f"scale {scale}, tracker {tracker}")
-    except Exception as error:  # the entry may hold anything
+    except Exception as error:  # it may hold anything
         raise HpctrainError(
             f"{path}: not the state of a gradient scaler ({first_line(error)[:200]}): "
             "resume from another run folder"

@@ -1,14 +1,18 @@
-"""The run of a training script of your own: see docs/guides/own-script.md."""
+"""hpctrain.Run: the training loop of the bundled trainers, and of your own scripts (guides/own-script.md)."""
 
 import atexit
-from collections.abc import Iterator
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -19,27 +23,34 @@ from hpctrain.distributed.rendezvous import all_or_none, gather, process_group
 from hpctrain.distributed.world import detect
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.hooks.clean_exit import wait_for_threads
-from hpctrain.run import record
+from hpctrain.run.best import Best
 from hpctrain.run.options import RunOptions
-from hpctrain.run.reader import is_loss
+from hpctrain.run.prepare import find_earlier_checkpoint
+from hpctrain.run.record import Record
 from hpctrain.text import first_line
 from hpctrain.training.batches import (
-    data_loader,
+    EpochPlan,
+    Part,
     evaluation_batches,
+    load_parts,
     seed_everything,
     seed_step,
-    steps_per_epoch,
 )
-from hpctrain.training.buckets import broadcast_buffers, settle_buckets
+from hpctrain.training.precision import Scaler, load_scaler, make_autocast, set_precision
+from hpctrain.training.strategies.ddp import broadcast_buffers
+from hpctrain.training.strategies.strategy import Strategy, make_strategy
 
 # Options of DataLoader that decide which examples a batch has, as batches() does.
 ORDER = {"shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
 # Where a loop is: what may be called next.
-OUTSIDE, IN_EPOCH, IN_BATCH, AFTER_STEP, AFTER_BATCHES = range(5)
+OUTSIDE, IN_EPOCH, IN_BATCH, AFTER_STEP, AFTER_BATCHES, STALLED = range(6)
+# The entries of a checkpoint beside the model, of which a resume needs one. The second is of trainers that
+# had a loop of their own: they saved each object as an entry.
+ENTRIES = ("tracked", "optimizer")
 
 
-class Run(record.Record):
-    """A run of your own training loop, which saves, resumes and counts by itself:
+class Run:
+    """A run of a training loop, which saves, resumes and counts by itself:
 
         with hpctrain.Run("resnet", out="runs/mine", resume="auto") as run:
             model = run.prepare(make_model())
@@ -55,34 +66,58 @@ class Run(record.Record):
                 run.score(accuracy=evaluate(model))
 
     The first argument is the name of the run, the others are options: those of RunOptions, such as `out`,
-    `resume` and `checkpoint_every`; `seed` (1) and `device` ("auto"); and your own, such as a learning rate,
-    with which the run has to be resumed. So `**vars(args)` passes a command line, and `**cfg` one of Hydra.
+    `resume` and `checkpoint_every`; `seed` (1), `device` ("auto") and `precision` ("fp32"); and your own,
+    such as a learning rate, with which the run has to be resumed. So `**vars(args)` passes a command line,
+    and `**cfg` one of Hydra.
+
+    What a loop calls: prepare, track, epochs, batches, step, and as it needs them autocast, backward, update,
+    is_due, evaluation_batches, evaluation, score, load_best, count_tokens, count_flops, print, log. What it
+    reads: folder, device, world, precision, epoch (finished epochs), global_step, scores (what result.json
+    gets), best (`best.patience` ends the run, `best.by` and `best.lowest` choose the score).
 
     Every method is a collective call. An error in their use ends all ranks with one line.
     """
 
     def __init__(self, name: str, /, **options: Any) -> None:
-        """Join the other ranks, and create the run folder or open it again. Raises HpctrainError."""
-        own = RunOptions.from_args({"seed": 1, "device": "auto", **options})
-        world = detect()
+        """Join the other ranks, unless they have joined, and create the run folder or open it again.
+
+        Raises HpctrainError.
+        """
+        self.world = detect()
+        self.precision = "fp32"
         with ExitStack() as stack:
-            device = choose_device(world, own.others["device"])
-            stack.enter_context(process_group(world, device))
-            if world.size > 1:
-                atexit.register(wait_for_threads)  # of Gloo, which could abort the process as it ends
-            super().__init__(world, name, own, device)
-            stack.callback(self.close)
+            self.device = choose_device(self.world, options.setdefault("device", "auto"))
+            if not dist.is_initialized():
+                stack.enter_context(process_group(self.world, self.device))
+                if self.world.size > 1:
+                    atexit.register(wait_for_threads)  # of Gloo, which could abort the process as it ends
+            if "precision" in options:
+                tf32 = options.get("tf32")
+                self.precision = set_precision(options["precision"], tf32, self.world, self.device)
+                options["precision"] = self.precision
+            own = RunOptions.from_args({"seed": 1, **options})
+            self._record = Record(self.world, name, own, self.device)
+            stack.callback(self._record.close)
             self._stack = stack.pop_all()
-        self._seed = own.others["seed"]
-        self._is_open = self._has_optimized = self._is_best = False
+        self.scores: dict[str, float] = {}
+        self._options, self._seed = own, own.others["seed"]
+        self._is_open = self._has_optimized = self._is_best = self._is_updating = False
         self._at = OUTSIDE
+        self._strategy: Strategy | None = None
+        self._scaler = Scaler(self.precision, self.device)
         self._prepared: set[nn.Parameter] = set()
+        self._no_sync: list[Callable[[], AbstractContextManager[None]]] = []  # of prepared models
         self._model: nn.Module | None = None
         self._others: dict[str, Any] = {}  # tracked objects that are no modules
-        self._known: set[torch.optim.Optimizer] = set()  # those that are tracked, or were looked at
-        self._scores: dict[str, float] = {}  # for result.json
-        self._score: float | None = None  # of the epoch
+        self._known: set[Optimizer] = set()  # those that are tracked, or were looked at
+        self._score: tuple[float, ...] | None = None  # of the epoch
         self._given: dict[str, Any] = {}  # what the loop gives, and a resume compares
+        self._kept: dict[
+            Optimizer, list[tuple[str, str, float]]
+        ] = {}  # options of the checkpoint: see track()
+        self._accumulate, self._part = 1, 0  # parts in a step, and the number of the present one
+        self._loss = self._backward_loss = torch.zeros((), device=self.device)  # of the parts so far
+        self._repeated = 0  # batches at the end of an evaluation that do not count
         seed_everything(self._seed)
 
     def __enter__(self) -> "Run":
@@ -98,22 +133,63 @@ class Run(record.Record):
         with self._stack:
             if self._model is not None:
                 self._leave_epoch()
-                self.finish(self._model, **self._scores)
+                self._record.finish(self._gather(self._model), **self.scores)
         return None
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._record.folder
+
+    @property
+    def epoch(self) -> int:
+        """The number of finished epochs."""
+        return self._record.epoch
+
+    @property
+    def global_step(self) -> int:
+        """The optimizer steps since the start of training."""
+        return self._record.global_step
+
+    @property
+    def best(self) -> Best:
+        """The best evaluation so far, and what it is chosen by."""
+        return self._record.best
+
+    def print(self, text: str) -> None:
+        """Print a line on rank 0 above the progress bar, and log it on all; control characters escaped."""
+        self._record.print(text)
+
+    def log(self, text: str) -> None:
+        """Write a line to the log of this rank."""
+        self._record.log(text)
+
+    def count_tokens(self, real: int, padded: int) -> None:
+        """Count tokens of the present step on this rank, without and with padding, for result.json."""
+        self._record.times.count_tokens(real, padded)
+
+    def count_flops(self, count: Callable[[], float | None]) -> None:
+        """On a GPU, add FLOP/s to the speed in result.json. `count` (slow) returns those of an example."""
+        self._record.count_flops(count)
 
     # --- before training ---
 
-    def prepare(self, model: nn.Module, **options: Any) -> nn.Module:
-        """The model on this rank's device; with several ranks in DistributedDataParallel, with `options`."""
-        model.to(self.device)
-        if self.world.size == 1 or not any(each.requires_grad for each in model.parameters()):
-            return model
-        parallel = DistributedDataParallel(model, **options)
-        settle_buckets(parallel)
-        self._prepared |= {*parallel.parameters()}
-        if parallel.broadcast_buffers:
-            # Ranks may evaluate different numbers of batches, where a collective call would hang.
-            parallel.register_forward_pre_hook(_broadcast_in_training_only)
+    def prepare(self, model: nn.Module, *, strategy: str = "ddp", **options: Any) -> nn.Module:
+        """The model on this rank's device, shared with the other ranks.
+
+        `strategy`: "ddp" copies it to all ranks (DistributedDataParallel, with its options), "fsdp" gives
+        each a part (FSDP2, with the options of shard() in strategies/fsdp.py). All models of a run have the
+        same. Raises UsageError for a name without a file in strategies/.
+        """
+        if self._strategy is None:
+            self._strategy = make_strategy(strategy, self.world, self.device, self.precision)
+            self._record.in_parts = self._strategy.in_parts
+            self._scaler = Scaler(self.precision, self.device, sharded=self._strategy.in_parts)
+        with self.autocast():  # of an example
+            parallel = self._strategy.wrap(model, **options)
+        if self.world.size > 1:
+            self._prepared |= {*parallel.parameters()}
+        self._no_sync += [parallel.no_sync] if hasattr(parallel, "no_sync") else []
         return parallel
 
     def track(self, **objects: Any) -> None:
@@ -130,7 +206,7 @@ class Run(record.Record):
         if self._model is not None:
             raise UsageError("run.track() is called a second time: name all objects in one call")
         for name, each in objects.items():
-            _check_object(name, each)
+            _check_object(name, each, is_sharded=self._record.in_parts)
         models = {
             name: checkpoint.unwrap(each) for name, each in objects.items() if isinstance(each, nn.Module)
         }
@@ -138,16 +214,16 @@ class Run(record.Record):
             raise UsageError("run.track() got no model: name it, too, as in run.track(model=model, ...)")
         self._model = next(iter(models.values())) if len(models) == 1 else nn.ModuleDict(models)
         self._others = {name: each for name, each in objects.items() if name not in models}
-        optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
+        optimizers = [each for each in objects.values() if isinstance(each, Optimizer)]
         if self._options.on_nan == "skip" and len(optimizers) > 1:
             raise UsageError('on_nan="skip" is for one optimizer, and run.track() got several: leave it out')
         scalers = [each for each in objects.values() if isinstance(each, torch.amp.GradScaler)]
         has_scaler = any(each.is_enabled() for each in scalers)
-        self.can_skip = len(optimizers) == 1 and not has_scaler
+        self._record.can_skip = len(optimizers) == 1 and not has_scaler
         if self._options.on_nan == "skip" and has_scaler:
             raise UsageError(
                 'on_nan="skip" is not for a GradScaler, which skips steps whose gradients are not finite by '
-                "itself: leave on_nan out, or train in bf16 without a scaler"
+                'itself: leave on_nan out, or leave the scaler to the run, with precision="fp16"'
             )
         for each in optimizers:
             if self.world.size > 1 and not _parameters(each) <= self._prepared:
@@ -157,31 +233,47 @@ class Run(record.Record):
                 )
             each.register_step_pre_hook(self._before_optimizer_step)
         # an optimizer that is not tracked has no hook, and a scaler may skip the first steps
-        self._has_optimized = not optimizers or bool(scalers)
+        self._has_optimized = not optimizers or bool(scalers) or self._scaler.is_enabled()
 
         # to the CPU: load_state_dict() copies to where the values belong
-        state = self.resume(torch.device("cpu"), None, self._model, "tracked")
+        state = self._record.resume(torch.device("cpu"), None, self._model, ENTRIES)
         if state:
             with all_or_none(self.world):
                 self._load_state(state)
         for name, each in self._others.items():
-            if isinstance(each, torch.optim.Optimizer):
+            if isinstance(each, Optimizer):
                 self._known.add(each)
                 self._compare_options(name, each)
         self._stack.callback(register_optimizer_step_post_hook(self._after_optimizer_step).remove)
 
-    def _compare_options(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Say which options of an optimizer are not those of the checkpoint, which stay."""
+    def _compare_options(self, name: str, optimizer: Optimizer) -> None:
+        """Note which options of an optimizer differ from the checkpoint's, for _before_optimizer_step()."""
         for option, value in optimizer.defaults.items():
             if isinstance(value, (int, float)):
                 before = self._given.setdefault(f"{option} of {name}", value)
                 if before != value:
-                    self.print(
-                        f"hpctrain: warning: {option} of {name} stays {before}, as in {self.resume_from}: "
-                        f"for {value} start a new run, with another out"
-                    )
+                    self._kept.setdefault(optimizer, []).append((name, option, value))
 
-    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _before_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Check the gradients, and say once which options stay those of the checkpoint."""
+        self._has_optimized = True
+        if not (self._is_updating or self._is_last_part):
+            raise UsageError(
+                "optimizer.step() came before the last part of a batch: with accumulate, call "
+                "run.backward(loss) and run.update(optimizer)"
+            )
+        for name, option, value in self._kept.pop(optimizer, []):
+            before = self._given[f"{option} of {name}"]
+            if any(group.get(option) == before for group in optimizer.param_groups):
+                path = self._record.resume_from
+                self.print(
+                    f"hpctrain: warning: {option} of {name} stays {before}, as in {path}: "
+                    f"for {value} start a new run, with another out"
+                )
+        if not self._is_updating:
+            self._record.check_gradients()
+
+    def _after_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
         """Say, once, that an optimizer is not tracked. One within a tracked one has parameters of it."""
         if optimizer in self._known:
             return
@@ -195,19 +287,19 @@ class Run(record.Record):
                 "name it in run.track(), as optimizer=optimizer"
             )
 
-    def _before_optimizer_step(self, *_: object) -> None:
-        self._has_optimized = True
-        self.check_gradients()
-
     # --- in training ---
 
-    def epochs(self, number: int) -> Iterator[int]:
-        """The epochs that are left of this number, counted from 1. Saves what is tracked after each."""
+    def epochs(self, number: int, *, fixed: bool = False) -> Iterator[int]:
+        """The epochs that are left of this number, counted from 1. Saves what is tracked after each.
+
+        `fixed`: a resumed run has to have the same number, as its learning rate depends on it. Fewer epochs
+        than it has done already are refused in any case (UsageError).
+        """
         if self._model is None:
             raise UsageError(
                 "run.epochs() needs something to save: call run.track(model=model, ...) before it"
             )
-        self.limit_epochs(number)
+        self._record.limit_epochs(number, fixed=fixed)
         while self.epoch < number and not self.best.has_stalled:
             seed_everything(hash((self._seed, self.epoch + 1)))
             self._at = IN_EPOCH
@@ -219,118 +311,252 @@ class Run(record.Record):
         if self._at == IN_EPOCH:
             raise UsageError("this epoch had no steps: call run.batches() in each epoch of run.epochs()")
         if self._at in (IN_BATCH, AFTER_STEP):
-            self.end_epoch()
-        if self._at != OUTSIDE:
-            self._at, score, self._score = OUTSIDE, self._score, None
-            self.save(self._make_state(), score)
+            self._record.end_epoch()
+        at, self._at, score, self._score = self._at, OUTSIDE, self._score, None
+        if at not in (OUTSIDE, STALLED):
+            self._record.save(self._make_state(), score)
 
     def batches(
-        self, dataset: Dataset, batch_size: int, *, steps: int | None = None, **options: Any
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        steps: int | None = None,
+        accumulate: int = 1,
+        order: Callable[[int], Tensor] | None = None,
+        **options: Any,
     ) -> Iterator[Any]:
         """This rank's part of each batch of an epoch, on its device: those that are left after a resume.
 
         `batch_size` is the global one: the ranks share each batch. `options` are options of DataLoader, such
         as num_workers and collate_fn. The order, and random numbers of the data and the model, depend on the
         seed, the epoch and the batch alone. An epoch is a pass over the data, or has this many `steps`.
+
+        `accumulate`: to save memory, each batch comes in so many parts; backward() then adds up the gradients
+        of the mean over the parts, and update() and step() act after the last one.
+
+        `order` maps an epoch to the examples of its steps, int64 [steps, ranks * accumulate, examples]. A
+        data set with a method load_batches(parts, device) loads the examples of an iterator of Part
+        (batches.py) itself, instead of a DataLoader.
         """
         if self._at != IN_EPOCH:
             raise UsageError("call run.batches() once in each epoch: for epoch in run.epochs(...)")
         _check_dataset("run.batches()", dataset, options)
-        steps = steps or steps_per_epoch(len(dataset), batch_size, self.world)  # type: ignore[arg-type]
-        epoch, done = self.epoch + 1, self._step
-        self.check_steps(steps)
+        epoch, done, examples = self.epoch + 1, self._record.step_of_epoch, len(dataset)  # type: ignore[arg-type]
+        world = self._strategy.data_world if self._strategy else self.world
+        plan = EpochPlan(
+            examples, batch_size, self._seed, epoch, world,
+            steps=steps, accumulate=accumulate, order=order and order(epoch),
+        )  # fmt: skip
+        self._record.check_steps(plan.steps)
         if (before := self._given.get("batch_size", batch_size)) != batch_size:
             self.print(f"run.batches(): {batch_size} examples in a batch, and {before} in the epoch before")
         self._given["batch_size"] = batch_size
-        options.setdefault("pin_memory", self.device.type == "cuda")
-        loader = data_loader(dataset, batch_size, self._seed, epoch, self.world, done, steps, **options)
-        numbers: Any = loader.batch_sampler  # pairs of a pass and an example
-        self.start_epoch(
-            epoch, steps, batch_size, lambda step: torch.tensor([each for _, each in numbers[step - done]])
-        )
-        for step, batch in enumerate(self.time_data(loader), done):
+        if hasattr(dataset, "load_batches"):
+            loaded = dataset.load_batches(plan.parts(done), self.device)
+        else:
+            options.setdefault("pin_memory", self.device.type == "cuda")
+            loaded = load_parts(dataset, plan.parts(done), self._seed, **options)
+        self._record.start_epoch(epoch, plan.steps, batch_size, plan.examples_of)
+        self._accumulate = accumulate
+        for number, batch in enumerate(self._record.time_data(loaded), done * accumulate):
+            self._part = number % accumulate
             batch = self._to_device(batch)
-            seed_step(self._seed, epoch, step, self.world)
+            seed_step(self._seed, epoch, number, self.world)
             self._at = IN_BATCH
-            yield batch
+            with self._without_average():
+                yield batch
             if self._at != AFTER_STEP:
                 raise UsageError(
                     f"run.step() was not called after step {self.global_step + 1}: call run.step(loss) once "
                     "for each batch of run.batches()"
                 )
+            if not self._is_last_part:
+                continue
             # Here, and not in step(): what follows it in the loop belongs to the step, too.
-            if self.must_save() or self._is_best:
-                self._only_check &= not self._is_best
+            if self._record.must_save(self._is_best):
                 self._is_best = False
-                self.save(self._make_state())
-        self.end_epoch()
+                self._record.save(self._make_state())
+                if self.best.has_stalled:
+                    self._at = STALLED
+                    return
+        self._record.end_epoch()
         self._at = AFTER_BATCHES
 
-    def step(self, loss: Tensor, **values: Any) -> None:  # type: ignore[override]  # it has a loss
+    @property
+    def _is_last_part(self) -> bool:
+        return self._part == self._accumulate - 1
+
+    @contextmanager
+    def _without_average(self) -> Iterator[None]:
+        """Leave the averaging of gradients to the last part of a step, where the strategy can."""
+        with ExitStack() as stack:
+            for no_sync in self._no_sync if not self._is_last_part else ():
+                stack.enter_context(no_sync())
+            yield
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The context of a forward pass in the precision of the run. It does nothing in fp32."""
+        return make_autocast(self.precision, self.device)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss: scaled in fp16, and divided by the number of parts."""
+        if self._accumulate > 1:
+            loss = loss / self._accumulate
+        self._backward_loss = self._backward_loss + loss.detach() if self._part else loss.detach()
+        self._scaler.scale(loss).backward()
+
+    def update(self, optimizer: Optimizer, *, clip: float | None = None) -> None:
+        """Update the weights after the last part of a batch, and remove the gradients.
+
+        Until then it does nothing. The gradients are means over the ranks, `clip` is the largest norm of all
+        of them. In fp16, and with on_nan="skip", a step whose gradients are not finite is left out.
+        """
+        if not self._is_last_part:
+            return
+        assert self._strategy and self._model is not None
+        with self._strategy.average(optimizer):
+            self._scaler.unscale_(optimizer)
+            self._record.check_gradients(self._scaler, self._backward_loss)
+            if clip is not None:
+                nn.utils.clip_grad_norm_(self._model.parameters(), clip)
+            self._is_updating = True
+            self._scaler.step(optimizer)
+            self._is_updating = False
+        self._scaler.update()
+        optimizer.zero_grad()
+
+    def step(self, loss: Tensor, **values: Any) -> None:
         """Count a step, after the optimizer's, with the loss of this rank's examples, and log it.
 
         Five times an epoch, metrics.jsonl gets a line with the loss and each of `values`, such as
-        learning_rate=...: means over the ranks and the steps since the last line. Raises HpctrainError if one
-        of these means is not finite.
+        learning_rate=...: means over the ranks and the steps since the last line. Of a batch in parts, the
+        loss is the mean over them, and the values are those of the last one. Raises HpctrainError if one of
+        these means is not finite.
         """
         if self._at != IN_BATCH:
             raise UsageError(
                 "call run.step(loss) once for each batch of run.batches(), after optimizer.step()"
             )
-        if not self._has_optimized:
+        if self._is_last_part and not self._has_optimized:
             raise UsageError(
                 "run.step() came before the first optimizer.step(): call it after that, once for each "
-                "batch; to accumulate gradients, divide the batch into parts"
+                "batch; to accumulate gradients, give run.batches() the number of parts, as accumulate=4"
             )
-        super().step(loss, **values)
+        if self._accumulate > 1:
+            loss = torch.as_tensor(loss).detach() / self._accumulate
+            loss = self._loss = self._loss + loss if self._part else loss
+        if self._is_last_part:
+            self._record.step(loss, **values)
         self._at = AFTER_STEP
+
+    def is_due(self, steps: int | None) -> bool:
+        """Whether to evaluate after this run.step(): after every so many steps, but for the last of an epoch.
+
+        Without a number, never.
+        """
+        is_step = self._at == AFTER_STEP and self._is_last_part and not self._record.is_last_step
+        return bool(steps) and is_step and self.global_step % int(steps or 1) == 0
+
+    # --- evaluation ---
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """A block that evaluates, which is no part of a step. All ranks have the buffers of rank 0 in it."""
+        if self._model is not None:
+            broadcast_buffers(self._model, self.world)
+        self._record.start_evaluation()
+        try:
+            yield
+        finally:
+            self._record.end_evaluation()
 
     def evaluation_batches(self, dataset: Dataset, batch_size: int, **options: Any) -> Iterator[Any]:
         """The examples of this rank for an evaluation, on its device, at most `batch_size` at a time.
 
-        Each example belongs to one rank, and a rank may have none. `options` are options of DataLoader.
+        Each example belongs to one rank, and a rank may have none. `options` are options of DataLoader. A
+        sharded model needs as many batches on each rank, so some get a batch again: see score().
         """
         _check_dataset("run.evaluation_batches()", dataset, options)
-        if self._model is not None:
-            broadcast_buffers(self._model, self.world)
-        batches = evaluation_batches(len(dataset), batch_size, self.world)  # type: ignore[arg-type]
-        loader: DataLoader = DataLoader(
-            dataset,
-            batch_sampler=[batch.tolist() for batch in batches],
-            generator=torch.Generator(),  # otherwise it draws from the random numbers of the model
-            **options,
-        )
-        self.start_evaluation()
-        try:
+        examples = len(dataset)  # type: ignore[arg-type]
+        own = [*evaluation_batches(examples, batch_size, self.world)]
+        self._repeated = 0
+        if self._record.in_parts:
+            most = math.ceil(math.ceil(examples / self.world.size) / batch_size)
+            self._repeated = most - len(own)
+            own += [torch.tensor([0])] * self._repeated
+        plan = (Part(number, 0, index, index) for number, index in enumerate(own))
+        if hasattr(dataset, "load_batches"):
+            loader: Iterable[Any] = dataset.load_batches(plan, self.device)
+        else:
+            loader = DataLoader(
+                dataset,
+                batch_sampler=[index.tolist() for index in own],
+                generator=torch.Generator(),  # otherwise it draws from the random numbers of the model
+                **options,
+            )
+        with self.evaluation():
             for batch in loader:
                 yield self._to_device(batch)
-        finally:
-            self.end_evaluation()
 
     def score(self, **values: Any) -> None:
         """Write the scores of an evaluation: after the batches of an epoch, after run.step(), or at the end.
 
-        Each is a number or a tensor with a value per example: the mean over all of them on all ranks counts.
-        While the run trains, the checkpoint with the highest first score is kept, or, if all names end in
-        "loss", the one with the lowest first loss. result.json has the last scores.
+        Each is a number, a tensor with a value per example, or a list of these tensors, one for each batch of
+        evaluation_batches(): the mean over all of them on all ranks counts. With a sharded model, give the
+        list: what does not count is left out of it.
+
+        While the run trains, the checkpoint of the best score is kept, as checkpoints/best.pt: the first
+        score or `best.by`, of which the highest is the best, or the lowest if its name ends in "loss". The
+        first other loss breaks ties. result.json has the last scores.
         """
         if self._at in (IN_EPOCH, IN_BATCH):
             raise UsageError(
                 "call run.score() after the batches of an epoch, or after run.step() in the loop"
             )
-        own = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in values.items()}
-        sums = gather(self.world, [[each.sum().item(), each.numel()] for each in own.values()])
+        if self._at == STALLED:  # within the epoch, with these weights
+            return
+        own = {name: self._sum_up(value) for name, value in values.items()}
+        sums = gather(self.world, [*own.values()])
         for name, of_ranks in zip(own, zip(*sums, strict=True), strict=True):
             total, number = map(sum, zip(*of_ranks, strict=True))
-            values[name] = total / number if number else float("nan")
-        self.metrics(**values)
-        self._scores |= values
-        name = min(values, key=is_loss)
-        score = -values[name] if is_loss(name) else values[name]
+            # the mean of equal values is that value, without a rounding error
+            same = number and len({*map(tuple, of_ranks)}) == 1 and of_ranks[0][1] == 1
+            values[name] = of_ranks[0][0] if same else total / number if number else float("nan")
+        self._record.metrics(**values)
+        self.scores |= values
         if self._at == AFTER_BATCHES:
-            self._score = score
+            self._score = self.best.choose(values)
         elif self._at == AFTER_STEP:
-            self._is_best |= self.count_evaluation(score)
+            self._is_best |= self._record.count_evaluation(self.best.choose(values))
+
+    def _sum_up(self, value: Any) -> list[float]:
+        """The sum and the number of the values of this rank."""
+        if isinstance(value, list):
+            value = value[: len(value) - self._repeated]
+            value = torch.cat([each.flatten() for each in value]) if value else torch.empty(0)
+        each = torch.as_tensor(value, dtype=torch.float64)
+        return [each.sum().item(), each.numel()]
+
+    def load_best(self) -> bool:
+        """Load the weights of the best evaluation into the tracked model, unless it is the last one.
+
+        Returns whether it has. Raises HpctrainError, naming the checkpoint, if it is damaged.
+        """
+        if self.best.since == 0:
+            return False
+        assert self._model is not None
+        resumed = self._record.resume_from
+        earlier = [resumed.parent.parent] if resumed else []  # of another run, perhaps
+        path = find_earlier_checkpoint([self.folder, *earlier], self.best.epoch, self.best.step)
+        self._record.wait()
+        with all_or_none(self.world):
+            if self.world.rank == 0:
+                checkpoint.check_intact(path)
+            state = checkpoint.load(path, torch.device("cpu"), lazily=self._record.in_parts)
+        self._load(self._model, state["model"])
+        self.print(f"{self.best.place} has the best {self.best.by or 'score'}: using its weights")
+        return True
 
     def _to_device(self, batch: Any) -> Any:
         if hasattr(batch, "to") and not isinstance(batch, Tensor):  # such as a BatchEncoding
@@ -339,41 +565,65 @@ class Run(record.Record):
 
     # --- the state ---
 
+    def _gather(self, model: nn.Module) -> nn.Module:
+        """The model with all of its weights, on rank 0."""
+        if self._strategy is None:
+            return model
+        if isinstance(model, nn.ModuleDict) and model is self._model:
+            return nn.ModuleDict({name: self._strategy.gather(each) for name, each in model.items()})
+        return self._strategy.gather(model)
+
+    def _load(self, target: nn.Module | Optimizer, state: Any) -> None:
+        """Load a state that is whole or in parts into a model or an optimizer."""
+        if self._strategy is None:
+            target.load_state_dict(state)
+        else:
+            self._strategy.load(target, state)
+
     def _make_state(self) -> dict[str, Any]:
         assert self._model is not None
         tracked = {}
         for name, each in self._others.items():
             state = each.state_dict()
-            if not isinstance(each, torch.optim.Optimizer):
+            if not isinstance(each, Optimizer):
                 # only that of an optimizer stays as it is until optimizer.step(): see save_in_background()
                 state = tree_map_only(Tensor, torch.clone, state)
             tracked[name] = state
-        return {
+        if self._scaler.is_enabled():
+            tracked["scaler"] = tree_map_only(Tensor, torch.clone, self._scaler.state_dict())
+        state = {
             "model": self._model.state_dict(),
             "tracked": tracked,
-            "scores": self._scores,
+            "scores": self.scores,
             "given": self._given,
         }
+        return self._strategy.state(state) if self._strategy else state
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        assert self._model is not None
-        saved = state["tracked"] if isinstance(state["tracked"], dict) else {}
-        if saved.keys() != self._others.keys():
+        path = self._record.resume_from
+        assert self._model is not None and path
+        saved = state.get("tracked", state)  # of a trainer that had a loop of its own
+        saved = saved if isinstance(saved, dict) else {}
+        if "tracked" in state and saved.keys() - {"scaler"} != self._others.keys() - {"scaler"}:
             raise HpctrainError(
-                f"{self.resume_from} has the states of {_join(saved)}, and run.track() got "
+                f"{path} has the states of {_join(saved)}, and run.track() got "
                 f"{_join(self._others)} beside the model: track the same objects under the same names"
             )
-        self._model.load_state_dict(state["model"])
+        self._load(self._model, state["model"])
         for name, each in self._others.items():
+            if isinstance(each, Optimizer):
+                checkpoint.load_optimizer(each, saved[name], path, partial(self._load, each))
+                continue
             try:
                 each.load_state_dict(saved[name])
             except Exception as error:  # of a user's class, or because of what somebody has put there
                 raise HpctrainError(
-                    f"{self.resume_from}: the state of {name} does not fit ({first_line(error)[:200]}): "
+                    f"{path}: the state of {name} does not fit ({first_line(error)[:200]}): "
                     "track the objects of that run, or give another run folder"
                 ) from error
+        load_scaler(self._scaler, saved.get("scaler"), path)
         if isinstance(scores := state.get("scores"), dict):
-            self._scores = scores
+            self.scores = scores
         if isinstance(given := state.get("given"), dict):
             self._given = given
 
@@ -386,7 +636,7 @@ def _join(names: Any) -> str:
     return ", ".join(map(str, names)) or "nothing"
 
 
-def _check_object(name: str, each: Any) -> None:
+def _check_object(name: str, each: Any, *, is_sharded: bool) -> None:
     """Raise UsageError if a run could not be resumed with this object."""
     kind = type(each).__name__
     if not all(callable(getattr(each, method, None)) for method in ("state_dict", "load_state_dict")):
@@ -396,21 +646,23 @@ def _check_object(name: str, each: Any) -> None:
         )
     state = each.state_dict()
     if isinstance(each, nn.Module) and not all(
-        parts.has_memory(value) and not hasattr(value, "device_mesh")
+        is_sharded if hasattr(value, "device_mesh") else parts.has_memory(value)
         for value in state.values()
         if isinstance(value, Tensor)
     ):
         raise UsageError(
-            f"run.track({name}=...): this {kind} has weights that are sharded or have no values, and a Run "
-            "saves whole models: use run.prepare()"
+            f"run.track({name}=...): this {kind} has weights that are sharded or have no values: let "
+            "run.prepare() shard it"
         )
-    checkpoint.check_loadable(state, f"the state of {name} in run.track()")
+    if not is_sharded:
+        checkpoint.check_loadable(state, f"the state of {name} in run.track()")
 
 
 def _check_dataset(caller: str, dataset: Any, options: dict[str, Any]) -> None:
     """Raise UsageError for a data set without examples by number, or for options that choose examples."""
     is_stream = isinstance(dataset, IterableDataset)
-    if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    can_load = hasattr(dataset, "__getitem__") or hasattr(dataset, "load_batches")
+    if is_stream or not (hasattr(dataset, "__len__") and can_load):
         raise UsageError(
             f"{caller} cannot resume within a {type(dataset).__name__}, which has no examples by number: "
             "give it a data set with __len__() and __getitem__(), and the options of its DataLoader"
@@ -418,7 +670,3 @@ def _check_dataset(caller: str, dataset: Any, options: dict[str, Any]) -> None:
     if own := ORDER & options.keys():
         what = "the order of the examples, and its seed"
         raise UsageError(f"{caller} decides on {what}: leave out {_join(sorted(own))}")
-
-
-def _broadcast_in_training_only(parallel: nn.Module, _: object) -> None:
-    parallel.broadcast_buffers = parallel.training  # type: ignore[assignment]  # an option of DDP

@@ -8,7 +8,7 @@ import importlib.util
 import math
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hpctrain.errors import HpctrainError, hint_missing
 from hpctrain.files.plain import open_plain
+from hpctrain.training.batches import Part
 
 SIDE = 28  # pixels
 CLASSES = 10
@@ -34,6 +35,7 @@ class Images:
 
     pixels: Tensor
     labels: Tensor
+    side: int = SIDE  # images are resized to side x side pixels, on the device
     channels: ClassVar[int] = 1
     classes: ClassVar[range] = range(CLASSES)
     workers: ClassVar[int] = 0  # processes that decode images
@@ -42,20 +44,18 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, index: Tensor, device: torch.device, side: int = SIDE) -> tuple[Tensor, Tensor]:
+    def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Examples on `device`: images [b, 1, side, side] float32 from -1 to 1, labels [b] int64."""
         pixels = self.pixels[index].to(device, non_blocking=True)
         labels = self.labels[index].to(device, non_blocking=True)
-        return to_images(pixels, side), labels
+        return to_images(pixels, self.side), labels
 
-    def batches(
-        self, indices: Iterable[Tensor], device: torch.device, side: int, epoch: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """batch() of each index in turn. The epoch changes nothing."""
+    def load_batches(self, parts: Iterable[Part], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """batch() of each part in turn: see Run.batches()."""
         # On a GPU, only the indices are copied in a step.
-        here = type(self)(self.pixels.to(device), self.labels.to(device))
-        for index in indices:
-            yield here.batch(index.to(device, non_blocking=True), device, side)
+        here = replace(self, pixels=self.pixels.to(device), labels=self.labels.to(device))
+        for part in parts:
+            yield here.batch(part.examples.to(device, non_blocking=True), device)
 
     def read(self, index: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """The examples of `index`: pixels [b, 28, 28] uint8, labels [b] int64. The epoch changes nothing."""
@@ -85,12 +85,13 @@ def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
     return mean[:, None, None], std[:, None, None]
 
 
-def load(folder: Path | None) -> tuple[Images, Images]:
+def load(folder: Path | None, side: int = SIDE) -> tuple[Images, Images]:
     """The training set and the test set: MNIST from `folder`, or the digits without one.
 
     Raises HpctrainError, naming the file, if a file is missing or malformed.
     """
-    return load_digits() if folder is None else load_mnist(folder)
+    train, test = load_digits() if folder is None else load_mnist(folder)
+    return replace(train, side=side), replace(test, side=side)
 
 
 def load_mnist(folder: Path) -> tuple[Images, Images]:

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from hpctrain.errors import HpctrainError
 from hpctrain.files.plain import open_plain
 from hpctrain.text import counted, first_line, one_line
-from hpctrain.training.batches import can_fork_beside_threads
+from hpctrain.training.batches import Part, can_fork_beside_threads
 from hpctrain.training.tar_shards import TarShards
 from hpctrain.vision.data import Images, to_images
 
@@ -108,18 +108,20 @@ class ImageFolder:
         """
         return torch.stack([self._pixels(number, epoch) for number in index.tolist()]), self.labels[index]
 
-    def batch(self, index: Tensor, device: torch.device, side: int) -> tuple[Tensor, Tensor]:
+    def batch(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Examples on `device`, augmented as in epoch 0: [b, 3, side, side] float32, labels [b] int64."""
         pixels, labels = self.read(index, epoch=0)
-        return to_images(pixels.to(device), side), labels.to(device)
+        return to_images(pixels.to(device), self._side), labels.to(device)
 
-    def batches(
-        self, indices: Iterable[Tensor], device: torch.device, side: int, epoch: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """batch() of each index in turn. Workers read ahead. Raises HpctrainError, naming the file."""
-        pinned = device.type == "cuda"
-        for pixels, labels in ImageLoader(self, ((epoch, index) for index in indices), pin_memory=pinned):
-            yield to_images(pixels.to(device, non_blocking=True), side), labels.to(device, non_blocking=True)
+    def load_batches(self, parts: Iterable[Part], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """batch() of each part in turn, augmented as in its epoch: see Run.batches().
+
+        Workers read ahead. Raises HpctrainError, naming the file.
+        """
+        sampler = ((part.epoch, part.examples) for part in parts)
+        for pixels, labels in ImageLoader(self, sampler, pin_memory=device.type == "cuda"):
+            images = to_images(pixels.to(device, non_blocking=True), self._side)
+            yield images, labels.to(device, non_blocking=True)
 
     def _decode(self, number: int) -> "Image.Image":
         return decode(self.path(number))

@@ -20,8 +20,8 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.parser import Parser, add_kernels, add_precision, positive, trainer_parser
 from hpctrain.run import flops
-from hpctrain.training.batches import evaluation_batches
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
+from hpctrain.training.run import Run
 from hpctrain.vision import data
 from hpctrain.vision.folder import ImageSet, is_image_folder, load_folder
 from hpctrain.vision.model import MnistNet, ResNet50
@@ -173,7 +173,7 @@ def load_data(args: ImageOptions, world: World) -> tuple[ImageSet, ImageSet]:
         if args.data and in_folders:
             sets = load_folder(args.data, args.image_size, args.seed, args.workers)
         else:
-            sets = data.load(args.data)
+            sets = data.load(args.data, args.image_size)
     for part in sets:
         if world.rank == 0 and part.unused:
             print(part.unused, flush=True)
@@ -202,17 +202,17 @@ def uses_fast_kernels(args: ImageOptions, device: torch.device) -> bool:
 
 def count_flops(model: nn.Module, training_set: ImageSet, args: ImageOptions) -> int | None:
     """The floating-point operations to train on an image: see flops.count_flops()."""
-    images, _ = training_set.batch(torch.tensor([0]), torch.device("cpu"), args.image_size)
+    images, _ = training_set.batch(torch.tensor([0]), torch.device("cpu"))
     return flops.count_flops(model, lambda empty: empty(images.to("meta")))
 
 
-def make_optimizer(args: ImageOptions, parameters: Iterable[nn.Parameter]) -> Optimizer:
+def make_optimizer(args: ImageOptions, parameters: Iterable[nn.Parameter], precision: str) -> Optimizer:
     """Create the optimizer of the model's recipe, with --lr."""
     parameters = list(parameters)
     make = RECIPES[args.model].optimizer
     is_sharded = hasattr(parameters[0], "to_local")  # DTensors: _fused_sgd_() takes none (torch 2.13)
     # If the scaler skips its first step, a fused SGD has uninitialized memory as momentum (torch 2.13).
-    is_scaled_sgd = args.precision == "fp16" and getattr(make, "func", make) is SGD
+    is_scaled_sgd = precision == "fp16" and getattr(make, "func", make) is SGD
     is_fused = uses_fast_kernels(args, parameters[0].device) and not is_sharded and not is_scaled_sgd
     return make(parameters, lr=args.lr, **({"fused": True} if is_fused else {}))
 
@@ -224,25 +224,14 @@ def set_learning_rate(optimizer: Optimizer, args: ImageOptions, epoch: int) -> N
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    test: ImageSet,
-    args: ImageOptions,
-    world: World,
-    device: torch.device,
-    sum_over_ranks: Callable[[Tensor], Tensor],
-) -> tuple[float, float]:
-    """Mean loss and accuracy over the whole test set; each example counts once, on any number of ranks.
-
-    `sum_over_ranks` sums a tensor over all ranks. A collective call.
-    """
+def evaluate(model: nn.Module, test_set: ImageSet, args: ImageOptions, run: Run) -> dict[str, list[Tensor]]:
+    """The loss of each test image of this rank, and whether its class is right, for run.score()."""
+    losses, hits = [], []
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    indices = evaluation_batches(len(test), args.batch_size, world)
-    for images, labels in test.batches(indices, device, args.image_size, epoch=0):
-        logits = model(images)
-        sums[0] += cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-    loss, accuracy = (sum_over_ranks(sums) / len(test)).tolist()
+    with run.autocast():
+        for images, labels in run.evaluation_batches(test_set, args.batch_size):
+            logits = model(images)
+            losses.append(cross_entropy(logits, labels, reduction="none"))
+            hits.append(logits.argmax(1) == labels)
     model.train()
-    return loss, accuracy
+    return {"test_loss": losses, "test_accuracy": hits}

@@ -16,24 +16,18 @@ the weights are equal bit for bit from run to run.
 """
 
 import os
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hpctrain.checkpoints.checkpoint import load_optimizer
-from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.horovod import horovod
-from hpctrain.distributed.rendezvous import all_or_none, process_group
+from hpctrain.distributed.rendezvous import process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.parser import Parser, add_device, positive
-from hpctrain.run.record import Record
 from hpctrain.training.batches import check_batch_size, steps_per_epoch
-from hpctrain.training.precision import Scaler, load_scaler, make_autocast, set_precision
+from hpctrain.training.run import Run
 from hpctrain.vision import recipe
-from hpctrain.vision.loop import train_epochs
 
 
 class HorovodOptions(recipe.ImageOptions):
@@ -48,73 +42,37 @@ class HorovodOptions(recipe.ImageOptions):
 def main(world: World, arguments: list[str]) -> None:
     """Train with the options at the end of this file. A collective call. Raises HpctrainError."""
     args = parse(arguments, world)
-    device = choose_device(world, args.device)
-    args.precision = set_precision(args.precision, args.tf32, world, device)
     if args.deterministic:
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
     # For the run folder and errors; by Gloo on GPUs, too: torch and Horovod would conflict in NCCL.
     with process_group(world, torch.device("cpu")), horovod(world) as hvd:
         training_set, test_set = recipe.load_data(args, world)
-        sub_batches = args.batches_per_allreduce
-        batch_size = args.batch_size * sub_batches
+        parts = args.batches_per_allreduce
+        batch_size = args.batch_size * parts
         steps = steps_per_epoch(len(training_set), batch_size, world)
-        run = Record(world, "train_horovod", args, device)
+        with Run("train_horovod", **vars(args)) as run:
+            model = recipe.build_model(args, training_set, run.device)
+            run.count_flops(lambda: recipe.count_flops(model, training_set, args))
+            model = run.prepare(model, strategy="horovod")
+            optimizer = hvd.DistributedOptimizer(
+                recipe.make_optimizer(args, model.parameters(), run.precision),
+                named_parameters=model.named_parameters(),
+                compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
+                backward_passes_per_step=parts,
+            )
+            run.track(model=model, optimizer=optimizer)
 
-        model = recipe.build_model(args, training_set, device)
-        run.count_flops(lambda: recipe.count_flops(model, training_set, args))
-        optimizer = hvd.DistributedOptimizer(
-            recipe.make_optimizer(args, model.parameters()),
-            named_parameters=model.named_parameters(),
-            compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
-            backward_passes_per_step=sub_batches,
-        )
-        autocast = make_autocast(args.precision, device)
-        scaler = Scaler(args.precision, device)
-
-        if state := run.resume(device, args.epochs, model):
-            model.load_state_dict(state["model"])
-            assert run.resume_from
-            # Every rank has read the same file. hvd.broadcast_optimizer_state() would send a pickle.
-            with all_or_none(world):
-                load_optimizer(optimizer, state, run.resume_from)
-                load_scaler(scaler, state, run.resume_from)
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-
-        def train_step(images: Tensor, labels: Tensor) -> Tensor:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(run.global_step, steps, world, args)
-            optimizer.zero_grad()
-            loss_sum = torch.zeros((), device=device)
-            for part, targets in zip(images.chunk(sub_batches), labels.chunk(sub_batches), strict=True):
-                with autocast:
-                    loss = cross_entropy(model(part), targets) / sub_batches
-                scaler.scale(loss).backward()  # the last one starts the all-reduces of the gradients
-                loss_sum += loss.detach()
-            optimizer.synchronize()  # waits for the all-reduces
-            scaler.unscale_(optimizer)
-            run.check_gradients(scaler, loss_sum)
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
-            scaler.update()
-            return loss_sum
-
-        def evaluate() -> tuple[float, float]:
-            # All ranks evaluate with rank 0's batch normalization, which is saved.
-            hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
-            with autocast:
-                return recipe.evaluate(model, test_set, args, world, device, sum_over_ranks)
-
-        def sum_over_ranks(value: Tensor) -> Tensor:
-            return hvd.allreduce(value, op=hvd.Sum, name="test")
-
-        def make_state() -> dict[str, Any]:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            return state | {"scaler": scaler.state_dict()}
-
-        test_loss, test_accuracy = train_epochs(
-            run, args, device, training_set, batch_size, optimizer, train_step, evaluate, make_state
-        )
-        run.finish(model, test_loss=test_loss, test_accuracy=test_accuracy)
+            for _ in run.epochs(args.epochs):
+                for images, labels in run.batches(training_set, batch_size, accumulate=parts):
+                    lr = learning_rate(run.global_step, steps, world, args)
+                    for group in optimizer.param_groups:
+                        group["lr"] = lr
+                    with run.autocast():
+                        loss = cross_entropy(model(images), labels)
+                    run.backward(loss)  # the last part of a batch starts the all-reduces of the gradients
+                    run.update(optimizer)
+                    run.step(loss, learning_rate=lr)
+                run.score(**recipe.evaluate(model, test_set, args, run))
 
 
 def learning_rate(step: int, steps: int, world: World, args: HorovodOptions) -> float:

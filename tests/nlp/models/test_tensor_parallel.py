@@ -19,7 +19,7 @@ from hpctrain.nlp.models.tensor_parallel import choose_styles
 from hpctrain.nlp.tasks import instruct
 from hpctrain.nlp.training.options import parse_options
 from tests.nlp.helpers import result, train
-from tests.training.test_sharding import CPU, losses, train_ranks, weights
+from tests.training.strategies.test_fsdp import CPU, losses, train_ranks, weights
 
 SHAPE = {
     "hidden_size": 64,

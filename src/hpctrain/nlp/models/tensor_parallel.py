@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from hpctrain.errors import HpctrainError
 from hpctrain.lightning.sharded import ShardedStrategy
-from hpctrain.training.sharding import Whole
+from hpctrain.training.strategies.fsdp import Whole
 
 # The last one is of norms over each head: a rank has some of the heads, so their dimension is split.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {

@@ -60,8 +60,8 @@ from hpctrain.nlp.training.options import check_ranks, parse_options
 from hpctrain.nlp.training.step_graphs import check_layers
 from hpctrain.run.config import versions
 from hpctrain.run.flops import count_text_flops
-from hpctrain.run.prepare import find_earlier_checkpoint
 from hpctrain.run.options import RunOptions
+from hpctrain.run.prepare import find_earlier_checkpoint
 from hpctrain.run.record import Record
 from hpctrain.text import counted, one_line, say
 from hpctrain.training.batches import steps_per_epoch
@@ -323,7 +323,9 @@ def balance_classes(labels: list[str], train: Features, run: Record) -> Tensor:
     return weights
 
 
-def prepare_trainer(module: FineTuneModule, args: FineTuneOptions, run: Record, device: torch.device) -> Trainer:
+def prepare_trainer(
+    module: FineTuneModule, args: FineTuneOptions, run: Record, device: torch.device
+) -> Trainer:
     """A Trainer with DDP, or with the strategy that shards the model. A collective call."""
     strategy: Callable[..., DDPStrategy] = JsonStrategy
     if run.in_parts:
@@ -406,7 +408,7 @@ def load_best(metric: str, run: Record) -> dict[str, Tensor] | None:
 def set_weights(model: PreTrainedModel, weights: dict[str, Any], run: Record) -> None:
     """Load the weights of a checkpoint into the model; of a sharded model, the part of this rank."""
     if run.in_parts:
-        from hpctrain.training.sharding import load_parts  # imports much of torch, few runs need it
+        from hpctrain.training.strategies.fsdp import load_parts  # imports much of torch, few runs need it
 
         load_parts(model, weights)
     else:

@@ -32,8 +32,8 @@ from hpctrain.nlp.tasks import classify
 from hpctrain.nlp.training import finetune
 from hpctrain.nlp.training.lightning_module import FineTuneModule
 from hpctrain.nlp.training.options import parse_options
-from hpctrain.training import sharding
-from hpctrain.training.sharding import copy_without_weights, find_blocks, split_state
+from hpctrain.training.strategies import fsdp
+from hpctrain.training.strategies.fsdp import copy_without_weights, find_blocks, split_state
 from tests.helpers import write_digits
 from tests.nlp.conftest import feature_cache as feature_cache  # a fixture, for each test
 from tests.nlp.helpers import NO_DROPOUT, SHAPE, metrics, result, scores, train
@@ -85,13 +85,13 @@ def let_rank_0_load():
 
 def require_offload():
     """Every block is sharded with its parts on the CPU."""
-    real = sharding.fully_shard
+    real = fsdp.fully_shard
 
     def fully_shard(*arguments, offload_policy, **options):
         assert isinstance(offload_policy, CPUOffloadPolicy)
         return real(*arguments, offload_policy=offload_policy, **options)
 
-    sharding.fully_shard = fully_shard
+    fsdp.fully_shard = fully_shard
 
 
 def fail_on_rank_1():
@@ -474,11 +474,11 @@ def test_a_model_without_values_reads_none(monkeypatch):
     whole = torch.ones(2, 2)
     weights = {"weight": Pieces([{"part": whole, "offset": [0, 0], "shape": [2, 2]}]), "bias": torch.ones(2)}
     model = torch.nn.Linear(2, 2)
-    sharding.load_parts(model, weights)
+    fsdp.load_parts(model, weights)
     assert torch.equal(model.weight, whole)
     monkeypatch.setattr(Pieces, "whole", None)
     with warnings.catch_warnings(action="error"):
-        sharding.load_parts(model.to("meta"), weights)
+        fsdp.load_parts(model.to("meta"), weights)
 
 
 def test_blocks_are_the_layers_of_a_model():

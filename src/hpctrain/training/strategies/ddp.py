@@ -1,11 +1,49 @@
-"""What the ranks of DistributedDataParallel have in common: the order of sums, and buffers."""
+"""DistributedDataParallel: each rank has the whole model, and gradients are averaged in the backward pass."""
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.distributed.world import World
+from hpctrain.training.strategies.strategy import Strategy
+
+# Faster, for a model whose training reads no buffer (batch normalization does not) and a loop that takes no
+# gradient out of the model.
+LEAN = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+
+
+class Ddp(Strategy):
+    """A model without trainable weights, or on one rank, stays as it is."""
+
+    def wrap(
+        self, model: nn.Module, *, example: Callable[[nn.Module], Tensor] | None = None, **options: Any
+    ) -> nn.Module:
+        """The model in DistributedDataParallel, whose options these are.
+
+        `example` computes the loss of any example with the model: see settle_buckets().
+        """
+        model = super().wrap(model)
+        if self.world.size == 1 or not any(each.requires_grad for each in model.parameters()):
+            return model
+        # The name that torch 2.13 has for this option is not in the older torch of other images.
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+        parallel = DistributedDataParallel(model, **options)
+        settle_buckets(parallel, None if example is None else lambda: example(parallel))
+        if parallel.broadcast_buffers:
+            # Ranks may evaluate different numbers of batches, where a collective call would hang.
+            parallel.register_forward_pre_hook(_broadcast_in_training_only)
+        return parallel
+
+
+STRATEGY = Ddp
+
+
+def _broadcast_in_training_only(parallel: nn.Module, _: object) -> None:
+    parallel.broadcast_buffers = parallel.training  # type: ignore[assignment]  # an option of DDP
 
 
 def broadcast_buffers(model: nn.Module, world: World) -> None:

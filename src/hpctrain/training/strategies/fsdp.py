@@ -25,6 +25,54 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map_only
 
 from hpctrain.checkpoints.parts import Pieces, has_memory
+from hpctrain.training.strategies.strategy import Strategy
+
+
+class Fsdp(Strategy):
+    """On one rank nothing is sharded."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.in_parts = self.world.size > 1
+        self._skeletons: dict[nn.Module, nn.Module] = {}
+
+    def wrap(
+        self,
+        model: nn.Module,
+        *,
+        example: object = None,
+        tensor_parallel: int = 1,
+        **options: Any,
+    ) -> nn.Module:
+        """The model, sharded in place. The options are those of shard(); `example` is for DDP only."""
+        if not self.in_parts:
+            return super().wrap(model)
+        self.data_world = self.world.in_groups_of(tensor_parallel)
+        # fully_shard() takes no other memory format
+        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # torch's stub
+        self._skeletons[model] = copy_without_weights(model)
+        shard(model, self.device, tensor_parallel=tensor_parallel, **options)
+        return model
+
+    def state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of each tensor: see parts.py."""
+        return split(state) if self.in_parts else state
+
+    def load(self, target: nn.Module | torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Load this rank's part."""
+        if not self.in_parts:
+            super().load(target, state)
+        elif isinstance(target, nn.Module):
+            load_parts(target, state)
+        else:
+            target.load_state_dict(split_state(target, state))
+
+    def gather(self, model: nn.Module) -> nn.Module:
+        """The model before it was sharded, with its weights, in the memory of rank 0."""
+        return gather_model(model, self._skeletons[model]) if model in self._skeletons else model
+
+
+STRATEGY = Fsdp
 
 
 def shard(
@@ -131,11 +179,6 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     if isinstance(model, nn.ModuleList):
         return [block for block in model if any(True for _ in block.parameters())]
     return [block for child in model.children() for block in find_blocks(child)]
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether shard() was called for the model."""
-    return any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
 def gather_state(state: Any) -> Any:
