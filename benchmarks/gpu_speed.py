@@ -40,10 +40,10 @@ from hpctrain.nlp.data import formats
 from hpctrain.nlp.models.lora import add_lora
 from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.nlp.tasks import classify, instruct, qa
 from hpctrain.nlp.training.finetune import run_empty
-from hpctrain.nlp.training.options import parse_options
 from hpctrain.run.flops import count_flops, count_text_flops, utilization
 from hpctrain.text import first_line
 from hpctrain.training.kernels import make_deterministic

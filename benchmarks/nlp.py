@@ -50,14 +50,14 @@ from hpctrain.nlp.batches.features import Features, load_or_make, make_cache_key
 from hpctrain.nlp.batches.sampling import LengthGroupedSampler, evaluation_batches_by_length, make_loader
 from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.data import formats
-from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.initial_model import load_model
 from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import SIZES, create_model
+from hpctrain.nlp.options import FineTuneOptions
+from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.tasks.classify import TASK, Document
 from hpctrain.nlp.training.finetune import prepare_module
-from hpctrain.nlp.training.options import parse_options
 from hpctrain.parser import positive
 from hpctrain.run.options import RunOptions
 from hpctrain.run.record import Record

@@ -93,7 +93,7 @@ MAIN_ROAD = {
         "[tensor-parallel]",
     ],
     "`hpctrain serve` shows a model": [
-        "nlp/use/test_serve.py::test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer"
+        "nlp/test_serve.py::test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer"
     ],
     # ---- What works ----
     "`train_horovod` ran with every launcher": MATRIX,

@@ -1076,10 +1076,10 @@ def test_a_pickle_of_a_model_is_not_executed(copy, tmp_path, command):
 
 def test_json_that_is_nested_too_deeply_is_one_line(tmp_path):
     from hpctrain.errors import HpctrainError
+    from hpctrain.nlp import predict
     from hpctrain.nlp.data import formats
     from hpctrain.nlp.models.model_folder import read_json_object
     from hpctrain.nlp.tasks import pair, qa
-    from hpctrain.nlp.use import predict
 
     path = tmp_path / "train.json"
     path.write_text("[" * 200_000 + "]" * 200_000)

@@ -65,8 +65,8 @@ COMMANDS = {
         "use",
         "search hyperparameters: each task of a job array is a trial",
     ),
-    "predict": ("hpctrain.nlp.use.predict", "use", "answer texts with a fine-tuned model, as JSON lines"),
-    "serve": ("hpctrain.nlp.use.serve", "use", "show a fine-tuned model as a web page and a JSON service"),
+    "predict": ("hpctrain.nlp.predict", "use", "answer texts with a fine-tuned model, as JSON lines"),
+    "serve": ("hpctrain.nlp.serve", "use", "show a fine-tuned model as a web page and a JSON service"),
     "fetch": (
         "hpctrain.nlp.models.hub",
         "use",
@@ -125,6 +125,6 @@ def load_command(name: str) -> Command:
         return Command(partial(module.parser, trainer), partial(module.main, trainer=trainer))
     if group != "fine-tune":
         return Command(module.parser, module.main)
-    options = import_module("hpctrain.nlp.training.options")
+    parser = import_module("hpctrain.nlp.parser")
     finetune = import_module("hpctrain.nlp.training.finetune")
-    return Command(partial(options.make_parser, module.TASK), partial(finetune.fine_tune, module.TASK))
+    return Command(partial(parser.make_parser, module.TASK), partial(finetune.fine_tune, module.TASK))

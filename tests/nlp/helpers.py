@@ -5,10 +5,10 @@ import json
 import sys
 
 from hpctrain.distributed.world import ALONE
+from hpctrain.nlp import predict
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.tasks import classify, generate, instruct, ner, pair, qa
 from hpctrain.nlp.training import finetune
-from hpctrain.nlp.use import predict
 
 TASKS = {module.TASK.name: module for module in (classify, pair, ner, qa, generate, instruct)}
 

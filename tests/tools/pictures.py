@@ -13,7 +13,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from hpctrain.nlp.use import serve
+from hpctrain.nlp import serve
 from tests.tools.browser import Browser
 
 WIDTH, HEIGHT = 360, 840

@@ -13,8 +13,8 @@ import torch
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.nlp.parser import check_ranks, parse_options
 from hpctrain.nlp.tasks import classify
-from hpctrain.nlp.training.options import check_ranks, parse_options
 from hpctrain.training.precision import (
     Scaler,
     load_scaler,

@@ -20,8 +20,8 @@ from hpctrain.nlp.data import formats
 from hpctrain.nlp.models import initial_model
 from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.training.lightning_module import FineTuneModule
-from hpctrain.nlp.training.options import parse_options
 from tests.nlp.helpers import TASKS
 
 

@@ -13,10 +13,10 @@ from hpctrain.nlp.batches.features import Features, pack_rows
 from hpctrain.nlp.models.initial_model import check_packing
 from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.task import IGNORED
 from hpctrain.nlp.tasks import classify
 from hpctrain.nlp.tasks.instruct import TASK
-from hpctrain.nlp.training.options import parse_options
 from tests.nlp.helpers import metrics, result, train
 from tests.tools import warm_start
 

@@ -13,6 +13,7 @@ import pytest
 
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.nlp import predict
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.models.hub import resolve_data, resolve_model
 from hpctrain.nlp.task import SAMPLES
@@ -23,7 +24,6 @@ from hpctrain.nlp.tasks.generate import Passage
 from hpctrain.nlp.tasks.ner import Sentence
 from hpctrain.nlp.tasks.pair import Pair
 from hpctrain.nlp.tasks.squad import Answer, Question
-from hpctrain.nlp.use import predict
 from tests.helpers import DATA
 
 TASKS = {module.TASK.name: module.TASK for module in (classify, pair, ner, qa, generate)}

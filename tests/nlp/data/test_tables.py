@@ -16,14 +16,14 @@ from pyarrow import feather, parquet
 
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.nlp import predict
 from hpctrain.nlp.data import formats
+from hpctrain.nlp.parser import make_parser, parse_options
 from hpctrain.nlp.tasks import classify, generate, ner, pair, qa
 from hpctrain.nlp.tasks.bio import Entity
 from hpctrain.nlp.tasks.pair import Pair
 from hpctrain.nlp.tasks.squad import UNANSWERABLE, Answer
 from hpctrain.nlp.training import finetune
-from hpctrain.nlp.training.options import make_parser, parse_options
-from hpctrain.nlp.use import predict
 from tests.nlp.data.test_formats import assert_error, write
 
 COLUMNS = {"text": "review", "label": "stars"}

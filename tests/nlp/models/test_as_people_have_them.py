@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
+from hpctrain.nlp import predict
 from hpctrain.nlp.models.hub import resolve_model
-from hpctrain.nlp.use import predict
 from tests.nlp.helpers import TASKS, run_predict, train
 
 WEIGHTS = "model.safetensors"

@@ -13,10 +13,10 @@ from hpctrain.errors import HpctrainError
 from hpctrain.nlp.models import initial_model
 from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import classify, generate, pair, qa
 from hpctrain.nlp.tasks.classify import Document
 from hpctrain.nlp.tasks.pair import Pair
-from hpctrain.nlp.training.options import parse_options
 from tests.nlp.architectures import make_folder
 from tests.nlp.helpers import name_labels
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.nlp import predict
 from hpctrain.nlp.models import lora
+from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import classify
-from hpctrain.nlp.training.options import parse_options
-from hpctrain.nlp.use import predict
 from tests.nlp.helpers import NO_DROPOUT, SHAPE, metrics, result, run_predict, scores, train
 from tests.tools import warm_start
 

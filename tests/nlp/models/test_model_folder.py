@@ -18,8 +18,8 @@ from hpctrain.files.digests import weights_sha256
 from hpctrain.nlp.models import model_folder
 from hpctrain.nlp.models.hub import resolve_model
 from hpctrain.nlp.models.model_folder import load_tokenizer, make_card, save_model, validate_folder
+from hpctrain.nlp.predict import find_task
 from hpctrain.nlp.tasks import ner
-from hpctrain.nlp.use.predict import find_task
 from tests.nlp.helpers import TEXTS, digests
 
 NAME = "beomi/kcbert-base"

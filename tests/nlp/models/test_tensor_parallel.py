@@ -16,8 +16,8 @@ from hpctrain.nlp.models import memory
 from hpctrain.nlp.models.model_folder import load_tokenizer, save_model
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.models.tensor_parallel import choose_styles
+from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import instruct
-from hpctrain.nlp.training.options import parse_options
 from tests.nlp.helpers import result, train
 from tests.training.strategies.test_fsdp import CPU, losses, train_ranks, weights
 

@@ -12,11 +12,11 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.data.formats import load_splits
 from hpctrain.nlp.models import scratch
 from hpctrain.nlp.models.model_folder import load_tokenizer
+from hpctrain.nlp.parser import parse_columns
 from hpctrain.nlp.task import IGNORED
 from hpctrain.nlp.tasks import instruct
 from hpctrain.nlp.tasks.instruct import TASK, Conversation
 from hpctrain.nlp.training.finetune import describe_problems
-from hpctrain.nlp.training.options import parse_columns
 from tests.nlp.helpers import metrics, train
 from tests.tools import warm_start
 

@@ -13,10 +13,10 @@ from sklearn.metrics import f1_score
 from transformers import AutoConfig, pipeline
 
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.nlp import serve
 from hpctrain.nlp.data import formats
+from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import classify, pair
-from hpctrain.nlp.training.options import parse_options
-from hpctrain.nlp.use import serve
 from tests.nlp.helpers import metrics, result, run_predict, scores, train
 from tests.tools import warm_start
 

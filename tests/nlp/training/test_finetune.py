@@ -24,19 +24,19 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 from hpctrain.cli import COMMANDS, load_command
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.nlp import predict
 from hpctrain.nlp.batches import features
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.models import hub
 from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.task import IGNORED, SAMPLES
 from hpctrain.nlp.tasks import classify, generate, pair
 from hpctrain.nlp.tasks.classify import Document
 from hpctrain.nlp.tasks.generate import Passage
 from hpctrain.nlp.training import finetune, lightning_module
 from hpctrain.nlp.training.lightning_module import FineTuneModule
-from hpctrain.nlp.training.options import parse_options
-from hpctrain.nlp.use import predict
 from hpctrain.run.reader import summarize
 from tests.nlp.helpers import (
     TASKS,

@@ -28,10 +28,10 @@ from hpctrain.checkpoints.parts import Pieces
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.models import memory
+from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import classify
 from hpctrain.nlp.training import finetune
 from hpctrain.nlp.training.lightning_module import FineTuneModule
-from hpctrain.nlp.training.options import parse_options
 from hpctrain.training.strategies import fsdp
 from hpctrain.training.strategies.fsdp import copy_without_weights, find_blocks, split_state
 from tests.helpers import write_digits

@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from hpctrain.distributed.rendezvous import all_or_none
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.data import formats
-from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.hub import resolve_model
 from hpctrain.nlp.models.masks import agree, is_causal
 from hpctrain.nlp.models.model_folder import (
@@ -22,6 +21,7 @@ from hpctrain.nlp.models.model_folder import (
     refuse_adapter,
 )
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.options import FineTuneOptions
 from hpctrain.nlp.task import Task
 from hpctrain.run.record import Record
 from hpctrain.text import first_line

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files.digests import check_digests
-from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.hub import find_model
 from hpctrain.nlp.models.model_folder import ADAPTER_CONFIG, read_json_object, refuse_foreign_files
+from hpctrain.nlp.options import FineTuneOptions
 from hpctrain.nlp.task import Task
 from hpctrain.text import first_line
 

@@ -11,8 +11,8 @@ import transformers
 from hpctrain.distributed.device import free_memory
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.model_folder import list_parts
+from hpctrain.nlp.options import FineTuneOptions
 
 # Bytes of a weight in fp32: a frozen one; a trained one, with gradient and AdamW's two moments.
 FROZEN, TRAINED = 4, 16

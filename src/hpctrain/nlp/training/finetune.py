@@ -36,7 +36,6 @@ from hpctrain.lightning.trainer import JsonStrategy, make_trainer, quiet
 from hpctrain.nlp.batches.features import Features, load_or_make, make_cache_key
 from hpctrain.nlp.batches.sampling import LengthGroupedSampler, make_loader
 from hpctrain.nlp.data import formats
-from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.hub import resolve_data
 from hpctrain.nlp.models.initial_model import (
     check_packing,
@@ -54,9 +53,10 @@ from hpctrain.nlp.models.model_folder import (
     make_card,
     save_model,
 )
+from hpctrain.nlp.options import FineTuneOptions
+from hpctrain.nlp.parser import check_ranks, parse_options
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.training.lightning_module import FineTuneModule
-from hpctrain.nlp.training.options import check_ranks, parse_options
 from hpctrain.nlp.training.step_graphs import check_layers
 from hpctrain.run.config import versions
 from hpctrain.run.flops import count_text_flops

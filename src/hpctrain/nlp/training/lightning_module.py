@@ -17,8 +17,8 @@ from hpctrain.distributed.rendezvous import broadcast, gather
 from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.batches.sampling import Selection, evaluation_batches_by_length, make_loader
 from hpctrain.nlp.batches.text_batch import TextBatch
-from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.masks import no_searches
+from hpctrain.nlp.options import FineTuneOptions
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.training.step_graphs import StepGraphs
 from hpctrain.run.record import Record

@@ -1,4 +1,4 @@
-"""The options that all fine-tuning tasks share."""
+"""The parser of the options that all fine-tuning tasks share; options.py holds them."""
 
 import argparse
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import torch
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.nlp.data.formats import TABLES, refuse_pointers
-from hpctrain.nlp.fine_tune_options import FineTuneOptions
 from hpctrain.nlp.models.scratch import SIZES
+from hpctrain.nlp.options import FineTuneOptions
 from hpctrain.nlp.task import Task
 from hpctrain.parser import Parser, add_device, add_kernels, add_precision, positive, trainer_parser
 from hpctrain.training.batches import check_batch_size

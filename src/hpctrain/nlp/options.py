@@ -1,4 +1,4 @@
-"""The options of a fine-tuning; training/options.py has their parser, and says what they mean."""
+"""The options of a fine-tuning; parser.py parses them, and says what they mean."""
 
 from dataclasses import dataclass
 from pathlib import Path

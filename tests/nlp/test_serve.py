@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp.use import serve
+from hpctrain.nlp import page, serve
 from tests.helpers import ask_socket, listening_ports
 from tests.nlp.helpers import TASKS
 from tests.tools.browser import Browser
@@ -122,7 +122,7 @@ def test_json_that_is_invalid(ask, content):
 def test_requests_that_are_no_json_or_too_large(ask):
     assert ask("POST", "/answer", b"{\xff")[0].status == 400
     assert ask("POST", "/answer", "[" * 10**5)[0].status == 400
-    for length in (str(serve.LARGEST_BODY + 1), "-1", "x", "1" * 5000):
+    for length in (str(serve.MAX_BODY + 1), "-1", "x", "1" * 5000):
         headers = {"Authorization": "Bearer the-token", "Content-Length": length}
         assert ask("POST", "/answer", None, headers)[0].status == 413
     assert ask("POST", "/nothing", "{}")[0].status == 404 and ask("GET", "/nothing")[0].status == 404
@@ -211,17 +211,18 @@ def test_each_task_has_examples(module):
     assert module.TASK.examples and {len(row) for row in module.TASK.examples} == {len(module.TASK.inputs)}
 
 
-def test_the_page_says_what_the_model_is_before_a_question(ask, monkeypatch):
+def test_the_page_says_what_the_model_is_before_a_question(ask, tmp_path, monkeypatch):
     about = {"base": "klue/bert-base", "data": "a & b", "scores": {"test_f1": 0.98765, "test_f1/PS": 1.0}}
     config = {"labels": ["0", "1"], "meanings": {"1": "positive"}, "about": about}
-    monkeypatch.setattr(serve.Handler.model, "about", serve.describe(Pairs(), config))
-    _, page = ask("GET", "/")
-    rows = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page))
-    assert rows.pop("Model") == str(serve.Handler.model.name)
+    model = serve.Handler.model
+    monkeypatch.setattr(model, "about", model.about | page.describe(Pairs(), config))
+    _, html = ask("GET", "/")
+    rows = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", html))
     assert rows == {
-        "Base": "klue/bert-base", "Data": "a &amp; b", "Scores": "f1 0.9877", "Classes": "0, positive (1)",
+        "Model": str(tmp_path), "Base": "klue/bert-base", "Data": "a &amp; b", "Scores": "f1 0.9877",
+        "Classes": "0, positive (1)",
     }  # fmt: skip
-    shown = serve.show_answer(("A",), {"label": "1", "probability": 0.5}, config["meanings"])
+    shown = page.show_answer(("A",), {"label": "1", "probability": 0.5}, config["meanings"])
     assert shown.startswith("positive (1)<small>50.0%</small>")
 
 
@@ -230,7 +231,7 @@ def test_the_page_says_what_the_model_is_before_a_question(ask, monkeypatch):
     [{}, {"labels": 5}, {"labels": [], "about": [], "meanings": 1}, {"labels": [], "about": {"base": 1}}],
 )
 def test_the_page_of_a_model_that_says_less(config):
-    assert serve.describe(Pairs(), config) == {}
+    assert page.describe(Pairs(), config) == {}
 
 
 @pytest.mark.parametrize(
@@ -282,7 +283,7 @@ def test_requests_of_many_are_answered_together(ask, task):
     ],
 )  # fmt: skip
 def test_how_an_answer_looks(row, answer, shown):
-    found = serve.show_answer(row, answer, {})
+    found = page.show_answer(row, answer, {})
     assert found == shown or ("probability" in answer and found.startswith(shown) and "width:99%" in found)
 
 

@@ -28,59 +28,17 @@ from urllib.parse import parse_qs
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.world import ALONE, World, in_job
 from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
-from hpctrain.nlp.data.formats import SURROGATE, list_names
+from hpctrain.nlp.data.formats import SURROGATE
 from hpctrain.nlp.models.model_folder import describe_error, fit_together, load_tokenizer
-from hpctrain.nlp.task import Task
-from hpctrain.nlp.use.predict import add_answer_options, find_model_folder, find_task, load_model
+from hpctrain.nlp.page import describe, make_page, read_meanings, show_answer
+from hpctrain.nlp.predict import add_answer_options, find_model_folder, find_task, load_model
 from hpctrain.parser import Parser
 from hpctrain.servers.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
 from hpctrain.text import first_line
 
-LARGEST_BODY = 2**20  # bytes of a request
-MOST_DIGITS = 100  # of a length; Python refuses to read thousands
-MOST_ROWS = 256  # examples of a request
-# Colors of entity types in order of appearance, also for people who cannot see red or green (charts.py).
-COLORS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#0072b2")
-
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}: {name}</title>
-<style>
-:root {{ color-scheme: light dark; --accent: #0b62a8; --error: #b3450a; --line: #8886; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --accent: #7dbcf0; --error: #ff9d63; }} }}
-body {{ font: 16px/1.6 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 44rem;
-  overflow-wrap: anywhere; }}
-h1 {{ font-size: 1.3rem; margin: .4rem 0; }}
-dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; margin: 0 0 1rem;
-  font-size: .9rem; line-height: 1.4; }}
-dt, .examples {{ opacity: .75; }}
-dd {{ margin: 0; }}
-label {{ display: block; margin-top: .8rem; }}
-textarea {{ box-sizing: border-box; width: 100%; font: inherit; line-height: 1.4; padding: .5rem;
-  border: 1px solid var(--line); border-radius: .4rem; }}
-button {{ font: inherit; margin: .6rem 0; padding: .4rem 1.4rem; cursor: pointer; color: Canvas;
-  background: var(--accent); border: 1px solid var(--accent); border-radius: .4rem; }}
-.examples {{ font-size: .9rem; }}
-.examples button {{ display: block; max-width: 100%; margin: .3rem 0; padding: .3rem .7rem; text-align: left;
-  color: inherit; background: none; border-color: var(--line); }}
-:focus-visible {{ outline: 2px solid var(--accent); outline-offset: 2px; }}
-.answer {{ border-left: 3px solid var(--accent); margin: .6rem 0 1rem; padding: .2rem 0 .2rem .8rem;
-  white-space: pre-wrap; }}
-mark {{ color: inherit; background: var(--color, #e69f00);
-  background: color-mix(in srgb, var(--color, #e69f00) 40%, transparent);
-  border-radius: .2rem; padding: .1rem .2rem; }}
-small {{ opacity: .8; margin-left: .3rem; }}
-.bar {{ display: block; height: .6rem; background: #8883; border-radius: .3rem; overflow: hidden; }}
-.bar span {{ display: block; height: 100%; background: var(--accent); }}
-.error {{ color: var(--error); }}
-</style>
-<h1>{title}</h1>
-<dl>{about}</dl>
-<form method="post" action="/" accept-charset="utf-8">{fields}<button>Answer</button>
-{answer}{examples}</form>
-"""
+MAX_BODY = 2**20  # bytes of a request
+MAX_DIGITS = 100  # of a length; Python refuses to read thousands
+MAX_ROWS = 256  # examples of a request
 
 
 class Model:
@@ -90,7 +48,7 @@ class Model:
         """Load the model. Raises HpctrainError, naming the folder."""
         device, folder = choose_device(ALONE, args.device), find_model_folder(args.folder)
         self.task, self._config = find_task(folder)
-        self.name, self.about = str(args.folder), describe(self.task, self._config)
+        self.about = {"Model": str(args.folder)} | describe(self.task, self._config)
         self.meanings = read_meanings(self._config)
         self._tokenizer = load_tokenizer(folder)
         self._model = load_model(self.task, folder, device)
@@ -156,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
         elif cookie := cookie_for(self.path, self.token):
             self._send(HTTPStatus.SEE_OTHER, "", Location="/", Set_Cookie=cookie)
         elif self._is_allowed():
-            self._send(HTTPStatus.OK, self._page())
+            self._send(HTTPStatus.OK, make_page(self.model.task, self.model.about))
         else:
             self._send(HTTPStatus.FORBIDDEN, TOKEN_PAGE)
 
@@ -171,11 +129,11 @@ class Handler(BaseHTTPRequestHandler):
             )
             return
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or len(length) > MOST_DIGITS or int(length) > LARGEST_BODY:
+        if not length.isdecimal() or len(length) > MAX_DIGITS or int(length) > MAX_BODY:
             self.close_connection = True
             self._send_error(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"a request has at most {LARGEST_BODY:,} bytes, with Content-Length",
+                f"a request has at most {MAX_BODY:,} bytes, with Content-Length",
             )
             return
         content = self.rfile.read(int(length))
@@ -203,7 +161,8 @@ class Handler(BaseHTTPRequestHandler):
             shown = show_answer(row, self.model.answer([row])[0], self.model.meanings)
         except HpctrainError as error:
             shown = f'<span class="error">{html.escape(str(error))}</span>'
-        self._send(HTTPStatus.OK, self._page(row, f'<div class="answer">{shown}</div>'))
+        answer = f'<div class="answer">{shown}</div>'
+        self._send(HTTPStatus.OK, make_page(self.model.task, self.model.about, row, answer))
 
     def _answer_json(self, content: bytes) -> None:
         names = self.model.task.inputs
@@ -216,8 +175,8 @@ class Handler(BaseHTTPRequestHandler):
             valid = all(isinstance(text, str) and not SURROGATE.search(text) for row in rows for text in row)
         except (ValueError, KeyError, TypeError, RecursionError):
             valid = False
-        if not valid or not 0 < len(rows) <= MOST_ROWS:
-            expected = f"a JSON object with {' and '.join(names)}, or a list of at most {MOST_ROWS} of them"
+        if not valid or not 0 < len(rows) <= MAX_ROWS:
+            expected = f"a JSON object with {' and '.join(names)}, or a list of at most {MAX_ROWS} of them"
             self._send_error(HTTPStatus.BAD_REQUEST, f"expected {expected}")
             return
         try:
@@ -230,31 +189,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def _is_allowed(self) -> bool:
         return has_token(self.headers.get("Authorization", ""), self.headers.get("Cookie", ""), self.token)
-
-    def _page(self, row: tuple[str, ...] = (), answer: str = "") -> str:
-        task = self.model.task
-        fields = ""
-        for name, text in itertools.zip_longest(task.inputs, row, fillvalue=""):
-            height = 5 if name == "context" else 2
-            fields += (
-                f'<label>{name.capitalize()}<textarea name="{name}" rows="{height}" required>\n'
-                f"{html.escape(text)}</textarea></label>"
-            )
-        examples = ""
-        for number, texts in enumerate(task.examples):
-            shown = " / ".join(text if len(text) <= 40 else f"{text[:38]}…" for text in texts)
-            examples += (
-                f'<button name="example" value="{number}" formnovalidate>{html.escape(shown)}</button>'
-            )
-        about = {"Model": self.model.name} | self.model.about
-        return PAGE.format(
-            title=html.escape(task.title),
-            name=html.escape(self.model.name),
-            about="".join(f"<dt>{term}</dt><dd>{html.escape(text)}</dd>" for term, text in about.items()),
-            fields=fields,
-            answer=answer,
-            examples=examples and f'<div class="examples">Examples:{examples}</div>',
-        )
 
     def _send_error(self, status: HTTPStatus, text: str) -> None:
         self._send(status, json.dumps({"error": text}, ensure_ascii=False) + "\n", "application/json")
@@ -276,77 +210,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: the address of a request may have the token."""
-
-
-def read_meanings(config: dict[str, Any]) -> dict[str, str]:
-    """What the labels of a model mean that do not say it themselves, see Task.explain_labels()."""
-    meanings = config.get("meanings")
-    return {str(k): str(v) for k, v in meanings.items()} if isinstance(meanings, dict) else {}
-
-
-def describe(task: Task[Any], config: dict[str, Any]) -> dict[str, str]:
-    """What the page says about a model: a term and its text. Nothing if config.json does not say it."""
-    found: dict[str, str] = {}
-    with suppress(LookupError, TypeError, ValueError, AttributeError):  # an edited config.json
-        about, meanings = config["about"], read_meanings(config)
-        found |= {"Base": str(about["base"]), "Data": str(about["data"])}
-        if classes := [name_label(label, meanings) for label in task.list_classes(config["labels"])]:
-            found["Classes"] = list_names(classes)
-        found["Scores"] = ", ".join(
-            f"{name.removeprefix('test_').replace('_', ' ')} {value:.4g}"
-            for name, value in about["scores"].items()
-            if "/" not in name and name != "test_loss"
-        )
-    return found
-
-
-def name_label(label: str, meanings: dict[str, str]) -> str:
-    """A label, after its meaning if it does not say that itself."""
-    return f"{meanings[label]} ({label})" if label in meanings else label
-
-
-def show_answer(row: tuple[str, ...], answer: dict[str, Any], meanings: dict[str, str]) -> str:
-    """The answer in HTML: entities in the text, the answer in its context, a probability as a bar."""
-    if "entities" in answer:
-        colors: dict[str, str] = {}
-        marks = []
-        for entity in answer["entities"]:
-            color = colors.setdefault(entity["type"], COLORS[len(colors) % len(COLORS)])
-            marks.append((entity["start"], entity["end"], color, entity["type"]))
-        return _mark(row[0], marks) if marks else f"{html.escape(row[0])}\n<small>no entity</small>"
-    if "answer" in answer:
-        score = f"{answer['score']:.1%}"
-        if not answer["answer"]:
-            return f"{html.escape(row[1])}\n<small>no answer in this context ({score})</small>"
-        return _mark(row[1], [(answer["start"], answer["start"] + len(answer["answer"]), COLORS[1], score)])
-    if "label" in answer:
-        width = round(100 * answer["probability"])
-        text = (
-            f"{html.escape(name_label(answer['label'], meanings))}<small>{answer['probability']:.1%}</small>"
-        )
-        return f'{text}<span class="bar"><span style="width:{width}%"></span></span>'
-    if "labels" in answer:
-        found = zip(answer["labels"], answer["probabilities"], strict=True)
-        return (
-            "\n".join(f"{html.escape(label)}<small>{p:.1%}</small>" for label, p in found)
-            or "<small>no class</small>"
-        )
-    if "score" in answer:
-        return f"{answer['score']:.4g}"
-    if "generated" in answer:
-        return f"{html.escape(row[0])}<mark>{html.escape(answer['generated'])}</mark>"
-    return html.escape(json.dumps(answer, ensure_ascii=False, indent=2))
-
-
-def _mark(text: str, marks: list[tuple[int, int, str, str]]) -> str:
-    """The text with parts of it marked: start, end, color and what to write beside each."""
-    parts, done = [], 0
-    for start, end, color, name in marks:
-        parts.append(html.escape(text[done:start]))
-        marked = f"{html.escape(text[start:end])}<small>{html.escape(name)}</small>"
-        parts.append(f'<mark style="--color:{color}">{marked}</mark>')
-        done = end
-    return "".join([*parts, html.escape(text[done:])])
 
 
 def parser() -> Parser:

@@ -16,10 +16,10 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.data import formats
+from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import classify, ner, pair
 from hpctrain.nlp.training import finetune
 from hpctrain.nlp.training.lightning_module import compute_weighted_loss
-from hpctrain.nlp.training.options import parse_options
 from tests.nlp.helpers import metrics, result, run_predict, scores, train, validations
 from tests.tools import warm_start
 

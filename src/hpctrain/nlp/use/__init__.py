@@ -1,1 +1,0 @@
-"""Use a fine-tuned model."""
