@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpctrain.checkpoints.interval import Interval
-from hpctrain.cli import COMMANDS
 from hpctrain.errors import UsageError
 
 
@@ -52,12 +51,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return "".join(f"did you mean {name}?" for name in found)
 
 
-def trainer_parser(trainer: str, description: str) -> Parser:
+def trainer_parser(trainer: str, description: str, prog: str | None = None) -> Parser:
     """A parser with the options that every trainer has: those of Run except --epochs, and --seed.
 
-    `trainer` names the default run folder. In a user's script, messages name the script as the program.
+    `trainer` names the default run folder. `prog` is the program that messages name, by default the script.
     """
-    parser = Parser(prog=f"hpctrain {trainer}" if trainer in COMMANDS else None, description=description)
+    parser = Parser(prog=prog, description=description)
     parser.add_argument(
         "--seed",
         type=int,

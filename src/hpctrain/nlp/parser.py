@@ -98,7 +98,9 @@ non_negative.__name__, fraction.__name__ = "int", "float"
 def make_parser(task: Task) -> Parser:
     """The parser of `hpctrain nlp.<task>`."""
     parser = trainer_parser(
-        f"nlp.{task.name}", f"{task.title}: fine-tune a model of transformers, on any number of ranks."
+        f"nlp.{task.name}",
+        f"{task.title}: fine-tune a model of transformers, on any number of ranks.",
+        prog=f"hpctrain nlp.{task.name}",
     )
     add_model = parser.add_argument_group("model").add_argument
     add_data = parser.add_argument_group("data").add_argument

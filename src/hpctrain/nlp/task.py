@@ -18,10 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp.batches.features import Features
+from hpctrain.nlp.batches.features import Features, check_tokens
 from hpctrain.nlp.batches.sampling import evaluation_batches_by_length
 from hpctrain.nlp.batches.text_batch import TextBatch
-from hpctrain.nlp.models.model_folder import check_tokens
 
 if TYPE_CHECKING:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass

@@ -85,7 +85,7 @@ def vision_parser(trainer: str, description: str) -> Parser:
     def default(field: str) -> str:
         return ", ".join(f"{name} {getattr(recipe, field):g}" for name, recipe in RECIPES.items())
 
-    parser = trainer_parser(trainer, description)
+    parser = trainer_parser(trainer, description, prog=f"hpctrain {trainer}")
     add = parser.add_argument
     add("--model", choices=RECIPES, default="mnist", help="model to train (default: %(default)s)")
     add(

@@ -20,7 +20,7 @@ from numpy import ndarray
 from tokenizers import Encoding
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hpctrain.distributed.rendezvous import all_or_none
 from hpctrain.distributed.world import World
@@ -223,6 +223,17 @@ def encode_texts(
                 bar.update(len(texts[start : start + CHUNK]))
     finally:
         backend.no_truncation()  # otherwise save_pretrained() writes it into the tokenizer
+
+
+def check_tokens(folder: Path | str | None, model: PreTrainedModel, last: int) -> None:
+    """Raise HpctrainError if the model has no embedding for a token, the largest one of some texts."""
+    count = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+    if last >= count:
+        raise HpctrainError(
+            f"{folder}: its tokenizer has the token {last}, but its model only {count} tokens: "
+            "they do not belong together, fetch or copy the folder again, or call "
+            "resize_token_embeddings(len(tokenizer)) if you have added tokens"
+        )
 
 
 # --- the cache ---

@@ -303,17 +303,6 @@ def refuse_adapter(folder: Path) -> None:
         raise HpctrainError(f"{folder}: an adapter: give the model that it is for, and --lora-from {folder}")
 
 
-def check_tokens(folder: Path | str | None, model: "PreTrainedModel", last: int) -> None:
-    """Raise HpctrainError if the model has no embedding for a token, the largest one of some texts."""
-    count = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
-    if last >= count:
-        raise HpctrainError(
-            f"{folder}: its tokenizer has the token {last}, but its model only {count} tokens: "
-            "they do not belong together, fetch or copy the folder again, or call "
-            "resize_token_embeddings(len(tokenizer)) if you have added tokens"
-        )
-
-
 def refuse_code(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise HpctrainError for an architecture that transformers does not have, and for quantized weights."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -23,11 +23,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.nlp.batches.features import Features, encode_texts
+from hpctrain.nlp.batches.features import Features, check_tokens, encode_texts
 from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.tables import read_columns
-from hpctrain.nlp.models.model_folder import check_tokens, count_own_positions
+from hpctrain.nlp.models.model_folder import count_own_positions
 from hpctrain.nlp.task import IGNORED, AnyExample, Example, Logits, Task
 
 ENDLESS = 1_000_000  # positions of a model that has no limit

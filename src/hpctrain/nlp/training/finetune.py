@@ -33,7 +33,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, panics_as_errors
 from hpctrain.files.redaction import hide_secrets
 from hpctrain.lightning.trainer import JsonStrategy, make_trainer, quiet
-from hpctrain.nlp.batches.features import Features, load_or_make, make_cache_key
+from hpctrain.nlp.batches.features import Features, check_tokens, load_or_make, make_cache_key
 from hpctrain.nlp.batches.sampling import LengthGroupedSampler, make_loader
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.models.hub import resolve_data
@@ -47,7 +47,6 @@ from hpctrain.nlp.models.lora import add_lora, count_parameters, without_warning
 from hpctrain.nlp.models.masks import needs_mask
 from hpctrain.nlp.models.memory import check_memory
 from hpctrain.nlp.models.model_folder import (
-    check_tokens,
     describe_error,
     load_tokenizer,
     make_card,
