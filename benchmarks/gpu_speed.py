@@ -36,10 +36,10 @@ from transformers import PreTrainedTokenizerFast
 from hpctrain.distributed.world import detect
 from hpctrain.lightning.trainer import quiet
 from hpctrain.nlp.batches.features import Features
-from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.models.lora import add_lora
-from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.task import IGNORED, Task
 from hpctrain.nlp.tasks import classify, instruct, qa
@@ -213,7 +213,7 @@ def prepare_reviews(
     """Film reviews of NSMC, and a BERT-base with the vocabulary of KcBERT."""
     steps = steps or (Steps(8, 2, 4) if args.dry_run else Steps(32, 100, 100))
     task = classify.TASK
-    reviews = formats.load_splits(task, args.data, [])["train"]
+    reviews = load_splits(task, args.data, [])["train"]
     shape = folder / "shape.json"
     # the weights of this tiny model are not used, its tokenizer is
     config = nlp.make_bert_config(*SHAPES["tiny"]).to_dict() | {"vocab_size": SHAPES["base"][-1]}

@@ -49,10 +49,10 @@ from hpctrain.lightning.trainer import make_trainer, quiet
 from hpctrain.nlp.batches.features import Features, load_or_make, make_cache_key
 from hpctrain.nlp.batches.sampling import LengthGroupedSampler, evaluation_batches_by_length, make_loader
 from hpctrain.nlp.batches.text_batch import TextBatch
-from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.models.initial_model import load_model
-from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import SIZES, create_model
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.options import FineTuneOptions
 from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.task import Task
@@ -404,7 +404,7 @@ def measure(setting: Setting, way: str, seed: int, out: Path) -> dict[str, float
 
 def prepare(args: argparse.Namespace, world: World, device: torch.device, folder: Path) -> Setting:
     """Write tokenizer and initial weights into `folder`, which all ranks share, and tokenize the reviews."""
-    reviews = formats.load_splits(TASK, args.data, [])  # malformed lines are skipped
+    reviews = load_splits(TASK, args.data, [])  # malformed lines are skipped
     texts = reviews["train"]
     with all_or_none(world):  # the others wait for the folder
         if world.rank == 0:

@@ -31,8 +31,9 @@ from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp import predict
 from hpctrain.nlp.models import memory
-from hpctrain.nlp.models.model_folder import load_tokenizer, refuse_code, validate_folder
+from hpctrain.nlp.models.model_folder import refuse_code, validate_folder
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.task import SAMPLES
 from hpctrain.nlp.tasks import classify, generate, ner, pair, qa
 from hpctrain.nlp.training import finetune

@@ -956,7 +956,7 @@ def test_a_link_of_somebody_else_to_a_file_of_yours_is_not_read(tmp_path, theirs
 @BY_ROOT
 def test_a_link_of_somebody_else_to_a_folder_of_yours_is_not_read(tmp_path):
     from hpctrain.errors import HpctrainError
-    from hpctrain.nlp.data.formats import find_split_files
+    from hpctrain.nlp.data.splits import find_split_files
 
     for name in ("private/train.txt", "data/test/a.txt"):
         (tmp_path / name).parent.mkdir(parents=True)
@@ -985,11 +985,12 @@ def hpctrain(cwd, *words, stdin="", **env):
 def model(tmp_path_factory):
     """The folder of a small model of nlp.classify."""
     from hpctrain.nlp.data import formats
+    from hpctrain.nlp.data.splits import load_splits
     from hpctrain.nlp.models.scratch import create_model
     from hpctrain.nlp.tasks import classify
 
     folder = tmp_path_factory.mktemp("model") / "model"
-    texts = [document.text for document in formats.load_splits(classify.TASK, None)["train"]]
+    texts = [document.text for document in load_splits(classify.TASK, None)["train"]]
     config = folder.with_name("config.json")
     shape = {
         "hidden_size": 32,

@@ -17,8 +17,8 @@ from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from hpctrain.files import digests
 from hpctrain.nlp.batches import features
-from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.training import finetune
 from hpctrain.run.best import Best
 from hpctrain.transformers import RunFolder

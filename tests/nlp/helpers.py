@@ -6,7 +6,7 @@ import sys
 
 from hpctrain.distributed.world import ALONE
 from hpctrain.nlp import predict
-from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.tasks import classify, generate, instruct, ner, pair, qa
 from hpctrain.nlp.training import finetune
 
@@ -23,7 +23,7 @@ SHAPE = {
 }
 
 # two of each text of the samples
-TEXTS = [document.text for document in formats.load_splits(classify.TASK, None)["train"]] * 2
+TEXTS = [document.text for document in load_splits(classify.TASK, None)["train"]] * 2
 
 
 def train(task, out, *options):

@@ -15,7 +15,7 @@ from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.nlp.batches.features import Features
-from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import classify, ner, pair
 from hpctrain.nlp.training import finetune
@@ -82,7 +82,7 @@ RARE = ("--epochs", 8, "--batch-size", 20, "--lr", 3e-3)
 def test_rare_class_is_found(rare, config, tmp_path, capfd):
     """Most examples with its word are of the other class; with weights, the rare class counts more."""
     recalls, runs = [], []
-    examples = formats.load_splits(classify.TASK, rare)["test"]
+    examples = load_splits(classify.TASK, rare)["test"]
     for more in ((), ("--class-weights", "balanced")):
         run = train(
             "classify", tmp_path / f"run{len(more)}", *RARE, "--data", rare, "--from-scratch", config, *more

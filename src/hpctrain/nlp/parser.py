@@ -9,7 +9,8 @@ import torch
 
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
-from hpctrain.nlp.data.formats import TABLES, refuse_pointers
+from hpctrain.nlp.data.formats import TABLES
+from hpctrain.nlp.data.splits import refuse_pointers
 from hpctrain.nlp.models.scratch import SIZES
 from hpctrain.nlp.options import FineTuneOptions
 from hpctrain.nlp.task import Task

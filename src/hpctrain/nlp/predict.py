@@ -29,11 +29,10 @@ from hpctrain.nlp.models.model_folder import (
     ADAPTER_CONFIG,
     describe_error,
     describe_pickle_error,
-    fit_together,
-    load_tokenizer,
     read_json_object,
     refuse_foreign_files,
 )
+from hpctrain.nlp.models.tokenizer import fit_together, load_tokenizer
 from hpctrain.nlp.task import Task
 from hpctrain.parser import Parser, add_device, positive
 from hpctrain.text import counted, first_line, one_line

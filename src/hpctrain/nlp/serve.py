@@ -29,7 +29,8 @@ from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.world import ALONE, World, in_job
 from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
 from hpctrain.nlp.data.formats import SURROGATE
-from hpctrain.nlp.models.model_folder import describe_error, fit_together, load_tokenizer
+from hpctrain.nlp.models.model_folder import describe_error
+from hpctrain.nlp.models.tokenizer import fit_together, load_tokenizer
 from hpctrain.nlp.page import describe, make_page, read_meanings, show_answer
 from hpctrain.nlp.predict import add_answer_options, find_model_folder, find_task, load_model
 from hpctrain.parser import Parser

@@ -16,10 +16,10 @@ from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches import features
 from hpctrain.nlp.batches.features import Features
-from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.models import initial_model
-from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.training.lightning_module import FineTuneModule
 from tests.nlp.helpers import TASKS
@@ -39,7 +39,7 @@ def test_batches_are_padded_to_a_multiple():
 def test_padding_does_not_change_the_output(task, tmp_path):
     """A text gets the same output alone and in a batch with a longer one."""
     examples = sorted(
-        formats.load_splits(TASKS[task].TASK, None)["train"][:20],
+        load_splits(TASKS[task].TASK, None)["train"][:20],
         key=lambda x: len("".join(TASKS[task].TASK.get_texts(x))),
     )
     examples = [examples[0], examples[-1]]

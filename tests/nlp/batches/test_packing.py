@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, pack_rows
 from hpctrain.nlp.models.initial_model import check_packing
-from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.task import IGNORED
 from hpctrain.nlp.tasks import classify

@@ -10,7 +10,7 @@ import unicodedata
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.splits import find_split_files, load_splits
 from hpctrain.nlp.tasks import classify, generate, instruct, ner, pair, qa
 from tests.nlp.data.test_formats import NSMC_HEADER, strip_id_and_location
 
@@ -124,11 +124,11 @@ def test_splits_may_be_folders_and_hidden_files_are_no_data(tmp_path, tables):
     (tmp_path / "._train.jsonl").write_bytes(b"\0\5\x16\7")
     (tmp_path / ".train.jsonl.swp").touch()
     (tmp_path / "Training/state.json").write_text("{}")  # of datasets
-    found = formats.find_split_files(tmp_path, tables)
+    found = find_split_files(tmp_path, tables)
     names = {split: [str(path.relative_to(tmp_path)) for path in paths] for split, paths in found.items()}
     assert names == {"train": ["Training/a.jsonl", "Training/b.jsonl"], "test": ["Validation/a.jsonl"]}
     columns = {"text": "text", "label": "label"} if tables else None
-    assert len(formats.load_splits(classify.TASK, tmp_path, None, columns)["train"]) == 4
+    assert len(load_splits(classify.TASK, tmp_path, None, columns)["train"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_splits_may_be_folders_and_hidden_files_are_no_data(tmp_path, tables):
 def test_a_folder_without_splits_says_what_to_do(tmp_path, name, message, tables):
     (tmp_path / name).write_bytes(b"PK\3\4")
     with pytest.raises(HpctrainError, match=message):
-        formats.find_split_files(tmp_path, tables)
+        find_split_files(tmp_path, tables)
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])

@@ -15,15 +15,16 @@ from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp import predict
 from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.bio import Entity
+from hpctrain.nlp.data.conll import Sentence
+from hpctrain.nlp.data.splits import describe_files, find_split_files, load_splits, split_examples
+from hpctrain.nlp.data.squad import Answer, Question
 from hpctrain.nlp.models.hub import resolve_data, resolve_model
 from hpctrain.nlp.task import SAMPLES
 from hpctrain.nlp.tasks import classify, generate, ner, pair, qa
-from hpctrain.nlp.tasks.bio import Entity
 from hpctrain.nlp.tasks.classify import Document
 from hpctrain.nlp.tasks.generate import Passage
-from hpctrain.nlp.tasks.ner import Sentence
 from hpctrain.nlp.tasks.pair import Pair
-from hpctrain.nlp.tasks.squad import Answer, Question
 from tests.helpers import DATA
 
 TASKS = {module.TASK.name: module.TASK for module in (classify, pair, ner, qa, generate)}
@@ -75,7 +76,7 @@ def strip_id_and_location(example):
     [("classify", 240, 60), ("pair", 240, 60), ("ner", 200, 50), ("qa", 210, 38), ("generate", 150, 30)],
 )
 def test_every_task_has_sample_data(task, train, test):
-    splits = formats.load_splits(TASKS[task], None)
+    splits = load_splits(TASKS[task], None)
     assert {name: len(examples) for name, examples in splits.items()} == {"train": train, "test": test}
     contents = {
         name: {str(strip_id_and_location(example)) for example in examples}
@@ -85,11 +86,11 @@ def test_every_task_has_sample_data(task, train, test):
 
 
 def test_sample_data_include_difficult_cases():
-    reviews = {document.text for document in formats.load_splits(classify.TASK, None)["train"]}
+    reviews = {document.text for document in load_splits(classify.TASK, None)["train"]}
     assert {"", "nan"} < reviews and any('"' in review for review in reviews)
-    names = [sentence.entities for sentence in formats.load_splits(ner.TASK, None)["test"]]
+    names = [sentence.entities for sentence in load_splits(ner.TASK, None)["test"]]
     assert any(one.end == next_.start for entities in names for one, next_ in pairwise(entities))
-    questions = formats.load_splits(qa.TASK, None)
+    questions = load_splits(qa.TASK, None)
     assert any(answer.start == 0 for question in questions["test"] for answer in question.answers)
     # The longest text does not fit into a window of 384 tokens, even if the tokenizer has a token for each of
     # its words.
@@ -101,7 +102,7 @@ def test_sample_data_include_difficult_cases():
     [("pair", "pair_kornli", 9, 3), ("ner", "ner_lines", 6, 2), ("ner", "ner_conll", 6, 2)],
 )
 def test_other_formats_have_sample_data(task, folder, train, test):
-    splits = formats.load_splits(TASKS[task], SAMPLES / folder)
+    splits = load_splits(TASKS[task], SAMPLES / folder)
     assert {name: len(examples) for name, examples in splits.items()} == {"train": train, "test": test}
 
 
@@ -112,7 +113,7 @@ def test_sample_training_data_have_all_labels(task):
             return {entity.type for sentence in examples for entity in sentence.entities}
         return {getattr(example, "label", "") for example in examples}
 
-    splits = formats.load_splits(TASKS[task], None)
+    splits = load_splits(TASKS[task], None)
     assert labels(splits["test"]) <= labels(splits["train"])
 
 
@@ -218,9 +219,7 @@ def test_split_files_are_found_by_their_published_names(tmp_path):
         folder.mkdir()
         for name in (*names, "README.md", "train.zip"):
             (folder / name).touch()
-        return {
-            split: [path.name for path in paths] for split, paths in formats.find_split_files(folder).items()
-        }
+        return {split: [path.name for path in paths] for split, paths in find_split_files(folder).items()}
 
     assert found("ratings.txt", "ratings_train.txt", "ratings_test.txt") == {
         "train": ["ratings_train.txt"],
@@ -258,28 +257,28 @@ def test_data_set_in_two_formats_is_not_read_twice(tmp_path):
         (tmp_path / name).touch()
     message = r"a_test\.csv and a_test\.tsv are the same data in two formats: move one to another folder"
     with pytest.raises(HpctrainError, match=message):
-        formats.find_split_files(tmp_path, tables=True)
-    assert formats.find_split_files(tmp_path)["train"] == [tmp_path / "a_train.tsv"]
+        find_split_files(tmp_path, tables=True)
+    assert find_split_files(tmp_path)["train"] == [tmp_path / "a_train.tsv"]
 
 
 def test_files_that_are_not_used_are_named(tmp_path):
     for name in ("ratings_train.txt", "ratings_test.txt", "ratings.txt", "README.md"):
         (tmp_path / name).touch()
-    assert list(formats.describe_files(tmp_path)) == [
+    assert list(describe_files(tmp_path)) == [
         f"{tmp_path}: not used: README.md, ratings.txt (a data file has one of the words "
         "train, training, validation, valid, val, dev, testa, test, testb in its name)"
     ]
     (tmp_path / "ratings.txt").unlink()
     (tmp_path / "README.md").unlink()
     for path in (tmp_path, tmp_path / "ratings_test.txt", None):
-        assert not list(formats.describe_files(path))
+        assert not list(describe_files(path))
 
 
 def test_a_second_download_of_a_file_is_named(tmp_path):
     for name in ("ratings_train.txt", "ratings_train (1).txt", "ratings_test.txt"):
         (tmp_path / name).touch()
     names = "ratings_train (1).txt, ratings_train.txt"
-    assert list(formats.describe_files(tmp_path)) == [f"{tmp_path}: 2 files for train: {names}"]
+    assert list(describe_files(tmp_path)) == [f"{tmp_path}: 2 files for train: {names}"]
 
 
 def test_many_names_are_shortened():
@@ -298,19 +297,19 @@ def test_language_is_known_by_its_script():
 def test_missing_split_is_an_error_that_lists_the_files(tmp_path):
     (tmp_path / "klue-nli-v1.1_dev.json").touch()
     with pytest.raises(HpctrainError, match=r"no train file, .*\(found klue-nli-v1.1_dev.json\)"):
-        formats.load_splits(pair.TASK, tmp_path)
+        load_splits(pair.TASK, tmp_path)
     (tmp_path / "klue-nli-v1.1_dev.json").rename(tmp_path / "klue-nli-v1.1_train.json")
     with pytest.raises(HpctrainError, match="no test file"):
-        formats.load_splits(pair.TASK, tmp_path)
+        load_splits(pair.TASK, tmp_path)
     with pytest.raises(HpctrainError, match="cannot be read"):
-        formats.load_splits(pair.TASK, tmp_path / "missing")
+        load_splits(pair.TASK, tmp_path / "missing")
 
 
 def test_skipped_examples_of_all_files_are_counted_and_described(tmp_path):
     write(tmp_path / "ratings_train.txt", NSMC_HEADER + "1\t좋다\t1\n2\t나쁘다\n3\t좋다\t\n")
     write(tmp_path / "ratings_test.txt", NSMC_HEADER + "1\t좋다\t1\n2\n")
     skipped = []
-    splits = formats.load_splits(classify.TASK, tmp_path, skipped)
+    splits = load_splits(classify.TASK, tmp_path, skipped)
     assert {name: [d.id for d in documents] for name, documents in splits.items()} == {
         "train": ["1"],
         "test": ["1"],
@@ -320,22 +319,22 @@ def test_skipped_examples_of_all_files_are_counted_and_described(tmp_path):
         "1 fields, but the header has 3 (id, document, label): fix the line, or download the file again"
     )
     with pytest.raises(HpctrainError, match=re.escape(str(skipped[0]))):
-        formats.load_splits(classify.TASK, tmp_path)
+        load_splits(classify.TASK, tmp_path)
 
     skipped = []
-    assert len(formats.load_splits(classify.TASK, tmp_path / "ratings_test.txt", skipped)["train"]) == 1
+    assert len(load_splits(classify.TASK, tmp_path / "ratings_test.txt", skipped)["train"]) == 1
     assert formats.describe_skipped(skipped).startswith("skipped 1 example (")
     skipped = []
-    formats.load_splits(classify.TASK, None, skipped)
+    load_splits(classify.TASK, None, skipped)
     assert formats.describe_skipped(skipped) == ""
 
 
 def test_split_depends_on_the_seed_alone_and_loses_nothing():
     examples = [Document(str(i), "", "0") for i in range(100)]
-    train, validation = formats.split_examples(classify.TASK, examples, 0.1, seed=1)
+    train, validation = split_examples(classify.TASK, examples, 0.1, seed=1)
     assert len(validation) == 10 and sorted(train + validation, key=lambda d: int(d.id)) == examples
-    assert (train, validation) == formats.split_examples(classify.TASK, examples, 0.1, seed=1)
-    assert validation != formats.split_examples(classify.TASK, examples, 0.1, seed=2)[1]
+    assert (train, validation) == split_examples(classify.TASK, examples, 0.1, seed=1)
+    assert validation != split_examples(classify.TASK, examples, 0.1, seed=2)[1]
 
 
 def test_questions_are_split_by_article():
@@ -344,7 +343,7 @@ def test_questions_are_split_by_article():
         for i in range(3)
         for a in range(10)
     ]
-    train, validation = formats.split_examples(qa.TASK, questions, 0.25, seed=0)
+    train, validation = split_examples(qa.TASK, questions, 0.25, seed=0)
     assert not {q.title for q in train} & {q.title for q in validation}
     assert len(train) == 21 and len(validation) == 9
 
@@ -362,7 +361,7 @@ def test_questions_are_split_by_article():
 def test_split_with_an_empty_part_is_refused(share, titles, message):
     questions = [Question(str(i), title, "", "?", []) for i, title in enumerate(titles)]
     with pytest.raises(UsageError, match=message):
-        formats.split_examples(qa.TASK, questions, share, seed=0)
+        split_examples(qa.TASK, questions, share, seed=0)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".parquet", ".arrow"])

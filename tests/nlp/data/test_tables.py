@@ -17,12 +17,12 @@ from pyarrow import feather, parquet
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp import predict
-from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.bio import Entity
+from hpctrain.nlp.data.splits import load_splits
+from hpctrain.nlp.data.squad import UNANSWERABLE, Answer
 from hpctrain.nlp.parser import make_parser, parse_options
 from hpctrain.nlp.tasks import classify, generate, ner, pair, qa
-from hpctrain.nlp.tasks.bio import Entity
 from hpctrain.nlp.tasks.pair import Pair
-from hpctrain.nlp.tasks.squad import UNANSWERABLE, Answer
 from hpctrain.nlp.training import finetune
 from tests.nlp.data.test_formats import assert_error, write
 
@@ -342,7 +342,7 @@ def test_folders_of_the_library_datasets_and_of_the_hub_are_read(tmp_path):
     for name, part in splits.items():
         part.to_parquet(tmp_path / f"hub/plain_text/{name}-00000-of-00001.parquet")
     for folder in ("saved", "hub"):
-        found = formats.load_splits(classify.TASK, tmp_path / folder, None, COLUMNS)
+        found = load_splits(classify.TASK, tmp_path / folder, None, COLUMNS)
         assert {name: [example.text for example in part] for name, part in found.items()} == {
             "test": TEXTS,
             "train": TEXTS[1:],
@@ -355,30 +355,28 @@ def test_without_columns_the_error_leads_to_the_option(tmp_path):
         r"\(found test\.csv, train\.csv\): give --columns FIELD=COLUMN, which reads test\.csv, train\.csv, or"
     )
     with pytest.raises(HpctrainError, match=message):
-        formats.load_splits(classify.TASK, tmp_path)
+        load_splits(classify.TASK, tmp_path)
     with pytest.raises(
         HpctrainError, match=r"'n,review,stars' \(--columns FIELD=COLUMN reads a table with others\)"
     ):
-        formats.load_splits(classify.TASK, tmp_path / "train.csv")
+        load_splits(classify.TASK, tmp_path / "train.csv")
     for name, save in (("a.parquet", "parquet"), ("a.arrow", "arrow"), ("b.arrow", "arrow of datasets")):
         WRITERS[save](pandas.DataFrame(ROWS), tmp_path / name)
         with pytest.raises(
             HpctrainError, match=rf"{re.escape(name)}: a table of Parquet or Arrow, .* with --columns"
         ):
-            formats.load_splits(pair.TASK, tmp_path / name)
+            load_splits(pair.TASK, tmp_path / name)
 
 
 def test_what_was_read_without_columns_stays_as_it_was(tmp_path):
     """A csv by name may have the columns of NSMC, separated by tabs; and plain text may be in it."""
     path = write(tmp_path / "a.csv", "id\tdocument\tlabel\n1\t좋다\t1\n")
-    assert [example.text for example in formats.load_splits(classify.TASK, path)["train"]] == ["좋다"]
+    assert [example.text for example in load_splits(classify.TASK, path)["train"]] == ["좋다"]
     assert [
-        example.text
-        for example in formats.load_splits(generate.TASK, write(tmp_path / "b.csv", "a,b\n"))["train"]
+        example.text for example in load_splits(generate.TASK, write(tmp_path / "b.csv", "a,b\n"))["train"]
     ] == ["a,b"]
     path = write(tmp_path / "c.jsonl", json.dumps({"text": "a", "label": 1, "review": "b"}))
-    assert formats.load_splits(classify.TASK, path)["train"][0].text == "a"
+    assert load_splits(classify.TASK, path)["train"][0].text == "a"
     assert (
-        formats.load_splits(classify.TASK, path, None, {"text": "review", "label": "label"})["train"][0].text
-        == "b"
+        load_splits(classify.TASK, path, None, {"text": "review", "label": "label"})["train"][0].text == "b"
     )

@@ -24,8 +24,9 @@ from huggingface_hub import ModelCard, constants
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.models.hub import find_model, resolve_data, resolve_model
-from hpctrain.nlp.models.model_folder import load_tokenizer, save_model
+from hpctrain.nlp.models.model_folder import save_model
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.vision.data import load_mnist
 from tests.nlp.helpers import TEXTS, digests
 

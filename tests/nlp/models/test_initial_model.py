@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.models import initial_model
-from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import classify, generate, pair, qa
 from hpctrain.nlp.tasks.classify import Document

@@ -15,9 +15,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from hpctrain.files.digests import weights_sha256
-from hpctrain.nlp.models import model_folder
+from hpctrain.nlp.models.card import make_card
 from hpctrain.nlp.models.hub import resolve_model
-from hpctrain.nlp.models.model_folder import load_tokenizer, make_card, save_model, validate_folder
+from hpctrain.nlp.models.model_folder import save_model, validate_folder
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.predict import find_task
 from hpctrain.nlp.tasks import ner
 from tests.nlp.helpers import TEXTS, digests
@@ -264,7 +265,7 @@ def test_a_tokenizer_without_a_configuration_of_another_kind_than_its_architectu
 
 
 def test_sentencepiece_that_is_not_installed_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(model_folder, "is_sentencepiece_available", lambda: False)
+    monkeypatch.setattr(f"{load_tokenizer.__module__}.is_sentencepiece_available", lambda: False)
     transformers.XLMRobertaConfig().save_pretrained(tmp_path)
     (tmp_path / "sentencepiece.bpe.model").write_bytes(b"\x0a\x0e\x0a")
     with pytest.raises(HpctrainError, match=r"is one of sentencepiece, which is not installed: install"):

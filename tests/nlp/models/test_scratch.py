@@ -11,9 +11,10 @@ import transformers
 
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches import features
-from hpctrain.nlp.data import formats
-from hpctrain.nlp.models.model_folder import check_sizes, load_tokenizer
-from hpctrain.nlp.models.scratch import LONGEST_WORD, SIZES, create_model, cut_words, make_config
+from hpctrain.nlp.data.splits import load_splits
+from hpctrain.nlp.models.model_folder import check_sizes
+from hpctrain.nlp.models.scratch import MAX_WORD, SIZES, create_model, cut_words, make_config
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.tasks import classify, qa
 from tests.helpers import DATA
 from tests.nlp.helpers import TEXTS, digests
@@ -72,12 +73,11 @@ def test_tokenizer_trained_on_a_million_characters_without_white_space(kind, tmp
     tokenizer = load_tokenizer(tmp_path / "m")
     assert "가나" in tokenizer.decode(tokenizer("가나")["input_ids"])
     assert (
-        cut_words(long).replace("\n", "") == long
-        and max(map(len, cut_words(long).split("\n"))) == LONGEST_WORD
+        cut_words(long).replace("\n", "") == long and max(map(len, cut_words(long).split("\n"))) == MAX_WORD
     )
-    assert [cut_words(text) for text in (*TEXTS, "가" * LONGEST_WORD, " ")] == [
+    assert [cut_words(text) for text in (*TEXTS, "가" * MAX_WORD, " ")] == [
         *TEXTS,
-        "가" * LONGEST_WORD,
+        "가" * MAX_WORD,
         " ",
     ]
 
@@ -107,7 +107,7 @@ for kind in ("bert", "gpt2"):
 def test_same_texts_and_seed_give_the_same_files_in_another_process(tmp_path):
     texts = [
         word
-        for question in formats.load_splits(qa.TASK, None)["train"]
+        for question in load_splits(qa.TASK, None)["train"]
         for word in (question.context, question.question)
     ]
     (tmp_path / "texts").write_text("\n".join(texts))

@@ -13,9 +13,10 @@ from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.models import memory
-from hpctrain.nlp.models.model_folder import load_tokenizer, save_model
+from hpctrain.nlp.models.model_folder import save_model
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.models.tensor_parallel import choose_styles
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import instruct
 from tests.nlp.helpers import result, train

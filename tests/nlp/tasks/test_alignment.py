@@ -4,9 +4,10 @@ import numpy
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from hpctrain.nlp.models.model_folder import make_card
+from hpctrain.nlp.data.conll import Sentence
+from hpctrain.nlp.models.card import make_card
 from hpctrain.nlp.tasks.alignment import NO_UNIT
-from hpctrain.nlp.tasks.ner import TASK, Sentence
+from hpctrain.nlp.tasks.ner import TASK
 from tests.nlp.tasks.test_ner import (
     KINDS,
     SPECIAL,

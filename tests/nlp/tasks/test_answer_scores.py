@@ -2,9 +2,9 @@
 
 import pytest
 
+from hpctrain.nlp.data.squad import Answer, Question
 from hpctrain.nlp.tasks.answer_scores import score_korquad, score_squad
 from hpctrain.nlp.tasks.qa import TASK
-from hpctrain.nlp.tasks.squad import Answer, Question
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.nlp.data.formats import load_splits
+from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.models import scratch
-from hpctrain.nlp.models.model_folder import load_tokenizer
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.parser import parse_columns
 from hpctrain.nlp.task import IGNORED
 from hpctrain.nlp.tasks import instruct

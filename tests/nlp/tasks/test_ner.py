@@ -14,12 +14,15 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import BertConfig, PreTrainedTokenizerFast
 
 from hpctrain.errors import UsageError
-from hpctrain.nlp.data import formats
-from hpctrain.nlp.models.model_folder import load_tokenizer, make_card, save_model
+from hpctrain.nlp.data.bio import Entity, from_bio, split_units, to_bio
+from hpctrain.nlp.data.conll import Sentence
+from hpctrain.nlp.data.splits import load_splits
+from hpctrain.nlp.models.card import make_card
+from hpctrain.nlp.models.model_folder import save_model
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.task import IGNORED, SAMPLES
 from hpctrain.nlp.tasks.alignment import NO_UNIT
-from hpctrain.nlp.tasks.bio import Entity, from_bio, split_units, to_bio
-from hpctrain.nlp.tasks.ner import TASK, Sentence
+from hpctrain.nlp.tasks.ner import TASK
 from tests.helpers import DATA
 from tests.nlp.data.test_formats import assert_error, write
 
@@ -345,9 +348,7 @@ def test_klue_entities_come_back_from_features(kind, max_length):
 @pytest.mark.parametrize("folder", ["ner", "ner_conll", "ner_lines"])
 @pytest.mark.parametrize("max_length", [256, 6])
 def test_sample_entities_come_back_from_features(folder, max_length):
-    examples = [
-        example for split in formats.load_splits(TASK, SAMPLES / folder).values() for example in split
-    ]
+    examples = [example for split in load_splits(TASK, SAMPLES / folder).values() for example in split]
     tokenizer = wordpiece(texts=[example.text for example in examples], size=400)
     _, answers = pass_through_features(tokenizer, examples, max_length)
     assert [to_set(answer) for answer in answers] == [
@@ -511,7 +512,7 @@ def test_padding_changes_neither_loss_nor_predictions():
 
 @pytest.mark.slow
 def test_small_model_learns_the_sample_data_and_the_code_of_its_card_gives_its_score(tmp_path):
-    examples = formats.load_splits(TASK, None)["train"][:24]
+    examples = load_splits(TASK, None)["train"][:24]
     labels = TASK.collect_labels(examples)
     tokenizer = wordpiece(texts=[example.text for example in examples], size=800)
     model = tiny_model(tokenizer, labels)
@@ -541,7 +542,7 @@ def test_small_model_learns_the_sample_data_and_the_code_of_its_card_gives_its_s
     (code,) = re.findall(r"```python\n(from transformers import pipeline.*?)```", card, re.DOTALL)
     names = {}
     exec(code.replace("FOLDER", str(folder)), names)
-    examples = formats.load_splits(TASK, None)["test"]  # with characters that are not in the vocabulary
+    examples = load_splits(TASK, None)["test"]  # with characters that are not in the vocabulary
     made = features(tokenizer, *examples, labels=labels)
     inputs = batch(made, tokenizer, list(range(len(made.example))))
     expected = score(run(model, inputs))

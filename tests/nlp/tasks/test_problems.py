@@ -14,7 +14,7 @@ from transformers import AutoConfig, pipeline
 
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp import serve
-from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import classify, pair
 from tests.nlp.helpers import metrics, result, run_predict, scores, train
@@ -150,7 +150,7 @@ def test_several_classes_are_learned_and_a_pipeline_gives_the_answers(many, colo
 
 def test_numbers_are_learned_and_a_pipeline_gives_them(number, similar, capfd):
     assert scores(number)["test_pearson"] > 0.8 and scores(number)["test_spearman"] > 0.7
-    rows = formats.load_splits(NUMBER, similar)["test"]
+    rows = load_splits(NUMBER, similar)["test"]
     texts = [text for row in rows for text in (row.first, row.second)]
     answers = [answer["score"] for answer in run_predict(capfd, number, *texts)]
     gold = [row.label for row in rows]
@@ -235,7 +235,7 @@ def test_two_ranks_and_parts_give_the_same_losses(similar, colors, config, tmp_p
 
 
 def test_published_forms_of_numbers_and_classes(tmp_path, similar):
-    row = formats.load_splits(NUMBER, similar)["train"][1]
+    row = load_splits(NUMBER, similar)["train"][1]
     assert (row.first, row.second, row.label) == ('바다 "0', "눈", 0.5)
     sts = {"guid": "klue-sts-v1_train_00000", "source": "airbnb", "sentence1": "가", "sentence2": "나"}
     sts["labels"] = {"label": 3.7, "real-label": 3.714285714285714, "binary-label": 1}
@@ -316,7 +316,7 @@ def test_options_that_do_not_fit(similar, tmp_path):
     with pytest.raises(
         HpctrainError, match="its labels are numbers, as in KorSTS: give --problem regression"
     ):
-        formats.load_splits(pair.TASK, similar)
+        load_splits(pair.TASK, similar)
     with pytest.raises(
         UsageError,
         match="--class-weights is for examples of one class: leave it out with --problem regression",

@@ -12,9 +12,9 @@ from transformers import BertConfig, BertForQuestionAnswering, PreTrainedTokeniz
 
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import UsageError
-from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.splits import load_splits, split_examples
+from hpctrain.nlp.data.squad import UNANSWERABLE, Answer, Question
 from hpctrain.nlp.tasks.qa import MAX_ANSWER, NO_ANSWER, TASK, TOP_SPANS
-from hpctrain.nlp.tasks.squad import UNANSWERABLE, Answer, Question
 from hpctrain.nlp.training.lightning_module import FineTuneModule
 from tests.helpers import DATA
 
@@ -462,7 +462,7 @@ def test_scores_are_means_over_the_questions():
 def korquad():
     if not KORQUAD.exists():
         pytest.skip(f"no {KORQUAD.name} in {KORQUAD.parent}: HPCTRAIN_TEST_DATA names a folder that has it")
-    return formats.split_examples(TASK, TASK.read(KORQUAD), 0.2, seed=1)
+    return split_examples(TASK, TASK.read(KORQUAD), 0.2, seed=1)
 
 
 @pytest.mark.slow
@@ -523,7 +523,7 @@ def test_every_korquad_answer_is_in_a_shorter_window(korquad):
 
 @pytest.mark.slow
 def test_small_bert_memorizes_the_sample_data():
-    examples = formats.load_splits(TASK, None)["train"][:15]
+    examples = load_splits(TASK, None)["train"][:15]
     tokenizer = make_tokenizer(
         [text for example in examples for text in TASK.get_texts(example)], vocabulary=500
     )

@@ -26,10 +26,10 @@ from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp import predict
 from hpctrain.nlp.batches import features
-from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.models import hub
-from hpctrain.nlp.models.model_folder import load_tokenizer
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.task import IGNORED, SAMPLES
 from hpctrain.nlp.tasks import classify, generate, pair
@@ -327,7 +327,7 @@ def test_classification_scores_are_those_of_scikit_learn(seed):
 @torch.no_grad()
 def test_perplexity_counts_each_token_of_the_text_once_without_padding(tmp_path):
     folder = tmp_path / "gpt"
-    passages = [*formats.load_splits(generate.TASK, None)["train"][:12], Passage("긍정: ", "좋다")]
+    passages = [*load_splits(generate.TASK, None)["train"][:12], Passage("긍정: ", "좋다")]
     create_model(folder, "tiny", "gpt2", [p.text for p in passages], 1, 64)
     tokenizer = load_tokenizer(folder)
     model = generate.TASK.model.from_pretrained(folder).eval()
@@ -423,7 +423,7 @@ def test_saved_model_loads_in_transformers_with_its_label_names(trained):
     model = AutoModelForSequenceClassification.from_pretrained(trained / "model")
     tokenizer = AutoTokenizer.from_pretrained(trained / "model")
     assert model.config.id2label == {0: "0", 1: "1"} and model.config.label2id == {"0": 0, "1": 1}
-    examples = formats.load_splits(classify.TASK, None)["test"]
+    examples = load_splits(classify.TASK, None)["test"]
     with torch.no_grad():
         predicted = [
             model(**tokenizer(example.text, return_tensors="pt")).logits.argmax().item()
@@ -659,7 +659,7 @@ def test_model_card_has_names_instead_of_paths(config, tmp_path):
 
 
 def test_predict_agrees_with_the_scored_test_set(models, capfd, tmp_path):
-    examples = formats.load_splits(classify.TASK, None)["test"]
+    examples = load_splits(classify.TASK, None)["test"]
     (tmp_path / "texts.txt").write_text("".join(example.text + "\n" for example in examples))
     answers = run_predict(capfd, models["classify"], "--file", tmp_path / "texts.txt", "--batch-size", 5)
     assert (
@@ -763,7 +763,7 @@ def test_exception_without_a_message_is_named_by_its_type(models, monkeypatch, t
 def test_task_without_sample_data_needs_data(monkeypatch):
     monkeypatch.setattr(classify.Classify, "name", "classify_in_a_hurry")
     with pytest.raises(UsageError, match=r"nlp\.classify_in_a_hurry has no sample data: give --data"):
-        formats.load_splits(classify.TASK, None)
+        load_splits(classify.TASK, None)
 
 
 def add_lines(tmp_path, **files):

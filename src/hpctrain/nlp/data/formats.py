@@ -1,4 +1,4 @@
-"""Read data sets as they are published: find the file of each split, and what the tasks' readers share.
+"""What the readers of data sets share; splits.py finds the file of each split.
 
 Each task reads its own formats (Task.read). Nothing is dropped silently: an example that a reader cannot
 understand is an error that names the file and the line, either raised (--strict) or kept in a list `skipped`
@@ -11,35 +11,17 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import torch
+from hpctrain.errors import HpctrainError
+from hpctrain.files.plain import open_plain
+from hpctrain.text import first_line, one_line
 
-from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.files.plain import open_plain, refuse_own_below_link, refuse_pointer
-from hpctrain.text import counted, first_line, one_line
-
-if TYPE_CHECKING:  # it imports all of transformers, and `hpctrain fetch` needs none
-    from hpctrain.nlp.task import Example, Task
-
-# Words in file names that identify the split (testa and testb: CoNLL-2003), and the suffixes of data files.
-OF_VALIDATION = ("validation", "valid", "val", "dev", "testa")
-SPLITS = {
-    "train": "train",
-    "training": "train",
-    **dict.fromkeys(OF_VALIDATION, "validation"),
-    "test": "test",
-    "testb": "test",
-}
 JSON_LINES = ".jsonl"  # a JSON object in each line
 OBJECTS = {".json", JSON_LINES}
-SUFFIXES = {".txt", ".tsv", ".json", JSON_LINES, ".conll", ".bio", *(f".{word}" for word in SPLITS)}
 TABLES = {".csv", ".tsv", ".json", JSON_LINES, ".parquet", ".arrow"}  # what --columns reads, see tables.py
-# What the library datasets writes beside the data that it saves.
-OF_DATASETS = re.compile(r"state\.json|dataset_info\.json|dataset_dict\.json|cache-.*\.arrow")
 NSMC_COLUMNS = ("id", "document", "label")
 # the first bytes of Parquet, of a file and of a stream of Arrow
 MAGIC_OF_TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
@@ -59,35 +41,7 @@ OTHER_NAMES = "; --columns FIELD=COLUMN reads other names"
 CONTROLS = re.compile(rb"[\0-\x08\x0e-\x1f\x7f]")  # bytes that no text has
 SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which is no text
 
-AnyExample = TypeVar("AnyExample", bound="Example")
-
-
-# --- splits ---
-
-
-def load_splits(
-    task: "Task[AnyExample]",
-    data: Path | None,
-    skipped: list[HpctrainError] | None = None,
-    columns: dict[str, str] | None = None,
-) -> dict[str, list[AnyExample]]:
-    """Read the examples of each split from the files in a folder.
-
-    Without `data` these are the task's sample data. A single file is read as "train", for split_examples() to
-    divide. With `columns` the files are tables: see Task.read(). Raises HpctrainError; with a list `skipped`,
-    errors in single examples go there instead. Raises UsageError if there is no `data` and the task has no
-    sample data.
-    """
-    folder = data or task.samples
-    if folder is None:
-        raise UsageError(f"nlp.{task.name} has no sample data: give --data a folder or a file")
-    if folder.is_file():
-        return {"train": task.read(folder, skipped, columns)}
-    splits = find_split_files(folder, tables=columns is not None)
-    return {
-        name: [example for path in paths for example in task.read(path, skipped, columns)]
-        for name, paths in splits.items()
-    }
+AnyExample = TypeVar("AnyExample")
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -104,154 +58,6 @@ def describe_skipped(skipped: Sequence[HpctrainError]) -> str:
     return f"skipped {count} (an error with --strict); the first: {skipped[0]}"
 
 
-def find_split_files(folder: Path, tables: bool = False) -> dict[str, list[Path]]:
-    """Find the files of each split ("train", "validation", "test") by their published names.
-
-    A file belongs to a split if its name contains the split as a word: ratings_train.txt,
-    klue-ner-v1.1_dev.tsv, xnli.test.ko.tsv. Several files of one split, such as the two training files of
-    KorNLI, are read one after the other. If a data set publishes dev files but no test set (KLUE, KorQuAD),
-    dev is the test set.
-
-    With `tables` the files are TABLES. If none of them belongs to a split, the files one folder below are
-    taken: train/reviews.txt, plain_text/train-00000-of-00001.parquet, train/data-00000-of-00001.arrow. Hidden
-    files, such as those that macOS and editors leave, are no data.
-
-    Raises HpctrainError that lists the files if there is no training or test file, or if there are two of one
-    name, such as train.csv and train.tsv: the same data in two formats.
-    """
-    suffixes = TABLES if tables else SUFFIXES
-    try:
-        files = _list_data_files(folder.iterdir(), suffixes)
-        splits = _group_by_split(folder, files)
-        if not splits:
-            files += _list_data_files(folder.glob("*/*"), suffixes)
-            for path in files:
-                refuse_own_below_link(path, folder)
-            splits = _group_by_split(folder, files)
-    except OSError as error:
-        raise HpctrainError(
-            f"{folder}: cannot be read ({error.strerror}): give --data a folder or a file"
-        ) from error
-    if "test" not in splits and "validation" in splits:
-        splits["test"] = splits.pop("validation")
-    for name, such_as in (
-        ("train", "ratings_train.txt or klue-nli-v1.1_train.json"),
-        ("test", "ratings_test.txt or *_dev.json"),
-    ):
-        if name not in splits:
-            there = sorted(path for path in folder.iterdir() if path.is_file())
-            found = list_names([path.name for path in there]) or "no file"
-            advice = (
-                f"rename one, so that its name has one of the words {', '.join(SPLITS)}, "
-                "or give --data a single file, which is then split"
-            )
-            if tables_there := [path.name for path in there if path.suffix.lower() in TABLES - suffixes]:
-                advice = f"give --columns FIELD=COLUMN, which reads {list_names(tables_there)}, or {advice}"
-            if packed := [f"{path.name} is {how}" for path in there if (how := describe_packed(path))]:
-                advice = packed[0]
-            raise HpctrainError(f"{folder}: no {name} file, such as {such_as} (found {found}): {advice}")
-    return splits
-
-
-def _list_data_files(paths: Iterable[Path], suffixes: Collection[str]) -> list[Path]:
-    return [
-        path
-        for path in paths
-        if path.suffix.lower() in suffixes
-        and not path.name.startswith(".")
-        and not OF_DATASETS.fullmatch(path.name)
-        and not path.is_fifo()
-    ]
-
-
-def find_split(name: str) -> str | None:
-    """The split that a word in the name of a file says; None if there is none."""
-    return next((SPLITS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in SPLITS), None)
-
-
-def _group_by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
-    splits: dict[str, list[Path]] = {}
-    seen: dict[tuple[str, Path], Path] = {}
-    for path in sorted(files):
-        if name := find_split(str(path.relative_to(folder))):
-            splits.setdefault(name, []).append(path)
-            other = seen.setdefault((name, path.with_suffix("")), path)
-            if other is not path:
-                raise HpctrainError(
-                    f"{folder}: {other.name} and {path.name} are the same data in two formats: "
-                    "move one to another folder"
-                )
-    return splits
-
-
-def refuse_pointers(path: Path, tables: bool = False) -> None:
-    """Raise HpctrainError if the file --data, or a file in this folder that would be read, is of Git LFS."""
-    files = [path]
-    with suppress(OSError):  # what is wrong with the folder is said when it is read
-        if path.is_dir():
-            suffixes = TABLES if tables else SUFFIXES
-            files = [file for file in _list_data_files(path.iterdir(), suffixes) if find_split(file.name)]
-        for file in files:
-            refuse_pointer(file)
-
-
-def describe_files(folder: Path | None, tables: bool = False) -> Iterator[str]:
-    """The splits in the folder --data that have several files, and the files that belong to no split."""
-    if folder is None or not folder.is_dir():
-        return
-    splits = find_split_files(folder, tables)
-    for name, paths in splits.items():
-        if len(paths) > 1:
-            names = [str(path.relative_to(folder)) for path in paths]
-            yield f"{folder}: {len(paths)} files for {name}: {list_names(names)}"
-    used = {path for paths in splits.values() for path in paths}
-    unused = sorted(path.name for path in folder.iterdir() if path not in used and not path.is_dir())
-    why = f"a data file has one of the words {', '.join(SPLITS)} in its name"
-    if unused:
-        yield f"{folder}: not used: {list_names(unused)} ({why})"
-
-
-def split_examples(
-    task: "Task[AnyExample]", examples: Sequence[AnyExample], fraction: float, seed: int
-) -> tuple[list[AnyExample], list[AnyExample]]:
-    """Divide examples at random into a training and a validation part; validation gets `fraction` of them.
-
-    The division depends on the seed alone, and both parts keep the order of the file. Examples of one group
-    (Task.group) stay together, so that no paragraph of a question is in both parts; validation then gets at
-    least its fraction. Raises UsageError if a part would be empty.
-    """
-    if not 0 < fraction < 1:
-        raise UsageError(f"--validation-split {fraction} is not between 0 and 1: give a fraction such as 0.1")
-    groups: dict[tuple[bool, Hashable], list[int]] = {}
-    for i, example in enumerate(examples):
-        key = task.group(example)
-        groups.setdefault((key is None, i if key is None else key), []).append(i)
-    members = list(groups.values())
-    wanted = round(fraction * len(examples))
-    validation: set[int] = set()
-    for group in torch.randperm(len(members), generator=torch.Generator().manual_seed(seed)).tolist():
-        if len(validation) >= wanted:
-            break
-        validation.update(members[group])
-    if not 0 < len(validation) < len(examples):
-        what = counted(len(examples), "example")
-        if len(members) < len(examples):
-            what += f" of {len(members)} {task.groups}"
-        if len(members) < 2:
-            raise UsageError(
-                f"--data has {what}, too few to split: "
-                "add more, or a file for each of train, validation and test"
-            )
-        raise UsageError(
-            f"--validation-split {fraction} of {what} leaves a part empty: "
-            "give another fraction, or more data"
-        )
-    return (
-        [example for i, example in enumerate(examples) if i not in validation],
-        [example for i, example in enumerate(examples) if i in validation],
-    )
-
-
 def find_language(texts: Iterable[str]) -> str | None:
     """ "ko" if most letters of the texts are Hangul. Other scripts are of several languages, so None."""
     return "ko" if are_most_letters(texts, lambda letter: "\uac00" <= letter <= "\ud7a3") else None
@@ -261,9 +67,6 @@ def are_most_letters(texts: Iterable[str], of_script: Callable[[str], bool]) -> 
     """Whether more than half of the letters of the texts are of a script."""
     letters = Counter(of_script(letter) for text in texts for letter in text if letter.isalpha())
     return letters[True] > letters[False]
-
-
-# --- what the readers have in common ---
 
 
 def read_examples(

@@ -21,7 +21,8 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, hint_missing
 from hpctrain.files import atomic
 from hpctrain.files.digests import write_digests
-from hpctrain.nlp.data.formats import SUFFIXES, TABLES
+from hpctrain.nlp.data.formats import TABLES
+from hpctrain.nlp.data.splits import SUFFIXES
 from hpctrain.nlp.models.model_folder import describe_error, is_disk_error, validate_folder
 from hpctrain.parser import Parser
 

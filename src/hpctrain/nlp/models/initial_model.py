@@ -16,11 +16,11 @@ from hpctrain.nlp.models.masks import agree, is_causal
 from hpctrain.nlp.models.model_folder import (
     count_own_positions,
     describe_pickle_error,
-    fit_together,
     read_labels,
     refuse_adapter,
 )
 from hpctrain.nlp.models.scratch import create_model
+from hpctrain.nlp.models.tokenizer import fit_together
 from hpctrain.nlp.options import FineTuneOptions
 from hpctrain.nlp.task import Task
 from hpctrain.run.record import Record

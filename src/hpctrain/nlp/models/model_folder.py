@@ -1,7 +1,6 @@
-"""Model folders of from_pretrained(): config.json, the weights, the tokenizer, a model card."""
+"""Model folders of from_pretrained(): their files, config.json and weights, and how one is saved."""
 
 import errno
-import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -11,18 +10,15 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from huggingface_hub import EvalResult, ModelCardData
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers.utils import logging
-from transformers.utils.import_utils import is_sentencepiece_available
 
-from hpctrain.errors import HpctrainError, hint_missing, panics_as_errors
+from hpctrain.errors import HpctrainError, hint_missing
 from hpctrain.files import atomic
-from hpctrain.files.digests import check_digests, write_digests
+from hpctrain.files.digests import write_digests
 from hpctrain.files.places import is_below, refuse_links_out
 from hpctrain.files.plain import open_plain, read_whole, refuse_pointer
-from hpctrain.files.redaction import hide_secrets
 from hpctrain.text import first_line, shorten
 
 if TYPE_CHECKING:  # importing a class of transformers takes seconds, and `hpctrain fetch` needs none
@@ -35,7 +31,7 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 # More than published models have: GPT-3 has 96 layers; other sizes are at most 10 million positions.
-MOST_LAYERS, LARGEST_SIZE = 1_000, 100_000_000
+MAX_LAYERS, MAX_SIZE = 1_000, 100_000_000
 # in the names of sizes in config.json
 SIZE = re.compile(r"layer|size|dim|head|position|emb|inner|ctx|num_|^[dn]_")
 ADAPTER_CONFIG = "adapter_config.json"  # is in the folder of an adapter, and in no other
@@ -144,7 +140,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
     """Raise HpctrainError if a size in a config.json is absurd: building such a model would not end."""
     for key, value in config.items():
-        most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
+        most = MAX_LAYERS if "layer" in key else MAX_SIZE
         if isinstance(value, dict) and key.endswith("_config"):  # such as text_config
             check_sizes(path, value)
         elif type(value) is int and value > most and SIZE.search(key):
@@ -160,7 +156,7 @@ def read_labels(folder: Path, task: "Task") -> list[str]:
     Raises HpctrainError if config.json cannot be used.
     """
     head = task.model.__name__.removeprefix("AutoModel")  # such as ForSequenceClassification
-    with _explain_config(folder):
+    with explain_config(folder):
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
@@ -170,7 +166,7 @@ def read_labels(folder: Path, task: "Task") -> list[str]:
 
 
 @contextmanager
-def _explain_config(folder: Path) -> Iterator[None]:
+def explain_config(folder: Path) -> Iterator[None]:
     """Raise any error as one of config.json: each field has its own check."""
     try:
         yield
@@ -178,117 +174,6 @@ def _explain_config(folder: Path) -> Iterator[None]:
         raise HpctrainError(
             f"{folder}/config.json: cannot be used ({describe_error(error)}): fetch or copy the folder again"
         ) from error
-
-
-def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
-    """The tokenizer of a model folder, with a padding token.
-
-    It is the first part of a folder that is loaded. Raises HpctrainError if there is no fast tokenizer in it,
-    if the folder is damaged, or if the model needs code of its own.
-    """
-    refuse_foreign_files(folder)
-    check_digests(folder)
-    config = read_json_object(folder / "config.json") if (folder / "config.json").exists() else {}
-    refuse_code(folder, config)
-    check_sizes(folder / "config.json", config)
-    if config:  # also read for the tokenizer, whose error would name another cause
-        with _explain_config(folder):
-            transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    settings = folder / "tokenizer_config.json"
-    named = read_json_object(settings) if settings.exists() else {}
-    for key in ("vocab", "merges"):
-        # transformers would take a text for a file, anywhere, which would be copied into the run's model
-        if isinstance(named.get(key), str):
-            raise HpctrainError(f"{settings}: its {key} is no list of tokens: fetch or copy the folder again")
-    whole = folder / "tokenizer.json"  # if there, the other files are not read
-    for path in [whole] if whole.exists() else [*folder.glob("*.model"), *folder.glob("vocab*")]:
-        refuse_pointer(path)
-    try:
-        with panics_as_errors():
-            tokenizer = _read_tokenizer(folder, config)
-    except Exception as error:  # the loaders of the many tokenizers raise exceptions of many kinds
-        if not whole.exists() and any(folder.glob("*.model")) and not is_sentencepiece_available():
-            raise HpctrainError(
-                f"{folder}: its tokenizer is one of sentencepiece, which is not installed: "
-                "install sentencepiece, or use a model that has a tokenizer.json"
-            ) from error
-        raise HpctrainError(
-            f"{folder}: the tokenizer cannot be loaded ({describe_error(error)}): "
-            "fetch or copy the folder again"
-        ) from error
-    if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
-        raise HpctrainError(
-            f"{folder}: its tokenizer ({type(tokenizer).__name__}) is not a fast one, which is needed for "
-            "the position of each token in the text: use a model that has a tokenizer.json"
-        )
-    files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
-    # transformers 5 silently makes an empty tokenizer then
-    if not any((folder / name).exists() for name in files):
-        raise HpctrainError(
-            f"{folder}: no tokenizer in it ({' or '.join(files)}): "
-            "copy it from the model that this one is based on"
-        )
-    if not isinstance(tokenizer.model_max_length, int | float):
-        raise HpctrainError(
-            f"{folder}: the model_max_length of its tokenizer is {tokenizer.model_max_length!r}, not a "
-            "number: fix tokenizer_config.json"
-        )
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise HpctrainError(
-                f"{folder}: its tokenizer has neither a pad_token nor an eos_token: "
-                "set one in tokenizer_config.json"
-            )
-        tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so it may be any token
-    return tokenizer
-
-
-def _read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The tokenizer of a folder, by transformers."""
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-    path = folder / "tokenizer.json"
-    if (folder / "tokenizer_config.json").exists() or not path.exists():
-        return tokenizer
-    # Only the architecture tells the class then. If its special tokens are not those of tokenizer.json, it is
-    # of another tokenizer (skt/kogpt2-base-v2), and config.json has the special tokens.
-    backend = Tokenizer.from_file(str(path))
-    if all(backend.token_to_id(token) is not None for token in tokenizer.all_special_tokens):
-        return tokenizer
-    names: dict[str, Any] = {
-        name: backend.id_to_token(id_)
-        for name in ("bos_token", "eos_token", "pad_token")
-        if type(id_ := config.get(f"{name}_id")) is int
-    }
-    return transformers.PreTrainedTokenizerFast.from_pretrained(folder, **options, **names)
-
-
-def fit_together(
-    task: "Task", folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast"
-) -> None:
-    """Give model and tokenizer what each needs of the other, and what config.json often lacks.
-
-    Raises HpctrainError if a language model has no token for the end of a text.
-    """
-    # KLUE's RoBERTa has the tokenizer of BERT, but one token type; DistilBERT has none
-    accepted = inspect.signature(model.forward).parameters
-    if "token_type_ids" not in accepted or getattr(model.config, "type_vocab_size", 2) < 2:
-        names = tokenizer.model_input_names
-        tokenizer.model_input_names = [name for name in names if name != "token_type_ids"]
-    # Llama, GPT-2 and others classify by the last token that is not this one
-    if task.pipeline_tag == "text-classification":
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    # transformers 5 saves it in generation_config.json; T5 starts with padding
-    if model.config.is_encoder_decoder and getattr(model.config, "decoder_start_token_id", None) is None:
-        model.config.decoder_start_token_id = tokenizer.pad_token_id
-    if task.pipeline_tag == "text-generation" and tokenizer.eos_token is None:
-        if tokenizer.sep_token is None:
-            raise HpctrainError(
-                f"{folder}: its tokenizer has no eos_token, with which a text ends: "
-                "set one in tokenizer_config.json"
-            )
-        # GPT-2 with the tokenizer of BERT
-        tokenizer.eos_token, tokenizer.bos_token = tokenizer.sep_token, tokenizer.cls_token
 
 
 def count_own_positions(model: "PreTrainedModel") -> int | None:
@@ -392,87 +277,6 @@ def _save_pipeline_tokenizer(folder: Path, tokenizer: "PreTrainedTokenizerFast",
     )
     second.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(content, encoding="utf-8")
-
-
-def make_card(
-    title: str,
-    task: "Task",
-    base: str,
-    data: str,
-    language: str | None,
-    scores: Mapping[str, float],
-    options: Mapping[str, Any],
-    versions: Mapping[str, str],
-    pipeline_tokenizer: bool = False,
-    adapter: bool = False,
-) -> str:
-    """A model card in Markdown with YAML metadata: scores, how to use the model, and how it was trained.
-
-    `base` is the model that was fine-tuned: a name on the hub, or that of a folder. `data` is the name of the
-    data set, and `language` that of its texts in ISO 639-1, None if it is not known. `pipeline_tokenizer`:
-    whether save_model() writes one; `adapter`: whether it writes an adapter of peft.
-    """
-    base, data, title = hide_secrets([base, data, title])
-    options, versions = hide_secrets([dict(options), dict(versions)])
-    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists()
-    metadata = ModelCardData(
-        language=language,
-        library_name="peft" if adapter else "transformers",
-        pipeline_tag=task.pipeline_tag,
-        base_model=base if is_hub_name else None,
-        # other data have the name of a file
-        datasets=["/".join(data.split("/")[:2])] if "/" in data else None,
-        model_name=title,
-        eval_results=[
-            EvalResult(task.pipeline_tag, Path(data).name, Path(data).name, name, float(value))
-            for name, value in scores.items()
-            if "/" not in name
-        ],
-    )
-    loader = task.model.__name__
-    text = task.pipeline_text if pipeline_tokenizer else task.card_text
-    words = " ".join(name.upper() for name in task.inputs)
-    load = f"from transformers import AutoTokenizer, {loader}\n\n"
-    load += 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
-    if adapter:
-        quoted = json.dumps(base, ensure_ascii=False)  # people copy this code, and a folder may have any name
-        load = (
-            f"from peft import PeftModel\n{load.replace('AutoTokenizer, ', 'AutoConfig, AutoTokenizer, ', 1)}"
-        )
-        load += f'model = {loader}.from_pretrained({quoted}, config=AutoConfig.from_pretrained("FOLDER"))\n'
-        load += 'model = PeftModel.from_pretrained(model, "FOLDER")'
-    else:
-        load += f'model = {loader}.from_pretrained("FOLDER")'
-    return f"""---
-{metadata.to_yaml()}
----
-
-# {title}
-
-`{base}`, fine-tuned on `{data}` with hpctrain ({task.name}).
-
-## Scores
-
-| metric | value |
-|---|---|
-{chr(10).join(f"| {name} | {value:.4f} |" for name, value in scores.items())}
-
-## Use
-
-```
-hpctrain predict FOLDER {words}
-```
-{text and f"{chr(10)}{text}{chr(10)}"}
-```python
-{load}
-```
-
-## Training
-
-```json
-{json.dumps({"options": options, "versions": versions}, indent=2, ensure_ascii=False, default=str)}
-```
-"""
 
 
 def describe_error(error: BaseException) -> str:

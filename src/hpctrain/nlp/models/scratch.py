@@ -36,7 +36,7 @@ SIZES = {
     "base": Size(12, 768, 32000),
 }
 POSITIONS = 512  # positions of a model; a multiple of it if --max-length needs more
-LONGEST_WORD = 1000  # characters without white space among them that a tokenizer is trained on
+MAX_WORD = 1000  # characters without white space among them that a tokenizer is trained on
 KINDS = {"bert": ("BertConfig", "BertModel"), "gpt2": ("GPT2Config", "GPT2LMHeadModel")}
 
 
@@ -115,11 +115,11 @@ def make_config(config: str, kind: str) -> "PretrainedConfig":
 
 
 def cut_words(text: str) -> str:
-    """The text, with a line break after each LONGEST_WORD characters that have no white space among them.
+    """The text, with a line break after each MAX_WORD characters that have no white space among them.
 
     Trainers of tokenizers need time with the square of a word: a million such characters take hours.
     """
-    return re.sub(rf"\S{{{LONGEST_WORD}}}(?=\S)", r"\g<0>\n", text)
+    return re.sub(rf"\S{{{MAX_WORD}}}(?=\S)", r"\g<0>\n", text)
 
 
 def _train_tokenizer(kind: str, texts: Sequence[str], vocabulary: int) -> "PreTrainedTokenizerFast":

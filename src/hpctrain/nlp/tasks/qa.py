@@ -25,9 +25,9 @@ from transformers import AutoModelForQuestionAnswering, PreTrainedTokenizerFast
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, encode_texts
 from hpctrain.nlp.batches.text_batch import TextBatch
+from hpctrain.nlp.data.squad import UNANSWERABLE, Question, read_questions
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.tasks.answer_scores import is_latin, score_korquad, score_squad
-from hpctrain.nlp.tasks.squad import UNANSWERABLE, Question, read_questions
 
 TOP_SPANS = 20  # spans of each window that compete for the answer
 # Longest answer in tokens. The longest in KorQuAD's dev set has 43 characters, so at most 43 subword tokens.

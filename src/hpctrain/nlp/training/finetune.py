@@ -36,6 +36,8 @@ from hpctrain.lightning.trainer import JsonStrategy, make_trainer, quiet
 from hpctrain.nlp.batches.features import Features, check_tokens, load_or_make, make_cache_key
 from hpctrain.nlp.batches.sampling import LengthGroupedSampler, make_loader
 from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.splits import describe_files, load_splits, split_examples
+from hpctrain.nlp.models.card import make_card
 from hpctrain.nlp.models.hub import resolve_data
 from hpctrain.nlp.models.initial_model import (
     check_packing,
@@ -46,12 +48,8 @@ from hpctrain.nlp.models.initial_model import (
 from hpctrain.nlp.models.lora import add_lora, count_parameters, without_warnings
 from hpctrain.nlp.models.masks import needs_mask
 from hpctrain.nlp.models.memory import check_memory
-from hpctrain.nlp.models.model_folder import (
-    describe_error,
-    load_tokenizer,
-    make_card,
-    save_model,
-)
+from hpctrain.nlp.models.model_folder import describe_error, save_model
+from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.options import FineTuneOptions
 from hpctrain.nlp.parser import check_ranks, parse_options
 from hpctrain.nlp.task import Task
@@ -128,19 +126,19 @@ def read_examples(task: Task, args: FineTuneOptions, world: World) -> dict[str, 
     skipped: list[HpctrainError] | None = None if args.strict else []
     path = resolve_data(args.data, world) if args.data else None
     with all_or_none(world):
-        splits = formats.load_splits(task, path, skipped, args.columns)
+        splits = load_splits(task, path, skipped, args.columns)
         if "test" not in splits:  # --data is a single file; its test set must not depend on --seed
-            splits["train"], splits["test"] = formats.split_examples(
+            splits["train"], splits["test"] = split_examples(
                 task, splits["train"], args.validation_split, seed=0
             )
         if "validation" not in splits:
-            splits["train"], splits["validation"] = formats.split_examples(
+            splits["train"], splits["validation"] = split_examples(
                 task, splits["train"], args.validation_split, args.seed
             )
         splits = {name: splits[name][: args.limit] for name in ("train", "validation", "test")}
         remarks = [
             formats.describe_skipped(skipped or ()),
-            *formats.describe_files(path, tables=args.columns is not None),
+            *describe_files(path, tables=args.columns is not None),
         ]
     if world.rank == 0:
         print(*(f"{one_line(remark)}\n" for remark in remarks if remark), sep="", end="", flush=True)

@@ -8,9 +8,9 @@ import pytest
 from seqeval.metrics import f1_score
 from seqeval.scheme import IOB2, Entities
 
-from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.bio import Entity, from_bio, split_units, to_bio
+from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.task import SAMPLES
-from hpctrain.nlp.tasks.bio import Entity, from_bio, split_units, to_bio
 from hpctrain.nlp.tasks.ner import TASK
 from tests.nlp.data.test_formats import find_data, write
 
@@ -22,7 +22,7 @@ def pass_through_bio(sentence):
 
 @pytest.mark.parametrize("task", ["ner", "ner_lines", "ner_conll"])
 def test_sample_entities_survive_a_round_trip_through_bio(task):
-    sentences = [s for part in formats.load_splits(TASK, SAMPLES / task).values() for s in part]
+    sentences = [s for part in load_splits(TASK, SAMPLES / task).values() for s in part]
     touching = sum(
         a.end == b.start or s.text[a.end : b.start] == " " for s in sentences for a, b in pairwise(s.entities)
     )

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from hpctrain.nlp.data import formats
+from hpctrain.nlp.data.splits import split_examples
+from hpctrain.nlp.data.squad import Answer, Question
 from hpctrain.nlp.tasks.qa import TASK
-from hpctrain.nlp.tasks.squad import Answer, Question
 from tests.nlp.data.test_formats import assert_error, find_data, write
 
 
@@ -136,7 +136,7 @@ def test_all_questions_of_korquad_are_read_and_split_by_paragraph():
     assert len(questions) == 5774 and len({q.title for q in questions}) == 140
     assert all(q.context[a.start : a.start + len(a.text)] == a.text for q in questions for a in q.answers)
     assert sum(a.start == 0 for q in questions for a in q.answers) == 241
-    train, validation = formats.split_examples(TASK, questions, 0.5, seed=0)
+    train, validation = split_examples(TASK, questions, 0.5, seed=0)
     assert len(train) + len(validation) == 5774 and not {q.context for q in train} & {
         q.context for q in validation
     }
