@@ -71,9 +71,9 @@ class Run:
     and `**cfg` one of Hydra.
 
     What a loop calls: prepare, track, epochs, batches, step, and as it needs them autocast, backward, update,
-    is_due, evaluation_batches, evaluation, score, load_best, count_tokens, count_flops, print, log. What it
-    reads: folder, device, world, precision, epoch (finished epochs), global_step, scores (what result.json
-    gets), best (`best.patience` ends the run, `best.by` and `best.lowest` choose the score).
+    is_due, evaluation_batches, evaluation, score, load_best, gather, count_tokens, count_flops, print, log.
+    What it reads: folder, resume_from, device, world, precision, epoch (finished epochs), global_step,
+    scores (for result.json), best (`best.patience` ends the run, `best.by` and `best.lowest` choose its score).
 
     Every method is a collective call. An error in their use ends all ranks with one line.
     """
@@ -133,13 +133,18 @@ class Run:
         with self._stack:
             if self._model is not None:
                 self._leave_epoch()
-                self._record.finish(self._gather(self._model), **self.scores)
+                self._record.finish(self.gather(self._model), **self.scores)
         return None
 
     @property
     def folder(self) -> Path:
         """The run folder."""
         return self._record.folder
+
+    @property
+    def resume_from(self) -> Path | None:
+        """The checkpoint that the run resumes from; None if it is new."""
+        return self._record.resume_from
 
     @property
     def epoch(self) -> int:
@@ -558,20 +563,20 @@ class Run:
         self.print(f"{self.best.place} has the best {self.best.by or 'score'}: using its weights")
         return True
 
+    def gather(self, model: nn.Module) -> nn.Module:
+        """The tracked model, or one of them, as it was before prepare(), with all weights on rank 0."""
+        if self._strategy is None:
+            return model
+        if isinstance(model, nn.ModuleDict) and model is self._model:
+            return nn.ModuleDict({name: self._strategy.gather(each) for name, each in model.items()})
+        return self._strategy.gather(checkpoint.unwrap(model))
+
     def _to_device(self, batch: Any) -> Any:
         if hasattr(batch, "to") and not isinstance(batch, Tensor):  # such as a BatchEncoding
             return batch.to(self.device)
         return tree_map_only(Tensor, lambda each: each.to(self.device, non_blocking=True), batch)
 
     # --- the state ---
-
-    def _gather(self, model: nn.Module) -> nn.Module:
-        """The model with all of its weights, on rank 0."""
-        if self._strategy is None:
-            return model
-        if isinstance(model, nn.ModuleDict) and model is self._model:
-            return nn.ModuleDict({name: self._strategy.gather(each) for name, each in model.items()})
-        return self._strategy.gather(model)
 
     def _load(self, target: nn.Module | Optimizer, state: Any) -> None:
         """Load a state that is whole or in parts into a model or an optimizer."""

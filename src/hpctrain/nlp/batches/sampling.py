@@ -7,22 +7,28 @@ takes the same examples on any number of ranks.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
-from hpctrain.distributed.world import World
 from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.batches.text_batch import TextBatch
-from hpctrain.training.batches import steps_per_epoch
+from hpctrain.training.batches import Part
 
 # Batches sorted by length together. More leave less padding, but fewer ways to combine examples.
 POOL = 100
 
-Selection = tuple[Tensor, float]  # index and weight of a TextBatch
+
+class Selection(NamedTuple):
+    """The examples of a batch, and its weight and number: see TextBatch."""
+
+    index: Tensor
+    weight: float = 1.0
+    number: int = 0
 
 
 def training_batches_by_length(
@@ -70,72 +76,50 @@ def evaluation_batches_by_length(
 
 
 class FeatureDataset(Dataset):
-    """Features, a batch at a time; with `pack`, each batch is packed."""
+    """Features, a batch at a time; with `pack`, each batch is packed. `round_up_to`: see Features.batch()."""
 
-    def __init__(self, features: Features, padding: dict[str, int], pack: bool, round_up_to: int) -> None:
+    def __init__(
+        self, features: Features, padding: dict[str, int], pack: bool = False, round_up_to: int = 0
+    ) -> None:
         self._make_batch = features.pack if pack else partial(features.batch, round_up_to=round_up_to)
         self._padding = padding
 
     def __getitem__(self, item: Selection) -> TextBatch:
-        index, weight = item
-        return replace(self._make_batch(index, self._padding), weight=weight)
+        return replace(self._make_batch(item.index, self._padding), weight=item.weight, number=item.number)
+
+
+class TrainingTexts(FeatureDataset):
+    """The training set, which loads the parts of run.batches() itself.
+
+    The model's mean over the labels of a part is averaged over the ranks by DDP, and over the parts by
+    run.backward(). Weighted by the part's share of labels, it is the mean over those of the whole batch.
+    """
+
+    def __init__(
+        self, features: Features, padding: dict[str, int], pack: bool = False, round_up_to: int = 0
+    ) -> None:
+        super().__init__(features, padding, pack, round_up_to)
+        self._units = torch.from_numpy(features.values["units"].copy())
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def load_batches(self, parts: Iterable[Part], device: torch.device) -> Iterable[TextBatch]:
+        """The batches of these parts, in pinned memory if the device is a GPU."""
+        return _load(self, map(self._select, parts))
+
+    def _select(self, part: Part) -> Selection:
+        number_of_parts = len(part.step) // len(part.examples)
+        own, whole = (int(self._units[index].sum()) for index in (part.examples, part.step))
+        return Selection(part.examples, own * number_of_parts / whole, part.number)
 
 
 def make_loader(
-    features: Features,
-    padding: dict[str, int],
-    sampler: Iterable[Selection],
-    pack: bool = False,
-    round_up_to: int = 0,
+    features: Features, padding: dict[str, int], batches: Iterable[Selection], round_up_to: int = 0
 ) -> DataLoader:
-    """Load the batches that a sampler yields, into pinned memory if there is a GPU.
-
-    With `pack` a row has several features. `round_up_to`: see Features.batch().
-    """
-    dataset = FeatureDataset(features, padding, pack, round_up_to)
-    return DataLoader(dataset, sampler=sampler, batch_size=None, pin_memory=torch.cuda.is_available())
+    """Load these batches, into pinned memory if there is a GPU."""
+    return _load(FeatureDataset(features, padding, round_up_to=round_up_to), batches)
 
 
-class LengthGroupedSampler(Sampler):
-    """The training batches of this rank in the current epoch, each in `accumulate` parts."""
-
-    def __init__(
-        self, features: Features, world: World, batch_size: int, seed: int, accumulate: int = 1
-    ) -> None:
-        self._features, self._world = features, world
-        self._batch_size, self._seed, self._accumulate = batch_size, seed, accumulate
-        self._steps = steps_per_epoch(len(features.lengths), batch_size, world, accumulate)
-        self._epoch, self._skip = 1, (0, 0)
-
-    def skip(self, epoch: int, steps: int) -> None:
-        """Leave out the first steps of this epoch, counted from 1, which a resumed run has done already."""
-        self._skip = epoch, steps
-
-    def examples_of(self, epoch: int, step: int) -> Tensor:
-        """The examples of this rank in a step, counted from 0, of an epoch, counted from 1."""
-        return self._parts_of_rank(self._batches(epoch)[step])
-
-    def _batches(self, epoch: int) -> Tensor:
-        parts = self._world.size * self._accumulate
-        return training_batches_by_length(self._features.lengths, self._batch_size, self._seed, epoch, parts)
-
-    def _parts_of_rank(self, batch: Tensor) -> Tensor:
-        return batch[self._world.rank * self._accumulate : (self._world.rank + 1) * self._accumulate]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this before each epoch, also of a resumed run, and counts them from 0."""
-        self._epoch = epoch + 1
-
-    def __len__(self) -> int:
-        return self._steps * self._accumulate
-
-    def __iter__(self) -> Iterator[Selection]:
-        parts = self._world.size * self._accumulate
-        units = torch.from_numpy(self._features.values["units"].copy())
-        skip = self._skip[1] if self._epoch == self._skip[0] else 0
-        for batch in self._batches(self._epoch)[skip:]:
-            # The model's mean over the labels of a part is averaged over ranks by DDP, and over parts by
-            # Lightning. Weighted by its share of labels, it is the mean over those of the whole batch.
-            total = int(units[batch].sum())
-            for index in self._parts_of_rank(batch):
-                yield index, int(units[index].sum()) * parts / total
+def _load(dataset: FeatureDataset, batches: Iterable[Selection]) -> DataLoader:
+    return DataLoader(dataset, sampler=batches, batch_size=None, pin_memory=torch.cuda.is_available())

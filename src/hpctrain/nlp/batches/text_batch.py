@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class TextBatch:
     """b features in rows: one per row and padded on the right, or packed, several per row.
 
@@ -19,8 +19,7 @@ class TextBatch:
     position_ids: int64 [rows, length] if packed: each feature in a row starts again at 0
     real_tokens: the number of tokens that are not padding
     weight: the factor of the loss in training; in an evaluation, 0 for a batch that does not count
-
-    Not frozen, because Lightning changes copies of it.
+    number: of the batch in its epoch, from 0, in training
     """
 
     index: Tensor
@@ -31,6 +30,7 @@ class TextBatch:
     real_tokens: int
     position_ids: Tensor | None = None
     weight: float = 1.0
+    number: int = 0
 
     @property
     def is_padded(self) -> bool:
@@ -71,7 +71,7 @@ class TextBatch:
         return [*own, *self.tokens.values(), *self.values.values()]
 
     def to(self, device: torch.device) -> "TextBatch":
-        """Lightning calls this, too. Copies from pinned memory to a GPU do not wait for it."""
+        """Copies from pinned memory to a GPU do not wait for it."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
 
     def pin_memory(self) -> "TextBatch":

@@ -23,13 +23,13 @@ from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.models.tokenizer import fit_together
 from hpctrain.nlp.options import FineTuneOptions
 from hpctrain.nlp.task import Task
-from hpctrain.run.record import Record
 from hpctrain.text import first_line
+from hpctrain.training.run import Run
 
 WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before the names of weights
 
 
-def get_initial_model(task: Task, args: FineTuneOptions, run: Record, train: list[Any]) -> Path:
+def get_initial_model(task: Task, args: FineTuneOptions, run: Run, train: list[Any]) -> Path:
     """The folder of the initial model; --from-scratch creates it in the run folder (collective)."""
     if args.model:
         return resolve_model(args.model, run.world)
@@ -98,7 +98,7 @@ def load_model(
         _check_finite(folder, model)
     if task.pipeline_tag == "text-generation" and not empty:
         _check_causal(folder, model)
-    model.train()  # from_pretrained() turns dropout off, and Lightning does not turn it on
+    model.train()  # from_pretrained() turns dropout off
     if args.gradient_checkpointing:
         _checkpoint_gradients(model, folder)
     model.config.use_cache = False  # the cache of keys and values is for generation only

@@ -2,15 +2,12 @@
 
 import re
 from collections.abc import Callable
-from functools import partial
 
-import torch
 import transformers
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from hpctrain.errors import HpctrainError
-from hpctrain.lightning.sharded import ShardedStrategy
 from hpctrain.training.strategies.fsdp import Whole
 
 # The last one is of norms over each head: a rank has some of the heads, so their dimension is split.
@@ -21,19 +18,6 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 # What is split: heads, and the inner size of the layers between them.
 SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-
-
-def choose_strategy(
-    model: transformers.PreTrainedModel, number: int, cpu_offload: bool, dtype: torch.dtype | None
-) -> Callable[..., ShardedStrategy]:
-    """A Trainer's strategy for layers split over this number of ranks. Raises HpctrainError.
-
-    Weights are gathered in this type.
-    """
-    if number == 1:
-        return partial(ShardedStrategy, dtype=dtype, cpu_offload=cpu_offload)
-    styles = choose_styles(model, number)
-    return partial(ShardedStrategy, dtype=dtype, tensor_parallel=number, styles=styles)
 
 
 def choose_styles(model: transformers.PreTrainedModel, number: int) -> dict[str, ParallelStyle]:
