@@ -68,7 +68,7 @@ def test_a_checkpoint_of_somebody_else_is_one_line(run):
     good = POSITION | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     checkpoint.save(path, good)
     assert checkpoint.find_fitting(path, model, "optimizer") == path
-    checkpoint.load_optimizer(optimizer, good, path)
+    checkpoint.load_optimizer(optimizer, good["optimizer"], path)
     wrong = [("epoch", x) for x in ("x", -1, 2**40, float("nan"), [1], True, None)] + [
         ("step", "x"),
         ("seconds", "x"),
@@ -108,11 +108,9 @@ def test_a_checkpoint_of_somebody_else_is_one_line(run):
     odd.append({"state": {0: {"momentum_buffer": torch.ones(1).expand(10**15)}}, "param_groups": [group]})
     for state in ("x", *odd, {"state": {0: "x"}, "param_groups": [group]}):
         with pytest.raises(HpctrainError, match=r"epoch-0001.pt: not the optimizer of this model"):
-            checkpoint.load_optimizer(optimizer, {"optimizer": state}, path, copy.deepcopy)
-    checkpoint.load_optimizer(
-        optimizer, {"optimizer": {"state": {}, "param_groups": [group | {"momentum": "x"}]}}, path
-    )
-    assert optimizer.param_groups[0]["momentum"] == 0.9
+            checkpoint.load_optimizer(optimizer, state, path)
+    with pytest.raises(HpctrainError, match="momentum"):
+        checkpoint.load_optimizer(optimizer, {"state": {}, "param_groups": [group | {"momentum": "x"}]}, path)
 
 
 def test_a_compiled_model_is_unwrapped_although_it_has_a_part_named_module():

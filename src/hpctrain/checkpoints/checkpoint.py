@@ -7,6 +7,7 @@ flipped bit. The checkpoint of a sharded model is a folder of such files: see pa
 
 import copy
 import io
+import os
 import pickle
 import re
 import shutil
@@ -14,6 +15,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,19 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def link_best(best: Path) -> None:
+    """Let best.pt beside this checkpoint be a link to it, unless it is in another run folder.
+
+    A file system without links has none.
+    """
+    if best.exists():
+        new = best.with_name(f".best.pt.{os.getpid()}")
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+            new.symlink_to(best.name)
+            new.replace(best.with_name("best.pt"))
 
 
 def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: None) -> None:
@@ -156,22 +171,22 @@ def find_newest(folder: Path) -> Path:
 def find_fitting(
     newest: Path,
     model: torch.nn.Module,
-    entries: tuple[str, ...],
-    describe_differences: Callable[[dict[str, str]], str] = lambda saved: "",
+    *entries: str,
+    compare: Callable[[dict[str, str]], str] = lambda saved: "",
 ) -> Path:
     """The newest checkpoint that this model can be resumed from. Prints why it skips others.
 
     The search goes backwards from `newest`, which find_newest() has just verified: it is not read through a
     second time. A checkpoint fits if it has the position of a run, the weights of `model`, and one of the
-    entries, as the checkpoints of the same trainer have. `describe_differences` gets the options that a
-    checkpoint of another model was saved with, and names those that differ now. Raises HpctrainError that
+    entries, as the checkpoints of the same trainer have. `compare` gets the options that a checkpoint of another
+    model was saved with, and names those that differ now. Raises HpctrainError that
     names the folder and `newest` if no checkpoint fits.
     """
     problems: dict[str, str] = {}
     paths = list_newest_first(newest.parent.parent)
     for path in paths[paths.index(newest) :]:
         if path == newest or is_intact(path):
-            problem = _describe_misfit(path, model, entries, describe_differences)
+            problem = _describe_misfit(path, model, entries, compare)
         else:
             problem = "corrupt"
         if not problem:
@@ -191,7 +206,7 @@ def _describe_misfit(
     path: Path,
     model: torch.nn.Module,
     entries: tuple[str, ...],
-    describe_differences: Callable[[dict[str, str]], str],
+    compare: Callable[[dict[str, str]], str],
 ) -> str:
     """Why a checkpoint does not fit this model; "" if it does."""
     try:
@@ -215,7 +230,7 @@ def _describe_misfit(
     differing = next((name for name in [*own, *saved] if own.get(name) != saved.get(name)), None)
     if not differing:
         return ""
-    options = describe_differences(position.options)
+    options = compare(position.options)
     cause = f", because of {options}" if options else ""
     return f"it is of another model: {differing} is {saved.get(differing)}, not {own.get(differing)}{cause}"
 

@@ -163,6 +163,11 @@ class Checkpointer:
         if error:
             raise error
 
+    def link_best(self) -> None:
+        """Let best.pt be the best checkpoint, after wait() on all ranks."""
+        if self.in_parts and self._last and self._world.rank == 0:
+            checkpoint.link_best(self._last[1])
+
     def close(self) -> None:
         """Wait until the last checkpoint is written or has failed, and free its copy. None follows."""
         if self._writer:
@@ -194,6 +199,7 @@ class Checkpointer:
             else:
                 self._save_or_retry(path, state)
                 self._remove_old(path, path, best)
+                checkpoint.link_best(best)
             self._written, self._last = True, (path, best)
         except HpctrainError as error:
             self._error = error

@@ -135,12 +135,12 @@ class Record:
         device: torch.device,
         epochs: int | None,
         model: torch.nn.Module,
-        entries: tuple[str, ...],
+        *entries: str,
     ) -> dict[str, Any] | None:
         """The state to resume from, on every rank, or None if the run is new. A collective call.
 
-        The state has the weights of `model`, and one of the entries: see checkpoint.find_fitting(). States
-        that are saved have the first one. A state with all epochs, or of a run that has stalled, is from a
+        The state has the weights of `model`, and one of the entries ("optimizer" without any): see
+        checkpoint.find_fitting(). States that are saved have the first one. A state with all epochs, or of a run that has stalled, is from a
         run that died before it wrote result.json: the caller finishes it without training. Metrics that were
         written after the checkpoint are removed. A script that does not know `epochs` yet calls
         limit_epochs() when it does.
@@ -148,6 +148,7 @@ class Record:
         Raises UsageError if the run has all of its epochs and its result already. Raises HpctrainError if no
         checkpoint fits, or, unless --force is given, if options differ that change the weights.
         """
+        entries = entries or ("optimizer",)
         self._nonfinite.model = model = checkpoint.unwrap(model)
         self._checkpointer.in_parts, self._checkpointer.entry = self.in_parts, entries[0]
         self._checkpointer.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -217,7 +218,7 @@ class Record:
             if self.world.rank == 0:
                 assert self.resume_from
                 compare = partial(describe_differences, self._options.list_weighty(), free=("epochs",))
-                chosen = str(checkpoint.find_fitting(self.resume_from, model, entries, compare))
+                chosen = str(checkpoint.find_fitting(self.resume_from, model, *entries, compare=compare))
         self.resume_from = Path(broadcast(self.world, chosen))
         with all_or_none(self.world):
             return checkpoint.load(self.resume_from, device, lazily=self.in_parts)
@@ -436,6 +437,7 @@ class Record:
         """Wait until the last checkpoint is written. A collective call. Raises HpctrainError."""
         with all_or_none(self.world):
             self._checkpointer.wait()
+        self._checkpointer.link_best()
 
     def _leave(self) -> NoReturn:
         self.close()

@@ -73,7 +73,8 @@ class Run:
     What a loop calls: prepare, track, epochs, batches, step, and as it needs them autocast, backward, update,
     is_due, evaluation_batches, evaluation, score, load_best, gather, count_tokens, count_flops, print, log.
     What it reads: folder, resume_from, device, world, precision, epoch (finished epochs), global_step,
-    scores (for result.json), best (`best.patience` ends the run, `best.by` and `best.lowest` choose its score).
+    scores (for result.json), and best: `best.patience` ends the run, `best.by` and `best.lowest` say which
+    score decides.
 
     Every method is a collective call. An error in their use ends all ranks with one line.
     """
@@ -241,7 +242,7 @@ class Run:
         self._has_optimized = not optimizers or bool(scalers) or self._scaler.is_enabled()
 
         # to the CPU: load_state_dict() copies to where the values belong
-        state = self._record.resume(torch.device("cpu"), None, self._model, ENTRIES)
+        state = self._record.resume(torch.device("cpu"), None, self._model, *ENTRIES)
         if state:
             with all_or_none(self.world):
                 self._load_state(state)
