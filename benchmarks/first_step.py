@@ -24,10 +24,11 @@ from typing import Any, NoReturn  # noqa: E402
 
 from hpctrain.distributed.world import detect  # noqa: E402
 from hpctrain.run.record import Record  # noqa: E402
-from hpctrain.vision import train_ddp  # noqa: E402
+from hpctrain.training.run import Run  # noqa: E402
+from hpctrain.vision import train  # noqa: E402
 
 marks["import the rest"] = time.time()
-process_group = train_ddp.process_group
+process_group = train.process_group
 
 
 @contextmanager
@@ -38,18 +39,18 @@ def marked_process_group(*args: Any) -> Iterator[None]:
         yield
 
 
-def first_step(run: Record, loss: torch.Tensor, **values: float) -> NoReturn:
+def first_step(run: Run, loss: torch.Tensor, **values: float) -> NoReturn:
     """Replaces Run.step(): print the marks and exit."""
     marks["first step"] = time.time()
     print("marks", json.dumps(marks), flush=True)
     raise SystemExit(0)
 
 
-def start_epoch(run: Record, epoch: int, *_: object) -> int:
-    """Replaces Run.start_epoch(): set a mark."""
+def start_epoch(record: Record, epoch: int, *_: object) -> int:
+    """Replaces Record.start_epoch(): set a mark."""
     marks["data, run folder, model"] = time.time()
     return 0
 
 
-train_ddp.process_group, Run.step, Run.start_epoch = marked_process_group, first_step, start_epoch
-train_ddp.main(detect(), sys.argv[1:])
+train.process_group, Run.step, Record.start_epoch = marked_process_group, first_step, start_epoch
+train.main(detect(), sys.argv[1:])

@@ -34,7 +34,6 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import PreTrainedTokenizerFast
 
 from hpctrain.distributed.world import detect
-from hpctrain.lightning.trainer import quiet
 from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.models.lora import add_lora
@@ -47,7 +46,7 @@ from hpctrain.nlp.training.finetune import run_empty
 from hpctrain.run.flops import count_flops, count_text_flops, utilization
 from hpctrain.text import first_line
 from hpctrain.training.kernels import make_deterministic
-from hpctrain.vision import train_ddp
+from hpctrain.vision import train
 from hpctrain.vision.recipe import RECIPES
 
 Figures = dict[str, float | str]
@@ -304,7 +303,7 @@ def train_images(
     steps: Steps, device: torch.device, pixels: int, data: Path, out: Path, *more: str
 ) -> Figures:
     """`hpctrain train_ddp`: the median of its lines of metrics but the first, the start."""
-    train_ddp.main(
+    train.main(
         detect(),
         [
             *("--data", str(data), "--model", "resnet50", "--image-size", str(pixels), "--out", str(out)),
@@ -427,7 +426,6 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
-    quiet()
     transformers.logging.set_verbosity_error()
     lines = sys.stdout
     device = torch.device("cpu") if args.dry_run else torch.device("cuda", 0)

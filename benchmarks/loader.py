@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hpctrain.distributed.world import ALONE
-from hpctrain.training.batches import training_batches
+from hpctrain.training.batches import EpochPlan
 from hpctrain.vision.data import to_images
 from hpctrain.vision.folder import ImageFolder, ImageShards, decode, random_resized_crop
 
@@ -91,8 +91,8 @@ def main() -> None:
         )
 
         def epoch_of_ours(source: ImageFolder, epoch: int) -> int:
-            indices = training_batches(len(source), BATCH, 1, epoch, ALONE)
-            return sum(len(labels) for _, labels in source.batches(indices, cpu, SIDE, epoch))
+            parts = EpochPlan(len(source), BATCH, 1, epoch, ALONE).parts()
+            return sum(len(labels) for _, labels in source.load_batches(parts, cpu))
 
         def epoch_of_plain(epoch: int) -> int:
             sampler.set_epoch(epoch)

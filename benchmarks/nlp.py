@@ -45,9 +45,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, process_group
 from hpctrain.distributed.world import World, detect
-from hpctrain.lightning.trainer import make_trainer, quiet
 from hpctrain.nlp.batches.features import Features, load_or_make, make_cache_key
-from hpctrain.nlp.batches.sampling import LengthGroupedSampler, evaluation_batches_by_length, make_loader
+from hpctrain.nlp.batches.sampling import Selection, TrainingTexts, evaluation_batches_by_length
 from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.models.initial_model import load_model
@@ -57,10 +56,10 @@ from hpctrain.nlp.options import FineTuneOptions
 from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.task import Task
 from hpctrain.nlp.tasks.classify import TASK, Document
-from hpctrain.nlp.training.finetune import prepare_module
+from hpctrain.nlp.training import finetune
+from hpctrain.nlp.training.finetune import prepare_steps
 from hpctrain.parser import positive
-from hpctrain.run.options import RunOptions
-from hpctrain.run.record import Record
+from hpctrain.training.run import Run
 
 # Layers, hidden size and vocabulary of KcBERT; the other sizes are those of --from-scratch.
 KCBERT = {"base": (12, 768, 30_000), "large": (24, 1024, 30_000)}
@@ -211,8 +210,7 @@ def train_with_trainer(
     try:
         trainer.train()
     finally:
-        # with torch_compile the Trainer has changed it, and Lightning, which asks for it in the old way,
-        # would fail
+        # with torch_compile the Trainer has changed it
         if precision:
             torch.backends.fp32_precision = precision
             torch.set_float32_matmul_precision("highest")  # the default
@@ -228,19 +226,25 @@ def train_with_hpctrain(
 ) -> None:
     """As `hpctrain nlp.<task>` does; on a GPU with lengths that are rounded up, if `rounded`."""
     args = dataclasses.replace(setting.args, cuda_graphs=graphs, compile=compiled)
-    world, train, task = setting.world, setting.train, setting.task
-    run = Record(world, f"nlp.{task.name}", RunOptions.from_args(vars(args)), setting.device)
-    module = prepare_module(task, model, setting.labels, train, args, run)
+    train, task = setting.train, setting.task
     padding = {**task.padding, "input_ids": setting.tokenizer.pad_token_id}
-    sampler = LengthGroupedSampler(train, world, args.batch_size, args.seed, args.accumulate)
-    loader = make_loader(train, padding, sampler, round_up_to=module.round_up_to if rounded else 0)
+    with Run(f"nlp.{task.name}", **vars(args)) as run:
+        steps = prepare_steps(task, model, setting.labels, train, args, run)
+        steps.add_set("validation", [], setting.held_out, padding)
+        texts = SeenTexts(train, padding, round_up_to=steps.round_up_to if rounded else 0)
+        texts.see = see
+        finetune.train(task, steps, texts, args, run)
 
-    def collate(batch: TextBatch) -> TextBatch:
-        see(batch.tokens["input_ids"], batch.attention_mask)
+
+class SeenTexts(TrainingTexts):
+    """The training reviews, whose batches the Meter sees."""
+
+    see: See
+
+    def __getitem__(self, item: Selection) -> TextBatch:
+        batch = super().__getitem__(item)
+        self.see(batch.tokens["input_ids"], batch.attention_mask)
         return batch
-
-    loader.collate_fn = collate
-    make_trainer(run, args, setting.device, model, module.score).fit(module, loader)
 
 
 WAYS: dict[str, Callable[[Setting, PreTrainedModel, See], None]] = {
@@ -552,7 +556,6 @@ def main() -> None:
         help="device to train on; auto: a GPU if there is one (default: %(default)s)",
     )
     args = parser.parse_args()
-    quiet()
     transformers.logging.set_verbosity_error()
     world = detect()
     device = choose_device(world, args.device)

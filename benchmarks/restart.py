@@ -40,11 +40,11 @@ def be_a_rank() -> None:
     marks = {"srun, container, Python": began}
     from hpctrain.distributed import entry
     from hpctrain.distributed.world import detect, restart_count
-    from hpctrain.run.record import Record
-    from hpctrain.vision import train_ddp
+    from hpctrain.training.run import Run
+    from hpctrain.vision import train
 
     marks["imports"] = time.time()
-    process_group, step = train_ddp.process_group, Run.step
+    process_group, step = train.process_group, Run.step
     world = detect()
 
     @contextmanager
@@ -53,7 +53,7 @@ def be_a_rank() -> None:
             marks["rendezvous of the ranks"] = time.time()
             yield
 
-    def marked_step(run: Record, *args: Any, **values: float) -> None:
+    def marked_step(run: Run, *args: Any, **values: float) -> None:
         step(run, *args, **values)
         if restart_count() and LAST not in marks:
             marks[LAST] = time.time()
@@ -66,8 +66,8 @@ def be_a_rank() -> None:
             print("killed", time.time(), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train_ddp.process_group, Run.step = marked_process_group, marked_step
-    entry.main(lambda world: train_ddp.main(world, sys.argv[1:]))
+    train.process_group, Run.step = marked_process_group, marked_step
+    entry.main(lambda world: train.main(world, sys.argv[1:]))
 
 
 def restart(cluster: Any, name: str) -> dict[str, float]:

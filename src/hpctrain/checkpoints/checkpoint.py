@@ -178,9 +178,9 @@ def find_fitting(
 
     The search goes backwards from `newest`, which find_newest() has just verified: it is not read through a
     second time. A checkpoint fits if it has the position of a run, the weights of `model`, and one of the
-    entries, as the checkpoints of the same trainer have. `compare` gets the options that a checkpoint of another
-    model was saved with, and names those that differ now. Raises HpctrainError that
-    names the folder and `newest` if no checkpoint fits.
+    entries, as the checkpoints of the same trainer have. `compare` gets the options that a checkpoint of
+    another model was saved with, and names those that differ now. Raises HpctrainError that names the folder
+    and `newest` if no checkpoint fits.
     """
     problems: dict[str, str] = {}
     paths = list_newest_first(newest.parent.parent)

@@ -13,6 +13,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.parser import Parser
+from hpctrain.run.best import is_loss
 from hpctrain.run.charts import COLORS, folder_for_matplotlib, plain, save_picture, the_first
 from hpctrain.run.metrics import format_seconds
 from hpctrain.run.reader import (
@@ -20,7 +21,6 @@ from hpctrain.run.reader import (
     NOT_SCORES,
     best_line,
     find,
-    is_loss,
     is_number,
     points,
     read_configs,

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.files import atomic
-from hpctrain.run.reader import best_line, is_loss, load_metrics, losses_and_scores, points
+from hpctrain.run.best import is_loss
+from hpctrain.run.reader import best_line, load_metrics, losses_and_scores, points
 from hpctrain.text import one_line, reason, say
 
 if TYPE_CHECKING:

@@ -140,10 +140,10 @@ class Record:
         """The state to resume from, on every rank, or None if the run is new. A collective call.
 
         The state has the weights of `model`, and one of the entries ("optimizer" without any): see
-        checkpoint.find_fitting(). States that are saved have the first one. A state with all epochs, or of a run that has stalled, is from a
-        run that died before it wrote result.json: the caller finishes it without training. Metrics that were
-        written after the checkpoint are removed. A script that does not know `epochs` yet calls
-        limit_epochs() when it does.
+        checkpoint.find_fitting(). States that are saved have the first one. A state with all epochs, or of a
+        run that has stalled, is from a run that died before it wrote result.json: the caller finishes it
+        without training. Metrics that were written after the checkpoint are removed. A script that does not
+        know `epochs` yet calls limit_epochs() when it does.
 
         Raises UsageError if the run has all of its epochs and its result already. Raises HpctrainError if no
         checkpoint fits, or, unless --force is given, if options differ that change the weights.

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -76,6 +76,16 @@ class Part(NamedTuple):
     epoch: int  # the pass over the data, from 1, on which random numbers of the data depend
     examples: Tensor  # int64 [n], of this rank in this part
     step: Tensor  # int64 [batch size], the examples of all ranks and parts in this step
+
+
+@runtime_checkable
+class Loads(Protocol):
+    """A data set that loads whole batches itself, for example on the GPU, and not one example at a time."""
+
+    def __len__(self) -> int: ...
+
+    def load_batches(self, parts: Iterable[Part], device: torch.device) -> Iterable[Any]:
+        """The batch of each part in turn."""
 
 
 class EpochPlan:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
@@ -30,6 +31,7 @@ from hpctrain.run.record import Record
 from hpctrain.text import first_line
 from hpctrain.training.batches import (
     EpochPlan,
+    Loads,
     Part,
     evaluation_batches,
     load_parts,
@@ -195,7 +197,8 @@ class Run:
             parallel = self._strategy.wrap(model, **options)
         if self.world.size > 1:
             self._prepared |= {*parallel.parameters()}
-        self._no_sync += [parallel.no_sync] if hasattr(parallel, "no_sync") else []
+        if isinstance(parallel, DistributedDataParallel):
+            self._no_sync.append(parallel.no_sync)
         return parallel
 
     def track(self, **objects: Any) -> None:
@@ -324,7 +327,7 @@ class Run:
 
     def batches(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Loads,
         batch_size: int,
         *,
         steps: int | None = None,
@@ -342,8 +345,7 @@ class Run:
         of the mean over the parts, and update() and step() act after the last one.
 
         `order` maps an epoch to the examples of its steps, int64 [steps, ranks * accumulate, examples]. A
-        data set with a method load_batches(parts, device) loads the examples of an iterator of Part
-        (batches.py) itself, instead of a DataLoader.
+        data set with a method load_batches(), see Loads in batches.py, does so instead of a DataLoader.
         """
         if self._at != IN_EPOCH:
             raise UsageError("call run.batches() once in each epoch: for epoch in run.epochs(...)")
@@ -358,7 +360,7 @@ class Run:
         if (before := self._given.get("batch_size", batch_size)) != batch_size:
             self.print(f"run.batches(): {batch_size} examples in a batch, and {before} in the epoch before")
         self._given["batch_size"] = batch_size
-        if hasattr(dataset, "load_batches"):
+        if isinstance(dataset, Loads):
             loaded = dataset.load_batches(plan.parts(done), self.device)
         else:
             options.setdefault("pin_memory", self.device.type == "cuda")
@@ -477,7 +479,7 @@ class Run:
         finally:
             self._record.end_evaluation()
 
-    def evaluation_batches(self, dataset: Dataset, batch_size: int, **options: Any) -> Iterator[Any]:
+    def evaluation_batches(self, dataset: Dataset | Loads, batch_size: int, **options: Any) -> Iterator[Any]:
         """The examples of this rank for an evaluation, on its device, at most `batch_size` at a time.
 
         Each example belongs to one rank, and a rank may have none. `options` are options of DataLoader. A
@@ -492,7 +494,7 @@ class Run:
             self._repeated = most - len(own)
             own += [torch.tensor([0])] * self._repeated
         plan = (Part(number, 0, index, index) for number, index in enumerate(own))
-        if hasattr(dataset, "load_batches"):
+        if isinstance(dataset, Loads):
             loader: Iterable[Any] = dataset.load_batches(plan, self.device)
         else:
             loader = DataLoader(
@@ -667,7 +669,7 @@ def _check_object(name: str, each: Any, *, is_sharded: bool) -> None:
 def _check_dataset(caller: str, dataset: Any, options: dict[str, Any]) -> None:
     """Raise UsageError for a data set without examples by number, or for options that choose examples."""
     is_stream = isinstance(dataset, IterableDataset)
-    can_load = hasattr(dataset, "__getitem__") or hasattr(dataset, "load_batches")
+    can_load = hasattr(dataset, "__getitem__") or isinstance(dataset, Loads)
     if is_stream or not (hasattr(dataset, "__len__") and can_load):
         raise UsageError(
             f"{caller} cannot resume within a {type(dataset).__name__}, which has no examples by number: "

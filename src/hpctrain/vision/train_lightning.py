@@ -84,7 +84,7 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Create the optimizer of the model's recipe."""
-        return recipe.make_optimizer(self.args, self.net.parameters())
+        return recipe.make_optimizer(self.args, self.net.parameters(), self.args.precision)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Let the optimizer keep its own options, as load_optimizer() does for the other trainers."""

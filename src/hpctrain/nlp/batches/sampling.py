@@ -26,7 +26,7 @@ POOL = 100
 class Selection(NamedTuple):
     """The examples of a batch, and its weight and number: see TextBatch."""
 
-    index: Tensor
+    examples: Tensor
     weight: float = 1.0
     number: int = 0
 
@@ -85,7 +85,7 @@ class FeatureDataset(Dataset):
         self._padding = padding
 
     def __getitem__(self, item: Selection) -> TextBatch:
-        return replace(self._make_batch(item.index, self._padding), weight=item.weight, number=item.number)
+        return replace(self._make_batch(item.examples, self._padding), weight=item.weight, number=item.number)
 
 
 class TrainingTexts(FeatureDataset):
@@ -99,6 +99,7 @@ class TrainingTexts(FeatureDataset):
         self, features: Features, padding: dict[str, int], pack: bool = False, round_up_to: int = 0
     ) -> None:
         super().__init__(features, padding, pack, round_up_to)
+        self.lengths = features.lengths
         self._units = torch.from_numpy(features.values["units"].copy())
 
     def __len__(self) -> int:

@@ -80,10 +80,11 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
             padding = {**task.padding, "input_ids": tokenizer.pad_token_id}
             for name in ("validation", "test"):
                 steps.add_set(name, examples[name], features[name], padding)
-            train(task, steps, features["train"], padding, args, run)
+            texts = TrainingTexts(features["train"], padding, bool(args.pack), steps.round_up_to)
+            train(task, steps, texts, args, run)
             scores = score_test_set(steps, run)
 
-            whole = run.gather(model)
+            whole: Any = run.gather(model)
             with all_or_none(world):
                 if world.rank == 0:
                     save_result(task, whole, tokenizer, args, run, scores, examples["test"])
@@ -194,21 +195,13 @@ def balance_classes(labels: list[str], train: Features, run: Run) -> Tensor:
 # --- training ---
 
 
-def train(
-    task: Task,
-    steps: Steps,
-    features: Features,
-    padding: dict[str, int],
-    args: FineTuneOptions,
-    run: Run,
-) -> None:
+def train(task: Task, steps: Steps, texts: TrainingTexts, args: FineTuneOptions, run: Run) -> None:
     """Train the epochs that are left, validate after each of them, and load the best weights."""
     model, group = steps.model, steps.group
-    texts = TrainingTexts(features, padding, bool(args.pack), steps.round_up_to)
     total = 0
     if args.epochs:
         total = args.epochs * steps_per_epoch(len(texts), args.batch_size, group, args.accumulate)
-    run.count_flops(lambda: count_text_flops(model, features.lengths, run_empty))
+    run.count_flops(lambda: count_text_flops(model, texts.lengths, run_empty))
     steps.parallel = share_model(steps, texts, args, run)
     optimizer = make_optimizer(model, args.lr)
     run.track(model=steps.parallel, optimizer=optimizer)
@@ -218,7 +211,7 @@ def train(
 
     def order(epoch: int) -> Tensor:
         parts = group.size * args.accumulate
-        return training_batches_by_length(features.lengths, args.batch_size, args.seed, epoch, parts)
+        return training_batches_by_length(texts.lengths, args.batch_size, args.seed, epoch, parts)
 
     for _ in run.epochs(args.epochs, fixed=True):
         for batch in run.batches(texts, args.batch_size, accumulate=args.accumulate, order=order):
@@ -256,8 +249,9 @@ def share_model(steps: Steps, texts: TrainingTexts, args: FineTuneOptions, run: 
             steps.parallel = parallel
             return steps.compute_loss(texts[Selection(torch.tensor([0]))].to(run.device))
 
-        return run.prepare(steps.model, example=compute_loss, **LEAN)
-    options: dict[str, Any] = {"dtype": HALVES.get(args.precision), "cpu_offload": args.cpu_offload}
+        options: dict[str, Any] = {"example": compute_loss, **LEAN}
+        return run.prepare(steps.model, **options)
+    options = {"dtype": HALVES.get(args.precision), "cpu_offload": args.cpu_offload}
     if args.tensor_parallel > 1:
         from hpctrain.nlp.models.tensor_parallel import choose_styles  # few runs need it
 

@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from hpctrain.distributed.rendezvous import broadcast, gather
 from hpctrain.nlp.batches.features import Features
@@ -43,7 +42,8 @@ class Steps:
         class_weights: Tensor | None = None,
         masked: bool = True,
     ) -> None:
-        self.model, self.parallel = model, model
+        self.model = model
+        self.parallel: nn.Module = model
         self._task, self._labels, self._args, self._run = task, labels, args, run
         self._class_weights = None if class_weights is None else class_weights.to(run.device)
         self._without = {*task.extra} if masked else {*task.extra, "attention_mask"}
@@ -58,7 +58,7 @@ class Steps:
         """Whether the tokens of this rank count: of each group of ranks, those of one do."""
         return self._run.world.rank % self._args.tensor_parallel == 0
 
-    def forward(self, model: nn.Module, batch: TextBatch) -> ModelOutput:
+    def forward(self, model: nn.Module, batch: TextBatch) -> Any:
         """The output of a model for a batch."""
         inputs = batch.model_inputs(without=self._without)
         with no_searches(inputs):
