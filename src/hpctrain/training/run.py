@@ -4,7 +4,6 @@ import atexit
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,17 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hpctrain.checkpoints import checkpoint, parts
+from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.rendezvous import all_or_none, gather, process_group
 from hpctrain.distributed.world import detect
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.hooks.clean_exit import wait_for_threads
 from hpctrain.run.best import Best
 from hpctrain.run.options import RunOptions
 from hpctrain.run.prepare import find_earlier_checkpoint
 from hpctrain.run.record import Record
-from hpctrain.text import first_line
 from hpctrain.training.batches import (
     EpochPlan,
     Loads,
@@ -38,9 +36,10 @@ from hpctrain.training.batches import (
     seed_everything,
     seed_step,
 )
-from hpctrain.training.precision import Scaler, load_scaler, make_autocast, set_precision
+from hpctrain.training.precision import Scaler, make_autocast, set_precision
 from hpctrain.training.strategies.ddp import broadcast_buffers
 from hpctrain.training.strategies.strategy import Strategy, make_strategy
+from hpctrain.training.tracked import Tracked, join, parameters_of
 
 # Options of DataLoader that decide which examples a batch has, as batches() does.
 ORDER = {"shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
@@ -106,18 +105,12 @@ class Run:
         self._options, self._seed = own, own.others["seed"]
         self._is_open = self._has_optimized = self._is_best = self._is_updating = False
         self._at = OUTSIDE
-        self._strategy: Strategy | None = None
+        self._strategy: Strategy | None = None  # until prepare() or track()
         self._scaler = Scaler(self.precision, self.device)
         self._prepared: set[nn.Parameter] = set()
         self._no_sync: list[Callable[[], AbstractContextManager[None]]] = []  # of prepared models
-        self._model: nn.Module | None = None
-        self._others: dict[str, Any] = {}  # tracked objects that are no modules
-        self._known: set[Optimizer] = set()  # those that are tracked, or were looked at
+        self._tracked: Tracked | None = None
         self._score: tuple[float, ...] | None = None  # of the epoch
-        self._given: dict[str, Any] = {}  # what the loop gives, and a resume compares
-        self._kept: dict[
-            Optimizer, list[tuple[str, str, float]]
-        ] = {}  # options of the checkpoint: see track()
         self._accumulate, self._part = 1, 0  # parts in a step, and the number of the present one
         self._loss = self._backward_loss = torch.zeros((), device=self.device)  # of the parts so far
         self._repeated = 0  # batches at the end of an evaluation that do not count
@@ -134,9 +127,9 @@ class Run:
         if kind is not None:
             return self._stack.__exit__(kind, error, traceback)
         with self._stack:
-            if self._model is not None:
+            if self._tracked:
                 self._leave_epoch()
-                self._record.finish(self.gather(self._model), **self.scores)
+                self._record.finish(self.gather(self._tracked.model), **self.scores)
         return None
 
     @property
@@ -189,17 +182,22 @@ class Run:
         each a part (FSDP2, with the options of shard() in strategies/fsdp.py). All models of a run have the
         same. Raises UsageError for a name without a file in strategies/.
         """
-        if self._strategy is None:
-            self._strategy = make_strategy(strategy, self.world, self.device, self.precision)
-            self._record.in_parts = self._strategy.in_parts
-            self._scaler = Scaler(self.precision, self.device, sharded=self._strategy.in_parts)
+        shared = self._choose_strategy(strategy)
         with self.autocast():  # of an example
-            parallel = self._strategy.wrap(model, **options)
+            parallel = shared.wrap(model, **options)
         if self.world.size > 1:
             self._prepared |= {*parallel.parameters()}
         if isinstance(parallel, DistributedDataParallel):
             self._no_sync.append(parallel.no_sync)
         return parallel
+
+    def _choose_strategy(self, name: str) -> Strategy:
+        """The strategy of the run, which its first model decides on."""
+        if self._strategy is None:
+            self._strategy = make_strategy(name, self.world, self.device, self.precision)
+            self._record.in_parts = self._strategy.in_parts
+            self._scaler = Scaler(self.precision, self.device, sharded=self._strategy.in_parts)
+        return self._strategy
 
     def track(self, **objects: Any) -> None:
         """Name every object that has a state: they are saved from now on, and resumed now if the run is.
@@ -212,89 +210,51 @@ class Run:
             raise UsageError(
                 "open the run with `with hpctrain.Run(...) as run:`, which also writes the result"
             )
-        if self._model is not None:
+        if self._tracked:
             raise UsageError("run.track() is called a second time: name all objects in one call")
-        for name, each in objects.items():
-            _check_object(name, each, is_sharded=self._record.in_parts)
-        models = {
-            name: checkpoint.unwrap(each) for name, each in objects.items() if isinstance(each, nn.Module)
-        }
-        if not models:
-            raise UsageError("run.track() got no model: name it, too, as in run.track(model=model, ...)")
-        self._model = next(iter(models.values())) if len(models) == 1 else nn.ModuleDict(models)
-        self._others = {name: each for name, each in objects.items() if name not in models}
-        optimizers = [each for each in objects.values() if isinstance(each, Optimizer)]
-        if self._options.on_nan == "skip" and len(optimizers) > 1:
+        tracked = Tracked(objects, self._choose_strategy("ddp"), self._scaler, self.print)
+        if self._options.on_nan == "skip" and len(tracked.optimizers) > 1:
             raise UsageError('on_nan="skip" is for one optimizer, and run.track() got several: leave it out')
-        scalers = [each for each in objects.values() if isinstance(each, torch.amp.GradScaler)]
-        has_scaler = any(each.is_enabled() for each in scalers)
-        self._record.can_skip = len(optimizers) == 1 and not has_scaler
-        if self._options.on_nan == "skip" and has_scaler:
+        if self._options.on_nan == "skip" and tracked.has_scaler:
             raise UsageError(
                 'on_nan="skip" is not for a GradScaler, which skips steps whose gradients are not finite by '
                 'itself: leave on_nan out, or leave the scaler to the run, with precision="fp16"'
             )
-        for each in optimizers:
-            if self.world.size > 1 and not _parameters(each) <= self._prepared:
+        self._record.can_skip = len(tracked.optimizers) == 1 and not tracked.has_scaler
+        for each in tracked.optimizers:
+            if self.world.size > 1 and not parameters_of(each) <= self._prepared:
                 raise UsageError(
                     "run.track(): an optimizer has parameters that each rank would train alone: "
                     "model = run.prepare(model) lets the ranks train together"
                 )
             each.register_step_pre_hook(self._before_optimizer_step)
         # an optimizer that is not tracked has no hook, and a scaler may skip the first steps
-        self._has_optimized = not optimizers or bool(scalers) or self._scaler.is_enabled()
+        has_scaler = tracked.has_scaler or self._scaler.is_enabled()
+        self._has_optimized = not tracked.optimizers or has_scaler
 
+        self._tracked = tracked
         # to the CPU: load_state_dict() copies to where the values belong
-        state = self._record.resume(torch.device("cpu"), None, self._model, *ENTRIES)
-        if state:
+        if state := self._record.resume(torch.device("cpu"), None, tracked.model, *ENTRIES):
+            assert self.resume_from
             with all_or_none(self.world):
-                self._load_state(state)
-        for name, each in self._others.items():
-            if isinstance(each, Optimizer):
-                self._known.add(each)
-                self._compare_options(name, each)
-        self._stack.callback(register_optimizer_step_post_hook(self._after_optimizer_step).remove)
-
-    def _compare_options(self, name: str, optimizer: Optimizer) -> None:
-        """Note which options of an optimizer differ from the checkpoint's, for _before_optimizer_step()."""
-        for option, value in optimizer.defaults.items():
-            if isinstance(value, (int, float)):
-                before = self._given.setdefault(f"{option} of {name}", value)
-                if before != value:
-                    self._kept.setdefault(optimizer, []).append((name, option, value))
+                tracked.load(state, self.resume_from)
+            if isinstance(scores := state.get("scores"), dict):
+                self.scores = scores
+        tracked.compare_options()
+        hook = register_optimizer_step_post_hook(lambda each, *_: tracked.after_step(each))
+        self._stack.callback(hook.remove)
 
     def _before_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Check the gradients, and say once which options stay those of the checkpoint."""
         self._has_optimized = True
         if not (self._is_updating or self._is_last_part):
             raise UsageError(
                 "optimizer.step() came before the last part of a batch: with accumulate, call "
                 "run.backward(loss) and run.update(optimizer)"
             )
-        for name, option, value in self._kept.pop(optimizer, []):
-            before = self._given[f"{option} of {name}"]
-            if any(group.get(option) == before for group in optimizer.param_groups):
-                path = self._record.resume_from
-                self.print(
-                    f"hpctrain: warning: {option} of {name} stays {before}, as in {path}: "
-                    f"for {value} start a new run, with another out"
-                )
+        assert self._tracked
+        self._tracked.before_step(optimizer)
         if not self._is_updating:
             self._record.check_gradients()
-
-    def _after_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Say, once, that an optimizer is not tracked. One within a tracked one has parameters of it."""
-        if optimizer in self._known:
-            return
-        self._known.add(optimizer)
-        assert self._model is not None
-        own = _parameters(optimizer)
-        tracked = [_parameters(each) for each in self._others.values() if hasattr(each, "param_groups")]
-        if own & {*self._model.parameters()} and not own & set().union(*tracked):
-            self.print(
-                f"hpctrain: warning: this {type(optimizer).__name__} starts anew when the run resumes: "
-                "name it in run.track(), as optimizer=optimizer"
-            )
 
     # --- in training ---
 
@@ -304,7 +264,7 @@ class Run:
         `fixed`: a resumed run has to have the same number, as its learning rate depends on it. Fewer epochs
         than it has done already are refused in any case (UsageError).
         """
-        if self._model is None:
+        if not self._tracked:
             raise UsageError(
                 "run.epochs() needs something to save: call run.track(model=model, ...) before it"
             )
@@ -322,6 +282,7 @@ class Run:
         if self._at in (IN_BATCH, AFTER_STEP):
             self._record.end_epoch()
         at, self._at, score, self._score = self._at, OUTSIDE, self._score, None
+        self._accumulate, self._part = 1, 0
         if at not in (OUTSIDE, STALLED):
             self._record.save(self._make_state(), score)
 
@@ -349,17 +310,18 @@ class Run:
         """
         if self._at != IN_EPOCH:
             raise UsageError("call run.batches() once in each epoch: for epoch in run.epochs(...)")
+        assert self._tracked and self._strategy  # as run.epochs() has begun an epoch
         _check_dataset("run.batches()", dataset, options)
         epoch, done, examples = self.epoch + 1, self._record.step_of_epoch, len(dataset)  # type: ignore[arg-type]
-        world = self._strategy.data_world if self._strategy else self.world
+        world, given = self._strategy.data_world, self._tracked.given
         plan = EpochPlan(
             examples, batch_size, self._seed, epoch, world,
             steps=steps, accumulate=accumulate, order=order and order(epoch),
         )  # fmt: skip
         self._record.check_steps(plan.steps)
-        if (before := self._given.get("batch_size", batch_size)) != batch_size:
+        if (before := given.get("batch_size", batch_size)) != batch_size:
             self.print(f"run.batches(): {batch_size} examples in a batch, and {before} in the epoch before")
-        self._given["batch_size"] = batch_size
+        given["batch_size"] = batch_size
         if isinstance(dataset, Loads):
             loaded = dataset.load_batches(plan.parts(done), self.device)
         else:
@@ -422,12 +384,12 @@ class Run:
         """
         if not self._is_last_part:
             return
-        assert self._strategy and self._model is not None
+        assert self._strategy and self._tracked
         with self._strategy.average(optimizer):
             self._scaler.unscale_(optimizer)
             self._record.check_gradients(self._scaler, self._backward_loss)
             if clip is not None:
-                nn.utils.clip_grad_norm_(self._model.parameters(), clip)
+                nn.utils.clip_grad_norm_(self._tracked.model.parameters(), clip)
             self._is_updating = True
             self._scaler.step(optimizer)
             self._is_updating = False
@@ -471,8 +433,8 @@ class Run:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """A block that evaluates, which is no part of a step. All ranks have the buffers of rank 0 in it."""
-        if self._model is not None:
-            broadcast_buffers(self._model, self.world)
+        if self._tracked:
+            broadcast_buffers(self._tracked.model, self.world)
         self._record.start_evaluation()
         try:
             yield
@@ -518,9 +480,10 @@ class Run:
         score or `best.by`, of which the highest is the best, or the lowest if its name ends in "loss". The
         first other loss breaks ties. result.json has the last scores.
         """
-        if self._at in (IN_EPOCH, IN_BATCH):
+        if self._at in (IN_EPOCH, IN_BATCH) or (self._at == AFTER_STEP and not self._is_last_part):
             raise UsageError(
-                "call run.score() after the batches of an epoch, or after run.step() in the loop"
+                "call run.score() after the batches of an epoch, or after run.step() in the loop, "
+                "if run.is_due(steps)"
             )
         if self._at == STALLED:  # within the epoch, with these weights
             return
@@ -553,8 +516,8 @@ class Run:
         """
         if self.best.since == 0:
             return False
-        assert self._model is not None
-        resumed = self._record.resume_from
+        assert self._strategy and self._tracked
+        resumed = self.resume_from
         earlier = [resumed.parent.parent] if resumed else []  # of another run, perhaps
         path = find_earlier_checkpoint([self.folder, *earlier], self.best.epoch, self.best.step)
         self._record.wait()
@@ -562,15 +525,14 @@ class Run:
             if self.world.rank == 0:
                 checkpoint.check_intact(path)
             state = checkpoint.load(path, torch.device("cpu"), lazily=self._record.in_parts)
-        self._load(self._model, state["model"])
+        self._strategy.load(self._tracked.model, state["model"])
         self.print(f"{self.best.place} has the best {self.best.by or 'score'}: using its weights")
         return True
 
     def gather(self, model: nn.Module) -> nn.Module:
         """The tracked model, or one of them, as it was before prepare(), with all weights on rank 0."""
-        if self._strategy is None:
-            return model
-        if isinstance(model, nn.ModuleDict) and model is self._model:
+        assert self._strategy and self._tracked
+        if isinstance(model, nn.ModuleDict) and model is self._tracked.model:
             return nn.ModuleDict({name: self._strategy.gather(each) for name, each in model.items()})
         return self._strategy.gather(checkpoint.unwrap(model))
 
@@ -579,91 +541,9 @@ class Run:
             return batch.to(self.device)
         return tree_map_only(Tensor, lambda each: each.to(self.device, non_blocking=True), batch)
 
-    # --- the state ---
-
-    def _load(self, target: nn.Module | Optimizer, state: Any) -> None:
-        """Load a state that is whole or in parts into a model or an optimizer."""
-        if self._strategy is None:
-            target.load_state_dict(state)
-        else:
-            self._strategy.load(target, state)
-
     def _make_state(self) -> dict[str, Any]:
-        assert self._model is not None
-        tracked = {}
-        for name, each in self._others.items():
-            state = each.state_dict()
-            if not isinstance(each, Optimizer):
-                # only that of an optimizer stays as it is until optimizer.step(): see save_in_background()
-                state = tree_map_only(Tensor, torch.clone, state)
-            tracked[name] = state
-        if self._scaler.is_enabled():
-            tracked["scaler"] = tree_map_only(Tensor, torch.clone, self._scaler.state_dict())
-        state = {
-            "model": self._model.state_dict(),
-            "tracked": tracked,
-            "scores": self.scores,
-            "given": self._given,
-        }
-        return self._strategy.state(state) if self._strategy else state
-
-    def _load_state(self, state: dict[str, Any]) -> None:
-        path = self._record.resume_from
-        assert self._model is not None and path
-        saved = state.get("tracked", state)  # of a trainer that had a loop of its own
-        saved = saved if isinstance(saved, dict) else {}
-        if "tracked" in state and saved.keys() - {"scaler"} != self._others.keys() - {"scaler"}:
-            raise HpctrainError(
-                f"{path} has the states of {_join(saved)}, and run.track() got "
-                f"{_join(self._others)} beside the model: track the same objects under the same names"
-            )
-        self._load(self._model, state["model"])
-        for name, each in self._others.items():
-            if isinstance(each, Optimizer):
-                checkpoint.load_optimizer(each, saved[name], path, partial(self._load, each))
-                continue
-            try:
-                each.load_state_dict(saved[name])
-            except Exception as error:  # of a user's class, or because of what somebody has put there
-                raise HpctrainError(
-                    f"{path}: the state of {name} does not fit ({first_line(error)[:200]}): "
-                    "track the objects of that run, or give another run folder"
-                ) from error
-        load_scaler(self._scaler, saved.get("scaler"), path)
-        if isinstance(scores := state.get("scores"), dict):
-            self.scores = scores
-        if isinstance(given := state.get("given"), dict):
-            self._given = given
-
-
-def _parameters(optimizer: Any) -> set[nn.Parameter]:
-    return {value for group in optimizer.param_groups for value in group["params"]}
-
-
-def _join(names: Any) -> str:
-    return ", ".join(map(str, names)) or "nothing"
-
-
-def _check_object(name: str, each: Any, *, is_sharded: bool) -> None:
-    """Raise UsageError if a run could not be resumed with this object."""
-    kind = type(each).__name__
-    if not all(callable(getattr(each, method, None)) for method in ("state_dict", "load_state_dict")):
-        raise UsageError(
-            f"run.track({name}=...): a {kind} has no state_dict() and load_state_dict(), by which it would "
-            "be saved and resumed: give it both, or leave it out if it has no state"
-        )
-    state = each.state_dict()
-    if isinstance(each, nn.Module) and not all(
-        is_sharded if hasattr(value, "device_mesh") else parts.has_memory(value)
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ):
-        raise UsageError(
-            f"run.track({name}=...): this {kind} has weights that are sharded or have no values: let "
-            "run.prepare() shard it"
-        )
-    if not is_sharded:
-        checkpoint.check_loadable(state, f"the state of {name} in run.track()")
+        assert self._tracked
+        return self._tracked.state() | {"scores": self.scores}
 
 
 def _check_dataset(caller: str, dataset: Any, options: dict[str, Any]) -> None:
@@ -677,4 +557,4 @@ def _check_dataset(caller: str, dataset: Any, options: dict[str, Any]) -> None:
         )
     if own := ORDER & options.keys():
         what = "the order of the examples, and its seed"
-        raise UsageError(f"{caller} decides on {what}: leave out {_join(sorted(own))}")
+        raise UsageError(f"{caller} decides on {what}: leave out {join(sorted(own))}")
