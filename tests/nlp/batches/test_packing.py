@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.batches.features import Features, pack_rows
 from hpctrain.nlp.models.initial_model import check_packing
+from hpctrain.nlp.models.masks import skip_searches
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.parser import parse_options
@@ -65,6 +66,7 @@ def make_model(kind, vocabulary=50, **shape):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     for weight in model.parameters():  # larger than those of a new model, for which attention hardly matters
         torch.nn.init.normal_(weight, std=0.1 if weight.ndim > 1 else 0.3)
+    skip_searches(model, packed=True)
     return model
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
 from hpctrain.nlp.batches.features import Features
-from hpctrain.nlp.models.masks import needs_mask, no_searches
+from hpctrain.nlp.models.masks import SEARCH, needs_mask, skip_searches
 from hpctrain.nlp.task import IGNORED
 from hpctrain.nlp.tasks.instruct import TASK
 from hpctrain.nlp.training import finetune
@@ -109,7 +109,7 @@ def test_bidirectional_attention_counts_in_a_new_model_too():
 @pytest.mark.parametrize("recording", [False, True])
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 def test_without_a_mask_transformers_reads_no_value_and_makes_none(kind, recording, monkeypatch):
-    """Holds for transformers 5.23, also while --cuda-graphs records a step: see no_searches()."""
+    """Holds for transformers 5.23, also while --cuda-graphs records a step: see skip_searches()."""
     model = transformers.AutoModel.from_config(AutoConfig.for_model(kind, **SIZES, pad_token_id=0)).eval()
     batch = make_batch((4, 4) if kind == "bert" else (4, 3))
     inputs = batch.model_inputs({"attention_mask", "labels"})
@@ -124,23 +124,25 @@ def test_without_a_mask_transformers_reads_no_value_and_makes_none(kind, recordi
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: pytest.fail("reads a value"))
     monkeypatch.setattr(torch.Tensor, "__contains__", lambda tensor, value: pytest.fail("reads a value"))
-    with no_searches(inputs):
-        found = model(**inputs).last_hidden_state
+    skip_searches(model, packed=False)
+    found = model(**inputs).last_hidden_state
     monkeypatch.undo()
+    assert SEARCH in vars(masking_utils) and hasattr(PreTrainedModel, "warn_if_padding_and_no_attention_mask")
     assert masks == [None, None]
     real = batch.attention_mask == 1
     assert torch.allclose(found[real], expected[real], atol=1e-6)
 
 
-def test_texts_packed_in_rows_are_searched_for(monkeypatch):
-    search = masking_utils.find_packed_sequence_indices
-    for inputs in ({"position_ids": None}, {"attention_mask": None}):
-        with no_searches(inputs):
-            assert masking_utils.find_packed_sequence_indices is search
-    # as in another version of transformers
-    monkeypatch.delattr(masking_utils, "find_packed_sequence_indices")
-    with no_searches({}):
-        assert not hasattr(masking_utils, "find_packed_sequence_indices")
+def test_texts_packed_in_rows_are_searched_for():
+    """Also after the training of another model in this process."""
+    model = make_model("llama")
+    packed = {"input_ids": torch.tensor([[3, 1, 2, 5, 4]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
+    found = []
+    for apart in (True, False, True):
+        skip_searches(model, packed=apart)
+        found.append(model(**packed).logits[:, 3:])
+    alone = model(input_ids=packed["input_ids"][:, 3:]).logits
+    assert [torch.allclose(each, alone, rtol=1e-5, atol=1e-6) for each in found] == [True, False, True]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from hpctrain.distributed.rendezvous import all_or_none
 from hpctrain.errors import HpctrainError
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.models.hub import resolve_model
-from hpctrain.nlp.models.masks import agree, is_causal
+from hpctrain.nlp.models.masks import agree, is_causal, skip_searches
 from hpctrain.nlp.models.model_folder import (
     count_own_positions,
     describe_pickle_error,
@@ -94,6 +94,7 @@ def load_model(
             f"give --max-length {positions}"
         )
     fit_together(task, folder, model, tokenizer)
+    skip_searches(model, packed=bool(args.pack))
     if not empty:
         _check_finite(folder, model)
     if task.pipeline_tag == "text-generation" and not empty:

@@ -1,19 +1,13 @@
 """Which models need an attention mask for padding on the right, and what transformers does without one."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
-# In these, transformers reads values of a batch without a mask.
-SEARCHES = (
-    (masking_utils, "find_packed_sequence_indices"),
-    (PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
-)
+SEARCH = "find_packed_sequence_indices"
+_search = vars(masking_utils).get(SEARCH)
 
 
 @torch.no_grad()
@@ -52,22 +46,19 @@ def agree(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
-@contextmanager
-def no_searches(inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Keep transformers from reading values of a batch from the GPU, for which each step would wait.
+def skip_searches(model: PreTrainedModel, packed: bool) -> None:
+    """Keep transformers from reading values of each batch from the GPU, for which a step would wait.
 
-    Where `inputs` have neither a mask nor positions, it searches the positions for texts that are packed in
-    rows, and the tokens for padding, of which it warns. A recording of --cuda-graphs cannot read values: in
-    it, transformers takes all texts for packed, and makes a mask, with which attention is slower.
-    transformers has no option for this; its version is in test_masks.py. A version without these functions
-    is left as it is.
+    Call it once for a loaded model. For a batch without a mask, transformers looks whether the tokens have
+    padding, of which it warns, and whether the positions are of texts that are `packed` in rows. If none are,
+    the answer is known. A recording of --cuda-graphs cannot read values: in it, transformers takes all texts
+    for packed, and makes a mask, with which attention is slower. transformers has no option for either, and
+    the second is a function for all models of the process; its version is in test_masks.py.
     """
-    with ExitStack() as stack:
-        if not {"attention_mask", "position_ids"} & inputs.keys():
-            for place, name in SEARCHES:
-                if hasattr(place, name):
-                    stack.enter_context(patch.object(place, name, _find_nothing))
-        yield
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _find_nothing  # type: ignore[method-assign]
+    vars(masking_utils)[SEARCH] = _search if packed else _find_nothing
 
 
 def _find_nothing(*_: Any) -> None: ...

@@ -15,7 +15,6 @@ from hpctrain.distributed.rendezvous import broadcast, gather
 from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.batches.sampling import Selection, evaluation_batches_by_length, make_loader
 from hpctrain.nlp.batches.text_batch import TextBatch
-from hpctrain.nlp.models.masks import no_searches
 from hpctrain.nlp.options import FineTuneOptions
 from hpctrain.nlp.task import Task
 from hpctrain.training.run import Run
@@ -60,9 +59,7 @@ class Steps:
 
     def forward(self, model: nn.Module, batch: TextBatch) -> Any:
         """The output of a model for a batch."""
-        inputs = batch.model_inputs(without=self._without)
-        with no_searches(inputs):
-            return model(**inputs)
+        return model(**batch.model_inputs(without=self._without))
 
     def compute_loss(self, batch: TextBatch) -> Tensor:
         """The loss of one part of a global batch, times its weight: see TrainingTexts."""
