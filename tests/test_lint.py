@@ -331,6 +331,12 @@ def test_what_is_imported_from_hpctrain_exists():
     assert seen > 300
 
 
+def test_files_trust_alone_asks_who_made_a_file():
+    asking = re.compile(r"\b(st_[ug]id|O_NOFOLLOW|O_EXCL|lstat|owner\(\))")
+    found = [name for name, text in TEXTS.items() if name.startswith("src/") and asking.search(text)]
+    assert found == ["src/hpctrain/files/trust.py"]
+
+
 # ---- the rest ----
 
 

@@ -28,6 +28,7 @@ from hpctrain.checkpoints.position import Position
 from hpctrain.errors import HpctrainError, UsageError, hint_missing
 from hpctrain.files import atomic
 from hpctrain.files.plain import refuse_pointer
+from hpctrain.files.trust import follow_link
 from hpctrain.text import first_line, say
 
 # Under which name checkpoints have the weights: those of hpctrain, Lightning, and torch's tutorial.
@@ -95,7 +96,7 @@ def save(path: Path, state: dict[str, Any], check: Callable[[], None] = lambda: 
     Raises HpctrainError, naming the file, if it cannot be written. Earlier checkpoints stay as they are.
     """
     try:
-        atomic.follow_link(path.parent)
+        follow_link(path.parent)
         path.parent.mkdir(exist_ok=True)  # of a checkpoint in parts
         with atomic.file(path, "wb") as file:
             torch.save(state, file)

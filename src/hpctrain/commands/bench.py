@@ -33,7 +33,7 @@ from hpctrain.distributed.rendezvous import all_or_none, gather, process_group
 from hpctrain.distributed.world import World, job_id
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
-from hpctrain.files.places import refuse_throw_away
+from hpctrain.files.trust import make_private_folder
 from hpctrain.parser import Parser, add_device
 from hpctrain.run.charts import COLORS, folder_for_matplotlib, save_picture
 from hpctrain.run.config import versions
@@ -83,11 +83,9 @@ def main(world: World, arguments: list[str]) -> None:
 
 
 def prepare(folder: Path, *, foreseen: bool) -> None:
-    """Create the folder of the results. Raises HpctrainError if it has results, or see check_folder()."""
+    """Create the folder of the results. Raises HpctrainError if it has results or is another user's."""
     try:
-        atomic.check_folder(folder, foreseen=foreseen)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_throw_away(folder)
+        make_private_folder(folder, foreseen=foreseen)
         if (folder / "bench.json").exists():
             raise HpctrainError(f"{folder} holds a result already: give another --out")
     except OSError as error:

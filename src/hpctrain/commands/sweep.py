@@ -26,6 +26,7 @@ from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError
 from hpctrain.files import atomic
+from hpctrain.files.trust import refuse_foreign
 from hpctrain.parser import Parser
 from hpctrain.run.charts import folder_for_matplotlib, plain, save_picture
 from hpctrain.run.options import prune_with
@@ -443,10 +444,7 @@ def main(world: World, arguments: list[str]) -> None:
         if world.rank == 0:
             show(sweep, folder)
         return
-    try:
-        atomic.check_folder(folder, foreseen=args.out is None)  # trials of somebody else would count
-    except PermissionError as error:
-        raise HpctrainError(f"{folder}: {error.strerror}: give --out, a folder of your own") from error
+    refuse_foreign(folder, foreseen=args.out is None, advice="give --out, a folder of your own")
     check_options(args.file, sweep)
     if number is not None:
         if not 0 <= number < sweep.trials:

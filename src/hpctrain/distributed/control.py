@@ -11,11 +11,11 @@ script, they do nothing.
 
 import os
 import shlex
-import stat
 from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.files import atomic
+from hpctrain.files.trust import is_own
 
 
 def stop_requested() -> bool:
@@ -40,13 +40,9 @@ def report_failed() -> None:
 
 
 def control_folder() -> Path | None:
-    """HPCTRAIN_CONTROL, if this node has it. Another user may have made such a folder in /tmp."""
+    """HPCTRAIN_CONTROL, if this node has that folder of this user."""
     folder = Path(os.environ.get("HPCTRAIN_CONTROL", ""))
-    with suppress(OSError):
-        status = folder.lstat()
-        if folder.is_absolute() and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-            return folder
-    return None
+    return folder if folder.is_absolute() and is_own(folder) and folder.is_dir() else None
 
 
 def _write(name: str, text: str) -> None:

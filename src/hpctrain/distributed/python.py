@@ -9,12 +9,12 @@ from pathlib import Path
 
 from hpctrain.text import shorten
 
-# This Python without the current folder on sys.path, which other users may be able to write to.
+# This Python without the current folder on sys.path; files/trust.py says why.
 SAFE_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 
 
 def drop_current_folder() -> None:
-    """Take the current folder, in which another user may write, from sys.path and PYTHONPATH.
+    """Take the current folder from sys.path and PYTHONPATH.
 
     An empty entry of PYTHONPATH (":/mine") means the current folder, also to a Python with PYTHONSAFEPATH.
     """

@@ -4,8 +4,8 @@ Each is written beside its place under a hidden temporary name, synced to disk a
 synced as well. A crash, a full disk or an exception leaves the earlier content. OSError passes through:
 callers add the advice.
 
-A symbolic link at the final place stays, and what it points to is replaced, unless somebody else made the
-link: in a folder of theirs it could point to any file of yours. Permissions follow the umask.
+A symbolic link at the final place stays, and what it points to is replaced, unless another user made the
+link (trust.py). Permissions follow the umask.
 """
 
 import errno
@@ -19,9 +19,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from hpctrain.files.trust import follow_link, open_without_link
+
 # How often and how long to retry a full, read-only or missing file system, in seconds.
 RETRY_EVERY, RETRY_FOR = 5.0, 300.0
-MOST_LINKS = 40  # that lead to each other, as in Linux
 # Of a network file system whose server is away or has been started again
 NO_ANSWER = {errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EHOSTDOWN}
 
@@ -82,29 +83,6 @@ def file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
             temporary.unlink()
 
 
-def follow_link(path: Path) -> Path:
-    """What a link points to, or the path itself. Raises PermissionError for a link of another user.
-
-    It could point to any file of this user. The owner is that of the link that is read, also where somebody
-    exchanges it meanwhile.
-    """
-    for _ in range(MOST_LINKS):
-        try:
-            number = os.open(path, os.O_PATH | os.O_NOFOLLOW)
-        except (FileNotFoundError, NotADirectoryError):
-            return path
-        try:
-            status = os.fstat(number)
-            if not stat.S_ISLNK(status.st_mode):
-                return path
-            if status.st_uid not in (0, os.geteuid()):
-                raise PermissionError(errno.EPERM, "a link that another user made", str(path))
-            path = path.parent / os.readlink("", dir_fd=number)
-        finally:
-            os.close(number)
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-
-
 def _open_device(name: str, flags: int) -> int:
     number = os.open(name, flags & ~os.O_TRUNC)
     if stat.S_ISREG(os.fstat(number).st_mode):  # put there since file() looked
@@ -113,25 +91,9 @@ def _open_device(name: str, flags: int) -> int:
     return number
 
 
-def check_folder(folder: Path, *, foreseen: bool) -> None:
-    """Raise PermissionError if a folder is another user's link.
-
-    If its name can be `foreseen`, as that of a job or a model, also if it is another user's, but not root's,
-    or a parent is such a link.
-    """
-    for each in (folder, *folder.parents) if foreseen else (folder,):
-        follow_link(each)
-    if foreseen and folder.exists() and folder.stat().st_uid not in (0, os.geteuid()):
-        raise PermissionError(errno.EPERM, "a folder that another user made", str(folder))
-
-
 def open_to_append(path: Path) -> IO[str]:
     """Open or create a UTF-8 text file that grows in place. Links of other users raise OSError."""
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
-
-    return open(follow_link(path), "a", encoding="utf-8", opener=opener)
+    return open(follow_link(path), "a", encoding="utf-8", opener=open_without_link)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
-from hpctrain.files.places import is_below
+from hpctrain.files.trust import is_below
 from hpctrain.text import reason
 
 NAME = "SHA256SUMS"

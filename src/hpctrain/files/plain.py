@@ -1,4 +1,4 @@
-"""Files that somebody else may have made, opened for reading."""
+"""Regular files of a bounded size: no pipes, no devices, no pointers of Git LFS."""
 
 import errno
 import os
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO
 
 from hpctrain.errors import HpctrainError
+from hpctrain.files.trust import open_to_read
 
 LFS_POINTER = (
     b"version https://git-lfs.github.com/spec/v1\n"  # the first line of a file that git did not fetch
@@ -19,23 +20,10 @@ MOST = 2**28  # bytes
 def open_plain(path: Path) -> IO[bytes]:
     """Open a file for reading. Raises OSError, also for a pipe or a device (a link to /dev/zero).
 
-    Raises HpctrainError for a pointer of Git LFS, and for a link of another user to a file of this one: its
-    content may be secret, and an error would quote it in a log that others read.
+    Raises HpctrainError for a pointer of Git LFS, and see trust.open_to_read().
     """
-    maker = None
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        maker = path.lstat().st_uid
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    file = os.fdopen(number, "rb")
-    status = os.fstat(number)
-    if maker not in (None, 0, os.geteuid()) and status.st_uid == os.geteuid():
-        file.close()
-        raise _link_to_own(path)
-    if not stat.S_ISREG(status.st_mode):
+    file = os.fdopen(open_to_read(path), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a plain file")
     if file.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -46,25 +34,6 @@ def open_plain(path: Path) -> IO[bytes]:
         )
     file.seek(0)
     return file
-
-
-def is_below_link_of_others(path: Path, folder: Path) -> bool:
-    """Whether a part of the path below the folder is a link that another user made."""
-    parts = [path, *path.parents][: len(path.relative_to(folder).parts)]
-    return any(part.is_symlink() and part.lstat().st_uid not in (0, os.geteuid()) for part in parts)
-
-
-def refuse_own_below_link(path: Path, folder: Path) -> None:
-    """As open_plain(), for a link of a folder: raise HpctrainError if it leads to this file of this user."""
-    if path.stat().st_uid == os.geteuid() and is_below_link_of_others(path, folder):
-        raise _link_to_own(path)
-
-
-def _link_to_own(path: Path) -> HpctrainError:
-    return HpctrainError(
-        f"{path}: a link that another user made leads to a file of yours, {os.path.realpath(path)}: "
-        "put a copy in its place, if others may read it"
-    )
 
 
 def read_whole(file: IO[bytes]) -> bytes:

@@ -10,7 +10,6 @@ import argparse
 import html
 import itertools
 import json
-import os
 import queue
 import secrets
 import signal
@@ -28,6 +27,7 @@ from urllib.parse import parse_qs
 from hpctrain.distributed.device import choose_device
 from hpctrain.distributed.world import ALONE, World, in_job
 from hpctrain.errors import HpctrainError, UsageError, panics_as_errors
+from hpctrain.files.trust import write_private
 from hpctrain.nlp.data.formats import SURROGATE
 from hpctrain.nlp.models.model_folder import describe_error
 from hpctrain.nlp.models.tokenizer import fit_together, load_tokenizer
@@ -295,9 +295,7 @@ def serve_on_port(args: argparse.Namespace) -> None:
     note = args.folder / "serve.url"
     if not sys.stdout.isatty():  # the log of a job may be open to others
         try:
-            note.unlink(missing_ok=True)
-            with os.fdopen(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(address + "\n")
+            write_private(note, address + "\n")
         except OSError as error:
             raise HpctrainError(
                 f"{note}: cannot be written ({error.strerror}): copy the run folder, or use a terminal"

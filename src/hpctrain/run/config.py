@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import re
-import stat
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from hpctrain.distributed.world import World, job_id
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.files.redaction import hide_secrets
+from hpctrain.files.trust import is_own
 from hpctrain.run.options import as_json
 from hpctrain.text import first_line
 
@@ -62,17 +62,13 @@ def add_image_digest(path: Path) -> None:
     """Add the image's digest to a config.json that lacks it, if the launch script has computed it by now.
 
     The launch script computes the digest in the background and names the file for it in
-    HPCTRAIN_IMAGE_DIGEST_FILE. The file appears when it is complete. Its folder may be in /tmp, so only a
-    regular file of this user is read. Raises HpctrainError.
+    HPCTRAIN_IMAGE_DIGEST_FILE. The file appears when it is complete. Raises HpctrainError.
     """
-    file = os.environ.get("HPCTRAIN_IMAGE_DIGEST_FILE")
-    if not file:
+    file = Path(os.environ.get("HPCTRAIN_IMAGE_DIGEST_FILE", ""))
+    if not (is_own(file) and file.is_file()):
         return
     try:
-        status = os.lstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            return
-        digest = Path(file).read_text(encoding="utf-8").strip()
+        digest = file.read_text(encoding="utf-8").strip()
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return  # the digest is not known yet, or the user has removed the file

@@ -13,7 +13,7 @@ from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.world import in_job, job_id, restart_count, torchrun_restarts
 from hpctrain.errors import EndEarly, HpctrainError, UsageError
 from hpctrain.files import atomic
-from hpctrain.files.places import refuse_throw_away
+from hpctrain.files.trust import follow_link, make_private_folder
 from hpctrain.run.options import RunOptions
 from hpctrain.run.owner import Owner
 from hpctrain.run.reader import TAIL, read_json, read_metrics
@@ -50,12 +50,9 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
     if source and not (own and (folder / "checkpoints").is_dir()):
         resume = checkpoint.find_newest(source)
     try:
-        # A new folder is for its user alone. A folder that exists keeps its permissions.
-        atomic.check_folder(folder, foreseen=not options.out and source is None)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_throw_away(folder)
-        for name in ("checkpoints", "logs", "tensorboard"):  # old checkpoints are removed
-            atomic.follow_link(folder / name)
+        make_private_folder(folder, foreseen=not options.out and source is None)
+        for name in ("checkpoints", "logs", "tensorboard"):
+            follow_link(folder / name)
         owner = Owner(folder)
         owner.acquire()
         for path in folder.glob("config*.json") if failed_start else ():
@@ -66,7 +63,7 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
         for path in [folder, folder / "checkpoints", *checkpoint.list_newest_first(folder)]:
             atomic.remove_leftovers(path)
         probe = folder / f".probe.{os.getpid()}"
-        with probe.open("xb") as file:  # "x" follows no link that another user has put there
+        with probe.open("xb") as file:
             file.write(bytes(16_000))
         probe.unlink()
     except OSError as error:

@@ -129,10 +129,7 @@ def start_wandb(run: Path, folder: Path, mode: str) -> "wandb.Run":
 
 
 def _read_settings(wandb: ModuleType) -> None:
-    """Let wandb read its settings in an empty folder: ./wandb/settings may be another user's.
-
-    It may send the API key to a server of theirs. wandb reads settings once in a process.
-    """
+    """Let wandb read its settings, once in a process, in an empty folder: ./wandb/settings names a server."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as empty:
         os.chdir(empty)

@@ -8,10 +8,7 @@ from jupyter_server.services.contents.filecheckpoints import AsyncFileCheckpoint
 
 
 class PrivateCheckpoints(AsyncFileCheckpoints):
-    """Keeps them in the private folder of the server, and not beside the file or in /tmp.
-
-    Where others write too, they can put links there, which Jupyter follows when it copies a file.
-    """
+    """Keeps them in the private folder of the server, because Jupyter follows links when it copies a file."""
 
     def checkpoint_path(self, checkpoint_id: str, path: str) -> str:
         """The name of a copy. `path` of a file is below the folder of the server."""

@@ -87,7 +87,7 @@ def serve(folder: Path | None) -> None:
         ]  # fmt: skip
         if os.geteuid() == 0:
             command.append("--allow-root")
-        # Jupyter would run jupyter_server_config.py of the current folder, in which others may write.
+        # Jupyter runs the jupyter_server_config.py of its current folder.
         server = subprocess.Popen(command, env=environment, cwd=tunnel.private)
         signal.signal(signal.SIGTERM, lambda *_: server.terminate())
         listens = False

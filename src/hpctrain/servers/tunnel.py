@@ -24,8 +24,7 @@ from urllib.parse import parse_qs
 from hpctrain.distributed.control import control_folder, stop_requested
 from hpctrain.distributed.world import job_id
 from hpctrain.errors import HpctrainError
-from hpctrain.files import atomic
-from hpctrain.files.places import refuse_throw_away
+from hpctrain.files.trust import make_private_folder, write_private
 
 # A request without the token gets this page, whose form sends the token as ?token=.
 TOKEN_PAGE = """<!doctype html>
@@ -57,15 +56,9 @@ class Tunnel:
     def __enter__(self) -> "Tunnel":
         self._is_new = not self._folder.exists()
         try:
-            atomic.check_folder(self._folder, foreseen=self._is_default)
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            refuse_throw_away(self._folder)
+            make_private_folder(self._folder, foreseen=self._is_default)
             self.token_file = self._folder.resolve() / "token"
-            self.token_file.unlink(missing_ok=True)
-            # Created and opened in one call: in a shared folder, others could replace a file between two.
-            descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(self.token + "\n")
+            write_private(self.token_file, self.token + "\n")
         except OSError as error:
             raise HpctrainError(
                 f"{self._folder}: cannot be written ({error.strerror}): "

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import HpctrainError
-from hpctrain.files.places import refuse_of_others
+from hpctrain.files.trust import refuse_changeable
 from hpctrain.text import first_line
 
 
@@ -41,7 +41,7 @@ def check_compiler(rank: int = 0) -> None:
         folder = Path(cache_dir())  # made here; its name in /tmp is known to all users of the node
     finally:
         os.umask(umask)
-    refuse_of_others(folder, advice="for --compile, set TORCHINDUCTOR_CACHE_DIR to a folder of yours")
+    refuse_changeable(folder, advice="for --compile, set TORCHINDUCTOR_CACHE_DIR to a folder of yours")
     try:
         torch.compile(lambda x: x + 1)(torch.ones(8))
     except Exception as error:  # the class depends on what is missing

@@ -14,6 +14,7 @@ import torch
 
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
+from hpctrain.files.trust import hold_folder
 from hpctrain.nlp.batches import features
 from hpctrain.nlp.batches.features import Features
 from hpctrain.nlp.data.splits import load_splits
@@ -217,7 +218,7 @@ def test_nothing_is_written_into_a_cache_that_others_can_change(tmp_path, monkey
 def test_a_new_folder_of_the_cache_is_written_wherever_somebody_moves_it(tmp_path):
     new = tmp_path / "new"
     new.mkdir()
-    with features._hold(new) as held:
+    with hold_folder(new) as held:
         new.rename(tmp_path / "moved")
         new.mkdir()
         (held / "text").write_text("secret")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hpctrain.distributed.world import World
+from hpctrain.files.trust import is_own
 
 # Long enough for a slow name server or switch. srun kills the ranks after --wait, which is longer.
 CONNECT_SECONDS = 5
@@ -150,9 +151,7 @@ def image_mount(env: Mapping[str, str] = os.environ, proc: Path = Path("/proc"))
     names = {}
     for process in proc.glob("[0-9]*"):
         try:
-            names[process.name] = (
-                (process / "comm").read_text().strip() if process.stat().st_uid == os.getuid() else ""
-            )
+            names[process.name] = (process / "comm").read_text().strip() if is_own(process) else ""
         except OSError:  # it has ended
             continue
     for name in ("squashfuse_ll", "squashfuse"):

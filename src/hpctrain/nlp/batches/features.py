@@ -9,7 +9,6 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, print_error
 from hpctrain.files import atomic
 from hpctrain.files.digests import check_digests, write_digests
-from hpctrain.files.places import refuse_of_others
+from hpctrain.files.trust import hold_folder, refuse_changeable
 from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.text import reason
 
@@ -298,9 +297,9 @@ def _write_features(folder: Path, features: Features) -> None:
         # $HPCTRAIN_CACHE, for its user alone unless it exists: the texts may be confidential.
         for private in (folder.parent.parent, folder.parent):
             private.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_cache_of_others(folder.parent)
+        _check_cache(folder.parent)
         atomic.remove_leftovers(folder.parent, age=86_400)  # other jobs write there
-        with atomic.folder(folder, replace=False) as unfinished, _hold(unfinished) as held:
+        with atomic.folder(folder, replace=False) as unfinished, hold_folder(unfinished) as held:
             for name, array in columns.items():
                 numpy.save(held / f"{name}.npy", array)
             write_digests(held)
@@ -317,28 +316,17 @@ def _write_features(folder: Path, features: Features) -> None:
             )
 
 
-@contextmanager
-def _hold(folder: Path) -> Iterator[Path]:
-    """A name of a new folder for this user alone that stays right where somebody else renames it."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        os.fchmod(number, 0o700)  # raises PermissionError if it is somebody else's
-        yield Path(f"/proc/self/fd/{number}")
-    finally:
-        os.close(number)
-
-
-def _refuse_cache_of_others(folder: Path, *paths: Path) -> None:
-    above = folder.parent  # among temporary files, anybody can have made it
+def _check_cache(folder: Path, *paths: Path) -> None:
+    above = folder.parent
     is_temporary = above.parent == Path(tempfile.gettempdir())
     advice = "set HPCTRAIN_CACHE to a folder of yours"
-    refuse_of_others(*[above] * is_temporary, folder, *paths, advice=advice)
+    refuse_changeable(*[above] * is_temporary, folder, *paths, advice=advice)
 
 
 def _read_features(folder: Path, check: bool) -> Features:
     try:
         if check:
-            _refuse_cache_of_others(folder.parent, folder, *folder.iterdir())
+            _check_cache(folder.parent, folder, *folder.iterdir())
             check_digests(folder)
         columns = {
             path.name.removesuffix(".npy"): numpy.load(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.files.plain import refuse_own_below_link, refuse_pointer
+from hpctrain.files.plain import refuse_pointer
+from hpctrain.files.trust import refuse_own_below_link
 from hpctrain.nlp.data.formats import JSON_LINES, TABLES, describe_packed, list_names
 from hpctrain.text import counted
 

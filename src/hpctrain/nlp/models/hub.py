@@ -21,6 +21,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, hint_missing
 from hpctrain.files import atomic
 from hpctrain.files.digests import write_digests
+from hpctrain.files.trust import refuse_foreign
 from hpctrain.nlp.data.formats import TABLES
 from hpctrain.nlp.data.splits import SUFFIXES
 from hpctrain.nlp.models.model_folder import describe_error, is_disk_error, validate_folder
@@ -46,7 +47,7 @@ DATA_FILES = ["*.parquet", "*.arrow", "*.csv", "*.tsv", "*.jsonl", "*.json", "*.
 def resolve_model(name: str, world: World) -> Path:
     """The folder of a model on this node; `name` is a folder, or a name on the hub such as beomi/kcbert-base.
 
-    What is both is a folder, unless somebody else made it. A collective call; see _resolve() for models of
+    What is both is a folder, unless another user made it. A collective call; see _resolve() for models of
     the hub. HpctrainError names the command to fetch it.
     """
     is_folder = gather(world, Path(name).is_dir())
@@ -83,7 +84,7 @@ def resolve_data(path: Path, world: World) -> Path:
                     f"{path}: a pipe or a device: write the data into a file, and give that to --data"
                 )
             if is_hub_name:
-                _refuse_of_others(path)
+                _prefer_hub(path)
             return path
         is_broken_link = path.resolve() != Path.cwd() / path
         if is_broken_link or not is_hub_name:
@@ -156,10 +157,7 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
         commit = HfApi().model_info(name, revision=revision).sha
     assert commit is not None  # the hub gives the commit with all other information
     unfinished = folder.with_name(f".{folder.name}.{commit}.partial")
-    try:
-        atomic.check_folder(unfinished, foreseen=True)
-    except PermissionError as error:
-        raise HpctrainError(f"{unfinished}: {error.strerror}: fetch into a folder of your own") from error
+    refuse_foreign(unfinished, advice="fetch into a folder of your own")
     with _explain_errors(name, f"run the same command again, and it continues from {unfinished}"):
         _download_snapshot(name, commit, local_dir=unfinished)
         shutil.rmtree(unfinished / ".cache")  # the hub's record of what has been downloaded
@@ -171,18 +169,13 @@ def fetch_model(name: str, folder: Path, revision: str | None = None) -> str:
 def _take_folder(name: str) -> Path:
     with suppress(errors.HFValidationError):
         validate_repo_id(name)
-        _refuse_of_others(Path(name))
+        _prefer_hub(Path(name))
     return validate_folder(Path(name))
 
 
-def _refuse_of_others(path: Path) -> None:
-    """Raise HpctrainError if somebody else made a folder or a file here, whose name is one of the hub."""
-    try:
-        atomic.check_folder(path, foreseen=True)
-    except PermissionError as error:
-        raise HpctrainError(
-            f"{path}: could be of the hub, or here {error.strerror}: give its whole path, {path.absolute()}"
-        ) from error
+def _prefer_hub(path: Path) -> None:
+    """Refuse a folder or a file of another user whose name can also be one of the hub."""
+    refuse_foreign(path, advice=f"its name could be one of the hub: give its whole path, {path.absolute()}")
 
 
 def _validate_name(name: str) -> None:

@@ -17,8 +17,8 @@ from transformers.utils import logging
 from hpctrain.errors import HpctrainError, hint_missing
 from hpctrain.files import atomic
 from hpctrain.files.digests import write_digests
-from hpctrain.files.places import is_below, refuse_links_out
 from hpctrain.files.plain import open_plain, read_whole, refuse_pointer
+from hpctrain.files.trust import is_below, refuse_links_out
 from hpctrain.text import first_line, shorten
 
 if TYPE_CHECKING:  # importing a class of transformers takes seconds, and `hpctrain fetch` needs none
@@ -107,10 +107,7 @@ def list_parts(folder: Path) -> list[str]:
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Raise HpctrainError for files that no model has: pipes, devices, links that leave the folder.
-
-    Readers of pipes may wait without end. What links lead to would be copied into the run's model.
-    """
+    """Raise HpctrainError for files that no model has: pipes, devices, links that leave the folder."""
     if not folder.is_dir():
         raise HpctrainError(
             f"{folder}: no such folder: give that of a model or of a run{hint_missing(folder)}"

@@ -1,4 +1,4 @@
-"""Caches and folders of models that another user may have prepared."""
+"""Caches, folders and links that another user may have prepared; tests/test_security.py has more of them."""
 
 import os
 from types import SimpleNamespace
@@ -6,30 +6,30 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.files.places import refuse_links_out, refuse_of_others
+from hpctrain.files.trust import refuse_changeable, refuse_links_out
 
 
 def test_what_others_can_change_is_no_cache(tmp_path, monkeypatch):
     own, file = tmp_path / "own", tmp_path / "own/file"
     own.mkdir(mode=0o700)
     file.touch(mode=0o600)
-    refuse_of_others(own, file, advice="move it")
+    refuse_changeable(own, file, advice="move it")
     for path, mode in ((own, 0o770), (file, 0o602)):
         path.chmod(mode)
         with pytest.raises(HpctrainError, match="can change it: move it, or chmod go-w"):
-            refuse_of_others(own, file, advice="move it")
+            refuse_changeable(own, file, advice="move it")
         path.chmod(0o700)
     link = tmp_path / "link"
     link.symlink_to(own)
     with pytest.raises(HpctrainError, match="link: another user has made it"):
-        refuse_of_others(link, advice="move it")
+        refuse_changeable(link, advice="move it")
     monkeypatch.setattr(
-        "hpctrain.files.places.os", SimpleNamespace(geteuid=lambda: os.geteuid() + 7, path=os.path)
+        "hpctrain.files.trust.os", SimpleNamespace(geteuid=lambda: os.geteuid() + 7, path=os.path)
     )
     file.chmod(0o600)
     if os.geteuid() != 0:  # root may make caches for others
         with pytest.raises(HpctrainError, match="own: another user has made it"):
-            refuse_of_others(own, advice="move it")
+            refuse_changeable(own, advice="move it")
 
 
 def test_links_that_leave_a_folder_are_refused_and_those_of_the_hub_are_not(tmp_path):
