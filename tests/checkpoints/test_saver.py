@@ -3,6 +3,7 @@
 import copy
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -206,9 +207,7 @@ def test_weights_that_are_not_finite_are_not_saved(folder):
     saver = make(folder)
     saver.save_in_background(checkpoint.path_of(folder, 1), state(1), NO_BEST)
     saver.save_in_background(checkpoint.path_of(folder, 2), state(float("nan")), NO_BEST)
-    with pytest.raises(
-        HpctrainError, match=r"epoch-0002.pt are not finite: training diverged, use a smaller --lr"
-    ):
+    with pytest.raises(HpctrainError, match=r"epoch-0002\.pt.*--lr"):
         saver.wait()
     assert names(folder) == ["epoch-0001.pt"]
 
@@ -259,9 +258,7 @@ def test_a_file_system_that_cannot_be_written_for_a_while(folder, monkeypatch, c
             saver.wait()
         assert names(folder) == [] and len(calls) > 3
     out = capsys.readouterr().out
-    assert (
-        out.count("trying again for 3 s") == 1 and "epoch-0001.pt: the checkpoint could not be written" in out
-    )
+    assert re.fullmatch("hpctrain: .*epoch-0001.pt.* 3 s\n", out)
 
 
 def test_a_folder_that_cannot_be_looked_at_does_not_end_the_run(folder, monkeypatch):
@@ -281,7 +278,7 @@ def test_an_error_of_any_kind_in_the_background_is_raised(folder):
     saver.save_in_background(
         folder / "checkpoints/epoch-0001.pt", state(1) | {"model": {"weight": weights}}, NO_BEST
     )
-    with pytest.raises(HpctrainError, match=r"epoch-0001\.pt: cannot be written \(NotImplementedError: "):
+    with pytest.raises(HpctrainError, match=r"epoch-0001\.pt.*NotImplementedError"):
         saver.wait()
 
 

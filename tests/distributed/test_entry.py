@@ -26,7 +26,7 @@ def python(code, **env):
         (
             "hpctrain.trainer_parser('mine', '').parse_args(['--nonsense'])",
             2,
-            r"hpctrain: error: \S+: unrecognized arguments",
+            "hpctrain: error: .*--nonsense",
         ),
         ("hpctrain.detect; raise ValueError('boom')", 1, "Traceback (.*\n)+ValueError: boom\n"),
         ("hpctrain.main(lambda world: print(world.size))", 0, ""),
@@ -34,7 +34,7 @@ def python(code, **env):
         (
             "def read(_): raise PermissionError(13, 'Permission denied', '/home/bob')\nhpctrain.main(read)",
             1,
-            "hpctrain: error: /home/bob: Permission denied: name another path, or ask .*\n",
+            "hpctrain: error: /home/bob: Permission denied",
         ),
         ("hpctrain.main(lambda world: sys.exit(75))", 75, ""),
         (
@@ -46,8 +46,10 @@ def python(code, **env):
         (
             "os.dup2(os.open('/dev/full', os.O_WRONLY), 1); hpctrain.main(lambda world: print('x'))",
             1,
-            r"hpctrain: error: the output cannot be written \(No space left on device\): free some space",
+            "hpctrain: error: .*No space left on device",
         ),
+        # the name of a file that the locale lacks
+        ("hpctrain.main(lambda _: 'a\\udceab'.encode())", 1, "hpctrain: error: .*LC_ALL="),
         ("hpctrain.main(lambda world: 1 / 0)", 1, "Traceback (.*\n)+ZeroDivisionError"),
     ],
 )
@@ -102,23 +104,13 @@ def test_text_that_the_terminal_lacks_is_escaped(encoding):
     assert done.returncode == 0 and r"\U0001f600" in done.stdout and not done.stderr
 
 
-def test_a_name_that_the_locale_lacks_is_one_line():
-    code = "import hpctrain\nhpctrain.main(lambda _: 'a\\udceab'.encode())"
-    done = python(code)
-    message = (
-        "hpctrain: error: the name of a file is not in the encoding of this locale (utf-8): export LC_ALL="
-    )
-    assert done.returncode == 1 and done.stderr.startswith(message)
-
-
 def test_a_current_folder_that_is_gone_is_one_line(tmp_path):
     """Without it, a library of torch ends the process, with another cause."""
     command = 'mkdir gone && cd gone && rmdir ../gone && "$0" -m hpctrain train_ddp'
     done = subprocess.run(
         ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=300, cwd=tmp_path
     )
-    message = "hpctrain: error: the current folder has been removed: change to another one\n"
-    assert (done.returncode, done.stderr) == (2, message)
+    assert done.returncode == 2 and re.fullmatch("hpctrain: error: .*\n", done.stderr)
 
 
 def test_python_without_docstrings_is_refused_where_transformers_is_needed():
@@ -137,8 +129,7 @@ def test_an_operation_without_a_deterministic_implementation_is_one_line():
         "hpctrain.main(lambda _: torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2)))"
     )
     done = python(code)
-    message = "--deterministic: put_ does not have a deterministic implementation: leave the option out"
-    assert (done.returncode, done.stderr) == (1, f"hpctrain: error: {message}\n")
+    assert done.returncode == 1 and re.fullmatch("hpctrain: error: --deterministic.*put_.*\n", done.stderr)
 
 
 def test_the_advice_of_cublas_stays():

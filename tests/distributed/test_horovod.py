@@ -16,7 +16,5 @@ def test_the_image_has_the_release_whose_parts_are_used():
 
 def test_an_address_without_ipv4_is_one_line():
     assert ipv4("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(
-        HpctrainError, match=r"no-such-host.invalid has no IPv4 address \([^\[]*\), which Horovod"
-    ):
+    with pytest.raises(HpctrainError, match=r"^no-such-host\.invalid[^\[]*$"):
         ipv4("no-such-host.invalid")

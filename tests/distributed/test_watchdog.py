@@ -201,17 +201,8 @@ def test_the_trainers_have_a_watchdog(tmp_path, trainer):
     done = warm_start.run(ranks, tmp_path)
     stopped.join()
     assert done.returncode == 1, done.stderr
-    assert re.search(r"^hpctrain: error: rank 3 on \S+ has not answered for 6 s", done.stderr, re.M), (
-        done.stderr
-    )
-    assert (
-        len(
-            re.findall(
-                r"^hpctrain: rank \d on \S+ had finished \d+ steps and was at \S+:\d+ ", done.stderr, re.M
-            )
-        )
-        >= 4
-    )
+    assert re.search(r"^hpctrain: error: rank 3 on \S+ .*\b6 s", done.stderr, re.M), done.stderr
+    assert len(re.findall(r"^hpctrain: rank \d on \S+ .* \d+ steps .*\S+:\d+ ", done.stderr, re.M)) >= 4
     assert (tmp_path / "run/checkpoints/epoch-0001.pt").exists()
 
 
@@ -225,10 +216,8 @@ def test_the_death_of_a_rank_is_one_line_from_each_of_the_others(tmp_path):
     killer.start()
     done = warm_start.run(ranks, tmp_path)
     killer.join()
-    said = sorted(line for line in done.stderr.splitlines() if "lost the connection" in line)
-    assert [line.split(" on ")[0] for line in said] == [
-        f"hpctrain: error: rank-000{rank}" for rank in range(3)
-    ], done.stderr
+    said = re.findall("^hpctrain: error: (rank-\\d+) ", done.stderr, re.M)
+    assert sorted(said) == [f"rank-000{rank}" for rank in range(3)], done.stderr
     assert "Traceback" not in done.stderr
     assert "Traceback" in (tmp_path / "run/logs/rank-0000.log").read_text()
 

@@ -125,7 +125,7 @@ def test_nodes_with_unlike_numbers_of_tasks():
     [{}, {"SLURM_STEP_ID": "4294967291"}, {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}],
 )
 def test_one_process_in_a_batch_script_of_four_tasks_is_an_error_with_the_right_command(step):
-    with pytest.raises(HpctrainError, match=r"4 tasks.*srun"):
+    with pytest.raises(HpctrainError, match=r"\b4\b.*srun"):
         detect(SLURM_BATCH | step)
 
 
@@ -145,15 +145,15 @@ def test_one_process_in_a_pbs_job_of_several_slots_is_an_error_with_the_right_co
     [
         (TORCHRUN | {"RANK": "three"}, "RANK is 'three'"),
         ({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}, "LOCAL_RANK is ''"),
-        (TORCHRUN | {"RANK": "4"}, "contradict"),
+        (TORCHRUN | {"RANK": "4"}, "torchrun.*rank=4"),
         (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE is 'two'"),
-        (SLURM_STEP | {"SLURM_NODEID": "2"}, "lists 2 nodes"),
+        (SLURM_STEP | {"SLURM_NODEID": "2"}, "SLURM_NODEID.*SLURM_STEP_TASKS_PER_NODE"),
         # the wrong PMI: each of four ranks gets a world of one
         (
             MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "HPCTRAIN_WORLD_SIZE": "4"},
             "PMI",
         ),
-        ({"HPCTRAIN_WORLD_SIZE": "4"}, "started 4 ranks"),
+        ({"HPCTRAIN_WORLD_SIZE": "4"}, "4 ranks"),
         ({"HPCTRAIN_WORLD_SIZE": "many"}, "HPCTRAIN_WORLD_SIZE is 'many'"),
     ],
 )

@@ -40,16 +40,14 @@ def test_a_changed_file_is_named(folder, change):
     else:
         name = "../weights" if change == "leave the folder" else "weights"
         (folder / "SHA256SUMS").write_text("0" * 64 + f"  {name}\n")
-    with pytest.raises(
-        HpctrainError, match=r"weights: not the file that was written, according to SHA256SUMS"
-    ):
+    with pytest.raises(HpctrainError, match=r"weights.*SHA256SUMS"):
         check_digests(folder)
 
 
 def test_digests_that_cannot_be_read_are_one_line(folder):
     (folder / "SHA256SUMS").unlink()
     (folder / "SHA256SUMS").mkdir()
-    with pytest.raises(HpctrainError, match=r": cannot be read \(Is a directory\): copy it or make it again"):
+    with pytest.raises(HpctrainError, match=rf"{folder}.*Is a directory"):
         check_digests(folder)
 
 

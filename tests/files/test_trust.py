@@ -16,19 +16,19 @@ def test_what_others_can_change_is_no_cache(tmp_path, monkeypatch):
     refuse_changeable(own, file, advice="move it")
     for path, mode in ((own, 0o770), (file, 0o602)):
         path.chmod(mode)
-        with pytest.raises(HpctrainError, match="can change it: move it, or chmod go-w"):
+        with pytest.raises(HpctrainError, match=f"{path}.*move it"):
             refuse_changeable(own, file, advice="move it")
         path.chmod(0o700)
     link = tmp_path / "link"
     link.symlink_to(own)
-    with pytest.raises(HpctrainError, match="link: another user has made it"):
+    with pytest.raises(HpctrainError, match=r"link.*move it"):
         refuse_changeable(link, advice="move it")
     monkeypatch.setattr(
         "hpctrain.files.trust.os", SimpleNamespace(geteuid=lambda: os.geteuid() + 7, path=os.path)
     )
     file.chmod(0o600)
     if os.geteuid() != 0:  # root may make caches for others
-        with pytest.raises(HpctrainError, match="own: another user has made it"):
+        with pytest.raises(HpctrainError, match=r"own.*move it"):
             refuse_changeable(own, advice="move it")
 
 
@@ -48,8 +48,6 @@ def test_links_that_leave_a_folder_are_refused_and_those_of_the_hub_are_not(tmp_
     for target in (tmp_path / "secret", "../../../../secret", "../../../secret"):
         link = snapshot / "deep/chat_template.jinja"
         link.symlink_to(target)
-        with pytest.raises(
-            HpctrainError, match=r"chat_template.jinja: a link .* out of the folder, to .*secret"
-        ):
+        with pytest.raises(HpctrainError, match=r"chat_template\.jinja.*secret"):
             refuse_links_out(snapshot)
         link.unlink()

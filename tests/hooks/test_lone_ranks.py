@@ -54,8 +54,10 @@ def test_a_trainer_that_would_train_alone_on_each_rank_is_refused(tmp_path, pack
     script = TRAINER.format(package=package)
     refused = run(tmp_path, script, **TORCHRUN)
     assert (refused.returncode, refused.stdout) == (2, "")
-    message = "hpctrain: error: this Trainer trains alone on each of the 2 ranks: make it with devices=2, "
-    assert message in refused.stderr and "Traceback" not in refused.stderr, refused.stderr
+    assert re.search("^hpctrain: error: .*Trainer.* 2 ranks.*devices=2,", refused.stderr, re.M), (
+        refused.stderr
+    )
+    assert "Traceback" not in refused.stderr
     if package == "lightning":
         separate = run(tmp_path, script, "separate", **TORCHRUN)
         assert (separate.returncode, separate.stdout) == (0, "trained\n"), separate.stderr
@@ -82,9 +84,8 @@ def test_a_fabric_that_would_train_alone_on_each_rank_is_refused(tmp_path, packa
     script = FABRIC.format(package=package)
     refused = run(tmp_path, script, **TORCHRUN)
     assert (refused.returncode, refused.stdout) == (2, "set up 1\n"), refused.stderr
-    message = "hpctrain: error: this Fabric trains alone on each of the 2 ranks: make it with devices=2, "
-    assert message in refused.stderr and refused.stderr.count("hpctrain: ") == 1, refused.stderr
-    assert "Traceback" not in refused.stderr, refused.stderr
+    assert re.search("^hpctrain: error: .*Fabric.* 2 ranks.*devices=2,", refused.stderr, re.M), refused.stderr
+    assert refused.stderr.count("hpctrain: ") == 1 and "Traceback" not in refused.stderr
     if package == "lightning":
         (tmp_path / "joined.py").write_text(script)
         advice = dict(re.findall(r"(LT_\w+)=(\w+)", refused.stderr))
@@ -129,7 +130,7 @@ ONE_OF_TWO = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0",
     "HPCTRAIN_WORLD_SIZE": "2", "HPCTRAIN_TASKS_PER_NODE": "2",
 }  # fmt: skip
-WARNING = "hpctrain: warning: each of the 2 ranks trains alone: "
+WARNING = "hpctrain: warning: "
 
 
 @pytest.mark.slow
@@ -147,8 +148,7 @@ def test_a_world_of_some_ranks_is_warned(tmp_path):
     ranks = {"HPCTRAIN_WORLD_SIZE": "4", "MASTER_ADDR": "n1"}
     done = run(tmp_path, SCRIPTS["joins"], **ONE_OF_TWO | ranks)
     assert done.returncode == 0, done.stderr
-    warning = "hpctrain: warning: the process group of rank 0 has 2 of the job's 4 ranks: "
-    assert done.stderr.count(warning) == done.stderr.count("hpctrain: ") == 1, done.stderr
+    assert done.stderr.count("hpctrain: ") == 1 and re.search(f"{WARNING}.* 2 .* 4 ranks", done.stderr)
 
 
 @pytest.mark.slow
@@ -213,10 +213,8 @@ def test_a_trainer_of_transformers_joins_on_cpus_or_is_warned(tmp_path, env, kin
     )
     done = run(tmp_path, script, **ONE_OF_TWO | env)
     assert (done.returncode, done.stdout) == (0, f"DistributedType.{kind}\n"), done.stderr
-    warning = (
-        f"{WARNING}on nodes without GPUs, give TrainingArguments(use_cpu=True) or Accelerator(cpu=True)\n"
-    )
-    assert (warning in done.stderr) == (kind == "NO"), done.stderr
+    for name in ("TrainingArguments(use_cpu=True)", "Accelerator(cpu=True)"):
+        assert (name in done.stderr) == (kind == "NO"), done.stderr
 
 
 @pytest.mark.slow

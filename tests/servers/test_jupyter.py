@@ -134,11 +134,9 @@ def test_a_kernel_names_the_image(tmp_path):
         kernel["argv"][:4] == ["apptainer", "exec", "--nv", "/images/my image.sif"]
         and kernel["display_name"] == "my image"
     )
-    with pytest.raises(
-        HpctrainError, match="--kernel cannot tell the image: run it in a container of apptainer"
-    ):
+    with pytest.raises(HpctrainError, match="--kernel"):
         jupyter.write_kernel({})
-    with pytest.raises(HpctrainError, match="set JUPYTER_DATA_DIR to a folder of your own"):
+    with pytest.raises(HpctrainError, match="JUPYTER_DATA_DIR"):
         jupyter.write_kernel(env | {"JUPYTER_DATA_DIR": "/proc"})
 
 
@@ -253,9 +251,9 @@ def test_a_notebook_is_no_rank():
 @pytest.mark.parametrize(
     ("env", "arguments", "message"),
     [
-        ({}, ["--out", "/proc/x"], "/proc/x: cannot be written"),
+        ({}, ["--out", "/proc/x"], "/proc/x: "),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-          "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [], "one server is enough"),
+          "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, [], "--ntasks=1"),
     ],
 )  # fmt: skip
 def test_invalid_input_is_one_line(env, arguments, message):

@@ -29,7 +29,7 @@ def test_the_lines_of_the_log():
     paths = "JupyterLab", Path("/tmp/x/socket"), Path("/home/a/token")
     lines = tunnel.how_to_connect(*paths, "/lab", {"USER": "a", "SLURM_SUBMIT_HOST": "login1"})
     assert f"\n    ssh -N -L 8888:/tmp/x/socket -J a@login1 a@{os.uname().nodename}\n" in lines
-    assert lines.endswith("\nThen open http://localhost:8888/lab and give the token in /home/a/token")
+    assert "http://localhost:8888/lab " in lines and lines.endswith(" /home/a/token")
     assert " -J a@login2 " in tunnel.how_to_connect(*paths, env={"USER": "a", "PBS_O_HOST": "login2"})
     assert " -J " not in tunnel.how_to_connect(*paths, env={"USER": "a"})
 
@@ -49,14 +49,6 @@ def test_only_a_folder_of_its_own_is_removed_at_the_end(tmp_path):
     ]
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
-    with (
-        pytest.raises(HpctrainError, match="/proc/x: cannot be written"),
-        tunnel.Tunnel("jupyter", Path("/proc/x")),
-    ):
-        pass
-
-
 @pytest.mark.parametrize(
     ("tmp", "var", "folder"),
     [
@@ -73,7 +65,7 @@ def test_ssh_sees_the_folder_of_the_socket(monkeypatch, tmp, var, folder):
     monkeypatch.delenv("TMPDIR", raising=False)
     mounts = f"1 0 8:1 / / rw - ext4\n2 1 8:1 {tmp} /tmp rw - ext4\n3 1 8:1 {var} /var/tmp rw - ext4\n"
     if folder is None:
-        with pytest.raises(HpctrainError, match="this job has its own /tmp and /var/tmp"):
+        with pytest.raises(HpctrainError, match="TMPDIR"):
             tunnel.folder_that_ssh_sees(mounts)
     else:
         assert tunnel.folder_that_ssh_sees(mounts) == Path(folder)
