@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hpctrain.commands import add
 from hpctrain.commands.check.mpi import mpi_problems
-from hpctrain.commands.check.nccl import Network, capture_nccl_log, compare_with_log, predict_network
+from hpctrain.commands.check.nccl import Fabric, capture_nccl_log, compare_with_log, read_fabric
 from hpctrain.commands.check.node import (
     file_system_problems,
     image_mount,
@@ -90,11 +90,14 @@ def main(world: World, arguments: list[str]) -> None:
 
 def check_collectively(world: World, device: torch.device, problems: list[str]) -> None:
     """Compare the ranks, then test communication (collective). Raises HpctrainError on rank 0."""
-    nccl = predict_network()
-    # Gloo always uses TCP. NCCL within a node uses no network, but fails to start if it finds none.
-    if device.type == "cuda" and nccl.unintended and (world.nodes > 1 or not nccl.name):
-        problems.append(f"NCCL between nodes: {nccl.description}")
-    reports = gather(world, rank_report(world, device, nccl))
+    fabric = read_fabric()
+    warnings = [*fabric.failures, *fabric.unusable]
+    if device.type == "cuda":  # Gloo always uses TCP
+        # NCCL within a node uses no network, but fails to start if it finds none.
+        refused = warnings if world.nodes > 1 else fabric.failures
+        warnings = [text for text in warnings if text not in refused]
+        problems += [f"NCCL between nodes: {text}" for text in refused]
+    reports = gather(world, rank_report(world, device, fabric, warnings))
     hosts = [report["host"] for report in reports]
     if world.rank == 0:
         for report in reports:
@@ -113,7 +116,7 @@ def check_collectively(world: World, device: torch.device, problems: list[str]) 
             ]
             logged = logged_network()  # "" if NCCL is not used
             if world.nodes > 1:
-                problems += compare_with_log(nccl, logged)
+                problems += compare_with_log(fabric, logged)
             end_on_problems(world, hosts, problems)
             seconds = time_all_reduce(device, group)
         passed.append(
@@ -166,7 +169,7 @@ def format_place(ranks: list[int], hosts: list[str]) -> str:
 # --- comparing the ranks ---
 
 
-def rank_report(world: World, device: torch.device, nccl: Network) -> dict[str, Any]:
+def rank_report(world: World, device: torch.device, fabric: Fabric, warnings: list[str]) -> dict[str, Any]:
     """What the ranks compare: place, device, versions and network settings of this rank."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     software = versions()
@@ -186,9 +189,10 @@ def rank_report(world: World, device: torch.device, nccl: Network) -> dict[str, 
         "software": software,
         "start": START_SECONDS,
         "mount": image_mount(),
-        "network": nccl.name,
-        "nccl": nccl.description,
-        "fabric": {
+        "networks": fabric.networks,
+        "fabric": fabric.description,
+        "fabric_warnings": warnings,
+        "settings": {
             name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "FI_", "UCX_"))
         },
     }
@@ -215,7 +219,7 @@ def consistency_problems(reports: list[dict[str, Any]]) -> Iterator[str]:
     kinds = {
         "software": "run the same image or environment on every node",
         # Ranks of one node may differ: some sites assign each its own network card.
-        "fabric": "set it before the launcher starts the ranks, and not in a file of one node",
+        "settings": "set it before the launcher starts the ranks, and not in a file of one node",
     }
     for kind, advice in kinds.items():
         compared = [report for report in reports if kind == "software" or report["local_rank"] == 0]
@@ -232,10 +236,10 @@ def consistency_problems(reports: list[dict[str, Any]]) -> Iterator[str]:
     networks: dict[str, list[int]] = {}
     for report in reports:
         if report["device"].startswith("cuda"):
-            networks.setdefault(report["network"] or "none", []).append(report["rank"])
+            networks.setdefault(", ".join(report["networks"]) or "TCP", []).append(report["rank"])
     if len(networks) > 1:
         found = ", ".join(f"{name} for {format_place(having, hosts)}" for name, having in networks.items())
-        yield f"NCCL uses different networks: {found}: see above what these nodes lack, or exclude them"
+        yield f"NCCL has different networks: {found}: see above what these nodes lack, or exclude them"
     devices = {
         kind: [report["rank"] for report in reports if report["device"].startswith(kind)]
         for kind in ("cuda", "cpu")
@@ -266,14 +270,21 @@ def describe_start(reports: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def describe_networks(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Which network NCCL uses between nodes: one line for all ranks, or one for each network."""
+    """What the nodes offer NCCL, one line for all ranks or for each kind of node, and what contradicts it."""
     hosts = [report["host"] for report in reports]
-    ranks: dict[str, list[int]] = {}
+    offers: dict[str, list[int]] = {}
+    warnings: dict[str, list[int]] = {}
     for report in reports:
-        ranks.setdefault(report["nccl"], []).append(report["rank"])
-    for description, having in ranks.items():
-        place = f", {format_place(having, hosts)}" if len(ranks) > 1 else ""
-        yield f"NCCL between nodes{place}: {description}"
+        offers.setdefault(report["fabric"], []).append(report["rank"])
+        for text in report["fabric_warnings"]:
+            warnings.setdefault(text, []).append(report["rank"])
+    for text, having in offers.items():
+        place = f", {format_place(having, hosts)}" if len(offers) > 1 else ""
+        yield f"NCCL between nodes{place}: {text}"
+    for text, having in warnings.items():
+        yield f"warning: {format_place(having, hosts)}: NCCL between nodes: {text}"
+    if not any(report["device"].startswith("cuda") for report in reports):
+        yield "NCCL was not asked which network it uses, because no rank has a GPU"
 
 
 def gpu_warnings(reports: list[dict[str, Any]]) -> Iterator[str]:
