@@ -14,7 +14,7 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.parser import Parser
 from hpctrain.run.best import is_loss
-from hpctrain.run.charts import COLORS, folder_for_matplotlib, plain, save_picture, the_first
+from hpctrain.run.charts import COLORS, folder_for_matplotlib, make_charts, plain, save_picture, the_first
 from hpctrain.run.metrics import format_seconds
 from hpctrain.run.reader import (
     MEASURED,
@@ -108,13 +108,11 @@ def draw(axis: "Axes", runs: list[Content], name: str) -> None:
     every = [value for run in runs for _, value in points(run.lines, name)]
     if is_loss(name) and 0 < 20 * min(every) < max(every) < math.inf:
         axis.set_yscale("log")
-    axis.grid(alpha=0.12)
 
 
 def chart(runs: list[Content], name: str) -> str:
     """The chart of a metric as an SVG element, in the colors of the page."""
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
     settings = rc_context(
         {
@@ -123,14 +121,13 @@ def chart(runs: list[Content], name: str) -> str:
             "axes.edgecolor": TEXT,
             "xtick.color": TEXT,
             "ytick.color": TEXT,
-            "grid.color": TEXT,
+            "grid.color": "gray",
             "svg.fonttype": "none",  # text instead of paths
             "svg.hashsalt": name,  # no two charts of a page may give their parts the same ids
         }
     )
     with settings:
-        figure = Figure(figsize=(5.6, 3.2), layout="constrained")
-        axis = figure.subplots()
+        figure, (axis,) = make_charts(1)
         draw(axis, runs, name)
         if len(runs) > 1:
             axis.legend(fontsize="small", framealpha=0)
@@ -211,18 +208,12 @@ def _table(heads: Sequence[str], rows: list[list[str]]) -> str:
 
 def picture(runs: list[Content]) -> "Figure":
     """The charts of the report as one figure, with a legend."""
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     names = metric_names(runs)
-    across = min(3, len(names))
-    down = -(-len(names) // across)
-    figure = Figure(figsize=(5.6 * across, 3.2 * down + 0.5), layout="constrained")
-    axes = figure.subplots(down, across, squeeze=False)
-    for axis, name in zip(axes.flat, names, strict=False):
+    figure, axes = make_charts(len(names))
+    for axis, name in zip(axes, names, strict=True):
         draw(axis, runs, name)
-    for axis in axes.flat[len(names) :]:
-        axis.axis("off")
     marks = [Line2D([], [], color=COLORS[number % len(COLORS)]) for number in range(len(runs))]
     figure.legend(marks, [plain(run.row["run"]) for run in runs], loc="outside upper left", ncols=3)
     return figure

@@ -9,7 +9,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
 from hpctrain.parser import Parser
-from hpctrain.run.charts import folder_for_matplotlib, plain, save_picture
+from hpctrain.run.charts import folder_for_matplotlib, make_charts, plain, save_picture
 from hpctrain.run.reader import find, is_number, read_configs, read_json
 from hpctrain.text import one_line, say, table
 
@@ -92,10 +92,7 @@ def format_cell(name: str, value: Any) -> str:
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Throughput and efficiency over the ranks, a line for each launcher, with the ideal."""
-    from matplotlib.figure import Figure  # not pyplot, which keeps what it draws
-
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    axes = figure.subplots(1, 2)
+    figure, axes = make_charts(2, title)
     for launcher in dict.fromkeys(row["launcher"] for row in rows):
         own = [row for row in rows if row["launcher"] == launcher]
         ranks = [row["ranks"] for row in own]
@@ -110,9 +107,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         axis.set_xticks(ticks, [str(n) for n in ticks])
         axis.minorticks_off()
         axis.set_xlabel("ranks")
-        axis.grid(alpha=0.3)
         axis.legend()
-    figure.suptitle(plain(title))
     save_picture(figure, path)
 
 

@@ -28,7 +28,7 @@ from hpctrain.errors import DivergedError, EndEarly, HpctrainError, UsageError
 from hpctrain.files import atomic
 from hpctrain.files.trust import refuse_foreign
 from hpctrain.parser import Parser
-from hpctrain.run.charts import folder_for_matplotlib, plain, save_picture
+from hpctrain.run.charts import folder_for_matplotlib, make_charts, plain, save_picture
 from hpctrain.run.options import prune_with
 from hpctrain.run.reader import DIVERGED, NOT_SCORES, PRUNED, read_json, read_metrics
 from hpctrain.text import first_line, one_line, say
@@ -371,7 +371,6 @@ def _draw(sweep: Sweep, every: list[Trial], path: Path) -> None:
 
     A pruned trial is a gray circle at its last score.
     """
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     trials = [trial for trial in every if trial.state == "complete"]
@@ -379,10 +378,7 @@ def _draw(sweep: Sweep, every: list[Trial], path: Path) -> None:
     last = [trial.scores[max(trial.scores)] for trial in pruned]
     hollow = {"marker": "o", "linestyle": "", "color": "gray", "fillstyle": "none", "label": "pruned"}
     numbers, values = [trial.number for trial in trials], [trial.value for trial in trials]
-    columns = min(1 + len(sweep.parameters), 4)
-    rows = -(-(1 + len(sweep.parameters)) // columns)
-    figure = Figure(figsize=(4 * columns, 3.2 * rows), layout="constrained")
-    first, *others = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    figure, (first, *others) = make_charts(1 + len(sweep.parameters), str(path.parent), sharey=True)
     first.plot(numbers, values, "o", label="trial")
     if pruned:
         first.plot([trial.number for trial in pruned], last, **hollow)
@@ -391,9 +387,7 @@ def _draw(sweep: Sweep, every: list[Trial], path: Path) -> None:
     first.set(xlabel="trial", ylabel=plain(sweep.metric.replace("_", " ")))
     first.legend()
     best = _best(sweep, trials)
-    for axis in others[len(sweep.parameters) :]:
-        axis.set_axis_off()
-    for axis, (name, form) in zip(others, sweep.parameters.items(), strict=False):
+    for axis, (name, form) in zip(others, sweep.parameters.items(), strict=True):
         seen = [trial.parameters[name] for trial in trials]
         at = form["values"].index if "values" in form else float
         axis.plot([at(value) for value in seen], values, "o")
@@ -405,9 +399,6 @@ def _draw(sweep: Sweep, every: list[Trial], path: Path) -> None:
             axis.set_xticks(range(len(form["values"])), [plain(str(value)) for value in form["values"]])
             axis.set_xlim(-0.5, len(form["values"]) - 0.5)
         axis.legend()
-    for axis in (first, *others):
-        axis.grid(alpha=0.3)
-    figure.suptitle(plain(str(path.parent)))
     save_picture(figure, path)
 
 

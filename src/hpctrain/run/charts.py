@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.files import atomic
 from hpctrain.run.best import is_loss
@@ -71,12 +71,26 @@ def folder_for_matplotlib() -> Iterator[None]:
                 del os.environ["MPLCONFIGDIR"]
 
 
-def _draw(folder: Path) -> Path:
+def make_charts(count: int, title: str = "", **options: Any) -> tuple["Figure", list[Any]]:
+    """A figure with a title and `count` empty charts, at most three in a row; `options` of subplots()."""
     from matplotlib.figure import Figure  # pyplot would keep every figure in memory
 
+    across = min(3, count)
+    down = -(-count // across)
+    figure = Figure(figsize=(5.6 * across, 3.2 * down + 0.5), layout="constrained")
+    if title:
+        figure.suptitle(plain(title))
+    axes = [*figure.subplots(down, across, squeeze=False, **options).flat]
+    for axis in axes[:count]:
+        axis.grid(alpha=0.3)
+    for axis in axes[count:]:
+        axis.set_axis_off()
+    return figure, axes[:count]
+
+
+def _draw(folder: Path) -> Path:
     lines = load_metrics(folder)
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    axes = figure.subplots(1, 2)
+    figure, axes = make_charts(2, str(folder))
     found = dict.fromkeys(name for line in lines for name in losses_and_scores(line))
     names = the_first([*found])
     for axis, of_loss, title in zip(axes, (True, False), ("loss", "score"), strict=True):
@@ -89,7 +103,6 @@ def _draw(folder: Path) -> Path:
                 marker=None if name == "train_loss" else "o",
             )
         axis.set(xlabel="step", title=title)
-        axis.grid(alpha=0.3)
         if axis.has_data():
             axis.legend(loc="upper right" if of_loss else "lower right")
     if best := best_line(lines):
@@ -97,7 +110,6 @@ def _draw(folder: Path) -> Path:
         axes[1].plot([line["step"]], [line[name]], "*", markersize=14, label="best")
         axes[1].set_title(plain(f"best {name.replace('_', ' ')} {line[name]:.4f} in epoch {line['epoch']:g}"))
         axes[1].legend(loc="lower right")
-    figure.suptitle(plain(str(folder)))
     path = folder / "curves.png"
     save_picture(figure, path)
     return path
