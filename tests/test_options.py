@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cli import COMMANDS
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = REPOSITORY / "tests/options.txt"
 
@@ -57,6 +59,10 @@ def test_an_option_is_added_or_removed_by_decision():
     change = difference({option: names.split() for option, names in recorded.items()}, options())
     record = ".venv/bin/python -m tests.test_options >tests/options.txt"
     assert not change, f"{change}: if that is decided, say why in CHANGELOG.md, and record it: {record}"
+
+
+def test_the_launch_scripts_know_the_commands():
+    assert (REPOSITORY / "launch/lib/commands.txt").read_text().split() == [*COMMANDS]
 
 
 def test_the_difference_is_one_line():

@@ -197,12 +197,11 @@ set_program() {
     esac
 }
 
-# check_command NAME: die if hpctrain has no such command, before ranks start. An installation has no sources,
-# and leaves this to the ranks.
+# check_command NAME: die if hpctrain has no such command, before ranks start
 check_command() {
     local names
-    mapfile -t names < <(sed -nE 's/^    "([a-z0-9_.]+)": \(.*/\1/p' "$ROOT/src/hpctrain/cli.py" 2>/dev/null)
-    ((${#names[@]} == 0)) || is_one_of "$1" "${names[@]}" ||
+    mapfile -t names <"$ROOT/launch/lib/commands.txt"
+    is_one_of "$1" "${names[@]}" ||
         die "there is no command '$1': choose from $(list_names "${names[@]}"), or give a .py file"
 }
 

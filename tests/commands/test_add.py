@@ -4,6 +4,7 @@ import base64
 import hashlib
 import re
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -149,7 +150,7 @@ def test_an_index_comes_from_the_users_own_settings_alone(tmp_path, monkeypatch,
 
 def test_a_slow_check_of_imports_shows_its_progress(tmp_path, monkeypatch, capsys):
     program = "print('importing a', flush=True); print('noise'); print('failed a: no')"
-    monkeypatch.setattr(add, "IMPORT_ALL", program)
+    monkeypatch.setattr(add, "SAFE_PYTHON", [sys.executable, "-c", program])
     monkeypatch.setattr(add, "PROGRESS_EVERY", 0.0)
     assert add.failed_import(tmp_path, progress=True) == "a: no"
     assert capsys.readouterr().out.startswith("hpctrain: importing a\n")

@@ -170,6 +170,7 @@ def test_add_a_trainer(project):
     edits = {
         "src/hpctrain/vision/train_toy.py": TRAINER,
         "src/hpctrain/cli.py": lambda text: text.replace("COMMANDS = {\n", "COMMANDS = {\n" + row),
+        "launch/lib/commands.txt": lambda text: "train_toy\n" + text,
     }
     add(project, "Add a trainer", "toy", edits)
     python = [sys.executable, "-m", "hpctrain"]
@@ -240,6 +241,7 @@ def test_add_an_nlp_task(project):
     edits = {
         "src/hpctrain/nlp/tasks/toy.py": TASK,
         "src/hpctrain/cli.py": lambda text: text.replace('    "predict": ', row + '    "predict": '),
+        "launch/lib/commands.txt": lambda text: text.replace("predict\n", "nlp.toy\npredict\n"),
         "src/hpctrain/nlp/samples/toy/": {"train.txt": "".join(lines), "test.txt": "".join(lines[:8])},
     }
     add(project, "Add an NLP task", "toy", edits)
@@ -250,7 +252,7 @@ def test_add_an_nlp_task(project):
     answers = run(*python, "predict", "runs/toy", "I liked it", "what a bore", cwd=project, **cache)
     assert re.findall('"label": "(.*?)"', answers) == ["good", "bad"]
     assert touched(project) == {
-        "src/hpctrain/nlp/tasks/toy.py", "src/hpctrain/cli.py",
+        "src/hpctrain/nlp/tasks/toy.py", "src/hpctrain/cli.py", "launch/lib/commands.txt",
         "src/hpctrain/nlp/samples/toy/train.txt", "src/hpctrain/nlp/samples/toy/test.txt",
     }  # fmt: skip
 

@@ -39,46 +39,6 @@ packages again.
 """
 
 
-# A program for the Python of the image. It imports what a folder adds, and then the packages that the image
-# is made for, which import what they need. It prints each name, and what failed. Some packages import parts
-# only when these are used, so two such parts are named here. pip is a program, and importing it changes
-# setuptools. The names beside pip are no packages, but some wheels install them.
-IMPORT_ALL = """
-import importlib, importlib.metadata, os, re, site, sys
-added = sys.argv[1]
-site.addsitedir(added)
-def names(path, wanted=None):
-    found = {}
-    for distribution in importlib.metadata.distributions(path=path):
-        if wanted is not None and distribution.name.lower() not in wanted:
-            continue
-        files = [file.parts for file in distribution.files or [] if file.suffix in (".py", ".so")]
-        for first, *others in files:
-            name = first if others else first.partition(".")[0]
-            if name.isidentifier() and name[0] != "_":
-                found[name] = distribution.name
-    skipped = {"pip", "test", "tests", "docs", "examples", "benchmarks"}
-    return {name: found[name] for name in sorted(found.keys() - skipped)}
-new = names([added])
-required = [line.replace('"', "'") for line in importlib.metadata.requires("hpctrain")]
-wanted = {re.match(r"[\\w.-]+", line)[0].lower() for line in required if "extra == 'dev'" not in line}
-wanted |= {"horovod", "hpctrain", "torchmetrics", "torchvision"}
-of_image = names([path for path in sys.path if path != added], wanted)
-for name in ("transformers.models.bert.modeling_bert", "transformers.trainer"):
-    if "transformers" in of_image:
-        of_image[name] = "transformers"
-for name, package in (new | of_image).items():
-    print(f"importing {name}", flush=True)
-    try:
-        importlib.import_module(name)
-    except BaseException as error:
-        text = " ".join(str(error).split())
-        print(f"failed {package}: import {name}: {type(error).__name__}: {text}"[:400], flush=True)
-        break
-os._exit(0)  # what these packages do at the end of Python is not their import
-"""
-
-
 def folder() -> Path | None:
     """The subfolder of $HPCTRAIN_PACKAGES for this Python and this torch; None if the variable is not set."""
     root = os.environ.get("HPCTRAIN_PACKAGES")
@@ -119,7 +79,7 @@ def import_problems() -> Iterator[str]:
 
 def failed_import(added: Path, progress: bool = False) -> str | None:
     """ "PACKAGE: ERROR" of the first import that fails, the folder's packages first; None if all work."""
-    command = [*SAFE_PYTHON, "-W", "ignore", "-c", IMPORT_ALL, str(added)]
+    command = [*SAFE_PYTHON, "-W", "ignore", "-m", "hpctrain.commands.import_all", str(added)]
     last, printed = "importing nothing", time.monotonic()
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
