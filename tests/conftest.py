@@ -8,7 +8,7 @@ import pytest
 import slurm_cluster
 from slurm_cluster import BUILD, REPOSITORY, Cluster, bare_binds
 
-from tests import flaky, main_road
+from tests import main_road
 from tests.helpers import DATA, IMAGE_TAR, MEMORY_AND_THREADS, SIF, STANDINS, write_digits, write_fewer
 
 # Before a test imports torch.
@@ -26,10 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    flaky.register(config, BUILD.parent / "flaky.jsonl")
-
-
+FAILED = pytest.StashKey[bool]()
 # The files that take longest, first: otherwise the last of them would run alone. Of the fast tests,
 # launch/test_library and nlp/training/test_finetune do.
 LONG_FILES = [
@@ -74,7 +71,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return place, slow, "in_background" in getattr(item, "fixturenames", ())
 
     items.sort(key=order)
-    flaky.mark(items)
+    for item in items:
+        if not {"cluster", "site", "in_background"}.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.flaky(reruns=1))  # and no other test
     main_road.mark(items)
 
 
@@ -85,6 +84,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if report.skipped and item.config.getoption("--no-skip"):
         report.outcome = "failed"
         report.longrepr = f"skipped, which --no-skip forbids: {report.longrepr[2]}"
+    item.stash[FAILED] = report.failed
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Give the second try of a test a cluster of its own, where no job of the first one runs."""
+    if item.stash.get(FAILED, False) and item.get_closest_marker("flaky"):
+        item.session._setupstate.teardown_exact(None)  # as pytest does after the last test
 
 
 @pytest.fixture(scope="session")
