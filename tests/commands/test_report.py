@@ -103,7 +103,7 @@ def test_memory_and_use_of_gpus_have_charts(tmp_path):
 
 
 def test_more_metrics_than_anybody_looks_at_take_no_hours(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(charts, "MOST_METRICS", 3)
+    monkeypatch.setattr(charts, "MAX_METRICS", 3)
     content = report.read(
         make_run(tmp_path / "run", lines=[{"epoch": 1, "step": 1} | {f"m{i}": i for i in range(9)}])
     )

@@ -41,7 +41,7 @@ def run_script(path, prepare=None):
 
 def stop_after(steps):
     """In a rank: ask for the end of the job after so many optimizer steps, as the launch script does."""
-    saver.MOST_STEPS = 1
+    saver.MAX_STEPS = 1
     done = Counter()
 
     def count(*_):

@@ -11,7 +11,7 @@ import torch
 from hpctrain.checkpoints.checkpoint import path_of
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
-from hpctrain.run.nonfinite import MOST_IN_A_ROW, NonFinite
+from hpctrain.run.nonfinite import MAX_IN_A_ROW, NonFinite
 from tests.helpers import write_digits
 from tests.tools import warm_start
 
@@ -217,7 +217,7 @@ def test_gradients_that_overflow_with_any_scale_end_the_run():
 
 def test_too_many_in_a_row():
     nonfinite = watch(torch.nn.Linear(2, 2))
-    for _ in range(MOST_IN_A_ROW):
+    for _ in range(MAX_IN_A_ROW):
         assert not step(nonfinite, float("inf"))
     with pytest.raises(
         HpctrainError, match="gradients of 10 steps in a row were not finite: training diverged"

@@ -252,13 +252,13 @@ def test_a_service_that_fails_does_not_end_the_run(tmp_path, fault, monkeypatch)
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert out.count("hpctrain: --wandb: ") == 1
     assert "the training goes on without" in out and "hpctrain export wandb run" in out, out
-    assert time.monotonic() - started < result["seconds"] + wandb.LONGEST_END + 60
+    assert time.monotonic() - started < result["seconds"] + wandb.MAX_END_SECONDS + 60
     if fault == "raises":
         assert "--wandb: the wandb of this test: " in out
 
 
 def test_a_process_that_is_stopped_is_not_waited_for(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(wandb, "LONGEST_END", 0.5)
+    monkeypatch.setattr(wandb, "MAX_END_SECONDS", 0.5)
     monkeypatch.setattr(wandb, "SAFE_PYTHON", [sys.executable, "-c", "import time; time.sleep(300)"])
     mirror = wandb.Mirror(tmp_path)
     mirror.start()

@@ -27,11 +27,11 @@ from hpctrain.files.atomic import Retry
 from hpctrain.text import reason
 
 PERIOD = 2.0  # s, about, between decisions of the ranks
-MOST_STEPS = 500  # between decisions, in case the steps become slower
+MAX_STEPS = 500  # between decisions, in case the steps become slower
 
 
 class Decisions:
-    """When the ranks decide: about every PERIOD seconds, and at most MOST_STEPS steps apart."""
+    """When the ranks decide: about every PERIOD seconds, and at most MAX_STEPS steps apart."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -47,7 +47,7 @@ class Decisions:
         """The values of every rank, in rank order. A collective call, which sets when to decide again."""
         now = time.monotonic()
         fitting = int(PERIOD * self._since / max(now - self._decided, 1e-6))
-        until = min(max(fitting, 1), 2 * self._until, MOST_STEPS)
+        until = min(max(fitting, 1), 2 * self._until, MAX_STEPS)
         answers = gather(self._world, [until, *values])
         self._since, self._until, self._decided = 0, answers[0][0], now
         return [values for _, *values in answers]

@@ -51,7 +51,7 @@ POINT_TO_POINT = "point-to-point"
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 STEP = 4  # from a size to the next one
 BETWEEN_NODES = 2**24  # bytes: large enough for the bandwidth, and small enough to ask every node
-ROUNDS, ROUND_SECONDS, MOST_CALLS = 3, 0.2, 200
+ROUNDS, ROUND_SECONDS, MAX_CALLS = 3, 0.2, 200
 
 # Makes an exchange of so many floats, which returns what arrived, [groups, floats of each]: see expected().
 Maker = Callable[..., Callable[[], Tensor]]
@@ -220,7 +220,7 @@ def time_calls(world: World, device: torch.device, call: Callable[[], object]) -
         return (time.perf_counter() - start) / calls
 
     once = max(gather(world, seconds(1)))
-    calls = min(max(int(ROUND_SECONDS / once), 1), MOST_CALLS)
+    calls = min(max(int(ROUND_SECONDS / once), 1), MAX_CALLS)
     return max(gather(world, statistics.median(seconds(calls) for _ in range(ROUNDS))))
 
 

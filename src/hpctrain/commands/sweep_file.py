@@ -18,7 +18,7 @@ CHOICES = {
     "sampler": ("tpe", "random", "grid"),
     "pruner": ("none", "median"),
 }
-MOST_TRIALS = 10_000  # a trial looks for the folders of all others
+MAX_TRIALS = 10_000  # a trial looks for the folders of all others
 FORMS = "{low: 1e-5, high: 1e-2, log: true}, {low: 1, high: 8, step: 1} or {values: [16, 32]}"
 
 
@@ -126,8 +126,8 @@ def _problems(sweep: Sweep) -> Iterator[str]:
     for key, choices in CHOICES.items():
         if getattr(sweep, key) not in choices:
             yield f"{key} {getattr(sweep, key)!r}: choose from {', '.join(choices)}"
-    if type(sweep.trials) is not int or not 0 < sweep.trials <= MOST_TRIALS:
-        yield f"trials {sweep.trials!r}: give a number from 1 to {MOST_TRIALS:,}"
+    if type(sweep.trials) is not int or not 0 < sweep.trials <= MAX_TRIALS:
+        yield f"trials {sweep.trials!r}: give a number from 1 to {MAX_TRIALS:,}"
     if type(sweep.seed) is not int:
         yield f"seed {sweep.seed!r}: give an integer"
     if not isinstance(sweep.metric, str) or not sweep.metric.isprintable():

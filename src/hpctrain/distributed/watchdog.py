@@ -34,7 +34,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import HpctrainError, print_error
 
 HEARTBEATS_PER_LIMIT, CHECKS_PER_LIMIT = 12, 30
-MOST_RANKS_SHOWN = 8
+MAX_RANKS_SHOWN = 8
 
 
 class Heartbeat(NamedTuple):
@@ -198,7 +198,7 @@ class Watchdog:
         """Print the problem and what the ranks were doing; end this process. The launcher ends others."""
         lines = [f"hpctrain: error: {problem}"]
         all_known = heartbeats | {self._world.rank: self._own_heartbeat()}
-        for rank, each in sorted(all_known.items())[:MOST_RANKS_SHOWN]:
+        for rank, each in sorted(all_known.items())[:MAX_RANKS_SHOWN]:
             place = f"rank {rank} on {self._hosts[rank]}"
             lines.append(f"hpctrain: {place} had finished {each.steps} steps and was at {each.line}")
         # If rank 0 is lost, one rank of each node prints: first, as the log's file system may hang.

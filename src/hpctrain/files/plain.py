@@ -14,7 +14,7 @@ LFS_POINTER = (
 )
 
 # A metrics.jsonl of this size has a million lines, and the tokenizer.json of 256,000 tokens has 35 MB.
-MOST = 2**28  # bytes
+MAX_BYTES = 2**28
 
 
 def open_plain(path: Path) -> IO[bytes]:
@@ -37,10 +37,10 @@ def open_plain(path: Path) -> IO[bytes]:
 
 
 def read_whole(file: IO[bytes]) -> bytes:
-    """The content of a file. Raises OSError if it is larger than MOST, which no file of a run or a model is
+    """The content of a file. Raises OSError if it is larger than MAX_BYTES, which no file of a run or a model is
     that is read whole.
     """
-    if os.fstat(file.fileno()).st_size > MOST:
+    if os.fstat(file.fileno()).st_size > MAX_BYTES:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     return file.read()
 

@@ -9,7 +9,7 @@ NAMES = Path(__file__).with_name("secret_names.txt").read_text(encoding="utf-8")
 RULES = [line.split() for line in NAMES.splitlines() if not line.startswith("#")]
 HIDDEN = "***"
 # A shorter value of a variable is left in texts: it may be a part of anything.
-SHORTEST = 6
+MIN_LENGTH = 6
 
 
 def hide_secrets(value: Any) -> Any:
@@ -18,7 +18,7 @@ def hide_secrets(value: Any) -> Any:
     Secrets are: the values of keys and options (--NAME VALUE, NAME=VALUE) whose name is like TOKEN or
     PASSWORD, values of such environment variables wherever they stand, and user:password@ in URLs.
     """
-    values = {text for name, text in os.environ.items() if is_secret(name) and len(text) >= SHORTEST}
+    values = {text for name, text in os.environ.items() if is_secret(name) and len(text) >= MIN_LENGTH}
     return _hide(value, sorted(values, key=len, reverse=True))
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # For the color-blind, too, on light and dark pages: M. Okabe, K. Ito, "Color Universal Design" (2008).
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-MOST_METRICS = 100  # each takes a tenth of a second or more
+MAX_METRICS = 100  # each takes a tenth of a second or more
 
 
 def plot(folder: Path) -> Path:
@@ -42,14 +42,14 @@ def plain(text: str) -> str:
 
 
 def the_first(names: list[str]) -> list[str]:
-    """The first MOST_METRICS names. Prints a line if there are more."""
-    if len(names) > MOST_METRICS:
+    """The first MAX_METRICS names. Prints a line if there are more."""
+    if len(names) > MAX_METRICS:
         print(
-            f"hpctrain: the first {MOST_METRICS} of {len(names):,} metrics are drawn; "
+            f"hpctrain: the first {MAX_METRICS} of {len(names):,} metrics are drawn; "
             "hpctrain export csv has all",
             flush=True,
         )
-    return names[:MOST_METRICS]
+    return names[:MAX_METRICS]
 
 
 @contextmanager

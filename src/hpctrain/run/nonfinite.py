@@ -14,10 +14,10 @@ from hpctrain.distributed.rendezvous import gather
 from hpctrain.distributed.world import World
 from hpctrain.errors import DivergedError
 
-MOST_IN_A_ROW = 10  # skipped steps, after which training stops
-MOST_LOSSES = 1000  # kept at a time
-MOST_EXAMPLES = 16  # named in an error
-LEAST_SCALE = 1e-4  # of a gradient scaler, which begins with 65,536; that of fairseq
+MAX_IN_A_ROW = 10  # skipped steps, after which training stops
+MAX_LOSSES = 1000  # kept at a time
+MAX_EXAMPLES = 16  # named in an error
+MIN_SCALE = 1e-4  # of a gradient scaler, which begins with 65,536; that of fairseq
 
 
 class NonFinite:
@@ -57,7 +57,7 @@ class NonFinite:
         loss = torch.as_tensor(loss).detach()
         self._losses.append((step, loss))
         if (
-            len(self._losses) >= MOST_LOSSES
+            len(self._losses) >= MAX_LOSSES
             and torch.stack([loss for _, loss in self._losses]).isfinite().all()
         ):
             self._losses = []
@@ -101,8 +101,8 @@ class NonFinite:
             cause = "" if self._scaler else f", so it was the gradients of step {number - 1}"
             return f", since step {number} on all ranks{cause}"
         rank, examples = ranks[0]
-        shown = ", ".join(map(str, examples[:MOST_EXAMPLES])) + (
-            ", ..." if len(examples) > MOST_EXAMPLES else ""
+        shown = ", ".join(map(str, examples[:MAX_EXAMPLES])) + (
+            ", ..." if len(examples) > MAX_EXAMPLES else ""
         )
         examples_there = f" with the training examples {shown} (counted from 0)" if shown else ""
         return f", since step {number} on rank {rank}{examples_there}"
@@ -126,9 +126,9 @@ class NonFinite:
             return True
         self.skipped += 1
         self._in_a_row += 1
-        if self._in_a_row > MOST_IN_A_ROW:
+        if self._in_a_row > MAX_IN_A_ROW:
             self._end(
-                f"the gradients of {MOST_IN_A_ROW} steps in a row were not finite: "
+                f"the gradients of {MAX_IN_A_ROW} steps in a row were not finite: "
                 "training diverged, use a smaller --lr"
             )
         for parameter in self.model.parameters():
@@ -166,7 +166,7 @@ class NonFinite:
         if self._scaler is None:
             return {}
         scale = self._scaler.get_scale()
-        if scale < LEAST_SCALE:
+        if scale < MIN_SCALE:
             self._end(
                 f"the gradients overflow in fp16 even with a loss scale of {scale:g}: "
                 "training diverged, use a smaller --lr or --precision fp32"

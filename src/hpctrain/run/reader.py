@@ -32,8 +32,8 @@ DIVERGED = "diverged.txt"  # in that of a trial whose parameters do not let it t
 SIGN_OF_LIFE = 60.0  # s
 # More than the last lines of metrics.jsonl, which has a few hundred bytes a line.
 TAIL = 8192  # bytes
-LONGEST_NAME = 200  # of a metric
-LARGEST = 1e307  # the axis of a chart cannot have a larger range
+MAX_NAME_LENGTH = 200  # of a metric
+MAX_VALUE = 1e307  # the axis of a chart cannot have a larger range
 
 
 def find(folder: Path) -> Iterator[Path]:
@@ -132,13 +132,13 @@ def _is_metric(name: str, value: object) -> bool:
         return False
     if name in POSITION:
         return math.isfinite(value)
-    return name.isprintable() and len(name) <= LONGEST_NAME
+    return name.isprintable() and len(name) <= MAX_NAME_LENGTH
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether a chart can draw a value of JSON. NaN and infinity count: a run that diverged has them."""
     return (isinstance(value, int) and abs(value) < 2**63) or (
-        isinstance(value, float) and not LARGEST < abs(value) < math.inf
+        isinstance(value, float) and not MAX_VALUE < abs(value) < math.inf
     )
 
 

@@ -32,12 +32,12 @@ from hpctrain.text import first_line, say
 if TYPE_CHECKING:
     import wandb
 
-LONGEST_START = 30  # s, for the service to accept the run
-LONGEST_END = 20  # s, for the last metrics to arrive after the training
+MAX_START_SECONDS = 30  # for the service to accept the run
+MAX_END_SECONDS = 20  # for the last metrics to arrive after the training
 
 
 class Mirror:
-    """Follows a run folder's metrics. Methods raise no exception, and wait at most LONGEST_END."""
+    """Follows a run folder's metrics. Methods raise no exception, and wait at most MAX_END_SECONDS."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._is_started = folder, False
@@ -59,10 +59,10 @@ class Mirror:
         if self._process is None:
             return
         try:
-            self._process.communicate(b"end\n", LONGEST_END)
+            self._process.communicate(b"end\n", MAX_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            _print_failure(self._folder, f"W&B has not ended within {LONGEST_END} s")
+            _print_failure(self._folder, f"W&B has not ended within {MAX_END_SECONDS} s")
 
 
 def _print_failure(run: Path, reason: str) -> None:
@@ -112,7 +112,7 @@ def start_wandb(run: Path, folder: Path, mode: str) -> "wandb.Run":
     }
     config["resumed_at"] = [each["resumed_at"] for each in configs[1:] if "resumed_at" in each]
     settings = wandb.Settings(
-        console="off", disable_code=True, disable_git=True, save_code=False, init_timeout=LONGEST_START,
+        console="off", disable_code=True, disable_git=True, save_code=False, init_timeout=MAX_START_SECONDS,
         x_disable_machine_info=True, x_disable_meta=True, x_disable_stats=True, x_save_requirements=False,
     )  # fmt: skip
     return wandb.init(
@@ -201,7 +201,7 @@ def follow(run: Path) -> None:
             if ended:
                 break
             ended = bool(select.select([sys.stdin], [], [], 1.0)[0])
-    threading.Timer(LONGEST_END, os._exit, [1]).start()
+    threading.Timer(MAX_END_SECONDS, os._exit, [1]).start()
     finished = sys.stdin.readline() != ""
     if finished:
         _log(logged, step)
