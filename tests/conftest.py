@@ -49,7 +49,7 @@ LONG_FILES = [
     "commands/check/test_check.py",
     "run/test_wandb.py",
     "containers/test_build_errors.py",
-    "commands/test_sweep.py",
+    "commands/sweep/test_sweep.py",
     "docs/test_contributing.py",
     "test_own_script.py",
     "containers/test_image_files.py",

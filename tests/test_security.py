@@ -593,7 +593,7 @@ def test_no_folder_of_a_run_is_a_link_of_somebody_else(tmp_path, theirs, name):
 @BY_ROOT
 def test_a_sweep_and_a_download_that_another_user_foresaw_are_refused(tmp_path, monkeypatch, theirs):
     """The best trial was theirs, and theirs the weights, of which nothing was downloaded."""
-    from hpctrain.commands import sweep
+    from hpctrain.commands.sweep import sweep
     from hpctrain.distributed.world import ALONE
     from hpctrain.errors import HpctrainError
     from hpctrain.nlp.models import hub

@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from hpctrain.distributed.world import World
     from hpctrain.parser import Parser
 
 # The groups of `hpctrain --help`, in its order.
@@ -61,7 +60,7 @@ COMMANDS = {
     "nlp.generate": ("hpctrain.nlp.tasks.generate", "fine-tune", "fine-tune a model to continue a text"),
     "nlp.instruct": ("hpctrain.nlp.tasks.instruct", "fine-tune", "fine-tune a model to answer chat messages"),
     "sweep": (
-        "hpctrain.commands.sweep",
+        "hpctrain.commands.sweep.sweep",
         "use",
         "search hyperparameters: each task of a job array is a trial",
     ),
@@ -107,10 +106,13 @@ COMMANDS = {
 
 
 class Command(NamedTuple):
-    """`parser()` has the options, also for shell completion; `main()` runs the command."""
+    """`parser()` has the options, also for shell completion; `main()` runs the command.
+
+    In the groups "train" and "fine-tune", main() also takes `prune` of RunOptions.
+    """
 
     parser: "Callable[[], Parser]"
-    main: "Callable[[World, list[str]], None]"
+    main: "Callable[..., None]"
 
 
 def load_command(name: str) -> Command:

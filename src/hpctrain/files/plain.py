@@ -37,9 +37,7 @@ def open_plain(path: Path) -> IO[bytes]:
 
 
 def read_whole(file: IO[bytes]) -> bytes:
-    """The content of a file. Raises OSError if it is larger than MAX_BYTES, which no file of a run or a model is
-    that is read whole.
-    """
+    """The content of a file that is read whole. Raises OSError if it is larger than MAX_BYTES."""
     if os.fstat(file.fileno()).st_size > MAX_BYTES:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     return file.read()

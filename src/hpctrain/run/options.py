@@ -1,8 +1,6 @@
 """The options of a run, and which of them have to stay the same when the run is resumed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +18,6 @@ _FREE = {"out", "resume", "force", "data", "watchdog", "checkpoint_every", "keep
 _FREE |= {"on_nan", "wandb", "profile", "device", "devices", "num_nodes", "accelerator", "strategy"}
 _FREE |= {"workers", "gradient_checkpointing", "tensor_parallel", "cpu_offload"}
 _FREE |= {"compile", "cuda_graphs", "deterministic", "tf32"}
-# Given by the command that runs a trainer in this process: see prune_with().
-_prune: ContextVar[Prune | None] = ContextVar("prune", default=None)
 
 
 @dataclass(frozen=True)
@@ -76,9 +72,13 @@ class RunOptions:
 
     @classmethod
     def from_args(cls, options: Mapping[str, Any]) -> "RunOptions":
-        """The options that trainer_parser() has parsed, by name. `others` are all of them, in their order."""
+        """The options that trainer_parser() has parsed, by name. `others` are all of them, in their order.
+
+        `prune` may be among them, but is in no file: it is a function.
+        """
         own = {name: options[name] for name in _list_names() if name in options}
-        return cls(**own, others={**options}, prune=_prune.get())
+        others = {name: value for name, value in options.items() if name != "prune"}
+        return cls(**own, others=others, prune=options.get("prune"))
 
     @property
     def is_auto(self) -> bool:
@@ -106,16 +106,6 @@ def as_json(value: Any) -> Any:
 
 def _list_names() -> list[str]:
     return [each.name for each in fields(RunOptions) if each.name not in ("others", "prune")]
-
-
-@contextmanager
-def prune_with(prune: Prune | None) -> Iterator[None]:
-    """`prune` of the RunOptions that a command makes of its command line, which cannot name a function."""
-    before = _prune.set(prune)
-    try:
-        yield
-    finally:
-        _prune.reset(before)
 
 
 def describe_differences(own: dict[str, str], saved: dict[str, str], free: tuple[str, ...]) -> str:

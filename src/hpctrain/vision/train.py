@@ -33,6 +33,7 @@ from hpctrain.distributed.rendezvous import process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.parser import Parser, add_device
+from hpctrain.run.options import Prune
 from hpctrain.training.batches import steps_per_epoch
 from hpctrain.training.run import Run
 from hpctrain.training.strategies.ddp import LEAN
@@ -47,13 +48,13 @@ class TrainOptions(recipe.ImageOptions):
     strategy: str
 
 
-def main(world: World, arguments: list[str], trainer: str = "train_ddp") -> None:
+def main(world: World, arguments: list[str], trainer: str = "train_ddp", prune: Prune | None = None) -> None:
     """Train with the options at the end of this file. A collective call. Raises HpctrainError."""
     args = parse(arguments, world, trainer)
     with process_group(world, choose_device(world, args.device)):
         training_set, test_set = recipe.load_data(args, world)
         steps_per_epoch(len(training_set), args.batch_size, world)  # raises UsageError before a folder exists
-        with Run(trainer, **vars(args)) as run:
+        with Run(trainer, prune=prune, **vars(args)) as run:
             model = recipe.build_model(
                 args, training_set, run.device, sharded=args.strategy == "fsdp" and world.size > 1
             )

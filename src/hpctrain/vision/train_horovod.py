@@ -25,6 +25,7 @@ from hpctrain.distributed.rendezvous import process_group
 from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.parser import Parser, add_device, positive
+from hpctrain.run.options import Prune
 from hpctrain.training.batches import check_batch_size, steps_per_epoch
 from hpctrain.training.run import Run
 from hpctrain.vision import recipe
@@ -39,7 +40,7 @@ class HorovodOptions(recipe.ImageOptions):
     warmup_epochs: int
 
 
-def main(world: World, arguments: list[str]) -> None:
+def main(world: World, arguments: list[str], prune: Prune | None = None) -> None:
     """Train with the options at the end of this file. A collective call. Raises HpctrainError."""
     args = parse(arguments, world)
     if args.deterministic:
@@ -50,7 +51,7 @@ def main(world: World, arguments: list[str]) -> None:
         parts = args.batches_per_allreduce
         batch_size = args.batch_size * parts
         steps = steps_per_epoch(len(training_set), batch_size, world)
-        with Run("train_horovod", **vars(args)) as run:
+        with Run("train_horovod", prune=prune, **vars(args)) as run:
             model = recipe.build_model(args, training_set, run.device)
             run.count_flops(lambda: recipe.count_flops(model, training_set, args))
             model = run.prepare(model, strategy="horovod")

@@ -29,6 +29,7 @@ from hpctrain.distributed.world import World
 from hpctrain.errors import UsageError
 from hpctrain.lightning.trainer import make_trainer, quiet
 from hpctrain.parser import Parser, positive
+from hpctrain.run.options import Prune, RunOptions
 from hpctrain.run.record import Record
 from hpctrain.text import counted
 from hpctrain.training.batches import evaluation_batches, steps_per_epoch, training_batches
@@ -132,7 +133,7 @@ class ImageBatchSampler:
             yield self._epoch, index
 
 
-def main(world: World, arguments: list[str]) -> None:
+def main(world: World, arguments: list[str], prune: Prune | None = None) -> None:
     """Train with the options at the end of this file."""
     args = parse(arguments, world)
     quiet()
@@ -141,7 +142,8 @@ def main(world: World, arguments: list[str]) -> None:
     with process_group(world, device):  # Lightning uses it and creates none of its own
         training_set, test_set = recipe.load_data(args, world)
         steps_per_epoch(len(training_set), args.batch_size, world)  # raises UsageError before a folder exists
-        run = Record(world, "train_lightning", args, device)
+        options = RunOptions.from_args({**vars(args), "prune": prune})
+        run = Record(world, "train_lightning", options, device)
 
         module = Classifier(recipe.build_model(args, training_set, device), args)
         run.count_flops(lambda: recipe.count_flops(module.net, training_set, args))

@@ -48,6 +48,7 @@ from hpctrain.nlp.training.step_graphs import StepGraphs, check_layers
 from hpctrain.nlp.training.steps import Steps, learning_rate, make_optimizer
 from hpctrain.nlp.training.tokenize import tokenize_splits
 from hpctrain.run.flops import count_text_flops
+from hpctrain.run.options import Prune
 from hpctrain.text import counted, one_line, say
 from hpctrain.training.batches import seed_step, steps_per_epoch
 from hpctrain.training.kernels import check_compiler, compile_training, make_deterministic
@@ -58,7 +59,7 @@ from hpctrain.training.strategies.ddp import LEAN
 CLIP = 1.0  # the largest norm of the gradients
 
 
-def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
+def fine_tune(task: Task, world: World, arguments: list[str], prune: Prune | None = None) -> None:
     """Run `hpctrain nlp.<task>`: read, tokenize, train, test, and save the best model."""
     args = parse_options(task, arguments)
     task = task.for_problem(args.problem)
@@ -68,7 +69,7 @@ def fine_tune(task: Task, world: World, arguments: list[str]) -> None:
     with process_group(world, device, cpu_tensors=args.cpu_offload):
         examples = read_examples(task, args, world)
         args = fit_batch_size(args, len(examples["train"]), world)
-        with Run(f"nlp.{task.name}", **vars(args)) as run:
+        with Run(f"nlp.{task.name}", prune=prune, **vars(args)) as run:
             folder = get_initial_model(task, args, run, examples["train"])
             make_deterministic(args.deterministic, device)
             model, tokenizer, labels = prepare_model(task, folder, examples["train"], args, run)
