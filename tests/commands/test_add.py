@@ -115,7 +115,7 @@ def test_packages_that_do_not_fit_the_image_are_refused(site, added):
 def test_packages_in_a_folder_that_no_container_can_mount_are_refused(monkeypatch, tmp_path):
     for name in ("a:b", "a,b"):
         monkeypatch.setenv("HPCTRAIN_PACKAGES", str(tmp_path / name))
-        with pytest.raises(UsageError, match=f"/{name}: give a folder whose path holds no comma or colon"):
+        with pytest.raises(UsageError, match=f"HPCTRAIN_PACKAGES=.*/{name}"):
             add.main(ALONE, ["einops"])
 
 
@@ -139,7 +139,7 @@ def test_an_index_comes_from_the_users_own_settings_alone(tmp_path, monkeypatch,
         (tmp_path / name).mkdir()
         add.install(["extra"], tmp_path / name, target)
 
-    with pytest.raises(HpctrainError, match="uv could not install this"):
+    with pytest.raises(HpctrainError, match=r"uv .*packages"):
         install("one")
     (tmp_path / "config/uv").mkdir(parents=True)
     (tmp_path / "config/uv/uv.toml").write_text(settings)

@@ -24,16 +24,16 @@ def test_the_picture(tmp_path, capsys):
 def test_a_run_without_a_line_of_metrics_has_no_picture(tmp_path):
     folder = make_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text("")
-    with pytest.raises(HpctrainError, match=r"run/metrics\.jsonl has no line yet"):
+    with pytest.raises(HpctrainError, match=r"run/metrics\.jsonl"):
         plot.main(ALONE, [str(folder)])
-    with pytest.raises(HpctrainError, match=r"metrics\.jsonl cannot be read"):
+    with pytest.raises(HpctrainError, match=r"metrics\.jsonl"):
         plot.main(ALONE, [str(tmp_path / "nothing")])
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     folder = make_run(tmp_path / "run")
     (folder / "curves.png").symlink_to("/proc/self/no-such-file")
-    with pytest.raises(HpctrainError, match=r"run/curves.png: cannot be written \("):
+    with pytest.raises(HpctrainError, match=r"run/curves\.png.*--out"):
         plot.main(ALONE, [str(folder)])
 
 

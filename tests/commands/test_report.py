@@ -146,14 +146,14 @@ def test_a_folder_of_runs_stands_for_those_that_have_metrics(tmp_path, capsys):
 
 def test_what_cannot_be_reported(tmp_path):
     folder = make_run(tmp_path / "run", lines=[])
-    with pytest.raises(HpctrainError, match=r"run/metrics.jsonl has no line yet"):
+    with pytest.raises(HpctrainError, match=r"run/metrics\.jsonl"):
         report.main(ALONE, [str(folder)])
-    with pytest.raises(HpctrainError, match=r"elsewhere/config.json: cannot be read"):
+    with pytest.raises(HpctrainError, match=r"elsewhere/config\.json"):
         report.main(ALONE, [str(tmp_path / "elsewhere")])
-    with pytest.raises(UsageError, match=r"--out x.pdf: give a name that ends in .html or .png"):
+    with pytest.raises(UsageError, match=r"--out x\.pdf.*\.html.*\.png"):
         report.main(ALONE, [str(folder), "--out", "x.pdf"])
     whole = make_run(tmp_path / "whole")
-    with pytest.raises(HpctrainError, match=r"no/where.html: cannot be written"):
+    with pytest.raises(HpctrainError, match=r"no/where\.html.*--out"):
         report.main(ALONE, [str(whole), "--out", str(tmp_path / "no/where.html")])
 
 

@@ -55,7 +55,7 @@ def test_what_kind_of_scaling_it_is(tmp_path):
         == "weak scaling: 8 examples in a step of a rank"
     )
     assert scaling.describe(scaling.read_rows(tmp_path / "mixed")) == "different batch sizes"
-    with pytest.raises(HpctrainError, match="nothing: no run with a result in it"):
+    with pytest.raises(HpctrainError, match="/nothing"):
         scaling.main(ALONE, [str(tmp_path / "nothing")])
 
 
@@ -66,10 +66,7 @@ def test_runs_of_several_trainers_are_not_compared(tmp_path):
     write_run(tmp_path, 2, 200.0)
     assert len(scaling.read_rows(tmp_path)) == 2
     write_run(tmp_path, 4, 9.0, trainer="nlp.ner")
-    with pytest.raises(
-        HpctrainError,
-        match=r"slurm-4 is of nlp.ner and another run with srun of train_ddp: compare runs of one",
-    ):
+    with pytest.raises(HpctrainError, match=r"slurm-4.*nlp\.ner.*train_ddp"):
         scaling.main(ALONE, [str(tmp_path)])
 
 
@@ -89,9 +86,7 @@ def test_a_run_that_somebody_else_has_made_is_one_line(tmp_path, place, value):
         for part in (content, *(each for each in content.values() if isinstance(each, dict))):
             part |= {place: value} if place in part else {}
         path.write_text(json.dumps(content))
-    with pytest.raises(
-        HpctrainError, match=r"slurm-2: config.json or result.json is not of hpctrain: remove this run"
-    ):
+    with pytest.raises(HpctrainError, match=r"slurm-2.*config\.json.*result\.json"):
         scaling.main(ALONE, [str(tmp_path)])
 
 

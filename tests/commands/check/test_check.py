@@ -29,9 +29,7 @@ def test_a_rank_whose_peer_never_joins_reports_its_problems_too(tmp_path):
     """Rank 1 never joins; the problems of rank 0 may be the reason."""
     said = refused(tmp_path, rank(0, prepare=full("cache"), TORCH_HOME="cache"))
     assert (
-        len(said) == 2
-        and "TORCH_HOME" in said[0]
-        and "rank 1 of 2 did not join at n1:29500 within 60 s" in said[1]
+        len(said) == 2 and "TORCH_HOME" in said[0] and "rank 1 of 2" in said[1] and "n1:29500" in said[1]
     ), said
 
 
@@ -43,36 +41,25 @@ GPU_DEVICE = (
 )
 
 
-CPU_BUILD = f"rank 0 on n1: torch {torch.__version__} is a CPU build, on a node with a GPU: "
+CPU_BUILD = f"torch {torch.__version__} is a CPU build"
 
 
 GPUS = {
     "asked for and not in the container": (
         {"SLURM_GPUS_ON_NODE": "4"},
-        [
-            "rank 0 on n1: the job has a GPU (SLURM_GPUS_ON_NODE=4), "
-            "but there is no /dev/nvidia* here that this user may open: ",
-            CPU_BUILD,
-        ],
+        ["SLURM_GPUS_ON_NODE=4", CPU_BUILD],
     ),
     "there without the driver's library": (
         {"prepare": GPU_DEVICE, "SLURM_GPUS_ON_NODE": "1"},
-        [
-            "rank 0 on n1: /dev/nvidia0 is visible, but libcuda.so.1 is not found: "
-            "start the container with --gpu ",
-            CPU_BUILD,
-        ],
+        ["libcuda.so.1", CPU_BUILD],
     ),
     "there, wanted and not asked for": (
         {"prepare": GPU_DEVICE, "SLURM_JOB_ID": "7", "arguments": ["--device", "cuda"]},
-        ["rank 0 on n1: --device cuda, but there is no GPU for this job: "],
+        ["--device cuda"],
     ),
     "wanted and not asked for": (
         {"arguments": ["--device", "cuda"]},
-        [
-            "rank 0 on n1: --device cuda, but there is no GPU for this job: "
-            "request one from the scheduler (--gpus-per-node)"
-        ],
+        ["--device cuda"],
     ),
 }
 
@@ -81,9 +68,10 @@ GPUS = {
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch can use GPUs")
 @pytest.mark.parametrize("name", GPUS)
 def test_a_gpu_that_is_missing(tmp_path, name):
-    wrong, messages = GPUS[name]
+    wrong, words = GPUS[name]
     said = refused(tmp_path, rank(0, size=1, **wrong))
-    assert len(said) == len(messages) and all(map(str.startswith, said, messages)), said
+    assert [word in line for word, line in zip(words, said, strict=True)] == [True] * len(words), said
+    assert all(line.startswith("rank 0 on n1: ") for line in said)
 
 
 @pytest.mark.slow
@@ -98,19 +86,16 @@ def test_gpus_that_a_job_of_slurm_has_not_requested_are_a_warning(tmp_path):
     """Where Slurm has no cgroups for devices, a job on CPUs sees the GPUs of others, and was refused."""
     status, output = run(tmp_path, rank(0, size=1, prepare=GPU_DEVICE, SLURM_JOB_ID="7"))
     assert status == 0 and "check passed" in output, output
-    assert "warning: rank 0 on n1: GPUs are there that the job has not requested, and it computes" in output
+    assert "warning: rank 0 on n1: GPUs " in output
 
 
 def test_more_ranks_than_gpus_and_an_old_driver(monkeypatch):
     """Problems that need a GPU or its driver; torch's message is from a real driver."""
     four = World(0, 4, 0, 4, 0, 1, "slurm")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert list(gpu.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "2"})) == [
-        "4 ranks on a node with 2 GPUs for this job: start one rank per GPU (--ntasks-per-node)"
-    ]
-    assert next(gpu.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "1"})).startswith(
-        "4 ranks on a node with 1 GPU for"
-    )
+    for number, found in (("2", "2 GPUs"), ("1", "1 GPU ")):
+        (said,) = gpu.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": number})
+        assert "4 ranks" in said and found in said and "--ntasks-per-node" in said
     assert list(gpu.gpu_problems(four, "auto", {"SLURM_GPUS_ON_NODE": "4"})) == []
 
     def init():
@@ -124,8 +109,7 @@ def test_more_ranks_than_gpus_and_an_old_driver(monkeypatch):
     monkeypatch.setattr(gpu, "gpu_devices", lambda: ["/dev/nvidia0"])
     monkeypatch.setattr(gpu, "has_driver", lambda: True)
     (said,) = gpu.gpu_problems(four, "auto", {})
-    reason = "The NVIDIA driver on your system is too old (found version 11040)."
-    assert f"cannot use /dev/nvidia0 ({reason}): use an image" in said
+    assert "/dev/nvidia0 (The NVIDIA driver on your system is too old (found version 11040).)" in said
 
 
 @pytest.mark.slow
@@ -136,24 +120,18 @@ def test_ranks_that_differ(tmp_path):
     (older / "METADATA").write_text("Metadata-Version: 2.1\nName: mpi4py\nVersion: 3.1.0\n")
     other = {"PYTHONPATH": str(older.parent), "HPCTRAIN_IMAGE_DIGEST": "sha256:bb", "NCCL_NET": "Socket"}
     said = refused(tmp_path, rank(0, HPCTRAIN_IMAGE_DIGEST="sha256:aa"), rank(1, program=CHECK, **other))
-    image = "run the same image or environment on every node"
-    assert said == [
-        f"image differs: sha256:aa for rank 0 on n1, sha256:bb for rank 1 on n2: {image}",
-        f"mpi4py differs: {version('mpi4py')} for rank 0 on n1, 3.1.0 for rank 1 on n2: {image}",
-        "NCCL_NET differs: missing for rank 0 on n1, Socket for rank 1 on n2: "
-        "set it before the launcher starts the ranks, and not in a file of one node",
-    ]
+    differing = [("image", "sha256:aa", "sha256:bb"), ("mpi4py", version("mpi4py"), "3.1.0")]
+    differing.append(("NCCL_NET", "missing", "Socket"))
+    for line, (name, first, second) in zip(said, differing, strict=True):
+        assert line.startswith(name) and f"{first} for rank 0 on n1, {second} for rank 1 on n2" in line
 
 
 @pytest.mark.slow
 def test_wrong_ranks_per_node(tmp_path):
     packed = {"size": 4, "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NTASKS_PER_NODE": "2"}
     ranks = [rank(number, node=0, SLURM_LOCALID=str(number), **packed) for number in range(3)]
-    said = refused(tmp_path, *ranks, rank(3, node=1, SLURM_LOCALID="0", **packed))
-    assert said == [
-        "wrong ranks per node: 3 on n1, 1 on n2, but --ntasks-per-node=2 was requested: "
-        "pass that to srun, too"
-    ]
+    (said,) = refused(tmp_path, *ranks, rank(3, node=1, SLURM_LOCALID="0", **packed))
+    assert "3 on n1, 1 on n2" in said and "--ntasks-per-node=2" in said
 
 
 def placed(*places, nodes=2):
@@ -177,27 +155,27 @@ MISPLACED = {
     "uneven": (
         placed(("n1", 0, 0, ""), ("n1", 1, 0, ""), ("n2", 0, 1, "")),
         {},
-        ["wrong ranks per node: 2 on n1, 1 on n2: use srun --ntasks-per-node, or mpirun --map-by ppr:N:node"],
+        ["2 on n1, 1 on n2: use srun --ntasks-per-node"],
     ),
     "a node of the job left idle": (
         placed(("n1", 0, 0, ""), ("n1", 1, 0, ""), nodes=1),
         {"SLURM_JOB_NUM_NODES": "2"},
-        ["wrong number of nodes: 1 instead of 2, 2 on n1: pass the list of all nodes to the launcher"],
+        ["nodes: 1 instead of 2, 2 on n1"],
     ),
     "in turn": (
         placed(("n1", 0, 0, ""), ("n2", 0, 0, ""), ("n1", 1, 1, ""), ("n2", 1, 1, "")),
         {},
-        ["the ranks do not fill one node after the other (2 on n1, 2 on n2): use mpirun --map-by slot"],
+        ["(2 on n1, 2 on n2): use mpirun --map-by slot"],
     ),
     "a GPU for two": (
         placed(("n1", 0, 0, "GPU-a"), ("n1", 1, 0, "GPU-a"), nodes=1),
         {},
-        ["ranks 0-1 on n1 share GPU-a: start one task per GPU (--ntasks-per-node)"],
+        ["ranks 0-1 on n1 share GPU-a"],
     ),
     "a local rank for two": (
         placed(("n1", 0, 0, ""), ("n1", 0, 0, ""), nodes=1),
         {},
-        ["ranks 0-1 on n1 share local rank 0: start one task per GPU (--ntasks-per-node)"],
+        ["ranks 0-1 on n1 share local rank 0"],
     ),
 }
 
@@ -213,9 +191,7 @@ def test_ranks_that_see_one_gpu_each_are_warned_of():
         ]
 
     (warning,) = check.gpu_warnings(reports(1, 2))
-    assert warning.startswith(
-        "warning: ranks 0-3 on n0, n1 see one GPU each (--gpus-per-task), so NCCL does not use NVLink"
-    )
+    assert "ranks 0-3 on n0, n1" in warning and "--gpus-per-task" in warning
     for usual in (reports(2, 2), reports(1, 1), reports(0, 2)):
         assert not list(check.gpu_warnings(usual))
 
@@ -226,20 +202,19 @@ def test_how_long_the_processes_took_to_start():
             {"rank": n, "host": f"n{n}", "start": 2.0 + n, "mount": mount} for n, mount in enumerate(mounts)
         ]
 
-    text = "from the start of Python to the end of its imports: 2.0 to 3.0 s (rank 1 on n1)"
-    assert list(check.describe_start(reports("", ""))) == [text]
-    assert list(check.describe_start(reports("kernel", "squashfuse_ll"))) == [
-        f"{text}; the image is mounted by kernel, squashfuse_ll"
-    ]
-    assert list(check.describe_start(reports("squashfuse_ll", "squashfuse")))[1].startswith(
-        "warning: on n1 the image is mounted by "
-    )
+    (line,) = check.describe_start(reports("", ""))
+    assert line.endswith("2.0 to 3.0 s (rank 1 on n1)")
+    (line,) = check.describe_start(reports("kernel", "squashfuse_ll"))
+    assert line.endswith("kernel, squashfuse_ll")
+    _, warning = check.describe_start(reports("squashfuse_ll", "squashfuse"))
+    assert warning.startswith("warning: on n1 ") and "squashfuse" in warning
 
 
 @pytest.mark.parametrize("name", MISPLACED)
 def test_misplaced_ranks(name):
-    reports, env, problems = MISPLACED[name]
-    assert list(check.placement_problems(reports, env)) == problems
+    reports, env, words = MISPLACED[name]
+    said = [*check.placement_problems(reports, env)]
+    assert len(said) == len(words) and all(word in line for word, line in zip(words, said, strict=True)), said
 
 
 def test_a_network_that_delivers_wrong_numbers(monkeypatch):
@@ -253,12 +228,10 @@ def test_a_network_that_delivers_wrong_numbers(monkeypatch):
     )
     monkeypatch.setattr(check, "dist", torch_distributed)
     world, cpu = World(1, 2, 0, 1, 1, 2, "slurm"), torch.device("cpu")
-    assert list(check.ring_problems(world, cpu, None, ["n1", "n2"])) == [
-        "in the ring, rank 0 on n1 sent 0, but -1 arrived: do not train on these nodes"
-    ]
-    assert list(check.all_reduce_problems(world, cpu, None)) == [
-        "the all-reduce gave 2.0 instead of 3.0: do not train on these nodes"
-    ]
+    (said,) = check.ring_problems(world, cpu, None, ["n1", "n2"])
+    assert "rank 0 on n1 sent 0, but -1 arrived" in said
+    (said,) = check.all_reduce_problems(world, cpu, None)
+    assert "2.0 instead of 3.0" in said
 
 
 def test_a_place_is_short():
@@ -297,8 +270,8 @@ def test_a_library_hidden_by_the_home(tmp_path):
         "program": [str(python), *CHECK[1:]],
         "HOME": str(home),
     }
-    said = refused(tmp_path, rank(0, size=1, **module))
-    assert said == [f"rank 0 on n1: {folder} hides yaml of {sys.base_prefix}: export PYTHONNOUSERSITE=1"]
+    (said,) = refused(tmp_path, rank(0, size=1, **module))
+    assert f"{folder} hides yaml of {sys.base_prefix}" in said and "PYTHONNOUSERSITE=1" in said
     status, output = run(tmp_path, rank(0, size=1, **module, PYTHONNOUSERSITE="1"))
     assert status == 0, output
 
@@ -311,5 +284,5 @@ def test_a_library_hidden_by_pythonpath_or_by_the_current_folder(tmp_path):
     (tmp_path / "aiohttp.py").write_text("")
     said = refused(tmp_path, rank(0, size=1, program=CHECK, PYTHONPATH=str(tmp_path / "mine")))
     assert len(said) == 2, said
-    assert f"{tmp_path} hides aiohttp of" in said[0] and "start from another folder" in said[0]
-    assert f"{tmp_path}/mine hides yaml of" in said[1] and "from PYTHONPATH" in said[1]
+    assert f"{tmp_path} hides aiohttp" in said[0]
+    assert f"{tmp_path}/mine hides yaml" in said[1] and "PYTHONPATH" in said[1]

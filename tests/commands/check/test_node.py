@@ -10,11 +10,11 @@ from tests.commands.check.helpers import CHECK, HOSTS, full, rank, refused, run
 NO_RENDEZVOUS = {
     "a name that does not resolve": (
         {"hosts": "10.9.9.2 n2\n"},
-        "rank 1 on n2: MASTER_ADDR n1 does not resolve: ",
+        ["MASTER_ADDR", "n1"],
     ),
     "no way to the address": (
         {"hosts": "10.9.9.2 n2\n203.0.113.1 n1\n"},
-        "rank 1 on n2: MASTER_ADDR n1 cannot be reached (203.0.113.1: Network is unreachable): ",
+        ["MASTER_ADDR", "n1", "203.0.113.1", "unreachable"],
     ),
     "a firewall that drops everything": (
         {
@@ -23,23 +23,23 @@ NO_RENDEZVOUS = {
             "ip link set hole up; ip link set end up\n"
             "ip neigh add 203.0.113.1 lladdr 02:00:00:00:00:01 dev hole",
         },
-        "rank 1 on n2: MASTER_ADDR n1 cannot be reached (203.0.113.1: timed out): ",
+        ["MASTER_ADDR", "n1", "203.0.113.1", "timed out"],
     ),
     "IPv6 only": (
         {"hosts": "10.9.9.2 n2\nfd00:9::1 n1\n"},
-        "rank 1 on n2: MASTER_ADDR n1 has IPv6 addresses only, and this node cannot reach them (fd00:9::1: ",
+        ["MASTER_ADDR", "n1", "IPv6", "fd00:9::1"],
     ),
     "a loopback address of another node": (
         {"hosts": "10.9.9.2 n2\n127.0.1.1 n1\n"},
-        "rank 1 on n2: MASTER_ADDR n1 is 127.0.1.1, which is this node and not that of rank 0: ",
+        ["MASTER_ADDR", "n1", "127.0.1.1", "rank 0"],
     ),
     "its own name at a loopback address": (
         {"hosts": "127.0.1.1 n2\n10.9.9.1 n1\n"},
-        "rank 1 on n2: this node's own name, n2, is 127.0.1.1, where no other node reaches it: ",
+        ["own name, n2", "127.0.1.1"],
     ),
     "its own name with no address": (
         {"hosts": "10.9.9.1 n1\n"},
-        "rank 1 on n2: this node's own name, n2, has no address: ",
+        ["own name, n2", "no address"],
     ),
 }
 
@@ -47,24 +47,21 @@ NO_RENDEZVOUS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NO_RENDEZVOUS)
 def test_a_node_without_a_rendezvous_reports_why_at_once(tmp_path, name):
-    wrong, message = NO_RENDEZVOUS[name]
-    said = refused(tmp_path, rank(1, **wrong))
-    assert len(said) == 1 and said[0].startswith(message), said
+    wrong, words = NO_RENDEZVOUS[name]
+    (said,) = refused(tmp_path, rank(1, **wrong))
+    assert said.startswith("rank 1 on n2: ") and all(word in said for word in words)
 
 
 @pytest.mark.slow
 def test_rank_0_on_another_node_than_the_address(tmp_path):
-    said = refused(tmp_path, rank(0, hosts=HOSTS + "203.0.113.1 n7\n", MASTER_ADDR="n7"))
-    assert said == [
-        "rank 0 on n1: MASTER_ADDR n7 (203.0.113.1) is not an address of this node, where rank 0 runs: "
-        "export the name of this node"
-    ]
+    (said,) = refused(tmp_path, rank(0, hosts=HOSTS + "203.0.113.1 n7\n", MASTER_ADDR="n7"))
+    assert said.startswith("rank 0 on n1: ") and "MASTER_ADDR n7 (203.0.113.1)" in said
 
 
 @pytest.mark.slow
 def test_a_rank_without_a_rendezvous_reports_its_other_problems_too(tmp_path):
     said = refused(tmp_path, rank(1, hosts="10.9.9.2 n2\n", prepare=full("cache"), TORCH_HOME="cache"))
-    assert len(said) == 2 and "the file system is full" in said[0] and "does not resolve" in said[1]
+    assert len(said) == 2 and "TORCH_HOME" in said[0] and "MASTER_ADDR" in said[1]
 
 
 NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
@@ -73,19 +70,19 @@ NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 FOLDERS = {
     "a full cache": (
         {"prepare": full("cache"), "TORCH_HOME": "cache/torch"},
-        "TORCH_HOME ({cwd}/cache): the file system is full (1 MiB and ",
+        ["TORCH_HOME ({cwd}/cache)", "full", "1 MiB"],
     ),
     "a full home": (
         {"prepare": full("home"), "HOME": "home"},
-        "home ({cwd}/home): the file system is full (",
+        ["home ({cwd}/home)", "full"],
     ),
     "a full home with a cache in it": (
         {"prepare": full("home"), "HOME": "home", "HF_HOME": "home/.cache/huggingface"},
-        "home, HF_HOME ({cwd}/home): the file system is full (",
+        ["home, HF_HOME ({cwd}/home)", "full"],
     ),
     "no inode left": (
         {"prepare": full("cache", "nr_inodes=1"), "XDG_CACHE_HOME": "cache"},
-        "XDG_CACHE_HOME ({cwd}/cache): the file system is full (",
+        ["XDG_CACHE_HOME ({cwd}/cache)", "full"],
     ),
     "a cache beyond the quota": (
         {
@@ -93,11 +90,11 @@ FOLDERS = {
             "btrfs quota enable cache; btrfs qgroup limit 2M cache",
             "HF_HOME": "cache",
         },
-        "HF_HOME ({cwd}/cache): your quota is used up (the file system has ",
+        ["HF_HOME ({cwd}/cache)", "quota"],
     ),
     "a read-only cache": (
         {"prepare": full("cache", "ro"), "MPLCONFIGDIR": "cache"},
-        "MPLCONFIGDIR ({cwd}/cache): the file system is read-only: bind mount it writable",
+        ["MPLCONFIGDIR ({cwd}/cache)", "read-only"],
     ),
     "somebody else's cache": (
         {
@@ -106,11 +103,11 @@ FOLDERS = {
             "TMPDIR": "/mnt/cache",
             "HOME": "/mnt",
         },
-        "TMPDIR (/mnt/cache): user 65534 may not write there: ",
+        ["TMPDIR (/mnt/cache)", "65534"],
     ),
     "no room in shared memory": (
         {"prepare": full("/dev/shm")},
-        "shared memory (/dev/shm): the file system is full (",
+        ["/dev/shm", "full"],
     ),
 }
 
@@ -119,11 +116,12 @@ FOLDERS = {
     "name", [pytest.param(name, marks=() if name == "a full cache" else pytest.mark.slow) for name in FOLDERS]
 )
 def test_a_folder_that_cannot_be_written(tmp_path, name):
-    wrong, message = FOLDERS[name]
+    wrong, words = FOLDERS[name]
     if "mkfs.btrfs" in wrong["prepare"] and not shutil.which("mkfs.btrfs"):
         pytest.skip("no mkfs.btrfs for a file system with a quota: apt-get install btrfs-progs")
-    said = refused(tmp_path, rank(0, size=1, **wrong))
-    assert len(said) == 1 and said[0].startswith("rank 0 on n1: " + message.format(cwd=tmp_path)), said
+    (said,) = refused(tmp_path, rank(0, size=1, **wrong))
+    words = ["rank 0 on n1: ", *words]
+    assert all(word.format(cwd=tmp_path) in said for word in words), said
 
 
 @pytest.mark.slow
