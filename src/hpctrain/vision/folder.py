@@ -38,11 +38,11 @@ if TYPE_CHECKING:  # importing Pillow would hold up MNIST's first step
     from PIL import Image
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-MOST_DIGITS = 9  # of a label, with the end of its line
+MAX_DIGITS = 9  # of a label, with the end of its line
 # The largest label allowed, or the number of examples if larger: models have an output for each number.
-MOST_CLASSES = 100_000
-MOST_WAYS = 100  # to a folder, through links: nine levels of 30 links each would take for ever
-MOST_SCANS = 200  # of a progressive JPEG, which usually has ten
+MAX_CLASSES = 100_000
+MAX_WAYS = 100  # to a folder, through links: nine levels of 30 links each would take for ever
+MAX_SCANS = 200  # of a progressive JPEG, which usually has ten
 TRAINING, EVALUATION = "train", ("val", "valid", "test")  # folders in a data folder
 # What Pillow raises for damaged files, in addition to OSError.
 DAMAGED = (SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
@@ -152,7 +152,7 @@ class ImageShards(ImageFolder):
         self._extension = images[0]
         self.labels = torch.tensor([self._label(*label) for label in enumerate(self._shards.read_all("cls"))])
         largest = int(self.labels.argmax())
-        if self.labels[largest] >= max(MOST_CLASSES, len(self.labels)):
+        if self.labels[largest] >= max(MAX_CLASSES, len(self.labels)):
             place = f"{self._shards.path(largest)}: {self._shards.key(largest)}.cls"
             raise HpctrainError(
                 f"{place} has the label {self.labels[largest]}, but labels are the numbers of classes, from 0"
@@ -160,7 +160,7 @@ class ImageShards(ImageFolder):
         self.classes = [str(label) for label in range(int(self.labels[largest]) + 1)]
 
     def _label(self, number: int, text: bytes) -> int:
-        if not text.strip().isdigit() or len(text) > MOST_DIGITS:
+        if not text.strip().isdigit() or len(text) > MAX_DIGITS:
             place = f"{self._shards.path(number)}: {self._shards.key(number)}.cls"
             raise HpctrainError(f"{place} has no label: it must be an integer from 0")
         return int(text)
@@ -303,9 +303,9 @@ def _images_in(folder: Path, unused: Counter[str]) -> Iterator[Path]:
     for place, _, names in os.walk(folder, onerror=fail, followlinks=True):
         status = Path(place).stat()
         ways[status.st_dev, status.st_ino] += 1
-        if ways[status.st_dev, status.st_ino] > MOST_WAYS:
+        if ways[status.st_dev, status.st_ino] > MAX_WAYS:
             raise HpctrainError(
-                f"{place}: more than {MOST_WAYS} ways lead to this folder through links: remove the links"
+                f"{place}: more than {MAX_WAYS} ways lead to this folder through links: remove the links"
             )
         if not any(map(is_of_system, Path(place).relative_to(folder).parts)):
             places.append((place, sorted(names)))
@@ -332,8 +332,8 @@ def decode(source: Path | io.BytesIO, name: str | None = None) -> "Image.Image":
             with opened:
                 head = opened.read(12)
                 opened.seek(0)
-                if head.startswith(b"\xff\xd8") and opened.read().count(b"\xff\xda") > MOST_SCANS:
-                    raise OSError(f"it has more than {MOST_SCANS} scans")  # of 30 bytes, and 25 ms each
+                if head.startswith(b"\xff\xd8") and opened.read().count(b"\xff\xda") > MAX_SCANS:
+                    raise OSError(f"it has more than {MAX_SCANS} scans")  # of 30 bytes, and 25 ms each
                 opened.seek(0)
                 file = Image.open(opened, formats=["JPEG", "PNG"])
                 image = ImageOps.exif_transpose(file)

@@ -54,7 +54,7 @@ RECIPES = {
     "resnet50": Recipe(ResNet50, 128, Adam, epochs=5, batch_size=256, lr=0.001, lr_decay=1.0),
 }
 FOLDER_SIDE = 224  # pixels, for JPEG and PNG unless --image-size is given
-MOST_WORKERS = 16  # by default
+MAX_WORKERS = 16  # by default
 
 
 class ImageOptions(argparse.Namespace):
@@ -101,7 +101,7 @@ def vision_parser(trainer: str, description: str) -> Parser:
     add(
         "--workers", type=int, metavar="N",
         help="processes per rank that decode JPEG and PNG; 0: none "
-        f"(default: CPUs of the rank - 1, at most {MOST_WORKERS})",
+        f"(default: CPUs of the rank - 1, at most {MAX_WORKERS})",
     )  # fmt: skip
     add(
         "--epochs",
@@ -166,7 +166,7 @@ def load_data(args: ImageOptions, world: World) -> tuple[ImageSet, ImageSet]:
             )
         if args.workers is None:
             spare = len(cpus) // sharing - 1
-            args.workers = min(MOST_WORKERS, max(spare, 0)) if in_folders else 0
+            args.workers = min(MAX_WORKERS, max(spare, 0)) if in_folders else 0
         if args.image_size is None:
             args.image_size = FOLDER_SIDE if in_folders else RECIPES[args.model].side
         sets: tuple[ImageSet, ImageSet]

@@ -14,7 +14,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.nlp.batches.text_batch import TextBatch
 from hpctrain.text import first_line
 
-MOST = 100  # shapes, each of which takes memory; batches of further ones are computed without a graph
+MAX_SHAPES = 100  # shapes, each of which takes memory; batches of further ones are computed without a graph
 
 
 class _Recorded(NamedTuple):
@@ -38,7 +38,7 @@ class StepGraphs:
     def run(self, batch: TextBatch) -> Tensor:
         """The loss of a batch, with its gradients. Raises HpctrainError if recording fails."""
         key = (batch.is_padded, batch.weight, *(tensor.shape for tensor in batch.tensors()))
-        if key not in self._recorded and len(self._recorded) == MOST:
+        if key not in self._recorded and len(self._recorded) == MAX_SHAPES:
             self.give_gradients()
             return self._pass(batch)
         if key not in self._recorded:
