@@ -36,15 +36,8 @@ class Fsdp(Strategy):
         self.in_parts = self.world.size > 1
         self._skeletons: dict[nn.Module, nn.Module] = {}
 
-    def wrap(
-        self,
-        model: nn.Module,
-        *,
-        example: object = None,
-        tensor_parallel: int = 1,
-        **options: Any,
-    ) -> nn.Module:
-        """The model, sharded in place. The options are those of shard(); `example` is for DDP only."""
+    def wrap(self, model: nn.Module, *, tensor_parallel: int = 1, **options: Any) -> nn.Module:
+        """The model, sharded in place. The options are those of shard()."""
         if not self.in_parts:
             return super().wrap(model)
         self.data_world = self.world.in_groups_of(tensor_parallel)
