@@ -19,30 +19,20 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-# Slurm and PBS run a copy of this script, and its functions are beside the original, of the same owner. Those
-# of the folder of the job count only if they are the user's own. Others can put files beside both.
-load_functions() {
-    local script=$0 main=${HPCTRAIN_ROOT:-}/launch/lib/main.sh
-    unset "${!SQUEUE_@}" # options of squeue, which could hide the job from it
-    [[ ! ${SLURM_JOB_ID:-} || $0 != */slurm_script ]] ||
-        script=/$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%o | sed q) || true
-    [[ -n ${HPCTRAIN_ROOT:-} ]] || main=$(functions_in "$(dirname "$(readlink -f "$script")")" "$script") ||
-        main=$(functions_in "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/launch" "/proc/$$") || main=''
-    [[ -r $main ]] || {
-        echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2
-        exit 2
-    }
-    # shellcheck source=/dev/null # is checked by itself
-    source "$main"
-}
-
-# functions_in FOLDER OWNED: print the file of the functions if it has the owner of OWNED, and its folder, too
-functions_in() {
-    local main owner
-    main=$(readlink -f "$1/lib/main.sh") && owner=$(stat -Lc %u "$2" 2>/dev/null) &&
-        [[ $(stat -c %u "$main" "${main%/*}" 2>/dev/null) == "$owner"$'\n'"$owner" ]] && echo "$main"
-}
-load_functions
+# Slurm and PBS run a copy of this script. launch/lib/trust.sh says which functions it may run.
+unset "${!SQUEUE_@}" # options of squeue, which could hide the job from it
+_of=$0 _main=${HPCTRAIN_ROOT:+$HPCTRAIN_ROOT/launch/lib/main.sh}
+[[ $0 != */slurm_script ]] || _of=/$(squeue --noheader --jobs="${SLURM_JOB_ID:-0}" -o %o | sed q) || true
+for _folder in "$(dirname "$(readlink -f "$_of")")" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/launch"; do
+    [[ -z $_main ]] || break
+    _main=$(readlink -f "$_folder/lib/main.sh") &&
+        [[ $(stat -Lc %u "$_of" "$_main" "${_main%/*}" 2>/dev/null | uniq -c) == *' 3 '* ]] || _main=''
+    _of=/proc/$$ # the user's
+done
+[[ -r $_main ]] ||
+    { echo 'hpctrain: error: submit from the hpctrain folder, or export HPCTRAIN_ROOT=FOLDER' >&2 && exit 2; }
+# shellcheck source=/dev/null
+source "$_main"
 
 # shellcheck disable=SC2034 # SCRIPT is read by usage
 [[ ${1:-} != --help && ${1:-} != -h ]] || { SCRIPT=apptainer_ddp.sh && usage && exit; }

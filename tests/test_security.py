@@ -477,6 +477,7 @@ def test_no_container_is_entered_that_somebody_else_names(tmp_path, theirs):
     theirs(folder)
     code = f"""
         set -euo pipefail
+        source {REPOSITORY}/launch/lib/trust.sh
         source {REPOSITORY}/launch/lib/launcher.sh
         source {REPOSITORY}/launch/lib/node_container.sh
         ALIVE='' WORDS=(apptainer exec x.sif -- true)
@@ -496,6 +497,7 @@ def test_a_name_of_apptainer_that_somebody_else_has_taken():
         touch "$shm"$$
         exec setpriv --reuid=1234 --regid=1234 --clear-groups bash -c '
             set -euo pipefail
+            source {REPOSITORY}/launch/lib/trust.sh
             source {REPOSITORY}/launch/lib/launcher.sh
             source {REPOSITORY}/launch/lib/node_container.sh
             WORDS=(sleep exec x.sif -- true)

@@ -15,23 +15,18 @@ find_digest() {
     DIGEST_FILE=$HPCTRAIN_CACHE/digests/${sif##*/}
     DIGEST_FILE+=.$(printf '%s %s' "$sif" "$DIGEST_STAMP" | sha256sum | cut -c -16)
     # Both may be in a folder such as /tmp, where anybody can add a file, but nobody can replace another's.
-    ! is_of 'regular file' "$sif.digest" "$EUID" "$(stat -c %u "$sif")" ||
+    if only_writable_by - "$sif.digest" "$EUID" "$(owner_of "$sif")"; then
         read -r digest of <"$sif.digest" || true
-    [[ $of == "$DIGEST_STAMP" ]] || ! is_of directory "${DIGEST_FILE%/*}" "$EUID" ||
-        ! is_of 'regular file' "$DIGEST_FILE" "$EUID" ||
+    fi
+    if [[ $of != "$DIGEST_STAMP" ]] && only_writable_by d "${DIGEST_FILE%/*}" "$EUID" &&
+        only_writable_by - "$DIGEST_FILE" "$EUID"; then
         { read -r digest <"$DIGEST_FILE" && of=$DIGEST_STAMP; } || true
+    fi
     if [[ $of == "$DIGEST_STAMP" && $digest =~ ^sha256:[0-9a-f]{64}$ ]]; then
         DIGEST=$digest
     else
         DIGEST_PENDING=1
     fi
-}
-
-# is_of KIND PATH UID...: whether it is of this kind, so no link, and one of these users alone can change it
-is_of() {
-    local found
-    found=$(stat -c '%F:%A:%u' "$2" 2>/dev/null) &&
-        [[ -r $2 && $found == "$1":?????-??-?:* && " ${*:3} " == *" ${found##*:} "* ]]
 }
 
 # hash_in_background SIF: hash it, print and record the digest; HPCTRAIN_IMAGE_DIGEST_FILE names its file
@@ -41,7 +36,8 @@ hash_in_background() {
     for DIGEST_FILE in "$DIGEST_FILE" "/tmp/hpctrain-$UID/digests/${DIGEST_FILE##*/}"; do
         [[ $DIGEST_FILE != "/tmp/hpctrain-$UID"/* ]] || make_own "/tmp/hpctrain-$UID" || break
         (umask 077 && mkdir -p "${DIGEST_FILE%/*}") 2>/dev/null || continue
-        if is_of directory "${DIGEST_FILE%/*}" "$EUID" && is_of directory "${DIGEST_FILE%/*/*}" "$EUID"; then
+        if only_writable_by d "${DIGEST_FILE%/*}" "$EUID" &&
+            only_writable_by d "${DIGEST_FILE%/*/*}" "$EUID"; then
             export HPCTRAIN_IMAGE_DIGEST_FILE=$DIGEST_FILE
             break
         fi

@@ -3,27 +3,27 @@
 #
 # All that the user has exported does, except what belongs to the host (HOST_VARIABLES, and folders of
 # packages in PYTHONPATH), what a job around this one has left, and what would keep the rest out
-# (keep_out_nothing).
-# docs/guides/cluster.md says so to users; a line of the log names what was dropped.
+# (drop_isolation_settings). docs/guides/cluster.md says so to users; a line of the log names what is dropped.
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
 # sbatch --export=NIL gives a job neither of them.
 export PATH HOME=${HOME:-$(getent passwd "$(id -u)" | cut -d: -f6)}
 
-# A user may export TASK=mrpc for the program. Bash would export its own TASK instead.
+# A user may export TASK=mrpc for the program. Bash would export its own TASK instead. These names are written
+# by a test: pytest tests/launch/test_own_names.py --write-table
 OWN_NAMES='ALIVE ARGUMENTS ASKED ATTEMPT BEGAN BINDS CHILD CLEAN_UP COMMAND COMMAND_IN_VARIABLE CONTAINER
     DIGEST DIGEST_FILE DIGEST_PENDING DIGEST_STAMP DROPPED EARLY_STOP GPUS HIDDEN HOSTS HOST_VARIABLES JOB
-    KILLED KILL_AT LATER_VARIABLES LAUNCH LAUNCHED LAUNCHER_TEXT LAUNCHER_USED LOG_BEGAN MPI_HINT NODES
-    OF_ONE_TASK OPTION OPTIONS OPTIONS_GIVEN OWN_FLAVOR PROGRAM PYTHON QSUB_OPTIONS RANK_VARIABLES REQUEST
-    RESTARTS ROOT RUNTIME RUNTIMES RUNTIME_VERSION SCRIPT SETTINGS SHIELDED SIDE_STEP SIF SIF_COPY
-    SLURM_VARIABLES SPARE_NODES STEP_OPTIONS STOPPING STOP_AT TASK TASKS TASKS_OPTION THREADS TIMER UNREACHED
+    KEPT_VARIABLES KILLED KILL_AT LATER_VARIABLES LAUNCH LAUNCHED LAUNCHER_TEXT LAUNCHER_USED LOG_BEGAN
+    MPI_HINT NODES OF_ONE_TASK OPTION OPTIONS OPTIONS_GIVEN OWN_FLAVOR PROGRAM PYTHON QSUB_OPTIONS
+    RANK_VARIABLES REQUEST RESTARTS ROOT RUNTIME RUNTIMES RUNTIME_VERSION SCRIPT SETTINGS SIDE_STEP SIF
+    SIF_COPY SPARE_NODES STEP_OPTIONS STOPPING STOP_AT TASK TASKS TASKS_OPTION THREADS TIMER UNREACHED
     USUAL_VARIABLES WAIT_AND_REPORT WALLTIME WITHIN WORDS'
 
 # They travel as HPCTRAIN_OWN_TASK, and task.sh gives them to the program. HPCTRAIN_BEFORE gets all that the
 # user has exported, for print_commands.
 declare -gA HPCTRAIN_BEFORE=()
-keep_users_variables() {
+stash_users_variables() {
     local name
     while read -r name; do
         HPCTRAIN_BEFORE[$name]=${!name}
@@ -33,35 +33,16 @@ keep_users_variables() {
         fi
     done < <(compgen -e)
 }
-keep_users_variables
+stash_users_variables
 
-# give_users_variables: the last step before exec, because the functions read variables of these names
-give_users_variables() {
+# restore_users_variables: the last step before exec, because the functions read variables of these names
+restore_users_variables() {
     local name
     while read -r name; do
         unset "${name#HPCTRAIN_OWN_}" # an array cannot be exported
         export "${name#HPCTRAIN_OWN_}=${!name}"
         unset "$name"
     done < <(compgen -e HPCTRAIN_OWN_)
-}
-
-# make_own FOLDER: create it for this user alone, unless it is there. Fails if it belongs to somebody else, or
-# cannot be made.
-make_own() {
-    mkdir -m 700 "$1" 2>/dev/null || is_own "$1"
-}
-
-# is_own FOLDER: whether it is one of this user, and no link. One look: between two, others could replace it.
-is_own() {
-    [[ $(stat -c '%F %u' "$1" 2>/dev/null) == "directory $UID" ]]
-}
-
-# refuse_podman_settings_of_others: by default podman-hpc has its configuration in /tmp, and podman runs the
-# programs that it names
-refuse_podman_settings_of_others() {
-    make_own "/tmp/${UID}_hpc" ||
-        die "/tmp/${UID}_hpc on $(uname -n), which podman-hpc uses, belongs to somebody else" \
-            "or cannot be made: leave the node out (--exclude=$(uname -n)), and tell the administrators"
 }
 
 # ---- on the first node ----
@@ -112,9 +93,9 @@ drop_other_job() {
     drop "${RANK_VARIABLES[@]}"
 }
 
-# keep_out_nothing: unset the settings of Apptainer by which the user's variables, home and folders, or the
-# other ranks, are not there. Without variables each rank would train alone.
-keep_out_nothing() {
+# drop_isolation_settings: unset the settings of Apptainer by which the user's variables, home and folders, or
+# the other ranks, are not there. Without variables each rank would train alone.
+drop_isolation_settings() {
     drop {APPTAINER,SINGULARITY}_{CLEANENV,COMPAT,CONTAIN,CONTAINALL,NO_HOME,NO_MOUNT,PWD,CWD,FAKEROOT,BOOT} \
         {APPTAINER,SINGULARITY}_{PID,UNSHARE_PID,NET,UNSHARE_NET,NETWORK,IPC,UNSHARE_IPC,UTS,UNSHARE_UTS} \
         {APPTAINER,SINGULARITY}_{HOSTNAME,WRITABLE}

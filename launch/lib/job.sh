@@ -10,7 +10,7 @@ SPARE_NODES=0 # nodes of the job that are idle, for when one of HOSTS fails
 # Slurm's variables that stay: what Slurm sets anew in each job, and options for srun that the user may give.
 # All others are unset. In a shell inside a job they are of a step, or of another job, and srun would take
 # them for options: memory, CPUs, bindings, folders.
-SLURM_VARIABLES=(SLURM_CONF SLURM_CLUSTER_NAME 'SLURM_JOB_*' SLURM_JOBID SLURM_NODELIST SLURM_NNODES
+KEPT_VARIABLES=(SLURM_CONF SLURM_CLUSTER_NAME 'SLURM_JOB_*' SLURM_JOBID SLURM_NODELIST SLURM_NNODES
     SLURM_NTASKS SLURM_NPROCS SLURM_TASKS_PER_NODE SLURM_CPUS_ON_NODE SLURM_NODEID SLURM_PROCID SLURM_LOCALID
     SLURM_GTIDS 'SLURM_SUBMIT_*' SLURM_TASK_PID SLURM_TMPDIR 'SLURM_TOPOLOGY_*' 'SLURM_HET_*' 'SLURM_ARRAY_*'
     SLURM_RESTART_COUNT 'SLURM_GPUS*' SLURM_MPI_TYPE SLURM_NETWORK SLURM_HINT SLURM_THREADS_PER_CORE
@@ -108,7 +108,7 @@ keep_own_slurm_variables() {
     *) [[ ! -v SLURM_GPUS_ON_NODE ]] || drop 'SLURM_GPUS*' SLURM_JOB_GPUS CUDA_VISIBLE_DEVICES ;;
     esac
     while read -r name; do
-        if ! is_one_of "$name" "${SLURM_VARIABLES[@]}"; then
+        if ! is_one_of "$name" "${KEPT_VARIABLES[@]}"; then
             is_one_of "$name" "${USUAL_VARIABLES[@]}" || DROPPED+=("$name")
             unset "$name"
         fi
@@ -250,7 +250,7 @@ export_job_env() {
     [[ $JOB =~ ^[][A-Za-z0-9_-]+$ ]] ||
         die "'$JOB' is not the number of a job:" \
             "unset SLURM_JOB_ID or PBS_JOBID, if the scheduler has not set it"
-    ((GPUS == 0 || GPUS == TASKS)) || script_has jupyter.sh ||
+    ((GPUS == 0 || GPUS == TASKS)) || script_is jupyter.sh ||
         say "warning: $(counted "$GPUS" GPU) but $(counted "$TASKS" task) per node: give $TASKS_OPTION=$GPUS"
     drop_other_job "$JOB"
     # As ~/.bashrc has it, after a tutorial

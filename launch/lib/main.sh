@@ -55,6 +55,10 @@ counted() {
     (($1 == 1)) || printf s
 }
 
+# shellcheck source=launch/lib/trust.sh
+source "$ROOT/launch/lib/trust.sh"
+# shellcheck source=launch/lib/control.sh
+source "$ROOT/launch/lib/control.sh"
 # shellcheck source=launch/lib/site.sh
 source "$ROOT/launch/lib/site.sh"
 # shellcheck source=launch/lib/job.sh

@@ -41,10 +41,6 @@ enter_node_container() {
         "${WORDS[@]:$(index_of_command)-1}")
 }
 
-is_own() {
-    [[ -O $1 && ! -L $1 ]]
-}
-
 # start_node_container FOLDER: start the container, which reads from the pipe; REPLY is its process
 start_node_container() {
     # Somebody else may have taken this name of Apptainer's, in which Apptainer waits for a byte.
@@ -67,7 +63,7 @@ start_node_container() {
 publish_node_container() {
     # Apptainer then writes a byte to this file. Nothing else needs it, and a killed process would leave it.
     local error name=sharens_instance_$$ ready=/dev/shm/sharens_instance_$$
-    until [[ -O $ready && -s $ready ]]; do
+    until belongs_to_user "$ready" && [[ -s $ready ]]; do
         if ((SECONDS >= $3)) || ! kill -0 "$2" 2>/dev/null; then
             error=$(head -n 1 "$1/error")
             printf 'hpctrain: on %s each rank mounts the image: apptainer --sharens: %s\n' \

@@ -124,7 +124,7 @@ parse_option() {
     done
     [[ ${option%%=*} == "$name" ]] ||
         die "unknown option $1: a trainer's options come after its name; --help lists those of this script"
-    script_has "${OPTIONS[row + 1]}" || die "this script has no option $name; --help lists those that it has"
+    script_is "${OPTIONS[row + 1]}" || die "this script has no option $name; --help lists those that it has"
     if [[ $option == *=* ]]; then
         value=${1#"$name"} && value=${value#=}
         [[ -n $value && ($option != *=N || $value =~ ^(0|[1-9][0-9]{0,8})$) ]] ||
@@ -135,8 +135,8 @@ parse_option() {
     OPTION[${name#--}]=$value
 }
 
-# script_has PATTERN[,PATTERN]...: whether the name of the launch script is one of those
-script_has() {
+# script_is PATTERN[,PATTERN]...: whether the name of the launch script is one of those
+script_is() {
     [[ $SCRIPT == @(${1//,/|}) ]]
 }
 
@@ -160,7 +160,7 @@ print_rows() {
     printf -v indent '%*s' $((width + 2)) ''
     shift
     while (($#)); do
-        if script_has "$2"; then
+        if script_is "$2"; then
             printf '  %-*s' "$width" "$1"
             fold -s -w $((118 - width)) <<<"$(tr -s ' \n' ' ' <<<"$3")" | sed "s/ *\$//;2,\$s/^/$indent/"
         fi

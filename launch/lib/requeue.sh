@@ -1,16 +1,5 @@
 # The job goes on by itself after its time limit, a preemption or a fault: Slurm requeues it, and it resumes
-# from its checkpoint. Sourced by launch/lib/main.sh, and by launch/lib/task.sh in each task.
-#
-# The batch script and the ranks on its node communicate through files in the folder HPCTRAIN_CONTROL:
-#   stop       the script asks the ranks to save a checkpoint and end
-#   saved      the ranks have saved a checkpoint of this attempt; one line, the option that resumes from it
-#   stopped    the ranks end because of stop, with their checkpoint saved and work left
-#   failed     an error of the program ends it, and would come again after a restart
-#   task.*     one for each task on this node whose command runs
-#   ended.*    one for each task on this node whose command has ended with exit status 0
-#   failed.*   one for each task on this node whose command has ended otherwise
-#   lonely     the launcher has been ended, because it waited although no rank was left on any node
-# A signal to the ranks would also reach squashfuse, and without the image they end with "Bus error".
+# from its checkpoint. Sourced by launch/lib/main.sh. control.sh lists the files shared with the ranks.
 # shellcheck shell=bash
 
 STOPPING='' # not empty: the job is to stop, because of this signal
@@ -46,31 +35,10 @@ open_control() {
 remove_left_folders() {
     local folder running=''
     for folder in /tmp/hpctrain-{control.,container-}*; do
-        [[ -O $folder && ! -L $folder && $folder =~ ^[^0-9]*([0-9]+)[.-] ]] || continue
+        is_own "$folder" && [[ $folder =~ ^[^0-9]*([0-9]+)[.-] ]] || continue
         running=${running:-$(squeue --noheader --user="$UID" --format=%A)} || return 0
         [[ $'\n'$running$'\n' == *$'\n'"${BASH_REMATCH[1]}"$'\n'* ]] || rm -rf "$folder"
     done
-}
-
-# has_control: whether this node has that folder, and not a copy of somebody else's, with links to user files
-has_control() {
-    [[ -d $HPCTRAIN_CONTROL && -O $HPCTRAIN_CONTROL && ! -L $HPCTRAIN_CONTROL ]]
-}
-
-# begin_task, end_task STATUS: let the batch script know that this task's command runs, and how it has ended
-begin_task() {
-    ! has_control || touch "$HPCTRAIN_CONTROL/task.$$" || true
-}
-
-end_task() {
-    local how=ended
-    (($1 == 0)) || how=failed
-    mv "$HPCTRAIN_CONTROL/task.$$" "$HPCTRAIN_CONTROL/$how.$$" 2>/dev/null || true
-}
-
-# some_are KIND: whether there are such files of tasks on this node
-some_are() {
-    compgen -G "$HPCTRAIN_CONTROL/$1.*" >/dev/null
 }
 
 # read_pbs_fields: PBS announces the end of the walltime by SIGTERM, seconds before SIGKILL. So this script
@@ -119,10 +87,10 @@ request_stop() {
 }
 
 ask_to_stop() {
-    ((SECONDS >= STOP_AT)) && [[ ! -e $HPCTRAIN_CONTROL/stop ]] || return 0
+    ((SECONDS >= STOP_AT)) && ! has_file stop || return 0
     touch "$HPCTRAIN_CONTROL/stop"
     # A script without hpctrain.Run never reads it, whatever its Trainer prints about a requeue.
-    [[ -e $HPCTRAIN_CONTROL/saved ]] ||
+    has_file saved ||
         say 'asked to stop, and no rank has saved a checkpoint yet: without one the job ends for good'
 }
 
@@ -141,7 +109,7 @@ run_launcher() {
     [[ -n $STOPPING ]] || return "$status"
     while is_alive "$launcher"; do # a signal ended the wait
         ask_to_stop
-        if [[ -n $KILL_AT && -e $HPCTRAIN_CONTROL/saved ]] && ((SECONDS >= KILL_AT)); then
+        if [[ -n $KILL_AT ]] && ((SECONDS >= KILL_AT)) && has_file saved; then
             say 'the ranks have not stopped, and the time is nearly over: killing them'
             kill "$launcher"
             kill -CONT "$launcher" # a launcher that is stopped acts on no signal
@@ -152,19 +120,6 @@ run_launcher() {
     status_of_child "$launcher"
 }
 
-# is_alive PID: not even a zombie, whose parent may be waiting for this process to close its output
-is_alive() {
-    local stat
-    { read -r stat <"/proc/$1/stat"; } 2>/dev/null && [[ $stat != *') Z '* ]]
-}
-
-# status_of_child PROCESS: the exit status of a child that has ended, after a signal has ended `wait` before.
-# bash 5.2 loses a child that ends in that moment, and would wait for it as long as it has another one.
-status_of_child() {
-    [[ $'\n'$(jobs -rp)$'\n' != *$'\n'"$1"$'\n'* ]] || return 143
-    wait "$1" 2>/dev/null
-}
-
 # watch_step LAUNCHER: srun waits without end for tasks whose slurmstepd has been killed on another node. End
 # the launcher when the tasks of this node have ended, and no rank is left on any node.
 watch_step() {
@@ -172,7 +127,7 @@ watch_step() {
     for ((seconds = 0; ; seconds += 5)); do
         sleep 5
         is_alive "$1" || return 0
-        if some_are task || ! { some_are ended || some_are failed; }; then
+        if has_files task || ! { has_files ended || has_files failed; }; then
             seconds=0
         elif ((seconds >= 30)); then
             # shellcheck disable=SC2016 # the shells on the nodes expand it
@@ -241,7 +196,7 @@ first_failure() {
 # has taken the failed node from a job of sbatch --no-kill, and has ended the step that ran there.
 replace_nodes() {
     local left host failed=''
-    ((SPARE_NODES > 0)) && [[ -z $STOPPING && ! -e $HPCTRAIN_CONTROL/failed ]] && is_current || return 1
+    ((SPARE_NODES)) && [[ -z $STOPPING ]] && ! has_file failed && is_current || return 1
     mapfile -t left < <(nodes_left)
     for host in "${HOSTS[@]}"; do
         [[ " ${left[*]} " == *" $host "* ]] || failed+=" $host"
@@ -296,73 +251,94 @@ is_current() {
     [[ -z $state ]] || [[ $state == RUNNING && $RESTARTS == "$ATTEMPT" ]]
 }
 
-# conclude STATUS: requeue the job, or say why it does not go on. Returns the script's exit status.
+# conclude STATUS: requeue the job, or say why it does not go on. Returns the script's exit status. The
+# functions down to requeue read and set its variables.
 conclude() {
-    local status=$1 control=$HPCTRAIN_CONTROL option='' why='' node='' later=0 task how last
-    local restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}}
+    local status=$1 restarts=${SLURM_RESTART_COUNT:-${HPCTRAIN_RESTARTS:-0}} option='' stopped='' node=''
     trap '' USR1 TERM # a requeue ends this script
-    { read -r option <"$control/saved"; } 2>/dev/null || true
-    [[ ! -e $control/lonely ]] || some_are failed || status=0 # all ranks have ended so
-    if [[ -e $control/stopped && $status == @(0|75) ]] || [[ -e $control/stop && $status == 75 ]]; then
-        ((status)) || status=75 # for Slurm or PBS the job has completed only if it has no work left
-        # A job whose attempts save nothing would go on for ever, so HPCTRAIN_REQUEUES limits them.
-        [[ ! -e $control/saved ]] || why='the ranks have saved a checkpoint and stopped'
-    elif ((status == 0)) && some_are task; then
+    { read -r option <"$HPCTRAIN_CONTROL/saved"; } 2>/dev/null || true
+    ! has_waited_in_vain || status=0 # all ranks have ended so
+    if has_stopped; then
+        stopped=1 status=75 # for Slurm or PBS the job has completed only if it has no work left
+    elif ((status == 0)) && has_files task; then
         # As mpirun does when the daemon of another node has been killed
         say "the launcher ended with exit status 0, and its ranks on $(hostname) had not ended"
         status=$KILLED
-    elif ((status == 0)); then
-        return 0
     fi
-    if [[ -n ${SLURM_JOB_ID:-} ]] && ! is_current; then
-        if [[ $RESTARTS != "$ATTEMPT" ]]; then
-            say 'Slurm has requeued the job, and it goes on by itself'
-        elif [[ -e $control/saved ]]; then
-            say "Slurm has ended the job: $(how_to_resume "$option")"
-        fi
-        return "$status"
+    ((status)) || return 0
+    if ! is_over_for_slurm; then
+        [[ -n $STOPPING ]] || find_culprit
+        decide
+    elif [[ $RESTARTS != "$ATTEMPT" ]]; then
+        say 'Slurm has requeued the job, and it goes on by itself'
+    elif has_file saved; then
+        say "Slurm has ended the job: $(how_to_resume "$option")"
     fi
-    if [[ -z $STOPPING ]] && { read -r node task how && IFS= read -r last; } < <(first_failure); then
-        if [[ $how =~ ^'Exited with exit code '([0-9]+) ]]; then
-            status=${BASH_REMATCH[1]}
-        elif ((status < 128)); then
-            status=$KILLED
-        fi
-        [[ -e $control/failed ]] || ((status == 2)) ||
-            say "task $task on $node failed first: $how${last:+. Its last line: $last}"
-    fi
-    if [[ -n $why ]]; then
-        :
-    elif [[ -e $control/failed ]] || ((status == 2)); then # an error of usage or data, which has been printed
-        [[ ! -e $control/saved ]] ||
+    return "$status"
+}
+
+# decide: the first row that applies. docs/guides/results.md has them for users ("When the time is up").
+decide() {
+    local why later=0
+    if [[ -n $stopped ]] && has_file saved; then
+        # A job whose attempts save nothing would go on for ever, so HPCTRAIN_REQUEUES limits them.
+        why='the ranks have saved a checkpoint and stopped'
+    elif would_fail_again; then
+        ! has_file saved ||
             say "not requeued, because a restart does not correct this error: $(how_to_resume "$option")"
-        return "$status"
-    elif [[ $(job_field PreemptTime) == *:* ]]; then
+        return
+    elif is_preempted; then
         why='the job is preempted'
-    elif [[ ! -e $control/saved ]] && ((status != UNREACHED)) && ! { ((status >= 128)) && ((restarts)); } &&
-        ! { [[ -e $control/stop ]] && ((status == 75 || status >= 128)); }; then
+    elif ! may_get_further; then
         say "not requeued: exit status $status before this attempt has saved a checkpoint"
-        return "$status"
-    elif [[ -n $STOPPING && -e $control/saved ]]; then
+        return
+    elif [[ -n $STOPPING ]] && has_file saved; then
         why="exit status $status after the request to stop"
     elif ((restarts < HPCTRAIN_REQUEUES)); then
-        # srun kills the remaining ranks when the first one exits with 75, so its own status may be another.
-        why="exit status $status after a checkpoint or the request to stop"
-        # A restart of a job that has a checkpoint: a node may have failed while its ranks were starting.
-        if [[ ! -e $control/saved && ! -e $control/stop ]]; then
-            why="exit status $status while a restart began"
-            # It may need time to go away, as a full disk or an image that is being copied.
-            ((SECONDS - LAUNCHED >= 60)) || later=$(longer_wait "$restarts")
-        fi
-        ((status != UNREACHED)) || why="exit status $status, as after a node that srun does not reach"
-        why+=", restart $((restarts + 1)) of at most $HPCTRAIN_REQUEUES (HPCTRAIN_REQUEUES)"
+        why="$(describe_fault), restart $((restarts + 1)) of at most $HPCTRAIN_REQUEUES (HPCTRAIN_REQUEUES)"
+        # It may need time to go away, as a full disk or an image that is being copied.
+        ! was_starting || ((SECONDS - LAUNCHED >= 60)) || later=$(longer_wait "$restarts")
     else
         say "not requeued: exit status $status after $(counted "$restarts" restart)," \
             "HPCTRAIN_REQUEUES allows no more: $(how_to_resume "$option")"
-        return "$status"
+        return
     fi
     requeue "$why" "$restarts" "$option" "$later" "$node"
-    return "$status"
+}
+
+# The facts. A rank that stops on request may exit with 75. srun kills the others then, and may exit with 137.
+has_waited_in_vain() { has_file lonely && ! has_files failed; } # none of its ranks here has failed
+has_stopped() { { has_file stopped && [[ $status == @(0|75) ]]; } || { has_file stop && ((status == 75)); }; }
+ended_on_request() { has_file stop && ((status == 75 || status >= 128)); }
+is_over_for_slurm() { [[ -n ${SLURM_JOB_ID:-} ]] && ! is_current; }
+is_preempted() { [[ $(job_field PreemptTime) == *:* ]]; }
+would_fail_again() { has_file failed || ((status == 2)); } # an error of usage or data, which has been printed
+was_starting() { ! has_file saved && ! has_file stop; }
+was_killed_in_restart() { ((restarts && status >= 128)); } # perhaps by the failure of a node
+may_get_further() {
+    has_file saved || ended_on_request || was_killed_in_restart || ((status == UNREACHED))
+}
+
+describe_fault() {
+    if ((status == UNREACHED)); then
+        echo "exit status $status, as after a node that srun does not reach"
+    elif was_starting; then
+        echo "exit status $status while a restart began"
+    else
+        echo "exit status $status after a checkpoint or the request to stop"
+    fi
+}
+
+# find_culprit: set status to that of the task that failed first, and name it, unless it has printed its error
+find_culprit() {
+    local task how last
+    { read -r node task how && IFS= read -r last; } < <(first_failure) || return 0
+    if [[ $how =~ ^'Exited with exit code '([0-9]+) ]]; then
+        status=${BASH_REMATCH[1]}
+    elif ((status < 128)); then
+        status=$KILLED
+    fi
+    would_fail_again || say "task $task on $node failed first: $how${last:+. Its last line: $last}"
 }
 
 # longer_wait RESTARTS: print how many seconds the next attempt is to wait: twice those that this one waited
@@ -438,22 +414,9 @@ pbs_field() {
     qstat -f "${PBS_JOBID:-}" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g' | sed -n "s/^ *$1 = //p" || true
 }
 
-# job_id: print the job's number, or ARRAY_TASK: one task of an array has the number of the whole array
-job_id() {
-    echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
-}
-
 # nodes_left: print the nodes of the job, without those that failed and that Slurm has taken from it
 nodes_left() {
     scontrol show hostnames "$(job_field NodeList)" 2>/dev/null
-}
-
-# job_field NAME: print this field of squeue --Format; in a PBS job nothing. Not of scontrol show job, whose
-# text has the job's name and other words of the user beside the fields.
-job_field() {
-    [[ -n ${SLURM_JOB_ID:-} ]] || return 0
-    squeue --noheader --states=all --jobs="$(job_id)" --Format="$1:4000" 2>/dev/null |
-        sed 's/ *$//;q' || true
 }
 
 # words_to_resume OPTION: print the launch script and its arguments, and OPTION, which continues the run

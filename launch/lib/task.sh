@@ -15,10 +15,12 @@ die() {
 [[ ${1:-} != -h && ${1:-} != --help ]] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
 # shellcheck source=launch/lib/environment.sh
 source "$(dirname "$0")/environment.sh"
+# shellcheck source=launch/lib/trust.sh
+source "$(dirname "$0")/trust.sh"
+# shellcheck source=launch/lib/control.sh
+source "$(dirname "$0")/control.sh"
 # shellcheck source=launch/lib/launcher.sh
 source "$(dirname "$0")/launcher.sh"
-# shellcheck source=launch/lib/requeue.sh
-source "$(dirname "$0")/requeue.sh"
 # shellcheck source=launch/lib/node_container.sh
 source "$(dirname "$0")/node_container.sh"
 
@@ -73,7 +75,7 @@ run_as_child() {
     # In parentheses: otherwise the child ignores SIGINT. The node container's pipe is for this shell.
     (
         [[ -z $ALIVE ]] || exec {ALIVE}>&-
-        give_users_variables
+        restore_users_variables
         exec "$@"
     ) <&0 &
     CHILD=$!
@@ -109,6 +111,12 @@ shield_from_term() {
     else
         touch "$HPCTRAIN_CONTROL/stop"
     fi
+}
+
+# is_shielded: whether this shell stays, between Slurm's SIGTERM and the rank. Not with podman-hpc: its tasks
+# find the container of their node by the number of their parent, slurmstepd.
+is_shielded() {
+    [[ -n ${HPCTRAIN_CONTROL:-} && -n ${SLURM_JOB_ID:-} && -z ${HPCTRAIN_END_TASK:-}$WAIT_AND_REPORT ]]
 }
 
 # end_left_overs: end the processes that still have the output of this task after ten seconds, such as the
@@ -149,7 +157,7 @@ leave_out_missing_folders() {
 
 launcher=${1:-}
 WORDS=("${@:2}")
-WAIT_AND_REPORT='' ALIVE='' SHIELDED='' CHILD=''
+WAIT_AND_REPORT='' ALIVE='' CHILD=''
 # The index of this task among those that one launcher process started on this node, and their number.
 HPCTRAIN_NODE_TASK=0 HPCTRAIN_NODE_TASKS=1
 
@@ -162,26 +170,13 @@ if [[ $launcher != none ]]; then
 fi
 export HPCTRAIN_NODE_TASK HPCTRAIN_NODE_TASKS
 
-# make_own_for_all FOLDER: set REPLY to a folder of this user alone: this one, or, if somebody else has the
-# name, another that the node's tasks have made, or one with an unknown name, also where it cannot be made
-make_own_for_all() {
-    local random
-    REPLY=$1
-    ! make_own "$1" || return 0
-    random=$1.$(printf %s "$(uname -n) ${HPCTRAIN_JOB_SECRET:-}" | sha256sum | cut -c -16)
-    for REPLY in "$random" "$1".* "$random"; do
-        ! is_own "$REPLY" || break
-    done
-    make_own "$REPLY" || [[ ! -e $REPLY ]]
-}
-
 # The caches that are in /tmp by default (launch/sites/generic.env), and the kernels of torch.compile: torch
 # makes their folder at import, and its own default is a name that others can make first, too.
 own=/tmp/hpctrain-$UID
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$own/inductor}
 for name in HPCTRAIN_CACHE HF_HOME TORCH_HOME MPLCONFIGDIR TORCHINDUCTOR_CACHE_DIR; do
     [[ ${!name:-} == "$own"/* ]] || continue
-    make_own_for_all "$own" ||
+    make_own_or_other "$own" ||
         die "$own and $REPLY belong to somebody else: set $name to a folder of your own"
     [[ $REPLY != "$own" ]] || continue
     [[ $name != TORCHINDUCTOR_CACHE_DIR || $HPCTRAIN_NODE_TASK != 0 ]] ||
@@ -193,18 +188,14 @@ done
 # Open MPI writes its messages into files of foreseeable names there, also if they are somebody else's. These
 # runtimes may have a /dev/shm of their own.
 if [[ ${WORDS[0]} != @(podman-hpc|shifter) && -z ${APPTAINER_CONTAIN:-}${APPTAINER_CONTAINALL:-} ]] &&
-    make_own_for_all "/dev/shm/hpctrain-$UID"; then
+    make_own_or_other "/dev/shm/hpctrain-$UID"; then
     export OMPI_MCA_btl_sm_backing_directory=${OMPI_MCA_btl_sm_backing_directory:-$REPLY}
     export OMPI_MCA_btl_vader_backing_directory=$OMPI_MCA_btl_sm_backing_directory # its name in Open MPI 4
 fi
 
 leave_out_missing_folders
 [[ ${WORDS[0]} != podman-hpc ]] || refuse_podman_settings_of_others
-# Not podman-hpc: its tasks find the container of their node by the number of their parent, slurmstepd.
-if [[ -n ${HPCTRAIN_CONTROL:-} && -n ${SLURM_JOB_ID:-} && -z ${HPCTRAIN_END_TASK:-}$WAIT_AND_REPORT ]]; then
-    SHIELDED=1
-fi
-[[ -z $SHIELDED || -z ${HPCTRAIN_NODE_CONTAINER:-} || $HPCTRAIN_NODE_TASKS == 1 ]] || enter_node_container
+! is_shielded || [[ -z ${HPCTRAIN_NODE_CONTAINER:-} || $HPCTRAIN_NODE_TASKS == 1 ]] || enter_node_container
 command=$(index_of_command)
 [[ ${WORDS[0]} == -- ]] || export HPCTRAIN_CONTAINER_ON=${HPCTRAIN_CONTAINER_ON:-$(uname -n)}
 set -- "${WORDS[@]:0:command-1}" "${WORDS[@]:command}"
@@ -218,7 +209,7 @@ if [[ -n $WAIT_AND_REPORT ]]; then
     ((status <= 128)) ||
         echo "hpctrain: error: rank $RANK on $(uname -n) was ended by signal $((status - 128))" >&2
     end_left_overs
-elif [[ -n $SHIELDED ]]; then
+elif is_shielded; then
     begin_task
     run_as_child shield_from_term "$@" || status=$?
     end_task "$status"
@@ -228,7 +219,7 @@ elif [[ -n $SHIELDED ]]; then
     ulimit -c 0
     ((status <= 128)) || kill -$((status - 128)) $$ 2>/dev/null || true
 else
-    give_users_variables
+    restore_users_variables
     exec "$@"
 fi
 exit $status

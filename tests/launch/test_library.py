@@ -1079,15 +1079,6 @@ def test_a_job_submitted_from_another_folder_names_what_is_missing(programs, tmp
         assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
-def test_all_scripts_find_the_functions_in_the_same_way():
-    (lines,) = {
-        re.search(r"\nload_functions\(\) .*?\nload_functions\n", path.read_text(), re.S)[0]
-        for path in (REPOSITORY / "launch").glob("*.sh")
-        if path.name not in ("site.sh", "scaling.sh")
-    }
-    assert lines
-
-
 @pytest.mark.parametrize("name", ["HPCTRAIN_ROOT", "SLURM_SUBMIT_DIR", "PBS_O_WORKDIR", "Command"])
 def test_the_copy_that_a_scheduler_runs_finds_the_other_files(programs, tmp_path, name):
     put_squeue(tmp_path)
@@ -1207,7 +1198,9 @@ def test_a_rank_for_each_gpu_that_is_visible(programs, tmp_path, visible, ranks)
 def test_what_belongs_to_the_host_does_not_enter_an_image(tmp_path):
     ours = f"{tmp_path}/src::relative"
     theirs = "/sw/lib/python3.9/site-packages:/usr/lib/python3/dist-packages:/opt/site"
-    script = "keep_out_nothing; separate_host_variables; echo $PYTHONPATH; printf '%s\\n' \"${DROPPED[@]}\""
+    script = (
+        "drop_isolation_settings; separate_host_variables; echo $PYTHONPATH; printf '%s\\n' \"${DROPPED[@]}\""
+    )
     env = {"PYTHONPATH": f"{ours}:{theirs}", "PYTHONHOME": "/usr", "APPTAINER_CLEANENV": "1"}
     kept, *dropped = library(script, **env).stdout.splitlines()
     assert kept == ours
@@ -1387,14 +1380,14 @@ def test_a_rank_that_ends_with_a_signal_is_not_waited_for(tmp_path):
         f"source <(sed -n '/^{name}() {{/,/^}}/p' launch/lib/{file}.sh)\n"
         for name, file in (
             ("run_as_child", "task"),
-            ("status_of_child", "requeue"),
-            ("is_alive", "requeue"),
+            ("status_of_child", "control"),
+            ("is_alive", "control"),
         )
     ]
     script = f"""set -euo pipefail
         {"".join(functions)}
         ALIVE=''
-        give_users_variables() {{ :; }}
+        restore_users_variables() {{ :; }}
         on_term() {{ ASKED=1; [[ $(sleep 0.02; echo RUNNING) == x ]] || true; }}
         sleep 300 & container=$!
         ( until read -r pid <{tmp_path}/pid.$$; do sleep 0.1; done 2>/dev/null; kill -TERM $$ $pid ) &
@@ -1948,23 +1941,3 @@ def test_a_variable_of_the_user_that_the_scripts_have_as_well(tmp_path):
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     (line,) = re.findall("got (.*)", done.stdout)
     assert theirs.items() <= json.loads(line).items(), done.stderr
-
-
-def test_the_list_of_the_scripts_own_variables_is_complete():
-    text = "".join(path.read_text() for path in (REPOSITORY / "launch/lib").rglob("*.sh"))
-    text = re.sub(r"^ *#.*$", "", text, flags=re.M)
-    assigned = set(re.findall(r"(?:^|(?<=[ ;(]))([A-Z][A-Z_]*)\+?=", text, re.M))
-    assigned |= set(re.findall(r"mapfile -t ([A-Z_]+)", text))
-    exported = {
-        name
-        for line in re.findall(r"\bexport (.*)", text)
-        for name in re.findall(r"(?<![\w${])([A-Z][A-Z_]*)\b", line)
-    }
-    in_messages = {"VARIABLE", "KEY", "FLAVOR", "MPI"}
-    others = {"IFS", "PATH", "REPLY", "OWN_NAMES", *in_messages}
-    found = {
-        name
-        for name in assigned - exported - others
-        if not name.startswith(("APPTAINER_", "HPCTRAIN_", "SLURM_", "PBS_"))
-    }
-    assert found <= set(own_names()), found - set(own_names())

@@ -1,7 +1,7 @@
 """Jobs that go on by themselves after a time limit, a preemption or a fault, on a real Slurm cluster.
 
 All jobs run at once. Most run without a container, as four processes of a script that follows the contract of
-launch/lib/requeue.sh.
+launch/lib/control.sh.
 """
 
 import json

@@ -50,11 +50,8 @@ hide_environment() {
     [[ -z ${OPTION[dry-run]:-} ]] || return 0
     CLEAN_UP+=(remove_environment)
     trap clean_up EXIT
-    # Where others can write this folder, they can replace that one: so it is entered before the look at its
-    # owner, and its name contains the digest of the file. An ACL of this folder gives a new file to others,
-    # but not a folder of mode 700.
-    (set -C && mkdir -m 700 "$HPCTRAIN_ENVIRONMENT" && cd "$HPCTRAIN_ENVIRONMENT" &&
-        [[ $(stat -c %u:%a .) == "$UID:"?(2)700 ]] && printf %s "$lines" >variables) ||
+    # Whoever can write this folder can replace that one, whose name therefore has the digest of the file.
+    write_private "$HPCTRAIN_ENVIRONMENT" variables "$lines" ||
         die "$PWD: cannot be written: submit from a folder of your own"
 }
 

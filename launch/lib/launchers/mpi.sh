@@ -4,7 +4,7 @@
 
 # launch_with_mpi HOW: mpirun, or srun with that PMI; "auto" or nothing: the PMI of the image's MPI library
 launch_with_mpi() {
-    local how=${1:-${HPCTRAIN_MPI:-auto}} library offered machine
+    local how=${1:-${HPCTRAIN_MPI:-auto}} library offered
     library=$("${CONTAINER[@]}" ${SIF:+"$SIF"} python -c '
 import sys
 sys.path[:] = filter(None, sys.path) # not the current folder
@@ -34,16 +34,19 @@ print(*MPI.Get_library_version().split(",")[0].splitlines()[0].split())' 2>&1 | 
     [[ $library == *Error:* || ${PROGRAM[*]:0:2} == '-m hpctrain' ]] ||
         PYTHON=(python "$ROOT/launch/lib/mpi4py_main.py")
     [[ -z ${OPTION[dry-run]:-} ]] || return 0
-    # mpirun 4 on a machine outside of the job tells Open MPI 5 wrongly which ranks share a node: sums over
-    # nodes crash or hang. In a PBS job this script runs on a node of it.
-    machine=${SLURMD_NODENAME:-$(uname -n)}
-    [[ $how != mpirun || $library != "Open MPI v5"* || ! $LAUNCHER_TEXT =~ \ [1-4]\. ||
-        -n ${PBS_NODEFILE:-} || " ${HOSTS[*]%%.*} " == *" ${machine%%.*} "* ]] ||
+    # There mpirun 4 tells Open MPI 5 wrongly which ranks share a node: sums over nodes crash or hang.
+    ! { [[ $how == mpirun && $library == "Open MPI v5"* && $LAUNCHER_TEXT =~ \ [1-4]\. ]] && is_outside; } ||
         die "${LAUNCHER_TEXT#*, } must start on a node of the job, as the image has $library," \
-            "and this is $machine: use sbatch, or an Open MPI 5"
+            "and this is ${SLURMD_NODENAME:-$(uname -n)}: use sbatch, or an Open MPI 5"
     # mpirun starts Horovod over Gloo without any MPI
     [[ $how == mpirun && $library == ModuleNotFoundError* ]] ||
         check_mpi_world "$library" "${LAUNCHER_TEXT%% for *}"
+}
+
+# is_outside: whether this machine is no node of the job, as in salloc. In a PBS job it is one.
+is_outside() {
+    local machine=${SLURMD_NODENAME:-$(uname -n)}
+    [[ -z ${PBS_NODEFILE:-} && " ${HOSTS[*]%%.*} " != *" ${machine%%.*} "* ]]
 }
 
 # choose_pmi LIBRARY OFFERED: set REPLY to the PMI of the library that srun offers, or to mpirun
@@ -68,7 +71,7 @@ choose_pmi() {
 # When a job starts again, another error may go away, and must not end it for good.
 check_mpi_world() {
     local status=0 output seconds advice='try another --mpi= (srun --mpi=list shows them; or mpirun)'
-    ! script_has apptainer_horovod.sh ||
+    ! script_is apptainer_horovod.sh ||
         advice='try another HPCTRAIN_MPI (srun --mpi=list shows them), or --launcher=mpirun'
     seconds=$((HPCTRAIN_WORLD_SIZE < 540 ? 60 + HPCTRAIN_WORLD_SIZE : 600))
     compose python -c '

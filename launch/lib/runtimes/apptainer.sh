@@ -3,7 +3,7 @@
 
 apptainer_command() {
     local program bind variable=SINGULARITYENV_PYTHONPATH
-    keep_out_nothing
+    drop_isolation_settings
     separate_host_variables
     find_folders_to_bind
     program=$(command -v apptainer || command -v singularity) ||

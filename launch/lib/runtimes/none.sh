@@ -2,13 +2,19 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # the variables in capitals are read by main.sh and its other parts
 
+# is_venv ENVIRONMENT: whether it is a venv, and none of conda. Somebody else may have made a folder with the
+# name of yours where you submit.
+is_venv() {
+    [[ $1 == */* ]] || belongs_to_user "$1" || return 1
+    [[ -r $1/bin/activate && ! -d $1/conda-meta ]]
+}
+
 none_command() {
     local env=${HPCTRAIN_PYTHON_ENV:-}
     [[ $env != -* ]] || env=./$env
     [[ -z ${HPCTRAIN_PACKAGES:-} ]] ||
         die "HPCTRAIN_PACKAGES is for images: unset it, and pip install into the environment itself"
-    # A name is one of conda, although somebody else may have made a folder of that name where you submit.
-    if [[ $env == */* || -O $env ]] && [[ -r $env/bin/activate && ! -d $env/conda-meta ]]; then
+    if is_venv "$env"; then
         # shellcheck source=/dev/null
         source "$env/bin/activate"
     elif [[ -n $env ]]; then

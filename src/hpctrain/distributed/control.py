@@ -1,6 +1,6 @@
 """Files by which the launch script and the ranks agree that a job ends in time and is requeued.
 
-The launch script names a folder of this job in HPCTRAIN_CONTROL, on its own node; launch/lib/requeue.sh lists
+The launch script names a folder of this job in HPCTRAIN_CONTROL, on its own node; launch/lib/control.sh lists
 the files there. The option in `saved` is empty if the same command resumes the run.
 
 The launch script requeues the job after `stopped`. It also does after a failure without `failed`, if there is

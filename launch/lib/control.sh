@@ -1,0 +1,65 @@
+# What the batch script and the tasks of a job share. Sourced by launch/lib/main.sh and task.sh.
+#
+# The batch script and the ranks on its node communicate through files in the folder HPCTRAIN_CONTROL:
+#   stop       the script asks the ranks to save a checkpoint and end
+#   saved      the ranks have saved a checkpoint of this attempt; one line, the option that resumes from it
+#   stopped    the ranks end because of stop, with their checkpoint saved and work left
+#   failed     an error of the program ends it, and would come again after a restart
+#   task.*     one for each task on this node whose command runs
+#   ended.*    one for each task on this node whose command has ended with exit status 0
+#   failed.*   one for each task on this node whose command has ended otherwise
+#   lonely     the launcher has been ended, because it waited although no rank was left on any node
+# A signal to the ranks would also reach squashfuse, and without the image they end with "Bus error".
+# shellcheck shell=bash
+
+# has_control: whether this node has that folder, and not a copy of somebody else's, with links to user files
+has_control() {
+    is_own "$HPCTRAIN_CONTROL"
+}
+
+# has_file NAME: whether this file is in the folder
+has_file() {
+    [[ -e $HPCTRAIN_CONTROL/$1 ]]
+}
+
+# has_files KIND: whether there are such files of tasks
+has_files() {
+    compgen -G "$HPCTRAIN_CONTROL/$1.*" >/dev/null
+}
+
+# begin_task, end_task STATUS: let the batch script know that this task's command runs, and how it has ended
+begin_task() {
+    ! has_control || touch "$HPCTRAIN_CONTROL/task.$$" || true
+}
+
+end_task() {
+    local how=ended
+    (($1 == 0)) || how=failed
+    mv "$HPCTRAIN_CONTROL/task.$$" "$HPCTRAIN_CONTROL/$how.$$" 2>/dev/null || true
+}
+
+# is_alive PID: not even a zombie, whose parent may be waiting for this process to close its output
+is_alive() {
+    local stat
+    { read -r stat <"/proc/$1/stat"; } 2>/dev/null && [[ $stat != *') Z '* ]]
+}
+
+# status_of_child PROCESS: the exit status of a child that has ended, after a signal has ended `wait` before.
+# bash 5.2 loses a child that ends in that moment, and would wait for it as long as it has another one.
+status_of_child() {
+    [[ $'\n'$(jobs -rp)$'\n' != *$'\n'"$1"$'\n'* ]] || return 143
+    wait "$1" 2>/dev/null
+}
+
+# job_id: print the job's number, or ARRAY_TASK: one task of an array has the number of the whole array
+job_id() {
+    echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+}
+
+# job_field NAME: print this field of squeue --Format; in a PBS job nothing. Not of scontrol show job, whose
+# text has the job's name and other words of the user beside the fields.
+job_field() {
+    [[ -n ${SLURM_JOB_ID:-} ]] || return 0
+    squeue --noheader --states=all --jobs="$(job_id)" --Format="$1:4000" 2>/dev/null |
+        sed 's/ *$//;q' || true
+}
