@@ -194,7 +194,7 @@ def test_two_ranks_are_pruned_together(tmp_path, trainer, capfd):
     )
     assert "5 of 6 trials have a result, 1 pruned; best" in done.stdout
     folder = trials.trial_folder(tmp_path / "out", 5)
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch-0001.pt"]
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"best.pt", "epoch-0001.pt"}
     assert not (folder / "result.json").exists()
     assert {line["epoch"] for line in reader.read_metrics(folder)} == {1}
     again = warm_start.run(warm_start.torchrun_ranks(2, arguments, dict(os.environ)), tmp_path)
