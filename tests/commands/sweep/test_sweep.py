@@ -73,6 +73,8 @@ def run_task(folder, number, kill_after):
     process.join(kill_after)
     process.kill()
     process.join()
+    while process.exitcode is None:  # another thread, which starts a process, collects this one's status
+        time.sleep(0.01)
     return process.exitcode == 0
 
 
