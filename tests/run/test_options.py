@@ -10,7 +10,7 @@ import hpctrain
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import EndEarly, UsageError
-from hpctrain.run.options import RunOptions, describe_differences, prune_with
+from hpctrain.run.options import RunOptions, describe_differences
 from hpctrain.run.record import Record
 
 CPU = torch.device("cpu")
@@ -88,13 +88,9 @@ def test_prune_ends_the_run_after_the_checkpoint_of_an_epoch(tmp_path):
     assert asked == [ALONE] and checkpoint.find_newest(tmp_path).name == "epoch-0001.pt"
 
 
-def test_a_command_that_is_run_by_another_one_gets_its_prune():
-    def prune(world):
-        return True
-
-    with prune_with(prune):
-        assert RunOptions.from_args(vars(parse())).prune is prune
-    assert RunOptions.from_args(vars(parse())).prune is None
+def test_prune_is_an_option_that_no_file_has():
+    options = RunOptions.from_args({**vars(parse()), "prune": all})
+    assert options.prune is all and "prune" not in options.list_all()
 
 
 def test_a_state_that_cannot_be_resumed_is_refused_after_the_first_step(tmp_path):
