@@ -1,6 +1,5 @@
 """A checkpoint is complete and verified, or not there."""
 
-import copy
 import io
 import os
 import re
