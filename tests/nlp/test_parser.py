@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from hpctrain.nlp.training.lightning_module import compute_weighted_loss
 from safetensors.torch import load_file
 from sklearn.metrics import recall_score
 from sklearn.utils.class_weight import compute_class_weight
@@ -19,7 +20,6 @@ from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import classify, ner, pair
 from hpctrain.nlp.training import finetune
-from hpctrain.nlp.training.lightning_module import compute_weighted_loss
 from tests.nlp.helpers import metrics, result, run_predict, scores, train, validations
 from tests.tools import warm_start
 

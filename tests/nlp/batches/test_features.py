@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hpctrain.nlp.training.lightning_module import FineTuneModule
 
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
@@ -22,7 +23,6 @@ from hpctrain.nlp.models import initial_model
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.parser import parse_options
-from hpctrain.nlp.training.lightning_module import FineTuneModule
 from tests.nlp.helpers import TASKS
 
 

@@ -11,7 +11,7 @@ from hpctrain.nlp.models.masks import SEARCH, needs_mask, skip_searches
 from hpctrain.nlp.task import IGNORED
 from hpctrain.nlp.tasks.instruct import TASK
 from hpctrain.nlp.training import finetune
-from hpctrain.nlp.training.lightning_module import FineTuneModule
+from hpctrain.nlp.training.steps import Steps
 from tests.nlp.helpers import metrics, scores, train
 
 # by the names that the architectures have for them
@@ -148,13 +148,13 @@ def test_texts_packed_in_rows_are_searched_for():
 @pytest.mark.slow
 def test_a_training_without_masks_has_the_losses_and_scores_of_one_with_them(tmp_path, monkeypatch):
     seen = []
-    forward = FineTuneModule.forward
+    forward = Steps.forward
 
-    def watch(module, batch):
-        seen.append((batch.is_padded, "attention_mask" in batch.model_inputs(module._without)))
-        return forward(module, batch)
+    def watch(steps, model, batch):
+        seen.append((batch.is_padded, "attention_mask" in batch.model_inputs(steps._without)))
+        return forward(steps, model, batch)
 
-    monkeypatch.setattr(FineTuneModule, "forward", watch)
+    monkeypatch.setattr(Steps, "forward", watch)
     monkeypatch.setattr(type(TASK), "generate_samples", lambda *_: [])
     options = ("--limit", 40, "--epochs", 1, "--batch-size", 8, "--max-length", 64)
     runs = []

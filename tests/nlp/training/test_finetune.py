@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from hpctrain.nlp.training.lightning_module import FineTuneModule
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -36,7 +37,6 @@ from hpctrain.nlp.tasks import classify, generate, pair
 from hpctrain.nlp.tasks.classify import Document
 from hpctrain.nlp.tasks.generate import Passage
 from hpctrain.nlp.training import finetune, lightning_module
-from hpctrain.nlp.training.lightning_module import FineTuneModule
 from hpctrain.run.reader import summarize
 from tests.nlp.helpers import (
     TASKS,
