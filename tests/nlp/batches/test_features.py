@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hpctrain.nlp.training.lightning_module import FineTuneModule
 
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
@@ -23,6 +22,7 @@ from hpctrain.nlp.models import initial_model
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.parser import parse_options
+from hpctrain.nlp.training.steps import Steps
 from tests.nlp.helpers import TASKS
 
 
@@ -54,11 +54,12 @@ def test_padding_does_not_change_the_output(task, tmp_path):
     model = initial_model.load_model(module, tmp_path / "model", tokenizer, labels, args).eval()
     made = module.tokenize(tokenizer, examples, labels, module.max_length, module.stride)
     run = SimpleNamespace(world=ALONE, device=torch.device("cuda"))
-    step = FineTuneModule(module, model, labels, args, run, 1)
+    steps = Steps(module, model, labels, args, run)
     padding = {**module.padding, "input_ids": tokenizer.pad_token_id}
     with torch.no_grad():
         alone, both = (
-            step(made.batch(torch.tensor(rows), padding)) for rows in ([0], [0, len(made.lengths) - 1])
+            steps.forward(model, made.batch(torch.tensor(rows), padding))
+            for rows in ([0], [0, len(made.lengths) - 1])
         )
     first = alone.start_logits if task == "qa" else alone.logits
     beside = both.start_logits if task == "qa" else both.logits
@@ -69,10 +70,13 @@ def test_padding_does_not_change_the_output(task, tmp_path):
     losses = {}
     for device in ("cpu", "cuda"):
         run.device = torch.device(device)
-        step = FineTuneModule(module, model, labels, args, run, 1)
-        (batch,) = step.make_evaluation_loader("test", examples, made, padding)
+        steps = Steps(module, model, labels, args, run)
+        steps.add_set("test", examples, made, padding)
+        (batch,) = steps._sets["test"][-1]
         with torch.no_grad():
-            losses[batch.attention_mask.shape[1]] = module.compute_loss(step(batch), batch).item()
+            losses[batch.attention_mask.shape[1]] = module.compute_loss(
+                steps.forward(model, batch), batch
+            ).item()
     longest = int(made.lengths.max())
     assert list(losses) == list(dict.fromkeys([longest, min(module.max_length, -(-longest // 8) * 8)]))
     assert max(losses.values()) - min(losses.values()) < 1e-5

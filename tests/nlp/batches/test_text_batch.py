@@ -3,9 +3,6 @@
 from dataclasses import fields
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 from torch.utils.data._utils.collate import default_convert
 
 from hpctrain.nlp.batches.features import Features
@@ -39,10 +36,7 @@ def test_map_reaches_all_tensors_and_leaves_the_batch():
     assert [field.name for field in fields(batch)] == [field.name for field in fields(double)]
 
 
-def test_a_data_loader_and_lightning_take_it():
-    """The first keeps it as it is, the second moves it, and takes single texts of it."""
+def test_a_data_loader_keeps_it_and_a_device_takes_all_of_it():
     batch = make_batch([1, 2], [3])
     assert default_convert(batch) is batch
-    assert move_data_to_device(batch, torch.device("meta")).attention_mask.is_meta
-    one = apply_to_collection(batch, Tensor, lambda tensor: tensor[:1])
-    assert one.tokens["input_ids"].tolist() == [[1, 2]] and one.units.tolist() == [1]
+    assert all(tensor.is_meta for tensor in batch.to(torch.device("meta")).tensors())

@@ -15,12 +15,12 @@ import pytest
 from pyarrow import feather, parquet
 
 from hpctrain.distributed.world import ALONE
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError
 from hpctrain.nlp import predict
 from hpctrain.nlp.data.bio import Entity
 from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.data.squad import UNANSWERABLE, Answer
-from hpctrain.nlp.parser import make_parser, parse_options
+from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import classify, generate, ner, pair, qa
 from hpctrain.nlp.tasks.pair import Pair
 from hpctrain.nlp.training import finetune
@@ -285,30 +285,6 @@ def test_only_a_few_rows_are_in_memory_beside_the_examples(suffix, tmp_path):
 
 
 # --- --columns ---
-
-
-def test_options_give_each_field_a_column():
-    def columns(task, *texts):
-        return parse_options(task, ["--data", "x", "--model", "y", "--columns", *texts]).columns
-
-    assert columns(classify.TASK, "label=stars") == {"text": "text", "label": "stars"}
-    assert columns(pair.TASK, "label=a=b", "second=two words") == {
-        "first": "first",
-        "second": "two words",
-        "label": "a=b",
-    }
-    assert parse_options(classify.TASK, []).columns is None
-    for texts in (["body=review"], ["text"], ["text="], ["text=a", "text=b"]):
-        with pytest.raises(
-            UsageError, match=r"--columns .*: give each field once, as FIELD=COLUMN; fields are text, label"
-        ):
-            columns(classify.TASK, *texts)
-    with pytest.raises(UsageError, match="--columns needs --data"):
-        parse_options(classify.TASK, ["--columns", "text=a"])
-    assert all(
-        "--columns" in make_parser(module.TASK).format_help()
-        for module in (classify, pair, ner, qa, generate)
-    )
 
 
 def make_folder(folder, **splits):

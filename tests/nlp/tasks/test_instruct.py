@@ -16,7 +16,7 @@ from hpctrain.nlp.parser import parse_columns
 from hpctrain.nlp.task import IGNORED
 from hpctrain.nlp.tasks import instruct
 from hpctrain.nlp.tasks.instruct import TASK, Conversation
-from hpctrain.nlp.training.finetune import describe_problems
+from hpctrain.nlp.training.tokenize import describe_problems
 from tests.nlp.helpers import metrics, train
 from tests.tools import warm_start
 

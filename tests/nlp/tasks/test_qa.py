@@ -10,12 +10,10 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertForQuestionAnswering, PreTrainedTokenizerFast
 
-from hpctrain.distributed.world import ALONE
 from hpctrain.errors import UsageError
 from hpctrain.nlp.data.splits import load_splits, split_examples
 from hpctrain.nlp.data.squad import UNANSWERABLE, Answer, Question
 from hpctrain.nlp.tasks.qa import MAX_ANSWER, NO_ANSWER, TASK, TOP_SPANS
-from hpctrain.nlp.training.lightning_module import FineTuneModule
 from tests.helpers import DATA
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -389,18 +387,6 @@ def test_metric_that_selects_the_epoch_fits_the_language():
         "f1_char": pytest.approx(2 * 7 / 17),
         "f1_word": 1,
     }
-    step = FineTuneModule(
-        TASK,
-        torch.nn.Linear(1, 1),
-        [],
-        SimpleNamespace(tensor_parallel=1),
-        SimpleNamespace(world=ALONE, device=torch.device("cpu")),
-        1,
-    )
-    metrics = {"validation_f1_char": 0.2, "validation_f1_word": 0.1, "validation_loss": 3.0}
-    for example, best in ((korean, 0.2), (english, 0.1)):
-        step._sets["validation"] = ([example], None)
-        assert step.score(metrics) == (best, -3)
 
 
 # --- questions without an answer (SQuAD 2.0) ---
