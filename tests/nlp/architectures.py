@@ -55,9 +55,7 @@ def train_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
     backend.train_from_iterator(
         WORDS,
         trainers.BpeTrainer(
-            vocab_size=VOCABULARY,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
+            vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         ),
     )
     return _content(backend)
@@ -70,8 +68,7 @@ def train_metaspace_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     special = ["<pad>", "</s>", "<s>", "<unk>", "<eos>", "<bos>", *(f"<0x{i:02X}>" for i in range(256))]
     backend.train_from_iterator(
-        WORDS,
-        trainers.BpeTrainer(vocab_size=VOCABULARY + 262, special_tokens=special, show_progress=False),
+        WORDS, trainers.BpeTrainer(vocab_size=VOCABULARY + 262, special_tokens=special, show_progress=False)
     )
     return _content(backend)
 

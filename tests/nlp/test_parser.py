@@ -30,9 +30,7 @@ def test_options_give_each_field_a_column():
     }
     assert parse_options(classify.TASK, []).columns is None
     for texts in (["body=review"], ["text"], ["text="], ["text=a", "text=b"]):
-        with pytest.raises(
-            UsageError, match=r"--columns .*: give each field once, as FIELD=COLUMN; fields are text, label"
-        ):
+        with pytest.raises(UsageError, match=r"--columns .*FIELD=COLUMN.* text, label"):
             columns(classify.TASK, *texts)
     with pytest.raises(UsageError, match="--columns needs --data"):
         parse_options(classify.TASK, ["--columns", "text=a"])
@@ -45,28 +43,20 @@ def test_options_give_each_field_a_column():
 def test_a_batch_that_the_ranks_cannot_share_is_refused_before_the_data_are_read():
     """Tokenizing may take hours."""
     world = World(0, 2, 0, 2, 0, 1, "torchrun")
-    with pytest.raises(
-        UsageError, match="--batch-size 33 is the global batch, and 2 ranks cannot share it evenly"
-    ):
+    with pytest.raises(UsageError, match=r"--batch-size 33 .*2 ranks"):
         finetune.fine_tune(classify.TASK, world, ["--batch-size", "33"])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--data", "x"],
-            "--data needs a model: give --model NAME, such as beomi/kcbert-base, or --from-scratch",
-        ),
-        (
-            ["--model", "a/b", "--from-scratch", "tiny"],
-            "--model and --from-scratch exclude each other: give only one",
-        ),
-        (["--epochs", "-1"], "argument --epochs: -1 is negative: give 0 or more"),
-        (["--epochs", "x"], "argument --epochs: invalid int value: 'x'"),
-        (["--warmup", "x"], "argument --warmup: invalid float value: 'x'"),
-        (["--warmup", "2"], "argument --warmup: 2 is not a fraction: give a number from 0 to 1"),
-        (["--batch-size", "0"], "0 is not above zero"),
+        (["--data", "x"], "--data .*--model NAME.*--from-scratch"),
+        (["--model", "a/b", "--from-scratch", "tiny"], "--model and --from-scratch"),
+        (["--epochs", "-1"], "--epochs: -1"),
+        (["--epochs", "x"], "--epochs: invalid int value: 'x'"),
+        (["--warmup", "x"], "--warmup: invalid float value: 'x'"),
+        (["--warmup", "2"], "--warmup: 2"),
+        (["--batch-size", "0"], "--batch-size: 0"),
     ],
 )
 def test_invalid_options_are_refused(options, message):

@@ -71,14 +71,22 @@ def task(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def ask(task, tmp_path, monkeypatch):
-    """A function that sends a request to a server of the task, with its token unless told otherwise."""
+def server(task, tmp_path, monkeypatch):
+    """A server of the task, with the token the-token."""
     args = argparse.Namespace(folder=tmp_path, device="cpu", batch_size=8, max_new_tokens=4)
     monkeypatch.setattr(serve, "fit_together", lambda *_: None)
     monkeypatch.setattr(serve.Handler, "model", serve.Model(args), raising=False)
     monkeypatch.setattr(serve.Handler, "token", "the-token", raising=False)
     server = serve.Server(("127.0.0.1", 0), serve.Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def ask(server):
+    """A function that sends a request to the server, with its token unless told otherwise."""
 
     def send(method, path, body=None, headers=None):
         connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
@@ -91,9 +99,7 @@ def ask(task, tmp_path, monkeypatch):
         response.server = server.server_address
         return response, text
 
-    yield send
-    server.shutdown()
-    server.server_close()
+    return send
 
 
 def post(ask, content):
@@ -288,16 +294,7 @@ def test_how_an_answer_looks(row, answer, shown):
 
 
 @pytest.mark.slow
-def test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr(serve, "find_task", lambda folder: (Pairs(), {}))
-    monkeypatch.setattr(serve, "load_tokenizer", lambda folder: None)
-    monkeypatch.setattr(serve, "load_model", lambda task, folder, device: Anything())
-    args = argparse.Namespace(folder=tmp_path, device="cpu", batch_size=8, max_new_tokens=4)
-    monkeypatch.setattr(serve, "fit_together", lambda *_: None)
-    monkeypatch.setattr(serve.Handler, "model", serve.Model(args), raising=False)
-    monkeypatch.setattr(serve.Handler, "token", "the-token", raising=False)
-    server = serve.Server(("127.0.0.1", 0), serve.Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+def test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer(server):
     with Browser() as browser:
         browser.resize(360, 900)
         browser.open(f"http://127.0.0.1:{server.server_port}/")
@@ -324,7 +321,6 @@ def test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer(tmp_path,
             != "rgba(0, 0, 0, 0)"
         )
         assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    server.shutdown()
 
 
 @pytest.mark.slow

@@ -85,10 +85,7 @@ def test_model_that_does_not_is_refused(tmp_path):
         "ffn_dim": 64,
         "word_embed_proj_dim": 32,
     }
-    with pytest.raises(
-        HpctrainError,
-        match=r"its architecture \(opt\) does not keep the texts of a row apart: leave out --pack",
-    ):
+    with pytest.raises(HpctrainError, match=r"\(opt\) .*--pack"):
         check_packing(tmp_path, make_model("opt", **shape))
 
 

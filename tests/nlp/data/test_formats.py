@@ -1,4 +1,4 @@
-"""Finding and splitting data sets, the samples, JSON Lines of all tasks; batches of similar length."""
+"""What the readers of all tasks share: the samples, JSON Lines, files that cannot be read."""
 
 import argparse
 import json
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from hpctrain.distributed.world import ALONE
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError
 from hpctrain.nlp import predict
 from hpctrain.nlp.data import formats
 from hpctrain.nlp.data.bio import Entity
 from hpctrain.nlp.data.conll import Sentence
-from hpctrain.nlp.data.splits import describe_files, find_split_files, load_splits, split_examples
+from hpctrain.nlp.data.splits import load_splits
 from hpctrain.nlp.data.squad import Answer, Question
 from hpctrain.nlp.models.hub import resolve_data, resolve_model
 from hpctrain.nlp.task import SAMPLES
@@ -72,17 +72,18 @@ def strip_id_and_location(example):
 
 
 @pytest.mark.parametrize(
-    ("task", "train", "test"),
-    [("classify", 240, 60), ("pair", 240, 60), ("ner", 200, 50), ("qa", 210, 38), ("generate", 150, 30)],
-)
-def test_every_task_has_sample_data(task, train, test):
-    splits = load_splits(TASKS[task], None)
+    ("task", "folder", "train", "test"),
+    [
+        ("classify", "", 240, 60), ("pair", "", 240, 60), ("ner", "", 200, 50), ("qa", "", 210, 38),
+        ("generate", "", 150, 30), ("pair", "pair_kornli", 9, 3), ("ner", "ner_lines", 6, 2),
+        ("ner", "ner_conll", 6, 2),
+    ],
+)  # fmt: skip
+def test_every_task_and_format_has_sample_data(task, folder, train, test):
+    splits = load_splits(TASKS[task], SAMPLES / folder if folder else None)
     assert {name: len(examples) for name, examples in splits.items()} == {"train": train, "test": test}
-    contents = {
-        name: {str(strip_id_and_location(example)) for example in examples}
-        for name, examples in splits.items()
-    }
-    assert not contents["train"] & contents["test"]
+    contents = [{str(strip_id_and_location(example)) for example in examples} for examples in splits.values()]
+    assert folder or not contents[0] & contents[1]
 
 
 def test_sample_data_include_difficult_cases():
@@ -95,15 +96,6 @@ def test_sample_data_include_difficult_cases():
     # The longest text does not fit into a window of 384 tokens, even if the tokenizer has a token for each of
     # its words.
     assert max(len(re.findall(r"\w+|[^\w\s]", question.context)) for question in questions["test"]) > 384
-
-
-@pytest.mark.parametrize(
-    ("task", "folder", "train", "test"),
-    [("pair", "pair_kornli", 9, 3), ("ner", "ner_lines", 6, 2), ("ner", "ner_conll", 6, 2)],
-)
-def test_other_formats_have_sample_data(task, folder, train, test):
-    splits = load_splits(TASKS[task], SAMPLES / folder)
-    assert {name: len(examples) for name, examples in splits.items()} == {"train": train, "test": test}
 
 
 @pytest.mark.parametrize("task", ["classify", "pair", "ner", "qa"])
@@ -122,7 +114,20 @@ def test_sample_data_are_part_of_the_package():
     assert '"hpctrain.nlp" = ["samples/**"]' in pyproject
 
 
-# --- labels, and JSON Lines ---
+# --- texts, labels, and JSON Lines ---
+
+
+def test_many_names_are_shortened():
+    assert formats.list_names(["b", "a"]) == "b, a"
+    assert (
+        formats.list_names([str(i) for i in range(30)])
+        == ", ".join(str(i) for i in range(20)) + " and 10 more"
+    )
+
+
+def test_language_is_known_by_its_script():
+    assert formats.find_language(["한글 text", "더 많은 글자와 글"]) == "ko"
+    assert formats.find_language(["some text 한글"]) is formats.find_language(["123"]) is None
 
 
 def test_white_space_around_a_label_makes_no_further_class(tmp_path):
@@ -191,177 +196,19 @@ def test_json_lines_are_read(task, item, expected, tmp_path):
     [
         ("classify", '{"text": "글"', r"train\.jsonl, line 1: not valid JSON"),
         ("classify", '"글"', "line 1: not a JSON object"),
-        ("classify", '{"text": "글"}', "line 1 has no 'label' of type str"),
+        ("classify", '{"text": "글"}', "line 1 has no 'label'"),
         ("classify", '{"text": "글", "label": " "}', "line 1: the label is empty"),
-        ("pair", '{"premise": "글", "gold_label": "a"}', "line 1 has no 'hypothesis' of type str"),
+        ("pair", '{"premise": "글", "gold_label": "a"}', "line 1 has no 'hypothesis'"),
         ("ner", '{"tokens": ["a"], "tags": ["B"]}', "line 1: expected a tag"),
-        ("ner", '{"tokens": ["a b"], "tags": ["O"]}', "line 1: a token is empty, or has a space"),
-        (
-            "ner",
-            '{"text": "가", "entities": [{"start": 0, "end": 2, "type": "LC"}]}',
-            "line 1: an entity is outside the text",
-        ),
-        ("ner", "{}", "line 1 has no 'text' of type str"),
-        ("qa", '{"question": "?", "answers": []}', "line 1 has no 'context' of type str"),
-        ("generate", '{"document": "글"}', "line 1 has no 'text' of type str"),
+        ("ner", '{"tokens": ["a b"], "tags": ["O"]}', "line 1: a token"),
+        ("ner", '{"text": "가", "entities": [{"start": 0, "end": 2, "type": "LC"}]}', "line 1: an entity"),
+        ("ner", "{}", "line 1 has no 'text'"),
+        ("qa", '{"question": "?", "answers": []}', "line 1 has no 'context'"),
+        ("generate", '{"document": "글"}', "line 1 has no 'text'"),
     ],
 )
 def test_error_in_json_lines_names_the_line(task, line, message, tmp_path):
     assert_error(TASKS[task].read, write(tmp_path / "train.jsonl", line + "\n"), message, left=0)
-
-
-# --- folders and splits ---
-
-
-def test_split_files_are_found_by_their_published_names(tmp_path):
-    def found(*names):
-        folder = tmp_path / names[0]
-        folder.mkdir()
-        for name in (*names, "README.md", "train.zip"):
-            (folder / name).touch()
-        return {split: [path.name for path in paths] for split, paths in find_split_files(folder).items()}
-
-    assert found("ratings.txt", "ratings_train.txt", "ratings_test.txt") == {
-        "train": ["ratings_train.txt"],
-        "test": ["ratings_test.txt"],
-    }
-    assert found("klue-ner-v1.1_train.tsv", "klue-ner-v1.1_dev.tsv") == {
-        "train": ["klue-ner-v1.1_train.tsv"],
-        "test": ["klue-ner-v1.1_dev.tsv"],
-    }
-    assert found("multinli.train.ko.tsv", "snli_1.0_train.ko.tsv", "xnli.dev.ko.tsv", "xnli.test.ko.tsv") == {
-        "train": ["multinli.train.ko.tsv", "snli_1.0_train.ko.tsv"],
-        "validation": ["xnli.dev.ko.tsv"],
-        "test": ["xnli.test.ko.tsv"],
-    }
-    for word in ("dev", "val", "valid", "validation"):
-        names = [f"{word}.txt", "a_test.txt", "a_train.txt"]
-        assert found(*names) == {"validation": names[:1], "test": names[1:2], "train": names[2:]}
-    assert found("eng.testa", "eng.testb", "eng.train") == {
-        "train": ["eng.train"],
-        "validation": ["eng.testa"],
-        "test": ["eng.testb"],
-    }
-    assert found("eng.valid", "eng.train", "eng.test") == {
-        "train": ["eng.train"],
-        "validation": ["eng.valid"],
-        "test": ["eng.test"],
-    }
-    assert found("train.txt", "valid.txt") == {"train": ["train.txt"], "test": ["valid.txt"]}  # KMOU
-    assert found("TRAIN.TXT", "Valid.Json") == {"train": ["TRAIN.TXT"], "test": ["Valid.Json"]}
-
-
-def test_data_set_in_two_formats_is_not_read_twice(tmp_path):
-    """As SNLI, with .jsonl and .txt, and Multilingual Sentiments, with .csv and .tsv."""
-    for name in ("a_train.csv", "a_train.tsv", "a_test.csv", "a_test.tsv"):
-        (tmp_path / name).touch()
-    message = r"a_test\.csv and a_test\.tsv are the same data in two formats: move one to another folder"
-    with pytest.raises(HpctrainError, match=message):
-        find_split_files(tmp_path, tables=True)
-    assert find_split_files(tmp_path)["train"] == [tmp_path / "a_train.tsv"]
-
-
-def test_files_that_are_not_used_are_named(tmp_path):
-    for name in ("ratings_train.txt", "ratings_test.txt", "ratings.txt", "README.md"):
-        (tmp_path / name).touch()
-    assert list(describe_files(tmp_path)) == [
-        f"{tmp_path}: not used: README.md, ratings.txt (a data file has one of the words "
-        "train, training, validation, valid, val, dev, testa, test, testb in its name)"
-    ]
-    (tmp_path / "ratings.txt").unlink()
-    (tmp_path / "README.md").unlink()
-    for path in (tmp_path, tmp_path / "ratings_test.txt", None):
-        assert not list(describe_files(path))
-
-
-def test_a_second_download_of_a_file_is_named(tmp_path):
-    for name in ("ratings_train.txt", "ratings_train (1).txt", "ratings_test.txt"):
-        (tmp_path / name).touch()
-    names = "ratings_train (1).txt, ratings_train.txt"
-    assert list(describe_files(tmp_path)) == [f"{tmp_path}: 2 files for train: {names}"]
-
-
-def test_many_names_are_shortened():
-    assert formats.list_names(["b", "a"]) == "b, a"
-    assert (
-        formats.list_names([str(i) for i in range(30)])
-        == ", ".join(str(i) for i in range(20)) + " and 10 more"
-    )
-
-
-def test_language_is_known_by_its_script():
-    assert formats.find_language(["한글 text", "더 많은 글자와 글"]) == "ko"
-    assert formats.find_language(["some text 한글"]) is formats.find_language(["123"]) is None
-
-
-def test_missing_split_is_an_error_that_lists_the_files(tmp_path):
-    (tmp_path / "klue-nli-v1.1_dev.json").touch()
-    with pytest.raises(HpctrainError, match=r"no train file, .*\(found klue-nli-v1.1_dev.json\)"):
-        load_splits(pair.TASK, tmp_path)
-    (tmp_path / "klue-nli-v1.1_dev.json").rename(tmp_path / "klue-nli-v1.1_train.json")
-    with pytest.raises(HpctrainError, match="no test file"):
-        load_splits(pair.TASK, tmp_path)
-    with pytest.raises(HpctrainError, match="cannot be read"):
-        load_splits(pair.TASK, tmp_path / "missing")
-
-
-def test_skipped_examples_of_all_files_are_counted_and_described(tmp_path):
-    write(tmp_path / "ratings_train.txt", NSMC_HEADER + "1\t좋다\t1\n2\t나쁘다\n3\t좋다\t\n")
-    write(tmp_path / "ratings_test.txt", NSMC_HEADER + "1\t좋다\t1\n2\n")
-    skipped = []
-    splits = load_splits(classify.TASK, tmp_path, skipped)
-    assert {name: [d.id for d in documents] for name, documents in splits.items()} == {
-        "train": ["1"],
-        "test": ["1"],
-    }
-    assert formats.describe_skipped(skipped) == (
-        f"skipped 3 examples (an error with --strict); the first: {tmp_path}/ratings_test.txt, line 3: "
-        "1 fields, but the header has 3 (id, document, label): fix the line, or download the file again"
-    )
-    with pytest.raises(HpctrainError, match=re.escape(str(skipped[0]))):
-        load_splits(classify.TASK, tmp_path)
-
-    skipped = []
-    assert len(load_splits(classify.TASK, tmp_path / "ratings_test.txt", skipped)["train"]) == 1
-    assert formats.describe_skipped(skipped).startswith("skipped 1 example (")
-    skipped = []
-    load_splits(classify.TASK, None, skipped)
-    assert formats.describe_skipped(skipped) == ""
-
-
-def test_split_depends_on_the_seed_alone_and_loses_nothing():
-    examples = [Document(str(i), "", "0") for i in range(100)]
-    train, validation = split_examples(classify.TASK, examples, 0.1, seed=1)
-    assert len(validation) == 10 and sorted(train + validation, key=lambda d: int(d.id)) == examples
-    assert (train, validation) == split_examples(classify.TASK, examples, 0.1, seed=1)
-    assert validation != split_examples(classify.TASK, examples, 0.1, seed=2)[1]
-
-
-def test_questions_are_split_by_article():
-    questions = [
-        Question(f"{a}-{i}", f"글 {a}", f"문단 {a}", "?", [Answer("문", 0)])
-        for i in range(3)
-        for a in range(10)
-    ]
-    train, validation = split_examples(qa.TASK, questions, 0.25, seed=0)
-    assert not {q.title for q in train} & {q.title for q in validation}
-    assert len(train) == 21 and len(validation) == 9
-
-
-@pytest.mark.parametrize(
-    ("share", "titles", "message"),
-    [
-        (0.0, "ab", "is not between 0 and 1"),
-        (1.0, "ab", "is not between 0 and 1"),
-        (0.5, "aa", "--data has 2 examples of 1 articles, too few to split: add more"),
-        (0.5, "a", "--data has 1 example, too few to split: add more"),
-        (0.1, "ab", "--validation-split 0.1 of 2 examples leaves a part empty: give another fraction"),
-    ],
-)
-def test_split_with_an_empty_part_is_refused(share, titles, message):
-    questions = [Question(str(i), title, "", "?", []) for i, title in enumerate(titles)]
-    with pytest.raises(UsageError, match=message):
-        split_examples(qa.TASK, questions, share, seed=0)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".parquet", ".arrow"])
@@ -389,7 +236,7 @@ def test_a_path_or_a_text_that_cannot_be_read_is_one_clear_line(tmp_path):
     """A pipe, a path that looks like a name on the hub, and UTF-16, with and without a byte order mark."""
     os.mkfifo(tmp_path / "pipe")
     for path, message in (
-        (tmp_path / "pipe", "pipe: a pipe or a device: write the data into a file"),
+        (tmp_path / "pipe", "pipe: a pipe or a device"),
         (Path("reviews/train.tsv"), r"reviews/train.tsv: cannot be read \(No such file or directory\)"),
         (Path("klue/nli.json"), "klue/nli.json: cannot be read"),
     ):

@@ -75,17 +75,14 @@ def test_answer_may_differ_from_the_context_in_white_space(tmp_path):
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        (
-            item(answer_start=1),
-            "question q1: the answer '가나다' is not at its answer_start 1, where the context has '나다 '",
-        ),
-        (item(answer_start=-6), "is not at its answer_start -6"),
-        (item(text=""), "is not at its answer_start"),
-        (item(answer_start="0"), "question q1: an answer has no 'answer_start' of type int"),
-        (item() | {"answers": None}, "question q1 has no 'answers' of type list"),
-        (item() | {"question": None}, "question q1 has no 'question' of type str"),
-        ({"question": "무엇?"}, r"qa\.json, data\[0\].paragraphs\[0\].qas\[0\] has no 'id' of type str"),
-        ("무엇?", r"qas\[0\] has no 'id' of type str"),
+        (item(answer_start=1), "question q1: .*'가나다' .*answer_start 1, .*'나다 '"),
+        (item(answer_start=-6), "answer_start -6"),
+        (item(text=""), "answer_start"),
+        (item(answer_start="0"), "question q1: an answer has no 'answer_start'"),
+        (item() | {"answers": None}, "question q1 has no 'answers'"),
+        (item() | {"question": None}, "question q1 has no 'question'"),
+        ({"question": "무엇?"}, r"qa\.json, data\[0\].paragraphs\[0\].qas\[0\] has no 'id'"),
+        ("무엇?", r"qas\[0\] has no 'id'"),
     ],
 )
 def test_error_in_a_question_names_it(tmp_path, item, message):
@@ -103,16 +100,9 @@ def test_second_valid_question_with_the_same_id_is_an_error(tmp_path):
     path = write(tmp_path / "qa.json", json.dumps(content))
     skipped = []
     assert [question.id for question in TASK.read(path, skipped)] == ["q1"]
-    assert "is not at its answer_start" in str(
-        skipped[0]
-    ) and "question q1: an earlier question has the same id" in str(skipped[1])
+    assert "answer_start" in str(skipped[0]) and "question q1: " in str(skipped[1])
     del content["data"][0]
-    assert_error(
-        TASK.read,
-        write(path, json.dumps(content)),
-        "question q1: an earlier question has the same id",
-        left=1,
-    )
+    assert_error(TASK.read, write(path, json.dumps(content)), "question q1: .*same id", left=1)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +110,9 @@ def test_second_valid_question_with_the_same_id_is_an_error(tmp_path):
     [
         (
             {"version": "1", "data": [*squad()["data"], {"title": "글", "context": "가"}]},
-            r"data\[1\] has no 'paragraphs' of type list",
+            r"data\[1\] has no 'paragraphs'",
         ),
-        ({"version": "1"}, r"qa\.json has no 'data' of type list"),
+        ({"version": "1"}, r"qa\.json has no 'data'"),
         ({"version": "1", "data": []}, "the file has no examples"),
         ([1], r"\[0\]: not a JSON object"),
     ],

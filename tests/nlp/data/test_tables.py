@@ -155,14 +155,10 @@ def test_words_and_tags_and_answers_as_data_sets_of_the_hub_have_them(tmp_path):
     assert [one.answers for one in found] == [[Answer("나", 1)], UNANSWERABLE] and all(
         one.optional for one in found
     )
-    with pytest.raises(
-        HpctrainError, match=r"\.parquet: a table of Parquet or Arrow, not text: convert it to \.jsonl"
-    ):
+    with pytest.raises(HpctrainError, match=r"\.parquet: .*\.jsonl"):
         list(predict.read_rows(argparse.Namespace(file=tmp_path / "qa.parquet"), qa.TASK))
     path = write(tmp_path / "qa.csv", "question,context,answers\n?,a,\"['a']\"\n")
-    with pytest.raises(
-        HpctrainError, match=r"line 2: its answers are a text: .* so write \.jsonl or \.parquet"
-    ):
+    with pytest.raises(HpctrainError, match=r"line 2: its answers .*\.jsonl or \.parquet"):
         qa.TASK.read(path, None, {name: name for name in qa.TASK.fields})
 
 
@@ -188,34 +184,34 @@ MISSING = r"no column 'stars', but review, sterne"
     ("name", "content", "message", "left"),
     [
         ("a.csv", "review,sterne\n좋다,1\n",
-         rf"a\.csv: {MISSING}: give --columns FIELD=COLUMN with one of these", 0),
-        ("a.csv", "review|stars\n좋다|1\n", r"no column 'review', but review\|stars: give --columns", 0),
-        ("a.csv", "review,stars,stars\n좋다,1,1\n", "it has several columns 'stars': rename all but one", 0),
+         rf"a\.csv: {MISSING}", 0),
+        ("a.csv", "review|stars\n좋다|1\n", r"no column 'review', but review\|stars", 0),
+        ("a.csv", "review,stars,stars\n좋다,1,1\n", "several columns 'stars'", 0),
         ("a.csv", "review,stars\n좋다,1\n\n나쁘다\n",
-         r"line 3: its column 'stars' has no value: fix the line", 1),
+         "line 3: .*'stars'", 1),
         ("a.csv", "review,stars\n좋다,1\n좋다, 참,1\n",
-         r"line 3: more fields than the header has: in a csv, quote", 1),
+         "line 3: more fields", 1),
         ("a.csv", "review,stars\n좋다,1\n좋다,\n", r"line 3: the label is empty", 1),
         ("a.csv", 'review,stars\n좋다,1\n"좋다,1\n나쁘다,0\n',
-         r"line 3: not valid csv .*is a quotation mark not closed\?", 0),
+         "line 3: .*quotation mark", 0),
         ("a.csv", 'review,stars\n"' + "x\n" * 80_000,
-         r"line 2: not valid csv \(field larger than field limit", 0),
+         "line 2: .*field limit", 0),
         ("a.csv", "review,stars\n", "the file has no examples", 0),
         ("a.csv", "", "the file is empty", 0),
         ("a.csv", "review,stars\n좋다,1\n".encode("cp949"),
-         r"line 2: not UTF-8: convert the file, e\.g\. iconv -f cp949", 0),
+         "line 2: .*iconv -f cp949", 0),
         ("a.jsonl", '{"review": "a", "sterne": 1}\n', rf"a\.jsonl, line 1: {MISSING}", 0),
         ("a.jsonl", '{"review": "a", "stars": 1}\n{"review": "a", "stars": null}',
-         "line 2: its column 'stars' has no value", 1),
+         "line 2: .*'stars'", 1),
         ("a.jsonl", '{"review": "a", "stars": 1}\n{"review": 3, "stars": 1}',
-         "line 2 has no 'text' of type str", 1),
+         "line 2 has no 'text'", 1),
         ("a.json", '[{"review": "a", "stars": 1}, 3]', r"a\.json, \[1\]: not a JSON object", 1),
         ("a.json", '[{"review": "a", "stars": 1}',
-         r"json, line 1: not valid JSON .* or give --data a list of objects", 0),
+         "json, line 1: not valid JSON", 0),
         ("a.parquet", b"PAR1",
-         r"a\.parquet: not a file of Parquet that can be read \(.*\): download the file again", 0),
+         r"a\.parquet: ", 0),
         ("a.arrow", b"",
-         r"a\.arrow: not a file of Arrow that can be read \(.*\): download the file again", 0),
+         r"a\.arrow: ", 0),
         ("a.ods", b"PK", r"a\.ods: not a table that --columns reads "
          r"\(\.arrow, \.csv, \.json, \.jsonl, \.parquet, \.tsv\)", 0),
     ],
@@ -229,11 +225,9 @@ def test_missing_column_and_value_of_parquet(tmp_path):
     pandas.DataFrame({"review": ["a"], "sterne": [1]}).to_parquet(path)
     assert_error(read, path, rf"a\.parquet: {MISSING}: give --columns", 0)
     parquet.write_table(pyarrow.table({"review": ["a", None], "stars": [1, 0]}), path)
-    assert_error(read, path, "row 2: its column 'review' has no value", 1)
+    assert_error(read, path, "row 2: .*'review'", 1)
     parquet.write_table(pyarrow.table({"review": ["a"], "stars": [0.5]}), path)
-    assert_error(
-        read, path, "row 1: the label is the number 0.5, not one class: give --problem regression", 0
-    )
+    assert_error(read, path, "row 1: .* 0.5, .*--problem regression", 0)
 
 
 def test_text_outside_of_its_memory_is_refused(tmp_path):
@@ -245,9 +239,7 @@ def test_text_outside_of_its_memory_is_refused(tmp_path):
     ends = numpy.array([0, 4, 8], numpy.int32).tobytes()
     assert path.read_bytes().count(ends) == 1
     path.write_bytes(path.read_bytes().replace(ends, numpy.array([0, 4, 2**31 - 1], numpy.int32).tobytes()))
-    assert_error(
-        read, path, r"a\.arrow: not a file of Arrow that can be read \(.*\): download the file again", 0
-    )
+    assert_error(read, path, r"a\.arrow: ", 0)
 
 
 @pytest.mark.slow
@@ -265,7 +257,7 @@ def test_a_small_file_is_not_unpacked_to_gigabytes(suffix, kind, tmp_path):
         feather.write_feather(table, path, compression="zstd")
     assert path.stat().st_size < 100_000
     tracemalloc.start()
-    with pytest.raises(HpctrainError, match=rf"train.{suffix}: unpacks to over 1000 times its size"):
+    with pytest.raises(HpctrainError, match=rf"train.{suffix}: .*1000 times"):
         classify.TASK.read(path, [], COLUMNS)
     assert tracemalloc.get_traced_memory()[1] < 200e6
     tracemalloc.stop()
@@ -332,15 +324,11 @@ def test_without_columns_the_error_leads_to_the_option(tmp_path):
     )
     with pytest.raises(HpctrainError, match=message):
         load_splits(classify.TASK, tmp_path)
-    with pytest.raises(
-        HpctrainError, match=r"'n,review,stars' \(--columns FIELD=COLUMN reads a table with others\)"
-    ):
+    with pytest.raises(HpctrainError, match=r"'n,review,stars' .*--columns"):
         load_splits(classify.TASK, tmp_path / "train.csv")
     for name, save in (("a.parquet", "parquet"), ("a.arrow", "arrow"), ("b.arrow", "arrow of datasets")):
         WRITERS[save](pandas.DataFrame(ROWS), tmp_path / name)
-        with pytest.raises(
-            HpctrainError, match=rf"{re.escape(name)}: a table of Parquet or Arrow, .* with --columns"
-        ):
+        with pytest.raises(HpctrainError, match=rf"{re.escape(name)}: .*--columns"):
             load_splits(pair.TASK, tmp_path / name)
 
 

@@ -360,10 +360,7 @@ def error_line_of(done):
 @pytest.mark.parametrize("name", ["no", "/no/data", "a/b/c/d", "../no", "no one/x"])
 def test_data_that_are_nowhere_are_one_line(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        HpctrainError,
-        match=r"cannot be read \(No such file or directory\): give --data a folder or a file, or",
-    ):
+    with pytest.raises(HpctrainError, match=r"No such file or directory.*--data"):
         resolve_data(Path(name), ALONE)
 
 
@@ -435,20 +432,16 @@ def full_disk(tmp_path):
 @pytest.mark.slow
 def test_full_disk_is_one_line_and_leaves_no_folder(hub, bert, full_disk):
     line = error_line(run("fetch", NAME, full_disk / "kc", hub=hub, home=full_disk.parent / "home"))
-    assert "cannot be written (OSError [Errno 28] No space left on device" in line
+    assert "No space left on device" in line
     line = error_line(run("resolve", NAME, hub=hub, home=full_disk / "home"))
-    assert (
-        "cannot be written (OSError [Errno 28] No space left on device" in line and "hpctrain fetch" in line
-    )
+    assert "No space left on device" in line and "hpctrain fetch" in line
     shutil.rmtree(full_disk / "home")
     model = transformers.AutoModel.from_pretrained(bert)
     for write in (
         lambda: save_model(full_disk / "kc", model, load_tokenizer(bert), "card"),
         lambda: create_model(full_disk / "kc", "tiny", "bert", TEXTS, 1, 128),
     ):
-        with pytest.raises(
-            HpctrainError, match=r"disk/kc: the model cannot be written .*No space left on device"
-        ):
+        with pytest.raises(HpctrainError, match=r"disk/kc: .*No space left on device"):
             write()
         assert not [path for path in full_disk.iterdir() if not path.name.endswith(".partial")]
 

@@ -73,10 +73,7 @@ def test_a_model_none_of_whose_weights_fit_the_task_is_not_to_be_fetched_again(t
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
     tokenizer = SimpleNamespace(model_max_length=384, pad_token_id=0, model_input_names=[])
     args = parse_options(qa.TASK, ["--epochs", "0"])
-    with pytest.raises(
-        HpctrainError,
-        match=r"none of its weights is one of LlamaForQuestionAnswering, which nlp.qa needs: give",
-    ):
+    with pytest.raises(HpctrainError, match=r"none of .*LlamaForQuestionAnswering, which nlp.qa"):
         initial_model.load_model(qa.TASK, tmp_path, tokenizer, [], args)
 
 
@@ -148,12 +145,9 @@ def test_token_types_that_the_model_does_not_have_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        ("bert", r"an encoder \(bert\), in which a token sees those that it should predict: give a causal"),
-        (
-            "albert",
-            "nlp.generate needs AutoModelForCausalLM, which transformers does not have for albert: give",
-        ),
-        ("t5", "t5 has an encoder and a decoder, .*: give another --model, such as"),
+        ("bert", r"an encoder \(bert\)"),
+        ("albert", "nlp.generate .*AutoModelForCausalLM.* albert"),
+        ("t5", "t5 has an encoder and a decoder.*--model"),
     ],
 )
 def test_a_model_that_is_no_language_model_is_refused(kind, problem, tmp_path):

@@ -75,11 +75,7 @@ def test_tokenizer_trained_on_a_million_characters_without_white_space(kind, tmp
     assert (
         cut_words(long).replace("\n", "") == long and max(map(len, cut_words(long).split("\n"))) == MAX_WORD
     )
-    assert [cut_words(text) for text in (*TEXTS, "가" * MAX_WORD, " ")] == [
-        *TEXTS,
-        "가" * MAX_WORD,
-        " ",
-    ]
+    assert [cut_words(text) for text in (*TEXTS, "가" * MAX_WORD, " ")] == [*TEXTS, "가" * MAX_WORD, " "]
 
 
 def test_gpt2_from_scratch_encodes_any_text_and_has_its_own_padding_token(gpt2):

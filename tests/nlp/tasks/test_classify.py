@@ -1,7 +1,5 @@
 """Reading texts and their classes."""
 
-import gzip
-
 import pytest
 
 from hpctrain.nlp.tasks.classify import TASK, Document
@@ -23,34 +21,14 @@ def test_empty_documents_nan_quotes_and_unicode_separators_are_text(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message", "left"),
     [
-        (
-            NSMC_HEADER + "1\t좋다\t1\n2\t탭이\t있다\t0\n",
-            r"ratings\.txt, line 3: 4 fields, but the header has 3",
-            1,
-        ),
+        (NSMC_HEADER + "1\t좋다\t1\n2\t탭이\t있다\t0\n", r"ratings\.txt, line 3: 4 fields", 1),
         (NSMC_HEADER + "1\t좋다\t1\n\n2\t좋다\t0\n", "line 3: 1 fields", 2),
         (NSMC_HEADER + "1\t좋다\t\n2\t좋다\t1\n", "line 2: the label is empty", 1),
         (NSMC_HEADER + "1\t좋다\t\n", "line 2: the label is empty", 0),
-        ("id\tlabel\tdocument\n1\t1\t좋다\n", "line 1: expected the column names id, document, label", 0),
-        ("id\tdocument\n1\t좋다\n", "line 1: expected the column names id, document, label", 0),
+        ("id\tlabel\tdocument\n1\t1\t좋다\n", "line 1: .*id, document, label", 0),
+        ("id\tdocument\n1\t좋다\n", "line 1: .*id, document, label", 0),
         (NSMC_HEADER, "the file has no examples", 0),
         ("", "the file is empty", 0),
-        (NSMC_HEADER.encode() + "1\t좋다\t1\n".encode("cp949"), "line 2: not UTF-8", 0),
-        (
-            (NSMC_HEADER + "1\t좋다\t1\n").encode("utf-16"),
-            "UTF-16, not UTF-8: convert the file, e.g. iconv -f utf-16",
-            0,
-        ),
-        (
-            (NSMC_HEADER + "1\t좋다\t1\n").encode("utf-16-le"),
-            "UTF-16, not UTF-8: convert .* -f utf-16le -t utf-8",
-            0,
-        ),
-        (
-            gzip.compress(NSMC_HEADER.encode(), mtime=0),
-            r"ratings\.txt: compressed with gzip, not text: unpack the file first",
-            0,
-        ),
     ],
 )
 def test_error_in_a_tsv_names_the_line(tmp_path, content, message, left):

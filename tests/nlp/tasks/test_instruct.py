@@ -108,16 +108,10 @@ def test_the_template_of_the_tokenizer_is_used(tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (
-            FORGETS,
-            "line 3: the chat template of the tokenizer changes messages 1 and before when message 2 follows",
-        ),
+        (FORGETS, "line 3: .* messages 1 and before when message 2"),
         (THINKS, r"line 3: .* asks for an answer by '<\|im_start\|>assistant\\n<think>\\n' and writes"),
-        (
-            NO_SYSTEM,
-            r"line 3: the chat template of the tokenizer refuses this conversation \(no system role\)",
-        ),
-        ("{{ nothing.x }}", "line 3: the chat template of the tokenizer refuses this conversation"),
+        (NO_SYSTEM, r"line 3: .* refuses .*\(no system role\)"),
+        ("{{ nothing.x }}", "line 3: .* refuses"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_one_line(tokenizer, monkeypatch, template, message):
@@ -135,7 +129,7 @@ def test_what_is_too_long_is_truncated_or_left_out(tokenizer):
     assert made.lengths.max() == 40
     answers = TASK.make_answers([short, late, long], made, [[2.0, 4.0], [6.0, 8.0]], [])
     assert [answer["tokens"] for answer in answers] == [4, 0, 8]
-    with pytest.raises(HpctrainError, match="no answer begins within --max-length 9: give a larger one"):
+    with pytest.raises(HpctrainError, match="--max-length 9"):
         TASK.tokenize(tokenizer, [late], [], 9, 0)
 
 
@@ -214,56 +208,33 @@ def test_tables_may_have_the_columns_of_any_published_form(tmp_path, row, column
 
 
 def test_columns_of_several_forms_are_one_line():
-    with pytest.raises(
-        UsageError, match=r"--columns .*; fields are messages; or prompt, completion; or instruction, input, "
-    ):
+    with pytest.raises(UsageError, match=r"--columns .* prompt, completion; or instruction, input"):
         parse_columns(TASK, ["prompt=a", "output=b"])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"text": "a"}', "line 1 has no 'messages' of type list"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: it has no answer of the assistant"),
-        (
-            '{"messages": [{"role": "tool", "content": "a"}]}',
-            "line 1, message 1: the role is 'tool', not one of system, user, assist",
-        ),
-        (
-            '{"conversations": [{"from": "tool", "value": "a"}]}',
-            "message 1: the role is 'tool', not one of system, user, assist",
-        ),
-        ('{"messages": [{"role": "user"}]}', "line 1, message 1 has no 'content' of type str"),
-        ('{"messages": ["a"]}', "line 1, message 1 has no 'role' of type str"),
-        ('{"instruction": "a", "output": 3}', "line 1 has no 'output' of type str"),
-        ('{"prompt": "a", "completion": ""}', "line 1: it has no answer of the assistant"),
-        (
-            '{"prompt": "a", "completion": "b", "label": false}',
-            "line 1: its label is false, so the completion is",
-        ),
-        (
-            '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}',
-            "line 1 has no 'completion' of type list",
-        ),
-        (
-            '{"messages": [{"role": "assistant", "content": "a"}]}',
-            "line 1: it has no answer of the assistant",
-        ),
-        (
-            '{"tools": [{}], "messages": []}',
-            "line 1 has 'tools', which nlp.instruct does not read: write them into a message, or",
-        ),
-        (
-            '{"instruction": "a", "output": "b", "history": [["c", "d"]]}',
-            "line 1 has 'history', which nlp.instruct does not read",
-        ),
+        ('{"text": "a"}', "line 1 has no 'messages'"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: .*assistant"),
+        ('{"messages": [{"role": "tool", "content": "a"}]}', "line 1, message 1: .*'tool'"),
+        ('{"conversations": [{"from": "tool", "value": "a"}]}', "message 1: .*'tool'"),
+        ('{"messages": [{"role": "user"}]}', "line 1, message 1 has no 'content'"),
+        ('{"messages": ["a"]}', "line 1, message 1 has no 'role'"),
+        ('{"instruction": "a", "output": 3}', "line 1 has no 'output'"),
+        ('{"prompt": "a", "completion": ""}', "line 1: .*assistant"),
+        ('{"prompt": "a", "completion": "b", "label": false}', "line 1: its label is false"),
+        ('{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}', "line 1 has no 'completion'"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: .*assistant"),
+        ('{"tools": [{}], "messages": []}', "line 1 has 'tools'"),
+        ('{"instruction": "a", "output": "b", "history": [["c", "d"]]}', "line 1 has 'history'"),
         (
             '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}',
-            "line 1, message 1 has 'tool_calls', which",
+            "line 1, message 1 has 'tool_calls'",
         ),
         (
             '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
-            "line 1, message 1: its weight is not 1, and",
+            "line 1, message 1: its weight",
         ),
         ("[3]", r"\[0\]: not a JSON object"),
         ("[", "not valid JSON"),

@@ -36,32 +36,20 @@ def test_pair_without_agreement_is_skipped_whatever_the_format(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message", "left"),
     [
-        (
-            KORNLI_HEADER + "가\t나\tneutral\n가\t나\n",
-            r"data\.tsv, line 3: 2 fields, but the header has 3",
-            1,
-        ),
+        (KORNLI_HEADER + "가\t나\tneutral\n가\t나\n", r"data\.tsv, line 3: 2 fields", 1),
         (KORNLI_HEADER + "가\t나\t\n가\t나\tneutral\n", "line 2: the gold_label is empty", 1),
-        (
-            KORNLI_HEADER + "가\t나\t-\n가\t나\tneutral\n",
-            "line 2: the gold_label is -: its annotators did not agree",
-            1,
-        ),
+        (KORNLI_HEADER + "가\t나\t-\n가\t나\tneutral\n", "line 2: the gold_label is -", 1),
         ('[\n{"guid": "a",\n}]', "line 3: not valid JSON", 0),
         (
             '[{"guid": "a", "premise": "가", "gold_label": "neutral"}, ' + KLUE_PAIR + "]",
-            r", a has no 'hypothesis' of type str",
+            r", a has no 'hypothesis'",
             1,
         ),
-        (
-            '[{"premise": "가", "hypothesis": "나"}, ' + KLUE_PAIR + "]",
-            r", \[0\] has no 'gold_label' of type str",
-            1,
-        ),
+        ('[{"premise": "가", "hypothesis": "나"}, ' + KLUE_PAIR + "]", r", \[0\] has no 'gold_label'", 1),
         ("[" + KLUE_PAIR.replace("neutral", "") + "," + KLUE_PAIR + "]", ", b: the gold_label is empty", 1),
-        ('[{"guid": "a"}, {"guid": "b"}]', ", a has no 'premise' of type str", 0),
-        ('{"data": []}', "line 1 has no 'premise' of type str", 0),
-        ("가\t나\n", "line 1: expected the column names sentence1", 0),
+        ('[{"guid": "a"}, {"guid": "b"}]', ", a has no 'premise'", 0),
+        ('{"data": []}', "line 1 has no 'premise'", 0),
+        ("가\t나\n", "line 1: .*sentence1", 0),
         (KORNLI_HEADER, "the file has no examples", 0),
     ],
 )

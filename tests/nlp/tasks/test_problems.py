@@ -261,48 +261,32 @@ def test_published_forms_of_numbers_and_classes(tmp_path, similar):
 @pytest.mark.parametrize(
     ("task", "line", "message"),
     [
-        (
-            classify.TASK,
-            '{"text": "a", "label": 1.5}',
-            "line 1: the label is the number 1.5, not one class: give --problem regression",
-        ),
-        (
-            classify.TASK,
-            '{"text": "a", "label": ["b"]}',
-            "line 1: the label is a list, not one class: give --problem multi-label",
-        ),
-        (MANY, '{"text": "a", "label": [1.5]}', "line 1: the label is the number 1.5, not one class"),
+        (classify.TASK, '{"text": "a", "label": 1.5}', "line 1: .* 1.5, .*--problem regression"),
+        (classify.TASK, '{"text": "a", "label": ["b"]}', "line 1: .*--problem multi-label"),
+        (MANY, '{"text": "a", "label": [1.5]}', "line 1: .* 1.5,"),
         *(
-            (MANY, f'{{"text": "a", "label": {flags}}}', "line 1: the label has a 0 or 1 for each class")
+            (MANY, f'{{"text": "a", "label": {flags}}}', "line 1: .*0 or 1")
             for flags in ("[0, 1, 0]", "[0.0, 1.0]", "[true, false, false]")
         ),
         *(
-            (MANY, f'{{"text": "a", "label": "{text}"}}', "line 1: the label is the text of a list")
+            (MANY, f'{{"text": "a", "label": "{text}"}}', "line 1: .*text of a list")
             for text in ("['b', 'c']", "[]", " [0. 1.]")
         ),
-        (MANY, '{"text": "a", "label": {"a": 1}}', "line 1 has no 'label' of type list, or text with commas"),
+        (MANY, '{"text": "a", "label": {"a": 1}}', "line 1 has no 'label'"),
         (MANY, '{"text": "a", "label": [""]}', "line 1: the label is empty"),
         (
             NUMBER,
             '{"premise": "a", "hypothesis": "b", "gold_label": "n/a"}',
-            "line 1: the gold_label is .*'n/a'.*, not a number",
+            "line 1: the gold_label is .*'n/a'",
         ),
         (
             NUMBER,
             '{"premise": "a", "hypothesis": "b", "gold_label": true}',
-            "line 1: the gold_label is .*True.*, not a number",
+            "line 1: the gold_label is .*True",
         ),
-        (
-            NUMBER,
-            '{"premise": "a", "hypothesis": "b", "gold_label": NaN}',
-            "line 1: the gold_label is .*nan.*, not a number",
-        ),
-        (
-            NUMBER,
-            f'{{"premise": "a", "hypothesis": "b", "gold_label": {10**400}}}',
-            "line 1: the gold_label is .*, not a number",
-        ),
-        (NUMBER, '{"premise": "a", "hypothesis": "b"}', "line 1: the gold_label is .*None.*, not a number"),
+        (NUMBER, '{"premise": "a", "hypothesis": "b", "gold_label": NaN}', "line 1: the gold_label is .*nan"),
+        (NUMBER, f'{{"premise": "a", "hypothesis": "b", "gold_label": {10**400}}}', "line 1: the gold_label"),
+        (NUMBER, '{"premise": "a", "hypothesis": "b"}', "line 1: the gold_label is .*None"),
     ],
 )
 def test_labels_of_another_kind_are_one_line(task, line, message, tmp_path):
@@ -313,17 +297,12 @@ def test_labels_of_another_kind_are_one_line(task, line, message, tmp_path):
 
 
 def test_options_that_do_not_fit(similar, tmp_path):
-    with pytest.raises(
-        HpctrainError, match="its labels are numbers, as in KorSTS: give --problem regression"
-    ):
+    with pytest.raises(HpctrainError, match="--problem regression"):
         load_splits(pair.TASK, similar)
-    with pytest.raises(
-        UsageError,
-        match="--class-weights is for examples of one class: leave it out with --problem regression",
-    ):
+    with pytest.raises(UsageError, match=r"--class-weights .*--problem regression"):
         parse_options(pair.TASK, ["--problem", "regression", "--class-weights", "balanced"])
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": []}\n' * 20)
-    with pytest.raises(HpctrainError, match="no training example has a label: check --data"):
+    with pytest.raises(HpctrainError, match=r"no training example .*--data"):
         train(
             "classify",
             tmp_path / "run",
