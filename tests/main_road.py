@@ -79,6 +79,10 @@ MAIN_ROAD = {
         ],
         "launch/test_environment.py::test_a_job_submitted_inside_a_step_of_another_job",
     ],
+    "a Lightning `Trainer` only": [
+        f"launch/test_launch.py::test_the_script_of_a_tutorial[examples/lightning/{script}.py-srun]"
+        for script in ("mnist", "bert_nsmc")
+    ],
     "With `import hpctrain` your loop": [
         "test_own_script.py::test_the_last_example_resumes_bit_for_bit_after_sigkill"
     ],

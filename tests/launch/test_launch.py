@@ -13,7 +13,7 @@ from slurm_cluster import Cluster, bare_binds
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
 from hpctrain.vision.data import load_mnist
-from tests.helpers import BARE_PYTHON, write_digits, write_images
+from tests.helpers import BARE_PYTHON, DATA, write_digits, write_images
 from tests.tools import warm_start
 
 pytestmark = pytest.mark.slow
@@ -549,10 +549,10 @@ LAUNCHERS = {
 # for its rendezvous; other scripts run under srun with PMI as under srun. tests/vision/test_train.py runs
 # scripts outside of the image.
 TUTORIALS = {
-    "lightning_mnist.py": ["srun", "torchrun", "mpirun"],
-    "bert_nsmc.py": ["srun", "torchrun", "mpirun"],
-    "horovod_mnist.py": ["mpirun", "srun + PMI", "horovodrun"],
-    "resnet50_ddp.py": ["srun", "torchrun", "mpirun", "horovodrun"],
+    "examples/lightning/mnist.py": ["srun", "torchrun", "mpirun"],
+    "examples/lightning/bert_nsmc.py": ["srun", "torchrun", "mpirun"],
+    "tests/scripts/tutorials/horovod_mnist.py": ["mpirun", "srun + PMI", "horovodrun"],
+    "tests/scripts/tutorials/resnet50_ddp.py": ["srun", "torchrun", "mpirun", "horovodrun"],
 }
 
 
@@ -563,10 +563,13 @@ def tutorials(cluster):
     work.mkdir()
     (work / "MNIST").mkdir()
     write_digits(work / "MNIST/raw", 128, 16)
+    nsmc = DATA / "nsmc/ratings_train.txt"
     rows = [
         "id\tdocument\tlabel",
         *(f"{n}\t{'재미있는 영화' if n % 2 else '지루한 영화'} {n}\t{n % 2}" for n in range(32)),
     ]
+    if nsmc.exists():
+        rows = nsmc.read_text(encoding="utf-8").splitlines()[:33]
     (work / "ratings_train.txt").write_text("\n".join(rows))
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "영화", "재미있는", "지루한"]
     tokenizer = BertTokenizer(vocab={word: n for n, word in enumerate(words)}, do_lower_case=False)
@@ -589,16 +592,18 @@ def tutorials(cluster):
 def test_the_script_of_a_tutorial(cluster, tutorials, ahead, script, launcher):
     def submit(script, launcher):
         launch, *options = LAUNCHERS[launcher]
-        command = [f"{HOME}/{launch}", *options, f"{HOME}/tests/scripts/tutorials/{script}"]
-        model = ["model"] if script == "bert_nsmc.py" else []
+        command = [f"{HOME}/{launch}", *options, f"{HOME}/{script}"]
+        model = ["model"] if "bert" in script else []
         # Once in the image, which has what they import; Horovod's always, as the image has its MPI.
-        env = {"HPCTRAIN_ROOT": HOME} | ({} if launcher == "srun" or script == "horovod_mnist.py" else BARE)
-        return cluster.submit("--nodes=2", "--ntasks-per-node=1", *command, *model, cwd=tutorials, env=env)
+        env = {"HPCTRAIN_ROOT": HOME} | ({} if launcher == "srun" or "horovod" in script else BARE)
+        ranks = [f"--ntasks-per-node={2 if launcher == 'srun' else 1}", "--nodes=2"]
+        return cluster.submit(*ranks, *command, *model, cwd=tutorials, env=env)
 
     ended, output = wait(cluster, ahead(submit), tutorials)
     assert ended.state == "COMPLETED", output
-    losses = dict(re.findall(r"rank (\d) of 2 loss (\d+\.\d{6})", output))
-    assert sorted(losses) == ["0", "1"] and len(set(losses.values())) == 1, output
+    size = 4 if launcher == "srun" else 2
+    losses = dict(re.findall(rf"rank (\d) of {size} loss (\d+\.\d{{6}})", output))
+    assert sorted(losses) == [*map(str, range(size))] and len(set(losses.values())) == 1, output
 
 
 def test_eight_ranks_on_four_nodes(cluster):

@@ -23,6 +23,7 @@ from hpctrain.checkpoints import saver
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import UsageError
 from hpctrain.lightning import RunFolder, WorldEnvironment
+from hpctrain.run.options import RunOptions
 from hpctrain.training.batches import ResumableBatches, seed_loader
 from tests.tools import warm_start
 
@@ -257,7 +258,7 @@ class Losses(LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(()))
 
     def training_step(self, batch, _):
-        return None if batch.isnan() else self.weight * 0 + batch.mean()
+        return None if batch.isnan().any() else self.weight * 0 + batch.mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -321,6 +322,51 @@ def test_a_batch_sampler_without_an_end(fit):
     assert len(fit(loader(), limit_train_batches=3)) == 3
     with pytest.raises(UsageError, match="make the Trainer with limit_train_batches"):
         fit(loader())
+
+
+class Scored(Losses):
+    """Its accuracy falls by an epoch, and within each."""
+
+    def validation_step(self, batch, _):
+        self.log_dict({"accuracy": -float(self.trainer.global_step), "val_loss": 1.0})
+
+
+def score(folder, monitor="accuracy", **options):
+    """Train Scored for two epochs of four steps, with RunOptions."""
+    options = RunOptions(out=folder, resume="auto", others={"lr": 0.1}, **options)
+    callback = RunFolder(options, name="scored", monitor=monitor)
+    quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
+    trainer = Trainer(
+        max_epochs=2, accelerator="cpu", devices=1, **quiet, val_check_interval=2, callbacks=[callback],
+        num_sanity_val_steps=0, plugins=[WorldEnvironment(ALONE)],
+    )  # fmt: skip
+    trainer.fit(Scored(), DataLoader(torch.ones(4)), DataLoader(torch.ones(1)), ckpt_path=callback.ckpt_path)
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_the_best_evaluation_within_an_epoch_is_kept_and_the_result_is_written_again(fit, tmp_path):
+    """A run that died before its result has no epoch left: it gets the last scores from its checkpoint."""
+    folder = tmp_path / "run"
+    first = score(folder, keep_checkpoints=1)
+    assert {path.name for path in (folder / "checkpoints").glob("epoch*")} == {
+        "epoch-0001-step-000002.pt",
+        "epoch-0002.pt",
+    }
+    assert json.loads((folder / "config.json").read_text())["trainer"] == "scored"
+    (folder / "result.json").unlink()
+    again = score(folder)
+    assert first["accuracy"] == again["accuracy"] == -8 and first["weights_sha256"] == again["weights_sha256"]
+
+
+def test_a_monitor_that_the_module_does_not_log_is_named(fit, tmp_path):
+    with pytest.raises(UsageError, match=r"'recall'.*accuracy, val_loss"):
+        score(tmp_path / "run", monitor="recall")
+
+
+def test_a_loader_whose_dataset_makes_the_batches(fit):
+    """With batch_size=None, the sampler's items are whole batches."""
+    loader = DataLoader(torch.arange(6.0), sampler=[[0, 1], [2, 3], [4, 5]], batch_size=None)
+    assert [line["train_loss"] for line in fit(loader)] == [0.5, 2.5, 4.5]
 
 
 def test_epochs_with_different_numbers_of_steps_are_refused(fit):

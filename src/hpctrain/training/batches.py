@@ -200,17 +200,29 @@ def can_fork_beside_threads() -> bool:
 class ResumableBatches:
     """The first `number` batches of a user's batch sampler, as lists of keys: see SeededByKey.
 
+    Where the dataset makes the batches (batch_size=None), `inner` is a sampler, and gives no lists.
+
     `epoch` returns the current epoch. The order depends on (seed, epoch) alone, even if the sampler draws
     random numbers without a seed. The first `skip` batches of the first epoch are left out.
     """
 
-    def __init__(self, inner: Any, number: int, epoch: Callable[[], int], seed: int, skip: int) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        number: int,
+        epoch: Callable[[], int],
+        seed: int,
+        skip: int,
+        *,
+        in_lists: bool = True,
+    ) -> None:
         self.inner, self._number, self._epoch, self._seed, self._skip = inner, number, epoch, seed, skip
+        self._in_lists = in_lists
 
     def __len__(self) -> int:
         return len(self.inner)
 
-    def __iter__(self) -> Iterator[list["Key"]]:
+    def __iter__(self) -> Iterator[Any]:
         epoch = self._epoch()
         samplers: list[Any] = [self.inner, getattr(self.inner, "sampler", None)]
         for sampler in samplers:
@@ -222,7 +234,7 @@ class ResumableBatches:
             batches = [*islice(self.inner, self._number)]
         skip, self._skip = self._skip, 0
         for batch in batches[skip:]:
-            yield [Key(epoch, index) for index in batch]
+            yield [Key(epoch, index) for index in batch] if self._in_lists else Key(epoch, batch)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -20,7 +20,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy
 import torch
@@ -201,6 +201,17 @@ class ImageLoader(DataLoader):
             if isinstance(batch, HpctrainError):
                 raise batch
             yield batch
+
+
+class Batch(NamedTuple):
+    """An index of an ImageDataset: the epoch, and the examples of a whole batch, int64."""
+
+    epoch: int
+    examples: Tensor
+
+    def __index__(self) -> int:
+        """A number for RunFolder, which seeds random numbers with it."""
+        return int(self.examples[0])
 
 
 class ImageDataset(Dataset):

@@ -10,22 +10,23 @@ import sys
 import pandas as pd
 import pytorch_lightning as pl
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoTokenizer, BertForSequenceClassification
 
 
 class Sentiment(pl.LightningModule):
-    def __init__(self, model):
+    def __init__(self, model: str) -> None:
         super().__init__()
         self.bert = BertForSequenceClassification.from_pretrained(model, num_labels=2)
 
-    def training_step(self, batch, _):
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         ids, mask, labels = batch
         loss = self.bert(input_ids=ids, attention_mask=mask, labels=labels).loss
         self.log("loss", loss, on_epoch=True, sync_dist=True)
         return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=5e-5)
 
 

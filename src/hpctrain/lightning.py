@@ -1,4 +1,4 @@
-"""Run folder, checkpoints and requeue for a Lightning Trainer in a user's script: see docs/guides/scripts.md.
+"""Run folder, checkpoints and requeue for a Trainer of Lightning: see docs/guides/scripts.md.
 
 Lightning resumes within an epoch from a loader that starts the epoch again: it trains on the first batches
 twice, and never on the last ones. RunFolder leaves out the batches that are done, and makes order, random
@@ -11,8 +11,10 @@ import os
 import signal
 import time
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -20,13 +22,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.entry import print_errors_in_one_line
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, main_address
-from hpctrain.distributed.world import World, detect
+from hpctrain.distributed.world import World, detect, job_id
 from hpctrain.errors import UsageError
 from hpctrain.run.options import RunOptions
 from hpctrain.run.record import Record
@@ -97,34 +100,57 @@ class RunFolder(Checkpoint):
     `checkpoint_every` (500 steps, 30s, 10min, 1h), after each epoch, and when the launch script asks for the
     end of the job. The newest `keep_checkpoints` are kept. Raises UsageError if `checkpoint_every` is not an
     interval.
+
+    `folder` may also be a RunOptions, which has these options and more, such as on_nan and watchdog.
+
+    name    in config.json, and of the folder runs/NAME/JOB, where RunOptions name none
+    monitor the logged value whose best checkpoint is kept. All logged values must then be finite.
+    mode    "min" or "max": which value of it is the best (default: "min" if its name ends in "loss")
+    model   the part of the LightningModule whose weights a checkpoint has as "model" (default: all of it)
+
+    A module's flops_per_batch, as ThroughputMonitor knows it, adds FLOP/s to the result of a run on GPUs. A
+    sampler's examples_of(epoch, step) adds the numbers of a step's examples to the error of a loss that is
+    not finite; epochs are counted from 1, steps from 0.
     """
 
     _run: Record  # from setup() on
-    _only_finite = True  # of the values that the module logs
 
     def __init__(
-        self, folder: str | Path, *, checkpoint_every: int | str = "10min", keep_checkpoints: int = 3
+        self,
+        folder: str | Path | RunOptions,
+        *,
+        checkpoint_every: int | str = "10min",
+        keep_checkpoints: int = 3,
+        name: str = "lightning",
+        monitor: str | None = None,
+        mode: Literal["min", "max"] | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         print_errors_in_one_line()
         self._seed_of_run = int(os.environ.get("PL_GLOBAL_SEED", 0))  # of lightning.seed_everything()
-        self._folder = Path(folder)
-        self._options = RunOptions(
-            out=self._folder,
-            resume="auto",
-            watchdog=0,
-            checkpoint_every=str(checkpoint_every),
-            keep_checkpoints=keep_checkpoints,
-            others={"seed": self._seed_of_run},
-        )
+        if not isinstance(folder, RunOptions):
+            folder = RunOptions(
+                out=folder,
+                resume="auto",
+                watchdog=0,
+                checkpoint_every=checkpoint_every,
+                keep_checkpoints=keep_checkpoints,
+            )
+        self._options, self._name, self._model = folder, name, model
+        self._monitor, self._mode = monitor, mode
         self._state: dict[str, Any] | None = None  # of the checkpoint that the run was resumed from
-        self._metrics: dict[str, float] = {}
-        self._begun = self._must_save = self._saving = False
+        self._metrics: dict[str, float] = {}  # of the last evaluation
+        self._score: tuple[float, ...] | None = None  # of the epoch
+        self._begun = self._must_save = self._saving = self._has_loss = False
         self._last = 0.0  # when the last batch, or a validation after it, was done
 
     @property
     def ckpt_path(self) -> Path | None:
         """The newest checkpoint, None in a new run. If it is corrupt, Trainer.fit() loads an older one."""
-        return next(iter(checkpoint.list_newest_first(self._folder)), None)
+        source = None if self._options.is_auto else self._options.resume
+        folders = self._options.out or source or Path("runs", self._name, job_id()), source
+        found = (checkpoint.list_newest_first(Path(folder)) for folder in folders if folder)
+        return next(chain.from_iterable(found), None)
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Open the run folder, for the Trainer's checkpoints (collective). Raises HpctrainError."""
@@ -157,11 +183,14 @@ class RunFolder(Checkpoint):
             raise UsageError(
                 f'RunFolder cannot save what {name} saves in parts: make the Trainer with strategy="ddp"'
             )
-        options = replace(self._options, epochs=trainer.max_epochs)
+        self._model = self._model or module
+        others = {**self._options.others}
+        others.setdefault("seed", self._seed_of_run)
+        options = replace(self._options, epochs=trainer.max_epochs, others=others)
         places = trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.num_devices
         world = World(*places, trainer.node_rank, trainer.num_nodes, detect().launcher)
-        run = Record(world, "lightning", options, trainer.strategy.root_device)
-        run.can_skip = False
+        run = Record(world, self._name, options, trainer.strategy.root_device)
+        run.best.by, run.best.lowest = self._monitor, self._mode and self._mode == "min"
         return run
 
     @property
@@ -174,8 +203,8 @@ class RunFolder(Checkpoint):
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
         """The newest checkpoint that fits, in CPU memory; None in a new run (collective)."""
-        assert trainer.max_epochs
-        self._state = self._run.resume(CPU, trainer.max_epochs, trainer.lightning_module, "state_dict")
+        assert trainer.max_epochs and self._model
+        self._state = self._run.resume(CPU, trainer.max_epochs, self._model, "state_dict")
         return self._state
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -194,6 +223,7 @@ class RunFolder(Checkpoint):
                 "use another scheduler with RunFolder"
             )
         self._prepare_loader(trainer)
+        self._run.count_flops(lambda: self._flops_per_example(module))
         self._state = None  # as large as the model and its optimizer
         if isinstance(model := trainer.strategy.model, DistributedDataParallel) and not model.static_graph:
             settle_buckets(model)  # training_step() may do more than compute a loss
@@ -204,21 +234,21 @@ class RunFolder(Checkpoint):
                     self._checkpoints.state, "save_hyperparameters() or on_save_checkpoint()"
                 )
 
+    def _flops_per_example(self, module: LightningModule) -> float | None:
+        flops = getattr(module, "flops_per_batch", None)
+        return flops and flops / self._examples_per_batch
+
     def on_test_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Let SIGTERM end this process: Trainer.test() has set Lightning's handler again."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _prepare_loader(self, trainer: Trainer) -> None:
         loader = trainer.train_dataloader
-        if (
-            not isinstance(loader, DataLoader)
-            or isinstance(loader.dataset, IterableDataset)
-            or loader.batch_sampler is None
-        ):
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             raise UsageError(
-                "RunFolder can resume within an epoch from one torch.utils.data.DataLoader, with batches of "
-                "a Dataset that has __getitem__ and __len__, and not from this "
-                f"{type(loader).__name__}: give Trainer.fit() such a loader"
+                "RunFolder can resume within an epoch from one torch.utils.data.DataLoader of a Dataset that "
+                f"has __getitem__ and __len__, and not from this {type(loader).__name__}: give Trainer.fit() "
+                "such a loader"
             )
         if math.isinf(trainer.num_training_batches):
             raise UsageError(
@@ -227,13 +257,21 @@ class RunFolder(Checkpoint):
             )
         self._run.check_steps(self._steps(trainer))  # Lightning starts no epoch that has no batch left
         skip = self._state["step"] * trainer.accumulate_grad_batches if self._state else 0
-        batches: Any = loader.batch_sampler
-        if isinstance(batches, ResumableBatches):
-            batches = batches.inner
+        # without a batch sampler, the dataset makes the batches (batch_size=None)
+        in_lists = loader.batch_sampler is not None
+        sampler: Any = loader.batch_sampler if in_lists else loader.sampler
+        self._sampler = sampler.inner if isinstance(sampler, ResumableBatches) else sampler
         number = int(trainer.num_training_batches)
-        resumable = ResumableBatches(batches, number, lambda: trainer.current_epoch, self._seed_of_run, skip)
-        # DataLoader refuses a new batch sampler because of its old workers. New workers are started below.
-        object.__setattr__(loader, "batch_sampler", resumable)
+        resumable = ResumableBatches(
+            self._sampler,
+            number,
+            lambda: trainer.current_epoch,
+            self._seed_of_run,
+            skip,
+            in_lists=in_lists,
+        )
+        # DataLoader refuses a new sampler because of its old workers. New workers are started below.
+        object.__setattr__(loader, "batch_sampler" if in_lists else "sampler", resumable)
         seed_loader(loader, self._seed_of_run)
         loader._iterator = None  # of persistent workers
         # An iterator draws from the generator of its loader, or from the random numbers that are seeded here.
@@ -259,10 +297,18 @@ class RunFolder(Checkpoint):
             self._must_save = False
             self._save(trainer)
         self._seed(trainer, batch_idx, "in")
+        self._has_loss = False  # this batch
 
     def _begin_epoch(self, trainer: Trainer, batch_idx: int) -> None:
         self._begun = True
-        if batch_idx != self._start_epoch(trainer) * trainer.accumulate_grad_batches:
+        epoch, examples_of = trainer.current_epoch + 1, getattr(self._sampler, "examples_of", None)
+        done = self._run.start_epoch(
+            epoch,
+            self._steps(trainer),
+            self._examples_per_batch * trainer.accumulate_grad_batches * self._run.world.size,
+            examples_of and partial(examples_of, epoch),
+        )
+        if batch_idx != done * trainer.accumulate_grad_batches:
             raise UsageError(
                 f"{self._run.resume_from} was saved within an epoch, with another --accumulate "
                 "(accumulate_grad_batches): give that of its run"
@@ -270,12 +316,10 @@ class RunFolder(Checkpoint):
         self._loss = self._scaled_loss = torch.zeros((), device=trainer.strategy.root_device)
         self._losses = 0  # in self._loss
 
-    def _start_epoch(self, trainer: Trainer) -> int:
-        """Returns how many steps of the epoch are done: see Run.start_epoch()."""
-        sampler = getattr(trainer.train_dataloader, "batch_sampler", None)
-        batch_size = getattr(sampler, "batch_size", None) or 1
-        batch_size *= trainer.accumulate_grad_batches * self._run.world.size
-        return self._run.start_epoch(trainer.current_epoch + 1, self._steps(trainer), batch_size)
+    @property
+    def _examples_per_batch(self) -> int:
+        """The examples of a batch of this rank."""
+        return getattr(self._sampler, "batch_size", None) or 1
 
     def _steps(self, trainer: Trainer) -> int:
         return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
@@ -292,12 +336,16 @@ class RunFolder(Checkpoint):
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: torch.Tensor) -> None:
         """Add up the losses of the present step. They are scaled, and finite if the losses are."""
         self._scaled_loss = self._scaled_loss + loss.detach()
+        self._has_loss = True
 
     def on_before_optimizer_step(
         self, trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """See Run.check_gradients(). Gradients are clipped after this."""
-        self._run.check_gradients(getattr(trainer.precision_plugin, "scaler", None), self._scaled_loss)
+        """See Record.check_gradients(). Gradients are clipped after this."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler and self._has_loss and getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer)  # Lightning leaves this to a fused optimizer
+        self._run.check_gradients(scaler, self._scaled_loss)
         self._scaled_loss = torch.zeros((), device=module.device)
 
     def on_train_batch_end(
@@ -320,28 +368,69 @@ class RunFolder(Checkpoint):
             self._must_save = self._run.must_save()
         self._last = time.perf_counter()
 
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Let no watchdog and no clock run in a validation, which follows an epoch or a step of it."""
+        if self._is_in_training(trainer):
+            if self._is_last_batch(trainer):
+                self._end_epoch()
+            else:
+                self._run.start_evaluation()
+
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Write the metrics that the module has logged, in a validation while it trains."""
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if self._is_in_training(trainer):
             self._metrics = self._logged(trainer)
             self._run.metrics(**self._metrics)
+            score = self._choose_score()
+            if self._is_last_batch(trainer):
+                self._score = score
+            else:  # saved before the next step: a callback may change the state after this
+                self._must_save |= self._run.end_evaluation(score)
             self._seed(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.completed, "before")
             self._last = time.perf_counter()
+
+    def _choose_score(self) -> tuple[float, ...] | None:
+        if self._monitor is None:
+            return None
+        if self._monitor not in self._metrics:
+            raise UsageError(
+                f"RunFolder has monitor={self._monitor!r}, and the module has logged "
+                f"{', '.join(self._metrics) or 'nothing'} in its validation: name one of these"
+            )
+        return self._run.best.choose(self._metrics)
+
+    def _is_in_training(self, trainer: Trainer) -> bool:
+        return trainer.state.fn == "fit" and not trainer.sanity_checking
+
+    def _is_last_batch(self, trainer: Trainer) -> bool:
+        return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Save a checkpoint of the epoch; there may have been no validation."""
         self._end_epoch()
-        self._save(trainer, self._score(self._metrics) if self._metrics else None)
+        self._save(trainer, self._score)
+        self._score = None
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Write the result, with the last metrics."""
-        self._run.finish(module, **self._logged(trainer))
+        assert self._model
+        # a run that was resumed after its last epoch has logged nothing
+        self._run.finish(self._model, **(self._logged(trainer) or self._metrics))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last metrics, for the result of a run that is resumed after its last epoch."""
+        return {"metrics": self._metrics}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See state_dict()."""
+        self._metrics = state_dict["metrics"]
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, state: dict[str, Any]) -> None:
         """Add the weights as the bundled trainers do; the file has each tensor once, under both names."""
         if not self._saving:
             return
-        state["model"] = self._bare(module).state_dict()
+        assert self._model
+        state["model"] = self._model.state_dict()
         # Lightning counts the batch before this one again when it resumes, in the steps of its loggers.
         if self._begun:
             state["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
@@ -351,17 +440,9 @@ class RunFolder(Checkpoint):
         values = {
             name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1
         }
-        every = not self._only_finite
         values = broadcast(self._run.world, values)
-        return {name: value for name, value in values.items() if every or math.isfinite(value)}
-
-    def _bare(self, module: LightningModule) -> torch.nn.Module:
-        """The model whose weights a checkpoint has as "model"."""
-        return module
-
-    def _score(self, metrics: dict[str, float]) -> tuple[float, ...] | None:
-        """The score of an epoch, of which the highest is the best; None if epochs have no score."""
-        return None
+        # with one to monitor, Record.metrics() ends the run if a value is not finite
+        return {name: value for name, value in values.items() if self._monitor or math.isfinite(value)}
 
     def _end_epoch(self) -> None:
         if self._begun:
@@ -402,7 +483,8 @@ class _RunCheckpoints(CheckpointIO):
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load the checkpoint that the run resumes from, on every rank. Raises HpctrainError."""
-        if path == self._callback.resume_from or Path(path).parent.resolve() == self.folder.resolve():
+        folders = [self.folder, *([source.parent] if (source := self._callback.resume_from) else [])]
+        if Path(path).parent.resolve() in (folder.resolve() for folder in folders):
             return self._callback.resume(self._trainer) or {}
         return self._others.load_checkpoint(path, map_location, weights_only)
 
