@@ -20,7 +20,6 @@ from hpctrain.training.precision import (
     load_scaler,
     make_autocast,
     set_precision,
-    set_precision_in_threads,
 )
 from hpctrain.vision import recipe
 from tests.helpers import write_digits
@@ -91,12 +90,13 @@ def overflow_on_rank_1():
 
 def lose_a_loss():
     """In a rank: the loss of rank 1 is NaN in the third step."""
-    from hpctrain.vision import train_ddp, train_fsdp, train_lightning
+    from hpctrain.vision import train as train_ddp, train_lightning
+    train_fsdp = train_ddp
 
     compute, done = train_ddp.cross_entropy, []
 
-    def spoil(logits, labels):
-        loss = compute(logits, labels)
+    def spoil(logits, labels, **options):
+        loss = compute(logits, labels, **options)
         if loss.requires_grad and len(labels) > 1:  # not in an evaluation, nor for settle_buckets()
             done.append(0)
         return loss * (torch.nan if len(done) == 3 and os.environ["RANK"] == "1" else 1)

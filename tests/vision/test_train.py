@@ -22,9 +22,10 @@ from hpctrain.cli import COMMANDS
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import UsageError
 from hpctrain.training.batches import evaluation_batches
-from hpctrain.vision import data, recipe, train_ddp, train_fsdp, train_horovod, train_lightning
+from hpctrain.vision import data, recipe, train_horovod, train_lightning
+from hpctrain.vision import train as train_ddp
+from hpctrain.vision import train as train_fsdp
 from hpctrain.vision.model import MnistNet, ResNet50
-from hpctrain.vision.train_fsdp import missing_batches
 from hpctrain.vision.train_horovod import HorovodOptions, learning_rate
 from hpctrain.vision.train_lightning import Classifier, LightningOptions
 from tests.helpers import SIF, write_digits
@@ -439,7 +440,7 @@ def test_resnet50_is_saved_as_it_was_measured(few, sif, tmp_path, trainer, launc
     assert model.net.resnet.embedder.embedder.normalization.num_batches_tracked == 2
     from hpctrain.vision import data
 
-    images, labels = data.load(few)[1].batch(torch.arange(6), torch.device("cpu"), side=128)
+    images, labels = data.load(few, 128)[1].batch(torch.arange(6), torch.device("cpu"))
     assert images.shape == (6, 1, 128, 128)
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(images), labels).item()
