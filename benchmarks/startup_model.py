@@ -3,7 +3,7 @@
     python benchmarks/startup_model.py
     python benchmarks/startup_model.py --image-mb 3057 --read-mb 700 --file-system 100 --link 25
 
-docs/reference/scale.md has the table of the defaults, and says which of them are measured and which are
+benchmarks/scale.md has the table of the defaults, and says which of them are measured and which are
 assumed.
 """
 

@@ -70,7 +70,7 @@ def find_in_site(path: str) -> str | None:
             return place
     if path == "docs/README.md":
         return "index.md"
-    return path.removeprefix("docs/") if path.startswith("docs/") and not path.endswith(".jsonl") else None
+    return path.removeprefix("docs/") if path.startswith("docs/") else None
 
 
 def adapt(text: str, source: str, place: str) -> str:

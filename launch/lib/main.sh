@@ -155,7 +155,7 @@ print_commands() {
 broadcast_sif() {
     trap clean_up EXIT
     CLEAN_UP+=(remove_sif_copies)
-    # A SIF is compressed already; slurm.conf may have Compression=lz4 (docs/reference/scale.md). Not --force:
+    # A SIF is compressed already; slurm.conf may have Compression=lz4 (benchmarks/scale.md). Not --force:
     # others see the name in ps, and could put a file or link of theirs there, which they can change after the
     # copy.
     if sbcast --compress=none "$SIF" "$SIF_COPY"; then

@@ -158,12 +158,12 @@ def test_without_slurm_it_is_one_line(tmp_path):
 
 
 def test_the_model_of_start_up():
-    """The table of docs/reference/scale.md is what the script prints, and the figures of a site count."""
+    """The table of benchmarks/scale.md is what the script prints, and the figures of a site count."""
 
     def rows(*options):
         command = [sys.executable, REPOSITORY / "benchmarks/startup_model.py", *options]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        assert options or "\n".join(lines) in (REPOSITORY / "docs/reference/scale.md").read_text()
+        assert options or "\n".join(lines) in (REPOSITORY / "benchmarks/scale.md").read_text()
         return [
             [float(cell.strip(" s").replace(",", "")) for cell in line.split("|")[1:8]] for line in lines[2:]
         ]

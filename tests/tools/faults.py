@@ -1,6 +1,6 @@
 """Faults on a real Slurm cluster: does the job go on by itself, how soon, and with the same weights?
 
-    .venv/bin/python tests/tools/faults.py                      every fault, into docs/reference/faults.md
+    .venv/bin/python tests/tools/faults.py                      every fault, into faults.md beside it
     .venv/bin/python tests/tools/faults.py --only SIGKILL       those whose row matches this
     .venv/bin/python tests/tools/faults.py --soak 20 --seed 1   20 minutes, with a random fault each minute
 
@@ -31,7 +31,7 @@ from slurm_cluster import BUILD, REPOSITORY, Cluster, Job, bare_binds, load_for_
 
 HOME = "/home/alice/hpctrain"
 RUNS = f"{HOME}/runs"
-PAGE = REPOSITORY / "docs/reference/faults.md"
+PAGE = Path(__file__).with_suffix(".md")
 SMALL = "/project/small"  # a file system of SMALL_SIZE, which a fault fills
 SMALL_SIZE, SMALL_FILES = "400m", 2000
 BARE = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"}
