@@ -1,4 +1,4 @@
-"""The errors and warnings of hpctrain are those of tests/messages.txt, for a diff to show what users see.
+"""The messages of hpctrain are those of tests/messages.txt, for a diff to show what users see.
 
 `.venv/bin/python -m tests.test_messages >tests/messages.txt` writes it. Other tests assert the class, the
 exit status and the names in a message (file, option, rank), not its sentence.
@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = REPOSITORY / "tests/messages.txt"
 # What is called with a message, or with a place and a message.
 SHOWN = {"HpctrainError", "UsageError", "DivergedError", "line_error", "ArgumentTypeError", "ValueError"}
-SHOWN |= {"error", "print_error"}
+SHOWN |= {"error", "print_error", "fail", "_end"}
 
 
 def template(node: ast.AST) -> str:
@@ -57,14 +57,16 @@ def python_messages(source: str) -> Iterator[str]:
             shown += [node.value] * any(ast.unparse(target) in names for target in targets)
         elif isinstance(node, ast.FunctionDef) and node.name in names:
             shown += [child for child in ast.walk(node) if isinstance(child, ast.Return)]
+        elif isinstance(node, ast.Yield):  # such as the problems of a node
+            shown.append(node)
     for node in shown:
         yield from texts(node)
 
 
 def shell_messages(source: str) -> Iterator[str]:
-    """What a script prints by die, and what else it prints that has "error:" or "warning:"."""
+    """What a script prints by die and say, and what else it prints that has "error:" or "warning:"."""
     code = re.sub(r"^ *#.*\n", "", source, flags=re.M).replace("\\\n", " ")
-    for line in re.findall(r"\b(?:die|(?=.*(?:error|warning):)(?:say|echo|printf)) (.*)", code):
+    for line in re.findall(r"\b(?:die|say|(?=.*(?:error|warning):)(?:echo|printf)) (.*)", code):
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
         lexer.whitespace_split, lexer.commenters = True, ""
         yield " ".join(itertools.takewhile(lambda word: word[:1] not in (*";&|<>",), lexer))

@@ -101,7 +101,7 @@ def test_every_name_is_there_and_described():
         assert getattr(hpctrain, name).__doc__, name
         assert re.search(rf"`(hpctrain\.)?{name}\b", text), f"no page describes {name}"
     assert set(hpctrain.__all__) <= set(dir(hpctrain))
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+    with pytest.raises(AttributeError, match="nonsense"):
         _ = hpctrain.nonsense
 
 
@@ -205,7 +205,7 @@ def test_an_arrow_file_of_hugging_face_is_resumed_with_workers(tmp_path):
 
 
 def test_a_batch_that_the_ranks_cannot_share():
-    with pytest.raises(hpctrain.UsageError, match="--batch-size 5 is the global batch"):
+    with pytest.raises(hpctrain.UsageError, match="--batch-size 5 "):
         examples(batch_size=5, world=World(0, 2, 0, 2, 0, 1, "slurm"))
 
 
@@ -257,21 +257,17 @@ def test_a_part_of_a_larger_model_is_found_if_it_is_the_only_one(tmp_path):
     assert torch.equal(loaded.weight, part.weight)
     both = weights | {name.replace("net.", "teacher."): value for name, value in weights.items()}
     torch.save({"state_dict": both}, tmp_path / "two.ckpt")
-    with pytest.raises(hpctrain.HpctrainError, match=r"two\.ckpt: not the weights of this model \(.*teacher"):
+    with pytest.raises(hpctrain.HpctrainError, match=r"two\.ckpt: .*teacher"):
         hpctrain.load_weights(loaded, tmp_path / "two.ckpt")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.pt", plain.LFS_POINTER, "a pointer of Git LFS, not the file itself: run git lfs pull"),
-        (
-            "model.safetensors.index.json",
-            b"{}",
-            "a list of the files that have the weights: load them one by one",
-        ),
-        ("a.pt", b"\x80\x02cos\nsystem\n.", "it has other values than weights and plain ones"),
-        ("b.pt", None, r"b\.pt: no such file or folder$"),
+        ("a.pt", plain.LFS_POINTER, r"a\.pt: .*git lfs pull"),
+        ("model.safetensors.index.json", b"{}", r"index\.json: .*files"),
+        ("a.pt", b"\x80\x02cos\nsystem\n.", r"a\.pt: .*values"),
+        ("b.pt", None, r"b\.pt: no such file"),
     ],
 )
 def test_a_file_without_weights_says_what_it_is(tmp_path, name, content, message):
@@ -283,13 +279,10 @@ def test_a_file_without_weights_says_what_it_is(tmp_path, name, content, message
 
 def test_weights_of_another_model_are_refused(tmp_path):
     torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "file.pt")
-    with pytest.raises(
-        hpctrain.HpctrainError,
-        match=r"file.pt: not the weights of this model \(.*weight.*\): build the model",
-    ):
+    with pytest.raises(hpctrain.HpctrainError, match=r"file\.pt: .*\(.*weight.*\)"):
         hpctrain.load_weights(nn.Linear(2, 2), tmp_path / "file.pt")
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(hpctrain.HpctrainError, match=r"list.pt: not the weights of this model"):
+    with pytest.raises(hpctrain.HpctrainError, match=r"list\.pt: "):
         hpctrain.load_weights(nn.Linear(2, 2), tmp_path / "list.pt")
 
 

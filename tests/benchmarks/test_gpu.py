@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,11 +30,7 @@ def test_a_dry_run_in_the_image(site):
         shutil.copy(REPOSITORY / "benchmarks" / name, here)
     command = ["apptainer", "exec", "--bind", "/project", "/project/hpctrain-cpu.sif", "python", "gpu.py"]
     refused = site.exec("n1", *command, cwd="/project/gpu", user="alice", check=False)
-    assert (
-        "gpu.py: torch sees no GPU here: run it on a node with one, or with --dry-run on a CPU\n"
-        in refused.stderr
-    )
-    assert refused.returncode == 1
+    assert refused.returncode == 1 and re.search("^gpu.py: .*--dry-run", refused.stderr, re.M)
     for options in (["--budget", "60"], []):  # cut off, and continued
         done = site.exec("n1", *command, "--dry-run", *options, cwd="/project/gpu", user="alice", check=False)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -88,10 +85,7 @@ def test_whatever_ends_it_leaves_a_table_and_the_next_one_goes_on(tmp_path):
     done = subprocess.run(
         [*command, "--budget", "0"], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True
     )
-    assert (
-        "0 of 1 cases measured, 0 failed; the time of --budget 0 s is over: the same command goes on"
-        in done.stdout
-    )
+    assert re.search("0 of 1 .*--budget 0 ", done.stdout)
     _, *lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
     assert [line["case"] for line in lines] == ["machine", "machine"]
     assert "## The machine\n" in (tmp_path / "gpu.md").read_text()
@@ -123,13 +117,11 @@ def test_what_is_measured_again(tmp_path):
     assert make_results(tmp_path, lines, other).lines == []
     for content in ("", "[]\n", "{}\n[]\n", '{"device": "NVIDIA H200"}\n{"case": "lora"}\n'):
         (tmp_path / "gpu.jsonl").write_text(content)
-        with pytest.raises(
-            SystemExit, match=r"^gpu\.py: cannot continue .*gpu\.jsonl .*: remove it, or give"
-        ):
+        with pytest.raises(SystemExit, match=r"gpu\.jsonl"):
             gpu.read_earlier(tmp_path / "gpu.jsonl", {"device": "NVIDIA H200"}, other)
     (tmp_path / "gpu.jsonl").unlink()
     os.mkfifo(tmp_path / "gpu.jsonl")
-    with pytest.raises(SystemExit, match="not a plain file"):
+    with pytest.raises(SystemExit, match=r"gpu\.jsonl"):
         gpu.read_earlier(tmp_path / "gpu.jsonl", {"device": "NVIDIA H200"}, other)
 
 
@@ -179,10 +171,7 @@ def test_the_bundle_has_what_a_machine_without_a_network_needs(tmp_path):
     command = [repository / "benchmarks/gpu_bundle.sh", reviews]
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     refused = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert (
-        refused.returncode == 1
-        and "ratings_train.txt is missing: give the folder of NSMC\n" in refused.stderr
-    )
+    assert refused.returncode == 1 and "ratings_train.txt" in refused.stderr
     assert not any((repository / "build").iterdir())
     for name in ("train", "test"):
         (reviews / f"ratings_{name}.txt").write_text(
@@ -198,7 +187,7 @@ def test_the_bundle_has_what_a_machine_without_a_network_needs(tmp_path):
         env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 of 1 cases measured, 0 failed" in done.stdout
+    assert re.search("1 of 1 .*0 failed", done.stdout)
     assert (moved / "packages/liger_kernel").is_dir()
 
 
@@ -218,17 +207,17 @@ def test_wrong_results_are_seen(tmp_path, monkeypatch):
     checked = gpu_checks.check_trainer(tmp_path / "1", "train_ddp", "cuda")
     assert checked["largest_difference"] == pytest.approx(0.001, rel=1e-3)
     difference = 0.1
-    with pytest.raises(gpu_checks.Failed, match=r"a weight differs by 0\.1 from the CPU's, more than 0\.01"):
+    with pytest.raises(gpu_checks.Failed, match=r"0\.1 .* 0\.01"):
         gpu_checks.check_trainer(tmp_path / "2", "train_ddp", "cuda")
     difference, digest = 0.0, "b"
-    with pytest.raises(gpu_checks.Failed, match="a resumed run has other weights"):
+    with pytest.raises(gpu_checks.Failed, match="resumed"):
         gpu_checks.check_trainer(tmp_path / "3", "train_ddp", "cuda")
 
 
 def test_a_command_that_fails_is_named():
-    with pytest.raises(gpu_checks.Failed, match="exit code 3: last words"):
+    with pytest.raises(gpu_checks.Failed, match="3: last words"):
         gpu_checks.run([sys.executable, "-c", "print('last words'); raise SystemExit(3)"])
-    with pytest.raises(gpu_checks.Failed, match=r"exit code 3: ValueError: the reason$"):
+    with pytest.raises(gpu_checks.Failed, match=r"3: ValueError: the reason$"):
         gpu_checks.run(
             [
                 sys.executable,

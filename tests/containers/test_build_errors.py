@@ -8,6 +8,7 @@ import functools
 import hashlib
 import http.server
 import os
+import re
 import shutil
 import signal
 import ssl
@@ -188,29 +189,28 @@ def test_an_environment_is_made_once(recipe, index, environment):
     assert run(environment / "bin/python", "-c", "import torch, probe").returncode == 0
     assert list(environment.glob("lib/python3.11/site-packages/__pycache__/probe.*.pyc"))
     done = install(recipe, environment, index.lines["torch"], index.env)
-    assert last_line(done) == f"python.sh: {environment} exists; remove it or give another PREFIX"
+    assert last_line(done).startswith(f"python.sh: {environment} ")
     assert (environment / "bin/python").exists()
 
 
 ZEROS = "--hash=sha256:" + "0" * 64
-OTHER_HASH = "the hash of a file differs from the lock"
-BROKEN = "invalid line, see above; restore the file from git, or run make lock"
-UNREACHABLE = "cannot reach the index above"
+# Words that tell one cause from the others.
+OTHER_HASH, BROKEN, UNREACHABLE, UNSIGNED = " hash ", "invalid line", "reach the index", "signed "
 
 
 @pytest.mark.parametrize(
     ("lock", "variables", "words"),
     [
         ("probe==1.0 " + ZEROS, {}, OTHER_HASH),
-        ("probe==9.9 " + ZEROS, {}, "neither the index above nor WHEELS has probe==9.9;"),
+        ("probe==9.9 " + ZEROS, {}, " probe==9.9;"),
         ("probe==1.0", {}, BROKEN),
         ("probe>=1.0 " + ZEROS, {}, BROKEN),
         ("probe=1.0 " + ZEROS, {}, BROKEN),
         ("<<<<<<< HEAD", {}, BROKEN),
         ("probe==1.0 --hash=nothing", {}, BROKEN),
-        ("", {"PIP_CERT": "/no/such"}, "there is no certificate file /no/such; set PIP_CERT to one"),
-        ("", {"PIP_CERT": "{stranger}"}, "the certificate of the index is not signed by any in {stranger};"),
-        ("", {"PIP_CERT": ""}, "the certificate of the index is not signed by any in the list of pip;"),
+        ("", {"PIP_CERT": "/no/such"}, " /no/such; set PIP_CERT "),
+        ("", {"PIP_CERT": "{stranger}"}, UNSIGNED + "by any in {stranger};"),
+        ("", {"PIP_CERT": ""}, UNSIGNED + "by any in the list of pip;"),
         ("", {"UNSHARE": "--net"}, UNREACHABLE),
         ("", {"UNSHARE": "--net", "PIP_INDEX_URL": "https://pypi.org/simple"}, UNREACHABLE),
     ],
@@ -234,7 +234,8 @@ def test_the_last_line_explains_an_error_of_pip(environment, index, tmp_path, lo
         env=index.env | variables,
         cwd=tmp_path,
     )
-    assert last_line(done).startswith("python.sh: tiny.lock: " + words.format(stranger=index.stranger))
+    said = last_line(done)
+    assert said.startswith("python.sh: tiny.lock: ") and words.format(stranger=index.stranger) in said
     assert "ERROR: " in done.stdout
     assert not (tmp_path / "new").exists()
 
@@ -245,17 +246,9 @@ def test_a_failed_environment_is_removed(recipe, index, disk, tmp_path):
     env = index.env | {"TMPDIR": str(tmp)}
     for prefix, lock, words in (
         (tmp_path / "environment", index.lines["torch"] + "probe==1.0 " + ZEROS, OTHER_HASH),
-        (
-            disk("25m") / "environment",
-            index.lines["torch"] + index.lines["big"],
-            "the disk is full, where the packages go",
-        ),
-        (
-            disk("4m") / "environment",
-            index.lines["torch"],
-            f"{PYTHON} cannot make an environment in {tmp_path}/disk1/",
-        ),
-        (tmp_path / "environment", index.lines["probe"], "no line torch=="),
+        (disk("25m") / "environment", index.lines["torch"] + index.lines["big"], "disk is full"),
+        (disk("4m") / "environment", index.lines["torch"], f"{tmp_path}/disk1/"),
+        (tmp_path / "environment", index.lines["probe"], " torch=="),
     ):
         assert words in last_line(install(recipe, prefix, lock, env))
         assert prefix.parent == tmp_path or names(prefix.parent) == []
@@ -307,10 +300,7 @@ def test_bytecode_that_a_full_disk_loses_is_an_error(environment, disk):
             "".join(f"def f{line}(a, b): return a + b * {number}\n" for line in range(400))
         )
     said = last_line(run("bash", "-euc", compile_it, "python.sh"))
-    assert (
-        said
-        == f"python.sh: cannot write the bytecode of {folder}: OSError: [Errno 28] No space left on device"
-    )
+    assert re.fullmatch(f"python.sh: .* {folder}: .*No space left on device", said)
 
 
 def test_a_broken_lock_ends_the_build_of_an_image(recipe):
@@ -322,8 +312,9 @@ def test_a_broken_lock_ends_the_build_of_an_image(recipe):
     before = names(recipe / "build")
     done = run("containers/build_image.sh", cwd=recipe, env={**os.environ})
     lock.write_text(whole)
-    said = "build_image.sh: the build failed: python.sh: /src/containers/locks/cpu.lock: no line torch=="
-    assert last_line(done).startswith(said)
+    assert re.match(
+        "build_image.sh: .*: python.sh: /src/containers/locks/cpu.lock: .*torch==", last_line(done)
+    )
     assert tar.read_text() == "the one before" and names(recipe / "build") == before
 
 
@@ -333,7 +324,7 @@ def test_a_missing_certificate_file_ends_the_build_of_an_image(recipe):
         cwd=recipe,
         env={**ENV, "SSL_CERT_FILE": "/no/such", "BASE_IMAGE": "scratch"},
     )
-    assert last_line(done).startswith("build_image.sh: SSL_CERT_FILE=/no/such is missing or empty;")
+    assert last_line(done).startswith("build_image.sh: SSL_CERT_FILE=/no/such ")
     assert done.stdout.count("\n") == 1
 
 
@@ -368,26 +359,24 @@ def test_a_full_disk_ends_a_build_with_one_message(recipe, disk, tmp_path):
 
     small = disk("4m")
     (small / "old.sif").write_text("the one before")
-    assert "build_sif.sh: the build failed: the disk is full" in last_line(
-        run(*pack, small / "old.sif", cwd=recipe, env=env)
-    )
+    said = last_line(run(*pack, small / "old.sif", cwd=recipe, env=env))
+    assert said.startswith("build_sif.sh: ") and "disk is full" in said
     assert names(small) == ["old.sif"] and (small / "old.sif").read_text() == "the one before"
 
     (recipe / "build/hpctrain-small.tar").write_bytes(tar[: len(tar) // 2])
-    assert (
-        last_line(run(*pack, tmp_path / "half.sif", cwd=recipe, env=env))
-        == "build_sif.sh: the build failed; see above"
-    )
+    said = last_line(run(*pack, tmp_path / "half.sif", cwd=recipe, env=env))
+    assert said.startswith("build_sif.sh: ") and "disk" not in said
     assert not (tmp_path / "half.sif").exists() and not list(tmp_path.glob(".sif.*"))
 
     (recipe / "build").rename(recipe / "build.whole")
     (recipe / "build").symlink_to(small)
     (small / "hpctrain-small.tar").write_text("the one before")
-    assert "build_image.sh: the build failed: the disk is full" in last_line(run(*build, cwd=recipe, env=env))
+    said = last_line(run(*build, cwd=recipe, env=env))
+    assert said.startswith("build_image.sh: ") and "disk is full" in said
     assert names(small) == ["hpctrain-small.tar", "old.sif"]
     assert (small / "hpctrain-small.tar").read_text() == "the one before"
 
 
 def test_a_missing_network_is_named_where_packages_are_missing():
     done = run("unshare", "--net", "containers/install_host_packages.sh", "hello")
-    assert last_line(done).startswith("install_host_packages.sh: apt-get cannot ")
+    assert last_line(done).startswith("install_host_packages.sh: apt-get ")

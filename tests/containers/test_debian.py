@@ -67,10 +67,9 @@ def test_a_snapshot_is_requested_by_its_time_and_the_build_ends_if_it_does_not_a
     assert f"{archive}/debian/20261101T000000Z/dists/bookworm/InRelease" in asked
     assert f"{archive}/debian-security/20261101T000000Z/dists/bookworm-security/InRelease" in asked
     assert all("/20261101T000000Z/" in address for address in asked)
-    message = (
-        f"debian.sh: cannot get package lists from {archive}; check the network, or unset DEBIAN_SNAPSHOT"
-    )
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == message
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and said.startswith("debian.sh: ")
+    assert archive in said and "DEBIAN_SNAPSHOT" in said
     assert (debian / "etc/apt/sources.list").read_text() == sources
     assert not list((debian / "tmp").iterdir()) and not (debian / "usr/share/hpctrain").exists()
 
@@ -78,8 +77,8 @@ def test_a_snapshot_is_requested_by_its_time_and_the_build_ends_if_it_does_not_a
 def test_the_build_ends_if_the_archive_cannot_be_reached(debian):
     """By default apt-get update succeeds here, and continues with the lists that it has: none."""
     done = enter(debian, INSTALL, "runtime", http_proxy="http://127.0.0.1:9")
-    message = "debian.sh: cannot get package lists from the sources of the base image; check the network"
-    assert done.returncode == 1 and done.stderr.endswith(f"\n{message}\n")
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and said.startswith("debian.sh: ") and "DEBIAN_SNAPSHOT" not in said
 
 
 def test_an_invalid_snapshot_is_one_line():

@@ -245,7 +245,7 @@ def test_a_user_without_a_name_in_a_read_only_container(cluster, podman_image):
     )  # fmt: skip
     assert done.stdout.startswith("1000\n"), done.stdout + done.stderr
     assert done.stdout.count("Read-only file system") == 2, done.stdout
-    assert "curves.png are in /tmp/out" in done.stdout + done.stderr and "checkpoints" in done.stdout
+    assert {"checkpoints", "curves.png"} <= {*done.stdout.splitlines()}
 
 
 def test_training_writes_nothing_into_the_image(cluster, podman_image):
@@ -256,5 +256,5 @@ def test_training_writes_nothing_into_the_image(cluster, podman_image):
     )
     run = ["podman-hpc", "run", "--rm", "--network=none", "hpctrain:cpu", "sh", "-c", script]
     done = cluster.exec("n1", *run, user="alice", env=podman_image)
-    assert "curves.png are in /tmp/out" in done.stdout + done.stderr
+    assert "/tmp/out" in done.stdout + done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("/") and line != "/root"] == []

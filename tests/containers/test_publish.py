@@ -139,7 +139,7 @@ def test_podman_hpc_pulls_what_was_pushed_and_trains(site, digest, podman_image,
         "launch/podman_hpc_ddp.sh", "check", cwd=HOME, env={"HPCTRAIN_IMAGE": other} | podman_image
     )
     assert site.wait(job).state == "FAILED"
-    assert "podman-hpc has no such image" in site.host_path(f"{HOME}/slurm-{job}.out").read_text()
+    assert f"error: {other}: " in site.host_path(f"{HOME}/slurm-{job}.out").read_text()
 
 
 def test_the_sif_itself_in_the_registry(site, registries):
@@ -174,32 +174,18 @@ def test_the_sif_itself_in_the_registry(site, registries):
         assert len({line.split()[0] for line in sums.splitlines()}) == 1
 
 
+# The options of a push, and what its error names.
 REFUSED = {
-    "no registry": ([], "give --registry NAME"),
-    "a tag": (["--registry", f"{NAME}:cpu"], "is not HOST[:PORT]/PATH"),
-    "no path": (["--registry", "localhost:5000"], "is not HOST[:PORT]/PATH"),
-    "no image": (
-        ["--registry", NAME, "--flavor", "cu130"],
-        "there is no build/hpctrain-cu130.tar; build it: make image FLAVOR=cu130 MPI=openmpi",
-    ),
-    "no such flavor": (["--registry", NAME, "--flavor", "cu999"], "there is no flavor cu999, as there is no"),
-    "nobody answers": (
-        ["--registry", "localhost:5999/hpctrain"],
-        "localhost:5999 does not answer: connection refused",
-    ),
-    "no such host": (
-        ["--registry", "nowhere.example/hpctrain"],
-        "the registry nowhere.example does not answer",
-    ),
-    "plain http from afar": (
-        ["--registry", "login:5000/hpctrain"],
-        "login:5000 uses plain http, which is for localhost only",
-    ),
-    "not logged in": (["--registry", "localhost:5001/hpctrain"], "localhost:5001 denies a push to"),
-    "half an archive": (
-        ["--registry", NAME, "--mpi", "mpich"],
-        "cannot push build/hpctrain-cpu-mpich.tar to",
-    ),
+    "no registry": ([], "--registry NAME"),
+    "a tag": (["--registry", f"{NAME}:cpu"], f"--registry {NAME}:cpu "),
+    "no path": (["--registry", "localhost:5000"], "--registry localhost:5000 "),
+    "no image": (["--registry", NAME, "--flavor", "cu130"], "make image FLAVOR=cu130 MPI=openmpi"),
+    "no such flavor": (["--registry", NAME, "--flavor", "cu999"], " cu999"),
+    "nobody answers": (["--registry", "localhost:5999/hpctrain"], " localhost:5999 "),
+    "no such host": (["--registry", "nowhere.example/hpctrain"], " nowhere.example "),
+    "plain http from afar": (["--registry", "login:5000/hpctrain"], " http"),
+    "not logged in": (["--registry", "localhost:5001/hpctrain"], "skopeo login localhost:5001"),
+    "half an archive": (["--registry", NAME, "--mpi", "mpich"], " build/hpctrain-cpu-mpich.tar "),
 }
 
 

@@ -84,7 +84,5 @@ def test_a_compiler_that_is_missing_or_changed_is_one_line(tmp_path, there):
     said = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and said.startswith("nvcc.sh: ")
     assert str(tmp_path / "lock") in said and "nvcc_12.4_amd64.deb" in said
-    assert (
-        "the SHA-256 of nvcc_12.4_amd64.deb from" if there else "put a version that they have into"
-    ) in said
+    assert ("SHA-256" in said) == there
     assert not (tmp_path / "home").exists()

@@ -1,6 +1,5 @@
 """docs/guides/troubleshooting.md quotes messages of hpctrain as the sources have them and users see them."""
 
-import ast
 import os
 import re
 import shutil
@@ -10,6 +9,7 @@ import pytest
 from slurm_cluster import REPOSITORY
 
 from tests.helpers import write_digits
+from tests.test_messages import LIST
 from tests.tools import warm_start
 
 PAGE = (REPOSITORY / "docs/guides/troubleshooting.md").read_text()
@@ -25,25 +25,6 @@ MESSAGES = {
 OURS = [message for title, messages in MESSAGES.items() if "hpctrain" in title for message in messages]
 
 
-def python_texts():
-    """The texts of src/hpctrain: neighboring literals as one, and "..." for each value in them."""
-    for path in (REPOSITORY / "src/hpctrain").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-            elif isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
-
-
-def shell_texts():
-    """The sources of launch/, in which a message may have several arguments on several lines."""
-    for path in (REPOSITORY / "launch").rglob("*.sh"):
-        yield re.sub(r"""["'] *\\\n *["']""", " ", path.read_text())
-
-
-TEXTS = "\n".join([*python_texts(), *shell_texts()])
-
-
 def is_in(text, message):
     """Whether all of a message is in one line of a text, with anything in place of "..."."""
     parts = [re.escape(part.strip(" ")) for part in message.split("...")]
@@ -52,12 +33,12 @@ def is_in(text, message):
 
 def test_there_are_messages_of_all_kinds():
     assert len(OURS) >= 25 and sum(map(len, MESSAGES.values())) >= 45
-    assert not is_in(TEXTS, "no such message in hpctrain")
+    assert not is_in(LIST.read_text(), "no such message in hpctrain")
 
 
 @pytest.mark.parametrize("message", OURS)
 def test_a_message_of_hpctrain_exists(message):
-    assert is_in(TEXTS, message)
+    assert is_in(LIST.read_text(), message)
 
 
 # Programs of a cluster, and what they say where something is wrong
