@@ -1,7 +1,7 @@
 """Shared fixtures: the real data, the image, and a test cluster with the project in a user's home folder."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 FAILED = pytest.StashKey[bool]()
 # The files that take longest, first: otherwise the last of them would run alone. Of the fast tests,
-# launch/test_library and nlp/training/test_finetune do.
+# launch/test_options and nlp/training/test_finetune do.
 LONG_FILES = [
+    "launch/test_failures.py",
     "launch/test_launch.py",
     "containers/test_image.py",
     "launch/test_matrix.py",
@@ -38,12 +39,13 @@ LONG_FILES = [
     "launch/test_requeue.py",
     "containers/test_publish.py",
     "benchmarks/test_gpu.py",
-    "launch/test_library.py",
+    "launch/test_other_users.py",
+    "launch/test_options.py",
     "nlp/training/test_finetune.py",
     "vision/test_train.py",
     "distributed/test_watchdog.py",
     "docs/test_notebooks.py",
-    "test_security.py",
+    "distributed/test_strangers.py",
     "run/test_resume.py",
     "nlp/models/test_hub.py",
     "commands/check/test_check.py",
@@ -173,3 +175,17 @@ def podman_image(site: Cluster) -> dict[str, str]:
     if not IMAGE_TAR.exists():
         pytest.skip(f"there is no {IMAGE_TAR.name} for podman-hpc; run make image")
     return slurm_cluster.load_for_podman_hpc(site, IMAGE_TAR)
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
+    """Give a file, a link, or a folder to another user; returns it. The file `mine` stays as it is."""
+
+    def give(path: Path) -> Path:
+        for each in [path, *path.rglob("*")]:
+            os.chown(each, 1234, 1234, follow_symlinks=False)
+        return path
+
+    (tmp_path / "mine").write_text("mine")
+    yield give
+    assert (tmp_path / "mine").read_text() == "mine"

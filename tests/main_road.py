@@ -8,16 +8,19 @@ parameters.
 
 import pytest
 
-# Each launcher with apptainer, and srun and horovodrun with the other runtimes: nine of the 45 cells.
-TRAINERS = ("train_ddp", "train_lightning", "train_horovod")
+# Each launcher with apptainer, and srun with the other runtimes: seven of the 45 cells. Of horovodrun with
+# podman-hpc, and of PBS without a container, tests/launch/test_environment.py has a cell below.
 MATRIX = [
-    f"launch/test_matrix.py::test_the_same_weights_bit_for_bit[{launcher}-{runtime}-{TRAINERS[number % 3]}]"
-    for runtime, launchers, first in (
-        ("apptainer", ("srun", "torchrun", "mpirun", "srun + PMI", "horovodrun"), 0),
-        ("podman-hpc", ("srun", "horovodrun"), 1),
-        ("bare", ("srun", "horovodrun"), 1),
+    f"launch/test_matrix.py::test_the_same_weights_bit_for_bit[{cell}]"
+    for cell in (
+        "srun-apptainer-train_ddp",
+        "torchrun-apptainer-train_lightning",
+        "mpirun-apptainer-train_horovod",
+        "srun + PMI-apptainer-train_ddp",
+        "horovodrun-apptainer-train_horovod",
+        "srun-podman-hpc-train_lightning",
+        "srun-bare-train_horovod",
     )
-    for number, launcher in enumerate(launchers, first)
 ]
 
 MAIN_ROAD = {
@@ -26,15 +29,12 @@ MAIN_ROAD = {
         "vision/test_train.py::test_two_ranks_give_the_weights_of_one_process"
     ],
     "At its time limit, after a preemption and": [
-        "launch/test_requeue.py::test_a_time_limit",
-        "launch/test_requeue.py::test_a_preempted_job_has_time_to_save",
+        "launch/test_requeue.py::test_how_a_job_ends[limit]",
+        "launch/test_requeue.py::test_how_a_job_ends[preempted]",
     ],
     "when a rank or a node dies, Slurm requeues the job and it resumes": [
-        "launch/test_requeue.py::test_a_killed_rank_after_a_checkpoint",
         "launch/test_requeue.py::test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to",
-        "launch/test_launch.py::test_a_job_whose_node_dies_resumes_from_its_last_checkpoint",
-        "launch/test_faults.py::test_a_job_survives[slurmstepd of a node killed]",
-        "launch/test_faults.py::test_a_job_survives[/tmp of a node full when the job starts again]",
+        "launch/test_failures.py::test_a_job_whose_node_dies_resumes_from_its_last_checkpoint",
     ],
     "make venv": ["docs/test_readme.py::test_there_are_commands"],
     "make demo": ["docs/test_readme.py::test_on_this_machine[README.md]"],
@@ -55,21 +55,17 @@ MAIN_ROAD = {
     "`--dry-run` prints the commands": ["launch/test_launch.py::test_what_a_dry_run_prints_can_be_run"],
     "| `apptainer_ddp.sh` |": [MATRIX[0]],
     "| `apptainer_torchrun.sh` |": [MATRIX[1]],
-    "| `apptainer_mpi.sh` |": [
-        MATRIX[2],
-        MATRIX[3],
-        "commands/check/test_mpi.py::test_no_rank_of_srun_complains_of_munge",
-    ],
+    "| `apptainer_mpi.sh` |": [MATRIX[2], MATRIX[3]],
     "| `apptainer_horovod.sh` |": [MATRIX[4]],
     "| `podman_hpc_ddp.sh` |": [MATRIX[5]],
     "| `shifter_ddp.sh` |": ["launch/test_launch.py::test_shifter"],
-    "| `modules_ddp.sh` |": ["launch/test_launch.py::test_without_a_container_by_a_module"],
+    "| `modules_ddp.sh` |": ["launch/test_launch.py::test_without_a_container[module]"],
     "| `pbs_ddp.sh` |": ["launch/test_launch.py::test_pbs"],
     "| `jupyter.sh` |": [
         "servers/test_jupyter.py::test_a_cell_trains_on_two_ranks_through_the_command_of_the_log"
     ],
     "| `local.sh` |": ["launch/test_launch.py::test_local_in_the_container"],
-    "| `check.sh` |": ["launch/test_launch.py::test_check_from_another_folder"],
+    "| `check.sh` |": ["launch/test_launch.py::test_check_and_then_the_run_in_one_job"],
     # ---- Your own script ----
     "passes its arguments on unchanged": [
         "launch/test_launch.py::test_the_arguments_of_a_script_arrive_as_they_are",
@@ -106,17 +102,17 @@ MAIN_ROAD = {
 # What the README does not say, but every user relies on.
 MAIN_ROAD_BESIDE_THE_README = {
     "nobody else on the cluster can change a job or read its secrets": [
-        "test_security.py::test_another_user_of_the_cluster_changes_nothing_in_a_running_job",
-        "test_security.py::test_no_image_is_entered_that_another_user_can_write",
-        "test_security.py::test_a_stranger_does_not_become_a_rank",
-        "test_security.py::test_a_run_holds_no_secret_and_is_for_its_user_alone",
-        "test_security.py::test_a_pickle_of_another_rank_is_not_executed",
-        "test_security.py::test_ranks_join_with_a_secret_and_use_a_prefix_that_it_hides",
-        "launch/test_launch.py::test_no_secret_is_on_a_command_line",
+        "launch/test_other_users.py::test_another_user_of_the_cluster_changes_nothing_in_a_running_job",
+        "launch/test_other_users.py::test_no_image_is_entered_that_another_user_can_write",
+        "launch/test_other_users.py::test_no_secret_is_on_a_command_line",
+        "distributed/test_strangers.py::test_a_stranger_does_not_become_a_rank",
+        "distributed/test_strangers.py::test_a_pickle_of_another_rank_is_not_executed[gather]",
+        "distributed/test_strangers.py::test_ranks_join_with_a_secret_and_use_a_prefix_that_it_hides",
+        "files/test_other_users.py::test_a_run_holds_no_secret_and_is_for_its_user_alone",
     ],
     "a rank that fails ends the job, is named, and leaves nothing behind": [
-        "launch/test_launch.py::test_a_killed_rank_ends_the_whole_job",
-        "launch/test_launch.py::test_a_rank_that_dies_fails_the_job_and_is_named[raise-torchrun]",
+        "launch/test_failures.py::test_a_killed_rank_ends_the_whole_job_and_is_named",
+        "launch/test_failures.py::test_nothing_is_left_of_any_job",
         "launch/test_launch.py::test_nothing_is_left_of_any_job",
     ],
     "a training that was interrupted ends as one that was not": [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpctrain.commands import bench
-from tests.launch.test_launch import HOME, job
+from tests.launch.helpers import HOME, job
 from tests.tools import warm_start
 
 

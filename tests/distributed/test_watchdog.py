@@ -192,7 +192,7 @@ def test_a_job_that_is_suspended_as_a_whole_is_no_alarm(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["train_fsdp", "train_lightning"])
 def test_the_trainers_have_a_watchdog(tmp_path, trainer):
-    """tests/launch/test_launch.py stops ranks of train_ddp."""
+    """tests/launch/test_failures.py stops ranks of train_ddp."""
     write_digits(tmp_path / "digits")
     options = [trainer, "--data", "digits", "--epochs", "1000", "--out", "run", "--watchdog", str(LIMIT)]
     ranks = warm_start.torchrun_ranks(4, options, dict(os.environ))

@@ -9,7 +9,7 @@ import subprocess
 
 from slurm_cluster import REPOSITORY
 
-from tests.launch.test_library import BARE
+from tests.launch.helpers import BARE
 
 DRIVER = """
 set -euo pipefail

@@ -1,4 +1,5 @@
-"""What of a shell and of a job reaches a rank, without a cluster: launch/lib/environment.sh and job.sh.
+"""What the scheduler granted, and what of a shell and of a job reaches a rank, without a cluster:
+launch/lib/job.sh and environment.sh.
 
 STANDINS hold back what the real programs do: mpirun and podman-hpc pass on what they are told, a SIF unsets
 PYTHONPATH, and srun without --export=ALL passes on nothing. test_environment.py has the real ones.
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import helpers
+from tests.launch.helpers import assert_refused, dry_run
 from tests.launch.test_environment import HOSTILE, VARIABLES
 from tests.launch.test_injection import LAUNCH, a_shell, split_log, what_a_rank_got
 
@@ -316,3 +319,77 @@ def test_horovod_over_gloo_needs_no_mpi4py(shell):
     start(shell, "apptainer_horovod.sh --launcher=mpirun")
     done = shell(LAUNCH / "apptainer_horovod.sh", "check", HPCTRAIN_MPI="pmix")
     assert done.returncode == 2 and "or --launcher=mpirun\n" in done.stderr, done.stderr
+
+
+# ---- half of a job, and numbers that are none ----
+
+IN_SLURM = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "{}"}
+IN_PBS = {"PBS_JOBID": "1", "PBS_NODEFILE": "{}/nodes", "PBS_O_WORKDIR": "{}"}
+COPIES = IN_SLURM | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("script", "env", "names"),
+    [
+        ("pbs_ddp.sh", IN_PBS | {"PBS_NODEFILE": "{}/empty"}, ["{}/empty, ", "PBS_NODEFILE"]),
+        ("pbs_ddp.sh", IN_PBS | {"PBS_NODEFILE": "{}/none"}, ["{}/none, ", "PBS_NODEFILE"]),
+        ("pbs_ddp.sh", IN_PBS | {"PBS_O_WORKDIR": "{}/no", "PBS_ENVIRONMENT": "PBS_BATCH"}, ["{}/no, "]),
+        ("apptainer_ddp.sh", IN_SLURM, ["scontrol", "SLURM_JOB_NODELIST=''"]),
+        ("apptainer_ddp.sh", IN_SLURM | {"SLURM_SUBMIT_DIR": "{}/none"}, ["{}/none, "]),
+        ("apptainer_ddp.sh", COPIES | {"SLURM_PROCID": "0"}, [" 4 ", "sbatch launch/apptainer_ddp.sh"]),
+    ],
+)
+def test_half_of_a_job_ends_with_one_line(programs, tmp_path, script, env, names):
+    done = dry_run(script, programs | {name: value.format(tmp_path) for name, value in env.items()})
+    assert_refused(done, *[name.format(tmp_path) for name in names])
+
+
+def test_the_other_tasks_of_srun_say_nothing(programs, tmp_path):
+    """The srun of each task waited for the nodes of the others, until the time limit."""
+    done = dry_run("apptainer_ddp.sh", programs | COPIES | {"SLURM_PROCID": "3"})
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+@pytest.mark.parametrize("port", ["70000", "0", "http", "1$(touch made)"])
+def test_a_number_that_is_no_port_is_one_line(programs, port):
+    """torchrun ended in a traceback."""
+    done = dry_run("apptainer_torchrun.sh", programs | {"MASTER_PORT": port}, "check")
+    assert_refused(done, f"MASTER_PORT={port}: ", "65535")
+    assert dry_run("apptainer_torchrun.sh", programs | {"MASTER_PORT": "65535"}, "check").returncode == 0
+
+
+def test_each_job_of_a_pbs_array_has_a_port(programs, tmp_path):
+    """Their numbers are like 17[4], which is no number to the shell."""
+    ports = set()
+    for number in ("17[3].server", "17[4].server", "0178.server"):
+        env = {name: value.format(tmp_path) for name, value in IN_PBS.items()} | {"PBS_JOBID": number}
+        done = dry_run("pbs_ddp.sh", programs | env)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        ports |= set(re.findall(r"export MASTER_PORT=(\d+)", done.stdout))
+    assert len(ports) == 3
+
+
+# ---- this machine alone ----
+
+
+def test_one_of_a_kind_has_no_plural(programs):
+    """The log began with "1 nodes x 1 tasks"."""
+    said = dry_run("local.sh", programs | {"HPCTRAIN_TASKS": "1"}, "check").stdout
+    assert re.search(r" 1 node x 1 task x \d+ threads?, 0 GPUs per node, on localhost\n", said), said
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks"), [(None, 4), ("2", 1), ("1,3", 2), ("GPU-17", 1), ("0,-1,2", 1), ("", 1)]
+)
+def test_a_rank_for_each_gpu_that_is_visible(programs, tmp_path, visible, ranks):
+    """On a shared workstation it took all of them."""
+    gpus = "printf 'GPU %s: NVIDIA\\n' 0 1 2 3"
+    helpers.put(tmp_path, nvidia_smi=f"[ $1 != --list-gpus ] || {gpus}")
+    env = programs if visible is None else programs | {"CUDA_VISIBLE_DEVICES": visible}
+    assert f" --nproc-per-node={ranks} " in dry_run("local.sh", env, "check").stdout
+
+
+def test_a_machine_without_lo_is_told_at_once(programs):
+    """torchrun waited for itself."""
+    command = ["--map-root-user", "--net", LAUNCH / "local.sh", "--dry-run", "check"]
+    assert_refused(helpers.start("/usr/bin/unshare", *command, env=programs), "interface lo ")

@@ -7,18 +7,28 @@ launch/lib/control.sh.
 import json
 import os
 import re
-import time
 from functools import partial
 
 import pytest
 
-from tests.lightning.test_run_folder import EXAMPLES, result, run_script
+from tests.launch.helpers import (
+    HERE,
+    HOME,
+    NO_CONTAINER,
+    ONE_EACH,
+    SCRIPT,
+    folder,
+    job,
+    result,
+    signal_rank,
+    wait,
+    wait_until,
+)
+from tests.lightning.test_run_folder import EXAMPLES, run_script
+from tests.lightning.test_run_folder import result as result_of_example
 from tests.tools import warm_start
 
 pytestmark = pytest.mark.slow
-
-HOME = "/home/alice/hpctrain"
-BARE = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"}
 
 # What rank 0 writes at the start, what it does at `stop`, and how the first attempts end.
 PROGRAM = """
@@ -59,219 +69,133 @@ sys.exit(75 if case == "status" else 0)
 """
 
 
-IN_IMAGE: dict[str, str] = {}
-SCRIPT = "launch/apptainer_ddp.sh"
-HERE = ["--nodelist=n1,n2"]
-JOBS = {  # name: options of sbatch, environment, program
-    "example": ([*HERE, "--ntasks-per-node=1"], BARE, "examples/requeue/train.py"),
-    "limit": ([*HERE, "--time=1", "--signal=B:USR1@20"], BARE, "program.py"),
-    "short": ([*HERE, "--time=1"], BARE, "program.py"),  # with the scripts' own --signal, which is longer
-    "ignores": ([*HERE, "--time=1", "--signal=B:USR1@20"], BARE, "program.py"),
-    "preempted": (["--nodelist=n3,n4"], IN_IMAGE, "program.py"),
-    "unsaved": (HERE, BARE, "program.py"),
-    "usage": (HERE, BARE, "program.py"),
-    "killed": (HERE, BARE, "program.py"),
-    "error": (HERE, BARE, "program.py"),
-    "again": (HERE, BARE | {"HPCTRAIN_REQUEUES": "1"}, "program.py"),
-    "status": (HERE, BARE, "program.py"),
-    "array": (["--nodelist=n1", "--nodes=1", "--array=0-1"], BARE, "program.py"),
-    "canceled": (HERE, BARE, "program.py"),
-    "late": (HERE, BARE, "program.py"),
+SAVED = "the ranks have saved a checkpoint and stopped: requeuing"
+CONTINUES = f"sbatch --nodes=2 --ntasks-per-node=2 {HOME}/{SCRIPT} program.py"
+LIMIT = ["--time=1", "--signal=B:USR1@20"]
+# options of sbatch, how the job ends, the number of its restarts, and what its log has
+JOBS = {
+    "example": (
+        ["--ntasks-per-node=1"],
+        "COMPLETED",
+        1,
+        r"rank . continues at step(.|\n)*rank . continues at",
+    ),
+    "limit": (LIMIT, "COMPLETED", 1, SAVED),
+    # With the scripts' own --signal, which is longer than the limit: Slurm sends it at once. The job would do
+    # nothing but start and stop.
+    "short": (["--time=1"], "COMPLETED", 1, r"asked after \d\d s"),
+    # Ranks that do not stop are killed before the limit.
+    "ignores": (LIMIT, "COMPLETED", 1, r"killing them(.|\n)*after the request to stop: requeuing"),
+    # It has time to save, and its image stays.
+    "preempted": (["--nodelist=n3,n4"], "COMPLETED", 1, SAVED),
+    "unsaved": ([], "FAILED", 0, r"not requeued: exit status (137|143) "),
+    # an error that a restart does not correct
+    "usage": ([], "FAILED", 0, f"not requeued, .*{CONTINUES} usage --resume runs/x"),
+    "killed": ([], "COMPLETED", 1, r"exit status (137|143) .* restart 1 of at most 10 \(HPCTRAIN_REQUEUES\)"),
+    # srun ends with the status of the ranks that it kills then, which was taken for one of a lost node.
+    "error": ([], "FAILED", 1, r"task 2 on n2 .* exit code 1.* ValueError: of rank 2\n.*not requeued: .* 1 "),
+    "again": ([], "FAILED", 1, r"not requeued: exit status (137|143) after 1 restart, HPCTRAIN_REQUEUES"),
+    # srun kills the other ranks when the first one exits with 75, so its own status may be another.
+    "status": ([], "COMPLETED", 1, r"(stopped|request to stop).*requeuing(.|\n)*(went on(.|\n)*){4}"),
+    "array": (["--nodelist=n1", "--nodes=1", "--array=0-1"], None, None, r"(went on(.|\n)*){2}"),
+    "canceled": ([], "CANCELLED", 0, ""),
+    # A rank ends long after the others, as rank 0 of a script that evaluates or saves alone at the end.
+    "late": ([], "COMPLETED", 0, ""),
 }
-
-
-def folder(cluster, path):
-    return cluster.host_path(f"{HOME}/{path}")
+REQUEUES = {"again": {"HPCTRAIN_REQUEUES": "1"}}
 
 
 def shown(cluster, number, field):
-    return re.search(
-        rf"\b{field}=(\S+)", cluster.exec("login", "scontrol", "show", "job", str(number)).stdout
-    )[1]
-
-
-def wait_for(condition, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.2)
+    job = cluster.exec("login", "scontrol", "show", "job", str(number)).stdout
+    return re.search(rf"\b{field}=(\S+)", job)[1]
 
 
 def processes(cluster, node, number):
     """The command lines of the processes of a job on a node, by their numbers."""
-    script = (
-        f"grep -slzx SLURM_JOB_ID={number} /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r ps -o pid=,args= -p"
-    )
+    mine = f"grep -slzx SLURM_JOB_ID={number} /proc/[0-9]*/environ | cut -d/ -f3"
+    script = f"{mine} | xargs -r ps -o pid=,args= -p"
     lines = cluster.exec(node, "sh", "-c", script, check=False).stdout.splitlines()
     return dict(line.split(maxsplit=1) for line in lines)
 
 
+def send_usr1(cluster, number):
+    cluster.exec("login", "scancel", "--signal=USR1", "--batch", str(number), user="alice")
+
+
 @pytest.fixture(scope="module")
-def numbers(cluster):
-    """The numbers of all jobs. Those that a signal stops have got it."""
+def numbers(cluster, request):
+    """The numbers of the jobs of all tests of this session. Those that a signal stops have got it."""
     folder(cluster, "program.py").write_text(PROGRAM)
+    mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = [name for name in JOBS if name in [item.callspec.params["name"] for item in mine]]
+    numbers = {}
+    for name in chosen:
+        program = ["examples/requeue/train.py", "1000"] if name == "example" else ["program.py", name]
+        env = {} if name == "preempted" else NO_CONTAINER | REQUEUES.get(name, {})
+        numbers[name] = cluster.submit(HERE, *JOBS[name][0], SCRIPT, *program, cwd=HOME, env=env)
 
     def started(name, task=""):
         output = folder(cluster, f"slurm-{numbers[name]}{task}.out")
         said = "step 100" if name == "example" else "polls"
         ranks = 2 if task or name == "example" else 4
-        wait_for(lambda: output.exists() and output.read_text().count(said) >= ranks)
+        wait_until(lambda: output.exists() and output.read_text().count(said) >= ranks)
         return f"{numbers[name]}{task}"
 
-    numbers = {
-        name: cluster.submit(
-            *options, SCRIPT, program, "1000" if name == "example" else name, cwd=HOME, env=env
-        )
-        for name, (options, env, program) in JOBS.items()
+    urgent = ["--partition=urgent", "--nodelist=n3,n4", "--exclusive"]
+    acts = {
+        "example": lambda: send_usr1(cluster, started("example")),  # first, while it has work left
+        "preempted": lambda: started("preempted") and cluster.submit(*urgent, script="#!/bin/sh\nsleep 1\n"),
+        "status": lambda: send_usr1(cluster, started("status")),
+        "array": lambda: send_usr1(cluster, started("array", "_1")),
+        "canceled": lambda: cluster.exec("login", "scancel", started("canceled"), user="alice"),
     }
-
-    def signal(name, task=""):
-        cluster.exec("login", "scancel", "--signal=USR1", "--batch", started(name, task), user="alice")
-
-    signal("example")  # first, while it has work left
-    started("preempted")
-    cluster.submit("--partition=urgent", "--nodelist=n3,n4", "--exclusive", script="#!/bin/sh\nsleep 1\n")
-    signal("status")
-    signal("array", "_1")
-    cluster.exec("login", "scancel", started("canceled"), user="alice")
+    for name, act in acts.items():
+        if name in numbers:
+            act()
     return numbers
 
 
-@pytest.fixture
-def ended(cluster, numbers):
-    """A function that waits for a job; returns its end state, the number of its restarts, and its output."""
-
-    def wait(name):
-        job = cluster.wait(numbers[name])
-        return (
-            job.state,
-            int(shown(cluster, job.id, "Restarts")),
-            folder(cluster, f"slurm-{job.id}.out").read_text(),
-        )
-
-    return wait
-
-
 def said(output):
-    """What the launch script said about the end of an attempt.
-
-    Which rank gives srun its status (137 or 143) is a race.
-    """
-    lines = [line for line in output.splitlines() if re.search(r"^hpctrain: (the|not|exit|Slurm) ", line)]
-    return [re.sub("exit status 1(37|43)", "exit status N", line) for line in lines]
+    """What the launch script said about the end of an attempt."""
+    return [line for line in output.splitlines() if re.search(r"^hpctrain: (the|not|exit|Slurm) ", line)]
 
 
-def test_a_job_that_ends_before_it_has_saved_is_not_requeued(ended):
-    state, restarts, output = ended("unsaved")
-    assert (state, restarts) == ("FAILED", 0), output
-    assert said(output) == [
-        "hpctrain: not requeued: exit status N before this attempt has saved a checkpoint"
-    ]
+@pytest.mark.parametrize("name", [name for name in JOBS if name != "array"])
+def test_how_a_job_ends(cluster, numbers, name):
+    _, state, restarts, text = JOBS[name]
+    ended, output = wait(cluster, numbers[name])
+    assert ended.state == state and re.search(text, output), output
+    count = int(shown(cluster, ended.id, "Restarts"))
+    assert count == restarts or (name == "preempted" and count > restarts), output
+    # one line says it
+    assert len(said(output)) == 1 or name not in ("limit", "unsaved", "usage", "killed"), output
+    assert "Bus error" not in output
+    if name == "canceled":
+        for node in ("n1", "n2"):
+            wait_until(lambda node=node: not processes(cluster, node, numbers[name]))
 
 
-def test_an_error_that_a_restart_does_not_correct(ended):
-    state, restarts, output = ended("usage")
-    assert (state, restarts) == ("FAILED", 0), output
-    shape = "--nodes=2 --ntasks-per-node=2"
-    resume = f"continue with sbatch {shape} {HOME}/{SCRIPT} program.py usage --resume runs/x"
-    assert said(output) == [
-        f"hpctrain: not requeued, because a restart does not correct this error: {resume}"
-    ]
-
-
-def test_a_rank_that_ends_long_after_the_others(ended):
-    """As rank 0 of a script that evaluates or saves alone at the end."""
-    state, restarts, output = ended("late")
-    assert (state, restarts) == ("COMPLETED", 0), output
-
-
-def test_a_killed_rank_after_a_checkpoint(ended):
-    state, restarts, output = ended("killed")
-    assert (state, restarts) == ("COMPLETED", 1), output
-    assert said(output) == [
-        "hpctrain: exit status N after a checkpoint or the request to stop, "
-        "restart 1 of at most 10 (HPCTRAIN_REQUEUES): requeuing the job"
-    ]
-
-
-def test_an_error_after_a_restart(ended):
-    """srun ends with the status of the ranks that it kills then, which was taken for one of a lost node."""
-    state, restarts, output = ended("error")
-    assert (state, restarts) == ("FAILED", 1), output
-    first = "task 2 on n2 failed first: Exited with exit code 1. Its last line: ValueError: of rank 2"
-    why = "not requeued: exit status 1 before this attempt has saved a checkpoint"
-    assert f"hpctrain: {first}\nhpctrain: {why}\n" in output, output
-
-
-def test_a_job_that_fails_again_and_again(ended):
-    state, restarts, output = ended("again")
-    assert (state, restarts) == ("FAILED", 1), output
-    assert "not requeued: exit status N after 1 restart, HPCTRAIN_REQUEUES allows no more" in said(output)[-1]
-
-
-def test_exit_status_75_after_the_request_to_stop(ended):
-    """srun kills the other ranks when the first one exits, so its own status may be another."""
-    state, restarts, output = ended("status")
-    assert (state, restarts) == ("COMPLETED", 1), output
-    assert re.search("saved a checkpoint and stopped|the request to stop", said(output)[0]), output
-    assert output.count("went on") == 4, output
-
-
-def test_one_task_of_an_array(cluster, numbers):
+@pytest.mark.parametrize("name", ["array"])
+def test_one_task_of_an_array(cluster, numbers, name):
     """The one whose number is that of the array."""
-    number = numbers["array"]
-    wait_for(lambda: shown(cluster, f"{number}_1", "JobState") == "COMPLETED")
+    number = numbers[name]
+    wait_until(lambda: shown(cluster, f"{number}_1", "JobState") == "COMPLETED")
     output = folder(cluster, f"slurm-{number}_1.out").read_text()
-    assert f"job {number}," in output and output.count("went on") == 2, output
+    assert f"job {number}," in output and re.search(JOBS[name][3], output), output
     assert [shown(cluster, f"{number}_{task}", "Restarts") for task in (0, 1)] == ["0", "1"]
     assert shown(cluster, f"{number}_0", "JobState") == "RUNNING"
     cluster.exec("login", "scancel", f"{number}_0", user="alice")
 
 
-def test_a_job_that_its_user_cancels(cluster, numbers, ended):
-    state, restarts, output = ended("canceled")
-    assert (state, restarts) == ("CANCELLED", 0), output
-    for node in ("n1", "n2"):
-        wait_for(lambda node=node: not processes(cluster, node, numbers["canceled"]))
-
-
-def test_the_example_of_the_documents(ended):
-    state, restarts, output = ended("example")
-    assert (state, restarts) == ("COMPLETED", 1), output
-    assert len(re.findall("rank . continues at step", output)) == 2
-
-
-def test_a_preempted_job_has_time_to_save(ended):
-    state, restarts, output = ended("preempted")
-    assert state == "COMPLETED" and restarts >= 1, output
-    assert "hpctrain: the ranks have saved a checkpoint and stopped: requeuing the job" in output
-    assert "Bus error" not in output
-
-
-def test_a_time_limit(ended):
-    state, restarts, output = ended("limit")
-    assert (state, restarts) == ("COMPLETED", 1), output
-    assert said(output) == ["hpctrain: the ranks have saved a checkpoint and stopped: requeuing the job"]
-
-
-def test_a_time_limit_that_is_shorter_than_the_signal(ended):
-    """Slurm sends the signal at once. The job would do nothing but start and stop."""
-    state, restarts, output = ended("short")
-    assert (state, restarts) == ("COMPLETED", 1), output
-    assert int(re.search(r"asked after (\d+) s", output)[1]) > 10, output
-
-
-def test_ranks_that_do_not_stop_are_killed_before_the_limit(ended):
-    state, restarts, output = ended("ignores")
-    assert (state, restarts) == ("COMPLETED", 1), output
-    assert "the ranks have not stopped, and the time is nearly over: killing them" in output
-    assert "after the request to stop: requeuing the job" in output
+def weights_and_steps(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return result(run)["weights_sha256"], [json.loads(line)["step"] for line in lines]
 
 
 def test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to(cluster, tmp_path):
     """In the image, with 4 ranks: asked to stop within an epoch, and later a rank is killed."""
     command = ["train_ddp", "--data=digits", "--epochs=20", "--checkpoint-every=1s", "--out"]
-    number = cluster.submit(*HERE, SCRIPT, *command, "runs/disturbed", cwd=HOME)
+    number = cluster.submit(HERE, SCRIPT, *command, "runs/disturbed", cwd=HOME)
     events = []
 
     def disturb(line):
@@ -280,103 +204,77 @@ def test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to(clust
             events.append(f"restart {restart[1]}")
         if "epoch 3 step" in line and not events:
             events.append("stop")
-            cluster.exec("login", "scancel", "--signal=USR1", "--batch", str(number), user="alice")
+            send_usr1(cluster, number)
         if re.search(r"epoch \d+ step \d+ +test_loss", line) and events[-1:] == ["restart 1"]:
             # a checkpoint of this attempt is being written by now, but need not be complete
             saved = "n1", "sh", "-c", "ls /tmp/hpctrain-control.*/saved"
-            wait_for(lambda: cluster.exec(*saved, check=False).returncode == 0)
+            wait_until(lambda: cluster.exec(*saved, check=False).returncode == 0)
             events.append("kill")
-            cluster.exec(
-                "n2", "sh", "-c", "kill -KILL $(pgrep -f '[h]pctrain train_ddp.*runs/disturbed' | tail -n 1)"
-            )
+            signal_rank(cluster, "KILL", "train_ddp.*runs/disturbed")
 
-    job = cluster.wait(number, on_line=disturb)
-    output = folder(cluster, f"slurm-{number}.out").read_text()
-    assert job.state == "COMPLETED" and events == ["stop", "restart 1", "kill", "restart 2"], (events, output)
-    assert (
-        output.count("resuming after epoch") == 2
-        and "ending early, as the job has to: saved after epoch" in output
-    )
-    runs = [tmp_path / "undisturbed", folder(cluster, "runs/disturbed")]
-    whole = warm_start.run(
-        warm_start.torchrun_ranks(4, [*command, str(runs[0])], dict(os.environ)), folder(cluster, ".")
-    )
+    ended, output = wait(cluster, number, on_line=disturb)
+    events_of_run = ["stop", "restart 1", "kill", "restart 2"]
+    assert ended.state == "COMPLETED" and events == events_of_run, (events, output)
+    assert output.count("resuming after epoch") == 2 and "saved after epoch" in output
+    ranks = warm_start.torchrun_ranks(4, [*command, str(tmp_path / "undisturbed")], dict(os.environ))
+    whole = warm_start.run(ranks, folder(cluster, "."))
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    weights = [json.loads((run / "result.json").read_text())["weights_sha256"] for run in runs]
-    assert weights[0] == weights[1]
-    steps = [
-        [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in runs
-    ]
-    assert steps[0] == steps[1]
+    disturbed = folder(cluster, "runs/disturbed")
+    assert weights_and_steps(disturbed) == weights_and_steps(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_a_trainer_of_a_user_ends_with_the_weights_of_a_run_that_nothing_happened_to(cluster, tmp_path, name):
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_trainer_of_a_user_ends_with_the_weights_of_a_run_that_nothing_happened_to(
+    cluster, tmp_path, example
+):
     """An example with more and slower data: asked to stop within an epoch, and requeued."""
-    text = EXAMPLES[name].read_text()
-    changes = [
-        ("512", "2048"),
-        ("epochs=3", "epochs=2"),
-        ("\nimport torch\n", "\nimport time\n\nimport torch\n"),
-    ]
-    changes.append(
-        (getitem := re.search(r"    def __getitem__.*\n", text)[0], f"{getitem}        time.sleep(0.004)\n")
-    )
-    for before, after in changes:
+    text = EXAMPLES[example].read_text()
+    getitem = re.search(r"    def __getitem__.*\n", text)[0]
+    changes = {"512": "2048", "epochs=3": "epochs=2", "\nimport torch\n": "\nimport time\n\nimport torch\n"}
+    for before, after in (changes | {getitem: f"{getitem}        time.sleep(0.004)\n"}).items():
         assert text.count(before) == 1, before
         text = text.replace(before, after)
-    script = folder(cluster, f"long_{name}.py")
+    script = folder(cluster, f"long_{example}.py")
     script.write_text(text)
-    number = cluster.submit(
-        *HERE, "--ntasks-per-node=1", SCRIPT, script.name, cwd=HOME, env=BARE | {"OMP_NUM_THREADS": "1"}
-    )
-    run = folder(cluster, f"runs/{name}-{number}")
-    wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text())
-    cluster.exec("login", "scancel", "--signal=USR1", "--batch", str(number), user="alice")
-    job = cluster.wait(number)
-    output = folder(cluster, f"slurm-{number}.out").read_text(errors="replace")  # a bar of tqdm may be cut
-    assert (job.state, int(shown(cluster, number, "Restarts"))) == ("COMPLETED", 1), output
-    assert said(output) == ["hpctrain: the ranks have saved a checkpoint and stopped: requeuing the job"]
-    step = re.search(
-        r"resuming from runs/\S+/checkpoint-(\d+)|resuming after epoch \d+ and (\d+) steps", output
-    )
+    env = NO_CONTAINER | {"OMP_NUM_THREADS": "1"}
+    number = cluster.submit(*ONE_EACH, SCRIPT, script.name, cwd=HOME, env=env)
+    run = folder(cluster, f"runs/{example}-{number}")
+    wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text())
+    send_usr1(cluster, number)
+    ended, output = wait(cluster, number)
+    assert (ended.state, int(shown(cluster, number, "Restarts"))) == ("COMPLETED", 1), output
+    assert len(said(output)) == 1 and SAVED in said(output)[0]
+    resuming = r"resuming from runs/\S+/checkpoint-(\d+)|resuming after epoch \d+ and (\d+) steps"
+    step = re.search(resuming, output)
     assert step and int(step[1] or step[2]) % 64, output
     ranks = warm_start.torchrun_ranks(2, [], os.environ | {"HPCTRAIN_JOB": "7"}, partial(run_script, script))
     whole = warm_start.run(ranks, tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    assert json.loads((run / "result.json").read_text())["weights_sha256"] == result(name, tmp_path)
+    assert result(run)["weights_sha256"] == result_of_example(example, tmp_path)
 
 
 def test_a_trainer_that_diverges_is_not_requeued(cluster):
     """Although it has saved a checkpoint."""
-    options = ["train_ddp", "--data=digits", "--lr=0.5", "--lr-decay=1", "--epochs=40", "--out=runs/diverged"]
-    number = cluster.submit(*HERE, "--ntasks-per-node=1", SCRIPT, *options, cwd=HOME, env=BARE)
-    job = cluster.wait(number)
-    output = folder(cluster, f"slurm-{number}.out").read_text()
-    assert (job.state, int(shown(cluster, number, "Restarts"))) == ("FAILED", 0), output
+    command = "train_ddp --data=digits --lr=0.5 --lr-decay=1 --epochs=40 --out=runs/diverged"
+    ended, output = job(cluster, *command.split(), options=ONE_EACH, env=NO_CONTAINER)
+    assert (ended.state, int(shown(cluster, ended.id, "Restarts"))) == ("FAILED", 0), output
     assert re.search(r"train_loss is nan|are not finite", output), output
-    resume = "continue with sbatch --nodes=2 --ntasks-per-node=1 "
-    resume += f"{HOME}/{SCRIPT} {' '.join(options)} --resume runs/diverged"
-    assert said(output) == [
-        f"hpctrain: not requeued, because a restart does not correct this error: {resume}"
-    ]
+    resume = f"sbatch --nodes=2 --ntasks-per-node=1 {HOME}/{SCRIPT} {command} --resume runs/diverged"
+    (line,) = said(output)
+    assert line.startswith("hpctrain: not requeued") and line.endswith(resume)
 
 
 def test_pbs_says_which_command_goes_on(cluster):
     """PBS Pro does not requeue the jobs of its users. At the end of the walltime it sends TERM."""
     folder(cluster, "program.py").write_text(PROGRAM)
-    line = (
-        f"HPCTRAIN_RUNTIME=none HPCTRAIN_PYTHON_ENV=/opt/hpctrain {HOME}/launch/pbs_ddp.sh program.py asked\n"
-    )
-    select = "select=2:ncpus=2:mpiprocs=2"
-    number = int(
-        cluster.exec("login", "qsub", "-l", select, user="alice", cwd=HOME, input=f"exec env {line}").stdout
-    )
+    env = " ".join(f"{name}={value}" for name, value in NO_CONTAINER.items())
+    line = f"exec env {env} {HOME}/launch/pbs_ddp.sh program.py asked\n"
+    qsub = ["qsub", "-l", "select=2:ncpus=2:mpiprocs=2"]
+    number = int(cluster.exec("login", *qsub, user="alice", cwd=HOME, input=line).stdout)
     output = folder(cluster, f"STDIN.o{number}")
-    wait_for(lambda: output.exists() and output.read_text().count("polls") == 4)
+    wait_until(lambda: output.exists() and output.read_text().count("polls") == 4)
     cluster.exec("login", "scancel", "--signal=TERM", "--batch", str(number), user="alice")
-    job = cluster.wait(number)
-    assert (job.state, job.exit_code) == ("FAILED", 75)
-    resume = f"continue with echo '{HOME}/launch/pbs_ddp.sh program.py asked --resume runs/x' | qsub"
-    assert said(output.read_text()) == [f"hpctrain: the ranks have saved a checkpoint and stopped: {resume}"]
+    ended = cluster.wait(number)
+    assert (ended.state, ended.exit_code) == ("FAILED", 75)
+    resume = f"echo '{HOME}/launch/pbs_ddp.sh program.py asked --resume runs/x' | qsub"
+    assert len(said(output.read_text())) == 1 and said(output.read_text())[0].endswith(resume)

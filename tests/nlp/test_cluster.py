@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from hpctrain.checkpoints import checkpoint
 from hpctrain.nlp.tasks import instruct
 from tests.helpers import DATA
-from tests.launch.test_launch import HOME, folder, job
+from tests.launch.helpers import HOME, folder, job
 from tests.nlp.models.test_tensor_parallel import make_model
 from tests.tools import warm_start
 

@@ -12,7 +12,7 @@ import pytest
 from hpctrain.errors import HpctrainError
 from hpctrain.servers import jupyter
 from tests.helpers import BARE_PYTHON
-from tests.launch.test_launch import HOME, wait, wait_until_idle
+from tests.launch.helpers import HOME, wait, wait_until_idle
 from tests.servers.helpers import ASK, opened, words_of_the_log
 from tests.tools.browser import Browser
 

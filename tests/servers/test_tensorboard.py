@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 from hpctrain.distributed.world import ALONE
 from hpctrain.servers import tensorboard
 from tests.helpers import ask_socket, listening_ports, make_run, run_hpctrain
-from tests.launch.test_launch import HOME, wait_until_idle
+from tests.launch.helpers import HOME, wait_until_idle
 from tests.servers.helpers import ASK, opened, words_of_the_log
 
 CONNECT = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"

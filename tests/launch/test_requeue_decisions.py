@@ -1,0 +1,325 @@
+"""What a batch script does when its launcher has ended, without a cluster: whether the job goes on, and how.
+
+tests/launch/test_requeue.py has real jobs.
+"""
+
+import shlex
+import subprocess
+
+import pytest
+
+from tests.launch.helpers import BARE, LAUNCH, assert_refused, bash, library, put, put_squeue
+
+RESUME = "--resume runs/x\n"
+
+
+@pytest.fixture
+def slurm(programs, tmp_path):
+    """The environment of job 7, in which scontrol prints its words; (tmp_path / "control") is its folder."""
+    (tmp_path / "control").mkdir()
+    put(tmp_path, scontrol='echo "$@"')
+    put_squeue(tmp_path)
+    return programs | {"SLURM_JOB_ID": "7"}
+
+
+@pytest.fixture
+def conclude(slurm, tmp_path):
+    """A function that ends a batch script whose launcher has ended with this status."""
+
+    def end(status, files="", requeues=1, assignments="SCRIPT=x", env=None, **fields):
+        for name in files.split():
+            (tmp_path / "control" / name).write_text(RESUME)
+        if fields:
+            put_squeue(tmp_path, **fields)
+        restarts = {"SLURM_RESTART_COUNT": str(fields["RestartCnt"])} if fields.get("RestartCnt") else {}
+        facts = f"HPCTRAIN_CONTROL={tmp_path}/control HPCTRAIN_REQUEUES={requeues} NODES=2 TASKS=4 THREADS=8"
+        script = (
+            f"source {LAUNCH}/lib/main.sh; {facts} GPUS=4 {assignments}; trap clean_up EXIT; exit {status}"
+        )
+        return bash(f"set -eu; {script}", slurm | restarts | (env or {}))
+
+    return end
+
+
+LAST_RESTART = "restart 1 of at most 1 (HPCTRAIN_REQUEUES)"
+PREEMPTED = {"RestartCnt": 5, "PreemptTime": "2026-11-20T12:00:00"}
+
+
+@pytest.mark.parametrize(
+    ("status", "files", "requeues", "fields", "ends_with", "requeued", "names"),
+    [
+        # An attempt that stops and saves nothing is counted: it was requeued for ever.
+        *((status, "stop stopped saved", 0, {}, 75, True, "saved a checkpoint") for status in (0, 75)),
+        *((status, "stop stopped", 1, {}, 75, True, LAST_RESTART) for status in (0, 75)),
+        *((status, "stop stopped", 0, {}, 75, False, "continue with sbatch ") for status in (0, 75)),
+        # srun did not reach a node. Ranks on other nodes may have started, and no checkpoint been saved.
+        (233, "", 1, {}, 233, True, LAST_RESTART),
+        (1, "", 1, {}, 1, False, ""),
+        (137, "", 1, {}, 137, False, ""),
+        # Slurm killed the ranks of a job with a checkpoint within a second of their second start.
+        (137, "", 2, {"RestartCnt": 1}, 137, True, "restart 2 of at most 2 (HPCTRAIN_REQUEUES)"),
+        (137, "", 2, {"RestartCnt": 2}, 137, False, "HPCTRAIN_REQUEUES"),
+        (1, "", 2, {"RestartCnt": 1}, 1, False, ""),
+        # A launcher that was ended because it waited, as after slurmstepd was killed, with work left or not
+        (143, "saved lonely ended.1 stopped", 1, {}, 75, True, ""),
+        (143, "saved lonely ended.1", 1, {}, 0, False, ""),
+        # Slurm requeues a preempted job itself, whatever its script does (PreemptMode=REQUEUE).
+        (143, "", 1, PREEMPTED, 143, True, "preempted"),
+    ],
+)
+def test_whether_a_job_is_requeued(conclude, status, files, requeues, fields, ends_with, requeued, names):
+    done = conclude(status, files, requeues, **fields)
+    assert done.returncode == ends_with and ("requeue 7\n" in done.stdout) == requeued, done
+    assert names in done.stdout, done
+
+
+@pytest.mark.parametrize("silent", [2, 99])
+def test_a_slurmctld_that_does_not_answer_has_not_requeued_the_job(conclude, tmp_path, silent):
+    """The job was FAILED, and its log said that Slurm had requeued it."""
+    (tmp_path / "squeue").rename(tmp_path / "answer")
+    asked = f'cd {tmp_path}; echo >>asked; [ $(wc -l <asked) -gt {silent} ] && exec ./answer "$@"'
+    put(tmp_path, squeue=asked, sleep="")
+    done = conclude(75, "saved stopped")
+    assert done.returncode == 75 and "requeuing the job\nrequeue 7\n" in done.stdout, done
+
+
+def test_the_attempt_is_not_that_of_the_job_in_which_it_was_submitted(tmp_path):
+    """A job that a restarted one had submitted was never requeued."""
+    put_squeue(tmp_path)
+    env = {"PATH": f"{tmp_path}:{BARE['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"}
+    done = library("JOB=7; keep_own_slurm_variables; is_current; echo $ATTEMPT", **env)
+    assert done.stdout == "0\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("restarts", "waited", "lasted", "seconds"),
+    [(9, 0, 0, 30), (9, 60, 40, 120), (9, 1800, 5, 1920), (9, 60, 60, 0), (0, 1800, 0, 30)],
+)
+def test_restarts_that_end_soon_wait_longer_each_time(conclude, restarts, waited, lasted, seconds):
+    """Ten of them were used up in two minutes, while /tmp was full. A job whose first restarts had been for
+    other reasons, such as preemptions, then waited half an hour, as did one of sbatch --begin.
+    """
+    eligible = f"2026-11-28T07:{waited // 60:02}:{waited % 60:02}"
+    fields = {"RestartCnt": restarts, "SubmitTime": "2026-11-28T07:00:00", "EligibleTime": eligible}
+    done = conclude(233, requeues=10, assignments=f"SECONDS={lasted}", **fields)
+    assert done.returncode == 233 and "requeue 7\n" in done.stdout, done
+    assert (f" {seconds} s " in done.stdout) == bool(seconds), done
+    assert (f"\nupdate JobId=7 StartTime=now+{seconds}seconds\n" in done.stdout) == bool(seconds), done
+
+
+@pytest.mark.parametrize(("killed", "requeued"), [(True, True), (False, False)])
+def test_a_launcher_that_ends_before_its_ranks_has_not_completed(conclude, slurm, tmp_path, killed, requeued):
+    """mpirun returned 0 after SIGKILL of its daemon on another node, and the job was COMPLETED."""
+    rank = ["bash", "-c", "kill -KILL $PPID; exit 0" if killed else "exit 0"]
+    env = slurm | {"HPCTRAIN_CONTROL": f"{tmp_path}/control"}
+    subprocess.run([LAUNCH / "lib/task.sh", "none", "--", *rank], env=env)
+    done = conclude(0, "saved")
+    assert (done.returncode == 137) == requeued and ("requeue 7\n" in done.stdout) == requeued, done
+
+
+@pytest.mark.parametrize(
+    ("spare", "gres", "shape"),
+    [
+        ("", "", "--nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4"),
+        ("1", "x", "--nodes=3 --ntasks-per-node=4 --no-kill --cpus-per-task=8 --gres=gpu:4"),
+    ],
+)
+def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_continues(
+    conclude, tmp_path, spare, gres, shape
+):
+    """As after sbatch --no-requeue, and when a spare node has taken the place of another. Slurm may also have
+    requeued the job while slurmctld did not answer this node, so the line names squeue.
+    """
+    put(tmp_path, scontrol='[ "$1" = show ]')
+    words = f"{'OPTION[spare-nodes]=1' if spare else ''} SCRIPT=x.sh ARGUMENTS=(train_ddp --out 'a b')"
+    done = conclude(0, "saved stopped", assignments=words, env={"SBATCH_GRES": gres} if gres else {})
+    command = f" sbatch {shape} {LAUNCH}/x.sh train_ddp --out a\\ b --resume runs/x"
+    last = done.stdout.splitlines()[-1]
+    assert done.returncode == 75 and last.endswith(command) and "squeue" in last, done
+
+
+@pytest.mark.parametrize("number", ["x", "-1", "08"])
+def test_an_invalid_number_of_restarts(number):
+    done = library("open_control", HPCTRAIN_REQUEUES=number)
+    assert_refused(done, "HPCTRAIN_REQUEUES", f"'{number}'")
+
+
+# ---- which rank failed first: srun ends with the status of the ranks that it has killed after that ----
+
+LOST = "hpctrain: error: rank-0000 on n1 lost the connection to another rank, which has probably died: look"
+EXITED = "Exited with exit code 1"
+N1_EXITED = f"srun: error: n1: task 0: {EXITED}"
+SHUT_DOWN = "0: horovod.common.exceptions.HorovodInternalError: Horovod has been shut down. This"
+
+
+@pytest.mark.parametrize(
+    ("lines", "first", "last"),
+    [
+        (["3: step", "", f"srun: error: n2: task 3: {EXITED}"], f"n2 3 {EXITED}", "step"),
+        (["srun: error: n2: tasks 5-9,3: Killed"], "n2 5 Killed", ""),
+        (["3: srun: error: n2: task 3: Killed"], "n1 1 Terminated", ""),  # printed by the program
+        (["srun: error: Node failure on n2"], "n1 1 Terminated", ""),
+        # srun told of the others first
+        ([f" 0: {LOST}", N1_EXITED, "srun: error: n2: task 13: Killed"], "n2 13 Killed", ""),
+        (
+            [f"0: {LOST}", "2: [rank2]: OSError: a: b", N1_EXITED, "srun: error: n2: tasks 2-3: Killed"],
+            f"n2 2 {EXITED}",
+            "OSError: a: b",
+        ),
+        ([f"0: {LOST}", N1_EXITED], f"n1 0 {EXITED}", LOST),
+        # as Horovod, MPI and mpi4py end the others
+        (["1: RuntimeError: ill", SHUT_DOWN, N1_EXITED], f"n1 1 {EXITED}", "RuntimeError: ill"),
+        (
+            [
+                "srun: error: n1: task 0: Killed",
+                "srun: error: n2: task 2: Segmentation fault",
+                f"{N1_EXITED}4",
+            ],
+            "n2 2 Segmentation fault",
+            "",
+        ),
+        (
+            [
+                "3: ValueError: ünput",
+                *(f"srun: error: {task}: Killed" for task in ("n1: tasks 0-2", "n2: task 3")),
+            ],
+            f"n2 3 {EXITED}",
+            "ValueError: ünput",
+        ),
+    ],
+)
+def test_what_failed_first(programs, tmp_path, lines, first, last):
+    earlier = "srun: error: n9: task 9: Exited with exit code 9\n"  # of another attempt
+    lines = [*lines, "3: slurmstepd-n1: error", "srun: error: n1: task 1: Terminated"]
+    log = tmp_path / "log"
+    log.write_text(earlier + "\n".join(lines))
+    script = f"source {LAUNCH}/lib/main.sh; LAUNCH=(srun) LOG_BEGAN={len(earlier)}; first_failure"
+    with log.open("a") as file:
+        command = ["bash", "-euc", script]
+        done = subprocess.run(command, env=programs, stdout=subprocess.PIPE, stderr=file, text=True)
+    assert done.returncode == 0 and done.stdout == f"{first}\n{last}\n", done
+
+
+# ---- jobs with spare nodes ----
+
+
+@pytest.fixture
+def shown(tmp_path):
+    """What squeue prints. `scontrol requeue` and srun write into the file asked."""
+    put(
+        tmp_path,
+        scontrol=f"""case $1:$2 in
+            show:hostnames) echo "$3" | tr -d 'n[]' | sed 's/[0-9]/n&/g' | tr , '\\n' ;;
+            requeue:7) echo requeue >>{tmp_path}/asked ;;
+        esac""",
+        srun=f"""echo "${{*%% bash*}}" | head -n 1 >>{tmp_path}/asked
+            until [ "$1" = --quiet ]; do shift; done
+            shift
+            for SLURM_PROCID in 0 1; do SLURM_NTASKS=2 SLURM_PROCID=$SLURM_PROCID "$@" & done
+            wait""",
+        sleep=f"echo sleep >>{tmp_path}/asked; [ ! -e {tmp_path}/over ] && exec /bin/sleep 0.2",
+    )
+
+    def show(restarts, nodes):
+        put_squeue(tmp_path, RestartCnt=restarts, NodeList=f"n[{nodes}]")
+        return {"PATH": f"{tmp_path}:{BARE['PATH']}", "SLURM_JOB_ID": "7"}
+
+    return show
+
+
+@pytest.mark.parametrize(
+    ("attempt", "restarts", "requeued"), [("", 0, True), ("2", 2, True), ("", 1, False), ("2", 3, False)]
+)
+def test_an_attempt_that_slurm_has_replaced_does_not_requeue_the_next_one(
+    shown, tmp_path, attempt, restarts, requeued
+):
+    """Its node was cut off; Slurm started the job again on others, and then the network came back."""
+    (tmp_path / "saved").touch()
+    more = {"SLURM_RESTART_COUNT": attempt} if attempt else {}
+    facts = (
+        f"HPCTRAIN_CONTROL={tmp_path} SPARE_NODES=1 NODES=2 HOSTS=(n1 n2) TASKS=1 THREADS=1 GPUS=0 SCRIPT=x"
+    )
+    env = shown(restarts, "1,2" if requeued else "2,3") | more
+    done = library(f"{facts}; replace_nodes || conclude 137", HPCTRAIN_REQUEUES="9", **env)
+    assert done.returncode == 137 and (tmp_path / "asked").exists() == requeued, done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("restarts", "nodes", "requeued"), [(0, "1,2,3", False), (0, "2,3", True), (1, "2,3", False)]
+)
+def test_every_other_node_watches_the_first_one(shown, tmp_path, restarts, nodes, requeued):
+    """From the start, and asks for a new start of the attempt that it belongs to, not of the next one."""
+    env = shown(0, "1,2,3")
+    (tmp_path / "later").mkdir()
+    put_squeue(tmp_path / "later", RestartCnt=restarts, NodeList=f"n[{nodes}]")
+    change = f"/bin/sleep 1; mv {tmp_path}/later/squeue {tmp_path}; /bin/sleep 2; touch {tmp_path}/over; wait"
+    done = library(f"SPARE_NODES=1 HOSTS=(n1 n2); guard_batch_script; {change}", **env)
+    first, *rest = (tmp_path / "asked").read_text().splitlines()
+    options = "--overlap --mem=0 --gres=none --export=ALL --no-kill --nodes=2 --ntasks=2 --exclude=n1 --quiet"
+    assert first == options, done.stderr
+    assert ("requeue" in rest) == requeued, rest
+
+
+# ---- PBS ----
+
+QSTAT = """Job Id: 17.srv
+    Job_Name = hpctrain
+    job_state = R
+    run_count = 3
+    Account_Name = st-pi-1
+    Mail_Points = abe
+    Mail_Users = alice@example.org
+    Resource_List.filesystems = home:eagle
+    Resource_List.select = 2:ncpus=2:mpiprocs=2
+    Resource_List.walltime = {}
+    Variable_List = PBS_O_HOME=/home/alice,PBS_O_QUEUE=workq,HPCTRAIN_IMAGE=/a,
+\t_long_name,HPCTRAIN_ROOT=/b,WORD=two, words
+    group_list = st-pi
+    project = _pbs_project_default
+"""
+MPIRUN = """[[ $1 != --version ]] || { echo 'mpirun (Open MPI) 5.0.7' && exit; }
+echo '--resume runs/x' >"$HPCTRAIN_CONTROL/saved"
+[[ $WORD != fault ]] || exit 137
+[[ $HPCTRAIN_PBS_RERUNS == 2 ]] || exit 1
+echo trains >&2
+for ((i = 0; i < 300; i++)); do
+    [[ ! -e $HPCTRAIN_CONTROL/stop ]] || { sleep 2 && touch "$HPCTRAIN_CONTROL/stopped" && exit; }
+    sleep 0.1
+done"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["walltime", "fault", "fault again", "qdel", "walltime unknown", "no qsub"])
+def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
+    """With programs of PBS that only print and record; no PBS was at hand."""
+    limit = {"walltime": "00:00:16", "walltime unknown": "unlimited"}.get(case, "00:30:00")
+    (tmp_path / "shown").write_text(QSTAT.format(limit))
+    put(tmp_path, mpirun=MPIRUN, qstat=f"[[ $1 == -f && $2 == 17.srv ]] && cat {tmp_path}/shown")
+    if case != "no qsub":
+        record = f'printf "%s\\n" "$@" "$(cat)" "$HPCTRAIN_RESTARTS" >{tmp_path}/asked'
+        put(tmp_path, qsub=f"{record}\necho 18.srv")
+    is_fault = case.startswith("fault") or case == "no qsub"
+    env = programs | {"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": "17.srv", "PBS_O_QUEUE": "workq"}
+    env |= {"PBS_O_WORKDIR": str(tmp_path), "PBS_NODEFILE": f"{tmp_path}/nodes", "WORD": "fault" * is_fault}
+    env |= {"HPCTRAIN_RESTARTS": "10"} if case == "fault again" else {}
+    script = [LAUNCH / "pbs_ddp.sh", "train_ddp", "--out", "a b"]
+    with subprocess.Popen(script, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        if case in ("qdel", "walltime unknown"):
+            assert job.stderr.readline() == "trains\n"
+            job.terminate()
+        said = job.stdout.read().splitlines()[-1]
+    resumed = f"{LAUNCH}/pbs_ddp.sh train_ddp --out a\\ b --resume runs/x"
+    options = f"-l select=2:ncpus=2:mpiprocs=2 -l walltime={limit} -l filesystems=home:eagle -N hpctrain "
+    options += "-A st-pi-1 -m abe -M alice@example.org -W group_list=st-pi -q workq"
+    if case in ("walltime", "fault"):
+        assert "18.srv" in said and ("restart 1 of at most 10" in said) == is_fault, said
+        assert (tmp_path / "asked").read_text().splitlines() == [
+            *f"-j oe -W depend=afterany:17.srv {options}".split(),
+            *("-v", "HPCTRAIN_RESTARTS,HPCTRAIN_IMAGE,HPCTRAIN_ROOT,WORD", f"exec {resumed}", "1"),
+        ]
+    else:
+        assert said.endswith(f"echo {shlex.quote(resumed)} | qsub {options}"), said
+        assert ("HPCTRAIN_REQUEUES" in said) == (case == "fault again")
+        assert not (tmp_path / "asked").exists()
+    assert job.returncode == (137 if is_fault else 75)
