@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from slurm_cluster import BUILD, CLUSTER_SH, REPOSITORY, Cluster, bare_binds, missing, project_files
 
 from tests.helpers import BARE_PYTHON
+from tests.launch.helpers import HERE, STANDIN_PATH, wait_until
 
 pytestmark = pytest.mark.slow
 needs_cluster = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -23,37 +25,20 @@ def cluster():
         yield cluster
 
 
-def cluster_sh(*args, state, cwd=None, **env):
-    return subprocess.run(
-        [CLUSTER_SH, *args],
-        env={**os.environ, "CLUSTER": str(state), **env},
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+def cluster_sh(*args, state, script=CLUSTER_SH, **options):
+    env = os.environ | {"CLUSTER": str(state)} | options.pop("env", {})
+    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    return subprocess.run([script, *args], env=env, **streams, **options)
 
 
 def processes(state):
     """The host's process numbers of the nodes of a state folder, and of the processes in them."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if (
-                str(state).encode()
-                in (process / "mountinfo").read_bytes() + (process / "cmdline").read_bytes()
-            ):
-                found.append(process.name)
-        except OSError:  # it has ended, or is a zombie
-            continue
+        with suppress(OSError):  # it has ended, or is a zombie
+            text = (process / "mountinfo").read_bytes() + (process / "cmdline").read_bytes()
+            found += [process.name] * (str(state).encode() in text)
     return found
-
-
-def wait_until(true, timeout=300):
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline, f"not within {timeout} s"
-        time.sleep(0.2)
 
 
 def node_states(cluster):
@@ -87,6 +72,10 @@ def test_srun_places_ranks_on_two_hosts(cluster):
     assert sorted(done.stdout.split()) == ["n1", "n1", "n2", "n2"]
 
 
+# one write
+RANK_SUM = "from mpi4py.MPI import COMM_WORLD as w; print(f'sum {w.allreduce(w.rank)}\\n', end='')"
+
+
 @needs_cluster
 @pytest.mark.parametrize(
     "launcher",
@@ -96,24 +85,14 @@ def test_srun_places_ranks_on_two_hosts(cluster):
 def test_mpi_makes_one_world(cluster, launcher):
     if "mpirun" not in launcher[:1]:
         launcher = [launcher[0], "-N2", "--ntasks-per-node=2", *launcher[1:]]
-    # one write
-    program = "from mpi4py.MPI import COMM_WORLD as w; print(f'sum {w.allreduce(w.rank)}\\n', end='')"
-    done = cluster.exec("login", *launcher, "python3", "-c", program, user="alice", timeout=300)
+    done = cluster.exec("login", *launcher, "python3", "-c", RANK_SUM, user="alice", timeout=300)
     assert done.stdout.splitlines() == ["sum 6"] * 4
 
 
 @needs_cluster
 def test_gpus_are_given_out(cluster):
-    done = cluster.exec(
-        "login",
-        "srun",
-        "-N2",
-        "--ntasks-per-node=2",
-        "--gpus-per-task=1",
-        "printenv",
-        "CUDA_VISIBLE_DEVICES",
-        user="bob",
-    )
+    srun = ["srun", "-N2", "--ntasks-per-node=2", "--gpus-per-task=1"]
+    done = cluster.exec("login", *srun, "printenv", "CUDA_VISIBLE_DEVICES", user="bob")
     assert sorted(done.stdout.split()) == ["0", "0", "1", "1"]
 
 
@@ -160,16 +139,12 @@ def test_a_job_has_the_limit_of_core_files_of_its_user(cluster):
 @needs_cluster
 def test_wait_returns_how_and_where_a_job_ended(cluster):
     lines = []
-    job = cluster.wait(
-        cluster.submit("-N2", script="#!/bin/sh\necho first\nsrun hostname\nexit 4\n"), on_line=lines.append
-    )
+    number = cluster.submit("-N2", script="#!/bin/sh\necho first\nsrun hostname\nexit 4\n")
+    job = cluster.wait(number, on_line=lines.append)
     assert (job.state, job.exit_code, job.nodes) == ("FAILED", 4, ("n1", "n2"))
-    assert lines[0] == "first"
-    assert sorted(lines[1:]) == ["n1", "n2"]
+    assert lines[0] == "first" and sorted(lines[1:]) == ["n1", "n2"]
 
 
-# one write
-RANK_SUM = "from mpi4py.MPI import COMM_WORLD as w; print(f'sum {w.allreduce(w.rank)}\\n', end='')"
 # One container per node, whose processes are the ranks. They see each other, the node's network and /tmp, and
 # PMIx.
 SHARED_RUN = [
@@ -177,8 +152,6 @@ SHARED_RUN = [
     "--volume=/tmp:/tmp", "--volume=/home/alice:/home/alice", "--workdir=/home/alice",
     "-e", "SLURM_*", "-e", "PMIX_*", "hpctrain:cpu",
 ]  # fmt: skip
-# Slurm gives a job other nodes while an earlier one has not ended completely, as after a failed step.
-HERE = "--nodelist=n1,n2"
 SRUN = ["srun", HERE, "--ntasks-per-node=2", "--mpi=pmix", "--kill-on-bad-exit=1"]
 
 
@@ -191,10 +164,8 @@ def podman_hpc(site, podman_image):
 def containers_left(cluster):
     """The number of container processes and of podman's containers on both nodes."""
     ps = "pgrep --count --exact conmon; podman-hpc ps --all --quiet | wc --lines"
-    shown = [
-        cluster.exec(n, "sh", "-c", ps, user="alice", env={"SCRATCH": "/project/alice"}).stdout
-        for n in ("n1", "n2")
-    ]
+    as_alice = {"user": "alice", "env": {"SCRATCH": "/project/alice"}}
+    shown = [cluster.exec(node, "sh", "-c", ps, **as_alice).stdout for node in ("n1", "n2")]
     return sum(int(word) for words in shown for word in words.split())
 
 
@@ -250,9 +221,8 @@ def test_module_works_in_jobs_of_a_login_shell(site):
 
 @needs_cluster
 def test_the_bare_environment_runs_on_the_nodes_own_mpi(site):
-    done = site.exec(
-        "n1", "mpirun", "--host", "n1:2,n2:2", BARE_PYTHON, "-c", RANK_SUM, user="alice", timeout=300
-    )
+    mpirun = ["mpirun", "--host", "n1:2,n2:2", BARE_PYTHON, "-c", RANK_SUM]
+    done = site.exec("n1", *mpirun, user="alice", timeout=300)
     assert done.stdout.splitlines() == ["sum 6"] * 4
 
 
@@ -273,11 +243,8 @@ def test_the_bare_environment_is_extracted_once(sif):
 
 
 def shifter(cluster, *words, program="shifter"):
-    env = {
-        "PATH": "/opt/standins:/usr/bin:/bin",
-        "SHIFTER_SIF": "/project/hpctrain-cpu.sif",
-        "SHIFTER_RECORD": "/project/alice/record",
-    }
+    env = {"PATH": STANDIN_PATH, "SHIFTER_SIF": "/project/hpctrain-cpu.sif"}
+    env |= {"SHIFTER_RECORD": "/project/alice/record"}
     return cluster.exec("n1", program, *words, user="alice", cwd="/project/alice", env=env, check=False)
 
 
@@ -285,12 +252,10 @@ def shifter(cluster, *words, program="shifter"):
 def test_the_stand_in_of_shifter_runs_the_image_and_records_the_command(site):
     words = ["--image=hpctrain:cpu", "-m", "gpu,nccl-plugin", "-V", "/tmp:/mnt", "--env=A=1  2", "sh", "-c"]
     done = shifter(site, *words, 'echo "$A"; type hpctrain; exit 3')
-    assert (done.stdout, done.returncode) == ("1  2\nhpctrain is /opt/hpctrain/bin/hpctrain\n", 3), (
-        done.stderr
-    )
-    assert (
-        "'--image=hpctrain:cpu' '-m' 'gpu,nccl-plugin'" in site.host_path("/project/alice/record").read_text()
-    )
+    said = "1  2\nhpctrain is /opt/hpctrain/bin/hpctrain\n"
+    assert (done.stdout, done.returncode) == (said, 3), done.stderr
+    record = site.host_path("/project/alice/record").read_text()
+    assert "'--image=hpctrain:cpu' '-m' 'gpu,nccl-plugin'" in record
     assert shifter(site, "lookup", "hpctrain:cpu", program="shifterimg").returncode == 0
     assert shifter(site, "lookup", "nothing:cpu", program="shifterimg").returncode == 1
     environment = ["env", "LD_LIBRARY_PATH=/host", "TMPDIR=/host", "PYTHONNOUSERSITE=mine", "PYTHONPATH=/src"]
@@ -307,12 +272,8 @@ def test_the_stand_in_of_shifter_runs_the_image_and_records_the_command(site):
 @needs_cluster
 def test_root_can_change_etc_and_home_on_one_node(site):
     """As tests of `hpctrain check` do: another /etc/hosts, and a home folder on a full disk."""
-    site.exec(
-        "n2",
-        "sh",
-        "-c",
-        "cp /etc/hosts /tmp/hosts && echo 127.0.1.1 n1 >>/tmp/hosts && mount --bind /tmp/hosts /etc/hosts",
-    )
+    change = "cp /etc/hosts /tmp/hosts && echo 127.0.1.1 n1 >>/tmp/hosts"
+    site.exec("n2", "sh", "-c", f"{change} && mount --bind /tmp/hosts /etc/hosts")
     assert "127.0.1.1 n1" in site.exec("n2", "cat", "/etc/hosts").stdout
     assert "127.0.1.1 n1" not in site.exec("n1", "cat", "/etc/hosts").stdout
     site.exec("n2", "umount", "/etc/hosts")
@@ -328,15 +289,10 @@ def test_a_crashed_node_is_down_and_comes_back():
         # The batch script runs on the first node of the job, which stays up. It starts no step: an srun that
         # has not reached n2 yet would fail at once, and the job would end before Slurm marks the node as
         # down.
-        job = cluster.submit(
-            "-N2", "--requeue", script='#!/bin/sh\n[ -n "$SLURM_RESTART_COUNT" ] || exec sleep 1000\n'
-        )
-        wait_until(
-            lambda: (
-                node_states(cluster) == {"n1": "allocated", "n2": "allocated", "n3": "idle"}
-                or node_states(cluster) == {"n1": "mixed", "n2": "mixed", "n3": "idle"}
-            )
-        )
+        script = '#!/bin/sh\n[ -n "$SLURM_RESTART_COUNT" ] || exec sleep 1000\n'
+        job = cluster.submit("-N2", "--requeue", script=script)
+        busy = [[state, state, "idle"] for state in ("allocated", "mixed")]
+        wait_until(lambda: [*node_states(cluster).values()] in busy)
         cluster.crash("n2")
         wait_until(lambda: node_states(cluster)["n2"] == "down*")
         with pytest.raises(TimeoutError, match=r"neither idle nor computing(.|\n)*n2 .* down"):
@@ -364,10 +320,8 @@ def test_others_reach_a_node_at_once_when_it_is_switched_on_again(cluster):
     """As a real one, it has the address that they remember. With another one it took up to 50 seconds."""
     # Where slurmd does not listen yet, the node refuses: it has been reached. Otherwise this would be a
     # timeout, or no route.
-    code = (
-        "import socket\ntry: socket.create_connection(('n2', 6818), 3)\nexcept ConnectionRefusedError: pass"
-    )
-    connect = ["python3", "-c", code]
+    code = "import socket\ntry: socket.create_connection(('n2', 6818), 3)\n"
+    connect = ["python3", "-c", f"{code}except ConnectionRefusedError: pass"]
     for again in (True, False):
         cluster.exec("n1", *connect)
         if again:
@@ -435,7 +389,8 @@ def test_down_stops_what_a_killed_up_has_started(tmp_path, seconds):
 @needs_cluster
 def test_the_cluster_ends_with_its_owner(tmp_path):
     owner = subprocess.Popen(["sleep", "100"])
-    assert cluster_sh("up", "1", state=tmp_path / "state", CLUSTER_OWNER_PID=str(owner.pid)).returncode == 0
+    env = {"CLUSTER_OWNER_PID": str(owner.pid)}
+    assert cluster_sh("up", "1", state=tmp_path / "state", env=env).returncode == 0
     assert processes(tmp_path)
     owner.kill()  # without wait(): a zombie counts as ended
     wait_until(lambda: not processes(tmp_path))
@@ -448,8 +403,7 @@ def test_up_changes_nothing_of_a_running_cluster(tmp_path):
     with Cluster(nodes=1, state=tmp_path / "state") as cluster:
         assert cluster.command("up", "1").stderr.count("already up") == 1
         refused = cluster.command("up", "2", check=False)
-        assert refused.returncode != 0
-        assert refused.stderr.count("\n") == 1
+        assert refused.returncode != 0 and refused.stderr.count("\n") == 1
         assert "other settings" in refused.stderr
 
 
@@ -486,49 +440,26 @@ def test_run_dies_with_its_caller(tmp_path):
 @pytest.mark.parametrize("script", ["cluster.sh", "machine.sh", "build_rootfs.sh", "extract_environment.sh"])
 def test_help_names_the_script(script):
     done = subprocess.run([REPOSITORY / "cluster" / script, "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert done.stdout.startswith("usage: ")
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
+
+
+WRONG = {
+    "cluster.sh": """
+        fly, up many, up 0, up 2 3, down --now, status, exec login, exec -e A login true, exec login true,
+        crash, crash n1, link n1 sideways, run, run true, run -x 1 -- true, run -u nobody-here -- true,
+        run -b /nowhere -- true""",
+    "machine.sh": "fly",
+    "build_rootfs.sh": "a b, --now",
+    "extract_environment.sh": "--now, nothing.sif bare",
+}
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        "cluster.sh",
-        "cluster.sh fly",
-        "cluster.sh up many",
-        "cluster.sh up 0",
-        "cluster.sh up 2 3",
-        "cluster.sh down --now",
-        "cluster.sh status",
-        "cluster.sh exec login",
-        "cluster.sh exec -e A login true",
-        "cluster.sh exec login true",
-        "cluster.sh crash",
-        "cluster.sh crash n1",
-        "cluster.sh link n1 sideways",
-        "cluster.sh run",
-        "cluster.sh run true",
-        "cluster.sh run -x 1 -- true",
-        "cluster.sh run -u nobody-here -- true",
-        "cluster.sh run -b /nowhere -- true",
-        "machine.sh",
-        "machine.sh fly",
-        "build_rootfs.sh",
-        "build_rootfs.sh a b",
-        "build_rootfs.sh --now",
-        "extract_environment.sh",
-        "extract_environment.sh --now",
-        "extract_environment.sh nothing.sif bare",
-    ],
+    ("script", "words"),
+    [(script, line.strip()) for script in WRONG for line in f", {WRONG[script]}".split(",")],
 )
-def test_bad_usage_is_one_line(words, tmp_path):
-    script, *args = words.split()
-    env = {**os.environ, "CLUSTER": str(tmp_path / "state")}
-    done = subprocess.run(
-        [REPOSITORY / "cluster" / script, *args], env=env, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode != 0
-    assert done.stdout == ""
-    assert done.stderr.startswith(script + ": ")
-    assert done.stderr.count("\n") == 1
+def test_bad_usage_is_one_line(script, words, tmp_path):
+    path = REPOSITORY / "cluster" / script
+    done = cluster_sh(*words.split(), state=tmp_path / "state", script=path, cwd=tmp_path)
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.startswith(script + ": ") and done.stderr.count("\n") == 1

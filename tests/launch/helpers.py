@@ -15,6 +15,7 @@ import pytest
 from slurm_cluster import REPOSITORY
 
 LAUNCH = REPOSITORY / "launch"
+QUOTED = str(LAUNCH).replace(" ", "\\ ")  # for a shell, and as the launch scripts print it
 BARE = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": "/root"}
 BY_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 
@@ -30,7 +31,7 @@ def bash(script, env=BARE, **options):
 
 def library(script, **env):
     """Run a script with the functions of launch/lib/main.sh."""
-    return bash(f"set -euo pipefail; source {LAUNCH}/lib/main.sh; {script}", BARE | env)
+    return bash(f"set -euo pipefail; source {QUOTED}/lib/main.sh; {script}", BARE | env)
 
 
 def start(script, *words, env=BARE, **options):
@@ -126,7 +127,7 @@ LAUNCHERS = {
     "srun": ["launch/apptainer_ddp.sh"],
     "torchrun": ["launch/apptainer_torchrun.sh"],
     "mpirun": ["launch/apptainer_mpi.sh", "--mpi=mpirun"],
-    "srun + PMI": ["launch/apptainer_mpi.sh"],
+    "srun + PMI": ["launch/apptainer_mpi.sh", "--mpi=pmix"],
     "horovodrun": ["launch/apptainer_horovod.sh", "--launcher=horovodrun"],
 }
 

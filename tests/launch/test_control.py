@@ -10,14 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.helpers import BARE, BY_ROOT, LAUNCH, bash, library, put, put_squeue, start, wait_until
+from tests.launch.helpers import (
+    BARE,
+    BY_ROOT,
+    LAUNCH,
+    QUOTED,
+    bash,
+    library,
+    put,
+    put_squeue,
+    start,
+    wait_until,
+)
 
 TASK = LAUNCH / "lib/task.sh"
 
 
 def functions(*names):
     """A script that defines these functions of launch/lib alone."""
-    parts = [f"source <(cat {LAUNCH}/lib/*.sh | sed -n '/^{name}() {{/,/^}}/p')" for name in names]
+    parts = [f"source <(cat {QUOTED}/lib/*.sh | sed -n '/^{name}() {{/,/^}}/p')" for name in names]
     return "\n".join(["set -euo pipefail", *parts]) + "\n"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.helpers import BARE, BY_ROOT, LAUNCH, library, wait_until
+from tests.launch.helpers import BARE, BY_ROOT, QUOTED, library, wait_until
 
 
 @pytest.fixture(params=["my image.sif", "a\\b.sif"])
@@ -36,7 +36,7 @@ def find(sif):
 
 def hash_then(sif, script, before=""):
     """The script of a job that hashes the image."""
-    main = f"set -euo pipefail; source {LAUNCH}/lib/main.sh"
+    main = f"set -euo pipefail; source {QUOTED}/lib/main.sh"
     return f"{main}; find_digest '{sif}'; {before} hash_in_background '{sif}'; {script}"
 
 
@@ -178,6 +178,6 @@ def test_no_digest_is_written_into_a_folder_of_somebody_else(image, stranger):
         path.chmod(0o777)
     sif = shutil.copy(image, stranger.folder / "x.sif")
     script = hash_then(sif, "sleep 3; echo file ${HPCTRAIN_IMAGE_DIGEST_FILE:-none}")
-    script = script.replace(str(LAUNCH), str(stranger.launch))
+    script = script.replace(QUOTED, str(stranger.launch))
     done = stranger.run("bash", "-c", script, env=BARE | {"HPCTRAIN_CACHE": f"{stranger.own}/cache"})
     assert done.stdout.endswith(f"{digest_of(image)}\nfile none\n") and not list(digests.iterdir()), done

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY
 
-from tests.launch.test_matrix import LAUNCHERS, RUNTIMES
+from tests.launch.helpers import HOME, LAUNCHERS, SCRIPT, assert_ended, folder, job, wait, wait_until
+from tests.launch.test_matrix import RUNTIMES, script_of
 
 pytestmark = pytest.mark.slow
 
-HOME = "/home/alice/hpctrain"
 PAGE = REPOSITORY / "docs/reference/environment.md"
 BEGIN, END = "<!-- what tests/launch/test_environment.py saw -->\n", "<!-- end -->\n"
 ALL = [(launcher, runtime) for launcher in [*LAUNCHERS, "PBS"] for runtime in RUNTIMES]
@@ -47,22 +47,11 @@ VARIABLES = {
     "PYTHONUNBUFFERED": "1",
 }
 # What would take them away, or make each rank a world of its own
-HOSTILE = {
-    "APPTAINER_CLEANENV": "1",
-    "SINGULARITY_CLEANENV": "1",
-    "APPTAINER_CONTAINALL": "1",
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "localhost",
-    "TORCHELASTIC_RUN_ID": "1",
-    "SLURM_MEM_PER_CPU": "17",
-    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
-    "SLURM_STEP_NUM_TASKS": "7",
-    "SLURM_EXPORT_ENV": "NONE",
-    "PYTHONHOME": "/usr",
-    "LD_PRELOAD": "",
-}
+HOSTILE = {f"{name}_CLEANENV": "1" for name in ("APPTAINER", "SINGULARITY")}
+HOSTILE |= {"APPTAINER_CONTAINALL": "1", "PYTHONHOME": "/usr", "LD_PRELOAD": ""}
+HOSTILE |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "1"}
+HOSTILE |= {"MASTER_ADDR": "localhost", "SLURM_MEM_PER_CPU": "17", "SLURM_STEP_NUM_TASKS": "7"}
+HOSTILE |= {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_EXPORT_ENV": "NONE"}
 ROWS = {
     "a variable, whatever its name and its value": "variables",
     "a package of PYTHONPATH": "package",
@@ -77,12 +66,12 @@ ROWS = {
 @pytest.fixture(scope="module")
 def shell(cluster):
     """A user's shell at a site where /scratch is a link, and the variables of that shell."""
-    for host in ("login", "n1", "n2", "n3", "n4"):
+    hosts = ("login", "n1", "n2", "n3", "n4")
+    make = ["install", "-d", "-o", "alice"]
+    for host in hosts:
         cluster.exec(host, "ln", "-sfn", "/project/lustre", "/scratch", check=False)
-        cluster.exec(host, "install", "-d", "-o", "alice", "/var/spool/alice", "/var/tmp/alice", check=False)
-    cluster.exec(
-        "login", "install", "-d", "-o", "alice", "/project/lustre/alice/job", "/project/lustre/alice/src"
-    )
+        cluster.exec(host, *make, "/var/spool/alice", "/var/tmp/alice", check=False)
+    cluster.exec("login", *make, "/project/lustre/alice/job", "/project/lustre/alice/src")
     cluster.host_path("/project/lustre/alice/src/cats.py").touch()
     cluster.host_path("/project/lustre/alice/job/show.py").write_text(SHOW)
     yield VARIABLES | {
@@ -92,7 +81,7 @@ def shell(cluster):
         "HPCTRAIN_ROOT": HOME,
         "PYTHONPATH": "/scratch/alice/src:/opt/site/lib/python3.9/site-packages",
     }
-    for host in ("login", "n1", "n2", "n3", "n4"):
+    for host in hosts:
         cluster.exec(host, "rm", "-f", "/scratch", check=False)
 
 
@@ -115,8 +104,7 @@ def seen(cluster, shell, podman_image):
                 done = cluster.exec("login", *qsub, user="alice", env=env, cwd=cwd, input=line)
                 job = int(done.stdout.split(".")[0])
             else:
-                script = LAUNCHERS[launcher]
-                script = script[runtime] if isinstance(script, dict) else script
+                script = script_of(launcher, runtime)
                 job = cluster.submit(f"{HOME}/{script[0]}", *script[1:], *words, cwd=cwd, env=env)
             ended = cluster.wait(job)
             folder = cluster.host_path("/project/lustre/alice/job")
@@ -185,11 +173,9 @@ def test_the_table_of_the_page_is_what_was_seen(seen, request):
 # ---- what Slurm granted ----
 
 
-def first_line(cluster, *options: str, env: dict[str, str] | None = None, cwd: str = HOME) -> str:
+def first_lines(cluster, *options: str) -> str:
     """The log of a job that prints its commands and ends."""
-    job = cluster.submit(*options, f"{HOME}/launch/apptainer_ddp.sh", "--dry-run", "check", cwd=cwd, env=env)
-    cluster.wait(job)
-    return cluster.host_path(f"{cwd}/slurm-{job}.out").read_text()
+    return job(cluster, "--dry-run", "check", options=options)[1]
 
 
 @pytest.mark.parametrize(
@@ -202,22 +188,19 @@ def first_line(cluster, *options: str, env: dict[str, str] | None = None, cwd: s
     ],
 )
 def test_ranks_use_the_cpus_that_slurm_granted(cluster, options, threads):
-    log = first_line(cluster, *options)
+    log = first_lines(cluster, *options)
     assert f" x {threads} thread" in log and f"--cpus-per-task={threads} " in log, log
     assert "warning" not in log
 
 
 def test_cpus_that_stay_idle_are_told(cluster):
-    log = first_line(cluster, "--exclusive", "--ntasks-per-node=3")
-    assert re.search(r"warning: 2 CPUs of 8 per node will be idle: give more with --cpus-per-task", log), log
+    log = first_lines(cluster, "--exclusive", "--ntasks-per-node=3")
+    assert re.search(r"warning: 2 CPUs of 8 per node .* --cpus-per-task", log), log
 
 
 @pytest.mark.parametrize("export", ["NONE", "NIL", "LR=0.1"])
 def test_a_job_of_sbatch_export(cluster, export):
-    job = cluster.submit(f"--export={export}", "launch/apptainer_ddp.sh", "check", cwd=HOME)
-    ended = cluster.wait(job)
-    output = cluster.host_path(f"{HOME}/slurm-{job}.out").read_text()
-    assert ended.state == "COMPLETED" and "check passed: 4 ranks" in output, output
+    assert_ended(job(cluster, "check", options=[f"--export={export}"]), "COMPLETED", "check passed: 4 ranks")
 
 
 def test_a_job_submitted_inside_a_step_of_another_job(cluster):
@@ -226,10 +209,8 @@ def test_a_job_submitted_inside_a_step_of_another_job(cluster):
     line += " --mem=400 launch/apptainer_ddp.sh --dry-run check)"
     command = ["srun", "-N1", "-n2", "--mem-per-cpu=300", "bash", "-c", f'[ "$SLURM_PROCID" != 0 ] || {line}']
     done = cluster.exec("login", *command, user="alice")
-    job = int(done.stdout.split()[-1])
-    ended = cluster.wait(job)
-    log = cluster.host_path(f"{HOME}/slurm-{job}.out").read_text()
-    assert ended.state == "COMPLETED" and " x 1 thread, " in log and "(restart" not in log, log
+    log = assert_ended(wait(cluster, int(done.stdout.split()[-1])), "COMPLETED", " x 1 thread, ")
+    assert "(restart" not in log, log
     (dropped,) = re.findall("not passed on to the ranks: (.*)", log)
     assert {"SLURM_STEP_NUM_TASKS", "SLURM_ARRAY_JOB_ID"} <= set(dropped.split(",")), log
 
@@ -245,28 +226,15 @@ def test_the_folder_of_sbatch_chdir(cluster):
     cluster.exec("login", "install", "-d", "-o", "alice", "/home/alice/elsewhere")
     cluster.host_path("/home/alice/elsewhere/where.py").write_text("import os; print('in', os.getcwd())\n")
     options = ["--chdir=/home/alice/elsewhere", "--ntasks-per-node=1"]
-    job = cluster.submit(
-        *options, "launch/apptainer_ddp.sh", "where.py", cwd=HOME, env={"HPCTRAIN_ROOT": HOME}
-    )
-    ended = cluster.wait(job)
-    output = cluster.host_path(f"/home/alice/elsewhere/slurm-{job}.out").read_text()
-    assert ended.state == "COMPLETED" and "in /home/alice/elsewhere" in output, output
+    number = cluster.submit(*options, SCRIPT, "where.py", cwd=HOME, env={"HPCTRAIN_ROOT": HOME})
+    assert_ended(wait(cluster, number, "/home/alice/elsewhere"), "COMPLETED", "in /home/alice/elsewhere")
 
 
 def test_print_of_a_canceled_script_is_in_the_log(cluster):
-    (cluster.host_path(HOME) / "slow.py").write_text("import time\nprint('begun')\ntime.sleep(600)\n")
-    job = cluster.submit("--no-requeue", "launch/apptainer_ddp.sh", "slow.py", cwd=HOME)
-    log = cluster.host_path(f"{HOME}/slurm-{job}.out")
-    lines: list[str] = []
-    with pytest.raises(StopIteration):
-        cluster.wait(job, timeout=120, on_line=lambda line: stop_after(lines, line))
-    cluster.exec("login", "scancel", str(job))
-    cluster.wait(job)
+    folder(cluster, "slow.py").write_text("import time\nprint('begun')\ntime.sleep(600)\n")
+    number = cluster.submit("--no-requeue", SCRIPT, "slow.py", cwd=HOME)
+    log = folder(cluster, f"slurm-{number}.out")
+    wait_until(lambda: log.exists() and log.read_text().count("begun") == 4, 120)
+    cluster.exec("login", "scancel", str(number))
+    cluster.wait(number)
     assert log.read_text().count("begun") == 4
-
-
-def stop_after(lines: list[str], line: str) -> None:
-    """End the wait when every rank has printed."""
-    lines += [line] if "begun" in line else []
-    if len(lines) == 4:
-        raise StopIteration

@@ -20,9 +20,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from slurm_cluster import REPOSITORY
 
+from tests.launch.helpers import BARE, LAUNCH, QUOTED, put
+
 pytestmark = pytest.mark.slow
 
-LAUNCH = REPOSITORY / "launch"
 PIECES = [
     "$(touch canary)", "`touch canary`", "touch canary", ";", "&", "|", "\n", "\r", "\t", " ", "'", '"', "\\",
     "$", "${HOME}", "$HOME", "$((1))", "HOME[$(touch canary)]", "*", "?", "[a-z]", "[0]=", "{a,b}", "~", "!",
@@ -72,9 +73,7 @@ def a_shell():
         top = Path(os.path.realpath(folder))
         for name in ("bin", "home", "job", "image"):
             (top / name).mkdir()
-        for name, text in STANDINS.items():
-            (top / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-            (top / "bin" / name).chmod(0o755)
+        put(top / "bin", **STANDINS)
         variables = {
             "PATH": f"{top}/bin:{os.environ['PATH']}", "HOME": f"{top}/home", "TMPDIR": str(top),
             "LC_ALL": "C.UTF-8", "HPCTRAIN_ROOT": str(REPOSITORY), "HPCTRAIN_IMAGE": f"{top}/image",
@@ -133,23 +132,16 @@ FAST = ["apptainer_ddp.sh", "pbs_ddp.sh"]
 def test_words_and_variables_reach_the_rank_and_the_dry_run(script, words, value, name):
     with a_shell() as run:
         (run.top / "nodes").write_text("n1\n")
-        env = {
-            "HPCTRAIN_X": value,
-            "SLURM_JOB_NAME": name,
-            "NCCL_DEBUG_FILE": value,
-            "HF_TOKEN": value,
-            "PBS_JOBID": "17",
-        }
-        env |= {"PBS_NODEFILE": f"{run.top}/nodes", "PBS_O_WORKDIR": str(run.job)}
+        env = {"HPCTRAIN_X": value, "SLURM_JOB_NAME": name, "NCCL_DEBUG_FILE": value, "HF_TOKEN": value}
+        env |= {"PBS_JOBID": "17", "PBS_NODEFILE": f"{run.top}/nodes", "PBS_O_WORKDIR": str(run.job)}
         done = run(LAUNCH / script, "check", *words, **env)
         assert done.returncode == 0 and done.stderr == "", done.stderr
         got, folder, variables = what_a_rank_got(done.stdout)
         assert got == ["-m", "hpctrain", "check", *words] and folder == str(run.job)
-        assert {key: variables[key] for key in env if key != "SLURM_JOB_NAME"} == {
-            k: env[k] for k in env if k != "SLURM_JOB_NAME"
-        }
+        del env["SLURM_JOB_NAME"]
+        assert env.items() <= variables.items()
 
-        done = run(LAUNCH / script, "--dry-run", "check", *words, **env)
+        done = run(LAUNCH / script, "--dry-run", "check", *words, **env, SLURM_JOB_NAME=name)
         assert done.returncode == 0 and done.stderr == "", done.stderr
         commands = split_log(done.stdout)[1]
         # as in an interactive shell, where ! is syntax as well, and which has the user's own variables
@@ -159,11 +151,8 @@ def test_words_and_variables_reach_the_rank_and_the_dry_run(script, words, value
         assert pasted.returncode == 0 and pasted.stderr == "", pasted.stderr
         again, folder, exported = what_a_rank_got(pasted.stdout)
         assert again == got and folder == str(run.job) and "HF_TOKEN" not in exported
-        ours = {
-            key: variables[key]
-            for key in variables
-            if key.startswith(("HPCTRAIN_", "MASTER_", "NCCL_", "HF_HOME"))
-        }
+        prefixes = ("HPCTRAIN_", "MASTER_", "NCCL_", "HF_HOME")
+        ours = {key: variables[key] for key in variables if key.startswith(prefixes)}
         del ours["HPCTRAIN_JOB_SECRET"]
         assert {key: exported.get(key) for key in ours} == ours
 
@@ -191,11 +180,8 @@ def test_folders_and_scripts_of_any_name(folder, name, words):
             return
         assert done.returncode == 0 and done.stderr == "", done.stderr
         got, where, variables = what_a_rank_got(done.stdout)
-        assert (got, where, variables["HPCTRAIN_PACKAGES"]) == (
-            [script, *words],
-            str(place),
-            str(place / name),
-        )
+        assert (got, where) == ([script, *words], str(place))
+        assert variables["HPCTRAIN_PACKAGES"] == str(place / name)
         line = run(LAUNCH / "apptainer_ddp.sh", "--dry-run", script, cwd=place, **env).stdout.splitlines()[-1]
         bound = shlex.split(run("bash", "-c", f"printf '%q ' {line}").stdout) if "$'" not in line else []
         assert not bound or {str(place), str(place / name)} <= set(bound)
@@ -210,7 +196,7 @@ def test_images_of_any_name(name, is_file):
         (run.job / name).touch() if is_file else (run.job / name).mkdir()
         done = run(LAUNCH / "apptainer_ddp.sh", "--dry-run", "check", HPCTRAIN_IMAGE=name)
         if "\n" in name:
-            assert is_refused(done) and "an image cannot have a line break" in done.stderr
+            assert is_refused(done) and "line break" in done.stderr
         else:
             assert done.returncode == 0 and done.stderr == "", done.stderr
             words = run("bash", "-c", f"printf '%s\\0' {done.stdout.splitlines()[-1]}").stdout.split("\0")
@@ -244,13 +230,8 @@ NUMBERS = ["SLURM_TASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT"]
 def test_a_variable_is_taken_as_it_is_or_refused_in_one_line(script, name, value):
     with a_shell() as run:
         (run.top / "nodes").write_text("n1\n")
-        env = {
-            "PBS_JOBID": "17",
-            "PBS_NODEFILE": f"{run.top}/nodes",
-            "PBS_O_WORKDIR": str(run.job),
-            name: value,
-        }
-        done = run(LAUNCH / script, "--dry-run", "check", **env)
+        env = {"PBS_JOBID": "17", "PBS_NODEFILE": f"{run.top}/nodes", "PBS_O_WORKDIR": str(run.job)}
+        done = run(LAUNCH / script, "--dry-run", "check", **env | {name: value})
         if not is_refused(done):
             log, commands = split_log(done.stdout)
             assert log[-1].startswith("hpctrain: command:") and commands.startswith("cd ")
@@ -340,8 +321,8 @@ def test_words_and_secrets_pass_horovodrun(words, secret):
     with a_shell() as run:
         script = f"""
             set -euo pipefail
-            source {LAUNCH}/lib/main.sh
-            source {LAUNCH}/lib/launchers/horovodrun.sh
+            source {QUOTED}/lib/main.sh
+            source {QUOTED}/lib/launchers/horovodrun.sh
             JOB=17 COMMAND_IN_VARIABLE=1 CONTAINER=(apptainer exec "$HPCTRAIN_IMAGE") SIF=""
             LAUNCH=("$TASK" horovodrun)
             compose python "$@"
@@ -363,28 +344,11 @@ print(shlex.quote(sys.stdin.read()))')
 
 def test_words_pass_torchrun():
     """Words that look like options of torchrun, too. torchrun is real here, and starts a real Python."""
-    words = [
-        "a b",
-        "x\n",
-        "$(touch canary)",
-        "`touch canary`",
-        "",
-        "--",
-        "--nnodes=7",
-        "-m",
-        "\udcff",
-        "*",
-        "[0]=",
-        "~",
-        "'\"\\",
-    ]
+    words = ["a b", "x\n", "$(touch canary)", "`touch canary`", "", "--", "--nnodes=7", "-m", "\udcff"]
+    words += ["*", "[0]=", "~", "'\"\\"]
     with a_shell() as run:
         (run.top / "bin/python").unlink()
         (run.job / "show.py").write_text("import os, sys\nprint(repr(sys.argv[1:]))\n")
-        env = {
-            "HPCTRAIN_RUNTIME": "none",
-            "HPCTRAIN_TASKS": "1",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        }
+        env = {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_TASKS": "1", "PATH": BARE["PATH"]}
         done = run(LAUNCH / "local.sh", "./show.py", *words, **env)
         assert done.returncode == 0 and done.stdout.splitlines()[-1] == repr(words), done.stderr

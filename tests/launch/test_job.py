@@ -70,9 +70,7 @@ def shell():
 
 
 def put(run, **programs):
-    for name, text in programs.items():
-        (run.top / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (run.top / "bin" / name).chmod(0o755)
+    helpers.put(run.top / "bin", **programs)
 
 
 def start(run, line, *words, **env):
@@ -86,14 +84,12 @@ def start(run, line, *words, **env):
 
 def test_open_mpi_has_a_folder_in_shared_memory_that_others_cannot_enter(shell):
     """Somebody had all names of its files there, and read the messages."""
-    for script, folder in (
-        ("apptainer_mpi.sh", f"/dev/shm/hpctrain-{os.getuid()}"),
-        ("podman_hpc_ddp.sh", ""),
-    ):
+    own = f"/dev/shm/hpctrain-{os.getuid()}"
+    for script, folder in (("apptainer_mpi.sh", own), ("podman_hpc_ddp.sh", "")):
         _, _, variables = what_a_rank_got(start(shell, script))
         for component in ("sm", "vader"):
             assert variables.get(f"OMPI_MCA_btl_{component}_backing_directory", "") == folder
-    assert Path(f"/dev/shm/hpctrain-{os.getuid()}").stat().st_mode & 0o777 == 0o700
+    assert Path(own).stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -166,7 +162,7 @@ def test_singularity_passes_on_pythonpath(shell):
 def test_nodes_with_different_numbers_of_tasks_are_refused(shell, spread):
     """sbatch --nodes=3 --ntasks=5 started six ranks."""
     done = shell(LAUNCH / "apptainer_ddp.sh", "check", SLURM_TASKS_PER_NODE=spread)
-    assert done.returncode == 2 and f"Slurm would put {spread} tasks on the nodes" in done.stderr, done
+    assert_refused(done, f" {spread} tasks", "--ntasks-per-node")
 
 
 def test_a_heterogeneous_job_is_refused(shell):
@@ -175,7 +171,7 @@ def test_a_heterogeneous_job_is_refused(shell):
     for offset, status in (("0", 2), ("N/A", 0)):  # N/A: the variable is of a job around it
         (shell.job / "offset").write_text(offset)
         done = shell(LAUNCH / "apptainer_ddp.sh", "check", SLURM_HET_SIZE="2")
-        assert done.returncode == status and ("has 2 components" in done.stderr) == bool(status), done.stderr
+        assert done.returncode == status and (" 2 components" in done.stderr) == bool(status), done.stderr
 
 
 def test_options_of_sbatch_are_those_of_the_ranks(shell):
@@ -213,7 +209,7 @@ def test_a_job_runs_in_the_folder_in_which_slurm_starts_it(shell):
     assert what_a_rank_got(start(shell, "apptainer_ddp.sh", **folders))[1] == str(elsewhere)
     put(shell, squeue='[[ "$*" != *--format=%Z* ]] || echo /not/here')
     done = shell(LAUNCH / "apptainer_ddp.sh", "check", cwd=elsewhere)
-    assert done.returncode == 2 and "error: /not/here, where you submitted, is not on " in done.stderr
+    assert_refused(done, "/not/here, ")
 
 
 def test_models_and_a_login_from_before_the_job_are_found(shell):
@@ -244,9 +240,9 @@ def test_a_print_is_in_the_log_when_the_job_is_killed(shell):
         ("8(x2)", 2, None, 4, ""),  # --exclusive, --cpus-per-gpu
         ("8,4", 2, None, 2, ""),  # the smaller node decides
         ("8", 2, "4", 4, ""),
-        ("8", 2, "2", 2, "warning: 4 CPUs of 8 per node will be idle: give more with --cpus-per-task"),
-        ("8", 3, None, 2, "warning: 2 CPUs of 8 per node will be idle"),
-        ("2", 4, None, 1, "warning: 4 tasks share 2 CPUs per node: ask for more with --cpus-per-task"),
+        ("8", 2, "2", 2, "warning: 4 CPUs of 8 per node"),
+        ("8", 3, None, 2, "warning: 2 CPUs of 8 per node"),
+        ("2", 4, None, 1, "warning: 4 tasks share 2 CPUs per node"),
     ],
 )
 def test_ranks_use_the_cpus_that_slurm_granted_and_the_log_says_if_not(
@@ -276,8 +272,7 @@ def test_nodes_of_pbs_with_unlike_numbers_of_slots_are_refused(shell, nodes):
     pbs = {"PBS_JOBID": "17", "PBS_NODEFILE": f"{shell.top}/nodes"}
     done = shell(LAUNCH / "pbs_ddp.sh", "check", **pbs)
     slots = len(nodes.split())
-    message = f"hpctrain: error: PBS gave 2 nodes {slots} slots, not the same number each: give select=N:"
-    assert done.returncode == 2 and done.stderr.startswith(message), done.stderr
+    assert_refused(done, f"2 nodes {slots} slots", "select=N:")
 
 
 def test_a_script_that_mpirun_starts_several_times_is_refused(shell):
@@ -285,8 +280,8 @@ def test_a_script_that_mpirun_starts_several_times_is_refused(shell):
     put(shell, mpirun='"$@"; exit $?')
     rank = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
     done = shell("mpirun", LAUNCH / "apptainer_ddp.sh", "check", **rank)
-    message = "mpirun started this script 4 times, and it starts all ranks itself: leave mpirun out"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hpctrain: error: {message}\n")
+    assert_refused(done, "mpirun ", " 4 times")
+    assert done.stdout == ""
     other = shell("mpirun", LAUNCH / "apptainer_ddp.sh", "check", **rank | {"OMPI_COMM_WORLD_RANK": "1"})
     assert (other.returncode, other.stdout, other.stderr) == (0, "", "")
     start(shell, "apptainer_ddp.sh", **rank)

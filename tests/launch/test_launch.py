@@ -79,13 +79,6 @@ def test_a_script_whose_ranks_train_alone_gets_one_warning(cluster):
     assert output.count("hpctrain: warning: each of the 2 ranks ") == 1, output
 
 
-def test_check_from_another_folder(cluster):
-    cluster.exec("login", "mkdir", "-p", "elsewhere", user="alice")
-    elsewhere = {"cwd": "/home/alice/elsewhere", "env": {"HPCTRAIN_ROOT": HOME}}
-    done = job(cluster, "check", options=ONE_EACH, script=f"{HOME}/{SCRIPT}", **elsewhere)
-    assert_ended(done, "COMPLETED", "check passed: 2 ranks on 2 hosts (slurm)")
-
-
 def test_check_and_then_the_run_in_one_job(cluster):
     arguments = ["apptainer_torchrun.sh", "--max-restarts=1", "train_ddp", FEW, "--epochs", "1"]
     output = assert_ended(job(cluster, *arguments, options=ONE_EACH, script="launch/check.sh"), "COMPLETED")
@@ -124,11 +117,13 @@ def test_eight_ranks_on_four_nodes(cluster):
     assert done[0].nodes == nodes and hosts == [node for node in nodes for _ in range(2)]
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "srun + PMI", "horovod"])
-def test_one_rank(cluster, ahead, launcher):
-    def submit(launcher):
-        script = LAUNCHERS.get(launcher, ["launch/apptainer_horovod.sh"])
-        return cluster.submit("--nodes=1", "--ntasks-per-node=1", *script, "check", cwd=HOME)
+@pytest.mark.parametrize("name", ["ddp", "torchrun", "mpi", "horovod"])
+def test_one_rank(cluster, ahead, name):
+    """By each script with its own defaults."""
+
+    def submit(name):
+        command = ["--nodes=1", "--ntasks-per-node=1", f"launch/apptainer_{name}.sh", "check"]
+        return cluster.submit(*command, cwd=HOME)
 
     assert_ended(wait(cluster, ahead(submit)), "COMPLETED", "check passed: 1 rank")
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.launch.helpers import BARE, LAUNCH, assert_refused, dry_run, library, put, start
+from tests.launch.helpers import BARE, LAUNCH, QUOTED, assert_refused, dry_run, library, put, start
 
 # ---- srun ----
 
@@ -93,7 +93,7 @@ def test_a_script_for_mpi_that_fails_under_srun_is_told_by_what_to_start_it(
 @pytest.mark.parametrize(
     ("line", "program"),
     [
-        ("from mpi4py import MPI", f"python {LAUNCH}/lib/mpi4py_main.py"),
+        ("from mpi4py import MPI", f"python {QUOTED}/lib/mpi4py_main.py"),
         ("try:\n    import mpi4py", "python"),
         ("import torch", "python"),
     ],

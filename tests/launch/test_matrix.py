@@ -14,37 +14,23 @@ import pytest
 import torch
 from slurm_cluster import REPOSITORY, Cluster
 
+from tests.launch.helpers import HOME, LAUNCHERS, NO_CONTAINER, folder, result, wait
+
 pytestmark = pytest.mark.slow
 
-HOME = "/home/alice/hpctrain"
 TRAINERS = ["train_ddp", "train_lightning", "train_horovod"]
-LAUNCHERS = {
-    "srun": {
-        "apptainer": ["launch/apptainer_ddp.sh"],
-        "podman-hpc": ["launch/podman_hpc_ddp.sh"],
-        "bare": ["launch/modules_ddp.sh"],
-    },
-    "torchrun": ["launch/apptainer_torchrun.sh"],
-    "mpirun": ["launch/apptainer_mpi.sh", "--mpi=mpirun"],
-    "srun + PMI": ["launch/apptainer_mpi.sh", "--mpi=pmix"],
-    "horovodrun": ["launch/apptainer_horovod.sh", "--launcher=horovodrun"],
-}
-RUNTIMES = {
-    "apptainer": {},
-    "podman-hpc": {"HPCTRAIN_RUNTIME": "podman-hpc"},
-    "bare": {"HPCTRAIN_RUNTIME": "none", "HPCTRAIN_PYTHON_ENV": "/opt/hpctrain"},
-}
-# Pairs that do not work together, and why.
-EXCLUDED: dict[tuple[str, str], str] = {}
-CELLS = [
-    (*pair, t)
-    for pair in [(x, r) for x in LAUNCHERS for r in RUNTIMES]
-    if pair not in EXCLUDED
-    for t in TRAINERS
-]
+# the scripts of srun that name their runtime
+OF_RUNTIME = {"podman-hpc": ["launch/podman_hpc_ddp.sh"], "bare": ["launch/modules_ddp.sh"]}
+RUNTIMES = {"apptainer": {}, "podman-hpc": {"HPCTRAIN_RUNTIME": "podman-hpc"}, "bare": NO_CONTAINER}
+CELLS = [(launcher, runtime, t) for launcher in LAUNCHERS for runtime in RUNTIMES for t in TRAINERS]
 # jobs at a time, beside those of the other test process: the cores import torch most of the time
 IN_FLIGHT = 2
 BEGIN, END = "<!-- what tests/launch/test_matrix.py saw pass -->\n", "<!-- end -->\n"
+
+
+def script_of(launcher: str, runtime: str) -> list[str]:
+    """The launch script of a cell, and its options."""
+    return OF_RUNTIME.get(runtime, LAUNCHERS[launcher]) if launcher == "srun" else LAUNCHERS[launcher]
 
 
 class Cells:
@@ -66,11 +52,8 @@ class Cells:
         self.ahead([cell])
         if cell not in self._runs:
             job, name = self._jobs[cell]
-            ended = self._cluster.wait(job)
-            output = self._cluster.host_path(f"{HOME}/slurm-{job}.out").read_text(errors="replace")
-            self._runs[cell] = (
-                self._cluster.host_path(f"{HOME}/{name}") if ended.state == "COMPLETED" else output
-            )
+            ended, output = wait(self._cluster, job)
+            self._runs[cell] = folder(self._cluster, name) if ended.state == "COMPLETED" else output
         run = self._runs[cell]
         assert isinstance(run, Path), run
         return run
@@ -78,8 +61,7 @@ class Cells:
     def _submit(
         self, launcher: str, runtime: str, trainer: str, fusion: bool = False, batch_size: int = 64
     ) -> tuple[int, str]:
-        script = LAUNCHERS[launcher]
-        script = script[runtime] if isinstance(script, dict) else script
+        script = script_of(launcher, runtime)
         env = RUNTIMES[runtime] | self._podman_image | ({} if fusion else {"HOROVOD_FUSION_THRESHOLD": "0"})
         name = "runs/matrix/" + re.sub(r"\W+", "-", f"{launcher}-{runtime}-{trainer}-{fusion}-{batch_size}")
         # five steps
@@ -91,10 +73,6 @@ class Cells:
 def cell(cluster, podman_image):
     """A function that runs one cell, once, and gives its run folder."""
     return Cells(cluster, podman_image)
-
-
-def result(run):
-    return json.loads((run / "result.json").read_text())
 
 
 @pytest.mark.parametrize(("launcher", "runtime", "trainer"), CELLS)
@@ -148,11 +126,7 @@ def test_the_table_of_the_readme_is_what_passed(cell, request):
     for trainer in TRAINERS:
         cells = []
         for launcher in LAUNCHERS:
-            same = [
-                r
-                for r in RUNTIMES
-                if mark.get((launcher, r, trainer)) and mark[launcher, r, trainer] == reference[trainer]
-            ]
+            same = [r for r in RUNTIMES if mark[launcher, r, trainer] == (reference[trainer] or "none")]
             cells.append("all three" if len(same) == len(RUNTIMES) else ", ".join(same))
         lines.append(f"| `{trainer}` | {' | '.join(cells)} |")
     table = "\n".join(lines) + "\n"

@@ -9,6 +9,8 @@ import subprocess
 import pytest
 from slurm_cluster import REPOSITORY, Cluster
 
+from tests.launch.helpers import assert_ended, put, start, wait
+
 INSTALL = REPOSITORY / "launch/modulefiles/install.sh"
 VERSION = re.search(r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text(), re.M)[1]
 LMOD = ["/usr/share/lmod/lmod/libexec/lmod", "bash"]  # prints shell code
@@ -33,31 +35,23 @@ def prefix(tmp_path):
 def test_what_is_installed(prefix):
     root = prefix / "hpctrain" / VERSION
     assert (root / "hpctrain-cpu.provenance.json").read_text() == "its record"
-    assert sorted(path.name for path in root.iterdir() if path.suffix != ".json") == [
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-        "LICENSE",
-        "README.md",
-        "bin",
-        "cluster",
-        "docs",
-        "examples",
-        "hpctrain-cpu.sif",
-        "hpctrain-cpu.sif.digest",
-        "launch",
-        "notebooks",
-        "tests",
-    ]
+    assert " ".join(sorted(path.name for path in root.iterdir() if path.suffix != ".json")) == (
+        "CHANGELOG.md CONTRIBUTING.md LICENSE README.md bin cluster docs examples hpctrain-cpu.sif "
+        "hpctrain-cpu.sif.digest launch notebooks tests"
+    )
     script = f"HPCTRAIN_CACHE=/x; source {root}/launch/lib/main.sh; find_digest {root}/hpctrain-cpu.sif"
     script += "; echo $DIGEST"
     found = subprocess.run(["bash", "-euc", script], capture_output=True, text=True)
     assert found.stdout == f"sha256:{hashlib.sha256(b'the image').hexdigest()}\n", found.stderr
     assert sorted(path.name for path in (prefix / "hpctrain").iterdir()) == [VERSION]
     assert os.access(root / "bin/hpctrain", os.X_OK) and os.access(root / "launch/apptainer_ddp.sh", os.X_OK)
-    for path in prefix.rglob("*"):  # everybody may read it, and nobody else write
-        assert path.is_symlink() or (
-            path.stat().st_mode & 0o044 == 0o044 and not path.stat().st_mode & 0o022
-        ), path
+    assert_is_for_all(prefix)
+
+
+def assert_is_for_all(prefix):
+    """Everybody may read it, and nobody else write."""
+    for path in [prefix, *prefix.rglob("*")]:
+        assert path.is_symlink() or path.stat().st_mode & 0o066 == 0o044, path
 
 
 def test_nothing_is_installed_that_a_user_has_in_the_clone(tmp_path):
@@ -100,31 +94,26 @@ def test_an_installation_under_a_narrow_umask_is_for_all(tmp_path):
     prefix = tmp_path / "opt"
     command = f"umask 077; exec {INSTALL} {prefix} {tmp_path}/hpctrain-cpu.sif"
     subprocess.run(["bash", "-c", command], check=True, capture_output=True)
-    for path in [prefix, *prefix.rglob("*")]:
-        assert path.is_symlink() or path.stat().st_mode & 0o044 == 0o044, path
+    assert_is_for_all(prefix)
 
 
 def test_the_command_takes_the_image_that_was_named(prefix, tmp_path):
     """It took cpu-mpich for cpu, and cu128 for cu1."""
-    apptainer = tmp_path / "bin/apptainer"
-    apptainer.parent.mkdir()
-    apptainer.write_text('#!/bin/sh\necho "$2"\n')
-    apptainer.chmod(0o755)
+    put(tmp_path, apptainer='echo "$2"')
 
     def command(**env):
-        env = {"PATH": f"{apptainer.parent}:/usr/bin:/bin"} | env
-        hpctrain = prefix / "hpctrain" / VERSION / "bin/hpctrain"
-        done = subprocess.run([hpctrain], capture_output=True, text=True, env=env)
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin"} | env
+        done = start(prefix / "hpctrain" / VERSION / "bin/hpctrain", env=env)
         return (done.stdout + done.stderr).strip()
 
     assert command().endswith("/hpctrain-cpu.sif")
     (tmp_path / "hpctrain-cpu-mpich.sif").write_text("another image")
     assert install(prefix, tmp_path / "hpctrain-cpu-mpich.sif").returncode == 0
-    assert command() == (
-        "hpctrain: error: several images are installed: set HPCTRAIN_FLAVOR to one of cpu-mpich cpu"
+    assert command().startswith("hpctrain: error: ") and command().endswith(
+        "HPCTRAIN_FLAVOR to one of cpu-mpich cpu"
     )
     assert command(HPCTRAIN_FLAVOR="cpu").endswith("/hpctrain-cpu.sif")
-    assert "cp: no such image" in command(HPCTRAIN_FLAVOR="cp").replace(".sif", "")
+    assert "hpctrain-cp.sif: " in command(HPCTRAIN_FLAVOR="cp")
 
 
 def test_scripts_of_another_commit_are_named(prefix, tmp_path):
@@ -132,7 +121,7 @@ def test_scripts_of_another_commit_are_named(prefix, tmp_path):
     script = prefix / "hpctrain" / VERSION / "launch/apptainer_ddp.sh"
     script.write_text("# older\n")
     done = install(prefix, tmp_path / "hpctrain-cu130.sif")
-    assert done.returncode == 0 and "are of another commit and stay" in done.stderr
+    assert done.returncode == 0 and "another commit" in done.stderr
     assert script.read_text() == "# older\n"
 
 
@@ -143,21 +132,14 @@ def test_another_flavor_is_added_and_nothing_is_replaced(prefix, tmp_path):
     assert install(prefix, tmp_path / "hpctrain-cu130.sif", umask="077").returncode == 0
     assert (root / "hpctrain-cu130.sif").read_text() == "another image" and (root / "launch/marker").exists()
     again = install(prefix, tmp_path / "hpctrain-cpu.sif")
-    assert (
-        again.returncode == 1
-        and f"{root} has hpctrain-cpu.sif already: remove that folder first" in again.stderr
-    )
+    assert again.returncode == 1 and f"{root} has hpctrain-cpu.sif " in again.stderr
     assert (root / "hpctrain-cpu.sif").read_text() == "the image"
     assert sorted(path.name for path in (prefix / "hpctrain").iterdir()) == [VERSION]
 
 
 def test_invalid_arguments(tmp_path):
-    for arguments in (
-        ["relative", __file__],
-        ["/proc/nowhere"],
-        [tmp_path, tmp_path / "nothing.sif"],
-        ["", __file__],
-    ):
+    wrong = ["relative", __file__], ["/proc/nowhere"], [tmp_path, tmp_path / "nothing.sif"], ["", __file__]
+    for arguments in wrong:
         done = subprocess.run([INSTALL, *arguments], capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -172,12 +154,8 @@ def test_the_modulefile(prefix, kind):
     """
     (prefix / "modulefiles/hpctrain" / (VERSION if kind == "lua" else f"{VERSION}.lua")).unlink()
     root = prefix / "hpctrain" / VERSION
-    env = {
-        "PATH": "/usr/bin:/bin",
-        "MODULEPATH": str(prefix / "modulefiles"),
-        "HOME": "/nonexistent",
-        "USER": "alice",
-    }
+    env = {"PATH": "/usr/bin:/bin", "MODULEPATH": f"{prefix}/modulefiles"}
+    env |= {"HOME": "/nonexistent", "USER": "alice"}
 
     def module(*words):
         done = subprocess.run([*LMOD, *words], env=env, capture_output=True, text=True)
@@ -187,13 +165,9 @@ def test_the_modulefile(prefix, kind):
     code = module("load", "hpctrain").stdout
     script = f'{code}\necho "$HPCTRAIN_ROOT"; echo "$PATH"; type -P hpctrain apptainer_ddp.sh'
     show = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
-    expected = [
-        str(root),
-        f"{root}/bin:{root}/launch:/usr/bin:/bin",
-        f"{root}/bin/hpctrain",
-        f"{root}/launch/apptainer_ddp.sh",
-    ]
-    assert show.stdout.splitlines() == expected, show.stderr
+    commands = [f"{root}/bin/hpctrain", f"{root}/launch/apptainer_ddp.sh"]
+    path = f"{root}/bin:{root}/launch:/usr/bin:/bin"
+    assert show.stdout.splitlines() == [str(root), path, *commands], show.stderr
     said = (help_ := module("help", f"hpctrain/{VERSION}")).stdout + help_.stderr
     assert "sbatch $HPCTRAIN_ROOT/launch/apptainer_ddp.sh" in said
 
@@ -204,27 +178,18 @@ def test_a_user_of_the_installation_submits_from_any_folder(sif):
     with Cluster(nodes=2) as cluster:
         prefix = cluster.host_path("/project/site")
         prefix.mkdir()
-        done = subprocess.run(
-            ["make", "install", f"PREFIX={prefix}"], cwd=REPOSITORY, capture_output=True, text=True
-        )
+        make = ["make", "install", f"PREFIX={prefix}"]
+        done = subprocess.run(make, cwd=REPOSITORY, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        root = f"/project/site/hpctrain/{VERSION}"
+        root, mine = f"/project/site/hpctrain/{VERSION}", "/home/alice/mine"
         env = {"HPCTRAIN_ROOT": root, "PATH": f"{root}/bin:{root}/launch:/usr/local/bin:/usr/bin:/bin"}
-        cluster.exec("login", "mkdir", "/home/alice/mine", user="alice")
-        version = cluster.exec(
-            "login", "hpctrain", "--version", user="alice", cwd="/home/alice/mine", env=env
-        )
+        cluster.exec("login", "mkdir", mine, user="alice")
+        version = cluster.exec("login", "hpctrain", "--version", user="alice", cwd=mine, env=env)
         assert version.stdout == f"{VERSION}\n"
-        number = cluster.submit(
-            "apptainer_ddp.sh", "train_ddp", "--epochs", "1", "--out", "here", cwd="/home/alice/mine", env=env
-        )
-        ended = cluster.wait(number)
-        output = cluster.host_path(f"/home/alice/mine/slurm-{number}.out").read_text()
-        assert (
-            ended.state == "COMPLETED"
-            and (cluster.host_path("/home/alice/mine/here") / "result.json").exists()
-        ), output
-        broken = cluster.exec(
-            "login", "hpctrain", "runs", user="alice", env=env | {"HPCTRAIN_FLAVOR": "x"}, check=False
-        )
-        assert broken.returncode == 1 and "hpctrain-x.sif: no such image: set HPCTRAIN_IMAGE" in broken.stderr
+        command = ["apptainer_ddp.sh", "train_ddp", "--epochs", "1", "--out", "here"]
+        number = cluster.submit(*command, cwd=mine, env=env)
+        assert_ended(wait(cluster, number, mine), "COMPLETED")
+        assert (cluster.host_path(mine) / "here/result.json").exists()
+        env |= {"HPCTRAIN_FLAVOR": "x"}
+        broken = cluster.exec("login", "hpctrain", "runs", user="alice", env=env, check=False)
+        assert broken.returncode == 1 and "hpctrain-x.sif: " in broken.stderr

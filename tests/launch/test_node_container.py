@@ -2,13 +2,13 @@
 
 import os
 import re
-import time
 
 import pytest
 
+from tests.launch.helpers import HERE, HOME, SCRIPT, assert_ended, wait, wait_until
+
 pytestmark = pytest.mark.slow
 
-HOME = "/home/alice/hpctrain"
 # Not the servers of podman-hpc's images: its wrapper of fuse-overlayfs misses the end of a container now and
 # then, on a busy machine, and other tests leave them here.
 LEFT = """
@@ -47,13 +47,6 @@ while len(list(folder.glob("read-*"))) < 2:
 """
 
 
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.1)
-
-
 def left(cluster, node, job=0):
     return cluster.exec(node, "sh", "-c", LEFT.format(job), check=False).stdout
 
@@ -67,12 +60,12 @@ def no_old_locks(cluster):
 
 def test_each_node_mounts_the_image_once(cluster):
     cluster.host_path(f"{HOME}/count.py").write_text(COUNT)
-    options = ["--nodes=2", "--ntasks-per-node=8", "--overcommit", "--nodelist=n1,n2", "--exclusive"]
-    job = cluster.wait(cluster.submit(*options, "launch/apptainer_ddp.sh", "./count.py", cwd=HOME))
-    output = cluster.host_path(f"{HOME}/slurm-{job.id}.out").read_text()
-    assert job.state == "COMPLETED" and re.findall(r"mounts (\d+)", output) == ["1"] * 16, output
-    for node in job.nodes:
-        wait_for(lambda node=node: not left(cluster, node, job.id))
+    options = ["--nodes=2", "--ntasks-per-node=8", "--overcommit", HERE, "--exclusive"]
+    number = cluster.submit(*options, SCRIPT, "./count.py", cwd=HOME)
+    output = assert_ended(wait(cluster, number), "COMPLETED")
+    assert re.findall(r"mounts (\d+)", output) == ["1"] * 16, output
+    for node in ("n1", "n2"):
+        wait_until(lambda node=node: not left(cluster, node, number))
 
 
 def test_a_job_that_is_canceled_or_fails_leaves_nothing(cluster):
@@ -80,17 +73,16 @@ def test_a_job_that_is_canceled_or_fails_leaves_nothing(cluster):
     cluster.host_path(f"{HOME}/sleep.py").write_text(program)
     fails = program.replace("600", "1 if os.environ['RANK'] == '0' else 600") + "sys.exit(1)\n"
     cluster.host_path(f"{HOME}/fail.py").write_text(fails)
-    options = ["--nodes=2", "--ntasks-per-node=2", "launch/apptainer_ddp.sh"]
-    failing = cluster.submit("--nodelist=n3,n4", *options, "./fail.py", cwd=HOME)
-    number = cluster.submit("--nodelist=n1,n2", *options, "./sleep.py", cwd=HOME)
+    failing = cluster.submit("--nodelist=n3,n4", SCRIPT, "./fail.py", cwd=HOME)
+    number = cluster.submit(HERE, SCRIPT, "./sleep.py", cwd=HOME)
     output = cluster.host_path(f"{HOME}/slurm-{number}.out")
-    wait_for(lambda: output.exists() and output.read_text().count("sleeps") == 4)
+    wait_until(lambda: output.exists() and output.read_text().count("sleeps") == 4)
     running = left(cluster, "n2", number)
     assert f"hpctrain-container-{number}" in running and "squashfuse" in running
     cluster.exec("login", "scancel", str(number), user="alice")
     assert cluster.wait(number).state == "CANCELLED" and cluster.wait(failing).state == "FAILED"
     for node, job in (("n1", number), ("n2", number), ("n3", failing), ("n4", failing)):
-        wait_for(lambda node=node, job=job: not left(cluster, node, job))
+        wait_until(lambda node=node, job=job: not left(cluster, node, job))
 
 
 def tasks(cluster, words, path=""):
@@ -112,18 +104,18 @@ def test_a_killed_task_takes_the_image_from_no_other(cluster):
     cluster.exec("login", "mkdir", f"{HOME}/kill-test", user="alice")
     cluster.host_path(f"{HOME}/read.py").write_text(READ)
     running = tasks(cluster, "python ./read.py")
-    wait_for(lambda: len(list(folder.glob("started-*"))) == 3)
+    wait_until(lambda: len(list(folder.glob("started-*"))) == 3)
     started = [path.read_text().split() for path in folder.glob("started-*")]
     first = started[0][0].removeprefix("sharens_instance_")  # the shell that has started the container
     of_first = cluster.exec("n4", "cat", f"/proc/{first}/environ").stdout
     victim, pid = next((rank, pid) for _, rank, pid in started if f"SLURM_PROCID={rank}" not in of_first)
     cluster.exec("n4", "kill", "-KILL", first, pid)
     (folder / "go").touch()
-    wait_for(lambda: len(list(folder.glob("read-*"))) == 2)
+    wait_until(lambda: len(list(folder.glob("read-*"))) == 2)
     assert not (folder / f"read-{victim}").exists()
     running.wait(60)
     folder_of_killed = re.compile("/tmp/hpctrain-container-0.*\n")  # a shell that is killed cannot remove it
-    wait_for(lambda: not folder_of_killed.sub("", left(cluster, "n4")))
+    wait_until(lambda: not folder_of_killed.sub("", left(cluster, "n4")))
     cluster.exec("n4", "sh", "-c", "rm -r /tmp/hpctrain-container-0-*")
 
 
@@ -140,4 +132,4 @@ def test_without_a_common_container_each_task_has_its_own(cluster):
     words = f"sh -c 'echo ${{APPTAINER_INSTANCE:-own}} >>{HOME}/own-containers'"
     tasks(cluster, words, f"{HOME}/refuses:").wait(120)
     assert (folder / "own-containers").read_text().split() == ["own"] * 3
-    wait_for(lambda: not left(cluster, "n4"))
+    wait_until(lambda: not left(cluster, "n4"))

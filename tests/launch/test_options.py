@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY
 
-from tests.launch.helpers import BARE, LAUNCH, assert_refused, dry_run, last_words, library, put, start
+from tests.launch.helpers import (
+    BARE,
+    LAUNCH,
+    QUOTED,
+    assert_refused,
+    dry_run,
+    last_words,
+    library,
+    put,
+    start,
+)
 
 # ---- the program ----
 
@@ -235,5 +245,5 @@ def test_a_script_runs_by_its_name_alone_in_its_own_folder():
 
 def test_an_older_bash():
     """RHEL 8 has bash 4.4, without EPOCHREALTIME."""
-    done = start("/bin/bash", "-euc", f"unset EPOCHREALTIME; source {LAUNCH}/lib/main.sh; echo $BEGAN")
+    done = start("/bin/bash", "-euc", f"unset EPOCHREALTIME; source {QUOTED}/lib/main.sh; echo $BEGAN")
     assert done.returncode == 0 and re.fullmatch(r"\d{13}\n", done.stdout), done.stderr

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tests.launch.helpers import BARE, LAUNCH, assert_refused, bash, library, put, put_squeue
+from tests.launch.helpers import BARE, LAUNCH, QUOTED, assert_refused, bash, library, put, put_squeue
 
 RESUME = "--resume runs/x\n"
 
@@ -34,7 +34,7 @@ def conclude(slurm, tmp_path):
         restarts = {"SLURM_RESTART_COUNT": str(fields["RestartCnt"])} if fields.get("RestartCnt") else {}
         facts = f"HPCTRAIN_CONTROL={tmp_path}/control HPCTRAIN_REQUEUES={requeues} NODES=2 TASKS=4 THREADS=8"
         script = (
-            f"source {LAUNCH}/lib/main.sh; {facts} GPUS=4 {assignments}; trap clean_up EXIT; exit {status}"
+            f"source {QUOTED}/lib/main.sh; {facts} GPUS=4 {assignments}; trap clean_up EXIT; exit {status}"
         )
         return bash(f"set -eu; {script}", slurm | restarts | (env or {}))
 
@@ -133,7 +133,7 @@ def test_the_last_line_of_a_job_that_slurm_does_not_requeue_is_the_command_that_
     put(tmp_path, scontrol='[ "$1" = show ]')
     words = f"{'OPTION[spare-nodes]=1' if spare else ''} SCRIPT=x.sh ARGUMENTS=(train_ddp --out 'a b')"
     done = conclude(0, "saved stopped", assignments=words, env={"SBATCH_GRES": gres} if gres else {})
-    command = f" sbatch {shape} {LAUNCH}/x.sh train_ddp --out a\\ b --resume runs/x"
+    command = f" sbatch {shape} {QUOTED}/x.sh train_ddp --out a\\ b --resume runs/x"
     last = done.stdout.splitlines()[-1]
     assert done.returncode == 75 and last.endswith(command) and "squeue" in last, done
 
@@ -193,7 +193,7 @@ def test_what_failed_first(programs, tmp_path, lines, first, last):
     lines = [*lines, "3: slurmstepd-n1: error", "srun: error: n1: task 1: Terminated"]
     log = tmp_path / "log"
     log.write_text(earlier + "\n".join(lines))
-    script = f"source {LAUNCH}/lib/main.sh; LAUNCH=(srun) LOG_BEGAN={len(earlier)}; first_failure"
+    script = f"source {QUOTED}/lib/main.sh; LAUNCH=(srun) LOG_BEGAN={len(earlier)}; first_failure"
     with log.open("a") as file:
         command = ["bash", "-euc", script]
         done = subprocess.run(command, env=programs, stdout=subprocess.PIPE, stderr=file, text=True)
@@ -309,7 +309,7 @@ def test_a_pbs_job_goes_on_in_another_one(programs, tmp_path, case):
             assert job.stderr.readline() == "trains\n"
             job.terminate()
         said = job.stdout.read().splitlines()[-1]
-    resumed = f"{LAUNCH}/pbs_ddp.sh train_ddp --out a\\ b --resume runs/x"
+    resumed = f"{QUOTED}/pbs_ddp.sh train_ddp --out a\\ b --resume runs/x"
     options = f"-l select=2:ncpus=2:mpiprocs=2 -l walltime={limit} -l filesystems=home:eagle -N hpctrain "
     options += "-A st-pi-1 -m abe -M alice@example.org -W group_list=st-pi -q workq"
     if case in ("walltime", "fault"):
