@@ -30,13 +30,13 @@ FAILED = pytest.StashKey[bool]()
 # The files that take longest, first: otherwise the last of them would run alone. Of the fast tests,
 # launch/test_options and nlp/training/test_finetune do.
 LONG_FILES = [
-    "launch/test_failures.py",
     "launch/test_launch.py",
     "containers/test_image.py",
     "launch/test_matrix.py",
     "docs/test_readme.py",
     "nlp/test_cluster.py",
     "launch/test_requeue.py",
+    "launch/test_failures.py",
     "containers/test_publish.py",
     "benchmarks/test_gpu.py",
     "launch/test_other_users.py",

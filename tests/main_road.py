@@ -34,7 +34,7 @@ MAIN_ROAD = {
     ],
     "when a rank or a node dies, Slurm requeues the job and it resumes": [
         "launch/test_requeue.py::test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to",
-        "launch/test_failures.py::test_a_job_whose_node_dies_resumes_from_its_last_checkpoint",
+        "launch/test_requeue.py::test_a_job_whose_node_dies_resumes_from_its_last_checkpoint",
     ],
     "make venv": ["docs/test_readme.py::test_there_are_commands"],
     "make demo": ["docs/test_readme.py::test_on_this_machine[README.md]"],

@@ -7,9 +7,11 @@ launch/lib/control.sh.
 import json
 import os
 import re
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
+from slurm_cluster import Cluster, bare_binds
 
 from tests.launch.helpers import (
     HERE,
@@ -17,11 +19,13 @@ from tests.launch.helpers import (
     NO_CONTAINER,
     ONE_EACH,
     SCRIPT,
+    assert_ended,
     folder,
     job,
     result,
     signal_rank,
     wait,
+    wait_and_act,
     wait_until,
 )
 from tests.lightning.test_run_folder import EXAMPLES, run_script
@@ -29,6 +33,15 @@ from tests.lightning.test_run_folder import result as result_of_example
 from tests.tools import warm_start
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def start_slow_jobs(start_in_background):
+    """Before the first test, so that they have ended when their tests run."""
+    start_in_background(test_a_job_whose_node_dies_resumes_from_its_last_checkpoint, one_node_dies)
+    with_spare = test_a_job_with_a_spare_node_goes_on_or_is_requeued_when_one_dies
+    start_in_background(with_spare, nodes_die_of_jobs_with_a_spare_one)
+
 
 # What rank 0 writes at the start, what it does at `stop`, and how the first attempts end.
 PROGRAM = """
@@ -110,6 +123,10 @@ def shown(cluster, number, field):
     return re.search(rf"\b{field}=(\S+)", job)[1]
 
 
+def restarts_of(cluster, number):
+    return int(shown(cluster, number, "Restarts"))
+
+
 def processes(cluster, node, number):
     """The command lines of the processes of a job on a node, by their numbers."""
     mine = f"grep -slzx SLURM_JOB_ID={number} /proc/[0-9]*/environ | cut -d/ -f3"
@@ -165,7 +182,7 @@ def test_how_a_job_ends(cluster, numbers, name):
     _, state, restarts, text = JOBS[name]
     ended, output = wait(cluster, numbers[name])
     assert ended.state == state and re.search(text, output), output
-    count = int(shown(cluster, ended.id, "Restarts"))
+    count = restarts_of(cluster, ended.id)
     assert count == restarts or (name == "preempted" and count > restarts), output
     # one line says it
     assert len(said(output)) == 1 or name not in ("limit", "unsaved", "usage", "killed"), output
@@ -242,7 +259,7 @@ def test_a_trainer_of_a_user_ends_with_the_weights_of_a_run_that_nothing_happene
     wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text())
     send_usr1(cluster, number)
     ended, output = wait(cluster, number)
-    assert (ended.state, int(shown(cluster, number, "Restarts"))) == ("COMPLETED", 1), output
+    assert (ended.state, restarts_of(cluster, number)) == ("COMPLETED", 1), output
     assert len(said(output)) == 1 and SAVED in said(output)[0]
     resuming = r"resuming from runs/\S+/checkpoint-(\d+)|resuming after epoch \d+ and (\d+) steps"
     step = re.search(resuming, output)
@@ -257,7 +274,7 @@ def test_a_trainer_that_diverges_is_not_requeued(cluster):
     """Although it has saved a checkpoint."""
     command = "train_ddp --data=digits --lr=0.5 --lr-decay=1 --epochs=40 --out=runs/diverged"
     ended, output = job(cluster, *command.split(), options=ONE_EACH, env=NO_CONTAINER)
-    assert (ended.state, int(shown(cluster, ended.id, "Restarts"))) == ("FAILED", 0), output
+    assert (ended.state, restarts_of(cluster, ended.id)) == ("FAILED", 0), output
     assert re.search(r"train_loss is nan|are not finite", output), output
     resume = f"sbatch --nodes=2 --ntasks-per-node=1 {HOME}/{SCRIPT} {command} --resume runs/diverged"
     (line,) = said(output)
@@ -278,3 +295,104 @@ def test_pbs_says_which_command_goes_on(cluster):
     assert (ended.state, ended.exit_code) == ("FAILED", 75)
     resume = f"echo '{HOME}/launch/pbs_ddp.sh program.py asked --resume runs/x' | qsub"
     assert len(said(output.read_text())) == 1 and said(output.read_text())[0].endswith(resume)
+
+
+# ---- a node dies ----
+
+
+@contextmanager
+def own_cluster(sif):
+    with Cluster(nodes=4, binds={sif: f"/project/{sif.name}", **bare_binds(sif)}) as cluster:
+        cluster.install("alice")
+        yield cluster
+
+
+def crash_while_training(cluster, node, options=(), script=(SCRIPT,), restarts=1):
+    """A job trains on two of four nodes, and one crashes in epoch 3; returns its weights and its steps.
+
+    Where Slurm starts the job again, it runs without a container, and on other nodes: one that comes back may
+    still get Slurm's order to kill the tasks of the first attempt, which have the same numbers.
+    """
+    command = [*script, "train_ddp", "--epochs", "7", "--watchdog", "10"]
+    number = cluster.submit(*options, *command, cwd=HOME, env=NO_CONTAINER if restarts else None)
+    output = assert_ended(
+        wait_and_act(cluster, number, "epoch 3 step", partial(cluster.crash, node)), "COMPLETED"
+    )
+    run = folder(cluster, f"runs/train_ddp/{number}")
+    resumed = rf"resuming after epoch \d+ .*of runs/train_ddp/{number}/checkpoints"
+    assert re.search(resumed, output) and output.count("restart 1") == 1, output
+    assert restarts_of(cluster, number) == restarts
+    assert ("Going on within the job on n1 n3" in output) == (restarts == 0), output
+    assert result(run)["epochs"] == 7 and result(run)["test_accuracy"] > 0.95
+    return weights_and_steps(run)
+
+
+def one_node_dies(sif):
+    with own_cluster(sif) as cluster:
+        return crash_while_training(cluster, "n2")
+
+
+def nodes_die_of_jobs_with_a_spare_one(sif):
+    weights = []
+    with own_cluster(sif) as cluster:
+        for node, restarts in (("n2", 0), ("n1", 1)):
+            spare = {"options": ["--no-kill", "--nodes=3"], "script": [SCRIPT, "--spare-nodes=1"]}
+            weights.append(crash_while_training(cluster, node, **spare, restarts=restarts))
+            cluster.boot(node)
+            cluster.exec("login", "scontrol", "update", f"nodename={node}", "state=resume", check=False)
+            # Its slurmd may not listen yet, and a job that cannot be launched is requeued: one restart more
+            # than expected.
+            starts = ["login", "srun", "--nodes=1", f"--nodelist={node}", "true"]
+            start = partial(cluster.exec, *starts, user="alice", cwd=HOME, check=False)
+            wait_until(lambda start=start: start().returncode == 0)
+        two_nodes_die(cluster)
+        a_node_is_not_reached(cluster)
+    return weights
+
+
+def two_nodes_die(cluster):
+    """That of the batch script, and the spare one at the same time. The third one requeues the job."""
+    text = "import os, time\nprint('waits', flush=True)\n"
+    text += "os.environ.get('SLURM_RESTART_COUNT') or time.sleep(1000)\n"
+    folder(cluster, "waits.py").write_text(text)
+    number = cluster.submit("--no-kill", "--nodes=3", SCRIPT, "--spare-nodes=1", "waits.py", cwd=HOME)
+
+    def crash():
+        watches = ["n2", "pgrep", "-f", "[s]control requeue"]
+        wait_until(lambda: cluster.exec(*watches, check=False).returncode == 0)
+        for node in ("n3", "n1"):
+            cluster.crash(node)
+        wait_until(lambda: restarts_of(cluster, number) == 1)
+        for node in ("n1", "n3"):
+            cluster.boot(node)
+
+    assert_ended(wait_and_act(cluster, number, "waits", crash), "COMPLETED")
+    assert restarts_of(cluster, number) == 1
+
+
+def a_node_is_not_reached(cluster):
+    """Slurm does not know it yet, and starts a job there, which has saved nothing."""
+    folder(cluster, "starts.py").write_text("print('started', flush=True)\n")
+    cluster.link("n2", up=False)
+    number = cluster.submit(HERE, SCRIPT, "starts.py", cwd=HOME, env=NO_CONTAINER)
+    connect = partial(cluster.link, "n2", up=True)
+    output = assert_ended(wait_and_act(cluster, number, "requeuing the job", connect), "COMPLETED")
+    assert output.rpartition("(restart 1)")[2].count("started") == 4, output
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights and the steps of a run that nothing happened to."""
+    top = tmp_path_factory.mktemp("undisturbed")
+    command = ["train_ddp", "--epochs", "7", "--out", "whole"]
+    whole = warm_start.run(warm_start.torchrun_ranks(4, command, dict(os.environ)), top)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    return weights_and_steps(top / "whole")
+
+
+def test_a_job_whose_node_dies_resumes_from_its_last_checkpoint(in_background, undisturbed):
+    assert in_background(one_node_dies).result() == undisturbed
+
+
+def test_a_job_with_a_spare_node_goes_on_or_is_requeued_when_one_dies(in_background, undisturbed):
+    assert in_background(nodes_die_of_jobs_with_a_spare_one).result() == [undisturbed] * 2
