@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 
@@ -92,7 +93,7 @@ def test_the_folders_on_path_have_only_what_users_call(prefix):
 def test_an_installation_under_a_narrow_umask_is_for_all(tmp_path):
     (tmp_path / "hpctrain-cpu.sif").write_text("the image")
     prefix = tmp_path / "opt"
-    command = f"umask 077; exec {INSTALL} {prefix} {tmp_path}/hpctrain-cpu.sif"
+    command = f"umask 077; exec {shlex.quote(str(INSTALL))} {prefix} {tmp_path}/hpctrain-cpu.sif"
     subprocess.run(["bash", "-c", command], check=True, capture_output=True)
     assert_is_for_all(prefix)
 
