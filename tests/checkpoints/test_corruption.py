@@ -5,13 +5,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import hpctrain
 from hpctrain.checkpoints import checkpoint, parts
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
@@ -19,8 +19,6 @@ from hpctrain.files import digests
 from hpctrain.nlp.batches import features
 from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.models.tokenizer import load_tokenizer
-from hpctrain.nlp.training import finetune
-from hpctrain.run.best import Best
 from hpctrain.transformers import RunFolder
 from tests.helpers import POSITION
 
@@ -94,22 +92,22 @@ def test_weights_that_a_script_loads(tmp_path):
         checkpoint.load_weights(loaded, tmp_path)  # the run folder
 
 
-def test_the_best_weights_of_a_fine_tuning(tmp_path):
-    """Its checkpoint may have been damaged since it was saved."""
-    run = SimpleNamespace(
-        world=ALONE, folder=tmp_path, best=Best(), resume_from=None, in_parts=False, print=print
-    )
-    run.best.add(1, 0, (0.9,))
-    run.best.add(2, 0, (0.8,))
-    path = checkpoint.path_of(tmp_path, 1)
-    path.parent.mkdir()
-    checkpoint.save(path, {"model": {"weight": torch.arange(4096.0)}})
-    assert torch.equal(finetune.load_best("f1", run)["weight"], torch.arange(4096.0))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(HpctrainError, match=r"epoch-0001\.pt"):
-        finetune.load_best("f1", run)
+def test_the_best_weights_of_a_run(tmp_path, monkeypatch):
+    """Their checkpoint may have been damaged since it was saved."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    saved, model = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    with hpctrain.Run("mine", out=tmp_path / "run", watchdog=0) as run:
+        run.track(model=model)
+        for epoch, score in ((1, 0.9), (2, 0.8)):
+            run.best.add(epoch, 0, score)
+        path = checkpoint.path_of(tmp_path / "run", 1)
+        checkpoint.save(path, {"model": saved.state_dict()})
+        assert run.load_best() and same(dict(model.state_dict()), dict(saved.state_dict()))
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(HpctrainError, match=r"epoch-0001.pt: damaged since it was written"):
+            run.load_best()
 
 
 def test_checkpoints_in_parts(tmp_path):

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from hpctrain.cli import load_command
 from hpctrain.distributed.world import ALONE
 from hpctrain.nlp.training.finetune import run_empty
-from hpctrain.run import flops, run
+from hpctrain.run import flops, record
 from hpctrain.run.record import Record
 from hpctrain.vision.model import ResNet50
 from tests.helpers import write_digits
@@ -106,8 +106,8 @@ def test_utilization(name, share):
 )
 def test_result_has_the_share_of_the_peak(tmp_path, monkeypatch, command, options):
     """As on a GPU, where alone it is counted."""
-    monkeypatch.setattr(Run, "count_flops", lambda self, count: setattr(self, "_flops", count()))
-    monkeypatch.setattr(run, "utilization", lambda flops_per_s, name, precision: {"counted": flops_per_s})
+    monkeypatch.setattr(Record, "count_flops", lambda self, count: setattr(self, "_flops", count()))
+    monkeypatch.setattr(record, "utilization", lambda flops_per_s, name, precision: {"counted": flops_per_s})
     data = ["--data", str(write_digits(tmp_path / "data"))] if command == "train_lightning" else []
     load_command(command).main(ALONE, [*options, *data, "--epochs", "1", "--out", str(tmp_path / "run")])
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]

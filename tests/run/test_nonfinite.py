@@ -23,7 +23,7 @@ INF = float("inf")
 def poison():
     """Make the loss of every batch that has the training example BAD a NaN, in each trainer."""
     from hpctrain.nlp.batches import sampling
-    from hpctrain.nlp.training import lightning_module
+    from hpctrain.nlp.training.steps import Steps
     from hpctrain.vision import data, folder, train_lightning
 
     seen = [False]
@@ -46,7 +46,7 @@ def poison():
         return getitem
 
     def spoiled(step):
-        return lambda self, batch, batch_idx: step(self, batch, batch_idx) * (NAN if seen[0] else 1)
+        return lambda self, *batch: step(self, *batch) * (NAN if seen[0] else 1)
 
     data.load = loading
     for dataset, indices in (
@@ -54,8 +54,9 @@ def poison():
         (sampling.FeatureDataset, lambda item: item[0]),
     ):
         dataset.__getitem__ = watched(dataset.__getitem__, indices)
-    for module in (train_lightning.Classifier, lightning_module.FineTuneModule):
-        module.training_step = spoiled(module.training_step)
+    Classifier = train_lightning.Classifier
+    Classifier.training_step = spoiled(Classifier.training_step)
+    Steps.compute_loss = spoiled(Steps.compute_loss)
 
 
 TRAINERS = {"train_ddp": [], "train_lightning": [], "nlp.classify": ["--limit", "200", "--accumulate", "2"]}

@@ -97,7 +97,7 @@ def test_a_state_that_cannot_be_resumed_is_refused_after_the_first_step(tmp_path
     """The first checkpoint of a run may come hours later."""
     run = Record(ALONE, "mine", RunOptions(out=tmp_path / "run", watchdog=0), CPU)
     model = torch.nn.Linear(2, 1)
-    run.resume(CPU, 2, model, entry="optimizers")
+    run.resume(CPU, 2, model, "optimizers")
     run.start_epoch(1, 9, 4)
     run.step(torch.tensor(1.0))
     assert run.must_save()

@@ -22,8 +22,8 @@ from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError
 from hpctrain.run import record
 from hpctrain.run.config import write_json
-from hpctrain.run.prepare import find_earlier_checkpoint
 from hpctrain.run.options import RunOptions
+from hpctrain.run.prepare import find_earlier_checkpoint
 from tests.helpers import REPOSITORY, write_digits
 
 DIGEST = "sha256:" + "ab" * 32
@@ -49,7 +49,7 @@ def finish(opened):
 
 def test_the_result_is_written_last(tmp_path, monkeypatch):
     """A start after it finds nothing to do."""
-    monkeypatch.setattr(run, "try_to_plot", lambda folder: sys.exit(1))  # killed there
+    monkeypatch.setattr(record, "try_to_plot", lambda folder: sys.exit(1))  # killed there
     with pytest.raises(SystemExit):
         finish(start(tmp_path / "run"))
     assert not (tmp_path / "run/result.json").exists()
@@ -335,7 +335,7 @@ def test_a_disk_that_is_full_leaves_no_torn_result(tmp_path):
 import sys; sys.path[:0] = [sys.argv[1]]
 from pathlib import Path
 from hpctrain.errors import HpctrainError
-from tests.run.test_run import finish, run, start
+from tests.run.test_record import finish, record, start
 folder = Path("small/run")
 opened = start(folder)
 opened.metrics(train_loss=1.0)
@@ -344,11 +344,11 @@ try:
 except OSError:
     pass
 try:
-    opened.finish(run.torch.nn.Linear(2, 1))
+    opened.finish(record.torch.nn.Linear(2, 1))
 except HpctrainError as error:
     print(error)
 print((folder / "result.json").exists(), flush=True)
-run.os._exit(0)
+record.os._exit(0)
 """
     script = 'mkdir small; mount -t tmpfs -o size=2m none small; exec "$@"'
     command = ["unshare", "--mount", "bash", "-ec", script, "-", sys.executable, "-c", code, REPOSITORY]
@@ -374,7 +374,7 @@ import json, threading
 from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from hpctrain.files import atomic
-from tests.run.test_run import run, start
+from tests.run.test_record import record, start
 atomic.RETRY_EVERY = 0.1
 folder = Path("small/run")
 opened = start(folder)
@@ -389,13 +389,13 @@ for step in range(1, 400):
             except OSError:
                 size //= 2
         threading.Timer(2, lambda: os.truncate("small/filler", 0)).start()
-opened.finish(run.torch.nn.Linear(2, 1))
+opened.finish(record.torch.nn.Linear(2, 1))
 steps = [json.loads(line)["train_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 points = EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("train_loss")
 board = [point.value for point in points]
 assert steps == board == [*range(1, 400)], (steps, board)
 assert (folder / "logs/rank-0000.log").read_text().count("train_loss") == 399
-run.os._exit(0)
+record.os._exit(0)
 """
     script = 'mkdir small; mount -t tmpfs -o size=4m none small; exec "$@"'
     command = ["unshare", "--mount", "bash", "-ec", script, "-", sys.executable, "-c", code, REPOSITORY]
@@ -449,7 +449,7 @@ def test_the_speed_after_a_resume_within_an_epoch_is_that_of_the_steps_since(tmp
 def test_every_rank_takes_part_in_a_line_of_metrics(tmp_path, monkeypatch):
     """A rank whose steps had no loss left the others waiting."""
     gathered = []
-    monkeypatch.setattr(run, "gather", lambda world, value: gathered.append(value) or [value])
+    monkeypatch.setattr(record, "gather", lambda world, value: gathered.append(value) or [value])
     opened = start(tmp_path / "run")
     opened.resume(torch.device("cpu"), 1, torch.nn.Linear(2, 1))
     opened.start_epoch(1, 5, 4)

@@ -16,8 +16,8 @@ from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.errors import HpctrainError
 from hpctrain.files import atomic
-from hpctrain.run.prepare import prepare_folder
 from hpctrain.run.options import RunOptions
+from hpctrain.run.prepare import prepare_folder
 from hpctrain.run.reader import summarize
 from tests.helpers import make_run, write_digits
 from tests.tools import warm_start
@@ -337,7 +337,7 @@ def test_the_best_epoch_is_kept(tmp_path):
         if "test_loss" in line
     ]
     best = scores.index(max(scores)) + 1
-    assert names(tmp_path / "run") == sorted({f"epoch-{best:04d}.pt", "epoch-0004.pt"})
+    assert names(tmp_path / "run") == sorted({"best.pt", f"epoch-{best:04d}.pt", "epoch-0004.pt"})
     state = torch.load(tmp_path / "run/checkpoints/epoch-0004.pt", weights_only=True)
     assert state["best"][0] == best and json.dumps(state["options"])
 

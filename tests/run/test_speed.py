@@ -17,12 +17,12 @@ from hpctrain.distributed.world import ALONE
 from hpctrain.nlp.batches.sampling import FeatureDataset
 from hpctrain.nlp.tasks import classify
 from hpctrain.nlp.training import finetune
-from hpctrain.nlp.training.lightning_module import FineTuneModule
+from hpctrain.nlp.training.steps import Steps
 from hpctrain.parser import trainer_parser
 from hpctrain.run import record, speed
 from hpctrain.run.reader import read_metrics
 from hpctrain.training.batches import seed_torch
-from hpctrain.vision import train_ddp
+from hpctrain.vision import train as train_images
 from hpctrain.vision.data import Images
 from hpctrain.vision.folder import ImageDataset
 from tests.helpers import write_digits
@@ -120,7 +120,7 @@ def test_checkpoints_are_no_part_of_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "with_plain_names", save_slowly)
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + sum(saved))
     data = str(write_digits(tmp_path / "data", 64, 16))
-    train_ddp.main(
+    train_images.main(
         ALONE, ["--data", data, "--epochs", "1", "--checkpoint-every", "1", "--out", str(tmp_path / "run")]
     )
     figures = json.loads((tmp_path / "run/result.json").read_text())["speed"]
@@ -164,8 +164,8 @@ def test_the_use_of_a_gpu(monkeypatch):
 
 
 def test_a_line_of_metrics_has_memory_and_use_and_the_log_has_not(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run, "gpu_percent", lambda device: 87.0)
-    monkeypatch.setattr(run, "peak_memory", lambda device: 1234.56)
+    monkeypatch.setattr(record, "gpu_percent", lambda device: 87.0)
+    monkeypatch.setattr(record, "peak_memory", lambda device: 1234.56)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     args = trainer_parser("test", "").parse_args(["--out", str(tmp_path / "run"), "--watchdog", "0"])
     args.epochs = 1
@@ -193,13 +193,12 @@ def test_tokens_of_steps_in_a_profile_do_not_count():
 def count_tokens(monkeypatch, counts):
     """Let each training step count what the model gets."""
 
-    def forward(module, batch, plain=FineTuneModule.forward):
-        if module.training and module.trainer.training:
-            mask = batch.attention_mask
-            counts.append((len(mask), int(mask.sum()), mask.numel()))
-        return plain(module, batch)
+    def compute_loss(steps, batch, plain=Steps.compute_loss):
+        mask = batch.attention_mask
+        counts.append((len(mask), int(mask.sum()), mask.numel()))
+        return plain(steps, batch)
 
-    monkeypatch.setattr(FineTuneModule, "forward", forward)
+    monkeypatch.setattr(Steps, "compute_loss", compute_loss)
 
 
 @pytest.mark.slow

@@ -24,8 +24,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000  # of <
 context = get_context("forkserver")
 context.set_forkserver_preload(
     [
-        "hpctrain.vision.train_ddp",
-        "hpctrain.vision.train_fsdp",
+        "hpctrain.vision.train",
         "hpctrain.vision.train_lightning",
         "hpctrain.nlp.training.finetune",
         "torch.utils.tensorboard",

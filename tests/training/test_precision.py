@@ -15,12 +15,8 @@ from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.nlp.parser import check_ranks, parse_options
 from hpctrain.nlp.tasks import classify
-from hpctrain.training.precision import (
-    Scaler,
-    load_scaler,
-    make_autocast,
-    set_precision,
-)
+from hpctrain.training.precision import Scaler, load_scaler, make_autocast, set_precision
+from hpctrain.training.strategies.dp import Dp
 from hpctrain.vision import recipe
 from tests.helpers import write_digits
 from tests.nlp.conftest import feature_cache as feature_cache  # a fixture, for each test
@@ -90,10 +86,9 @@ def overflow_on_rank_1():
 
 def lose_a_loss():
     """In a rank: the loss of rank 1 is NaN in the third step."""
-    from hpctrain.vision import train as train_ddp, train_lightning
-    train_fsdp = train_ddp
+    from hpctrain.vision import train, train_lightning
 
-    compute, done = train_ddp.cross_entropy, []
+    compute, done = train.cross_entropy, []
 
     def spoil(logits, labels, **options):
         loss = compute(logits, labels, **options)
@@ -101,7 +96,7 @@ def lose_a_loss():
             done.append(0)
         return loss * (torch.nan if len(done) == 3 and os.environ["RANK"] == "1" else 1)
 
-    for module in (train_ddp, train_fsdp, train_lightning):
+    for module in (train, train_lightning):
         module.cross_entropy = spoil
 
 
@@ -177,10 +172,10 @@ def test_a_run_that_is_cut_while_the_scale_falls(whole, name, tmp_path):
 @pytest.mark.parametrize("model", recipe.RECIPES)
 def test_a_first_step_that_overflows_leaves_no_state(model, monkeypatch):
     """Nor memory without values as momentum, as a fused SGD has it."""
-    args = recipe.ImageOptions(model=model, lr=0.1, fast_kernels=True, precision="fp16")
+    args = recipe.ImageOptions(model=model, lr=0.1, fast_kernels=True)
     weight = torch.nn.Parameter(torch.ones(100))
     weight.grad = torch.full_like(weight, torch.inf)
-    optimizer, scaler = recipe.make_optimizer(args, [weight]), Scaler("fp16", CPU)
+    optimizer, scaler = recipe.make_optimizer(args, [weight], "fp16"), Scaler("fp16", CPU)
     scaler.scale(torch.ones(()))
     monkeypatch.setattr(torch, "empty_like", fill_with_nan)
     scaler.unscale_(optimizer)
@@ -347,7 +342,7 @@ def test_the_threads_of_data_parallel_have_the_precision():
             found.append(model(torch.ones(1, 2)).dtype)
 
     for name in ("fp32", "fp16"):
-        set_precision_in_threads(model, name, CPU)
+        Dp(ALONE, CPU, name).wrap(model)
         thread = threading.Thread(target=compute)
         thread.start()
         thread.join()
@@ -367,13 +362,13 @@ def test_cuda_graphs_are_refused():
 def test_a_scaler_goes_on_from_a_checkpoint():
     before, after = Scaler("fp16", CPU), Scaler("fp16", CPU)
     before._init_scale, before._init_growth_tracker = 512.0, 7
-    load_scaler(after, {"scaler": before.state_dict()}, Path("x.pt"))
+    load_scaler(after, before.state_dict(), Path("x.pt"))
     assert (after.get_scale(), after._get_growth_tracker()) == (512.0, 7)
     assert after.get_growth_interval() == 2000
-    for state in ({}, {"scaler": {}}):  # of a run in fp32, with --force
+    for state in (None, {}):  # of a run in fp32, with --force
         load_scaler(after, state, Path("x.pt"))
     assert after.get_scale() == 512.0
-    load_scaler(Scaler("fp32", CPU), {"scaler": before.state_dict()}, Path("x.pt"))
+    load_scaler(Scaler("fp32", CPU), before.state_dict(), Path("x.pt"))
 
 
 @pytest.mark.parametrize(
@@ -390,4 +385,4 @@ def test_a_scaler_goes_on_from_a_checkpoint():
 )
 def test_the_entry_of_another_kind_is_one_line(entry):
     with pytest.raises(HpctrainError, match=r"^x\.pt: not the state of a gradient scaler \(.*another run"):
-        load_scaler(Scaler("fp16", CPU), {"scaler": entry}, Path("x.pt"))
+        load_scaler(Scaler("fp16", CPU), entry, Path("x.pt"))

@@ -335,6 +335,7 @@ def test_the_checkpoint_of_the_lowest_loss_or_the_highest_score_is_kept(tmp_path
     with hpctrain.Run("mine", out=folder, keep_checkpoints=1, watchdog=0) as run:
         train_simply(run, 5, after=score)
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {
+        "best.pt",
         f"epoch-{best:04}.pt",
         "epoch-0005.pt",
     }
@@ -401,7 +402,8 @@ def test_the_best_evaluation_within_an_epoch_is_kept(tmp_path):
     with hpctrain.Run("mine", out=tmp_path / "run", keep_checkpoints=1, watchdog=0) as run:
         train_simply(run, 2, at_step=lambda run: run.score(validation_loss=abs(run.global_step - 3)))
     kept = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
-    assert kept == {"epoch-0001-step-000003.pt", "epoch-0002.pt"}
+    assert kept == {"best.pt", "epoch-0001-step-000003.pt", "epoch-0002.pt"}
+    assert (tmp_path / "run/checkpoints/best.pt").readlink() == Path("epoch-0001-step-000003.pt")
 
 
 def test_random_numbers_at_the_begin_of_an_epoch_are_those_of_the_epoch(tmp_path):

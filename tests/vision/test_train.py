@@ -18,13 +18,12 @@ import slurm_cluster
 import torch
 
 from hpctrain.checkpoints import checkpoint
-from hpctrain.cli import COMMANDS
+from hpctrain.cli import COMMANDS, load_command
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import UsageError
-from hpctrain.training.batches import evaluation_batches
-from hpctrain.vision import data, recipe, train_horovod, train_lightning
-from hpctrain.vision import train as train_ddp
-from hpctrain.vision import train as train_fsdp
+from hpctrain.training.run import Run
+from hpctrain.vision import data, recipe, train_horovod
+from hpctrain.vision import train as train_images
 from hpctrain.vision.model import MnistNet, ResNet50
 from hpctrain.vision.train_horovod import HorovodOptions, learning_rate
 from hpctrain.vision.train_lightning import Classifier, LightningOptions
@@ -236,27 +235,17 @@ def test_fsdp_on_two_ranks_gives_the_weights_and_metrics_of_ddp_bit_for_bit(runs
     )
 
 
-@pytest.mark.parametrize("examples", [1, 8, 9, 10, 40])
-def test_all_ranks_of_fsdp_evaluate_the_same_number_of_batches(examples):
-    """Each forward pass gathers weights: a rank that has fewer would leave the others waiting."""
-    for size in (2, 3, 8):
-        worlds = [World(rank, size, rank, size, 0, 1, "torchrun") for rank in range(size)]
-        own = [len(list(evaluation_batches(examples, 4, world))) for world in worlds]
-        missing = [missing_batches(examples, 4, world) for world in worlds]
-        assert {a + b for a, b in zip(own, missing, strict=True)} == {max(own)}
-
-
-def test_evaluation_leaves_the_model_in_training_mode():
+def test_evaluation_leaves_the_model_in_training_mode(tmp_path):
     """With the loss and the accuracy of a model that gives each digit the same probability."""
     args = recipe.parse(recipe.vision_parser("train_ddp", ""), [], recipe.ImageOptions())
-    args.image_size = 28
     _, test_set = data.load(None)
     model = MnistNet()
     for parameter in model.fc2.parameters():
         torch.nn.init.zeros_(parameter)
-    loss, accuracy = recipe.evaluate(model, test_set, args, ALONE, torch.device("cpu"), lambda sums: sums)
-    assert loss == pytest.approx(math.log(10), rel=1e-5)
-    assert accuracy == (test_set.labels == 0).double().mean() and model.training
+    with Run("test", out=tmp_path / "run") as opened:
+        opened.score(**recipe.evaluate(model, test_set, args, opened))
+        assert opened.scores["test_loss"] == pytest.approx(math.log(10), rel=1e-5)
+        assert opened.scores["test_accuracy"] == (test_set.labels == 0).double().mean() and model.training
 
 
 @pytest.mark.slow
@@ -283,15 +272,13 @@ def test_force_changes_within_an_epoch_what_it_says(tmp_path, monkeypatch):
     """In train_lightning as in train_ddp: Lightning restores the options of the optimizer."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     options = ["--data", str(write_digits(tmp_path / "digits", 128, 16)), "--epochs", "1"]
-    for trainer in (train_ddp, train_lightning):
-        folder = tmp_path / trainer.__name__
-        trainer.main(ALONE, [*options, "--checkpoint-every", "2", "--out", str(folder)])
+    for trainer in ("train_ddp", "train_lightning"):
+        folder, main = tmp_path / trainer, load_command(trainer).main
+        main(ALONE, [*options, "--checkpoint-every", "2", "--out", str(folder)])
         for name in ("result.json", "checkpoints/epoch-0001.pt"):
             (folder / name).unlink()
-        trainer.main(ALONE, [*options, "--lr", "0.01", "--fast-kernels", "--force", "--resume", str(folder)])
-    weights = [
-        result(tmp_path / trainer.__name__)["weights_sha256"] for trainer in (train_ddp, train_lightning)
-    ]
+        main(ALONE, [*options, "--lr", "0.01", "--fast-kernels", "--force", "--resume", str(folder)])
+    weights = [result(tmp_path / trainer)["weights_sha256"] for trainer in ("train_ddp", "train_lightning")]
     assert weights[0] == weights[1]
 
 
@@ -311,13 +298,13 @@ def test_fast_kernels_on_a_cpu_are_on_request(fast):
     )
     training_set, _ = data.load(None)
     model = recipe.build_model(args, training_set, torch.device("cpu"))
-    optimizer = recipe.make_optimizer(args, model.parameters())
+    optimizer = recipe.make_optimizer(args, model.parameters(), "fp32")
     assert model.conv2.weight.is_contiguous(memory_format=torch.channels_last) == fast
     assert [bool(group["fused"]) for group in optimizer.param_groups] == [fast]
     assert recipe.uses_fast_kernels(args, torch.device("cuda"))
     if fast:
-        with pytest.raises(UsageError, match="--fast-kernels is not for train_fsdp"):
-            train_fsdp.main(ALONE, ["--fast-kernels"])
+        with pytest.raises(UsageError, match="--fast-kernels is not for --strategy fsdp"):
+            train_images.parse(["--fast-kernels"], ALONE, "train_fsdp")
 
 
 @pytest.mark.slow
@@ -438,15 +425,13 @@ def test_resnet50_is_saved_as_it_was_measured(few, sif, tmp_path, trainer, launc
     model = ResNet50().eval()
     model.load_state_dict(weights(tmp_path / "run", 1))
     assert model.net.resnet.embedder.embedder.normalization.num_batches_tracked == 2
-    from hpctrain.vision import data
-
     images, labels = data.load(few, 128)[1].batch(torch.arange(6), torch.device("cpu"))
     assert images.shape == (6, 1, 128, 128)
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(images), labels).item()
     assert result(tmp_path / "run")["test_loss"] == pytest.approx(loss, rel=1e-4)
-    optimizer = checkpoint.load(tmp_path / "run/checkpoints/epoch-0001.pt", torch.device("cpu"))
-    state = optimizer["optimizer"] if "optimizer" in optimizer else optimizer["optimizer_states"][0]
+    saved = checkpoint.load(tmp_path / "run/checkpoints/epoch-0001.pt", torch.device("cpu"))
+    state = saved["tracked"]["optimizer"] if "tracked" in saved else saved["optimizer_states"][0]
     assert all(s["step"] == 2 for s in state["state"].values())  # Adam has counted the steps of training only
 
 

@@ -1,4 +1,4 @@
-"""TextBatch: what a model gets of it, and how libraries move it."""
+"""TextBatch: what a model gets of it, and what is done to all of its tensors."""
 
 from dataclasses import fields
 

@@ -119,7 +119,7 @@ def test_an_overflow_on_one_rank_of_a_group_skips_the_step_on_all(llama, tmp_pat
     run = train_ranks(tmp_path, 2, *words, setup=overflow_in_a_split_layer)
     assert result(run)["overflow_steps"] == 1
     parts = [torch.load(path) for path in sorted((run / "checkpoints/epoch-0001.pt").iterdir())]
-    assert [part["Fp16"]["scale"] for part in parts] == [2**15] * 2
+    assert [part["tracked"]["scaler"]["scale"] for part in parts] == [2**15] * 2
 
 
 def test_what_cannot_be_split_is_refused_in_one_line(llama, tmp_path):

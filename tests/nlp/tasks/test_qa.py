@@ -14,6 +14,7 @@ from hpctrain.errors import UsageError
 from hpctrain.nlp.data.splits import load_splits, split_examples
 from hpctrain.nlp.data.squad import UNANSWERABLE, Answer, Question
 from hpctrain.nlp.tasks.qa import MAX_ANSWER, NO_ANSWER, TASK, TOP_SPANS
+from hpctrain.nlp.training.steps import Steps
 from tests.helpers import DATA
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -387,6 +388,11 @@ def test_metric_that_selects_the_epoch_fits_the_language():
         "f1_char": pytest.approx(2 * 7 / 17),
         "f1_word": 1,
     }
+    args, run = SimpleNamespace(tensor_parallel=1), SimpleNamespace(world=ALONE, device=torch.device("cpu"))
+    steps = Steps(TASK, torch.nn.Linear(1, 1), [], args, run)
+    for example, best in ((korean, "f1_char"), (english, "f1_word")):
+        steps._sets["validation"] = [example], None, None
+        assert steps.metric == best
 
 
 # --- questions without an answer (SQuAD 2.0) ---

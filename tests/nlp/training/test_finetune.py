@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,8 @@ from hpctrain.nlp.task import IGNORED, SAMPLES
 from hpctrain.nlp.tasks import classify, generate, pair
 from hpctrain.nlp.tasks.classify import Document
 from hpctrain.nlp.tasks.generate import Passage
-from hpctrain.nlp.training import finetune, lightning_module
+from hpctrain.nlp.training import finetune, steps
+from hpctrain.nlp.training.steps import Steps
 from hpctrain.run.reader import summarize
 from tests.nlp.helpers import (
     TASKS,
@@ -84,17 +86,17 @@ IN_STEPS = ("--epochs", 3, "--batch-size", 8, "--limit", 40, "--from-scratch", "
 
 
 def test_sigterm_ends_a_rank_at_once(config, tmp_path, monkeypatch):
-    """Lightning's handler starts a collective, in which a rank would wait for ranks in another collective."""
+    """A handler in Python would wait for a collective call to return, and that for the other ranks."""
     handlers = set()
-    real = FineTuneModule.forward
+    real = Steps.forward
 
-    def forward(self, batch):
-        handlers.add((self.trainer.state.stage, signal.getsignal(signal.SIGTERM)))
-        return real(self, batch)
+    def forward(self, model, batch):
+        handlers.add((model.training, signal.getsignal(signal.SIGTERM)))
+        return real(self, model, batch)
 
-    monkeypatch.setattr(FineTuneModule, "forward", forward)
+    monkeypatch.setattr(Steps, "forward", forward)
     train("classify", tmp_path / "run", "--epochs", 1, "--limit", 8, "--from-scratch", config)
-    assert handlers == {(stage, signal.SIG_DFL) for stage in ("train", "validate", "test")}
+    assert handlers == {(training, signal.SIG_DFL) for training in (True, False)}
 
 
 def test_the_metric_that_selects_the_best_epoch_comes_first(config, tmp_path):
@@ -148,7 +150,7 @@ def test_batch_size_is_global(trained):
 
 @pytest.mark.slow
 def test_bf16_reaches_the_loss_of_fp32(trained, config, tmp_path):
-    """Lightning's own gradient clipping refuses fused optimizers with bf16."""
+    """With a fused optimizer and gradients that are clipped."""
     half = train("classify", tmp_path / "run", *FOUR, "--from-scratch", config, "--precision", "bf16")
     assert load_file(half / "model/model.safetensors")["classifier.weight"].dtype == torch.float32
     assert result(half)["weights_sha256"] != result(trained)["weights_sha256"]
@@ -209,7 +211,7 @@ def test_an_attempt_that_failed_leaves_no_model_to_the_next_one(trained, config,
 
 @pytest.mark.slow
 def test_an_epoch_that_is_over_by_other_options_is_refused(tmp_path):
-    """Lightning would train the rest of it, which is nothing, without a word."""
+    """The rest of it is nothing."""
     options = ["--epochs", 1, "--limit", 40, "--from-scratch", "tiny", "--checkpoint-every", 4]
     run = train("classify", tmp_path / "run", *options, "--batch-size", 8)
     (run / "checkpoints/epoch-0001.pt").unlink()
@@ -231,7 +233,7 @@ def test_an_epoch_that_is_over_by_other_options_is_refused(tmp_path):
     ],
 )
 def test_force_sets_the_learning_rates_of_the_new_options(earlier, tmp_path, kept, other):
-    """Those of a run that had them from the start. Lightning restores the schedule of the checkpoint."""
+    """Those of a run that had them from the start."""
     cut = cut_after(earlier, kept, tmp_path)
     train("classify", cut, *IN_STEPS, *other, "--resume", cut, "--force")
     whole = train("classify", tmp_path / "whole", *IN_STEPS, *other)
@@ -245,13 +247,14 @@ def test_force_sets_the_learning_rates_of_the_new_options(earlier, tmp_path, kep
 
 
 @pytest.mark.slow
-def test_other_parts_of_a_batch_are_refused_within_an_epoch(earlier, tmp_path):
-    """Lightning counts parts: it would take them for steps that are done."""
+def test_other_parts_of_a_batch_go_on_within_an_epoch(earlier, tmp_path):
+    """Steps are counted, not parts: the same steps are left."""
     cut = cut_after(earlier, "epoch-0002-step-000002.pt", tmp_path)
-    with pytest.raises(
-        UsageError, match=r"step-000002\.pt was saved within an epoch, with another --accumulate"
-    ):
-        train("classify", cut, *IN_STEPS, "--accumulate", 2, "--resume", cut, "--force")
+    options = [*IN_STEPS, "--accumulate", 2, "--resume", cut]
+    with pytest.raises(UsageError, match="--accumulate 2 instead of 1"):
+        train("classify", cut, *options)
+    train("classify", cut, *options, "--force")
+    assert [line["step"] for line in metrics(cut)] == [line["step"] for line in metrics(earlier)]
 
 
 @pytest.mark.slow
@@ -351,8 +354,12 @@ def test_perplexity_counts_each_token_of_the_text_once_without_padding(tmp_path)
     assert in_windows == text
 
 
+class Fetched(Exception):
+    """The predictions of an evaluation are copied from the device."""
+
+
 @pytest.mark.parametrize("task", ["classify", "multi-label", "regression", "ner", "qa", "generate"])
-def test_evaluation_reads_no_value_of_a_batch(task):
+def test_evaluation_reads_no_value_of_a_batch(task, monkeypatch):
     """Reading one waits for a GPU; tensors without values refuse it."""
     problem = task if task in ("multi-label", "regression") else None
     chosen = TASKS["classify" if problem else task].TASK.for_problem(problem)
@@ -367,26 +374,33 @@ def test_evaluation_reads_no_value_of_a_batch(task):
     logits = torch.zeros(shape, device="meta")
     output = SimpleNamespace(loss=logits.sum(), logits=logits, start_logits=logits, end_logits=logits)
 
-    args, run = SimpleNamespace(tensor_parallel=1), SimpleNamespace(world=ALONE, device=torch.device("cpu"))
-    module = FineTuneModule(chosen, torch.nn.Module(), [], args, run, steps=0)
-    module.forward = lambda batch: output
-    module.on_validation_epoch_start()
-    module._sums = module._sums.to("meta")
-    module.validation_step(batch, 0)
-    ((index, predictions),) = module._predictions
-    assert index is batch.index and len(predictions) == 4
+    def fetch(predictions):
+        raise Fetched(predictions)
+
+    args = SimpleNamespace(tensor_parallel=1, max_length=9)
+    run = SimpleNamespace(
+        world=ALONE, device=torch.device("meta"), evaluation=nullcontext, autocast=nullcontext
+    )
+    steps = Steps(chosen, torch.nn.Module(), [], args, run)
+    monkeypatch.setattr(steps, "forward", lambda model, batch: output)
+    monkeypatch.setattr(type(chosen), "fetch_predictions", staticmethod(fetch))
+    steps._sets["test"] = [], made, [batch]
+    with pytest.raises(Fetched) as caught:  # after all batches, where it may wait
+        steps.evaluate("test")
+    (((index, predictions),),) = caught.value.args
+    assert torch.equal(index, torch.arange(4)) and len(predictions) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["classify", "ner", "qa"])
 def test_predictions_do_not_depend_on_the_batches_of_an_evaluation(task, config, tmp_path, monkeypatch):
     """Evaluated are 8 times as many examples at once as trained, with --gradient-checkpointing as many."""
-    monkeypatch.setattr(lightning_module, "FEWEST_BATCHES", 1)
+    monkeypatch.setattr(steps, "MIN_BATCHES", 1)
     kind, found, sizes = type(TASKS[task].TASK), [], []
-    make, forward = kind.make_answers, FineTuneModule.forward
+    make, forward = kind.make_answers, Steps.forward
     monkeypatch.setattr(kind, "make_answers", lambda *words: found.append(words[3]) or make(*words))
     monkeypatch.setattr(
-        FineTuneModule, "forward", lambda self, batch: sizes.append(len(batch.index)) or forward(self, batch)
+        Steps, "forward", lambda self, *words: sizes.append(len(words[1].index)) or forward(self, *words)
     )
     options = ["--epochs", 0, "--batch-size", 8, "--accumulate", 4, "--limit", 40, "--from-scratch", config]
     many, few = (

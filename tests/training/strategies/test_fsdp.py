@@ -31,7 +31,7 @@ from hpctrain.nlp.models import memory
 from hpctrain.nlp.parser import parse_options
 from hpctrain.nlp.tasks import classify
 from hpctrain.nlp.training import finetune
-from hpctrain.nlp.training.lightning_module import FineTuneModule
+from hpctrain.nlp.training.steps import Steps
 from hpctrain.training.strategies import fsdp
 from hpctrain.training.strategies.fsdp import copy_without_weights, find_blocks, split_state
 from tests.helpers import write_digits
@@ -67,14 +67,12 @@ def compile_quickly():
 
 def spoil_a_step():
     """Rank 1 has a loss that is not a number in the third part of the batches."""
-    real = FineTuneModule.training_step
+    real = Steps.compute_loss
 
-    def training_step(self, batch, batch_idx):
-        return real(self, batch, batch_idx) * (
-            math.nan if batch_idx == 2 and os.environ["RANK"] == "1" else 1
-        )
+    def compute_loss(self, batch):
+        return real(self, batch) * (math.nan if batch.number == 2 and os.environ["RANK"] == "1" else 1)
 
-    FineTuneModule.training_step = training_step
+    Steps.compute_loss = compute_loss
 
 
 def let_rank_0_load():
@@ -169,7 +167,7 @@ def test_the_weights_are_those_of_ddp(words, whole, tmp_path):
     for name in ("epoch-0001-step-000002.pt", "epoch-0002.pt"):
         ours, theirs = (checkpoint.load(run / "checkpoints" / name, CPU) for run in (whole, ddp))
         assert ours.keys() == theirs.keys()
-        for part in ("model", "state_dict", "optimizer_states"):
+        for part in ("model", "tracked"):
             torch.testing.assert_close(ours[part], theirs[part], rtol=1e-4, atol=1e-5)
     logs = [path.read_text() for path in sorted((whole / "logs").iterdir())]
     peaks = [float(re.search(r"peak memory of this rank: (.*) MB", log)[1]) for log in logs]
@@ -217,7 +215,7 @@ def test_a_run_cut_within_an_epoch_goes_on_with_any_number_of_ranks(words, whole
     cut = train_ranks(tmp_path, count, *words, *options, "--resume", "run", setup=setup, out=out)
     first, second = (checkpoint.load(run / "checkpoints/epoch-0002.pt", CPU) for run in (cut, whole))
     tolerance = {"rtol": 0, "atol": 0} if count == 4 else {"rtol": 1e-3, "atol": 1e-4}
-    for part in ("model", "optimizer_states"):
+    for part in ("model", "tracked"):
         torch.testing.assert_close(first[part], second[part], **tolerance)
     assert weights(cut) == weights(whole) or count != 4
     assert scores(cut)["test_loss"] == pytest.approx(scores(whole)["test_loss"], rel=1e-4)
@@ -260,7 +258,7 @@ def test_the_optimizer_of_another_model_is_one_line(tmp_path):
     words = ["train_fsdp", "--data", "digits", "--batch-size", "32"]
     path = train_ranks(tmp_path, 1, *words, "--epochs", 1) / "checkpoints/epoch-0001.pt"
     state = checkpoint.load(path, CPU)
-    for values in state["optimizer"]["state"].values():
+    for values in state["tracked"]["optimizer"]["state"].values():
         values["momentum_buffer"] = values["momentum_buffer"][:1]
     checkpoint.save(path, state)
     (tmp_path / "run/result.json").unlink()
@@ -341,17 +339,17 @@ def test_gradient_checkpointing_keeps_the_weights_and_less_for_the_backward_pass
     config, tmp_path, monkeypatch
 ):
     kept = []
-    real = FineTuneModule.training_step
+    real = Steps.compute_loss
 
-    def training_step(self, batch, batch_idx):
+    def compute_loss(self, batch):
         def keep(tensor):
             kept[-1] += tensor.numel()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            return real(self, batch, batch_idx)
+            return real(self, batch)
 
-    monkeypatch.setattr(FineTuneModule, "training_step", training_step)
+    monkeypatch.setattr(Steps, "compute_loss", compute_loss)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "bert"} | SHAPE))  # with dropout
     runs = []
