@@ -302,6 +302,72 @@ def test_an_upward_import_is_found(module, line):
     assert upward_imports({module: imports(module, ast.parse(line))})
 
 
+# Where Lightning may be imported, and where an epoch may begin and end.
+ADAPTER = r"hpctrain\.lightning(\.\w+)?"
+MAY_IMPORT_LIGHTNING = re.compile(rf"{ADAPTER}|hpctrain\.vision\.train_lightning")
+MAY_LOOP = re.compile(rf"{ADAPTER}|hpctrain\.(transformers|training\.run)")
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"}
+
+
+def imports_of_lightning(tree):
+    """The lines that import Lightning: also in functions, and by import_module()."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        elif isinstance(node, ast.Call) and re.search("import", ast.unparse(node.func)):
+            names = [each.value for each in node.args if isinstance(each, ast.Constant)]
+        yield from (node.lineno for name in names if str(name).partition(".")[0] in LIGHTNING)
+
+
+def loops_over_epochs(tree):
+    """The lines that begin or end an epoch, or loop over epochs by other means than run.epochs()."""
+    for node in ast.walk(tree):
+        called = node.func.attr if isinstance(node, ast.Call) and hasattr(node.func, "attr") else ""
+        if called in ("start_epoch", "end_epoch"):
+            yield node.lineno
+        # what a loop asks for the next round
+        over = {ast.For: "iter", ast.comprehension: "iter", ast.While: "test"}.get(type(node))
+        if over and (looped := getattr(node, over)):
+            is_call = isinstance(looped, ast.Call)
+            counts = not is_call or ast.unparse(looped.func) in ("range", "count", "itertools.count")
+            if counts and "epoch" in ast.unparse(looped):
+                yield looped.lineno
+
+
+def test_one_loop_trains_everything():
+    """hpctrain.Run. Lightning is for its own trainer, and for Trainers of users."""
+    found = [
+        f"{module}, line {line}"
+        for module, tree in SOURCES.items()
+        for lines, may in ((imports_of_lightning, MAY_IMPORT_LIGHTNING), (loops_over_epochs, MAY_LOOP))
+        for line in lines(tree)
+        if not may.fullmatch(module)
+    ]
+    assert not found, "\n".join(found)
+    assert [*imports_of_lightning(SOURCES["hpctrain.vision.train_lightning"])]
+    assert [*loops_over_epochs(SOURCES["hpctrain.training.run"])]
+
+
+@pytest.mark.parametrize(
+    ("lines", "find"),
+    [
+        ("def f():\n    from lightning.pytorch import Trainer", imports_of_lightning),
+        ("import torchmetrics", imports_of_lightning),
+        ("import_module('lightning.pytorch')", imports_of_lightning),
+        ("for epoch in range(run.epoch + 1, args.epochs + 1): pass", loops_over_epochs),
+        ("while run.epoch < last: pass", loops_over_epochs),
+        ("[train(n) for n in range(epochs)]", loops_over_epochs),
+        ("record.start_epoch(1, 5, 8)", loops_over_epochs),
+    ],
+)
+def test_another_loop_is_found(lines, find):
+    assert [*find(ast.parse(lines))]
+    assert not [*find(ast.parse("for epoch in run.epochs(3, fixed=True): pass"))]
+
+
 def defined(module):
     """The names of a module: what it defines and imports, its submodules, and what `hpctrain` looks up."""
     names = {name.rpartition(".")[2] for name in SOURCES if name.rpartition(".")[0] == module}

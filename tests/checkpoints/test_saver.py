@@ -340,7 +340,9 @@ def test_the_newest_and_the_best_are_kept(folder):
             checkpoint.path_of(folder, epoch, step), state(epoch), checkpoint.path_of(folder, 1)
         )
     saver.wait()
-    assert names(folder) == ["epoch-0001.pt", "epoch-0003.pt", "epoch-0004-step-000007.pt", "notes.pt"]
+    kept = ["epoch-0001.pt", "epoch-0003.pt", "epoch-0004-step-000007.pt"]
+    assert names(folder) == ["best.pt", *kept, "notes.pt"]
+    assert (folder / "checkpoints/best.pt").readlink() == Path("epoch-0001.pt")
 
 
 def test_a_checkpoint_in_parts_leaves_the_last_complete_one_until_all_ranks_have_written(folder):

@@ -32,7 +32,7 @@ def run(program):
     [
         ("train_ddp", ["torch._dynamo.eval_frame", "lightning", "transformers", "scipy.signal"]),
         # transformers needs the compiler
-        ("nlp.classify", ["sklearn", "scipy.signal", "transformers.trainer", "peft"]),
+        ("nlp.classify", ["lightning", "sklearn", "scipy.signal", "transformers.trainer", "peft"]),
     ],
 )
 def test_trainer_does_not_import_what_it_does_not_use(trainer, not_used, tmp_path):
@@ -76,7 +76,7 @@ def first_step(run, loss, **values):
     assert packages.isdisjoint(("matplotlib", "PIL", "sklearn", "tensorboard"))
     print("counted", flush=True)
     os._exit(0)
-Run.step = first_step
+Record.step = first_step
 sys.argv = ["hpctrain", "train_ddp", "--out", {str(tmp_path / "run")!r}]
 from hpctrain.__main__ import main
 main()

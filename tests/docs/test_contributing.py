@@ -112,7 +112,8 @@ def insert(before, new):
 
 
 def test_the_page_lists_every_kind():
-    kinds = ["a trainer", "an NLP task", "a launcher", "a runtime", "a site", "a package", "an image flavor"]
+    kinds = ["a trainer", "a strategy", "an NLP task", "a launcher", "a runtime", "a site", "a package"]
+    kinds.append("an image flavor")
     assert list(LISTED) == [f"Add {kind}" for kind in kinds]
     for heading, files in LISTED.items():
         for path in files:
@@ -122,16 +123,16 @@ def test_the_page_lists_every_kind():
 # ---- what runs without a cluster ----
 
 TRAINER = '''
-    """Fit a line to its points, which every rank has: the smallest trainer."""
+    """Fit a line to its points: the smallest trainer."""
 
     import torch
-    import torch.distributed as dist
 
-    from hpctrain.parser import Parser
-    from hpctrain.distributed.rendezvous import process_group
-    from hpctrain.run.record import Record
-    from hpctrain.vision import recipe
     from hpctrain.distributed.world import World
+    from hpctrain.parser import Parser
+    from hpctrain.training.run import Run
+    from hpctrain.vision import recipe
+
+    POINTS = torch.linspace(-1, 1, 16).unsqueeze(1)
 
 
     def parser() -> Parser:
@@ -142,25 +143,17 @@ TRAINER = '''
     def main(world: World, arguments: list[str]) -> None:
         """Train."""
         args = recipe.parse(parser(), arguments, recipe.ImageOptions())
-        device = torch.device("cpu")
-        with process_group(world, device):
-            run = Record(world, "train_toy", args, device)
-            torch.manual_seed(args.seed)
-            model = torch.nn.Linear(1, 1)
-            points = torch.linspace(-1, 1, 8 * world.size)[world.rank :: world.size].unsqueeze(1)
-            for epoch in range(run.epoch + 1, args.epochs + 1):
-                run.start_epoch(epoch, steps=1, examples=8)
-                loss = (model(points) - 2 * points).square().mean()
-                model.zero_grad()
-                loss.backward()
-                for weight in model.parameters():
-                    if world.size > 1:
-                        dist.all_reduce(weight.grad)
-                    weight.data -= 0.3 * weight.grad / world.size
-                run.step(loss.detach())
-                run.end_epoch()
-                run.save({"model": model.state_dict()})
-            run.finish(model, test_loss=loss.item())
+        with Run("train_toy", **vars(args)) as run:
+            model = run.prepare(torch.nn.Linear(1, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+            run.track(model=model, optimizer=optimizer)
+            for _ in run.epochs(args.epochs):
+                for points in run.batches(POINTS, 16):
+                    loss = (model(points) - 2 * points).square().mean()
+                    run.backward(loss)
+                    run.update(optimizer)
+                    run.step(loss)
+                run.score(test_loss=loss)
 '''
 
 
@@ -192,6 +185,52 @@ def test_add_a_trainer(project):
     for name in ("alone", "two"):
         result = json.loads((project / f"runs/{name}/result.json").read_text())
         assert result["test_loss"] < 0.05 and (project / f"runs/{name}/curves.png").exists()
+    assert touched(project) == set(edits)
+
+
+STRATEGY = '''
+    """Each rank has the whole model, and averages its gradients one by one after the backward pass."""
+
+    from collections.abc import Iterator
+    from contextlib import contextmanager
+
+    import torch
+    import torch.distributed as dist
+
+    from hpctrain.training.strategies.strategy import Strategy
+
+
+    class Toy(Strategy):
+        """The smallest strategy."""
+
+        @contextmanager
+        def average(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+            """All gradients of the optimizer."""
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    dist.all_reduce(weight.grad)
+                    weight.grad /= self.world.size
+            yield
+
+
+    STRATEGY = Toy
+'''
+
+
+@pytest.mark.slow
+def test_add_a_strategy(project):
+    """Two ranks have the weights of DDP, bit for bit."""
+    edits = {"src/hpctrain/training/strategies/toy.py": STRATEGY}
+    add(project, "Add a strategy", "toy", edits)
+    found = []
+    for name in ("toy", "ddp"):
+        script = textwrap.dedent(TRAINER).replace("Linear(1, 1))", f"Linear(1, 1), strategy={name!r})")
+        script += f'\nmain(None, ["--epochs", "3", "--out", "{project}/runs/{name}"])\n'
+        (project.parent / f"{name}.py").write_text(script)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+        run(*launch, project.parent / f"{name}.py", cwd=project)
+        found.append(json.loads((project / f"runs/{name}/result.json").read_text())["weights_sha256"])
+    assert found[0] == found[1]
     assert touched(project) == set(edits)
 
 

@@ -50,7 +50,8 @@ def make_net():
 
 
 def open_run(folder, **options):
-    return hpctrain.Run("mine", out=folder, resume="auto", checkpoint_every=1, watchdog=0, **options)
+    options = {"checkpoint_every": 1, "watchdog": 0} | options
+    return hpctrain.Run("mine", out=folder, resume="auto", **options)
 
 
 def evaluate(run, model):
@@ -169,7 +170,90 @@ def steps(run, at_step):
             at_step(run)
 
 
-SHAPES = [plain, two_optimizers, accumulation, mixed_precision, steps]
+def parts(run, at_step):
+    """Each batch in two parts, and gradients that are clipped."""
+    model = run.prepare(make_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run.track(model=model, optimizer=optimizer)
+    for _ in run.epochs(2):
+        for points, labels in run.batches(Points(), 8, accumulate=2):
+            loss = cross_entropy(model(points), labels)
+            run.backward(loss)
+            at_step(run)
+            run.update(optimizer, clip=0.1)
+            run.step(loss)
+        run.score(accuracy=evaluate(run, model))
+
+
+def halves(run, at_step):
+    """With the run's own scaler, which skips the first steps because of overflows, and steps in parts."""
+    model = run.prepare(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    for _ in run.epochs(2):
+        for points, labels in run.batches(Points(), 8, accumulate=2):
+            with run.autocast():
+                loss = cross_entropy(model(points), labels)
+            run.backward(loss * 4)
+            run.update(optimizer)
+            run.step(loss)
+            at_step(run)
+
+
+class Listed(Points):
+    """The points without noise. It makes the batches itself."""
+
+    def load_batches(self, parts, device):
+        for part in parts:
+            yield torch.stack([part.examples / 40] * 4, 1).to(device), (part.examples % 2).to(device)
+
+
+def shuffle(epoch):
+    """32 of the points in four steps: an order of the script's own."""
+    return torch.randperm(40, generator=torch.Generator().manual_seed(epoch))[:32].view(4, 2, 4)
+
+
+def within_epochs(run, at_step):
+    """bf16, batches and an order of the script's own, an evaluation in every third step, the best weights."""
+    model = run.prepare(make_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    run.track(model=model, optimizer=optimizer)
+    run.best.by, run.best.lowest = "error", True
+    for _ in run.epochs(3):
+        for points, labels in run.batches(Listed(), 8, accumulate=2, order=shuffle):
+            with run.autocast():
+                loss = cross_entropy(model(points), labels)
+            run.backward(loss)
+            run.update(optimizer)
+            run.step(loss)
+            if run.is_due(3):
+                run.score(error=1 - evaluate(run, model).double())
+            at_step(run)
+        run.score(error=1 - evaluate(run, model).double())
+    run.load_best()
+
+
+def patience(run, at_step):
+    """It ends within its second epoch."""
+    model = run.prepare(make_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    run.best.patience = 4
+    for _ in run.epochs(9):
+        for points, labels in run.batches(Points(), 8):
+            loss = cross_entropy(model(points), labels)
+            run.backward(loss)
+            run.update(optimizer)
+            run.step(loss)
+            if run.is_due(1):
+                run.score(f1=-abs(run.global_step - 3))
+            at_step(run)
+        run.score(f1=-9)
+    run.load_best()
+
+
+OPTIONS = {halves: {"precision": "fp16"}, within_epochs: {"precision": "bf16"}}
+SHAPES = [plain, two_optimizers, accumulation, mixed_precision, steps, parts, *OPTIONS, patience]
 
 
 def lines_of(folder):
@@ -200,19 +284,20 @@ class Interrupt:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_run_that_is_interrupted_again_and_again_ends_as_one_that_was_not(tmp_path, shape):
     """Each start in the same process, as in a notebook, and with new objects."""
-    hooks = len(_global_optimizer_pre_hooks)
-    with open_run(tmp_path / "whole") as run:
+    hooks, options = len(_global_optimizer_pre_hooks), OPTIONS.get(shape, {})
+    with open_run(tmp_path / "whole", **options) as run:
         shape(run, lambda run: None)
     assert not dist.is_initialized()
     folder, starts = tmp_path / "cut", 0
     while not (folder / "result.json").exists():
         starts += 1
         try:
-            with open_run(folder) as run:
+            with open_run(folder, **options) as run:
                 shape(run, Interrupt(after=3 + starts % 2))
         except KeyboardInterrupt:
             assert not (folder / "owner.json").exists()
-    assert 4 <= starts <= 9
+    assert 3 <= starts <= 12
+    assert ("overflow_steps" in result_of(folder)) == (shape is halves)
     assert result_of(folder) == result_of(tmp_path / "whole")
     assert lines_of(folder) == lines_of(tmp_path / "whole")
     assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
@@ -350,7 +435,7 @@ def test_the_weights_are_read_back(tmp_path):
     hpctrain.load_weights(make_net(), checkpoint.find_newest(tmp_path / "one"))
     with open_run(tmp_path / "two") as run:
         two_optimizers(run, lambda run: None)
-        both = run._model
+        both = run._tracked.model
     hpctrain.load_weights(both, checkpoint.find_newest(tmp_path / "two"))
     assert {name.partition(".")[0] for name in both.state_dict()} == {"generator", "critic"}
 
@@ -554,6 +639,19 @@ def step_without_optimizer(run):
             run.step(torch.tensor(1.0))
 
 
+def in_parts(step):
+    """A loop whose batches come in two parts, with step(run, optimizer, loss)."""
+
+    def use(run):
+        objects = of_net()
+        run.track(**objects)
+        for _ in run.epochs(1):
+            for points, _ in run.batches(Points(), 8, accumulate=2):
+                step(run, objects["optimizer"], objects["model"](points).mean())
+
+    return use
+
+
 def score_before_step(run):
     run.track(**of_net())
     for _ in run.epochs(1):
@@ -566,7 +664,7 @@ def batches_twice(run):
     for _ in run.epochs(1):
         for data in (Points(), Points()):
             for _ in run.batches(data, 40):
-                run._others["optimizer"].step()
+                run._tracked.others["optimizer"].step()
                 run.step(torch.tensor(1.0))
 
 
@@ -628,6 +726,22 @@ BAD_USES = [
     (no_step, "run.step() was not called after step 1: call run.step(loss) once for each batch"),
     (two_steps, "call run.step(loss) once for each batch of run.batches(), after optimizer.step()"),
     (step_without_optimizer, "run.step() came before the first optimizer.step(): call it after that"),
+    (
+        in_parts(lambda run, optimizer, loss: (loss.backward(), optimizer.step(), run.step(loss))),
+        "optimizer.step() came before the last part of a batch: with accumulate, call run.backward(loss) and",
+    ),
+    (
+        in_parts(lambda run, optimizer, loss: (run.backward(loss), run.step(loss))),
+        "run.step() came before the first optimizer.step(): call it after that",
+    ),
+    (
+        in_parts(lambda run, optimizer, loss: (run.backward(loss), run.step(loss), run.score(f1=1))),
+        "or after run.step() in the loop, if run.is_due(steps)",
+    ),
+    (
+        lambda run: run.prepare(nn.Linear(1, 1), strategy="zero"),
+        "there is no strategy 'zero': choose from ddp, dp, fsdp, horovod",
+    ),
     (score_before_step, "call run.score() after the batches of an epoch, or after run.step() in the loop"),
     (
         take(lambda run: run.batches(Stream(), 2)),
@@ -644,6 +758,10 @@ BAD_USES = [
     (
         take(lambda run: run.batches(Points(), 8, generator=torch.Generator())),
         "and its seed: leave out generator",
+    ),
+    (
+        take(lambda run: run.batches(Points(), 10, accumulate=4)),
+        "--batch-size 10 is the global batch, and 1 ranks with --accumulate 4 cannot share it evenly",
     ),
     (take(lambda run: run.batches(Points(), 80)), "batch-size 80 is more than the 40 training examples"),
 ]
@@ -706,7 +824,7 @@ with hpctrain.Run("net", out="net") as run:
     # 2 and 3 of 5 examples: the ranks have different numbers of batches
     hits = run.evaluation_batches(Subset(range(5), range(5)), 2)
     run.score(mean=torch.cat([*hits]))
-    model = run._model
+    model = run._tracked.model
     same = hpctrain.gather(run.world, [value.double().sum().item() for value in model.state_dict().values()])
     assert same[0] == same[1], same
 with hpctrain.Run("alone", out="alone") as run:

@@ -123,9 +123,8 @@ def test_digits():
 def test_images_are_resized_in_the_batch():
     pixels = torch.zeros(2, 28, 28, dtype=torch.uint8)
     pixels[1, :, 14:] = 255
-    images, labels = data.Images(pixels, torch.tensor([3, 7])).batch(
-        torch.tensor([1, 0]), torch.device("cpu"), side=128
-    )
+    small = data.Images(pixels, torch.tensor([3, 7]), side=128)
+    images, labels = small.batch(torch.tensor([1, 0]), torch.device("cpu"))
     assert images.shape == (2, 1, 128, 128) and images.dtype == torch.float32 and labels.tolist() == [7, 3]
     assert images[0, 0, :, :60].eq(-1).all() and images[0, 0, :, 68:].eq(1).all() and images[1].eq(-1).all()
 

@@ -24,7 +24,7 @@ from PIL import Image
 
 from hpctrain.distributed.world import ALONE, World
 from hpctrain.errors import HpctrainError
-from hpctrain.training.batches import can_fork_beside_threads, training_batches
+from hpctrain.training.batches import EpochPlan, Part, can_fork_beside_threads
 from hpctrain.vision import recipe
 from hpctrain.vision.folder import center_crop, decode, load_folder, random_resized_crop
 from tests.tools import warm_start
@@ -290,18 +290,22 @@ def test_the_mnist_net_refuses_color_images(images):
 
 def batches(folder, workers, epoch=1, skip=0, seed=1, world=ALONE):
     train, _ = load(folder, workers, seed)
-    return list(train.batches(training_batches(len(train), 4, seed, epoch, world, skip), CPU, 16, epoch))
+    return list(train.load_batches(EpochPlan(len(train), 4, seed, epoch, world).parts(skip), CPU))
+
+
+def batches_of(data, examples, epoch):
+    """The batches of these lists of examples."""
+    parts = (Part(number, epoch, each, each) for number, each in enumerate(map(torch.tensor, examples)))
+    return list(data.load_batches(parts, CPU))
 
 
 def test_tar_files_give_the_batches_of_class_folders(images, shards):
     assert sorted(path.name for path in (shards / "train").iterdir()) == ["000.tar", "008.tar"]
     for (train, test), workers in ((load(shards), 0), (load(shards, 2), 2)):
         of_folders, evaluation = load(images)
-        order = [torch.tensor([3, 11, 0]), torch.tensor([7, 8])]
-        assert equal(list(train.batches(order, CPU, 16, 2)), list(of_folders.batches(order, CPU, 16, 2))), (
-            workers
-        )
-        assert equal(*(list(part.batches([torch.tensor([3, 0])], CPU, 16, 0)) for part in (test, evaluation)))
+        order = [[3, 11, 0], [7, 8]]
+        assert equal(batches_of(train, order, 2), batches_of(of_folders, order, 2)), workers
+        assert equal(*(batches_of(part, [[3, 0]], 0) for part in (test, evaluation)))
         assert train.classes == test.classes == ["0", "1"] and len(train) == 12 and len(test) == 6
     assert equal(batches(shards, 1, skip=1), batches(images, 0, skip=1))
 
@@ -369,7 +373,7 @@ def test_a_broken_image_in_a_tar_file_is_named(shards, tmp_path):
         add(tar, "00/7.cls", b"0")
     train, _ = load(folder, workers=1)
     with pytest.raises(HpctrainError, match="cannot be read as a JPEG or PNG") as error:
-        list(train.batches([torch.tensor([0])], CPU, 16, epoch=1))
+        batches_of(train, [[0]], epoch=1)
     assert str(error.value).startswith(
         f"{folder}/train/000.tar: 00/7.jpg: cannot be read"
     ) and "\n" not in str(error.value)
@@ -424,7 +428,7 @@ def test_an_error_of_a_worker_is_one_line(copy):
     train, _ = load(copy, workers=1)
     train.path(5).write_bytes(b"")
     with pytest.raises(HpctrainError) as error:
-        list(train.batches([torch.tensor([4, 5])], CPU, 16, epoch=1))
+        batches_of(train, [[4, 5]], epoch=1)
     assert str(error.value).startswith(f"{train.path(5)}: cannot be read") and "\n" not in str(error.value)
 
 
@@ -578,7 +582,7 @@ def test_resnet50_has_the_channels_and_classes_of_the_folder(images):
     train, _ = recipe.load_data(args, ALONE)
     assert args.image_size == 224 and args.workers == min(16, len(os.sched_getaffinity(0)) - 1)
     model = recipe.build_model(args, train, CPU)
-    assert model(train.batch(torch.tensor([0]), CPU, args.image_size)[0]).shape == (1, 2)
+    assert model(train.batch(torch.tensor([0]), CPU)[0]).shape == (1, 2)
     # torchvision's ResNet-50 has 25,557,032 parameters with 1000 classes.
     assert sum(p.numel() for p in model.parameters()) == 25_557_032 - 998 * 2049
 

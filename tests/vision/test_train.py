@@ -143,6 +143,25 @@ def test_an_epoch_resumed_is_bit_for_bit_one_that_was_not_interrupted(runs, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_checkpoint_of_an_earlier_version_is_resumed_bit_for_bit(tmp_path, precision):
+    """It has each object as an entry of its own, and of a run in fp32 an empty scaler."""
+    options = ("--epochs", 2, "--precision", precision)
+    train(1, *options, "--out", "whole", cwd=tmp_path)
+    cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for name in ("result.json", "checkpoints/epoch-0002.pt"):
+        (cut / name).unlink()
+    path = cut / "checkpoints/epoch-0001.pt"
+    state = checkpoint.load(path, torch.device("cpu"))
+    for name in ("scores", "given"):
+        del state[name]
+    checkpoint.save(path, state | {"scaler": {}} | state.pop("tracked"))
+    out = train(1, *options, "--resume", "cut", cwd=tmp_path)
+    assert "resuming after epoch 1" in out and "warning" not in out
+    assert result(cut)["weights_sha256"] == result(tmp_path / "whole")["weights_sha256"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("trainer", "ranks"), [("train_ddp", 4), ("train_ddp", 8), ("train_lightning", 4)])
 def test_more_than_two_ranks_are_resumed_bit_for_bit(tmp_path, trainer, ranks):
     """With two ranks each sum has two terms.

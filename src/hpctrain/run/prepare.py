@@ -135,10 +135,10 @@ def find_earlier_checkpoint(folders: list[Path], epoch: int, step: int) -> Path:
 
 
 def finished_epochs(folder: Path) -> float:
-    """The epochs of the result in a run folder: 0 without a result, infinity if the result does not say."""
+    """The epochs of the result in a run folder: -1 without a result, infinity if the result does not say."""
     try:
         return json.loads((folder / "result.json").read_text(encoding="utf-8")).get("epochs", math.inf)
     except FileNotFoundError:
-        return 0
+        return -1
     except (OSError, ValueError):
         return math.inf

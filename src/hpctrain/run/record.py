@@ -409,7 +409,7 @@ class Record:
                     overflows=self._nonfinite.overflows,
                     lines=self._metrics.lines if self.world.rank == 0 else 0,
                     seconds=time.monotonic() - self._started,
-                    options=self._options.list_weighty(),
+                    options=self._options.list_weighty() | {"epochs": str(self._epochs)},
                 )
                 state = checkpoint.with_plain_names(state, self._nonfinite.model) | position.to_entries()
                 best = checkpoint.path_of(self.folder, self.best.epoch, self.best.step)

@@ -75,7 +75,7 @@ class Tracked:
         self._strategy.load(self.model, state["model"])
         for name, each in self.others.items():
             if isinstance(each, Optimizer):
-                checkpoint.load_optimizer(each, saved[name], path, partial(self._strategy.load, each))
+                checkpoint.load_optimizer(each, saved.get(name), path, partial(self._strategy.load, each))
                 continue
             try:
                 each.load_state_dict(saved[name])
