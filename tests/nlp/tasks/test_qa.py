@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertForQuestionAnswering, PreTrainedTokenizerFast
 
+from hpctrain.distributed.world import ALONE
 from hpctrain.errors import UsageError
 from hpctrain.nlp.data.splits import load_splits, split_examples
 from hpctrain.nlp.data.squad import UNANSWERABLE, Answer, Question

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from hpctrain.nlp.training.lightning_module import FineTuneModule
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -256,9 +255,7 @@ def test_a_checkpoint_of_the_time_of_lightning_is_refused(earlier, tmp_path):
         optimizer = state.pop("tracked")["optimizer"]
         checkpoint.save(path, state | {"state_dict": state["model"], "optimizer_states": [optimizer]})
     before = (cut / "metrics.jsonl").read_text()
-    with pytest.raises(
-        HpctrainError, match=r"can be resumed .*epoch-0001\.pt: it is of another trainer"
-    ):
+    with pytest.raises(HpctrainError, match=r"can be resumed .*epoch-0001\.pt: it is of another trainer"):
         train("classify", cut, *IN_STEPS, "--resume", cut)
     assert (cut / "metrics.jsonl").read_text() == before
 

@@ -236,9 +236,7 @@ def train(task: Task, steps: Steps, texts: TrainingTexts, args: FineTuneOptions,
             run.score(**steps.evaluate("validation"))
 
     if run.best.has_stalled and run.epoch < args.epochs:
-        run.print(
-            f"stopped after {run.best.latest}: no better {steps.metric} for {args.patience} evaluations"
-        )
+        run.print(f"stopped after {run.best.latest}: no better {run.best.by} for {args.patience} evaluations")
     run.load_best()
 
 
