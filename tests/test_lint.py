@@ -333,7 +333,8 @@ def loops_over_epochs(tree):
         if over and (looped := getattr(node, over)):
             is_call = isinstance(looped, ast.Call)
             counts = not is_call or ast.unparse(looped.func) in ("range", "count", "itertools.count")
-            if counts and "epoch" in ast.unparse(looped):
+            names = {getattr(each, "id", getattr(each, "attr", "")) for each in ast.walk(looped)}
+            if counts and any("epoch" in name for name in names):
                 yield looped.lineno
 
 

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.checkpoints import checkpoint
-from hpctrain.commands import bench, sweep
+from hpctrain.commands import bench
 from hpctrain.commands.add import failed_import
+from hpctrain.commands.sweep import sweep
 from hpctrain.distributed.python import SAFE_PYTHON
 from hpctrain.distributed.world import ALONE
 from hpctrain.errors import HpctrainError

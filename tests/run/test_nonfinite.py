@@ -136,7 +136,7 @@ def test_horovod_skips(cluster):
 def watch(model, skip=True):
     nonfinite = NonFinite(ALONE, skip)
     nonfinite.model = model
-    nonfinite.start_epoch(100, lambda step: torch.tensor([step, BAD]))
+    nonfinite.begin_epoch(100, lambda step: torch.tensor([step, BAD]))
     return nonfinite
 
 

@@ -44,7 +44,7 @@ class NonFinite:
         """Whether --on-nan skip skips the present step."""
         return self._in_a_row > 0
 
-    def start_epoch(self, first_step: int, examples_of: Callable[[int], Tensor] | None) -> None:
+    def begin_epoch(self, first_step: int, examples_of: Callable[[int], Tensor] | None) -> None:
         """`first_step`: steps before this epoch. `examples_of`: this rank's examples in a step of it."""
         self._first_step, self._examples_of, self._losses = first_step, examples_of, []
         self._keep_buffers()

@@ -271,7 +271,7 @@ class Record:
         self.check_steps(steps)
         self._steps, self._examples = steps, examples
         self._since, self._since_step = time.perf_counter(), self._step
-        self._nonfinite.start_epoch(self.epoch * steps, examples_of)
+        self._nonfinite.begin_epoch(self.epoch * steps, examples_of)
         self.times.start()
         if self.world.rank == 0 and sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=self._step, desc=f"epoch {epoch}", unit="step", leave=False)
