@@ -202,7 +202,7 @@ def tutorials(cluster):
     tokenizer = BertTokenizer(vocab={word: n for n, word in enumerate(words)}, do_lower_case=False)
     tokenizer.save_pretrained(work / "model")
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    BertForSequenceClassification(BertConfig(len(words), **shape)).save_pretrained(work / "model")
+    BertForSequenceClassification(BertConfig(vocab_size=len(words), **shape)).save_pretrained(work / "model")
     subprocess.run(["chown", "-R", "1000:1000", work], check=True)
     return f"{HOME}/tutorials"
 
@@ -311,7 +311,7 @@ def test_local_in_the_container(cluster):
     env = {"HPCTRAIN_TASKS": "2", "NCCL_NET": ""}
     done = cluster.exec("n1", "launch/local.sh", "check", user="alice", cwd=HOME, env=env)
     assert "check passed: 2 ranks on 1 host" in done.stdout and "runtime apptainer" in done.stdout
-    assert "NCCL between nodes: Socket" in done.stdout
+    assert "NCCL between nodes: TCP over" in done.stdout
 
 
 # ---- runtimes ----
