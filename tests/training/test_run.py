@@ -358,7 +358,7 @@ def test_a_resume_says_what_is_not_as_it_was(tmp_path, capsys):
         return re.findall("hpctrain: warning: (.*)|(run.batches.*)", capsys.readouterr().out)
 
     assert train(1, 0.1, 8) == train(2, 0.1, 8) == []
-    (rate, _), (_, batch) = train(3, 5.0, 10)
+    (_, batch), (rate, _) = train(3, 5.0, 10)
     assert rate.startswith("lr of optimizer stays 0.1, as in ")
     assert rate.endswith(".pt: for 5.0 start a new run, with another out")
     assert batch == "run.batches(): 10 examples in a batch, and 8 in the epoch before"
@@ -741,6 +741,10 @@ BAD_USES = [
     (
         lambda run: run.prepare(nn.Linear(1, 1), strategy="zero"),
         "there is no strategy 'zero': choose from ddp, dp, fsdp, horovod",
+    ),
+    (
+        lambda run: train_simply(run, 2, after=lambda run: run.score(**{f"f{run.epoch}": 0.5})),
+        "the scores f2 lack f1, which decides on the best checkpoint",
     ),
     (score_before_step, "call run.score() after the batches of an epoch, or after run.step() in the loop"),
     (

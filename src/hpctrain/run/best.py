@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from hpctrain.checkpoints.position import Evaluations
+from hpctrain.errors import UsageError
 
 
 def is_loss(name: str) -> bool:
@@ -54,8 +55,16 @@ class Best:
         return _describe(*self.evaluations.latest)
 
     def choose(self, scores: Mapping[str, float]) -> tuple[float, ...]:
-        """What add() compares of these scores: the one that decides, and the first other loss for ties."""
+        """What add() compares of these scores: the one that decides, and the first other loss for ties.
+
+        Raises UsageError without the one that decides.
+        """
         self.by = self.by or min(scores, key=is_loss)
+        if self.by not in scores:
+            raise UsageError(
+                f"the scores {', '.join(scores)} lack {self.by}, which decides on the best checkpoint: "
+                "give each evaluation this score, or another name to run.best.by"
+            )
         lowest = is_loss(self.by) if self.lowest is None else self.lowest
         losses = [value for name, value in scores.items() if is_loss(name) and name != self.by]
         score = scores[self.by]
