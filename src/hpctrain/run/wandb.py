@@ -55,13 +55,14 @@ class Mirror:
             _print_failure(self._folder, first_line(error))
 
     def close(self) -> None:
-        """Let the process send the last metrics and end."""
-        if self._process is None:
+        """Let the process send the last metrics and end. A second call does nothing."""
+        process, self._process = self._process, None
+        if process is None:
             return
         try:
-            self._process.communicate(b"end\n", MAX_END_SECONDS)
+            process.communicate(b"end\n", MAX_END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            process.kill()
             _print_failure(self._folder, f"W&B has not ended within {MAX_END_SECONDS} s")
 
 
