@@ -36,7 +36,7 @@ from hpctrain.nlp.models.scratch import create_model
 from hpctrain.nlp.models.tokenizer import load_tokenizer
 from hpctrain.nlp.task import SAMPLES
 from hpctrain.nlp.tasks import classify, generate, ner, pair, qa
-from hpctrain.nlp.training import finetune
+from hpctrain.nlp.training import tokenize
 from hpctrain.vision import data as images
 from tests.helpers import POSITION
 
@@ -480,7 +480,7 @@ def test_a_tokenizer_that_panics_is_one_line(model, tmp_path, kind, capfd):
         HpctrainError, match=r"its tokenizer cannot tokenize the data|the tokenizer cannot be loaded"
     ):
         args = argparse.Namespace(max_length=64, stride=0)
-        finetune._tokenize(
+        tokenize._tokenize(
             classify.TASK, folder, load_tokenizer(folder), [classify.Document("", text, "0")], ["0"], args
         )
 

@@ -60,7 +60,8 @@ def test_fetch_does_not_import_the_models():
 def test_what_the_first_step_waits_for(tmp_path):
     """Each file is a request to the file system, from every rank.
 
-    On 2026-11-24, 48 modules and 100 files besides torch's.
+    On 2026-11-29, 89 modules besides torch's, 62 of them hpctrain's, and 11 of numpy.random, which each step
+    of a run seeds.
     """
     said = run(f"""
 import os, sys
@@ -71,7 +72,7 @@ of_torch, opened = set(sys.modules), len(files)
 from hpctrain.run.record import Record
 def first_step(run, loss, **values):
     more = sorted(set(sys.modules) - of_torch)
-    assert len(more) <= 70 and len(files) - opened <= 150, (more, files[opened:])
+    assert len(more) <= 95 and len(files) - opened <= 150, (more, files[opened:])
     packages = {{name.partition(".")[0] for name in more}}
     assert packages.isdisjoint(("matplotlib", "PIL", "sklearn", "tensorboard"))
     print("counted", flush=True)

@@ -107,6 +107,7 @@ def test_utilization(name, share):
 def test_result_has_the_share_of_the_peak(tmp_path, monkeypatch, command, options):
     """As on a GPU, where alone it is counted."""
     monkeypatch.setattr(Record, "count_flops", lambda self, count: setattr(self, "_flops", count()))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(record, "utilization", lambda flops_per_s, name, precision: {"counted": flops_per_s})
     data = ["--data", str(write_digits(tmp_path / "data"))] if command == "train_lightning" else []
     load_command(command).main(ALONE, [*options, *data, "--epochs", "1", "--out", str(tmp_path / "run")])

@@ -34,8 +34,8 @@ def poison():
             images, labels = super().batch(index, *more)
             return images * (NAN if BAD in index else 1), labels
 
-    def loading(folder):
-        training_set, test_set = load(folder)
+    def loading(*words):
+        training_set, test_set = load(*words)
         return Poisoned(training_set.pixels, training_set.labels), test_set
 
     def watched(get, indices):
