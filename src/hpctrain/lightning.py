@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hpctrain.checkpoints import checkpoint
 from hpctrain.distributed.entry import print_errors_in_one_line
 from hpctrain.distributed.rendezvous import all_or_none, broadcast, main_address
-from hpctrain.distributed.world import World, detect, job_id
+from hpctrain.distributed.world import World, detect
 from hpctrain.errors import UsageError
 from hpctrain.run.options import RunOptions
 from hpctrain.run.record import Record
@@ -147,9 +147,8 @@ class RunFolder(Checkpoint):
     @property
     def ckpt_path(self) -> Path | None:
         """The newest checkpoint, None in a new run. If it is corrupt, Trainer.fit() loads an older one."""
-        source = None if self._options.is_auto else self._options.resume
-        folders = self._options.out or source or Path("runs", self._name, job_id()), source
-        found = (checkpoint.list_newest_first(Path(folder)) for folder in folders if folder)
+        folders = self._options.choose_folder(self._name), self._options.source
+        found = (checkpoint.list_newest_first(folder) for folder in folders if folder)
         return next(chain.from_iterable(found), None)
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:

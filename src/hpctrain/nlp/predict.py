@@ -216,6 +216,16 @@ def read_rows(args: argparse.Namespace, task: Task[Any]) -> Iterator[tuple[str, 
         yield row
 
 
+def add_model_folder(options: Parser) -> None:
+    """Add the folder of the model, which `hpctrain serve` has as well."""
+    options.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="run folder of a fine-tuning, such as runs/nlp.classify/17, or its model/",
+    )
+
+
 def add_answer_options(options: Parser) -> None:
     """Add the options of Task.answer() that `hpctrain serve` has as well."""
     add = options.add_argument
@@ -241,13 +251,8 @@ def parser() -> Parser:
         prog="hpctrain predict",
         description="Answer texts with a fine-tuned model. Prints one JSON object per line.",
     )
+    add_model_folder(options)
     add = options.add_argument
-    add(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="run folder of a fine-tuning, such as runs/nlp.classify/17, or its model/",
-    )
     add(
         "text",
         nargs="*",

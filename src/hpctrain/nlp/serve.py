@@ -32,7 +32,13 @@ from hpctrain.nlp.data.formats import SURROGATE
 from hpctrain.nlp.models.model_folder import describe_error
 from hpctrain.nlp.models.tokenizer import fit_together, load_tokenizer
 from hpctrain.nlp.page import describe, make_page, read_meanings, show_answer
-from hpctrain.nlp.predict import add_answer_options, find_model_folder, find_task, load_model
+from hpctrain.nlp.predict import (
+    add_answer_options,
+    add_model_folder,
+    find_model_folder,
+    find_task,
+    load_model,
+)
 from hpctrain.parser import Parser
 from hpctrain.servers.tunnel import TOKEN_PAGE, Tunnel, cookie_for, has_token
 from hpctrain.text import first_line
@@ -217,13 +223,8 @@ def parser() -> Parser:
     options = Parser(
         prog="hpctrain serve", description="Show a fine-tuned model as a web page and a JSON service."
     )
+    add_model_folder(options)
     add = options.add_argument
-    add(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="run folder of a fine-tuning, such as runs/nlp.classify/17, or its model/",
-    )
     add(
         "--host",
         help="address to listen on; any but 127.0.0.1 is open to the network "

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.checkpoints.interval import Interval
-from hpctrain.distributed.world import World
+from hpctrain.distributed.world import World, job_id
 from hpctrain.errors import UsageError
 from hpctrain.files.redaction import hide_secrets
 
@@ -84,6 +84,15 @@ class RunOptions:
     def is_auto(self) -> bool:
         """Whether the run resumes its own folder, if that has a checkpoint."""
         return str(self.resume) == "auto"
+
+    @property
+    def source(self) -> Path | None:
+        """The run folder in `resume`; None without one, and for "auto"."""
+        return None if self.is_auto or self.resume is None else Path(self.resume)
+
+    def choose_folder(self, name: str) -> Path:
+        """The folder of a run of this name: `out`, the one in `resume`, or runs/NAME/<job id>."""
+        return Path(self.out or self.source or Path("runs") / name / job_id())
 
     def list_all(self) -> dict[str, Any]:
         """All options by name, as config.json has them."""

@@ -28,8 +28,7 @@ def prepare_folder(trainer: str, options: RunOptions) -> tuple[Path, Path | None
         raise UsageError(
             "--resume auto needs --out here: without a job of Slurm or PBS, each start has a new run folder"
         )
-    source = None if options.is_auto or options.resume is None else Path(options.resume)
-    folder = Path(options.out or source or Path("runs") / trainer / job_id())
+    source, folder = options.source, options.choose_folder(trainer)
     earlier_run = atomic.exists(folder / "config.json")
     again, failed_start = options.is_auto, False
     if earlier_run and not again and (not source or source.resolve() != folder.resolve()):

@@ -311,8 +311,8 @@ class Run:
         if self._at != IN_EPOCH:
             raise UsageError("call run.batches() once in each epoch: for epoch in run.epochs(...)")
         assert self._tracked and self._strategy  # as run.epochs() has begun an epoch
-        _check_dataset("run.batches()", dataset, options)
-        epoch, done, examples = self.epoch + 1, self._record.step_of_epoch, len(dataset)  # type: ignore[arg-type]
+        examples = _count_examples("run.batches()", dataset, options)
+        epoch, done = self.epoch + 1, self._record.step_of_epoch
         world, given = self._strategy.data_world, self._tracked.given
         plan = EpochPlan(
             examples, batch_size, self._seed, epoch, world,
@@ -447,8 +447,7 @@ class Run:
         Each example belongs to one rank, and a rank may have none. `options` are options of DataLoader. A
         sharded model needs as many batches on each rank, so some get a batch again: see score().
         """
-        _check_dataset("run.evaluation_batches()", dataset, options)
-        examples = len(dataset)  # type: ignore[arg-type]
+        examples = _count_examples("run.evaluation_batches()", dataset, options)
         own = [*evaluation_batches(examples, batch_size, self.world)]
         self._repeated = 0
         if self._record.in_parts:
@@ -546,8 +545,8 @@ class Run:
         return self._tracked.state() | {"scores": self.scores}
 
 
-def _check_dataset(caller: str, dataset: Any, options: dict[str, Any]) -> None:
-    """Raise UsageError for a data set without examples by number, or for options that choose examples."""
+def _count_examples(caller: str, dataset: Any, options: dict[str, Any]) -> int:
+    """The examples of a data set. UsageError if it has none by number, or for options that choose some."""
     is_stream = isinstance(dataset, IterableDataset)
     can_load = hasattr(dataset, "__getitem__") or isinstance(dataset, Loads)
     if is_stream or not (hasattr(dataset, "__len__") and can_load):
@@ -558,3 +557,4 @@ def _check_dataset(caller: str, dataset: Any, options: dict[str, Any]) -> None:
     if own := ORDER & options.keys():
         what = "the order of the examples, and its seed"
         raise UsageError(f"{caller} decides on {what}: leave out {join(sorted(own))}")
+    return len(dataset)

@@ -139,7 +139,7 @@ class Classifier(LightningModule):
         return recipe.make_optimizer(self.args, self.net.parameters(), self.args.precision)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Let the optimizer keep its own options, as load_optimizer() does for the other trainers."""
+        """Let the optimizer keep its own options, which the Trainer would take from the checkpoint."""
         if self._trainer is None:
             return  # load_from_checkpoint()
         own = self.configure_optimizers().state_dict()["param_groups"]

@@ -14,6 +14,7 @@ tokens.
 import dataclasses
 import math
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +204,13 @@ def train(task: Task, steps: Steps, texts: TrainingTexts, args: FineTuneOptions,
     if args.epochs:
         total = args.epochs * steps_per_epoch(len(texts), args.batch_size, group, args.accumulate)
     run.count_flops(lambda: count_text_flops(model, texts.lengths, run_empty))
-    steps.parallel = share_model(steps, texts, args, run)
+    parallel = share_model(steps, texts, args, run)
+    compute_loss = partial(steps.compute_loss, parallel)
     optimizer = make_optimizer(model, args.lr)
-    run.track(model=steps.parallel, optimizer=optimizer)
+    run.track(model=parallel, optimizer=optimizer)
     run.best.by, run.best.lowest = f"validation_{steps.metric}", not task.higher_is_better
     run.best.patience = args.patience
-    graphs = StepGraphs(model.parameters(), steps.compute_loss) if args.cuda_graphs else None
+    graphs = StepGraphs(model.parameters(), compute_loss) if args.cuda_graphs else None
 
     def order(epoch: int) -> Tensor:
         parts = group.size * args.accumulate
@@ -223,7 +225,7 @@ def train(task: Task, steps: Steps, texts: TrainingTexts, args: FineTuneOptions,
             if steps.counts_tokens:
                 run.count_tokens(batch.real_tokens, batch.attention_mask.numel())
             with run.autocast():
-                loss = graphs.run(batch) if graphs else steps.compute_loss(batch)
+                loss = graphs.run(batch) if graphs else compute_loss(batch)
             if graphs:
                 graphs.give_gradients()
             else:
@@ -245,8 +247,7 @@ def share_model(steps: Steps, texts: TrainingTexts, args: FineTuneOptions, run: 
     if args.strategy == "ddp":
 
         def compute_loss(parallel: nn.Module) -> Tensor:
-            steps.parallel = parallel
-            return steps.compute_loss(texts[Selection(torch.tensor([0]))].to(run.device))
+            return steps.compute_loss(parallel, texts[Selection(torch.tensor([0]))].to(run.device))
 
         options: dict[str, Any] = {"example": compute_loss, **LEAN}
         return run.prepare(steps.model, **options)

@@ -28,7 +28,7 @@ class Steps:
     """Computes the loss of training batches, and the scores of a validation or a test set.
 
     `class_weights`, [labels], weigh the training loss alone. `masked`: whether the model gets the attention
-    mask of a batch with padding. `parallel`: the model as the training calls it, from run.prepare().
+    mask of a batch with padding.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class Steps:
         masked: bool = True,
     ) -> None:
         self.model = model
-        self.parallel: nn.Module = model
         self._task, self._labels, self._args, self._run = task, labels, args, run
         self._class_weights = None if class_weights is None else class_weights.to(run.device)
         self._without = {*task.extra} if masked else {*task.extra, "attention_mask"}
@@ -61,9 +60,12 @@ class Steps:
         """The output of a model for a batch."""
         return model(**batch.model_inputs(without=self._without))
 
-    def compute_loss(self, batch: TextBatch) -> Tensor:
-        """The loss of one part of a global batch, times its weight: see TrainingTexts."""
-        output = self.forward(self.parallel, batch)
+    def compute_loss(self, parallel: nn.Module, batch: TextBatch) -> Tensor:
+        """The loss of one part of a global batch, times its weight: see TrainingTexts.
+
+        `parallel` is the model as the training calls it, from run.prepare().
+        """
+        output = self.forward(parallel, batch)
         if self._class_weights is None:
             loss = self._task.compute_loss(output, batch)
         else:
