@@ -8,7 +8,6 @@ import pytest
 import slurm_cluster
 from slurm_cluster import BUILD, REPOSITORY, Cluster, bare_binds
 
-from tests import main_road
 from tests.helpers import DATA, IMAGE_TAR, MEMORY_AND_THREADS, SIF, STANDINS, write_digits, write_fewer
 
 # Before a test imports torch.
@@ -76,7 +75,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not {"cluster", "site", "in_background"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.flaky(reruns=1))  # and no other test
-    main_road.mark(items)
 
 
 @pytest.hookimpl(hookwrapper=True)

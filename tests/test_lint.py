@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REPOSITORY, project_files
 
+pytestmark = pytest.mark.main_road
+
 TEXTS = {name: (REPOSITORY / name).read_text(errors="replace") for name in project_files()}
 SHELL = sorted(
     name

@@ -14,6 +14,8 @@ import pytest
 
 from hpctrain.cli import COMMANDS
 
+pytestmark = pytest.mark.main_road
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = REPOSITORY / "tests/options.txt"
 

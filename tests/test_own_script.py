@@ -63,6 +63,7 @@ def test_both_examples_train(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.main_road("With `import hpctrain` your loop")
 def test_the_last_example_resumes_bit_for_bit_after_sigkill(tmp_path):
     """Four ranks, with dropout, random augmentation and workers, all killed in the middle of an epoch."""
     command = [NOTHING_LOST, "--checkpoint-every", "1", "--resume", "auto", "--out"]

@@ -59,6 +59,7 @@ def test_a_dry_run_in_the_image(site):
 
 
 @pytest.mark.slow
+@pytest.mark.main_road
 def test_whatever_ends_it_leaves_a_table_and_the_next_one_goes_on(tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", "--dry-run", "--only", "machine", "--only", "lora"]
     command += ["--out", tmp_path]

@@ -9,6 +9,7 @@ import hashlib
 import http.server
 import os
 import re
+import shlex
 import shutil
 import signal
 import ssl
@@ -219,7 +220,7 @@ def test_the_last_line_explains_an_error_of_pip(environment, index, tmp_path, lo
     """The only function that knows pip's messages is run_pip, which the steps call with the same pip."""
     (tmp_path / "tiny.lock").write_text(lock or index.lines["probe"])
     variables = {name: value.format(stranger=index.stranger) for name, value in variables.items()}
-    functions = f"source {REPOSITORY}/containers/install/step_functions.sh"
+    functions = f"source {shlex.quote(str(REPOSITORY))}/containers/install/step_functions.sh"
     command = f"{functions}; run_pip tiny.lock {environment}/bin/python -m pip" \
         f" install --require-hashes --no-cache-dir --target new -r tiny.lock"  # fmt: skip
     apart = ["unshare", variables.pop("UNSHARE")] if "UNSHARE" in variables else []

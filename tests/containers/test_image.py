@@ -28,10 +28,12 @@ def digits(cluster):
     return "/project/digits"
 
 
+@pytest.mark.main_road("make sif")
 def test_the_sif_has_at_most_600_mb(sif):
     assert sif.stat().st_size <= 600e6
 
 
+@pytest.mark.main_road("make sif")
 def test_it_has_the_locked_versions(cluster):
     names = [
         "torch",
@@ -68,6 +70,7 @@ def test_it_has_the_locked_versions(cluster):
     assert found["torch"] == "2.13.0+cpu" and compiled.items() <= found.items()
 
 
+@pytest.mark.main_road("make sif")
 def test_torchvision_computes_without_a_warning(cluster):
     """Compiled for this torch: operators, gradients, pictures, transforms and models, without a warning."""
     code = """
@@ -415,6 +418,7 @@ def test_an_ordinary_user_builds_the_same_image_from_the_definition(cluster, tmp
     assert ours[0] == ours[1] and len(ours[0]) >= 6
 
 
+@pytest.mark.main_road("make sif")
 def test_make_builds_nothing_twice(sif):
     done = subprocess.run(
         ["make", "--question", "sif", "cluster", "venv"], cwd=REPOSITORY, capture_output=True

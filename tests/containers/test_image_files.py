@@ -122,6 +122,7 @@ def names(image: Image, condition: Callable[[str, File], object]) -> list[str]:
     return sorted(name for name, file in image.files.items() if condition(name, file))
 
 
+@pytest.mark.main_road("make sif")
 def test_nothing_is_privileged_or_writable_by_everyone(image):
     assert len(image.files) > 20_000
     assert names(image, lambda _, file: file.info.isfile() and file.mode & 0o6000) == []
@@ -153,6 +154,7 @@ def test_all_files_belong_to_root_and_are_readable(image):
     assert [name for name in closed if not re.fullmatch(debian, name)] == []
 
 
+@pytest.mark.main_road("make sif")
 def test_no_secret_and_no_name_of_the_build_machine(image):
     assert [(name, file.found) for name, file in image.files.items() if file.found] == []
     assert [word for word in own_words() if word.decode() in json.dumps(image.config)] == []

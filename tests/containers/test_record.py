@@ -408,6 +408,7 @@ def test_a_signed_sif_is_verified_and_a_changed_one_is_refused(tiny, tiny_sif, t
     assert verify(signed).returncode == 1
 
 
+@pytest.mark.main_road("SBOM, provenance, `make verify`")
 def test_the_image_is_as_its_record_says(sif):
     """The CPU image itself: every wheel is in a lock, and the SIF is the recorded one."""
     if not IMAGE_TAR.exists():

@@ -89,7 +89,12 @@ OF_LENGTH = "dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2
     ("ours", "theirs", "said"),
     [
         # torch.distributed's functions for objects send a length and bytes, as ours do.
-        ("gather(world, 1)", "dist.all_gather_object([None] * 2, Evil())", "JSON"),
+        pytest.param(
+            "gather(world, 1)",
+            "dist.all_gather_object([None] * 2, Evil())",
+            "JSON",
+            marks=pytest.mark.main_road,
+        ),
         ("broadcast(world, 1, 1)", "dist.broadcast_object_list([Evil()], 1)", "JSON"),
         # A length is checked before memory is allocated.
         ("gather(world, 1)", OF_LENGTH.format(2**50), f"{2**50} bytes"),
@@ -147,6 +152,7 @@ os._exit(0)
 LATE = "import os, time\nwhile not os.path.exists('stranger has written'): time.sleep(0.1)\n"
 
 
+@pytest.mark.main_road
 def test_a_stranger_does_not_become_a_rank(tmp_path):
     """It writes to the store before the real rank 1 and while that joins, and learns no prefix."""
     say = rank("print(rendezvous.gather(world, world.rank))")
@@ -158,6 +164,7 @@ def test_a_stranger_does_not_become_a_rank(tmp_path):
     assert stranger[1] == ""  # it ends with its connection, or after a minute
 
 
+@pytest.mark.main_road
 def test_ranks_join_with_a_secret_and_use_a_prefix_that_it_hides(tmp_path):
     spy = """
 import torch.distributed as dist

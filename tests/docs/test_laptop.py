@@ -12,6 +12,8 @@ import torchvision
 
 from tests.helpers import REPOSITORY
 
+pytestmark = pytest.mark.main_road
+
 BIN = Path(sys.prefix) / "bin"
 # Open MPI does not start as root without these.
 ENV = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}

@@ -6,6 +6,7 @@ pages runs once.
 
 import json
 import re
+import shlex
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
@@ -47,6 +48,7 @@ HERE = commands("bash")
 ON_CLUSTER = commands("bash cluster")
 
 
+@pytest.mark.main_road("make venv")
 def test_there_are_commands():
     here, on_cluster = ([line for lines in pages.values() for line in lines] for pages in (HERE, ON_CLUSTER))
     assert {"make demo", "make sif", "make venv", ".venv/bin/hpctrain train_ddp --epochs 2"} <= set(here)
@@ -55,13 +57,26 @@ def test_there_are_commands():
     assert all(re.search(f"^{line}$", text, re.M) for line in ("make test", "make test-fast"))
 
 
-@pytest.mark.parametrize("page", HERE)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page,
+            marks=pytest.mark.main_road("make demo", "text classification, sentence pairs, named entities")
+            if page == "README.md"
+            else (),
+        )
+        for page in HERE
+    ],
+)
 def test_on_this_machine(page, sif, tmp_path):
     # What make has made is not made again (test_image.py looks at that); the rest writes into a folder of its
     # own.
-    script = ""
+    here, script = shlex.quote(str(REPOSITORY)), ""
     for number, line in enumerate(HERE[page]):
-        command = re.sub("^make ", f"make -C {REPOSITORY} ", line).replace(".venv/", f"{REPOSITORY}/.venv/")
+        command = line.replace(".venv/", f"{here}/.venv/")
+        if command.startswith("make "):
+            command = f"make -C {here} {command.removeprefix('make ')}"
         script += f"echo '$ '{number}\n{command}\n"
     done = subprocess.run(
         ["bash", "-e", "-c", script],
@@ -144,7 +159,15 @@ def smaller_jobs(cluster, few_examples):
 @pytest.mark.parametrize(
     "pages",
     [
-        pytest.param(["README.md"], id="README.md"),
+        pytest.param(
+            ["README.md"],
+            id="README.md",
+            marks=pytest.mark.main_road(
+                "`apptainer exec hpctrain-cu130.sif hpctrain`",
+                "sbatch launch/apptainer_ddp.sh",
+                "text classification, sentence pairs, named entities",
+            ),
+        ),
         pytest.param([page for page in ON_CLUSTER if page != "README.md"], id="docs"),
     ],
 )

@@ -169,6 +169,7 @@ def test_modules_in_a_folder_of_others_are_not_imported(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.main_road
 def test_a_run_holds_no_secret_and_is_for_its_user_alone(tmp_path):
     """With a umask that lets others read.
 

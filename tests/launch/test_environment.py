@@ -19,6 +19,8 @@ pytestmark = pytest.mark.slow
 PAGE = REPOSITORY / "docs/reference/environment.md"
 BEGIN, END = "<!-- what tests/launch/test_environment.py saw -->\n", "<!-- end -->\n"
 ALL = [(launcher, runtime) for launcher in [*LAUNCHERS, "PBS"] for runtime in RUNTIMES]
+MAIN_ROAD = pytest.mark.main_road("passes its arguments on unchanged")
+CELLS_OF_MAIN_ROAD = [("srun", "apptainer"), ("horovodrun", "podman-hpc"), ("PBS", "bare")]
 SHOW = """
 import json, os, sys
 try:
@@ -132,7 +134,10 @@ def holds(rank: dict, variables: dict[str, str]) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize(("launcher", "runtime"), ALL)
+@pytest.mark.parametrize(
+    ("launcher", "runtime"),
+    [pytest.param(*cell, marks=MAIN_ROAD if cell in CELLS_OF_MAIN_ROAD else ()) for cell in ALL],
+)
 def test_every_rank_gets_what_the_shell_has(seen, launcher, runtime):
     ranks, log = seen(launcher, runtime)
     assert [rank["rank"] for rank in ranks] == ["0", "1", "2", "3"], log
@@ -203,6 +208,7 @@ def test_a_job_of_sbatch_export(cluster, export):
     assert_ended(job(cluster, "check", options=[f"--export={export}"]), "COMPLETED", "check passed: 4 ranks")
 
 
+@pytest.mark.main_road("passes its arguments on unchanged")
 def test_a_job_submitted_inside_a_step_of_another_job(cluster):
     """It had the memory, the CPUs, the array and the number of tasks of that step."""
     line = f"(cd {HOME} && SLURM_ARRAY_JOB_ID=1 SLURM_ARRAY_TASK_ID=1 SLURM_RESTART_COUNT=3 sbatch --parsable"

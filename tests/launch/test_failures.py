@@ -137,6 +137,7 @@ def train(cluster, *words, launcher="srun"):
     return cluster.submit(HERE, *LAUNCHERS[launcher], *command, cwd=HOME, env={"HPCTRAIN_REQUEUES": "0"})
 
 
+@pytest.mark.main_road
 def test_a_killed_rank_ends_the_whole_job_and_is_named(cluster):
     number = train(cluster)
     ended, output = wait_and_act(
@@ -222,6 +223,7 @@ def test_nothing_of_podman_hpc_trains_on_after_scancel(cluster, podman_image):
     wait_until_idle(cluster)
 
 
+@pytest.mark.main_road
 def test_nothing_is_left_of_any_job(cluster):
     """The last test of this file. It finds processes by their command lines, not by their variables."""
     wait_until_idle(cluster)

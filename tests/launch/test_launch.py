@@ -62,6 +62,7 @@ def test_a_file_of_the_submit_folder_does_not_hide_a_module_of_python(cluster):
     assert_ended(done, "COMPLETED", "check passed: 2 ranks")
 
 
+@pytest.mark.main_road("passes its arguments on unchanged")
 def test_the_arguments_of_a_script_arrive_as_they_are(cluster):
     arguments = ["--anything", "a b", "$HOME", "`id`", "*", "", "quote'and\"quote", "back\\slash", "-x"]
     show = "print(os.environ['RANK'], os.environ['WORLD_SIZE'], json.dumps(sys.argv[1:]))\n"
@@ -79,6 +80,7 @@ def test_a_script_whose_ranks_train_alone_gets_one_warning(cluster):
     assert output.count("hpctrain: warning: each of the 2 ranks ") == 1, output
 
 
+@pytest.mark.main_road("`check.sh` checks every rank", "| `check.sh` |")
 def test_check_and_then_the_run_in_one_job(cluster):
     arguments = ["apptainer_torchrun.sh", "--max-restarts=1", "train_ddp", FEW, "--epochs", "1"]
     output = assert_ended(job(cluster, *arguments, options=ONE_EACH, script="launch/check.sh"), "COMPLETED")
@@ -98,6 +100,7 @@ def test_inside_salloc(cluster):
     assert done.returncode == 2 and "3,1 tasks" in done.stderr and "--ntasks-per-node" in done.stderr
 
 
+@pytest.mark.main_road("`--dry-run` prints the commands")
 def test_what_a_dry_run_prints_can_be_run(cluster):
     command = [SCRIPT, "--dry-run", "train_ddp", "--out", "a b"]
     printed = cluster.exec("login", *command, user="alice", cwd=HOME).stdout
@@ -185,6 +188,7 @@ TUTORIALS = {
     "tests/scripts/tutorials/horovod_mnist.py": ["mpirun", "srun + PMI", "horovodrun"],
     "tests/scripts/tutorials/resnet50_ddp.py": ["srun", "torchrun", "mpirun", "horovodrun"],
 }
+LIGHTNING = pytest.mark.main_road("a Lightning `Trainer` only")
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +212,12 @@ def tutorials(cluster):
 
 
 @pytest.mark.parametrize(
-    ("script", "launcher"), [(script, x) for script, names in TUTORIALS.items() for x in names]
+    ("script", "launcher"),
+    [
+        pytest.param(script, name, marks=LIGHTNING if "lightning" in script and name == "srun" else ())
+        for script, names in TUTORIALS.items()
+        for name in names
+    ],
 )
 def test_the_script_of_a_tutorial(cluster, tutorials, ahead, script, launcher):
     def submit(script, launcher):
@@ -288,6 +297,7 @@ def test_a_pmi_that_the_mpi_library_does_not_support(cluster):
     assert_ended(wait(cluster, direct), "FAILED", "srun --mpi=pmi2 started 4 ranks")
 
 
+@pytest.mark.main_road("| `pbs_ddp.sh` |")
 def test_pbs(cluster):
     """By qsub over Slurm (slurm-wlm-torque), with the variables of PBS, and with mpirun over ssh."""
 
@@ -306,6 +316,7 @@ def test_pbs(cluster):
     assert (folder(cluster, "runs/by pbs") / "result.json").exists()
 
 
+@pytest.mark.main_road("| `local.sh` |")
 def test_local_in_the_container(cluster):
     # empty disables a site's value, but NCCL takes it for the name of a network
     env = {"HPCTRAIN_TASKS": "2", "NCCL_NET": ""}
@@ -393,7 +404,13 @@ def test_gpus_that_slurm_granted_and_the_container_does_not_show(in_background):
     ("name", "right", "wrong", "texts"),
     [
         # as a login shell would bring it
-        ("HPCTRAIN_MODULES", "pytorch", "no-such", ["runtime none", "module load no-such"]),
+        pytest.param(
+            "HPCTRAIN_MODULES",
+            "pytorch",
+            "no-such",
+            ["runtime none", "module load no-such"],
+            marks=pytest.mark.main_road("| `modules_ddp.sh` |"),
+        ),
         # with a stand-in, because conda is not available here
         (
             "HPCTRAIN_PYTHON_ENV",
@@ -414,6 +431,7 @@ def test_without_a_container(cluster, name, right, wrong, texts):
     assert_ended(wait(cluster, bad), "FAILED", texts[1])
 
 
+@pytest.mark.main_road("| `shifter_ddp.sh` |")
 def test_shifter(cluster):
     """With a stand-in, as shifter is not available here: its command line, and the rendezvous."""
     env = {"PATH": STANDIN_PATH, "SHIFTER_RECORD": f"{HOME}/shifter.record"}
@@ -440,6 +458,7 @@ def test_horovodrun_enters_shifter_on_the_other_node(cluster):
     assert_ended(wait(cluster, number), "COMPLETED", "check passed: 2 ranks on 2 hosts (horovodrun)")
 
 
+@pytest.mark.main_road
 def test_nothing_is_left_of_any_job(cluster):
     """The last test on the cluster. It finds processes by their command lines, not by their variables."""
     wait_until_idle(cluster)

@@ -23,6 +23,20 @@ TRAINERS = ["train_ddp", "train_lightning", "train_horovod"]
 OF_RUNTIME = {"podman-hpc": ["launch/podman_hpc_ddp.sh"], "bare": ["launch/modules_ddp.sh"]}
 RUNTIMES = {"apptainer": {}, "podman-hpc": {"HPCTRAIN_RUNTIME": "podman-hpc"}, "bare": NO_CONTAINER}
 CELLS = [(launcher, runtime, t) for launcher in LAUNCHERS for runtime in RUNTIMES for t in TRAINERS]
+# Cells of make test: each launcher with apptainer, and each runtime with srun.
+MAIN_ROAD = {
+    ("srun", "apptainer", "train_ddp"): pytest.mark.main_road("| `apptainer_ddp.sh` |"),
+    ("torchrun", "apptainer", "train_lightning"): pytest.mark.main_road("| `apptainer_torchrun.sh` |"),
+    ("mpirun", "apptainer", "train_horovod"): pytest.mark.main_road(
+        "| `apptainer_mpi.sh` |", "`train_horovod` ran with every launcher"
+    ),
+    ("srun + PMI", "apptainer", "train_ddp"): pytest.mark.main_road("| `apptainer_mpi.sh` |"),
+    ("horovodrun", "apptainer", "train_horovod"): pytest.mark.main_road(
+        "| `apptainer_horovod.sh` |", "`train_horovod` ran with every launcher"
+    ),
+    ("srun", "podman-hpc", "train_lightning"): pytest.mark.main_road("| `podman_hpc_ddp.sh` |"),
+    ("srun", "bare", "train_horovod"): pytest.mark.main_road("`train_horovod` ran with every launcher"),
+}
 # jobs at a time, beside those of the other test process: the cores import torch most of the time
 IN_FLIGHT = 2
 BEGIN, END = "<!-- what tests/launch/test_matrix.py saw pass -->\n", "<!-- end -->\n"
@@ -75,7 +89,10 @@ def cell(cluster, podman_image):
     return Cells(cluster, podman_image)
 
 
-@pytest.mark.parametrize(("launcher", "runtime", "trainer"), CELLS)
+@pytest.mark.parametrize(
+    ("launcher", "runtime", "trainer"),
+    [pytest.param(*cell, marks=MAIN_ROAD.get(cell, ())) for cell in CELLS],
+)
 def test_the_same_weights_bit_for_bit(request, cell, launcher, runtime, trainer):
     chosen = [item for item in request.session.items if getattr(item, "function", None) is request.function]
     here = chosen.index(request.node)

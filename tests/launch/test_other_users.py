@@ -83,6 +83,7 @@ def listening(cluster, node, number):
     return {f"{node if host in everywhere else host}:{port}" for host, _, port in found}, secret.strip()
 
 
+@pytest.mark.main_road
 def test_another_user_of_the_cluster_changes_nothing_in_a_running_job(cluster, tmp_path):
     """bob joins, sends garbage, looks for the secret, and writes into folders.
 
@@ -138,6 +139,7 @@ def test_another_user_of_the_cluster_changes_nothing_in_a_running_job(cluster, t
         assert cluster.exec(node, "ls", "/tmp/executed", check=False).returncode == 2
 
 
+@pytest.mark.main_road
 def test_no_image_is_entered_that_another_user_can_write(cluster):
     """bob reads the name of the copy of --broadcast in ps, and makes it on both nodes before sbcast does.
 
@@ -248,6 +250,7 @@ def test_a_port_that_is_in_use(cluster):
     assert_ended(done, "COMPLETED", f"port {port} of n1 is in use", f" {port + 1}\n")
 
 
+@pytest.mark.main_road
 def test_no_secret_is_on_a_command_line(cluster):
     """horovodrun writes its environment on the command lines of ssh; each rank still gets it."""
     show = "print('got', os.environ['HF_TOKEN'] == 'hf_' + 'secret', flush=True)\ntime.sleep(10)\n"

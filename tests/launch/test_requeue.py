@@ -86,6 +86,7 @@ SAVED = "the ranks have saved a checkpoint and stopped: requeuing"
 CONTINUES = f"sbatch --nodes=2 --ntasks-per-node=2 {HOME}/{SCRIPT} program.py"
 LIMIT = ["--time=1", "--signal=B:USR1@20"]
 # options of sbatch, how the job ends, the number of its restarts, and what its log has
+MAIN_ROAD = pytest.mark.main_road("At its time limit, after a preemption and")
 JOBS = {
     "example": (
         ["--ntasks-per-node=1"],
@@ -177,7 +178,14 @@ def said(output):
     return [line for line in output.splitlines() if re.search(r"^hpctrain: (the|not|exit|Slurm) ", line)]
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if name != "array"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=MAIN_ROAD if name in ("limit", "preempted") else ())
+        for name in JOBS
+        if name != "array"
+    ],
+)
 def test_how_a_job_ends(cluster, numbers, name):
     _, state, restarts, text = JOBS[name]
     ended, output = wait(cluster, numbers[name])
@@ -209,6 +217,7 @@ def weights_and_steps(run):
     return result(run)["weights_sha256"], [json.loads(line)["step"] for line in lines]
 
 
+@pytest.mark.main_road("when a rank or a node dies, Slurm requeues the job and it resumes")
 def test_a_trainer_ends_with_the_weights_of_a_run_that_nothing_happened_to(cluster, tmp_path):
     """In the image, with 4 ranks: asked to stop within an epoch, and later a rank is killed."""
     command = ["train_ddp", "--data=digits", "--epochs=20", "--checkpoint-every=1s", "--out"]
@@ -390,6 +399,7 @@ def undisturbed(tmp_path_factory):
     return weights_and_steps(top / "whole")
 
 
+@pytest.mark.main_road("when a rank or a node dies, Slurm requeues the job and it resumes")
 def test_a_job_whose_node_dies_resumes_from_its_last_checkpoint(in_background, undisturbed):
     assert in_background(one_node_dies).result() == undisturbed
 

@@ -27,6 +27,8 @@ FIVE = {
     "generate": ("nsmc", ["--limit", "200"]),
 }
 
+MAIN_ROAD = pytest.mark.main_road("text classification, sentence pairs, named entities")
+
 
 def scores(run):
     return {
@@ -36,7 +38,9 @@ def scores(run):
     }
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=MAIN_ROAD if task in ("qa", "generate") else ()) for task in TASKS]
+)
 def test_four_ranks_on_two_nodes_score_as_one_process_does(cluster, task, tmp_path):
     name, options = FIVE[task]
     if not (DATA / name).exists():
@@ -68,6 +72,7 @@ def test_four_ranks_on_two_nodes_score_as_one_process_does(cluster, task, tmp_pa
         assert of_four[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
 
 
+@pytest.mark.main_road("text classification, sentence pairs, named entities")
 def test_sample_training_and_predict_need_only_the_image(cluster):
     """The model that comes out answers in the container."""
     ended, output = job(cluster, "nlp.ner", "--epochs", "1", "--out", "runs/sample")
@@ -128,7 +133,7 @@ def instruct_words(cluster):
 @pytest.mark.parametrize(
     ("options", "alone"),
     [
-        pytest.param(["--tensor-parallel", "2"], [], id="tensor-parallel"),
+        pytest.param(["--tensor-parallel", "2"], [], id="tensor-parallel", marks=MAIN_ROAD),
         pytest.param(["--strategy", "fsdp", "--lora-rank", "4"], ["--lora-rank", "4"], id="lora"),
     ],
 )

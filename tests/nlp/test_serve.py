@@ -294,6 +294,7 @@ def test_how_an_answer_looks(row, answer, shown):
 
 
 @pytest.mark.slow
+@pytest.mark.main_road("`hpctrain serve` shows a model")
 def test_the_page_in_a_browser_asks_for_the_token_and_marks_the_answer(server):
     with Browser() as browser:
         browser.resize(360, 900)

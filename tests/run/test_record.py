@@ -327,6 +327,7 @@ def test_a_file_that_cannot_be_written_is_named_and_not_there(tmp_path, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.main_road
 def test_a_disk_that_is_full_leaves_no_torn_result(tmp_path):
     """A real one: the disk fills up in training. An empty result.json would be taken for one."""
     if os.geteuid() != 0:

@@ -49,6 +49,7 @@ def run_in_jupyterlab(browser, token, code):
 
 
 @pytest.mark.slow
+@pytest.mark.main_road("| `jupyter.sh` |")
 def test_a_cell_trains_on_two_ranks_through_the_command_of_the_log(cluster):
     cluster.host_path(f"{HOME}/beside.py").touch()  # of the notebook
     job = cluster.submit("launch/jupyter.sh", cwd=HOME)

@@ -282,6 +282,7 @@ class Interrupt:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.main_road
 def test_a_run_that_is_interrupted_again_and_again_ends_as_one_that_was_not(tmp_path, shape):
     """Each start in the same process, as in a notebook, and with new objects."""
     hooks, options = len(_global_optimizer_pre_hooks), OPTIONS.get(shape, {})

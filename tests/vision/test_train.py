@@ -111,6 +111,7 @@ def few(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.main_road("the same weights with every launcher and runtime")
 def test_two_ranks_give_the_weights_of_one_process(tmp_path):
     """To float tolerance after few steps: rounding errors grow with each step, as ReLUs switch."""
     for name, launcher in (("one", 1), ("two", 2)):

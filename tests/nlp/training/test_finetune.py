@@ -174,6 +174,7 @@ def test_compiled_training_has_the_losses_of_one_that_is_not(trained, config, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["classify", "generate"])
+@pytest.mark.main_road
 def test_resumed_run_ends_with_the_same_weights(task, tmp_path):
     """With dropout, and although an earlier epoch is the best so far."""
     options = ["--epochs", 3, "--batch-size", 8, "--limit", 40, "--from-scratch", "tiny"]
