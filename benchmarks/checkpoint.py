@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import records
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -31,8 +32,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=recipe.RECIPES, default="resnet50")
-    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    records.add_options(parser, turns=5)
     options = parser.parse_args()
     torch.manual_seed(1)
     torch.set_num_threads(1)
@@ -81,17 +82,21 @@ def main() -> None:
             whole.append(time.perf_counter() - started)
         size = (Path(folder) / "checkpoints/whole.pt").stat().st_size
 
-    slower = statistics.median(busy) / statistics.median(quiet) if busy else 1.0
-    # The steps that run while a checkpoint is written take longer by this factor.
-    cost = statistics.median(blocked[1:] or blocked) + statistics.median(written) * (1 - 1 / slower)
-    print(f"{options.model}, {size / 1e6:.0f} MB; medians of {options.turns} turns")
-    print(f"first save blocks for            {blocked[0] * 1000:8.0f} ms")
-    print(f"later saves block for            {statistics.median(blocked[1:] or blocked) * 1000:8.0f} ms")
-    print(f"a save in the step itself takes  {statistics.median(whole) * 1000:8.0f} ms")
-    print(f"writing in the background takes  {statistics.median(written) * 1000:8.0f} ms")
-    print(f"a step without a save            {statistics.median(quiet) * 1000:8.0f} ms")
-    print(f"a step while one is written      {slower:8.2f} times as long")
-    print(f"share of the time, every {INTERVAL} s:  {100 * cost / INTERVAL:8.3f} %")
+    slower = [value / statistics.median(quiet) for value in busy] or [1.0]
+    # The steps that run while a checkpoint is written take longer.
+    cost = statistics.median(blocked) + statistics.median(written) * (1 - 1 / statistics.median(slower))
+    figures = {
+        "a save, in the background, blocks a step for, ms": [1000 * value for value in blocked],
+        "of these the first save, ms": [1000 * blocked[0]],
+        "a save in the step itself, ms": [1000 * value for value in whole],
+        "writing in the background, ms": [1000 * value for value in written],
+        "a step, ms": [1000 * value for value in quiet],
+        "a step while one is written, times as long": slower,
+        f"share of the time that a save every {INTERVAL} s takes, %": [100 * cost / INTERVAL],
+    }
+    rows = {name: {"figure": values} for name, values in figures.items()}
+    about = f"{options.model}, a checkpoint of {size / 1e6:.0f} MB, one thread"
+    records.report("checkpoint", "what", rows, {"figure": 2}, about, options)
 
 
 if __name__ == "__main__":

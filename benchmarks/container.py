@@ -23,11 +23,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
+import records
 from slurm_cluster import Cluster, bare_binds
 
 from tests.helpers import BARE_PYTHON, MEMORY_AND_THREADS, SIF
 
 BATCH = 32
+STEP, START = "ms a step", "seconds to start and end"
 UNPACKED = "/opt/unpacked"
 CHROOT = f"""for folder in proc dev home tmp; do mount --rbind /$folder {UNPACKED}/$folder; done
 exec chroot --userspec=1000:1000 {UNPACKED} env HOME=/home/alice sh -c 'cd && exec "$@"' sh "$@"
@@ -56,8 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Measure a training step and the start-up, in the container and outside."
     )
-    parser.add_argument("--turns", type=int, default=7, help="runs of each way (default: %(default)s)")
-    turns = parser.parse_args().turns
+    records.add_options(parser, turns=7)
+    args = parser.parse_args()
     ways = {
         "container": ("alice", ["apptainer", "exec", f"/project/{SIF.name}", "python"]),
         "unpacked": ("root", ["unshare", "--mount", "sh", "-c", CHROOT, "sh", BARE_PYTHON]),
@@ -67,7 +69,7 @@ def main() -> None:
     starts: dict[str, list[float]] = {way: [] for way in ways}
     with Cluster(nodes=1, binds={SIF: f"/project/{SIF.name}", **bare_binds(SIF)}) as cluster:
         cluster.exec("n1", "apptainer", "build", "--sandbox", UNPACKED, f"/project/{SIF.name}")
-        for turn in range(turns + 1):
+        for turn in range(args.turns + 1):
             # The order changes from turn to turn. Turn 0 warms the page cache and does not count.
             for way in sorted(ways, reverse=turn % 2 == 1):
                 step, start = train(cluster, *ways[way], f"{way}-{turn}")
@@ -75,15 +77,9 @@ def main() -> None:
                     steps[way].append(step)
                     starts[way].append(start)
                     print(f"turn {turn}  {way:9}  step {step:6.2f} ms  start-up {start:5.2f} s", flush=True)
-    for what, unit, found in (("step", "ms", steps), ("start-up", "s", starts)):
-        container = statistics.median(found["container"])
-        for way, values in found.items():
-            spread = f"{min(values):.2f} to {max(values):.2f}"
-            ratio = container / statistics.median(values)
-            print(
-                f"{what:9} {way:9} {statistics.median(values):6.2f} {unit} ({spread}), "
-                f"{ratio:.3f} of it in the container"
-            )
+    rows = {way: {STEP: steps[way], START: starts[way]} for way in ways}
+    about = "train_ddp on digits, one process and one thread, batches of 32"
+    records.report("container", "where", rows, {STEP: 1, START: 2}, about, args)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ cache, as on a node that has not run it yet. The disk is this machine's, not a p
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "containers"))
+import records
 from sif import squashfs
 from slurm_cluster import Cluster
 
@@ -37,6 +37,7 @@ PACK = (
     # as apptainer/build_sif.sh
     "mksquashfs - /tmp/part -tar -noappend -comp zstd -Xcompression-level 9 -all-root -no-xattrs"
 )
+SIZES = ("files, MB", "compressed, MB")
 STARTS = {
     "true": ["true"],
     "import torch": ["python", "-c", "import torch"],
@@ -91,22 +92,26 @@ def main() -> None:
         description="Measure the size of an image, part by part, and its start-up time."
     )
     parser.add_argument("sif", type=Path, nargs="+", help="SIFs from make sif")
-    parser.add_argument("--turns", type=int, default=5, help="starts of each kind (default: %(default)s)")
+    records.add_options(parser, turns=5)
     options = parser.parse_args()
     subprocess.run(["sync"], check=True)  # dirty pages cannot be dropped from the page cache
     with Cluster(nodes=1, binds={sif.resolve(): f"/project/{sif.name}" for sif in options.sif}) as cluster:
         for sif in options.sif:
-            print(f"\n{sif.name}: {sif.stat().st_size / 1e6:.0f} MB\n{'MB':24}{'files':>8}{'packed':>8}")
-            for part, (size, packed) in weigh(cluster, sif).items():
-                print(f"{part:24}{size / 1e6:8.0f}{packed / 1e6:8.0f}", flush=True)
-            print(f"{'seconds':24}{'cold':>8}{'warm':>8}")
+            parts = {
+                part: [[size / 1e6], [packed / 1e6]] for part, (size, packed) in weigh(cluster, sif).items()
+            }
+            rows = {part: dict(zip(SIZES, sizes, strict=True)) for part, sizes in parts.items()}
+            about = f"{sif.name}, {sif.stat().st_size / 1e6:.0f} MB in all"
+            records.report(f"{sif.stem}-sizes", "part", rows, dict.fromkeys(SIZES, 0), about, options)
+            rows = {}
             for what in STARTS:
                 start(cluster, sif, what, cold=False)
-                cold, warm = (
-                    statistics.median(start(cluster, sif, what, cold) for _ in range(options.turns))
-                    for cold in (True, False)
-                )
-                print(f"{what:24}{cold:8.2f}{warm:8.2f}", flush=True)
+                rows[what] = {
+                    kind: [start(cluster, sif, what, kind == "cold, s") for _ in range(options.turns)]
+                    for kind in ("cold, s", "warm, s")
+                }
+            digits = {"cold, s": 2, "warm, s": 2}
+            records.report(f"{sif.stem}-starts", "start", rows, digits, about, options)
 
 
 if __name__ == "__main__":

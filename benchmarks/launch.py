@@ -9,7 +9,6 @@ starts where the one before it ends, at the last rank, because all ranks wait fo
 import argparse
 import json
 import re
-import statistics
 import sys
 import time
 from datetime import datetime
@@ -17,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
+import records
 from slurm_cluster import Cluster, bare_binds
 
 from tests.helpers import SIF
@@ -56,23 +56,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Measure the time from sbatch to the first training step, part by part."
     )
-    parser.add_argument("--turns", type=int, default=7, help="jobs of each way (default: %(default)s)")
-    turns = parser.parse_args().turns
+    records.add_options(parser, turns=7)
+    args = parser.parse_args()
     seen: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with Cluster(nodes=2, binds={SIF: f"/project/{SIF.name}", **bare_binds(SIF)}) as cluster:
         cluster.install("alice")
-        for turn in range(turns + 1):  # turn 0 warms the page cache and does not count
+        for turn in range(args.turns + 1):  # turn 0 warms the page cache and does not count
             for number, way in enumerate(sorted(WAYS, reverse=turn % 2 == 1)):
                 parts = launch(cluster, way, f"{turn}-{number}")
                 print(f"turn {turn}  {way:26}{parts['all']:6.2f} s", flush=True)
                 if turn:
                     seen[way].append(parts)
-    print(f"\n{'seconds, medians of ' + str(turns):32}" + "".join(f"{way:>28}" for way in WAYS))
-    for part in seen["bare"][0]:
-        print(
-            f"{part:32}"
-            + "".join(f"{statistics.median(parts[part] for parts in seen[way]):28.2f}" for way in WAYS)
-        )
+    rows = {
+        part: {way: [parts[part] for parts in found] for way, found in seen.items()}
+        for part in seen["bare"][0]
+    }
+    about = "seconds from sbatch to the first training step, 2 nodes x 2 ranks"
+    records.report("launch", "part", rows, dict.fromkeys(WAYS, 2), about, args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Images per second of hpctrain's loader and of PyTorch's, with the same transforms.
 
-    python benchmarks/loader.py [--images 400] [--workers 2] [--rounds 5]
+    python benchmarks/loader.py [--images 400] [--workers 2] [--turns 5]
 
 hpctrain's reads class folders and tar files. PyTorch's is DataLoader(shuffle by DistributedSampler,
 batch_size, num_workers) over a dataset of single images in class folders, collated in the worker. The images
@@ -12,7 +12,6 @@ round. On a machine that others use, look at the images per processor second.
 import argparse
 import os
 import random
-import statistics
 import tarfile
 import tempfile
 import time
@@ -20,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy
+import records
 import torch
 from PIL import Image
 from torch import Tensor
@@ -31,6 +31,7 @@ from hpctrain.vision.data import to_images
 from hpctrain.vision.folder import ImageFolder, ImageShards, decode, random_resized_crop
 
 SIDE, BATCH = 224, 32
+UNITS = ("second", "processor second")
 
 
 class PlainDataset(Dataset):
@@ -77,7 +78,7 @@ def main() -> None:
     )
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    records.add_options(parser, turns=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as folder:
         make_images(Path(name), args.images)
@@ -103,27 +104,23 @@ def main() -> None:
             "tar files": partial(epoch_of_ours, shards),
             "PyTorch's": epoch_of_plain,
         }
-        rates = {(unit, name): [] for unit in ("second", "processor second") for name in runs}
-        for epoch in range(args.rounds + 1):
+        rates = {(unit, name): [] for unit in UNITS for name in runs}
+        for epoch in range(args.turns + 1):
             for name in sorted(runs, reverse=epoch % 2 == 0):
                 began, used = time.perf_counter(), processor_seconds()
                 examples = runs[name](epoch)
                 if epoch:  # the first one warms the page cache
                     rates["second", name].append(examples / (time.perf_counter() - began))
                     rates["processor second", name].append(examples / (processor_seconds() - used))
-    print(
-        f"{args.images} images of {size / 1000:.0f} kB, batch {BATCH}, "
-        f"{args.workers} workers, {args.rounds} rounds"
-    )
-    for unit in ("second", "processor second"):
-        rows = {name: rates[unit, name] for name in runs}
-        for name in ("folders", "tar files"):
-            rows[f"ratio of {name}"] = [
-                ours / other for ours, other in zip(rows[name], rows["PyTorch's"], strict=True)
-            ]
-        for name, values in rows.items():
-            values = f"median {statistics.median(values):7.3f}  from {min(values):7.3f} to {max(values):7.3f}"
-            print(f"{'' if name.startswith('ratio') else f'images per {unit}':28} {name:18} {values}")
+    rows = {}
+    for name in sorted(runs):
+        rows[name] = {f"images a {unit}": rates[unit, name] for unit in UNITS}
+        for unit in UNITS:
+            pairs = zip(rates[unit, name], rates[unit, "PyTorch's"], strict=True)
+            rows[name][f"times PyTorch's a {unit}"] = [ours / other for ours, other in pairs]
+    digits = {f"images a {unit}": 0 for unit in UNITS} | {f"times PyTorch's a {unit}": 2 for unit in UNITS}
+    about = f"{args.images} images of {size / 1000:.0f} kB, batches of {BATCH}, {args.workers} workers"
+    records.report("loader", "loader", rows, digits, about, args)
 
 
 def processor_seconds() -> float:

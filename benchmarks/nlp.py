@@ -7,11 +7,11 @@ with its defaults and at its best, hpctrain.
 
 All ways get the same tokens, initial weights, AdamW, learning rates, gradient clipping, batch size, and
 number of examples. They differ in which examples share a batch, in the padding, and in the loop around the
-model. Speeds are those of that loop alone: from the first forward pass to the end of the last step. The time
-from end to end is that loop with the tokenizing of the training reviews before it and the evaluation after
-it, as each way does them. Each turn has its own seed, so that the losses show what is chance. With --kernels,
-all ways first train on as many examples again that are not timed: kernels are compiled and recorded, except
-those of shapes that come later. Training ends with the last timed step, before any checkpoint.
+model. Speeds are those of that loop alone: from the first forward pass to the end of the last step; whole
+commands are compared by nlp_commands.py. Each turn has its own seed, so that the losses show what is chance.
+With --kernels, all ways first train on as many examples again that are not timed: kernels are compiled and
+recorded, except those of shapes that come later. Training ends with the last timed step, before any
+checkpoint.
 
 On a shared machine, set OMP_NUM_THREADS=1: threads that wait for each other waste most of their time there.
 """
@@ -21,22 +21,21 @@ import dataclasses
 import json
 import math
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import records
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.optim import AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -63,6 +62,17 @@ from hpctrain.training.run import Run
 
 # Layers, hidden size and vocabulary of KcBERT; the other sizes are those of --from-scratch.
 KCBERT = {"base": (12, 768, 30_000), "large": (24, 1024, 30_000)}
+RATE, TIMES, OF_OURS = "examples/s", "times as fast as (a)", "hpctrain in times of it"
+# The columns of the table.
+DIGITS = {
+    RATE: 0,
+    TIMES: 2,
+    OF_OURS: 2,
+    "real tokens/s": 0,
+    "share of real tokens": 3,
+    "evaluation loss": 3,
+    "accuracy": 3,
+}
 WARM_UP = 4  # steps of each way before the first turn, while torch chooses its kernels
 
 
@@ -259,24 +269,6 @@ WAYS: dict[str, Callable[[Setting, PreTrainedModel, See], None]] = {
 }
 
 
-def tokenize(setting: Setting, way: str) -> None:
-    """Tokenize the training reviews as this way does.
-
-    That is one at a time and padded, all at once, or as `hpctrain nlp.classify`.
-    """
-    tokenizer, longest = setting.tokenizer, setting.args.max_length
-    # as many as those whose training is timed
-    reviews = setting.texts[setting.untimed * setting.args.batch_size :]
-    texts = [review.text for review in reviews]
-    if way.startswith("(a)"):
-        for text in texts:
-            tokenizer(text, padding="max_length", truncation=True, max_length=longest)
-    elif way.startswith("(b"):
-        tokenizer(texts, truncation=True, max_length=longest)
-    else:
-        TASK.tokenize(tokenizer, reviews, setting.labels, longest, 0)
-
-
 # --- measuring ---
 
 
@@ -331,7 +323,7 @@ class Meter:
         assert self._done == setting.steps, f"{self._done} of {setting.steps} steps"
         seconds = self.ended - self.began
         examples = timed * setting.args.batch_size
-        numbers = {"examples/s": examples / seconds, "train s": seconds}
+        numbers = {RATE: examples / seconds, "train s": seconds}
         if not self._seen:
             return numbers
         # The last ones: hpctrain arranges DDP's buckets with an example of the first batch, which it reads
@@ -341,33 +333,18 @@ class Meter:
             dist.all_reduce(total)
         counted, real, tokens = total.tolist()
         assert counted == examples, f"{counted} examples"
-        return numbers | {"real tokens/s": real / seconds, "share": real / tokens}
+        return numbers | {"real tokens/s": real / seconds, "share of real tokens": real / tokens}
 
 
 @torch.inference_mode()
-def evaluate(setting: Setting, model: PreTrainedModel, way: str) -> dict[str, float]:
-    """Loss and accuracy over the held-out reviews in fp32, with the batches of this way and otherwise the
-    same code.
-
-    (a) pads to --max-length, the others to the longest review of a batch. Reviews are in the order of the
-    file for (a) and (b1), otherwise sorted by length: a Trainer that groups training texts groups these, too.
-    """
+def evaluate(setting: Setting, model: PreTrainedModel) -> dict[str, float]:
+    """Loss and accuracy over the held-out reviews in fp32."""
     model.eval()
     world, lengths = setting.world, setting.held_out.lengths
-    in_order = iter(torch.arange(world.rank, len(lengths), world.size).split(64))
     sums = torch.zeros(3, dtype=torch.float64, device=setting.device)
-    by_length = evaluation_batches_by_length(lengths, 64, world.rank, world.size)
-    for index in in_order if way.startswith(("(a", "(b1")) else by_length:
+    for index in evaluation_batches_by_length(lengths, 64, world.rank, world.size):
         features = setting.held_out.batch(index, {"input_ids": setting.tokenizer.pad_token_id})
         batch = features.tokens | features.values | {"attention_mask": features.attention_mask}
-        if way.startswith("(a)"):
-            missing = setting.args.max_length - batch["input_ids"].shape[1]
-            for name in ("input_ids", "attention_mask", *({"token_type_ids"} & batch.keys())):
-                batch[name] = pad(
-                    batch[name],
-                    (0, missing),
-                    value=setting.tokenizer.pad_token_id if name == "input_ids" else 0,
-                )
         batch = {name: column.to(setting.device) for name, column in batch.items()}
         output = model(**batch)
         right = (output.logits.argmax(1) == batch["labels"]).sum()
@@ -377,7 +354,7 @@ def evaluate(setting: Setting, model: PreTrainedModel, way: str) -> dict[str, fl
     if setting.world.size > 1:
         dist.all_reduce(sums)
     loss, right, examples = sums.tolist()
-    return {"loss": loss / examples, "accuracy": right / examples}
+    return {"evaluation loss": loss / examples, "accuracy": right / examples}
 
 
 def measure(setting: Setting, way: str, seed: int, out: Path) -> dict[str, float]:
@@ -387,17 +364,9 @@ def measure(setting: Setting, way: str, seed: int, out: Path) -> dict[str, float
     assert args.model  # see prepare()
     model = load_model(TASK, Path(args.model), setting.tokenizer, setting.labels, args)
     meter = Meter(setting, model)
-    with redirect_stdout(sys.stderr):  # the progress of the trainers
-        began = time.perf_counter()
-        tokenize(setting, way)
-        tokenized = time.perf_counter()
-        with suppress(Enough):
-            WAYS[way](setting, model, meter.see)
-    numbers = meter.read() | {"tokenize s": tokenized - began}
-    began = time.perf_counter()
-    numbers |= evaluate(setting, model.to(setting.device), way)
-    numbers["evaluate s"] = time.perf_counter() - began
-    numbers["end to end s"] = sum(numbers[f"{part} s"] for part in ("tokenize", "train", "evaluate"))
+    with redirect_stdout(sys.stderr), suppress(Enough):  # the progress of the trainers
+        WAYS[way](setting, model, meter.see)
+    numbers = meter.read() | evaluate(setting, model.to(setting.device))
     if setting.device.type == "cuda":
         torch.cuda.empty_cache()
     return numbers
@@ -473,38 +442,6 @@ def take_first(features: Features, n: int) -> Features:
     )
 
 
-def format_table(results: dict[str, list[dict[str, float]]]) -> str:
-    """A Markdown table of medians over the turns, with the lowest and the highest value in parentheses.
-
-    Ratios are taken within a turn, because the speed of the machine may change between turns.
-    """
-    lines = [
-        f"| way | examples/s | relative to (a) | {list(results)[-1][:3]} relative to it | real tokens/s "
-        "| share of real tokens | end to end, s: tokenize + train + evaluate | evaluation loss | accuracy |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-
-    def spread(values: Iterable[float], digits: int) -> str:
-        found = sorted(values)
-        return f"{statistics.median(found):.{digits}f} ({found[0]:.{digits}f} to {found[-1]:.{digits}f})"
-
-    (first, *_, last) = results.values()
-    for way, turns in results.items():
-        median = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
-        # what workers collate is not counted
-        real, share = (median.get(name, math.nan) for name in ("real tokens/s", "share"))
-        speeds = [[turn["examples/s"] for turn in some] for some in (turns, first, last)]
-        of_a = spread((this / a for this, a, _ in zip(*speeds, strict=True)), 2)
-        of_it = spread((c / this for this, _, c in zip(*speeds, strict=True)), 2)
-        parts = " + ".join(f"{median[f'{part} s']:.1f}" for part in ("tokenize", "train", "evaluate"))
-        lines.append(
-            f"| {way} | {spread(speeds[0], 0)} | {of_a} | {of_it} | {real:,.0f} "
-            f"| {share:.3f} | {median['end to end s']:.1f}: {parts} "
-            f"| {spread((turn['loss'] for turn in turns), 4)} | {median['accuracy']:.4f} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Run all ways in turns, and print a table of medians.
 
@@ -547,7 +484,6 @@ def main() -> None:
         help="precision of all ways but (a), which uses fp32 (default: %(default)s)",
     )
     add("--kernels", action="store_true", help="also with compiled kernels, on a GPU recorded in CUDA graphs")
-    add("--turns", type=positive(int), default=3, help="number of runs of each way (default: %(default)s)")
     add("--seed", type=int, default=1, help="seed of the first turn (default: %(default)s)")
     add(
         "--device",
@@ -555,6 +491,7 @@ def main() -> None:
         default="auto",
         help="device to train on; auto: a GPU if there is one (default: %(default)s)",
     )
+    records.add_options(parser, turns=3)
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     world = detect()
@@ -580,12 +517,21 @@ def main() -> None:
                     text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
                     print(f"turn {turn + 1}  {way:30} {text}", flush=True)
     if world.rank == 0:
-        print(
-            f"\n{args.size}, {setting.steps * args.batch_size:,} reviews in batches of {args.batch_size}, "
-            f"{args.precision} on {world.size} x {device.type} with {torch.get_num_threads()} threads, "
-            f"medians of {args.turns}:\n\n"
-            f"{format_table(results)}"
+        # Ratios are taken within a turn, because the speed of the machine may change between turns.
+        tutorial, ours = results[ways[0]], results[ways[-1]]
+        rows = {
+            way: {
+                **{name: [turn[name] for turn in turns if name in turn] for name in DIGITS},
+                TIMES: [this[RATE] / a[RATE] for this, a in zip(turns, tutorial, strict=True)],
+                OF_OURS: [c[RATE] / this[RATE] for this, c in zip(turns, ours, strict=True)],
+            }
+            for way, turns in results.items()
+        }
+        about = (
+            f"{args.size}, {setting.steps * args.batch_size:,} reviews in batches of {args.batch_size}, "
+            f"{args.precision} on {world.size} x {device.type} with {torch.get_num_threads()} threads"
         )
+        records.report(f"nlp-{args.precision}", "way", rows, DIGITS, about, args)
         if skipped:
             print(
                 "\n(b) was skipped: Hugging Face's Trainer needs accelerate, which is not installed: "

@@ -19,7 +19,6 @@ import json  # noqa: E402
 import os  # noqa: E402
 import re  # noqa: E402
 import signal  # noqa: E402
-import statistics  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from contextlib import contextmanager  # noqa: E402
@@ -103,28 +102,28 @@ def restart(cluster: Any, name: str) -> dict[str, float]:
 def main() -> None:
     """Print each turn, and the median, least and most of each part."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
+    import records
     from slurm_cluster import REPOSITORY, Cluster
 
     parser = argparse.ArgumentParser(
         description="Measure the time from a fault to the first new step of the requeued job."
     )
-    parser.add_argument("--turns", type=int, default=5, help="jobs (default: %(default)s)")
-    turns = parser.parse_args().turns
+    records.add_options(parser, turns=5)
+    args = parser.parse_args()
     sif = REPOSITORY / "hpctrain-cpu.sif"
     seen = []
     with Cluster(nodes=2, binds={sif: f"/project/{sif.name}"}) as cluster:
         cluster.install("alice")
-        for turn in range(turns):
+        for turn in range(args.turns):
             seen.append(restart(cluster, f"turn-{turn}"))
             print(
                 f"turn {turn + 1}: {seen[-1]['all']:.2f} s, "
                 f"without Slurm {seen[-1]['all without Slurm']:.2f} s",
                 flush=True,
             )
-    print(f"\n{'seconds, of ' + str(turns) + ' turns':42}  median   least    most")
-    for part in seen[0]:
-        values = [parts[part] for parts in seen]
-        print(f"{part:42}{statistics.median(values):8.2f}{min(values):8.2f}{max(values):8.2f}")
+    rows = {part: {"seconds": [parts[part] for parts in seen]} for part in seen[0]}
+    about = "from the SIGKILL of a rank to the first new step of the requeued job, 2 nodes x 2 ranks"
+    records.report("restart", "part", rows, {"seconds": 2}, about, args)
 
 
 if __name__ == "__main__":

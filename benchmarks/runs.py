@@ -6,7 +6,6 @@ Both are processes of their own, in turns, with warm caches.
 """
 
 import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
+import records
+
 from tests.helpers import make_run
 
 READ = (
@@ -29,7 +30,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folders", type=int, default=1000, metavar="N")
-    parser.add_argument("--turns", type=int, default=5, metavar="N")
+    records.add_options(parser, turns=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.folders):
@@ -44,9 +45,9 @@ def main() -> None:
                 began = time.perf_counter()
                 subprocess.run([sys.executable, *words], check=True, capture_output=True)
                 seconds[name].append(time.perf_counter() - began)
-    print(f"{args.folders} run folders; medians of {args.turns} turns (range)")
-    for name, values in seconds.items():
-        print(f"{name:18}{statistics.median(values):6.2f} s ({min(values):.2f} to {max(values):.2f})")
+    rows = {name: {"seconds": values} for name, values in seconds.items()}
+    about = f"{args.folders:,} run folders, warm"
+    records.report("runs", "command", rows, {"seconds": 2}, about, args)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""Train MNIST's net and ResNet-50 on this CPU in three ways, which take turns in one run.
+"""Train MNIST's net and ResNet-50 on this CPU in the loop of a tutorial and with hpctrain, in turns.
 
     python benchmarks/vision.py
 
-    (a) tutorial        a DataLoader of PIL images with their transforms, fp32, `loss.item()` in each step
-    (b) hpctrain        hpctrain train_single, with the allocator's settings of the launch scripts
-    (c) hpctrain, bf16  the same with --precision bf16 --fast-kernels
-
-All ways get the same images, model, optimizer and batch size. Each turn of a way is a process of its own,
-because the allocator reads its settings when a process starts. The time of a step is the median of the times
-from step to step, loading included.
+The tutorial has a DataLoader of PIL images with their transforms, and `loss.item()` in each step. Both are
+measured in fp32 and in bf16, with the settings of the allocator that the launch scripts make; the tutorial
+also without them. All ways get the same images, model, optimizer and batch size. Each turn of a way is a
+process of its own, because the allocator reads its settings when a process starts. The time of a step is the
+median of the times from step to step, loading included.
 """
 
 import argparse
@@ -22,6 +20,7 @@ import time
 from pathlib import Path
 
 import numpy
+import records
 import torch
 from PIL import Image
 from torch import Tensor
@@ -31,10 +30,15 @@ from torch.utils.data import DataLoader, Dataset
 from hpctrain.vision.data import load_digits, load_mnist
 from hpctrain.vision.recipe import RECIPES
 
+RATIO = "times as fast as the tutorial of its precision, same allocator"
+FP32, BF16 = "tutorial, same allocator", "tutorial, bf16, same allocator"
+# Options of hpctrain, and of tutorials those of this file.
 WAYS = {
-    "(a) tutorial": None,
-    "(b) hpctrain": [],
-    "(c) hpctrain, bf16": ["--precision", "bf16", "--fast-kernels"],
+    "tutorial": [],
+    FP32: [],
+    BF16: ["--bf16"],
+    "hpctrain": [],
+    "hpctrain, bf16": ["--precision", "bf16", "--fast-kernels"],
 }
 # of launch/lib/job.sh
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "536870912"}
@@ -59,7 +63,7 @@ class PilImages(Dataset):
         return pixels.sub(0.1307).div(0.3081), int(self._images.labels[number])
 
 
-def train_as_in_tutorials(model_name: str, folder: Path) -> None:
+def train_as_in_tutorials(model_name: str, folder: Path, bf16: bool) -> None:
     """Train, and print the median time of a step in milliseconds."""
     recipe = RECIPES[model_name]
     _, epochs, batch_size = SIZES[model_name]
@@ -72,7 +76,8 @@ def train_as_in_tutorials(model_name: str, folder: Path) -> None:
         running, last = 0.0, time.perf_counter()
         for images, labels in loader:
             optimizer.zero_grad()
-            loss = cross_entropy(model(images), labels)
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
             running += loss.item()
@@ -97,40 +102,31 @@ def write_idx(folder: Path, train: int, test: int) -> None:
 
 def measure(model: str, way: str, folder: Path, out: Path) -> float:
     """The median of a step in milliseconds, in a process of its own."""
-    options = WAYS[way]
     env = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
-    if options is None:
-        command = [sys.executable, __file__, "--model", model, "--tutorial", str(folder)]
+    env |= ALLOCATOR if way != "tutorial" else {}
+    if way.startswith("tutorial"):
+        command = [sys.executable, __file__, "--model", model, "--tutorial", str(folder), *WAYS[way]]
         return float(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout)
     _, epochs, batch_size = SIZES[model]
-    command = [
-        sys.executable,
-        "-m",
-        "hpctrain",
-        "train_single",
-        "--model",
-        model,
-        "--data",
-        str(folder),
-        "--out",
-        str(out),
-    ]
-    command += ["--epochs", str(epochs), "--batch-size", str(batch_size), "--device", "cpu", *options]
-    subprocess.run(command, env=env | ALLOCATOR, check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "hpctrain", "train_single", "--model", model, "--data", str(folder)]
+    command += ["--epochs", str(epochs), "--batch-size", str(batch_size), "--device", "cpu"]
+    command += ["--out", str(out), *WAYS[way]]
+    subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
     return json.loads((out / "result.json").read_text())["speed"]["step_ms_p50"]
 
 
 def main() -> None:
-    """Run all ways in turns, so that other load affects all equally; print medians for each model."""
+    """Run all ways in turns, so that other load affects all equally; report medians for each model."""
     parser = argparse.ArgumentParser(
         description="Compare training of images on a CPU: a tutorial's loop, and hpctrain."
     )
     parser.add_argument("--model", choices=RECIPES, help="only this model (default: both)")
-    parser.add_argument("--turns", type=int, default=3, help="runs of each way (default: %(default)s)")
     parser.add_argument("--tutorial", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--bf16", action="store_true", help=argparse.SUPPRESS)
+    records.add_options(parser, turns=3)
     args = parser.parse_args()
     if args.tutorial:
-        train_as_in_tutorials(args.model, args.tutorial)
+        train_as_in_tutorials(args.model, args.tutorial, args.bf16)
         return
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as temporary:
         for model in [args.model] if args.model else RECIPES:
@@ -140,25 +136,17 @@ def main() -> None:
             for turn in range(args.turns):
                 # the order is reversed in every second turn
                 for number, way in enumerate(sorted(WAYS, reverse=turn % 2 == 1)):
-                    steps[way].append(
-                        measure(model, way, folder, Path(temporary, f"{model}-{turn}-{number}"))
-                    )
-                    print(f"{model} turn {turn + 1}  {way:18}  {steps[way][-1]:8.2f} ms", flush=True)
-            batch_size = SIZES[model][2]
-            print(
-                f"\n{model}, batches of {batch_size}, {torch.get_num_threads()} threads, "
-                f"medians of {args.turns} turns:\n"
-            )
-            print("| way | ms a step (range) | images/s | (a) in times of it (range) |\n|---|---|---|---|")
+                    out = Path(temporary, f"{model}-{turn}-{number}")
+                    steps[way].append(measure(model, way, folder, out))
+                    print(f"{model} turn {turn + 1}  {way:32}  {steps[way][-1]:8.2f} ms", flush=True)
+            rows = {}
             for way, values in steps.items():
-                ratios = [plain / own for plain, own in zip(steps["(a) tutorial"], values, strict=True)]
-                median, ratio = statistics.median(values), statistics.median(ratios)
-                print(
-                    f"| {way} | {median:.2f} ({min(values):.2f} to {max(values):.2f}) "
-                    f"| {1e3 * batch_size / median:.1f} "
-                    f"| {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
-                )
-            print()
+                plain = steps[BF16 if "bf16" in way else FP32]
+                ratios = [other / own for other, own in zip(plain, values, strict=True)]
+                rows[way] = {"ms a step": values, RATIO: ratios}
+            about = f"{model}, batches of {SIZES[model][2]}, {torch.get_num_threads()} threads"
+            digits = {"ms a step": 1, RATIO: 2}
+            records.report(f"vision-{model}", "way", rows, digits, about, args)
 
 
 if __name__ == "__main__":
