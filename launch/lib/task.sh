@@ -141,18 +141,27 @@ end_left_overs() {
     kill -KILL "${left[@]}" 2>/dev/null || true
 }
 
-# leave_out_missing_folders: the first node of the job may have folders that this one has not
+# leave_out_missing_folders: the first node of the job may have folders that this one has not. PBS makes TMPDIR
+# there alone, and on another node for the processes that it starts itself.
 leave_out_missing_folders() {
-    local index end folder
+    local index end folder kept=()
     end=$(index_of_command)
-    for ((index = 0; index < end - 1; index++)); do
-        folder=${WORDS[index + 1]%%:*}
-        [[ ${WORDS[index]} == @(--bind|--volume) && ! -e $folder ]] || continue
+    for ((index = 0; index < end; index++)); do
+        case ${WORDS[index]} in
+        --bind | --volume) folder=${WORDS[index + 1]%%:*} ;;
+        --env=TMPDIR=*) folder=${WORDS[index]#*=*=} ;;
+        *) folder=/ ;;
+        esac
+        if [[ -e $folder ]]; then
+            kept+=("${WORDS[index]}")
+            continue
+        fi
         ((HPCTRAIN_NODE_TASK)) ||
             echo "hpctrain: warning: the image has no $folder on $(uname -n), because this node has none" >&2
-        unset "WORDS[index]" "WORDS[index + 1]"
+        [[ ${WORDS[index]} == --env=* ]] || index=$((index + 1))
     done
-    WORDS=("${WORDS[@]}")
+    WORDS=("${kept[@]}" "${WORDS[@]:end}")
+    [[ -z ${TMPDIR:-} || -d $TMPDIR ]] || unset TMPDIR
 }
 
 launcher=${1:-}

@@ -225,3 +225,26 @@ def test_the_end_of_a_job_does_not_wait_for_a_node_that_does_not_answer(tmp_path
     put(tmp_path, srun="exec sleep 300", scontrol="echo n1")
     env = {"PATH": f"{tmp_path}:{BARE['PATH']}", "SLURM_JOB_ID": "7"}
     assert library("WITHIN=1; on_every_node true", **env).returncode == 124
+
+
+# ---- what a node lacks ----
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        ("env --bind /none:/x A={}", "{}"),
+        ("env --volume /none --bind /gone A={}", "{}"),
+        ("env --env=TMPDIR=/none A={}", "{}"),
+        ("env TMPDIR=/tmp A={}", "{}/tmp"),
+        ("", ""),
+    ],
+)
+def test_a_folder_that_this_node_lacks_is_left_out(tmp_path, words, seen):
+    """Every job on two nodes of a real PBS died, because its TMPDIR is on the first one only."""
+    env = BARE | {"TMPDIR": "/none", "HPCTRAIN_JOB_SECRET": "1"}
+    command = ["--", "sh", "-c", 'printf %s "$A$TMPDIR"']
+    done = start("lib/task.sh", "none", *words.format(tmp_path).split(), *command, env=env)
+    assert (done.returncode, done.stdout) == (0, seen.format(tmp_path)), done
+    lacked = [name for name in ("/none", "/gone") if f"{name} on " in done.stderr]
+    assert lacked == [name for name in ("/none", "/gone") if name in words], done
