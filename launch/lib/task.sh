@@ -141,8 +141,8 @@ end_left_overs() {
     kill -KILL "${left[@]}" 2>/dev/null || true
 }
 
-# leave_out_missing_folders: the first node of the job may have folders that this one has not. PBS makes TMPDIR
-# there alone, and on another node for the processes that it starts itself.
+# leave_out_missing_folders: the first node of the job may have folders that this one has not. PBS makes
+# TMPDIR there alone, and on another node for the processes that it starts itself.
 leave_out_missing_folders() {
     local index end folder kept=()
     end=$(index_of_command)
