@@ -53,7 +53,8 @@ def main() -> None:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        (Path(folder) / "checkpoints").mkdir()
+        whole_path = Path(folder) / "checkpoints/whole.pt"
+        whole_path.parent.mkdir()
         saver = Checkpointer(ALONE, Path(folder), Interval(0, INTERVAL), 3, lambda: None)
         quiet = [step() for _ in range(3)][1:]
         blocked, whole, busy, written, waited = [], [], [], [], []
@@ -67,7 +68,7 @@ def main() -> None:
         saver._copied.wait = timed  # each optimizer.step() calls it
         for turn in range(1, options.turns + 1):
             started = time.perf_counter()
-            saver.save_in_background(checkpoint.path_of(Path(folder), 1, turn), state(), 0)
+            saver.save_in_background(checkpoint.path_of(Path(folder), 1, turn), state(), whole_path)
             blocked.append(time.perf_counter() - started)
             waited.clear()
             busy.append(step())
@@ -78,9 +79,9 @@ def main() -> None:
             written.append(time.perf_counter() - started)
             quiet += [step() for _ in range(3)]
             started = time.perf_counter()
-            checkpoint.save(Path(folder) / "checkpoints/whole.pt", state())
+            checkpoint.save(whole_path, state())
             whole.append(time.perf_counter() - started)
-        size = (Path(folder) / "checkpoints/whole.pt").stat().st_size
+        size = whole_path.stat().st_size
 
     slower = [value / statistics.median(quiet) for value in busy] or [1.0]
     # The steps that run while a checkpoint is written take longer.

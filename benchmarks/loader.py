@@ -92,7 +92,7 @@ def main() -> None:
         )
 
         def epoch_of_ours(source: ImageFolder, epoch: int) -> int:
-            parts = EpochPlan(len(source), BATCH, 1, epoch, ALONE).parts()
+            parts = EpochPlan(len(source), BATCH, 1, epoch + 1, ALONE).parts()
             return sum(len(labels) for _, labels in source.load_batches(parts, cpu))
 
         def epoch_of_plain(epoch: int) -> int:

@@ -52,7 +52,7 @@ def train_with_trainer(data: Path, model: Path, out: Path, precision: str, seed:
             per_device_train_batch_size=BATCH,
             per_device_eval_batch_size=64,
             learning_rate=RATE,
-            warmup_ratio=0.1,
+            warmup_steps=SPLITS["train"] // BATCH // 10,
             weight_decay=0.01,
             train_sampling_strategy="group_by_length",
             optim="adamw_torch_fused",
@@ -132,9 +132,7 @@ def main() -> None:
         for way, values in seconds.items()
     }
     about = f"{SIZE}, {SPLITS['train']:,} reviews in batches of {BATCH}, {args.precision}, one epoch on a CPU"
-    records.report(
-        f"nlp-commands-{args.precision}", "command", rows, {"seconds": 1, TIMES: 2}, about, args.record
-    )
+    records.report(f"nlp-commands-{args.precision}", "command", rows, {"seconds": 1, TIMES: 2}, about, args)
 
 
 if __name__ == "__main__":

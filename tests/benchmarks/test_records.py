@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import subprocess
 import sys
 
 import pytest
@@ -67,3 +68,20 @@ def test_only_a_commit_is_recorded(monkeypatch):
     assert records.revision(clean=False) == "abc1234-dirty"
     with pytest.raises(SystemExit, match=r"--record: .*src/hpctrain/cli\.py"):
         records.revision(clean=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "checkpoint.py --model mnist",
+        "loader.py --images 64",
+        "runs.py --folders 3",
+        "vision.py --model mnist",
+    ],
+)
+def test_a_benchmark_runs(command):
+    script, *options = command.split()
+    words = [sys.executable, REPOSITORY / "benchmarks" / script, *options, "--turns", "1"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0 and "medians of 1 turns" in done.stdout, done.stderr
