@@ -33,6 +33,7 @@ python3 -m pip install --quiet --no-deps --no-compile --disable-pip-version-chec
     --target "$unfinished/packages" "${packages[@]}"
 cp -r src/hpctrain "$unfinished/packages/"
 cp -r benchmarks "$unfinished/"
+git describe --always --dirty >"$unfinished/benchmarks/revision"
 find "$unfinished" -name __pycache__ -prune -exec rm -r {} +
 cat >"$unfinished/run.sh" <<EOF
 #!/bin/bash

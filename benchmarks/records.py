@@ -75,6 +75,8 @@ def revision(clean: bool) -> str:
         done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True)
         return done.stdout.splitlines()
 
+    if (bundled := HERE / "revision").exists():  # of gpu_bundle.sh
+        return bundled.read_text().strip()
     head = "".join(git("rev-parse", "--short", "HEAD"))
     # Records of several benchmarks are written one after the other, with the pages that they make.
     ours = re.compile(r"benchmarks/(records/|\w+\.md)")

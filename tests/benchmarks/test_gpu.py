@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ def make_results(tmp_path, lines, keys=None):
     """Results with these lines of (case, way, turn, what)."""
     keys = keys or {case.name: "k" for case in gpu.CASES}
     record = {"device": "NVIDIA H200", "date": "2026-11-27", "versions": {"torch": "2"}, "command": "gpu.py"}
+    record["revision"] = "abc1234"
     text = [
         record,
         *({"case": case, "key": "k", "way": way, "turn": turn} | what for case, way, turn, what in lines),
@@ -129,9 +131,9 @@ def test_what_is_measured_again(tmp_path):
 def test_the_table_compares_with_the_goals(tmp_path):
     lines = [
         *(("whole", way, turn, {"figures": {"a second": speed + turn, "ms a step": 1.0, "mfu": 0.5}})
-          for way, speed in (("Trainer", 100.0), ("hpctrain", 104.0)) for turn in (1, 2, 3)),
+          for way, speed in ((gpu.LIGER, 100.0), ("hpctrain", 104.0)) for turn in (1, 2, 3)),
         ("whole-compiled", "hpctrain --compile", 1, {"figures": {"a second": 204.0, "ms a step": 1.0}}),
-        ("images", "hpctrain", 1, {"figures": {"a second": 7000.0, "ms a step": 1.0}}),
+        ("images", "hpctrain --compile", 1, {"figures": {"a second": 7000.0, "ms a step": 1.0}}),
         ("images", "AMP", 1, {"failed": "no memory"}),
     ]  # fmt: skip
     lines += [(name, "", 0, {"done": True}) for name in ("whole", "whole-compiled")]
@@ -143,8 +145,9 @@ def test_the_table_compares_with_the_goals(tmp_path):
             )
     results.show()
     page = (tmp_path / "gpu.md").read_text()
-    assert "| hpctrain | 106 (105 to 107) | 1.0 (1.0 to 1.0) |  |  | 50.0% |\n" in page
-    assert "| Llama, all weights | hpctrain --compile: 204 | Trainer: 102 | 2.00 | 1.1: reached |\n" in page
+    assert "| hpctrain | 3 | 106 (105 to 107) | 1.0 (1.0 to 1.0) |  |  | 50.0% |\n" in page
+    assert f" | hpctrain: 106 | {gpu.LIGER}: 102 | 1.04 | 1.1: not reached |\n" in page
+    assert "hpctrain --compile: 204" not in page  # compiled, beside what is not
     assert "| 0.88 | 0.9: not reached |\n" in page
     assert "- images AMP: no memory\n" in page
     assert (tmp_path / "gpu.png").stat().st_size > 10_000
@@ -226,3 +229,22 @@ def test_a_command_that_fails_is_named():
                 "print('ValueError: the reason'); print('=====\\n' * 9); raise SystemExit(3)",
             ]
         )
+
+
+def test_the_page_of_the_h200_is_made_of_its_record(tmp_path):
+    record, *lines = map(json.loads, (REPOSITORY / "benchmarks/gpu-h200.jsonl").read_text().splitlines())
+    results = gpu.Results(tmp_path, record, {})
+    results.lines = lines
+    assert gpu.format_page(results) == (REPOSITORY / "benchmarks/gpu-h200.md").read_text()
+
+
+def test_a_case_with_fewer_turns_is_not_done(tmp_path, monkeypatch):
+    """As when a way fails in its second turn."""
+    results = make_results(tmp_path, [])
+    case = next(case for case in gpu.CASES if case.turns == 3)
+    turn = {"way": "hpctrain", "turn": 1, "figures": {"a second": 1.0, "ms a step": 1.0}}
+    child = types.SimpleNamespace(go=lambda: None, lines=lambda deadline: [turn, turn], end=lambda: None)
+    monkeypatch.setattr(gpu, "Child", lambda *_: child)
+    gpu.measure([case], argparse.Namespace(dry_run=False), results, 0.0, "")
+    assert results.failures()[0]["failed"] == "fewer than 3 turns of hpctrain"
+    assert case in results.missing([case.name])

@@ -53,7 +53,7 @@ def main(world: World, arguments: list[str], trainer: str = "train_ddp", prune: 
     args = parse(arguments, world, trainer)
     with process_group(world, choose_device(world, args.device)):
         training_set, test_set = recipe.load_data(args, world)
-        steps_per_epoch(len(training_set), args.batch_size, world)  # raises UsageError before a folder exists
+        steps_per_epoch(len(training_set), args.batch_size, world)  # refuses too few before a folder exists
         with Run(trainer, prune=prune, **vars(args)) as run:
             model = recipe.build_model(
                 args, training_set, run.device, sharded=args.strategy == "fsdp" and world.size > 1
@@ -69,13 +69,16 @@ def main(world: World, arguments: list[str], trainer: str = "train_ddp", prune: 
                     with run.autocast():
                         loss = cross_entropy(parallel(images), labels)
                     run.backward(loss)  # meanwhile, the strategy averages the gradients over all ranks
-                    run.update(optimizer)
+                    run.update(optimizer)  # a step of the optimizer, and zero_grad()
                     run.step(loss, learning_rate=optimizer.param_groups[0]["lr"])
                 run.score(**recipe.evaluate(model, test_set, args, run))
 
 
 def prepare(run: Run, model: nn.Module, args: TrainOptions, training_set: ImageSet) -> nn.Module:
-    """The model for all ranks. DDP learns from an example in which order gradients become ready."""
+    """The model for all ranks. LEAN are the options of DDP that save memory and time.
+
+    From an example, DDP learns in which order gradients become ready.
+    """
 
     def compute_loss(parallel: nn.Module) -> torch.Tensor:
         images, labels = training_set.batch(torch.tensor([0]), run.device)
@@ -91,16 +94,16 @@ def parser(trainer: str = "train_ddp") -> Parser:
         "train_ddp": "Train an image classifier with DDP; without a launcher, in one process.",
         "train_fsdp": "Train an image classifier with FSDP2, which shards the model over all ranks.",
     }
-    parser = recipe.vision_parser(trainer, descriptions[trainer])
-    add_device(parser)
-    parser.add_argument(
+    options = recipe.vision_parser(trainer, descriptions[trainer])
+    add_device(options)
+    options.add_argument(
         "--strategy",
         choices=["ddp", "fsdp", "dp"],
         default=trainer.removeprefix("train_"),
         help="ddp: each rank has the model; fsdp: each has a part of it; dp: DataParallel, one process with "
         "all its GPUs (default: %(default)s)",
     )
-    return parser
+    return options
 
 
 def parse(arguments: list[str], world: World, trainer: str = "train_ddp") -> TrainOptions:

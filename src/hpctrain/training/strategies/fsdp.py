@@ -175,7 +175,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def gather_state(state: Any) -> Any:
-    """The whole state in the memory of rank 0; other ranks keep their parts (collective)."""
+    """The whole state in the memory of rank 0, for a result; checkpoints have parts, see split().
+
+    A collective call.
+    """
     found: dict[tuple, Tensor] = {}
 
     def gather_one(part: DTensor) -> Tensor:
@@ -183,7 +186,7 @@ def gather_state(state: Any) -> Any:
         local = part.to_local()
         if dist.get_rank() != 0:
             return local
-        # Tied weights stay tied: a checkpoint has them once. Rank 0 has a part of every weight.
+        # Tied weights stay tied: a file has them once. Rank 0 has a part of every weight.
         return found.setdefault((local.data_ptr(), local.dtype, part.shape), whole.cpu())
 
     return tree_map_only(DTensor, gather_one, state)
