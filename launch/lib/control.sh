@@ -57,9 +57,10 @@ job_id() {
 }
 
 # job_field NAME: print this field of squeue --Format; in a PBS job nothing. Not of scontrol show job, whose
-# text has the job's name and other words of the user beside the fields.
+# text has the job's name and other words of the user beside the fields. A time is printed as @SECONDS since
+# 1970: a local time comes twice in the hour in which clocks go back.
 job_field() {
     [[ -n ${SLURM_JOB_ID:-} ]] || return 0
-    squeue --noheader --states=all --jobs="$(job_id)" --Format="$1:4000" 2>/dev/null |
+    SLURM_TIME_FORMAT=@%s squeue --noheader --states=all --jobs="$(job_id)" --Format="$1:4000" 2>/dev/null |
         sed 's/ *$//;q' || true
 }

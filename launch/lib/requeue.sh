@@ -311,7 +311,7 @@ has_waited_in_vain() { has_file lonely && ! has_files failed; } # none of its ra
 has_stopped() { { has_file stopped && [[ $status == @(0|75) ]]; } || { has_file stop && ((status == 75)); }; }
 ended_on_request() { has_file stop && ((status == 75 || status >= 128)); }
 is_over_for_slurm() { [[ -n ${SLURM_JOB_ID:-} ]] && ! is_current; }
-is_preempted() { [[ $(job_field PreemptTime) == *:* ]]; }
+is_preempted() { [[ $(job_field PreemptTime) == @* ]]; }
 would_fail_again() { has_file failed || ((status == 2)); } # an error of usage or data, which has been printed
 was_starting() { ! has_file saved && ! has_file stop; }
 was_killed_in_restart() { ((restarts && status >= 128)); } # perhaps by the failure of a node

@@ -106,7 +106,7 @@ shield_from_term() {
     # What has it open keeps it. A job that Slurm ends can start nothing that would remove it.
     [[ -z ${HPCTRAIN_SIF_COPY:-} ]] || rm -f "$HPCTRAIN_SIF_COPY"
     has_control || return 0
-    if [[ $(job_field State) == RUNNING && $(job_field PreemptTime) != *:* ]]; then
+    if [[ $(job_field State) == RUNNING && $(job_field PreemptTime) != @* ]]; then
         pass_on_term
     else
         touch "$HPCTRAIN_CONTROL/stop"

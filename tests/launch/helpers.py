@@ -73,6 +73,12 @@ def put_squeue(folder, **fields):
     put(folder, squeue=text)
 
 
+def zone_with_clocks_back_in(seconds):
+    """A value of TZ, where clocks go back by an hour in so many seconds."""
+    then = time.gmtime(time.time() + seconds + 3600)  # by the clock of summer
+    return f"AAA0BBB,0/0,{then.tm_yday - 1}/{then.tm_hour}:{then.tm_min}:{then.tm_sec}"
+
+
 class Stranger:
     """A user that this machine does not have, with a copy of launch/ and the name of a folder in /tmp."""
 

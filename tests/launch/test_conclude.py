@@ -23,7 +23,7 @@ is_current() {
     [[ $HOW != replaced ]] || RESTARTS=$((ATTEMPT + 1))
     [[ $HOW != @(replaced|ended) ]]
 }
-job_field() { [[ $HOW != preempted || $1 != PreemptTime ]] || echo 2026-11-20T12:00:00; }
+job_field() { [[ $HOW != preempted || $1 != PreemptTime ]] || echo @1795176000; }
 first_failure() { [[ -z $FIRST ]] || printf 'n2 3 %s\\n\\n' "$FIRST"; }
 while IFS=/ read -r folder status STOPPING HPCTRAIN_RESTARTS HPCTRAIN_REQUEUES HOW FIRST; do
     HPCTRAIN_CONTROL=$1/$folder ATTEMPT=$HPCTRAIN_RESTARTS LAUNCHED=$SECONDS

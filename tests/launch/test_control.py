@@ -96,7 +96,7 @@ def test_a_script_that_saves_nothing_for_hpctrain_is_told_before_its_time_limit(
     assert (done.stdout + done.stderr).count("no rank has saved a checkpoint") == (not saved), done
 
 
-PREEMPTED = {"PreemptTime": "2026-11-20T12:00:00"}
+PREEMPTED = {"PreemptTime": "@1795176000"}
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from tests.launch.helpers import (
     wait,
     wait_and_act,
     wait_until,
+    zone_with_clocks_back_in,
 )
 from tests.lightning.test_run_folder import EXAMPLES, run_script
 from tests.lightning.test_run_folder import result as result_of_example
@@ -98,6 +99,8 @@ JOBS = {
     # With the scripts' own --signal, which is longer than the limit: Slurm sends it at once. The job would do
     # nothing but start and stop.
     "short": (["--time=1"], "COMPLETED", 1, r"asked after \d\d s"),
+    # In the hour in which clocks go back: the ranks were asked to stop an hour later.
+    "clocks": (LIMIT, "COMPLETED", 1, SAVED),
     # Ranks that do not stop are killed before the limit.
     "ignores": (LIMIT, "COMPLETED", 1, r"killing them(.|\n)*after the request to stop: requeuing"),
     # It has time to save, and its image stays.
@@ -150,6 +153,7 @@ def numbers(cluster, request):
     for name in chosen:
         program = ["examples/requeue/train.py", "1000"] if name == "example" else ["program.py", name]
         env = {} if name == "preempted" else NO_CONTAINER | REQUEUES.get(name, {})
+        env |= {"TZ": zone_with_clocks_back_in(3000)} if name == "clocks" else {}
         numbers[name] = cluster.submit(HERE, *JOBS[name][0], SCRIPT, *program, cwd=HOME, env=env)
 
     def started(name, task=""):

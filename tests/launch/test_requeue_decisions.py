@@ -5,10 +5,21 @@ tests/launch/test_requeue.py has real jobs.
 
 import shlex
 import subprocess
+import time
 
 import pytest
 
-from tests.launch.helpers import BARE, LAUNCH, QUOTED, assert_refused, bash, library, put, put_squeue
+from tests.launch.helpers import (
+    BARE,
+    LAUNCH,
+    QUOTED,
+    assert_refused,
+    bash,
+    library,
+    put,
+    put_squeue,
+    zone_with_clocks_back_in,
+)
 
 RESUME = "--resume runs/x\n"
 
@@ -42,7 +53,7 @@ def conclude(slurm, tmp_path):
 
 
 LAST_RESTART = "restart 1 of at most 1 (HPCTRAIN_REQUEUES)"
-PREEMPTED = {"RestartCnt": 5, "PreemptTime": "2026-11-20T12:00:00"}
+PREEMPTED = {"RestartCnt": 5, "PreemptTime": "@1795176000"}
 
 
 @pytest.mark.parametrize(
@@ -99,12 +110,34 @@ def test_restarts_that_end_soon_wait_longer_each_time(conclude, restarts, waited
     """Ten of them were used up in two minutes, while /tmp was full. A job whose first restarts had been for
     other reasons, such as preemptions, then waited half an hour, as did one of sbatch --begin.
     """
-    eligible = f"2026-11-28T07:{waited // 60:02}:{waited % 60:02}"
-    fields = {"RestartCnt": restarts, "SubmitTime": "2026-11-28T07:00:00", "EligibleTime": eligible}
+    fields = {"RestartCnt": restarts, "SubmitTime": "@100", "EligibleTime": f"@{100 + waited}"}
     done = conclude(233, requeues=10, assignments=f"SECONDS={lasted}", **fields)
     assert done.returncode == 233 and "requeue 7\n" in done.stdout, done
     assert (f" {seconds} s " in done.stdout) == bool(seconds), done
     assert (f"\nupdate JobId=7 StartTime=now+{seconds}seconds\n" in done.stdout) == bool(seconds), done
+
+
+# Asked to stop: a job of half an hour at once; one of four minutes, to which Slurm sends USR1 a minute too
+# early, in the middle of its time; one of five minutes at once. Two thirds of the rest are for saving.
+@pytest.mark.parametrize(
+    ("before", "after", "stop", "kill"), [(1700, 100, 0, 66), (30, 210, 90, 170), (30, 270, 0, 180)]
+)
+@pytest.mark.parametrize("clocks", ["UTC", "go back"])
+def test_when_ranks_are_to_stop(programs, tmp_path, clocks, before, after, stop, kill):
+    """The hour in which clocks go back comes twice, and `date` takes local times for those of the second one.
+
+    In the first one, the ranks were asked to stop after the end of their job.
+    """
+    now = int(time.time())
+    put(
+        tmp_path,
+        squeue=f"""[[ "$*" == *StartTime* ]] && at=-{before} || at={after}
+        date -d "@$(({now} + at))" "+${{SLURM_TIME_FORMAT:-%FT%T}}" """,
+    )
+    zone = zone_with_clocks_back_in(1800) if clocks == "go back" else "UTC"
+    script = "request_stop >&2; echo $((STOP_AT - SECONDS)) $((KILL_AT - SECONDS))"
+    done = library(f"HPCTRAIN_CONTROL={tmp_path}; {script}", **programs, SLURM_JOB_ID="7", TZ=zone)
+    assert all(abs(int(a) - b) <= 3 for a, b in zip(done.stdout.split(), (stop, kill), strict=True)), done
 
 
 @pytest.mark.parametrize(("killed", "requeued"), [(True, True), (False, False)])
