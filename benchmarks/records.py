@@ -110,7 +110,8 @@ def format_table(record: dict[str, Any]) -> str:
     lines += [
         "",
         f"{record['about']}; medians of {record['turns']} turns (lowest to highest).",
-        f"`{record['command']}` at {record['revision']}, {record['date']}; {versions}; {record['machine']}.",
+        f"`{record['command']}`",
+        f"at {record['revision']}, {record['date']}; {versions}; {record['machine']}.",
     ]
     return "\n".join(lines)
 

@@ -52,7 +52,7 @@ def test_a_benchmark_prints_its_table_and_writes_the_page(folder, capsys):
     page = (folder / "page.md").read_text()
     assert page.startswith("before\n\n<!-- some -->\n| way | ms | times |\n|---|---|---|\n")
     assert "\n| ours | 2.0 (1.0 to 3.0) | 1.00 |\n| theirs | 4.0 |  |\n\na step; medians of 3 turns" in page
-    assert "`python benchmarks/some.py --data nsmc` at abc1234" in page and page.endswith("\n\nafter\n")
+    assert "`python benchmarks/some.py --data nsmc`\nat abc1234" in page and page.endswith("\n\nafter\n")
     assert page.split("<!-- some -->\n")[1].split("\n<!--")[0] in capsys.readouterr().out
     (folder / "records/some.json").unlink()
     with pytest.raises(SystemExit, match=r"no record some\.json"):
