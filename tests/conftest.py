@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 FAILED = pytest.StashKey[bool]()
+COLLECTED = pytest.StashKey[list[pytest.Item]]()  # also what -m leaves out
 # The files that take longest, first: otherwise the last of them would run alone. Of the fast tests,
 # launch/test_options and nlp/training/test_finetune do.
 LONG_FILES = [
@@ -71,6 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # The last tests of a file are those that wait for jobs that its first test has started.
         return place, slow, "in_background" in getattr(item, "fixturenames", ())
 
+    config.stash[COLLECTED] = [*items]
     items.sort(key=order)
     for item in items:
         if not {"cluster", "site", "in_background"}.isdisjoint(getattr(item, "fixturenames", ())):

@@ -8,7 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +45,19 @@ POSITION = Position(
     options={},
     overflows=0,
 ).to_entries()
+
+
+def examples(number: int) -> Callable[[Callable], Callable]:
+    """So many examples of a property of Hypothesis, the same ones in each run."""
+    from hypothesis import HealthCheck, settings
+
+    return settings(
+        max_examples=int(os.environ.get("HPCTRAIN_TEST_EXAMPLES", number)),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def write_digits(folder: Path, train: int = 320, test: int = 80) -> Path:

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import pyarrow
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pyarrow import feather, ipc, parquet
 
@@ -38,7 +38,7 @@ from hpctrain.nlp.task import SAMPLES
 from hpctrain.nlp.tasks import classify, generate, ner, pair, qa
 from hpctrain.nlp.training import tokenize
 from hpctrain.vision import data as images
-from tests.helpers import POSITION
+from tests.helpers import POSITION, examples
 
 pytestmark = pytest.mark.slow
 
@@ -51,18 +51,6 @@ BREAKS = [
     b"\xe2\x90\x9e", b"\xe2\x80\xa8", b"\x1b[2J", b"\x1c", b"<", b">:", b"{", b"[",
     b'"', b"B-", b"I-", b"## ", b"-DOCSTART-",
 ]  # fmt: skip
-
-
-def examples(number):
-    """So many examples of a property, the same ones in each run."""
-    number = int(os.environ.get("HPCTRAIN_TEST_EXAMPLES", number))
-    return settings(
-        max_examples=number,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def read_or_refuse(read, path):

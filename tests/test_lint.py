@@ -5,6 +5,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -100,6 +101,46 @@ def test_shellcheck():
     assert "launch/apptainer_ddp.sh" in SHELL and "launch/lib/main.sh" in SHELL and len(LAUNCH_SCRIPTS) == 12
     done = run(TOOLS / "shellcheck", "--external-sources", *SHELL)
     assert done.returncode == 0, done.stdout
+
+
+def load_shell(name):
+    """The names of a script of launch/, and of all files that it sources, or may source by their folder."""
+    names, rest = set(), [name]
+    while rest:
+        if (own := rest.pop()) in names:
+            continue
+        names.add(own)
+        rest += re.findall(r"^ *# shellcheck source=(launch/\S+)$", TEXTS[own], re.M)
+        rest += ["launch/lib/main.sh"] * ('\nsource "$_main"\n' in TEXTS[own])
+        for folder in re.findall(r'^ *source "\$ROOT/(launch/lib/\w+/)\$', TEXTS[own], re.M):
+            rest += [other for other in SHELL if other.startswith(folder)]
+    return names
+
+
+def defined_twice(texts):
+    """The functions that several of these files define, or one of them more than once."""
+    texts = [re.sub(r"<<'(\w+)'$(.|\n)*?^\1$", "", text, flags=re.M) for text in texts]  # what they write
+    pattern = r"^\s*(?:function\s+)?([\w-]+)\s*\(\)|^\s*function\s+([\w-]+)"
+    names = Counter("".join(found) for text in texts for found in re.findall(pattern, text, re.M))
+    return sorted(name for name, number in names.items() if number > 1)
+
+
+def test_no_shell_function_is_defined_twice():
+    """The last definition would win, where it is sourced: a check that it lacks is lost in silence."""
+    scripts = [name for name in SHELL if name.startswith("launch/") and TEXTS[name].startswith("#!")]
+    assert len(scripts) >= 15 and load_shell("launch/lib/task.sh") > {
+        "launch/lib/trust.sh", "launch/lib/node_container.sh", "launch/lib/launchers/srun.sh"
+    }  # fmt: skip
+    assert load_shell("launch/jupyter.sh") > {"launch/lib/main.sh", "launch/lib/runtimes/none.sh"}
+    found = {name: defined_twice(TEXTS[part] for part in load_shell(name)) for name in scripts}
+    assert not {name: names for name, names in found.items() if names}
+
+
+@pytest.mark.parametrize("again", ["is_own() {", "    is_own () {", "function is_own {", "is_own() [[ 1 ]]"])
+def test_a_shell_function_that_is_defined_twice_is_found(again):
+    text = "is_own() {\n    [[ -O $1 ]]\n}\n"
+    assert defined_twice([text, f"{again}\n}}\n"]) == ["is_own"] == defined_twice([text + again])
+    assert not defined_twice([text, f"cat <<'END'\n{again}\n}}\nEND\nis_owner() {{\n}}\n# is_own() {{"])
 
 
 def test_actionlint():

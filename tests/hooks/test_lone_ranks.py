@@ -4,11 +4,10 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
-from hpctrain.hooks import lone_ranks
 from tests.vision.test_train import in_image
 
 # ---- a Trainer of Lightning ----
@@ -169,32 +168,32 @@ def test_the_hook_compiles_to_nothing(tmp_path):
     assert with_hook.stdout == without.stdout
 
 
-def horovod(initialized, size):
-    return {"horovod.torch": SimpleNamespace(is_initialized=lambda: initialized, size=lambda: size)}
+LATER = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
 
 
-def mpi(size, finalized=False):
-    world = SimpleNamespace(size=size)
-    library = {"Is_initialized": lambda: True, "Is_finalized": lambda: finalized, "COMM_WORLD": world}
-    return {"mpi4py.MPI": SimpleNamespace(**library)}
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("library", "joined"),
+    ("script", "ranks", "warns"),
     [
-        ({}, 1),
-        (horovod(True, 2), 2),
-        (horovod(True, 1), 1),
-        (horovod(False, 0), 1),
-        (mpi(2), 2),
-        (mpi(1), 1),
-        (mpi(2, finalized=True), 1),
+        ("from mpi4py import MPI; {}", 2, False),
+        ("from mpi4py import MPI; {}", 1, True),
+        ("from mpi4py import MPI; MPI.Finalize(); {}", 2, True),
+        (f"{LATER}; {{}}; MPI.Init(); MPI.Finalize()", 2, True),
     ],
+    ids=["joined", "alone", "finalized", "not initialized"],
 )
-def test_ranks_of_horovod_and_mpi_have_joined(monkeypatch, library, joined):
-    for name, module in library.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    assert lone_ranks._count_joined(2) == joined
+def test_ranks_of_mpi_that_have_joined_are_not_warned(tmp_path, script, ranks, warns):
+    (tmp_path / "script.py").write_text(
+        "import os; os.environ['RANK'] = os.environ['OMPI_COMM_WORLD_RANK']\n"  # as launch scripts do
+        f"import torch; {script.format(STEP.strip())}"
+    )
+    launcher = [Path(sys.executable).parent / "mpirun", "--allow-run-as-root", "--oversubscribe", "-np"]
+    env = os.environ | {"HPCTRAIN_WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [*launcher, str(ranks), sys.executable, "script.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, env=env,
+    )  # fmt: skip
+    assert done.returncode == 0 and (WARNING in done.stderr) == warns, done.stderr
 
 
 @pytest.mark.slow
@@ -218,10 +217,13 @@ def test_a_trainer_of_transformers_joins_on_cpus_or_is_warned(tmp_path, env, kin
 
 
 @pytest.mark.slow
-def test_horovod_that_srun_started_without_mpi_is_warned(tmp_path):
-    """It does not know the other ranks."""
-    launcher = in_image("python", RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, HPCTRAIN_WORLD_SIZE=2)
+@pytest.mark.parametrize(("launcher", "size"), [([], 1), (["mpirun", "-np", "2"], 2)], ids=["srun", "mpirun"])
+def test_horovod_that_does_not_know_the_other_ranks_is_warned(tmp_path, launcher, size):
+    """As where srun has started it without MPI."""
+    controller = {"HOROVOD_CONTROLLER": "mpi"} if launcher else {}
+    env = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "HPCTRAIN_WORLD_SIZE": 2}
+    command = in_image(*launcher, "python", **env, **controller)
     code = f"import torch, horovod.torch as hvd; hvd.init(); print(hvd.size()); {STEP}"
-    done = subprocess.run([*launcher, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, "1\n"), done.stdout + done.stderr
-    assert WARNING in done.stderr, done.stderr
+    done = subprocess.run([*command, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, f"{size}\n" * size), done.stdout + done.stderr
+    assert (WARNING in done.stderr) == (size == 1), done.stderr

@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from slurm_cluster import REPOSITORY
 
+from tests.helpers import examples
 from tests.launch.helpers import BARE, LAUNCH, QUOTED, put
 
 pytestmark = pytest.mark.slow
@@ -52,18 +53,6 @@ STANDINS = {
         exec env -0""",
     "module": "LOADEDMODULES=",
 }
-
-
-def examples(number):
-    """So many examples of a property, the same ones in each run."""
-    number = int(os.environ.get("HPCTRAIN_TEST_EXAMPLES", number))
-    return settings(
-        max_examples=number,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
 
 
 @contextmanager

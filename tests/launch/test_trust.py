@@ -155,25 +155,28 @@ def test_the_kernels_of_torch_are_in_a_folder_of_the_user(theirs):
 
 # ---- the container of a node ----
 
-ENTER = f"""
-    set -euo pipefail
-    for part in launcher trust control node_container; do
-        [[ ! -e {QUOTED}/lib/$part.sh ]] || source {QUOTED}/lib/$part.sh
-    done
-"""
+# what the ranks source, in their order
+PARTS = re.findall(r'^source "\$\(dirname "\$0"\)/(\w+\.sh)"$', (LAUNCH / "lib/task.sh").read_text(), re.M)
+ENTER = "set -euo pipefail; " + "; ".join(f"source {QUOTED}/lib/{part}" for part in PARTS)
 
 
 @BY_ROOT
-def test_no_container_is_entered_that_somebody_else_names(tmp_path, theirs):
+@pytest.mark.parametrize("what", ["folder", "link to a folder of the user"])
+def test_no_container_is_entered_that_somebody_else_names(tmp_path, theirs, what):
     """The folder has everything that the tasks of this node expect, before the first of them has made it."""
     folder = tmp_path / "container"
     (folder / "tasks").mkdir(parents=True)
     (folder / "name").write_text("theirs\n")
     os.mkfifo(folder / "alive")
-    theirs(folder)
+    if what == "folder":
+        theirs(folder)
+    else:
+        folder = tmp_path / "link"
+        folder.symlink_to("container")
+        os.chown(folder, 12345, -1, follow_symlinks=False)
     code = "ALIVE='' WORDS=(apptainer exec x.sif -- true); enter_node_container; echo \"${WORDS[*]}$ALIVE\""
     env = os.environ | {"HPCTRAIN_NODE_CONTAINER": str(folder), "RANK": "1"}
-    done = bash(f"{ENTER}{code}", env)
+    done = bash(f"{ENTER}; {code}", env)
     assert done.stdout == "apptainer exec x.sif -- true\n", done.stderr
 
 

@@ -1,5 +1,6 @@
 """hpctrain.Run in a training script of a user: each shape of a loop is resumed bit for bit, anywhere."""
 
+import copy
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 import hpctrain
 from hpctrain.checkpoints import checkpoint
 from hpctrain.errors import EndEarly, HpctrainError, UsageError
+from hpctrain.files.digests import weights_sha256
 from hpctrain.run.reader import summarize
 from tests.helpers import REPOSITORY, start_ranks
 
@@ -431,14 +433,18 @@ def test_the_checkpoint_of_the_lowest_loss_or_the_highest_score_is_kept(tmp_path
 
 @pytest.mark.slow
 def test_the_weights_are_read_back(tmp_path):
-    with open_run(tmp_path / "one") as run:
-        plain(run, lambda run: None)
-    hpctrain.load_weights(make_net(), checkpoint.find_newest(tmp_path / "one"))
-    with open_run(tmp_path / "two") as run:
-        two_optimizers(run, lambda run: None)
-        both = run._tracked.model
-    hpctrain.load_weights(both, checkpoint.find_newest(tmp_path / "two"))
-    assert {name.partition(".")[0] for name in both.state_dict()} == {"generator", "critic"}
+    """Of one model, and of several by their names."""
+    for shape in (plain, two_optimizers):
+        folder = tmp_path / shape.__name__
+        with open_run(folder) as run:
+            shape(run, lambda run: None)
+            trained = run._tracked.model
+        loaded = copy.deepcopy(trained)
+        for value in loaded.state_dict().values():
+            value.zero_()
+        hpctrain.load_weights(loaded, checkpoint.find_newest(folder))
+        assert weights_sha256(loaded) == weights_sha256(trained) == result_of(folder)["weights_sha256"]
+    assert {name.partition(".")[0] for name in loaded.state_dict()} == {"generator", "critic"}
 
 
 class Spoiled(Points):

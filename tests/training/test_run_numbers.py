@@ -1,5 +1,6 @@
 """hpctrain.Run computes what a loop by hand does: parts of a batch, clipping, scores, shared models."""
 
+import hashlib
 import json
 import math
 import os
@@ -72,6 +73,38 @@ def test_a_step_is_that_of_a_loop_by_hand_bit_for_bit(tmp_path, precision, clip)
     assert results[0] == results[1]
     assert lines_of(tmp_path / "by_run") == lines_of(tmp_path / "by_hand")
     assert clip is None or results[0] != train(tmp_path / "whole", by_run, precision=precision)
+
+
+class Precise(Points):
+    """40 points in float64, with noise of which each bit is the same on every kind of processor."""
+
+    def __getitem__(self, index):
+        point = torch.full((4,), float(index % 2), dtype=torch.float64)
+        return point + 2 * torch.rand(4, dtype=torch.float64), index % 2
+
+
+def make_precise():
+    """Initial weights in float32 would differ in their last bit."""
+    kind = {"dtype": torch.float64}
+    layers = [nn.Linear(4, 8, **kind), nn.BatchNorm1d(8, **kind), nn.Tanh(), nn.Linear(8, 2, **kind)]
+    return nn.Sequential(*layers)
+
+
+def test_the_weights_of_a_training_stay_what_they_are(tmp_path):
+    """Initial weights, order and noise of the examples, parts of a batch, momentum, clipping: in float64, on
+    one thread, rounded to nine digits behind the point, where processors do not differ.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    train(tmp_path / "run", lambda *words: by_run(*words, clip=0.5), Precise(), make_precise, accumulate=2)
+    torch.set_num_threads(threads)
+    weights = [value.double().flatten() for value in weights_of(tmp_path / "run").values()]
+    numbers = (torch.cat(weights) * 1e9).round().to(torch.int64).tolist()
+    digest = hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
+    assert digest.startswith("ea9cb54ce0f4a0d8"), numbers
+    losses = [line["train_loss"] for line in lines_of(tmp_path / "run")]
+    expected = [0.738837, 0.591334, 0.57916, 0.501869, 0.488752, 0.584203, 0.327011, 0.257474, 0.277447]
+    assert losses == pytest.approx([*expected, 1.013371], abs=1e-5)
 
 
 def test_the_scaler_is_that_of_torch(tmp_path):

@@ -47,6 +47,20 @@ def test_order_depends_on_seed_and_epoch_and_has_each_example_once(few_lengths):
     assert left_out[0] != left_out[1]
 
 
+@pytest.mark.parametrize(
+    ("seed", "epoch", "order"),
+    [
+        (1, 1, [[[2, 1], [11, 5]], [[4, 9], [0, 10]], [[6, 3], [8, 7]]]),
+        (1, 2, [[[2, 5], [0, 10]], [[8, 3], [11, 7]], [[6, 1], [4, 9]]]),
+        (2, 1, [[[2, 9], [0, 7]], [[4, 5], [8, 11]], [[6, 1], [3, 10]]]),
+    ],
+)
+def test_the_order_of_a_seed_and_an_epoch_stays_what_it_is(seed, epoch, order):
+    """Otherwise a run that an earlier version has started goes on with other examples."""
+    lengths = [5, 1, 9, 3, 7, 2, 8, 4, 6, 1, 3, 5]
+    assert sampling.training_batches_by_length(lengths, 4, seed, epoch, parts=2).tolist() == order
+
+
 def test_batches_change_between_epochs(few_lengths):
     def meetings(epoch):
         return {

@@ -18,7 +18,6 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
@@ -314,32 +313,6 @@ def test_test_set_is_scored_once_and_does_not_affect_training(trained, config, t
     assert result(other)["weights_sha256"] == result(trained)["weights_sha256"]
     losses = [[line["validation_loss"] for line in validations(run)] for run in (other, trained)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
-
-
-def test_classification_scores_match_a_computation_by_hand():
-    examples = [Document("", "", label) for label in "0001112"]
-    answers = [{"label": label} for label in "0010110"]
-    found = classify.TASK.score(examples, answers)
-    assert found["accuracy"] == pytest.approx(4 / 7)
-    # Class 0: 2 of 4 predictions and 2 of 3 examples are correct. Class 1: 2 of 3 and 2 of 3. Class 2 is
-    # never predicted.
-    assert found["precision"] == pytest.approx((2 / 4 + 2 / 3 + 0) / 3) and found["recall"] == pytest.approx(
-        (2 / 3 + 2 / 3 + 0) / 3
-    )
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_classification_scores_are_those_of_scikit_learn(seed):
-    draw = numpy.random.default_rng(seed)
-    gold, predicted = (draw.choice(labels, 40).tolist() for labels in (list("abbbd"), list("abbc")))
-    found = classify.TASK.score(
-        [Document("", "", label) for label in gold], [{"label": label} for label in predicted]
-    )
-    macro = precision_recall_fscore_support(
-        gold, predicted, labels=sorted(set(gold)), average="macro", zero_division=0
-    )
-    expected = dict(zip(("precision", "recall", "f1"), macro[:3], strict=True))
-    assert found == pytest.approx({"accuracy": accuracy_score(gold, predicted), **expected}, rel=1e-12)
 
 
 @torch.no_grad()
